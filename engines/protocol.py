@@ -1,0 +1,60 @@
+"""What evaluation, shadow replay and serving may ask of a loaded engine: token ids in, logits out.
+
+B  rows decoded together      S  tokens fed in one call      V  vocabulary size
+A slot is one sequence's place in the KV buffers; slots are numbered from 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float32]
+
+
+class Engine(Protocol):
+    @property
+    def digest(self) -> str:
+        """Content digest of the bundle this engine was opened from."""
+        ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def slots(self) -> int:
+        """How many sequences the KV buffers hold."""
+        ...
+
+    @property
+    def max_tokens(self) -> int:
+        """KV positions per slot."""
+        ...
+
+    def prefill(
+        self, slot: int, tokens: Sequence[int], *, start: int = 0, rows: Sequence[int] | None = None
+    ) -> FloatArray:
+        """Feed S tokens at positions ``start .. start+S-1`` of one slot; float32 logits ``[len(rows), V]``.
+
+        ``rows`` are indices into ``tokens`` whose logits are wanted (default: only the last, ``[S-1]``).
+        ``start > 0`` continues a slot whose first ``start`` positions are valid; what stood at or behind
+        ``start`` is overwritten, so one shared context can be followed by many continuations in turn.
+        """
+        ...
+
+    def decode(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> FloatArray:
+        """One token for each of B neighbouring slots; float32 logits ``[B, V]``.
+
+        Row i is slot ``first_slot + i``, which already holds ``lengths[i]`` positions; its token is written at
+        position ``lengths[i]``.
+        """
+        ...
+
+    def copy_slot(self, source: int, target: int, length: int) -> None:
+        """Copy the first ``length`` KV positions of one slot to another."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,125 @@
+"""The evidence nouns the gate judges. Reports keep per-item results and their pairing keys, not only means.
+
+Every report names the digests of the engines it was taken from, so evidence about another engine is refused.
+Items lie in ``items.jsonl`` beside the record, one JSON object a line, of the item type named here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import ClassVar, TypeVar
+
+from pipeline.artifact import Frozen, Record
+from pipeline.errors import EvidenceError
+
+T = TypeVar("T", bound=Frozen)
+
+
+class TaskItem(Frozen):
+    """One multiple-choice question answered by both engines, by the task's own definition."""
+
+    task: str
+    doc_id: int
+    doc_hash: str
+    prompt_hash: str
+    target_hash: str
+    metric: str  # "acc" or "acc_norm"
+    gold: int
+    baseline_choice: int
+    candidate_choice: int
+    baseline_correct: bool
+    candidate_correct: bool
+    baseline_loglikelihoods: tuple[float, ...]
+    candidate_loglikelihoods: tuple[float, ...]
+
+
+class TextItem(Frozen):
+    """One held-out document scored by both engines; the document is the cluster of the statistics.
+
+    ``kl_sum``: summed KL(baseline || candidate) in nats over ``tokens`` predicted positions.
+    ``nll``: summed negative log-likelihood in nats of the document's own next tokens.
+    """
+
+    doc_hash: str
+    tokens: int
+    kl_sum: float
+    kl_max: float
+    agree: int  # positions where both engines rank the same token first
+    baseline_nll: float
+    candidate_nll: float
+
+
+class ShadowItem(Frozen):
+    """One replayed prompt. Teacher-forced numbers are over the champion's own response tokens."""
+
+    prompt_hash: str
+    prompt_tokens: int
+    champion_tokens: int
+    candidate_tokens: int
+    agree: int
+    kl_sum: float
+    exact_match: bool
+    first_divergence: int | None  # token index in the free-running responses; None when they are identical
+    champion_stopped: bool  # ended by a stop token rather than by the length limit
+    candidate_stopped: bool
+
+
+class ParityItem(Frozen):
+    """One document scored by the engine and by the quantized torch model it was built from."""
+
+    doc_hash: str
+    tokens: int
+    kl_sum: float
+    kl_max: float
+    agree: int
+
+
+class EvalReport(Record):
+    noun: ClassVar[str] = "EvalReport"
+    remedy: ClassVar[str] = "run `dvc repro evaluate`"
+
+    baseline: str  # bundle digests
+    candidate: str
+    tasks: dict[str, int]  # items per task
+    documents: int
+    versions: dict[str, str]
+    task_seconds: dict[str, float] = {}
+
+
+class ShadowReport(Record):
+    noun: ClassVar[str] = "ShadowReport"
+    remedy: ClassVar[str] = "run `dvc repro shadow`"
+
+    champion: str
+    candidate: str
+    champion_is_baseline: bool  # no registered champion: the float engine stood in
+    prompts: int
+    max_new_tokens: int
+
+
+class ParityReport(Record):
+    noun: ClassVar[str] = "ParityReport"
+    remedy: ClassVar[str] = "run `dvc repro parity`"
+
+    candidate: str
+    quantized: str  # digest of the QuantizedModel
+    documents: int
+
+
+def write_items(path: Path, items: Iterable[Frozen]) -> None:
+    with path.open("w") as stream:
+        for item in items:
+            stream.write(json.dumps(item.model_dump(mode="json"), allow_nan=False) + "\n")
+
+
+def read_items(path: Path, kind: type[T]) -> tuple[T, ...]:
+    """All items of a report; a line that does not parse is an :class:`EvidenceError`, never skipped."""
+    items: list[T] = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        try:
+            items.append(kind.model_validate_json(line))
+        except ValueError as error:
+            raise EvidenceError(f"{path}:{number} is not a {kind.__name__}: {error}") from error
+    return tuple(items)

@@ -1,0 +1,1 @@
+"""Stage wiring: recipe, artifact store, sources, export, registry, report and the command line."""

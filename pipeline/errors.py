@@ -1,0 +1,74 @@
+"""Errors a user can act on. Every message says what was found, what was expected, and what to do.
+
+``TapeoutError`` is the only exception the command line turns into one line instead of a traceback.
+
+    TapeoutError            exit 2
+      RecipeError           params.yaml cannot be read or is invalid
+      SourceError           a checkpoint or data set cannot be fetched or does not match its pin
+      ArtifactError         an artifact is missing, half-written, changed or of the wrong kind
+      ExportError           a model cannot be exported
+      QuantizationError     quantization produced something that is not a quantized model
+      BuildError            a graph cannot be lowered to a target
+      FingerprintError      a bundle was built for other hardware or libraries
+      EvidenceError         reports are empty, unequal, non-finite or of another engine
+      RegistryError         the registry refused or changed under us
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What the ``tapeout`` command returns to a shell or CI job."""
+
+    PASS = 0
+    GATE_FAILED = 1
+    BROKEN = 2
+    INCONCLUSIVE = 3
+
+
+class TapeoutError(Exception):
+    """One clear message in three parts; any part may be empty.
+
+    >>> print(TapeoutError("no record.json in artifacts/graph", expected="a finished export", remedy="run `dvc repro export`"))
+    no record.json in artifacts/graph
+      expected: a finished export
+      remedy:   run `dvc repro export`
+    """
+
+    def __init__(self, found: str, *, expected: str = "", remedy: str = "") -> None:
+        self.found, self.expected, self.remedy = found, expected, remedy
+        lines = [found]
+        if expected:
+            lines.append(f"  expected: {expected}")
+        if remedy:
+            lines.append(f"  remedy:   {remedy}")
+        super().__init__("\n".join(lines))
+
+
+class RecipeError(TapeoutError): ...
+
+
+class SourceError(TapeoutError): ...
+
+
+class ArtifactError(TapeoutError): ...
+
+
+class ExportError(TapeoutError): ...
+
+
+class QuantizationError(TapeoutError): ...
+
+
+class BuildError(TapeoutError): ...
+
+
+class FingerprintError(TapeoutError): ...
+
+
+class EvidenceError(TapeoutError): ...
+
+
+class RegistryError(TapeoutError): ...

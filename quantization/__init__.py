@@ -1,0 +1,1 @@
+"""Pure tensor arithmetic for quantization, the published checkpoint formats, and the verbs that use them."""
