@@ -85,7 +85,7 @@ class EvalReport(Record):
     tasks: dict[str, int]  # items per task
     documents: int
     versions: dict[str, str]
-    task_seconds: dict[str, float] = {}
+    task_seconds: dict[str, float]
 
 
 class ShadowReport(Record):

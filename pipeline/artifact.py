@@ -103,7 +103,10 @@ class Draft(Generic[R]):
     def finish(self, record: R, *, parents: Mapping[str, str]) -> None:
         names = sorted(str(p.relative_to(self.folder)) for p in self.folder.rglob("*") if p.is_file())
         files = {
-            name: {"sha256": sha256_file(self.folder / name), "size_bytes": (self.folder / name).stat().st_size}
+            name: {
+                "sha256": sha256_file(self.folder / name),
+                "size_bytes": (self.folder / name).stat().st_size,
+            }
             for name in names
         }
         body = {
