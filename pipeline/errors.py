@@ -31,8 +31,8 @@ class ExitCode(IntEnum):
 class TapeoutError(Exception):
     """One clear message in three parts; any part may be empty.
 
-    >>> print(TapeoutError("no record.json in artifacts/graph", expected="a finished export", remedy="run `dvc repro export`"))
-    no record.json in artifacts/graph
+    >>> print(TapeoutError("no record.json in x", expected="a finished export", remedy="run `dvc repro export`"))
+    no record.json in x
       expected: a finished export
       remedy:   run `dvc repro export`
     """

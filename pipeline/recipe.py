@@ -156,9 +156,7 @@ def load_recipe(path: Path = Path("params.yaml")) -> Recipe:
         return Recipe.model_validate(raw)
     except ValidationError as error:
         lines = [_explain(problem) for problem in error.errors()]
-        raise RecipeError(
-            f"{path}: " + "; ".join(lines), expected="the keys and values in docs/recipes.md"
-        ) from error
+        raise RecipeError(f"{path}: " + "; ".join(lines), expected="the keys and values in docs/recipes.md") from error
 
 
 def _explain(problem: Any) -> str:
