@@ -12,6 +12,7 @@
       FingerprintError      a bundle was built for other hardware or libraries
       EvidenceError         reports are empty, unequal, non-finite or of another engine
       RegistryError         the registry refused or changed under us
+      RequestError          a generation request is invalid, too long or got broken logits
 """
 
 from __future__ import annotations
@@ -72,3 +73,6 @@ class EvidenceError(TapeoutError): ...
 
 
 class RegistryError(TapeoutError): ...
+
+
+class RequestError(TapeoutError): ...
