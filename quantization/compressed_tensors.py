@@ -1,0 +1,231 @@
+"""The published checkpoint format: compressed-tensors, ``pack-quantized``. Read lazily, written layer by layer.
+
+A quantized parameter ``X.weight`` is stored as ``X.weight_packed`` (int32), ``X.weight_scale`` (float16 or float32
+``[N, G]``), ``X.weight_shape`` (int64 ``[2]``) and, when asymmetric, ``X.weight_zero_point`` (int32, packed along
+the output channels). Codes are stored with their unsigned offset. ``config.json`` holds which modules have which
+format. Source: the compressors of compressed-tensors 0.20 (``compressors/pack_quantized``).
+
+The reader needs numpy alone, so that a compiler or a serving machine can open a checkpoint without torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from pipeline.errors import QuantizationError
+from quantization.rounding import FloatArray, Format, QuantizedLinear, pack, unpack
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
+_BITS = (4, 8)
+
+AnyArray = NDArray[Any]
+
+
+class Checkpoint:
+    """A checkpoint folder, float or quantized, opened lazily: a tensor is read from disk when it is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files = _locate(folder)
+        self._open: dict[str, Any] = {}
+
+    def names(self) -> tuple[str, ...]:
+        """Parameter names, ``X.weight`` for quantized ones too, sorted."""
+        return tuple(sorted({re.sub(r"weight_packed$", "weight", n) for n in self._files if not _is_side_part(n)}))
+
+    def is_quantized(self, name: str) -> bool:
+        return f"{_module(name)}.weight_packed" in self._files
+
+    def linear(self, name: str) -> QuantizedLinear | FloatArray:
+        """A linear's or embedding's weight: codes when it is quantized, else float32 ``[N, K]``."""
+        if not self.is_quantized(name):
+            return self.tensor(name)
+        module = _module(name)
+        rows, columns = (int(n) for n in self._read(f"{module}.weight_shape"))
+        words = self._read(f"{module}.weight_packed")
+        scales = self._read(f"{module}.weight_scale").astype(np.float32)
+        bits = next((b for b in _BITS if -(-columns * b // 32) == words.shape[1]), None)
+        if bits is None or words.shape[0] != rows or columns % scales.shape[1]:
+            raise QuantizationError(
+                f"{name} {[rows, columns]} has {list(words.shape)} packed words and {list(scales.shape)} scales",
+                expected=f"{' or '.join(map(str, _BITS))} bits a weight in whole groups",
+            )
+        zero_points = None
+        if f"{module}.weight_zero_point" in self._files:
+            packed = self._read(f"{module}.weight_zero_point")
+            zero_points = np.ascontiguousarray(unpack(np.ascontiguousarray(packed.T), bits, rows).T)
+        return QuantizedLinear(unpack(words, bits, columns), scales, zero_points, bits, columns // scales.shape[1])
+
+    def weight(self, name: str) -> FloatArray:
+        """The same weight in float32, whichever way it is stored."""
+        linear = self.linear(name)
+        return linear.dequantize() if isinstance(linear, QuantizedLinear) else linear
+
+    def tensor(self, name: str) -> FloatArray:
+        """An unquantized tensor as float32, in its own shape."""
+        return self._read(name).astype(np.float32, copy=False)
+
+    def stored_bytes(self, name: str) -> int:
+        """Bytes of a parameter in the file, with its scales and zero points."""
+        parts = [f"{_module(name)}.{part}" for part in PARTS] if self.is_quantized(name) else [name]
+        return sum(self._read(part).nbytes for part in parts if part in self._files)
+
+    def _read(self, name: str) -> AnyArray:
+        try:
+            file = self._files[name]
+        except KeyError:
+            raise QuantizationError(
+                f"no tensor {name!r} in {self.folder}", expected="one of its names()", remedy="run `dvc repro quantize`"
+            ) from None
+        if file not in self._open:
+            self._open[file] = safe_open(self.folder / file, framework="numpy")
+        return self._open[file].get_tensor(name)
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Open a folder with ``model.safetensors``, or with shards and their index."""
+    return Checkpoint(folder)
+
+
+class CheckpointWriter:
+    """Writes tensors as they come, into shards of bounded size; holds at most one shard in memory.
+
+    A checkpoint that fits one shard is a plain ``model.safetensors``, as every reader expects.
+    """
+
+    def __init__(self, folder: Path, *, shard_bytes: int = 2 << 30) -> None:
+        self.folder, self.shard_bytes = folder, shard_bytes
+        self._pending: dict[str, AnyArray] = {}
+        self._pending_bytes = 0
+        self._shards: list[tuple[Path, list[str]]] = []
+        self._total_bytes = 0
+
+    def add(self, name: str, array: AnyArray) -> None:
+        if self._pending and self._pending_bytes + array.nbytes > self.shard_bytes:
+            self._flush()
+        self._pending[name] = np.ascontiguousarray(array)
+        self._pending_bytes += array.nbytes
+        self._total_bytes += array.nbytes
+
+    def add_linear(self, name: str, linear: QuantizedLinear) -> None:
+        for part, array in encode(name, linear).items():
+            self.add(part, array)
+
+    def finish(self) -> None:
+        self._flush()
+        if len(self._shards) == 1:
+            self._shards[0][0].rename(self.folder / SINGLE)
+            return
+        weight_map: dict[str, str] = {}
+        for number, (path, names) in enumerate(self._shards, start=1):
+            final = f"model-{number:05d}-of-{len(self._shards):05d}.safetensors"
+            path.rename(self.folder / final)
+            weight_map.update(dict.fromkeys(names, final))
+        body = {"metadata": {"total_size": self._total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+        (self.folder / INDEX).write_text(json.dumps(body, indent=1) + "\n")
+
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        path = self.folder / f"shard-{len(self._shards)}.safetensors"
+        save_file(self._pending, path, metadata={"format": "pt"})
+        self._shards.append((path, list(self._pending)))
+        self._pending, self._pending_bytes = {}, 0
+
+
+def encode(name: str, linear: QuantizedLinear) -> dict[str, AnyArray]:
+    """The stored tensors of one quantized parameter."""
+    module = _module(name)
+    half = linear.scales.astype(np.float16)
+    exact = bool(np.array_equal(half.astype(np.float32), linear.scales))
+    parts: dict[str, AnyArray] = {
+        f"{module}.weight_packed": pack(linear.codes, linear.bits),
+        f"{module}.weight_scale": half if exact else linear.scales,
+        f"{module}.weight_shape": np.array(linear.codes.shape, np.int64),
+    }
+    if linear.zero_points is not None:
+        packed = pack(np.ascontiguousarray(linear.zero_points.T), linear.bits)
+        parts[f"{module}.weight_zero_point"] = np.ascontiguousarray(packed.T)
+    return parts
+
+
+def quantization_config(formats: Mapping[str, Format], ignored: Iterable[str]) -> dict[str, Any]:
+    """``quantization_config`` of ``config.json``: one group per format, its modules named by regular expressions.
+
+    ``formats`` maps parameter names to formats; ``ignored`` are the linears left in float.
+    """
+    by_format: dict[Format, list[str]] = {}
+    for name, fmt in formats.items():
+        by_format.setdefault(fmt, []).append(_module(name))
+    ordered = sorted(by_format.items(), key=lambda item: (item[0].bits, item[0].group_size, item[0].symmetric))
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "ignore": module_patterns(_module(name) for name in ignored),
+        "config_groups": {
+            f"group_{number}": {
+                "targets": module_patterns(modules),
+                "weights": {
+                    "num_bits": fmt.bits,
+                    "type": "int",
+                    "symmetric": fmt.symmetric,
+                    "strategy": "group",
+                    "group_size": fmt.group_size,
+                },
+            }
+            for number, (fmt, modules) in enumerate(ordered)
+        },
+    }
+
+
+def module_patterns(modules: Iterable[str]) -> list[str]:
+    r"""Module names as anchored regular expressions, the names that differ in one layer number merged.
+
+    >>> module_patterns(["m.0.o", "m.2.o", "head"])
+    ['re:^head$', 're:^m\\.(0|2)\\.o$']
+    """
+    merged: dict[tuple[str, str], set[int]] = {}
+    for module in modules:
+        match = re.search(r"(?<=\.)\d+(?=\.)", module)
+        before, number, after = (
+            (module[: match.start()], int(match.group()), module[match.end() :]) if match else (module, -1, "")
+        )
+        merged.setdefault((before, after), set()).add(number)
+    patterns: list[str] = []
+    for (before, after), numbers in sorted(merged.items()):
+        middle = "" if numbers == {-1} else f"({'|'.join(str(n) for n in sorted(numbers))})"
+        patterns.append(f"re:^{re.escape(before)}{middle}{re.escape(after)}$")
+    return patterns
+
+
+def _locate(folder: Path) -> dict[str, str]:
+    index = folder / INDEX
+    if index.is_file():
+        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        return weight_map
+    if not (folder / SINGLE).is_file():
+        raise QuantizationError(
+            f"neither {SINGLE} nor {INDEX} in {folder}", expected="a checkpoint", remedy="run the stage that writes it"
+        )
+    with safe_open(folder / SINGLE, framework="numpy") as file:
+        return dict.fromkeys(file.keys(), SINGLE)
+
+
+def _module(name: str) -> str:
+    return name.removesuffix(".weight")
+
+
+def _is_side_part(name: str) -> bool:
+    return name.endswith(tuple(f".{part}" for part in PARTS[1:]))
