@@ -1,0 +1,43 @@
+"""Token ids to text, piece by piece, never half a character.
+
+A character may span several tokens, and what a token reads as may depend on the one before it (a leading space).
+So each step decodes a short window, from the previous piece on, and holds back while it ends inside a character.
+"""
+
+from __future__ import annotations
+
+from tokenizers import AddedToken, Tokenizer
+
+REPLACEMENT = "\ufffd"  # what undecodable bytes read as
+
+
+class Detokenizer:
+    """The text of one response as it grows. Special tokens (end of turn, padding) have no text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(token for token, entry in added.items() if entry.special)
+        self._context: list[int] = []  # tokens of the last piece
+        self._pending: list[int] = []  # tokens whose text is not out yet
+
+    def push(self, token: int) -> str:
+        """The text that this token completes; empty while a character is unfinished."""
+        if token in self._special:
+            return ""
+        self._pending.append(token)
+        text = self._new_text()
+        if not text or text.endswith(REPLACEMENT):
+            return ""
+        self._context, self._pending = self._pending, []
+        return text
+
+    def finish(self) -> str:
+        """What is still held back: bytes that never became a character read as U+FFFD."""
+        text = self._new_text() if self._pending else ""
+        self._context, self._pending = [], []
+        return text
+
+    def _new_text(self) -> str:
+        before: str = self._tokenizer.decode(self._context, skip_special_tokens=False)
+        return self._tokenizer.decode(self._context + self._pending, skip_special_tokens=False)[len(before) :]

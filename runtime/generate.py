@@ -1,0 +1,143 @@
+"""One request on one engine: prompt tokens in, a stream of text pieces out.
+
+Serving many requests at once is the scheduler's work; this is the whole path of a single one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tokenizers import Tokenizer
+
+from engines.protocol import Engine
+from pipeline.errors import RequestError
+from runtime.detokenize import Detokenizer
+from runtime.sampling import Sampler, SamplingSettings, sample
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """When to stop, and how to choose tokens.
+
+    ``stop_tokens`` end the response and have no text; neither does the stop string that ends it.
+    """
+
+    max_new_tokens: int = 256
+    stop_tokens: frozenset[int] = frozenset()
+    stop_strings: tuple[str, ...] = ()
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise RequestError(f"max_new_tokens is {self.max_new_tokens}", expected="at least 1")
+        if "" in self.stop_strings:
+            raise RequestError("a stop string is empty", expected="stop strings of at least one character")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text that is now certain, and how many tokens the response has by now. The last piece says why it ended."""
+
+    text: str
+    tokens: int
+    finish_reason: FinishReason | None = None
+
+
+def generate(
+    engine: Engine, tokenizer: Tokenizer, prompt: Sequence[int], settings: GenerationSettings, *, slot: int = 0
+) -> Iterator[Piece]:
+    """Stream the response to ``prompt`` (token ids) from one KV slot of ``engine``.
+
+    The prompt is checked here, before the first piece is asked for: :class:`RequestError` if it is empty, holds ids
+    outside the vocabulary, or does not fit the slot together with ``max_new_tokens``.
+    """
+    if not prompt:
+        raise RequestError("the prompt has no tokens", expected="at least one")
+    outside = [token for token in prompt if not 0 <= token < engine.vocab_size]
+    if outside:
+        raise RequestError(f"the prompt holds token {outside[0]}", expected=f"ids below {engine.vocab_size}")
+    # The last new token is never fed back, so it needs no place in the slot.
+    room = engine.max_tokens - len(prompt) + 1
+    if settings.max_new_tokens > room:
+        remedy = f"ask for at most {room} new tokens" if room > 0 else "shorten the prompt"
+        raise RequestError(
+            f"{len(prompt)} prompt tokens and {settings.max_new_tokens} new ones",
+            expected=f"at most {engine.max_tokens} positions, which this bundle was built for",
+            remedy=f"{remedy}, or raise export.max_positions and rebuild",
+        )
+    return _stream(engine, tokenizer, prompt, settings, slot)
+
+
+def _stream(
+    engine: Engine, tokenizer: Tokenizer, prompt: Sequence[int], settings: GenerationSettings, slot: int
+) -> Iterator[Piece]:
+    sampler = Sampler(settings.sampling, engine.vocab_size, prompt)
+    detokenizer = Detokenizer(tokenizer)
+    matcher = StopMatcher(settings.stop_strings)
+    logits = engine.prefill(slot, prompt)
+    for count in range(1, settings.max_new_tokens + 1):
+        token = sample(logits, [sampler])[0]
+        if token in settings.stop_tokens:
+            yield Piece(_last_text(detokenizer, matcher), count, "stop")
+            return
+        text = matcher.push(detokenizer.push(token))
+        if matcher.matched:
+            yield Piece(text, count, "stop")
+            return
+        if count == settings.max_new_tokens:
+            text += _last_text(detokenizer, matcher)
+            # The characters that were held back may themselves complete a stop string.
+            yield Piece(text, count, "stop" if matcher.matched else "length")
+            return
+        if text:
+            yield Piece(text, count)
+        logits = engine.decode([token], [len(prompt) + count - 1], first_slot=slot)
+
+
+def _last_text(detokenizer: Detokenizer, matcher: StopMatcher) -> str:
+    text = matcher.push(detokenizer.finish())
+    return text if matcher.matched else text + matcher.finish()
+
+
+class StopMatcher:
+    """Finds stop strings in text that arrives in pieces, and holds back only what could still become one.
+
+    >>> matcher = StopMatcher(("</end>",))
+    >>> matcher.push("a <b> </"), matcher.push("end> c"), matcher.matched
+    ('a <b> ', '', True)
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.matched = False
+
+    def push(self, text: str) -> str:
+        """The text that is certain to stand before any stop string; nothing once one has matched."""
+        if self.matched:
+            return ""
+        text = self._held + text
+        found = [(index + len(stop), index) for stop in self._stops if (index := text.find(stop)) >= 0]
+        if found:
+            # The match that is complete first wins, so the answer does not depend on where the pieces were cut.
+            _, start = min(found)
+            self.matched, self._held = True, ""
+            return text[:start]
+        keep = max((self._overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def finish(self) -> str:
+        """What was held back and turned out to be no stop string."""
+        text, self._held = self._held, ""
+        return text
+
+    @staticmethod
+    def _overlap(text: str, stop: str) -> int:
+        """Length of the longest beginning of ``stop`` that ``text`` ends with."""
+        longest = min(len(stop) - 1, len(text))
+        return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
