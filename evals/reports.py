@@ -1,7 +1,8 @@
 """The evidence nouns the gate judges. Reports keep per-item results and their pairing keys, not only means.
 
 Every report names the digests of the engines it was taken from, so evidence about another engine is refused.
-Items lie in ``items.jsonl`` beside the record, one JSON object a line, of the item type named here.
+Items lie in ``task_items.jsonl``, ``text_items.jsonl``, ``shadow_items.jsonl`` and ``parity_items.jsonl`` beside the
+record, one JSON object a line. No clock value is among them: the same inputs give the same report.
 """
 
 from __future__ import annotations
@@ -52,7 +53,12 @@ class TextItem(Frozen):
 
 
 class ShadowItem(Frozen):
-    """One replayed prompt. Teacher-forced numbers are over the champion's own response tokens."""
+    """One replayed prompt.
+
+    Teacher-forced numbers (``agree``, ``kl_sum``) are over the ``champion_tokens`` positions of the champion's own
+    response: both engines are fed its tokens, so one divergence is not counted again at every later position.
+    Responses include the stop token they ended with, if they did: to stop is a decision too.
+    """
 
     prompt_hash: str
     prompt_tokens: int
@@ -85,7 +91,7 @@ class EvalReport(Record):
     tasks: dict[str, int]  # items per task
     documents: int
     versions: dict[str, str]
-    task_seconds: dict[str, float]
+    beginning_of_text: int | None = None  # the token put before every text; None: the tokenizer adds none
 
 
 class ShadowReport(Record):
