@@ -118,6 +118,7 @@ class Gate(Frozen):
     max_parity_kl: float = Field(default=1e-3, gt=0)
     min_parity_top_token: Fraction = 0.995
     min_speed_ratio: float = Field(default=1.0, gt=0)
+    min_repeats: Count = 3  # paired repeats per batch and phase
 
 
 class Register(Frozen):
