@@ -1,9 +1,16 @@
-"""The published checkpoint format: compressed-tensors, ``pack-quantized``. Read lazily, written layer by layer.
+"""The published checkpoint format, compressed-tensors: read lazily, written layer by layer.
 
-A quantized parameter ``X.weight`` is stored as ``X.weight_packed`` (int32), ``X.weight_scale`` (float16 or float32
-``[N, G]``), ``X.weight_shape`` (int64 ``[2]``) and, when asymmetric, ``X.weight_zero_point`` (int32, packed along
-the output channels). Codes are stored with their unsigned offset. ``config.json`` holds which modules have which
-format. Source: the compressors of compressed-tensors 0.20 (``compressors/pack_quantized``).
+Two of its encodings are used, each module's named in ``config.json`` (compressed-tensors 0.20, ``compressors/``):
+
+- ``pack-quantized`` for linears: ``X.weight_packed`` (int32 words of unsigned codes), ``X.weight_scale`` (float16 or
+  float32 ``[N, G]``), ``X.weight_shape`` (int64 ``[2]``) and, when asymmetric, ``X.weight_zero_point`` (int32, packed
+  along the output channels).
+- ``int-quantized`` for the token embedding and the output head, 8 bits: ``X.weight`` (int8, codes less 128) and
+  ``X.weight_scale``. transformers 5.23 cannot load a packed embedding, and ties two modules only by a parameter that
+  is called ``weight``. A tied table is stored once; its scales (3 % of it) once for each of the two modules.
+
+transformers 5.23 with compressed-tensors 0.20 does not load *packed zero points* (on the meta device their shape is
+taken for the unpacked one), so only symmetric formats load there; compressed-tensors itself and this reader take both.
 
 The reader needs numpy alone, so that a compiler or a serving machine can open a checkpoint without torch.
 """
@@ -11,6 +18,7 @@ The reader needs numpy alone, so that a compiler or a serving machine can open a
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -27,6 +35,7 @@ from quantization.rounding import FloatArray, Format, QuantizedLinear, pack, unp
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
+INT8_OFFSET = 128  # int-quantized stores signed codes
 _BITS = (4, 8)
 
 AnyArray = NDArray[Any]
@@ -45,13 +54,20 @@ class Checkpoint:
         return tuple(sorted({re.sub(r"weight_packed$", "weight", n) for n in self._files if not _is_side_part(n)}))
 
     def is_quantized(self, name: str) -> bool:
-        return f"{_module(name)}.weight_packed" in self._files
+        module = _module(name)
+        return f"{module}.weight_packed" in self._files or (
+            name in self._files and f"{module}.weight_scale" in self._files
+        )
 
     def linear(self, name: str) -> QuantizedLinear | FloatArray:
         """A linear's or embedding's weight: codes when it is quantized, else float32 ``[N, K]``."""
         if not self.is_quantized(name):
             return self.tensor(name)
         module = _module(name)
+        if name in self._files:
+            codes = (self._read(name).astype(np.int16) + INT8_OFFSET).astype(np.uint8)
+            scales = self._read(f"{module}.weight_scale").astype(np.float32)
+            return QuantizedLinear(codes, scales, None, 8, codes.shape[1] // scales.shape[1])
         rows, columns = (int(n) for n in self._read(f"{module}.weight_shape"))
         words = self._read(f"{module}.weight_packed")
         scales = self._read(f"{module}.weight_scale").astype(np.float32)
@@ -77,11 +93,18 @@ class Checkpoint:
         return self._read(name).astype(np.float32, copy=False)
 
     def stored_bytes(self, name: str) -> int:
-        """Bytes of a parameter in the file, with its scales and zero points."""
-        parts = [f"{_module(name)}.{part}" for part in PARTS] if self.is_quantized(name) else [name]
-        return sum(self._read(part).nbytes for part in parts if part in self._files)
+        """Bytes of a parameter in the file, with its scales and zero points; read from the header alone."""
+        parts = (name, *(f"{_module(name)}.{part}" for part in PARTS))
+        return sum(self._stored_bytes_of(part) for part in parts if part in self._files)
+
+    def _stored_bytes_of(self, name: str) -> int:
+        entry = self._file_of(name).get_slice(name)
+        return math.prod(entry.get_shape()) * int(re.sub(r"\D", "", entry.get_dtype())) // 8
 
     def _read(self, name: str) -> AnyArray:
+        return self._file_of(name).get_tensor(name)
+
+    def _file_of(self, name: str) -> Any:
         try:
             file = self._files[name]
         except KeyError:
@@ -90,7 +113,7 @@ class Checkpoint:
             ) from None
         if file not in self._open:
             self._open[file] = safe_open(self.folder / file, framework="numpy")
-        return self._open[file].get_tensor(name)
+        return self._open[file]
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -119,7 +142,12 @@ class CheckpointWriter:
         self._total_bytes += array.nbytes
 
     def add_linear(self, name: str, linear: QuantizedLinear) -> None:
-        for part, array in encode(name, linear).items():
+        for part, array in encode_packed(name, linear).items():
+            self.add(part, array)
+
+    def add_table(self, name: str, table: QuantizedLinear, *, tied_to: str | None = None) -> None:
+        """An embedding or output head in 8 bits; ``tied_to`` is the parameter that is the same table."""
+        for part, array in encode_table(name, table, tied_to=tied_to).items():
             self.add(part, array)
 
     def finish(self) -> None:
@@ -144,14 +172,12 @@ class CheckpointWriter:
         self._pending, self._pending_bytes = {}, 0
 
 
-def encode(name: str, linear: QuantizedLinear) -> dict[str, AnyArray]:
-    """The stored tensors of one quantized parameter."""
+def encode_packed(name: str, linear: QuantizedLinear) -> dict[str, AnyArray]:
+    """The stored tensors of one linear, ``pack-quantized``."""
     module = _module(name)
-    half = linear.scales.astype(np.float16)
-    exact = bool(np.array_equal(half.astype(np.float32), linear.scales))
     parts: dict[str, AnyArray] = {
         f"{module}.weight_packed": pack(linear.codes, linear.bits),
-        f"{module}.weight_scale": half if exact else linear.scales,
+        f"{module}.weight_scale": _stored_scales(linear.scales),
         f"{module}.weight_shape": np.array(linear.codes.shape, np.int64),
     }
     if linear.zero_points is not None:
@@ -160,23 +186,50 @@ def encode(name: str, linear: QuantizedLinear) -> dict[str, AnyArray]:
     return parts
 
 
-def quantization_config(formats: Mapping[str, Format], ignored: Iterable[str]) -> dict[str, Any]:
+def encode_table(name: str, table: QuantizedLinear, *, tied_to: str | None = None) -> dict[str, AnyArray]:
+    """The stored tensors of an embedding or output head, ``int-quantized``."""
+    if table.bits != 8 or table.zero_points is not None:
+        raise QuantizationError(
+            f"{name} in {table.format}",
+            expected="embeddings and output heads in symmetric 8 bits or in float",
+            remedy="set quantize.embeddings accordingly",
+        )
+    scales = _stored_scales(table.scales)
+    parts: dict[str, AnyArray] = {
+        name: (table.codes.astype(np.int16) - INT8_OFFSET).astype(np.int8),
+        f"{_module(name)}.weight_scale": scales,
+    }
+    if tied_to is not None:
+        parts[f"{_module(tied_to)}.weight_scale"] = scales
+    return parts
+
+
+def _stored_scales(scales: FloatArray) -> AnyArray:
+    half = scales.astype(np.float16)
+    return half if np.array_equal(half.astype(np.float32), scales) else scales
+
+
+def quantization_config(
+    linears: Mapping[str, Format], tables: Mapping[str, Format], ignored: Iterable[str]
+) -> dict[str, Any]:
     """``quantization_config`` of ``config.json``: one group per format, its modules named by regular expressions.
 
-    ``formats`` maps parameter names to formats; ``ignored`` are the linears left in float.
+    ``linears`` and ``tables`` map parameter names to formats; ``ignored`` are the modules left in float.
     """
-    by_format: dict[Format, list[str]] = {}
-    for name, fmt in formats.items():
-        by_format.setdefault(fmt, []).append(_module(name))
-    ordered = sorted(by_format.items(), key=lambda item: (item[0].bits, item[0].group_size, item[0].symmetric))
+    by_format: dict[tuple[str, Format], list[str]] = {}
+    for encoding, formats in (("pack-quantized", linears), ("int-quantized", tables)):
+        for name, fmt in formats.items():
+            by_format.setdefault((encoding, fmt), []).append(_module(name))
+    encodings = {encoding for encoding, _ in by_format}
     return {
         "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
+        "format": encodings.pop() if len(encodings) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "ignore": module_patterns(_module(name) for name in ignored),
         "config_groups": {
             f"group_{number}": {
                 "targets": module_patterns(modules),
+                "format": encoding,
                 "weights": {
                     "num_bits": fmt.bits,
                     "type": "int",
@@ -185,7 +238,9 @@ def quantization_config(formats: Mapping[str, Format], ignored: Iterable[str]) -
                     "group_size": fmt.group_size,
                 },
             }
-            for number, (fmt, modules) in enumerate(ordered)
+            for number, ((encoding, fmt), modules) in enumerate(
+                sorted(by_format.items(), key=lambda item: (item[0][0], str(item[0][1])))
+            )
         },
     }
 
