@@ -1,0 +1,1 @@
+"""Tests, grouped by what they need: unit, integration, golden, gpu."""

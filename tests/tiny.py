@@ -1,0 +1,166 @@
+"""A tiny llama with meaningful weights, trained in seconds on text every Python carries, for tests.
+
+Random weights cannot tell a good quantizer from a bad one: their logits are noise, and no margin or agreement means
+anything. This model (4 layers, hidden 128, 4 heads over 2 KV heads, 1,024 byte-level BPE tokens) has read the
+language reference in ``pydoc_data.topics`` and predicts held-out passages of it far better than token frequencies do.
+
+It is trained once per machine and kept in the temporary folder under a name that hashes this file and the versions
+that shape its weights; concurrent test workers wait for the first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import random
+import shutil
+import tempfile
+from functools import cache
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+PAD, START, STOP = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+VOCAB_SIZE = 1024
+MAX_POSITIONS = 512
+PASSAGE_CHARS = 600
+HELD_OUT_EVERY = 6  # every sixth passage is never trained on
+STEPS, BATCH, WINDOW, LEARNING_RATE = 480, 8, 96, 6e-3
+SEED = 20
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def tiny_texts(count: int, seed: int) -> list[str]:
+    """``count`` different passages of about 280 tokens (186 at least, on Python 3.11) the model was not trained on.
+
+    Two seeds draw from the same passages, so for disjoint sets take one longer draw and cut it.
+    """
+    held_out = _passages()[::HELD_OUT_EVERY]
+    if count > len(held_out):
+        raise ValueError(f"{count} texts asked for, {len(held_out)} passages are held out")
+    return random.Random(seed).sample(held_out, count)
+
+
+def tiny_checkpoint() -> Path:
+    """The Hugging Face checkpoint folder: weights, tokenizer, chat template, generation config with a stop token."""
+    from filelock import FileLock
+
+    home = Path(tempfile.gettempdir()) / "tapeout-tests"
+    home.mkdir(exist_ok=True)
+    folder = home / f"tiny-llama-{_key()}"
+    with FileLock(folder.with_suffix(".lock")):
+        if not folder.exists():
+            partial = folder.with_suffix(".partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            _train(partial)
+            partial.rename(folder)
+    return folder
+
+
+@cache
+def _passages() -> list[str]:
+    """The language reference, cut between paragraphs into passages of at least ``PASSAGE_CHARS``, in a fixed order.
+
+    Topics share paragraphs; each is kept once, so that nothing held out was also trained on.
+    """
+    passages: list[str] = []
+    seen: set[str] = set()
+    for name in sorted(topics):
+        passage = ""
+        for paragraph in topics[name].split("\n\n"):
+            text = " ".join(paragraph.split())
+            if text in seen:
+                continue
+            seen.add(text)
+            passage = f"{passage}\n{text}".strip()
+            if len(passage) >= PASSAGE_CHARS:
+                passages.append(passage)
+                passage = ""
+    return passages
+
+
+def _key() -> str:
+    import torch
+    import transformers
+
+    versions = f"{platform.python_version()} {torch.__version__} {transformers.__version__}"
+    return hashlib.sha256(Path(__file__).read_bytes() + versions.encode()).hexdigest()[:16]
+
+
+def _tokenizer(texts: list[str]) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[PAD, START, STOP],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token=START, eos_token=STOP, pad_token=PAD, model_max_length=MAX_POSITIONS
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def _train(folder: Path) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    texts = [text for i, text in enumerate(_passages()) if i % HELD_OUT_EVERY]
+    tokenizer = _tokenizer(texts)
+    start, stop = tokenizer.bos_token_id, tokenizer.eos_token_id
+    order = random.Random(SEED)
+    order.shuffle(texts)
+    stream = torch.tensor([token for text in texts for token in (start, *tokenizer(text).input_ids, stop)])
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # sums of several threads differ between machines
+    random_state = torch.get_rng_state()
+    torch.manual_seed(SEED)
+    try:
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=VOCAB_SIZE,
+                hidden_size=128,
+                intermediate_size=256,
+                num_hidden_layers=4,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                max_position_embeddings=MAX_POSITIONS,
+                tie_word_embeddings=True,
+                bos_token_id=start,
+                eos_token_id=stop,
+                pad_token_id=tokenizer.pad_token_id,
+            )
+        )
+        model.train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.05)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, LEARNING_RATE, total_steps=STEPS, pct_start=0.1, final_div_factor=100
+        )
+        for _ in range(STEPS):
+            starts = torch.tensor([order.randrange(len(stream) - WINDOW - 1) for _ in range(BATCH)])
+            batch = stream[starts[:, None] + torch.arange(WINDOW)]
+            loss = model(input_ids=batch, labels=batch).loss
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+        model.eval()
+        model.generation_config.eos_token_id = stop
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_rng_state(random_state)
