@@ -29,8 +29,8 @@ from pipeline.errors import EvidenceError
 
 T = TypeVar("T")
 
-# KL is a difference of sums over the vocabulary taken in floating point: per token it may fall this far below zero.
-KL_ROUNDING_NATS = 1e-5
+# KL and log-likelihoods are differences of floating-point sums over the vocabulary: one may fall this far below zero.
+ROUNDING_NATS = 1e-5
 EXAMPLES_SHOWN = 3
 
 
@@ -241,7 +241,7 @@ def _texts(evidence: Evidence) -> list[str]:
         *_token_rules(lambda item: item.tokens),
         (
             "have a non-finite or negative log-likelihood",
-            lambda i: not all(0 <= nll < math.inf for nll in (i.baseline_nll, i.candidate_nll)),
+            lambda i: not all(_sum_of_nats(nll, i.tokens) for nll in (i.baseline_nll, i.candidate_nll)),
         ),
         ("have a mean KL above their largest", lambda i: _mean_above_max(i.kl_sum, i.kl_max, i.tokens)),
     )
@@ -338,7 +338,7 @@ def _token_rules(tokens: Callable[[Scored], int]) -> tuple[tuple[str, Callable[[
         ("agree on more tokens than they have, or on fewer than none", lambda i: not 0 <= i.agree <= tokens(i)),
         (
             "have a non-finite or negative KL",
-            lambda i: not (math.isfinite(i.kl_sum) and i.kl_sum >= -KL_ROUNDING_NATS * max(tokens(i), 1)),
+            lambda i: not _sum_of_nats(i.kl_sum, tokens(i)),
         ),
     )
 
@@ -385,5 +385,10 @@ def _finite(*values: float) -> bool:
     return all(math.isfinite(value) for value in values)
 
 
+def _sum_of_nats(total: float, tokens: int) -> bool:
+    """Whether a sum of KL or negative log-likelihood over ``tokens`` positions is possible."""
+    return math.isfinite(total) and total >= -ROUNDING_NATS * max(tokens, 1)
+
+
 def _mean_above_max(total: float, largest: float, tokens: int) -> bool:
-    return not math.isfinite(largest) or (tokens > 0 and total / tokens > largest + KL_ROUNDING_NATS)
+    return not math.isfinite(largest) or (tokens > 0 and total / tokens > largest + ROUNDING_NATS)

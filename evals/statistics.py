@@ -55,8 +55,10 @@ def null_variance(lost: int, gained: int, n: int, difference: float) -> float:
     _require_counts(lost, gained, n)
     linear = lost + gained + (gained - lost - 2 * n) * difference
     # The discriminant is a sum of squares on paper; rounding near D = -1 can leave it a hair below zero.
-    discriminant = max(linear**2 + 8 * n * lost * difference * (1 - difference), 0.0)
-    p_lost = (linear + math.sqrt(discriminant)) / (4 * n)
+    constant = 2 * lost * difference * (1 - difference)
+    root = math.sqrt(max(linear**2 + 4 * n * constant, 0.0))
+    # The positive root of 2n p² - linear p - constant / 2 = 0, in the form that subtracts no two nearly equal numbers.
+    p_lost = (linear + root) / (4 * n) if linear > 0 else (constant / (root - linear) if root > linear else 0.0)
     return max(2 * p_lost + difference * (1 - difference), 0.0)
 
 
