@@ -165,7 +165,7 @@ def trace(model: Any, progress: Callable[[str], None] = lambda _: None) -> ir.Mo
         model.set_attn_implementation(previous)
     graph_model = program.model
     progress("simplifying the graph")
-    _simplify(graph_model, set(dict(model.named_parameters())))
+    _simplify(graph_model, {name for name, _ in model.named_parameters(remove_duplicate=False)})
     graph_model.functions[("tapeout", "Attention", "")] = attention_function()
     graph_model.opset_imports[ATTENTION_DOMAIN] = 1
     return graph_model
@@ -235,9 +235,7 @@ def _module_stack(model: torch.nn.Module) -> Generator[None]:
     handles: list[Any] = []
     for name, module in model.named_modules():
         label = f"{name or 'model'} ({type(module).__name__})"
-        handles.append(
-            module.register_forward_pre_hook(lambda *_, label=label: _trace.module_stack.append(label))
-        )
+        handles.append(module.register_forward_pre_hook(lambda *_, label=label: _trace.module_stack.append(label)))
         handles.append(module.register_forward_hook(lambda *_: _pop(_trace.module_stack)))
     try:
         yield
@@ -268,6 +266,7 @@ def _simplify(model: ir.Model, parameters: set[str]) -> None:
             value.shape, value.type = ir.Shape(tensor.shape), ir.TensorType(tensor.dtype)
             hidden.append(value)
     graph.inputs.extend(hidden)
+    _split_gemm(graph)
     optimizer.optimize_ir(model)
     onnx_fusions.fuse(model)
     optimizer.optimize_ir(model)
@@ -276,6 +275,25 @@ def _simplify(model: ir.Model, parameters: set[str]) -> None:
     for value in hidden:
         if value.uses():
             graph.initializers[value.name or ""] = value
+
+
+def _split_gemm(graph: ir.Graph) -> None:
+    """Write ``Gemm(x, weight, bias)`` over a linear's ``[out, in]`` weight as the product and sum other linears are."""
+    for node in list(graph):
+        if node.op_type != "Gemm" or "transB" not in node.attributes or not node.attributes["transB"].as_int():
+            continue
+        x, weight, *bias = node.inputs
+        transpose = ir.node("Transpose", [weight], attributes={"perm": [1, 0]})
+        product = ir.node("MatMul", [x, transpose.outputs[0]])
+        nodes = [transpose, product]
+        if bias and bias[0] is not None:
+            nodes.append(ir.node("Add", [product.outputs[0], bias[0]]))
+        output = node.outputs[0]
+        nodes[-1].outputs[0].shape, nodes[-1].outputs[0].type = output.shape, output.type
+        product.outputs[0].shape, product.outputs[0].type = output.shape, output.type
+        graph.insert_before(node, nodes)
+        ir.convenience.replace_all_uses_with(output, nodes[-1].outputs[0])
+        graph.remove(node, safe=True)
 
 
 def bind_weights(model: ir.Model, weights: Path, aliases: dict[str, str]) -> None:
@@ -292,7 +310,9 @@ def bind_weights(model: ir.Model, weights: Path, aliases: dict[str, str]) -> Non
             continue  # a buffer that is not in the checkpoint, such as rotary frequencies: kept inline
         stored = aliases.get(name, name)
         if stored not in header:
-            raise ExportError(f"parameter {name} is not in {weights.name}", expected="every parameter in the checkpoint")
+            raise ExportError(
+                f"parameter {name} is not in {weights.name}", expected="every parameter in the checkpoint"
+            )
         begin, end = header[stored]["data_offsets"]
         value.const_value = ir.ExternalTensor(
             weights.name,
@@ -341,6 +361,8 @@ def export(
         tokenizer.save_pretrained(draft.folder)
         aliases = tied_parameters(model)
         bind_weights(graph_model, draft.folder / WEIGHTS_FILE, aliases)
+        for node in graph_model.graph:
+            node.metadata_props.clear()  # the exporter's stack traces: two thirds of the file, and paths of this machine
         ir.save(graph_model, draft.folder / MODEL_FILE)
         progress("comparing with transformers")
         error = compare(model, draft.folder / MODEL_FILE, seed=seed)
@@ -434,7 +456,9 @@ def compare(model: Any, path: Path, *, seed: int = 0, steps: int = 4) -> float:
             expected = reference[row][first : length + step]
             actual = logits[row, logits.shape[1] - len(expected) :]
             worst = max(worst, _relative_error(actual, expected))
-        past = {f"past_key_values.{n.removeprefix('present.')}": np.asarray(v) for n, v in outputs.items() if n != "logits"}
+        past = {
+            f"past_key_values.{n.removeprefix('present.')}": np.asarray(v) for n, v in outputs.items() if n != "logits"
+        }
         if step < steps:
             ids = np.array([[p[length + step]] for p, length in zip(prompts, lengths, strict=True)], np.int64)
             mask = np.concatenate([mask, np.ones((len(prompts), 1), np.int64)], axis=1)
