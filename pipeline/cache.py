@@ -31,7 +31,7 @@ def entry_folder(key: str) -> Path:
     """Where a source's files are kept: readable, and distinct for every key.
 
     >>> entry_folder("pypi://my-model==1.0").name
-    'pypi-my-model-1.0-8c9f9a1dd2b95dfd'
+    'pypi-my-model-1.0-92e2e530c37a3807'
     """
     readable = re.sub(r"[^A-Za-z0-9.]+", "-", key.partition("?")[0].rpartition("@")[2] or key).strip("-.")[-60:]
     return cache_folder() / f"{readable}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
@@ -61,8 +61,8 @@ def cached(key: str, sha256: str | None, fetch: Callable[[Path], Path]) -> tuple
             raise SourceError(
                 f"{path.name} has sha256 {digest}",
                 expected=f"{sha256}, its pin" if sha256 else f"{fetched}, as when it was fetched",
-                remedy="if this is the file you mean, put its hash in the recipe; else run again to fetch it afresh (it "
-                "was taken out of the cache), and if it differs again, do not trust this source",
+                remedy="if this is the file you mean, put its hash in the recipe; else run again to fetch it afresh "
+                "(it was taken out of the cache), and if it differs again, do not trust this source",
             )
         if entry is None:
             draft = folder / f"{ENTRY}.part"

@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -54,6 +54,7 @@ def download_url(url: str, target: Path, *, pause_s: float = 1.0) -> Path:
 
     part = target.with_name(target.name + ".part")
     failures = 0
+    transient = (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError)
     with progress_bar() as progress, requests.Session() as session:
         task = progress.add_task(target.name, total=None)
         while True:
@@ -61,10 +62,10 @@ def download_url(url: str, target: Path, *, pause_s: float = 1.0) -> Path:
             try:
                 _continue(session, url, part, progress, task)
                 break
-            except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
+            except (_TryAgainError, *transient) as error:
                 reason: Exception = error
-            except _TryAgainError as error:
-                reason = error
+            except requests.RequestException as error:  # a bad certificate, endless redirects, a malformed URL
+                raise _unreachable(url, error, 0) from error
             arrived = part.stat().st_size if part.exists() else 0
             failures = 1 if arrived > before else failures + 1
             if failures >= ATTEMPTS:
@@ -84,9 +85,11 @@ def download_wheel(package: str, version: str, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--ignore-requires-python"]
     command += ["--disable-pip-version-check", "--no-input"]
     shown = sys.stderr.isatty()
-    with tempfile.TemporaryDirectory(dir=folder, prefix="pip-") as incoming:
+    incoming = folder / "pip.part"
+    shutil.rmtree(incoming, ignore_errors=True)  # of a run that was killed
+    try:
         done = subprocess.run(
-            [*command, "--progress-bar", "on" if shown else "off", "--dest", incoming, f"{package}=={version}"],
+            [*command, "--progress-bar", "on" if shown else "off", "--dest", str(incoming), f"{package}=={version}"],
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr if shown else subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -95,8 +98,10 @@ def download_wheel(package: str, version: str, folder: Path) -> Path:
         )
         if done.returncode != 0:
             raise _pip_error(f"{package}=={version}", done.stderr)
-        (wheel,) = Path(incoming).glob("*.whl")
+        (wheel,) = incoming.glob("*.whl")
         return wheel.rename(folder / wheel.name)
+    finally:
+        shutil.rmtree(incoming, ignore_errors=True)
 
 
 def _pip_error(pinned: str, stderr: str) -> SourceError:
@@ -113,7 +118,7 @@ def _pip_error(pinned: str, stderr: str) -> SourceError:
             f"{sys.executable} has no pip, which fetches {pinned}",
             remedy=f"run `{sys.executable} -m ensurepip`, or make the environment with `make`",
         )
-    if versions and versions[1] == "none" and ("connection" in stderr.lower() or "Retrying" in stderr):
+    if "connection broken by" in stderr or "Could not fetch URL" in stderr:
         return SourceError(
             f"the package index cannot be reached for {pinned}: {_network_words(stderr)}",
             expected="a network connection to the index pip is configured for (`pip config list`)",
@@ -151,14 +156,15 @@ def download_snapshot(repo: str, revision: str | None, wanted: Callable[[str], b
     ``index`` keeps the commit and the file names once all is there: then the next call needs no network, and a
     branch stays at the commit it was first fetched at. :class:`SourceError` says what the hub refused.
     """
-    import httpx2
     from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
     from huggingface_hub.errors import (
         GatedRepoError,
-        HfHubHTTPError,
+        HFValidationError,
+        HTTPError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
+        XetDownloadError,
     )
 
     if index.is_file():
@@ -166,7 +172,8 @@ def download_snapshot(repo: str, revision: str | None, wanted: Callable[[str], b
         names: tuple[str, ...] = tuple(known["names"])
         paths = [try_to_load_from_cache(repo, n, revision=known["commit"]) for n in names if wanted(n)]
         if paths and all(isinstance(path, str) for path in paths):
-            return Snapshot(Path(known["folder"]), known["commit"], names)
+            first = next(name for name in names if wanted(name))
+            return Snapshot(Path(str(paths[0]).removesuffix(first)), known["commit"], names)
     shown = f"hf://{repo}" + (f"@{revision}" if revision else "")
     try:
         info = HfApi().model_info(repo, revision=revision)
@@ -185,7 +192,9 @@ def download_snapshot(repo: str, revision: str | None, wanted: Callable[[str], b
             f"no repository {repo} on the hub that you may see",
             remedy="check the spelling; for a private repository run `hf auth login` or set HF_TOKEN",
         ) from error
-    except (httpx2.TransportError, LocalEntryNotFoundError, HfHubHTTPError) as error:
+    except HFValidationError as error:
+        raise SourceError(f"{repo!r} is not a repository name: {error}", expected="hf://org/name") from error
+    except (HTTPError, LocalEntryNotFoundError, XetDownloadError, ConnectionError) as error:
         raise SourceError(
             f"cannot fetch {shown}: {_short(error)}",
             expected="a network connection to the Hugging Face hub (HF_ENDPOINT)",
@@ -194,7 +203,7 @@ def download_snapshot(repo: str, revision: str | None, wanted: Callable[[str], b
     if exact:
         index.parent.mkdir(parents=True, exist_ok=True)
         draft = index.with_name(index.name + ".part")
-        draft.write_text(json.dumps({"folder": str(folder), "commit": commit, "names": names}) + "\n")
+        draft.write_text(json.dumps({"commit": commit, "names": names}) + "\n")
         draft.rename(index)
     return Snapshot(folder, commit, names)
 

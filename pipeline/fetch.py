@@ -57,7 +57,7 @@ def fetch(recipe: Recipe, folder: Path) -> Artifact[Source]:
     """
     needed = [recipe.calibrate.dataset, *recipe.evaluate.tasks, *recipe.shadow.datasets]
     folders = {*FOLDERS.values(), *map(folder_of, needed)}
-    with create(folder, Source) as draft, explained_os_errors():
+    with explained_os_errors(), create(folder, Source) as draft:
         model = fetch_source(
             recipe.model.source, draft.folder / "model", sha256=recipe.model.sha256, keep=_is_checkpoint_file
         )
@@ -118,7 +118,12 @@ def _kind_of(model: Fetched) -> Literal["gguf", "safetensors"]:
         )
     index = model.path / SAFETENSORS_INDEX
     if index.is_file():
-        shards = set(json.loads(index.read_text())["weight_map"].values())
+        try:
+            shards: set[str] = set(json.loads(index.read_text())["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SourceError(
+                f"{SAFETENSORS_INDEX} of {model.source} does not parse: {error!r}", remedy="complete the checkpoint"
+            ) from error
         if missing := sorted(shards - set(weights)):
             raise SourceError(
                 f"{model.source} lacks {', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}",

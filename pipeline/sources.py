@@ -21,6 +21,7 @@ import re
 import shutil
 import stat
 import zipfile
+import zlib
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -179,7 +180,7 @@ def _copy(source: str, offer: _Offer, incoming: Path, keep: Keep) -> None:
                     while chunk := stream.read(COPY_BYTES):
                         out.write(chunk)
                         progress.advance(task, len(chunk))
-            except zipfile.BadZipFile as error:  # the member's checksum
+            except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:  # checksum, stream, encryption
                 raise SourceError(f"{name} in {source} is damaged: {error}", remedy=REFETCH) from error
 
 
@@ -320,10 +321,10 @@ def explained_os_errors() -> Generator[None]:
     try:
         yield
     except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""
+        where = f" {error.filename}" if error.filename else ""
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise SourceError(
-            f"cannot write the fetched files: {error.strerror or error}{where}",
+            f"cannot read or write{where}: {error.strerror or error}",
             remedy="free disk space, or point TAPEOUT_CACHE at another disk; then run again"
             if full
             else "check the permissions of that path, then run again",
