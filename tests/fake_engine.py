@@ -81,10 +81,7 @@ class TorchEngine:
 
         cache = self.caches[slot]
         assert start <= cache.get_seq_length() and start + len(tokens) <= self.max_tokens
-        if start == 0:
-            cache = self.caches[slot] = type(cache)(config=self.model.config)
-        else:
-            cache.crop(start)
+        _crop(cache, start)
         wanted = [len(tokens) - 1] if rows is None else list(rows)
         with torch.inference_mode():
             output = self.model(
@@ -107,6 +104,11 @@ class TorchEngine:
         import copy
 
         self.caches[target] = copy.deepcopy(self.caches[source])
-        self.caches[target].crop(length)
+        _crop(self.caches[target], length)
 
     def close(self) -> None: ...
+
+
+def _crop(cache: Any, length: int) -> None:
+    if cache.get_seq_length() > length:
+        cache.crop(length - cache.get_seq_length())  # transformers takes the number of tokens to remove, negative

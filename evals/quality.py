@@ -1,0 +1,168 @@
+"""Stage ``evaluate``: baseline and candidate answer the same questions and score the same held-out text."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lm_eval.evaluator import evaluate as run_tasks
+from tokenizers import Tokenizer
+
+from engines.protocol import Engine
+from evals.harness import EngineLM, beginning_of_text, encode
+from evals.reports import EvalReport, TaskItem, TextItem, write_items
+from evals.tasks import LocalTask, choose_documents, load_task
+from evals.text import text_items
+from pipeline.artifact import Artifact, create, load
+from pipeline.errors import EvidenceError
+from pipeline.recipe import Recipe
+
+PAIRING_KEYS = ("doc_id", "doc_hash", "prompt_hash", "target_hash")
+
+
+def evaluate(
+    recipe: Recipe,
+    baseline: Engine,
+    candidate: Engine,
+    *,
+    tokenizer_file: Path,
+    end_of_text: int,
+    data: Path,
+    heldout_texts: Sequence[str],
+    folder: Path,
+    parents: Mapping[str, str],
+) -> Artifact[EvalReport]:
+    """Write an :class:`EvalReport` with ``task_items.jsonl``, ``text_items.jsonl`` and ``metrics.json`` (flat numbers).
+
+    ``data``: the folder that holds ``<dataset>/<configuration>/<split>`` tables. ``heldout_texts``: documents neither
+    engine was calibrated on; each is cut to ``evaluate.document_tokens``. ``end_of_text``: a stop token of the model.
+    Nothing here is downloaded, and no clock value is written: the same engines and recipe give the same digest.
+    """
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    beginning = beginning_of_text(tokenizer)
+    left, right = (
+        EngineLM(engine, tokenizer, end_of_text=end_of_text, beginning=beginning, label=label)
+        for engine, label in ((baseline, "baseline"), (candidate, "candidate"))
+    )
+    tasks = {name: load_task(name, data) for name in recipe.evaluate.tasks}
+    sizes = {name: len(task.eval_docs) for name, task in tasks.items()}
+    chosen = choose_documents(sizes, recipe.evaluate.items, recipe.seed)
+    answered = [item for name, numbers in chosen.items() for item in task_items(tasks[name], numbers, left, right)]
+    documents = [encode(tokenizer, text, beginning)[: recipe.evaluate.document_tokens] for text in heldout_texts]
+    scored = text_items(baseline, candidate, documents)
+
+    with create(folder, EvalReport) as draft:
+        write_items(draft.folder / "task_items.jsonl", answered)
+        write_items(draft.folder / "text_items.jsonl", scored)
+        metrics = {**task_metrics(answered), **text_metrics(scored)}
+        (draft.folder / "metrics.json").write_text(json.dumps(metrics, indent=1, allow_nan=False) + "\n")
+        draft.finish(
+            EvalReport(
+                baseline=baseline.digest,
+                candidate=candidate.digest,
+                tasks={name: len(numbers) for name, numbers in chosen.items()},
+                documents=len(scored),
+                versions={name: version(name) for name in ("lm-eval", "tokenizers", "datasets", "numpy")},
+                beginning_of_text=beginning,
+            ),
+            parents=parents,
+        )
+    return load(folder, EvalReport)
+
+
+def task_items(task: LocalTask, numbers: Sequence[int], baseline: EngineLM, candidate: EngineLM) -> list[TaskItem]:
+    """Both engines' answers to the documents ``numbers`` (ascending) of one task, paired by document and hashes."""
+    left, right = (_answers(task, numbers, lm) for lm in (baseline, candidate))
+    if [_pairing_key(answer) for answer in left] != [_pairing_key(answer) for answer in right]:
+        raise EvidenceError(
+            f"the two engines were not asked the same questions of {task.config.task}",
+            expected=f"equal {', '.join(PAIRING_KEYS)} in the same order",
+            remedy="run both over the same recipe, tokenizer and data",
+        )
+    return [_task_item(task, one, other) for one, other in zip(left, right, strict=True)]
+
+
+def _answers(task: LocalTask, numbers: Sequence[int], lm: EngineLM) -> list[dict[str, Any]]:
+    name = str(task.config.task)
+    lm.label = f"{lm.label.split()[0]} {name}"
+    # lm-eval numbers the drawn documents by their place in this list, which must therefore ascend.
+    results: Any = run_tasks(
+        lm, {"tasks": {name: task}, "groups": {}}, samples={name: sorted(numbers)}, bootstrap_iters=0, log_samples=True
+    )
+    return results["samples"][name]
+
+
+def _pairing_key(answer: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(answer[key] for key in PAIRING_KEYS)
+
+
+def _task_item(task: LocalTask, baseline: Mapping[str, Any], candidate: Mapping[str, Any]) -> TaskItem:
+    doc, metric = baseline["doc"], task.main_metric
+    choices = task.doc_to_choice(doc)
+    gold: Any = task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc)
+    if isinstance(gold, str):
+        gold = choices.index(gold)
+    lengths = [len(choice) if metric == "acc_norm" else 1 for choice in choices]
+    scores, picks, correct = [], [], []
+    for answer in (baseline, candidate):
+        likelihoods = tuple(float(score) for score, _ in answer["filtered_resps"])
+        pick = int(np.argmax(np.array(likelihoods) / lengths))
+        if float(pick == gold) != float(answer[metric]):
+            raise EvidenceError(
+                f"{task.config.task} document {answer['doc_id']}: choice {pick} of {len(choices)}, gold {gold}",
+                expected=f"lm-eval's own {metric} of {answer[metric]}",
+                remedy="this task scores differently from multiple choice: leave it out of `evaluate.tasks`",
+            )
+        scores.append(likelihoods)
+        picks.append(pick)
+        correct.append(pick == gold)
+    return TaskItem(
+        task=str(task.config.task),
+        metric=metric,
+        gold=int(gold),
+        baseline_choice=picks[0],
+        candidate_choice=picks[1],
+        baseline_correct=correct[0],
+        candidate_correct=correct[1],
+        baseline_loglikelihoods=scores[0],
+        candidate_loglikelihoods=scores[1],
+        **{key: baseline[key] for key in PAIRING_KEYS},
+    )
+
+
+def task_metrics(items: Sequence[TaskItem]) -> dict[str, float]:
+    """Pooled and per-task accuracy, and flips: the share of questions one engine has right and the other wrong."""
+    metrics: dict[str, float] = {"items": len(items)}
+    if not items:
+        return metrics
+    metrics["baseline_accuracy"] = sum(item.baseline_correct for item in items) / len(items)
+    metrics["candidate_accuracy"] = sum(item.candidate_correct for item in items) / len(items)
+    metrics["flips"] = sum(item.baseline_correct != item.candidate_correct for item in items) / len(items)
+    for task in dict.fromkeys(item.task for item in items):
+        own = [item for item in items if item.task == task]
+        metrics[f"baseline_{task}"] = sum(item.baseline_correct for item in own) / len(own)
+        metrics[f"candidate_{task}"] = sum(item.candidate_correct for item in own) / len(own)
+    return metrics
+
+
+def text_metrics(items: Sequence[TextItem]) -> dict[str, float]:
+    """Means over all predicted positions: KL in nats, top-token agreement, perplexities and their ratio."""
+    metrics: dict[str, float] = {"documents": len(items)}
+    if not items:
+        return metrics
+    tokens = sum(item.tokens for item in items)
+    baseline_nll = sum(item.baseline_nll for item in items) / tokens
+    candidate_nll = sum(item.candidate_nll for item in items) / tokens
+    return metrics | {
+        "kl_mean": sum(item.kl_sum for item in items) / tokens,
+        "kl_max": max(item.kl_max for item in items),
+        "top_token_agreement": sum(item.agree for item in items) / tokens,
+        "baseline_perplexity": math.exp(baseline_nll),
+        "candidate_perplexity": math.exp(candidate_nll),
+        "perplexity_ratio": math.exp(candidate_nll - baseline_nll),
+    }

@@ -1,0 +1,150 @@
+"""lm-eval's own task definitions, with the data read from Arrow tables on disk.
+
+Prompts, choices, targets and metrics are lm-eval's; only the source of the rows is replaced. A data folder holds
+``<dataset>/<configuration>/<split>`` folders that ``datasets.load_from_disk`` opens, where ``<dataset>`` is the
+definition's ``dataset_path`` or its last part, and ``<configuration>`` its ``dataset_name``, or, where it has none,
+the only one there is. The test split is taken where there is one, else the validation split.
+"""
+
+from __future__ import annotations
+
+import difflib
+import random
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lm_eval.tasks
+from datasets import Dataset, load_from_disk
+from lm_eval.api.task import ConfigurableTask
+from lm_eval.tasks._yaml_loader import load_yaml
+
+from pipeline.errors import EvidenceError, RecipeError
+
+TASK_LINE = re.compile(r"^task:[ \t]*[\"']?([\w.-]+)[\"']?[ \t]*$", re.MULTILINE)
+
+
+class LocalTask(ConfigurableTask):
+    """A task by lm-eval's definition over one local table, zero-shot."""
+
+    def __init__(self, definition: Mapping[str, Any], split: str, rows: Dataset) -> None:
+        self._rows = {split: rows}
+        super().__init__(
+            config={
+                **{key: value for key, value in definition.items() if key not in ("tag", "group")},
+                "training_split": None,
+                "fewshot_split": None,
+                "validation_split": split,
+                "test_split": None,
+                "num_fewshot": 0,
+            }
+        )
+
+    def download(self, dataset_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        self.dataset: Any = self._rows
+
+    @property
+    def main_metric(self) -> str:
+        """``acc_norm`` (log-likelihood by length of the choice) where the task defines it, else ``acc``."""
+        names = {entry["metric"] for entry in self.config.metric_list or []}
+        return "acc_norm" if "acc_norm" in names else "acc"
+
+
+def load_task(name: str, data: Path) -> LocalTask:
+    """The task ``name`` of lm-eval over the tables under ``data``.
+
+    :class:`RecipeError` for an unknown task or one that is not multiple choice with one right answer;
+    :class:`EvidenceError` when its table is missing or lacks a column the definition reads.
+    """
+    path = definition_path(name)
+    definition = load_yaml(path, resolve_func=True, recursive=True)
+    if "class" in definition or definition.get("output_type") != "multiple_choice":
+        raise RecipeError(
+            f"task {name!r} is {definition.get('output_type', 'a Python class')}",
+            expected="a multiple-choice task",
+            remedy="choose another in `evaluate.tasks`",
+        )
+    split, table = find_table(data, name, definition["dataset_path"], definition.get("dataset_name"))
+    # In memory: a definition's `process_docs` would else write its result beside the table.
+    rows = load_from_disk(str(table), keep_in_memory=True)
+    if not isinstance(rows, Dataset) or len(rows) == 0:
+        raise EvidenceError(f"{table} holds no rows", expected=f"a non-empty table for task {name!r}")
+    try:
+        task = LocalTask(definition, split, rows)
+    except Exception as error:  # definitions are arbitrary templates and functions over the columns
+        raise EvidenceError(
+            f"task {name!r} cannot read {table}: {type(error).__name__}: {error}",
+            expected=f"the columns of {definition['dataset_path']}; found {', '.join(rows.column_names)}",
+            remedy="choose another task, or bring a table with the columns of the original data set",
+        ) from error
+    if task.multiple_target or "acc" not in {entry["metric"] for entry in task.config.metric_list or []}:
+        raise RecipeError(
+            f"task {name!r} has several right answers or no accuracy",
+            expected="one right answer and `acc`, for pairing",
+            remedy="choose another in `evaluate.tasks`",
+        )
+    return task
+
+
+def definition_path(name: str) -> Path:
+    """The YAML file that defines a task. ``TaskManager`` parses all 13,000 of them (15 s); this reads text (1 s)."""
+    known: set[str] = set()
+    for path in sorted(Path(lm_eval.tasks.__file__).parent.rglob("*.yaml")):
+        names = TASK_LINE.findall(path.read_text(errors="replace"))
+        if name in names:
+            return path
+        known.update(names)
+    near = difflib.get_close_matches(name, known, n=3)
+    raise RecipeError(
+        f"lm-eval has no task {name!r}",
+        expected=f"one of its tasks, such as {', '.join(near)}" if near else "one of its tasks",
+        remedy="correct `evaluate.tasks`",
+    )
+
+
+def find_table(data: Path, name: str, dataset: str, configuration: str | None) -> tuple[str, Path]:
+    """(split, folder) of the table a task reads."""
+    for place in (data / dataset, data / dataset.rpartition("/")[2]):
+        folders = [place / configuration] if configuration else sorted(p for p in place.glob("*") if p.is_dir())
+        if len(folders) != 1:
+            continue
+        for split in ("test", "validation"):
+            if (folders[0] / split / "state.json").is_file():
+                return split, folders[0] / split
+    wanted = f"{dataset.rpartition('/')[2]}/{configuration or '<one folder>'}"
+    raise EvidenceError(
+        f"no table for task {name!r} in {data}",
+        expected=f"{wanted}/test or {wanted}/validation, written by `datasets.save_to_disk`",
+        remedy="add it to `data.source`, or leave the task out of `evaluate.tasks`",
+    )
+
+
+def share_out(sizes: Mapping[str, int], items: int) -> dict[str, int]:
+    """Divide ``items`` over the tasks in proportion to their sizes; all of them when there are fewer.
+
+    Largest remainders get what rounding leaves, the first of equals first.
+
+    >>> share_out({"a": 600, "b": 300, "c": 100}, 15)
+    {'a': 9, 'b': 5, 'c': 1}
+    """
+    total = sum(sizes.values())
+    if items >= total:
+        return dict(sizes)
+    shares = {task: size * items // total for task, size in sizes.items()}
+    by_remainder = sorted(sizes, key=lambda task: sizes[task] * items % total, reverse=True)
+    for task in by_remainder[: items - sum(shares.values())]:
+        shares[task] += 1
+    return shares
+
+
+def choose_documents(sizes: Mapping[str, int], items: int, seed: int) -> dict[str, list[int]]:
+    """Document numbers per task, ascending, drawn without replacement; each task's draw depends on its name alone.
+
+    Tasks whose share is 0 are left out.
+    """
+    return {
+        task: sorted(random.Random(f"{seed}/{task}").sample(range(sizes[task]), count))
+        for task, count in share_out(sizes, items).items()
+        if count
+    }
