@@ -1,0 +1,47 @@
+# `make repro` builds, judges and registers an engine; `make test` checks everything. Both install what they need.
+
+PYTHON ?= python3
+VENV := .venv
+INSTALLED := $(VENV)/.installed
+WORKERS ?= 2
+
+# Stages, tests and tools run with this environment's programs, whether or not it is activated.
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+# Let the environment's own packages win over whatever the user's shell points Python at.
+unexport PYTHONPATH PYTHONHOME
+
+.DEFAULT_GOAL := help
+.PHONY: help repro test check install clean
+
+help:
+	@echo "make repro   install, then build, judge and register the engine of params.yaml"
+	@echo "make test    install, then linters, types, import contracts and all CPU tests"
+	@echo "make check   linters, types and import contracts only"
+	@echo "make clean   remove artifacts and caches; .venv, downloads and the registry stay"
+
+repro: $(INSTALLED)
+	dvc repro
+	tapeout summary
+
+test: check
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 pytest -n $(WORKERS) tests
+
+check: $(INSTALLED)
+	ruff format --check .
+	ruff check .
+	pyright
+	lint-imports
+
+install: $(INSTALLED)
+
+# Done again only when the lock or the project's metadata changes; an interrupted run leaves no stamp.
+$(INSTALLED): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "found $$($(PYTHON) --version); Tapeout needs 3.11 or later: make PYTHON=python3.12 ..."; exit 2; }
+	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -r requirements.lock
+	$(VENV)/bin/python -m pip install --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
+clean:
+	rm -rf artifacts .dvc/cache .dvc/tmp .pytest_cache .hypothesis .ruff_cache .import_linter_cache
