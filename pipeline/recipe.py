@@ -63,7 +63,6 @@ class Rule(Frozen):
 class KVCache(Frozen):
     dtype: Literal["float32", "int8"] = "int8"
     granularity: Literal["per_tensor", "per_channel"] = "per_channel"
-    percentile: float = Field(default=100.0, gt=0, le=100)
 
 
 class Quantize(Frozen):

@@ -1,0 +1,301 @@
+"""Calibrate: run rows of text through the float checkpoint and keep what quantization needs to know of it.
+
+Statistics are sums, updated row by row, so memory does not grow with the text. It grows with the square of the
+channels, so at most ``calibrate.layers_per_pass`` layers are watched at once and the rows are read again for the next.
+
+B, S  batch (1) and tokens of a row      K  input channels of a group      H, D  KV heads and head size
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import Progress
+from safetensors.torch import save_file
+from torch import Tensor
+
+from pipeline import artifact
+from pipeline.artifact import Artifact
+from pipeline.errors import QuantizationError, SourceError
+from pipeline.graph import LinearGroup, PortableGraph
+from pipeline.recipe import Recipe
+from quantization.attention_hook import kv_function
+from quantization.calibration import (
+    ROWS_FILE,
+    Calibration,
+    CalibrationRow,
+    layer_file,
+    row_hash,
+    rows_hash,
+    statistics_file,
+)
+
+MIN_TOKENS = 8
+HOLDOUT_SHARE = 4  # one row in four, the last ones
+
+
+def calibrate(
+    recipe: Recipe, graph: Artifact[PortableGraph], texts: Sequence[str], folder: Path
+) -> Artifact[Calibration]:
+    """Write the Calibration of ``graph`` over exactly ``calibrate.rows`` texts; see calibration.py for its content.
+
+    :class:`SourceError` for rows that are too few, too short or repeated, :class:`QuantizationError` for a model
+    that computes NaN or infinity or does not reach one of its linears.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(graph.folder)
+    rows = _tokenize(tokenizer, texts, recipe)
+    fit_rows = len(rows) - max(1, len(rows) // HOLDOUT_SHARE)
+    model: Any = AutoModelForCausalLM.from_pretrained(graph.folder, dtype=torch.float32).eval()
+    passes = list(_passes(graph.record, recipe.calibrate.layers_per_pass))
+    described = [
+        CalibrationRow(row_hash=row_hash(row), tokens=len(row), holdout=i >= fit_rows) for i, row in enumerate(rows)
+    ]
+    with artifact.create(folder, Calibration) as draft, Progress(*Progress.get_default_columns()) as progress:
+        (draft.folder / "statistics").mkdir()
+        task = progress.add_task("calibrating", total=len(passes) * len(rows))
+        written: list[str] = []
+        for watched in passes:
+            with _observe(model, graph.record, watched) as observer:
+                for number, row in enumerate(rows):
+                    observer.read(row, holdout=number >= fit_rows)
+                    progress.advance(task)
+            for file in watched.files:
+                save_file(observer.results(file), draft.folder / file)
+                written.append(file)
+        (draft.folder / ROWS_FILE).write_text("".join(row.model_dump_json() + "\n" for row in described))
+        record = Calibration(
+            rows_hash=rows_hash(described),
+            rows=len(rows),
+            holdout_rows=len(rows) - fit_rows,
+            tokens_per_row=recipe.calibrate.tokens,
+            tokens=sum(map(len, rows)),
+            layers=graph.record.layers,
+            statistics=tuple(sorted(written)),
+            versions={name: version(name) for name in ("torch", "transformers", "tokenizers")},
+        )
+        draft.finish(record, parents={"graph": graph.digest})
+    return artifact.load(folder, Calibration)
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """What one pass over the rows keeps statistics of."""
+
+    files: tuple[str, ...]
+    layers: frozenset[int]
+    groups: tuple[LinearGroup, ...]
+
+
+def _passes(graph: PortableGraph, layers_per_pass: int) -> Iterator[_Watched]:
+    """Runs of neighbouring layers; what lies outside the layers (the output head) joins the last."""
+    for start in range(0, graph.layers, layers_per_pass):
+        layers = range(start, min(start + layers_per_pass, graph.layers))
+        files = [layer_file(layer) for layer in layers]
+        if layers.stop == graph.layers:
+            files += sorted({statistics_file(group.name) for group in graph.groups} - _layer_files(graph))
+        groups = tuple(group for group in graph.groups if statistics_file(group.name) in files)
+        yield _Watched(tuple(files), frozenset(layers), groups)
+
+
+def _layer_files(graph: PortableGraph) -> set[str]:
+    return {layer_file(layer) for layer in range(graph.layers)}
+
+
+def _tokenize(tokenizer: Any, texts: Sequence[str], recipe: Recipe) -> list[list[int]]:
+    """Token ids of each row, cut at ``calibrate.tokens``; special tokens as the tokenizer adds them."""
+    wanted = recipe.calibrate
+    if len(texts) != wanted.rows or len(texts) < 2:
+        raise SourceError(
+            f"{len(texts)} rows of calibration text",
+            expected=f"calibrate.rows = {wanted.rows}, and at least 2: one to fit on and one held out",
+            remedy="set calibrate.rows to what the data set has, or choose another data set",
+        )
+    rows = [list(tokenizer(text, truncation=True, max_length=wanted.tokens)["input_ids"]) for text in texts]
+    first_seen: dict[tuple[int, ...], int] = {}
+    for number, row in enumerate(rows):
+        if len(row) < MIN_TOKENS:
+            raise SourceError(
+                f"calibration row {number} has {len(row)} tokens",
+                expected=f"at least {MIN_TOKENS}",
+                remedy="choose a column with longer text, or leave short rows out",
+            )
+        twin = first_seen.setdefault(tuple(row), number)
+        if twin != number:
+            raise SourceError(
+                f"calibration rows {twin} and {number} hold the same {len(row)} tokens",
+                expected="different rows: a repeated one weighs double, and held out it proves nothing",
+                remedy="drop repeated rows before choosing",
+            )
+    return rows
+
+
+class _GroupSums:
+    """Running sums over the inputs ``[S, K]`` of one linear group."""
+
+    def __init__(self, channels: int) -> None:
+        self.gram = torch.zeros(channels, channels)
+        self.gram_holdout = torch.zeros(channels, channels)
+        self.abs_sum = torch.zeros(channels, dtype=torch.float64)
+        self.abs_max = torch.zeros(channels)
+        self.tokens = self.holdout_tokens = 0
+
+    def add(self, inputs: Tensor, *, holdout: bool) -> None:
+        if holdout:
+            self.gram_holdout.addmm_(inputs.T, inputs)
+            self.holdout_tokens += len(inputs)
+            return
+        self.gram.addmm_(inputs.T, inputs)
+        magnitude = inputs.abs()
+        self.abs_sum += magnitude.sum(0, dtype=torch.float64)
+        torch.maximum(self.abs_max, magnitude.amax(0), out=self.abs_max)
+        self.tokens += len(inputs)
+
+    def results(self) -> dict[str, Tensor]:
+        """The means; the sums are used up."""
+        return {
+            "gram": self.gram.div_(self.tokens),
+            "gram_holdout": self.gram_holdout.div_(self.holdout_tokens),
+            "mean_abs": (self.abs_sum / self.tokens).float(),
+            "max_abs": self.abs_max,
+        }
+
+
+class _KVRange:
+    """Running maxima over the keys and values ``[1, H, S, D]`` of one layer."""
+
+    def __init__(self, heads: int, head_size: int, pair: Callable[[Tensor], Tensor]) -> None:
+        self.pair = pair
+        self.maxima = {name: torch.zeros(heads, head_size) for name in ("k_absmax", "v_absmax", "k_pair_absmax")}
+
+    def add(self, key: Tensor, value: Tensor) -> None:
+        seen = {"k_absmax": key.abs(), "v_absmax": value.abs(), "k_pair_absmax": self.pair(key)}
+        for name, magnitude in seen.items():
+            torch.maximum(self.maxima[name], magnitude.amax((0, 2)), out=self.maxima[name])
+
+
+class _AllSeen(Exception):  # noqa: N818 - not an error: the rest of the forward pass is not needed
+    """Everything watched has been seen in this row."""
+
+
+class _Observer:
+    """Feeds rows to the model and collects what its hooks see."""
+
+    def __init__(self, model: Any, graph: PortableGraph, watched: _Watched) -> None:
+        self.model, self.watched = model, watched
+        pair = _pair_norm(graph, model.config.get_text_config())
+        self.groups = {group.name: _GroupSums(group.in_features) for group in watched.groups}
+        self.caches = {layer: _KVRange(graph.kv_heads, graph.head_size, pair) for layer in sorted(watched.layers)}
+        self.missing: set[str] = set()
+        self.holdout = False
+
+    def read(self, row: Sequence[int], *, holdout: bool) -> None:
+        self.holdout = holdout
+        self.missing = {*self.groups, *(_cache_name(layer) for layer in self.caches)}
+        try:
+            with torch.inference_mode():
+                self.model(input_ids=torch.tensor([row]), use_cache=False)
+        except _AllSeen:
+            return
+        raise QuantizationError(
+            f"the model ran without reaching {', '.join(sorted(self.missing))}",
+            expected="every linear of the exported graph, once a row",
+            remedy="export the model again; if it persists, its modules do not match its graph",
+        )
+
+    def see_inputs(self, group: str, inputs: Tensor) -> None:
+        self._mark(group)
+        self.groups[group].add(inputs.reshape(-1, inputs.shape[-1]), holdout=self.holdout)
+        self._stop_early()
+
+    def see_cache(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        if layer in self.caches:
+            self._mark(_cache_name(layer))
+            self.caches[layer].add(key, value)
+            self._stop_early()
+        return key, value
+
+    def results(self, file: str) -> dict[str, Tensor]:
+        """The tensors of one statistics file; :class:`QuantizationError` names the layer of one that is not finite."""
+        tensors: dict[str, Tensor] = {}
+        for name, sums in self.groups.items():
+            if statistics_file(name) == file:
+                tensors |= {f"{name}.{part}": tensor for part, tensor in sums.results().items()}
+        for layer, cache in self.caches.items():
+            if layer_file(layer) == file:
+                tensors |= {f"layers.{layer}.{part}": tensor for part, tensor in cache.maxima.items()}
+        for name, tensor in tensors.items():
+            if not tensor.isfinite().all():
+                raise QuantizationError(
+                    f"{name} holds {int((~tensor.isfinite()).sum())} values that are NaN or infinite",
+                    expected="finite activations in float32",
+                    remedy="check the source checkpoint: it computes NaN or overflows on this text",
+                )
+        return tensors
+
+    def _mark(self, name: str) -> None:
+        if name not in self.missing:
+            raise QuantizationError(
+                f"{name} was reached twice in one row",
+                expected="once: layers that share one module cannot have statistics of their own",
+                remedy="choose a dense decoder without shared layers",
+            )
+        self.missing.remove(name)
+
+    def _stop_early(self) -> None:
+        """Skip what follows the last watched input: layers of the next pass, or the product of the output head."""
+        if not self.missing:
+            raise _AllSeen
+
+
+def _cache_name(layer: int) -> str:
+    return f"layers.{layer}.kv_cache"
+
+
+@contextmanager
+def _observe(model: Any, graph: PortableGraph, watched: _Watched) -> Generator[_Observer]:
+    observer = _Observer(model, graph, watched)
+    handles: list[Any] = []
+    try:
+        for group in watched.groups:
+            module = _reader(model, group)
+
+            def hook(_: Any, inputs: tuple[Tensor, ...], name: str = group.name) -> None:
+                observer.see_inputs(name, inputs[0])
+
+            handles.append(module.register_forward_pre_hook(hook))
+        with kv_function(model, observer.see_cache):
+            yield observer
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _reader(model: Any, group: LinearGroup) -> torch.nn.Module:
+    """The module that reads the group's input. A tied head goes by its embedding's name, so it is asked for."""
+    if group.name == "lm_head":
+        return model.get_output_embeddings()
+    return model.get_submodule(group.members[0].removesuffix(".weight"))
+
+
+def _pair_norm(graph: PortableGraph, config: Any) -> Callable[[Tensor], Tensor]:
+    """``[..., D]`` keys to the norm of each channel and its rotary partner, same shape.
+
+    Models that rotate only the first part of a head (``partial_rotary_factor``) pair channels within that part.
+    """
+    rotated = int(graph.head_size * (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0))
+    channel = torch.arange(graph.head_size)
+    partner = channel.clone()
+    if graph.rotary == "half":
+        partner[:rotated] = (channel[:rotated] + rotated // 2) % rotated
+    elif graph.rotary == "interleaved":
+        partner[:rotated] = channel[:rotated] ^ 1
+    alone = partner == channel
+    return lambda key: torch.where(alone, key.abs(), torch.hypot(key, key[..., partner]))

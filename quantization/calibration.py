@@ -1,0 +1,75 @@
+"""Calibration: which rows of text were read, and what the linears and the KV cache saw while reading them.
+
+The folder holds, in safetensors, all float32 (K: input channels of a group; D: head size):
+
+``statistics/layer-NNN.safetensors``, one per layer, and ``statistics/head.safetensors`` for groups outside layers
+    ``GROUP.gram``, ``GROUP.gram_holdout``  ``[K, K]``  mean over tokens of ``x xᵀ``, over the fit rows and over the
+        held-out rows (the last quarter): what is fitted on one is judged on the other
+    ``GROUP.mean_abs``, ``GROUP.max_abs``  ``[K]``  mean and maximum of ``|x|`` over the fit rows
+    ``layers.N.k_absmax``, ``layers.N.v_absmax``  ``[kv_heads, D]``  maximum over every token of every row; keys are
+        taken after the rotary embedding, as the cache stores them
+    ``layers.N.k_pair_absmax``  ``[kv_heads, D]``  maximum of ``sqrt(k_d² + k_e²)``, e being the channel the rotary
+        embedding turns d into: a bound on both that no position can exceed. ``|k_d|`` where d is not rotated
+``rows.jsonl``
+    a ``CalibrationRow`` per row, never its text
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import ClassVar
+
+from pipeline.artifact import Frozen, Record, canonical_json
+
+ROWS_FILE = "rows.jsonl"
+HEAD_FILE = "statistics/head.safetensors"
+
+
+class CalibrationRow(Frozen):
+    row_hash: str
+    tokens: int
+    holdout: bool
+
+
+class Calibration(Record):
+    noun: ClassVar[str] = "Calibration"
+    remedy: ClassVar[str] = "run `dvc repro calibrate`"
+
+    rows_hash: str  # sha256 of the row hashes, in order
+    rows: int
+    holdout_rows: int  # the last ones
+    tokens_per_row: int  # rows are cut here; shorter ones are used whole
+    tokens: int  # in all rows together
+    layers: int
+    statistics: tuple[str, ...]  # files, one per layer and the head's
+    versions: dict[str, str]
+
+
+def layer_file(layer: int) -> str:
+    """Where a layer's statistics lie in the artifact.
+
+    >>> layer_file(7)
+    'statistics/layer-007.safetensors'
+    """
+    return f"statistics/layer-{layer:03d}.safetensors"
+
+
+def statistics_file(group: str) -> str:
+    """Where a group's statistics lie, by its name in the PortableGraph.
+
+    >>> statistics_file("layers.12.gate_up"), statistics_file("lm_head")
+    ('statistics/layer-012.safetensors', 'statistics/head.safetensors')
+    """
+    parts = group.split(".")
+    return layer_file(int(parts[1])) if parts[0] == "layers" else HEAD_FILE
+
+
+def row_hash(tokens: Sequence[int]) -> str:
+    """sha256 of the token ids as canonical JSON, so a row can be matched with evaluated documents."""
+    return hashlib.sha256(canonical_json([int(token) for token in tokens])).hexdigest()
+
+
+def rows_hash(rows: Sequence[CalibrationRow]) -> str:
+    """One hash for exactly these rows in this order."""
+    return hashlib.sha256(canonical_json([row.row_hash for row in rows])).hexdigest()
