@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import math
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import evals.statistics
 from evals.statistics import (
     clustered_proportion,
     median_bounds,
@@ -252,3 +254,8 @@ def test_confidence_must_be_a_probability_above_one_half(confidence: float):
     ):
         with pytest.raises(ValueError, match="confidence"):
             call()
+
+
+def test_docstring_examples_hold():
+    failed, attempted = doctest.testmod(evals.statistics)
+    assert (failed, attempted > 0) == (0, True)
