@@ -64,11 +64,12 @@ class EngineLM(TemplateLM):
     """
 
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, *, end_of_text: int, beginning: int | None, label: str = "engine"
+        self, engine: Engine, tokenizer: Tokenizer, *, end_of_text: int, beginning: int | None, name: str = "engine"
     ) -> None:
         super().__init__()
         self.engine, self.tokenizer = engine, tokenizer
-        self.beginning, self.end_of_text, self.label = beginning, end_of_text, label
+        self.beginning, self.end_of_text, self.name = beginning, end_of_text, name
+        self.task = ""  # named in the progress bar
         self.calls = self.tokens = 0
         self.seconds = 0.0
 
@@ -93,7 +94,7 @@ class EngineLM(TemplateLM):
         for number, request in enumerate(requests):
             shared.setdefault(self._fit_context(request), []).append(number)
         results: dict[int, tuple[float, bool]] = {}
-        with tqdm(total=len(requests), desc=self.label, unit="choice", disable=None) as bar:
+        with tqdm(total=len(requests), desc=f"{self.name} {self.task}", unit="choice", disable=None) as bar:
             for context, numbers in shared.items():
                 scores = self._score(context, [requests[number][2] for number in numbers])
                 results.update(zip(numbers, scores, strict=True))
@@ -177,7 +178,7 @@ class EngineLM(TemplateLM):
                 max_new_tokens=limit,
                 stop_tokens=[self.end_of_text],
                 finished=lambda tokens, until=until: any(stop in self.tokenizer.decode(tokens) for stop in until),
-                progress=self.label,
+                progress=f"{self.name} {self.task}",
             )
             for number, response in zip(numbers, responses, strict=True):
                 text = self.tokenizer.decode(response.tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -21,6 +22,8 @@ from evals.text import text_items
 from pipeline.artifact import Artifact, create, load
 from pipeline.errors import EvidenceError
 from pipeline.recipe import Recipe
+
+log = logging.getLogger(__name__)
 
 PAIRING_KEYS = ("doc_id", "doc_hash", "prompt_hash", "target_hash")
 
@@ -46,13 +49,16 @@ def evaluate(
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     beginning = beginning_of_text(tokenizer)
     left, right = (
-        EngineLM(engine, tokenizer, end_of_text=end_of_text, beginning=beginning, label=label)
-        for engine, label in ((baseline, "baseline"), (candidate, "candidate"))
+        EngineLM(engine, tokenizer, end_of_text=end_of_text, beginning=beginning, name=name)
+        for engine, name in ((baseline, "baseline"), (candidate, "candidate"))
     )
     tasks = {name: load_task(name, data) for name in recipe.evaluate.tasks}
-    sizes = {name: len(task.eval_docs) for name, task in tasks.items()}
+    sizes = {name: len(task.task_docs) for name, task in tasks.items()}
     chosen = choose_documents(sizes, recipe.evaluate.items, recipe.seed)
     answered = [item for name, numbers in chosen.items() for item in task_items(tasks[name], numbers, left, right)]
+    for lm in (left, right):
+        rate = lm.tokens / lm.seconds if lm.seconds else 0.0
+        log.info("%s: %d calls, %d tokens, %.0f tokens/s", lm.name, lm.calls, lm.tokens, rate)
     documents = [encode(tokenizer, text, beginning)[: recipe.evaluate.document_tokens] for text in heldout_texts]
     scored = text_items(baseline, candidate, documents)
 
@@ -89,7 +95,7 @@ def task_items(task: LocalTask, numbers: Sequence[int], baseline: EngineLM, cand
 
 def _answers(task: LocalTask, numbers: Sequence[int], lm: EngineLM) -> list[dict[str, Any]]:
     name = str(task.config.task)
-    lm.label = f"{lm.label.split()[0]} {name}"
+    lm.task = name
     # lm-eval numbers the drawn documents by their place in this list, which must therefore ascend.
     results: Any = run_tasks(
         lm, {"tasks": {name: task}, "groups": {}}, samples={name: sorted(numbers)}, bootstrap_iters=0, log_samples=True
@@ -104,9 +110,7 @@ def _pairing_key(answer: Mapping[str, Any]) -> tuple[Any, ...]:
 def _task_item(task: LocalTask, baseline: Mapping[str, Any], candidate: Mapping[str, Any]) -> TaskItem:
     doc, metric = baseline["doc"], task.main_metric
     choices = task.doc_to_choice(doc)
-    gold: Any = task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc)
-    if isinstance(gold, str):
-        gold = choices.index(gold)
+    gold = task.right_choice(doc)
     lengths = [len(choice) if metric == "acc_norm" else 1 for choice in choices]
     scores, picks, correct = [], [], []
     for answer in (baseline, candidate):
@@ -124,7 +128,7 @@ def _task_item(task: LocalTask, baseline: Mapping[str, Any], candidate: Mapping[
     return TaskItem(
         task=str(task.config.task),
         metric=metric,
-        gold=int(gold),
+        gold=gold,
         baseline_choice=picks[0],
         candidate_choice=picks[1],
         baseline_correct=correct[0],

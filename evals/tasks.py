@@ -3,7 +3,8 @@
 Prompts, choices, targets and metrics are lm-eval's; only the source of the rows is replaced. A data folder holds
 ``<dataset>/<configuration>/<split>`` folders that ``datasets.load_from_disk`` opens, where ``<dataset>`` is the
 definition's ``dataset_path`` or its last part, and ``<configuration>`` its ``dataset_name``, or, where it has none,
-the only one there is. The test split is taken where there is one, else the validation split.
+the only one there is. As in lm-eval, the definition's test split is taken, or its validation split where the
+definition names no test split or the folder has none.
 """
 
 from __future__ import annotations
@@ -50,6 +51,19 @@ class LocalTask(ConfigurableTask):
         names = {entry["metric"] for entry in self.config.metric_list or []}
         return "acc_norm" if "acc_norm" in names else "acc"
 
+    def right_choice(self, doc: Any) -> int:
+        """Index of the right answer. :class:`EvidenceError` where there is none: lm-eval would score it as wrong."""
+        choices = self.doc_to_choice(doc)
+        gold: Any = self.doc_to_text(doc) if self.multiple_input else self.doc_to_target(doc)
+        index = choices.index(gold) if gold in choices else gold
+        if not isinstance(index, int) or not 0 <= index < len(choices):
+            raise EvidenceError(
+                f"task {self.config.task!r}: the right answer reads {gold!r}, the choices {choices}",
+                expected="one of the choices, or its index",
+                remedy=f"bring the columns of {self.config.dataset_path}; found {', '.join(doc)}",
+            )
+        return index
+
 
 def load_task(name: str, data: Path) -> LocalTask:
     """The task ``name`` of lm-eval over the tables under ``data``.
@@ -65,7 +79,7 @@ def load_task(name: str, data: Path) -> LocalTask:
             expected="a multiple-choice task",
             remedy="choose another in `evaluate.tasks`",
         )
-    split, table = find_table(data, name, definition["dataset_path"], definition.get("dataset_name"))
+    split, table = find_table(data, name, definition)
     # In memory: a definition's `process_docs` would else write its result beside the table.
     rows = load_from_disk(str(table), keep_in_memory=True)
     if not isinstance(rows, Dataset) or len(rows) == 0:
@@ -84,6 +98,7 @@ def load_task(name: str, data: Path) -> LocalTask:
             expected="one right answer and `acc`, for pairing",
             remedy="choose another in `evaluate.tasks`",
         )
+    task.right_choice(task.task_docs[0])
     return task
 
 
@@ -103,19 +118,22 @@ def definition_path(name: str) -> Path:
     )
 
 
-def find_table(data: Path, name: str, dataset: str, configuration: str | None) -> tuple[str, Path]:
-    """(split, folder) of the table a task reads."""
-    for place in (data / dataset, data / dataset.rpartition("/")[2]):
+def find_table(data: Path, name: str, definition: Mapping[str, Any]) -> tuple[str, Path]:
+    """(split, folder) of the table the definition of task ``name`` reads."""
+    dataset, configuration = str(definition["dataset_path"]), definition.get("dataset_name")
+    splits = [definition[key] for key in ("test_split", "validation_split") if definition.get(key)]
+    short = dataset.rpartition("/")[2]
+    for place in (data / dataset, data / short):
         folders = [place / configuration] if configuration else sorted(p for p in place.glob("*") if p.is_dir())
         if len(folders) != 1:
             continue
-        for split in ("test", "validation"):
+        for split in splits:
             if (folders[0] / split / "state.json").is_file():
                 return split, folders[0] / split
-    wanted = f"{dataset.rpartition('/')[2]}/{configuration or '<one folder>'}"
     raise EvidenceError(
         f"no table for task {name!r} in {data}",
-        expected=f"{wanted}/test or {wanted}/validation, written by `datasets.save_to_disk`",
+        expected=" or ".join(f"{short}/{configuration or '<one folder>'}/{split}" for split in splits)
+        + ", written by `datasets.save_to_disk`",
         remedy="add it to `data.source`, or leave the task out of `evaluate.tasks`",
     )
 

@@ -1,0 +1,358 @@
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lm_eval.api.instance import Instance
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from evals.harness import EngineLM, beginning_of_text, encode
+from evals.quality import evaluate, task_items, task_metrics, text_metrics
+from evals.reports import EvalReport, TaskItem, TextItem, read_items
+from evals.tasks import choose_documents, definition_path, load_task, share_out
+from evals.text import log_likelihoods
+from pipeline.artifact import load
+from pipeline.errors import EvidenceError, RecipeError
+from pipeline.recipe import Recipe
+from tests.fake_engine import HistoryEngine, TorchEngine
+
+TOKENS = st.lists(st.integers(0, 31), min_size=1, max_size=6)
+
+
+def words() -> Tokenizer:
+    """w0 .. w31, one token a word."""
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(32)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer
+
+
+def lm_over(engine: Any, **options: Any) -> EngineLM:
+    return EngineLM(engine, words(), end_of_text=0, beginning=options.pop("beginning", None), **options)
+
+
+def instance(kind: Any, *arguments: Any) -> Instance:
+    return Instance(request_type=kind, doc={}, arguments=arguments, idx=0)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(TOKENS, min_size=1, max_size=4), st.data())
+def test_scores_come_back_in_request_order_whatever_is_shared(contexts: list[list[int]], data: st.DataObject) -> None:
+    draw = st.lists(st.tuples(st.sampled_from(contexts), TOKENS), min_size=1, max_size=12)
+    requests = [(None, context, continuation) for context, continuation in data.draw(draw)]
+    engine = HistoryEngine()
+    results = lm_over(engine)._loglikelihood_tokens(requests)
+    for (_, context, continuation), (score, greedy) in zip(requests, results, strict=True):
+        rows = np.stack([engine.logits_after([*context, *continuation[:i]]) for i in range(len(continuation))])
+        assert score == pytest.approx(log_likelihoods(rows, continuation).sum())
+        assert greedy == (rows.argmax(axis=1).tolist() == continuation)
+
+
+def test_a_shared_context_is_computed_once_and_one_token_choices_cost_nothing_more() -> None:
+    engine = HistoryEngine()
+    lm = lm_over(engine)
+    context = [1, 2, 3, 4]
+    lm._loglikelihood_tokens([(None, context, choice) for choice in ([5], [6], [7, 8, 9], [5, 6])])
+    assert engine.calls == [("prefill", 4), ("prefill", 2), ("prefill", 1)]
+    assert (lm.calls, lm.tokens) == (3, 7)
+    lm._loglikelihood_tokens([(None, context, [5, 6])])  # alone: one call, the last token is never fed
+    assert engine.calls[3:] == [("prefill", 5)]
+
+
+def test_greedy_flag_is_true_for_the_likeliest_continuation_only() -> None:
+    engine = HistoryEngine()
+    best = [int(engine.logits_after([3]).argmax())]
+    best.append(int(engine.logits_after([3, *best]).argmax()))
+    worse = [best[0], (best[1] + 1) % 32]
+    (one, two) = lm_over(engine)._loglikelihood_tokens([(None, [3], best), (None, [3], worse)])
+    assert one[1] and not two[1] and one[0] > two[0]
+
+
+def test_too_long_requests_lose_their_beginning() -> None:
+    engine = HistoryEngine(max_tokens=6)
+    tokens = list(range(1, 12))
+    # 6 positions hold all but the last token: 7 tokens are read or predicted, 3 of them the continuation.
+    ((score, _),) = lm_over(engine)._loglikelihood_tokens([(None, tokens[:8], tokens[8:])])
+    ((short, _),) = lm_over(engine)._loglikelihood_tokens([(None, tokens[4:8], tokens[8:])])
+    assert score == short
+    with pytest.raises(EvidenceError, match="7 continuation tokens"):
+        lm_over(engine)._loglikelihood_tokens([(None, [1], [1] * 7)])
+
+
+@pytest.mark.parametrize("context, continuation", [([], [1]), ([1], [])])
+def test_requests_with_nothing_to_score_are_refused(context: list[int], continuation: list[int]) -> None:
+    with pytest.raises(EvidenceError, match="at least one of each"):
+        lm_over(HistoryEngine())._loglikelihood_tokens([(None, context, continuation)])
+
+
+def test_non_finite_logits_are_refused() -> None:
+    engine = HistoryEngine()
+    engine.table[:] = np.nan
+    with pytest.raises(EvidenceError, match="NaN"):
+        lm_over(engine)._loglikelihood_tokens([(None, [1], [2])])
+
+
+def test_beginning_of_text_is_pinned_and_put_once() -> None:
+    tokenizer = words()
+    assert beginning_of_text(tokenizer) is None
+    tokenizer.post_processor = processors.TemplateProcessing(single="w7 $A", special_tokens=[("w7", 7)])
+    assert beginning_of_text(tokenizer) == 7
+    assert encode(tokenizer, "w2 w3", 7) == encode(tokenizer, "w7 w2 w3", 7) == [7, 2, 3]
+    assert encode(tokenizer, "w2 w3", None) == [2, 3]
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A w7", special_tokens=[("w7", 7)])
+    with pytest.raises(EvidenceError, match="beginning-of-text"):
+        beginning_of_text(tokenizer)
+
+
+@pytest.mark.parametrize("beginning, context", [(None, [0]), (7, [7])])
+def test_an_empty_context_is_the_prefix_token(beginning: int | None, context: list[int]) -> None:
+    engine = HistoryEngine()
+    ((score, _),) = lm_over(engine, beginning=beginning).loglikelihood([instance("loglikelihood", "", "w4 w5")])
+    rows = np.stack([engine.logits_after(context), engine.logits_after([*context, 4])])
+    assert score == pytest.approx(log_likelihoods(rows, [4, 5]).sum())
+
+
+@pytest.mark.parametrize("length", [1, 5, 6, 7, 20])
+def test_rolling_predicts_every_token_once(length: int) -> None:
+    engine = HistoryEngine(max_tokens=6)
+    tokens = [(3 * i + 1) % 32 for i in range(length)]
+    text = " ".join(f"w{token}" for token in tokens)
+    requests = [instance("loglikelihood_rolling", text), instance("loglikelihood_rolling", "w9")]
+    first, second = lm_over(engine).loglikelihood_rolling(requests)
+    stream, expected = [0, *tokens], 0.0
+    for end in range(1, length + 1):
+        # Windows of 6 positions: whole ones first, and the last reaches back as far as 6 positions go.
+        window = 6 * ((end - 1) // 6)
+        begin = window if window + 6 <= length else max(length - 6, 0)
+        expected += float(log_likelihoods(engine.logits_after(stream[begin:end])[None], [stream[end]])[0])
+    assert first == pytest.approx(expected)
+    assert second == pytest.approx(log_likelihoods(engine.logits_after([0])[None], [9])[0])
+
+
+def test_generate_until_cuts_at_the_stop_string_and_truncates_from_the_left() -> None:
+    engine = HistoryEngine(max_tokens=16)
+    tokens = [3]
+    for _ in range(8):
+        tokens.append(int(engine.logits_after(tokens).argmax()))
+    answer = [f"w{token}" for token in tokens[1:]]
+    lm = EngineLM(engine, words(), end_of_text=-1, beginning=None)
+    free, cut = lm.generate_until(
+        [
+            instance("generate_until", "w3", {"max_gen_toks": 8, "until": []}),
+            instance("generate_until", "w3", {"max_gen_toks": 8, "until": [f" {answer[4]} "[1:-1]]}),
+        ]
+    )
+    assert free.split() == answer
+    assert cut == free.split(answer[4])[0]
+    long = " ".join(["w5"] * 30)
+    (text,) = lm.generate_until([instance("generate_until", long, {"max_gen_toks": 10, "until": "never"})])
+    assert text.split()[0] == f"w{int(engine.logits_after([5] * 6).argmax())}"
+    with pytest.raises(EvidenceError, match="sampling"):
+        lm.generate_until([instance("generate_until", "w3", {"temperature": 0.7})])
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.text(max_size=3), st.integers(1, 500), min_size=1, max_size=6), st.integers(1, 1500))
+def test_items_are_shared_out_by_size_and_add_up(sizes: dict[str, int], items: int) -> None:
+    shares = share_out(sizes, items)
+    assert sum(shares.values()) == min(items, sum(sizes.values()))
+    for task, share in shares.items():
+        assert 0 <= share <= sizes[task]
+        assert items >= sum(sizes.values()) or abs(share - items * sizes[task] / sum(sizes.values())) < 1
+    chosen = choose_documents(sizes, items, seed=3)
+    assert {task: len(numbers) for task, numbers in chosen.items()} == {t: n for t, n in shares.items() if n}
+    for task, numbers in chosen.items():
+        assert numbers == sorted(set(numbers)) and numbers[-1] < sizes[task]
+
+
+def test_the_draw_is_the_seeds_and_not_the_other_tasks() -> None:
+    both = choose_documents({"a": 100, "b": 100}, 40, seed=1)
+    assert both == choose_documents({"a": 100, "b": 100}, 40, seed=1)
+    assert both["a"] != both["b"] and both["a"] != choose_documents({"a": 100, "b": 100}, 40, seed=2)["a"]
+    assert both["a"] == choose_documents({"a": 100, "c": 100}, 40, seed=1)["a"]
+
+
+# --- lm-eval's definitions over local tables, and the tiny llama -----------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tables in the columns of sciq (shared context) and winogrande (a context per choice)."""
+    from tests.tiny import tiny_texts
+
+    root = tmp_path_factory.mktemp("tables")
+    rng = random.Random(5)
+    science, schemas = [], []
+    for text in tiny_texts(24, 7):
+        source = text.split()
+        options = [" ".join(rng.sample(source, rng.choice([1, 1, 2]))) for _ in range(4)]
+        names = ("distractor1", "distractor2", "distractor3", "correct_answer")
+        science.append(
+            {"support": " ".join(source[:30]), "question": " ".join(source[30:36])}
+            | dict(zip(names, options, strict=True))
+        )
+        schemas.append(
+            {
+                "sentence": " ".join([*source[:12], "_", *source[13:20]]),
+                "option1": source[12],
+                "option2": options[0],
+                "answer": rng.choice("12"),
+            }
+        )
+    Dataset.from_list(science).save_to_disk(str(root / "sciq/none/validation"))
+    Dataset.from_list(schemas).save_to_disk(str(root / "winogrande/winogrande_xl/validation"))
+    return root
+
+
+@pytest.fixture(scope="module")
+def tiny_model() -> Any:
+    from transformers import AutoModelForCausalLM
+
+    from tests.tiny import tiny_checkpoint
+
+    return AutoModelForCausalLM.from_pretrained(tiny_checkpoint())
+
+
+def _recipe(**evaluate_section: Any) -> Recipe:
+    return Recipe.model_validate(
+        {"model": {"source": "file:x"}, "data": {"source": "file:y"}, "evaluate": evaluate_section}
+    )
+
+
+@pytest.mark.parametrize("name, metric", [("sciq", "acc_norm"), ("winogrande", "acc")])
+def test_loglikelihoods_match_lm_evals_own_transformers_model(
+    name: str, metric: str, data: Path, tiny_model: Any, tiny_checkpoint: Path
+) -> None:
+    from lm_eval.evaluator import evaluate as run_tasks
+    from lm_eval.models.huggingface import HFLM
+    from transformers import AutoTokenizer
+
+    tokenizer = Tokenizer.from_file(str(tiny_checkpoint / "tokenizer.json"))
+    task = load_task(name, data)
+    assert task.main_metric == metric
+    ours = EngineLM(
+        TorchEngine(tiny_model, max_tokens=512), tokenizer, end_of_text=2, beginning=beginning_of_text(tokenizer)
+    )
+    theirs = HFLM(pretrained=tiny_model, tokenizer=AutoTokenizer.from_pretrained(tiny_checkpoint), batch_size=1)
+    logs: list[list[dict[str, Any]]] = []
+    for lm in (ours, theirs):
+        results: Any = run_tasks(lm, {"tasks": {name: task}, "groups": {}}, limit=12, bootstrap_iters=0)
+        logs.append(results["samples"][name])
+    assert len(logs[0]) == len(logs[1]) == 12
+    for mine, other in zip(*logs, strict=True):
+        assert mine["prompt_hash"] == other["prompt_hash"] and mine[metric] == other[metric]
+        left, right = (list(zip(*sample["filtered_resps"], strict=True)) for sample in (mine, other))
+        np.testing.assert_allclose(left[0], right[0], atol=1e-3)
+        assert left[1] == right[1]
+
+
+def test_task_items_pair_by_document_and_know_the_right_answer(data: Path, tiny_checkpoint: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(tiny_checkpoint / "tokenizer.json"))
+    engines = [HistoryEngine(tokenizer.get_vocab_size(), max_tokens=512, noise=noise) for noise in (0.0, 0.4)]
+    left, right = (EngineLM(engine, tokenizer, end_of_text=2, beginning=None) for engine in engines)
+    for name, choices in (("sciq", 4), ("winogrande", 2)):
+        task = load_task(name, data)
+        numbers = [1, 4, 9, 20]
+        items = task_items(task, numbers, left, right)
+        assert [item.doc_id for item in items] == numbers
+        for item in items:
+            doc = task.task_docs[item.doc_id]
+            assert item.gold == (3 if name == "sciq" else int(doc["answer"]) - 1)
+            assert item.baseline_correct == (item.baseline_choice == item.gold)
+            assert item.candidate_correct == (item.candidate_choice == item.gold)
+            assert len(item.baseline_loglikelihoods) == len(item.candidate_loglikelihoods) == choices
+            assert item.baseline_loglikelihoods != item.candidate_loglikelihoods
+            if name == "sciq":
+                lengths = [len(choice) for choice in task.doc_to_choice(doc)]
+                assert item.baseline_choice == np.argmax(np.array(item.baseline_loglikelihoods) / lengths)
+
+
+class Inattentive(EngineLM):
+    """Answers other questions than it was asked."""
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> Any:
+        for request in requests:
+            request.arguments = (request.arguments[0] + " w", request.arguments[1])
+        return super().loglikelihood(requests)
+
+
+def test_engines_that_saw_different_questions_are_not_paired(data: Path) -> None:
+    left, right = (kind(HistoryEngine(), words(), end_of_text=0, beginning=None) for kind in (EngineLM, Inattentive))
+    with pytest.raises(EvidenceError, match="not asked the same questions of winogrande"):
+        task_items(load_task("winogrande", data), [1, 4], left, right)
+
+
+def test_evaluate_writes_the_same_report_twice(
+    tmp_path: Path, data: Path, tiny_checkpoint: Path, tiny_texts: Callable[[int, int], list[str]]
+) -> None:
+    def run(name: str) -> Any:
+        return evaluate(
+            _recipe(tasks=["sciq", "winogrande"], items=20, document_tokens=40),
+            HistoryEngine(1024, max_tokens=512),
+            HistoryEngine(1024, max_tokens=512, noise=0.2),
+            tokenizer_file=tiny_checkpoint / "tokenizer.json",
+            end_of_text=2,
+            data=data,
+            heldout_texts=tiny_texts(3, 1),
+            folder=tmp_path / name,
+            parents={"baseline": "b", "candidate": "c"},
+        )
+
+    one, two = run("one"), run("two")
+    assert one.digest == two.digest
+    report = load(tmp_path / "one", EvalReport).record
+    assert report.tasks == {"sciq": 10, "winogrande": 10} and report.documents == 3
+    assert report.baseline != report.candidate
+    questions = read_items(one.folder / "task_items.jsonl", TaskItem)
+    texts = read_items(one.folder / "text_items.jsonl", TextItem)
+    assert len(questions) == 20 and [item.tokens for item in texts] == [39, 39, 39]
+    metrics = json.loads((one.folder / "metrics.json").read_text())
+    assert metrics == {**task_metrics(questions), **text_metrics(texts)}
+    right = sum(item.candidate_correct for item in questions)
+    assert metrics["candidate_accuracy"] == right / 20
+    assert 0 < metrics["kl_mean"] < metrics["kl_max"] and metrics["top_token_agreement"] < 1
+    assert metrics["perplexity_ratio"] == pytest.approx(
+        metrics["candidate_perplexity"] / metrics["baseline_perplexity"]
+    )
+    assert sorted(p.name for p in data.glob("sciq/none/validation/*")) == [
+        "data-00000-of-00001.arrow",
+        "dataset_info.json",
+        "state.json",
+    ]  # nothing is cached beside the user's data
+
+
+def test_definitions_are_lm_evals_own() -> None:
+    assert definition_path("arc_easy").parts[-2:] == ("arc", "arc_easy.yaml")
+    with pytest.raises(RecipeError, match="arc_easy"):
+        definition_path("arc_esay")
+
+
+def test_tasks_that_cannot_be_paired_or_read_are_refused(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="generate_until"):
+        load_task("gsm8k", data)
+    with pytest.raises(EvidenceError, match="no table for task 'piqa'"):
+        load_task("piqa", data)
+    Dataset.from_list([{"question": "q", "passage": "p", "answer": True}]).save_to_disk(
+        str(tmp_path / "super_glue/boolq/validation")
+    )
+    with pytest.raises(EvidenceError, match=r"reads 'label'(.|\n)*found question, passage, answer"):
+        load_task("boolq", tmp_path)
+    Dataset.from_list([{"question": "q", "label": 1}]).save_to_disk(str(tmp_path / "other/super_glue/boolq/validation"))
+    with pytest.raises(EvidenceError, match=r"'boolq' cannot read(.|\n)*found question, label"):
+        load_task("boolq", tmp_path / "other")
+
+
+def test_a_hidden_test_split_is_not_used_where_the_definition_names_none(data: Path, tmp_path: Path) -> None:
+    rows = Dataset.from_list([{"goal": "g", "sol1": "a", "sol2": "b", "label": 1}])
+    rows.save_to_disk(str(tmp_path / "piqa/plain_text/test"))
+    with pytest.raises(EvidenceError, match="piqa/<one folder>/validation"):
+        load_task("piqa", tmp_path)
+    rows.save_to_disk(str(tmp_path / "piqa/plain_text/validation"))
+    assert len(load_task("piqa", tmp_path).task_docs) == 1
