@@ -5,6 +5,8 @@ The page holds no clock time, so the same evidence gives the same bytes.
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import jinja2
@@ -12,7 +14,7 @@ from markupsafe import Markup
 
 from evals.verdict import Check, Outcome, Verdict
 from pipeline import plots, svg
-from pipeline.report_data import FactRow, ReportData, flatten
+from pipeline.report_data import FactRow, ReportData, flat_metrics, flatten
 
 _LAYOUT = {Outcome.PASS: "pass", Outcome.FAIL: "fail", Outcome.INCONCLUSIVE: "unsure"}
 
@@ -37,6 +39,23 @@ def render(data: ReportData) -> str:
         chart_style=Markup(svg.STYLE),
         recipe=flatten(data.recipe),
     )
+
+
+def write(data: ReportData, folder: Path) -> Path:
+    """Write ``report.html``, ``metrics.json`` and ``plots/`` (an SVG per chart, a CSV per ``dvc plots`` table).
+
+    Returns the page. What an earlier report left in the folder is replaced as a whole.
+    """
+    page = render(data)
+    if folder.exists():
+        shutil.rmtree(folder)
+    (folder / "plots").mkdir(parents=True)
+    for name, chart in plots.charts(data).items():
+        (folder / "plots" / f"{name}.svg").write_text(svg.standalone(chart))
+    plots.write_dvc_rows(data, folder / "plots")
+    (folder / "metrics.json").write_text(json.dumps(flat_metrics(data), indent=1, allow_nan=False) + "\n")
+    (folder / "report.html").write_text(page)
+    return folder / "report.html"
 
 
 def headline(verdict: Verdict) -> str:

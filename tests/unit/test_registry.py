@@ -1,0 +1,380 @@
+"""Registering and promoting against real SQLite registries."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from evals.verdict import Outcome, Verdict
+from pipeline import promotion, registry, report, tracking
+from pipeline.artifact import Artifact, Record, create, load
+from pipeline.errors import RegistryError
+from pipeline.promotion import promote, rollback
+from pipeline.registry import champion, register
+from pipeline.release import Release
+from tests.report_example import CANDIDATE, RECIPE, example_report, example_verdict
+
+NAME = RECIPE.register_.model_name
+
+
+class Bundle(Record):
+    noun: ClassVar[str] = "EngineBundle"
+    target: str = "ort-cpu"
+
+
+@pytest.fixture(scope="session")
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A migrated database without content: making one takes seconds, copying it does not."""
+    path = tmp_path_factory.mktemp("registry") / "mlflow.db"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(path.parent)
+        patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{path}")
+        with tracking.connect(write=True) as client:
+            client.search_experiments()
+    return path
+
+
+@pytest.fixture
+def client(empty_database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    shutil.copy(empty_database, tmp_path / "mlflow.db")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    with tracking.connect(write=False) as connected:
+        yield connected
+
+
+@pytest.fixture
+def submit(client: Any, tmp_path: Path) -> Callable[..., Artifact[Release]]:
+    """Register a bundle with the given weights, judged against ``against`` (None: no champion, the float engine)."""
+    page = tmp_path / "report"
+    report.write(example_report(), page)
+
+    def run(weights: str, *, against: str | None = None, outcome: Outcome = Outcome.PASS) -> Artifact[Release]:
+        bundle = make_bundle(tmp_path / f"bundle-{weights}", weights)
+        verdict = make_verdict(tmp_path / f"verdict-{weights}", bundle.digest, against, outcome)
+        return register(RECIPE, verdict, bundle, page, tmp_path / f"release-{weights}")
+
+    return run
+
+
+def make_bundle(folder: Path, weights: str) -> Artifact[Bundle]:
+    with create(folder, Bundle) as draft:
+        (draft.folder / "model.onnx").write_text(weights)
+        draft.finish(Bundle(), parents={"graph": "a" * 64})
+    return load(folder, Bundle)
+
+
+def make_verdict(folder: Path, candidate: str, against: str | None, outcome: Outcome) -> Artifact[Verdict]:
+    record = example_verdict(outcome, candidate=candidate, champion_is_baseline=against is None)
+    if against is not None:
+        record = record.model_copy(update={"champion": against})
+    with create(folder, Verdict) as draft:
+        (draft.folder / "verdict.json").write_text(record.model_dump_json())
+        draft.finish(record, parents=record.evidence)
+    return load(folder, Verdict)
+
+
+def state(client: Any) -> dict[str, Any]:
+    """Everything a change could show in: aliases, model tags, versions, runs and their metric points."""
+    model = client.get_registered_model(NAME)
+    runs = client.search_runs([e.experiment_id for e in client.search_experiments()])
+    return {
+        "aliases": {k: int(v) for k, v in model.aliases.items()},
+        "tags": dict(model.tags),
+        "versions": sorted(
+            (int(v.version), v.run_id, tuple(sorted(v.tags.items()))) for v in client.search_model_versions()
+        ),
+        "runs": sorted((run.info.run_id, run.info.status, run.info.end_time, len(run.data.metrics)) for run in runs),
+        "points": [len(client.get_metric_history(run.info.run_id, "verdict.kl")) for run in runs],
+    }
+
+
+def test_registers_run_version_tags_and_alias(client: Any, submit: Callable[..., Artifact[Release]]) -> None:
+    release = submit("one")
+    version = client.get_model_version(NAME, "1")
+    run = client.get_run(release.record.run_id)
+    assert state(client)["aliases"] == {"challenger": 1}
+    assert version.tags["tapeout.outcome"] == "PASS"
+    assert version.tags["tapeout.candidate"] == release.parents["bundle"] == release.record.candidate
+    assert version.source == f"runs:/{run.info.run_id}/bundle/sha256-{release.record.candidate}"
+    assert version.tags["tapeout.evidence"] == registry.evidence_digest(example_verdict())
+    assert run.data.params["gate.max_kl"] == "0.03"
+    assert run.data.metrics["verdict.kl.upper"] == pytest.approx(0.0185 * 1.1)
+    assert run.data.metrics["decode.batch_16.candidate_tokens_s"] == 731.9
+    logged = {f.path for f in client.list_artifacts(run.info.run_id)}
+    assert {"report.html", "plots", "verdict", "bundle", "metrics.json"} <= logged
+    manifest = Path(client.download_artifacts(run.info.run_id, version.source.split(run.info.run_id + "/")[1]))
+    files = json.loads((manifest / "manifest.json").read_text())["files"]
+    assert [*files] == ["model.onnx"] and not list(manifest.glob("**/model.onnx"))
+
+
+def test_registering_and_promoting_again_changes_nothing(client: Any, submit: Callable[..., Artifact[Release]]) -> None:
+    first = submit("one")
+    registered = state(client)
+    assert submit("one").digest == first.digest
+    assert state(client) == registered
+    assert promote(NAME).changed
+    promoted = state(client)
+    again = promote(NAME)
+    assert not again.changed and "nothing changed" in again.message
+    assert submit("one").digest == first.digest
+    assert state(client) == promoted
+
+
+def test_the_chain_of_champions(client: Any, submit: Callable[..., Artifact[Release]], tmp_path: Path) -> None:
+    assert champion(NAME) is None
+    one = submit("one").record.candidate
+    assert champion(NAME) is None
+    assert promote(NAME).rollback is None
+    found = champion(NAME)
+    assert found is not None and (found.version, found.digest) == (1, one)
+    assert found.location == (tmp_path / "bundle-one").resolve()
+    submit("two", against=one)
+    assert promote(NAME, expect_champion=one).rollback == 1
+    assert state(client)["aliases"] == {"challenger": 2, "champion": 2, "rollback": 1}
+    assert rollback(NAME).champion == 1
+    assert state(client)["aliases"] == {"challenger": 2, "champion": 1, "rollback": 2}
+    assert rollback(NAME).champion == 2
+    assert promotion.PENDING not in state(client)["tags"]
+
+
+@pytest.mark.parametrize("outcome", [Outcome.FAIL, Outcome.INCONCLUSIVE])
+def test_a_refusal_is_kept_but_never_promoted(
+    client: Any, submit: Callable[..., Artifact[Release]], outcome: Outcome
+) -> None:
+    submit("bad", outcome=outcome)
+    assert client.get_model_version(NAME, "1").tags["tapeout.outcome"] == outcome.value
+    before = state(client)
+    with pytest.raises(RegistryError, match=rf"judged {outcome.value}: {outcome.value} Mean KL: .*not below 0.03"):
+        promote(NAME)
+    assert state(client) == before
+
+
+def test_promotion_needs_the_champion_the_gate_compared_with(submit: Callable[..., Artifact[Release]]) -> None:
+    one = submit("one").record.candidate
+    promote(NAME)
+    submit("late")  # judged while there was no champion
+    with pytest.raises(RegistryError, match=f"champion of {NAME} is bundle {one[:12]}"):
+        promote(NAME)
+    submit("foreign", against="f" * 64)
+    with pytest.raises(RegistryError, match="bundle ffffffffffff, which the gate"):
+        promote(NAME)
+    submit("two", against=one)
+    with pytest.raises(RegistryError, match="none yet, which you expect"):
+        promote(NAME, expect_champion="none")
+    assert promote(NAME).champion == 4
+
+
+@pytest.mark.parametrize("tag", ["verdict", "outcome", "candidate", "evidence", "compared_with"])
+def test_an_edited_tag_is_refused(client: Any, submit: Callable[..., Artifact[Release]], tag: str) -> None:
+    submit("one")
+    client.set_model_version_tag(NAME, "1", f"tapeout.{tag}", "0" * 64)
+    with pytest.raises(RegistryError, match=f"tag tapeout.{tag} of version 1"):
+        promote(NAME)
+
+
+def test_a_verdict_edited_in_the_run_is_refused(client: Any, submit: Callable[..., Artifact[Release]]) -> None:
+    run_id = submit("bad", outcome=Outcome.FAIL).record.run_id
+    path = Path(client.get_run(run_id).info.artifact_uri) / "verdict" / "record.json"
+    path.write_text(path.read_text().replace('"outcome": "FAIL"', '"outcome": "PASS"'))
+    with pytest.raises(RegistryError, match=r"not intact.*was edited"):
+        promote(NAME)
+
+
+def test_a_changed_or_missing_bundle_is_refused(submit: Callable[..., Artifact[Release]], tmp_path: Path) -> None:
+    submit("one")
+    elsewhere = tmp_path / "elsewhere"
+    shutil.move(tmp_path / "bundle-one", elsewhere)
+    with pytest.raises(RegistryError, match="bundle of version 1 is missing"):
+        promote(NAME)
+    (elsewhere / "model.onnx").write_text("eno")
+    with pytest.raises(RegistryError, match=r"not the one that was judged: model\.onnx differs"):
+        promote(NAME, bundle=elsewhere)
+    with pytest.raises(RegistryError, match=r"record\.json says"):
+        promote(NAME, bundle=make_bundle(tmp_path / "other", "other").folder)
+    (elsewhere / "model.onnx").write_text("one")
+    assert promote(NAME, bundle=elsewhere).changed
+
+
+def test_mistakes_are_named(client: Any, submit: Callable[..., Artifact[Release]], tmp_path: Path) -> None:
+    with pytest.raises(RegistryError, match="no model 'nobody'"):
+        promote("nobody")
+    submit("one")
+    with pytest.raises(RegistryError, match="no version 7"):
+        promote(NAME, version=7)
+    with pytest.raises(RegistryError, match="no former champion"):
+        rollback(NAME)
+    bundle = make_bundle(tmp_path / "b", "b")
+    verdict = make_verdict(tmp_path / "v", CANDIDATE, None, Outcome.PASS)
+    with pytest.raises(RegistryError, match="judged bundle cccccccccccc, not"):
+        register(RECIPE, verdict, bundle, tmp_path / "report", tmp_path / "r")
+    mine = make_verdict(tmp_path / "v", bundle.digest, None, Outcome.PASS)
+    with pytest.raises(RegistryError, match=r"lacks report\.html and metrics\.json"):
+        register(RECIPE, mine, bundle, tmp_path / "nowhere", tmp_path / "r")
+
+
+def test_an_absent_server_is_named_without_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:secret@127.0.0.1:9")
+    with pytest.raises(RegistryError, match=r"no MLflow server answers at http://127\.0\.0\.1:9 ") as caught:
+        champion(NAME)
+    assert "secret" not in str(caught.value)
+
+
+class Killed(BaseException):
+    """The process dies here."""
+
+
+@contextmanager
+def dying_at_call(number: int) -> Iterator[None]:
+    """Die just before the ``number``-th call that would change the registry."""
+    from mlflow import MlflowClient
+
+    calls = 0
+    with pytest.MonkeyPatch.context() as patch:
+        for name in dir(MlflowClient):
+            if not name.startswith(("create_", "set_", "log_", "delete_")):
+                continue
+            original = getattr(MlflowClient, name)
+
+            def counted(*args: Any, original: Any = original, **kwargs: Any) -> Any:
+                nonlocal calls
+                calls += 1
+                if calls == number:
+                    raise Killed
+                return original(*args, **kwargs)
+
+            patch.setattr(MlflowClient, name, counted)
+        yield
+
+
+def run_until_it_survives(action: Callable[[], object]) -> int:
+    """Kill ``action`` before its first, second, ... change, running on in the state it left; how often it died."""
+    for number in range(1, 40):
+        try:
+            with dying_at_call(number):
+                action()
+            return number - 1
+        except Killed:
+            continue
+    raise AssertionError("never finished")
+
+
+def test_a_crash_anywhere_while_registering_is_made_good(client: Any, submit: Callable[..., Artifact[Release]]) -> None:
+    assert run_until_it_survives(lambda: submit("one")) >= 4
+    after = state(client)
+    assert after["aliases"] == {"challenger": 1}
+    assert len(after["versions"]) == len(after["runs"]) == 1 and after["points"] == [1]
+    assert promote(NAME).champion == 1
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+def test_a_crash_anywhere_while_promoting_is_made_good(
+    client: Any, submit: Callable[..., Artifact[Release]], at: int
+) -> None:
+    one = submit("one").record.candidate
+    promote(NAME)
+    submit("two", against=one)
+    with pytest.raises(Killed), dying_at_call(at):
+        promote(NAME)
+    move = promote(NAME)
+    assert (move.champion, move.rollback, move.changed) == (2, 1, True)
+    assert state(client)["aliases"] == {"challenger": 2, "champion": 2, "rollback": 1}
+    assert promotion.PENDING not in state(client)["tags"]
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+def test_a_crash_anywhere_while_rolling_back_is_made_good(
+    client: Any, submit: Callable[..., Artifact[Release]], at: int
+) -> None:
+    one = submit("one").record.candidate
+    promote(NAME)
+    submit("two", against=one)
+    promote(NAME)
+    with pytest.raises(Killed), dying_at_call(at):
+        rollback(NAME)
+    assert rollback(NAME).champion == 1
+    assert state(client)["aliases"] == {"challenger": 2, "champion": 1, "rollback": 2}
+
+
+def test_rollback_after_an_interrupted_promotion_returns_to_the_former(
+    client: Any, submit: Callable[..., Artifact[Release]]
+) -> None:
+    one = submit("one").record.candidate
+    promote(NAME)
+    submit("two", against=one)
+    with pytest.raises(Killed), dying_at_call(3):
+        promote(NAME)
+    assert rollback(NAME).champion == 1
+
+
+def test_a_plan_overtaken_by_hand_is_dropped_aloud(client: Any, submit: Callable[..., Artifact[Release]]) -> None:
+    one = submit("one").record.candidate
+    promote(NAME)
+    submit("two", against=one)
+    submit("three", against=one)
+    with pytest.raises(Killed), dying_at_call(2):
+        promote(NAME, version=2)
+    client.set_registered_model_alias(NAME, "champion", "3")
+    with pytest.raises(RegistryError, match=r"unfinished promote .* was dropped"):
+        promote(NAME, version=2)
+    assert state(client)["aliases"]["champion"] == 3
+    with pytest.raises(RegistryError, match="which the gate of version 2 compared with"):
+        promote(NAME, version=2)
+
+
+def test_a_promoter_that_was_overtaken_says_so(
+    client: Any, submit: Callable[..., Artifact[Release]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a server, where no lock holds the other back: it moves the champion after we checked it."""
+    one = submit("one").record.candidate
+    promote(NAME)
+    submit("two", against=one)
+    submit("three", against=one)
+    original = promotion._require_bundle  # pyright: ignore[reportPrivateUsage]
+
+    def overtaken(*args: Any) -> None:
+        original(*args)
+        client.set_registered_model_alias(NAME, "champion", "3")
+
+    monkeypatch.setattr(promotion, "_require_bundle", overtaken)
+    with pytest.raises(RegistryError, match=r"another promotion .* champion is version 3"):
+        promote(NAME, version=2)
+    assert state(client)["aliases"]["champion"] == 3
+
+
+def test_a_second_process_waits_for_the_lock(client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    holder = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            f"import fcntl; f=open({str(tmp_path / 'mlflow.db.lock')!r},'a'); fcntl.flock(f, fcntl.LOCK_EX);"
+            "print(flush=True); input()",
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    monkeypatch.setattr(tracking, "LOCK_SECONDS", 0.2)
+    with pytest.raises(RegistryError, match="another process has held"):
+        rollback(NAME)
+    holder.communicate("\n")
+    with pytest.raises(RegistryError, match="no model"):
+        rollback(NAME)
+
+
+def test_nothing_but_our_lines_is_printed(
+    submit: Callable[..., Artifact[Release]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    submit("one")
+    promote(NAME)
+    assert capfd.readouterr() == ("", "")

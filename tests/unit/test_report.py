@@ -1,0 +1,190 @@
+"""The report page and its charts."""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evals.verdict import Check, Outcome
+from pipeline import plots, svg
+from pipeline.errors import EvidenceError
+from pipeline.report import headline, render, write
+from pipeline.report_data import BatchRow, Divergence, flat_metrics
+from tests.report_example import example_report, example_verdict, without_evidence
+
+VOID = {"meta", "br", "link", "img", "hr", "input"}
+
+
+class Balanced(HTMLParser):
+    """Collects text and external references; fails on tags that do not close in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text: list[str] = []
+        self.references: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.references += [value or "" for name, value in attrs if name in ("href", "src")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def parse(page: str) -> Balanced:
+    parser = Balanced()
+    parser.feed(page)
+    parser.close()
+    assert not parser.open
+    return parser
+
+
+@pytest.mark.parametrize("outcome", list(Outcome))
+def test_the_page_is_whole_self_contained_and_says_the_verdict(outcome: Outcome) -> None:
+    verdict = example_verdict(outcome)
+    page = render(example_report(verdict))
+    parsed = parse(page)
+    assert f'<span class="badge">{outcome.value}</span>' in page
+    assert "script" not in parsed.tags and all(link.startswith("#a-") for link in parsed.references)
+    assert "url(" not in page and "@import" not in page
+    text = " ".join(parsed.text)
+    for check in verdict.checks:
+        assert check.title in text and check.reason in text
+    for part in verdict.slices:
+        assert part.task in text
+    assert "GroupQueryAttention" in text and "layers.11.down" in text and "gate.max_kl" in text
+
+
+def test_the_same_evidence_gives_the_same_bytes() -> None:
+    assert render(example_report()) == render(example_report())
+
+
+def test_absent_evidence_is_said_not_drawn() -> None:
+    page = render(without_evidence())
+    parse(page)
+    for phrase in ("No accuracy evidence", "No held-out text", "No traffic", "No benchmark", "No quantization plan"):
+        assert phrase in page
+    assert "<svg" not in page and "nothing was replayed" in page
+
+
+def test_hostile_text_is_escaped() -> None:
+    check = Check(name="x", title="<script>alert(1)</script>", outcome=Outcome.FAIL, reason="a & b <i>")
+    verdict = example_verdict(Outcome.FAIL, checks=(check,))
+    page = render(replace(example_report(verdict), model_name='"><img src=x>', recipe={"<b>": "</table>"}))
+    assert "script" not in parse(page).tags and "<img" not in page
+
+
+@pytest.mark.parametrize(
+    ("outcome", "words"),
+    [
+        (Outcome.PASS, "All 3 checks hold at 95% confidence."),
+        (Outcome.FAIL, "1 of 3 checks failed: Mean KL, the upper bound 0.3795 is not below 0.03"),
+        (Outcome.INCONCLUSIVE, "1 of 3 checks could not be decided: Mean KL, "),
+    ],
+)
+def test_the_headline_gives_the_reason(outcome: Outcome, words: str) -> None:
+    assert headline(example_verdict(outcome)).startswith(words)
+
+
+def test_the_headline_of_no_checks_is_no_pass() -> None:
+    assert "never passes" in headline(example_verdict(Outcome.INCONCLUSIVE, checks=()))
+
+
+def test_every_chart_has_a_result_for_screen_readers_and_stands_alone() -> None:
+    charts = plots.charts(example_report())
+    assert set(charts) >= {"accuracy", "kl", "bits", "throughput", "latency", "memory", "roofline", "layer-error-o"}
+    for chart in charts.values():
+        root = ElementTree.fromstring(chart)
+        assert root.get("role") == "img" and re.search(r"\d", root.get("aria-label") or "")
+        alone = ElementTree.fromstring(svg.standalone(chart))
+        assert any(node.tag.endswith("style") for node in alone)
+    assert "pooled: -0.32 points" in charts["accuracy"] and "the margin is -2.00" in charts["accuracy"]
+    assert "17.9 GB/s, 46%" in charts["roofline"]
+
+
+def test_bars_are_as_long_as_their_values() -> None:
+    chart = ElementTree.fromstring(plots.throughput([BatchRow(1, 100.0, 300.0, 10.0, 3.0)]))
+    bars = [node for node in chart.iter() if "bar " in (node.get("class") or "") and float(node.get("y", "0")) > 40]
+    heights = [float(bar.get("height", "0")) for bar in bars]
+    assert heights[1] == pytest.approx(3 * heights[0], rel=0.01)
+
+
+@given(
+    st.lists(st.floats(0, 5), min_size=1, max_size=80),
+    st.floats(1e-4, 5),
+    st.integers(1, 40),
+)
+def test_every_document_is_counted_once(documents: list[float], bound: float, bins: int) -> None:
+    mean = sum(documents) / len(documents)
+    chart = plots.kl_distribution(Divergence(tuple(documents), mean, mean, bound), bins)
+    counts = [int(text) for text in re.findall(r"<title>(\d+) documents", chart)]
+    assert sum(counts) == len(documents) and len(counts) == bins
+    numbers = [float(number) for number in re.findall(r'\b(?:x|y|x1|y1|x2|y2)="(-?[\d.]+)"', chart)]
+    assert all(-1 <= number <= plots.WIDTH + 1 for number in numbers)
+
+
+@given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6))
+def test_ticks_lie_in_range_and_are_even(low: float, length: float) -> None:
+    high = low + length
+    if not high > low or length < abs(low) * 1e-6:
+        return
+    marks = svg.ticks(low, high)
+    slack = length * 1e-3 + 1e-9
+    assert 2 <= len(marks) <= 9 and all(low - slack <= mark <= high + slack for mark in marks)
+    steps = [b - a for a, b in pairwise(marks)]
+    assert max(steps) == pytest.approx(min(steps), rel=1e-3)
+
+
+def test_numbers_that_are_not_finite_are_refused_or_said() -> None:
+    with pytest.raises(EvidenceError, match=r"throughput.* holds nan"):
+        plots.throughput([BatchRow(1, math.nan, 1.0, 1.0, 1.0)])
+    chart = plots.kl_distribution(Divergence((0.01, math.inf), 0.01, 0.02, 0.03))
+    assert "1 documents without a finite KL are not drawn" in chart
+
+
+def test_an_unknown_unit_is_refused() -> None:
+    with pytest.raises(EvidenceError, match="'conv'"):
+        plots.layer_error(example_report().layers, "conv")
+
+
+def test_the_written_folder_holds_page_plots_tables_and_metrics(tmp_path: Path) -> None:
+    data = example_report()
+    (tmp_path / "report" / "plots").mkdir(parents=True)
+    (tmp_path / "report" / "plots" / "stale.svg").write_text("")
+    page = write(data, tmp_path / "report")
+    assert page.read_text() == render(data)
+    files = {path.name for path in (page.parent / "plots").iterdir()}
+    assert files == {f"{name}.svg" for name in plots.charts(data)} | {"kl.csv", "layers.csv", "throughput.csv"}
+    with (page.parent / "plots" / "kl.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert len(rows) == 64 and float(rows[-1]["share_of_documents"]) == 1.0
+    with (page.parent / "plots" / "throughput.csv").open() as stream:
+        assert [r["engine"] for r in csv.DictReader(stream)] == ["baseline", "candidate"] * 3
+
+
+def test_metrics_are_finite_and_absence_is_absence() -> None:
+    metrics = flat_metrics(example_report())
+    assert metrics["verdict.kl"] == 0.0185 and metrics["roofline.candidate_share"] == pytest.approx(17.9 / 38.7)
+    assert metrics["weights.bits_per_weight"] == 6.21 and "weights.size_mb" not in metrics
+    starved = flat_metrics(without_evidence())
+    assert all(math.isfinite(value) for value in starved.values()) and "kl.mean" not in starved
