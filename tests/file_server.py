@@ -89,9 +89,14 @@ def serve(site: Site) -> Generator[Site]:
 
 
 def hub_site(repo: str, commit: str, files: dict[str, bytes]) -> Site:
-    """A site with the two parts of the Hugging Face API that fetching a snapshot uses."""
+    """A site with the three parts of the Hugging Face API that fetching a snapshot uses."""
     info = {"id": repo, "modelId": repo, "sha": commit, "siblings": [{"rfilename": name} for name in files]}
     site = Site({f"/{repo}/resolve/{commit}/{name}": content for name, content in files.items()}, commit=commit)
     for path in (f"/api/models/{repo}", f"/api/models/{repo}/revision/{commit}", f"/api/models/{repo}/revision/main"):
         site.files[path] = json.dumps(info).encode()
+    tree = [
+        {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+        for name, content in files.items()
+    ]
+    site.files[f"/api/models/{repo}/tree/{commit}"] = json.dumps(tree).encode()
     return site

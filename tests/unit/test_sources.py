@@ -12,6 +12,7 @@ import sys
 import zipfile
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -367,27 +368,28 @@ def test_a_folder_cannot_be_pinned(tmp_path: Path) -> None:
 
 COMMIT = "c" * 40
 FETCH = """
-import sys
+import json, sys
 from pathlib import Path
 from pipeline.errors import SourceError
 from pipeline.fetch import _is_checkpoint_file
 from pipeline.sources import fetch_source
-try:
-    got = fetch_source(sys.argv[1], Path(sys.argv[2]), sha256=sys.argv[3] or None, keep=_is_checkpoint_file)
-    print(got.revision, got.sha256, got.licenses)
-except SourceError as error:
-    print("SourceError", error)
+for source, into, pin in json.loads(sys.argv[1]):
+    try:
+        got = fetch_source(source, Path(into), sha256=pin, keep=_is_checkpoint_file)
+        print(json.dumps([got.revision, got.sha256, *got.licenses]))
+    except SourceError as error:
+        print(json.dumps(str(error)))
 """
 
 
-def fetch_from_hub(url: str, source: str, into: Path, pin: str = "", **settings: str) -> str:
-    environment = {**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(into.parent / "hf"), "HF_HUB_OFFLINE": "0"}
+def fetch_from_hub(url: str, home: Path, *wanted: tuple[str, Path, str | None], **settings: str) -> list[Any]:
+    """What each fetch answered: [commit, sha256, license] or the words of the SourceError."""
+    environment = {**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
     environment |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", **settings}
-    done = subprocess.run(
-        [sys.executable, "-c", FETCH, source, str(into), pin], env=environment, capture_output=True, text=True
-    )
+    arguments = json.dumps([(source, str(into), pin) for source, into, pin in wanted])
+    done = subprocess.run([sys.executable, "-c", FETCH, arguments], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def test_a_repository_brings_what_a_checkpoint_needs_and_is_kept(tmp_path: Path) -> None:
@@ -400,28 +402,36 @@ def test_a_repository_brings_what_a_checkpoint_needs_and_is_kept(tmp_path: Path)
         "onnx/model.onnx": b"another format",
         "consolidated.safetensors": b"weights again",
     }
+    home = tmp_path / "hf"
     with serve(hub_site("org/tiny", COMMIT, files)) as hub:
-        said = fetch_from_hub(hub.url, "hf://org/tiny@main", tmp_path / "a")
-        one = fetch_from_hub(hub.url, "hf://org/tiny/onnx/model.onnx", tmp_path / "one")
-        wrong = fetch_from_hub(hub.url, "hf://org/tiny/config.json", tmp_path / "wrong", pin="0" * 64)
-        pinned = fetch_from_hub(hub.url, "hf://org/tiny", tmp_path / "pinned", pin="0" * 64)
-        missing = fetch_from_hub(hub.url, "hf://org/tiny/confg.json", tmp_path / "missing")
-        nobody = fetch_from_hub(hub.url, "hf://org/nobody", tmp_path / "nobody")
-    assert said.split() == [COMMIT, "None", "('apache-2.0',)"]
+        whole, one, wrong, pinned, missing, nobody = fetch_from_hub(
+            hub.url,
+            home,
+            ("hf://org/tiny@main", tmp_path / "a", None),
+            ("hf://org/tiny/onnx/model.onnx", tmp_path / "one", sha256(b"another format")),
+            ("hf://org/tiny/config.json", tmp_path / "x", "0" * 64),
+            ("hf://org/tiny", tmp_path / "x", "0" * 64),
+            ("hf://org/tiny/confg.json", tmp_path / "x", None),
+            ("hf://org/nobody", tmp_path / "x", None),
+        )
+    assert whole == [COMMIT, None, "apache-2.0"]
     assert set(files_below(tmp_path / "a")) == {"README.md", "config.json", "model.safetensors", "tokenizer.json"}
     assert not any("pytorch" in path or "consolidated" in path for _, path, _ in hub.requests)
-    assert one.split()[:2] == [COMMIT, sha256(b"another format")]
+    assert one == [COMMIT, sha256(b"another format")]
     assert sha256(b"{}") in wrong and "0" * 64 in wrong
     assert "no single sha256" in pinned
     assert "config.json" in missing
     assert "no repository org/nobody" in nobody
-    again = fetch_from_hub(hub.url, "hf://org/tiny@main", tmp_path / "b")  # the server is gone
-    assert again == said
+
+    again, unknown = fetch_from_hub(  # the server is gone now
+        hub.url, home, ("hf://org/tiny@main", tmp_path / "b", None), ("hf://org/other", tmp_path / "x", None)
+    )
+    assert again == whole
     assert files_below(tmp_path / "b") == files_below(tmp_path / "a")
-    unknown = fetch_from_hub(hub.url, "hf://org/other", tmp_path / "c")
-    assert "SourceError" in unknown and "network" in unknown
-    offline = fetch_from_hub(hub.url, "hf://org/other", tmp_path / "c", HF_HUB_OFFLINE="1")
-    assert "SourceError" in offline
+    assert "network" in unknown
+    offline = ("hf://org/other", tmp_path / "x", None)
+    assert "offline" in fetch_from_hub(hub.url, home, offline, HF_HUB_OFFLINE="1")[0]
+    assert not (tmp_path / "x").exists()
 
 
 # --- the stage
