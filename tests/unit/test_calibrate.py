@@ -1,0 +1,216 @@
+"""Calibration against what a plain forward pass shows, on the tiny llama."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from pipeline.artifact import Artifact
+from pipeline.errors import QuantizationError, SourceError
+from pipeline.graph import PortableGraph
+from pipeline.recipe import Calibrate, DataSource, ModelSource, Recipe
+from quantization.calibrate import calibrate
+from quantization.calibration import HEAD_FILE, ROWS_FILE, Calibration, layer_file, row_hash
+from tests.graphs import llama_graph
+
+ROWS, TOKENS = 8, 48
+Texts = Callable[[int, int], list[str]]
+
+
+def recipe(rows: int = ROWS, layers_per_pass: int = 64) -> Recipe:
+    return Recipe(
+        model=ModelSource(source="file:model"),
+        data=DataSource(source="file:data"),
+        calibrate=Calibrate(rows=rows, tokens=TOKENS, layers_per_pass=layers_per_pass),
+    )
+
+
+@pytest.fixture(scope="module")
+def graph(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Artifact[PortableGraph]:
+    return llama_graph(tiny_checkpoint, tmp_path_factory.mktemp("graph") / "graph")
+
+
+@pytest.fixture(scope="module")
+def calibration(
+    graph: Artifact[PortableGraph], tiny_texts: Texts, tmp_path_factory: pytest.TempPathFactory
+) -> Artifact[Calibration]:
+    return calibrate(recipe(), graph, tiny_texts(ROWS, 1), tmp_path_factory.mktemp("calibration") / "calibration")
+
+
+@pytest.fixture(scope="module")
+def model(tiny_checkpoint: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(tiny_checkpoint, attn_implementation="eager")
+
+
+@pytest.fixture(scope="module")
+def rows(tiny_checkpoint: Path, tiny_texts: Texts) -> list[list[int]]:
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(tiny_checkpoint)
+    return [tokenizer(text).input_ids[:TOKENS] for text in tiny_texts(ROWS, 1)]
+
+
+def test_keeps_which_rows_were_read_but_not_their_text(
+    calibration: Artifact[Calibration], graph: Artifact[PortableGraph], rows: list[list[int]]
+) -> None:
+    lines = [json.loads(line) for line in (calibration.folder / ROWS_FILE).read_text().splitlines()]
+    assert lines == [
+        {"row_hash": row_hash(row), "tokens": TOKENS, "holdout": number >= 6} for number, row in enumerate(rows)
+    ]
+    record = calibration.record
+    assert (record.rows, record.holdout_rows, record.tokens, record.layers) == (8, 2, 8 * TOKENS, 4)
+    assert calibration.parents == {"graph": graph.digest}
+    assert set(record.statistics) == {HEAD_FILE, *map(layer_file, range(4))}
+
+
+def test_every_group_and_cache_has_its_statistics(
+    calibration: Artifact[Calibration], graph: Artifact[PortableGraph]
+) -> None:
+    expected = {
+        f"{group.name}.{part}": shape
+        for group in graph.record.groups
+        for part, shape in {
+            "gram": (group.in_features, group.in_features),
+            "gram_holdout": (group.in_features, group.in_features),
+            "mean_abs": (group.in_features,),
+            "max_abs": (group.in_features,),
+        }.items()
+    } | {f"layers.{n}.{part}": (2, 32) for n in range(4) for part in ("k_absmax", "v_absmax", "k_pair_absmax")}
+    found = {
+        name: tensor.shape
+        for file in calibration.record.statistics
+        for name, tensor in load_file(calibration.folder / file).items()
+    }
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("group", "module", "file"),
+    [
+        ("layers.2.qkv", "model.layers.2.self_attn.k_proj", layer_file(2)),
+        ("layers.0.down", "model.layers.0.mlp.down_proj", layer_file(0)),
+        ("lm_head", "lm_head", HEAD_FILE),
+    ],
+)
+def test_inputs_match_a_plain_forward_pass(
+    calibration: Artifact[Calibration], model: Any, rows: list[list[int]], group: str, module: str, file: str
+) -> None:
+    inputs: list[torch.Tensor] = []
+    handle = model.get_submodule(module).register_forward_hook(lambda _, args, __: inputs.append(args[0][0].double()))
+    with torch.inference_mode():
+        for row in rows:
+            model(torch.tensor([row]))
+    handle.remove()
+    fit, holdout = torch.cat(inputs[:6]).numpy(), torch.cat(inputs[6:]).numpy()
+    found = load_file(calibration.folder / file)
+    np.testing.assert_allclose(found[f"{group}.gram"], fit.T @ fit / len(fit), rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(found[f"{group}.gram_holdout"], holdout.T @ holdout / len(holdout), rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(found[f"{group}.mean_abs"], abs(fit).mean(0), rtol=1e-4)
+    np.testing.assert_allclose(found[f"{group}.max_abs"], abs(fit).max(0), rtol=1e-4)
+
+
+def test_cache_ranges_match_the_models_own_cache(
+    calibration: Artifact[Calibration], model: Any, rows: list[list[int]]
+) -> None:
+    found = load_file(calibration.folder / layer_file(1))
+    keys, values = [], []
+    with torch.inference_mode():
+        for row in rows:
+            cache = model(torch.tensor([row]), use_cache=True).past_key_values.layers[1]
+            keys.append(cache.keys[0].numpy())
+            values.append(cache.values[0].numpy())
+    key, value = np.concatenate(keys, axis=1), np.concatenate(values, axis=1)  # [2, tokens, 32]
+    np.testing.assert_allclose(found["layers.1.k_absmax"], abs(key).max(1), rtol=1e-4)
+    np.testing.assert_allclose(found["layers.1.v_absmax"], abs(value).max(1), rtol=1e-4)
+    pair = np.hypot(key, np.roll(key, 16, axis=2)).max(1)
+    np.testing.assert_allclose(found["layers.1.k_pair_absmax"], pair, rtol=1e-4)
+
+
+def test_the_pair_norm_bounds_keys_at_positions_never_read(
+    calibration: Artifact[Calibration], model: Any, rows: list[list[int]]
+) -> None:
+    """Rotation moves length between two channels of a pair, never beyond its norm: here 200 positions further on."""
+    found = load_file(calibration.folder / layer_file(0))  # its keys depend on a token and its position alone
+    with torch.inference_mode():
+        for row in rows:
+            positions = torch.arange(200, 200 + len(row))[None]
+            key = model(torch.tensor([row]), position_ids=positions, use_cache=True).past_key_values.layers[0].keys[0]
+            assert (key.abs().amax(1).numpy() <= found["layers.0.k_pair_absmax"] * 1.0001).all()
+
+
+def test_several_passes_give_the_same_files(
+    calibration: Artifact[Calibration], graph: Artifact[PortableGraph], tiny_texts: Texts, tmp_path: Path
+) -> None:
+    again = calibrate(recipe(layers_per_pass=3), graph, tiny_texts(ROWS, 1), tmp_path / "calibration")
+    assert again.files == calibration.files
+    assert again.digest == calibration.digest
+
+
+def test_refuses_rows_that_are_too_few_too_short_or_repeated(
+    graph: Artifact[PortableGraph], tiny_texts: Texts, tmp_path: Path
+) -> None:
+    texts = tiny_texts(4, 1)
+    for wrong, message in [
+        (texts[:3], "3 rows"),
+        ([*texts[:3], "Yes."], "row 3 has"),
+        ([*texts[:3], texts[0]], "rows 0 and 3 hold the same"),
+    ]:
+        with pytest.raises(SourceError, match=message):
+            calibrate(recipe(rows=4), graph, wrong, tmp_path / "calibration")
+    assert not (tmp_path / "calibration").exists()
+
+
+def test_a_model_that_computes_nan_is_refused_by_layer(
+    model: Any, tiny_checkpoint: Path, tiny_texts: Texts, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    broken: Any = AutoModelForCausalLM.from_pretrained(tiny_checkpoint)
+    with torch.no_grad():
+        broken.model.layers[2].mlp.up_proj.weight[5, 7] = float("nan")
+    broken.save_pretrained(tmp_path / "broken")
+    AutoTokenizer.from_pretrained(tiny_checkpoint).save_pretrained(tmp_path / "broken")
+    graph = llama_graph(tmp_path / "broken", tmp_path / "graph")
+    with pytest.raises(QuantizationError, match=r"layers\.2\.down\.gram holds"):
+        calibrate(recipe(), graph, tiny_texts(ROWS, 1), tmp_path / "calibration")
+    assert not (tmp_path / "calibration").exists()
+
+
+@pytest.mark.parametrize("family", ["gemma2", "stablelm", "opt"])
+def test_other_families_go_through_the_same_hooks(family: str, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """Soft-capped scores, partly rotated heads, no rotary at all: keys and values are seen, outputs unchanged."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from quantization.attention_hook import kv_function
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    extra = {
+        "gemma2": {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128, "sliding_window": 4},
+        "stablelm": {"num_key_value_heads": 2, "intermediate_size": 128},
+        "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64, "pad_token_id": 1},
+    }[family]
+    config = AutoConfig.for_model(family, **sizes, **extra)
+    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    tokens = torch.randint(3, 100, (1, 12))
+    seen: list[int] = []
+
+    def look(layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append(layer)
+        return key, value
+
+    with torch.inference_mode():
+        expected = model(tokens, use_cache=False).logits
+        with kv_function(model, look):
+            actual = model(tokens, use_cache=False).logits
+    assert seen == [0, 1]
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
