@@ -12,11 +12,14 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pipeline.errors import ArtifactError, ExitCode, TapeoutError
+
+if TYPE_CHECKING:
+    from pipeline.promotion import Move
 
 INTERRUPTED = 130
 
@@ -124,6 +127,41 @@ def next_commands(code: ExitCode) -> list[str]:
     return tries
 
 
+@app.command(rich_help_panel="Judge and release")
+def promote(
+    version: Annotated[int | None, typer.Option(help="Version to promote; by default the challenger.")] = None,
+    expect_champion: Annotated[
+        str | None, typer.Option(help="Refuse unless this digest (or `none`) is the champion now.")
+    ] = None,
+    bundle: Annotated[Path | None, typer.Option(help="Where the bundle lies, if not where it was registered.")] = None,
+    params: Params = Path("params.yaml"),
+    as_json: Json = False,
+) -> None:
+    """Make a version champion: only with a PASS verdict about it, and only if the champion it was compared with stands.
+
+    The former champion becomes `rollback`.
+
+    Example: `tapeout promote`
+    """
+    from pipeline.promotion import promote as move
+    from pipeline.recipe import load_recipe
+
+    name = load_recipe(params).register_.model_name
+    _print_move(move(name, version=version, expect_champion=expect_champion, bundle=bundle), as_json)
+
+
+@app.command(rich_help_panel="Judge and release")
+def rollback(params: Params = Path("params.yaml"), as_json: Json = False) -> None:
+    """Make the former champion champion again. A second rollback undoes the first.
+
+    Example: `tapeout rollback`
+    """
+    from pipeline.promotion import rollback as move
+    from pipeline.recipe import load_recipe
+
+    _print_move(move(load_recipe(params).register_.model_name), as_json)
+
+
 @app.command(rich_help_panel="Explain")
 def report(artifacts: Artifacts = Path("artifacts")) -> None:
     """Print the path of the HTML report: one self-contained file.
@@ -220,6 +258,13 @@ def message(error: Exception) -> str:
         f"error: {type(error).__name__}: {error}\n  this is a fault in tapeout, not in what you asked for\n"
         "  remedy:   `tapeout --debug …` shows where; please report it"
     )
+
+
+def _print_move(move: Move, as_json: bool) -> None:
+    if as_json:
+        _print_json(asdict(move))
+    else:
+        print(move.message)
 
 
 def _dump(record: Any) -> dict[str, Any]:

@@ -17,10 +17,10 @@ from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from engines.fingerprint import cpu_features, current, require_match
 from pipeline.errors import TapeoutError
+from pipeline.tracking import public_uri, sqlite_path, tracking_uri
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe
@@ -99,7 +99,7 @@ def diagnose(recipe: Recipe | None, folder: Path) -> Diagnosis:
     build = tuple(package(name, pins) for name in BUILD_PACKAGES)
     tensorrt = tuple(optional_package(name) for name in TENSORRT_PACKAGES)
     sources = () if recipe is None else (recipe.model.source, recipe.data.source)
-    services = (*(source(name) for name in sources), registry(os.environ.get("MLFLOW_TRACKING_URI"), folder))
+    services = (*(source(name) for name in sources), registry(tracking_uri()))
     abilities = (
         _ability("run an ort-cpu engine", run),
         _ability("build an ort-cpu engine from the recipe", (*machine, *run, *build, *services)),
@@ -212,29 +212,25 @@ def operators() -> Finding:
     return Finding("onnxruntime kernels", Status.OK, ", ".join(ENGINE_OPERATORS))
 
 
-def registry(uri: str | None, folder: Path) -> Finding:
+def registry(uri: str) -> Finding:
     """The MLflow registry that ``register`` and ``promote`` will speak to."""
-    uri = uri or f"sqlite:///{folder.resolve() / 'mlflow.db'}"
-    parts = urlsplit(uri)
-    shown = uri.replace(f"{parts.username}:{parts.password}@", "") if parts.username else uri
-    if parts.scheme in ("http", "https"):
+    subject, shown = "MLflow registry", public_uri(uri)
+    database = sqlite_path(uri)
+    if database is not None:
+        if not os.access(database if database.exists() else database.absolute().parent, os.W_OK):
+            return Finding(subject, Status.MISSING, f"{shown} cannot be written", "fix the folder's permissions")
+        state = "exists" if database.exists() else "will be created by the register stage"
+        return Finding(subject, Status.OK, f"{shown} {state}")
+    if uri.startswith(("http://", "https://")):
         import requests
 
         try:
             requests.get(f"{uri.rstrip('/')}/health", timeout=PROBE_TIMEOUT_S).raise_for_status()
         except requests.RequestException as error:
-            remedy = "start it, correct MLFLOW_TRACKING_URI, or unset that to use a local SQLite file"
-            return Finding("MLflow registry", Status.MISSING, f"{shown}: {type(error).__name__}", remedy)
-        return Finding("MLflow registry", Status.OK, f"{shown} answers")
-    if parts.scheme == "sqlite":
-        place = Path(parts.path.removeprefix("/") or ":memory:")
-        if not os.access(place if place.exists() else place.parent, os.W_OK):
-            return Finding(
-                "MLflow registry", Status.MISSING, f"{shown} cannot be written", "fix the folder's permissions"
-            )
-        state = "exists" if place.exists() else "will be created by the register stage"
-        return Finding("MLflow registry", Status.OK, f"{shown} {state}")
-    return Finding("MLflow registry", Status.LIMITED, f"{shown}: not probed", "`tapeout promote` will say if it fails")
+            remedy = "start it, correct MLFLOW_TRACKING_URI, or unset that to use a local mlflow.db"
+            return Finding(subject, Status.MISSING, f"{shown}: {type(error).__name__}", remedy)
+        return Finding(subject, Status.OK, f"{shown} answers")
+    return Finding(subject, Status.LIMITED, f"{shown}: not probed", "`tapeout promote` will say if it fails")
 
 
 def source(text: str) -> Finding:

@@ -68,8 +68,9 @@ def explanation(found: Explanation) -> RenderableType:
         Text(f"digest {found.digest}", "dim"),
         _pairs({**single, "files": f"{len(found.files)}, {megabytes(found.size_bytes)}"}),
     ]
-    parts.extend(_rows(name, rows) for name, rows in tables.items())
-    parts.append(_rows("files", [{"name": name, "size": megabytes(size)} for name, size in found.files.items()]))
+    for name, rows in tables.items():
+        parts.extend(_rows(name, rows))
+    parts.extend(_rows("files", [{"name": name, "size": megabytes(size)} for name, size in found.files.items()]))
     tree = Tree(Text(f"made from{'' if found.parents else ' nothing else'}", "bold"))
     _grow(tree, found.parents)
     parts.append(tree)
@@ -96,16 +97,15 @@ def _pairs(values: Mapping[str, Any]) -> Table:
     return table
 
 
-def _rows(name: str, rows: Sequence[Mapping[str, Any]]) -> Table:
-    hidden = len(rows) - SHOWN_ROWS
-    caption = f"… and {hidden} more (--json shows all)" if hidden > 0 else None
-    table = Table(title=name, title_justify="left", title_style="bold", caption=caption, caption_justify="left")
+def _rows(name: str, rows: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
+    table = Table(title=name, title_justify="left", title_style="bold")
     columns = list(dict.fromkeys(key for row in rows for key in row))
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows[:SHOWN_ROWS]:
         table.add_row(*(escape(short(row.get(column, ""))) for column in columns))
-    return table
+    hidden = len(rows) - SHOWN_ROWS
+    return [table, Text(f"… and {hidden} more (--json shows all)", "dim")] if hidden > 0 else [table]
 
 
 def short(value: Any) -> str:

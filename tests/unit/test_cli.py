@@ -1,0 +1,324 @@
+"""The command line: exit codes, messages without tracebacks, and what each command prints."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from engines.bundle import EngineBundle, Fingerprint, IOContract
+from evals.verdict import Check, Outcome, Verdict
+from pipeline import cli
+from pipeline.artifact import Record, create, load
+from pipeline.cli import main
+from pipeline.doctor import Finding, Status, diagnose, processor
+from pipeline.errors import ExitCode
+from pipeline.explain import explain, fields
+from pipeline.recipe import Gate
+from tests.unit.test_generate import Scripted, characters
+
+COMMANDS = ["generate", "gate", "summary", "promote", "rollback", "report", "inspect", "doctor", "stage"]
+CODES = {Outcome.PASS: 0, Outcome.FAIL: 1, Outcome.INCONCLUSIVE: 3}
+
+
+class Source(Record):
+    noun: ClassVar[str] = "Source"
+    versions: dict[str, str]
+    rows: tuple[dict[str, int], ...]
+
+
+def write_source(folder: Path, text: str = "weights", parents: dict[str, str] | None = None) -> str:
+    with create(folder, Source) as draft:
+        (draft.folder / "data.bin").write_text(text)
+        record = Source(versions={"onnx": "1.23.2"}, rows=tuple({"layer": i} for i in range(40)))
+        draft.finish(record, parents=parents or {})
+    return load(folder, Source).digest
+
+
+def write_verdict(
+    artifacts: Path, outcome: Outcome, *, candidate: str = "c" * 64, evidence: dict[str, str] | None = None
+) -> None:
+    check = Check(
+        name="kl", title="KL [nats]", outcome=outcome, reason="as measured", direction="at_most", value=0.01, bound=0.03
+    )
+    verdict = Verdict(
+        outcome=outcome,
+        checks=(check,),
+        slices=(),
+        facts=(),
+        bounds=Gate(),
+        baseline="b" * 64,
+        candidate=candidate,
+        quantized="q" * 64,
+        champion=None,
+        champion_is_baseline=True,
+        target="ort-cpu",
+        executed_on="here",
+        evidence=evidence or {},
+    )
+    with create(artifacts / "verdict", Verdict) as draft:
+        draft.finish(verdict, parents={"candidate": candidate})
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+Output = pytest.CaptureFixture[str]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example(command: str, capsys: Output) -> None:
+    assert main([command, "--help"]) == 0
+    assert "Example" in capsys.readouterr().out
+
+
+def test_the_list_of_commands_is_complete(capsys: Output) -> None:
+    assert sorted(command.name or command.callback.__name__ for command in cli.app.registered_commands) == sorted(
+        COMMANDS
+    )  # type: ignore[union-attr]
+    assert main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert all(command in printed for command in COMMANDS)
+
+
+@pytest.mark.parametrize("outcome", list(Outcome))
+def test_gate_enforces_and_summary_only_reports(outcome: Outcome, here: Path, capsys: Output) -> None:
+    write_verdict(here / "artifacts", outcome)
+    assert main(["gate"]) == CODES[outcome]
+    printed = capsys.readouterr().out
+    assert outcome.value in printed and "KL [nats]" in printed and "≤ 0.03" in printed
+    assert main(["summary"]) == 0
+    printed = capsys.readouterr().out
+    assert outcome.value in printed and "report  none at" in printed
+    assert ("tapeout promote" in printed) == (outcome is Outcome.PASS)
+
+
+def test_gate_prints_json_for_scripts(here: Path, capsys: Output) -> None:
+    write_verdict(here / "artifacts", Outcome.FAIL)
+    assert main(["gate", "--json"]) == 1
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["outcome"], printed["exit_code"], printed["checks"][0]["name"]) == ("FAIL", 1, "kl")
+
+
+def test_no_verdict_is_broken_and_never_a_pass(here: Path, capsys: Output) -> None:
+    assert main(["gate"]) == ExitCode.BROKEN
+    captured = capsys.readouterr()
+    assert "no record.json in artifacts/verdict" in captured.err and "remedy" in captured.err
+    assert "Traceback" not in captured.err and not captured.out
+
+
+def test_a_verdict_about_another_engine_or_other_evidence_is_refused(here: Path, capsys: Output) -> None:
+    artifacts = here / "artifacts"
+    digest = write_source(artifacts / "candidate")
+    write_verdict(artifacts, Outcome.PASS, candidate=digest)
+    assert main(["gate"]) == 0
+    write_source(artifacts / "candidate", "rebuilt")
+    assert main(["gate"]) == ExitCode.BROKEN
+    assert "the verdict judged candidate" in capsys.readouterr().err
+    write_source(artifacts / "candidate")
+    write_source(artifacts / "shadow")  # a report that the verdict has not seen
+    assert main(["gate"]) == ExitCode.BROKEN
+    assert "dvc repro gate" in capsys.readouterr().err
+
+
+def test_an_edited_verdict_is_refused(here: Path, capsys: Output) -> None:
+    write_verdict(here / "artifacts", Outcome.FAIL)
+    record = here / "artifacts/verdict/record.json"
+    record.write_text(record.read_text().replace('"FAIL"', '"PASS"'))
+    assert main(["gate"]) == ExitCode.BROKEN
+    assert "was edited" in capsys.readouterr().err
+
+
+def test_report_prints_its_path(here: Path, capsys: Output) -> None:
+    assert main(["report"]) == ExitCode.BROKEN
+    page = here / "artifacts/report/report.html"
+    page.parent.mkdir(parents=True)
+    page.write_text("<html>")
+    capsys.readouterr()
+    assert main(["report"]) == 0
+    assert capsys.readouterr().out.strip() == str(page)
+
+
+def test_inspect_walks_to_every_ancestor(here: Path, capsys: Output) -> None:
+    first = write_source(here / "a/source")
+    second = write_source(here / "a/graph", "graph", {"source": first})
+    write_source(here / "a/quantized", "q", {"graph": second, "calibration": "f" * 64})
+    found = explain(Path("a/quantized"))
+    known = {parent.role: parent for parent in found.parents}
+    assert known["graph"].folder == Path("a/graph")
+    assert known["graph"].parents[0].folder == Path("a/source")
+    assert known["calibration"].folder is None
+    assert main(["inspect", "a/quantized"]) == 0
+    printed = capsys.readouterr().out
+    assert "onnx" in printed and "28 more" in printed and "graph: Source a/graph" in printed
+    assert "calibration: not beside this artifact" in printed
+    assert main(["inspect", "a/quantized/record.json", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["record"]["rows"]) == 40
+
+
+@pytest.mark.parametrize(
+    ("spoil", "problem"),
+    [
+        (lambda f: (f / "data.bin").write_text("WEIGHTS"), "data.bin changed"),
+        (lambda f: (f / "data.bin").unlink(), "data.bin is missing"),
+        (
+            lambda f: (f / "record.json").write_text((f / "record.json").read_text().replace("1.23.2", "9")),
+            "was edited",
+        ),
+    ],
+)
+def test_inspect_finds_what_changed(spoil: Callable[[Path], Any], problem: str, here: Path, capsys: Output) -> None:
+    write_source(here / "x")
+    spoil(here / "x")
+    assert main(["inspect", "x"]) == ExitCode.BROKEN
+    assert problem in capsys.readouterr().out
+
+
+def test_inspect_of_the_parent_folder_names_what_is_in_it(here: Path, capsys: Output) -> None:
+    write_source(here / "a/source")
+    assert main(["inspect", "a"]) == ExitCode.BROKEN
+    assert "one of those in it: source" in capsys.readouterr().err
+
+
+def test_fields_of_nested_records() -> None:
+    single, tables = fields({"io": {"slots": 2, "layers": [{"heads": 3}], "kv": {"a": 1}}, "empty": [], "none": None})
+    assert single == {"io.slots": 2, "empty": [], "none": None}
+    assert tables == {"io.layers": [{"heads": 3}], "io.kv": [{"name": "a", "value": 1}]}
+
+
+@pytest.fixture
+def prompts(here: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """artifacts/candidate: a bundle whose files are real and whose engine says a fixed text; the prompts it was fed."""
+    with create(here / "artifacts/candidate", EngineBundle) as draft:
+        characters().save(str(draft.folder / "tokenizer.json"))
+        (draft.folder / "chat_template.jinja").write_text(
+            "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}|{% endfor %}"
+        )
+        (draft.folder / "tokenizer_config.json").write_text("{}")
+        record = EngineBundle(
+            target="ort-cpu",
+            precision="float32",
+            model_name="tiny",
+            io=IOContract(inputs=(), kv_dtype="float32", kv_layers=(), max_tokens=64, slots=4, vocab_size=256),
+            fingerprint=Fingerprint(machine="none", features=(), libraries={}),
+            census={"MatMul": 3},
+            passes=(),
+            weight_bytes=1,
+            plan={},
+            stop_tokens=(characters().encode("#").ids[0],),
+            options={},
+        )
+        draft.finish(record, parents={})
+    seen: list[str] = []
+
+    class Recorded(Scripted):
+        def prefill(self, slot: int, tokens: Sequence[int], **rest: Any) -> Any:
+            seen.append(characters().decode(list(tokens)))
+            return super().prefill(slot, tokens, **rest)
+
+    def opened(folder: Path, *, slots: int) -> Recorded:
+        return Recorded("héllo# never seen")
+
+    monkeypatch.setattr("pipeline.commands.generate.load", opened)
+    return seen
+
+
+def test_generate_streams_the_answer_and_nothing_else(prompts: list[str], capsys: Output) -> None:
+    assert main(["generate", "hi", "--max-new-tokens", "20", "--system", "be kind"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "héllo\n"
+    assert "7 new (stop)" in captured.err
+    assert prompts == ["s:be kind|u:hi|"]
+
+
+def test_generate_raw_and_stop_strings(prompts: list[str], capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("from a file"))
+    assert main(["generate", "-", "--raw", "--stop", "lo", "--max-new-tokens", "20"]) == 0
+    assert capsys.readouterr().out == "hél\n"
+    assert prompts == ["from a file"]
+
+
+@pytest.mark.usefixtures("prompts")
+def test_generate_mistakes_are_messages(capsys: Output) -> None:
+    assert main(["generate", "x" * 80]) == ExitCode.BROKEN
+    assert main(["generate", "hi", "--temperature", "-1"]) == ExitCode.BROKEN
+    assert main(["generate", "hi", "--bundle", "nowhere"]) == ExitCode.BROKEN
+    assert main(["generate"]) == ExitCode.BROKEN
+    captured = capsys.readouterr()
+    assert captured.err.count("remedy") >= 2 and "Traceback" not in captured.err
+
+
+@pytest.mark.usefixtures("prompts")
+def test_interrupting_says_so_and_exits_130(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pipeline.commands.generate.load", interrupted)
+    assert main(["generate", "hi", "--max-new-tokens", "3"]) == 130
+    captured = capsys.readouterr()
+    assert "interrupted" in captured.err and "Traceback" not in captured.err
+
+
+@pytest.mark.usefixtures("prompts")
+def test_a_fault_of_ours_is_broken_and_debug_shows_where(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("boom")
+
+    monkeypatch.setattr("pipeline.commands.generate.load", faulty)
+    words = ["generate", "hi", "--max-new-tokens", "3"]
+    assert main(words) == ExitCode.BROKEN
+    err = capsys.readouterr().err
+    assert "ZeroDivisionError: boom" in err and "Traceback" not in err
+    assert main(["--debug", *words]) == ExitCode.BROKEN
+    assert re.search(r"Traceback.*in faulty", capsys.readouterr().err, re.DOTALL)
+
+
+def test_a_wrong_recipe_is_one_message(here: Path, capsys: Output) -> None:
+    (here / "params.yaml").write_text("model: {source: 'file:x'}\ndata: {source: 'file:x'}\nquantise: {}\n")
+    assert main(["doctor"]) == ExitCode.BROKEN
+    assert "did you mean 'quantize'" in capsys.readouterr().err
+
+
+def test_doctor_finds_a_missing_source(here: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    (here / "model").mkdir()
+    recipe = here / "params.yaml"
+    recipe.write_text(f"model: {{source: 'file:{here}/model'}}\ndata: {{source: 'file:{here}/absent'}}\n")
+    assert main(["doctor"]) == ExitCode.BROKEN
+    assert "no: source" in capsys.readouterr().out
+    (here / "absent").mkdir()
+    code = main(["doctor", "--json"])
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["healthy"] == (code == 0)
+    assert {finding["status"] for finding in printed["services"]} == {"ok"}
+
+
+def test_doctor_names_instruction_sets_and_their_absence() -> None:
+    fast = processor("CPU", ("avx2", "avx512_vnni"))
+    assert fast.status is Status.OK and "AVX-512 VNNI" in fast.found
+    assert processor("CPU", ("avx2",)).status is Status.LIMITED
+
+
+def test_doctor_tells_an_untested_version_and_an_absent_package() -> None:
+    from pipeline.doctor import package, pinned
+
+    assert package("pydantic", pinned()).status is Status.OK
+    assert package("pydantic", {"pydantic": "1.0"}).status is Status.LIMITED
+    assert package("no-such-package-here", {}).status is Status.MISSING
+
+
+@pytest.mark.usefixtures("prompts")
+def test_doctor_says_whether_a_bundle_runs_here(here: Path) -> None:
+    from pipeline.doctor import bundle as examine
+
+    found: Finding = examine(here / "artifacts/candidate")
+    assert found.status is Status.LIMITED and "other hardware" in found.found
+    assert diagnose(None, here).abilities[-1] == examine(here / "artifacts/candidate")
