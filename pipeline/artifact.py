@@ -123,10 +123,10 @@ class Draft(Generic[R]):
 def create(folder: Path, noun: type[R]) -> Generator[Draft[R]]:
     """Write an artifact as a whole. On any error or interrupt the place it would take is left as it was."""
     partial = folder.with_name(f".{folder.name}.partial")
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
     try:
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
         draft = Draft(partial, noun)
         yield draft
         if draft.payload is None:

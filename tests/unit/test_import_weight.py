@@ -1,0 +1,47 @@
+"""What starts quickly and serves without torch stays so: heavy libraries import late."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HEAVY = {"torch", "transformers", "tensorrt", "mlflow", "datasets", "lm_eval", "scipy", "matplotlib", "pandas", "dvc"}
+BACKENDS = {"onnxruntime", "onnx"}
+RUNTIME = sorted(f"runtime.{path.stem}" for path in (ROOT / "runtime").glob("*.py") if path.stem != "__init__")
+
+
+def heavy_imports(statement: str, forbidden: set[str]) -> set[str]:
+    """Which of the ``forbidden`` top-level modules a fresh interpreter holds after running ``statement``."""
+    program = f"{statement}\nimport sys\nprint('\\n'.join(sorted({{name.partition('.')[0] for name in sys.modules}})))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(done.stdout.split()) & forbidden
+
+
+def test_this_test_notices_a_heavy_import() -> None:
+    assert heavy_imports("import torch", HEAVY) >= {"torch"}
+    assert heavy_imports("import onnxruntime.capi", BACKENDS) == {"onnxruntime"}
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["engines", "engines.load", "engines.bundle", "engines.protocol", "pipeline", "pipeline.cli", "pipeline.artifact",
+     "pipeline.recipe", "pipeline.graph", "evals.reports", "evals.verdict", "quantization", *RUNTIME],
+)  # fmt: skip
+def test_imports_no_heavy_library(module: str) -> None:
+    assert heavy_imports(f"import {module}", HEAVY | BACKENDS) == set()
+
+
+def test_help_and_the_gate_need_no_heavy_library(tmp_path: Path) -> None:
+    call = f"from pipeline.cli import main; import os; os.chdir({str(tmp_path)!r}); import contextlib, io\n"
+    for words in (["--help"], ["gate"], ["inspect", "x"], ["report"]):
+        quiet = "with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):"
+        assert heavy_imports(f"{call}{quiet} main({words!r})", HEAVY | BACKENDS) == set(), words
+
+
+def test_opening_an_engine_and_generating_needs_no_torch() -> None:
+    statement = "import pipeline.commands.generate, engines.targets.ort_cpu"
+    assert heavy_imports(statement, HEAVY) == set()

@@ -1,0 +1,64 @@
+"""The five packages are this checkout's, though distributions with all of their names exist on the package index."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ["pipeline", "quantization", "engines", "evals", "runtime"]
+TOP_LEVEL = [
+    *PACKAGES, "tests", "docs", "benchmarks", "pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "dvc.yaml",
+    "params.yaml", "Makefile", "requirements.lock", ".ci", ".github",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_packages_resolve_to_this_checkout(name: str) -> None:
+    package = importlib.import_module(name)
+    assert package.__file__ is not None
+    assert Path(package.__file__).resolve() == (ROOT / name / "__init__.py").resolve()
+    assert package.__doc__
+
+
+def test_the_packages_are_those_of_the_project_file() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["tool"]["setuptools"]["packages"]["find"]["include"] == [f"{name}*" for name in PACKAGES]
+    assert project["tool"]["importlinter"]["root_packages"] == PACKAGES
+    assert project["tool"]["pyright"]["include"] == PACKAGES
+
+
+@pytest.mark.parametrize("name", TOP_LEVEL)
+def test_the_top_level_is_complete(name: str) -> None:
+    assert (ROOT / name).exists()
+
+
+def test_every_folder_of_code_is_a_package() -> None:
+    """A folder without ``__init__.py`` would silently be left out of the installed project."""
+    folders = {path.parent for name in PACKAGES for path in (ROOT / name).rglob("*.py")}
+    assert not [str(folder.relative_to(ROOT)) for folder in folders if not (folder / "__init__.py").is_file()]
+
+
+def test_the_lock_holds_exactly_the_versions_the_project_names() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    pins = [*project["dependencies"], *extras["pipeline"], *extras["dev"]]
+    named = {pin.partition("==")[0].split("[")[0]: pin.partition("==")[2] for pin in pins}
+    lines = [line for line in (ROOT / "requirements.lock").read_text().splitlines() if not line.startswith("#")]
+    locked = {name: version for name, _, version in (line.partition("==") for line in lines)}
+    assert all(locked.values()), "every line is an exact pin"
+    assert {name: locked.get(name) for name in named} == named
+
+
+def test_ci_runs_what_developers_run() -> None:
+    script = ROOT / ".ci/run"
+    assert "make test" in script.read_text()
+    planned = subprocess.run(
+        ["make", "--dry-run", "--always-make", "test"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for tool in ("ruff format --check", "ruff check", "pyright", "lint-imports", "pytest"):
+        assert tool in planned.stdout
