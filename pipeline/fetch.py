@@ -57,7 +57,7 @@ def fetch(recipe: Recipe, folder: Path) -> Artifact[Source]:
     """
     needed = [recipe.calibrate.dataset, *recipe.evaluate.tasks, *recipe.shadow.datasets]
     folders = {*FOLDERS.values(), *map(folder_of, needed)}
-    with explained_os_errors(), create(folder, Source) as draft:
+    with explained_os_errors(folder), create(folder, Source) as draft:
         model = fetch_source(
             recipe.model.source, draft.folder / "model", sha256=recipe.model.sha256, keep=_is_checkpoint_file
         )

@@ -31,7 +31,7 @@ from typing import IO
 from urllib.parse import unquote, urlsplit
 
 from pipeline.artifact import sha256_file
-from pipeline.cache import cached, entry_folder
+from pipeline.cache import cache_folder, cached, entry_folder
 from pipeline.download import download_snapshot, download_url, download_wheel, progress_bar, redact
 from pipeline.errors import SourceError
 
@@ -149,7 +149,7 @@ def fetch_source(source: str, into: Path, *, sha256: str | None = None, keep: Ke
     if into.exists():
         raise SourceError(f"{into} exists", expected="a new folder", remedy="remove it, or choose another")
     incoming = into.with_name(f".{into.name}.incoming")
-    with explained_os_errors(), ExitStack() as stack:
+    with explained_os_errors(into), ExitStack() as stack:
         stack.callback(shutil.rmtree, incoming, ignore_errors=True)
         match parsed:
             case HubSource():
@@ -323,19 +323,27 @@ def _refuse_pin(source: str, sha256: str | None, hint: str) -> None:
 
 
 @contextmanager
-def explained_os_errors() -> Generator[None]:
+def explained_os_errors(into: Path) -> Generator[None]:
     """Turn what the operating system refuses, above all a full disk, into a :class:`SourceError`."""
     try:
         yield
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise SourceError(
+                f"a disk is full: {_room(into)}; {_room(cache_folder())}",
+                expected="room for the download in the cache and for a copy of it in the artifact",
+                remedy="free disk space, or point TAPEOUT_CACHE at another disk; then run again",
+            ) from error
         where = f" {error.filename}" if error.filename else ""
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise SourceError(
             f"cannot read or write{where}: {error.strerror or error}",
-            remedy="free disk space, or point TAPEOUT_CACHE at another disk; then run again"
-            if full
-            else "check the permissions of that path, then run again",
+            remedy="check that path and its permissions, then run again",
         ) from error
+
+
+def _room(folder: Path) -> str:
+    existing = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+    return f"{shutil.disk_usage(existing).free / 1e6:.0f} MB free at {folder}"
 
 
 def _parse_hub(source: str) -> HubSource:
