@@ -305,10 +305,19 @@ def bind_weights(model: ir.Model, weights: Path, aliases: dict[str, str]) -> Non
         (header_bytes,) = struct.unpack("<Q", stream.read(8))
         header = json.loads(stream.read(header_bytes))
     start = 8 + header_bytes
-    for name, value in model.graph.initializers.items():
+    graph = model.graph
+    for name, value in list(graph.initializers.items()):
         if value.const_value is not None:
             continue  # a buffer that is not in the checkpoint, such as rotary frequencies: kept inline
         stored = aliases.get(name, name)
+        if stored != name:
+            del graph.initializers[name]
+            known = graph.initializers.get(stored)
+            if known is not None:
+                ir.convenience.replace_all_uses_with(value, known)
+                continue
+            value.name = stored
+            graph.initializers[stored] = value
         if stored not in header:
             raise ExportError(
                 f"parameter {name} is not in {weights.name}", expected="every parameter in the checkpoint"
@@ -320,7 +329,7 @@ def bind_weights(model: ir.Model, weights: Path, aliases: dict[str, str]) -> Non
             end - begin,
             ir.DataType.FLOAT,
             shape=ir.Shape(header[stored]["shape"]),
-            name=name,
+            name=stored,
             base_dir=weights.parent,
         )
 
@@ -362,7 +371,7 @@ def export(
         aliases = tied_parameters(model)
         bind_weights(graph_model, draft.folder / WEIGHTS_FILE, aliases)
         for node in graph_model.graph:
-            node.metadata_props.clear()  # the exporter's stack traces: two thirds of the file, and paths of this machine
+            node.metadata_props.clear()  # the exporter's stack traces, with paths of this machine
         ir.save(graph_model, draft.folder / MODEL_FILE)
         progress("comparing with transformers")
         error = compare(model, draft.folder / MODEL_FILE, seed=seed)

@@ -93,7 +93,7 @@ def find_rotary(model: ir.Model) -> Literal["half", "interleaved", "none"]:
 def find_groups(model: ir.Model, aliases: dict[str, str]) -> tuple[LinearGroup, ...]:
     """All linears of the model in groups (see :class:`LinearGroup`), in graph order.
 
-    ``aliases`` maps a tied parameter to the name it is stored under; members carry stored names.
+    ``aliases`` maps tied parameters to the name both are stored under, which is the one the graph carries.
     """
     graph = model.graph
     linears = find_linears(graph)
@@ -122,12 +122,12 @@ def find_groups(model: ir.Model, aliases: dict[str, str]) -> tuple[LinearGroup, 
     return tuple(
         LinearGroup(
             name=name,
-            members=tuple(aliases.get(linear.name, linear.name) for linear in members),
+            members=tuple(linear.name for linear in members),
             biases=tuple(linear.bias.name if linear.bias is not None else None for linear in members),
             in_features=members[0].shape[1],
             out_features=tuple(linear.shape[0] for linear in members),
             # a tied head's columns are the embedding's too, so no scale may be folded into them
-            scale_sink=None if any(m.name in aliases for m in members) else _scale_sink(members, by_output),
+            scale_sink=None if any(m.name in aliases.values() for m in members) else _scale_sink(members, by_output),
         )
         for name, members in gathered.items()
     )

@@ -1,0 +1,58 @@
+"""EngineBundle: everything needed to run a model on one target, and what it was made of and for."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pipeline.artifact import Frozen, Record
+
+
+class PassReport(Frozen):
+    """What one graph pass did: how often its pattern matched, and why it declined where it could have."""
+
+    name: str
+    matched: int
+    declined: tuple[str, ...]
+    nodes_before: int
+    nodes_after: int
+
+
+class KVLayer(Frozen):
+    heads: int
+    head_size: int
+
+
+class IOContract(Frozen):
+    """What a runner must bind. KV buffers are ``[slots, heads, max_tokens, head_size]`` of ``kv_dtype``, in place."""
+
+    inputs: tuple[str, ...]
+    kv_dtype: str
+    kv_layers: tuple[KVLayer, ...]
+    max_tokens: int
+    slots: int
+    vocab_size: int
+
+
+class Fingerprint(Frozen):
+    """The hardware and libraries a bundle was built for, and was judged on."""
+
+    machine: str
+    features: tuple[str, ...]  # instruction sets that select kernels
+    libraries: dict[str, str]
+
+
+class EngineBundle(Record):
+    noun: ClassVar[str] = "EngineBundle"
+    remedy: ClassVar[str] = "run `dvc repro build`"
+
+    target: str
+    precision: str  # "float32", or a summary of the plan such as "w8:151 w4:60 kv-int8"
+    model_name: str
+    io: IOContract
+    fingerprint: Fingerprint
+    census: dict[str, int]  # operator -> nodes
+    passes: tuple[PassReport, ...]
+    weight_bytes: int
+    plan: dict[str, str]  # linear group -> kernel
+    stop_tokens: tuple[int, ...]
+    options: dict[str, Any]

@@ -1,0 +1,147 @@
+"""Compile: a portable graph and a checkpoint's tensors to an engine bundle, by the target's list of named passes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from engines import fingerprint
+from engines.bundle import EngineBundle, IOContract, KVLayer, PassReport
+from engines.load import target_module
+from engines.passes.base import Lowering, Outcome, Weights
+from pipeline import artifact
+from pipeline.artifact import Artifact
+from pipeline.graph import PortableGraph
+
+MODEL_FILE = "model.onnx"
+WEIGHTS_FILE = "weights.bin"
+ALIGNMENT_BYTES = 4096  # so that the runtime can map each tensor where it lies
+INLINE_BYTES = 1024
+# What text in and text out needs beside the engine, copied from the portable graph.
+TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json")
+
+
+class Pass(Protocol):
+    __name__: str
+
+    def run(self, lowering: Lowering) -> Outcome: ...
+
+
+def lower(lowering: Lowering, passes: Sequence[Any], progress: Callable[[str], None]) -> tuple[PassReport, ...]:
+    """Run the passes in order; the graph is sorted and checked after each, so that a fault names its pass."""
+    reports: list[PassReport] = []
+    for step in passes:
+        name = step.__name__.rpartition(".")[2]
+        progress(name)
+        before = len(lowering.model.graph)
+        outcome: Outcome = step.run(lowering)
+        lowering.model.graph.sort()
+        reports.append(
+            PassReport(
+                name=name,
+                matched=outcome.matched,
+                declined=outcome.declined,
+                nodes_before=before,
+                nodes_after=len(lowering.model.graph),
+            )
+        )
+    return tuple(reports)
+
+
+def build(
+    graph: Artifact[PortableGraph],
+    weights: Weights,
+    folder: Path,
+    *,
+    target: str,
+    precision: str,
+    model_name: str,
+    slots: int,
+    kv_scales: Mapping[str, NDArray[np.float32]],
+    parents: dict[str, str],
+    progress: Callable[[str], None] = lambda _: None,
+) -> Artifact[EngineBundle]:
+    """Write the bundle. ``kv_scales``: ``layers.N.k_scale|v_scale`` ``[kv_heads, head_size]``; empty: float cache."""
+    module = target_module(target)
+    model = ir.load(graph.folder / "model.onnx")
+    lowering = Lowering(model, graph.record, weights, graph.record.max_positions, dict(kv_scales))
+    reports = lower(lowering, module.PASSES, progress)
+    bind_parameters(lowering)
+    with artifact.create(folder, EngineBundle) as draft:
+        progress("writing the weights")
+        weight_bytes = write_weights(model, draft.folder / WEIGHTS_FILE)
+        ir.save(model, draft.folder / MODEL_FILE)
+        for name in TEXT_FILES:
+            if (graph.folder / name).is_file():
+                (draft.folder / name).write_bytes((graph.folder / name).read_bytes())
+        record = EngineBundle(
+            target=target,
+            precision=precision,
+            model_name=model_name,
+            io=IOContract(
+                inputs=tuple(i.name or "" for i in model.graph.inputs if not (i.name or "").startswith("past_")),
+                kv_dtype="int8" if kv_scales else "float32",
+                kv_layers=_kv_layers(model),
+                max_tokens=graph.record.max_positions,
+                slots=slots,
+                vocab_size=graph.record.vocab_size,
+            ),
+            fingerprint=fingerprint.current(module.LIBRARIES),
+            census=dict(sorted(Counter(n.op_type for n in model.graph).items())),
+            passes=reports,
+            weight_bytes=weight_bytes,
+            plan=dict(sorted(lowering.plan.items())),
+            stop_tokens=graph.record.stop_tokens,
+            options={},
+        )
+        draft.finish(record, parents=parents)
+    return artifact.load(folder, EngineBundle)
+
+
+def bind_parameters(lowering: Lowering) -> None:
+    """Give every parameter the graph still names its value from the checkpoint: norms, biases, position tables."""
+    graph = lowering.model.graph
+    for name, value in list(graph.initializers.items()):
+        if not value.uses():
+            del graph.initializers[name]
+        elif isinstance(value.const_value, ir.ExternalTensor):
+            value.const_value = ir.tensor(lowering.weights.weight(name), name=name)
+
+
+def write_weights(model: ir.Model, path: Path) -> int:
+    """Move every large initializer to one file, equal bytes once; returns the file's size in bytes."""
+    placed: dict[str, int] = {}
+    with path.open("wb") as stream:
+        for name, value in model.graph.initializers.items():
+            tensor = value.const_value
+            assert tensor is not None
+            if tensor.nbytes < INLINE_BYTES:
+                continue
+            data = tensor.tobytes()
+            key = hashlib.sha256(data).hexdigest()
+            if key not in placed:
+                stream.write(b"\0" * (-stream.tell() % ALIGNMENT_BYTES))
+                placed[key] = stream.tell()
+                stream.write(data)
+            value.const_value = ir.ExternalTensor(
+                path.name,
+                placed[key],
+                len(data),
+                tensor.dtype,
+                shape=ir.Shape(tensor.shape),
+                name=name,
+                base_dir=path.parent,
+            )
+        return stream.tell()
+
+
+def _kv_layers(model: ir.Model) -> tuple[KVLayer, ...]:
+    keys = [i for i in model.graph.inputs if (i.name or "").endswith(".key")]
+    return tuple(KVLayer(heads=int(k.shape[1]), head_size=int(k.shape[3])) for k in keys if k.shape is not None)  # type: ignore[arg-type]

@@ -1,0 +1,47 @@
+"""The one way to open a bundle: evaluation, shadow replay and serving all come through here."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from engines import fingerprint
+from engines.bundle import EngineBundle
+from engines.protocol import Engine
+from pipeline import artifact
+from pipeline.artifact import Artifact
+from pipeline.errors import BuildError
+
+
+class Target(Protocol):
+    """What a folder under ``engines/targets`` offers (see docs/targets.md)."""
+
+    LIBRARIES: tuple[str, ...]
+    PASSES: tuple[Any, ...]
+
+    def open_engine(self, bundle: Artifact[EngineBundle], *, threads: int, slots: int | None) -> Engine: ...
+
+
+def target_module(name: str) -> Target:
+    """The target's package, imported only when it is asked for."""
+    try:
+        return cast(Target, importlib.import_module(f"engines.targets.{name.replace('-', '_')}"))
+    except ModuleNotFoundError as error:
+        known = sorted(
+            p.name.replace("_", "-")
+            for p in (Path(__file__).parent / "targets").iterdir()
+            if (p / "__init__.py").exists()
+        )
+        raise BuildError(f"no target {name!r}", expected=f"one of {', '.join(known)}") from error
+
+
+def load(folder: Path, *, threads: int = 0, slots: int | None = None) -> Engine:
+    """Open a bundle for running. Refused on hardware or libraries other than those it was built and judged on.
+
+    ``threads``: 0 means every physical core. ``slots``: sequences held at once; default as built.
+    """
+    bundle = artifact.load(folder, EngineBundle)
+    target = target_module(bundle.record.target)
+    fingerprint.require_match(bundle.record.fingerprint, fingerprint.current(target.LIBRARIES), str(folder))
+    return target.open_engine(bundle, threads=threads, slots=slots)

@@ -1,0 +1,118 @@
+"""What every pass shares: its signature, its report, and small graph surgery.
+
+A pass is a function ``(Lowering) -> Outcome``. It changes ``lowering.model`` in place. ``Outcome.matched`` counts its
+rewrites, ``Outcome.declined`` says why it left something that looked like its pattern.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from pipeline.graph import LinearGroup, PortableGraph
+
+INTERNAL = "tapeout"  # domain of nodes that exist only between passes
+CONTRIB = "com.microsoft"
+
+
+class Weights(Protocol):
+    """Where a build takes parameters from: a float or a quantized checkpoint (quantization.compressed_tensors)."""
+
+    def linear(self, name: str) -> Any: ...
+    def weight(self, name: str) -> NDArray[np.float32]: ...
+    def tensor(self, name: str) -> NDArray[np.float32]: ...
+
+
+@dataclass
+class Lowering:
+    """The graph on its way to a target, and what passes may read about it."""
+
+    model: ir.Model
+    graph: PortableGraph
+    weights: Weights
+    max_tokens: int
+    kv_scales: dict[str, NDArray[np.float32]] = field(default_factory=dict)  # empty: float cache
+    plan: dict[str, str] = field(default_factory=dict)  # filled by the kernel pass: group -> kernel
+
+    def group_of(self, parameter: str) -> LinearGroup | None:
+        return next((g for g in self.graph.groups if parameter in g.members), None)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    matched: int
+    declined: tuple[str, ...] = ()
+
+
+def new_value(name: str, like: ir.Value | None = None) -> ir.Value:
+    value = ir.Value(name=name)
+    if like is not None:
+        value.shape, value.type = like.shape, like.type
+    return value
+
+
+def constant(model: ir.Model, name: str, array: NDArray[Any]) -> ir.Value:
+    """An initializer of this name, shared by all who ask for it."""
+    known = model.graph.initializers.get(name)
+    if known is not None:
+        return known
+    value = ir.Value(
+        name=name,
+        shape=ir.Shape(array.shape),
+        type=ir.TensorType(ir.DataType.from_numpy(array.dtype)),
+        const_value=ir.tensor(array, name=name),
+    )
+    model.graph.register_initializer(value)
+    return value
+
+
+def replace(model: ir.Model, old: Sequence[ir.Node], new: Sequence[ir.Node], outputs: dict[ir.Value, ir.Value]) -> None:
+    """Put ``new`` before the first of ``old``'s last consumers, move uses of ``outputs``' keys, drop dead nodes.
+
+    Nodes of ``old`` that still have users stay. Names of graph outputs are kept.
+    """
+    graph = model.graph
+    graph.insert_before(old[-1], list(new))
+    for before, after in outputs.items():
+        if before in graph.outputs:
+            after.name, before.name = before.name, f"{before.name}.replaced"
+            after.shape, after.type = before.shape, before.type
+            graph.outputs[graph.outputs.index(before)] = after
+        ir.convenience.replace_all_uses_with(before, after)
+    remove_dead(model, old)
+
+
+def remove_dead(model: ir.Model, candidates: Sequence[ir.Node]) -> None:
+    """Remove candidates without users, then their producers that lost their last user."""
+    stack = list(candidates)
+    while stack:
+        node = stack.pop()
+        if node.graph is None or any(o.uses() or o in model.graph.outputs for o in node.outputs):
+            continue
+        inputs = [i for i in node.inputs if i is not None]
+        model.graph.remove(node, safe=True)
+
+        for value in inputs:
+            producer = value.producer()
+            if producer is not None:
+                stack.append(producer)
+
+
+def only_use(value: ir.Value) -> ir.Node | None:
+    uses = list(value.uses())
+    return uses[0].node if len(uses) == 1 and not value.is_graph_output() else None
+
+
+def attribute(node: ir.Node, name: str, default: Any) -> Any:
+    found = node.attributes.get(name)
+    return default if found is None else found.value
+
+
+def producer_of(value: ir.Value | None, op_type: str) -> ir.Node | None:
+    node = value.producer() if value is not None else None
+    return node if node is not None and node.op_type == op_type else None

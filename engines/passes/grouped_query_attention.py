@@ -1,0 +1,183 @@
+"""Attention becomes ONNX Runtime's GroupQueryAttention over in-place KV buffers, with rotary inside where possible.
+
+    Attention(Rotary(Transpose(Reshape(q))), Rotary(…k), Transpose(Reshape(v)), mask, past…)
+        ->  GroupQueryAttention(q, k, v, past…, seqlens_k, total_sequence_length, cos, sin[, scales])
+
+Where q, k and v are the parts of one merged product, the product is handed over packed and the Split is gone. The
+graph inputs change: the padding mask gives way to ``seqlens_k [B]`` (valid positions - 1, int32) and
+``total_sequence_length`` (int32 scalar), and caches become fixed buffers. Rows of a batch are therefore right
+padded, each with its own length.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from engines.passes.base import (
+    CONTRIB,
+    Lowering,
+    Outcome,
+    attribute,
+    constant,
+    new_value,
+    only_use,
+    producer_of,
+    remove_dead,
+)
+from engines.passes.linears import is_linear
+from pipeline.graph_analysis import is_attention
+
+
+def run(lowering: Lowering) -> Outcome:
+    model = lowering.model
+    seqlens = _input(model, "seqlens_k", ir.DataType.INT32, ["batch"])
+    total = _input(model, "total_sequence_length", ir.DataType.INT32, [])
+    nodes = [n for n in model.graph if is_attention(n)]
+    declined: list[str] = []
+    for layer, node in enumerate(nodes):
+        reason = _lower(lowering, layer, node, seqlens, total)
+        if reason:
+            declined.append(f"layer {layer}: {reason}")
+    mask = next(i for i in model.graph.inputs if i.name == "attention_mask")
+    model.graph.inputs.remove(mask)
+    del model.functions[("tapeout", "Attention", "")]
+    model.opset_imports[CONTRIB] = 1
+    return Outcome(len(nodes), tuple(declined))
+
+
+def _input(model: ir.Model, name: str, dtype: ir.DataType, shape: list[str | int]) -> ir.Value:
+    value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
+    model.graph.inputs.append(value)
+    return value
+
+
+def _lower(lowering: Lowering, layer: int, node: ir.Node, seqlens: ir.Value, total: ir.Value) -> str:
+    """Replace one node; the returned text says what could not be folded into it, if anything."""
+    model = lowering.model
+    query, key, value, _, past_key, past_value = node.inputs
+    assert query is not None and key is not None and value is not None
+    assert past_key is not None and past_value is not None and query.shape is not None and past_key.shape is not None
+    heads, kv_heads = int(query.shape[1]), int(past_key.shape[1])  # type: ignore[arg-type]
+    head_size = int(past_key.shape[3])  # type: ignore[arg-type]
+
+    cos = sin = None
+    note = "no rotary node before it"
+    rotary_q, rotary_k = producer_of(query, "RotaryEmbedding"), producer_of(key, "RotaryEmbedding")
+    interleaved = 0
+    if rotary_q is not None and rotary_k is not None:
+        cos, note = rotary_q.inputs[1], _not_foldable(rotary_q, rotary_k, head_size)
+        if note:
+            cos = None
+        else:
+            sin, interleaved = rotary_q.inputs[2], attribute(rotary_q, "interleaved", 0)
+            query, key = rotary_q.inputs[0], rotary_k.inputs[0]
+            assert query is not None and key is not None
+    created: list[ir.Node] = []
+    flat = [
+        _flatten(model, value4d, count * head_size, created)
+        for value4d, count in ((query, heads), (key, kv_heads), (value, kv_heads))
+    ]
+    packed = _packed(flat)
+    inputs: list[ir.Value | None] = [packed, None, None] if packed is not None else [*flat]
+    inputs += [past_key, past_value, seqlens, total, cos, sin]
+    attributes = {
+        "num_heads": heads,
+        "kv_num_heads": kv_heads,
+        "scale": float(attribute(node, "scale", head_size**-0.5)),
+        "do_rotary": int(cos is not None),
+        "rotary_interleaved": int(interleaved),
+    }
+    softcap, window = float(attribute(node, "softcap", 0.0)), int(attribute(node, "window", 0))
+    if softcap:
+        attributes["softcap"] = softcap
+    if window:
+        attributes["local_window_size"] = window
+    quantized = f"layers.{layer}.k_scale" in lowering.kv_scales
+    if quantized:
+        inputs += [None, None, None]
+        for part in ("k_scale", "v_scale"):
+            name = f"layers.{layer}.{part}"
+            scale = lowering.kv_scales[name].reshape(1, kv_heads, 1, head_size).astype(np.float32)
+            inputs.append(constant(model, name, np.ascontiguousarray(scale)))
+        attributes |= {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
+
+    cache_type = ir.TensorType(ir.DataType.INT8 if quantized else ir.DataType.FLOAT)
+    for past in (past_key, past_value):
+        past.shape, past.type = ir.Shape(["batch", kv_heads, "max_tokens", head_size]), cache_type
+    output = new_value(f"layers.{layer}.attention")
+    lowered = ir.node("GroupQueryAttention", inputs, attributes=attributes, domain=CONTRIB, num_outputs=3)
+    lowered.outputs[0].name = output.name
+    created.append(lowered)
+    for before, after in zip(node.outputs[1:], lowered.outputs[1:], strict=True):
+        after.name, before.name = before.name, f"{before.name}.exported"
+        after.shape, after.type = ir.Shape(["batch", kv_heads, "max_tokens", head_size]), cache_type
+        model.graph.outputs[model.graph.outputs.index(before)] = after
+    model.graph.insert_before(node, created)
+    _unflatten(model, node, lowered.outputs[0], heads, head_size)
+    remove_dead(model, [node])
+    return note
+
+
+def _not_foldable(rotary_q: ir.Node, rotary_k: ir.Node, head_size: int) -> str:
+    cos, other = rotary_q.inputs[1], rotary_k.inputs[1]
+    if cos is not other:
+        return "queries and keys use different rotary tables; rotary stays a node"
+    if cos is None or not cos.is_initializer():
+        return "its rotary table is not constant; rotary stays a node"
+    if attribute(rotary_q, "rotary_embedding_dim", 0) not in (0, head_size):
+        return "rotary covers part of the head; rotary stays a node"
+    return ""
+
+
+def _flatten(model: ir.Model, value: ir.Value, width: int, created: list[ir.Node]) -> ir.Value:
+    """``[B, H, S, D]`` as ``[B, S, H·D]``: the value it was reshaped from where there is one."""
+    transpose = producer_of(value, "Transpose")
+    if transpose is not None and list(transpose.attributes["perm"].as_ints()) == [0, 2, 1, 3]:
+        rows = transpose.inputs[0]
+        assert rows is not None
+        reshape = producer_of(rows, "Reshape")
+        if reshape is not None:
+            source = reshape.inputs[0]
+            if source is not None and source.shape is not None and len(source.shape) == 3 and source.shape[2] == width:
+                return source
+    else:
+        back = ir.node("Transpose", [value], attributes={"perm": [0, 2, 1, 3]})
+        created.append(back)
+        rows = back.outputs[0]
+    shape = constant(model, f"shape.0.0.{width}", np.array([0, 0, width], np.int64))
+    flat = ir.node("Reshape", [rows, shape])
+    created.append(flat)
+    return flat.outputs[0]
+
+
+def _packed(flat: list[ir.Value]) -> ir.Value | None:
+    """The merged product whose three parts are exactly q, k and v."""
+    split = producer_of(flat[0], "Split")
+    if split is None or len(split.outputs) != 3 or any(a is not b for a, b in zip(split.outputs, flat, strict=True)):
+        return None
+    product = split.inputs[0]
+    return product if product is not None and is_linear(product.producer()) else None
+
+
+def _unflatten(model: ir.Model, node: ir.Node, flat: ir.Value, heads: int, head_size: int) -> None:
+    """Hand ``[B, S, H·D]`` to the consumers of the node's ``[B, H, S, D]`` output."""
+    transpose = only_use(node.outputs[0])
+    assert transpose is not None and transpose.op_type == "Transpose"
+    rows = transpose.outputs[0]  # [B, S, H, D]
+    reshape = only_use(rows)
+    if reshape is not None and reshape.op_type == "Reshape":
+        shape = reshape.outputs[0].shape
+        if shape is not None and len(shape) == 3 and shape[2] == heads * head_size:
+            flat.shape, flat.type = shape, reshape.outputs[0].type
+            ir.convenience.replace_all_uses_with(reshape.outputs[0], flat)
+            remove_dead(model, [reshape])
+            return
+    flat.type = rows.type
+    if rows.shape is not None:
+        flat.shape = ir.Shape([*rows.shape[:2], heads * head_size])
+    target = constant(model, f"shape.0.0.{heads}.{head_size}", np.array([0, 0, heads, head_size], np.int64))
+    restored = ir.node("Reshape", [flat, target], outputs=[new_value(f"{flat.name}.heads", rows)])
+    model.graph.insert_after(transpose, restored)
+    ir.convenience.replace_all_uses_with(rows, restored.outputs[0])
+    remove_dead(model, [transpose])

@@ -1,0 +1,136 @@
+"""Each linear gets the kernel its weights ask for: the last pass that knows what a linear is.
+
+    Linear(x) over codes    ->   MatMulNBits(x, packed codes, scales[, zero points][, bias])   int8 accumulation
+    Linear(x) over floats   ->   MatMul(x, transposed weight) [+ bias]
+
+Merged linears are stacked along their output rows. MatMulNBits layout (ONNX Runtime docs/ContribOperators.md):
+B is ``[N, ceil(K/block), block·bits/8]`` uint8, low nibble first along K; zero points are packed the same way.
+Accuracy level 4 quantizes activations to int8 per row and block, so rows of different requests share nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from engines.passes.base import CONTRIB, Lowering, Outcome, new_value, replace
+from engines.passes.linears import biases_of, is_linear, weights_of
+from pipeline.errors import BuildError
+
+ACCURACY_LEVEL = 4
+
+
+def run(lowering: Lowering) -> Outcome:
+    nodes = [n for n in lowering.model.graph if is_linear(n)]
+    for node in nodes:
+        _lower(lowering, node)
+    lowering.model.opset_imports[CONTRIB] = 1
+    return Outcome(len(nodes))
+
+
+def _lower(lowering: Lowering, node: ir.Node) -> None:
+    names, biases = weights_of(node), biases_of(node)
+    parts = [lowering.weights.linear(name) for name in names]
+    quantized = [hasattr(part, "codes") for part in parts]
+    group = lowering.group_of(names[0])
+    label = group.name if group is not None else names[0]
+    bias = _bias(lowering, label, biases)
+    if all(quantized):
+        formats = {(p.bits, p.group_size, p.zero_points is None) for p in parts}
+        if len(formats) > 1:
+            raise BuildError(
+                f"{label} mixes formats {sorted(formats)} in one merged product",
+                expected="one format for linears that read the same input",
+                remedy="let one rule in quantize.rules match the whole group",
+            )
+        lowered = _nbits(lowering, label, node, parts, bias)
+        symmetry = "sym" if parts[0].zero_points is None else "asym"
+        kind = f"MatMulNBits {parts[0].bits}-bit g{parts[0].group_size} {symmetry}"
+    elif not any(quantized):
+        lowered = _float(lowering, label, node, parts, bias)
+        kind = "MatMul fp32"
+    else:
+        raise BuildError(f"{label} mixes quantized and float weights in one merged product")
+    lowering.plan[label] = kind
+    replace(lowering.model, [node], lowered, {node.outputs[0]: lowered[-1].outputs[0]})
+
+
+def _bias(lowering: Lowering, label: str, names: list[str]) -> ir.Value | None:
+    if not any(names):
+        return None
+    return initializer(lowering.model, f"{label}.bias", np.concatenate([lowering.weights.tensor(n) for n in names]))
+
+
+def _float(
+    lowering: Lowering, label: str, node: ir.Node, parts: list[NDArray[np.float32]], bias: ir.Value | None
+) -> list[ir.Node]:
+    weight = initializer(lowering.model, f"{label}.weight", np.ascontiguousarray(np.concatenate(parts, axis=0).T))
+    nodes = [ir.node("MatMul", [node.inputs[0], weight], outputs=[new_value(f"{label}.matmul", node.outputs[0])])]
+    if bias is not None:
+        nodes.append(
+            ir.node("Add", [nodes[0].outputs[0], bias], outputs=[new_value(f"{label}.biased", node.outputs[0])])
+        )
+    return nodes
+
+
+def _nbits(lowering: Lowering, label: str, node: ir.Node, parts: list[Any], bias: ir.Value | None) -> list[ir.Node]:
+    bits, block = parts[0].bits, parts[0].group_size
+    codes = np.concatenate([p.codes for p in parts], axis=0)
+    scales = np.concatenate([p.scales for p in parts], axis=0).astype(np.float32)
+    rows, columns = codes.shape
+    blocks = -(-columns // block)
+    padded = np.full((rows, blocks * block), 1 << (bits - 1), np.uint8)
+    padded[:, :columns] = codes
+    model = lowering.model
+    inputs: list[ir.Value | None] = [
+        node.inputs[0],
+        initializer(model, f"{label}.codes", pack(padded, bits).reshape(rows, blocks, block * bits // 8)),
+        initializer(model, f"{label}.scales", scales),
+    ]
+    if parts[0].zero_points is not None:
+        zero_points = np.concatenate([p.zero_points for p in parts], axis=0)
+        inputs.append(initializer(model, f"{label}.zero_points", pack(zero_points, bits)))
+    if bias is not None:
+        inputs += [None] * (5 - len(inputs)) + [bias]
+    return [
+        ir.node(
+            "MatMulNBits",
+            inputs,
+            attributes={
+                "K": columns,
+                "N": rows,
+                "bits": bits,
+                "block_size": block,
+                "accuracy_level": ACCURACY_LEVEL,
+            },
+            domain=CONTRIB,
+            outputs=[new_value(f"{label}.matmul", node.outputs[0])],
+        )
+    ]
+
+
+def pack(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+    """Codes ``[rows, n]`` to bytes ``[rows, ceil(n·bits/8)]``, first code in the lowest bits.
+
+    >>> pack(np.array([[1, 2, 3]], np.uint8), 4)
+    array([[33,  3]], dtype=uint8)
+    """
+    if bits == 8:
+        return np.ascontiguousarray(codes)
+    if codes.shape[1] % 2:
+        codes = np.pad(codes, ((0, 0), (0, 1)))
+    return (codes[:, 0::2] | (codes[:, 1::2] << 4)).astype(np.uint8)
+
+
+def initializer(model: ir.Model, name: str, array: NDArray[Any]) -> ir.Value:
+    value = ir.Value(
+        name=name,
+        shape=ir.Shape(array.shape),
+        type=ir.TensorType(ir.DataType.from_numpy(array.dtype)),
+        const_value=ir.tensor(array, name=name),
+    )
+    model.graph.register_initializer(value)
+    return value

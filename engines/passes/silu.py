@@ -1,0 +1,27 @@
+"""``x · sigmoid(x)`` becomes one node: ``QuickGelu`` with alpha 1 is exactly SiLU."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from engines.passes.base import CONTRIB, Lowering, Outcome, new_value, replace
+
+
+def run(lowering: Lowering) -> Outcome:
+    model, matched = lowering.model, 0
+    for sigmoid in [n for n in model.graph if n.op_type == "Sigmoid"]:
+        x, gate = sigmoid.inputs[0], sigmoid.outputs[0]
+        for use in list(gate.uses()):
+            product = use.node
+            if product.op_type == "Mul" and product.inputs[1 - use.idx] is x:
+                output = product.outputs[0]
+                fused = ir.node(
+                    "QuickGelu",
+                    [x],
+                    attributes={"alpha": 1.0},
+                    domain=CONTRIB,
+                    outputs=[new_value(f"{output.name}.silu", output)],
+                )
+                replace(model, [product], [fused], {output: fused.outputs[0]})
+                matched += 1
+    return Outcome(matched)
