@@ -63,7 +63,8 @@ def accuracy(verdict: Verdict) -> str:
     )
     low, high = min(-margin, *(row[2] for row in rows)), max(margin / 2, *(row[3] for row in rows))
     pad = (high - low) * 0.06
-    x = Scale(low - pad, high + pad, 128, WIDTH - 56)
+    left = min(240.0, 20 + 7.2 * max(len(row[0]) for row in rows))
+    x = Scale(low - pad, high + pad, left, WIDTH - 56)
     top, bottom = 52.0, 52.0 + 28 * len(rows)
     for tick in ticks(x.low * 100, x.high * 100):
         canvas.line(x(tick / 100), top, x(tick / 100), bottom, "axis" if tick == 0 else "grid")

@@ -190,5 +190,5 @@ def _version(client: MlflowClient, name: str, tags: Mapping[str, str], run_id: s
         return min(same, key=lambda version: int(version.version))
     # A server takes sources only inside the run they belong to (mlflow#8011), so the manifest lies there.
     source = f"runs:/{run_id}/{_source(digest)}"
-    description = f"Engine bundle {digest[:12]}, verdict {tags['tapeout.outcome']}: see report.html of its run."
+    description = f"{tags['tapeout.outcome']}: engine bundle {digest[:12]}; why is in report.html of its run"
     return client.create_model_version(name, source, run_id=run_id, tags=dict(tags), description=description)

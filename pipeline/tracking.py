@@ -56,7 +56,6 @@ def connect(*, write: bool) -> Generator[MlflowClient]:
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     import requests
-    from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
 
@@ -67,7 +66,7 @@ def connect(*, write: bool) -> Generator[MlflowClient]:
             # Any answer will do: it is the absence of one that MLflow takes minutes to report.
             requests.get(f"{uri.rstrip('/')}/health", timeout=10)
         with _locked(uri) if write else _unlocked():
-            yield MlflowClient(tracking_uri=uri)
+            yield _client(uri)
     except requests.RequestException as error:
         raise RegistryError(
             f"no MLflow server answers at {public_uri(uri)} ({type(error).__name__})",
@@ -75,9 +74,23 @@ def connect(*, write: bool) -> Generator[MlflowClient]:
             remedy="start it, correct MLFLOW_TRACKING_URI, or unset that to use a local mlflow.db; then run this again",
         ) from error
     except (MlflowException, SQLAlchemyError) as error:
+        reason = str(error).strip().splitlines()[0].replace(uri, public_uri(uri))
         raise RegistryError(
-            f"the registry at {public_uri(uri)} refused: {public_uri(str(error).strip().splitlines()[0])}",
+            f"the registry at {public_uri(uri)} refused: {reason}",
             remedy="correct that and run this again; every step continues where it stopped",
+        ) from error
+
+
+def _client(uri: str) -> MlflowClient:
+    from mlflow import MlflowClient
+
+    try:
+        return MlflowClient(tracking_uri=uri)
+    except ImportError as error:
+        raise RegistryError(
+            f"the registry at {public_uri(uri)} needs the package {error.name!r}",
+            expected="the driver of its database",
+            remedy=f"install {error.name} beside mlflow, or use a server: MLFLOW_TRACKING_URI=http://...",
         ) from error
 
 

@@ -228,6 +228,22 @@ def test_an_absent_server_is_named_without_its_password(monkeypatch: pytest.Monk
     assert "secret" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("uri", "words"),
+    [
+        ("sqlite:////nowhere/mlflow.db", "cannot write /nowhere/mlflow.db.lock"),
+        ("file:///nowhere/mlruns", "refused: The filesystem tracking backend"),
+        ("oracle://me:secret@host/db", "oracle://host/db refused: "),
+        ("postgresql+psycopg2://me:secret@host/db", "//host/db needs the package 'psycopg2'"),
+    ],
+)
+def test_a_registry_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch, uri: str, words: str) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    with pytest.raises(RegistryError) as caught:
+        rollback(NAME)
+    assert words in str(caught.value) and "secret" not in str(caught.value)
+
+
 class Killed(BaseException):
     """The process dies here."""
 
