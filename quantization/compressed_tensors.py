@@ -92,6 +92,10 @@ class Checkpoint:
         """An unquantized tensor as float32, in its own shape."""
         return self._read(name).astype(np.float32, copy=False)
 
+    def size(self, name: str) -> int:
+        """Number of values in an unquantized tensor, from the header alone."""
+        return math.prod(self._file_of(name).get_slice(name).get_shape())
+
     def stored_bytes(self, name: str) -> int:
         """Bytes of a parameter in the file, with its scales and zero points; read from the header alone."""
         parts = (name, *(f"{_module(name)}.{part}" for part in PARTS))

@@ -1,0 +1,53 @@
+"""QuantizedModel: a checkpoint in the compressed-tensors layout, and how every linear in it came to be.
+
+The folder is a Hugging Face checkpoint (``config.json`` with its ``quantization_config``, ``model.safetensors`` or
+shards with an index, tokenizer files) that transformers loads by itself, plus ``kv_scales.safetensors``: float32
+``layers.N.k_scale`` and ``layers.N.v_scale``, ``[kv heads, head size]``, when the KV cache is int8.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pipeline.artifact import Frozen, Record
+from quantization.proof import Proof
+
+KV_SCALES = "kv_scales.safetensors"
+
+
+class LinearReport(Frozen):
+    """How one linear was quantized. Errors are mean squared output errors over the mean squared output, on
+    calibration rows that no choice was fitted to; ``error_rtn`` is what rounding to nearest would have given.
+
+    ``bits`` is 32 for a linear left in float. For a table no Gram matrix exists for (an untied embedding) the errors
+    are those of its weights.
+    """
+
+    name: str
+    group: str
+    out_features: int
+    in_features: int
+    bits: Literal[4, 8, 32]
+    group_size: int
+    symmetric: bool
+    method: Literal["float", "rtn", "scale_fit", "gptq"]
+    input_scale: str  # "identity", or the AWQ candidate that was folded into the producer
+    error_rtn: float
+    error: float
+
+
+class KVScheme(Frozen):
+    dtype: Literal["float32", "int8"]
+    granularity: Literal["per_tensor", "per_channel"]
+
+
+class QuantizedModel(Record):
+    noun: ClassVar[str] = "QuantizedModel"
+    remedy: ClassVar[str] = "run `dvc repro quantize`"
+
+    method: Literal["awq", "rtn"]
+    linears: tuple[LinearReport, ...]  # every linear, then the embedding and the output head
+    kv_cache: KVScheme
+    proof: Proof
+    source_bytes: int  # of the float checkpoint's weights
+    notes: tuple[str, ...]  # where the plan could not be followed to the letter, and what was done

@@ -1,0 +1,56 @@
+"""GPTQ: round one input channel at a time and let the channels not yet rounded make up for the error.
+
+Static groups with activation order (reference A6): scales come from the unpermuted weight, so the result is an
+ordinary grouped format. Source: Frantar et al. 2022, arXiv:2210.17323, algorithm 1; ``gptq.py`` of IST-DASLab/gptq.
+
+N  output channels    K  input channels    g  group size
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quantization.rounding import FloatArray, Format, Grid, QuantizedLinear, assemble
+
+BLOCK = 128  # input channels whose errors are carried on one by one; beyond it, in one product
+DAMPING = 0.01  # of the mean diagonal, as in the reference implementation
+
+
+def inverse_factor(gram: FloatArray, damping: float = DAMPING) -> tuple[FloatArray, np.ndarray]:
+    """The upper Cholesky factor ``U`` of the inverse damped Gram matrix (``inv = Uᵀ U``), in the returned order.
+
+    The order puts the channels with the largest activations first. ``numpy.linalg.LinAlgError`` if the matrix is
+    not positive definite even when damped.
+    """
+    hessian = gram.astype(np.float64)
+    diagonal = np.einsum("kk->k", hessian)
+    mean = float(diagonal.mean()) or 1.0
+    diagonal += damping * mean
+    order = np.argsort(-np.diag(gram), kind="stable")
+    inverse = np.linalg.inv(hessian[np.ix_(order, order)])
+    upper = np.linalg.cholesky((inverse + inverse.T) / 2).T
+    return upper.astype(np.float32), order
+
+
+def gptq(weight: FloatArray, factor: tuple[FloatArray, np.ndarray], grid: Grid, fmt: Format) -> QuantizedLinear:
+    """Codes for ``weight`` ``[N, K]`` on ``grid``, given :func:`inverse_factor` of its inputs' Gram matrix."""
+    upper, order = factor
+    columns = weight.shape[1]
+    remaining = np.ascontiguousarray(weight.T[order])  # [K, N]: a channel is a contiguous row
+    group = order // fmt.group_size
+    scales, zero_points = grid.scales.T, grid.zero_points.T  # [G, N]
+    codes = np.empty_like(remaining)
+    for start in range(0, columns, BLOCK):
+        end = min(start + BLOCK, columns)
+        errors = np.empty((end - start, weight.shape[0]), np.float32)
+        for channel in range(start, end):
+            scale, zero_point = scales[group[channel]], zero_points[group[channel]]
+            code = np.clip(np.rint(remaining[channel] / scale) + zero_point, 0, fmt.levels - 1)
+            codes[channel] = code
+            error = (remaining[channel] - (code - zero_point) * scale) / upper[channel, channel]
+            remaining[channel + 1 : end] -= np.outer(upper[channel, channel + 1 : end], error)
+            errors[channel - start] = error
+        remaining[end:] -= upper[start:end, end:].T @ errors
+    unordered = np.empty_like(codes)
+    unordered[order] = codes
+    return assemble(np.ascontiguousarray(unordered.T), grid, fmt)

@@ -1,0 +1,500 @@
+"""The quantize stage: a float checkpoint and its calibration become a QuantizedModel, one layer at a time.
+
+Every linear is rounded to nearest first; that is the comparison. Then, per group of linears that share an input, AWQ
+input scales are searched; under each of identity and the best of them, group scales are fitted and GPTQ is run on
+them. What is kept has the lowest output error on calibration rows none of these was fitted to (DESIGN rule 3).
+
+A scale ``s`` on a linear's input is undone by its producer. Where the producer is a quantized linear, its rows are
+divided by ``s`` after rounding: that divides their group scales and leaves the codes alone, so the order in which
+groups are treated does not matter.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from pipeline.artifact import Artifact, create, load
+from pipeline.errors import QuantizationError
+from pipeline.graph import LinearGroup, PortableGraph, ScaleSink
+from pipeline.recipe import Quantize, Recipe, Rule
+from quantization import awq, kv_cache
+from quantization.calibration import Calibration, statistics_file
+from quantization.checkpoint import KV_SCALES, KVScheme, LinearReport, QuantizedModel
+from quantization.compressed_tensors import (
+    Checkpoint,
+    CheckpointWriter,
+    open_checkpoint,
+    quantization_config,
+)
+from quantization.gptq import gptq, inverse_factor
+from quantization.proof import prove, take_census
+from quantization.rounding import (
+    FloatArray,
+    Format,
+    QuantizedLinear,
+    fitting_group_size,
+    round_to,
+    round_to_nearest,
+    storable,
+)
+from quantization.scale_fit import fit_scales, output_error
+
+Method = Literal["float", "rtn", "scale_fit", "gptq"]
+
+LAYERS_AT_ONCE = 2  # numpy releases the interpreter; two layers in memory at most
+_TABLE_ROWS = 8192  # an embedding is rounded in slices of so many rows
+_REPLACED = re.compile(r"(.*\.safetensors|.*\.safetensors\.index\.json|.*\.onnx(\.data)?|record\.json|config\.json)")
+
+
+@dataclass
+class LayerResult:
+    """What one layer's groups became. ``tensors`` holds every parameter that differs from the source."""
+
+    tensors: dict[str, QuantizedLinear | FloatArray] = field(default_factory=dict)
+    reports: list[LinearReport] = field(default_factory=list)
+    value_scale: FloatArray | None = None  # [kv_heads * head_size] that value channels were divided by
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """One way to quantize one member, and its mean squared output error on the held-out rows."""
+
+    method: Method
+    linear: QuantizedLinear
+    error: float
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Of one group's inputs; see calibration.py."""
+
+    gram: FloatArray  # [K, K]
+    holdout: FloatArray  # [K, K]
+    mean_abs: FloatArray  # [K]
+
+
+def quantize(
+    recipe: Recipe, graph: Artifact[PortableGraph], calibration: Artifact[Calibration], folder: Path
+) -> Artifact[QuantizedModel]:
+    """Write the QuantizedModel to ``folder``. Reads and holds two layers at a time.
+
+    :class:`QuantizationError` for a rule that matches nothing it should, a calibration of another graph, weights or
+    statistics that are not finite, and a result that its proof says is not a quantized model.
+    """
+    settings = recipe.quantize
+    if calibration.parents.get("graph") != graph.digest:
+        raise QuantizationError(
+            f"{calibration.folder} was calibrated on graph {calibration.parents.get('graph', 'unknown')[:12]}",
+            expected=f"graph {graph.digest[:12]} in {graph.folder}",
+            remedy="run `dvc repro calibrate`",
+        )
+    source = open_checkpoint(graph.folder)
+    plan, notes = make_plan(graph.record, settings)
+    layers = _by_layer(graph.record)
+    reports: list[LinearReport] = []
+    kv_scales: dict[str, FloatArray] = {}
+    with create(folder, QuantizedModel) as draft:
+        writer = CheckpointWriter(draft.folder)
+        written: set[str] = set()
+        columns = (
+            TextColumn("quantizing"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("layers"),
+            TimeElapsedColumn(),
+        )
+        with Progress(*columns) as progress, ThreadPoolExecutor(LAYERS_AT_ONCE) as pool:
+            task = progress.add_task("quantizing", total=len(layers))
+            for start in range(0, len(layers), LAYERS_AT_ONCE):
+                batch = layers[start : start + LAYERS_AT_ONCE]
+                results = pool.map(lambda item: _quantize_layer(source, item[1], calibration, plan, settings), batch)
+                for (layer, groups), result in zip(batch, results, strict=True):
+                    for name, tensor in sorted(result.tensors.items()):
+                        _write(writer, name, tensor)
+                    written.update(result.tensors)
+                    reports.extend(result.reports)
+                    if settings.kv_cache.dtype == "int8" and layer.startswith("layers."):
+                        scales = _kv_scales(layer, calibration, settings, result.value_scale)
+                        kv_scales.update(scales)
+                        if settings.kv_cache.granularity == "per_tensor":
+                            for part, array in _published_kv_scales(groups, layer, scales).items():
+                                writer.add(part, array)
+                    progress.advance(task)
+        for name, tied_to in _tables(graph.record).items():
+            report = _write_table(writer, source, name, tied_to, plan, calibration, graph.record)
+            written.add(name)
+            reports.append(report)
+        for name in source.names():
+            if name not in written:
+                writer.add(name, source.tensor(name))
+        writer.finish()
+        if kv_scales:
+            save_file(kv_scales, draft.folder / KV_SCALES)
+        _copy_companions(graph.folder, draft.folder)
+        _write_config(graph, plan, settings, draft.folder)
+
+        result = open_checkpoint(draft.folder)
+        proof = prove([take_census(result, name) for name in result.names()], _planned_formats(graph.record, plan))
+        if not proof.passed:
+            raise QuantizationError(
+                "this is not a quantized model: " + "; ".join(proof.reasons[:10]),
+                expected="every planned tensor quantized, with fitted, finite scales",
+                remedy="check quantize.rules against the units in `tapeout inspect artifacts/graph`, and the calibration",
+            )
+        for note in notes:
+            Console().print(f"note: {note}")
+        record = QuantizedModel(
+            method=settings.method,
+            linears=tuple(reports),
+            kv_cache=KVScheme(dtype=settings.kv_cache.dtype, granularity=settings.kv_cache.granularity),
+            proof=proof,
+            source_bytes=sum(source.stored_bytes(name) for name in source.names()),
+            notes=tuple(notes),
+        )
+        draft.finish(record, parents={"graph": graph.digest, "calibration": calibration.digest})
+    return load(folder, QuantizedModel)
+
+
+def make_plan(graph: PortableGraph, settings: Quantize) -> tuple[dict[str, Format | None], list[str]]:
+    """The format of every group (None: float) and of ``embedding``; notes say where a group size had to shrink."""
+    plan: dict[str, Format | None] = {}
+    shrunk: dict[str, list[str]] = {}
+
+    def fitted(name: str, columns: int, rule: Rule) -> Format | None:
+        if rule.bits == 32:
+            return None
+        size = fitting_group_size(rule.group_size, columns)
+        if size != rule.group_size:
+            text = f"groups of {size} instead of {rule.group_size}, which does not divide {columns} input channels"
+            shrunk.setdefault(text, []).append(name)
+        return Format(rule.bits, size, rule.symmetric)
+
+    for group in graph.groups:
+        rule = settings.embeddings if group.name == "lm_head" else _matching_rule(group.name, settings)
+        plan[group.name] = fitted(group.name, group.in_features, rule)
+    plan["embedding"] = fitted("embedding", graph.hidden_size, settings.embeddings)
+    return plan, [f"{', '.join(names)}: {text}" for text, names in shrunk.items()]
+
+
+def _matching_rule(name: str, settings: Quantize) -> Rule:
+    for rule in settings.rules:
+        if fnmatchcase(name, rule.match):
+            return rule
+    raise QuantizationError(
+        f"no rule of quantize.rules matches {name}",
+        expected="a rule for every group of linears",
+        remedy='end the rules with one that matches "*"',
+    )
+
+
+def _by_layer(graph: PortableGraph) -> list[tuple[str, list[LinearGroup]]]:
+    layers: dict[str, list[LinearGroup]] = {}
+    for group in graph.groups:
+        if group.name != "lm_head":
+            key = ".".join(group.name.split(".")[:2]) if group.name.startswith("layers.") else group.name
+            layers.setdefault(key, []).append(group)
+    return list(layers.items())
+
+
+def _quantize_layer(
+    source: Checkpoint,
+    groups: list[LinearGroup],
+    calibration: Artifact[Calibration],
+    plan: dict[str, Format | None],
+    settings: Quantize,
+) -> LayerResult:
+    result = LayerResult()
+    members = {name for group in groups for name in group.members}
+    folds: list[tuple[FloatArray, ScaleSink]] = []
+    for group in groups:
+        fmt = plan[group.name]
+        weights = [source.tensor(name) for name in group.members]
+        if fmt is None:
+            result.tensors.update(zip(group.members, weights, strict=True))
+            result.reports.extend(_float_report(group, i) for i in range(len(weights)))
+            continue
+        statistics = _read_statistics(calibration, group)
+        sink = group.scale_sink
+        if sink is not None and sink.kind == "linear" and sink.weight not in members:
+            sink = None  # the producer is in another layer, which may be written already
+        scale, linears, reports = _quantize_group(group, weights, statistics, fmt, settings, sink)
+        result.tensors.update(zip(group.members, linears, strict=True))
+        result.reports.extend(reports)
+        if sink is not None and not scale.is_identity:
+            folds.append((scale.values, sink))
+    for scale, sink in folds:
+        _fold(result, source, scale, sink)
+        if sink.kind == "linear" and sink.head_size:
+            result.value_scale = awq.producer_scale(scale, sink)
+    return result
+
+
+def _quantize_group(
+    group: LinearGroup,
+    weights: list[FloatArray],
+    statistics: Statistics,
+    fmt: Format,
+    settings: Quantize,
+    sink: ScaleSink | None,
+) -> tuple[awq.InputScale, list[QuantizedLinear], list[LinearReport]]:
+    identity = awq.identity(group.in_features)
+    plain = [_judge("rtn", w, round_to_nearest(w, fmt), identity, statistics) for w in weights]
+    scale, kept = identity, plain
+    if settings.method == "awq":
+        kept = _best_of(weights, plain, identity, statistics, fmt)
+        if sink is not None:
+            found = awq.search(weights, statistics.gram, statistics.mean_abs, fmt, settings.scale_grid, sink)
+            if not found.is_identity:
+                rounded = [
+                    _judge("rtn", w, round_to_nearest(w * found.values, fmt), found, statistics) for w in weights
+                ]
+                scaled = _best_of(weights, rounded, found, statistics, fmt)
+                if sum(r.error for r in scaled) < sum(r.error for r in kept):
+                    scale, kept = found, scaled
+    reports = [
+        LinearReport(
+            name=name,
+            group=group.name,
+            out_features=weight.shape[0],
+            in_features=weight.shape[1],
+            bits=8 if fmt.bits == 8 else 4,
+            group_size=fmt.group_size,
+            symmetric=fmt.symmetric,
+            method=chosen.method,
+            input_scale=scale.label,
+            error_rtn=first.error / energy,
+            error=chosen.error / energy,
+        )
+        for name, weight, first, chosen in zip(group.members, weights, plain, kept, strict=True)
+        for energy in [max(output_error(weight, statistics.holdout), float(np.finfo(np.float32).tiny))]
+    ]
+    return scale, [r.linear for r in kept], reports
+
+
+def _best_of(
+    weights: list[FloatArray], rounded: list[Rounded], scale: awq.InputScale, statistics: Statistics, fmt: Format
+) -> list[Rounded]:
+    """Per member, the best of round-to-nearest, fitted group scales, and GPTQ on these, all under one input scale."""
+    gram = statistics.gram / np.outer(scale.values, scale.values)
+    try:
+        factor = inverse_factor(gram)
+    except np.linalg.LinAlgError:
+        factor = None  # inputs of too few dimensions: the other candidates stand
+    best: list[Rounded] = []
+    for weight, plain in zip(weights, rounded, strict=True):
+        scaled = weight * scale.values
+        grid = fit_scales(scaled, np.ascontiguousarray(np.diag(gram)), fmt)
+        options = [plain, _judge("scale_fit", weight, round_to(scaled, grid, fmt), scale, statistics)]
+        if factor is not None:
+            options.append(_judge("gptq", weight, gptq(scaled, factor, grid, fmt), scale, statistics))
+        best.append(min(options, key=lambda option: option.error))
+    return best
+
+
+def _judge(
+    method: Method, weight: FloatArray, linear: QuantizedLinear, scale: awq.InputScale, statistics: Statistics
+) -> Rounded:
+    error = output_error(linear.dequantize() / scale.values - weight, statistics.holdout)
+    if not np.isfinite(error):
+        raise QuantizationError(
+            f"{method} gives an output error of {error}", expected="a finite one", remedy="run `dvc repro calibrate`"
+        )
+    return Rounded(method, linear, error)
+
+
+def _fold(result: LayerResult, source: Checkpoint, scale: FloatArray, sink: ScaleSink) -> None:
+    producer = result.tensors.get(sink.weight)
+    if isinstance(producer, QuantizedLinear):
+        folded = awq.absorb(producer.scales, scale, sink)
+        result.tensors[sink.weight] = replace(producer, scales=storable(folded))
+    else:
+        result.tensors[sink.weight] = awq.absorb(
+            source.tensor(sink.weight) if producer is None else producer, scale, sink
+        )
+    if sink.bias is not None:
+        bias = result.tensors.get(sink.bias)
+        assert not isinstance(bias, QuantizedLinear)
+        result.tensors[sink.bias] = awq.absorb_bias(source.tensor(sink.bias) if bias is None else bias, scale, sink)
+
+
+def _read_statistics(calibration: Artifact[Calibration], group: LinearGroup) -> Statistics:
+    with safe_open(calibration.folder / statistics_file(group.name), framework="numpy") as file:
+        gram, holdout, mean_abs = (
+            file.get_tensor(f"{group.name}.{part}") for part in ("gram", "gram_holdout", "mean_abs")
+        )
+    width = group.in_features
+    if gram.shape != (width, width) or not all(np.isfinite(part).all() for part in (gram, holdout, mean_abs)):
+        raise QuantizationError(
+            f"statistics of {group.name} are {list(gram.shape)} or not finite",
+            expected=f"finite Gram matrices {[width, width]}",
+            remedy="run `dvc repro calibrate`",
+        )
+    return Statistics(gram, holdout, mean_abs)
+
+
+def _float_report(group: LinearGroup, index: int) -> LinearReport:
+    return LinearReport(
+        name=group.members[index],
+        group=group.name,
+        out_features=group.out_features[index],
+        in_features=group.in_features,
+        bits=32,
+        group_size=0,
+        symmetric=True,
+        method="float",
+        input_scale="identity",
+        error_rtn=0.0,
+        error=0.0,
+    )
+
+
+def _write(writer: CheckpointWriter, name: str, tensor: QuantizedLinear | FloatArray) -> None:
+    if isinstance(tensor, QuantizedLinear):
+        writer.add_linear(name, tensor)
+    else:
+        writer.add(name, tensor)
+
+
+def _tables(graph: PortableGraph) -> dict[str, str | None]:
+    """The embedding and, if it has a table of its own, the head; each with the parameter tied to it."""
+    heads = [group.members[0] for group in graph.groups if group.name == "lm_head"]
+    if graph.tied_embeddings:
+        return {graph.embedding: "lm_head.weight"}
+    return {graph.embedding: None, **dict.fromkeys(heads)}
+
+
+def _write_table(
+    writer: CheckpointWriter,
+    source: Checkpoint,
+    name: str,
+    tied_to: str | None,
+    plan: dict[str, Format | None],
+    calibration: Artifact[Calibration],
+    graph: PortableGraph,
+) -> LinearReport:
+    weight = source.tensor(name)
+    fmt = plan["embedding"] if name == graph.embedding else plan["lm_head"]
+    head = next((group for group in graph.groups if group.name == "lm_head" and name in group.members), None)
+    holdout = _read_statistics(calibration, head).holdout if head is not None else None
+    error = 0.0
+    if fmt is None:
+        writer.add(name, weight)
+    else:
+        table, error = _round_table(weight, fmt, holdout)
+        writer.add_table(name, table, tied_to=tied_to)
+    return LinearReport(
+        name=name,
+        group="lm_head" if head is not None else "embedding",
+        out_features=weight.shape[0],
+        in_features=weight.shape[1],
+        bits=32 if fmt is None else 8,
+        group_size=0 if fmt is None else fmt.group_size,
+        symmetric=True,
+        method="float" if fmt is None else "rtn",
+        input_scale="identity",
+        error_rtn=error,
+        error=error,
+    )
+
+
+def _round_table(weight: FloatArray, fmt: Format, gram: FloatArray | None) -> tuple[QuantizedLinear, float]:
+    """A table rounded in slices of rows, and its relative error under ``gram`` (None: that of the weights)."""
+    metric = np.eye(weight.shape[1], dtype=np.float32) if gram is None else gram
+    slices: list[QuantizedLinear] = []
+    error = energy = 0.0
+    for start in range(0, weight.shape[0], _TABLE_ROWS):
+        rows = weight[start : start + _TABLE_ROWS]
+        rounded = round_to_nearest(rows, fmt)
+        error += output_error(rounded.dequantize() - rows, metric)
+        energy += output_error(rows, metric)
+        slices.append(rounded)
+    codes = np.concatenate([part.codes for part in slices])
+    scales = np.concatenate([part.scales for part in slices])
+    return QuantizedLinear(codes, scales, None, fmt.bits, fmt.group_size), error / max(energy, 1e-30)
+
+
+def _planned_formats(graph: PortableGraph, plan: dict[str, Format | None]) -> dict[str, Format]:
+    linears, tables, _ = _formats(graph, plan)
+    stored = set(_tables(graph))
+    return {**linears, **{name: fmt for name, fmt in tables.items() if name in stored}}
+
+
+def _formats(
+    graph: PortableGraph, plan: dict[str, Format | None]
+) -> tuple[dict[str, Format], dict[str, Format], list[str]]:
+    """Formats of linears and of tables by parameter name, and the names of linears left in float."""
+    linears: dict[str, Format] = {}
+    ignored: list[str] = []
+    for group in graph.groups:
+        fmt = plan[group.name]
+        if group.name == "lm_head":
+            continue
+        if fmt is None:
+            ignored.extend(group.members)
+        else:
+            linears.update(dict.fromkeys(group.members, fmt))
+    tables: dict[str, Format] = {}
+    for name, tied_to in _tables(graph).items():
+        fmt = plan["embedding"] if name == graph.embedding else plan["lm_head"]
+        both = [name] if tied_to is None else [name, tied_to]
+        if fmt is None:
+            ignored.extend(both)
+        else:
+            tables.update(dict.fromkeys(both, fmt))
+    return linears, tables, ignored
+
+
+def _kv_scales(
+    layer: str, calibration: Artifact[Calibration], settings: Quantize, value_scale: FloatArray | None
+) -> dict[str, FloatArray]:
+    with safe_open(calibration.folder / statistics_file(f"{layer}.qkv"), framework="numpy") as file:
+        keys, values = file.get_tensor(f"{layer}.k_pair_absmax"), file.get_tensor(f"{layer}.v_absmax")
+    if value_scale is not None:
+        values = values / value_scale.reshape(values.shape)  # the value projection was divided by it
+    granularity = settings.kv_cache.granularity
+    return {
+        f"{layer}.k_scale": kv_cache.scales(keys, granularity, name=f"{layer} keys"),
+        f"{layer}.v_scale": kv_cache.scales(values, granularity, name=f"{layer} values"),
+    }
+
+
+def _published_kv_scales(groups: list[LinearGroup], layer: str, scales: dict[str, FloatArray]) -> dict[str, FloatArray]:
+    """One scale per tensor, where compressed-tensors looks for it: on the attention module."""
+    projection = next(group for group in groups if group.name == f"{layer}.qkv").members[0]
+    attention = projection.rsplit(".", 2)[0]
+    return {f"{attention}.{part}_scale": scales[f"{layer}.{part}_scale"].reshape(-1)[:1] for part in ("k", "v")}
+
+
+def _copy_companions(source: Path, target: Path) -> None:
+    """Tokenizer, chat template and generation config: everything but weights, graphs and what is written anew."""
+    for path in sorted(source.iterdir()):
+        if path.is_file() and not _REPLACED.fullmatch(path.name):
+            shutil.copyfile(path, target / path.name)
+
+
+def _write_config(
+    graph: Artifact[PortableGraph], plan: dict[str, Format | None], settings: Quantize, target: Path
+) -> None:
+    config: dict[str, Any] = json.loads((graph.folder / "config.json").read_text())
+    linears, tables, ignored = _formats(graph.record, plan)
+    kv_cache_scheme = None
+    if settings.kv_cache.dtype == "int8" and settings.kv_cache.granularity == "per_tensor":
+        kv_cache_scheme = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}
+    config["quantization_config"] = {
+        **quantization_config(linears, tables, ignored),
+        "kv_cache_scheme": kv_cache_scheme,
+    }
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
