@@ -1,0 +1,128 @@
+"""The quantized model in torch: what an engine built from a QuantizedModel must compute, up to float rounding.
+
+Weights are decoded from the checkpoint, keys and values pass through their static int8 grid on the way into
+attention, and, as an option, so do the inputs of quantized linears, as ONNX Runtime's MatMulNBits does it at
+``accuracy_level`` 4. An engine that agrees with this model was lowered correctly, whatever quantization itself cost.
+
+The checkpoint is decoded by this package's reader and not by transformers, which cannot load packed zero points
+(compressed_tensors.py); the modules and their attention are transformers' own.
+
+S  tokens of a document     V  vocabulary size     K  input channels     H, D  KV heads and head size
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+from torch import Tensor
+
+from pipeline.errors import QuantizationError
+from quantization.attention_hook import kv_function
+from quantization.checkpoint import KV_SCALES
+from quantization.compressed_tensors import open_checkpoint
+from quantization.rounding import QuantizedLinear
+
+FloatArray = NDArray[np.float32]
+_PUBLISHED_KV_SCALES = (".k_scale", ".v_scale")  # per-tensor scales for other readers, the same as in KV_SCALES
+
+
+class QuantizedReference:
+    """``reference(tokens)`` gives float32 logits ``[S, V]`` of one document.
+
+    ``folder`` is what the quantize stage wrote; keys and values stay in float where it has no ``kv_scales``.
+    ``int8_activations`` rounds the inputs of every quantized linear per row and per group of its weights.
+    """
+
+    def __init__(self, folder: Path, *, int8_activations: bool = False) -> None:
+        self.model, group_sizes = _load(folder)
+        scales = folder / KV_SCALES
+        self.kv_scales: dict[str, Tensor] = load_file(scales) if scales.is_file() else {}
+        if int8_activations:
+            for module, group_size in group_sizes:
+                module.register_forward_pre_hook(_activation_hook(group_size))
+
+    def __call__(self, tokens: Sequence[int]) -> FloatArray:
+        with torch.inference_mode(), kv_function(self.model, self._round_cache):
+            logits: Tensor = self.model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits
+        return logits[0].numpy()
+
+    def _round_cache(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.kv_scales:
+            return key, value
+        try:
+            k_scale, v_scale = self.kv_scales[f"layers.{layer}.k_scale"], self.kv_scales[f"layers.{layer}.v_scale"]
+        except KeyError as error:
+            raise QuantizationError(
+                f"{KV_SCALES} has no {error.args[0]}",
+                expected="scales for keys and values of every layer",
+                remedy="run `dvc repro quantize`",
+            ) from None
+        return round_to_grid(key, k_scale), round_to_grid(value, v_scale)
+
+
+def round_to_grid(values: Tensor, scale: Tensor) -> Tensor:
+    """Keys or values ``[B, H, S, D]`` to the nearest int8 multiple of ``scale [H, D]``, ties to even, clamped."""
+    step = scale[:, None, :]
+    return (values / step).round_().clamp_(-128, 127) * step
+
+
+def round_activations(inputs: Tensor, block: int) -> Tensor:
+    """``[..., K]`` rounded to int8 per row and block of K, symmetric, step ``max|x| / 127``.
+
+    As ``QuantizeARow_CompInt8`` in onnxruntime/core/mlas/lib/sqnbitgemm_kernel_avx512_int8*.h: the block is multiplied
+    by ``127 / max|x|`` and rounded with ties to even; a block of zeros stays zero.
+    """
+    blocks = inputs.unflatten(-1, (-1, block))
+    largest = blocks.abs().amax(-1, keepdim=True)
+    inverse = torch.where(largest > 0, 127.0 / largest, 0.0)
+    return ((blocks * inverse).round_() * (largest / 127.0)).flatten(-2)
+
+
+def _activation_hook(group_size: int) -> Any:
+    def hook(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (round_activations(inputs[0], group_size), *inputs[1:])
+
+    return hook
+
+
+def _load(folder: Path) -> tuple[Any, list[tuple[torch.nn.Module, int]]]:
+    """The model with decoded float32 weights, and its quantized linears with their group sizes."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config: Any = AutoConfig.from_pretrained(folder)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # the weights put into it are already decoded
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    checkpoint = open_checkpoint(folder)
+    weights: dict[str, Tensor] = {}
+    group_sizes: dict[str, int] = {}
+    for name in checkpoint.names():
+        stored = checkpoint.linear(name)
+        if isinstance(stored, QuantizedLinear):
+            group_sizes[name] = stored.group_size
+            stored = stored.dequantize()
+        weights[name] = torch.from_numpy(np.array(stored, np.float32))
+    result = model.load_state_dict(weights, strict=False, assign=True)
+    model.tie_weights()
+    parameters = dict(model.named_parameters())  # a tied one once, by its first name
+    missing = [name for name in result.missing_keys if name in parameters]
+    unexpected = [name for name in result.unexpected_keys if not name.endswith(_PUBLISHED_KV_SCALES)]
+    if missing or unexpected:
+        raise QuantizationError(
+            f"{folder} lacks {missing[:3]} and has {unexpected[:3]} beyond {type(model).__name__}",
+            expected="one tensor for each parameter",
+            remedy="run `dvc repro quantize`",
+        )
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    linears: list[tuple[torch.nn.Module, int]] = []
+    for module in model.modules():
+        name = names.get(id(getattr(module, "weight", None)))
+        if name in group_sizes and not isinstance(module, torch.nn.Embedding):
+            linears.append((module, group_sizes[name]))
+    return model, linears
