@@ -23,6 +23,7 @@ from pipeline.tracking import connect, public_uri, sqlite_path, tracking_uri
 from pipeline.versions import (
     CHALLENGER,
     CHAMPION,
+    ROLLBACK,
     NO_CHAMPION,
     aliases,
     digest_of,
@@ -91,13 +92,28 @@ def register(
 
 def champion(model_name: str) -> RegisteredBundle | None:
     """The engine in service, or None when nothing was ever promoted under this name."""
+    return _holder(model_name, CHAMPION)
+
+
+def incumbent(model_name: str, candidate: str) -> RegisteredBundle | None:
+    """The engine a candidate is to be compared with: the champion, or, once the candidate is that, its predecessor.
+
+    So promoting a candidate does not change what it was compared with, and nothing has to be judged again.
+    """
+    found = champion(model_name)
+    if found is not None and found.digest == candidate:
+        found = _holder(model_name, ROLLBACK)
+    return None if found is not None and found.digest == candidate else found
+
+
+def _holder(model_name: str, alias: str) -> RegisteredBundle | None:
     database = sqlite_path(tracking_uri())
     if database is not None and not database.exists():
         return None  # connecting would create it
     with connect(write=False) as client:
         if not model_exists(client, model_name):
             return None
-        number = aliases(client, model_name).get(CHAMPION)
+        number = aliases(client, model_name).get(alias)
         if number is None:
             return None
         tags = client.get_model_version(model_name, str(number)).tags

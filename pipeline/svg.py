@@ -10,10 +10,10 @@ import math
 from dataclasses import dataclass, field
 from html import escape
 
-# Contrast with the page behind (WCAG): text at least 4.5:1, marks at least 3:1, in both schemes.
+# Contrast (WCAG): text at least 4.5:1 on what lies behind it, marks 3:1 on the page; cells of the bit strip carry digits.
 STYLE = """
-:root{--ink:#1c2430;--soft:#566173;--rule:#d5dae2;--page:#ffffff;--baseline:#75829a;--candidate:#1f66d0;
---pass:#1a7f37;--fail:#b42318;--unsure:#8a5a00;--b4:#1f66d0;--b8:#77a7ea;--b32:#c9d3e0;--on-b4:#ffffff;--on-b8:#0d1117}
+:root{--ink:#1c2430;--soft:#566173;--rule:#d5dae2;--page:#ffffff;--baseline:#667389;--candidate:#1f66d0;
+--pass:#1a7f37;--fail:#b42318;--unsure:#8a5a00;--b4:#1f66d0;--b8:#6496de;--b32:#c9d3e0;--on-b4:#ffffff;--on-b8:#0d1117}
 @media (prefers-color-scheme:dark){:root{--ink:#e6eaf0;--soft:#a3adbb;--rule:#343c49;--page:#12161d;--baseline:#8c98ab;
 --candidate:#6aaeff;--pass:#4cc365;--fail:#ff8379;--unsure:#e6b54a;--b4:#6aaeff;--b8:#2f64ad;--b32:#3b4554;
 --on-b4:#0d1117;--on-b8:#ffffff}}
