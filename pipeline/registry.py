@@ -23,8 +23,8 @@ from pipeline.tracking import connect, public_uri, sqlite_path, tracking_uri
 from pipeline.versions import (
     CHALLENGER,
     CHAMPION,
-    ROLLBACK,
     NO_CHAMPION,
+    ROLLBACK,
     aliases,
     digest_of,
     evidence_digest,

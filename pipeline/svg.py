@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 from html import escape
 
-# Contrast (WCAG): text at least 4.5:1 on what lies behind it, marks 3:1 on the page; cells of the bit strip carry digits.
+# Contrast (WCAG): text at least 4.5:1 on what is behind it, marks 3:1 on the page; cells of the bit strip carry digits.
 STYLE = """
 :root{--ink:#1c2430;--soft:#566173;--rule:#d5dae2;--page:#ffffff;--baseline:#667389;--candidate:#1f66d0;
 --pass:#1a7f37;--fail:#b42318;--unsure:#8a5a00;--b4:#1f66d0;--b8:#6496de;--b32:#c9d3e0;--on-b4:#ffffff;--on-b8:#0d1117}

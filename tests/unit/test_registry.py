@@ -18,7 +18,7 @@ from pipeline import promotion, registry, report, tracking
 from pipeline.artifact import Artifact, Record, create, load
 from pipeline.errors import RegistryError
 from pipeline.promotion import promote, rollback
-from pipeline.registry import champion, register
+from pipeline.registry import champion, incumbent, register
 from pipeline.release import Release
 from tests.report_example import CANDIDATE, RECIPE, example_report, example_verdict
 
@@ -144,6 +144,20 @@ def test_the_chain_of_champions(client: Any, submit: Callable[..., Artifact[Rele
     assert state(client)["aliases"] == {"challenger": 2, "champion": 1, "rollback": 2}
     assert rollback(NAME).champion == 2
     assert promotion.PENDING not in state(client)["tags"]
+
+
+def test_promoting_a_candidate_does_not_change_whom_it_is_compared_with(
+    submit: Callable[..., Artifact[Release]],
+) -> None:
+    one = submit("one").record.candidate
+    assert incumbent(NAME, one) is None
+    promote(NAME)
+    assert incumbent(NAME, one) is None
+    two = submit("two", against=one).record.candidate
+    for move in (lambda: None, lambda: promote(NAME), lambda: rollback(NAME)):
+        move()
+        found = incumbent(NAME, two)
+        assert found is not None and found.digest == one
 
 
 @pytest.mark.parametrize("outcome", [Outcome.FAIL, Outcome.INCONCLUSIVE])
