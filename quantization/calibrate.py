@@ -38,6 +38,7 @@ from quantization.calibration import (
 
 MIN_TOKENS = 8
 HOLDOUT_SHARE = 4  # one row in four, the last ones
+GRAM_BLOCK = 256  # a Gram matrix is summed in row blocks from the diagonal on: 5/8 of the work at 1,024 channels
 
 
 def calibrate(
@@ -149,10 +150,10 @@ class _GroupSums:
 
     def add(self, inputs: Tensor, *, holdout: bool) -> None:
         if holdout:
-            self.gram_holdout.addmm_(inputs.T, inputs)
+            _add_upper(self.gram_holdout, inputs)
             self.holdout_tokens += len(inputs)
             return
-        self.gram.addmm_(inputs.T, inputs)
+        _add_upper(self.gram, inputs)
         magnitude = inputs.abs()
         self.abs_sum += magnitude.sum(0, dtype=torch.float64)
         torch.maximum(self.abs_max, magnitude.amax(0), out=self.abs_max)
@@ -161,11 +162,21 @@ class _GroupSums:
     def results(self) -> dict[str, Tensor]:
         """The means; the sums are used up."""
         return {
-            "gram": self.gram.div_(self.tokens),
-            "gram_holdout": self.gram_holdout.div_(self.holdout_tokens),
+            "gram": _mirror(self.gram.div_(self.tokens)),
+            "gram_holdout": _mirror(self.gram_holdout.div_(self.holdout_tokens)),
             "mean_abs": (self.abs_sum / self.tokens).float(),
             "max_abs": self.abs_max,
         }
+
+
+def _add_upper(gram: Tensor, inputs: Tensor) -> None:
+    """Add ``inputsᵀ inputs`` to the upper triangle of ``gram [K, K]``, in whole blocks; below it is left undefined."""
+    for start in range(0, len(gram), GRAM_BLOCK):
+        gram[start : start + GRAM_BLOCK, start:].addmm_(inputs[:, start : start + GRAM_BLOCK].T, inputs[:, start:])
+
+
+def _mirror(gram: Tensor) -> Tensor:
+    return gram.triu_().add_(gram.triu(1).T)
 
 
 class _KVRange:
