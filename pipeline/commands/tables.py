@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
@@ -98,14 +100,18 @@ def _pairs(values: Mapping[str, Any]) -> Table:
 
 
 def _rows(name: str, rows: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
-    table = Table(title=name, title_justify="left", title_style="bold")
     columns = list(dict.fromkeys(key for row in rows for key in row))
+    values = [short(row["value"]) for row in rows] if columns == ["name", "value"] else []
+    if SHOWN_ROWS < len(values) and len(set(values)) <= SHOWN_ROWS:
+        # A long mapping with few values, such as the kernel of each linear, is told by counts.
+        columns, rows = ["count", "value"], [{"count": n, "value": value} for value, n in Counter(values).most_common()]
+    table = Table(title=name, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows[:SHOWN_ROWS]:
         table.add_row(*(escape(short(row.get(column, ""))) for column in columns))
     hidden = len(rows) - SHOWN_ROWS
-    return [table, Text(f"… and {hidden} more (--json shows all)", "dim")] if hidden > 0 else [table]
+    return [table, Text(f"… and {hidden} more (--json shows all)\n", "dim")] if hidden > 0 else [table]
 
 
 def short(value: Any) -> str:
