@@ -102,7 +102,7 @@ def _pairs(values: Mapping[str, Any]) -> Table:
 def _rows(name: str, rows: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
     columns = list(dict.fromkeys(key for row in rows for key in row))
     values = [short(row["value"]) for row in rows] if columns == ["name", "value"] else []
-    if SHOWN_ROWS < len(values) and len(set(values)) <= SHOWN_ROWS:
+    if len(values) > SHOWN_ROWS and len(set(values)) <= SHOWN_ROWS:
         # A long mapping with few values, such as the kernel of each linear, is told by counts.
         columns, rows = ["count", "value"], [{"count": n, "value": value} for value, n in Counter(values).most_common()]
     table = Table(title=name, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)

@@ -212,9 +212,9 @@ def prompts(here: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             census={"MatMul": 3},
             passes=(),
             weight_bytes=1,
+            step_bytes=1,
             plan={},
             stop_tokens=(characters().encode("#").ids[0],),
-            options={},
         )
         draft.finish(record, parents={})
     seen: list[str] = []
