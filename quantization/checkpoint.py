@@ -7,12 +7,14 @@ shards with an index, tokenizer files) that transformers loads by itself, plus `
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import ClassVar, Literal
 
 from pipeline.artifact import Frozen, Record
 from quantization.proof import Proof
 
 KV_SCALES = "kv_scales.safetensors"
+Method = Literal["float", "rtn", "scale_fit", "gptq"]
 
 
 class LinearReport(Frozen):
@@ -30,7 +32,7 @@ class LinearReport(Frozen):
     bits: Literal[4, 8, 32]
     group_size: int
     symmetric: bool
-    method: Literal["float", "rtn", "scale_fit", "gptq"]
+    method: Method
     input_scale: str  # "identity", or the AWQ candidate that was folded into the producer
     error_rtn: float
     error: float
@@ -51,3 +53,9 @@ class QuantizedModel(Record):
     proof: Proof
     source_bytes: int  # of the float checkpoint's weights
     notes: tuple[str, ...]  # where the plan could not be followed to the letter, and what was done
+
+    @property
+    def summary(self) -> str:
+        """The plan in a few words, such as ``w4:30 w8:181 kv-int8``: how many tensors have how many bits."""
+        counts = Counter(linear.bits for linear in self.linears)
+        return " ".join([*(f"w{bits}:{counts[bits]}" for bits in sorted(counts)), f"kv-{self.kv_cache.dtype}"])

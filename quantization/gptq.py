@@ -22,14 +22,20 @@ def inverse_factor(gram: FloatArray, damping: float = DAMPING) -> tuple[FloatArr
     The order puts the channels with the largest activations first. ``numpy.linalg.LinAlgError`` if the matrix is
     not positive definite even when damped.
     """
-    hessian = gram.astype(np.float64)
-    diagonal = np.einsum("kk->k", hessian)
-    mean = float(diagonal.mean()) or 1.0
-    diagonal += damping * mean
+    from scipy.linalg import get_lapack_funcs
+
     order = np.argsort(-np.diag(gram), kind="stable")
-    inverse = np.linalg.inv(hessian[np.ix_(order, order)])
-    upper = np.linalg.cholesky((inverse + inverse.T) / 2).T
-    return upper.astype(np.float32), order
+    backwards = order[::-1]
+    hessian = gram[np.ix_(backwards, backwards)].astype(np.float64)
+    np.einsum("kk->k", hessian)[:] += damping * (float(np.diag(gram).mean()) or 1.0)
+    # H = A Aᵀ with A upper triangular is a Cholesky factorization read backwards; then inv(H) = Uᵀ U with U = inv(A).
+    potrf, trtri = get_lapack_funcs(("potrf", "trtri"), (hessian,))
+    lower, info = potrf(hessian, lower=1, clean=1)
+    if info == 0:
+        inverse, info = trtri(lower, lower=1)
+        if info == 0:
+            return np.ascontiguousarray(inverse[::-1, ::-1], np.float32), order
+    raise np.linalg.LinAlgError(f"the damped Gram matrix is not positive definite (LAPACK info {info})")
 
 
 def gptq(weight: FloatArray, factor: tuple[FloatArray, np.ndarray], grid: Grid, fmt: Format) -> QuantizedLinear:

@@ -93,9 +93,11 @@ def prove(census: Sequence[TensorCensus], planned: Mapping[str, Format]) -> Proo
             reasons.append(f"{name} was planned as {fmt} but is stored {stored}")
         else:
             reasons.extend(f"{name} {problem}" for problem in _problems(entry))
-    for entry in census:
-        if entry.bits != 32 and entry.name not in planned:
-            reasons.append(f"{entry.name} is stored in {entry.bits} bits but was not planned to be")
+    reasons.extend(
+        f"{entry.name} is stored in {entry.bits} bits but was not planned to be"
+        for entry in census
+        if entry.bits != 32 and entry.name not in planned
+    )
 
     chosen = [by_name[name] for name in planned if name in by_name]
     weights = sum(entry.weights for entry in chosen)

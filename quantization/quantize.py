@@ -16,20 +16,20 @@ import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from safetensors import safe_open
 from safetensors.numpy import save_file
+from threadpoolctl import threadpool_limits
 
 from pipeline.artifact import Artifact, create, load
 from pipeline.errors import QuantizationError
 from pipeline.graph import LinearGroup, PortableGraph, ScaleSink
-from pipeline.recipe import Quantize, Recipe, Rule
+from pipeline.recipe import Quantize, Recipe
 from quantization import awq, kv_cache
 from quantization.calibration import Calibration, statistics_file
 from quantization.checkpoint import KV_SCALES, KVScheme, LinearReport, QuantizedModel
@@ -39,21 +39,25 @@ from quantization.compressed_tensors import (
     open_checkpoint,
     quantization_config,
 )
-from quantization.gptq import gptq, inverse_factor
+from quantization.group_search import Statistics, float_report, quantize_group
+from quantization.plan import EMBEDDING, HEAD, Plan, by_layer, formats_of, make_plan, planned_formats, tables_of
 from quantization.proof import prove, take_census
 from quantization.rounding import (
     FloatArray,
     Format,
     QuantizedLinear,
-    fitting_group_size,
-    round_to,
     round_to_nearest,
     storable,
 )
-from quantization.scale_fit import fit_scales, output_error
+from quantization.scale_fit import output_error
 
-Method = Literal["float", "rtn", "scale_fit", "gptq"]
-
+_PROGRESS = (
+    TextColumn("{task.description}"),
+    BarColumn(),
+    MofNCompleteColumn(),
+    TextColumn("layers"),
+    TimeElapsedColumn(),
+)
 LAYERS_AT_ONCE = 2  # numpy releases the interpreter; two layers in memory at most
 _TABLE_ROWS = 8192  # an embedding is rounded in slices of so many rows
 _REPLACED = re.compile(r"(.*\.safetensors|.*\.safetensors\.index\.json|.*\.onnx(\.data)?|record\.json|config\.json)")
@@ -66,24 +70,6 @@ class LayerResult:
     tensors: dict[str, QuantizedLinear | FloatArray] = field(default_factory=dict)
     reports: list[LinearReport] = field(default_factory=list)
     value_scale: FloatArray | None = None  # [kv_heads * head_size] that value channels were divided by
-
-
-@dataclass(frozen=True)
-class Rounded:
-    """One way to quantize one member, and its mean squared output error on the held-out rows."""
-
-    method: Method
-    linear: QuantizedLinear
-    error: float
-
-
-@dataclass(frozen=True)
-class Statistics:
-    """Of one group's inputs; see calibration.py."""
-
-    gram: FloatArray  # [K, K]
-    holdout: FloatArray  # [K, K]
-    mean_abs: FloatArray  # [K]
 
 
 def quantize(
@@ -103,20 +89,17 @@ def quantize(
         )
     source = open_checkpoint(graph.folder)
     plan, notes = make_plan(graph.record, settings)
-    layers = _by_layer(graph.record)
+    layers = by_layer(graph.record)
     reports: list[LinearReport] = []
     kv_scales: dict[str, FloatArray] = {}
     with create(folder, QuantizedModel) as draft:
         writer = CheckpointWriter(draft.folder)
         written: set[str] = set()
-        columns = (
-            TextColumn("quantizing"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("layers"),
-            TimeElapsedColumn(),
-        )
-        with Progress(*columns) as progress, ThreadPoolExecutor(LAYERS_AT_ONCE) as pool:
+        with (
+            threadpool_limits(1),  # two layers side by side: products inside one must not fight for the same cores
+            Progress(*_PROGRESS) as progress,
+            ThreadPoolExecutor(LAYERS_AT_ONCE) as pool,
+        ):
             task = progress.add_task("quantizing", total=len(layers))
             for start in range(0, len(layers), LAYERS_AT_ONCE):
                 batch = layers[start : start + LAYERS_AT_ONCE]
@@ -133,7 +116,7 @@ def quantize(
                             for part, array in _published_kv_scales(groups, layer, scales).items():
                                 writer.add(part, array)
                     progress.advance(task)
-        for name, tied_to in _tables(graph.record).items():
+        for name, tied_to in tables_of(graph.record).items():
             report = _write_table(writer, source, name, tied_to, plan, calibration, graph.record)
             written.add(name)
             reports.append(report)
@@ -147,12 +130,12 @@ def quantize(
         _write_config(graph, plan, settings, draft.folder)
 
         result = open_checkpoint(draft.folder)
-        proof = prove([take_census(result, name) for name in result.names()], _planned_formats(graph.record, plan))
+        proof = prove([take_census(result, name) for name in result.names()], planned_formats(graph.record, plan))
         if not proof.passed:
             raise QuantizationError(
                 "this is not a quantized model: " + "; ".join(proof.reasons[:10]),
                 expected="every planned tensor quantized, with fitted, finite scales",
-                remedy="check quantize.rules against the units in `tapeout inspect artifacts/graph`, and the calibration",
+                remedy="compare quantize.rules with the units that `tapeout inspect artifacts/graph` lists",
             )
         for note in notes:
             Console().print(f"note: {note}")
@@ -168,52 +151,11 @@ def quantize(
     return load(folder, QuantizedModel)
 
 
-def make_plan(graph: PortableGraph, settings: Quantize) -> tuple[dict[str, Format | None], list[str]]:
-    """The format of every group (None: float) and of ``embedding``; notes say where a group size had to shrink."""
-    plan: dict[str, Format | None] = {}
-    shrunk: dict[str, list[str]] = {}
-
-    def fitted(name: str, columns: int, rule: Rule) -> Format | None:
-        if rule.bits == 32:
-            return None
-        size = fitting_group_size(rule.group_size, columns)
-        if size != rule.group_size:
-            text = f"groups of {size} instead of {rule.group_size}, which does not divide {columns} input channels"
-            shrunk.setdefault(text, []).append(name)
-        return Format(rule.bits, size, rule.symmetric)
-
-    for group in graph.groups:
-        rule = settings.embeddings if group.name == "lm_head" else _matching_rule(group.name, settings)
-        plan[group.name] = fitted(group.name, group.in_features, rule)
-    plan["embedding"] = fitted("embedding", graph.hidden_size, settings.embeddings)
-    return plan, [f"{', '.join(names)}: {text}" for text, names in shrunk.items()]
-
-
-def _matching_rule(name: str, settings: Quantize) -> Rule:
-    for rule in settings.rules:
-        if fnmatchcase(name, rule.match):
-            return rule
-    raise QuantizationError(
-        f"no rule of quantize.rules matches {name}",
-        expected="a rule for every group of linears",
-        remedy='end the rules with one that matches "*"',
-    )
-
-
-def _by_layer(graph: PortableGraph) -> list[tuple[str, list[LinearGroup]]]:
-    layers: dict[str, list[LinearGroup]] = {}
-    for group in graph.groups:
-        if group.name != "lm_head":
-            key = ".".join(group.name.split(".")[:2]) if group.name.startswith("layers.") else group.name
-            layers.setdefault(key, []).append(group)
-    return list(layers.items())
-
-
 def _quantize_layer(
     source: Checkpoint,
     groups: list[LinearGroup],
     calibration: Artifact[Calibration],
-    plan: dict[str, Format | None],
+    plan: Plan,
     settings: Quantize,
 ) -> LayerResult:
     result = LayerResult()
@@ -224,13 +166,13 @@ def _quantize_layer(
         weights = [source.tensor(name) for name in group.members]
         if fmt is None:
             result.tensors.update(zip(group.members, weights, strict=True))
-            result.reports.extend(_float_report(group, i) for i in range(len(weights)))
+            result.reports.extend(float_report(group, i) for i in range(len(weights)))
             continue
         statistics = _read_statistics(calibration, group)
         sink = group.scale_sink
         if sink is not None and sink.kind == "linear" and sink.weight not in members:
             sink = None  # the producer is in another layer, which may be written already
-        scale, linears, reports = _quantize_group(group, weights, statistics, fmt, settings, sink)
+        scale, linears, reports = quantize_group(group, weights, statistics, fmt, settings, sink)
         result.tensors.update(zip(group.members, linears, strict=True))
         result.reports.extend(reports)
         if sink is not None and not scale.is_identity:
@@ -240,79 +182,6 @@ def _quantize_layer(
         if sink.kind == "linear" and sink.head_size:
             result.value_scale = awq.producer_scale(scale, sink)
     return result
-
-
-def _quantize_group(
-    group: LinearGroup,
-    weights: list[FloatArray],
-    statistics: Statistics,
-    fmt: Format,
-    settings: Quantize,
-    sink: ScaleSink | None,
-) -> tuple[awq.InputScale, list[QuantizedLinear], list[LinearReport]]:
-    identity = awq.identity(group.in_features)
-    plain = [_judge("rtn", w, round_to_nearest(w, fmt), identity, statistics) for w in weights]
-    scale, kept = identity, plain
-    if settings.method == "awq":
-        kept = _best_of(weights, plain, identity, statistics, fmt)
-        if sink is not None:
-            found = awq.search(weights, statistics.gram, statistics.mean_abs, fmt, settings.scale_grid, sink)
-            if not found.is_identity:
-                rounded = [
-                    _judge("rtn", w, round_to_nearest(w * found.values, fmt), found, statistics) for w in weights
-                ]
-                scaled = _best_of(weights, rounded, found, statistics, fmt)
-                if sum(r.error for r in scaled) < sum(r.error for r in kept):
-                    scale, kept = found, scaled
-    reports = [
-        LinearReport(
-            name=name,
-            group=group.name,
-            out_features=weight.shape[0],
-            in_features=weight.shape[1],
-            bits=8 if fmt.bits == 8 else 4,
-            group_size=fmt.group_size,
-            symmetric=fmt.symmetric,
-            method=chosen.method,
-            input_scale=scale.label,
-            error_rtn=first.error / energy,
-            error=chosen.error / energy,
-        )
-        for name, weight, first, chosen in zip(group.members, weights, plain, kept, strict=True)
-        for energy in [max(output_error(weight, statistics.holdout), float(np.finfo(np.float32).tiny))]
-    ]
-    return scale, [r.linear for r in kept], reports
-
-
-def _best_of(
-    weights: list[FloatArray], rounded: list[Rounded], scale: awq.InputScale, statistics: Statistics, fmt: Format
-) -> list[Rounded]:
-    """Per member, the best of round-to-nearest, fitted group scales, and GPTQ on these, all under one input scale."""
-    gram = statistics.gram / np.outer(scale.values, scale.values)
-    try:
-        factor = inverse_factor(gram)
-    except np.linalg.LinAlgError:
-        factor = None  # inputs of too few dimensions: the other candidates stand
-    best: list[Rounded] = []
-    for weight, plain in zip(weights, rounded, strict=True):
-        scaled = weight * scale.values
-        grid = fit_scales(scaled, np.ascontiguousarray(np.diag(gram)), fmt)
-        options = [plain, _judge("scale_fit", weight, round_to(scaled, grid, fmt), scale, statistics)]
-        if factor is not None:
-            options.append(_judge("gptq", weight, gptq(scaled, factor, grid, fmt), scale, statistics))
-        best.append(min(options, key=lambda option: option.error))
-    return best
-
-
-def _judge(
-    method: Method, weight: FloatArray, linear: QuantizedLinear, scale: awq.InputScale, statistics: Statistics
-) -> Rounded:
-    error = output_error(linear.dequantize() / scale.values - weight, statistics.holdout)
-    if not np.isfinite(error):
-        raise QuantizationError(
-            f"{method} gives an output error of {error}", expected="a finite one", remedy="run `dvc repro calibrate`"
-        )
-    return Rounded(method, linear, error)
 
 
 def _fold(result: LayerResult, source: Checkpoint, scale: FloatArray, sink: ScaleSink) -> None:
@@ -345,22 +214,6 @@ def _read_statistics(calibration: Artifact[Calibration], group: LinearGroup) -> 
     return Statistics(gram, holdout, mean_abs)
 
 
-def _float_report(group: LinearGroup, index: int) -> LinearReport:
-    return LinearReport(
-        name=group.members[index],
-        group=group.name,
-        out_features=group.out_features[index],
-        in_features=group.in_features,
-        bits=32,
-        group_size=0,
-        symmetric=True,
-        method="float",
-        input_scale="identity",
-        error_rtn=0.0,
-        error=0.0,
-    )
-
-
 def _write(writer: CheckpointWriter, name: str, tensor: QuantizedLinear | FloatArray) -> None:
     if isinstance(tensor, QuantizedLinear):
         writer.add_linear(name, tensor)
@@ -368,26 +221,18 @@ def _write(writer: CheckpointWriter, name: str, tensor: QuantizedLinear | FloatA
         writer.add(name, tensor)
 
 
-def _tables(graph: PortableGraph) -> dict[str, str | None]:
-    """The embedding and, if it has a table of its own, the head; each with the parameter tied to it."""
-    heads = [group.members[0] for group in graph.groups if group.name == "lm_head"]
-    if graph.tied_embeddings:
-        return {graph.embedding: "lm_head.weight"}
-    return {graph.embedding: None, **dict.fromkeys(heads)}
-
-
 def _write_table(
     writer: CheckpointWriter,
     source: Checkpoint,
     name: str,
     tied_to: str | None,
-    plan: dict[str, Format | None],
+    plan: Plan,
     calibration: Artifact[Calibration],
     graph: PortableGraph,
 ) -> LinearReport:
     weight = source.tensor(name)
-    fmt = plan["embedding"] if name == graph.embedding else plan["lm_head"]
-    head = next((group for group in graph.groups if group.name == "lm_head" and name in group.members), None)
+    fmt = plan[EMBEDDING] if name == graph.embedding else plan[HEAD]
+    head = next((group for group in graph.groups if group.name == HEAD and name in group.members), None)
     holdout = _read_statistics(calibration, head).holdout if head is not None else None
     error = 0.0
     if fmt is None:
@@ -397,7 +242,7 @@ def _write_table(
         writer.add_table(name, table, tied_to=tied_to)
     return LinearReport(
         name=name,
-        group="lm_head" if head is not None else "embedding",
+        group=HEAD if head is not None else EMBEDDING,
         out_features=weight.shape[0],
         in_features=weight.shape[1],
         bits=32 if fmt is None else 8,
@@ -424,37 +269,6 @@ def _round_table(weight: FloatArray, fmt: Format, gram: FloatArray | None) -> tu
     codes = np.concatenate([part.codes for part in slices])
     scales = np.concatenate([part.scales for part in slices])
     return QuantizedLinear(codes, scales, None, fmt.bits, fmt.group_size), error / max(energy, 1e-30)
-
-
-def _planned_formats(graph: PortableGraph, plan: dict[str, Format | None]) -> dict[str, Format]:
-    linears, tables, _ = _formats(graph, plan)
-    stored = set(_tables(graph))
-    return {**linears, **{name: fmt for name, fmt in tables.items() if name in stored}}
-
-
-def _formats(
-    graph: PortableGraph, plan: dict[str, Format | None]
-) -> tuple[dict[str, Format], dict[str, Format], list[str]]:
-    """Formats of linears and of tables by parameter name, and the names of linears left in float."""
-    linears: dict[str, Format] = {}
-    ignored: list[str] = []
-    for group in graph.groups:
-        fmt = plan[group.name]
-        if group.name == "lm_head":
-            continue
-        if fmt is None:
-            ignored.extend(group.members)
-        else:
-            linears.update(dict.fromkeys(group.members, fmt))
-    tables: dict[str, Format] = {}
-    for name, tied_to in _tables(graph).items():
-        fmt = plan["embedding"] if name == graph.embedding else plan["lm_head"]
-        both = [name] if tied_to is None else [name, tied_to]
-        if fmt is None:
-            ignored.extend(both)
-        else:
-            tables.update(dict.fromkeys(both, fmt))
-    return linears, tables, ignored
 
 
 def _kv_scales(
@@ -485,11 +299,9 @@ def _copy_companions(source: Path, target: Path) -> None:
             shutil.copyfile(path, target / path.name)
 
 
-def _write_config(
-    graph: Artifact[PortableGraph], plan: dict[str, Format | None], settings: Quantize, target: Path
-) -> None:
+def _write_config(graph: Artifact[PortableGraph], plan: Plan, settings: Quantize, target: Path) -> None:
     config: dict[str, Any] = json.loads((graph.folder / "config.json").read_text())
-    linears, tables, ignored = _formats(graph.record, plan)
+    linears, tables, ignored = formats_of(graph.record, plan)
     kv_cache_scheme = None
     if settings.kv_cache.dtype == "int8" and settings.kv_cache.granularity == "per_tensor":
         kv_cache_scheme = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}
