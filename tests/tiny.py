@@ -11,6 +11,7 @@ that shape its weights; concurrent test workers wait for the first.
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import random
 import shutil
@@ -49,7 +50,7 @@ def tiny_checkpoint() -> Path:
     """The Hugging Face checkpoint folder: weights, tokenizer, chat template, generation config with a stop token."""
     from filelock import FileLock
 
-    home = Path(tempfile.gettempdir()) / "tapeout-tests"
+    home = Path(tempfile.gettempdir()) / f"tapeout-tests-{os.getuid()}"
     home.mkdir(exist_ok=True)
     folder = home / f"tiny-llama-{_key()}"
     with FileLock(folder.with_suffix(".lock")):
