@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pipeline.artifact import Frozen, Record
 
@@ -53,6 +53,6 @@ class EngineBundle(Record):
     census: dict[str, int]  # operator -> nodes
     passes: tuple[PassReport, ...]
     weight_bytes: int
+    step_bytes: int  # weights one decode step of one row reads: all but the embedding's other rows
     plan: dict[str, str]  # linear group -> kernel
     stop_tokens: tuple[int, ...]
-    options: dict[str, Any]

@@ -97,9 +97,9 @@ def build(
             census=dict(sorted(Counter(n.op_type for n in model.graph).items())),
             passes=reports,
             weight_bytes=weight_bytes,
+            step_bytes=_step_bytes(model),
             plan=dict(sorted(lowering.plan.items())),
             stop_tokens=graph.record.stop_tokens,
-            options={},
         )
         draft.finish(record, parents=parents)
     return artifact.load(folder, EngineBundle)
@@ -140,6 +140,15 @@ def write_weights(model: ir.Model, path: Path) -> int:
                 base_dir=path.parent,
             )
         return stream.tell()
+
+
+def _step_bytes(model: ir.Model) -> int:
+    """Bytes of every initializer that a step reads whole; a gathered table gives one row, which is not counted."""
+    return sum(
+        value.const_value.nbytes
+        for value in model.graph.initializers.values()
+        if value.const_value is not None and not all(use.node.op_type.startswith("Gather") for use in value.uses())
+    )
 
 
 def _kv_layers(model: ir.Model) -> tuple[KVLayer, ...]:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from evals.reports import (
     EvalReport,
@@ -20,6 +20,7 @@ from evals.reports import (
     ParityReport,
     ShadowItem,
     ShadowReport,
+    SpeedSample,
     TaskItem,
     TextItem,
     read_items,
@@ -32,15 +33,6 @@ T = TypeVar("T")
 # KL and log-likelihoods are differences of floating-point sums over the vocabulary: one may fall this far below zero.
 ROUNDING_NATS = 1e-5
 EXAMPLES_SHOWN = 3
-
-
-class SpeedSample(Frozen):
-    """Throughput of both engines at one batch, measured in turn: entry i of both tuples is one paired repeat."""
-
-    batch: int
-    phase: Literal["decode", "prefill"]
-    baseline_tokens_per_s: tuple[float, ...]
-    candidate_tokens_per_s: tuple[float, ...]
 
 
 class SpeedSummary(Frozen):

@@ -18,7 +18,7 @@ from pipeline import artifact
 from pipeline.artifact import Artifact
 from pipeline.errors import EvidenceError
 
-ITEMS_FILE = "items.jsonl"
+ITEMS_FILE = "parity_items.jsonl"
 Reference = Callable[[Sequence[int]], FloatArray]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 from pipeline.artifact import Frozen, Record
 from pipeline.errors import EvidenceError
@@ -112,6 +112,47 @@ class ParityReport(Record):
     candidate: str
     quantized: str  # digest of the QuantizedModel
     documents: int
+
+
+class SpeedSample(Frozen):
+    """Throughput of both engines at one batch, measured in turn: entry i of both tuples is one paired repeat."""
+
+    batch: int
+    phase: Literal["decode", "prefill"]
+    baseline_tokens_per_s: tuple[float, ...]
+    candidate_tokens_per_s: tuple[float, ...]
+
+
+class EngineNumbers(Frozen):
+    """Medians over the repeats of one engine. Dictionaries are keyed by batch.
+
+    ``roofline_share``: weight bytes over measured read bandwidth, as a share of the step time at the smallest batch.
+    ``cost_per_million_tokens``: US dollars per million generated tokens at the fastest batch.
+    """
+
+    digest: str
+    ttft_ms: float
+    prefill_tokens_per_s: float
+    itl_ms: dict[int, float]
+    decode_tokens_per_s: dict[int, float]
+    peak_memory_mb: float
+    bundle_mb: float
+    roofline_share: float
+    cost_per_million_tokens: float
+
+
+class Benchmark(Record):
+    noun: ClassVar[str] = "Benchmark"
+    remedy: ClassVar[str] = "run `dvc repro benchmark`"
+
+    baseline: EngineNumbers
+    candidate: EngineNumbers
+    samples: tuple[SpeedSample, ...]
+    threads: int
+    prompt_tokens: int
+    new_tokens: int
+    read_bandwidth_gb_s: float
+    price_per_hour: float
 
 
 def write_items(path: Path, items: Iterable[Frozen]) -> None:

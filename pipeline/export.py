@@ -131,7 +131,7 @@ def load_checkpoint(folder: Path, entry: str = "") -> Any:
 
     gguf = {"gguf_file": entry} if entry.endswith(".gguf") else {}
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **gguf)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **gguf)
     except (ValueError, KeyError, OSError) as error:
         raise ExportError(
             f"transformers cannot load {folder / entry}: {error}",
@@ -195,7 +195,7 @@ def _export_program(model: Any) -> Any:
             cache_names = [f"{i}.{part}" for i in range(len(shapes)) for part in ("key", "value")]
             dynamic, row = torch.export.Dim.DYNAMIC, {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
             return torch.onnx.export(
-                _Wrapper(model),
+                _Wrapper(model).eval(),
                 (
                     torch.ones(2, 3, dtype=torch.int64),
                     torch.ones(2, 8, dtype=torch.int64),
@@ -263,7 +263,7 @@ def _simplify(model: ir.Model, parameters: set[str]) -> None:
             value.name = short
             value.const_value, tensor = None, value.const_value
             assert tensor is not None
-            value.shape, value.type = ir.Shape(tensor.shape), ir.TensorType(tensor.dtype)
+            value.shape, value.type = ir.Shape(tensor.shape.numpy()), ir.TensorType(tensor.dtype)
             hidden.append(value)
     graph.inputs.extend(hidden)
     _split_gemm(graph)

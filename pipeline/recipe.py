@@ -92,6 +92,7 @@ class Evaluate(Frozen):
     items: Count = 2500  # pooled over the tasks, shared out by size
     documents: Count = 64
     document_tokens: Count = 256
+    parity_documents: Count = 32  # of the same documents, for engine against quantized torch model
 
 
 class Shadow(Frozen):

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
-import psutil
 from numpy.typing import NDArray
 
 from engines.bundle import EngineBundle
 from engines.protocol import FloatArray
+from engines.threads import physical_cores
 from pipeline.artifact import Artifact
 from pipeline.errors import BuildError
 
-_KV_DTYPES = {"float32": np.float32, "int8": np.int8}
+_KV_DTYPES: dict[str, Any] = {"float32": np.float32, "int8": np.int8}
 
 
 @dataclass
@@ -39,7 +40,7 @@ class OrtCpuEngine:
         self._bundle = bundle
         record = bundle.record
         options = ort.SessionOptions()
-        options.intra_op_num_threads = threads or psutil.cpu_count(logical=False) or 1
+        options.intra_op_num_threads = threads or physical_cores()
         options.inter_op_num_threads = 1
         options.log_severity_level = 3
         self._session = ort.InferenceSession(
@@ -47,7 +48,7 @@ class OrtCpuEngine:
         )
         self._slots = slots or record.io.slots
         dtype = _KV_DTYPES[record.io.kv_dtype]
-        self._cache: dict[str, NDArray[np.float32] | NDArray[np.int8]] = {}
+        self._cache: dict[str, NDArray[Any]] = {}
         for layer, shape in enumerate(record.io.kv_layers):
             for part in ("key", "value"):
                 self._cache[f"{layer}.{part}"] = np.zeros(

@@ -1,0 +1,196 @@
+"""Benchmark: latency, throughput and memory of both engines, measured in turn on this machine.
+
+Every repeat times the baseline and then the candidate, so that a busy neighbour slows both; what is compared is the
+pair. Prompts are random tokens of a fixed seed: speed does not depend on what they say.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from engines.protocol import Engine
+from evals.reports import Benchmark, EngineNumbers, SpeedSample
+from pipeline.artifact import Artifact, create, load
+from pipeline.errors import EvidenceError
+from pipeline.recipe import Benchmark as Settings
+
+WARMUP_STEPS = 3
+BANDWIDTH_BYTES = 256 << 20
+BANDWIDTH_TRIALS = 7
+
+
+def benchmark(
+    settings: Settings,
+    baseline: Engine,
+    candidate: Engine,
+    *,
+    folders: Mapping[str, Path],
+    read_bytes: Mapping[str, int],
+    bundle_bytes: Mapping[str, int],
+    threads: int,
+    seed: int,
+    folder: Path,
+    parents: Mapping[str, str],
+    progress: Callable[[str], None] = lambda _: None,
+) -> Artifact[Benchmark]:
+    """Write a :class:`Benchmark` with ``metrics.json`` (flat numbers).
+
+    ``folders``, ``read_bytes`` and ``bundle_bytes`` are keyed ``baseline`` and ``candidate``; ``read_bytes`` is what
+    one decode step of one row must read at least: the weights.
+    """
+    engines = {"baseline": baseline, "candidate": candidate}
+    progress("read bandwidth")
+    bandwidth = read_bandwidth(threads)
+    prompt = np.random.default_rng(seed).integers(1, baseline.vocab_size, settings.prompt_tokens).tolist()
+    batches = [b for b in settings.batches if b <= min(e.slots for e in engines.values())]
+    if len(batches) < len(settings.batches):
+        raise EvidenceError(
+            f"benchmark.batches {list(settings.batches)} is more than the engines' {baseline.slots} slots",
+            expected="batches within build.slots",
+            remedy="raise build.slots or lower benchmark.batches",
+        )
+    prefill: dict[str, list[float]] = {name: [] for name in engines}
+    decode: dict[tuple[str, int], list[float]] = {(name, b): [] for name in engines for b in batches}
+    for engine in engines.values():
+        _prefill_seconds(engine, prompt)
+    for repeat in range(settings.repeats):
+        for name, engine in engines.items():
+            progress(f"repeat {repeat + 1} of {settings.repeats}, {name}")
+            prefill[name].append(_prefill_seconds(engine, prompt))
+            for batch in batches:
+                decode[name, batch].append(_step_seconds(engine, prompt, batch, settings.new_tokens))
+    progress("peak memory")
+    numbers = {
+        name: EngineNumbers(
+            digest=engine.digest,
+            ttft_ms=1e3 * median(prefill[name]),
+            prefill_tokens_per_s=len(prompt) / median(prefill[name]),
+            itl_ms={b: 1e3 * median(decode[name, b]) for b in batches},
+            decode_tokens_per_s={b: b / median(decode[name, b]) for b in batches},
+            peak_memory_mb=peak_memory_mb(folders[name], settings.prompt_tokens, settings.new_tokens, threads),
+            bundle_mb=bundle_bytes[name] / 1e6,
+            roofline_share=read_bytes[name] / median(decode[name, min(batches)]) / bandwidth,
+            cost_per_million_tokens=settings.price_per_hour
+            / 3600
+            * 1e6
+            / max(b / median(decode[name, b]) for b in batches),
+        )
+        for name, engine in engines.items()
+    }
+    samples = [
+        SpeedSample(
+            batch=1,
+            phase="prefill",
+            baseline_tokens_per_s=tuple(len(prompt) / s for s in prefill["baseline"]),
+            candidate_tokens_per_s=tuple(len(prompt) / s for s in prefill["candidate"]),
+        ),
+        *(
+            SpeedSample(
+                batch=batch,
+                phase="decode",
+                baseline_tokens_per_s=tuple(batch / s for s in decode["baseline", batch]),
+                candidate_tokens_per_s=tuple(batch / s for s in decode["candidate", batch]),
+            )
+            for batch in batches
+        ),
+    ]
+    record = Benchmark(
+        baseline=numbers["baseline"],
+        candidate=numbers["candidate"],
+        samples=tuple(samples),
+        threads=threads,
+        prompt_tokens=settings.prompt_tokens,
+        new_tokens=settings.new_tokens,
+        read_bandwidth_gb_s=bandwidth / 1e9,
+        price_per_hour=settings.price_per_hour,
+    )
+    with create(folder, Benchmark) as draft:
+        text = json.dumps(benchmark_metrics(record), indent=1, allow_nan=False)
+        (draft.folder / "metrics.json").write_text(text + "\n")
+        draft.finish(record, parents=parents)
+    return load(folder, Benchmark)
+
+
+def _prefill_seconds(engine: Engine, prompt: list[int]) -> float:
+    start = time.perf_counter()
+    engine.prefill(0, prompt)
+    return time.perf_counter() - start
+
+
+def _step_seconds(engine: Engine, prompt: list[int], batch: int, steps: int) -> float:
+    """Median seconds of one decode step of ``batch`` rows that hold the prompt and grow by one token a step."""
+    engine.prefill(0, prompt)
+    for slot in range(1, batch):
+        engine.copy_slot(0, slot, len(prompt))
+    tokens = [prompt[-1]] * batch
+    seconds: list[float] = []
+    for step in range(WARMUP_STEPS + steps):
+        lengths = [len(prompt) + step] * batch
+        start = time.perf_counter()
+        logits = engine.decode(tokens, lengths)
+        tokens = logits.argmax(axis=1).tolist()
+        seconds.append(time.perf_counter() - start)
+    return median(seconds[WARMUP_STEPS:])
+
+
+def read_bandwidth(threads: int) -> float:
+    """Bytes per second that ``threads`` cores read from memory together: best of several sweeps of a large array."""
+    arrays = [np.ones(BANDWIDTH_BYTES // 4 // threads, np.float32) for _ in range(threads)]
+    best = 0.0
+    for _ in range(BANDWIDTH_TRIALS):
+        workers = [threading.Thread(target=np.max, args=(array,)) for array in arrays]
+        start = time.perf_counter()
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        best = max(best, sum(a.nbytes for a in arrays) / (time.perf_counter() - start))
+    return best
+
+
+def peak_memory_mb(folder: Path, prompt_tokens: int, new_tokens: int, threads: int) -> float:
+    """Peak resident memory of a fresh process that opens the bundle, reads a prompt and answers, in MB."""
+    arguments = [str(folder), str(prompt_tokens), str(new_tokens), str(threads)]
+    result = subprocess.run(
+        [sys.executable, "-m", "evals.benchmark", *arguments], capture_output=True, text=True, check=False
+    )
+    if result.returncode:
+        raise EvidenceError(
+            f"the memory run of {folder} ended with {result.returncode}: {result.stderr.strip()[-500:]}"
+        )
+    return float(result.stdout)
+
+
+def benchmark_metrics(record: Benchmark) -> dict[str, float]:
+    """Flat numbers for ``dvc metrics``."""
+    metrics = {"read_bandwidth_gb_s": record.read_bandwidth_gb_s}
+    for name, numbers in (("baseline", record.baseline), ("candidate", record.candidate)):
+        for key, value in numbers.model_dump(exclude={"digest"}).items():
+            if isinstance(value, dict):
+                metrics |= {f"{name}.{key}.b{batch}": number for batch, number in value.items()}
+            else:
+                metrics[f"{name}.{key}"] = value
+    return metrics
+
+
+def _memory_run() -> None:
+    from engines.load import load as load_engine
+
+    folder, prompt_tokens, new_tokens, threads = Path(sys.argv[1]), *map(int, sys.argv[2:5])
+    engine = load_engine(folder, threads=threads, slots=1)
+    _step_seconds(engine, [1] * prompt_tokens, 1, new_tokens)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6)
+
+
+if __name__ == "__main__":
+    _memory_run()

@@ -1,0 +1,375 @@
+"""The stages `dvc repro` runs: each reads artifacts, calls one verb, writes one artifact. It wires and decides nothing.
+
+Only this module knows all verbs. `dvc.yaml` calls it as ``tapeout stage NAME``; what a stage reads here and the
+``deps`` and ``params`` listed there must agree.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline import artifact
+from pipeline.artifact import Artifact
+from pipeline.errors import RecipeError
+from pipeline.graph import PortableGraph
+from pipeline.recipe import Recipe, load_recipe
+
+if TYPE_CHECKING:
+    from engines.bundle import EngineBundle
+    from pipeline.fetch import Source
+
+ARTIFACTS = Path("artifacts")
+INCUMBENT = ARTIFACTS / "incumbent.json"
+
+
+def run(name: str, recipe_path: Path) -> None:
+    """Run one stage on the artifacts that are there."""
+    if name not in STAGES:
+        raise RecipeError(f"no stage {name!r}", expected=f"one of {', '.join(STAGES)}")
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    _quiet_libraries()
+    STAGES[name](load_recipe(recipe_path))
+
+
+def _quiet_libraries() -> None:
+    """Leave the terminal to our own lines; what a library warns of here has been looked at."""
+    import os
+    import warnings
+
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    warnings.filterwarnings("ignore", module=r"(torch|transformers|onnxscript|copyreg|mlflow|lm_eval).*")
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    # Not every caller of tqdm asks transformers; ours are rich bars, and theirs would run into them.
+    os.environ.setdefault("TQDM_DISABLE", "1")
+
+
+def _say(stage: str) -> Callable[[str], None]:
+    """Progress of a stage as a line on the terminal; the same step is said once."""
+    from rich.console import Console
+
+    console, last = Console(stderr=True, highlight=False), [""]
+
+    def say(step: str) -> None:
+        if step != last[0]:
+            console.print(f"  [dim]{stage}:[/] {step}")
+            last[0] = step
+
+    return say
+
+
+def _environment(recipe: Recipe) -> None:
+    """Library versions and machine, as files other stages depend on: a change of either makes them stale."""
+    from pipeline.environment import libraries, machine
+
+    folder = ARTIFACTS / "environment"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in (("libraries", libraries()), ("machine", machine())):
+        (folder / f"{name}.json").write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+
+
+def _fetch(recipe: Recipe) -> None:
+    from pipeline.fetch import fetch
+
+    fetch(recipe, ARTIFACTS / "source")
+
+
+def _export(recipe: Recipe) -> None:
+    from pipeline.export import export
+
+    source = _source()
+    entry = source.folder / source.record.model_entry
+    gguf = source.record.model_kind == "gguf"
+    export(
+        entry.parent if gguf else entry,
+        entry.name if gguf else "",
+        ARTIFACTS / "graph",
+        max_positions=recipe.export.max_positions,
+        tolerance=recipe.export.tolerance,
+        seed=recipe.seed,
+        parents={"Source": source.digest},
+        progress=_say("export"),
+    )
+
+
+def _calibrate(recipe: Recipe) -> None:
+    from quantization.calibrate import calibrate
+
+    texts, _ = _texts(recipe)
+    calibrate(recipe, _graph(), texts, ARTIFACTS / "calibration")
+
+
+def _quantize(recipe: Recipe) -> None:
+    from quantization.calibration import Calibration
+    from quantization.quantize import quantize
+
+    calibration = artifact.load(ARTIFACTS / "calibration", Calibration)
+    quantize(recipe, _graph(), calibration, ARTIFACTS / "quantized")
+
+
+def _build_baseline(recipe: Recipe) -> None:
+    from engines.compile import build
+    from quantization.compressed_tensors import open_checkpoint
+
+    graph = _graph()
+    build(
+        graph,
+        open_checkpoint(graph.folder),
+        ARTIFACTS / "baseline",
+        target=recipe.build.target,
+        precision="float32",
+        model_name=recipe.register_.model_name,
+        slots=recipe.build.slots,
+        kv_scales={},
+        parents={"PortableGraph": graph.digest},
+        progress=_say("build"),
+    )
+
+
+def _build_candidate(recipe: Recipe) -> None:
+    from engines.compile import build
+    from quantization.checkpoint import KV_SCALES, QuantizedModel
+    from quantization.compressed_tensors import open_checkpoint
+
+    graph = _graph()
+    quantized = artifact.load(ARTIFACTS / "quantized", QuantizedModel)
+    scales = quantized.folder / KV_SCALES
+    kv_scales: dict[str, Any] = {}
+    if scales.is_file():
+        from safetensors.numpy import load_file
+
+        kv_scales = load_file(scales)
+    build(
+        graph,
+        open_checkpoint(quantized.folder),
+        ARTIFACTS / "candidate",
+        target=recipe.build.target,
+        precision=quantized.record.summary,
+        model_name=recipe.register_.model_name,
+        slots=recipe.build.slots,
+        kv_scales=kv_scales,
+        parents={"PortableGraph": graph.digest, "QuantizedModel": quantized.digest},
+        progress=_say("build"),
+    )
+
+
+def _parity(recipe: Recipe) -> None:
+    from engines.load import load
+    from evals.parity import parity
+    from quantization.checkpoint import QuantizedModel
+    from quantization.reference import QuantizedReference
+
+    quantized = artifact.load(ARTIFACTS / "quantized", QuantizedModel)
+    engine = load(ARTIFACTS / "candidate", threads=recipe.build.threads, slots=1)
+    _, heldout = _texts(recipe)
+    documents = [ids[: recipe.evaluate.document_tokens] for ids in _encode(heldout[: recipe.evaluate.parity_documents])]
+    parity(
+        engine,
+        QuantizedReference(quantized.folder, int8_activations=True),
+        documents,
+        ARTIFACTS / "parity",
+        quantized=quantized.digest,
+        parents={"EngineBundle": engine.digest, "QuantizedModel": quantized.digest},
+    )
+
+
+def _benchmark(recipe: Recipe) -> None:
+    from engines.load import load
+    from engines.threads import physical_cores
+    from evals.benchmark import benchmark
+
+    folders = {name: ARTIFACTS / name for name in ("baseline", "candidate")}
+    bundles = {name: _bundle(folder) for name, folder in folders.items()}
+    threads = recipe.build.threads or physical_cores()
+    slots = max(recipe.benchmark.batches)
+    engines = {name: load(folder, threads=threads, slots=slots) for name, folder in folders.items()}
+    benchmark(
+        recipe.benchmark,
+        engines["baseline"],
+        engines["candidate"],
+        folders=folders,
+        read_bytes={name: bundle.record.step_bytes for name, bundle in bundles.items()},
+        bundle_bytes={name: sum(f.size_bytes for f in bundle.files.values()) for name, bundle in bundles.items()},
+        threads=threads,
+        seed=recipe.seed,
+        folder=ARTIFACTS / "benchmark",
+        parents={name: bundle.digest for name, bundle in bundles.items()},
+        progress=_say("benchmark"),
+    )
+
+
+def _evaluate(recipe: Recipe) -> None:
+    from engines.load import load
+    from evals.quality import evaluate
+
+    source = _source()
+    baseline, candidate = (
+        load(ARTIFACTS / name, threads=recipe.build.threads, slots=1) for name in ("baseline", "candidate")
+    )
+    _, heldout = _texts(recipe)
+    bundle = _bundle(ARTIFACTS / "candidate")
+    evaluate(
+        recipe,
+        baseline,
+        candidate,
+        tokenizer_file=bundle.folder / "tokenizer.json",
+        end_of_text=bundle.record.stop_tokens[0],
+        data=source.folder / source.record.data_entry,
+        heldout_texts=heldout,
+        folder=ARTIFACTS / "evaluation",
+        parents={"baseline": baseline.digest, "candidate": candidate.digest, "Source": source.digest},
+    )
+
+
+def _incumbent(recipe: Recipe) -> None:
+    """Which registered engine the candidate must be compared with, as a file the shadow stage depends on."""
+    from pipeline.registry import incumbent
+
+    found = incumbent(recipe.register_.model_name, _bundle(ARTIFACTS / "candidate").digest)
+    content = None if found is None else {"digest": found.digest, "location": str(found.location)}
+    INCUMBENT.write_text(json.dumps(content) + "\n")
+
+
+def _shadow(recipe: Recipe) -> None:
+    from engines.load import load
+    from evals.shadow import shadow
+    from pipeline.corpus import chat_prompts
+
+    incumbent = json.loads(INCUMBENT.read_text())
+    champion = load(
+        Path(incumbent["location"]) if incumbent else ARTIFACTS / "baseline",
+        threads=recipe.build.threads,
+        slots=recipe.build.slots,
+    )
+    candidate = load(ARTIFACTS / "candidate", threads=recipe.build.threads, slots=recipe.build.slots)
+    source, bundle = _source(), _bundle(ARTIFACTS / "candidate")
+    questions = chat_prompts(source, recipe.shadow.datasets, recipe.shadow.prompts, recipe.seed)
+    shadow(
+        recipe,
+        champion,
+        candidate,
+        prompts=_chat(bundle, questions),
+        stop_tokens=bundle.record.stop_tokens,
+        champion_is_baseline=incumbent is None,
+        folder=ARTIFACTS / "shadow",
+        parents={"champion": champion.digest, "candidate": candidate.digest, "Source": source.digest},
+    )
+
+
+def _gate(recipe: Recipe) -> None:
+    from evals.evidence import ProofSummary, SpeedSummary, load_evidence
+    from evals.gate import gate
+    from evals.reports import Benchmark
+    from quantization.checkpoint import QuantizedModel
+
+    baseline, candidate = _bundle(ARTIFACTS / "baseline"), _bundle(ARTIFACTS / "candidate")
+    quantized = artifact.load(ARTIFACTS / "quantized", QuantizedModel)
+    timed = artifact.load(ARTIFACTS / "benchmark", Benchmark)
+    proof = quantized.record.proof
+    evidence = load_evidence(
+        baseline=baseline.digest,
+        candidate=candidate.digest,
+        quantized=quantized.digest,
+        target=candidate.record.target,
+        executed_on=candidate.record.target,  # ort-cpu bundles only load on the machine they were built for
+        proof=ProofSummary(
+            quantized=candidate.parents["QuantizedModel"],
+            ok=proof.passed,
+            reasons=proof.reasons,
+            bits_per_weight=proof.bits_per_weight,
+        ),
+        speed=SpeedSummary(
+            baseline=timed.record.baseline.digest,
+            candidate=timed.record.candidate.digest,
+            samples=timed.record.samples,
+        ),
+        digests={"Benchmark": timed.digest, "QuantizedModel": quantized.digest},
+        evaluation=ARTIFACTS / "evaluation",
+        shadow=ARTIFACTS / "shadow",
+        parity=ARTIFACTS / "parity",
+    )
+    gate(evidence, recipe.gate, ARTIFACTS / "verdict")
+
+
+def _report(recipe: Recipe) -> None:
+    from pipeline.report import write
+    from pipeline.report_sources import gather
+
+    write(gather(recipe, ARTIFACTS), ARTIFACTS / "report")
+
+
+def _register(recipe: Recipe) -> None:
+    from evals.verdict import Verdict
+    from pipeline.bundle_store import keep
+    from pipeline.registry import register
+
+    verdict = artifact.load(ARTIFACTS / "verdict", Verdict)
+    bundle = keep(_bundle(ARTIFACTS / "candidate"))
+    register(recipe, verdict, bundle, ARTIFACTS / "report", ARTIFACTS / "release")
+
+
+def _source() -> Artifact[Source]:
+    from pipeline.fetch import Source
+
+    return artifact.load(ARTIFACTS / "source", Source)
+
+
+def _graph() -> Artifact[PortableGraph]:
+    return artifact.load(ARTIFACTS / "graph", PortableGraph)
+
+
+def _bundle(folder: Path) -> Artifact[EngineBundle]:
+    from engines.bundle import EngineBundle
+
+    return artifact.load(folder, EngineBundle)
+
+
+def _texts(recipe: Recipe) -> tuple[list[str], list[str]]:
+    """Calibration texts and held-out texts, disjoint, from one column of one data set."""
+    from pipeline.corpus import calibration_and_heldout
+
+    settings = recipe.calibrate
+    return calibration_and_heldout(
+        _source(), settings.dataset, settings.column, settings.rows, recipe.evaluate.documents, recipe.seed
+    )
+
+
+def _encode(texts: Sequence[str]) -> list[list[int]]:
+    from tokenizers import Tokenizer
+
+    tokenizer: Any = Tokenizer.from_file(str(ARTIFACTS / "graph" / "tokenizer.json"))
+    return [tokenizer.encode(text).ids for text in texts]
+
+
+def _chat(bundle: Artifact[EngineBundle], questions: Sequence[str]) -> list[list[int]]:
+    from tokenizers import Tokenizer
+
+    from runtime.chat import ChatTemplate
+
+    tokenizer: Any = Tokenizer.from_file(str(bundle.folder / "tokenizer.json"))
+    template = ChatTemplate.load(bundle.folder)
+    prompts = [template.render([{"role": "user", "content": question}]) for question in questions]
+    return [tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in prompts]
+
+
+STAGES: dict[str, Callable[[Recipe], None]] = {
+    "environment": _environment,
+    "fetch": _fetch,
+    "export": _export,
+    "calibrate": _calibrate,
+    "quantize": _quantize,
+    "build-baseline": _build_baseline,
+    "build-candidate": _build_candidate,
+    "parity": _parity,
+    "benchmark": _benchmark,
+    "evaluate": _evaluate,
+    "incumbent": _incumbent,
+    "shadow": _shadow,
+    "gate": _gate,
+    "report": _report,
+    "register": _register,
+}
