@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+import typer.core
 
 from pipeline.errors import ArtifactError, ExitCode, TapeoutError
 
@@ -23,8 +24,27 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 
+
+class Commands(typer.core.TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; if the reader of its output left, as in ``tapeout inspect … | head``, say only by exit code.
+
+        Left to itself, the framework would exit with 1, which here means that the gate failed.
+        """
+        try:
+            try:
+                return super().invoke(ctx)
+            finally:
+                sys.stdout.flush()
+        except BrokenPipeError:
+            # Whatever is still buffered has nowhere to go, and must not fail again when the interpreter exits.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(ExitCode.BROKEN) from None
+
+
 app = typer.Typer(
     name="tapeout",
+    cls=Commands,
     help="From a trained checkpoint to a compiled, quantized, proven inference engine.\n\n"
     "`make repro` builds and judges an engine; these commands use and explain what it built. "
     "Exit codes: 0 pass, 1 gate failed, 2 something broke, 3 inconclusive.",
@@ -232,22 +252,21 @@ def stage(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; an expected error is one message, never a traceback."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    code: Any = ExitCode.PASS
     try:
         app(words, prog_name="tapeout")
+    except KeyboardInterrupt:
+        code = INTERRUPTED
     except SystemExit as finished:
-        if finished.code == INTERRUPTED:
-            print("\ninterrupted; nothing half-written was left behind", file=sys.stderr)
-        return finished.code if isinstance(finished.code, int) else ExitCode.PASS
-    except BrokenPipeError:
-        # The reader left, as in `tapeout inspect … | head`. Whatever is still buffered has nowhere to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitCode.BROKEN
+        code = finished.code
     except Exception as error:
         if "--debug" in words:
             traceback.print_exc()
         print(message(error), file=sys.stderr)
-        return ExitCode.BROKEN
-    return ExitCode.PASS
+        code = ExitCode.BROKEN
+    if code == INTERRUPTED:
+        print("\ninterrupted; nothing half-written was left behind", file=sys.stderr)
+    return int(code or ExitCode.PASS)
 
 
 def message(error: Exception) -> str:

@@ -24,9 +24,14 @@ SHOWN_ITEMS = 8
 PLAIN_WIDTH = 160  # in a log file or a pipe, where rich would assume 80 and fold every row
 
 
-def console(stream: Any = None) -> Console:
-    found = Console(file=stream, highlight=False)
-    return found if found.is_terminal else Console(file=stream, highlight=False, width=PLAIN_WIDTH)
+class Terminal(Console):
+    def on_broken_pipe(self) -> None:
+        raise  # the library would exit with 1, which here means that the gate failed
+
+
+def console() -> Terminal:
+    found = Terminal(highlight=False)
+    return found if found.is_terminal else Terminal(highlight=False, width=PLAIN_WIDTH)
 
 
 def verdict(judged: Verdict) -> RenderableType:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -265,6 +270,31 @@ def test_interrupting_says_so_and_exits_130(capsys: Output, monkeypatch: pytest.
     assert main(["generate", "hi", "--max-new-tokens", "3"]) == 130
     captured = capsys.readouterr()
     assert "interrupted" in captured.err and "Traceback" not in captured.err
+
+
+def test_a_reader_that_leaves_is_not_a_failed_gate(here: Path) -> None:
+    write_verdict(here / "artifacts", Outcome.PASS)
+    program = "import sys; from pipeline.cli import main; sys.exit(main(['gate']))"
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=here, stdout=writing, stderr=subprocess.PIPE, check=False
+    )
+    os.close(writing)
+    assert done.returncode == ExitCode.BROKEN
+    assert not done.stderr
+
+
+def test_control_c_in_a_real_process(here: Path) -> None:
+    program = "import sys; from pipeline.cli import main; print(flush=True); sys.exit(main(['generate', '-']))"
+    pipe = subprocess.PIPE
+    child = subprocess.Popen([sys.executable, "-c", program], cwd=here, stdin=pipe, stdout=pipe, stderr=pipe)
+    assert child.stderr is not None and child.stdout is not None
+    child.stdout.readline()
+    time.sleep(0.5)  # by then it waits for standard input, which never comes
+    child.send_signal(signal.SIGINT)
+    assert child.wait(30) == 130
+    assert b"interrupted" in child.stderr.read()
 
 
 @pytest.mark.usefixtures("prompts")

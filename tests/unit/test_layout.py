@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ["pipeline", "quantization", "engines", "evals", "runtime"]
 TOP_LEVEL = [
-    *PACKAGES, "tests", "docs", "benchmarks", "pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "dvc.yaml",
+    *PACKAGES, "tests", "docs", "pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "dvc.yaml",
     "params.yaml", "Makefile", "requirements.lock", ".ci", ".github",
 ]  # fmt: skip
 
