@@ -249,6 +249,32 @@ def stage(
     stages.run(name, params)
 
 
+@app.command(rich_help_panel="Build")
+def recipe(
+    name: Annotated[
+        str | None, typer.Argument(help="A recipe that ships with Tapeout; without it, they are listed.")
+    ] = None,
+    write: Annotated[bool, typer.Option("--write", help="Change the parameter file instead of printing it.")] = False,
+    params: Params = Path("params.yaml"),
+) -> None:
+    """Lay a shipped recipe over your parameters: print the result, or write it. `git diff` shows what changed.
+
+    Example: `tapeout recipe w4-rtn --write && make repro`
+    """
+    from pipeline import shipped_recipes
+
+    if name is None:
+        for known, sentence in shipped_recipes.names().items():
+            typer.echo(f"{known:10} {sentence}")
+        return
+    text = shipped_recipes.overlay(name, params)
+    if write:
+        params.write_text(text)
+        typer.echo(f"{params} now holds {name}; run `make repro`")
+    else:
+        typer.echo(text, nl=False)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; an expected error is one message, never a traceback."""
     words = list(sys.argv[1:] if arguments is None else arguments)
