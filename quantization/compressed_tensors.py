@@ -35,6 +35,7 @@ from quantization.rounding import FloatArray, Format, QuantizedLinear, pack, unp
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
+KV_PARTS = ("k_scale", "v_scale")  # of attention modules, when the KV cache has one scale per tensor
 INT8_OFFSET = 128  # int-quantized stores signed codes
 _BITS = (4, 8)
 
@@ -287,4 +288,4 @@ def _module(name: str) -> str:
 
 
 def _is_side_part(name: str) -> bool:
-    return name.endswith(tuple(f".{part}" for part in PARTS[1:]))
+    return name.endswith(tuple(f".{part}" for part in (*PARTS[1:], *KV_PARTS)))

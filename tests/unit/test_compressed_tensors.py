@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.errors import QuantizationError
+from quantization.compressed_tensors import (
+    CheckpointWriter,
+    encode_packed,
+    module_patterns,
+    open_checkpoint,
+    quantization_config,
+)
+from quantization.rounding import Format, QuantizedLinear, round_to_nearest
+
+FORMATS = [Format(b, g, s) for b in (4, 8) for g in (16, 32, 64) for s in (True, False)]
+
+
+def weight(rows: int = 12, columns: int = 192, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((rows, columns)).astype(np.float32)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_what_is_written_is_what_is_read(tmp_path: Path, fmt: Format) -> None:
+    linear = round_to_nearest(weight(rows=13), fmt)
+    writer = CheckpointWriter(tmp_path)
+    writer.add_linear("a.weight", linear)
+    writer.add("norm.weight", np.ones(5, np.float32))
+    writer.finish()
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.names() == ("a.weight", "norm.weight")
+    read = checkpoint.linear("a.weight")
+    assert isinstance(read, QuantizedLinear) and read.format == fmt
+    np.testing.assert_array_equal(read.codes, linear.codes)
+    np.testing.assert_array_equal(read.scales, linear.scales)
+    np.testing.assert_array_equal(checkpoint.weight("a.weight"), linear.dequantize())
+    assert checkpoint.tensor("norm.weight").tolist() == [1] * 5
+    stored = sum(part.nbytes for part in encode_packed("a.weight", linear).values())
+    assert checkpoint.stored_bytes("a.weight") == stored
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_the_official_decompressor_decodes_the_same_weight(fmt: Format) -> None:
+    """Also what transformers cannot load: packed zero points."""
+    import torch
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    linear = round_to_nearest(weight(), fmt)
+    parts = {name.removeprefix("a."): torch.from_numpy(v) for name, v in encode_packed("a.weight", linear).items()}
+    parts["weight_scale"] = parts["weight_scale"].float()
+    args = QuantizationArgs(num_bits=fmt.bits, symmetric=fmt.symmetric, strategy="group", group_size=fmt.group_size)
+    compressor: Any = BaseCompressor.get_value_from_registry("pack-quantized")
+    decoded = compressor.decompress(parts, QuantizationScheme(targets=["Linear"], weights=args))["weight"]
+    np.testing.assert_array_equal(decoded.numpy(), linear.dequantize())
+
+
+def test_a_table_is_stored_once_and_its_scales_for_both_names(tmp_path: Path) -> None:
+    table = round_to_nearest(weight(rows=40), Format(8, 64, symmetric=True))
+    writer = CheckpointWriter(tmp_path)
+    writer.add_table("embed.weight", table, tied_to="lm_head.weight")
+    writer.finish()
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.names() == ("embed.weight",)
+    assert not checkpoint.is_quantized("lm_head.weight")
+    np.testing.assert_array_equal(checkpoint.weight("embed.weight"), table.dequantize())
+    assert checkpoint.stored_bytes("embed.weight") == 40 * 192 + 40 * 3 * 2
+
+
+@pytest.mark.parametrize("fmt", [Format(4, 32, symmetric=True), Format(8, 32, symmetric=False)])
+def test_tables_have_one_format_that_loads_everywhere(fmt: Format) -> None:
+    with pytest.raises(QuantizationError, match=r"embed\.weight in int"):
+        CheckpointWriter(Path()).add_table("embed.weight", round_to_nearest(weight(), fmt))
+
+
+def test_large_checkpoints_are_sharded_with_an_index(tmp_path: Path) -> None:
+    arrays = {f"layer.{n}.weight": weight(seed=n) for n in range(5)}
+    writer = CheckpointWriter(tmp_path, shard_bytes=2 * arrays["layer.0.weight"].nbytes)
+    for name, array in arrays.items():
+        writer.add(name, array)
+    writer.finish()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        *(f"model-{n:05d}-of-00003.safetensors" for n in (1, 2, 3)),
+        "model.safetensors.index.json",
+    ]
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(array.nbytes for array in arrays.values())
+    checkpoint = open_checkpoint(tmp_path)
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(checkpoint.tensor(name), array)
+
+
+def test_scales_beyond_float16_are_stored_in_float32() -> None:
+    small = round_to_nearest(weight() * np.float32(1e-9), Format(4, 32, symmetric=True))
+    assert encode_packed("a.weight", small)["a.weight_scale"].dtype == np.float32
+    plain = round_to_nearest(weight(), Format(4, 32, symmetric=True))
+    assert encode_packed("a.weight", plain)["a.weight_scale"].dtype == np.float16
+
+
+def test_damaged_or_missing_tensors_are_named(tmp_path: Path) -> None:
+    with pytest.raises(QuantizationError, match="neither"):
+        open_checkpoint(tmp_path)
+    parts = encode_packed("a.weight", round_to_nearest(weight(), Format(4, 32, symmetric=True)))
+    writer = CheckpointWriter(tmp_path)
+    for name, array in parts.items():
+        writer.add(name, array[:, :3] if name.endswith("packed") else array)
+    writer.finish()
+    checkpoint = open_checkpoint(tmp_path)
+    with pytest.raises(QuantizationError, match=r"\[12, 3\] packed words"):
+        checkpoint.linear("a.weight")
+    with pytest.raises(QuantizationError, match="no tensor 'b'"):
+        checkpoint.tensor("b")
+
+
+def test_patterns_match_their_modules_and_no_others() -> None:
+    import re
+
+    modules = ["m.layers.1.up", "m.layers.11.up", "head"]
+    patterns = [pattern.removeprefix("re:") for pattern in module_patterns(modules)]
+
+    def matches(name: str) -> bool:
+        return any(re.match(pattern, name) for pattern in patterns)
+
+    assert all(matches(module) for module in modules)
+    assert not any(matches(other) for other in ("m.layers.111.up", "m.layers.1.upper", "xm.layers.1.up", "header"))
+
+
+def test_the_config_names_one_group_per_format() -> None:
+    four, eight = Format(4, 32, symmetric=True), Format(8, 64, symmetric=True)
+    config = quantization_config({"a.weight": four, "b.weight": eight}, {"e.weight": eight}, ["c.weight"])
+    assert config["format"] == "mixed-precision"
+    assert config["ignore"] == ["re:^c$"]
+    found = {
+        (g["format"], g["weights"]["num_bits"], g["weights"]["group_size"]): g["targets"]
+        for g in config["config_groups"].values()
+    }
+    assert found == {
+        ("int-quantized", 8, 64): ["re:^e$"],
+        ("pack-quantized", 4, 32): ["re:^a$"],
+        ("pack-quantized", 8, 64): ["re:^b$"],
+    }

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quantization.compressed_tensors import CheckpointWriter, open_checkpoint
+from quantization.proof import TensorCensus, prove, take_census
+from quantization.rounding import Format, round_to_nearest
+
+INT4 = Format(4, 32, symmetric=True)
+PLANNED = {"w": INT4}
+GOOD = TensorCensus(name="w", weights=6400, stored_bytes=3600, bits=4, distinct_codes=16, scales=200)
+
+
+def test_a_quantized_checkpoint_passes_and_says_how_small_it_is() -> None:
+    norm = TensorCensus(name="norm", weights=64, stored_bytes=256, bits=32)
+    proof = prove([GOOD, norm], PLANNED)
+    assert proof.passed and proof.reasons == ()
+    assert proof.bits_per_weight == pytest.approx(4.5) == proof.planned_bits_per_weight
+    assert proof.size_bytes == 3856 and proof.size_ratio == pytest.approx(3856 / 2 / 6464)
+    assert (proof.quantized_tensors, proof.planned_tensors) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"scales_not_finite": 3}, "3 of 200 scales that are NaN"),
+        ({"scales_zero": 1}, "1 of 200 scales that are zero"),
+        ({"scales_one": 200}, "only scales of one"),
+        ({"distinct_codes": 1}, "same code everywhere"),
+        ({"bits": 32, "stored_bytes": 25600}, "stored in float"),
+        ({"bits": 8, "stored_bytes": 6800}, "stored in 8 bits"),
+        ({"stored_bytes": 6400}, "8.00 bits per weight are stored, 4.50 were planned"),
+        ({"stored_bytes": 12800}, "1.00 times the size"),
+        ({"name": "other"}, "w was planned as int4 g32 sym but is not stored"),
+        ({"name": "other"}, "other is stored in 4 bits but was not planned"),
+    ],
+)
+def test_every_way_of_not_being_quantized_is_a_reason(change: dict[str, object], reason: str) -> None:
+    proof = prove([GOOD.model_copy(update=change)], PLANNED)
+    assert not proof.passed
+    assert any(reason in found for found in proof.reasons), proof.reasons
+
+
+def test_nothing_planned_is_not_a_quantized_model() -> None:
+    proof = prove([TensorCensus(name="w", weights=10, stored_bytes=40, bits=32)], {})
+    assert "no tensor was planned to be quantized" in proof.reasons
+
+
+def test_some_scales_of_one_are_fine() -> None:
+    """An all-zero group has scale one."""
+    assert prove([GOOD.model_copy(update={"scales_one": 199})], PLANNED).passed
+
+
+def test_the_census_counts_what_lies_in_the_file(tmp_path: Path) -> None:
+    weight = np.random.default_rng(0).standard_normal((8, 64)).astype(np.float32)
+    weight[0] = 0
+    writer = CheckpointWriter(tmp_path)
+    writer.add_linear("w.weight", round_to_nearest(weight, INT4))
+    writer.add("f", np.ones((3, 5), np.float32))
+    writer.finish()
+    checkpoint = open_checkpoint(tmp_path)
+    census = take_census(checkpoint, "w.weight")
+    assert census == TensorCensus(
+        name="w.weight",
+        weights=512,
+        stored_bytes=256 + 32 + 16,
+        bits=4,
+        distinct_codes=16,
+        scales=16,
+        scales_one=2,
+    )
+    assert take_census(checkpoint, "f") == TensorCensus(name="f", weights=15, stored_bytes=60, bits=32)
