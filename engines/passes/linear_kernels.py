@@ -36,7 +36,8 @@ def _lower(lowering: Lowering, node: ir.Node) -> None:
     parts = [lowering.weights.linear(name) for name in names]
     quantized = [hasattr(part, "codes") for part in parts]
     group = lowering.group_of(names[0])
-    label = group.name if group is not None else names[0]
+    # A group that was not merged has a kernel for each of its members, named after it.
+    label = group.name if group is not None and len(names) == len(group.members) else names[0]
     bias = _bias(lowering, label, biases)
     if all(quantized):
         formats = {(p.bits, p.group_size, p.zero_points is None) for p in parts}
@@ -61,13 +62,14 @@ def _lower(lowering: Lowering, node: ir.Node) -> None:
 def _bias(lowering: Lowering, label: str, names: list[str]) -> ir.Value | None:
     if not any(names):
         return None
-    return initializer(lowering.model, f"{label}.bias", np.concatenate([lowering.weights.tensor(n) for n in names]))
+    return initializer(lowering.model, f"{label}.biases", np.concatenate([lowering.weights.tensor(n) for n in names]))
 
 
 def _float(
     lowering: Lowering, label: str, node: ir.Node, parts: list[NDArray[np.float32]], bias: ir.Value | None
 ) -> list[ir.Node]:
-    weight = initializer(lowering.model, f"{label}.weight", np.ascontiguousarray(np.concatenate(parts, axis=0).T))
+    # Not ".weight" and ".bias": an untied head's parameters are called so, and are still initializers here.
+    weight = initializer(lowering.model, f"{label}.transposed", np.ascontiguousarray(np.concatenate(parts, axis=0).T))
     nodes = [ir.node("MatMul", [node.inputs[0], weight], outputs=[new_value(f"{label}.matmul", node.outputs[0])])]
     if bias is not None:
         nodes.append(

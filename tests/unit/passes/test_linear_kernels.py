@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from engines.passes import linear_kernels, linears, merge_linears
+from pipeline.errors import BuildError
+from quantization.rounding import Format, QuantizedLinear, round_to_nearest
+from tests.lowering import apply, group, linear, lowering, model_of, named, op, operators, run, value
+
+RNG = np.random.default_rng(0)
+
+
+def product(columns: int, members: dict[str, int], *, biased: bool) -> ir.Model:
+    """One product (merged when there are several members) over ``columns`` inputs."""
+    x = value("x", ["batch", "tokens", columns])
+    outputs: list[ir.Value] = []
+    for name, rows in members.items():
+        weight = RNG.standard_normal((rows, columns)).astype(np.float32)
+        bias = RNG.standard_normal(rows).astype(np.float32) if biased else None
+        result = linear(x, name, weight, bias)
+        outputs.append(named(name, op("Neg", [result], result.shape)))
+    return model_of([x], outputs)
+
+
+def rounded_activations(x: NDArray[np.float32], block: int) -> NDArray[np.float32]:
+    """What accuracy level 4 makes of the input: int8 per row and block, the last block shorter."""
+    out = np.empty_like(x)
+    for start in range(0, x.shape[-1], block):
+        part = x[..., start : start + block]
+        step = np.abs(part).max(axis=-1, keepdims=True) / 127
+        out[..., start : start + block] = np.rint(part / step) * step
+    return out
+
+
+def random_linear(rows: int, columns: int, fmt: Format) -> QuantizedLinear:
+    """Codes, scales (of either sign) and zero points at random; the last group may be short."""
+    groups = -(-columns // fmt.group_size)
+    scales = RNG.uniform(0.01, 0.03, (rows, groups)) * RNG.choice([-1, 1], (rows, groups))
+    zero_points = None if fmt.symmetric else RNG.integers(0, fmt.levels, (rows, groups)).astype(np.uint8)
+    codes = RNG.integers(0, fmt.levels, (rows, columns)).astype(np.uint8)
+    return QuantizedLinear(codes, scales.astype(np.float32), zero_points, fmt.bits, fmt.group_size)
+
+
+def dequantized(weight: QuantizedLinear) -> NDArray[np.float64]:
+    columns = weight.codes.shape[1]
+    zero_points = (
+        np.full(weight.scales.shape, 1 << (weight.bits - 1)) if weight.zero_points is None else weight.zero_points
+    )
+    spread = [
+        np.repeat(a.astype(np.float64), weight.group_size, axis=1)[:, :columns] for a in (zero_points, weight.scales)
+    ]
+    return (weight.codes - spread[0]) * spread[1]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("columns", [64, 96, 72], ids=["two groups", "odd groups", "short last group"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_quantized_product_computes_what_its_codes_say(
+    bits: int, symmetric: bool, columns: int, biased: bool
+) -> None:
+    fmt = Format(bits, 32, symmetric)
+    model = product(columns, {"block.fc": 37}, biased=biased)
+    weight = random_linear(37, columns, fmt)
+    lowered = lowering(model, {"block.fc.weight": weight})
+    bias = lowered.weights.tensor("block.fc.bias") if biased else 0.0
+    outcome = apply(lowered, linears, linear_kernels)
+    assert outcome.matched == 1
+    assert operators(model) == ["MatMulNBits", "Neg"]
+    assert lowered.plan == {"block.fc.weight": f"MatMulNBits {bits}-bit g32 {'sym' if symmetric else 'asym'}"}
+    for tokens in (1, 5):  # one row has kernels of its own
+        x = RNG.standard_normal((2, tokens, columns)).astype(np.float32)
+        actual = -run(model, {"x": x})["block.fc"]
+        expected = rounded_activations(x, 32) @ dequantized(weight).T + bias
+        np.testing.assert_allclose(actual, expected, atol=1e-3 * np.abs(expected).max())
+
+
+def test_rows_of_a_batch_do_not_share_an_activation_scale() -> None:
+    model = product(64, {"block.fc": 37}, biased=False)
+    lowered = lowering(model, {"block.fc.weight": random_linear(37, 64, Format(4, 32, symmetric=True))})
+    apply(lowered, linears, linear_kernels)
+    x = RNG.standard_normal((4, 1, 64)).astype(np.float32)
+    x[2] *= 1000
+    together = run(model, {"x": x})["block.fc"]
+    for row in range(4):
+        alone = run(model, {"x": x[row : row + 1]})["block.fc"][0]
+        np.testing.assert_allclose(together[row], alone, rtol=1e-5, atol=1e-6 * np.abs(alone).max())
+
+
+@pytest.mark.parametrize("fmt", [Format(4, 32, symmetric=False), Format(8, 32, symmetric=True)], ids=str)
+def test_a_merged_product_stacks_codes_scales_and_zero_points(fmt: Format) -> None:
+    members = {"block.q": 32, "block.k": 16, "block.v": 16}
+    model = product(64, members, biased=True)
+    weights = {f"{name}.weight": random_linear(rows, 64, fmt) for name, rows in members.items()}
+    lowered = lowering(model, weights, groups=[group("layers.0.qkv", *members, biased=True)])
+    biases = {name: lowered.weights.tensor(f"{name}.bias") for name in members}
+    apply(lowered, linears, merge_linears, linear_kernels)
+    assert operators(model)[:2] == ["MatMulNBits", "Split"]
+    x = RNG.standard_normal((2, 3, 64)).astype(np.float32)
+    results = run(model, {"x": x})
+    for name in members:
+        expected = rounded_activations(x, 32) @ dequantized(weights[f"{name}.weight"]).T + biases[name]
+        np.testing.assert_allclose(-results[name], expected, atol=1e-3 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("other", [Format(4, 32, symmetric=True), Format(8, 64, symmetric=True), None], ids=str)
+def test_formats_that_differ_within_a_merged_product_are_refused(other: Format | None) -> None:
+    members = {"block.gate": 32, "block.up": 32}
+    model = product(64, members, biased=False)
+    first = random_linear(32, 64, Format(8, 32, symmetric=True))
+    tensors = {"block.gate.weight": first} | ({"block.up.weight": random_linear(32, 64, other)} if other else {})
+    lowered = lowering(model, tensors, groups=[group("layers.0.gate_up", *members)])
+    with pytest.raises(BuildError, match=r"layers\.0\.gate_up mixes"):
+        apply(lowered, linears, merge_linears, linear_kernels)
+
+
+def test_an_untied_head_in_float_keeps_its_place_among_the_initializers() -> None:
+    """Its group is called ``lm_head``, and so is its parameter, which the graph still holds."""
+    model = product(32, {"lm_head": 53}, biased=True)
+    x = RNG.standard_normal((1, 2, 32)).astype(np.float32)
+    before = run(model, {"x": x})["lm_head"]
+    lowered = lowering(model, groups=[group("lm_head", "lm_head", out_features=53, biased=True)])
+    apply(lowered, linears, linear_kernels)
+    assert lowered.plan == {"lm_head": "MatMul fp32"}
+    np.testing.assert_allclose(run(model, {"x": x})["lm_head"], before, rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=50, deadline=None)
+@given(rows=st.integers(1, 5), columns=st.integers(1, 9), seed=st.integers(0, 99))
+def test_packing_keeps_every_code_low_bits_first(rows: int, columns: int, seed: int) -> None:
+    codes = np.random.default_rng(seed).integers(0, 16, (rows, columns)).astype(np.uint8)
+    packed = linear_kernels.pack(codes, 4)
+    assert packed.shape == (rows, -(-columns // 2))
+    unpacked = np.stack([packed & 15, packed >> 4], axis=2).reshape(rows, -1)
+    np.testing.assert_array_equal(unpacked[:, :columns], codes)
+    assert not unpacked[:, columns:].any()
+    np.testing.assert_array_equal(linear_kernels.pack(codes, 8), codes)
+
+
+def test_rounding_and_kernel_agree_on_what_a_code_means() -> None:
+    """The codes :mod:`quantization.rounding` writes decode to the same weights here and there."""
+    weight = RNG.standard_normal((8, 64)).astype(np.float32)
+    for fmt in (Format(4, 32, symmetric=False), Format(8, 64, symmetric=True)):
+        stored = round_to_nearest(weight, fmt)
+        np.testing.assert_allclose(dequantized(stored), stored.dequantize(), rtol=1e-6, atol=1e-7)

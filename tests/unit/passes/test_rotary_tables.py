@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from engines.passes import rotary_tables
+from tests.lowering import apply, lowering, model_of, named, op, operators, parameter, run, value
+
+RNG = np.random.default_rng(0)
+FREQUENCIES = (100.0 ** -np.linspace(0, 1, 4)).astype(np.float32)
+HEADS = ["batch", 2, "tokens", 8]
+FEEDS = {
+    "q": RNG.standard_normal((2, 2, 3, 8)).astype(np.float32),
+    "k": RNG.standard_normal((2, 2, 3, 8)).astype(np.float32),
+    "position_ids": np.array([[4, 5, 6], [0, 1, 2]], np.int64),
+}
+
+
+def angles(positions: ir.Value, frequencies: ir.Value) -> ir.Value:
+    rows = ["batch", "tokens"]
+    as_float = op("Cast", [positions], rows, to=ir.DataType.FLOAT.value)
+    axis = parameter(f"{frequencies.name}.axis", np.array([2], np.int64))
+    column = op("Unsqueeze", [as_float, axis], [*rows, 1])
+    return op("Mul", [column, frequencies], [*rows, 4])
+
+
+def rotary(x: ir.Value, angle: ir.Value, *, scale: float = 1.0) -> tuple[ir.Value, ir.Value, ir.Value]:
+    factor = parameter(f"{x.name}.factor", np.array(scale, np.float32))
+    cos, sin = (op("Mul", [op(f, [angle], angle.shape), factor], angle.shape) for f in ("Cos", "Sin"))
+    return op("RotaryEmbedding", [x, cos, sin], HEADS), cos, sin
+
+
+def test_angles_become_tables_shared_by_queries_and_keys() -> None:
+    q, k = value("q", HEADS), value("k", HEADS)
+    positions = value("position_ids", ["batch", "tokens"], ir.DataType.INT64)
+    turned, cos, sin = rotary(q, angles(positions, parameter("frequencies", FREQUENCIES)), scale=1.3)
+    outputs = [named("y", turned), named("z", op("RotaryEmbedding", [k, cos, sin], HEADS))]
+    model = model_of([q, k, positions], outputs)
+    before = run(model, FEEDS)
+    lowered = lowering(model, max_tokens=16)
+    outcome = apply(lowered, rotary_tables)
+    assert (outcome.matched, outcome.declined) == (2, ())
+    assert operators(model) == ["RotaryEmbedding", "RotaryEmbedding"]
+    assert len({node.inputs[1].name for node in model.graph}) == 1  # type: ignore[union-attr]
+    table = model.graph.initializers["rotary.cos.0"].const_value
+    assert table is not None
+    expected = 1.3 * np.cos(np.arange(16)[:, None] * FREQUENCIES)
+    np.testing.assert_allclose(table.numpy(), expected, rtol=1e-5, atol=1e-6)
+    after = run(model, FEEDS)
+    for name, wanted in before.items():
+        np.testing.assert_allclose(after[name], wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_layers_with_other_frequencies_get_tables_of_their_own() -> None:
+    """gemma3 turns its local and its global layers by different angles."""
+    q, k = value("q", HEADS), value("k", HEADS)
+    positions = value("position_ids", ["batch", "tokens"], ir.DataType.INT64)
+    local, *_ = rotary(q, angles(positions, parameter("local", FREQUENCIES)))
+    distant, *_ = rotary(k, angles(positions, parameter("global", FREQUENCIES / 8)))
+    model = model_of([q, k, positions], [named("y", local), named("z", distant)])
+    before = run(model, FEEDS)
+    outcome = apply(lowering(model), rotary_tables)
+    assert outcome.matched == 2
+    assert sorted(n for n in model.graph.initializers if n.startswith("rotary.cos")) == ["rotary.cos.0", "rotary.cos.1"]
+    after = run(model, FEEDS)
+    for name, wanted in before.items():
+        np.testing.assert_allclose(after[name], wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_angles_that_depend_on_more_than_positions_stay() -> None:
+    q, frequencies = value("q", HEADS), value("frequencies", [4])
+    positions = value("position_ids", ["batch", "tokens"], ir.DataType.INT64)
+    turned, *_ = rotary(q, angles(positions, frequencies))
+    model = model_of([q, positions, frequencies], [named("y", turned)])
+    before = operators(model)
+    outcome = apply(lowering(model), rotary_tables)
+    assert (outcome.matched, outcome.declined) == (0, ("y: its angles depend on more than positions",))
+    assert operators(model) == before
