@@ -187,16 +187,15 @@ def write_statistics(model: Any, graph: PortableGraph, folder: Path) -> None:
         )
         for g in graph.groups
     ]
-    values = [
-        modules[f"model.layers.{n}.self_attn.v_proj"].register_forward_hook(
-            lambda _module, _args, out, name=f"v{n}": seen.setdefault(name, []).append(out.reshape(-1, KV_HEADS, HEAD))
-        )
-        for n in range(LAYERS)
-    ]
+    keys, values = ([torch.zeros(KV_HEADS, HEAD) for _ in range(LAYERS)] for _ in range(2))
     with torch.no_grad():
         for row in tokens(8, seed=1):
-            model(row[None])
-    for handle in (*handles, *values):
+            cache = model(row[None], use_cache=True).past_key_values
+            for n, layer in enumerate(cache.layers):
+                pairs = torch.hypot(layer.keys[0], layer.keys[0].roll(HEAD // 2, -1))
+                keys[n] = torch.maximum(keys[n], pairs.amax(1))
+                values[n] = torch.maximum(values[n], layer.values[0].abs().amax(1))
+    for handle in handles:
         handle.remove()
     files: dict[str, dict[str, np.ndarray]] = {}
     for group in graph.groups:
@@ -207,8 +206,8 @@ def write_statistics(model: Any, graph: PortableGraph, folder: Path) -> None:
         content[f"{group.name}.mean_abs"] = fit.abs().mean(0).numpy()
     for layer in range(LAYERS):
         content = files[statistics_file(f"layers.{layer}.qkv")]
-        content[f"layers.{layer}.k_pair_absmax"] = np.full((KV_HEADS, HEAD), 2.0, np.float32)
-        content[f"layers.{layer}.v_absmax"] = torch.cat(seen[f"v{layer}"]).abs().amax(0).numpy()
+        content[f"layers.{layer}.k_pair_absmax"] = keys[layer].numpy()
+        content[f"layers.{layer}.v_absmax"] = values[layer].numpy()
     (folder / "statistics").mkdir()
     for name, content in files.items():
         save_file({key: np.ascontiguousarray(value) for key, value in content.items()}, folder / name)
