@@ -41,6 +41,26 @@ class Fingerprint(Frozen):
     libraries: dict[str, str]
 
 
+class Profile(Frozen):
+    """Shapes one optimization profile of a compiled engine covers."""
+
+    batch: int
+    min_tokens: int  # fed in one step, per row
+    opt_tokens: int
+    max_tokens: int
+
+
+class CompiledEngine(Frozen):
+    """What a vendor's compiler made of the graph, for hardware that need not have been present."""
+
+    capability: str  # compute capability it was compiled for, such as "sm89"
+    executed_on: str | None  # hardware it has run on; None: compiled only, so no verdict about it can be PASS
+    engine_bytes: int
+    network: dict[str, int]  # layer type -> layers, as the compiler's parser made them
+    profiles: tuple[Profile, ...]
+    warnings: tuple[str, ...]  # the compiler's own, once each
+
+
 class EngineBundle(Record):
     noun: ClassVar[str] = "EngineBundle"
     remedy: ClassVar[str] = "run `dvc repro build`"
@@ -56,3 +76,4 @@ class EngineBundle(Record):
     step_bytes: int  # weights one decode step of one row reads: all but the embedding's other rows
     plan: dict[str, str]  # linear group -> kernel
     stop_tokens: tuple[int, ...]
+    compiled: CompiledEngine | None = None  # None: the graph itself is what runs

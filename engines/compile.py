@@ -88,7 +88,7 @@ def build(
             io=IOContract(
                 inputs=tuple(i.name or "" for i in model.graph.inputs if not (i.name or "").startswith("past_")),
                 kv_dtype="int8" if kv_scales else "float32",
-                kv_layers=_kv_layers(model),
+                kv_layers=kv_layers(model),
                 max_tokens=graph.record.max_positions,
                 slots=slots,
                 vocab_size=graph.record.vocab_size,
@@ -97,7 +97,7 @@ def build(
             census=dict(sorted(Counter(n.op_type for n in model.graph).items())),
             passes=reports,
             weight_bytes=weight_bytes,
-            step_bytes=_step_bytes(model),
+            step_bytes=step_bytes(model),
             plan=dict(sorted(lowering.plan.items())),
             stop_tokens=graph.record.stop_tokens,
         )
@@ -142,7 +142,7 @@ def write_weights(model: ir.Model, path: Path) -> int:
         return stream.tell()
 
 
-def _step_bytes(model: ir.Model) -> int:
+def step_bytes(model: ir.Model) -> int:
     """Bytes of every initializer that a step reads whole; a gathered table gives one row, which is not counted."""
     return sum(
         value.const_value.nbytes
@@ -151,6 +151,6 @@ def _step_bytes(model: ir.Model) -> int:
     )
 
 
-def _kv_layers(model: ir.Model) -> tuple[KVLayer, ...]:
+def kv_layers(model: ir.Model) -> tuple[KVLayer, ...]:
     keys = [i for i in model.graph.inputs if (i.name or "").endswith(".key")]
     return tuple(KVLayer(heads=int(k.shape[1]), head_size=int(k.shape[3])) for k in keys if k.shape is not None)  # type: ignore[arg-type]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -28,12 +30,20 @@ def cpu_features() -> tuple[str, ...]:
     return ()
 
 
-def current(libraries: tuple[str, ...]) -> Fingerprint:
-    return Fingerprint(
-        machine=platform.machine(),
-        features=cpu_features(),
-        libraries={name: metadata.version(name) for name in libraries},
-    )
+def current(libraries: tuple[str, ...], features: Callable[[], tuple[str, ...]] = cpu_features) -> Fingerprint:
+    """This machine's. ``features`` are what selects the target's kernels; a library that is missing is left out."""
+    return Fingerprint(machine=platform.machine(), features=features(), libraries=dict(_installed(libraries)))
+
+
+def _installed(libraries: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    for name in libraries:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            yield name, metadata.version(name)
+
+
+def cpu_only(features: tuple[str, ...]) -> bool:
+    """Whether all of these are a CPU's, not the compute capability of a GPU."""
+    return not any(feature.startswith("sm") for feature in features)
 
 
 def require_match(built: Fingerprint, here: Fingerprint, where: str) -> None:
@@ -43,10 +53,11 @@ def require_match(built: Fingerprint, here: Fingerprint, where: str) -> None:
         differences.append(f"machine is {here.machine}, not {built.machine}")
     missing = [f for f in built.features if f not in here.features]
     extra = [f for f in here.features if f not in built.features]
+    unit = "CPU" if cpu_only(built.features) and cpu_only(here.features) else "machine"
     if missing:
-        differences.append(f"this CPU lacks {', '.join(missing)}")
+        differences.append(f"this {unit} lacks {', '.join(missing)}")
     if extra:
-        differences.append(f"this CPU also has {', '.join(extra)}, which selects other kernels")
+        differences.append(f"this {unit} also has {', '.join(extra)}, which selects other kernels")
     for name, version in built.libraries.items():
         if here.libraries.get(name) != version:
             differences.append(f"{name} is {here.libraries.get(name, 'not installed')}, not {version}")

@@ -15,7 +15,7 @@ from pipeline.errors import BuildError
 
 
 class Target(Protocol):
-    """What a folder under ``engines/targets`` offers (see docs/targets.md)."""
+    """What a folder under ``engines/targets`` offers (see docs/targets.md, also for the parts that are optional)."""
 
     LIBRARIES: tuple[str, ...]
     PASSES: tuple[Any, ...]
@@ -28,12 +28,13 @@ def target_module(name: str) -> Target:
     try:
         return cast(Target, importlib.import_module(f"engines.targets.{name.replace('-', '_')}"))
     except ModuleNotFoundError as error:
-        known = sorted(
-            p.name.replace("_", "-")
-            for p in (Path(__file__).parent / "targets").iterdir()
-            if (p / "__init__.py").exists()
-        )
-        raise BuildError(f"no target {name!r}", expected=f"one of {', '.join(known)}") from error
+        raise BuildError(f"no target {name!r}", expected=f"one of {', '.join(known_targets())}") from error
+
+
+def known_targets() -> tuple[str, ...]:
+    """The folders beside this file's ``targets/__init__.py``, by the names users give them."""
+    folders = (Path(__file__).parent / "targets").iterdir()
+    return tuple(sorted(p.name.replace("_", "-") for p in folders if (p / "__init__.py").exists()))
 
 
 def load(folder: Path, *, threads: int = 0, slots: int | None = None) -> Engine:
@@ -43,5 +44,7 @@ def load(folder: Path, *, threads: int = 0, slots: int | None = None) -> Engine:
     """
     bundle = artifact.load(folder, EngineBundle)
     target = target_module(bundle.record.target)
-    fingerprint.require_match(bundle.record.fingerprint, fingerprint.current(target.LIBRARIES), str(folder))
+    features = getattr(target, "features", fingerprint.cpu_features)
+    here = fingerprint.current(target.LIBRARIES, features)
+    fingerprint.require_match(bundle.record.fingerprint, here, str(folder))
     return target.open_engine(bundle, threads=threads, slots=slots)

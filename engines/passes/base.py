@@ -38,6 +38,10 @@ class Lowering:
     max_tokens: int
     kv_scales: dict[str, NDArray[np.float32]] = field(default_factory=dict)  # empty: float cache
     plan: dict[str, str] = field(default_factory=dict)  # filled by the kernel pass: group -> kernel
+    # For targets that are strongly typed (engines.targets.tensorrt):
+    float_type: str = "fp32"  # fp16 or bf16
+    precision: str = "fp32"  # of linears: the float type, int4 or fp8
+    activation_max: dict[str, float] = field(default_factory=dict)  # group -> largest |input| while calibrating
 
     def group_of(self, parameter: str) -> LinearGroup | None:
         return next((g for g in self.graph.groups if parameter in g.members), None)

@@ -1,0 +1,104 @@
+"""Attention becomes standard opset-24 operators over fixed KV buffers, which TensorRT turns into native layers.
+
+    tapeout::Attention(q, k, v, mask, past_key, past_value)
+        ->  present_key   = TensorScatter(past_key, k, write_positions)        KV_CACHE_UPDATE, in place
+            present_value = TensorScatter(past_value, v, write_positions)
+            Attention(q, present_key, present_value, seen)                     ATTENTION
+
+The graph inputs change: the padding mask gives way to ``write_positions [B]`` (int64: the position at which each
+row's first token is written), and caches become buffers ``[B, kv_heads, max_tokens, head_size]``. Rows are right
+padded, each with its own length, so causality and length are one condition: a query at position p sees keys
+``0 .. p``, or ``p-window+1 .. p`` in a sliding window. ``seen`` says so explicitly; all layers of one window share it.
+
+Attention-24 could say the same by ``nonpad_kv_seqlen`` and ``is_causal``, and ONNX Runtime computes that rightly. The
+parser of TensorRT-RTX 1.7.1 accepts it without a word, drops the lengths and aligns the causal mask to the upper left
+(``IAttention.key_value_lengths`` is None, ``causal_kind`` UPPER_LEFT): such an engine would let each decoded token see
+the first key alone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from engines.passes.base import Lowering, Outcome, attribute, constant, remove_dead
+from pipeline.graph_analysis import is_attention
+
+OPSET = 24  # of TensorScatter, and of Attention with nonpad_kv_seqlen
+WRITE_POSITIONS = "write_positions"
+
+
+def run(lowering: Lowering) -> Outcome:
+    model = lowering.model
+    nodes = [n for n in model.graph if is_attention(n)]
+    write = ir.Value(name=WRITE_POSITIONS, shape=ir.Shape(["batch"]), type=ir.TensorType(ir.DataType.INT64))
+    mask = next(i for i in model.graph.inputs if i.name == "attention_mask")
+    model.graph.inputs[model.graph.inputs.index(mask)] = write
+    masks: dict[int, ir.Value] = {}
+    for layer, node in enumerate(nodes):
+        _lower(lowering, layer, node, write, masks)
+    del model.functions[("tapeout", "Attention", "")]
+    model.opset_imports[""] = OPSET
+    return Outcome(len(nodes))
+
+
+def _lower(lowering: Lowering, layer: int, node: ir.Node, write: ir.Value, masks: dict[int, ir.Value]) -> None:
+    model = lowering.model
+    query, key, value, _, past_key, past_value = node.inputs
+    assert past_key is not None and past_key.shape is not None and past_value is not None
+    kv_heads, head_size = int(past_key.shape[1]), int(past_key.shape[3])  # type: ignore[arg-type]
+    buffer = ["batch", kv_heads, "max_tokens", head_size]
+    window, softcap = int(attribute(node, "window", 0)), float(attribute(node, "softcap", 0.0))
+    scatters: list[ir.Node] = []
+    for past, fresh, before in zip((past_key, past_value), (key, value), node.outputs[1:], strict=True):
+        past.shape = ir.Shape(buffer)
+        scatter = ir.node("TensorScatter", [past, fresh, write], attributes={"axis": -2, "mode": "linear"})
+        after = scatter.outputs[0]
+        after.name, before.name = before.name, f"{before.name}.exported"
+        after.shape, after.type = ir.Shape(buffer), before.type
+        model.graph.outputs[model.graph.outputs.index(before)] = after
+        scatters.append(scatter)
+    if window >= lowering.max_tokens:
+        window = 0
+    if window not in masks:
+        masks[window] = _seen(model, node, write, window)
+    attributes = {"scale": float(attribute(node, "scale", head_size**-0.5))}
+    if softcap:
+        attributes["softcap"] = softcap
+    lowered = ir.node(
+        "Attention",
+        [query, *(scatter.outputs[0] for scatter in scatters), masks[window]],
+        attributes=attributes,
+    )
+    output = lowered.outputs[0]
+    output.name, output.shape, output.type = f"layers.{layer}.attention", node.outputs[0].shape, node.outputs[0].type
+    model.graph.insert_before(node, [*scatters, lowered])
+    ir.convenience.replace_all_uses_with(node.outputs[0], output)
+    remove_dead(model, [node])
+
+
+def _seen(model: ir.Model, before: ir.Node, write: ir.Value, window: int) -> ir.Value:
+    """Which keys each query sees, bool ``[B, 1, S, max_tokens]``: ``0 <= query position - key position < window``."""
+    ids = next(i for i in model.graph.inputs if i.name == "input_ids")
+    past = before.inputs[4]
+    zero, one = (constant(model, f"scalar.{n}", np.array(n, np.int64)) for n in (0, 1))
+    first, second = (constant(model, f"axes.{n}", np.array([n], np.int64)) for n in (0, 1))
+    axes_query = constant(model, "axes.1.3", np.array([1, 3], np.int64))
+    nodes: list[ir.Node] = []
+
+    def add(op: str, inputs: list[ir.Value | None], **attributes: int) -> ir.Value:
+        nodes.append(ir.node(op, inputs, attributes=attributes))
+        return nodes[-1].outputs[0]
+
+    steps = add("Squeeze", [add("Shape", [ids], start=1, end=2), first])
+    positions = add("Add", [add("Unsqueeze", [write, second]), add("Range", [zero, steps, one])])
+    total = add("Squeeze", [add("Shape", [past], start=2, end=3), first])
+    distance = add("Sub", [add("Unsqueeze", [positions, axes_query]), add("Range", [zero, total, one])])
+    seen = add("GreaterOrEqual", [distance, zero])
+    if window:
+        size = constant(model, f"window.{window}", np.array(window, np.int64))
+        seen = add("And", [seen, add("Less", [distance, size])])
+    seen.name, seen.type = f"seen.{window or 'all'}", ir.TensorType(ir.DataType.BOOL)
+    seen.shape = ir.Shape(["batch", 1, "steps", "max_tokens"])
+    model.graph.insert_before(before, nodes)
+    return seen

@@ -1,0 +1,75 @@
+"""Linears without a quantized form of their own, as standard operators over the checkpoint's ``[out, in]`` weight.
+
+    Linear(x)   ->   MatMul(x, Transpose(weight)) [+ bias]
+
+The weight is not transposed in the file: a compiler folds the Transpose into the product, and a tied output head
+stays the same tensor as the embedding.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from engines.passes.base import Lowering, Outcome, constant, new_value, replace
+from engines.passes.linears import biases_of, is_linear, weights_of
+
+
+def run(lowering: Lowering) -> Outcome:
+    nodes = [n for n in lowering.model.graph if is_linear(n)]
+    for node in nodes:
+        names = weights_of(node)
+        if len(names) == 1:
+            weight = lowering.model.graph.initializers.get(names[0]) or _stacked(lowering, names)
+        else:
+            weight = _stacked(lowering, names)
+        transposed = ir.node("Transpose", [weight], attributes={"perm": [1, 0]})
+        product = ir.node("MatMul", [node.inputs[0], transposed.outputs[0]])
+        finish(lowering, node, [transposed, product])
+        lowering.plan[label_of(lowering, node)] = "MatMul float"
+    return Outcome(len(nodes))
+
+
+def _stacked(lowering: Lowering, names: list[str]) -> ir.Value:
+    """An initializer of the weights one above the other; its values are read when the graph is bound."""
+    name = names[0] if len(names) == 1 else "+".join(names)
+    return constant(lowering.model, name, stacked_weight(lowering, names))
+
+
+def stacked_weight(lowering: Lowering, names: list[str]) -> NDArray[np.float32]:
+    """``[sum of out, in]``."""
+    return np.concatenate([lowering.weights.weight(name) for name in names], axis=0)
+
+
+def label_of(lowering: Lowering, node: ir.Node) -> str:
+    """What a product is called: its group where it is all of it, else the weight."""
+    names = weights_of(node)
+    group = lowering.group_of(names[0])
+    return group.name if group is not None and len(group.members) == len(names) else names[0]
+
+
+def group_name(lowering: Lowering, node: ir.Node) -> str:
+    """The group a product belongs to, or its weight where it belongs to none."""
+    name = weights_of(node)[0]
+    group = lowering.group_of(name)
+    return group.name if group is not None else name
+
+
+def is_head(lowering: Lowering, node: ir.Node) -> bool:
+    """Whether a product is the output head, or anything else outside the layers."""
+    return not group_name(lowering, node).startswith("layers.")
+
+
+def finish(lowering: Lowering, node: ir.Node, nodes: list[ir.Node]) -> None:
+    """Add the biases behind the last of ``nodes``, and let them take the linear's place."""
+    label = label_of(lowering, node)
+    biases = biases_of(node)
+    product = nodes[-1].outputs[0]
+    final = new_value(f"{label}.matmul", node.outputs[0])
+    product.name, product.shape, product.type = final.name, final.shape, final.type
+    if any(biases):
+        values = np.concatenate([lowering.weights.tensor(name) for name in biases])
+        bias = constant(lowering.model, f"{label}.bias", values)
+        nodes = [*nodes, ir.node("Add", [product, bias], outputs=[new_value(f"{label}.biased", node.outputs[0])])]
+    replace(lowering.model, [node], nodes, {node.outputs[0]: nodes[-1].outputs[0]})

@@ -1,0 +1,94 @@
+"""Linears with weights and activations in FP8 (E4M3), as Q/DQ around the product.
+
+    Linear(x)   ->   MatMul(DequantizeLinear(QuantizeLinear(x, scale)), Transpose(DequantizeLinear(codes, scales)))
+
+Runs for ``precision: fp8`` only, on float weights. Weights have one scale per output channel. Activations have one
+static scale per linear group, from calibration: the largest ``|x|`` seen falls on the largest FP8 value, and what is
+larger saturates. So no scale depends on a request, nor on its neighbours in a batch (DESIGN rule 1). Seventeen binades
+of range make outliers harmless that INT8 could not hold.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from engines.passes.base import Lowering, Outcome, constant, new_value
+from engines.passes.float_linears import finish, group_name, is_head, label_of, stacked_weight
+from engines.passes.linears import is_linear, weights_of
+from pipeline.errors import BuildError
+
+LARGEST = 448.0  # of E4M3 without infinities (arXiv:2209.05433)
+
+
+def run(lowering: Lowering) -> Outcome:
+    if lowering.precision != "fp8":
+        return Outcome(0, (f"precision is {lowering.precision}",))
+    matched, notes = 0, list[str]()
+    for node in [n for n in lowering.model.graph if is_linear(n)]:
+        label = label_of(lowering, node)
+        if is_head(lowering, node):
+            notes.append(f"{label}: an output head; kept in {lowering.float_type}")
+            continue
+        _lower(lowering, node, label)
+        matched += 1
+    return Outcome(matched, tuple(notes))
+
+
+def quantize_rows(weight: NDArray[np.float32]) -> tuple[NDArray[Any], NDArray[np.float32]]:
+    """``weight [N, K]`` as FP8 codes ``[N, K]`` and float16-representable scales ``[N]``; a row of zeros has scale > 0.
+
+    >>> codes, scales = quantize_rows(np.array([[448.0, -1.5]], np.float32))
+    >>> (codes.astype(np.float32) * scales[:, None]).tolist()
+    [[448.0, -1.5]]
+    """
+    scales = _representable(np.abs(weight).max(axis=1) / np.float32(LARGEST))
+    scaled = np.clip(weight / scales[:, None], -LARGEST, LARGEST)
+    return scaled.astype(ml_dtypes.float8_e4m3fn), scales
+
+
+def _representable(scales: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Rounded to float16, normal and positive: FP8 codes absorb the rest."""
+    tiny = np.float32(np.finfo(np.float16).smallest_normal)
+    return np.maximum(scales.astype(np.float16).astype(np.float32), tiny)
+
+
+def _activation_scale(lowering: Lowering, label: str) -> NDArray[np.float32]:
+    largest = lowering.activation_max.get(label)
+    if largest is None or not np.isfinite(largest) or largest <= 0:
+        raise BuildError(
+            f"{label} has {'no calibrated range' if largest is None else f'a calibrated range of {largest}'}",
+            expected="a positive largest |x| for every linear that computes in FP8",
+            remedy="run `dvc repro calibrate` for this model, or choose --precision int4 or fp16",
+        )
+    return _representable(np.array(largest / LARGEST, np.float32))
+
+
+def _lower(lowering: Lowering, node: ir.Node, label: str) -> None:
+    model = lowering.model
+    codes, scales = quantize_rows(stacked_weight(lowering, weights_of(node)))
+    x = node.inputs[0]
+    assert x is not None
+    stored = ir.Value(
+        name=f"{label}.codes",
+        shape=ir.Shape(codes.shape),
+        type=ir.TensorType(ir.DataType.FLOAT8E4M3FN),
+        const_value=ir.tensor(codes, name=f"{label}.codes"),
+    )
+    model.graph.register_initializer(stored)
+    x_scale = constant(
+        model, f"{group_name(lowering, node)}.input_scale", _activation_scale(lowering, group_name(lowering, node))
+    )
+    narrow = ir.node("QuantizeLinear", [x, x_scale], attributes={"output_dtype": ir.DataType.FLOAT8E4M3FN})
+    narrow.outputs[0].shape, narrow.outputs[0].type = x.shape, ir.TensorType(ir.DataType.FLOAT8E4M3FN)
+    wide = ir.node("DequantizeLinear", [narrow.outputs[0], x_scale], outputs=[new_value(f"{label}.input", x)])
+    weight = ir.node("DequantizeLinear", [stored, constant(model, f"{label}.scales", scales)], attributes={"axis": 0})
+    weight.outputs[0].shape, weight.outputs[0].type = stored.shape, ir.TensorType(ir.DataType.FLOAT)
+    transposed = ir.node("Transpose", [weight.outputs[0]], attributes={"perm": [1, 0]})
+    product = ir.node("MatMul", [wide.outputs[0], transposed.outputs[0]])
+    finish(lowering, node, [narrow, wide, weight, transposed, product])
+    lowering.plan[label] = "MatMul fp8"

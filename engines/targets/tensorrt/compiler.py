@@ -1,0 +1,322 @@
+"""A LoweredGraph to an engine for one compute capability; the GPU need not be there where the module can do without.
+
+Shapes: one optimization profile for prefill (one row, 1 to max_tokens tokens) and one for each decode batch bucket
+(that many rows, one token each; a bucket of one is always there). KV buffers are
+``[batch, kv_heads, max_tokens, head_size]`` and updated in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from engines import fingerprint
+from engines.bundle import CompiledEngine, EngineBundle, Fingerprint, Profile
+from engines.compile import MODEL_FILE, TEXT_FILES
+from engines.lowered import LoweredGraph
+from engines.passes.fixed_kv_cache import WRITE_POSITIONS
+from pipeline import artifact
+from pipeline.artifact import Artifact
+from pipeline.errors import BuildError
+
+ENGINE_FILE = "engine.plan"
+PREFILL_TOKENS = 128  # the prompt length prefill kernels are chosen for
+# What the parser must have made of each layer's cache and attention, and of rotary nodes where there are any.
+NATIVE = {"KV_CACHE_UPDATE": "TensorScatter", "ATTENTION_INPUT": "Attention", "ROTARY_EMBEDDING": "RotaryEmbedding"}
+REMEDIES = {
+    "fp8": "choose --precision int4 or fp16 for it; FP8 needs sm89 or later",
+    "bf16": "choose --precision fp16 for it; BF16 needs sm80 or later",
+}
+
+Progress = Callable[[str, int, int], None]  # phase, steps done, steps in all
+
+
+def load_module(name: str) -> Any:
+    """The Python module of a TensorRT, imported only now. :class:`BuildError` says how to get it."""
+    try:
+        return importlib.import_module(name)
+    except (ImportError, OSError) as error:
+        remedy = (
+            'pip install "tapeout[tensorrt-rtx]"'
+            if name == "tensorrt_rtx_bindings"
+            else "install TensorRT 11 from NVIDIA; it is not on the package index"
+        )
+        raise BuildError(f"cannot import {name}: {error}", expected="TensorRT's libraries", remedy=remedy) from error
+
+
+def capabilities(module: Any) -> tuple[str, ...]:
+    """Compute capabilities this module can compile for with no such GPU present; empty: only for the one present."""
+    known = getattr(module, "ComputeCapability", None)
+    if known is None:
+        return ()
+    return tuple(sorted((n.lower() for n in known.__members__ if n.startswith("SM")), key=lambda n: int(n[2:])))
+
+
+def compile_bundle(
+    module_name: str,
+    lowered: Artifact[LoweredGraph],
+    folder: Path,
+    *,
+    target: str,
+    libraries: tuple[str, ...],
+    capability: str,
+    batches: Sequence[int],
+    timing_cache: Path | None,
+    progress: Progress,
+) -> Artifact[EngineBundle]:
+    """Compile and write one bundle. :class:`BuildError` carries the compiler's own reason.
+
+    ``batches``: decode buckets. ``timing_cache``: file the builder's kernel timings are kept in between builds.
+    """
+    module = load_module(module_name)
+    builder = _Build(module, lowered, capability, tuple(batches), progress)
+    plan = builder.run(timing_cache)
+    record = lowered.record
+    with artifact.create(folder, EngineBundle) as draft:
+        (draft.folder / ENGINE_FILE).write_bytes(plan)
+        for name in TEXT_FILES:
+            if (lowered.folder / name).is_file():
+                (draft.folder / name).write_bytes((lowered.folder / name).read_bytes())
+        here = fingerprint.current(libraries)
+        draft.finish(
+            EngineBundle(
+                target=target,
+                precision=record.precision,
+                model_name=record.model_name,
+                io=record.io,
+                fingerprint=Fingerprint(machine=here.machine, features=(capability,), libraries=here.libraries),
+                census=record.census,
+                passes=record.passes,
+                weight_bytes=record.weight_bytes,
+                step_bytes=record.step_bytes,
+                plan=record.plan,
+                stop_tokens=record.stop_tokens,
+                compiled=CompiledEngine(
+                    capability=capability,
+                    executed_on=None,
+                    engine_bytes=len(plan),
+                    network=builder.census(),
+                    profiles=builder.profiles,
+                    warnings=builder.log.warnings(),
+                ),
+            ),
+            parents={**lowered.parents, "LoweredGraph": lowered.digest},
+        )
+    return artifact.load(folder, EngineBundle)
+
+
+class _Build:
+    """One run of the compiler. The objects of its API must outlive each other, so they are kept here."""
+
+    def __init__(
+        self,
+        module: Any,
+        lowered: Artifact[LoweredGraph],
+        capability: str,
+        batches: tuple[int, ...],
+        progress: Progress,
+    ) -> None:
+        self._module, self._lowered, self._capability = module, lowered, capability
+        self._choose_device()
+        self.log: Any = _logger(module)
+        self._builder = module.Builder(self.log)
+        self._network = self._builder.create_network(0)
+        self._monitor: Any = _monitor(module, progress)
+        limit = lowered.record.io.max_tokens
+        self.profiles = (
+            Profile(batch=1, min_tokens=1, opt_tokens=min(PREFILL_TOKENS, limit), max_tokens=limit),
+            *(Profile(batch=b, min_tokens=1, opt_tokens=1, max_tokens=1) for b in sorted({1, *batches})),
+        )
+
+    def _choose_device(self) -> None:
+        known = capabilities(self._module)
+        if known and self._capability not in known:
+            raise BuildError(
+                f"{self._module.__name__} {self._module.__version__} cannot compile for {self._capability}",
+                expected=f"one of {', '.join(known)}",
+                remedy="choose one of those, or the target `tensorrt` on a machine with that GPU",
+            )
+        if not known:
+            from engines.targets.tensorrt.hardware import capability
+
+            here = capability()
+            if here != self._capability:
+                raise BuildError(
+                    f"{self._module.__name__} compiles only for the GPU that is present, which is {here or 'none'}",
+                    expected=self._capability,
+                    remedy="build on a machine with that GPU, or choose the target `tensorrt-rtx`",
+                )
+
+    def run(self, timing_cache: Path | None) -> bytes:
+        """The serialized engine."""
+        self._parse()
+        config = self._config()
+        cache = None
+        if timing_cache is not None:
+            cache = config.create_timing_cache(timing_cache.read_bytes() if timing_cache.is_file() else b"")
+            config.set_timing_cache(cache, False)
+        plan = self._builder.build_serialized_network(self._network, config)
+        if self._monitor.interrupted:
+            raise KeyboardInterrupt
+        if plan is None:
+            precision = self._lowered.record.precision
+            raise BuildError(
+                f"{self._module.__name__} cannot compile {precision} for {self._capability}: {self.log.reason()}",
+                expected="a precision that this GPU has",
+                remedy=REMEDIES.get(precision, "see the compiler's reason above"),
+            )
+        if timing_cache is not None:
+            timing_cache.parent.mkdir(parents=True, exist_ok=True)
+            timing_cache.write_bytes(bytes(config.get_timing_cache().serialize()))
+        return bytes(plan)
+
+    def census(self) -> dict[str, int]:
+        layers = Counter(self._network.get_layer(i).type.name for i in range(self._network.num_layers))
+        return dict(sorted(layers.items()))
+
+    def _parse(self) -> None:
+        parser = self._module.OnnxParser(self._network, self.log)
+        path = self._lowered.folder / MODEL_FILE
+        if not parser.parse(_fixed_buffers(path, self._lowered.record.io.max_tokens), str(path)):
+            errors = [parser.get_error(i) for i in range(parser.num_errors)]
+            first = (
+                f"{errors[0].node_operator()} {errors[0].node_name()}: {errors[0].desc()}" if errors else "no reason"
+            )
+            raise BuildError(
+                f"{self._module.__name__} cannot parse the lowered graph: {first.strip()}",
+                expected="operators its parser knows",
+                remedy="see docs/targets.md for what the target supports",
+            )
+        self._parser = parser
+        self._require_native()
+
+    def _require_native(self) -> None:
+        """Caches, attention and rotary became layers of their own, and no attention lost its mask on the way."""
+        layers, nodes = self.census(), self._lowered.record.census
+        for layer, node in NATIVE.items():
+            if layers.get(layer, 0) != nodes.get(node, 0):
+                raise BuildError(
+                    f"the parser made {layers.get(layer, 0)} {layer} layers of {nodes.get(node, 0)} {node} nodes",
+                    expected="one each",
+                    remedy="report it with the versions of the libraries",
+                )
+        unmasked = [name for name, masked in _attentions(self._module, self._network) if not masked]
+        if unmasked:
+            raise BuildError(
+                f"the parser dropped the mask of {', '.join(unmasked)}", expected="every attention layer to have one"
+            )
+
+    def _config(self) -> Any:
+        config = self._builder.create_builder_config()
+        if capabilities(self._module):
+            config.num_compute_capabilities = 1
+            config.set_compute_capability(getattr(self._module.ComputeCapability, self._capability.upper()), 0)
+        config.progress_monitor = self._monitor
+        for shapes in self.profiles:
+            profile = self._builder.create_optimization_profile()
+            for i in range(self._network.num_inputs):
+                tensor = self._network.get_input(i)
+                low, best, high = (
+                    _shape(tensor.name, tuple(tensor.shape), shapes.batch, tokens)
+                    for tokens in (shapes.min_tokens, shapes.opt_tokens, shapes.max_tokens)
+                )
+                profile.set_shape(tensor.name, low, best, high)
+            config.add_optimization_profile(profile)
+        return config
+
+
+def _shape(name: str, shape: tuple[int, ...], batch: int, tokens: int) -> tuple[int, ...]:
+    """Shape of an input in a profile; logits are wanted for at most as many rows as tokens are fed."""
+    if name in ("input_ids", "position_ids"):
+        return (batch, tokens)
+    if name == "logit_rows":
+        return (batch * tokens,)
+    if name == WRITE_POSITIONS:
+        return (batch,)
+    return (batch, *shape[1:])
+
+
+def _fixed_buffers(path: Path, max_tokens: int) -> bytes:
+    """The model's bytes, weights left in their file, with the length of its KV buffers written in.
+
+    A KV_CACHE_UPDATE layer wants it static; in the artifact it is a name, so that evidence may take shorter ones.
+    """
+    model = onnx.load(str(path), load_external_data=False)
+    for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
+        for dimension in value.type.tensor_type.shape.dim:
+            if dimension.dim_param == "max_tokens":
+                dimension.dim_value = max_tokens
+    return model.SerializeToString()
+
+
+def _attentions(module: Any, network: Any) -> list[tuple[str, bool]]:
+    """Name of every attention layer, and whether it has a mask."""
+    found: list[tuple[str, bool]] = []
+    for i in range(network.num_layers):
+        layer = network.get_layer(i)
+        if layer.type.name == "ATTENTION_INPUT":
+            # The binding hands out the base class; NVIDIA's own tools reach a layer's own members in this way.
+            layer.__class__ = module.IAttentionInputLayer
+            found.append((layer.name, layer.attention.mask is not None))
+    return found
+
+
+def _logger(module: Any) -> Any:
+    class Log(module.ILogger):
+        """Keeps what the compiler says; nothing is printed."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self._messages: dict[str, list[str]] = {"WARNING": [], "ERROR": [], "INTERNAL_ERROR": []}
+
+        def log(self, severity: Any, msg: str) -> None:
+            kept = self._messages.get(severity.name)
+            if kept is not None and msg not in kept:
+                kept.append(msg)
+
+        def warnings(self) -> tuple[str, ...]:
+            return tuple(self._messages["WARNING"])
+
+        def reason(self) -> str:
+            """The first error, without the compiler's source positions before it."""
+            errors = [*self._messages["ERROR"], *self._messages["INTERNAL_ERROR"]]
+            return errors[0] if errors else "no reason given"
+
+    return Log()
+
+
+def _monitor(module: Any, progress: Progress) -> Any:
+    class Monitor(module.IProgressMonitor):
+        """The compiler's phases as ``progress(phase, done, total)``; Ctrl-C ends the build at the next step."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.interrupted = False
+            self._total: dict[str, int] = {}
+
+        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
+            self._total[phase_name] = num_steps
+            self._say(phase_name, 0)
+
+        def step_complete(self, phase_name: str, step: int) -> bool:
+            self._say(phase_name, step + 1)
+            return not self.interrupted
+
+        def phase_finish(self, phase_name: str) -> None:
+            self._say(phase_name, self._total.get(phase_name, 0))
+
+        def _say(self, phase: str, done: int) -> None:
+            # An exception must not unwind through the compiler's frames.
+            try:
+                with contextlib.suppress(Exception):
+                    progress(phase, done, self._total.get(phase, 0))
+            except KeyboardInterrupt:
+                self.interrupted = True
+
+    return Monitor()

@@ -1,0 +1,290 @@
+"""Runs a compiled bundle on the GPU it was compiled for. Written against the API; **not executed yet on any GPU**.
+
+One execution context per optimization profile: prefill, and each decode bucket. KV buffers are device arrays
+``[rows, kv_heads, max_tokens, head_size]`` for ``slots`` sequences and as many rows more as the largest bucket needs
+behind the last slot; a step binds the rows from ``first_slot`` on, as past and as present alike, so the cache is
+updated where it lies. A decode step of B rows runs in the smallest bucket that holds B; the rows behind B are slots
+too, so each is fed token 0 at its own next free position, which nothing reads before it is overwritten. Where such a
+neighbour is full, the step is cut into buckets that fit exactly.
+
+After its first step, each (bucket, first slot) is captured as a CUDA graph and replayed: its inputs and logits have
+fixed addresses, so a step is small copies, one launch and one copy back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engines.bundle import CompiledEngine, EngineBundle, Profile
+from engines.passes.fixed_kv_cache import WRITE_POSITIONS
+from engines.protocol import FloatArray
+from engines.targets.tensorrt.compiler import ENGINE_FILE, load_module
+from engines.targets.tensorrt.hardware import checked
+from pipeline.artifact import Artifact
+from pipeline.cache import cache_folder
+from pipeline.errors import BuildError
+
+HALF_BYTES = 2
+"""Bytes of a cached value: the KV cache is fp16 or bf16."""
+
+
+@dataclass
+class _Step:
+    """A context and the device buffers of its small inputs and of its logits; ``graph`` once it was captured."""
+
+    context: Any
+    profile: Profile
+    inputs: dict[str, int]
+    logits: int
+    graphs: dict[int, Any]
+
+
+class TensorRTEngine:
+    """See :class:`engines.protocol.Engine`."""
+
+    def __init__(self, module_name: str, bundle: Artifact[EngineBundle], *, slots: int | None = None) -> None:
+        try:
+            from cuda.bindings import runtime as cuda  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise BuildError(
+                f"cannot run {bundle.folder}: {error}",
+                expected="cuda-python, and a GPU",
+                remedy="pip install cuda-python, on a machine with the GPU the bundle was compiled for",
+            ) from error
+        compiled = bundle.record.compiled
+        if compiled is None:
+            raise BuildError(f"{bundle.folder} holds no compiled engine", remedy="run `tapeout build`")
+        self._cuda: Any = cuda
+        self._bundle, self._compiled = bundle, compiled
+        self._module = load_module(module_name)
+        self._log = self._module.Logger(self._module.Logger.WARNING)
+        self._runtime = self._module.Runtime(self._log)
+        self._engine = self._runtime.deserialize_cuda_engine((bundle.folder / ENGINE_FILE).read_bytes())
+        if self._engine is None:
+            raise BuildError(
+                f"{module_name} cannot load {bundle.folder / ENGINE_FILE}",
+                expected=f"an engine for {compiled.capability} and these libraries",
+                remedy="run `tapeout build` with the libraries installed here",
+            )
+        self._slots = slots or bundle.record.io.slots
+        self._stream = checked(cuda.cudaStreamCreate())
+        self._allocations: list[int] = []
+        self._runtime_cache: Any = None
+        rows = self._slots + max(p.batch for p in compiled.profiles) - 1
+        self._row_bytes = {
+            f"{layer}.{part}": shape.heads * bundle.record.io.max_tokens * shape.head_size * HALF_BYTES
+            for layer, shape in enumerate(bundle.record.io.kv_layers)
+            for part in ("key", "value")
+        }
+        self._cache = {name: self._allocate(size * rows) for name, size in self._row_bytes.items()}
+        self._lengths = np.zeros(rows, np.int64)  # where each row's next token would be written
+        self._steps = [self._step(index, profile, compiled) for index, profile in enumerate(compiled.profiles)]
+
+    @property
+    def digest(self) -> str:
+        return self._bundle.digest
+
+    @property
+    def vocab_size(self) -> int:
+        return self._bundle.record.io.vocab_size
+
+    @property
+    def slots(self) -> int:
+        return self._slots
+
+    @property
+    def max_tokens(self) -> int:
+        return self._bundle.record.io.max_tokens
+
+    def prefill(
+        self, slot: int, tokens: Sequence[int], *, start: int = 0, rows: Sequence[int] | None = None
+    ) -> FloatArray:
+        count = len(tokens)
+        if not count or start < 0 or start + count > self.max_tokens or not 0 <= slot < self._slots:
+            raise BuildError(
+                f"prefill of {count} tokens at {start} in slot {slot}",
+                expected=f"at least one token, within {self.max_tokens} positions and {self._slots} slots",
+            )
+        wanted = np.asarray([count - 1] if rows is None else rows, np.int64)
+        step = self._steps[0]
+        self._bind_cache(step, slot)
+        self._feed(step, np.asarray(tokens, np.int64)[None], np.array([start], np.int64), wanted)
+        self._launch(step)
+        self._lengths[slot] = start + count
+        return self._logits(step, len(wanted))
+
+    def decode(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> FloatArray:
+        batch = len(tokens)
+        if len(lengths) != batch or not batch or not 0 <= first_slot <= self._slots - batch:
+            raise BuildError(
+                f"decode of {batch} tokens with {len(lengths)} lengths from slot {first_slot}",
+                expected=f"one length a token, within {self._slots} slots",
+            )
+        if min(lengths) < 1 or max(lengths) >= self.max_tokens:
+            raise BuildError(
+                f"decode at lengths {min(lengths)} to {max(lengths)}",
+                expected=f"prefilled slots with room: 1 to {self.max_tokens - 1} positions",
+            )
+        self._lengths[first_slot : first_slot + batch] = lengths
+        parts: list[FloatArray] = []
+        done = 0
+        while done < batch:
+            step, rows = self._bucket(batch - done, first_slot + done)
+            parts.append(self._decode(step, tokens[done : done + rows], first_slot + done))
+            done += rows
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _decode(self, step: _Step, tokens: Sequence[int], first_slot: int) -> FloatArray:
+        batch, size = len(tokens), step.profile.batch
+        ids = np.zeros((size, 1), np.int64)
+        ids[:batch, 0] = tokens
+        starts = self._lengths[first_slot : first_slot + size].copy()
+        self._feed(step, ids, starts, np.arange(size, dtype=np.int64))
+        self._replay(step, first_slot)
+        self._lengths[first_slot : first_slot + batch] += 1
+        return self._logits(step, batch)
+
+    def copy_slot(self, source: int, target: int, length: int) -> None:
+        kind = self._cuda.cudaMemcpyKind.cudaMemcpyDeviceToDevice
+        for layer, shape in enumerate(self._bundle.record.io.kv_layers):
+            pitch = self.max_tokens * shape.head_size * HALF_BYTES
+            width = length * shape.head_size * HALF_BYTES
+            for part in ("key", "value"):
+                name = f"{layer}.{part}"
+                address, row = self._cache[name], self._row_bytes[name]
+                checked(
+                    self._cuda.cudaMemcpy2DAsync(
+                        address + target * row,
+                        pitch,
+                        address + source * row,
+                        pitch,
+                        width,
+                        shape.heads,
+                        kind,
+                        self._stream,
+                    )
+                )
+        checked(self._cuda.cudaStreamSynchronize(self._stream))
+        self._lengths[target] = length
+
+    def close(self) -> None:
+        """Keep the just-in-time kernels for the next start, and give the device's memory back."""
+        if self._runtime_cache is not None:
+            path = self._cache_file()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(bytes(self._runtime_cache.serialize()))
+            self._runtime_cache = None
+        for step in self._steps:
+            for graph in step.graphs.values():
+                checked(self._cuda.cudaGraphExecDestroy(graph))
+        self._steps = []
+        for address in self._allocations:
+            checked(self._cuda.cudaFree(address))
+        self._allocations = []
+
+    def _cache_file(self) -> Any:
+        return cache_folder() / "runtime" / f"{self._bundle.digest[:16]}.bin"
+
+    def _step(self, index: int, profile: Profile, compiled: CompiledEngine) -> _Step:
+        context = self._context()
+        if not context.set_optimization_profile_async(index, self._stream):
+            raise BuildError(f"the engine has no optimization profile {index}", expected=f"{len(compiled.profiles)}")
+        tokens = profile.batch * profile.max_tokens
+        sizes = {
+            "input_ids": tokens,
+            "position_ids": tokens,
+            "logit_rows": tokens,
+            WRITE_POSITIONS: profile.batch,
+        }
+        inputs = {name: self._allocate(8 * sizes[name]) for name in self._bundle.record.io.inputs}
+        return _Step(context, profile, inputs, self._allocate(4 * tokens * self.vocab_size), {})
+
+    def _context(self) -> Any:
+        """An execution context; with the kept just-in-time kernels where the API has them (TensorRT for RTX)."""
+        if not hasattr(self._module, "IRuntimeCache"):
+            return self._engine.create_execution_context()
+        config = self._engine.create_runtime_config()
+        if self._runtime_cache is None:
+            self._runtime_cache = config.create_runtime_cache()
+            if self._cache_file().is_file():
+                self._runtime_cache.deserialize(self._cache_file().read_bytes())
+        config.set_runtime_cache(self._runtime_cache)
+        return self._engine.create_execution_context(config)
+
+    def _allocate(self, size: int) -> int:
+        address = int(checked(self._cuda.cudaMalloc(size)))
+        self._allocations.append(address)
+        checked(self._cuda.cudaMemsetAsync(address, 0, size, self._stream))
+        return address
+
+    def _bucket(self, batch: int, first_slot: int) -> tuple[_Step, int]:
+        """A decode bucket and how many of the ``batch`` rows it takes: all if its other rows have room, else its size.
+
+        There is always a bucket of one row, whose only row has room.
+        """
+        smaller: list[_Step] = []
+        for step in self._steps[1:]:  # by size
+            size = step.profile.batch
+            if size <= batch:
+                smaller.append(step)
+            elif (self._lengths[first_slot : first_slot + size] < self.max_tokens).all():
+                if smaller and smaller[-1].profile.batch == batch:
+                    break
+                return step, batch
+        return smaller[-1], smaller[-1].profile.batch
+
+    def _bind_cache(self, step: _Step, first: int) -> None:
+        for layer, shape in enumerate(self._bundle.record.io.kv_layers):
+            for part in ("key", "value"):
+                name = f"{layer}.{part}"
+                address = self._cache[name] + first * self._row_bytes[name]
+                size = (step.profile.batch, shape.heads, self.max_tokens, shape.head_size)
+                step.context.set_input_shape(f"past_key_values.{name}", size)
+                step.context.set_tensor_address(f"past_key_values.{name}", address)
+                step.context.set_tensor_address(f"present.{name}", address)
+
+    def _feed(self, step: _Step, ids: NDArray[np.int64], starts: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
+        """Copy the small inputs to their fixed addresses and tell the context their shapes."""
+        positions = starts[:, None] + np.arange(ids.shape[1], dtype=np.int64)
+        values = {"input_ids": ids, "position_ids": positions, "logit_rows": rows, WRITE_POSITIONS: starts}
+        kind = self._cuda.cudaMemcpyKind.cudaMemcpyHostToDevice
+        for name, address in step.inputs.items():
+            value = np.ascontiguousarray(values[name])
+            # Synchronous, because ``value`` is pageable and gone after this line.
+            checked(self._cuda.cudaMemcpy(address, value.ctypes.data, value.nbytes, kind))
+            step.context.set_input_shape(name, value.shape)
+            step.context.set_tensor_address(name, address)
+        step.context.set_tensor_address("logits", step.logits)
+
+    def _launch(self, step: _Step) -> None:
+        if not step.context.execute_async_v3(self._stream):
+            raise BuildError("the engine refused a step", expected="shapes within its profile")
+
+    def _replay(self, step: _Step, first_slot: int) -> None:
+        """Run a decode step; from its second time on as a captured graph (the first lets kernels be prepared)."""
+        if first_slot not in step.graphs:
+            self._bind_cache(step, first_slot)
+            self._launch(step)
+            checked(self._cuda.cudaStreamSynchronize(self._stream))
+            step.graphs[first_slot] = self._capture(step)
+            return
+        checked(self._cuda.cudaGraphLaunch(step.graphs[first_slot], self._stream))
+
+    def _capture(self, step: _Step) -> Any:
+        mode = self._cuda.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
+        checked(self._cuda.cudaStreamBeginCapture(self._stream, mode))
+        self._launch(step)
+        graph = checked(self._cuda.cudaStreamEndCapture(self._stream))
+        return checked(self._cuda.cudaGraphInstantiate(graph, 0))
+
+    def _logits(self, step: _Step, rows: int) -> FloatArray:
+        logits = np.empty((rows, self.vocab_size), np.float32)
+        kind = self._cuda.cudaMemcpyKind.cudaMemcpyDeviceToHost
+        checked(self._cuda.cudaMemcpyAsync(logits.ctypes.data, step.logits, logits.nbytes, kind, self._stream))
+        checked(self._cuda.cudaStreamSynchronize(self._stream))
+        return logits
