@@ -83,11 +83,16 @@ class OrtCpuEngine:
                 f"prefill of {count} tokens at {start} in slot {slot}",
                 expected=f"at least one token, within {self.max_tokens} positions and {self._slots} slots",
             )
+        wanted = np.asarray([count - 1] if rows is None else rows, np.int64)
+        if wanted.size and not 0 <= wanted.min() <= wanted.max() < count:
+            raise BuildError(
+                f"logits asked of rows {wanted.min()} to {wanted.max()}",
+                expected=f"rows 0 to {count - 1} of the tokens fed",
+            )
         window = self._window(slot, 1)
         window.seqlens[0] = start + count - 1
         window.total[...] = start + count
         ids = np.asarray(tokens, np.int64)[None]
-        wanted = np.asarray([count - 1] if rows is None else rows, np.int64)
         positions = np.arange(start, start + count, dtype=np.int64)[None] if self._wants_positions else None
         return self._run(window, ids, wanted, positions)
 
@@ -112,6 +117,11 @@ class OrtCpuEngine:
         return self._run(window, ids, np.arange(batch, dtype=np.int64), positions)
 
     def copy_slot(self, source: int, target: int, length: int) -> None:
+        if not (0 <= source < self._slots and 0 <= target < self._slots and 0 <= length <= self.max_tokens):
+            raise BuildError(
+                f"copy of {length} positions from slot {source} to {target}",
+                expected=f"at most {self.max_tokens} positions, within {self._slots} slots",
+            )
         for buffer in self._cache.values():
             buffer[target, :, :length] = buffer[source, :, :length]
 
@@ -140,6 +150,11 @@ class OrtCpuEngine:
         rows: NDArray[np.int64],
         positions: NDArray[np.int64] | None,
     ) -> FloatArray:
+        if ids.min() < 0 or ids.max() >= self.vocab_size:  # a quantized table would be read past its end
+            raise BuildError(
+                f"token ids {ids.min()} to {ids.max()}",
+                expected=f"ids of this model's vocabulary, 0 to {self.vocab_size - 1}",
+            )
         binding = window.binding
         logits = np.empty((len(rows), self.vocab_size), np.float32)
         binding.bind_input("input_ids", "cpu", 0, np.int64, ids.shape, ids.ctypes.data)

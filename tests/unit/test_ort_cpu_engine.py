@@ -1,0 +1,237 @@
+"""The loaded engine, float and quantized: rows that know nothing of each other, and calls that cannot be meant."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engines.bundle import EngineBundle
+from engines.compile import build
+from engines.load import load
+from engines.protocol import Engine, FloatArray
+from pipeline import artifact
+from pipeline.artifact import Artifact
+from pipeline.errors import ArtifactError, BuildError, FingerprintError
+from pipeline.graph import PortableGraph
+from quantization.compressed_tensors import open_checkpoint
+from quantization.rounding import Format, round_to_nearest
+from tests.families import LAYERS, MAX_POSITIONS, VOCAB_SIZE, export_family
+from tests.lowering import FixedWeights
+
+SLOTS = 9
+FORMATS = {
+    "qkv": Format(8, 32, symmetric=True),
+    "gate_up": Format(4, 32, symmetric=True),
+    "lm_head": Format(8, 64, True),
+}
+OTHERS = Format(4, 32, symmetric=False)
+RNG = np.random.default_rng(0)
+PROMPTS = [RNG.integers(3, VOCAB_SIZE, n).tolist() for n in (3, 40, 1, 17, 26, 9, 2, 33)]
+
+
+def quantized_weights(graph: Artifact[PortableGraph]) -> FixedWeights:
+    """Every linear rounded to nearest, in a mix of formats; a tied head is the embedding, once."""
+    checkpoint = open_checkpoint(graph.folder)
+    tensors = {name: checkpoint.linear(name) for name in checkpoint.names()}
+    for group in graph.record.groups:
+        for member in group.members:
+            tensors[member] = round_to_nearest(
+                checkpoint.weight(member), FORMATS.get(group.name.rpartition(".")[2], OTHERS)
+            )
+    return FixedWeights(tensors)
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory: pytest.TempPathFactory) -> Artifact[PortableGraph]:
+    return export_family("llama-rope-scaling", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module", params=["float32", "quantized"])
+def bundle(
+    request: pytest.FixtureRequest, graph: Artifact[PortableGraph], tmp_path_factory: pytest.TempPathFactory
+) -> Artifact[EngineBundle]:
+    quantized = request.param == "quantized"
+    scale = np.full((graph.record.kv_heads, graph.record.head_size), 0.05, np.float32)
+    scales = {f"layers.{n}.{part}_scale": scale for n in range(LAYERS) for part in ("k", "v")} if quantized else {}
+    return build(
+        graph,
+        quantized_weights(graph) if quantized else open_checkpoint(graph.folder),
+        tmp_path_factory.mktemp("bundle") / request.param,
+        target="ort-cpu",
+        precision=request.param,
+        model_name="test",
+        slots=SLOTS,
+        kv_scales=scales,
+        parents={},
+    )
+
+
+@pytest.fixture(scope="module")
+def engine(bundle: Artifact[EngineBundle]) -> Iterator[Engine]:
+    opened = load(bundle.folder, threads=1)
+    yield opened
+    opened.close()
+
+
+def assert_same(actual: FloatArray, expected: FloatArray) -> None:
+    """Equal within float re-association, and the same greedy token."""
+    np.testing.assert_allclose(actual, expected, atol=2e-4 * np.abs(expected).max())
+    np.testing.assert_array_equal(actual.argmax(axis=-1), expected.argmax(axis=-1))
+
+
+def greedy(
+    engine: Engine, prompts: Sequence[Sequence[int]], steps: int, *, first_slot: int = 0
+) -> list[list[FloatArray]]:
+    """Logits of ``steps`` greedy tokens of each prompt, decoded together."""
+    rows = [[engine.prefill(first_slot + i, prompt)[0]] for i, prompt in enumerate(prompts)]
+    for step in range(steps - 1):
+        lengths = [len(prompt) + step for prompt in prompts]
+        logits = engine.decode([int(row[-1].argmax()) for row in rows], lengths, first_slot=first_slot)
+        for row, new in zip(rows, logits, strict=True):
+            row.append(new)
+    return rows
+
+
+@pytest.fixture(scope="module")
+def alone(engine: Engine) -> list[list[FloatArray]]:
+    """Each prompt by itself in slot 0."""
+    return [greedy(engine, [prompt], 5)[0] for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("batch", range(2, len(PROMPTS) + 1))
+def test_a_row_does_not_depend_on_its_neighbours(engine: Engine, alone: list[list[FloatArray]], batch: int) -> None:
+    order = np.random.default_rng(batch).permutation(len(PROMPTS))[:batch]
+    together = greedy(engine, [PROMPTS[i] for i in order], 5, first_slot=SLOTS - batch)
+    for index, row in zip(order, together, strict=True):
+        assert_same(np.stack(row), np.stack(alone[index]))
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_chunks_of_any_size_are_one_prefill(engine: Engine, data: st.DataObject) -> None:
+    tokens = PROMPTS[1]
+    whole = engine.prefill(0, tokens, rows=range(len(tokens)))
+    parts: list[FloatArray] = []
+    start = 0
+    while start < len(tokens):
+        size = data.draw(st.integers(1, len(tokens) - start))
+        parts.append(engine.prefill(1, tokens[start : start + size], start=start, rows=range(size)))
+        start += size
+    assert_same(np.concatenate(parts), whole)
+
+
+def test_rows_are_logits_of_the_tokens_asked_for_in_that_order(engine: Engine) -> None:
+    tokens = PROMPTS[3]
+    every = engine.prefill(0, tokens, rows=range(len(tokens)))
+    assert every.shape == (len(tokens), VOCAB_SIZE) and every.dtype == np.float32
+    assert_same(engine.prefill(0, tokens, rows=[4, 0, 4]), every[[4, 0, 4]])
+    assert_same(engine.prefill(0, tokens), every[-1:])
+    assert engine.prefill(0, tokens, rows=[]).shape == (0, VOCAB_SIZE)
+
+
+def test_what_stood_behind_the_start_is_overwritten(engine: Engine) -> None:
+    """One shared context, followed by several continuations in turn, a long one first."""
+    context, endings = PROMPTS[3], (PROMPTS[4], PROMPTS[0])
+    engine.prefill(0, context)
+    continued = [engine.prefill(0, ending, start=len(context)) for ending in endings]
+    for ending, logits in zip(endings, continued, strict=True):
+        assert_same(logits, engine.prefill(1, [*context, *ending]))
+
+
+def test_a_copied_slot_continues_as_its_source_would(engine: Engine) -> None:
+    engine.prefill(2, PROMPTS[3])
+    engine.prefill(5, PROMPTS[1])  # the target held something longer
+    engine.copy_slot(2, 5, 10)
+    rest = PROMPTS[3][10:]
+    assert_same(engine.prefill(5, rest, start=10), engine.prefill(2, rest, start=10))
+    assert_same(engine.decode([7], [17], first_slot=5), engine.decode([7], [17], first_slot=2))
+
+
+def test_the_engine_says_what_its_bundle_says(engine: Engine, bundle: Artifact[EngineBundle]) -> None:
+    assert engine.digest == bundle.digest
+    assert (engine.vocab_size, engine.slots, engine.max_tokens) == (VOCAB_SIZE, SLOTS, MAX_POSITIONS)
+    fewer = load(bundle.folder, threads=1, slots=2)
+    assert fewer.slots == 2
+    fewer.close()
+
+
+BAD_CALLS: dict[str, Callable[[Engine], object]] = {
+    "no tokens": lambda e: e.prefill(0, []),
+    "a slot that is not there": lambda e: e.prefill(SLOTS, [3]),
+    "a negative slot": lambda e: e.prefill(-1, [3]),
+    "a negative start": lambda e: e.prefill(0, [3], start=-1),
+    "more tokens than positions": lambda e: e.prefill(0, [3] * (MAX_POSITIONS + 1)),
+    "tokens past the last position": lambda e: e.prefill(0, [3, 3], start=MAX_POSITIONS - 1),
+    "a row that was not fed": lambda e: e.prefill(0, [3, 4], rows=[2]),
+    "a negative row": lambda e: e.prefill(0, [3, 4], rows=[-1]),
+    "a token outside the vocabulary": lambda e: e.prefill(0, [3, VOCAB_SIZE]),
+    "a negative token": lambda e: e.decode([-1], [3]),
+    "no rows": lambda e: e.decode([], []),
+    "a length too few": lambda e: e.decode([3, 3], [1]),
+    "more rows than slots": lambda e: e.decode([3] * (SLOTS + 1), [1] * (SLOTS + 1)),
+    "rows past the last slot": lambda e: e.decode([3, 3], [1, 1], first_slot=SLOTS - 1),
+    "a slot that holds nothing": lambda e: e.decode([3], [0]),
+    "a slot that is full": lambda e: e.decode([3], [MAX_POSITIONS]),
+    "a copy from nowhere": lambda e: e.copy_slot(SLOTS, 0, 1),
+    "a copy to nowhere": lambda e: e.copy_slot(0, -1, 1),
+    "a copy longer than a slot": lambda e: e.copy_slot(0, 1, MAX_POSITIONS + 1),
+}
+
+
+@pytest.mark.parametrize("call", BAD_CALLS.values(), ids=BAD_CALLS)
+def test_a_call_that_cannot_be_meant_is_refused(engine: Engine, call: Callable[[Engine], object]) -> None:
+    with pytest.raises(BuildError) as caught:
+        call(engine)
+    assert caught.value.found and caught.value.expected
+
+
+def test_every_position_of_a_slot_can_be_used(engine: Engine) -> None:
+    tokens = np.random.default_rng(1).integers(3, VOCAB_SIZE, MAX_POSITIONS).tolist()
+    whole = engine.prefill(0, tokens, rows=[MAX_POSITIONS - 1])
+    engine.prefill(1, tokens[:-1])
+    assert_same(engine.decode(tokens[-1:], [MAX_POSITIONS - 1], first_slot=1), whole)
+
+
+def copied(bundle: Artifact[EngineBundle], folder: Path) -> Path:
+    shutil.copytree(bundle.folder, folder)
+    return folder
+
+
+def test_a_bundle_of_other_libraries_or_hardware_is_refused(bundle: Artifact[EngineBundle], tmp_path: Path) -> None:
+    record = bundle.record
+    foreign = record.fingerprint.model_copy(
+        update={"libraries": {"onnxruntime": "1.0"}, "features": ("amx_int8", "none")}
+    )
+    with artifact.create(tmp_path / "foreign", EngineBundle) as draft:
+        for name in bundle.files:
+            shutil.copy(bundle.folder / name, draft.folder / name)
+        draft.finish(record.model_copy(update={"fingerprint": foreign}), parents=bundle.parents)
+    with pytest.raises(FingerprintError, match=r"onnxruntime is .*, not 1\.0") as caught:
+        load(tmp_path / "foreign")
+    assert "this CPU lacks" in caught.value.found
+    assert "dvc repro" in caught.value.remedy
+
+
+def test_a_bundle_that_was_edited_or_cut_is_refused(bundle: Artifact[EngineBundle], tmp_path: Path) -> None:
+    cut = copied(bundle, tmp_path / "cut")
+    with (cut / "weights.bin").open("r+b") as stream:
+        stream.truncate(1000)
+    with pytest.raises(ArtifactError, match=r"weights\.bin is 1000 bytes"):
+        load(cut)
+    edited = copied(bundle, tmp_path / "edited")
+    body = json.loads((edited / "record.json").read_text())
+    body["record"]["precision"] = "float64"
+    (edited / "record.json").write_text(json.dumps(body))
+    with pytest.raises(ArtifactError, match="was edited"):
+        load(edited)
+    half = copied(bundle, tmp_path / "half")
+    (half / "record.json").unlink()
+    with pytest.raises(ArtifactError, match=r"no record\.json"):
+        load(half)
