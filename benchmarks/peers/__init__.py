@@ -1,0 +1,1 @@
+"""Our bundles against other engines on this processor, in one alternating run: ``make bench-peers``."""

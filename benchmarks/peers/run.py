@@ -1,0 +1,328 @@
+"""Measure our bundles and every peer in one alternating run; write docs/benchmarks/cpu.md, .svg and .json.
+
+python -m benchmarks.peers.run --ours near-lossless=artifacts/candidate --ours 4-bit=artifacts/four
+python -m benchmarks.peers.run --ours near-lossless=artifacts/candidate --quick --out /tmp/peers
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.peers import environments, report
+from benchmarks.peers.corpus import Corpus, read_corpus
+from benchmarks.peers.judge import Measured, Sample, Workload, schedule
+from benchmarks.peers.process import PeerFailedError, PeerProcess
+from benchmarks.peers.report import Run
+from benchmarks.peers.systems import OURS, PEERS, System
+from engines.bundle import EngineBundle
+from evals.benchmark import read_bandwidth
+from evals.text import kl_divergences
+from pipeline import artifact
+from pipeline.errors import EvidenceError, ExitCode, TapeoutError
+from pipeline.fetch import Source
+from pipeline.graph import PortableGraph
+from pipeline.recipe import load_recipe
+
+KV_BYTES = {"float32": 4, "int8": 1}
+
+
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--ours", action="append", required=True, metavar="NAME=FOLDER", help="a bundle; may be repeated"
+    )
+    parser.add_argument("--peers", default="", help="only peers whose name holds one of these words, by comma")
+    parser.add_argument("--reference", type=Path, default=Path("artifacts/baseline"), help="float bundle")
+    parser.add_argument("--checkpoint", type=Path, default=Path("artifacts/graph"))
+    parser.add_argument("--source", type=Path, default=Path("artifacts/source"))
+    parser.add_argument("--params", type=Path, default=Path("params.yaml"))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--prefill-tokens", type=int, nargs="+", default=[128, 1024])
+    parser.add_argument("--documents", type=int, default=30)
+    parser.add_argument("--document-tokens", type=int, default=256)
+    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
+    parser.add_argument("--quick", action="store_true", help="few tokens, one round: does every peer work?")
+    parser.add_argument("--install-only", action="store_true", help="install and convert, measure nothing")
+    options = parser.parse_args(words)
+    if options.quick:
+        options.rounds, options.new_tokens, options.documents = 1, 16, 2
+    return options
+
+
+def our_systems(words: Sequence[str]) -> dict[System, Path]:
+    """``NAME=FOLDER`` bundles; bits a weight are counted from the bundle. :class:`EvidenceError` for a bad word."""
+    found: dict[System, Path] = {}
+    for word in words:
+        name, _, folder = word.partition("=")
+        if not name or not folder:
+            raise EvidenceError(
+                f"--ours {word}", expected="NAME=FOLDER", remedy="--ours near-lossless=artifacts/candidate"
+            )
+        found[System(f"tapeout {name}", "ours", OURS, name, weight_bits=0, ours=True)] = Path(folder)
+    return found
+
+
+class Harness:
+    """Peers that are alive, and what was measured of them. A peer that fails leaves with its reason, never silently."""
+
+    def __init__(self, options: argparse.Namespace, progress: Callable[[str], None]) -> None:
+        self.options, self.progress = options, progress
+        self.processes: dict[str, PeerProcess] = {}
+        self.systems: dict[str, System] = {}
+        self.loaded: dict[str, dict[str, Any]] = {}
+        self.failures: dict[str, str] = {}
+        self.speeds: dict[tuple[str, Workload], list[float]] = {}
+        self.peaks: dict[str, int] = {}
+        self.divergences: dict[str, list[np.ndarray]] = {}
+        self.agreements: dict[str, list[np.ndarray]] = {}
+
+    def prepare(self, systems: dict[System, Path], source_file: Path, checkpoint_digest: str) -> dict[System, Path]:
+        """Install and convert the peers, one at a time."""
+        ready: dict[System, Path] = {}
+        for system, folder in systems.items():
+            try:
+                if not system.ours:
+                    environments.install(system.environment, self.progress)
+                    folder = environments.converted(
+                        system, self.options.checkpoint, checkpoint_digest, source_file, self.progress
+                    )
+                ready[system] = folder
+            except TapeoutError as error:
+                self._fail(system.name, error)
+        return ready
+
+    def open(self, systems: dict[System, Path]) -> None:
+        rows = max(self.options.batches)
+        longest = max(self.options.prompt_tokens + self.options.new_tokens + 2, *self.options.prefill_tokens) + 2
+        for system, folder in systems.items():
+            self.progress(f"loading {system.name}")
+            python = environments.python_of(system.environment)
+            process = PeerProcess(system.adapter, python, environments.log_of(system), self.options.threads)
+            try:
+                self.loaded[system.name] = process.ask(
+                    "load",
+                    folder=str(folder.resolve()),
+                    variant=system.variant,
+                    threads=self.options.threads,
+                    rows=rows,
+                    max_tokens=longest,
+                )
+            except PeerFailedError as error:
+                process.close()
+                self._fail(system.name, error)
+                continue
+            process.pause()
+            self.processes[system.name], self.systems[system.name] = process, system
+
+    def warm_up(self, corpus: Corpus) -> None:
+        for name in list(self.processes):
+            self.progress(f"warming up {name}")
+            self._ask(name, "prefill", tokens=corpus.prompts[0])
+            self._ask(name, "decode", prompts=corpus.prompts[:1], new_tokens=8)
+
+    def measure(self, corpus: Corpus) -> None:
+        """All speeds, the systems alternating, then each one's peak memory, before logits of whole texts raise it."""
+        workloads = [Workload("decode", batch) for batch in self.options.batches]
+        workloads += [Workload("prefill", count) for count in self.options.prefill_tokens]
+        for number, workload, name in schedule(list(self.processes), workloads, self.options.rounds):
+            if name not in self.processes:
+                continue  # it failed since
+            if workload.phase == "prefill":
+                answer = self._ask(name, "prefill", tokens=corpus.long_prompts[workload.size])
+                tokens = workload.size
+            else:
+                prompts = corpus.prompts[: workload.size]
+                answer = self._ask(name, "decode", prompts=prompts, new_tokens=self.options.new_tokens)
+                tokens = workload.size * (answer["steps"] if answer else 0)
+            if answer:
+                rate = tokens / answer["seconds"]
+                self.speeds.setdefault((name, workload), []).append(rate)
+                self.progress(f"round {number + 1} of {self.options.rounds}, {workload}: {name} {rate:,.0f} tokens/s")
+        self.peaks = {name: process.peak_memory_bytes() for name, process in self.processes.items()}
+
+    def compare(self, corpus: Corpus, reference: PeerProcess) -> None:
+        """KL and top-token agreement of every system against the float reference, document by document.
+
+        ``tokens[:-1]`` are fed and every following token's prediction is compared, as ``evals.text.compare`` does.
+        """
+        with tempfile.TemporaryDirectory(prefix="tapeout-logits-") as scratch:
+            file = Path(scratch) / "logits.npy"
+            for number, document in enumerate(corpus.documents):
+                self.progress(f"comparing predictions on document {number + 1} of {len(corpus.documents)}")
+                reference.resume()
+                reference.ask("logits", tokens=document[:-1], file=str(file))
+                reference.pause()
+                expected = np.load(file)
+                for name in list(self.processes):
+                    if name in self.failures and "logits" in self.failures[name]:
+                        continue
+                    answer = self._ask(name, "logits", tokens=document[:-1], file=str(file))
+                    if answer:
+                        self._compare(name, expected, np.load(file))
+
+    def _compare(self, name: str, expected: np.ndarray, got: np.ndarray) -> None:
+        # A peer may pad its vocabulary; what is behind the reference's is never a token.
+        got = got[:, : expected.shape[1]]
+        if got.shape != expected.shape or not np.isfinite(got).all():
+            self._fail(name, EvidenceError(f"logits of {got.shape}, finite: {np.isfinite(got).all()}"))
+            return
+        self.divergences.setdefault(name, []).append(kl_divergences(expected, got))
+        self.agreements.setdefault(name, []).append(expected.argmax(1) == got.argmax(1))
+
+    def results(self, bundles: dict[System, Path]) -> list[Measured]:
+        folders = {system.name: folder for system, folder in bundles.items()}
+        found: list[Measured] = []
+        for name, system in self.systems.items():
+            samples = [
+                Sample(phase=workload.phase, size=workload.size, tokens_per_s=tuple(rounds))
+                for (owner, workload), rounds in self.speeds.items()
+                if owner == name and len(rounds) == self.options.rounds
+            ]
+            kl, agree = self.divergences.get(name), self.agreements.get(name)
+            measured = Measured(
+                name=name,
+                ours=system.ours,
+                own_row=system.own_row,
+                weight_bits=system.weight_bits,
+                file_bytes=self.loaded[name].get("file_bytes", 0),
+                peak_bytes=self.peaks.get(name, 0),
+                samples=tuple(samples),
+                kl=float(np.concatenate(kl).mean()) if kl else None,
+                top_token=float(np.concatenate(agree).mean()) if agree else None,
+                predictions=sum(map(len, kl)) if kl else 0,
+                versions=environments.versions(system.environment),
+            )
+            found.append(self._with_bundle(measured, folders[name]) if system.ours else measured)
+        return found
+
+    def _with_bundle(self, measured: Measured, folder: Path) -> Measured:
+        """What only our own record tells: bytes of weights, of a step, and of the largest workload's KV."""
+        record = artifact.load(folder, EngineBundle).record
+        positions = max(
+            max(self.options.batches) * (self.options.prompt_tokens + self.options.new_tokens),
+            *self.options.prefill_tokens,
+        )
+        a_position = sum(2 * layer.heads * layer.head_size for layer in record.io.kv_layers)
+        kv = positions * a_position * KV_BYTES[record.io.kv_dtype]
+        parameters = _parameters(self.options.checkpoint / "model.safetensors")
+        return measured.model_copy(
+            update={
+                "weight_bits": 8 * record.weight_bytes / parameters,
+                "file_bytes": record.weight_bytes,
+                "step_bytes": record.step_bytes,
+                "budget_bytes": record.weight_bytes + kv,
+            }
+        )
+
+    def _ask(self, name: str, command: str, **values: Any) -> Any:
+        """Resume, ask, pause. A failure is recorded; one in which the process ended takes it out of the run."""
+        process = self.processes[name]
+        process.resume()
+        try:
+            return process.ask(command, **values)
+        except PeerFailedError as error:
+            self._fail(name, error)
+            return None
+        finally:
+            process.pause()
+
+    def _fail(self, name: str, error: TapeoutError) -> None:
+        self.failures[name] = str(error).splitlines()[0]
+        self.progress(f"{name} failed: {self.failures[name]}")
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            process.close()
+
+
+def _parameters(weights: Path) -> int:
+    """Parameters of the checkpoint, a tied embedding counted once."""
+    from safetensors import safe_open
+
+    with safe_open(str(weights), "np") as tensors:
+        return sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    options = arguments(words)
+    try:
+        return bench(options, lambda text: print(text, file=sys.stderr, flush=True))
+    except TapeoutError as error:
+        print(error, file=sys.stderr)
+        return ExitCode.BROKEN
+
+
+def bench(options: argparse.Namespace, progress: Callable[[str], None]) -> int:
+    source = artifact.load(options.source, Source)
+    graph = artifact.load(options.checkpoint, PortableGraph)
+    words = [word.strip() for word in options.peers.split(",") if word.strip()]
+    peers = [peer for peer in PEERS if not words or any(word in peer.name for word in words)]
+    bundles = our_systems(options.ours)
+    harness = Harness(options, progress)
+    ready = harness.prepare(
+        {**bundles, **dict.fromkeys(peers, Path())}, options.source / source.record.model_entry, graph.digest
+    )
+    if options.install_only:
+        return ExitCode.BROKEN if harness.failures else ExitCode.PASS
+    corpus = read_corpus(
+        load_recipe(options.params),
+        options.source,
+        options.checkpoint / "tokenizer.json",
+        prompts=max(options.batches),
+        prompt_tokens=options.prompt_tokens,
+        prefill_tokens=tuple(options.prefill_tokens),
+        documents=options.documents,
+        document_tokens=options.document_tokens,
+    )
+    reference_system = replace(next(iter(bundles)), name="float reference")
+    try:
+        harness.open(ready)
+        bandwidth = [read_bandwidth(options.threads)]
+        harness.warm_up(corpus)
+        harness.measure(corpus)
+        bandwidth.append(read_bandwidth(options.threads))
+        log = environments.log_of(reference_system)
+        with PeerProcess("ours", environments.python_of(OURS), log, options.threads) as reference:
+            reference.ask(
+                "load",
+                folder=str(options.reference.resolve()),
+                variant="",
+                threads=options.threads,
+                rows=1,
+                max_tokens=options.document_tokens,
+            )
+            harness.compare(corpus, reference)
+        run = Run(
+            systems=tuple(harness.results(bundles)),
+            failures=harness.failures,
+            bandwidth_gb_s=max(bandwidth) / 1e9,
+            threads=options.threads,
+            rounds=options.rounds,
+            prompt_tokens=options.prompt_tokens,
+            new_tokens=options.new_tokens,
+            documents=len(corpus.documents),
+            machine=report.machine(),
+            model=artifact.load(options.reference, EngineBundle).record.model_name,
+        )
+    finally:
+        harness.close()
+    report.write(run, options.out)
+    progress(f"wrote {options.out / 'cpu.md'}")
+    return ExitCode.PASS
+
+
+if __name__ == "__main__":
+    sys.exit(main())

