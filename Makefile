@@ -11,12 +11,13 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 unexport PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help repro test check install clean
+.PHONY: help repro test check install bench-peers clean
 
 help:
 	@echo "make repro   install, then build, judge and register the engine of params.yaml"
 	@echo "make test    install, then linters, types, import contracts and all CPU tests"
 	@echo "make check   linters, types and import contracts only"
+	@echo "make bench-peers  our bundles against other engines on this machine; OURS='near-lossless=FOLDER 4-bit=FOLDER'"
 	@echo "make clean   remove artifacts and caches; .venv, downloads and the registry stay"
 
 repro: $(INSTALLED)
@@ -33,6 +34,10 @@ check: $(INSTALLED)
 	lint-imports
 
 install: $(INSTALLED)
+
+OURS ?= near-lossless=artifacts/candidate
+bench-peers: $(INSTALLED)
+	python -m benchmarks.peers.run $(addprefix --ours ,$(OURS)) $(FLAGS)
 
 # Done again only when the lock or the project's metadata changes; an interrupted run leaves no stamp.
 $(INSTALLED): requirements.lock pyproject.toml
