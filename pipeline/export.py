@@ -366,7 +366,8 @@ def export(
     graph_model = trace(model, progress)
     with artifact.create(folder, PortableGraph) as draft:
         progress("writing the weights")
-        model.save_pretrained(draft.folder, max_shard_size="10TB")
+        # Under the module's own names, which the graph carries, not those of the family's first release.
+        model.save_pretrained(draft.folder, max_shard_size="10TB", save_original_format=False)
         tokenizer.save_pretrained(draft.folder)
         aliases = tied_parameters(model)
         bind_weights(graph_model, draft.folder / WEIGHTS_FILE, aliases)

@@ -54,7 +54,6 @@ FAMILIES: Mapping[str, Family] = {
             },
         },
     ),
-    "llama-biases": Family("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-group-of-8": Family("llama", {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 128}),
     "mistral-short-window": Family("mistral", {"sliding_window": 8}),
     "mistral-long-window": Family("mistral", {"sliding_window": 48}),
@@ -69,18 +68,12 @@ FAMILIES: Mapping[str, Family] = {
     "cohere2": Family("cohere2", {"sliding_window": 8}),  # interleaved rotary, and layers without any
     "glm4": Family("glm4"),  # interleaved partial rotary, fused gate and up
     "stablelm": Family("stablelm"),  # partial rotary
-    "granite": Family(
-        "granite",
-        {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.1},
-    ),
-    "nemotron": Family("nemotron"),  # squared ReLU, layer norms of 1 + weight
     "opt": Family(
         "opt",
         {"ffn_dim": 96, "word_embed_proj_dim": 64},
         {k: DENSE[k] for k in ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")},
     ),  # learned positions, no rotary
     "gpt2": Family("gpt2", {}, GPT),  # weights stored [in, out]
-    "gpt_bigcode": Family("gpt_bigcode", {}, GPT),  # one key head for all
     "gpt_neox": Family(
         "gpt_neox", {}, {k: v for k, v in DENSE.items() if k not in ("num_key_value_heads", "head_dim")}
     ),

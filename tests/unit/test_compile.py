@@ -1,0 +1,131 @@
+"""What build writes: passes reported, weights once, a record that says what runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from engines.compile import ALIGNMENT_BYTES, build, lower, write_weights
+from engines.load import load, target_module
+from engines.passes import linear_kernels, linears, silu
+from pipeline.artifact import Artifact
+from pipeline.errors import BuildError
+from pipeline.graph import PortableGraph
+from quantization.compressed_tensors import open_checkpoint
+from quantization.rounding import Format, round_to_nearest
+from tests.families import LAYERS, VOCAB_SIZE, export_family
+from tests.lowering import FixedWeights, linear, lowering, model_of, named, op, parameter, value
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory: pytest.TempPathFactory) -> Artifact[PortableGraph]:
+    return export_family("qwen2", tmp_path_factory.mktemp("qwen2"))  # tied, with biases on q, k and v
+
+
+def test_a_float_bundle_says_what_it_is(graph: Artifact[PortableGraph], tmp_path: Path) -> None:
+    said: list[str] = []
+    arguments = {"target": "ort-cpu", "precision": "float32", "model_name": "test", "slots": 3, "kv_scales": {}}
+    weights = open_checkpoint(graph.folder)
+    bundle = build(graph, weights, tmp_path / "a", parents={"PortableGraph": "1"}, progress=said.append, **arguments)
+    record = bundle.record
+    assert [report.name for report in record.passes] == said[: len(record.passes)]
+    assert [report.name for report in record.passes] == [
+        step.__name__.rpartition(".")[2] for step in target_module("ort-cpu").PASSES
+    ]
+    matched = {report.name: report.matched for report in record.passes}
+    assert matched == {
+        "rotary_tables": 2 * LAYERS,
+        "linears": 7 * LAYERS + 1,
+        "merge_linears": 2 * LAYERS,
+        "grouped_query_attention": LAYERS,
+        "norms": 2 * LAYERS,
+        "silu": LAYERS,
+        "logit_rows": 1,
+        "linear_kernels": 4 * LAYERS + 1,
+        "embedding": 0,
+    }
+    assert record.census["GroupQueryAttention"] == LAYERS and record.census["MatMul"] == 4 * LAYERS + 1
+    assert record.plan["layers.0.qkv"] == "MatMul fp32" and record.plan["embedding"] == "Gather fp32"
+    assert (record.io.slots, record.io.vocab_size, record.io.kv_dtype) == (3, VOCAB_SIZE, "float32")
+    assert [(layer.heads, layer.head_size) for layer in record.io.kv_layers] == [(2, 16)] * LAYERS
+    assert set(record.io.inputs) == {"input_ids", "seqlens_k", "total_sequence_length", "logit_rows"} | (
+        {"position_ids"} & set(record.io.inputs)
+    )
+    assert bundle.parents == {"PortableGraph": "1"}
+    assert {"model.onnx", "weights.bin", "tokenizer.json", "config.json"} <= set(bundle.files)
+    again = build(graph, weights, tmp_path / "b", parents={"PortableGraph": "1"}, **arguments)
+    assert again.digest == bundle.digest  # the same inputs, the same bundle
+
+
+def test_a_tied_table_is_stored_once_and_read_by_both_ends(graph: Artifact[PortableGraph], tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(graph.folder)
+    table = round_to_nearest(checkpoint.weight(EMBEDDING), Format(8, 32, symmetric=True))
+    tensors = {name: checkpoint.linear(name) for name in checkpoint.names()}
+    bundle = build(
+        graph,
+        FixedWeights({**tensors, EMBEDDING: table}),
+        tmp_path / "bundle",
+        target="ort-cpu",
+        precision="mixed",
+        model_name="test",
+        slots=1,
+        kv_scales={},
+        parents={},
+    )
+    assert bundle.record.census["GatherBlockQuantized"] == 1 and bundle.record.census["MatMulNBits"] == 1
+    data = (bundle.folder / "weights.bin").read_bytes()
+    codes = table.codes.tobytes()
+    assert data.count(codes) == 1
+    engine = load(bundle.folder, threads=1)
+    try:
+        assert np.isfinite(engine.prefill(0, [3, VOCAB_SIZE - 1])).all()
+    finally:
+        engine.close()
+
+
+def test_a_target_that_does_not_exist_names_those_that_do(graph: Artifact[PortableGraph], tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match="no target 'abacus'") as caught:
+        target_module("abacus")
+    assert "ort-cpu" in caught.value.expected
+
+
+def test_every_pass_reports_its_matches_and_the_nodes_it_left() -> None:
+    x = value("x", ["rows", 32])
+    y = linear(x, "block.fc", np.ones((24, 32), np.float32))
+    gated = op("Mul", [y, op("Sigmoid", [y], ["rows", 24])], ["rows", 24])
+    lowered = lowering(model_of([x], [named("y", gated)]))
+    reports = lower(lowered, (linears, silu, linear_kernels), lambda _: None)
+    assert [(r.name, r.matched, r.nodes_before, r.nodes_after) for r in reports] == [
+        ("linears", 1, 4, 3),
+        ("silu", 1, 3, 2),
+        ("linear_kernels", 1, 2, 2),
+    ]
+
+
+def test_large_tensors_lie_aligned_equal_ones_once_and_small_ones_stay_inside(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    big, other = (rng.standard_normal((16, 32)).astype(np.float32) for _ in range(2))
+    arrays = {"a.weight": big, "b.weight": big.copy(), "c.weight": other, "d.small": np.ones(3, np.float32)}
+    x = value("x", [16, 32])
+    total = x
+    for name, array in arrays.items():
+        if name != "d.small":
+            total = op("Add", [total, parameter(name, array)], [16, 32])
+    model = model_of([x], [named("y", total)])
+    model.graph.register_initializer(parameter("d.small", arrays["d.small"]))
+    size = write_weights(model, tmp_path / "weights.bin")
+    stored = {name: v.const_value for name, v in model.graph.initializers.items()}
+    offsets: dict[str, int | None] = {n: t.offset for n, t in stored.items() if isinstance(t, ir.ExternalTensor)}
+    assert set(offsets) == {"a.weight", "b.weight", "c.weight"}
+    assert offsets["a.weight"] == offsets["b.weight"] != offsets["c.weight"]
+    assert all((offset or 0) % ALIGNMENT_BYTES == 0 for offset in offsets.values())
+    assert size == (tmp_path / "weights.bin").stat().st_size == ALIGNMENT_BYTES + other.nbytes
+    for name, array in arrays.items():
+        tensor = stored[name]
+        assert tensor is not None
+        np.testing.assert_array_equal(tensor.numpy(), array)

@@ -1,0 +1,183 @@
+"""Groups are read from dataflow: the same block in shapes that families really have, with no names to go by."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from pipeline.attention_function import ATTENTION_DOMAIN
+from pipeline.graph import LinearGroup, ScaleSink
+from pipeline.graph_analysis import find_groups, find_linears, find_rotary
+from tests.lowering import linear, model_of, named, op, parameter, value
+
+HIDDEN, HEADS, KV_HEADS, HEAD, INNER, VOCAB = 32, 4, 2, 8, 48, 53
+STREAM = ["batch", "tokens", HIDDEN]
+RNG = np.random.default_rng(0)
+
+
+def weights(rows: int, columns: int) -> np.ndarray:
+    return RNG.standard_normal((rows, columns)).astype(np.float32)
+
+
+def vector(size: int) -> np.ndarray:
+    return RNG.standard_normal(size).astype(np.float32)
+
+
+def norm(x: ir.Value, name: str, *, offset: bool = False) -> ir.Value:
+    weight: ir.Value = parameter(f"{name}.weight", vector(HIDDEN))
+    if offset:  # gemma: 1 + weight
+        weight = op("Add", [weight, parameter(f"one_{name.replace('.', '_')}", np.array(1.0, np.float32))], [HIDDEN])
+    return op("RMSNormalization", [x, weight], x.shape, axis=-1)
+
+
+def cut(x: ir.Value, name: str, sizes: list[int]) -> list[ir.Value]:
+    first = op("Split", [x, parameter(name, np.array(sizes, np.int64))], outputs=len(sizes), axis=-1)
+    node = first.producer()
+    assert node is not None
+    for part, size in zip(node.outputs, sizes, strict=True):
+        part.shape = ir.Shape(["batch", "tokens", size])
+    return list(node.outputs)
+
+
+def heads(flat: ir.Value, count: int, name: str) -> ir.Value:
+    shape = parameter(name, np.array([0, 0, count, HEAD], np.int64))
+    rows = op("Reshape", [flat, shape], ["batch", "tokens", count, HEAD])
+    return op("Transpose", [rows], ["batch", count, "tokens", HEAD], perm=[0, 2, 1, 3])
+
+
+def decoder(*, fused: bool = False, biased: bool = False, gated: bool = True, offset: bool = False) -> ir.Model:
+    """One layer and a head over an embedded stream."""
+    ids = value("input_ids", ["batch", "tokens"], ir.DataType.INT64)
+    mask = value("attention_mask", ["batch", "total"], ir.DataType.INT64)
+    past = [value(f"past_key_values.0.{part}", ["batch", KV_HEADS, "past", HEAD]) for part in ("key", "value")]
+    x = op("Gather", [parameter("wte.weight", weights(VOCAB, HIDDEN)), ids], STREAM, axis=0)
+
+    def fc(source: ir.Value, name: str, rows: int) -> ir.Value:
+        columns = int(source.shape[-1])  # type: ignore[index,arg-type]
+        return linear(source, f"h.0.{name}", weights(rows, columns), vector(rows) if biased else None)
+
+    normed = norm(x, "h.0.n1", offset=offset)
+    widths = [HEADS * HEAD, KV_HEADS * HEAD, KV_HEADS * HEAD]
+    if fused:
+        q, k, v = cut(fc(normed, "a", sum(widths)), "sizes_qkv", widths)
+    else:
+        q, k, v = (fc(normed, name, width) for name, width in zip("abc", widths, strict=True))
+    table = [parameter(name, np.ones((8, HEAD // 2), np.float32)) for name in ("cos", "sin")]
+    positions = value("position_ids", ["batch", "tokens"], ir.DataType.INT64)
+    turned = [
+        op("RotaryEmbedding", [heads(part, n, name), *table, positions], ["batch", n, "tokens", HEAD])
+        for part, n, name in ((q, HEADS, "shape_q"), (k, KV_HEADS, "shape_k"))
+    ]
+    attended = op(
+        "Attention",
+        [*turned, heads(v, KV_HEADS, "shape_v"), mask, *past],
+        ["batch", HEADS, "tokens", HEAD],
+        domain=ATTENTION_DOMAIN,
+        outputs=3,
+        scale=0.3,
+        softcap=0.0,
+        window=0,
+    )
+    rows = op("Transpose", [attended], ["batch", "tokens", HEADS, HEAD], perm=[0, 2, 1, 3])
+    flat = op("Reshape", [rows, parameter("shape_o", np.array([0, 0, HEADS * HEAD], np.int64))])
+    flat.shape = ir.Shape(["batch", "tokens", HEADS * HEAD])
+    x = op("Add", [x, fc(flat, "d", HIDDEN)], STREAM)
+    normed = norm(x, "h.0.n2", offset=offset)
+    inner = ["batch", "tokens", INNER]
+    if not gated:
+        hidden = op("Relu", [fc(normed, "e", INNER)], inner)
+    else:
+        if fused:
+            gate, up = cut(fc(normed, "e", 2 * INNER), "sizes_mlp", [INNER, INNER])
+        else:
+            gate, up = fc(normed, "e", INNER), fc(normed, "f", INNER)
+        hidden = op("Mul", [op("Relu", [gate], inner), up], inner)
+    x = op("Add", [x, fc(hidden, "g", HIDDEN)], STREAM)
+    logits = named("logits", linear(norm(x, "nf"), "head", weights(VOCAB, HIDDEN)))
+    return model_of([ids, mask, positions, *past], [logits])
+
+
+def by_name(model: ir.Model, aliases: dict[str, str] | None = None) -> dict[str, LinearGroup]:
+    return {group.name: group for group in find_groups(model, aliases or {})}
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_groups_of_a_gated_block(biased: bool) -> None:
+    groups = by_name(decoder(biased=biased))
+    assert {name: [m.split(".")[2] for m in group.members] for name, group in groups.items() if name != "lm_head"} == {
+        "layers.0.qkv": ["a", "b", "c"],
+        "layers.0.o": ["d"],
+        "layers.0.gate_up": ["e", "f"],
+        "layers.0.down": ["g"],
+    }
+    assert groups["lm_head"].members == ("head.weight",)
+    assert groups["layers.0.qkv"].out_features == (32, 16, 16) and groups["layers.0.down"].in_features == INNER
+    expected = ("h.0.a.bias", "h.0.b.bias", "h.0.c.bias") if biased else (None, None, None)
+    assert groups["layers.0.qkv"].biases == expected
+
+
+def test_fused_projections_are_groups_of_one() -> None:
+    groups = by_name(decoder(fused=True))
+    assert groups["layers.0.qkv"].members == ("h.0.a.weight",)
+    assert groups["layers.0.gate_up"].members == ("h.0.e.weight",)
+    assert groups["layers.0.down"].members == ("h.0.g.weight",)
+
+
+def test_a_block_with_no_gate_has_the_same_groups() -> None:
+    groups = by_name(decoder(gated=False))
+    assert list(groups) == ["layers.0.qkv", "layers.0.o", "layers.0.gate_up", "layers.0.down", "lm_head"]
+    assert groups["layers.0.gate_up"].members == ("h.0.e.weight",)
+    assert groups["layers.0.down"].scale_sink is None  # nothing scales through what stands between
+
+
+def test_scales_are_absorbed_where_the_product_stays_the_same() -> None:
+    groups = by_name(decoder(biased=True))
+    assert groups["layers.0.qkv"].scale_sink == ScaleSink(kind="norm", weight="h.0.n1.weight")
+    assert groups["layers.0.gate_up"].scale_sink == ScaleSink(kind="norm", weight="h.0.n2.weight")
+    assert groups["layers.0.o"].scale_sink == ScaleSink(
+        kind="linear",
+        weight="h.0.c.weight",
+        bias="h.0.c.bias",
+        rows=(0, KV_HEADS * HEAD),
+        repeat=HEADS // KV_HEADS,
+        head_size=HEAD,
+    )
+    down = groups["layers.0.down"].scale_sink
+    assert down is not None and (down.kind, down.weight, down.bias) == ("linear", "h.0.f.weight", "h.0.f.bias")
+
+
+def test_a_norm_of_one_plus_weight_says_so() -> None:
+    sink = by_name(decoder(offset=True))["layers.0.qkv"].scale_sink
+    assert sink == ScaleSink(kind="norm", weight="h.0.n1.weight", offset=1.0)
+
+
+def test_parts_of_a_fused_projection_are_named_by_their_rows() -> None:
+    groups = by_name(decoder(fused=True))
+    value_sink, up_sink = groups["layers.0.o"].scale_sink, groups["layers.0.down"].scale_sink
+    assert value_sink is not None and (value_sink.weight, value_sink.rows) == ("h.0.a.weight", (48, 64))
+    assert up_sink is not None and (up_sink.weight, up_sink.rows) == ("h.0.e.weight", (INNER, 2 * INNER))
+
+
+def test_a_tied_head_absorbs_nothing() -> None:
+    assert by_name(decoder())["lm_head"].scale_sink is not None
+    assert by_name(decoder(), {"lm_head.weight": "head.weight"})["lm_head"].scale_sink is None
+
+
+def test_rotary_is_read_from_its_nodes() -> None:
+    model = decoder()
+    assert find_rotary(model) == "half"
+    for node in model.graph:
+        if node.op_type == "RotaryEmbedding":
+            node.attributes["interleaved"] = ir.AttrInt64("interleaved", 1)
+    assert find_rotary(model) == "interleaved"
+    x = value("x", STREAM)
+    assert find_rotary(model_of([x], [named("y", op("Neg", [x], STREAM))])) == "none"
+
+
+def test_a_constant_is_no_parameter() -> None:
+    """Only initializers with a checkpoint name are weights."""
+    x = value("x", STREAM)
+    transposed = op("Transpose", [parameter("table", weights(4, HIDDEN))], [HIDDEN, 4], perm=[1, 0])
+    model = model_of([x], [named("y", op("MatMul", [x, transposed], ["batch", "tokens", 4]))])
+    assert find_linears(model.graph) == []
