@@ -61,6 +61,14 @@ class CompiledEngine(Frozen):
     warnings: tuple[str, ...]  # the compiler's own, once each
 
 
+class Product(Frozen):
+    """A product of the lowered graph: its output value, and the parameters stacked in it with their output rows."""
+
+    value: str
+    weights: tuple[str, ...]
+    rows: tuple[int, ...]
+
+
 class EngineBundle(Record):
     noun: ClassVar[str] = "EngineBundle"
     remedy: ClassVar[str] = "run `dvc repro build`"
@@ -75,5 +83,6 @@ class EngineBundle(Record):
     weight_bytes: int
     step_bytes: int  # weights one decode step of one row reads: all but the embedding's other rows
     plan: dict[str, str]  # linear group -> kernel
+    products: tuple[Product, ...]
     stop_tokens: tuple[int, ...]
     compiled: CompiledEngine | None = None  # None: the graph itself is what runs

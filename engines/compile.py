@@ -99,6 +99,7 @@ def build(
             weight_bytes=weight_bytes,
             step_bytes=step_bytes(model),
             plan=dict(sorted(lowering.plan.items())),
+            products=tuple(lowering.products),
             stop_tokens=graph.record.stop_tokens,
         )
         draft.finish(record, parents=parents)
@@ -121,7 +122,7 @@ def write_weights(model: ir.Model, path: Path) -> int:
     with path.open("wb") as stream:
         for name, value in model.graph.initializers.items():
             tensor = value.const_value
-            assert tensor is not None
+            assert tensor is not None and value.shape is not None
             if tensor.nbytes < INLINE_BYTES:
                 continue
             data = tensor.tobytes()
@@ -135,7 +136,7 @@ def write_weights(model: ir.Model, path: Path) -> int:
                 placed[key],
                 len(data),
                 tensor.dtype,
-                shape=ir.Shape(tensor.shape),
+                shape=value.shape,
                 name=name,
                 base_dir=path.parent,
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from engines.bundle import IOContract, PassReport
+from engines.bundle import IOContract, PassReport, Product
 from pipeline.artifact import Record
 
 
@@ -22,6 +22,8 @@ class LoweredGraph(Record):
     census: dict[str, int]  # operator -> nodes
     passes: tuple[PassReport, ...]
     weight_bytes: int
+    bits_per_weight: float  # of the products, scales included
     step_bytes: int  # weights one decode step of one row reads
     plan: dict[str, str]  # linear group -> kernel
+    products: tuple[Product, ...]
     stop_tokens: tuple[int, ...]

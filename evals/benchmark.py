@@ -189,7 +189,20 @@ def _memory_run() -> None:
     folder, prompt_tokens, new_tokens, threads = Path(sys.argv[1]), *map(int, sys.argv[2:5])
     engine = load_engine(folder, threads=threads, slots=1)
     _step_seconds(engine, [1] * prompt_tokens, 1, new_tokens)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6)
+    print(_peak_bytes() / 1e6)
+
+
+def _peak_bytes() -> int:
+    """Peak resident memory of this process, in bytes.
+
+    Linux carries ``ru_maxrss`` over from the parent through fork and exec, so the kernel's own mark is read there.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        return int(fields["VmHWM"].split()[0]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 if __name__ == "__main__":

@@ -1,92 +1,120 @@
 """Parity: does the engine compute what the quantized checkpoint it was built from says?
 
-The reference is any function from token ids to logits, so this module needs neither torch nor the checkpoint format.
+Judged with every linear of the reference locked to what the engine returned for it, so that each is held to its own
+work (quantization/reference.py says why); both running freely is kept beside it. The engine and the reference are
+plain functions here, so this module needs neither torch nor the checkpoint format.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from tqdm import tqdm
 
-from engines.protocol import Engine, FloatArray
+from engines.protocol import FloatArray
 from evals.reports import ParityItem, ParityReport, write_items
-from evals.text import CHUNK_TOKENS, kl_divergences, token_hash
+from evals.text import kl_divergences, token_hash
 from pipeline import artifact
 from pipeline.artifact import Artifact
 from pipeline.errors import EvidenceError
 
 ITEMS_FILE = "parity_items.jsonl"
-Reference = Callable[[Sequence[int]], FloatArray]
+Probe = Callable[[Sequence[int]], tuple[FloatArray, dict[str, FloatArray]]]
+
+
+class Reference(Protocol):
+    def __call__(self, tokens: Sequence[int]) -> FloatArray: ...
+
+    def locked(
+        self, tokens: Sequence[int], outputs: Mapping[str, FloatArray]
+    ) -> tuple[FloatArray, dict[str, float]]: ...
 
 
 def parity(
-    engine: Engine,
+    probe: Probe,
     reference: Reference,
     documents: Sequence[Sequence[int]],
     folder: Path,
     *,
+    head: str,
+    candidate: str,
     quantized: str,
     parents: Mapping[str, str],
 ) -> Artifact[ParityReport]:
-    """Write the ParityReport of ``engine`` against ``reference``; ``quantized`` is the QuantizedModel's digest."""
-    items = compare(engine, reference, documents)
+    """Write the ParityReport; ``head`` is the output head's parameter, ``candidate`` and ``quantized`` are digests."""
+    items = compare(probe, reference, documents, head=head)
     with artifact.create(folder, ParityReport) as draft:
         write_items(draft.folder / ITEMS_FILE, items)
-        record = ParityReport(candidate=engine.digest, quantized=quantized, documents=len(items))
+        (draft.folder / "metrics.json").write_text(json.dumps(parity_metrics(items), indent=1) + "\n")
+        record = ParityReport(candidate=candidate, quantized=quantized, documents=len(items))
         draft.finish(record, parents=parents)
     return artifact.load(folder, ParityReport)
 
 
-def compare(engine: Engine, reference: Reference, documents: Sequence[Sequence[int]]) -> list[ParityItem]:
+def compare(probe: Probe, reference: Reference, documents: Sequence[Sequence[int]], *, head: str) -> list[ParityItem]:
     """KL(reference || engine) in nats and top-token agreement at every position of every document, in order.
 
-    ``reference(tokens)`` gives float32 logits ``[S, V]``. The engine reads each document into slot 0. One document's
-    logits are held at a time. :class:`EvidenceError` when there is nothing to compare, when a document does not fit
-    the engine, when shapes differ, or when a logit is not finite.
+    ``probe(tokens)`` gives the engine's logits ``[S, V]`` and each linear's output. The output head is not locked: its
+    logits are what is compared. :class:`EvidenceError` when there is nothing to compare, when shapes differ, or when
+    a logit is not finite.
     """
     if not documents:
         raise EvidenceError(
             "no documents to compare", expected="at least one", remedy="check data.source and evaluate.documents"
         )
-    return [_compare_document(engine, reference, tokens) for tokens in tqdm(documents, desc="parity", disable=None)]
+    return [
+        _compare_document(probe, reference, tokens, head) for tokens in tqdm(documents, desc="parity", disable=None)
+    ]
 
 
-def _compare_document(engine: Engine, reference: Reference, tokens: Sequence[int]) -> ParityItem:
-    if not 0 < len(tokens) <= engine.max_tokens:
-        raise EvidenceError(
-            f"a document of {len(tokens)} tokens",
-            expected=f"1 to {engine.max_tokens} for engine {engine.digest[:12]}",
-            remedy="set evaluate.document_tokens accordingly",
-        )
-    expected = reference(tokens)
-    kl: list[float] = []
-    agree = 0
-    for start in range(0, len(tokens), CHUNK_TOKENS):
-        piece = tokens[start : start + CHUNK_TOKENS]
-        actual = engine.prefill(0, piece, start=start, rows=range(len(piece)))
-        wanted = expected[start : start + len(piece)]
-        if actual.shape != wanted.shape or len(expected) != len(tokens):
-            raise EvidenceError(
-                f"{actual.shape} logits from the engine, {wanted.shape} from the reference for {len(piece)} tokens",
-                expected="one row per token over the same vocabulary",
-                remedy="build the engine from the quantized model it is compared with",
-            )
-        for who, logits in (("engine", actual), ("reference", wanted)):
-            if not np.isfinite(logits).all():
-                raise EvidenceError(
-                    f"the {who} returned NaN or infinite logits at position {start + _first_bad_row(logits)}",
-                    expected="finite float32 logits",
-                    remedy="`tapeout inspect` shows the scales and kernels; then quantize and build again",
-                )
-        kl += kl_divergences(wanted, actual).tolist()
-        agree += int((wanted.argmax(axis=1) == actual.argmax(axis=1)).sum())
+def parity_metrics(items: Sequence[ParityItem]) -> dict[str, float]:
+    """Flat numbers for ``dvc metrics``."""
+    tokens = sum(item.tokens for item in items)
+    return {
+        "kl": sum(item.kl_sum for item in items) / tokens,
+        "top_token": sum(item.agree for item in items) / tokens,
+        "worst_error": max(item.worst_error for item in items),
+        "free_kl": sum(item.free_kl_sum for item in items) / tokens,
+        "free_top_token": sum(item.free_agree for item in items) / tokens,
+    }
+
+
+def _compare_document(probe: Probe, reference: Reference, tokens: Sequence[int], head: str) -> ParityItem:
+    actual, outputs = probe(tokens)
+    locked, errors = reference.locked(tokens, {name: value for name, value in outputs.items() if name != head})
+    free = reference(tokens)
+    _require_comparable(actual, locked, len(tokens))
+    kl, free_kl = kl_divergences(locked, actual), kl_divergences(free, actual)
+    worst = max(errors, key=errors.__getitem__)
     return ParityItem(
-        doc_hash=token_hash(tokens), tokens=len(tokens), kl_sum=float(np.sum(kl)), kl_max=max(kl), agree=agree
+        doc_hash=token_hash(tokens),
+        tokens=len(tokens),
+        kl_sum=float(kl.sum()),
+        kl_max=float(kl.max()),
+        agree=int((locked.argmax(axis=1) == actual.argmax(axis=1)).sum()),
+        worst_error=errors[worst],
+        worst_linear=worst,
+        free_kl_sum=float(free_kl.sum()),
+        free_agree=int((free.argmax(axis=1) == actual.argmax(axis=1)).sum()),
     )
 
 
-def _first_bad_row(logits: FloatArray) -> int:
-    return int(np.flatnonzero(~np.isfinite(logits).all(axis=1))[0])
+def _require_comparable(actual: FloatArray, expected: FloatArray, tokens: int) -> None:
+    if actual.shape != expected.shape or len(actual) != tokens:
+        raise EvidenceError(
+            f"{actual.shape} logits from the engine, {expected.shape} from the reference for {tokens} tokens",
+            expected="one row per token over the same vocabulary",
+            remedy="build the engine from the quantized model it is compared with",
+        )
+    for who, logits in (("engine", actual), ("reference", expected)):
+        if not np.isfinite(logits).all():
+            bad = int(np.flatnonzero(~np.isfinite(logits).all(axis=1))[0])
+            raise EvidenceError(
+                f"the {who} returned NaN or infinite logits at position {bad}",
+                expected="finite float32 logits",
+                remedy="`tapeout inspect` shows the scales and kernels; then quantize and build again",
+            )

@@ -73,13 +73,21 @@ class ShadowItem(Frozen):
 
 
 class ParityItem(Frozen):
-    """One document scored by the engine and by the quantized torch model it was built from."""
+    """One document scored by the engine and by the quantized torch model it was built from.
+
+    ``kl_sum``, ``kl_max`` and ``agree`` are of logits with every linear locked to the engine's output, ``worst_error``
+    is the largest relative error among those linears, of ``worst_linear``. ``free_*`` are of both running freely.
+    """
 
     doc_hash: str
     tokens: int
     kl_sum: float
     kl_max: float
     agree: int
+    worst_error: float
+    worst_linear: str
+    free_kl_sum: float
+    free_agree: int
 
 
 class EvalReport(Record):

@@ -158,22 +158,24 @@ def _build_candidate(recipe: Recipe) -> None:
 
 
 def _parity(recipe: Recipe) -> None:
-    from engines.load import load
+    from engines.probe import Probe
     from evals.parity import parity
     from quantization.checkpoint import QuantizedModel
     from quantization.reference import QuantizedReference
 
     quantized = artifact.load(ARTIFACTS / "quantized", QuantizedModel)
-    engine = load(ARTIFACTS / "candidate", threads=recipe.build.threads, slots=1)
+    bundle = _bundle(ARTIFACTS / "candidate")
     _, heldout = _texts(recipe)
     documents = [ids[: recipe.evaluate.document_tokens] for ids in _encode(heldout[: recipe.evaluate.parity_documents])]
     parity(
-        engine,
+        Probe(bundle, threads=recipe.build.threads),
         QuantizedReference(quantized.folder, int8_activations=True),
         documents,
         ARTIFACTS / "parity",
+        head=next(group.members[0] for group in _graph().record.groups if group.name == "lm_head"),
+        candidate=bundle.digest,
         quantized=quantized.digest,
-        parents={"EngineBundle": engine.digest, "QuantizedModel": quantized.digest},
+        parents={"EngineBundle": bundle.digest, "QuantizedModel": quantized.digest},
     )
 
 

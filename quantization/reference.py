@@ -12,7 +12,7 @@ S  tokens of a document     V  vocabulary size     K  input channels     H, D  K
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,36 @@ class QuantizedReference:
             logits: Tensor = self.model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits
         return logits[0].numpy()
 
+    def locked(self, tokens: Sequence[int], outputs: Mapping[str, FloatArray]) -> tuple[FloatArray, dict[str, float]]:
+        """Logits ``[S, V]`` with every linear's output exchanged for ``outputs[parameter] [S, out]``, and the errors.
+
+        The error of a linear is the root mean square of what it made of its input, less ``outputs``, over the root
+        mean square of ``outputs``. Each is judged on its own: the next one starts from the given values again. So a
+        rounding that falls the other way after a different order of summation stays where it happened. Left to run
+        freely such flips multiply: on the default model a relative change of 1e-6 in the embeddings alone moves the
+        logits of the int8 model by a KL of 0.005 (docs/negative-results.md).
+        """
+        names = {id(p): n for n, p in self.model.named_parameters(remove_duplicate=False)}
+        errors: dict[str, float] = {}
+        handles: list[Any] = []
+        for module in self.model.modules():
+            name = names.get(id(getattr(module, "weight", None)), "")
+            if name in outputs and isinstance(module, torch.nn.Linear):
+                handles.append(module.register_forward_hook(_exchange(name, outputs[name], errors)))
+        try:
+            logits = self(tokens)
+        finally:
+            for handle in handles:
+                handle.remove()
+        missing = outputs.keys() - errors.keys()
+        if missing:
+            raise QuantizationError(
+                f"{type(self.model).__name__} has no linear {min(missing)}",
+                expected="every product of the engine",
+                remedy="build the engine from this checkpoint",
+            )
+        return logits, errors
+
     def _round_cache(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         if not self.kv_scales:
             return key, value
@@ -87,6 +117,17 @@ def round_activations(inputs: Tensor, block: int) -> Tensor:
 def _activation_hook(group_size: int) -> Any:
     def hook(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (round_activations(inputs[0], group_size), *inputs[1:])
+
+    return hook
+
+
+def _exchange(name: str, value: FloatArray, errors: dict[str, float]) -> Any:
+    given = torch.from_numpy(np.ascontiguousarray(value))
+
+    def hook(_: Any, __: Any, output: Tensor) -> Tensor:
+        own = output.reshape(given.shape)
+        errors[name] = float((own - given).norm() / given.norm().clamp_min(1e-30))
+        return given.reshape(output.shape)
 
     return hook
 

@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from engines.bundle import Product
 from pipeline.graph import LinearGroup, PortableGraph
 
 INTERNAL = "tapeout"  # domain of nodes that exist only between passes
@@ -38,6 +39,7 @@ class Lowering:
     max_tokens: int
     kv_scales: dict[str, NDArray[np.float32]] = field(default_factory=dict)  # empty: float cache
     plan: dict[str, str] = field(default_factory=dict)  # filled by the kernel pass: group -> kernel
+    products: list[Product] = field(default_factory=list[Product])  # likewise
     # For targets that are strongly typed (engines.targets.tensorrt):
     float_type: str = "fp32"  # fp16 or bf16
     precision: str = "fp32"  # of linears: the float type, int4 or fp8

@@ -12,8 +12,9 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from engines.bundle import Product
 from engines.passes.base import Lowering, Outcome, constant, new_value, replace
-from engines.passes.linears import biases_of, is_linear, weights_of
+from engines.passes.linears import biases_of, is_linear, out_features_of, weights_of
 
 
 def run(lowering: Lowering) -> Outcome:
@@ -73,3 +74,8 @@ def finish(lowering: Lowering, node: ir.Node, nodes: list[ir.Node]) -> None:
         bias = constant(lowering.model, f"{label}.bias", values)
         nodes = [*nodes, ir.node("Add", [product, bias], outputs=[new_value(f"{label}.biased", node.outputs[0])])]
     replace(lowering.model, [node], nodes, {node.outputs[0]: nodes[-1].outputs[0]})
+    lowering.products.append(
+        Product(
+            value=nodes[-1].outputs[0].name or "", weights=tuple(weights_of(node)), rows=tuple(out_features_of(node))
+        )
+    )

@@ -16,8 +16,9 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from engines.bundle import Product
 from engines.passes.base import CONTRIB, Lowering, Outcome, new_value, replace
-from engines.passes.linears import biases_of, is_linear, weights_of
+from engines.passes.linears import biases_of, is_linear, out_features_of, weights_of
 from pipeline.errors import BuildError
 
 ACCURACY_LEVEL = 4
@@ -57,6 +58,8 @@ def _lower(lowering: Lowering, node: ir.Node) -> None:
         raise BuildError(f"{label} mixes quantized and float weights in one merged product")
     lowering.plan[label] = kind
     replace(lowering.model, [node], lowered, {node.outputs[0]: lowered[-1].outputs[0]})
+    rows = tuple(out_features_of(node))
+    lowering.products.append(Product(value=lowered[-1].outputs[0].name or "", weights=tuple(names), rows=rows))
 
 
 def _bias(lowering: Lowering, label: str, names: list[str]) -> ir.Value | None:

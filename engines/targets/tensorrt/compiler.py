@@ -72,7 +72,7 @@ def compile_bundle(
 ) -> Artifact[EngineBundle]:
     """Compile and write one bundle. :class:`BuildError` carries the compiler's own reason.
 
-    ``batches``: decode buckets. ``timing_cache``: file the builder's kernel timings are kept in between builds.
+    ``batches``: decode buckets. ``timing_cache``: file in which a builder that measures kernels keeps its timings.
     """
     module = load_module(module_name)
     builder = _Build(module, lowered, capability, tuple(batches), progress)
@@ -96,6 +96,7 @@ def compile_bundle(
                 weight_bytes=record.weight_bytes,
                 step_bytes=record.step_bytes,
                 plan=record.plan,
+                products=record.products,
                 stop_tokens=record.stop_tokens,
                 compiled=CompiledEngine(
                     capability=capability,
@@ -157,7 +158,8 @@ class _Build:
         """The serialized engine."""
         self._parse()
         config = self._config()
-        cache = None
+        if capabilities(self._module):
+            timing_cache = None  # nothing is timed where the GPU need not be there; TensorRT-RTX says it ignores one
         if timing_cache is not None:
             cache = config.create_timing_cache(timing_cache.read_bytes() if timing_cache.is_file() else b"")
             config.set_timing_cache(cache, False)

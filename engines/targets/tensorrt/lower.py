@@ -91,10 +91,28 @@ def lower_graph(
                 census=dict(sorted(Counter(n.op_type for n in model.graph).items())),
                 passes=reports,
                 weight_bytes=weight_bytes,
+                bits_per_weight=round(bits_per_weight(model), 4),
                 step_bytes=step_bytes(model),
                 plan=dict(sorted(lowering.plan.items())),
+                products=tuple(lowering.products),
                 stop_tokens=graph.record.stop_tokens,
             ),
             parents=parents,
         )
     return artifact.load(folder, LoweredGraph)
+
+
+def bits_per_weight(model: ir.Model) -> float:
+    """Mean bits of a weight of the products, their scales included, as the graph stores them."""
+    size_bytes = values = 0
+    for node in model.graph:
+        if node.op_type != "MatMul":
+            continue
+        parts = [node.inputs[1]]
+        while (producer := parts[0].producer() if parts[0] is not None else None) is not None:
+            parts = list(producer.inputs)  # through a Transpose and a DequantizeLinear
+        tensors = [v.const_value for v in parts if v is not None and v.const_value is not None]
+        if tensors:
+            size_bytes += sum(tensor.nbytes for tensor in tensors)
+            values += tensors[0].size
+    return 8 * size_bytes / max(values, 1)

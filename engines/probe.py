@@ -1,0 +1,57 @@
+"""What every product of a bundle's graph returned, for comparing an engine with a reference layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+
+from engines.bundle import EngineBundle
+from engines.protocol import FloatArray
+from engines.threads import physical_cores
+from pipeline.artifact import Artifact
+
+
+class Probe:
+    """The bundle's own graph file with its products as extra outputs; nodes, weights and kernels are the same."""
+
+    def __init__(self, bundle: Artifact[EngineBundle], *, threads: int = 0) -> None:
+        self._record = bundle.record
+        model = onnx.load(str(bundle.folder / "model.onnx"), load_external_data=False)
+        present = {output.name for output in model.graph.output}
+        for product in self._record.products:
+            if product.value not in present:
+                model.graph.output.append(onnx.helper.make_empty_tensor_value_info(product.value))
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = threads or physical_cores()
+        options.log_severity_level = 3
+        # A model given as bytes finds its weights beside this path.
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(bundle.folder))
+        self._session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+    def __call__(self, tokens: Sequence[int]) -> tuple[FloatArray, dict[str, FloatArray]]:
+        """Logits ``[S, V]`` and each linear's output ``[S, out]`` by parameter name, of one document."""
+        io, count = self._record.io, len(tokens)
+        dtype = np.dtype(io.kv_dtype)
+        feeds: dict[str, np.ndarray] = {
+            "input_ids": np.asarray(tokens, np.int64)[None],
+            "position_ids": np.arange(count, dtype=np.int64)[None],
+            "seqlens_k": np.array([count - 1], np.int32),
+            "total_sequence_length": np.array(count, np.int32),
+            "logit_rows": np.arange(count, dtype=np.int64),
+        }
+        feeds = {name: value for name, value in feeds.items() if name in io.inputs}
+        for layer, shape in enumerate(io.kv_layers):
+            for part in ("key", "value"):
+                feeds[f"past_key_values.{layer}.{part}"] = np.zeros((1, shape.heads, count, shape.head_size), dtype)
+        names = ["logits", *dict.fromkeys(product.value for product in self._record.products)]
+        values = dict(zip(names, self._session.run(names, feeds), strict=True))
+        outputs: dict[str, FloatArray] = {}
+        for product in self._record.products:
+            rows = np.asarray(values[product.value]).reshape(count, -1)
+            edges = np.cumsum((0, *product.rows))
+            for weight, begin, end in zip(product.weights, edges, edges[1:], strict=False):
+                outputs[weight] = rows[:, begin:end]
+        return np.asarray(values["logits"]), outputs
