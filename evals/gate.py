@@ -204,6 +204,25 @@ def _shadow_checks(items: Sequence[ShadowItem], report: ShadowReport, bounds: Ga
 
 
 def _parity_checks(items: Sequence[ParityItem], bounds: Gate) -> list[Check]:
+    """Divergence with every product locked to the engine's, and the largest error of any single product."""
+    worst = max(items, key=lambda item: item.worst_error)
+    sound = worst.worst_error <= bounds.max_parity_error
+    error = Check(
+        name="parity_error",
+        title="largest relative error of one product, engine against quantized model",
+        outcome=Outcome.PASS if sound else Outcome.FAIL,
+        reason=f"{worst.worst_linear} is off by {worst.worst_error:.2g}, "
+        f"{'within' if sound else 'more than'} {bounds.max_parity_error:g}; every other product is off by less",
+        direction="at_most",
+        value=worst.worst_error,
+        bound=bounds.max_parity_error,
+        unit="documents",
+        n=len(items),
+    )
+    return [error, *_parity_divergence(items, bounds)]
+
+
+def _parity_divergence(items: Sequence[ParityItem], bounds: Gate) -> list[Check]:
     return _agreement_checks(
         ("parity_kl", "mean KL, engine against quantized model, nats"),
         ("parity_top_token", "same top token, engine and quantized model"),

@@ -117,6 +117,7 @@ class Gate(Frozen):
     max_shadow_kl: float = Field(default=0.04, gt=0)
     max_parity_kl: float = Field(default=1e-3, gt=0)
     min_parity_top_token: Fraction = 0.995
+    max_parity_error: float = Field(default=0.01, gt=0)  # relative, of any one product on any document
     min_speed_ratio: float = Field(default=1.0, gt=0)
     min_repeats: Count = 3  # paired repeats per batch and phase
 

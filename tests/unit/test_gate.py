@@ -97,9 +97,19 @@ def shadow_items(n: int = 200, kl: float = 0.01, agree: float = 0.95) -> tuple[S
     )
 
 
-def parity_items(n: int = 40, kl: float = 1e-4, agree: float = 1.0) -> tuple[ParityItem, ...]:
+def parity_items(n: int = 40, kl: float = 1e-4, agree: float = 1.0, worst: float = 1e-4) -> tuple[ParityItem, ...]:
     return tuple(
-        ParityItem(doc_hash=f"p{i}", tokens=200, kl_sum=200 * kl, kl_max=kl + 0.1, agree=round(200 * agree))
+        ParityItem(
+            doc_hash=f"p{i}",
+            tokens=200,
+            kl_sum=200 * kl,
+            kl_max=kl + 0.1,
+            agree=round(200 * agree),
+            worst_error=worst,
+            worst_linear="layers.3.mlp.down_proj.weight",
+            free_kl_sum=1.0,
+            free_agree=190,
+        )
         for i in range(n)
     )
 
@@ -171,6 +181,7 @@ def test_good_evidence_passes_with_every_check():
             "perplexity",
             "shadow_kl",
             "shadow_agreement",
+            "parity_error",
             "parity_kl",
             "parity_top_token",
             "decode_speed_b1",
@@ -205,6 +216,8 @@ BOUNDARIES: list[tuple[str, Evidence, Outcome]] = [
     ("shadow_agreement", make(shadow=shadow_items(agree=0.925)), Outcome.PASS),
     ("shadow_agreement", make(shadow=shadow_items(agree=0.90)), Outcome.INCONCLUSIVE),
     ("shadow_agreement", make(shadow=shadow_items(agree=0.875)), Outcome.FAIL),
+    ("parity_error", make(parity=parity_items(worst=9e-3)), Outcome.PASS),
+    ("parity_error", make(parity=parity_items(worst=0.02)), Outcome.FAIL),
     ("parity_kl", make(parity=parity_items(kl=9e-4)), Outcome.PASS),
     ("parity_kl", make(parity=parity_items(kl=2e-3)), Outcome.FAIL),
     ("parity_top_token", make(parity=parity_items(agree=1.0)), Outcome.PASS),

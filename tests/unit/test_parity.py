@@ -1,9 +1,10 @@
-"""Parity counts every position once, by the definition of KL, and refuses what it cannot compare."""
+"""Parity counts every position once, by the definition of KL, blames the right linear, and refuses what it cannot."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,18 +12,46 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.protocol import FloatArray
-from evals.parity import ITEMS_FILE, compare, parity
+from evals.parity import ITEMS_FILE, compare, parity, parity_metrics
 from evals.reports import ParityItem, ParityReport, read_items
-from evals.text import CHUNK_TOKENS, token_hash
+from evals.text import token_hash
 from pipeline import artifact
 from pipeline.errors import EvidenceError
-from tests.fake_engine import HistoryEngine
 
-VOCAB = 32
+VOCAB, WIDTH = 32, 8
+HEAD = "head.weight"
 
 
-def reference_of(engine: HistoryEngine):
-    return lambda tokens: np.stack([engine.logits_after(tokens[: i + 1]) for i in range(len(tokens))])
+class TwoLayers:
+    """tokens -> first -> tanh -> second -> tanh -> head, as a probe and as a reference; ``fault`` spoils one product."""
+
+    def __init__(self, fault: str = "", size: float = 0.0, vocab: int = VOCAB) -> None:
+        draw = np.random.default_rng(5)
+        self.table = draw.standard_normal((VOCAB, WIDTH)).astype(np.float32)
+        self.first = draw.standard_normal((WIDTH, WIDTH)).astype(np.float32)
+        self.second = draw.standard_normal((WIDTH, WIDTH)).astype(np.float32)
+        self.head = draw.standard_normal((WIDTH, vocab)).astype(np.float32)
+        self.fault, self.size = fault, size
+
+    def run(self, tokens: Sequence[int], given: Mapping[str, FloatArray]) -> tuple[FloatArray, dict[str, FloatArray]]:
+        own: dict[str, FloatArray] = {}
+        hidden = self.table[list(tokens)]
+        for name, weight in (("first.weight", self.first), ("second.weight", self.second), (HEAD, self.head)):
+            own[name] = hidden @ weight
+            if name == self.fault:
+                own[name] = own[name] * np.float32(1 + self.size)
+            hidden = np.tanh(given.get(name, own[name]))
+        return own[HEAD], own
+
+    def probe(self, tokens: Sequence[int]) -> tuple[FloatArray, dict[str, FloatArray]]:
+        return self.run(tokens, {})
+
+    def __call__(self, tokens: Sequence[int]) -> FloatArray:
+        return self.run(tokens, {})[0]
+
+    def locked(self, tokens: Sequence[int], outputs: Mapping[str, FloatArray]) -> tuple[FloatArray, dict[str, float]]:
+        logits, own = self.run(tokens, outputs)
+        return logits, {n: float(np.linalg.norm(own[n] - v) / np.linalg.norm(v)) for n, v in outputs.items()}
 
 
 def log_softmax(logits: FloatArray) -> np.ndarray:
@@ -34,54 +63,78 @@ def log_softmax(logits: FloatArray) -> np.ndarray:
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40), min_size=1, max_size=4))
 def test_an_engine_agrees_with_itself_at_every_position(documents: list[list[int]]) -> None:
-    engine = HistoryEngine(VOCAB)
-    items = compare(engine, reference_of(HistoryEngine(VOCAB)), documents)
+    items = compare(TwoLayers().probe, TwoLayers(), documents, head=HEAD)
     assert [item.doc_hash for item in items] == [token_hash(document) for document in documents]
-    assert [(i.tokens, i.kl_sum, i.kl_max, i.agree) for i in items] == [(len(d), 0, 0, len(d)) for d in documents]
+    assert [(i.tokens, i.kl_sum, i.agree, i.worst_error) for i in items] == [(len(d), 0, len(d), 0) for d in documents]
 
 
-@pytest.mark.parametrize("length", [1, 5, CHUNK_TOKENS, CHUNK_TOKENS + 1, 2 * CHUNK_TOKENS + 30])
-def test_kl_is_by_definition_across_chunks(length: int) -> None:
-    document = np.random.default_rng(length).integers(0, VOCAB, length).tolist()
-    reference = reference_of(HistoryEngine(VOCAB))
-    noisy = HistoryEngine(VOCAB, noise=0.2, max_tokens=1024)
-    (item,) = compare(noisy, reference, [document])
-    p, q = log_softmax(reference(document)), log_softmax(reference_of(noisy)(document))
-    kl = (np.exp(p) * (p - q)).sum(axis=1)
-    assert item.tokens == length
-    assert item.kl_sum == pytest.approx(kl.sum(), rel=1e-5)
-    assert item.kl_max == pytest.approx(kl.max(), rel=1e-5)
-    assert item.agree == (p.argmax(1) == q.argmax(1)).sum()
+def test_kl_is_by_definition_locked_and_free() -> None:
+    document = np.random.default_rng(1).integers(0, VOCAB, 50).tolist()
+    engine, reference = TwoLayers("first.weight", 0.2), TwoLayers()
+    (item,) = compare(engine.probe, reference, [document], head=HEAD)
+    logits, outputs = engine.probe(document)
+    del outputs[HEAD]
+    for expected, total in (
+        (reference(document), item.free_kl_sum),
+        (reference.locked(document, outputs)[0], item.kl_sum),
+    ):
+        p, q = log_softmax(expected), log_softmax(logits)
+        assert total == pytest.approx((np.exp(p) * (p - q)).sum(), rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("fault", ["first.weight", "second.weight"])
+def test_a_fault_is_blamed_on_its_linear_and_does_not_spread(fault: str) -> None:
+    (item,) = compare(TwoLayers(fault, 0.01).probe, TwoLayers(), [[1, 2, 3, 4]], head=HEAD)
+    assert item.worst_linear == fault
+    assert item.worst_error == pytest.approx(0.01 / 1.01, rel=1e-3)
+    assert item.kl_sum == pytest.approx(0, abs=1e-6)  # the head itself is sound and starts from the given values
+    assert item.free_kl_sum > 1e-6
+
+
+def test_a_fault_in_the_head_moves_the_locked_logits() -> None:
+    (item,) = compare(TwoLayers(HEAD, 0.5).probe, TwoLayers(), [[1, 2, 3, 4]], head=HEAD)
+    assert item.worst_error == 0
+    assert item.kl_sum > 0.01
 
 
 def test_the_report_names_both_sides_and_keeps_every_item(tmp_path: Path) -> None:
-    engine = HistoryEngine(VOCAB, noise=0.1)
-    documents = [[1, 2, 3], [4, 5]]
-    reference = reference_of(HistoryEngine(VOCAB))
-    report = parity(engine, reference, documents, tmp_path / "parity", quantized="ab" * 32, parents={"bundle": "cd"})
-    assert report.record == ParityReport(candidate=engine.digest, quantized="ab" * 32, documents=2)
-    assert list(read_items(report.folder / ITEMS_FILE, ParityItem)) == compare(engine, reference, documents)
+    engine, reference, documents = TwoLayers("first.weight", 0.1), TwoLayers(), [[1, 2, 3], [4, 5]]
+    digests: dict[str, Any] = {"candidate": "cd" * 32, "quantized": "ab" * 32}
+    report = parity(engine.probe, reference, documents, tmp_path / "parity", head=HEAD, parents={}, **digests)
+    assert report.record == ParityReport(documents=2, **digests)
+    items = read_items(report.folder / ITEMS_FILE, ParityItem)
+    assert list(items) == compare(engine.probe, reference, documents, head=HEAD)
+    assert parity_metrics(items)["worst_error"] == max(i.worst_error for i in items)
     assert artifact.load(tmp_path / "parity", ParityReport).digest == report.digest
 
 
-def not_a_number(tokens: Sequence[int]) -> FloatArray:
-    logits = np.zeros((len(tokens), VOCAB), np.float32)
-    logits[2, 3] = np.nan
-    return logits
+class NotANumber(TwoLayers):
+    def locked(self, tokens: Sequence[int], outputs: Mapping[str, FloatArray]) -> tuple[FloatArray, dict[str, float]]:
+        logits, errors = super().locked(tokens, outputs)
+        logits[2, 3] = np.nan
+        return logits, errors
 
 
 @pytest.mark.parametrize(
     ("reference", "documents", "message"),
     [
-        (reference_of(HistoryEngine(VOCAB)), [], "no documents"),
-        (reference_of(HistoryEngine(VOCAB)), [[1], []], "a document of 0 tokens"),
-        (reference_of(HistoryEngine(VOCAB)), [[1] * 65], "a document of 65 tokens"),
-        (reference_of(HistoryEngine(VOCAB + 1)), [[1, 2]], r"\(2, 32\) logits from the engine, \(2, 33\)"),
-        (lambda tokens: np.zeros((len(tokens) + 1, VOCAB), np.float32), [[1, 2]], "logits from the engine"),
-        (not_a_number, [[1, 2, 3, 4]], "reference returned NaN or infinite logits at position 2"),
+        (TwoLayers(), [], "no documents"),
+        (TwoLayers(vocab=VOCAB + 1), [[1, 2]], r"\(2, 32\) logits from the engine, \(2, 33\)"),
+        (NotANumber(), [[1, 2, 3, 4]], "reference returned NaN or infinite logits at position 2"),
     ],
 )
-def test_refuses_what_it_cannot_compare(reference, documents: list[list[int]], message: str, tmp_path: Path) -> None:
+def test_refuses_what_it_cannot_compare(
+    reference: TwoLayers, documents: list[list[int]], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(EvidenceError, match=message):
-        parity(HistoryEngine(VOCAB), reference, documents, tmp_path / "parity", quantized="", parents={})
+        parity(
+            TwoLayers().probe,
+            reference,
+            documents,
+            tmp_path / "parity",
+            head=HEAD,
+            candidate="",
+            quantized="",
+            parents={},
+        )
     assert not (tmp_path / "parity").exists()
