@@ -8,8 +8,10 @@ B  rows decoded together      P  prompt tokens      S  tokens of a text      V  
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -20,6 +22,8 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ def file_bytes(folder: Path, *patterns: str) -> int:
 
 def serve(peer: Peer) -> None:
     """Answer commands until ``close`` or the end of standard input. What libraries print goes to standard error."""
+    _end_with_parent()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     sys.stdout = sys.stderr
@@ -93,6 +98,12 @@ def serve(peer: Peer) -> None:
         answers.write(json.dumps(answer) + "\n")
     answers.flush()
     os._exit(0)  # some peers hang in their destructors
+
+
+def _end_with_parent() -> None:
+    """Linux kills this process when the run ends, however that was: stopped, it never sees its input close."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _carry_out(peer: Peer, command: str, request: dict[str, Any]) -> Any:
