@@ -236,6 +236,46 @@ def doctor(params: Params = Path("params.yaml"), as_json: Json = False) -> None:
 
 
 @app.command(rich_help_panel="Build")
+def build(
+    target: Annotated[str, typer.Option(help="A target, and the GPUs to compile for: `tensorrt-rtx:sm89,sm120`.")],
+    precision: Annotated[str, typer.Option(help="fp16, bf16, int4 (block weights) or fp8 (calibrated).")] = "fp16",
+    explain: Annotated[bool, typer.Option("--explain", help="Only print the lowering, pass by pass.")] = False,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="A quantized checkpoint to take weights from; by default the float ones.")
+    ] = None,
+    batches: Annotated[str, typer.Option(help="Decode batch buckets; by default 1 and build.slots.")] = "",
+    documents: Annotated[int, typer.Option(help="Held-out documents of portable evidence; 0 takes none.")] = 8,
+    artifacts: Artifacts = Path("artifacts"),
+    params: Params = Path("params.yaml"),
+) -> None:
+    """Compile for hardware that need not be here, one bundle each under artifacts/targets; or explain a lowering.
+
+    Example: `tapeout build --target tensorrt-rtx:sm89,sm120 --precision fp8`
+    """
+    from pipeline.commands import build as command
+    from pipeline.commands.tables import console
+    from pipeline.recipe import load_recipe
+
+    name, capabilities = command.parse_target(target)
+    recipe = load_recipe(params)
+    request = command.Request(
+        artifacts=artifacts,
+        recipe=recipe,
+        target=name,
+        capabilities=capabilities,
+        precision=precision,
+        checkpoint=checkpoint,
+        batches=command.parse_batches(batches, recipe.build.slots),
+        documents=documents,
+    )
+    out = console()
+    if explain:
+        out.print(command.pass_table(command.explain(request)))
+    else:
+        out.print(command.bundle_table(command.build(request, out)))
+
+
+@app.command(rich_help_panel="Build")
 def stage(
     name: Annotated[str, typer.Argument(help="A stage of dvc.yaml, such as export or quantize.")],
     params: Params = Path("params.yaml"),

@@ -26,6 +26,7 @@ from pipeline.graph_analysis import is_attention
 
 OPSET = 24  # of TensorScatter, and of Attention with nonpad_kv_seqlen
 WRITE_POSITIONS = "write_positions"
+HIDDEN = -3e4  # a score far below any soft cap, within float16
 
 
 def run(lowering: Lowering) -> Outcome:
@@ -35,14 +36,14 @@ def run(lowering: Lowering) -> Outcome:
     mask = next(i for i in model.graph.inputs if i.name == "attention_mask")
     model.graph.inputs[model.graph.inputs.index(mask)] = write
     masks: dict[int, ir.Value] = {}
-    for layer, node in enumerate(nodes):
-        _lower(lowering, layer, node, write, masks)
+    notes = [_lower(lowering, layer, node, write, masks) for layer, node in enumerate(nodes)]
     del model.functions[("tapeout", "Attention", "")]
     model.opset_imports[""] = OPSET
-    return Outcome(len(nodes))
+    return Outcome(len(nodes), tuple(note for note in notes if note))
 
 
-def _lower(lowering: Lowering, layer: int, node: ir.Node, write: ir.Value, masks: dict[int, ir.Value]) -> None:
+def _lower(lowering: Lowering, layer: int, node: ir.Node, write: ir.Value, masks: dict[int, ir.Value]) -> str:
+    """Replace one node; the returned text says what kept it from a native layer, if anything."""
     model = lowering.model
     query, key, value, _, past_key, past_value = node.inputs
     assert past_key is not None and past_key.shape is not None and past_value is not None
@@ -62,19 +63,61 @@ def _lower(lowering: Lowering, layer: int, node: ir.Node, write: ir.Value, masks
         window = 0
     if window not in masks:
         masks[window] = _seen(model, node, write, window)
-    attributes = {"scale": float(attribute(node, "scale", head_size**-0.5))}
+    scale = float(attribute(node, "scale", head_size**-0.5))
+    caches = [scatter.outputs[0] for scatter in scatters]
     if softcap:
-        attributes["softcap"] = softcap
-    lowered = ir.node(
-        "Attention",
-        [query, *(scatter.outputs[0] for scatter in scatters), masks[window]],
-        attributes=attributes,
-    )
+        # IAttention has no soft cap, and the parser refuses one.
+        created = _written_out(model, layer, query, caches, masks[window], kv_heads, head_size, scale, softcap)
+    else:
+        created = [ir.node("Attention", [query, *caches, masks[window]], attributes={"scale": scale})]
+    lowered = created[-1]
     output = lowered.outputs[0]
     output.name, output.shape, output.type = f"layers.{layer}.attention", node.outputs[0].shape, node.outputs[0].type
-    model.graph.insert_before(node, [*scatters, lowered])
+    model.graph.insert_before(node, [*scatters, *created])
     ir.convenience.replace_all_uses_with(node.outputs[0], output)
     remove_dead(model, [node])
+    return f"layer {layer}: soft cap {softcap:g}, so its attention is written out" if softcap else ""
+
+
+def _written_out(
+    model: ir.Model,
+    layer: int,
+    query: ir.Value | None,
+    caches: list[ir.Value],
+    seen: ir.Value,
+    kv_heads: int,
+    head_size: int,
+    scale: float,
+    softcap: float,
+) -> list[ir.Node]:
+    """``softmax(softcap * tanh(scale / softcap * q kᵀ), where seen) v``, key heads shared by groups of query heads."""
+    assert query is not None and query.shape is not None
+    heads = int(query.shape[1])  # type: ignore[arg-type]
+    nodes: list[ir.Node] = []
+
+    def add(op: str, *inputs: ir.Value | None, **attributes: int | list[int]) -> ir.Value:
+        nodes.append(ir.node(op, inputs, attributes=attributes))
+        nodes[-1].outputs[0].name = f"layers.{layer}.attention.{len(nodes)}"
+        nodes[-1].outputs[0].type = query.type
+        return nodes[-1].outputs[0]
+
+    def number(name: str, value: float) -> ir.Value:
+        return constant(model, f"attention.{name}.{value:g}", np.array(value, np.float32))
+
+    def shape(*sizes: int) -> ir.Value:
+        return constant(model, f"shape.{'.'.join(map(str, sizes))}", np.array(sizes, np.int64))
+
+    group_axis = constant(model, "axes.2", np.array([2], np.int64))
+    grouped = add("Reshape", query, shape(0, kv_heads, heads // kv_heads, -1, head_size))  # [B, Hkv, g, S, D]
+    keys, values = (add("Unsqueeze", cache, group_axis) for cache in caches)
+    scores = add("MatMul", add("Mul", grouped, number("scale", scale / softcap)),
+                 add("Transpose", keys, perm=[0, 1, 2, 4, 3]))  # fmt: skip
+    capped = add("Mul", add("Tanh", scores), number("softcap", softcap))
+    visible = add("Unsqueeze", seen, group_axis)
+    visible.type = seen.type
+    weights = add("Softmax", add("Where", visible, capped, number("hidden", HIDDEN)), axis=-1)
+    add("Reshape", add("MatMul", weights, values), shape(0, heads, -1, head_size))
+    return nodes
 
 
 def _seen(model: ir.Model, before: ir.Node, write: ir.Value, window: int) -> ir.Value:
