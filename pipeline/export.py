@@ -128,7 +128,9 @@ class _Wrapper(torch.nn.Module):
 def load_checkpoint(folder: Path, entry: str = "") -> Any:
     """A causal language model in float32 from a checkpoint folder, or from the GGUF file ``entry`` in it."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     gguf = {"gguf_file": entry} if entry.endswith(".gguf") else {}
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **gguf)

@@ -44,8 +44,6 @@ def _quiet_libraries() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     warnings.filterwarnings("ignore", module=r"(torch|transformers|onnxscript|copyreg|mlflow|lm_eval).*")
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-    # Not every caller of tqdm asks transformers; ours are rich bars, and theirs would run into them.
-    os.environ.setdefault("TQDM_DISABLE", "1")
 
 
 def _say(stage: str) -> Callable[[str], None]:

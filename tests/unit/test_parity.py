@@ -23,7 +23,7 @@ HEAD = "head.weight"
 
 
 class TwoLayers:
-    """tokens -> first -> tanh -> second -> tanh -> head, as a probe and as a reference; ``fault`` spoils one product."""
+    """tokens -> first -> tanh -> second -> tanh -> head, as probe and as reference; ``fault`` spoils one product."""
 
     def __init__(self, fault: str = "", size: float = 0.0, vocab: int = VOCAB) -> None:
         draw = np.random.default_rng(5)
