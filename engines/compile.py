@@ -107,8 +107,14 @@ def build(
 
 
 def bind_parameters(lowering: Lowering) -> None:
-    """Give every parameter the graph still names its value from the checkpoint: norms, biases, position tables."""
+    """Give every parameter the graph still names its value from the checkpoint: norms, biases, position tables.
+
+    What no node reads any more is dropped, inputs too: positions, say, once rotary embedding is inside attention.
+    """
     graph = lowering.model.graph
+    for value in list(graph.inputs):
+        if not value.uses():
+            graph.inputs.remove(value)
     for name, value in list(graph.initializers.items()):
         if not value.uses():
             del graph.initializers[name]
