@@ -287,24 +287,25 @@ def bench(options: argparse.Namespace, progress: Callable[[str], None]) -> int:
         documents=options.documents,
         document_tokens=options.document_tokens,
     )
-    reference_system = replace(next(iter(bundles)), name="float reference")
+    log = environments.log_of(replace(next(iter(bundles)), name="float reference"))
+    reference = PeerProcess("ours", environments.python_of(OURS), log, options.threads)
     try:
+        # Opened first, so that a reference that is missing or stale ends the run before anything is timed.
+        reference.ask(
+            "load",
+            folder=str(options.reference.resolve()),
+            variant="",
+            threads=options.threads,
+            rows=1,
+            max_tokens=options.document_tokens,
+        )
+        reference.pause()
         harness.open(ready)
         bandwidth = [read_bandwidth(options.threads)]
         harness.warm_up(corpus)
         harness.measure(corpus)
         bandwidth.append(read_bandwidth(options.threads))
-        log = environments.log_of(reference_system)
-        with PeerProcess("ours", environments.python_of(OURS), log, options.threads) as reference:
-            reference.ask(
-                "load",
-                folder=str(options.reference.resolve()),
-                variant="",
-                threads=options.threads,
-                rows=1,
-                max_tokens=options.document_tokens,
-            )
-            harness.compare(corpus, reference)
+        harness.compare(corpus, reference)
         run = Run(
             systems=tuple(harness.results(bundles)),
             failures=harness.failures,
@@ -318,6 +319,7 @@ def bench(options: argparse.Namespace, progress: Callable[[str], None]) -> int:
             model=artifact.load(options.reference, EngineBundle).record.model_name,
         )
     finally:
+        reference.close()
         harness.close()
     report.write(run, options.out)
     progress(f"wrote {options.out / 'cpu.md'}")
