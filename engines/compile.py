@@ -12,9 +12,8 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from engines import fingerprint
 from engines.bundle import EngineBundle, IOContract, KVLayer, PassReport
-from engines.load import target_module
+from engines.load import fingerprint_here, target_module
 from engines.passes.base import Lowering, Outcome, Weights
 from pipeline import artifact
 from pipeline.artifact import Artifact
@@ -93,7 +92,7 @@ def build(
                 slots=slots,
                 vocab_size=graph.record.vocab_size,
             ),
-            fingerprint=fingerprint.current(module.LIBRARIES),
+            fingerprint=fingerprint_here(module),
             census=dict(sorted(Counter(n.op_type for n in model.graph).items())),
             passes=reports,
             weight_bytes=weight_bytes,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from engines import fingerprint
-from engines.bundle import EngineBundle
+from engines.bundle import EngineBundle, Fingerprint
 from engines.protocol import Engine
 from pipeline import artifact
 from pipeline.artifact import Artifact
@@ -37,6 +37,11 @@ def known_targets() -> tuple[str, ...]:
     return tuple(sorted(p.name.replace("_", "-") for p in folders if (p / "__init__.py").exists()))
 
 
+def fingerprint_here(target: Target) -> Fingerprint:
+    """This machine's, by the libraries and features that select the target's kernels."""
+    return fingerprint.current(target.LIBRARIES, getattr(target, "features", fingerprint.cpu_features))
+
+
 def load(folder: Path, *, threads: int = 0, slots: int | None = None) -> Engine:
     """Open a bundle for running. Refused on hardware or libraries other than those it was built and judged on.
 
@@ -44,7 +49,5 @@ def load(folder: Path, *, threads: int = 0, slots: int | None = None) -> Engine:
     """
     bundle = artifact.load(folder, EngineBundle)
     target = target_module(bundle.record.target)
-    features = getattr(target, "features", fingerprint.cpu_features)
-    here = fingerprint.current(target.LIBRARIES, features)
-    fingerprint.require_match(bundle.record.fingerprint, here, str(folder))
+    fingerprint.require_match(bundle.record.fingerprint, fingerprint_here(target), str(folder))
     return target.open_engine(bundle, threads=threads, slots=slots)

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from pipeline.artifact import Frozen
-from pipeline.errors import RecipeError
+from pipeline.errors import BuildError, RecipeError
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
@@ -74,9 +74,20 @@ class Quantize(Frozen):
 
 
 class Build(Frozen):
-    target: Literal["ort-cpu"] = "ort-cpu"
+    target: str = "ort-cpu"  # a folder of engines/targets (docs/targets.md)
     slots: Count = 16
     threads: Annotated[int, Field(ge=0)] = 0  # 0: every physical core
+
+    @field_validator("target")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        from engines.load import target_module
+
+        try:
+            target_module(name)
+        except BuildError as error:
+            raise ValueError(f"{error.found}; expected {error.expected}") from error
+        return name
 
 
 class Benchmark(Frozen):

@@ -1,0 +1,115 @@
+"""TensorRT engines on the GPU they were compiled for. Skipped without one: nothing here has run on a GPU yet."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engines.load import load, target_module
+from engines.lowered import LoweredGraph
+from engines.targets.tensorrt import features
+from engines.targets.tensorrt.lower import lower_graph
+from engines.targets.tensorrt.portable import PortableEngine
+from pipeline.artifact import Artifact
+from quantization.compressed_tensors import open_checkpoint
+from tests.families import export_family
+
+GPU = features()
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("tensorrt_rtx_bindings") is None and importlib.util.find_spec("tensorrt") is None,
+        reason="no TensorRT is installed",
+    ),
+    pytest.mark.skipif(not GPU, reason="no GPU here, or no cuda-python to reach it"),
+]
+TARGET = "tensorrt-rtx" if importlib.util.find_spec("tensorrt_rtx_bindings") else "tensorrt"
+FAMILIES = ("llama", "qwen3", "gemma2")
+PRECISIONS = ("fp16", "int4", "fp8")
+TOKENS = 24
+Pair = Callable[[str, str], tuple[Any, PortableEngine]]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """The compiled engine, and the same lowered graph on ONNX Runtime."""
+
+    def get(family: str, precision: str) -> tuple[Any, PortableEngine]:
+        folder = tmp_path_factory.mktemp(f"{family}-{precision}")
+        graph = export_family(family, folder)
+        source: Artifact[LoweredGraph] = lower_graph(
+            graph,
+            open_checkpoint(graph.folder),
+            folder / "lowered",
+            precision=precision,
+            model_name=family,
+            slots=4,
+            activation_max={group.name: 8.0 for group in graph.record.groups},
+            parents={},
+        )
+        module: Any = target_module(TARGET)
+        build(module, source, folder / "bundle")
+        return load(folder / "bundle"), PortableEngine(source, max_tokens=TOKENS + 8, slots=4)
+
+    return get
+
+
+def build(module: Any, source: Artifact[LoweredGraph], folder: Path) -> None:
+    module.compile_for(source, folder, capability=GPU[0], batches=(1, 4), timing_cache=None, progress=lambda *_: None)
+
+
+def tokens_of(engine: Any) -> list[int]:
+    return np.random.default_rng(0).integers(3, engine.vocab_size, TOKENS).tolist()
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_engine_computes_the_lowered_graph(pair: Pair, family: str, precision: str) -> None:
+    engine, reference = pair(family, precision)
+    tokens = tokens_of(engine)
+    expected = reference.prefill(0, tokens, rows=range(TOKENS))
+    actual = engine.prefill(0, tokens, rows=range(TOKENS))
+    assert np.abs(actual - expected).max() < 0.02 * np.abs(expected).max()
+    engine.close()
+
+
+def test_ragged_decode_in_a_captured_graph_is_a_prefill_in_steps(pair: Pair) -> None:
+    engine, _ = pair("llama", "fp16")
+    tokens = tokens_of(engine)
+    whole = engine.prefill(3, tokens, rows=range(TOKENS))
+    lengths = [4, 9, 1]
+    for slot, length in enumerate(lengths):
+        engine.prefill(slot, tokens[:length])
+    for _ in range(4):  # the first step runs as it is, the second is the first replay
+        stepped = engine.decode([tokens[n] for n in lengths], lengths)
+        np.testing.assert_allclose(stepped, whole[lengths], atol=2e-2)
+        lengths = [n + 1 for n in lengths]
+    # The bucket's fourth row was slot 3, which must go on as if nothing had happened.
+    np.testing.assert_allclose(engine.prefill(3, tokens[-1:], start=TOKENS - 1), whole[-1:], atol=2e-2)
+    engine.close()
+
+
+def test_a_full_neighbour_is_left_alone(pair: Pair) -> None:
+    engine, _ = pair("llama", "fp16")
+    tokens = (tokens_of(engine) * 3)[: engine.max_tokens]
+    full = engine.prefill(3, tokens)
+    for slot in range(3):
+        engine.prefill(slot, tokens[:5])
+    engine.decode(tokens[5:6] * 3, [5, 5, 5])
+    np.testing.assert_allclose(engine.prefill(3, tokens[-1:], start=len(tokens) - 1), full, atol=2e-2)
+    engine.close()
+
+
+def test_a_copied_slot_goes_on_like_its_source(pair: Pair) -> None:
+    engine, _ = pair("qwen3", "fp16")
+    tokens = tokens_of(engine)
+    engine.prefill(0, tokens[:10])
+    engine.copy_slot(0, 2, 10)
+    np.testing.assert_allclose(
+        engine.prefill(2, tokens[10:12], start=10), engine.prefill(0, tokens[10:12], start=10), atol=1e-3
+    )
+    engine.close()

@@ -1,0 +1,137 @@
+"""Engines for GPUs that are not here: two layers of several families, compiled by the real compiler."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.bundle import EngineBundle
+from engines.load import load, target_module
+from engines.lowered import LoweredGraph
+from engines.targets.tensorrt.lower import lower_graph
+from pipeline import artifact
+from pipeline.artifact import Artifact
+from pipeline.errors import BuildError, FingerprintError
+from quantization.compressed_tensors import open_checkpoint
+from tests.families import export_family
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("tensorrt_rtx_bindings") is None,
+    reason='TensorRT-RTX is not installed: pip install -e ".[tensorrt-rtx]"',
+)
+
+FAMILIES = ("llama", "qwen3", "gemma2")
+CAPABILITIES = ("sm86", "sm89", "sm120")
+# What the compiler says its GPUs cannot do (TensorRT-RTX 1.7.1): FP8 begins with sm89.
+REFUSED = {("fp8", "sm86")}
+Made = Callable[[str, str], Artifact[LoweredGraph]]
+
+
+@pytest.fixture(scope="module")
+def lowered(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    made: dict[tuple[str, str], Artifact[LoweredGraph]] = {}
+    graphs: dict[str, Any] = {}
+
+    def get(family: str, precision: str) -> Artifact[LoweredGraph]:
+        if family not in graphs:
+            graphs[family] = export_family(family, tmp_path_factory.mktemp(family))
+        graph = graphs[family]
+        if (family, precision) not in made:
+            made[family, precision] = lower_graph(
+                graph,
+                open_checkpoint(graph.folder),
+                tmp_path_factory.mktemp(f"{family}-{precision}") / "lowered",
+                precision=precision,
+                model_name=family,
+                slots=4,
+                activation_max={group.name: 8.0 for group in graph.record.groups},
+                parents={"PortableGraph": graph.digest},
+            )
+        return made[family, precision]
+
+    return get
+
+
+def compiled(source: Artifact[LoweredGraph], folder: Path, capability: str, **changes: Any) -> Artifact[EngineBundle]:
+    module: Any = target_module("tensorrt-rtx")
+    arguments: dict[str, Any] = {"batches": (1,), "timing_cache": None, "progress": lambda *_: None}
+    return module.compile_for(source, folder, capability=capability, **(arguments | changes))
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("precision", ["int4", "fp8"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_layers_build(lowered: Made, tmp_path: Path, family: str, precision: str, capability: str) -> None:
+    source = lowered(family, precision)
+    if (precision, capability) in REFUSED:
+        with pytest.raises(BuildError) as refused:
+            compiled(source, tmp_path / "bundle", capability)
+        assert capability in refused.value.found and "fp8" in refused.value.found
+        assert "--precision int4" in refused.value.remedy
+        return
+    bundle = compiled(source, tmp_path / "bundle", capability)
+    found = bundle.record.compiled
+    assert found is not None
+    assert (found.capability, found.executed_on) == (capability, None)
+    assert found.engine_bytes == (bundle.folder / "engine.plan").stat().st_size
+    nodes = source.record.census
+    for layer, node in (
+        ("KV_CACHE_UPDATE", "TensorScatter"),
+        ("ATTENTION_INPUT", "Attention"),
+        ("ROTARY_EMBEDDING", "RotaryEmbedding"),
+        ("DEQUANTIZE", "DequantizeLinear"),
+    ):
+        assert found.network.get(layer, 0) == nodes.get(node, 0), layer
+    assert [(p.batch, p.min_tokens, p.max_tokens) for p in found.profiles] == [(1, 1, 64), (1, 1, 1)]
+    assert bundle.record.fingerprint.features == (capability,)
+
+
+def test_fp8_is_refused_where_the_gpu_has_none_with_the_compilers_reason(lowered: Made, tmp_path: Path) -> None:
+    with pytest.raises(BuildError) as refused:
+        compiled(lowered("llama", "fp8"), tmp_path / "bundle", "sm80")
+    assert "cannot compile fp8 for sm80" in refused.value.found
+    assert "fp8_e4m3" in refused.value.found, "the compiler's own words"
+    assert "int4 or fp16" in refused.value.remedy
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_unknown_hardware_is_refused_with_the_list(lowered: Made, tmp_path: Path) -> None:
+    with pytest.raises(BuildError) as refused:
+        compiled(lowered("llama", "int4"), tmp_path / "bundle", "sm90")
+    assert "sm89, sm120" in refused.value.expected
+
+
+def test_a_bundle_does_not_open_where_its_gpu_is_not(lowered: Made, tmp_path: Path) -> None:
+    compiled(lowered("llama", "int4"), tmp_path / "bundle", "sm121")
+    with pytest.raises(FingerprintError) as refused:
+        load(tmp_path / "bundle")
+    assert "lacks sm121" in refused.value.found
+
+
+def test_progress_is_told_and_ctrl_c_leaves_nothing(lowered: Made, tmp_path: Path) -> None:
+    phases: dict[str, tuple[int, int]] = {}
+
+    def keep(phase: str, done: int, total: int) -> None:
+        phases[phase] = (done, total)
+
+    compiled(lowered("llama", "int4"), tmp_path / "whole", "sm89", progress=keep)
+    assert len(phases) > 1 and all(done == total for done, total in phases.values())
+
+    def interrupt(phase: str, done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compiled(lowered("llama", "int4"), tmp_path / "cut", "sm89", progress=interrupt)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["whole"]
+
+
+def test_the_same_build_twice_has_the_same_record(lowered: Made, tmp_path: Path) -> None:
+    """The plan's bytes are the compiler's affair; what we say about it is ours."""
+    first, second = (compiled(lowered("llama", "fp8"), tmp_path / name, "sm89") for name in ("a", "b"))
+    assert first.record.model_copy(update={"compiled": None}) == second.record.model_copy(update={"compiled": None})
+    assert first.parents == second.parents
+    assert artifact.load(tmp_path / "a", EngineBundle).record == first.record

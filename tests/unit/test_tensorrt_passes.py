@@ -1,0 +1,199 @@
+"""What TensorRT is given, computed by ONNX Runtime: the lowered graph is the model, to the precision asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from engines.lowered import LoweredGraph
+from engines.passes.fp8_linears import quantize_rows
+from engines.passes.int4_linears import _codes, round_blocks
+from engines.targets.tensorrt.lower import lower_graph
+from engines.targets.tensorrt.portable import PortableEngine
+from pipeline.artifact import Artifact
+from pipeline.errors import BuildError
+from pipeline.graph import PortableGraph
+from quantization.compressed_tensors import open_checkpoint
+from quantization.rounding import QuantizedLinear
+from tests.families import export_family
+
+FAMILIES = ("qwen2", "qwen3", "mistral-short-window", "gemma2")
+# Largest relative logit error of two random layers: rounding of fp16, of three-bit mantissas, of sixteen levels.
+TOLERANCE = {"fp16": 0.01, "fp8": 0.25, "int4": 0.6}
+TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def graphs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Artifact[PortableGraph]]:
+    made: dict[str, Artifact[PortableGraph]] = {}
+
+    def graph(name: str) -> Artifact[PortableGraph]:
+        if name not in made:
+            made[name] = export_family(name, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return graph
+
+
+def lowered(graph: Artifact[PortableGraph], folder: Path, precision: str, **changes: Any) -> Artifact[LoweredGraph]:
+    arguments: dict[str, Any] = {
+        "precision": precision,
+        "model_name": "tiny",
+        "slots": 4,
+        "activation_max": {group.name: 8.0 for group in graph.record.groups},
+        "parents": {"PortableGraph": graph.digest},
+    }
+    return lower_graph(graph, open_checkpoint(graph.folder), folder, **(arguments | changes))
+
+
+def float_logits(graph: Artifact[PortableGraph], tokens: list[int]) -> NDArray[np.float32]:
+    """``[S, V]`` from the portable graph itself."""
+    session = ort.InferenceSession(str(graph.folder / "model.onnx"), providers=["CPUExecutionProvider"])
+    feeds: dict[str, NDArray[Any]] = {
+        "input_ids": np.array([tokens]),
+        "attention_mask": np.ones((1, len(tokens)), np.int64),
+        "position_ids": np.arange(len(tokens))[None],
+    }
+    for put in session.get_inputs():
+        if put.name.startswith("past_"):
+            feeds[put.name] = np.zeros((1, put.shape[1], 0, put.shape[3]), np.float32)
+    known = {put.name for put in session.get_inputs()}
+    return np.asarray(session.run(["logits"], {k: v for k, v in feeds.items() if k in known})[0])[0]
+
+
+def tokens_for(graph: Artifact[PortableGraph], seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(3, graph.record.vocab_size, TOKENS).tolist()
+
+
+@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_lowered_graph_computes_the_model(
+    graphs: Callable[[str], Artifact[PortableGraph]], tmp_path: Path, family: str, precision: str
+) -> None:
+    graph = graphs(family)
+    tokens = tokens_for(graph)
+    expected = float_logits(graph, tokens)
+    engine = PortableEngine(lowered(graph, tmp_path / "lowered", precision), max_tokens=TOKENS)
+    actual = engine.prefill(0, tokens, rows=range(TOKENS))
+    error = np.abs(actual - expected).max() / np.abs(expected).max()
+    assert error < TOLERANCE[precision]
+    if precision != "fp16":
+        assert error > 1e-3, "nothing was rounded"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunks_steps_and_neighbours_change_nothing(
+    graphs: Callable[[str], Artifact[PortableGraph]], tmp_path: Path, family: str
+) -> None:
+    graph = graphs(family)
+    tokens = tokens_for(graph)
+    engine = PortableEngine(lowered(graph, tmp_path / "lowered", "fp16"), max_tokens=TOKENS + 2, slots=3)
+    whole = engine.prefill(0, tokens, rows=range(TOKENS))
+    engine.prefill(1, tokens[:9])
+    np.testing.assert_allclose(engine.prefill(1, tokens[9:], start=9), whole[-1:], atol=2e-2)
+    # Slot 0 is one step from the end of the text, slot 1 somewhere in its middle, slot 2 at its start.
+    engine.prefill(2, tokens[:1])
+    lengths = [TOKENS - 1, 13, 1]
+    stepped = engine.decode([tokens[n] for n in lengths], lengths)
+    np.testing.assert_allclose(stepped, whole[lengths], atol=2e-2)
+
+
+def test_a_copied_slot_goes_on_like_its_source(
+    graphs: Callable[[str], Artifact[PortableGraph]], tmp_path: Path
+) -> None:
+    graph = graphs("qwen3")
+    tokens = tokens_for(graph, seed=3)
+    engine = PortableEngine(lowered(graph, tmp_path / "lowered", "fp16"), max_tokens=TOKENS, slots=2)
+    engine.prefill(0, tokens[:10])
+    engine.copy_slot(0, 1, 10)
+    np.testing.assert_array_equal(
+        engine.prefill(1, tokens[10:12], start=10), engine.prefill(0, tokens[10:12], start=10)
+    )
+
+
+def test_masks_are_explicit_and_shared(graphs: Callable[[str], Artifact[PortableGraph]], tmp_path: Path) -> None:
+    """The parser drops ``nonpad_kv_seqlen`` and misreads ``is_causal`` over fixed buffers: neither may appear."""
+    model = onnx.load(lowered(graphs("mistral-short-window"), tmp_path / "l", "fp16").folder / "model.onnx")
+    attentions = [n for n in model.graph.node if n.op_type == "Attention"]
+    assert len(attentions) == 2
+    assert all(len(n.input) == 4 and n.input[3] == "seen.8" for n in attentions)
+    assert not any(a.name == "is_causal" for n in attentions for a in n.attribute)
+
+
+def test_a_soft_cap_is_written_out_and_said(graphs: Callable[[str], Artifact[PortableGraph]], tmp_path: Path) -> None:
+    record = lowered(graphs("gemma2"), tmp_path / "l", "fp16").record
+    report = next(r for r in record.passes if r.name == "fixed_kv_cache")
+    assert report.matched == 2 and len(report.declined) == 2 and "soft cap" in report.declined[0]
+    assert "Attention" not in record.census and record.census["TensorScatter"] == 4
+
+
+def test_precision_is_in_the_graph(graphs: Callable[[str], Artifact[PortableGraph]], tmp_path: Path) -> None:
+    graph = graphs("qwen3")
+    linears = sum(len(group.members) for group in graph.record.groups if group.name != "lm_head")
+    int4 = lowered(graph, tmp_path / "int4", "int4").record
+    fp8 = lowered(graph, tmp_path / "fp8", "fp8").record
+    assert int4.census["DequantizeLinear"] == linears
+    assert (fp8.census["DequantizeLinear"], fp8.census["QuantizeLinear"]) == (2 * linears, linears)
+    assert lowered(graph, tmp_path / "fp16", "fp16").record.bits_per_weight == 16
+    assert 4 < int4.bits_per_weight < fp8.bits_per_weight < 12  # the head, large here, stays in fp16
+
+
+def test_what_cannot_be_lowered_is_refused(graphs: Callable[[str], Artifact[PortableGraph]], tmp_path: Path) -> None:
+    graph = graphs("qwen3")
+    with pytest.raises(BuildError, match="precision 'int3'"):
+        lowered(graph, tmp_path / "a", "int3")
+    with pytest.raises(BuildError, match="no calibrated range"):
+        lowered(graph, tmp_path / "b", "fp8", activation_max={})
+    with pytest.raises(BuildError, match="calibrated range of nan"):
+        lowered(graph, tmp_path / "c", "fp8", activation_max={g.name: float("nan") for g in graph.record.groups})
+    assert not list(tmp_path.iterdir())
+
+
+weights = st.integers(0, 2**32 - 1).map(
+    lambda seed: (np.random.default_rng(seed).standard_normal((3, 32)) * 10.0 ** (seed % 5 - 3)).astype(np.float32)
+)
+
+
+@given(weights)
+@settings(max_examples=30, deadline=None)
+def test_blocks_are_rounded_within_half_a_step_of_what_is_not_clipped(weight: NDArray[np.float32]) -> None:
+    codes, scales = round_blocks(weight, 16)
+    assert codes.min() >= -8 and codes.max() <= 7 and (scales > 0).all()
+    step = np.repeat(scales, 16, axis=1)
+    inside = (weight < 7.5 * step) & (weight > -8.5 * step)
+    assert (np.abs(codes * step - weight)[inside] <= 0.5001 * step[inside]).all()
+    assert np.square(codes * step - weight).sum() < 0.02 * np.square(weight).sum()
+
+
+@given(weights)
+@settings(max_examples=30, deadline=None)
+def test_fp8_rows_keep_their_relative_precision(weight: NDArray[np.float32]) -> None:
+    codes, scales = quantize_rows(weight)
+    restored = codes.astype(np.float32) * scales[:, None]
+    # Three mantissa bits: half a unit in the last place is 1/16; below the smallest normal, half of its last step.
+    assert (np.abs(restored - weight) <= np.maximum(np.abs(weight) / 16, scales[:, None] * 2**-10) * 1.001).all()
+
+
+def test_zero_weights_have_positive_scales() -> None:
+    zeros = np.zeros((2, 16), np.float32)
+    for codes, scales in (round_blocks(zeros, 16), quantize_rows(zeros)):
+        assert not codes.astype(np.float32).any() and (scales > 0).all()
+
+
+def test_negative_scales_are_negated_and_what_that_loses_is_counted() -> None:
+    codes = np.array([[0, 8, 15, 9] * 4], np.uint8)
+    linear = QuantizedLinear(codes, np.array([[-0.5]], np.float32), None, 4, 16)
+    signed, scales, note = _codes([linear])
+    restored = signed * scales
+    lost = codes[0] == 0
+    np.testing.assert_array_equal(restored[0, ~lost], linear.dequantize()[0, ~lost])
+    assert (restored[0, lost] == 3.5).all() and note.startswith("4 of 16 codes lost a step")
