@@ -1,7 +1,7 @@
 """Benchmark: latency, throughput and memory of both engines, measured in turn on this machine.
 
-Every repeat times the baseline and then the candidate, so that a busy neighbour slows both; what is compared is the
-pair. Prompts are random tokens of a fixed seed: speed does not depend on what they say.
+Every repeat times baseline and candidate in turn at each batch, so that a busy neighbour slows both; what is compared
+is the pair. Prompts are random tokens of a fixed seed: speed does not depend on what they say.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pipeline.errors import EvidenceError
 from pipeline.recipe import Benchmark as Settings
 
 WARMUP_STEPS = 3
+PREFILL_TRIALS = 5  # a repeat is their median: one prefill is short, and easily disturbed
 BANDWIDTH_BYTES = 256 << 20
 BANDWIDTH_TRIALS = 7
 
@@ -64,10 +65,12 @@ def benchmark(
     for engine in engines.values():
         _prefill_seconds(engine, prompt)
     for repeat in range(settings.repeats):
-        for name, engine in engines.items():
-            progress(f"repeat {repeat + 1} of {settings.repeats}, {name}")
-            prefill[name].append(_prefill_seconds(engine, prompt))
-            for batch in batches:
+        progress(f"repeat {repeat + 1} of {settings.repeats}")
+        trials = [[_prefill_seconds(engine, prompt) for engine in engines.values()] for _ in range(PREFILL_TRIALS)]
+        for name, seconds in zip(engines, zip(*trials, strict=True), strict=True):
+            prefill[name].append(median(seconds))
+        for batch in batches:
+            for name, engine in engines.items():
                 decode[name, batch].append(_step_seconds(engine, prompt, batch, settings.new_tokens))
     progress("peak memory")
     numbers = {
