@@ -17,6 +17,7 @@ from engines.load import fingerprint_here, target_module
 from engines.passes.base import Lowering, Outcome, Weights
 from pipeline import artifact
 from pipeline.artifact import Artifact
+from pipeline.errors import BuildError
 from pipeline.graph import PortableGraph
 
 MODEL_FILE = "model.onnx"
@@ -69,6 +70,12 @@ def build(
 ) -> Artifact[EngineBundle]:
     """Write the bundle. ``kv_scales``: ``layers.N.k_scale|v_scale`` ``[kv_heads, head_size]``; empty: float cache."""
     module = target_module(target)
+    if hasattr(module, "compile_for"):
+        raise BuildError(
+            f"{target} compiles for named hardware, which a recipe does not name",
+            expected="a target whose lowered graph is what runs, such as ort-cpu",
+            remedy=f"`tapeout build --target {target}:…` compiles for it (docs/targets.md)",
+        )
     model = ir.load(graph.folder / "model.onnx")
     lowering = Lowering(model, graph.record, weights, graph.record.max_positions, dict(kv_scales))
     reports = lower(lowering, module.PASSES, progress)

@@ -79,3 +79,19 @@ def test_an_unknown_target_is_told_the_known_ones() -> None:
     with pytest.raises(BuildError) as refused:
         target_module("abacus")
     assert refused.value.expected == "one of ort-cpu, tensorrt, tensorrt-rtx"
+
+
+def test_a_recipe_cannot_ask_for_hardware_it_does_not_name(tmp_path: Path) -> None:
+    graph = export_family("llama", tmp_path)
+    with pytest.raises(BuildError, match="compiles for named hardware"):
+        build(
+            graph,
+            open_checkpoint(graph.folder),
+            tmp_path / "bundle",
+            target="tensorrt-rtx",
+            precision="float32",
+            model_name="tiny",
+            slots=2,
+            kv_scales={},
+            parents={},
+        )
