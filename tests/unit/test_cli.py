@@ -27,7 +27,19 @@ from pipeline.explain import explain, fields
 from pipeline.recipe import Gate
 from tests.unit.test_generate import Scripted, characters
 
-COMMANDS = ["generate", "gate", "summary", "promote", "rollback", "report", "inspect", "doctor", "stage"]
+COMMANDS = [
+    "generate",
+    "gate",
+    "summary",
+    "promote",
+    "rollback",
+    "report",
+    "inspect",
+    "doctor",
+    "stage",
+    "recipe",
+    "build",
+]
 CODES = {Outcome.PASS: 0, Outcome.FAIL: 1, Outcome.INCONCLUSIVE: 3}
 
 
@@ -219,6 +231,7 @@ def prompts(here: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             weight_bytes=1,
             step_bytes=1,
             plan={},
+            products=(),
             stop_tokens=(characters().encode("#").ids[0],),
         )
         draft.finish(record, parents={})
@@ -288,7 +301,15 @@ def test_a_reader_that_leaves_is_not_a_failed_gate(here: Path) -> None:
 def test_control_c_in_a_real_process(here: Path) -> None:
     program = "import sys; from pipeline.cli import main; print(flush=True); sys.exit(main(['generate', '-']))"
     pipe = subprocess.PIPE
-    child = subprocess.Popen([sys.executable, "-c", program], cwd=here, stdin=pipe, stdout=pipe, stderr=pipe)
+    child = subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=here,
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+        # A job in the background ignores Ctrl-C and hands that on to its children; this one is to hear it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     assert child.stderr is not None and child.stdout is not None
     child.stdout.readline()
     time.sleep(0.5)  # by then it waits for standard input, which never comes
