@@ -68,14 +68,7 @@ class Artifact(Generic[R]):
 
     def verify(self) -> None:
         """Hash every file again; :class:`ArtifactError` names the first that changed since it was written."""
-        for name, entry in self.files.items():
-            actual = sha256_file(self.folder / name)
-            if actual != entry.sha256:
-                raise ArtifactError(
-                    f"{self.folder / name} has sha256 {actual[:12]}…",
-                    expected=f"{entry.sha256[:12]}… as recorded when {self.record.noun} was written",
-                    remedy=self.record.remedy,
-                )
+        verify_files(self.folder, self.files, remedy=self.record.remedy)
 
 
 def sha256_file(path: Path) -> str:
@@ -161,22 +154,43 @@ def load(folder: Path, noun: type[R]) -> Artifact[R]:
             expected=f"schema {noun.schema_version}",
             remedy=noun.remedy,
         )
-    digest = body.pop("digest")
-    if digest != _digest(body):
-        raise ArtifactError(f"{folder / RECORD} was edited: its digest does not match", remedy=noun.remedy)
+    _, digest, files = identify(folder, remedy=noun.remedy)
     try:
         record = noun.model_validate_json(json.dumps(body["record"]))
     except ValidationError as error:
-        raise ArtifactError(f"{folder / RECORD} does not parse: {error}", remedy=noun.remedy) from error
+        raise ArtifactError(
+            f"{folder / RECORD} is not a {noun.noun} of this version: {error.error_count()} fields differ, "
+            f"first {'.'.join(map(str, error.errors()[0]['loc']))}",
+            remedy=noun.remedy,
+        ) from error
+    return Artifact(folder, record, files, body["parents"], digest)
+
+
+def identify(folder: Path, *, remedy: str = "run `dvc repro`") -> tuple[str, str, Mapping[str, FileEntry]]:
+    """Noun, digest and files of any finished artifact, its record and file sizes checked, without knowing its type."""
+    body = read_payload(folder)
+    digest = body.pop("digest")
+    if digest != _digest(body):
+        raise ArtifactError(f"{folder / RECORD} was edited: its digest does not match", remedy=remedy)
     files = {name: FileEntry(**entry) for name, entry in body["files"].items()}
     for name, entry in files.items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != entry.size_bytes:
             size = f"{path.stat().st_size} bytes" if path.is_file() else "missing"
+            raise ArtifactError(f"{path} is {size}", expected=f"{entry.size_bytes} bytes as recorded", remedy=remedy)
+    return body["noun"], digest, files
+
+
+def verify_files(folder: Path, files: Mapping[str, FileEntry], *, remedy: str = "run `dvc repro`") -> None:
+    """Hash every file again; :class:`ArtifactError` names the first that changed since it was written."""
+    for name, entry in files.items():
+        actual = sha256_file(folder / name)
+        if actual != entry.sha256:
             raise ArtifactError(
-                f"{path} is {size}", expected=f"{entry.size_bytes} bytes as recorded", remedy=noun.remedy
+                f"{folder / name} has sha256 {actual[:12]}…",
+                expected=f"{entry.sha256[:12]}… as recorded when it was written",
+                remedy=remedy,
             )
-    return Artifact(folder, record, files, body["parents"], digest)
 
 
 def read_payload(folder: Path) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def generate(
 
 
 @app.command(rich_help_panel="Judge and release")
-def gate(artifacts: Artifacts = Path("artifacts"), as_json: Json = False) -> None:
+def gate(artifacts: Artifacts = Path("artifacts"), params: Params = Path("params.yaml"), as_json: Json = False) -> None:
     """Print the verdict and enforce it by exit code: 0 PASS, 1 FAIL, 3 INCONCLUSIVE, 2 no valid verdict.
 
     Example, as the last step of a CI job: `tapeout gate`
@@ -109,7 +109,7 @@ def gate(artifacts: Artifacts = Path("artifacts"), as_json: Json = False) -> Non
     from pipeline.commands.tables import console, verdict
     from pipeline.commands.verdict import load_verdict
 
-    found = load_verdict(artifacts)
+    found = load_verdict(artifacts, params)
     if as_json:
         _print_json({"digest": found.digest, "exit_code": int(found.record.exit_code)} | _dump(found.record))
     else:

@@ -1,28 +1,38 @@
-"""The verdict that lies in the artifacts folder, refused if it is about something else than what lies beside it."""
+"""The verdict that lies in the artifacts folder, refused unless it is about what lies beside it, whole and unchanged."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from evals.verdict import Verdict
-from pipeline.artifact import RECORD, Artifact, load, read_payload
+from pipeline.artifact import Artifact, identify, load, verify_files
 from pipeline.errors import EvidenceError
+from pipeline.recipe import load_recipe
 
-# Folder -> the field of the verdict that names the digest judged.
-JUDGED = {"candidate": "candidate", "baseline": "baseline", "quantized": "quantized"}
+JUDGED = ("candidate", "baseline", "quantized")  # folders, and the fields of the verdict that name their digests
 EVIDENCE = ("evaluation", "shadow", "parity", "benchmark")
+REHASHED = ("candidate", *EVIDENCE)  # what ships, and what it was judged on
 
 
-def load_verdict(artifacts: Path) -> Artifact[Verdict]:
-    """:class:`EvidenceError` if an engine or a report beside the verdict is not the one it was reached on."""
+def load_verdict(artifacts: Path, params: Path | None = None) -> Artifact[Verdict]:
+    """:class:`EvidenceError` if an engine or a report is missing, or is not the one the verdict was reached on.
+
+    Every file of the candidate and of the reports is hashed again. With ``params``, the bounds there must be those the
+    verdict was judged by.
+    """
     found = load(artifacts / "verdict", Verdict)
-    for folder, field in JUDGED.items():
-        if (artifacts / folder / RECORD).is_file():
-            _same(folder, read_payload(artifacts / folder)["digest"], getattr(found.record, field))
-    for folder in EVIDENCE:
-        if (artifacts / folder / RECORD).is_file():
-            body = read_payload(artifacts / folder)
-            _same(folder, body["digest"], found.record.evidence.get(body["noun"]))
+    found.verify()
+    for folder in (*JUDGED, *EVIDENCE):
+        noun, digest, files = identify(artifacts / folder)
+        _same(folder, digest, getattr(found.record, folder, None) or found.record.evidence.get(noun))
+        if folder in REHASHED:
+            verify_files(artifacts / folder, files)
+    if params is not None and load_recipe(params).gate != found.record.bounds:
+        raise EvidenceError(
+            f"the verdict was judged by other bounds than {params} holds",
+            expected="a verdict by the bounds of the recipe",
+            remedy="run `dvc repro gate`",
+        )
     return found
 
 

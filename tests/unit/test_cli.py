@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -57,9 +58,18 @@ def write_source(folder: Path, text: str = "weights", parents: dict[str, str] | 
     return load(folder, Source).digest
 
 
-def write_verdict(
-    artifacts: Path, outcome: Outcome, *, candidate: str = "c" * 64, evidence: dict[str, str] | None = None
-) -> None:
+def write_verdict(artifacts: Path, outcome: Outcome) -> None:
+    """A verdict, what it judged, the reports it rests on, and the recipe with its bounds."""
+    judged = {name: write_source(artifacts / name, name) for name in ("candidate", "baseline", "quantized")}
+    reports: dict[str, str] = {}
+    for name in ("evaluation", "shadow", "parity", "benchmark"):
+        noun = type(name, (Source,), {"noun": name, "__module__": __name__})
+        with create(artifacts / name, noun) as report:
+            (report.folder / "items.jsonl").write_text(name)
+            report.finish(noun(versions={}, rows=()), parents={})
+        reports[name] = load(artifacts / name, noun).digest
+    sources = {"model": {"source": "file:model"}, "data": {"source": "file:data"}}
+    (artifacts.parent / "params.yaml").write_text(json.dumps(sources))
     check = Check(
         name="kl", title="KL [nats]", outcome=outcome, reason="as measured", direction="at_most", value=0.01, bound=0.03
     )
@@ -69,17 +79,15 @@ def write_verdict(
         slices=(),
         facts=(),
         bounds=Gate(),
-        baseline="b" * 64,
-        candidate=candidate,
-        quantized="q" * 64,
+        **judged,
         champion=None,
         champion_is_baseline=True,
         target="ort-cpu",
         executed_on="here",
-        evidence=evidence or {},
+        evidence=reports,
     )
     with create(artifacts / "verdict", Verdict) as draft:
-        draft.finish(verdict, parents={"candidate": candidate})
+        draft.finish(verdict, parents={"candidate": judged["candidate"]})
 
 
 @pytest.fixture
@@ -134,16 +142,38 @@ def test_no_verdict_is_broken_and_never_a_pass(here: Path, capsys: Output) -> No
 
 def test_a_verdict_about_another_engine_or_other_evidence_is_refused(here: Path, capsys: Output) -> None:
     artifacts = here / "artifacts"
-    digest = write_source(artifacts / "candidate")
-    write_verdict(artifacts, Outcome.PASS, candidate=digest)
+    write_verdict(artifacts, Outcome.PASS)
     assert main(["gate"]) == 0
     write_source(artifacts / "candidate", "rebuilt")
     assert main(["gate"]) == ExitCode.BROKEN
     assert "the verdict judged candidate" in capsys.readouterr().err
-    write_source(artifacts / "candidate")
+    write_source(artifacts / "candidate", "candidate")
     write_source(artifacts / "shadow")  # a report that the verdict has not seen
     assert main(["gate"]) == ExitCode.BROKEN
     assert "dvc repro gate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("folder", ["candidate", "baseline", "quantized", "evaluation", "parity", "benchmark"])
+def test_a_verdict_whose_evidence_is_gone_is_refused(folder: str, here: Path, capsys: Output) -> None:
+    write_verdict(here / "artifacts", Outcome.PASS)
+    shutil.rmtree(here / "artifacts" / folder)
+    assert main(["gate"]) == ExitCode.BROKEN
+    assert folder in capsys.readouterr().err
+
+
+def test_a_changed_engine_file_is_refused(here: Path, capsys: Output) -> None:
+    write_verdict(here / "artifacts", Outcome.PASS)
+    (here / "artifacts/candidate/data.bin").write_text("cAndidate")  # of the same size
+    assert main(["gate"]) == ExitCode.BROKEN
+    assert "data.bin has sha256" in capsys.readouterr().err
+
+
+def test_a_verdict_by_other_bounds_is_refused(here: Path, capsys: Output) -> None:
+    write_verdict(here / "artifacts", Outcome.PASS)
+    recipe = json.loads((here / "params.yaml").read_text()) | {"gate": {"max_kl": 0.001}}
+    (here / "params.yaml").write_text(json.dumps(recipe))
+    assert main(["gate"]) == ExitCode.BROKEN
+    assert "judged by other bounds" in capsys.readouterr().err
 
 
 def test_an_edited_verdict_is_refused(here: Path, capsys: Output) -> None:
