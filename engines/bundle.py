@@ -71,7 +71,7 @@ class Product(Frozen):
 
 class EngineBundle(Record):
     noun: ClassVar[str] = "EngineBundle"
-    remedy: ClassVar[str] = "run `dvc repro build`"
+    remedy: ClassVar[str] = "run `dvc repro build-baseline build-candidate`"
 
     target: str
     precision: str  # "float32", or a summary of the plan such as "w8:151 w4:60 kv-int8"

@@ -6,7 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -26,12 +26,6 @@ ALIGNMENT_BYTES = 4096  # so that the runtime can map each tensor where it lies
 INLINE_BYTES = 1024
 # What text in and text out needs beside the engine, copied from the portable graph.
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json")
-
-
-class Pass(Protocol):
-    __name__: str
-
-    def run(self, lowering: Lowering) -> Outcome: ...
 
 
 def lower(lowering: Lowering, passes: Sequence[Any], progress: Callable[[str], None]) -> tuple[PassReport, ...]:

@@ -286,7 +286,7 @@ def _parity(evidence: Evidence) -> list[str]:
     rules: tuple[tuple[str, Callable[[ParityItem], bool]], ...] = (
         *_token_rules(lambda item: item.tokens),
         ("have a mean KL above their largest", lambda i: _mean_above_max(i.kl_sum, i.kl_max, i.tokens)),
-        ("have a negative error", lambda i: i.worst_error < 0),
+        ("have no finite error", lambda i: not 0 <= i.worst_error < math.inf),
     )
     return problems + _broken("parity items", items, lambda item: _short(item.doc_hash), rules)
 

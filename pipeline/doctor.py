@@ -187,9 +187,11 @@ def package(name: str, pins: Mapping[str, str]) -> Finding:
 
 def optional_package(name: str) -> Finding:
     try:
-        return Finding(name, Status.OK, metadata.version(name), "unused: this version builds ort-cpu engines")
+        return Finding(name, Status.OK, metadata.version(name), "`tapeout build` compiles for GPUs with it")
     except metadata.PackageNotFoundError:
-        return Finding(name, Status.ABSENT, "not installed", "not needed: this version builds ort-cpu engines")
+        return Finding(
+            name, Status.ABSENT, "not installed", "needed only to compile for GPUs: pip install tapeout[tensorrt-rtx]"
+        )
 
 
 def operators() -> Finding:

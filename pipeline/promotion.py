@@ -180,7 +180,7 @@ def _engine(digest: str) -> str:
 
 def _require_bundle(folder: Path, digest: str, number: int) -> None:
     """Hash the whole bundle again: what is promoted must be what was judged."""
-    remedy = "run `dvc pull` or `dvc repro build`, or say where the bundle lies on this machine"
+    remedy = "run `dvc repro build-candidate`, or say where the bundle lies on this machine"
     try:
         body = read_payload(folder)
         changed = [

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline import artifact
 from pipeline.artifact import Artifact
-from pipeline.errors import RecipeError
+from pipeline.errors import ArtifactError, RecipeError, RegistryError, TapeoutError
 from pipeline.graph import PortableGraph
 from pipeline.recipe import Recipe, load_recipe
 
@@ -97,7 +97,7 @@ def _export(recipe: Recipe) -> None:
 def _calibrate(recipe: Recipe) -> None:
     from quantization.calibrate import calibrate
 
-    texts, _ = _texts(recipe)
+    texts, _ = _texts(recipe, heldout=0)
     calibrate(recipe, _graph(), texts, ARTIFACTS / "calibration")
 
 
@@ -240,13 +240,22 @@ def _shadow(recipe: Recipe) -> None:
     from pipeline.corpus import chat_prompts
 
     incumbent = json.loads(INCUMBENT.read_text())
-    champion = load(
-        Path(incumbent["location"]) if incumbent else ARTIFACTS / "baseline",
-        threads=recipe.build.threads,
-        slots=recipe.build.slots,
-    )
-    candidate = load(ARTIFACTS / "candidate", threads=recipe.build.threads, slots=recipe.build.slots)
     source, bundle = _source(), _bundle(ARTIFACTS / "candidate")
+    place = Path(incumbent["location"]) if incumbent else ARTIFACTS / "baseline"
+    try:
+        champion = load(place, threads=recipe.build.threads, slots=recipe.build.slots)
+        tokenizer = artifact.identify(place)[2]["tokenizer.json"].sha256
+        if tokenizer != bundle.files["tokenizer.json"].sha256:
+            raise ArtifactError(f"{place} has another tokenizer than the candidate")
+    except TapeoutError as error:
+        if incumbent is None:
+            raise
+        raise RegistryError(
+            f"the registered champion of {recipe.register_.model_name} cannot be replayed here: {error.found}",
+            expected="a champion of the same model that runs on this machine",
+            remedy="give another model or machine its own register.model_name, or `tapeout rollback` first",
+        ) from error
+    candidate = load(ARTIFACTS / "candidate", threads=recipe.build.threads, slots=recipe.build.slots)
     questions = chat_prompts(source, recipe.shadow.datasets, recipe.shadow.prompts, recipe.seed)
     shadow(
         recipe,
@@ -275,7 +284,8 @@ def _gate(recipe: Recipe) -> None:
         candidate=candidate.digest,
         quantized=quantized.digest,
         target=candidate.record.target,
-        executed_on=candidate.record.target,  # ort-cpu bundles only load on the machine they were built for
+        # A compiled engine says itself where it ran; others only load on the machine they were built for.
+        executed_on=candidate.record.compiled.executed_on if candidate.record.compiled else candidate.record.target,
         proof=ProofSummary(
             quantized=candidate.parents["QuantizedModel"],
             ok=proof.passed,
@@ -328,14 +338,12 @@ def _bundle(folder: Path) -> Artifact[EngineBundle]:
     return artifact.load(folder, EngineBundle)
 
 
-def _texts(recipe: Recipe) -> tuple[list[str], list[str]]:
-    """Calibration texts and held-out texts, disjoint, from one column of one data set."""
+def _texts(recipe: Recipe, heldout: int | None = None) -> tuple[list[str], list[str]]:
+    """Calibration texts and held-out texts (``evaluate.documents`` unless told), disjoint, from one column."""
     from pipeline.corpus import calibration_and_heldout
 
-    settings = recipe.calibrate
-    return calibration_and_heldout(
-        _source(), settings.dataset, settings.column, settings.rows, recipe.evaluate.documents, recipe.seed
-    )
+    settings, count = recipe.calibrate, recipe.evaluate.documents if heldout is None else heldout
+    return calibration_and_heldout(_source(), settings.dataset, settings.column, settings.rows, count, recipe.seed)
 
 
 def _encode(texts: Sequence[str]) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""The verdict that lies in the artifacts folder, refused unless it is about what lies beside it, whole and unchanged."""
+"""The verdict in the artifacts folder, refused unless it is about what lies beside it, whole and unchanged."""
 
 from __future__ import annotations
 

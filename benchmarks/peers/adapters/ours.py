@@ -15,7 +15,7 @@ from benchmarks.peers.adapters.wire import Decoded, serve
 
 class Ours:
     def prepare(self, checkpoint: Path, source: Path, folder: Path, variant: str) -> None:
-        raise NotImplementedError("bundles are built by the pipeline: `dvc repro build`")
+        raise NotImplementedError("bundles are built by the pipeline: `dvc repro build-candidate`")
 
     def load(self, folder: Path, variant: str, threads: int, rows: int, max_tokens: int) -> dict[str, Any]:
         from engines.load import load
