@@ -5,23 +5,27 @@ import pytest
 
 from pipeline.errors import QuantizationError
 from quantization import awq, smoothquant
-from quantization.rounding import Format, round_to_nearest
+from quantization.rounding import FloatArray, Format, round_to_nearest
 
 RANDOM = np.random.default_rng(0)
 STATIC = Format(8, 64, symmetric=True, activations="int8")
 
 
-def normal(*shape: int) -> np.ndarray:
+def normal(*shape: int) -> FloatArray:
     return RANDOM.standard_normal(shape).astype(np.float32)
 
 
-def outliers(tokens: int = 4000, factor: float = 80) -> np.ndarray:
+def outliers(tokens: int = 4000, factor: float = 80) -> FloatArray:
     magnitude = np.ones(64, np.float32)
     magnitude[[3, 40]] = factor
     return normal(tokens, 64) * magnitude
 
 
-def measured(x: np.ndarray, weight: np.ndarray, scale: awq.InputScale) -> float:
+def gram_of(x: FloatArray) -> FloatArray:
+    return (x.T @ x / len(x)).astype(np.float32)
+
+
+def measured(x: FloatArray, weight: FloatArray, scale: awq.InputScale) -> float:
     """The same error, run instead of predicted."""
     step = smoothquant.input_step(np.abs(x).max(axis=0), scale)
     rounded = np.clip(np.rint(x / scale.values / np.float32(step)), -128, 127) * step
@@ -29,8 +33,8 @@ def measured(x: np.ndarray, weight: np.ndarray, scale: awq.InputScale) -> float:
     return float(((rounded @ decoded.T - x @ weight.T) ** 2).sum(axis=1).mean())
 
 
-def predicted(x: np.ndarray, weight: np.ndarray, scale: awq.InputScale) -> float:
-    gram = x.T @ x / len(x)
+def predicted(x: FloatArray, weight: FloatArray, scale: awq.InputScale) -> float:
+    gram = gram_of(x)
     noise = smoothquant.input_noise(np.abs(x).max(axis=0), np.diag(gram), scale)
     return smoothquant.noisy_error(round_to_nearest(weight * scale.values, STATIC), weight, scale, gram, noise)
 
@@ -45,7 +49,7 @@ def test_the_predicted_error_is_the_measured_one(factor: float) -> None:
 
 def test_outliers_move_into_the_weights_and_the_error_falls() -> None:
     x, weight = outliers(), normal(96, 64)
-    found = smoothquant.search([weight], x.T @ x / len(x), np.abs(x).max(axis=0), STATIC, 20)
+    found = smoothquant.search([weight], gram_of(x), np.abs(x).max(axis=0), STATIC, 20)
     assert not found.is_identity
     assert found.values[3] > 5 * np.median(found.values)
     assert measured(x, weight, found) < 0.1 * measured(x, weight, awq.identity(64))
@@ -54,7 +58,7 @@ def test_outliers_move_into_the_weights_and_the_error_falls() -> None:
 def test_no_candidate_found_is_worse_than_doing_nothing() -> None:
     weight = normal(32, 64) * RANDOM.uniform(0.01, 10, 64).astype(np.float32)
     x = (normal(500, 64) / np.abs(weight).max(axis=0)).astype(np.float32)
-    found = smoothquant.search([weight], x.T @ x / len(x), np.abs(x).max(axis=0), STATIC, 10)
+    found = smoothquant.search([weight], gram_of(x), np.abs(x).max(axis=0), STATIC, 10)
     assert predicted(x, weight, found) <= predicted(x, weight, awq.identity(64))
 
 

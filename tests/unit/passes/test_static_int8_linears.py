@@ -28,7 +28,7 @@ def product(columns: int, members: dict[str, int], *, biased: bool) -> ir.Model:
     for name, rows in members.items():
         bias = RNG.standard_normal(rows).astype(np.float32) if biased else None
         result = linear(x, name, np.zeros((rows, columns), np.float32), bias)
-        outputs.append(named(name, op("Neg", [result], result.shape)))
+        outputs.append(named(name, op("Neg", [result], ["batch", "tokens", rows])))
     return model_of([x], outputs)
 
 
