@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from pipeline.artifact import Frozen
 from pipeline.errors import RecipeError
@@ -59,6 +59,13 @@ class Rule(Frozen):
     bits: Literal[4, 8, 32]  # 32 leaves the linear in float
     group_size: Literal[16, 32, 64, 128, 256] = 32
     symmetric: bool = False
+    activations: Literal["float", "int8"] = "float"  # int8: static scale; weights then symmetric per output channel
+
+    @model_validator(mode="after")
+    def _int8_products_take_int8_weights(self) -> Rule:
+        if self.activations == "int8" and self.bits != 8:
+            raise ValueError(f"activations: int8 needs bits: 8, found bits: {self.bits}")
+        return self
 
 
 class KVCache(Frozen):
@@ -71,7 +78,13 @@ class Quantize(Frozen):
     rules: tuple[Rule, ...] = (Rule(match="*", bits=8, group_size=64, symmetric=True),)
     embeddings: Rule = Rule(match="*", bits=8, group_size=64, symmetric=True)  # and lm_head
     kv_cache: KVCache = KVCache()
-    scale_grid: Count = 20  # AWQ ratios tried between 0 and 1, besides doing nothing
+    scale_grid: Count = 20  # AWQ and SmoothQuant exponents tried between 0 and 1, besides doing nothing
+
+    @model_validator(mode="after")
+    def _tables_are_weight_only(self) -> Quantize:
+        if self.embeddings.activations != "float":
+            raise ValueError("embeddings.activations must be float: a table is gathered, and its head shares it")
+        return self
 
 
 class Build(Frozen):

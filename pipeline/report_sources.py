@@ -65,7 +65,11 @@ def _layer(linear: LinearReport) -> LayerRow:
         group=linear.name,
         layer=int(found.group(1)) if found else None,
         unit=found.group(2) if found else linear.group,
-        format="float32" if linear.bits == 32 else f"int{linear.bits} g{linear.group_size} {symmetry}, {linear.method}",
+        format="float32"
+        if linear.bits == 32
+        else f"int8 per channel, static int8 inputs, {linear.method}"
+        if linear.activations == "int8"
+        else f"int{linear.bits} g{linear.group_size} {symmetry}, {linear.method}",
         bits=linear.bits,
         bits_per_weight=float(linear.bits) if linear.bits == 32 else linear.bits + per_group / linear.group_size,
         error_before=linear.error_rtn,

@@ -48,14 +48,14 @@ def candidates(
     """
     if not np.isfinite(mean_abs).all() or float(mean_abs.max()) <= 0:
         return  # nothing is known of these inputs: only the identity is left
-    activations = _tie(np.maximum(mean_abs, float(mean_abs.max()) * _FLOOR).astype(np.float64), sink)
-    weights = _tie(np.maximum(weight_mean, _FLOOR).astype(np.float64), sink)
+    activations = tie(np.maximum(mean_abs, float(mean_abs.max()) * _FLOOR).astype(np.float64), sink)
+    weights = tie(np.maximum(weight_mean, _FLOOR).astype(np.float64), sink)
     for step in range(1, steps - steps // 2 + 1):
         ratio = step / (steps - steps // 2)
-        yield InputScale(_normalize(activations**ratio), f"r={ratio:.2f}")
+        yield InputScale(normalize(activations**ratio), f"r={ratio:.2f}")
     for step in range(steps // 2):
         ratio = step / max(1, steps // 2 - 1)
-        yield InputScale(_normalize(activations**ratio / weights ** (1 - ratio)), f"duo r={ratio:.2f}")
+        yield InputScale(normalize(activations**ratio / weights ** (1 - ratio)), f"duo r={ratio:.2f}")
 
 
 def search(
@@ -115,12 +115,14 @@ def absorb_bias(bias: FloatArray, scale: FloatArray, sink: ScaleSink) -> FloatAr
     return folded
 
 
-def _tie(values: np.ndarray, sink: ScaleSink | None) -> np.ndarray:
+def tie(values: np.ndarray, sink: ScaleSink | None) -> np.ndarray:
+    """``[K]`` averaged over the consumer heads that share one producer head, as their scale must be equal."""
     if sink is None or sink.repeat == 1:
         return values
     heads = values.reshape(-1, sink.repeat, sink.head_size)
     return np.broadcast_to(heads.mean(axis=1, keepdims=True), heads.shape).reshape(-1)
 
 
-def _normalize(scale: np.ndarray) -> FloatArray:
+def normalize(scale: np.ndarray) -> FloatArray:
+    """Centred on one, so that folding changes magnitudes as little as possible."""
     return (scale / np.sqrt(scale.max() * scale.min())).astype(np.float32)

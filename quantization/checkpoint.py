@@ -12,6 +12,7 @@ from typing import ClassVar, Literal
 
 from pipeline.artifact import Frozen, Record
 from quantization.proof import Proof
+from quantization.rounding import Activations
 
 KV_SCALES = "kv_scales.safetensors"
 Method = Literal["float", "rtn", "scale_fit", "gptq"]
@@ -19,7 +20,8 @@ Method = Literal["float", "rtn", "scale_fit", "gptq"]
 
 class LinearReport(Frozen):
     """How one linear was quantized. Errors are mean squared output errors over the mean squared output, on
-    calibration rows that no choice was fitted to; ``error_rtn`` is what rounding to nearest would have given.
+    calibration rows that no choice was fitted to; ``error_rtn`` is what rounding to nearest would have given. With
+    int8 activations both include the rounding of the inputs.
 
     ``bits`` is 32 for a linear left in float. For a table no Gram matrix exists for (an untied embedding) the errors
     are those of its weights.
@@ -33,7 +35,8 @@ class LinearReport(Frozen):
     group_size: int
     symmetric: bool
     method: Method
-    input_scale: str  # "identity", or the AWQ candidate that was folded into the producer
+    activations: Activations = "float"
+    input_scale: str  # "identity", or the AWQ or SmoothQuant candidate that was folded into the producer
     error_rtn: float
     error: float
 
@@ -56,6 +59,8 @@ class QuantizedModel(Record):
 
     @property
     def summary(self) -> str:
-        """The plan in a few words, such as ``w4:30 w8:181 kv-int8``: how many tensors have how many bits."""
-        counts = Counter(linear.bits for linear in self.linears)
-        return " ".join([*(f"w{bits}:{counts[bits]}" for bits in sorted(counts)), f"kv-{self.kv_cache.dtype}"])
+        """The plan in a few words, such as ``w4:30 w8:121 w8a8:60 kv-int8``: how many tensors have how many bits."""
+        counts = Counter((linear.bits, "a8" if linear.activations == "int8" else "") for linear in self.linears)
+        return " ".join(
+            [*(f"w{bits}{inputs}:{n}" for (bits, inputs), n in sorted(counts.items())), f"kv-{self.kv_cache.dtype}"]
+        )

@@ -5,6 +5,8 @@ Two of its encodings are used, each module's named in ``config.json`` (compresse
 - ``pack-quantized`` for linears: ``X.weight_packed`` (int32 words of unsigned codes), ``X.weight_scale`` (float16 or
   float32 ``[N, G]``), ``X.weight_shape`` (int64 ``[2]``) and, when asymmetric, ``X.weight_zero_point`` (int32, packed
   along the output channels).
+- ``int-quantized`` for linears with static int8 activations: ``X.weight`` (int8), ``X.weight_scale`` ``[N, 1]`` and
+  ``X.input_scale`` (float32 ``[1]``, the step of the symmetric grid of its inputs).
 - ``int-quantized`` for the token embedding and the output head, 8 bits: ``X.weight`` (int8, codes less 128) and
   ``X.weight_scale``. transformers 5.23 cannot load a packed embedding, and ties two modules only by a parameter that
   is called ``weight``. A tied table is stored once; its scales (3 % of it) once for each of the two modules.
@@ -34,7 +36,7 @@ from quantization.rounding import FloatArray, Format, QuantizedLinear, pack, unp
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
+PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "input_scale")
 KV_PARTS = ("k_scale", "v_scale")  # of attention modules, when the KV cache has one scale per tensor
 INT8_OFFSET = 128  # int-quantized stores signed codes
 _BITS = (4, 8)
@@ -68,7 +70,9 @@ class Checkpoint:
         if name in self._files:
             codes = (self._read(name).astype(np.int16) + INT8_OFFSET).astype(np.uint8)
             scales = self._read(f"{module}.weight_scale").astype(np.float32)
-            return QuantizedLinear(codes, scales, None, 8, codes.shape[1] // scales.shape[1])
+            given = f"{module}.input_scale"
+            input_scale = float(self._read(given).reshape(-1)[0]) if given in self._files else None
+            return QuantizedLinear(codes, scales, None, 8, codes.shape[1] // scales.shape[1], input_scale)
         rows, columns = (int(n) for n in self._read(f"{module}.weight_shape"))
         words = self._read(f"{module}.weight_packed")
         scales = self._read(f"{module}.weight_scale").astype(np.float32)
@@ -147,7 +151,8 @@ class CheckpointWriter:
         self._total_bytes += array.nbytes
 
     def add_linear(self, name: str, linear: QuantizedLinear) -> None:
-        for part, array in encode_packed(name, linear).items():
+        encode = encode_packed if linear.input_scale is None else encode_static
+        for part, array in encode(name, linear).items():
             self.add(part, array)
 
     def add_table(self, name: str, table: QuantizedLinear, *, tied_to: str | None = None) -> None:
@@ -191,6 +196,20 @@ def encode_packed(name: str, linear: QuantizedLinear) -> dict[str, AnyArray]:
     return parts
 
 
+def encode_static(name: str, linear: QuantizedLinear) -> dict[str, AnyArray]:
+    """The stored tensors of a linear with static int8 activations, ``int-quantized``."""
+    module = _module(name)
+    return {
+        name: _signed(linear),
+        f"{module}.weight_scale": _stored_scales(linear.scales),
+        f"{module}.input_scale": np.array([linear.input_scale], np.float32),
+    }
+
+
+def _signed(linear: QuantizedLinear) -> AnyArray:
+    return (linear.codes.astype(np.int16) - INT8_OFFSET).astype(np.int8)
+
+
 def encode_table(name: str, table: QuantizedLinear, *, tied_to: str | None = None) -> dict[str, AnyArray]:
     """The stored tensors of an embedding or output head, ``int-quantized``."""
     if table.bits != 8 or table.zero_points is not None:
@@ -201,7 +220,7 @@ def encode_table(name: str, table: QuantizedLinear, *, tied_to: str | None = Non
         )
     scales = _stored_scales(table.scales)
     parts: dict[str, AnyArray] = {
-        name: (table.codes.astype(np.int16) - INT8_OFFSET).astype(np.int8),
+        name: _signed(table),
         f"{_module(name)}.weight_scale": scales,
     }
     if tied_to is not None:
@@ -224,7 +243,8 @@ def quantization_config(
     by_format: dict[tuple[str, Format], list[str]] = {}
     for encoding, formats in (("pack-quantized", linears), ("int-quantized", tables)):
         for name, fmt in formats.items():
-            by_format.setdefault((encoding, fmt), []).append(_module(name))
+            stored = "int-quantized" if fmt.activations == "int8" else encoding
+            by_format.setdefault((stored, fmt), []).append(_module(name))
     encodings = {encoding for encoding, _ in by_format}
     return {
         "quant_method": "compressed-tensors",
@@ -235,19 +255,21 @@ def quantization_config(
             f"group_{number}": {
                 "targets": module_patterns(modules),
                 "format": encoding,
-                "weights": {
-                    "num_bits": fmt.bits,
-                    "type": "int",
-                    "symmetric": fmt.symmetric,
-                    "strategy": "group",
-                    "group_size": fmt.group_size,
-                },
+                **_arguments(fmt),
             }
             for number, ((encoding, fmt), modules) in enumerate(
                 sorted(by_format.items(), key=lambda item: (item[0][0], str(item[0][1])))
             )
         },
     }
+
+
+def _arguments(fmt: Format) -> dict[str, Any]:
+    weights: dict[str, Any] = {"num_bits": fmt.bits, "type": "int", "symmetric": fmt.symmetric}
+    if fmt.activations == "float":
+        return {"weights": {**weights, "strategy": "group", "group_size": fmt.group_size}}
+    inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}
+    return {"weights": {**weights, "strategy": "channel"}, "input_activations": inputs}
 
 
 def module_patterns(modules: Iterable[str]) -> list[str]:

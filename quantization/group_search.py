@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from pipeline.errors import QuantizationError
 from pipeline.graph import LinearGroup, ScaleSink
 from pipeline.recipe import Quantize
-from quantization import awq
+from quantization import awq, smoothquant
 from quantization.checkpoint import LinearReport, Method
 from quantization.gptq import gptq, inverse_factor
 from quantization.rounding import FloatArray, Format, QuantizedLinear, round_to, round_to_nearest
@@ -32,6 +32,7 @@ class Statistics:
     gram: FloatArray  # [K, K]
     holdout: FloatArray  # [K, K]
     mean_abs: FloatArray  # [K]
+    max_abs: FloatArray  # [K]
 
 
 def quantize_group(
@@ -42,6 +43,8 @@ def quantize_group(
     settings: Quantize,
     sink: ScaleSink | None,
 ) -> tuple[awq.InputScale, list[QuantizedLinear], list[LinearReport]]:
+    if fmt.activations == "int8":
+        return _quantize_static(group, weights, statistics, fmt, settings, sink)
     identity = awq.identity(group.in_features)
     plain = [_judge("rtn", w, round_to_nearest(w, fmt), identity, statistics) for w in weights]
     scale, kept = identity, plain
@@ -56,24 +59,83 @@ def quantize_group(
                 scaled = _best_of(weights, rounded, found, statistics, fmt)
                 if sum(r.error for r in scaled) < sum(r.error for r in kept):
                     scale, kept = found, scaled
-    reports = [
+    energies = [output_error(weight, statistics.holdout) for weight in weights]
+    return scale, [r.linear for r in kept], _reports(group, fmt, scale, plain, kept, energies)
+
+
+def _quantize_static(
+    group: LinearGroup,
+    weights: list[FloatArray],
+    statistics: Statistics,
+    fmt: Format,
+    settings: Quantize,
+    sink: ScaleSink | None,
+) -> tuple[awq.InputScale, list[QuantizedLinear], list[LinearReport]]:
+    """The same with inputs on a static int8 grid: their rounding is noise that joins the statistics of each candidate.
+
+    One input scale serves the whole group, whose members read one tensor.
+    """
+
+    def noisy(scale: awq.InputScale) -> tuple[Statistics, FloatArray]:
+        noise = smoothquant.input_noise(statistics.max_abs, np.diag(statistics.gram), scale)
+        together = np.diag(noise)
+        return replace(statistics, gram=statistics.gram + together, holdout=statistics.holdout + together), noise
+
+    def rounded(scale: awq.InputScale) -> list[Rounded]:
+        # Weights are fitted to the inputs they will meet, noise and all; the noise that passes is charged at the end.
+        assumed, noise = noisy(scale)
+        nearest = [_judge("rtn", w, round_to_nearest(w * scale.values, fmt), scale, assumed) for w in weights]
+        best = nearest if settings.method == "rtn" else _best_of(weights, nearest, scale, assumed, fmt)
+        return [
+            replace(r, error=smoothquant.noisy_error(r.linear, w, scale, statistics.holdout, noise))
+            for r, w in zip(best, weights, strict=True)
+        ]
+
+    identity = awq.identity(group.in_features)
+    scale, kept = identity, rounded(identity)
+    plain = kept
+    if sink is not None and settings.method == "awq":
+        found = smoothquant.search(
+            weights, statistics.gram, statistics.max_abs, fmt, steps=settings.scale_grid, sink=sink
+        )
+        if not found.is_identity:
+            smoothed = rounded(found)
+            if sum(r.error for r in smoothed) < sum(r.error for r in kept):
+                scale, kept = found, smoothed
+    step = smoothquant.input_step(statistics.max_abs, scale)
+    energies = [output_error(weight, statistics.holdout) for weight in weights]
+    linears = [replace(r.linear, input_scale=step) for r in kept]
+    return scale, linears, _reports(group, fmt, scale, plain, kept, energies)
+
+
+def _reports(
+    group: LinearGroup,
+    fmt: Format,
+    scale: awq.InputScale,
+    plain: list[Rounded],
+    kept: list[Rounded],
+    energies: list[float],
+) -> list[LinearReport]:
+    return [
         LinearReport(
             name=name,
             group=group.name,
-            out_features=weight.shape[0],
-            in_features=weight.shape[1],
+            out_features=rows,
+            in_features=group.in_features,
             bits=8 if fmt.bits == 8 else 4,
             group_size=fmt.group_size,
             symmetric=fmt.symmetric,
+            activations=fmt.activations,
             method=chosen.method,
             input_scale=scale.label,
             error_rtn=first.error / energy,
             error=chosen.error / energy,
         )
-        for name, weight, first, chosen in zip(group.members, weights, plain, kept, strict=True)
-        for energy in [max(output_error(weight, statistics.holdout), float(np.finfo(np.float32).tiny))]
+        for name, rows, first, chosen, output in zip(
+            group.members, group.out_features, plain, kept, energies, strict=True
+        )
+        for energy in [max(output, float(np.finfo(np.float32).tiny))]
     ]
-    return scale, [r.linear for r in kept], reports
 
 
 def _best_of(

@@ -22,6 +22,8 @@ def make_plan(graph: PortableGraph, settings: Quantize) -> tuple[Plan, list[str]
     def fitted(name: str, columns: int, rule: Rule) -> Format | None:
         if rule.bits == 32:
             return None
+        if rule.activations == "int8":
+            return Format(rule.bits, columns, symmetric=True, activations="int8")
         size = fitting_group_size(rule.group_size, columns)
         if size != rule.group_size:
             text = f"groups of {size} instead of {rule.group_size}, which does not divide {columns} input channels"

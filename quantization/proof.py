@@ -31,6 +31,7 @@ class TensorCensus(Frozen):
     scales_not_finite: int = 0
     scales_zero: int = 0
     scales_one: int = 0
+    input_scale: float | None = None  # of static int8 activations
 
 
 class Proof(Frozen):
@@ -70,6 +71,7 @@ def take_census(checkpoint: Checkpoint, name: str) -> TensorCensus:
         scales_not_finite=int((~np.isfinite(scales)).sum()),
         scales_zero=int((scales == 0).sum()),
         scales_one=int((scales == 1).sum()),
+        input_scale=linear.input_scale,
     )
 
 
@@ -91,6 +93,9 @@ def prove(census: Sequence[TensorCensus], planned: Mapping[str, Format]) -> Proo
         elif entry.bits != fmt.bits:
             stored = "in float" if entry.bits == 32 else f"in {entry.bits} bits"
             reasons.append(f"{name} was planned as {fmt} but is stored {stored}")
+        elif (entry.input_scale is not None) != (fmt.activations == "int8"):
+            found = "without" if entry.input_scale is None else "with"
+            reasons.append(f"{name} was planned as {fmt} but is stored {found} an input scale")
         else:
             reasons.extend(f"{name} {problem}" for problem in _problems(entry))
     reasons.extend(
@@ -130,6 +135,8 @@ def _problems(entry: TensorCensus) -> list[str]:
         problems.append(f"has {entry.scales_zero} of {entry.scales} scales that are zero")
     if entry.scales_one == entry.scales:
         problems.append("has only scales of one: they were never fitted")
+    if entry.input_scale is not None and not 0 < entry.input_scale < np.inf:
+        problems.append(f"has an input scale of {entry.input_scale}")
     if entry.distinct_codes < 2:
         problems.append("holds the same code everywhere")
     return problems

@@ -201,17 +201,17 @@ def _fold(result: LayerResult, source: Checkpoint, scale: FloatArray, sink: Scal
 
 def _read_statistics(calibration: Artifact[Calibration], group: LinearGroup) -> Statistics:
     with safe_open(calibration.folder / statistics_file(group.name), framework="numpy") as file:
-        gram, holdout, mean_abs = (
-            file.get_tensor(f"{group.name}.{part}") for part in ("gram", "gram_holdout", "mean_abs")
+        gram, holdout, mean_abs, max_abs = (
+            file.get_tensor(f"{group.name}.{part}") for part in ("gram", "gram_holdout", "mean_abs", "max_abs")
         )
     width = group.in_features
-    if gram.shape != (width, width) or not all(np.isfinite(part).all() for part in (gram, holdout, mean_abs)):
+    if gram.shape != (width, width) or not all(np.isfinite(part).all() for part in (gram, holdout, mean_abs, max_abs)):
         raise QuantizationError(
             f"statistics of {group.name} are {list(gram.shape)} or not finite",
             expected=f"finite Gram matrices {[width, width]}",
             remedy="run `dvc repro calibrate`",
         )
-    return Statistics(gram, holdout, mean_abs)
+    return Statistics(gram, holdout, mean_abs, max_abs)
 
 
 def _write(writer: CheckpointWriter, name: str, tensor: QuantizedLinear | FloatArray) -> None:

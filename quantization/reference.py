@@ -1,8 +1,9 @@
 """The quantized model in torch: what an engine built from a QuantizedModel must compute, up to float rounding.
 
 Weights are decoded from the checkpoint, keys and values pass through their static int8 grid on the way into
-attention, and, as an option, so do the inputs of quantized linears, as ONNX Runtime's MatMulNBits does it at
-``accuracy_level`` 4. An engine that agrees with this model was lowered correctly, whatever quantization itself cost.
+attention, as do the inputs of linears that have an input scale. As an option the inputs of the other quantized linears
+are rounded per row and block, as ONNX Runtime's MatMulNBits does it at ``accuracy_level`` 4. An engine that agrees with
+this model was lowered correctly, whatever quantization itself cost.
 
 The checkpoint is decoded by this package's reader and not by transformers, which cannot load packed zero points
 (compressed_tensors.py); the modules and their attention are transformers' own.
@@ -13,6 +14,7 @@ S  tokens of a document     V  vocabulary size     K  input channels     H, D  K
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +38,17 @@ class QuantizedReference:
     """``reference(tokens)`` gives float32 logits ``[S, V]`` of one document.
 
     ``folder`` is what the quantize stage wrote; keys and values stay in float where it has no ``kv_scales``.
-    ``int8_activations`` rounds the inputs of every quantized linear per row and per group of its weights.
+    ``int8_activations`` rounds the inputs of every quantized linear without an input scale per row and per group of its
+    weights. Linears with one always round to their static grid: that is part of the checkpoint, not of a kernel.
     """
 
     def __init__(self, folder: Path, *, int8_activations: bool = False) -> None:
-        self.model, group_sizes = _load(folder)
+        self.model, linears = _load(folder)
         scales = folder / KV_SCALES
         self.kv_scales: dict[str, Tensor] = load_file(scales) if scales.is_file() else {}
-        if int8_activations:
-            for module, group_size in group_sizes:
-                module.register_forward_pre_hook(_activation_hook(group_size))
+        for module, grid in linears:
+            if grid.input_scale is not None or int8_activations:
+                module.register_forward_pre_hook(_activation_hook(grid))
 
     def __call__(self, tokens: Sequence[int]) -> FloatArray:
         with torch.inference_mode(), kv_function(self.model, self._round_cache):
@@ -114,9 +117,22 @@ def round_activations(inputs: Tensor, block: int) -> Tensor:
     return ((blocks * inverse).round_() * (largest / 127.0)).flatten(-2)
 
 
-def _activation_hook(group_size: int) -> Any:
+def round_static(inputs: Tensor, step: float) -> Tensor:
+    """``inputs`` to the nearest int8 multiple of ``step``, ties to even, clamped: QuantizeLinear and back."""
+    return (inputs / step).round_().clamp_(-128, 127) * step
+
+
+@dataclass(frozen=True)
+class _InputGrid:
+    group_size: int
+    input_scale: float | None
+
+
+def _activation_hook(grid: _InputGrid) -> Any:
     def hook(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (round_activations(inputs[0], group_size), *inputs[1:])
+        if grid.input_scale is not None:
+            return (round_static(inputs[0], grid.input_scale), *inputs[1:])
+        return (round_activations(inputs[0], grid.group_size), *inputs[1:])
 
     return hook
 
@@ -132,8 +148,8 @@ def _exchange(name: str, value: FloatArray, errors: dict[str, float]) -> Any:
     return hook
 
 
-def _load(folder: Path) -> tuple[Any, list[tuple[torch.nn.Module, int]]]:
-    """The model with decoded float32 weights, and its quantized linears with their group sizes."""
+def _load(folder: Path) -> tuple[Any, list[tuple[torch.nn.Module, _InputGrid]]]:
+    """The model with decoded float32 weights, and its quantized linears with how their inputs are rounded."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config: Any = AutoConfig.from_pretrained(folder)
@@ -142,11 +158,11 @@ def _load(folder: Path) -> tuple[Any, list[tuple[torch.nn.Module, int]]]:
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     checkpoint = open_checkpoint(folder)
     weights: dict[str, Tensor] = {}
-    group_sizes: dict[str, int] = {}
+    grids: dict[str, _InputGrid] = {}
     for name in checkpoint.names():
         stored = checkpoint.linear(name)
         if isinstance(stored, QuantizedLinear):
-            group_sizes[name] = stored.group_size
+            grids[name] = _InputGrid(stored.group_size, stored.input_scale)
             stored = stored.dequantize()
         weights[name] = torch.from_numpy(np.array(stored, np.float32))
     result = model.load_state_dict(weights, strict=False, assign=True)
@@ -161,9 +177,9 @@ def _load(folder: Path) -> tuple[Any, list[tuple[torch.nn.Module, int]]]:
             remedy="run `dvc repro quantize`",
         )
     names = {id(parameter): name for name, parameter in parameters.items()}
-    linears: list[tuple[torch.nn.Module, int]] = []
+    linears: list[tuple[torch.nn.Module, _InputGrid]] = []
     for module in model.modules():
         name = names.get(id(getattr(module, "weight", None)))
-        if name in group_sizes and not isinstance(module, torch.nn.Embedding):
-            linears.append((module, group_sizes[name]))
+        if name in grids and not isinstance(module, torch.nn.Embedding):
+            linears.append((module, grids[name]))
     return model, linears

@@ -12,6 +12,7 @@ an asymmetric grid for groups (reference A1, "full-range symmetric"); so **scale
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from pipeline.errors import QuantizationError
 
 FloatArray = NDArray[np.float32]
 CodeArray = NDArray[np.uint8]
+Activations = Literal["float", "int8"]  # int8: static, one scale for the whole input
 
 # Codes are searched for the scale that is stored: float16 keeps 11 bits of it at 16/g bits per weight.
 _SMALLEST_NORMAL_HALF = np.float32(np.finfo(np.float16).smallest_normal)
@@ -30,6 +32,8 @@ _LARGEST_HALF = np.float32(np.finfo(np.float16).max)
 class Format:
     """How one linear is stored: ``bits`` 4 or 8, one scale per ``group_size`` input channels.
 
+    With int8 activations a group is a whole row (one scale per output channel), as integer products need it.
+
     >>> Format(4, 32, symmetric=False).bits_per_weight
     4.625
     """
@@ -37,6 +41,7 @@ class Format:
     bits: int
     group_size: int
     symmetric: bool
+    activations: Activations = "float"
 
     @property
     def levels(self) -> int:
@@ -52,6 +57,8 @@ class Format:
         return self.bits + (16 + (0 if self.symmetric else self.bits)) / self.group_size
 
     def __str__(self) -> str:
+        if self.activations == "int8":
+            return f"int{self.bits} per channel, static int8 activations"
         return f"int{self.bits} g{self.group_size} {'sym' if self.symmetric else 'asym'}"
 
 
@@ -72,10 +79,12 @@ class QuantizedLinear:
     zero_points: CodeArray | None  # [N, G], unsigned
     bits: int
     group_size: int
+    input_scale: float | None = None  # step of the inputs' static int8 grid; None: inputs stay in float
 
     @property
     def format(self) -> Format:
-        return Format(self.bits, self.group_size, symmetric=self.zero_points is None)
+        activations = "float" if self.input_scale is None else "int8"
+        return Format(self.bits, self.group_size, symmetric=self.zero_points is None, activations=activations)
 
     def dequantize(self) -> FloatArray:
         """float32 ``[N, K]``."""

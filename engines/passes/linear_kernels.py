@@ -39,7 +39,7 @@ def _lower(lowering: Lowering, node: ir.Node) -> None:
     group = lowering.group_of(names[0])
     # A group that was not merged has a kernel for each of its members, named after it.
     label = group.name if group is not None and len(names) == len(group.members) else names[0]
-    bias = _bias(lowering, label, biases)
+    bias = stacked_bias(lowering, label, biases)
     if all(quantized):
         formats = {(p.bits, p.group_size, p.zero_points is None) for p in parts}
         if len(formats) > 1:
@@ -62,7 +62,8 @@ def _lower(lowering: Lowering, node: ir.Node) -> None:
     lowering.products.append(Product(value=lowered[-1].outputs[0].name or "", weights=tuple(names), rows=rows))
 
 
-def _bias(lowering: Lowering, label: str, names: list[str]) -> ir.Value | None:
+def stacked_bias(lowering: Lowering, label: str, names: list[str]) -> ir.Value | None:
+    """The biases of a product as one initializer ``[N]``; None where there are none."""
     if not any(names):
         return None
     return initializer(lowering.model, f"{label}.biases", np.concatenate([lowering.weights.tensor(n) for n in names]))

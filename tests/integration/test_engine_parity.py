@@ -22,6 +22,7 @@ from quantization.reference import QuantizedReference
 
 MIXED = (
     Rule(match="layers.*.qkv", bits=8, group_size=64, symmetric=True),
+    Rule(match="layers.[01].gate_up", bits=8, activations="int8"),
     Rule(match="layers.*.down", bits=8, group_size=128, symmetric=True),
     Rule(match="*", bits=4, group_size=32, symmetric=False),
 )

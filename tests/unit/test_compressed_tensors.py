@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,23 @@ def test_what_is_written_is_what_is_read(tmp_path: Path, fmt: Format) -> None:
     assert checkpoint.tensor("norm.weight").tolist() == [1] * 5
     stored = sum(part.nbytes for part in encode_packed("a.weight", linear).values())
     assert checkpoint.stored_bytes("a.weight") == stored
+
+
+def test_a_linear_with_static_inputs_is_written_read_and_described(tmp_path: Path) -> None:
+    fmt = Format(8, 192, symmetric=True, activations="int8")
+    linear = replace(round_to_nearest(weight(), fmt), input_scale=0.03)
+    writer = CheckpointWriter(tmp_path)
+    writer.add_linear("a.weight", linear)
+    writer.finish()
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.names() == ("a.weight",) and checkpoint.is_quantized("a.weight")
+    read = checkpoint.linear("a.weight")
+    assert isinstance(read, QuantizedLinear) and read.format == fmt
+    assert read.input_scale == pytest.approx(0.03, rel=1e-6)
+    np.testing.assert_array_equal(read.dequantize(), linear.dequantize())
+    config = quantization_config({"a.weight": fmt}, {}, [])["config_groups"]["group_0"]
+    assert config["format"] == "int-quantized" and config["weights"]["strategy"] == "channel"
+    assert config["input_activations"]["dynamic"] is False
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)

@@ -73,3 +73,22 @@ def test_the_census_counts_what_lies_in_the_file(tmp_path: Path) -> None:
         scales_one=2,
     )
     assert take_census(checkpoint, "f") == TensorCensus(name="f", weights=15, stored_bytes=60, bits=32)
+
+
+@pytest.mark.parametrize(
+    ("input_scale", "reason"),
+    [(None, "stored without an input scale"), (0.0, "has an input scale of 0"), (float("inf"), "input scale of inf")],
+)
+def test_static_inputs_need_a_scale(input_scale: float | None, reason: str) -> None:
+    planned = {"w": Format(8, 64, symmetric=True, activations="int8")}
+    good = TensorCensus(
+        name="w", weights=6400, stored_bytes=6600, bits=8, distinct_codes=200, scales=100, input_scale=0.1
+    )
+    assert prove([good], planned).passed
+    proof = prove([good.model_copy(update={"input_scale": input_scale})], planned)
+    assert any(reason in found for found in proof.reasons)
+
+
+def test_static_inputs_that_nobody_planned_are_told() -> None:
+    entry = GOOD.model_copy(update={"input_scale": 0.1})
+    assert any("with an input scale" in found for found in prove([entry], PLANNED).reasons)

@@ -20,6 +20,7 @@ from quantization.calibration import Calibration, statistics_file
 from quantization.checkpoint import KV_SCALES, QuantizedModel
 from quantization.compressed_tensors import open_checkpoint
 from quantization.quantize import quantize
+from quantization.reference import QuantizedReference
 
 LAYERS, HIDDEN, INNER, VOCAB, HEADS, KV_HEADS, HEAD = 2, 64, 160, 96, 4, 2, 16
 MIXED = (
@@ -204,6 +205,7 @@ def write_statistics(model: Any, graph: PortableGraph, folder: Path) -> None:
         content[f"{group.name}.gram"] = (fit.T @ fit / len(fit)).numpy()
         content[f"{group.name}.gram_holdout"] = (holdout.T @ holdout / len(holdout)).numpy()
         content[f"{group.name}.mean_abs"] = fit.abs().mean(0).numpy()
+        content[f"{group.name}.max_abs"] = fit.abs().amax(0).numpy()
     for layer in range(LAYERS):
         content = files[statistics_file(f"layers.{layer}.qkv")]
         content[f"layers.{layer}.k_pair_absmax"] = keys[layer].numpy()
@@ -331,6 +333,36 @@ def test_the_record_tells_formats_sizes_and_fallbacks(inputs: Inputs, tmp_path: 
     assert 4 < record.proof.bits_per_weight < 8.5
     config = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
     assert len(config["ignore"]) == 3
+
+
+STATIC = (
+    Rule(match="*.down", bits=8, group_size=32, symmetric=True),
+    Rule(match="*", bits=8, activations="int8"),
+)
+
+
+def test_static_int8_inputs_are_what_transformers_and_our_reference_round_to(inputs: Inputs, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    graph, calibration = inputs
+    model = quantize(recipe(STATIC, kv_cache=KVCache(dtype="float32")), graph, calibration, tmp_path / "q")
+    reference = QuantizedReference(model.folder)
+    loaded = AutoModelForCausalLM.from_pretrained(model.folder).eval()
+    ours = torch.stack([torch.from_numpy(reference(row.tolist())) for row in tokens(4, seed=9)]).log_softmax(-1)
+    assert divergence(logits(loaded), ours) < 1e-4  # a rounding may fall the other way
+    exact = logits(float_model(graph))
+    assert 10 * divergence(logits(loaded), ours) < divergence(exact, ours) < 0.05
+
+    record = model.record
+    by_unit = {r.group.rpartition(".")[2]: r.activations for r in record.linears if r.group.startswith("layers.")}
+    assert by_unit == {"qkv": "int8", "o": "int8", "gate_up": "int8", "down": "float"}
+    assert "w8a8:12" in record.summary and record.proof.passed
+    assert all(r.error <= r.error_rtn for r in record.linears)
+    assert any(r.input_scale.startswith("smooth") for r in record.linears), "the model has salient channels"
+    checkpoint = open_checkpoint(model.folder)
+    for group in graph.record.groups:
+        stored = [checkpoint.linear(name) for name in group.members]
+        assert len({getattr(part, "input_scale", None) for part in stored}) == 1, "members read one tensor"
 
 
 def test_the_same_inputs_give_the_same_digest(inputs: Inputs, tmp_path: Path) -> None:

@@ -45,6 +45,11 @@ def test_defaults_fill_what_is_not_said(tmp_path: Path) -> None:
         ({"registr": {}}, "unknown key 'registr' (did you mean 'register'?)"),
         ({"gate": {"max_KL": 0.1}}, "unknown key 'gate.max_KL' (did you mean 'max_kl'?)"),
         ({"quantize": {"kv_cache": {"dtyp": "int8"}}}, "(did you mean 'dtype'?)"),
+        ({"quantize": {"rules": [{"match": "*", "bits": 4, "activations": "int8"}]}}, "int8 needs bits: 8"),
+        (
+            {"quantize": {"embeddings": {"match": "*", "bits": 8, "activations": "int8"}}},
+            "embeddings.activations must be float",
+        ),
         ({"quantize": {"rules": [{"match": "*", "bits": 8, "groupsize": 32}]}}, "(did you mean 'group_size'?)"),
         ({"build": {"zzz": 1}}, "valid keys: "),
         ({"quantize": {"rules": [{"match": "*", "bits": 3}]}}, "quantize.rules.0.bits"),

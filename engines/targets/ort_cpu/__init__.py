@@ -28,6 +28,7 @@ def __getattr__(name: str) -> Any:
         norms,
         rotary_tables,
         silu,
+        static_int8_linears,
     )
 
     return (
@@ -38,6 +39,7 @@ def __getattr__(name: str) -> Any:
         norms,
         silu,
         logit_rows,
+        static_int8_linears,
         linear_kernels,
         embedding,
     )

@@ -1,0 +1,81 @@
+"""Linears with a static input scale become integer products: two to three times the arithmetic of block kernels.
+
+    Linear(x) over codes with an input scale
+        ->   MatMulIntegerToFloat(QuantizeLinear(x, scale, 128), codes [K, N], scale, scales [N], 128[, zero][, bias])
+
+The scale is one constant from calibration, so rows of different requests share nothing that depends on them. Inputs
+are uint8 around 128: with int8 ones ONNX Runtime 1.31 has no vector kernel on x86 and is hundreds of times slower.
+Linears without an input scale are left to the next kernel pass.
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from engines.bundle import Product
+from engines.fingerprint import cpu_features
+from engines.passes.base import CONTRIB, Lowering, Outcome, new_value, replace
+from engines.passes.float_linears import label_of
+from engines.passes.linear_kernels import initializer, stacked_bias
+from engines.passes.linears import biases_of, is_linear, out_features_of, weights_of
+from pipeline.errors import BuildError
+
+MIDPOINT = 128  # unsigned code of zero, of inputs and weights alike
+EXACT_FEATURES = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
+
+
+def run(lowering: Lowering) -> Outcome:
+    matched, signed = 0, products_of_signed_weights_are_exact()
+    for node in [n for n in lowering.model.graph if is_linear(n)]:
+        parts = [lowering.weights.linear(name) for name in weights_of(node)]
+        scales = {getattr(part, "input_scale", None) for part in parts}
+        if scales == {None}:
+            continue
+        if len(scales) > 1:
+            raise BuildError(
+                f"{label_of(lowering, node)} reads one input with scales {sorted(map(str, scales))}",
+                expected="one input scale for linears that read the same input",
+                remedy="let one rule in quantize.rules match the whole group",
+            )
+        _lower(lowering, node, parts, signed=signed)
+        matched += 1
+    lowering.model.opset_imports[CONTRIB] = 1
+    return Outcome(matched)
+
+
+def products_of_signed_weights_are_exact() -> bool:
+    """False on x86 without VNNI, where uint8 · int8 adds pairs in saturating 16 bits; uint8 · uint8 does not."""
+    return platform.machine() not in ("x86_64", "AMD64") or bool(EXACT_FEATURES.intersection(cpu_features()))
+
+
+def _lower(lowering: Lowering, node: ir.Node, parts: list[Any], *, signed: bool) -> None:
+    model, label = lowering.model, label_of(lowering, node)
+    codes = np.ascontiguousarray(np.concatenate([part.codes for part in parts]).T)
+    if signed:
+        codes = (codes.astype(np.int16) - MIDPOINT).astype(np.int8)
+    scale = initializer(model, f"{label}.input_scale", np.array(parts[0].input_scale, np.float32))
+    middle = initializer(model, f"{label}.input_zero", np.array(MIDPOINT, np.uint8))
+    rounded = ir.node("QuantizeLinear", [node.inputs[0], scale, middle], outputs=[new_value(f"{label}.inputs")])
+    inputs: list[ir.Value | None] = [
+        rounded.outputs[0],
+        initializer(model, f"{label}.codes", codes),
+        scale,
+        initializer(model, f"{label}.scales", np.concatenate([part.scales[:, 0] for part in parts]).astype(np.float32)),
+        middle,
+        None if signed else middle,
+        stacked_bias(lowering, label, biases_of(node)),
+    ]
+    while inputs[-1] is None:
+        inputs.pop()
+    product = ir.node(
+        "MatMulIntegerToFloat", inputs, domain=CONTRIB, outputs=[new_value(f"{label}.matmul", node.outputs[0])]
+    )
+    lowering.plan[label] = "MatMulIntegerToFloat 8-bit, static int8 input"
+    replace(model, [node], [rounded, product], {node.outputs[0]: product.outputs[0]})
+    lowering.products.append(
+        Product(value=product.outputs[0].name or "", weights=tuple(weights_of(node)), rows=tuple(out_features_of(node)))
+    )

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from engines.passes import linear_kernels, linears, merge_linears, static_int8_linears
+from pipeline.errors import BuildError
+from quantization.rounding import Format, QuantizedLinear, round_to_nearest
+from tests.lowering import apply, group, linear, lowering, model_of, named, op, operators, run, value
+
+RNG = np.random.default_rng(0)
+STEP = 0.04
+
+
+def static(rows: int, columns: int, step: float = STEP) -> QuantizedLinear:
+    """Scales of either sign, as rounding makes them; the largest codes, which saturate where kernels do."""
+    weight = RNG.choice([-1, 1, 0.3], (rows, columns)).astype(np.float32)
+    fmt = Format(8, columns, symmetric=True, activations="int8")
+    return replace(round_to_nearest(weight, fmt), input_scale=step)
+
+
+def product(columns: int, members: dict[str, int], *, biased: bool) -> ir.Model:
+    x = value("x", ["batch", "tokens", columns])
+    outputs: list[ir.Value] = []
+    for name, rows in members.items():
+        bias = RNG.standard_normal(rows).astype(np.float32) if biased else None
+        result = linear(x, name, np.zeros((rows, columns), np.float32), bias)
+        outputs.append(named(name, op("Neg", [result], ["batch", "tokens", rows])))
+    return model_of([x], outputs)
+
+
+def rounded(x: np.ndarray, step: float = STEP) -> np.ndarray:
+    return np.clip(np.rint(x / np.float32(step)), -128, 127) * step
+
+
+@pytest.mark.parametrize("signed", [True, False], ids=["int8 weights", "uint8 weights"])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("columns", [64, 72, 31])
+def test_a_product_computes_what_its_codes_say(
+    columns: int, biased: bool, signed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if signed and not static_int8_linears.products_of_signed_weights_are_exact():
+        pytest.skip("this processor's kernels saturate, and the pass avoids them")
+    monkeypatch.setattr(static_int8_linears, "products_of_signed_weights_are_exact", lambda: signed)
+    model = product(columns, {"block.fc": 37}, biased=biased)
+    weight = static(37, columns)
+    lowered = lowering(model, {"block.fc.weight": weight})
+    bias = lowered.weights.tensor("block.fc.bias") if biased else 0.0
+    assert apply(lowered, linears, static_int8_linears).matched == 1
+    assert operators(model) == ["QuantizeLinear", "MatMulIntegerToFloat", "Neg"]
+    for tokens in (1, 5):
+        x = (3 * RNG.standard_normal((2, tokens, columns))).astype(np.float32)  # some beyond the grid
+        expected = rounded(x) @ weight.dequantize().T.astype(np.float64) + bias
+        np.testing.assert_allclose(-run(model, {"x": x})["block.fc"], expected, atol=1e-5 * np.abs(expected).max())
+
+
+def test_rows_of_a_batch_do_not_influence_each_other() -> None:
+    model = product(64, {"block.fc": 37}, biased=False)
+    apply(lowering(model, {"block.fc.weight": static(37, 64)}), linears, static_int8_linears)
+    x = RNG.standard_normal((4, 1, 64)).astype(np.float32)
+    x[2] *= 1000
+    together = run(model, {"x": x})["block.fc"]
+    for row in range(4):
+        np.testing.assert_array_equal(together[row], run(model, {"x": x[row : row + 1]})["block.fc"][0])
+
+
+def test_a_merged_product_reads_one_rounded_input_and_others_keep_their_kernels() -> None:
+    members = {"block.q": 32, "block.k": 16, "block.v": 16}
+    model = product(64, {**members, "block.o": 24}, biased=True)
+    weights: dict[str, QuantizedLinear] = {f"{name}.weight": static(rows, 64) for name, rows in members.items()}
+    other = round_to_nearest(RNG.standard_normal((24, 64)).astype(np.float32), Format(8, 32, symmetric=True))
+    lowered = lowering(
+        model, {**weights, "block.o.weight": other}, groups=[group("layers.0.qkv", *members, biased=True)]
+    )
+    biases = {name: lowered.weights.tensor(f"{name}.bias") for name in members}
+    apply(lowered, linears, merge_linears, static_int8_linears, linear_kernels)
+    assert sorted(o for o in operators(model) if o != "Neg") == [
+        *("MatMulIntegerToFloat", "MatMulNBits", "QuantizeLinear", "Split"),
+    ]
+    assert lowered.plan["layers.0.qkv"].startswith("MatMulIntegerToFloat")
+    x = RNG.standard_normal((2, 3, 64)).astype(np.float32)
+    results = run(model, {"x": x})
+    for name in members:
+        expected = rounded(x) @ weights[f"{name}.weight"].dequantize().T + biases[name]
+        np.testing.assert_allclose(-results[name], expected, atol=1e-4 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("step", [0.05, None])
+def test_members_of_one_product_with_different_input_scales_are_refused(step: float | None) -> None:
+    members = {"block.gate": 32, "block.up": 32}
+    model = product(64, members, biased=False)
+    tensors = {"block.gate.weight": static(32, 64), "block.up.weight": replace(static(32, 64), input_scale=step)}
+    lowered = lowering(model, tensors, groups=[group("layers.0.gate_up", *members)])
+    with pytest.raises(BuildError, match=r"layers\.0\.gate_up reads one input with scales"):
+        apply(lowered, linears, merge_linears, static_int8_linears)

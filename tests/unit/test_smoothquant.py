@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pipeline.errors import QuantizationError
+from quantization import awq, smoothquant
+from quantization.rounding import FloatArray, Format, round_to_nearest
+
+RANDOM = np.random.default_rng(0)
+STATIC = Format(8, 64, symmetric=True, activations="int8")
+
+
+def normal(*shape: int) -> FloatArray:
+    return RANDOM.standard_normal(shape).astype(np.float32)
+
+
+def outliers(tokens: int = 4000, factor: float = 80) -> FloatArray:
+    magnitude = np.ones(64, np.float32)
+    magnitude[[3, 40]] = factor
+    return normal(tokens, 64) * magnitude
+
+
+def gram_of(x: FloatArray) -> FloatArray:
+    return (x.T @ x / len(x)).astype(np.float32)
+
+
+def measured(x: FloatArray, weight: FloatArray, scale: awq.InputScale) -> float:
+    """The same error, run instead of predicted."""
+    step = smoothquant.input_step(np.abs(x).max(axis=0), scale)
+    rounded = np.clip(np.rint(x / scale.values / np.float32(step)), -128, 127) * step
+    decoded = round_to_nearest(weight * scale.values, STATIC).dequantize()
+    return float(((rounded @ decoded.T - x @ weight.T) ** 2).sum(axis=1).mean())
+
+
+def predicted(x: FloatArray, weight: FloatArray, scale: awq.InputScale) -> float:
+    gram = gram_of(x)
+    noise = smoothquant.input_noise(np.abs(x).max(axis=0), np.diag(gram), scale)
+    return smoothquant.noisy_error(round_to_nearest(weight * scale.values, STATIC), weight, scale, gram, noise)
+
+
+@pytest.mark.parametrize("factor", [1, 20, 80])
+def test_the_predicted_error_is_the_measured_one(factor: float) -> None:
+    x, weight = outliers(factor=factor), normal(96, 64)
+    largest, weight_max = np.abs(x).max(axis=0), np.abs(weight).max(axis=0)
+    for scale in (awq.identity(64), *smoothquant.candidates(largest, weight_max, 4)):
+        assert predicted(x, weight, scale) == pytest.approx(measured(x, weight, scale), rel=0.15), scale.label
+
+
+def test_outliers_move_into_the_weights_and_the_error_falls() -> None:
+    x, weight = outliers(), normal(96, 64)
+    found = smoothquant.search([weight], gram_of(x), np.abs(x).max(axis=0), STATIC, 20)
+    assert not found.is_identity
+    assert found.values[3] > 5 * np.median(found.values)
+    assert measured(x, weight, found) < 0.1 * measured(x, weight, awq.identity(64))
+
+
+def test_no_candidate_found_is_worse_than_doing_nothing() -> None:
+    weight = normal(32, 64) * RANDOM.uniform(0.01, 10, 64).astype(np.float32)
+    x = (normal(500, 64) / np.abs(weight).max(axis=0)).astype(np.float32)
+    found = smoothquant.search([weight], gram_of(x), np.abs(x).max(axis=0), STATIC, 10)
+    assert predicted(x, weight, found) <= predicted(x, weight, awq.identity(64))
+
+
+def test_a_silent_channel_neither_blows_up_nor_hides_the_others() -> None:
+    x = outliers()
+    x[:, 5] = 0
+    for scale in smoothquant.candidates(np.abs(x).max(axis=0), np.abs(normal(8, 64)).max(axis=0), 10):
+        assert np.isfinite(scale.values).all() and (scale.values > 0).all()
+
+
+def test_inputs_that_were_never_seen_have_no_grid() -> None:
+    with pytest.raises(QuantizationError, match="not all zero"):
+        smoothquant.input_step(np.zeros(64, np.float32), awq.identity(64))
+    zeros = np.zeros((64, 64), np.float32)
+    assert smoothquant.search([normal(8, 64)], zeros, zeros[0], STATIC, 5).is_identity
