@@ -25,7 +25,7 @@ from pipeline.errors import EvidenceError
 from pipeline.recipe import Benchmark as Settings
 
 WARMUP_STEPS = 3
-PREFILL_TRIALS = 5  # a repeat is their median: one prefill is short, and easily disturbed
+PREFILL_TRIALS = 15  # a repeat is their median: one prefill is short, and easily disturbed
 BANDWIDTH_BYTES = 256 << 20
 BANDWIDTH_TRIALS = 7
 
