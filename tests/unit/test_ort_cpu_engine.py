@@ -162,34 +162,14 @@ def test_the_engine_says_what_its_bundle_says(engine: Engine, bundle: Artifact[E
     fewer.close()
 
 
-BAD_CALLS: dict[str, Callable[[Engine], object]] = {
-    "no tokens": lambda e: e.prefill(0, []),
-    "a slot that is not there": lambda e: e.prefill(SLOTS, [3]),
-    "a negative slot": lambda e: e.prefill(-1, [3]),
-    "a negative start": lambda e: e.prefill(0, [3], start=-1),
-    "more tokens than positions": lambda e: e.prefill(0, [3] * (MAX_POSITIONS + 1)),
-    "tokens past the last position": lambda e: e.prefill(0, [3, 3], start=MAX_POSITIONS - 1),
-    "a row that was not fed": lambda e: e.prefill(0, [3, 4], rows=[2]),
-    "a negative row": lambda e: e.prefill(0, [3, 4], rows=[-1]),
-    "a token outside the vocabulary": lambda e: e.prefill(0, [3, VOCAB_SIZE]),
-    "a negative token": lambda e: e.decode([-1], [3]),
-    "no rows": lambda e: e.decode([], []),
-    "a length too few": lambda e: e.decode([3, 3], [1]),
-    "more rows than slots": lambda e: e.decode([3] * (SLOTS + 1), [1] * (SLOTS + 1)),
-    "rows past the last slot": lambda e: e.decode([3, 3], [1, 1], first_slot=SLOTS - 1),
-    "a slot that holds nothing": lambda e: e.decode([3], [0]),
-    "a slot that is full": lambda e: e.decode([3], [MAX_POSITIONS]),
-    "a copy from nowhere": lambda e: e.copy_slot(SLOTS, 0, 1),
-    "a copy to nowhere": lambda e: e.copy_slot(0, -1, 1),
-    "a copy longer than a slot": lambda e: e.copy_slot(0, 1, MAX_POSITIONS + 1),
-}
-
-
-@pytest.mark.parametrize("call", BAD_CALLS.values(), ids=BAD_CALLS)
+@pytest.mark.parametrize(
+    "call",
+    [lambda e: e.prefill(SLOTS, [3]), lambda e: e.decode([3], [0]), lambda e: e.copy_slot(0, -1, 1)],
+    ids=["prefill", "decode", "copy_slot"],
+)
 def test_a_call_that_cannot_be_meant_is_refused(engine: Engine, call: Callable[[Engine], object]) -> None:
-    with pytest.raises(BuildError) as caught:
+    with pytest.raises(BuildError):  # which calls: test_step_inputs.py
         call(engine)
-    assert caught.value.found and caught.value.expected
 
 
 def test_every_position_of_a_slot_can_be_used(engine: Engine) -> None:

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from engines.bundle import EngineBundle
 from engines.protocol import FloatArray
+from engines.step_inputs import StepInputs, check_copy, decode_inputs, prefill_inputs
 from engines.threads import physical_cores
 from pipeline.artifact import Artifact
-from pipeline.errors import BuildError
 
 _KV_DTYPES: dict[str, Any] = {"float32": np.float32, "int8": np.int8}
 
@@ -77,51 +77,13 @@ class OrtCpuEngine:
     def prefill(
         self, slot: int, tokens: Sequence[int], *, start: int = 0, rows: Sequence[int] | None = None
     ) -> FloatArray:
-        count = len(tokens)
-        if not count or start < 0 or start + count > self.max_tokens or not 0 <= slot < self._slots:
-            raise BuildError(
-                f"prefill of {count} tokens at {start} in slot {slot}",
-                expected=f"at least one token, within {self.max_tokens} positions and {self._slots} slots",
-            )
-        wanted = np.asarray([count - 1] if rows is None else rows, np.int64)
-        if wanted.size and not 0 <= wanted.min() <= wanted.max() < count:
-            raise BuildError(
-                f"logits asked of rows {wanted.min()} to {wanted.max()}",
-                expected=f"rows 0 to {count - 1} of the tokens fed",
-            )
-        window = self._window(slot, 1)
-        window.seqlens[0] = start + count - 1
-        window.total[...] = start + count
-        ids = np.asarray(tokens, np.int64)[None]
-        positions = np.arange(start, start + count, dtype=np.int64)[None] if self._wants_positions else None
-        return self._run(window, ids, wanted, positions)
+        return self._run(slot, prefill_inputs(self, slot, tokens, start, rows))
 
     def decode(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> FloatArray:
-        batch = len(tokens)
-        if len(lengths) != batch or not batch or not 0 <= first_slot <= self._slots - batch:
-            raise BuildError(
-                f"decode of {batch} tokens with {len(lengths)} lengths from slot {first_slot}",
-                expected=f"one length a token, within {self._slots} slots",
-            )
-        longest = max(lengths)
-        if min(lengths) < 1 or longest >= self.max_tokens:
-            raise BuildError(
-                f"decode at lengths {min(lengths)} to {longest}",
-                expected=f"prefilled slots with room: 1 to {self.max_tokens - 1} positions",
-            )
-        window = self._window(first_slot, batch)
-        window.seqlens[:] = lengths  # valid positions after this step, less one
-        window.total[...] = longest + 1
-        ids = np.asarray(tokens, np.int64)[:, None]
-        positions = np.asarray(lengths, np.int64)[:, None] if self._wants_positions else None
-        return self._run(window, ids, np.arange(batch, dtype=np.int64), positions)
+        return self._run(first_slot, decode_inputs(self, tokens, lengths, first_slot))
 
     def copy_slot(self, source: int, target: int, length: int) -> None:
-        if not (0 <= source < self._slots and 0 <= target < self._slots and 0 <= length <= self.max_tokens):
-            raise BuildError(
-                f"copy of {length} positions from slot {source} to {target}",
-                expected=f"at most {self.max_tokens} positions, within {self._slots} slots",
-            )
+        check_copy(self, source, target, length)
         for buffer in self._cache.values():
             buffer[target, :, :length] = buffer[source, :, :length]
 
@@ -143,24 +105,18 @@ class OrtCpuEngine:
             self._windows[(first, rows)] = window
         return window
 
-    def _run(
-        self,
-        window: _Window,
-        ids: NDArray[np.int64],
-        rows: NDArray[np.int64],
-        positions: NDArray[np.int64] | None,
-    ) -> FloatArray:
-        if ids.min() < 0 or ids.max() >= self.vocab_size:  # a quantized table would be read past its end
-            raise BuildError(
-                f"token ids {ids.min()} to {ids.max()}",
-                expected=f"ids of this model's vocabulary, 0 to {self.vocab_size - 1}",
-            )
+    def _run(self, first: int, step: StepInputs) -> FloatArray:
+        batch, fed = step.ids.shape
+        window = self._window(first, batch)
+        window.seqlens[:] = step.starts + (fed - 1)  # valid positions after this step, less one
+        window.total[...] = step.starts.max() + fed
         binding = window.binding
-        logits = np.empty((len(rows), self.vocab_size), np.float32)
-        binding.bind_input("input_ids", "cpu", 0, np.int64, ids.shape, ids.ctypes.data)
-        binding.bind_input("logit_rows", "cpu", 0, np.int64, rows.shape, rows.ctypes.data)
-        if positions is not None:
-            binding.bind_input("position_ids", "cpu", 0, np.int64, positions.shape, positions.ctypes.data)
+        logits = np.empty((len(step.rows), self.vocab_size), np.float32)
+        small = {"input_ids": step.ids, "logit_rows": step.rows}
+        if self._wants_positions:
+            small["position_ids"] = step.positions
+        for name, value in small.items():
+            binding.bind_input(name, "cpu", 0, np.int64, value.shape, value.ctypes.data)
         binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
         self._session.run_with_iobinding(binding)
         return logits

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engines.bundle import CompiledEngine, EngineBundle, Profile
 from engines.passes.fixed_kv_cache import WRITE_POSITIONS
 from engines.protocol import FloatArray
+from engines.step_inputs import Int64Array, StepInputs, check_copy, decode_inputs, prefill_inputs
 from engines.targets.tensorrt.compiler import ENGINE_FILE, load_module
 from engines.targets.tensorrt.hardware import checked
 from pipeline.artifact import Artifact
@@ -104,52 +104,39 @@ class TensorRTEngine:
     def prefill(
         self, slot: int, tokens: Sequence[int], *, start: int = 0, rows: Sequence[int] | None = None
     ) -> FloatArray:
-        count = len(tokens)
-        if not count or start < 0 or start + count > self.max_tokens or not 0 <= slot < self._slots:
-            raise BuildError(
-                f"prefill of {count} tokens at {start} in slot {slot}",
-                expected=f"at least one token, within {self.max_tokens} positions and {self._slots} slots",
-            )
-        wanted = np.asarray([count - 1] if rows is None else rows, np.int64)
+        inputs = prefill_inputs(self, slot, tokens, start, rows)
         step = self._steps[0]
         self._bind_cache(step, slot)
-        self._feed(step, np.asarray(tokens, np.int64)[None], np.array([start], np.int64), wanted)
+        self._feed(step, inputs)
         self._launch(step)
-        self._lengths[slot] = start + count
-        return self._logits(step, len(wanted))
+        self._lengths[slot] = start + len(tokens)
+        return self._logits(step, len(inputs.rows))
 
     def decode(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> FloatArray:
+        inputs = decode_inputs(self, tokens, lengths, first_slot)
         batch = len(tokens)
-        if len(lengths) != batch or not batch or not 0 <= first_slot <= self._slots - batch:
-            raise BuildError(
-                f"decode of {batch} tokens with {len(lengths)} lengths from slot {first_slot}",
-                expected=f"one length a token, within {self._slots} slots",
-            )
-        if min(lengths) < 1 or max(lengths) >= self.max_tokens:
-            raise BuildError(
-                f"decode at lengths {min(lengths)} to {max(lengths)}",
-                expected=f"prefilled slots with room: 1 to {self.max_tokens - 1} positions",
-            )
-        self._lengths[first_slot : first_slot + batch] = lengths
+        self._lengths[first_slot : first_slot + batch] = inputs.starts
         parts: list[FloatArray] = []
         done = 0
         while done < batch:
             step, rows = self._bucket(batch - done, first_slot + done)
-            parts.append(self._decode(step, tokens[done : done + rows], first_slot + done))
+            parts.append(self._decode(step, inputs.ids[done : done + rows], first_slot + done))
             done += rows
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def _decode(self, step: _Step, tokens: Sequence[int], first_slot: int) -> FloatArray:
+    def _decode(self, step: _Step, tokens: Int64Array, first_slot: int) -> FloatArray:
+        """Feed ``tokens [rows, 1]`` in a bucket of at least as many rows."""
         batch, size = len(tokens), step.profile.batch
         ids = np.zeros((size, 1), np.int64)
-        ids[:batch, 0] = tokens
+        ids[:batch] = tokens
         starts = self._lengths[first_slot : first_slot + size].copy()
-        self._feed(step, ids, starts, np.arange(size, dtype=np.int64))
+        self._feed(step, StepInputs(ids, starts, np.arange(size, dtype=np.int64)))
         self._replay(step, first_slot)
         self._lengths[first_slot : first_slot + batch] += 1
         return self._logits(step, batch)
 
     def copy_slot(self, source: int, target: int, length: int) -> None:
+        check_copy(self, source, target, length)
         kind = self._cuda.cudaMemcpyKind.cudaMemcpyDeviceToDevice
         for layer, shape in enumerate(self._bundle.record.io.kv_layers):
             pitch = self.max_tokens * shape.head_size * HALF_BYTES
@@ -248,10 +235,14 @@ class TensorRTEngine:
                 step.context.set_tensor_address(f"past_key_values.{name}", address)
                 step.context.set_tensor_address(f"present.{name}", address)
 
-    def _feed(self, step: _Step, ids: NDArray[np.int64], starts: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
+    def _feed(self, step: _Step, inputs: StepInputs) -> None:
         """Copy the small inputs to their fixed addresses and tell the context their shapes."""
-        positions = starts[:, None] + np.arange(ids.shape[1], dtype=np.int64)
-        values = {"input_ids": ids, "position_ids": positions, "logit_rows": rows, WRITE_POSITIONS: starts}
+        values = {
+            "input_ids": inputs.ids,
+            "position_ids": inputs.positions,
+            "logit_rows": inputs.rows,
+            WRITE_POSITIONS: inputs.starts,
+        }
         kind = self._cuda.cudaMemcpyKind.cudaMemcpyHostToDevice
         for name, address in step.inputs.items():
             value = np.ascontiguousarray(values[name])

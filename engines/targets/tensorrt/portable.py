@@ -7,7 +7,6 @@ the compiled engine will do. BF16 has no kernels there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import onnxruntime as ort
@@ -15,7 +14,9 @@ from numpy.typing import NDArray
 
 from engines.compile import MODEL_FILE
 from engines.lowered import LoweredGraph
+from engines.passes.fixed_kv_cache import WRITE_POSITIONS
 from engines.protocol import FloatArray
+from engines.step_inputs import StepInputs, check_copy, decode_inputs, prefill_inputs
 from engines.threads import physical_cores
 from pipeline.artifact import Artifact
 from pipeline.errors import BuildError
@@ -71,50 +72,32 @@ class PortableEngine:
     def prefill(
         self, slot: int, tokens: Sequence[int], *, start: int = 0, rows: Sequence[int] | None = None
     ) -> FloatArray:
-        count = len(tokens)
-        if not count or start < 0 or start + count > self._max_tokens or not 0 <= slot < self._slots:
-            raise BuildError(
-                f"prefill of {count} tokens at {start} in slot {slot}",
-                expected=f"at least one token, within {self._max_tokens} positions and {self._slots} slots",
-            )
-        wanted = [count - 1] if rows is None else list(rows)
-        return self._run(slot, np.asarray(tokens, np.int64)[None], np.array([start], np.int64), wanted)
+        return self._run(slot, prefill_inputs(self, slot, tokens, start, rows))
 
     def decode(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> FloatArray:
-        batch = len(tokens)
-        if len(lengths) != batch or not batch or not 0 <= first_slot <= self._slots - batch:
-            raise BuildError(
-                f"decode of {batch} tokens with {len(lengths)} lengths from slot {first_slot}",
-                expected=f"one length a token, within {self._slots} slots",
-            )
-        if min(lengths) < 1 or max(lengths) >= self._max_tokens:
-            raise BuildError(
-                f"decode at lengths {min(lengths)} to {max(lengths)}",
-                expected=f"prefilled slots with room: 1 to {self._max_tokens - 1} positions",
-            )
-        return self._run(first_slot, np.asarray(tokens, np.int64)[:, None], np.asarray(lengths, np.int64), range(batch))
+        return self._run(first_slot, decode_inputs(self, tokens, lengths, first_slot))
 
     def copy_slot(self, source: int, target: int, length: int) -> None:
+        check_copy(self, source, target, length)
         for buffer in self._cache.values():
             buffer[target, :, :length] = buffer[source, :, :length]
 
     def close(self) -> None:
         self._cache.clear()
 
-    def _run(self, first: int, ids: NDArray[np.int64], starts: NDArray[np.int64], rows: Sequence[int]) -> FloatArray:
-        batch, steps = ids.shape
-        small: dict[str, NDArray[Any]] = {
-            "input_ids": ids,
-            "write_positions": starts,
-            "position_ids": starts[:, None] + np.arange(steps),
-            "logit_rows": np.asarray(rows, np.int64),
+    def _run(self, first: int, step: StepInputs) -> FloatArray:
+        small = {
+            "input_ids": step.ids,
+            WRITE_POSITIONS: step.starts,
+            "position_ids": step.positions,
+            "logit_rows": step.rows,
         }
-        logits = np.empty((len(rows), self.vocab_size), np.float32)
+        logits = np.empty((len(step.rows), self.vocab_size), np.float32)
         binding = self._session.io_binding()
         for name in self._lowered.record.io.inputs:
             binding.bind_cpu_input(name, small[name])
         for name, buffer in self._cache.items():
-            window = buffer[first : first + batch]
+            window = buffer[first : first + len(step.ids)]
             address = (window.shape, window.ctypes.data)
             binding.bind_input(f"past_key_values.{name}", "cpu", 0, np.float16, *address)
             binding.bind_output(f"present.{name}", "cpu", 0, np.float16, *address)
