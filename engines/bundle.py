@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pipeline.artifact import Frozen, Record
 
@@ -69,15 +69,12 @@ class Product(Frozen):
     rows: tuple[int, ...]
 
 
-class EngineBundle(Record):
-    noun: ClassVar[str] = "EngineBundle"
-    remedy: ClassVar[str] = "run `dvc repro build-baseline build-candidate`"
+class LoweredRecord(Record):
+    """What is said of every lowered graph, whether it runs as it is or is compiled further."""
 
-    target: str
-    precision: str  # "float32", or a summary of the plan such as "w8:151 w4:60 kv-int8"
+    precision: str  # "float32", a summary of the plan such as "w8:151 w4:60 kv-int8", or the compiler's: fp16, int4 ...
     model_name: str
     io: IOContract
-    fingerprint: Fingerprint
     census: dict[str, int]  # operator -> nodes
     passes: tuple[PassReport, ...]
     weight_bytes: int
@@ -85,4 +82,16 @@ class EngineBundle(Record):
     plan: dict[str, str]  # linear group -> kernel
     products: tuple[Product, ...]
     stop_tokens: tuple[int, ...]
+
+    def said(self) -> dict[str, Any]:
+        """These fields by name, for the record of what is made from this graph."""
+        return {name: getattr(self, name) for name in LoweredRecord.model_fields}
+
+
+class EngineBundle(LoweredRecord):
+    noun: ClassVar[str] = "EngineBundle"
+    remedy: ClassVar[str] = "run `dvc repro build-baseline build-candidate`"
+
+    target: str
+    fingerprint: Fingerprint
     compiled: CompiledEngine | None = None  # None: the graph itself is what runs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from engines.bundle import EngineBundle, IOContract, KVLayer, PassReport
+from engines.bundle import EngineBundle, IOContract, KVLayer, LoweredRecord, PassReport
 from engines.load import fingerprint_here, target_module
 from engines.passes.base import Lowering, Outcome, Weights
 from pipeline import artifact
@@ -24,7 +25,6 @@ MODEL_FILE = "model.onnx"
 WEIGHTS_FILE = "weights.bin"
 ALIGNMENT_BYTES = 4096  # so that the runtime can map each tensor where it lies
 INLINE_BYTES = 1024
-# What text in and text out needs beside the engine, copied from the portable graph.
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json")
 
 
@@ -70,40 +70,73 @@ def build(
             expected="a target whose lowered graph is what runs, such as ort-cpu",
             remedy=f"`tapeout build --target {target}:…` compiles for it (docs/targets.md)",
         )
-    model = ir.load(graph.folder / "model.onnx")
-    lowering = Lowering(model, graph.record, weights, graph.record.max_positions, dict(kv_scales))
+    lowering = Lowering(
+        ir.load(graph.folder / MODEL_FILE), graph.record, weights, graph.record.max_positions, dict(kv_scales)
+    )
     reports = lower(lowering, module.PASSES, progress)
-    bind_parameters(lowering)
     with artifact.create(folder, EngineBundle) as draft:
-        progress("writing the weights")
-        weight_bytes = write_weights(model, draft.folder / WEIGHTS_FILE)
-        ir.save(model, draft.folder / MODEL_FILE)
-        for name in TEXT_FILES:
-            if (graph.folder / name).is_file():
-                (draft.folder / name).write_bytes((graph.folder / name).read_bytes())
-        record = EngineBundle(
-            target=target,
+        lowered = write_lowered(
+            lowering,
+            reports,
+            graph,
+            draft.folder,
             precision=precision,
             model_name=model_name,
-            io=IOContract(
-                inputs=tuple(i.name or "" for i in model.graph.inputs if not (i.name or "").startswith("past_")),
-                kv_dtype="int8" if kv_scales else "float32",
-                kv_layers=kv_layers(model),
-                max_tokens=graph.record.max_positions,
-                slots=slots,
-                vocab_size=graph.record.vocab_size,
-            ),
-            fingerprint=fingerprint_here(module),
-            census=dict(sorted(Counter(n.op_type for n in model.graph).items())),
-            passes=reports,
-            weight_bytes=weight_bytes,
-            step_bytes=step_bytes(model),
-            plan=dict(sorted(lowering.plan.items())),
-            products=tuple(lowering.products),
-            stop_tokens=graph.record.stop_tokens,
+            slots=slots,
+            kv_dtype="int8" if kv_scales else "float32",
+            progress=progress,
         )
-        draft.finish(record, parents=parents)
+        draft.finish(
+            EngineBundle(**lowered.said(), target=target, fingerprint=fingerprint_here(module)), parents=parents
+        )
     return artifact.load(folder, EngineBundle)
+
+
+def write_lowered(
+    lowering: Lowering,
+    reports: tuple[PassReport, ...],
+    graph: Artifact[PortableGraph],
+    folder: Path,
+    *,
+    precision: str,
+    model_name: str,
+    slots: int,
+    kv_dtype: str,
+    progress: Callable[[str], None],
+) -> LoweredRecord:
+    """Write a graph that the passes are done with, its weights and the text files; returns what records say of it."""
+    progress("writing the weights")
+    model = lowering.model
+    bind_parameters(lowering)
+    weight_bytes = write_weights(model, folder / WEIGHTS_FILE)
+    ir.save(model, folder / MODEL_FILE)
+    copy_text_files(graph.folder, folder)
+    return LoweredRecord(
+        precision=precision,
+        model_name=model_name,
+        io=IOContract(
+            inputs=tuple(i.name or "" for i in model.graph.inputs if not (i.name or "").startswith("past_")),
+            kv_dtype=kv_dtype,
+            kv_layers=kv_layers(model),
+            max_tokens=graph.record.max_positions,
+            slots=slots,
+            vocab_size=graph.record.vocab_size,
+        ),
+        census=dict(sorted(Counter(n.op_type for n in model.graph).items())),
+        passes=reports,
+        weight_bytes=weight_bytes,
+        step_bytes=step_bytes(model),
+        plan=dict(sorted(lowering.plan.items())),
+        products=tuple(lowering.products),
+        stop_tokens=graph.record.stop_tokens,
+    )
+
+
+def copy_text_files(source: Path, folder: Path) -> None:
+    """What text in and text out needs beside the engine, as far as the model has it."""
+    for name in TEXT_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
 
 
 def bind_parameters(lowering: Lowering) -> None:

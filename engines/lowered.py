@@ -8,22 +8,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from engines.bundle import IOContract, PassReport, Product
-from pipeline.artifact import Record
+from engines.bundle import LoweredRecord
 
 
-class LoweredGraph(Record):
+class LoweredGraph(LoweredRecord):
     noun: ClassVar[str] = "LoweredGraph"
     remedy: ClassVar[str] = "run `tapeout build`"
 
-    precision: str  # fp16, bf16, int4 or fp8
-    model_name: str
-    io: IOContract
-    census: dict[str, int]  # operator -> nodes
-    passes: tuple[PassReport, ...]
-    weight_bytes: int
     bits_per_weight: float  # of the products, scales included
-    step_bytes: int  # weights one decode step of one row reads
-    plan: dict[str, str]  # linear group -> kernel
-    products: tuple[Product, ...]
-    stop_tokens: tuple[int, ...]

@@ -62,11 +62,8 @@ def new_value(name: str, like: ir.Value | None = None) -> ir.Value:
     return value
 
 
-def constant(model: ir.Model, name: str, array: NDArray[Any]) -> ir.Value:
-    """An initializer of this name, shared by all who ask for it."""
-    known = model.graph.initializers.get(name)
-    if known is not None:
-        return known
+def initializer(model: ir.Model, name: str, array: NDArray[Any]) -> ir.Value:
+    """A new initializer of this name and type, 4-bit and 8-bit float ones of ``ml_dtypes`` too."""
     value = ir.Value(
         name=name,
         shape=ir.Shape(array.shape),
@@ -75,6 +72,11 @@ def constant(model: ir.Model, name: str, array: NDArray[Any]) -> ir.Value:
     )
     model.graph.register_initializer(value)
     return value
+
+
+def constant(model: ir.Model, name: str, array: NDArray[Any]) -> ir.Value:
+    """The initializer of this name, made by the first and shared by all who ask for it."""
+    return model.graph.initializers.get(name) or initializer(model, name, array)
 
 
 def replace(model: ir.Model, old: Sequence[ir.Node], new: Sequence[ir.Node], outputs: dict[ir.Value, ir.Value]) -> None:

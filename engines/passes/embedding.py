@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from engines.passes.base import CONTRIB, Lowering, Outcome, new_value, replace
-from engines.passes.linear_kernels import initializer, pack
+from engines.passes.base import CONTRIB, Lowering, Outcome, initializer, new_value, replace
+from engines.passes.linear_kernels import pack
 
 
 def run(lowering: Lowering) -> Outcome:

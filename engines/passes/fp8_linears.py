@@ -17,8 +17,9 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from engines.passes.base import Lowering, Outcome, constant, new_value
+from engines.passes.base import Lowering, Outcome, constant, initializer, new_value
 from engines.passes.float_linears import finish, group_name, is_head, label_of, stacked_weight
+from engines.passes.half_precision import scales_as_stored
 from engines.passes.linears import is_linear, weights_of
 from pipeline.errors import BuildError
 
@@ -46,15 +47,9 @@ def quantize_rows(weight: NDArray[np.float32]) -> tuple[NDArray[Any], NDArray[np
     >>> (codes.astype(np.float32) * scales[:, None]).tolist()
     [[448.0, -1.5]]
     """
-    scales = _representable(np.abs(weight).max(axis=1) / np.float32(LARGEST))
+    scales = scales_as_stored(np.abs(weight).max(axis=1) / np.float32(LARGEST))
     scaled = np.clip(weight / scales[:, None], -LARGEST, LARGEST)
     return scaled.astype(ml_dtypes.float8_e4m3fn), scales
-
-
-def _representable(scales: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Rounded to float16, normal and positive: FP8 codes absorb the rest."""
-    tiny = np.float32(np.finfo(np.float16).smallest_normal)
-    return np.maximum(scales.astype(np.float16).astype(np.float32), tiny)
 
 
 def _activation_scale(lowering: Lowering, label: str) -> NDArray[np.float32]:
@@ -65,7 +60,7 @@ def _activation_scale(lowering: Lowering, label: str) -> NDArray[np.float32]:
             expected="a positive largest |x| for every linear that computes in FP8",
             remedy="run `dvc repro calibrate` for this model, or choose --precision int4 or fp16",
         )
-    return _representable(np.array(largest / LARGEST, np.float32))
+    return scales_as_stored(np.array(largest / LARGEST, np.float32))
 
 
 def _lower(lowering: Lowering, node: ir.Node, label: str) -> None:
@@ -73,20 +68,16 @@ def _lower(lowering: Lowering, node: ir.Node, label: str) -> None:
     codes, scales = quantize_rows(stacked_weight(lowering, weights_of(node)))
     x = node.inputs[0]
     assert x is not None
-    stored = ir.Value(
-        name=f"{label}.codes",
-        shape=ir.Shape(codes.shape),
-        type=ir.TensorType(ir.DataType.FLOAT8E4M3FN),
-        const_value=ir.tensor(codes, name=f"{label}.codes"),
-    )
-    model.graph.register_initializer(stored)
+    stored = initializer(model, f"{label}.codes", codes)
     x_scale = constant(
         model, f"{group_name(lowering, node)}.input_scale", _activation_scale(lowering, group_name(lowering, node))
     )
     narrow = ir.node("QuantizeLinear", [x, x_scale], attributes={"output_dtype": ir.DataType.FLOAT8E4M3FN})
     narrow.outputs[0].shape, narrow.outputs[0].type = x.shape, ir.TensorType(ir.DataType.FLOAT8E4M3FN)
     wide = ir.node("DequantizeLinear", [narrow.outputs[0], x_scale], outputs=[new_value(f"{label}.input", x)])
-    weight = ir.node("DequantizeLinear", [stored, constant(model, f"{label}.scales", scales)], attributes={"axis": 0})
+    weight = ir.node(
+        "DequantizeLinear", [stored, initializer(model, f"{label}.scales", scales)], attributes={"axis": 0}
+    )
     weight.outputs[0].shape, weight.outputs[0].type = stored.shape, ir.TensorType(ir.DataType.FLOAT)
     transposed = ir.node("Transpose", [weight.outputs[0]], attributes={"perm": [1, 0]})
     product = ir.node("MatMul", [wide.outputs[0], transposed.outputs[0]])

@@ -17,8 +17,9 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from engines.passes.base import Lowering, Outcome
+from engines.passes.base import Lowering, Outcome, initializer
 from engines.passes.float_linears import finish, is_head, label_of
+from engines.passes.half_precision import scales_as_stored
 from engines.passes.linears import is_linear, weights_of
 
 BLOCK = 64  # wanted input channels per scale, for weights that are rounded here
@@ -90,7 +91,7 @@ def round_blocks(weight: NDArray[np.float32], block: int) -> tuple[NDArray[np.in
     best_scale = np.zeros_like(largest)
     best_error = np.full_like(largest, np.inf)
     for clip in CLIPS:
-        scale = _representable(largest * np.float32(clip / LARGEST_CODE))
+        scale = scales_as_stored(largest * np.float32(clip / LARGEST_CODE))
         rounded = np.clip(np.rint(blocks / scale[:, :, None]), SMALLEST_CODE, LARGEST_CODE)
         error = np.square(rounded * scale[:, :, None] - blocks).sum(axis=2)
         better = error < best_error
@@ -99,28 +100,10 @@ def round_blocks(weight: NDArray[np.float32], block: int) -> tuple[NDArray[np.in
     return codes.astype(np.int8).reshape(weight.shape), best_scale
 
 
-def _representable(scales: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Scales as they will be stored: float16, and never zero, which a block of zeros would ask for."""
-    tiny = np.float32(np.finfo(np.float16).smallest_normal)
-    return np.maximum(scales.astype(np.float16).astype(np.float32), tiny)
-
-
 def _lower(lowering: Lowering, node: ir.Node, label: str, codes: NDArray[np.int8], scales: NDArray[np.float32]) -> None:
     block = codes.shape[1] // scales.shape[1]
-    packed = ir.Value(
-        name=f"{label}.codes",
-        shape=ir.Shape(codes.T.shape),
-        type=ir.TensorType(ir.DataType.INT4),
-        const_value=ir.tensor(np.ascontiguousarray(codes.T).astype(ml_dtypes.int4), name=f"{label}.codes"),
-    )
-    lowering.model.graph.register_initializer(packed)
-    scale = ir.Value(
-        name=f"{label}.scales",
-        shape=ir.Shape(scales.T.shape),
-        type=ir.TensorType(ir.DataType.FLOAT),
-        const_value=ir.tensor(np.ascontiguousarray(scales.T), name=f"{label}.scales"),
-    )
-    lowering.model.graph.register_initializer(scale)
+    packed = initializer(lowering.model, f"{label}.codes", np.ascontiguousarray(codes.T).astype(ml_dtypes.int4))
+    scale = initializer(lowering.model, f"{label}.scales", np.ascontiguousarray(scales.T))
     weight = ir.node("DequantizeLinear", [packed, scale], attributes={"axis": 0, "block_size": block})
     product = ir.node("MatMul", [node.inputs[0], weight.outputs[0]])
     weight.outputs[0].name = f"{label}.weight"

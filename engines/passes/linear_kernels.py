@@ -17,7 +17,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from engines.bundle import Product
-from engines.passes.base import CONTRIB, Lowering, Outcome, new_value, replace
+from engines.passes.base import CONTRIB, Lowering, Outcome, initializer, new_value, replace
 from engines.passes.linears import biases_of, is_linear, out_features_of, weights_of
 from pipeline.errors import BuildError
 
@@ -129,14 +129,3 @@ def pack(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
     if codes.shape[1] % 2:
         codes = np.pad(codes, ((0, 0), (0, 1)))
     return (codes[:, 0::2] | (codes[:, 1::2] << 4)).astype(np.uint8)
-
-
-def initializer(model: ir.Model, name: str, array: NDArray[Any]) -> ir.Value:
-    value = ir.Value(
-        name=name,
-        shape=ir.Shape(array.shape),
-        type=ir.TensorType(ir.DataType.from_numpy(array.dtype)),
-        const_value=ir.tensor(array, name=name),
-    )
-    model.graph.register_initializer(value)
-    return value

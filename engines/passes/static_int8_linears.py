@@ -18,9 +18,9 @@ import onnx_ir as ir
 
 from engines.bundle import Product
 from engines.fingerprint import cpu_features
-from engines.passes.base import CONTRIB, Lowering, Outcome, new_value, replace
+from engines.passes.base import CONTRIB, Lowering, Outcome, initializer, new_value, replace
 from engines.passes.float_linears import label_of
-from engines.passes.linear_kernels import initializer, stacked_bias
+from engines.passes.linear_kernels import stacked_bias
 from engines.passes.linears import biases_of, is_linear, out_features_of, weights_of
 from pipeline.errors import BuildError
 

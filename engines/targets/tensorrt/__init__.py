@@ -7,6 +7,7 @@ the fingerprint; ``PASSES`` lower the portable graph; ``compile_for`` makes bund
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,9 +20,49 @@ if TYPE_CHECKING:
     from engines.targets.tensorrt.compiler import Progress
     from pipeline.artifact import Artifact
 
-NAME = "tensorrt"
-MODULE = "tensorrt"
+
+@dataclass(frozen=True)
+class TensorRT:
+    """A target over one of the modules."""
+
+    name: str  # of the target
+    module: str  # to import
+    libraries: tuple[str, ...]  # distributions
+
+    def compile_for(
+        self,
+        lowered: Artifact[LoweredGraph],
+        folder: Path,
+        *,
+        capability: str,
+        batches: Sequence[int],
+        timing_cache: Path | None,
+        progress: Progress,
+    ) -> Artifact[EngineBundle]:
+        from engines.targets.tensorrt.compiler import compile_bundle
+
+        return compile_bundle(
+            self.module,
+            lowered,
+            folder,
+            target=self.name,
+            libraries=self.libraries,
+            capability=capability,
+            batches=batches,
+            timing_cache=timing_cache,
+            progress=progress,
+        )
+
+    def open_engine(self, bundle: Artifact[EngineBundle], *, threads: int, slots: int | None) -> Engine:
+        """``threads`` has no meaning on a GPU and is ignored."""
+        from engines.targets.tensorrt.engine import TensorRTEngine
+
+        return TensorRTEngine(self.module, bundle, slots=slots)
+
+
 LIBRARIES = ("tensorrt",)
+_TARGET = TensorRT("tensorrt", "tensorrt", LIBRARIES)
+compile_for, open_engine = _TARGET.compile_for, _TARGET.open_engine
 
 
 def __getattr__(name: str) -> Any:
@@ -57,34 +98,3 @@ def features() -> tuple[str, ...]:
 
     found = capability()
     return () if found is None else (found,)
-
-
-def compile_for(
-    lowered: Artifact[LoweredGraph],
-    folder: Path,
-    *,
-    capability: str,
-    batches: Sequence[int],
-    timing_cache: Path | None,
-    progress: Progress,
-) -> Artifact[EngineBundle]:
-    from engines.targets.tensorrt.compiler import compile_bundle
-
-    return compile_bundle(
-        MODULE,
-        lowered,
-        folder,
-        target=NAME,
-        libraries=LIBRARIES,
-        capability=capability,
-        batches=batches,
-        timing_cache=timing_cache,
-        progress=progress,
-    )
-
-
-def open_engine(bundle: Artifact[EngineBundle], *, threads: int, slots: int | None) -> Engine:
-    """``threads`` has no meaning on a GPU and is ignored."""
-    from engines.targets.tensorrt.engine import TensorRTEngine
-
-    return TensorRTEngine(MODULE, bundle, slots=slots)

@@ -18,7 +18,7 @@ import onnx
 
 from engines import fingerprint
 from engines.bundle import CompiledEngine, EngineBundle, Fingerprint, Profile
-from engines.compile import MODEL_FILE, TEXT_FILES
+from engines.compile import MODEL_FILE, copy_text_files
 from engines.lowered import LoweredGraph
 from engines.passes.fixed_kv_cache import WRITE_POSITIONS
 from pipeline import artifact
@@ -77,27 +77,15 @@ def compile_bundle(
     module = load_module(module_name)
     builder = _Build(module, lowered, capability, tuple(batches), progress)
     plan = builder.run(timing_cache)
-    record = lowered.record
     with artifact.create(folder, EngineBundle) as draft:
         (draft.folder / ENGINE_FILE).write_bytes(plan)
-        for name in TEXT_FILES:
-            if (lowered.folder / name).is_file():
-                (draft.folder / name).write_bytes((lowered.folder / name).read_bytes())
+        copy_text_files(lowered.folder, draft.folder)
         here = fingerprint.current(libraries)
         draft.finish(
             EngineBundle(
+                **lowered.record.said(),
                 target=target,
-                precision=record.precision,
-                model_name=record.model_name,
-                io=record.io,
                 fingerprint=Fingerprint(machine=here.machine, features=(capability,), libraries=here.libraries),
-                census=record.census,
-                passes=record.passes,
-                weight_bytes=record.weight_bytes,
-                step_bytes=record.step_bytes,
-                plan=record.plan,
-                products=record.products,
-                stop_tokens=record.stop_tokens,
                 compiled=CompiledEngine(
                     capability=capability,
                     executed_on=None,

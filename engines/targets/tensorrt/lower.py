@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import onnx_ir as ir
 
-from engines.bundle import IOContract
-from engines.compile import (
-    MODEL_FILE,
-    TEXT_FILES,
-    WEIGHTS_FILE,
-    bind_parameters,
-    kv_layers,
-    lower,
-    step_bytes,
-    write_weights,
-)
+from engines.compile import MODEL_FILE, lower, write_lowered
 from engines.lowered import LoweredGraph
 from engines.passes.base import Lowering, Weights
 from engines.targets.tensorrt import PASSES
@@ -49,10 +38,9 @@ def lower_graph(
     """
     if precision not in PRECISIONS:
         raise BuildError(f"precision {precision!r}", expected=f"one of {', '.join(PRECISIONS)}")
-    model = ir.load(graph.folder / MODEL_FILE)
     float_type = "bf16" if precision == "bf16" else "fp16"
     lowering = Lowering(
-        model,
+        ir.load(graph.folder / MODEL_FILE),
         graph.record,
         weights,
         graph.record.max_positions,
@@ -68,37 +56,20 @@ def lower_graph(
             expected="at least one",
             remedy="choose --precision fp16, or a checkpoint whose linears fit (docs/targets.md)",
         )
-    bind_parameters(lowering)
     with artifact.create(folder, LoweredGraph) as draft:
-        progress("writing the weights")
-        weight_bytes = write_weights(model, draft.folder / WEIGHTS_FILE)
-        ir.save(model, draft.folder / MODEL_FILE)
-        for name in TEXT_FILES:
-            if (graph.folder / name).is_file():
-                (draft.folder / name).write_bytes((graph.folder / name).read_bytes())
-        draft.finish(
-            LoweredGraph(
-                precision=precision,
-                model_name=model_name,
-                io=IOContract(
-                    inputs=tuple(i.name or "" for i in model.graph.inputs if not (i.name or "").startswith("past_")),
-                    kv_dtype=KV_DTYPES[float_type],
-                    kv_layers=kv_layers(model),
-                    max_tokens=graph.record.max_positions,
-                    slots=slots,
-                    vocab_size=graph.record.vocab_size,
-                ),
-                census=dict(sorted(Counter(n.op_type for n in model.graph).items())),
-                passes=reports,
-                weight_bytes=weight_bytes,
-                bits_per_weight=round(bits_per_weight(model), 4),
-                step_bytes=step_bytes(model),
-                plan=dict(sorted(lowering.plan.items())),
-                products=tuple(lowering.products),
-                stop_tokens=graph.record.stop_tokens,
-            ),
-            parents=parents,
+        lowered = write_lowered(
+            lowering,
+            reports,
+            graph,
+            draft.folder,
+            precision=precision,
+            model_name=model_name,
+            slots=slots,
+            kv_dtype=KV_DTYPES[float_type],
+            progress=progress,
         )
+        bits = round(bits_per_weight(lowering.model), 4)
+        draft.finish(LoweredGraph(**lowered.said(), bits_per_weight=bits), parents=parents)
     return artifact.load(folder, LoweredGraph)
 
 
