@@ -73,7 +73,6 @@ class LoweredRecord(Record):
     """What is said of every lowered graph, whether it runs as it is or is compiled further."""
 
     precision: str  # "float32", a summary of the plan such as "w8:151 w4:60 kv-int8", or the compiler's: fp16, int4 ...
-    model_name: str
     io: IOContract
     census: dict[str, int]  # operator -> nodes
     passes: tuple[PassReport, ...]

@@ -56,7 +56,6 @@ def build(
     *,
     target: str,
     precision: str,
-    model_name: str,
     slots: int,
     kv_scales: Mapping[str, NDArray[np.float32]],
     parents: dict[str, str],
@@ -81,7 +80,6 @@ def build(
             graph,
             draft.folder,
             precision=precision,
-            model_name=model_name,
             slots=slots,
             kv_dtype="int8" if kv_scales else "float32",
             progress=progress,
@@ -99,7 +97,6 @@ def write_lowered(
     folder: Path,
     *,
     precision: str,
-    model_name: str,
     slots: int,
     kv_dtype: str,
     progress: Callable[[str], None],
@@ -113,7 +110,6 @@ def write_lowered(
     copy_text_files(graph.folder, folder)
     return LoweredRecord(
         precision=precision,
-        model_name=model_name,
         io=IOContract(
             inputs=tuple(i.name or "" for i in model.graph.inputs if not (i.name or "").startswith("past_")),
             kv_dtype=kv_dtype,

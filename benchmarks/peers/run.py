@@ -277,8 +277,9 @@ def bench(options: argparse.Namespace, progress: Callable[[str], None]) -> int:
     )
     if options.install_only:
         return ExitCode.BROKEN if harness.failures else ExitCode.PASS
+    recipe = load_recipe(options.params)
     corpus = read_corpus(
-        load_recipe(options.params),
+        recipe,
         options.source,
         options.checkpoint / "tokenizer.json",
         prompts=max(options.batches),
@@ -316,7 +317,7 @@ def bench(options: argparse.Namespace, progress: Callable[[str], None]) -> int:
             new_tokens=options.new_tokens,
             documents=len(corpus.documents),
             machine=report.machine(),
-            model=artifact.load(options.reference, EngineBundle).record.model_name,
+            model=recipe.register_.model_name,
         )
     finally:
         reference.close()

@@ -216,7 +216,6 @@ def _lower(request: Request, console: Any) -> Artifact[LoweredGraph]:
             weights,
             request.targets / f"lowered-{request.precision}",
             precision=request.precision,
-            model_name=request.recipe.register_.model_name,
             slots=request.recipe.build.slots,
             activation_max=largest,
             parents=parents | calibrated,

@@ -46,7 +46,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
             open_checkpoint(graph.folder),
             folder / "lowered",
             precision=precision,
-            model_name=family,
             slots=4,
             activation_max={group.name: 8.0 for group in graph.record.groups},
             parents={},

@@ -57,7 +57,6 @@ def test_the_engine_computes_what_the_quantized_checkpoint_says(
         tmp_path / "bundle",
         target="ort-cpu",
         precision="mixed",
-        model_name="tiny",
         slots=1,
         kv_scales=load_file(quantized.folder / KV_SCALES),
         parents={},

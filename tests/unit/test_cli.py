@@ -253,7 +253,6 @@ def prompts(here: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         record = EngineBundle(
             target="ort-cpu",
             precision="float32",
-            model_name="tiny",
             io=IOContract(inputs=(), kv_dtype="float32", kv_layers=(), max_tokens=64, slots=4, vocab_size=256),
             fingerprint=Fingerprint(machine="none", features=(), libraries={}),
             census={"MatMul": 3},

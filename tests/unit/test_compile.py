@@ -29,7 +29,7 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Artifact[PortableGraph]:
 
 def test_a_float_bundle_says_what_it_is(graph: Artifact[PortableGraph], tmp_path: Path) -> None:
     said: list[str] = []
-    arguments = {"target": "ort-cpu", "precision": "float32", "model_name": "test", "slots": 3, "kv_scales": {}}
+    arguments = {"target": "ort-cpu", "precision": "float32", "slots": 3, "kv_scales": {}}
     weights = open_checkpoint(graph.folder)
     bundle = build(graph, weights, tmp_path / "a", parents={"PortableGraph": "1"}, progress=said.append, **arguments)
     record = bundle.record
@@ -73,7 +73,6 @@ def test_a_tied_table_is_stored_once_and_read_by_both_ends(graph: Artifact[Porta
         tmp_path / "bundle",
         target="ort-cpu",
         precision="mixed",
-        model_name="test",
         slots=1,
         kv_scales={},
         parents={},

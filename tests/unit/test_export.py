@@ -58,7 +58,6 @@ def test_a_family_keeps_its_logits_in_the_graph_and_in_the_engine(name: str, tmp
         tmp_path / "bundle",
         target="ort-cpu",
         precision="float32",
-        model_name=name,
         slots=len(PROMPTS),
         kv_scales={},
         parents={},

@@ -66,7 +66,6 @@ def bundle(
         tmp_path_factory.mktemp("bundle") / request.param,
         target="ort-cpu",
         precision=request.param,
-        model_name="test",
         slots=SLOTS,
         kv_scales=scales,
         parents={},

@@ -46,7 +46,6 @@ def lowered(tmp_path_factory: pytest.TempPathFactory) -> Made:
                 open_checkpoint(graph.folder),
                 tmp_path_factory.mktemp(f"{family}-{precision}") / "lowered",
                 precision=precision,
-                model_name=family,
                 slots=4,
                 activation_max={group.name: 8.0 for group in graph.record.groups},
                 parents={"PortableGraph": graph.digest},

@@ -47,7 +47,6 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Artifact
 def lowered(graph: Artifact[PortableGraph], folder: Path, precision: str, **changes: Any) -> Artifact[LoweredGraph]:
     arguments: dict[str, Any] = {
         "precision": precision,
-        "model_name": "tiny",
         "slots": 4,
         "activation_max": {group.name: 8.0 for group in graph.record.groups},
         "parents": {"PortableGraph": graph.digest},

@@ -26,7 +26,6 @@ def lower_graph(
     folder: Path,
     *,
     precision: str,
-    model_name: str,
     slots: int,
     activation_max: Mapping[str, float],
     parents: dict[str, str],
@@ -52,7 +51,7 @@ def lower_graph(
     own = next((r for r in reports if r.name == f"{precision}_linears"), None)
     if own is not None and not own.matched:
         raise BuildError(
-            f"no linear of {model_name} could be lowered to {precision}: {own.declined[0]}",
+            f"no linear could be lowered to {precision}: {own.declined[0]}",
             expected="at least one",
             remedy="choose --precision fp16, or a checkpoint whose linears fit (docs/targets.md)",
         )
@@ -63,7 +62,6 @@ def lower_graph(
             graph,
             draft.folder,
             precision=precision,
-            model_name=model_name,
             slots=slots,
             kv_dtype=KV_DTYPES[float_type],
             progress=progress,
