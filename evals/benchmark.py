@@ -24,7 +24,6 @@ from pipeline.artifact import Artifact, create, load
 from pipeline.errors import EvidenceError
 from pipeline.recipe import Benchmark as Settings
 
-WARMUP_STEPS = 3
 PREFILL_TRIALS = 15  # a repeat is their median: one prefill is short, and easily disturbed
 BANDWIDTH_BYTES = 256 << 20
 BANDWIDTH_TRIALS = 25
@@ -137,13 +136,13 @@ def _step_seconds(engine: Engine, prompt: list[int], batch: int, steps: int) -> 
         engine.copy_slot(0, slot, len(prompt))
     tokens = [prompt[-1]] * batch
     seconds: list[float] = []
-    for step in range(WARMUP_STEPS + steps):
+    for step in range(Settings.warmup_tokens + steps):
         lengths = [len(prompt) + step] * batch
         start = time.perf_counter()
         logits = engine.decode(tokens, lengths)
         tokens = logits.argmax(axis=1).tolist()
         seconds.append(time.perf_counter() - start)
-    return median(seconds[WARMUP_STEPS:])
+    return median(seconds[Settings.warmup_tokens :])
 
 
 def read_bandwidth(threads: int) -> float:
