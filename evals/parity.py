@@ -8,6 +8,7 @@ plain functions here, so this module needs neither torch nor the checkpoint form
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -88,6 +89,7 @@ def _compare_document(probe: Probe, reference: Reference, tokens: Sequence[int],
     locked, errors = reference.locked(tokens, {name: value for name, value in outputs.items() if name != head})
     free = reference(tokens)
     _require_comparable(actual, locked, len(tokens))
+    _require_errors(errors)
     kl, free_kl = kl_divergences(locked, actual), kl_divergences(free, actual)
     worst = max(errors, key=errors.__getitem__)
     return ParityItem(
@@ -101,6 +103,23 @@ def _compare_document(probe: Probe, reference: Reference, tokens: Sequence[int],
         free_kl_sum=float(free_kl.sum()),
         free_agree=int((free.argmax(axis=1) == actual.argmax(axis=1)).sum()),
     )
+
+
+def _require_errors(errors: Mapping[str, float]) -> None:
+    """A product the reference cannot compute leaves no trace in the logits, where the engine's output stands for it."""
+    if not errors:
+        raise EvidenceError(
+            "the engine's graph has no product to compare but the output head",
+            expected="the output of every linear",
+            remedy="build the bundle again: its record names the products",
+        )
+    for name, error in errors.items():
+        if not math.isfinite(error):
+            raise EvidenceError(
+                f"the error of {name} is {error}",
+                expected="finite outputs of the engine and of the reference",
+                remedy="`tapeout inspect` shows the scales and kernels; then quantize and build again",
+            )
 
 
 def _require_comparable(actual: FloatArray, expected: FloatArray, tokens: int) -> None:

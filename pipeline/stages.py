@@ -293,6 +293,7 @@ def _gate(recipe: Recipe) -> None:
         speed=SpeedSummary(
             baseline=timed.record.baseline.digest,
             candidate=timed.record.candidate.digest,
+            batches=recipe.benchmark.batches,
             samples=timed.record.samples,
         ),
         digests={"Benchmark": timed.digest, "QuantizedModel": quantized.digest},

@@ -123,6 +123,21 @@ def speed(*ratios: float, batch: int = 1, phase: str = "decode") -> SpeedSample:
     )
 
 
+PREFILL = speed(1.2, 1.25, 1.3, phase="prefill")
+
+
+def timed(*samples: SpeedSample) -> tuple[SpeedSample, ...]:
+    """What a benchmark records: these, and prefill."""
+    return (*samples, PREFILL)
+
+
+def summary(samples: tuple[SpeedSample, ...], batches: tuple[int, ...] | None = None) -> SpeedSummary:
+    """A benchmark asked for these batches, or for those whose decoding it timed."""
+    decoded = dict.fromkeys(sample.batch for sample in samples if sample.phase == "decode")
+    batches = batches or tuple(decoded) or (1,)
+    return SpeedSummary(baseline=BASELINE, candidate=CANDIDATE, batches=batches, samples=samples)
+
+
 def make(
     tasks: tuple[TaskItem, ...] | None = None,
     texts: tuple[TextItem, ...] | None = None,
@@ -136,7 +151,7 @@ def make(
     texts = text_items() if texts is None else texts
     shadow = shadow_items() if shadow is None else shadow
     parity = parity_items() if parity is None else parity
-    samples = (speed(1.5, 1.6, 1.55), speed(1.2, 1.25, 1.3, phase="prefill")) if samples is None else samples
+    samples = timed(speed(1.5, 1.6, 1.55)) if samples is None else samples
     whole = Evidence(
         baseline=BASELINE,
         candidate=CANDIDATE,
@@ -159,7 +174,7 @@ def make(
         shadow_items=shadow,
         parity=ParityReport(candidate=CANDIDATE, quantized=QUANTIZED, documents=len(parity)),
         parity_items=parity,
-        speed=SpeedSummary(baseline=BASELINE, candidate=CANDIDATE, samples=samples),
+        speed=summary(samples),
         digests={noun: f"digest of {noun}" for noun in NOUNS} | {"QuantizedModel": QUANTIZED},
     )
     return replace(whole, **changes)
@@ -223,10 +238,10 @@ BOUNDARIES: list[tuple[str, Evidence, Outcome]] = [
     ("parity_top_token", make(parity=parity_items(agree=1.0)), Outcome.PASS),
     ("parity_top_token", make(parity=parity_items(agree=0.995)), Outcome.INCONCLUSIVE),
     ("parity_top_token", make(parity=parity_items(agree=0.99)), Outcome.FAIL),
-    ("decode_speed_b1", make(samples=(speed(1.0, 1.3, 1.1),)), Outcome.PASS),
-    ("decode_speed_b1", make(samples=(speed(0.9, 1.3, 1.1),)), Outcome.INCONCLUSIVE),
-    ("decode_speed_b1", make(samples=(speed(0.9, 0.8, 0.7),)), Outcome.FAIL),
-    ("decode_speed_b16", make(samples=(speed(2.0, 2.0, 2.0), speed(0.9, 0.8, 0.7, batch=16))), Outcome.FAIL),
+    ("decode_speed_b1", make(samples=timed(speed(1.0, 1.3, 1.1))), Outcome.PASS),
+    ("decode_speed_b1", make(samples=timed(speed(0.9, 1.3, 1.1))), Outcome.INCONCLUSIVE),
+    ("decode_speed_b1", make(samples=timed(speed(0.9, 0.8, 0.7))), Outcome.FAIL),
+    ("decode_speed_b16", make(samples=timed(speed(2.0, 2.0, 2.0), speed(0.9, 0.8, 0.7, batch=16))), Outcome.FAIL),
     ("executed", make(executed_on=None), Outcome.INCONCLUSIVE),
     ("executed", make(target="sm89", executed_on="sm120"), Outcome.INCONCLUSIVE),
     (
@@ -254,7 +269,13 @@ STARVED = {
     "documents": ("kl", make(texts=text_items(n=29)), "29 of at least 30 documents: 1 more needed"),
     "prompts": ("shadow_kl", make(shadow=shadow_items(n=150)), "150 of at least 200 prompts: 50 more needed"),
     "parity": ("parity_kl", make(parity=parity_items(n=5)), "5 of at least 30 documents: 25 more needed"),
-    "repeats": ("decode_speed_b1", make(samples=(speed(3.0),)), "1 of at least 3 repeats: 2 more needed"),
+    "products": ("parity_error", make(parity=parity_items(n=29)), "29 of at least 30 documents: 1 more needed"),
+    "prefill": (
+        "prefill_speed_b1",
+        make(samples=(speed(3.0, 3.0, 3.0), speed(3.0, 3.0, phase="prefill"))),
+        "2 of at least 3 repeats: 1 more needed",
+    ),
+    "repeats": ("decode_speed_b1", make(samples=timed(speed(3.0))), "1 of at least 3 repeats: 2 more needed"),
 }
 
 
@@ -269,6 +290,13 @@ def test_starved_evidence_is_inconclusive_and_says_how_much_is_missing(kind: str
 def test_too_few_items_do_not_fail_either():
     check = judge(make(task_items(n=100, lost=60, gained=0)), Gate()).check("accuracy")
     assert check.outcome is Outcome.INCONCLUSIVE
+
+
+def test_a_product_that_is_off_fails_however_few_documents_show_it():
+    """Unlike a mean, a largest error only grows with more documents."""
+    check = judge(make(parity=parity_items(n=5, worst=0.02)), Gate()).check("parity_error")
+    assert check.outcome is Outcome.FAIL
+    assert check.reason.startswith("layers.3.mlp.down_proj.weight is off by 0.02, more than 0.01")
 
 
 def test_one_document_bounds_nothing_even_if_one_is_enough():
@@ -358,7 +386,7 @@ def with_proof(**changes: Any) -> Evidence:
 
 def with_sample(baseline: tuple[float, ...], candidate: tuple[float, ...]) -> Evidence:
     sample = SpeedSample(batch=1, phase="decode", baseline_tokens_per_s=baseline, candidate_tokens_per_s=candidate)
-    return make(samples=(sample,))
+    return make(samples=timed(sample))
 
 
 SOUND = make()
@@ -367,8 +395,21 @@ REFUSALS: dict[str, tuple[Evidence, str]] = {
     "no text items": (make(texts=()), "EvalReport has no text items"),
     "no shadow items": (make(shadow=()), "ShadowReport has no prompts"),
     "no parity items": (make(parity=()), "ParityReport has no documents"),
-    "no speed samples": (make(samples=()), "Benchmark has no decode samples"),
-    "only prefill": (make(samples=(speed(1.0, 1.0, 1.0, phase="prefill"),)), "Benchmark has no decode samples"),
+    "no speed samples": (make(samples=()), "Benchmark has no decode samples at batch 1"),
+    "only prefill": (make(samples=timed()), "Benchmark has no decode samples at batch 1"),
+    "only decode": (make(samples=(speed(1.0, 1.0, 1.0),)), "Benchmark has no prefill samples"),
+    "a batch left out": (
+        make(speed=summary(timed(speed(1.0), speed(1.0, batch=4)), batches=(1, 4, 16))),
+        "Benchmark has no decode samples at batch 16",
+    ),
+    "prefill at a batch is no decode": (
+        make(speed=summary((speed(1.0), speed(1.0, phase="prefill", batch=4)), batches=(1, 4))),
+        "Benchmark has no decode samples at batch 4",
+    ),
+    "no batch wanted": (
+        make(speed=SpeedSummary(baseline=BASELINE, candidate=CANDIDATE, batches=(), samples=timed())),
+        "Benchmark was asked for no batch",
+    ),
     "no evaluation": (
         make(quality=None, task_items=(), text_items=()),
         "EvalReport is missing although the engine was executed",
@@ -403,7 +444,7 @@ REFUSALS: dict[str, tuple[Evidence, str]] = {
     "document twice": (with_item("text_items", doc_hash="text1"), "document text1 more than once"),
     "prompt twice": (with_item("shadow_items", prompt_hash="shadow1"), "prompt shadow1 more than once"),
     "parity twice": (with_item("parity_items", doc_hash="p1"), "parity document p1 more than once"),
-    "batch twice": (make(samples=(speed(1.0), speed(1.0))), "speed sample decode at batch 1 more than once"),
+    "batch twice": (make(samples=timed(speed(1.0), speed(1.0))), "speed sample decode at batch 1 more than once"),
     "no hash": (with_item("task_items", prompt_hash=""), "1 of 2500 task items lack a pairing hash: piqa/0"),
     "NaN answer": (with_item("task_items", candidate_loglikelihoods=(math.nan, -1.0)), "non-finite log-likelihoods"),
     "lost option": (with_item("task_items", candidate_loglikelihoods=(-1.0,)), "no log-likelihoods, or unequally"),
@@ -474,13 +515,13 @@ def test_order_of_evidence_changes_nothing(random: Any):
         text_items(20),
         shadow_items(20),
         parity_items(20),
-        samples=(speed(1.0, 2.0, 1.1), speed(1.3, 1.2, 1.4, batch=4)),
+        samples=timed(speed(1.0, 2.0, 1.1), speed(1.3, 1.2, 1.4, batch=4)),
     )
     other = replace(
         evidence,
         **{name: shuffled(getattr(evidence, name)) for name in ("task_items", "text_items", "shadow_items")},
         parity_items=shuffled(evidence.parity_items),
-        speed=SpeedSummary(baseline=BASELINE, candidate=CANDIDATE, samples=tuple(reversed(evidence.speed.samples))),  # type: ignore[union-attr]
+        speed=summary(tuple(reversed(evidence.speed.samples)), (1, 4)),  # type: ignore[union-attr]
     )
     assert judge(other, SMALL) == judge(evidence, SMALL)
 
@@ -562,7 +603,7 @@ def test_worse_evidence_never_improves_a_check(
         text_items(20, kl=kl, worse_by=worse_by),
         shadow_items(20, kl=kl),
         parity_items(20),
-        samples=(speed(ratio, ratio * 1.1, ratio * 0.95),),
+        samples=timed(speed(ratio, ratio * 1.1, ratio * 0.95)),
     )
     good, bad = judge(before, SMALL), judge(harm(before), SMALL)
     for check in good.checks:
@@ -606,7 +647,7 @@ def test_table_has_a_row_per_check_and_words_in_every_reason():
 
 
 def test_gate_writes_record_json_junit_and_metrics(tmp_path: Path):
-    evidence = make(task_items(lost=75, gained=40), samples=(speed(0.5, 0.6, 0.7),))
+    evidence = make(task_items(lost=75, gained=40), samples=timed(speed(0.5, 0.6, 0.7)))
     artifact = gate(evidence, Gate(), tmp_path / "verdict")
     artifact.verify()
     assert artifact.record == judge(evidence, Gate())

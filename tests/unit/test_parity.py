@@ -115,12 +115,27 @@ class NotANumber(TwoLayers):
         return logits, errors
 
 
+class NotANumberInside(TwoLayers):
+    """One product cannot be computed; with the engine's output in its place, the logits are sound."""
+
+    def locked(self, tokens: Sequence[int], outputs: Mapping[str, FloatArray]) -> tuple[FloatArray, dict[str, float]]:
+        logits, errors = super().locked(tokens, outputs)
+        return logits, {**errors, "second.weight": np.nan}
+
+
+class NothingInside(TwoLayers):
+    def locked(self, tokens: Sequence[int], outputs: Mapping[str, FloatArray]) -> tuple[FloatArray, dict[str, float]]:
+        return super().locked(tokens, outputs)[0], {}
+
+
 @pytest.mark.parametrize(
     ("reference", "documents", "message"),
     [
         (TwoLayers(), [], "no documents"),
         (TwoLayers(vocab=VOCAB + 1), [[1, 2]], r"\(2, 32\) logits from the engine, \(2, 33\)"),
         (NotANumber(), [[1, 2, 3, 4]], "reference returned NaN or infinite logits at position 2"),
+        (NotANumberInside(), [[1, 2, 3, 4]], r"the error of second\.weight is nan"),
+        (NothingInside(), [[1, 2, 3, 4]], "no product to compare but the output head"),
     ],
 )
 def test_refuses_what_it_cannot_compare(
