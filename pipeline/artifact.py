@@ -31,6 +31,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pipeline.errors import ArtifactError
 
 RECORD = "record.json"
+KEYS = frozenset({"noun", "schema_version", "record", "files", "parents", "digest"})
 
 
 class Frozen(BaseModel):
@@ -148,10 +149,11 @@ def load(folder: Path, noun: type[R]) -> Artifact[R]:
     body = read_payload(folder)
     if body["noun"] != noun.noun:
         raise ArtifactError(f"{folder} holds a {body['noun']}", expected=f"a {noun.noun}", remedy=noun.remedy)
-    if body["schema_version"] != noun.schema_version:
+    if (written := body["schema_version"]) != noun.schema_version:
+        age = "a newer" if isinstance(written, int) and written > noun.schema_version else "an older"
         raise ArtifactError(
-            f"{folder} was written as {noun.noun} schema {body['schema_version']}",
-            expected=f"schema {noun.schema_version}",
+            f"{folder} was written as {noun.noun} schema {written}, by {age} version of Tapeout",
+            expected=f"schema {noun.schema_version}, which this version writes",
             remedy=noun.remedy,
         )
     _, digest, files = identify(folder, remedy=noun.remedy)
@@ -195,7 +197,7 @@ def verify_files(folder: Path, files: Mapping[str, FileEntry], *, remedy: str = 
 
 def read_payload(folder: Path) -> dict[str, Any]:
     """The raw content of ``record.json``: for tools that explain any artifact without knowing its type."""
-    path = folder / RECORD
+    path, remedy = folder / RECORD, "run `dvc repro`"
     if not path.is_file():
         raise ArtifactError(
             f"no {RECORD} in {folder}",
@@ -203,12 +205,18 @@ def read_payload(folder: Path) -> dict[str, Any]:
             remedy="run `dvc repro`; a stage that was interrupted leaves no artifact",
         )
     try:
-        body: dict[str, Any] = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ArtifactError(f"{path} is not JSON: {error}", remedy="run `dvc repro`") from error
-    missing = {"noun", "schema_version", "record", "files", "parents", "digest"} - body.keys()
+        body: Any = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ArtifactError(
+            f"{path} cannot be read: {error.strerror or error}", remedy="fix its permissions, or run the stage again"
+        ) from error
+    except ValueError as error:  # not JSON, or not even text
+        raise ArtifactError(f"{path} is not JSON: {error}", expected="a finished artifact", remedy=remedy) from error
+    missing = KEYS - body.keys() if isinstance(body, dict) else KEYS
     if missing:
-        raise ArtifactError(f"{path} lacks {', '.join(sorted(missing))}", remedy="run `dvc repro`")
+        raise ArtifactError(
+            f"{path} lacks {', '.join(sorted(missing))}", expected="the record of an artifact", remedy=remedy
+        )
     return body
 
 

@@ -132,6 +132,8 @@ SPOILERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "truncated file": (truncate, "is 4 bytes"),
     "lost file": (lambda f: (f / "sub/data.txt").unlink(), "is missing"),
     "lost record": (lambda f: (f / "record.json").unlink(), r"no record\.json"),
+    "no mapping": (lambda f: (f / "record.json").write_text("[]"), "lacks digest, files, noun"),
+    "no text": (lambda f: (f / "record.json").write_bytes(b"\xff\xfe{"), "is not JSON"),
     "half a record": (lambda f: (f / "record.json").write_text((f / "record.json").read_text()[:90]), "is not JSON"),
 }
 
@@ -153,13 +155,29 @@ def test_verify_finds_changed_content_of_the_same_size(tmp_path: Path) -> None:
         load(tmp_path / "a", Thing).verify()
 
 
-def test_another_noun_or_schema_is_refused_with_its_remedy(tmp_path: Path) -> None:
+def test_another_noun_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "a")
     with pytest.raises(ArtifactError, match="holds a Thing"):
         load(tmp_path / "a", Other)
-    with pytest.raises(ArtifactError, match="schema 1") as caught:
-        load(tmp_path / "a", NewThing)
+
+
+@pytest.mark.parametrize(("version", "age"), [(2, "a newer"), (0, "an older"), (None, "an older")])
+def test_another_schema_is_refused_before_its_fields_are_looked_at(
+    tmp_path: Path, version: int | None, age: str
+) -> None:
+    """What a field means may have changed even where its name and type have not."""
+    write(tmp_path / "a")
+    edit(lambda body: body.update(schema_version=version, record={"length": 3}))(tmp_path / "a")
+    with pytest.raises(ArtifactError, match=f"a was written as Thing schema {version}, by {age} version") as caught:
+        load(tmp_path / "a", Thing)
+    assert caught.value.expected.startswith("schema 1")
     assert caught.value.remedy == "make a thing"
+
+
+def test_a_type_that_moved_on_refuses_what_was_written_before(tmp_path: Path) -> None:
+    write(tmp_path / "a")
+    with pytest.raises(ArtifactError, match="schema 1, by an older version"):
+        load(tmp_path / "a", NewThing)
 
 
 def test_a_record_cannot_hold_nan(tmp_path: Path) -> None:
