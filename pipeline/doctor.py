@@ -18,7 +18,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engines.fingerprint import cpu_features, current, require_match
+from engines.bundle import EngineBundle
+from engines.fingerprint import cpu_features, require_match
+from engines.load import fingerprint_here, target_module
+from pipeline.artifact import load
 from pipeline.errors import TapeoutError
 from pipeline.tracking import public_uri, sqlite_path, tracking_uri
 
@@ -56,6 +59,7 @@ class Status(StrEnum):
     OK = "ok"
     LIMITED = "limited"  # works, with the drawback that is named
     MISSING = "missing"  # something that the default recipe needs
+    BROKEN = "broken"  # something that is here and cannot be used
     ABSENT = "absent"  # something that nothing here needs
 
 
@@ -78,8 +82,8 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
-        """The default recipe can be built and its engine run."""
-        return all(finding.status is not Status.MISSING for finding in self.abilities)
+        """The default recipe can be built, and the engines that lie here can be run."""
+        return not {finding.status for finding in self.abilities} & {Status.MISSING, Status.BROKEN}
 
     def sections(self) -> Mapping[str, tuple[Finding, ...]]:
         return {
@@ -294,16 +298,12 @@ def _answers(subject: str, url: str, text: str) -> Finding:
 
 def bundle(folder: Path) -> Finding:
     """Whether a bundle that lies here may be opened on this machine."""
-    from engines.bundle import EngineBundle
-    from engines.load import target_module
-    from pipeline.artifact import load
-
     subject = f"run {folder}"
     try:
         record = load(folder, EngineBundle).record
-        require_match(record.fingerprint, current(target_module(record.target).LIBRARIES), str(folder))
+        require_match(record.fingerprint, fingerprint_here(target_module(record.target)), str(folder))
     except TapeoutError as error:
-        return Finding(subject, Status.LIMITED, error.found, error.remedy)
+        return Finding(subject, Status.BROKEN, f"no: {error.found}", error.remedy)
     return Finding(subject, Status.OK, f"yes: {record.target}, {record.precision}")
 
 

@@ -18,7 +18,13 @@ from pipeline.doctor import Diagnosis, Status
 from pipeline.explain import Explanation, Parent, fields
 
 OUTCOME_STYLE = {Outcome.PASS: "bold green", Outcome.FAIL: "bold red", Outcome.INCONCLUSIVE: "bold yellow"}
-STATUS_STYLE = {Status.OK: "green", Status.LIMITED: "yellow", Status.MISSING: "bold red", Status.ABSENT: "dim"}
+STATUS_STYLE = {
+    Status.OK: "green",
+    Status.LIMITED: "yellow",
+    Status.MISSING: "bold red",
+    Status.BROKEN: "bold red",
+    Status.ABSENT: "dim",
+}
 SHOWN_ROWS = 12
 SHOWN_ITEMS = 8
 PLAIN_WIDTH = 160  # in a log file or a pipe, where rich would assume 80 and fold every row

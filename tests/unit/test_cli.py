@@ -241,20 +241,19 @@ def test_fields_of_nested_records() -> None:
     assert tables == {"io.layers": [{"heads": 3}], "io.kv": [{"name": "a", "value": 1}]}
 
 
-@pytest.fixture
-def prompts(here: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """artifacts/candidate: a bundle whose files are real and whose engine says a fixed text; the prompts it was fed."""
-    with create(here / "artifacts/candidate", EngineBundle) as draft:
+def write_bundle(folder: Path, target: str, features: tuple[str, ...]) -> None:
+    """A bundle whose text files are real, for a machine that no test runs on."""
+    with create(folder, EngineBundle) as draft:
         characters().save(str(draft.folder / "tokenizer.json"))
         (draft.folder / "chat_template.jinja").write_text(
             "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}|{% endfor %}"
         )
         (draft.folder / "tokenizer_config.json").write_text("{}")
         record = EngineBundle(
-            target="ort-cpu",
+            target=target,
             precision="float32",
             io=IOContract(inputs=(), kv_dtype="float32", kv_layers=(), max_tokens=64, slots=4, vocab_size=256),
-            fingerprint=Fingerprint(machine="none", features=(), libraries={}),
+            fingerprint=Fingerprint(machine="none", features=features, libraries={}),
             census={"MatMul": 3},
             passes=(),
             weight_bytes=1,
@@ -264,6 +263,12 @@ def prompts(here: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             stop_tokens=(characters().encode("#").ids[0],),
         )
         draft.finish(record, parents={})
+
+
+@pytest.fixture
+def prompts(here: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """artifacts/candidate: a bundle whose files are real and whose engine says a fixed text; the prompts it was fed."""
+    write_bundle(here / "artifacts/candidate", "ort-cpu", ())
     seen: list[str] = []
 
     class Recorded(Scripted):
@@ -400,5 +405,38 @@ def test_doctor_says_whether_a_bundle_runs_here(here: Path) -> None:
     from pipeline.doctor import bundle as examine
 
     found: Finding = examine(here / "artifacts/candidate")
-    assert found.status is Status.LIMITED and "other hardware" in found.found
-    assert diagnose(None, here).abilities[-1] == examine(here / "artifacts/candidate")
+    assert found.status is Status.BROKEN and "other hardware" in found.found and "dvc repro" in found.remedy
+    diagnosis = diagnose(None, here)
+    assert diagnosis.abilities[-1] == found and not diagnosis.healthy
+
+
+@pytest.mark.usefixtures("prompts")
+@pytest.mark.parametrize(
+    ("spoil", "found"),
+    [
+        (lambda record: record.unlink(), "no record.json"),
+        (lambda record: record.write_bytes(b"\xff"), "is not JSON"),
+        (lambda record: record.write_text(record.read_text().replace('"size_bytes": 2', '"size_bytes": 3')), "edited"),
+        (lambda record: (record.parent / "chat_template.jinja").unlink(), "is missing"),
+    ],
+)
+def test_doctor_shows_a_bundle_that_does_not_load_as_broken(
+    here: Path, spoil: Callable[[Path], Any], found: str
+) -> None:
+    from pipeline.doctor import bundle as examine
+
+    spoil(here / "artifacts/candidate/record.json")
+    finding = examine(here / "artifacts/candidate")
+    assert finding.status is Status.BROKEN and found in finding.found
+    assert "dvc repro" in finding.remedy
+
+
+def test_doctor_asks_the_target_what_selects_its_kernels(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bundle for a GPU is compared with the GPU that is here, not with the processor."""
+    from engines.targets import tensorrt
+    from pipeline.doctor import bundle as examine
+
+    monkeypatch.setattr(tensorrt, "features", lambda: ("sm80",))
+    write_bundle(here / "artifacts/candidate", "tensorrt", ("sm89",))
+    finding = examine(here / "artifacts/candidate")
+    assert finding.status is Status.BROKEN and "lacks sm89" in finding.found and "also has sm80" in finding.found
