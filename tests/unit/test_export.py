@@ -14,7 +14,8 @@ from engines.compile import build
 from engines.load import load
 from engines.protocol import Engine, FloatArray
 from pipeline.errors import ExportError
-from pipeline.export import bind_weights, load_checkpoint, tied_parameters, trace
+from pipeline.export import bind_weights, load_checkpoint, tied_parameters
+from pipeline.trace import trace
 from quantization.compressed_tensors import open_checkpoint
 from tests.families import FAMILIES, LAYERS, VOCAB_SIZE, export_family, random_model, save_checkpoint
 
@@ -104,44 +105,6 @@ def test_a_graph_that_differs_from_transformers_is_not_kept(tmp_path: Path) -> N
         export_family("llama", tmp_path, tolerance=1e-12)
     assert "export.tolerance" in caught.value.expected
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
-
-
-def test_a_module_that_cannot_be_traced_is_named() -> None:
-    import torch
-
-    class Gated(torch.nn.Module):
-        """Takes another branch for other data, as early-exit and sparse blocks do."""
-
-        def __init__(self, inner: torch.nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.inner(x) if x.abs().mean() > 0.5 else x
-
-    model = random_model("llama")
-    model.model.layers[1].mlp = Gated(model.model.layers[1].mlp)
-    previous = model.config._attn_implementation
-    with pytest.raises(ExportError) as caught:
-        trace(model)
-    assert "model.layers.1.mlp (Gated)" in caught.value.found
-    assert caught.value.expected and caught.value.remedy
-    assert model.config._attn_implementation == previous
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-
-@pytest.mark.parametrize("model_type", ["bloom", "gptj"])
-def test_attention_outside_the_interface_is_refused(model_type: str) -> None:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    rotary = {"rotary_dim": 8} if model_type == "gptj" else {}
-    config: Any = AutoConfig.for_model(
-        model_type, hidden_size=64, n_layer=2, n_head=4, vocab_size=VOCAB_SIZE, bos_token_id=1, eos_token_id=2, **rotary
-    )
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with pytest.raises(ExportError, match="called the attention interface 0 times"):
-        trace(model)
 
 
 def test_a_folder_that_holds_no_model_is_refused(tmp_path: Path) -> None:

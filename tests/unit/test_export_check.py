@@ -1,0 +1,35 @@
+"""The comparison of a graph with transformers sees small errors, and lets nothing pass that is not a number."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.export_check import largest_error
+from tests.families import export_family, random_model
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export_family("llama", tmp_path_factory.mktemp("llama")).folder / "model.onnx"
+
+
+def test_the_same_weights_agree(graph: Path) -> None:
+    assert largest_error(random_model("llama"), graph) < 1e-4
+
+
+def test_one_weight_slightly_off_is_seen(graph: Path) -> None:
+    model = random_model("llama")
+    with torch.no_grad():
+        model.model.layers[1].self_attn.v_proj.weight.mul_(1.02)
+    assert 1e-4 < largest_error(model, graph) < 1
+
+
+def test_a_reference_that_is_not_a_number_does_not_pass(graph: Path) -> None:
+    model = random_model("llama")
+    with torch.no_grad():
+        model.model.norm.weight[0] = math.nan
+    assert largest_error(model, graph) == math.inf
