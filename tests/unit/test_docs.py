@@ -17,7 +17,9 @@ from pipeline.recipe import Recipe, Rule
 
 ROOT = Path(__file__).parents[2]
 RECIPES = (ROOT / "docs/recipes.md").read_text()
-PAGES = [ROOT / name for name in ("README.md", "docs/architecture.md", "docs/recipes.md", "CHANGELOG.md")]
+PAGES = [
+    ROOT / name for name in ("README.md", "docs/architecture.md", "docs/recipes.md", "docs/targets.md", "CHANGELOG.md")
+]
 ROW = re.compile(r"^\| `([a-z_.\[\]0-9]+)` \| (.+?) \| (.+?) \| (.+?) \|$", re.MULTILINE)
 
 

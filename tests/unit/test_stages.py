@@ -9,6 +9,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+from engines.load import known_targets, target_module
 from pipeline.errors import RecipeError
 from pipeline.recipe import Recipe
 from pipeline.stages import STAGES, run
@@ -53,6 +54,13 @@ def test_parameters_a_stage_reads_exist_in_the_recipe(name: str) -> None:
             fields = {field.alias or field_name: field for field_name, field in model.model_fields.items()}
             assert part in fields, f"no parameter {key}"
             model = fields[part].annotation
+
+
+@pytest.mark.parametrize("name", [name for name in known_targets() if not hasattr(target_module(name), "compile_for")])
+@pytest.mark.parametrize("stage", ["build-baseline", "build-candidate", "benchmark", "evaluate", "shadow"])
+def test_a_target_that_a_recipe_may_name_makes_engines_stale(stage: str, name: str) -> None:
+    folder = f"engines/targets/{name.replace('-', '_')}"
+    assert {folder, f"{folder}/__init__.py"} & set(DVC["stages"][stage]["deps"])
 
 
 def test_no_two_stages_make_the_same_file() -> None:
