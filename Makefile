@@ -15,17 +15,17 @@ unexport PYTHONPATH PYTHONHOME
 
 help:
 	@echo "make repro   install, then build, judge and register the engine of params.yaml"
-	@echo "make test    install, then linters, types, import contracts and all CPU tests"
+	@echo "make test    install, then linters, types, import contracts, all CPU tests and the examples in docstrings"
 	@echo "make check   linters, types and import contracts only"
 	@echo "make bench-peers  our bundles against other engines on this machine; OURS='near-lossless=FOLDER 4-bit=FOLDER'"
-	@echo "make clean   remove artifacts and caches; .venv, downloads and the registry stay"
+	@echo "make clean   remove artifacts and caches; .venv, downloads, the registry and the bundles it points to stay"
 
 repro: $(INSTALLED)
 	dvc repro
 	tapeout summary
 
 test: check
-	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 pytest -n $(WORKERS) tests
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 pytest -n $(WORKERS)
 
 check: $(INSTALLED)
 	ruff format --check .

@@ -29,7 +29,10 @@ def test_the_packages_are_those_of_the_project_file() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["tool"]["setuptools"]["packages"]["find"]["include"] == [f"{name}*" for name in PACKAGES]
     assert project["tool"]["importlinter"]["root_packages"] == PACKAGES
-    assert project["tool"]["pyright"]["include"] == PACKAGES
+    checked = [*PACKAGES, "benchmarks"]
+    assert project["tool"]["pyright"]["include"] == checked
+    assert project["tool"]["pytest"]["ini_options"]["testpaths"] == ["tests", *checked]
+    assert "--doctest-modules" in project["tool"]["pytest"]["ini_options"]["addopts"]
 
 
 @pytest.mark.parametrize("name", TOP_LEVEL)
