@@ -194,7 +194,7 @@ def optional_package(name: str) -> Finding:
         return Finding(name, Status.OK, metadata.version(name), "`tapeout build` compiles for GPUs with it")
     except metadata.PackageNotFoundError:
         return Finding(
-            name, Status.ABSENT, "not installed", "needed only to compile for GPUs: pip install tapeout[tensorrt-rtx]"
+            name, Status.ABSENT, "not installed", 'needed only to compile for GPUs: pip install "tapeout[tensorrt-rtx]"'
         )
 
 
