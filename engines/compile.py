@@ -34,7 +34,7 @@ def lower(lowering: Lowering, passes: Sequence[Any], progress: Callable[[str], N
     for step in passes:
         name = step.__name__.rpartition(".")[2]
         progress(name)
-        before = len(lowering.model.graph)
+        before = sum(1 for _ in lowering.model.graph.all_nodes())
         outcome: Outcome = step.run(lowering)
         lowering.model.graph.sort()
         reports.append(
@@ -43,7 +43,7 @@ def lower(lowering: Lowering, passes: Sequence[Any], progress: Callable[[str], N
                 matched=outcome.matched,
                 declined=outcome.declined,
                 nodes_before=before,
-                nodes_after=len(lowering.model.graph),
+                nodes_after=sum(1 for _ in lowering.model.graph.all_nodes()),
             )
         )
     return tuple(reports)
@@ -118,7 +118,7 @@ def write_lowered(
             slots=slots,
             vocab_size=graph.record.vocab_size,
         ),
-        census=dict(sorted(Counter(n.op_type for n in model.graph).items())),
+        census=dict(sorted(Counter(n.op_type for n in model.graph.all_nodes()).items())),
         passes=reports,
         weight_bytes=weight_bytes,
         step_bytes=step_bytes(model),

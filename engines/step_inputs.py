@@ -5,7 +5,7 @@ B  rows of the step      S  tokens a row      R  tokens whose logits are wanted
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +29,13 @@ class StepInputs:
     def positions(self) -> Int64Array:
         """``[B, S]``."""
         return self.starts[:, None] + np.arange(self.ids.shape[1], dtype=np.int64)
+
+    def pieces(self, most: int) -> Iterator[tuple[StepInputs, Int64Array]]:
+        """One row's tokens in pieces of at most ``most``, each with the places of its rows among ``rows``."""
+        for first in range(0, self.ids.shape[1], most):
+            places = np.flatnonzero((first <= self.rows) & (self.rows < first + most))
+            ids = np.ascontiguousarray(self.ids[:, first : first + most])
+            yield StepInputs(ids, self.starts + first, self.rows[places] - first), places
 
 
 def prefill_inputs(

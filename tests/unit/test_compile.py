@@ -43,6 +43,7 @@ def test_a_float_bundle_says_what_it_is(graph: Artifact[PortableGraph], tmp_path
         "linears": 7 * LAYERS + 1,
         "merge_linears": 2 * LAYERS,
         "grouped_query_attention": LAYERS,
+        "prompt_attention": LAYERS,
         "norms": 2 * LAYERS,
         "silu": LAYERS,
         "logit_rows": 1,

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engines.protocol import Engine
 from engines.step_inputs import check_copy, decode_inputs, prefill_inputs
@@ -78,3 +80,19 @@ def test_what_engines_bind_by_address_is_contiguous(engine: Engine) -> None:
     decode = decode_inputs(engine, every_other[:3], every_other[1:4], 0)  # type: ignore[arg-type]
     for step in (prefill, decode):
         assert all(part.flags.c_contiguous for part in (step.ids, step.starts, step.rows, step.positions))
+
+
+@given(st.data())
+def test_pieces_hold_every_token_once_and_every_row_in_its_place(data: st.DataObject) -> None:
+    count, most = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 14))
+    start = data.draw(st.integers(0, MAX_TOKENS - count))
+    rows = data.draw(st.lists(st.integers(0, count - 1)))
+    engine = HistoryEngine(VOCAB_SIZE, slots=SLOTS, max_tokens=MAX_TOKENS)
+    step = prefill_inputs(engine, 0, list(range(count)), start, rows)
+    fed: list[int] = []
+    found = np.full(len(rows), -1)
+    for piece, places in step.pieces(most):
+        assert 1 <= piece.ids.shape[1] <= most and piece.starts.tolist() == [start + len(fed)]
+        found[places] = piece.ids[0, piece.rows]
+        fed += piece.ids[0].tolist()
+    assert fed == list(range(count)) and found.tolist() == rows

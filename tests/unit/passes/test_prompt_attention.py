@@ -1,0 +1,69 @@
+"""Prompts and single tokens take branches of their own, over one cache and one copy of everything else."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from engines.passes import prompt_attention
+from tests.attention_graph import MAX_TOKENS, Array, Buffers, Layout, graph, lower, sequences
+from tests.lowering import apply, lowering, model_of, named, op, operators, value
+
+
+def branch(model: ir.Model, name: str) -> list[str]:
+    node = [n for n in model.graph if n.op_type == "If"][-1]
+    return [n.op_type for n in node.attributes[name].as_graph()]
+
+
+def test_each_branch_holds_only_its_own_attention() -> None:
+    model = graph(Layout(merged=True))
+    lower(Layout(merged=True), model, then=(prompt_attention,))
+    assert [op_type for op_type in operators(model) if op_type in ("MatMul", "If", "Neg")] == [
+        "MatMul",
+        "If",
+        "If",
+        "Neg",
+    ]
+    assert branch(model, "else_branch") == ["GroupQueryAttention"]
+    prompt = branch(model, "then_branch")
+    assert (
+        prompt.count("Attention") == 1 and prompt.count("TensorScatter") == 2 and prompt.count("RotaryEmbedding") == 2
+    )
+    assert "GroupQueryAttention" not in prompt and "QuantizeLinear" not in prompt
+
+
+def test_an_int8_cache_is_written_once_and_read_without_scaling_it_back() -> None:
+    layout = Layout()
+    scales: dict[str, Array] = {
+        f"layers.0.{part}_scale": np.full((layout.kv_heads, layout.head_size), 0.02, np.float32) for part in ("k", "v")
+    }
+    model = graph(layout)
+    lower(layout, model, scales, then=(prompt_attention,))
+    prompt = branch(model, "then_branch")
+    assert prompt.count("QuantizeLinear") == 2 and prompt.count("Cast") == 2 and "DequantizeLinear" not in prompt
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(window=3), Layout(rotary="interleaved", softcap=2.0)], ids=str)
+def test_both_branches_write_the_same_int8_codes(layout: Layout) -> None:
+    """One token more than a prompt of one: the cache after [a, b] equals that after [a], [b]."""
+    scales: dict[str, Array] = {
+        f"layers.0.{part}_scale": np.full((layout.kv_heads, layout.head_size), 0.02, np.float32) for part in ("k", "v")
+    }
+    model = graph(layout)
+    (row,) = sequences(layout, 1)
+    lower(layout, model, scales, then=(prompt_attention,))
+    together, apart = (Buffers(model, layout, rows=1, dtype=np.int8) for _ in range(2))
+    whole = together.step([row], [0], 9)
+    single = np.concatenate([apart.step([row], [at], 1) for at in range(9)], axis=1)
+    np.testing.assert_allclose(whole, single, rtol=1e-4, atol=1e-4)
+    for name, buffer in together.past.items():
+        assert np.abs(buffer.astype(int) - apart.past[name]).max() <= 1  # the order of a sum may turn a rounding
+        assert buffer[:, :, 9:MAX_TOKENS].any() == np.False_
+
+
+def test_a_graph_without_attention_is_left_and_says_so() -> None:
+    x = value("x", ["rows", 4])
+    model = model_of([x], [named("y", op("Neg", [x], ["rows", 4]))])
+    outcome = apply(lowering(model), prompt_attention)
+    assert (outcome.matched, outcome.declined) == (0, ("no GroupQueryAttention in the graph",))
