@@ -1,19 +1,26 @@
-"""Every stage on the tiny llama, from local sources to the registry, and what the shipped recipes are judged to be."""
+"""Every stage on the tiny llama, from local sources to the registry, and what the shipped recipes are judged to be.
+
+While they run, what each reads is recorded and compared with what dvc.yaml says of it.
+"""
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from evals.verdict import Outcome, Verdict
 from pipeline import artifact, shipped_recipes, stages
+from tests.stage_reads import ROOT, Reads, code, leaves, modules_at, recording
 
+DVC: dict[str, Any] = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
 AFTER_QUANTIZE = ("quantize", "build-candidate", "parity", "benchmark", "evaluate", "incumbent", "shadow", "gate")
 ITEMS = 1000
 
@@ -66,8 +73,17 @@ def write_data(folder: Path, texts: list[str]) -> None:
 
 
 @pytest.fixture(scope="module")
+def reads() -> dict[str, Reads]:
+    """What each stage read when ``project`` was made."""
+    return {}
+
+
+@pytest.fixture(scope="module")
 def project(
-    tiny_checkpoint: Path, tiny_texts: Callable[[int, int], list[str]], tmp_path_factory: pytest.TempPathFactory
+    tiny_checkpoint: Path,
+    tiny_texts: Callable[[int, int], list[str]],
+    tmp_path_factory: pytest.TempPathFactory,
+    reads: dict[str, Reads],
 ) -> Path:
     """A folder in which all stages ran once."""
     folder = tmp_path_factory.mktemp("project")
@@ -78,7 +94,8 @@ def project(
         patch.setenv("TAPEOUT_CACHE", str(folder / "cache"))
         patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder / 'mlflow.db'}")
         for name in stages.STAGES:
-            stages.run(name, Path("params.yaml"))
+            with recording() as reads[name]:
+                stages.run(name, Path("params.yaml"))
     return folder
 
 
@@ -110,6 +127,29 @@ def test_the_default_mix_passes_and_can_be_promoted(project: Path, monkeypatch: 
     assert incumbent("tiny", verdict.record.candidate) is None
     report = (project / "artifacts" / "report" / "report.html").read_text()
     assert "PASS" in report and "http" not in re.sub(r"http://www\.w3\.org/\S+", "", report)
+
+
+@pytest.mark.parametrize("name", stages.STAGES)
+def test_dvc_knows_the_parameters_a_stage_reads(name: str, project: Path, reads: dict[str, Reads]) -> None:
+    listed: set[str] = set()
+    for key in DVC[name].get("params", []):
+        every = key == {"params.yaml": None}
+        listed.update(leaf for leaf in leaves() if every or leaf == key or leaf.startswith(f"{key}."))
+    assert reads[name].parameters == listed
+
+
+@pytest.mark.parametrize("name", stages.STAGES)
+def test_dvc_knows_the_code_a_stage_runs(name: str, project: Path, reads: dict[str, Reads]) -> None:
+    listed = [path for path in DVC[name].get("deps", []) if not path.startswith("artifacts/")]
+    if DVC[name].get("always_changed"):
+        assert not listed
+        return
+    record = project / DVC[name]["outs"][0] / artifact.RECORD
+    run = code(reads[name].modules, json.loads(record.read_text())["noun"] if record.is_file() else None)
+    assert run - {module for path in listed for module in modules_at(path)} == set(), "dvc.yaml lacks these"
+    for path in listed:
+        there = modules_at(path)
+        assert len(there & run) > len(there) / 2 or not there, f"{path} is listed, but not or hardly read"
 
 
 def test_four_bits_by_rounding_fail_by_merit(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,48 @@
+"""The recorder behind the comparison of dvc.yaml with what stages read sees each way of reading."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+import pytest
+
+from pipeline import stages
+from pipeline.recipe import Recipe
+from tests.stage_reads import ROOT, Reads, code, leaves, recording
+
+
+def reads_of(stage: Callable[[Recipe], None], monkeypatch: pytest.MonkeyPatch) -> Reads:
+    monkeypatch.setitem(stages.STAGES, "fetch", stage)
+    with recording() as reads:
+        stages.run("fetch", ROOT / "params.yaml")
+    return reads
+
+
+def test_a_value_a_section_written_down_and_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stage(recipe: Recipe) -> None:
+        from evals.shadow import first_divergence
+        from pipeline import svg as svg
+
+        first_divergence([], [])
+        assert recipe.gate.max_kl and recipe.quantize.kv_cache.dtype and recipe.register_.model_name
+        recipe.shadow.model_dump()
+
+    reads = reads_of(stage, monkeypatch)
+    shadow = {"shadow.prompts", "shadow.max_new_tokens", "shadow.datasets"}
+    assert reads.parameters == {"gate.max_kl", "quantize.kv_cache", "register.model_name", *shadow}
+    assert {"evals.shadow", "pipeline.svg"} <= reads.modules
+
+
+def test_the_whole_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert reads_of(lambda recipe: recipe.model_dump() and None, monkeypatch).parameters == leaves()
+
+
+def test_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert reads_of(lambda recipe: None, monkeypatch).parameters == set()
+
+
+def test_code_is_what_a_module_imports_but_for_types_of_artifacts_that_others_write() -> None:
+    importlib.import_module("evals.shadow")  # so that its nouns are known
+    assert code({"evals.shadow"}, None) == {"evals.shadow", "evals.generation", "evals.text"}
+    assert code({"evals.shadow"}, "ShadowReport") == {"evals.shadow", "evals.generation", "evals.text", "evals.reports"}
