@@ -17,6 +17,7 @@ from pipeline.report_data import BatchRow, Divergence, LayerRow, ReportData, Roo
 from pipeline.svg import Canvas, Scale, label, ticks
 
 WIDTH = 480.0
+BATCH_AXIS = "sequences decoded together"
 POOLED_ACCURACY = "accuracy"  # the check of the verdict that judges all tasks together
 Pair = tuple[str, float, float]  # label, baseline, candidate
 
@@ -59,7 +60,7 @@ def accuracy(verdict: Verdict) -> str:
         76 + 28 * len(rows),
         "Accuracy: candidate minus baseline",
         f"{name}: {_points(difference)} points, bounds {_points(lower)} to {_points(upper)} at "
-        f"{verdict.bounds.confidence:.0%} confidence each; the margin is {_points(-margin)}.",
+        f"{100 * verdict.bounds.confidence:g} % confidence each; the margin is {_points(-margin)}.",
     )
     low, high = min(-margin, *(row[2] for row in rows)), max(margin / 2, *(row[3] for row in rows))
     pad = (high - low) * 0.06
@@ -108,6 +109,7 @@ def kl_distribution(divergence: Divergence, bins: int = 24) -> str:
         canvas.rect(left + 0.5, y(count), right - left - 1, 212 - y(count), "bar candidate", tip)
     for tick in ticks(0, high):
         canvas.text(x(tick), 230, label(tick), "soft", "middle")
+    canvas.text(0, 62, "documents", "soft")
     canvas.text(WIDTH - 8, 246, f"nats per token{note}", "soft", "end")
     canvas.line(40, 32, 54, 32, "mean")
     canvas.text(60, 36, f"mean {divergence.mean:.4f} and its upper bound {divergence.upper:.4f}", "soft")
@@ -122,20 +124,20 @@ def kl_distribution(divergence: Divergence, bins: int = 24) -> str:
 
 
 def layer_error(layers: Sequence[LayerRow], unit: str) -> str:
-    """Relative output error of one unit (qkv, o, ...) over the layers: rounded to nearest, and as kept."""
+    """Squared output error over squared output of every linear of one unit (qkv, o, ...): nearest, and as kept."""
     rows = sorted((row for row in layers if row.unit == unit and row.layer is not None), key=lambda row: row.layer or 0)
     if not rows:
         raise EvidenceError(f"no layer of the plan has a unit {unit!r}", expected="a unit named in the plan")
     _require_finite("layer error", (v for row in rows for v in (row.error_before, row.error_after)))
     worst = max(rows, key=lambda row: row.error_after)
+    numbers = [row.layer or 0 for row in rows]
     canvas = Canvas(
         WIDTH,
         220,
-        f"{unit}: error before and after",
-        f"Relative output error over {len(rows)} layers; the largest kept error is {worst.error_after:.3g} in layer "
-        f"{worst.layer}, {worst.error_before:.3g} before.",
+        f"{unit}: squared error over squared output",
+        f"{len(rows)} linears in {len(set(numbers))} layers; the largest kept error is {worst.error_after:.3g} in "
+        f"{worst.group}, {worst.error_before:.3g} before.",
     )
-    numbers = [row.layer or 0 for row in rows]
     x = Scale(min(numbers) - 0.5, max(numbers) + 0.5, 52, WIDTH - 8)
     high = max(max(row.error_before, row.error_after) for row in rows) or 1.0
     y = _y_axis(canvas, 0, high * 1.08, top=46, bottom=182, left=52)
@@ -147,7 +149,7 @@ def layer_error(layers: Sequence[LayerRow], unit: str) -> str:
     for row, number in zip(rows, numbers, strict=True):
         canvas.line(x(number), y(row.error_before), x(number), y(row.error_after), "axis")
     for row, number in zip(rows, numbers, strict=True):
-        tip = f"layer {number} {row.format}: {row.error_before:.3g} before, {row.error_after:.3g} after"
+        tip = f"{row.group} {row.format}: {row.error_before:.3g} before, {row.error_after:.3g} after"
         canvas.circle(x(number), y(row.error_before), 3.5, "hollow baseline-stroke", tip)
         canvas.circle(x(number), y(row.error_after), 3.5, "candidate", tip)
     return canvas.render()
@@ -190,12 +192,12 @@ def bits_by_layer(layers: Sequence[LayerRow]) -> str:
 
 def throughput(batches: Sequence[BatchRow]) -> str:
     pairs = [(str(row.batch), row.baseline_tokens_s, row.candidate_tokens_s) for row in batches]
-    return _bar_pairs("Decode throughput by batch", "tokens/s", pairs, higher_is_better=True)
+    return _bar_pairs("Decode throughput by batch", "tokens/s", pairs, higher_is_better=True, axis=BATCH_AXIS)
 
 
 def latency(batches: Sequence[BatchRow]) -> str:
     pairs = [(str(row.batch), row.baseline_itl_ms, row.candidate_itl_ms) for row in batches]
-    return _bar_pairs("Inter-token latency by batch", "ms", pairs, higher_is_better=False)
+    return _bar_pairs("Inter-token latency by batch", "ms", pairs, higher_is_better=False, axis=BATCH_AXIS)
 
 
 def memory_use(rows: Sequence[SpeedRow]) -> str:
@@ -214,7 +216,7 @@ def roofline(roof: Roofline) -> str:
         f"The candidate reads {roof.candidate_gb_s:.1f} GB/s, {roof.candidate_share:.0%} of the measured "
         f"{roof.bandwidth_gb_s:.1f} GB/s; the baseline {roof.baseline_gb_s:.1f} GB/s, {roof.baseline_share:.0%}.",
     )
-    x = Scale(0, 1.12 * max(roof.bandwidth_gb_s, roof.baseline_gb_s, roof.candidate_gb_s), 76, WIDTH)
+    x = Scale(0, 1.12 * max(roof.bandwidth_gb_s, roof.baseline_gb_s, roof.candidate_gb_s), 76, WIDTH - 16)
     for tick in ticks(0, x.high):
         canvas.line(x(tick), 42, x(tick), 116, "grid")
         canvas.text(x(tick), 133, label(tick), "soft", "middle")
@@ -236,8 +238,10 @@ def roofline(roof: Roofline) -> str:
             "on-bar" if inside else "soft",
             "end" if inside else "start",
         )
-    canvas.line(x(roof.bandwidth_gb_s), 34, x(roof.bandwidth_gb_s), 116, "mean")
-    canvas.text(x(roof.bandwidth_gb_s), 30, f"measured {roof.bandwidth_gb_s:.1f}", "soft", "middle")
+    canvas.line(x(roof.bandwidth_gb_s), 28, x(roof.bandwidth_gb_s), 116, "mean")
+    late = x(roof.bandwidth_gb_s) > WIDTH / 2
+    said = f"measured {roof.bandwidth_gb_s:.1f} GB/s"
+    canvas.text(x(roof.bandwidth_gb_s) + (-5 if late else 5), 38, said, "soft", "end" if late else "start")
     return canvas.render()
 
 
@@ -277,8 +281,8 @@ def write_dvc_rows(data: ReportData, folder: Path) -> tuple[Path, ...]:
     return tuple(folder / name for name in tables)
 
 
-def _bar_pairs(title: str, unit: str, pairs: Sequence[Pair], *, higher_is_better: bool) -> str:
-    """Baseline and candidate side by side for each label, values written on the bars."""
+def _bar_pairs(title: str, unit: str, pairs: Sequence[Pair], *, higher_is_better: bool, axis: str = "") -> str:
+    """Baseline and candidate side by side for each label, values written on the bars; ``axis`` says what labels are."""
     _require_finite(title, (value for _, *values in pairs for value in values))
     said = "; ".join(f"{name}: baseline {label(base)}, candidate {label(cand)} {unit}" for name, base, cand in pairs)
     canvas = Canvas(WIDTH, 236, title, f"{'Higher' if higher_is_better else 'Lower'} is better. {said}.")
@@ -286,6 +290,7 @@ def _bar_pairs(title: str, unit: str, pairs: Sequence[Pair], *, higher_is_better
     y = _y_axis(canvas, 0, high * 1.12, top=46, bottom=200, left=52)
     better = "higher is better" if higher_is_better else "lower is better"
     canvas.legend([("bar baseline", "baseline"), ("bar candidate", "candidate")], 52, 36)
+    canvas.text(WIDTH, 234, axis, "soft", "end")
     canvas.text(WIDTH, 36, f"{unit}, {better}", "soft", "end")
     slot = (WIDTH - 60) / len(pairs)
     bar = min(44.0, slot * 0.36)

@@ -28,7 +28,13 @@ def render(data: ReportData) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"number": _number, "limits": _limits, "fact": _fact, "short": _short}
+    environment.filters |= {
+        "number": _number,
+        "limits": _limits,
+        "fact": _fact,
+        "short": _short,
+        "percent": _percent,
+    }
     template = environment.get_template("report.html.j2")
     return template.render(
         data=data,
@@ -62,7 +68,7 @@ def headline(verdict: Verdict) -> str:
     """One sentence: why the outcome is what it is."""
     total = len(verdict.checks)
     if verdict.outcome is Outcome.PASS:
-        return f"All {total} checks hold at {verdict.bounds.confidence:.0%} confidence."
+        return f"All {total} checks hold at {_percent(verdict.bounds.confidence)} confidence."
     deciding = [check for check in verdict.checks if check.outcome is verdict.outcome]
     if not deciding:
         return "No check was made, and missing evidence never passes."
@@ -73,6 +79,10 @@ def headline(verdict: Verdict) -> str:
 
 def _short(digest: str) -> str:
     return digest[:12]
+
+
+def _percent(confidence: float) -> str:
+    return f"{100 * confidence:g} %"  # as reasons of checks say it, and never rounded up to 100
 
 
 def _number(value: float | None) -> str:

@@ -41,9 +41,9 @@ def gather(recipe: Recipe, artifacts: Path) -> ReportData:
         lineage=tuple(_lineage(artifacts / name) for name in LINEAGE if (artifacts / name / RECORD).is_file()),
         recipe=recipe.model_dump(mode="json", by_alias=True),
         machine={
-            "processor": candidate.record.fingerprint.machine,
-            "instruction sets": ", ".join(candidate.record.fingerprint.features),
-            "threads": str(timed.record.threads),
+            "Architecture": candidate.record.fingerprint.machine,
+            "Instruction sets": ", ".join(candidate.record.fingerprint.features),
+            "Threads": str(timed.record.threads),
             **candidate.record.fingerprint.libraries,
         },
     )
@@ -100,7 +100,7 @@ def _batches(timed: Benchmark) -> tuple[BatchRow, ...]:
 
 def _speed(timed: Benchmark) -> tuple[SpeedRow, ...]:
     old, new = timed.baseline, timed.candidate
-    price = f"US$ at {timed.price_per_hour:g} an hour"
+    price = f"US$ at {timed.price_per_hour:.2f} an hour"
     return (
         SpeedRow(
             "ttft_ms", f"Time to first token, {timed.prompt_tokens} tokens", "ms", old.ttft_ms, new.ttft_ms, "lower"

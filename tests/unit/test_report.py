@@ -19,7 +19,7 @@ from evals.verdict import Check, Outcome
 from pipeline import plots, svg
 from pipeline.errors import EvidenceError
 from pipeline.report import headline, render, write
-from pipeline.report_data import BatchRow, Divergence, flat_metrics
+from pipeline.report_data import BatchRow, Divergence, LayerRow, Roofline, flat_metrics
 from tests.report_example import example_report, example_verdict, without_evidence
 
 VOID = {"meta", "br", "link", "img", "hr", "input"}
@@ -97,13 +97,26 @@ def test_hostile_text_is_escaped() -> None:
 @pytest.mark.parametrize(
     ("outcome", "words"),
     [
-        (Outcome.PASS, "All 3 checks hold at 95% confidence."),
+        (Outcome.PASS, "All 3 checks hold at 95 % confidence."),
         (Outcome.FAIL, "1 of 3 checks failed: Mean KL, the upper bound 0.3795 is not below 0.03"),
         (Outcome.INCONCLUSIVE, "1 of 3 checks could not be decided: Mean KL, "),
     ],
 )
 def test_the_headline_gives_the_reason(outcome: Outcome, words: str) -> None:
     assert headline(example_verdict(outcome)).startswith(words)
+
+
+def test_a_confidence_is_not_rounded_up() -> None:
+    bounds = example_verdict().bounds.model_copy(update={"confidence": 0.999})
+    verdict = example_verdict(bounds=bounds)
+    assert headline(verdict) == "All 3 checks hold at 99.9 % confidence."
+    page = render(example_report(verdict))
+    assert "one-sided at 99.9 %" in page and "99.9 % confidence each" in page and "at 100%" not in page
+
+
+def test_tokens_are_shown_with_the_clusters_their_bounds_rest_on() -> None:
+    text = " ".join(" ".join(parse(render(example_report())).text).split())
+    assert "16,384 tokens in 64 clusters" in text and "2,500 items the lower bound" in text
 
 
 def test_the_headline_of_no_checks_is_no_pass() -> None:
@@ -120,6 +133,39 @@ def test_every_chart_has_a_result_for_screen_readers_and_stands_alone() -> None:
         assert any(node.tag.endswith("style") for node in alone)
     assert "pooled: -0.32 points" in charts["accuracy"] and "the margin is -2.00" in charts["accuracy"]
     assert "17.9 GB/s, 46%" in charts["roofline"]
+
+
+CHARACTER = 6.2  # units a letter of the 12 px text is wide, on average
+
+
+def assert_text_fits(chart: str) -> None:
+    for node in ElementTree.fromstring(chart).iter("{http://www.w3.org/2000/svg}text"):
+        x, width = float(node.get("x", "0")), CHARACTER * len(node.text or "")
+        left = x - {"start": 0, "middle": width / 2, "end": width}[node.get("text-anchor", "start")]
+        assert left >= -1 and left + width <= plots.WIDTH + 1, f"{node.text!r} runs from {left} to {left + width}"
+
+
+@pytest.mark.parametrize("name", plots.charts(example_report()))
+def test_no_text_is_cut_off(name: str) -> None:
+    assert_text_fits(plots.charts(example_report())[name])
+
+
+@given(st.floats(1, 2000), st.floats(0.01, 1.2), st.floats(0.01, 1.2))
+def test_a_roofline_of_any_proportions_is_readable(bandwidth: float, baseline: float, candidate: float) -> None:
+    chart = plots.roofline(Roofline(bandwidth, bandwidth * baseline, bandwidth * candidate))
+    assert_text_fits(chart)
+    assert f"measured {bandwidth:.1f} GB/s" in chart
+
+
+def test_an_error_chart_counts_linears_and_layers_and_names_each_dot() -> None:
+    rows = [
+        LayerRow(f"layers.{layer}.{name}", layer, "qkv", "int8", 8, 8.25, 0.01 * (layer + 1), 0.005)
+        for layer in range(3)
+        for name in ("q", "k", "v")
+    ]
+    chart = plots.layer_error(rows, "qkv")
+    assert "9 linears in 3 layers" in chart
+    assert all(f"<title>{row.group} int8: {row.error_before:.3g} before" in chart for row in rows)
 
 
 def test_bars_are_as_long_as_their_values() -> None:
