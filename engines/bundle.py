@@ -50,6 +50,20 @@ class Profile(Frozen):
     max_tokens: int
 
 
+class PortableEvidence(Frozen):
+    """What the lowered graph answered on ONNX Runtime's CPU kernels against the float engine, on held-out text.
+
+    It shows what lowering and precision do to the answers, not what the compiler did.
+    """
+
+    report: str  # digest of the PortableReport, which has every document
+    documents: int
+    tokens: int
+    kl: float  # nats, mean over predicted positions
+    top_token: float
+    perplexity_ratio: float  # lowered / float
+
+
 class CompiledEngine(Frozen):
     """What a vendor's compiler made of the graph, for hardware that need not have been present."""
 
@@ -59,6 +73,7 @@ class CompiledEngine(Frozen):
     network: dict[str, int]  # layer type -> layers, as the compiler's parser made them
     profiles: tuple[Profile, ...]
     warnings: tuple[str, ...]  # the compiler's own, once each
+    portable: PortableEvidence | None
 
 
 class Product(Frozen):

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from engines.bundle import EngineBundle, IOContract, KVLayer, LoweredRecord, PassReport
 from engines.load import fingerprint_here, target_module
+from engines.lowered import LoweredGraph
 from engines.passes.base import Lowering, Outcome, Weights
 from pipeline import artifact
 from pipeline.artifact import Artifact
@@ -23,6 +24,8 @@ from pipeline.graph import PortableGraph
 
 MODEL_FILE = "model.onnx"
 WEIGHTS_FILE = "weights.bin"
+PRECISIONS = ("fp16", "bf16", "int4", "fp8")
+KV_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
 ALIGNMENT_BYTES = 4096  # so that the runtime can map each tensor where it lies
 INLINE_BYTES = 1024
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json")
@@ -88,6 +91,59 @@ def build(
             EngineBundle(**lowered.said(), target=target, fingerprint=fingerprint_here(module)), parents=parents
         )
     return artifact.load(folder, EngineBundle)
+
+
+def lower_graph(
+    graph: Artifact[PortableGraph],
+    weights: Weights,
+    folder: Path,
+    *,
+    passes: Sequence[Any],
+    precision: str,
+    slots: int,
+    activation_max: Mapping[str, float],
+    parents: dict[str, str],
+    progress: Callable[[str], None] = lambda _: None,
+) -> Artifact[LoweredGraph]:
+    """Write what a target compiles for named hardware, lowered by its ``passes``.
+
+    ``activation_max``: largest calibrated ``|x|`` per linear group; needed for ``fp8``. :class:`BuildError` if the
+    precision is unknown or no linear of the model can take it.
+    """
+    if precision not in PRECISIONS:
+        raise BuildError(f"precision {precision!r}", expected=f"one of {', '.join(PRECISIONS)}")
+    float_type = "bf16" if precision == "bf16" else "fp16"
+    lowering = Lowering(
+        ir.load(graph.folder / MODEL_FILE),
+        graph.record,
+        weights,
+        graph.record.max_positions,
+        float_type=float_type,
+        precision=precision,
+        activation_max=dict(activation_max),
+    )
+    reports = lower(lowering, passes, progress)
+    own = next((r for r in reports if r.name == f"{precision}_linears"), None)
+    if own is not None and not own.matched:
+        raise BuildError(
+            f"no linear could be lowered to {precision}: {own.declined[0]}",
+            expected="at least one",
+            remedy="choose --precision fp16, or a checkpoint whose linears fit (docs/targets.md)",
+        )
+    with artifact.create(folder, LoweredGraph) as draft:
+        lowered = write_lowered(
+            lowering,
+            reports,
+            graph,
+            draft.folder,
+            precision=precision,
+            slots=slots,
+            kv_dtype=KV_DTYPES[float_type],
+            progress=progress,
+        )
+        bits = round(bits_per_weight(lowering.model), 4)
+        draft.finish(LoweredGraph(**lowered.said(), bits_per_weight=bits), parents=parents)
+    return artifact.load(folder, LoweredGraph)
 
 
 def write_lowered(
@@ -185,6 +241,22 @@ def step_bytes(model: ir.Model) -> int:
         for value in model.graph.initializers.values()
         if value.const_value is not None and not all(use.node.op_type.startswith("Gather") for use in value.uses())
     )
+
+
+def bits_per_weight(model: ir.Model) -> float:
+    """Mean bits of a weight of the products, their scales included, as the graph stores them."""
+    size_bytes = values = 0
+    for node in model.graph:
+        if node.op_type != "MatMul":
+            continue
+        parts = [node.inputs[1]]
+        while (producer := parts[0].producer() if parts[0] is not None else None) is not None:
+            parts = list(producer.inputs)  # through a Transpose and a DequantizeLinear
+        tensors = [v.const_value for v in parts if v is not None and v.const_value is not None]
+        if tensors:
+            size_bytes += sum(tensor.nbytes for tensor in tensors)
+            values += tensors[0].size
+    return 8 * size_bytes / max(values, 1)
 
 
 def kv_layers(model: ir.Model) -> tuple[KVLayer, ...]:

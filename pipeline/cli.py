@@ -241,7 +241,8 @@ def build(
     precision: Annotated[str, typer.Option(help="fp16, bf16, int4 (block weights) or fp8 (calibrated).")] = "fp16",
     explain: Annotated[bool, typer.Option("--explain", help="Only print the lowering, pass by pass.")] = False,
     checkpoint: Annotated[
-        Path | None, typer.Option(help="A quantized checkpoint to take weights from; by default the float ones.")
+        Path | None,
+        typer.Option(help="A quantized checkpoint to take weights from; by default made of the float one's."),
     ] = None,
     batches: Annotated[str, typer.Option(help="Decode batch buckets; by default 1 and build.slots.")] = "",
     documents: Annotated[int, typer.Option(help="Held-out documents of portable evidence; 0 takes none.")] = 8,
@@ -272,7 +273,7 @@ def build(
     if explain:
         out.print(command.pass_table(command.explain(request)))
     else:
-        out.print(command.bundle_table(command.build(request, out)))
+        command.build(request, out)
 
 
 @app.command(rich_help_panel="Build")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from engines.bundle import EngineBundle, PassReport
+from engines.bundle import EngineBundle, PassReport, PortableEvidence
 from engines.load import target_module
 from pipeline import artifact
 from pipeline.artifact import Artifact
@@ -24,12 +25,17 @@ if TYPE_CHECKING:
     from engines.lowered import LoweredGraph
     from evals.portable import PortableReport
     from evals.verdict import Verdict
+    from quantization.checkpoint import QuantizedModel
     from quantization.compressed_tensors import Checkpoint
+    from quantization.rounding import QuantizedLinear
+
+
+INT4_BLOCK = 64  # input channels per scale, as the compiler's own kernels have it; fewer where a linear's width asks
 
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for. ``checkpoint``: where weights are taken from; None: the float graph's own.
+    """What was asked for. ``checkpoint``: where weights are taken from; None: made here, of the float graph's own.
 
     ``documents``: how many held-out ones portable evidence is taken on.
     """
@@ -44,11 +50,16 @@ class Request:
     documents: int
 
     @property
-    def targets(self) -> Path:
-        return self.artifacts / "targets"
+    def folder(self) -> Path:
+        """Where all that is made for this precision goes."""
+        return self.artifacts / "targets" / self.precision
 
     def bundle_folder(self, capability: str) -> Path:
-        return self.targets / f"{self.target}-{capability}-{self.precision}"
+        return self.folder / f"{self.target}-{capability}"
+
+    def timing_cache(self, capability: str) -> Path:
+        """Beside the precisions, so that it outlives what DVC removes before it runs a stage again."""
+        return self.artifacts / "targets" / "timing" / f"{self.target}-{capability}.bin"
 
 
 def parse_target(text: str) -> tuple[str, tuple[str, ...]]:
@@ -76,23 +87,30 @@ def explain(request: Request) -> list[PassReport]:
 
     from engines.compile import lower
     from engines.passes.base import Lowering
+    from quantization.compressed_tensors import open_checkpoint
 
     graph = _graph(request)
-    passes = target_module(request.target).PASSES
+    weights: Any = open_checkpoint(request.checkpoint or graph.folder)
+    if request.precision == "int4" and request.checkpoint is None:
+        weights = _Nearest(weights)
     lowering = Lowering(
         ir.load(graph.folder / "model.onnx"),
         graph.record,
-        _weights(request, graph)[0],
+        weights,
         graph.record.max_positions,
         float_type="bf16" if request.precision == "bf16" else "fp16",
         precision=request.precision,
         activation_max=_activation_max(request, graph)[0],
     )
-    return list(lower(lowering, passes, lambda _: None))
+    return list(lower(lowering, target_module(request.target).PASSES, lambda _: None))
 
 
-def build(request: Request, console: Any) -> list[tuple[Artifact[EngineBundle], Artifact[Verdict] | None]]:
-    """Lower once, take portable evidence once, compile for every capability; all of it to ``artifacts/targets``."""
+def build(request: Request, console: Any) -> None:
+    """Lower once, take portable evidence once, compile for every capability, and print what came of it.
+
+    A capability that the compiler refuses does not keep the others from being built; its :class:`BuildError` is raised
+    at the end.
+    """
     module: Any = target_module(request.target)
     if not hasattr(module, "compile_for"):
         raise BuildError(
@@ -105,9 +123,13 @@ def build(request: Request, console: Any) -> list[tuple[Artifact[EngineBundle], 
             f"--target {request.target} names no hardware",
             expected=f"compute capabilities, such as {request.target}:sm89,sm120",
         )
+    for capability in request.capabilities:
+        if hasattr(module, "require"):
+            module.require(capability)
     lowered = _lower(request, console)
     report = _evidence(request, lowered, console)
-    built: list[tuple[Artifact[EngineBundle], Artifact[Verdict] | None]] = []
+    built: list[Built] = []
+    refused: list[BuildError] = []
     for capability in request.capabilities:
         with _bar(console) as bar:
             task = bar.add_task(capability, total=None)
@@ -115,16 +137,33 @@ def build(request: Request, console: Any) -> list[tuple[Artifact[EngineBundle], 
             def progress(phase: str, done: int, total: int, *, name: str = capability) -> None:
                 bar.update(task, description=f"{name}: {phase}", completed=done, total=total or None)  # noqa: B023
 
-            bundle = module.compile_for(
-                lowered,
-                request.bundle_folder(capability),
-                capability=capability,
-                batches=request.batches,
-                timing_cache=request.targets / "timing" / f"{request.target}-{capability}.bin",
-                progress=progress,
-            )
-        built.append((bundle, _verdict(request, lowered, bundle, report)))
-    return built
+            start = time.monotonic()
+            try:
+                bundle = module.compile_for(
+                    lowered,
+                    request.bundle_folder(capability),
+                    capability=capability,
+                    batches=request.batches,
+                    evidence=_recorded(report),
+                    timing_cache=request.timing_cache(capability),
+                    progress=progress,
+                )
+            except BuildError as error:
+                refused.append(error)
+                continue
+            seconds = time.monotonic() - start
+        built.append(Built(bundle, _verdict(request, lowered, bundle, report), seconds))
+    if built:
+        console.print(bundle_table(built))
+    if refused:
+        raise refused[0]
+
+
+@dataclass(frozen=True)
+class Built:
+    bundle: Artifact[EngineBundle]
+    verdict: Artifact[Verdict] | None  # None: no evidence was taken
+    seconds: float  # of the compiler
 
 
 def pass_table(reports: Sequence[PassReport]) -> Table:
@@ -139,21 +178,23 @@ def pass_table(reports: Sequence[PassReport]) -> Table:
     return table
 
 
-def bundle_table(built: Sequence[tuple[Artifact[EngineBundle], Artifact[Verdict] | None]]) -> Table:
+def bundle_table(built: Sequence[Built]) -> Table:
     table = Table(title="Engines", title_justify="left", title_style="bold", box=SIMPLE_HEAD)
-    for column in ("bundle", "engine MB", "layers", "native layers", "warnings", "verdict"):
-        table.add_column(column, justify="right" if column in ("engine MB", "layers") else "left", overflow="fold")
-    for bundle, verdict in built:
-        compiled = bundle.record.compiled
+    numbers = ("engine MB", "seconds", "layers", "warnings")
+    for column in ("bundle", *numbers[:3], "native layers", numbers[3], "verdict"):
+        table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
+    for item in built:
+        compiled = item.bundle.record.compiled
         assert compiled is not None
         native = {n: compiled.network.get(n, 0) for n in ("ATTENTION_INPUT", "KV_CACHE_UPDATE", "ROTARY_EMBEDDING")}
         table.add_row(
-            str(bundle.folder),
+            str(item.bundle.folder),
             f"{compiled.engine_bytes / 1e6:.0f}",
+            f"{item.seconds:.0f}",
             str(sum(compiled.network.values())),
             ", ".join(f"{count} {name}" for name, count in native.items()),
             str(len(compiled.warnings)),
-            "none: no baseline" if verdict is None else _headline(verdict.record),
+            "none: no evidence" if item.verdict is None else _headline(item.verdict.record),
         )
     return table
 
@@ -173,10 +214,49 @@ def _weights(request: Request, graph: Artifact[PortableGraph]) -> tuple[Checkpoi
     from quantization.compressed_tensors import open_checkpoint
 
     parents = {"PortableGraph": graph.digest}
-    if request.checkpoint is None:
+    if request.checkpoint is not None:
+        quantized = artifact.load(request.checkpoint, QuantizedModel)
+    elif request.precision == "int4":
+        quantized = _four_bits(request, graph)
+    else:
         return open_checkpoint(graph.folder), parents
-    quantized = artifact.load(request.checkpoint, QuantizedModel)
     return open_checkpoint(quantized.folder), parents | {"QuantizedModel": quantized.digest}
+
+
+def _four_bits(request: Request, graph: Artifact[PortableGraph]) -> Artifact[QuantizedModel]:
+    """The float weights by AWQ in the blocks TensorRT takes, from the recipe's own calibration."""
+    from pipeline.recipe import KVCache, Rule
+    from quantization.calibration import Calibration
+    from quantization.quantize import quantize
+
+    settings = request.recipe.quantize.model_copy(
+        update={
+            "method": "awq",
+            "rules": (Rule(match="*", bits=4, group_size=INT4_BLOCK, symmetric=True),),
+            "embeddings": Rule(match="*", bits=32),
+            "kv_cache": KVCache(dtype="float32"),
+        }
+    )
+    return quantize(
+        request.recipe.model_copy(update={"quantize": settings}),
+        graph,
+        artifact.load(request.artifacts / "calibration", Calibration),
+        request.folder / "quantized",
+    )
+
+
+class _Nearest:
+    """Weights that ``_four_bits`` would quantize, rounded to nearest instead: the same graph, in a second."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self.weight, self.tensor = checkpoint.weight, checkpoint.tensor
+
+    def linear(self, name: str) -> QuantizedLinear:
+        from quantization.rounding import Format, fitting_group_size, round_to_nearest
+
+        weight = self._checkpoint.weight(name)
+        return round_to_nearest(weight, Format(4, fitting_group_size(INT4_BLOCK, weight.shape[1]), symmetric=True))
 
 
 def _activation_max(request: Request, graph: Artifact[PortableGraph]) -> tuple[dict[str, float], dict[str, str]]:
@@ -205,7 +285,7 @@ def _activation_max(request: Request, graph: Artifact[PortableGraph]) -> tuple[d
 
 
 def _lower(request: Request, console: Any) -> Artifact[LoweredGraph]:
-    from engines.targets.tensorrt.lower import lower_graph
+    from engines.compile import lower_graph
 
     graph = _graph(request)
     weights, parents = _weights(request, graph)
@@ -214,7 +294,8 @@ def _lower(request: Request, console: Any) -> Artifact[LoweredGraph]:
         return lower_graph(
             graph,
             weights,
-            request.targets / f"lowered-{request.precision}",
+            request.folder / "lowered",
+            passes=target_module(request.target).PASSES,
             precision=request.precision,
             slots=request.recipe.build.slots,
             activation_max=largest,
@@ -226,7 +307,7 @@ def _lower(request: Request, console: Any) -> Artifact[LoweredGraph]:
 def _evidence(request: Request, lowered: Artifact[LoweredGraph], console: Any) -> Artifact[PortableReport] | None:
     """The lowered graph against the float engine, where there is one and text to compare them on."""
     from engines.load import load
-    from engines.targets.tensorrt.portable import PortableEngine
+    from engines.portable import PortableEngine
     from evals.portable import portable_report
 
     if not request.documents:
@@ -245,7 +326,7 @@ def _evidence(request: Request, lowered: Artifact[LoweredGraph], console: Any) -
         baseline,
         engine,
         documents,
-        request.targets / f"evidence-{request.precision}",
+        request.folder / "evidence",
         parents={"LoweredGraph": lowered.digest, "baseline": baseline.digest},
     )
     found = report.record
@@ -254,6 +335,20 @@ def _evidence(request: Request, lowered: Artifact[LoweredGraph], console: Any) -
         f"same top token {found.top_token:.1%}, perplexity x{found.perplexity_ratio:.4f}"
     )
     return report
+
+
+def _recorded(report: Artifact[PortableReport] | None) -> PortableEvidence | None:
+    if report is None:
+        return None
+    found = report.record
+    return PortableEvidence(
+        report=report.digest,
+        documents=found.documents,
+        tokens=found.tokens,
+        kl=found.kl,
+        top_token=found.top_token,
+        perplexity_ratio=found.perplexity_ratio,
+    )
 
 
 def _documents(request: Request) -> list[list[int]]:

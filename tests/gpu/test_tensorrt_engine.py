@@ -12,12 +12,11 @@ import pytest
 
 from engines.load import load, target_module
 from engines.lowered import LoweredGraph
+from engines.portable import PortableEngine
 from engines.targets.tensorrt import features
-from engines.targets.tensorrt.lower import lower_graph
-from engines.targets.tensorrt.portable import PortableEngine
 from pipeline.artifact import Artifact
-from quantization.compressed_tensors import open_checkpoint
 from tests.families import export_family
+from tests.lowered import SLOTS, lowered
 
 GPU = features()
 pytestmark = [
@@ -25,7 +24,7 @@ pytestmark = [
         importlib.util.find_spec("tensorrt_rtx_bindings") is None and importlib.util.find_spec("tensorrt") is None,
         reason="no TensorRT is installed",
     ),
-    pytest.mark.skipif(not GPU, reason="no GPU here, or no cuda-python to reach it"),
+    pytest.mark.skipif(not GPU, reason="no GPU here, or no cuda-bindings to reach it"),
 ]
 TARGET = "tensorrt-rtx" if importlib.util.find_spec("tensorrt_rtx_bindings") else "tensorrt"
 FAMILIES = ("llama", "qwen3", "gemma2")
@@ -40,25 +39,24 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
     def get(family: str, precision: str) -> tuple[Any, PortableEngine]:
         folder = tmp_path_factory.mktemp(f"{family}-{precision}")
-        graph = export_family(family, folder)
-        source: Artifact[LoweredGraph] = lower_graph(
-            graph,
-            open_checkpoint(graph.folder),
-            folder / "lowered",
-            precision=precision,
-            slots=4,
-            activation_max={group.name: 8.0 for group in graph.record.groups},
-            parents={},
-        )
+        source = lowered(export_family(family, folder), folder / "lowered", precision)
         module: Any = target_module(TARGET)
         build(module, source, folder / "bundle")
-        return load(folder / "bundle"), PortableEngine(source, max_tokens=TOKENS + 8, slots=4)
+        return load(folder / "bundle"), PortableEngine(source, max_tokens=TOKENS + 8, slots=SLOTS)
 
     return get
 
 
 def build(module: Any, source: Artifact[LoweredGraph], folder: Path) -> None:
-    module.compile_for(source, folder, capability=GPU[0], batches=(1, 4), timing_cache=None, progress=lambda *_: None)
+    module.compile_for(
+        source,
+        folder,
+        capability=GPU[0],
+        batches=(1, SLOTS),
+        evidence=None,
+        timing_cache=None,
+        progress=lambda *_: None,
+    )
 
 
 def tokens_of(engine: Any) -> list[int]:

@@ -12,12 +12,11 @@ import pytest
 from engines.bundle import EngineBundle
 from engines.load import load, target_module
 from engines.lowered import LoweredGraph
-from engines.targets.tensorrt.lower import lower_graph
 from pipeline import artifact
 from pipeline.artifact import Artifact
 from pipeline.errors import BuildError, FingerprintError
-from quantization.compressed_tensors import open_checkpoint
 from tests.families import export_family
+from tests.lowered import lowered as lowered_graph
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("tensorrt_rtx_bindings") is None,
@@ -41,15 +40,8 @@ def lowered(tmp_path_factory: pytest.TempPathFactory) -> Made:
             graphs[family] = export_family(family, tmp_path_factory.mktemp(family))
         graph = graphs[family]
         if (family, precision) not in made:
-            made[family, precision] = lower_graph(
-                graph,
-                open_checkpoint(graph.folder),
-                tmp_path_factory.mktemp(f"{family}-{precision}") / "lowered",
-                precision=precision,
-                slots=4,
-                activation_max={group.name: 8.0 for group in graph.record.groups},
-                parents={"PortableGraph": graph.digest},
-            )
+            folder = tmp_path_factory.mktemp(f"{family}-{precision}")
+            made[family, precision] = lowered_graph(graph, folder / "lowered", precision)
         return made[family, precision]
 
     return get
@@ -57,7 +49,7 @@ def lowered(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 def compiled(source: Artifact[LoweredGraph], folder: Path, capability: str, **changes: Any) -> Artifact[EngineBundle]:
     module: Any = target_module("tensorrt-rtx")
-    arguments: dict[str, Any] = {"batches": (1,), "timing_cache": None, "progress": lambda *_: None}
+    arguments: dict[str, Any] = {"batches": (1,), "evidence": None, "timing_cache": None, "progress": lambda *_: None}
     return module.compile_for(source, folder, capability=capability, **(arguments | changes))
 
 
@@ -98,10 +90,12 @@ def test_fp8_is_refused_where_the_gpu_has_none_with_the_compilers_reason(lowered
     assert not (tmp_path / "bundle").exists()
 
 
-def test_unknown_hardware_is_refused_with_the_list(lowered: Made, tmp_path: Path) -> None:
+def test_unknown_hardware_is_refused_with_the_list_before_anything_is_done() -> None:
+    module: Any = target_module("tensorrt-rtx")
     with pytest.raises(BuildError) as refused:
-        compiled(lowered("llama", "int4"), tmp_path / "bundle", "sm90")
+        module.require("sm90")
     assert "sm89, sm120" in refused.value.expected
+    module.require("sm120")
 
 
 def test_a_bundle_does_not_open_where_its_gpu_is_not(lowered: Made, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from engines.bundle import EngineBundle
+    from engines.bundle import EngineBundle, PortableEvidence
     from engines.lowered import LoweredGraph
     from engines.protocol import Engine
     from engines.targets.tensorrt.compiler import Progress
@@ -29,6 +29,12 @@ class TensorRT:
     module: str  # to import
     libraries: tuple[str, ...]  # distributions
 
+    def require(self, capability: str) -> None:
+        """:class:`BuildError` if this module cannot compile for it, before anything else is done."""
+        from engines.targets.tensorrt.compiler import load_module, require_capability
+
+        require_capability(load_module(self.module), capability)
+
     def compile_for(
         self,
         lowered: Artifact[LoweredGraph],
@@ -36,6 +42,7 @@ class TensorRT:
         *,
         capability: str,
         batches: Sequence[int],
+        evidence: PortableEvidence | None,
         timing_cache: Path | None,
         progress: Progress,
     ) -> Artifact[EngineBundle]:
@@ -49,6 +56,7 @@ class TensorRT:
             libraries=self.libraries,
             capability=capability,
             batches=batches,
+            evidence=evidence,
             timing_cache=timing_cache,
             progress=progress,
         )
@@ -62,7 +70,7 @@ class TensorRT:
 
 LIBRARIES = ("tensorrt",)
 _TARGET = TensorRT("tensorrt", "tensorrt", LIBRARIES)
-compile_for, open_engine = _TARGET.compile_for, _TARGET.open_engine
+require, compile_for, open_engine = _TARGET.require, _TARGET.compile_for, _TARGET.open_engine
 
 
 def __getattr__(name: str) -> Any:

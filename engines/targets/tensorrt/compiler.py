@@ -17,7 +17,7 @@ from typing import Any
 import onnx
 
 from engines import fingerprint
-from engines.bundle import CompiledEngine, EngineBundle, Fingerprint, Profile
+from engines.bundle import CompiledEngine, EngineBundle, Fingerprint, PortableEvidence, Profile
 from engines.compile import MODEL_FILE, copy_text_files
 from engines.lowered import LoweredGraph
 from engines.passes.fixed_kv_cache import WRITE_POSITIONS
@@ -58,6 +58,28 @@ def capabilities(module: Any) -> tuple[str, ...]:
     return tuple(sorted((n.lower() for n in known.__members__ if n.startswith("SM")), key=lambda n: int(n[2:])))
 
 
+def require_capability(module: Any, capability: str) -> None:
+    """:class:`BuildError` if ``module`` cannot compile for it here."""
+    known = capabilities(module)
+    if known:
+        if capability not in known:
+            raise BuildError(
+                f"{module.__name__} {module.__version__} cannot compile for {capability}",
+                expected=f"one of {', '.join(known)}",
+                remedy="choose one of those, or the target `tensorrt` on a machine with that GPU",
+            )
+        return
+    from engines.targets.tensorrt import hardware
+
+    here = hardware.capability()
+    if here != capability:
+        raise BuildError(
+            f"{module.__name__} compiles only for the GPU that is present, which is {here or 'none'}",
+            expected=capability,
+            remedy="build on a machine with that GPU, or choose the target `tensorrt-rtx`",
+        )
+
+
 def compile_bundle(
     module_name: str,
     lowered: Artifact[LoweredGraph],
@@ -67,12 +89,14 @@ def compile_bundle(
     libraries: tuple[str, ...],
     capability: str,
     batches: Sequence[int],
+    evidence: PortableEvidence | None,
     timing_cache: Path | None,
     progress: Progress,
 ) -> Artifact[EngineBundle]:
     """Compile and write one bundle. :class:`BuildError` carries the compiler's own reason.
 
-    ``batches``: decode buckets. ``timing_cache``: file in which a builder that measures kernels keeps its timings.
+    ``batches``: decode buckets. ``evidence``: of the lowered graph, to be recorded with it. ``timing_cache``: file in
+    which a builder that measures kernels keeps its timings.
     """
     module = load_module(module_name)
     builder = _Build(module, lowered, capability, tuple(batches), progress)
@@ -89,13 +113,18 @@ def compile_bundle(
                 compiled=CompiledEngine(
                     capability=capability,
                     executed_on=None,
-                    engine_bytes=len(plan),
+                    engine_bytes=plan.nbytes,
                     network=builder.census(),
                     profiles=builder.profiles,
                     warnings=builder.log.warnings(),
+                    portable=evidence,
                 ),
             ),
-            parents={**lowered.parents, "LoweredGraph": lowered.digest},
+            parents={
+                **lowered.parents,
+                "LoweredGraph": lowered.digest,
+                **({"PortableReport": evidence.report} if evidence else {}),
+            },
         )
     return artifact.load(folder, EngineBundle)
 
@@ -112,7 +141,7 @@ class _Build:
         progress: Progress,
     ) -> None:
         self._module, self._lowered, self._capability = module, lowered, capability
-        self._choose_device()
+        require_capability(module, capability)
         self.log: Any = _logger(module)
         self._builder = module.Builder(self.log)
         self._network = self._builder.create_network(0)
@@ -123,27 +152,8 @@ class _Build:
             *(Profile(batch=b, min_tokens=1, opt_tokens=1, max_tokens=1) for b in sorted({1, *batches})),
         )
 
-    def _choose_device(self) -> None:
-        known = capabilities(self._module)
-        if known and self._capability not in known:
-            raise BuildError(
-                f"{self._module.__name__} {self._module.__version__} cannot compile for {self._capability}",
-                expected=f"one of {', '.join(known)}",
-                remedy="choose one of those, or the target `tensorrt` on a machine with that GPU",
-            )
-        if not known:
-            from engines.targets.tensorrt.hardware import capability
-
-            here = capability()
-            if here != self._capability:
-                raise BuildError(
-                    f"{self._module.__name__} compiles only for the GPU that is present, which is {here or 'none'}",
-                    expected=self._capability,
-                    remedy="build on a machine with that GPU, or choose the target `tensorrt-rtx`",
-                )
-
-    def run(self, timing_cache: Path | None) -> bytes:
-        """The serialized engine."""
+    def run(self, timing_cache: Path | None) -> memoryview:
+        """The serialized engine, in the compiler's own memory."""
         self._parse()
         config = self._config()
         if capabilities(self._module):
@@ -164,7 +174,7 @@ class _Build:
         if timing_cache is not None:
             timing_cache.parent.mkdir(parents=True, exist_ok=True)
             timing_cache.write_bytes(bytes(config.get_timing_cache().serialize()))
-        return bytes(plan)
+        return memoryview(plan)
 
     def census(self) -> dict[str, int]:
         layers = Counter(self._network.get_layer(i).type.name for i in range(self._network.num_layers))
@@ -208,25 +218,29 @@ class _Build:
             config.num_compute_capabilities = 1
             config.set_compute_capability(getattr(self._module.ComputeCapability, self._capability.upper()), 0)
         config.progress_monitor = self._monitor
+        flags = self._module.BuilderFlag
+        if hasattr(flags, "REQUIRE_USER_ALLOCATION"):
+            config.set_flag(flags.REQUIRE_USER_ALLOCATION)  # or steps could not be captured as CUDA graphs
         for shapes in self.profiles:
             profile = self._builder.create_optimization_profile()
             for i in range(self._network.num_inputs):
                 tensor = self._network.get_input(i)
                 low, best, high = (
-                    _shape(tensor.name, tuple(tensor.shape), shapes.batch, tokens)
-                    for tokens in (shapes.min_tokens, shapes.opt_tokens, shapes.max_tokens)
+                    _shape(tensor.name, tuple(tensor.shape), shapes.batch, tokens, rows)
+                    # Logits of every token may be wanted, but of one row each is what serving wants.
+                    for tokens, rows in ((shapes.min_tokens, 1), (shapes.opt_tokens, 1), (shapes.max_tokens,) * 2)
                 )
                 profile.set_shape(tensor.name, low, best, high)
             config.add_optimization_profile(profile)
         return config
 
 
-def _shape(name: str, shape: tuple[int, ...], batch: int, tokens: int) -> tuple[int, ...]:
-    """Shape of an input in a profile; logits are wanted for at most as many rows as tokens are fed."""
+def _shape(name: str, shape: tuple[int, ...], batch: int, tokens: int, rows: int) -> tuple[int, ...]:
+    """Shape of an input in a profile: ``tokens`` fed and ``rows`` logits wanted in each sequence of the batch."""
     if name in ("input_ids", "position_ids"):
         return (batch, tokens)
     if name == "logit_rows":
-        return (batch * tokens,)
+        return (batch * rows,)
     if name == WRITE_POSITIONS:
         return (batch,)
     return (batch, *shape[1:])

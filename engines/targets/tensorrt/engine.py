@@ -8,13 +8,16 @@ too, so each is fed token 0 at its own next free position, which nothing reads b
 neighbour is full, the step is cut into buckets that fit exactly.
 
 After its first step, each (bucket, first slot) is captured as a CUDA graph and replayed: its inputs and logits have
-fixed addresses, so a step is small copies, one launch and one copy back.
+fixed addresses, so a step is small copies, one launch and one copy back. A graph keeps the kernels it was captured
+with, so decode contexts make theirs for the bucket's shape at once; prefill, whose shapes are many, starts with general
+kernels and changes to special ones as they get ready. Steps never overlap, so all contexts share one scratch memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,12 +52,12 @@ class TensorRTEngine:
 
     def __init__(self, module_name: str, bundle: Artifact[EngineBundle], *, slots: int | None = None) -> None:
         try:
-            from cuda.bindings import runtime as cuda  # pyright: ignore[reportMissingImports]
+            from cuda.bindings import runtime as cuda  # pyright: ignore[reportAttributeAccessIssue]
         except ImportError as error:
             raise BuildError(
                 f"cannot run {bundle.folder}: {error}",
-                expected="cuda-python, and a GPU",
-                remedy="pip install cuda-python, on a machine with the GPU the bundle was compiled for",
+                expected="cuda-bindings, and a GPU",
+                remedy='pip install "tapeout[tensorrt-rtx]", on a machine with the GPU the bundle was compiled for',
             ) from error
         compiled = bundle.record.compiled
         if compiled is None:
@@ -72,7 +75,7 @@ class TensorRTEngine:
                 remedy="run `tapeout build` with the libraries installed here",
             )
         self._slots = slots or bundle.record.io.slots
-        self._stream = checked(cuda.cudaStreamCreate())
+        self._stream: Any = checked(cuda.cudaStreamCreate())
         self._allocations: list[int] = []
         self._runtime_cache: Any = None
         rows = self._slots + max(p.batch for p in compiled.profiles) - 1
@@ -83,6 +86,8 @@ class TensorRTEngine:
         }
         self._cache = {name: self._allocate(size * rows) for name, size in self._row_bytes.items()}
         self._lengths = np.zeros(rows, np.int64)  # where each row's next token would be written
+        self._scratch_bytes = int(self._engine.device_memory_size_v2)
+        self._scratch = self._allocate(self._scratch_bytes)
         self._steps = [self._step(index, profile, compiled) for index, profile in enumerate(compiled.profiles)]
 
     @property
@@ -105,12 +110,14 @@ class TensorRTEngine:
         self, slot: int, tokens: Sequence[int], *, start: int = 0, rows: Sequence[int] | None = None
     ) -> FloatArray:
         inputs = prefill_inputs(self, slot, tokens, start, rows)
-        step = self._steps[0]
-        self._bind_cache(step, slot)
+        step, wanted = self._steps[0], len(inputs.rows)
+        if not wanted:  # a profile's shapes begin at one row
+            inputs = replace(inputs, rows=np.array([len(tokens) - 1], np.int64))
         self._feed(step, inputs)
+        self._bind(step, inputs, slot)
         self._launch(step)
         self._lengths[slot] = start + len(tokens)
-        return self._logits(step, len(inputs.rows))
+        return self._logits(step, wanted)
 
     def decode(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> FloatArray:
         inputs = decode_inputs(self, tokens, lengths, first_slot)
@@ -130,8 +137,15 @@ class TensorRTEngine:
         ids = np.zeros((size, 1), np.int64)
         ids[:batch] = tokens
         starts = self._lengths[first_slot : first_slot + size].copy()
-        self._feed(step, StepInputs(ids, starts, np.arange(size, dtype=np.int64)))
-        self._replay(step, first_slot)
+        inputs = StepInputs(ids, starts, np.arange(size, dtype=np.int64))
+        self._feed(step, inputs)
+        if first_slot in step.graphs:
+            checked(self._cuda.cudaGraphLaunch(step.graphs[first_slot], self._stream))
+        else:  # as it is, which also prepares its kernels; the capture after it runs nothing
+            self._bind(step, inputs, first_slot)
+            self._launch(step)
+            checked(self._cuda.cudaStreamSynchronize(self._stream))
+            step.graphs[first_slot] = self._capture(step)
         self._lengths[first_slot : first_slot + batch] += 1
         return self._logits(step, batch)
 
@@ -173,14 +187,18 @@ class TensorRTEngine:
         for address in self._allocations:
             checked(self._cuda.cudaFree(address))
         self._allocations = []
+        if self._stream is not None:
+            checked(self._cuda.cudaStreamDestroy(self._stream))
+            self._stream = None
 
-    def _cache_file(self) -> Any:
+    def _cache_file(self) -> Path:
         return cache_folder() / "runtime" / f"{self._bundle.digest[:16]}.bin"
 
     def _step(self, index: int, profile: Profile, compiled: CompiledEngine) -> _Step:
-        context = self._context()
+        context = self._context(eager=profile.max_tokens == 1)
         if not context.set_optimization_profile_async(index, self._stream):
             raise BuildError(f"the engine has no optimization profile {index}", expected=f"{len(compiled.profiles)}")
+        context.set_device_memory(self._scratch, self._scratch_bytes)
         tokens = profile.batch * profile.max_tokens
         sizes = {
             "input_ids": tokens,
@@ -191,11 +209,19 @@ class TensorRTEngine:
         inputs = {name: self._allocate(8 * sizes[name]) for name in self._bundle.record.io.inputs}
         return _Step(context, profile, inputs, self._allocate(4 * tokens * self.vocab_size), {})
 
-    def _context(self) -> Any:
-        """An execution context; with the kept just-in-time kernels where the API has them (TensorRT for RTX)."""
+    def _context(self, *, eager: bool) -> Any:
+        """An execution context without memory of its own.
+
+        Where the API has them (TensorRT for RTX): with the kept just-in-time kernels, and with kernels for a new shape
+        made at once (``eager``) or in the background.
+        """
+        user_managed = self._module.ExecutionContextAllocationStrategy.USER_MANAGED
         if not hasattr(self._module, "IRuntimeCache"):
-            return self._engine.create_execution_context()
+            return self._engine.create_execution_context(user_managed)
         config = self._engine.create_runtime_config()
+        config.set_execution_context_allocation_strategy(user_managed)
+        strategies = self._module.DynamicShapesKernelSpecializationStrategy
+        config.dynamic_shapes_kernel_specialization_strategy = strategies.EAGER if eager else strategies.LAZY
         if self._runtime_cache is None:
             self._runtime_cache = config.create_runtime_cache()
             if self._cache_file().is_file():
@@ -225,7 +251,21 @@ class TensorRTEngine:
                 return step, batch
         return smaller[-1], smaller[-1].profile.batch
 
-    def _bind_cache(self, step: _Step, first: int) -> None:
+    def _feed(self, step: _Step, inputs: StepInputs) -> None:
+        """Copy the small inputs to their fixed addresses."""
+        kind = self._cuda.cudaMemcpyKind.cudaMemcpyHostToDevice
+        for name, value in _small(inputs).items():
+            if name in step.inputs:
+                # Synchronous, because ``value`` is pageable and gone after this line.
+                checked(self._cuda.cudaMemcpy(step.inputs[name], value.ctypes.data, value.nbytes, kind))
+
+    def _bind(self, step: _Step, inputs: StepInputs, first: int) -> None:
+        """Tell the context the shapes of a step over the rows from ``first`` on, and where everything lies."""
+        for name, value in _small(inputs).items():
+            if name in step.inputs:
+                step.context.set_input_shape(name, value.shape)
+                step.context.set_tensor_address(name, step.inputs[name])
+        step.context.set_tensor_address("logits", step.logits)
         for layer, shape in enumerate(self._bundle.record.io.kv_layers):
             for part in ("key", "value"):
                 name = f"{layer}.{part}"
@@ -235,43 +275,18 @@ class TensorRTEngine:
                 step.context.set_tensor_address(f"past_key_values.{name}", address)
                 step.context.set_tensor_address(f"present.{name}", address)
 
-    def _feed(self, step: _Step, inputs: StepInputs) -> None:
-        """Copy the small inputs to their fixed addresses and tell the context their shapes."""
-        values = {
-            "input_ids": inputs.ids,
-            "position_ids": inputs.positions,
-            "logit_rows": inputs.rows,
-            WRITE_POSITIONS: inputs.starts,
-        }
-        kind = self._cuda.cudaMemcpyKind.cudaMemcpyHostToDevice
-        for name, address in step.inputs.items():
-            value = np.ascontiguousarray(values[name])
-            # Synchronous, because ``value`` is pageable and gone after this line.
-            checked(self._cuda.cudaMemcpy(address, value.ctypes.data, value.nbytes, kind))
-            step.context.set_input_shape(name, value.shape)
-            step.context.set_tensor_address(name, address)
-        step.context.set_tensor_address("logits", step.logits)
-
     def _launch(self, step: _Step) -> None:
         if not step.context.execute_async_v3(self._stream):
             raise BuildError("the engine refused a step", expected="shapes within its profile")
-
-    def _replay(self, step: _Step, first_slot: int) -> None:
-        """Run a decode step; from its second time on as a captured graph (the first lets kernels be prepared)."""
-        if first_slot not in step.graphs:
-            self._bind_cache(step, first_slot)
-            self._launch(step)
-            checked(self._cuda.cudaStreamSynchronize(self._stream))
-            step.graphs[first_slot] = self._capture(step)
-            return
-        checked(self._cuda.cudaGraphLaunch(step.graphs[first_slot], self._stream))
 
     def _capture(self, step: _Step) -> Any:
         mode = self._cuda.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
         checked(self._cuda.cudaStreamBeginCapture(self._stream, mode))
         self._launch(step)
         graph = checked(self._cuda.cudaStreamEndCapture(self._stream))
-        return checked(self._cuda.cudaGraphInstantiate(graph, 0))
+        executable = checked(self._cuda.cudaGraphInstantiate(graph, 0))
+        checked(self._cuda.cudaGraphDestroy(graph))
+        return executable
 
     def _logits(self, step: _Step, rows: int) -> FloatArray:
         logits = np.empty((rows, self.vocab_size), np.float32)
@@ -279,3 +294,13 @@ class TensorRTEngine:
         checked(self._cuda.cudaMemcpyAsync(logits.ctypes.data, step.logits, logits.nbytes, kind, self._stream))
         checked(self._cuda.cudaStreamSynchronize(self._stream))
         return logits
+
+
+def _small(inputs: StepInputs) -> dict[str, Int64Array]:
+    """What a step is fed besides its caches, by the names of the graph's inputs."""
+    return {
+        "input_ids": inputs.ids,
+        "position_ids": inputs.positions,
+        "logit_rows": inputs.rows,
+        WRITE_POSITIONS: inputs.starts,
+    }

@@ -1,4 +1,4 @@
-"""Which GPU is here, asked of the CUDA driver through ``cuda-python``; None on a machine without one."""
+"""Which GPU is here, asked of the CUDA driver through ``cuda-bindings``; None on a machine without one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pipeline.errors import BuildError
 
 
 def capability() -> str | None:
-    """Compute capability of the first GPU, such as ``sm89``; None without a GPU, a driver or ``cuda-python``."""
+    """Compute capability of the first GPU, such as ``sm89``; None without a GPU, a driver or ``cuda-bindings``."""
     try:
-        from cuda.bindings import driver  # pyright: ignore[reportMissingImports]
+        from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue]
     except ImportError:
         return None
     try:
@@ -32,7 +32,7 @@ def capability() -> str | None:
 
 
 def checked(result: tuple[Any, ...]) -> Any:
-    """The value of a ``cuda-python`` call, which returns its error code first. :class:`BuildError` on any error."""
+    """The value of a ``cuda-bindings`` call, which returns its error code first. :class:`BuildError` on any error."""
     code, *values = result
     if int(code) != 0:
         raise BuildError(f"CUDA says {code.name}", expected="a working GPU and driver", remedy="run `nvidia-smi`")

@@ -12,4 +12,4 @@ from engines.targets.tensorrt import features as features
 
 LIBRARIES = ("tensorrt-rtx-cu13-bindings", "tensorrt-rtx-cu13-libs")
 _TARGET = TensorRT("tensorrt-rtx", "tensorrt_rtx_bindings", LIBRARIES)
-compile_for, open_engine = _TARGET.compile_for, _TARGET.open_engine
+require, compile_for, open_engine = _TARGET.require, _TARGET.compile_for, _TARGET.open_engine

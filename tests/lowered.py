@@ -1,0 +1,41 @@
+"""Lowered graphs of small models, as targets that compile for named hardware get them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from engines.compile import lower_graph
+from engines.lowered import LoweredGraph
+from engines.targets.tensorrt import PASSES
+from pipeline.artifact import Artifact
+from pipeline.graph import PortableGraph
+from quantization.compressed_tensors import open_checkpoint
+from quantization.rounding import Format, fitting_group_size, round_to_nearest
+from tests.lowering import FixedWeights
+
+SLOTS = 4
+LARGEST_INPUT = 8.0  # of every linear group, where activations are quantized
+
+
+def lowered(graph: Artifact[PortableGraph], folder: Path, precision: str, **changes: Any) -> Artifact[LoweredGraph]:
+    """By TensorRT's passes; for ``int4`` with the layers' linears rounded to nearest in symmetric groups."""
+    arguments: dict[str, Any] = {
+        "passes": PASSES,
+        "precision": precision,
+        "slots": SLOTS,
+        "activation_max": {group.name: LARGEST_INPUT for group in graph.record.groups},
+        "parents": {"PortableGraph": graph.digest},
+    }
+    weights = four_bits(graph) if precision == "int4" else open_checkpoint(graph.folder)
+    return lower_graph(graph, weights, folder, **(arguments | changes))
+
+
+def four_bits(graph: Artifact[PortableGraph]) -> FixedWeights:
+    checkpoint = open_checkpoint(graph.folder)
+    tensors = {name: checkpoint.linear(name) for name in checkpoint.names()}
+    for group in graph.record.groups:
+        fmt = Format(4, fitting_group_size(32, group.in_features), symmetric=True)
+        if group.name != "lm_head":
+            tensors |= {name: round_to_nearest(checkpoint.weight(name), fmt) for name in group.members}
+    return FixedWeights(tensors)
