@@ -49,7 +49,7 @@ def test_every_folder_of_code_is_a_package() -> None:
 def test_the_lock_holds_exactly_the_versions_the_project_names() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    pins = [*project["dependencies"], *extras["pipeline"], *extras["dev"]]
+    pins = [*project["dependencies"], *(pin for extra in extras.values() for pin in extra)]
     named = {pin.partition("==")[0].split("[")[0]: pin.partition("==")[2] for pin in pins}
     lines = [line for line in (ROOT / "requirements.lock").read_text().splitlines() if not line.startswith("#")]
     locked = {name: version for name, _, version in (line.partition("==") for line in lines)}
