@@ -21,12 +21,13 @@ NORMS = ("RMSNormalization", "LayerNormalization")
 
 @dataclass(frozen=True)
 class Linear:
-    """A product with a transposed parameter, and the bias added to it, if any."""
+    """A product with a parameter, and the bias added to it, if any."""
 
     matmul: ir.Node
-    weight: ir.Value  # [out, in]
+    weight: ir.Value  # [out, in], or [in, out] where ``transposed``
     bias: ir.Value | None
     output: ir.Value  # after the bias
+    transposed: bool
 
     @property
     def input(self) -> ir.Value:
@@ -41,8 +42,9 @@ class Linear:
 
     @property
     def shape(self) -> tuple[int, int]:
+        """``(out, in)``."""
         assert self.weight.shape is not None
-        out_features, in_features = self.weight.shape
+        out_features, in_features = reversed(list(self.weight.shape)) if self.transposed else self.weight.shape
         return int(out_features), int(in_features)  # type: ignore[arg-type]
 
 
@@ -56,18 +58,22 @@ def is_parameter(value: ir.Value | None) -> bool:
 
 
 def find_linears(graph: ir.Graph) -> list[Linear]:
-    """Every ``MatMul(x, Transpose(weight))``, in graph order, with an ``Add`` of a vector parameter as its bias."""
+    """Every product with a parameter, in graph order, with an ``Add`` of a vector parameter as its bias.
+
+    ``MatMul(x, Transpose(weight))`` over ``[out, in]``, or ``MatMul(x, weight)`` over ``[in, out]``.
+    """
     linears: list[Linear] = []
     for node in graph:
         if node.op_type != "MatMul" or node.inputs[1] is None:
             continue
         transpose = node.inputs[1].producer()
-        if transpose is None or transpose.op_type != "Transpose" or not is_parameter(transpose.inputs[0]):
+        transposed = transpose is None
+        weight = node.inputs[1] if transpose is None else transpose.inputs[0]
+        if not is_parameter(weight) or (transpose is not None and transpose.op_type != "Transpose"):
             continue
-        weight = transpose.inputs[0]
         assert weight is not None
         bias, output = _bias(node.outputs[0])
-        linears.append(Linear(node, weight, bias, output))
+        linears.append(Linear(node, weight, bias, output, transposed))
     return linears
 
 
@@ -82,12 +88,44 @@ def _bias(product: ir.Value) -> tuple[ir.Value | None, ir.Value]:
 
 
 def find_rotary(model: ir.Model) -> Literal["half", "interleaved", "none"]:
-    """How key channels are paired by the rotary embedding, or ``none`` where the graph has no such node."""
+    """How key channels are paired by the rotary embedding, or ``none`` where nothing turns them.
+
+    A RotaryEmbedding node says so itself. Where the exporter left its arithmetic, ``x·cos + rotate(x)·sin``, the part
+    of the key that is negated does: every other channel, or half of them.
+    """
     for node in model.graph:
         if node.op_type == "RotaryEmbedding":
             attribute = node.attributes.get("interleaved")
             return "interleaved" if attribute is not None and attribute.as_int() else "half"
+    products = {id(linear.output) for linear in find_linears(model.graph)}
+    for node in model.graph:
+        if not is_attention(node) or node.inputs[1] is None:
+            continue
+        for step in _before(node.inputs[1], products):
+            part = step.inputs[0].producer() if step.op_type == "Neg" and step.inputs[0] is not None else None
+            if part is not None and part.op_type in ("Slice", "Split"):
+                return "interleaved" if _stride(part) == 2 else "half"
     return "none"
+
+
+def _before(value: ir.Value, products: set[int]) -> Iterator[ir.Node]:
+    """The nodes that make ``value`` of the outputs of linears, nearest first."""
+    seen: set[int] = set()
+    stack = [value]
+    while stack:
+        current = stack.pop()
+        node = current.producer()
+        if id(current) in products or node is None or id(node) in seen:
+            continue
+        seen.add(id(node))
+        yield node
+        stack.extend(_data_inputs(node))
+
+
+def _stride(node: ir.Node) -> int:
+    """The step of a Slice along one axis; 1 for a Split."""
+    steps = node.inputs[4] if node.op_type == "Slice" and len(node.inputs) > 4 else None
+    return 1 if steps is None or steps.const_value is None else int(steps.const_value.numpy().reshape(-1)[0])
 
 
 def find_groups(model: ir.Model, aliases: dict[str, str]) -> tuple[LinearGroup, ...]:
@@ -128,6 +166,7 @@ def find_groups(model: ir.Model, aliases: dict[str, str]) -> tuple[LinearGroup, 
             out_features=tuple(linear.shape[0] for linear in members),
             # a tied head's columns are the embedding's too, so no scale may be folded into them
             scale_sink=None if any(m.name in aliases.values() for m in members) else _scale_sink(members, by_output),
+            transposed=members[0].transposed,
         )
         for name, members in gathered.items()
     )

@@ -175,6 +175,37 @@ def test_rotary_is_read_from_its_nodes() -> None:
     assert find_rotary(model_of([x], [named("y", op("Neg", [x], STREAM))])) == "none"
 
 
+def turned(key: ir.Value, *, step: int) -> ir.Value:
+    """``x·cos + rotate(x)·sin`` as it is left in a graph: every other channel negated, or half of them."""
+    half, ends = HEAD // 2, np.array([2**62])
+    cuts = ((0, ends), (1, ends)) if step == 2 else ((0, np.array([half])), (half, ends))
+
+    def part(which: int) -> ir.Value:
+        start, end = cuts[which]
+        numbers = [np.array([start]), end, np.array([3]), np.array([step])]
+        names = [f"{name}_{which}_{step}" for name in ("start", "end", "axis", "step")]
+        given = [parameter(name, number.astype(np.int64)) for name, number in zip(names, numbers, strict=True)]
+        return op("Slice", [key, *given], ["batch", KV_HEADS, "tokens", half])
+
+    rotated = op("Concat", [op("Neg", [part(1)]), part(0)], key.shape, axis=-1)
+    cos, sin = (parameter(f"{name}_{step}", np.ones((8, HEAD), np.float32)) for name in ("cos", "sin"))
+    return op("Add", [op("Mul", [key, cos], key.shape), op("Mul", [rotated, sin], key.shape)], key.shape)
+
+
+@pytest.mark.parametrize(("step", "pairing"), [(2, "interleaved"), (1, "half")])
+def test_rotary_is_read_from_arithmetic_where_no_node_says_it(step: int, pairing: str) -> None:
+    model = decoder()
+    for node in [n for n in model.graph if n.op_type == "RotaryEmbedding"]:
+        ir.convenience.replace_all_uses_with(node.outputs[0], node.inputs[0])
+        model.graph.remove(node, safe=True)
+    assert find_rotary(model) == "none"
+    attention = next(n for n in model.graph if n.op_type == "Attention")
+    key = attention.inputs[1]
+    assert key is not None
+    attention.replace_input_with(1, turned(key, step=step))
+    assert find_rotary(model) == pairing
+
+
 def test_a_constant_is_no_parameter() -> None:
     """Only initializers with a checkpoint name are weights."""
     x = value("x", STREAM)
