@@ -235,7 +235,7 @@ def _simplify(model: ir.Model, parameters: set[str]) -> None:
             value.shape, value.type = ir.Shape(tensor.numpy().shape), ir.TensorType(tensor.dtype)
             hidden.append(value)
     graph.inputs.extend(hidden)
-    _split_gemm(graph)
+    _split_gemm(graph, hidden)
     optimizer.optimize_ir(model)
     onnx_fusions.fuse(model)
     optimizer.optimize_ir(model)
@@ -246,20 +246,43 @@ def _simplify(model: ir.Model, parameters: set[str]) -> None:
             graph.initializers[value.name or ""] = value
 
 
-def _split_gemm(graph: ir.Graph) -> None:
-    """Write ``Gemm(x, weight, bias)`` over a linear's ``[out, in]`` weight as the product and sum other linears are."""
+def _split_gemm(graph: ir.Graph, parameters: list[ir.Value]) -> None:
+    """Write ``Gemm(x, weight, bias)`` over a parameter as the product and sum other linears are.
+
+    The weight of a linear is ``[out, in]`` and stands transposed; that of gpt2's ``Conv1D`` is ``[in, out]``, and its
+    input was made flat.
+    """
     for node in list(graph):
-        if node.op_type != "Gemm" or "transB" not in node.attributes or not node.attributes["transB"].as_int():
+        if node.op_type != "Gemm" or node.inputs[1] not in parameters:
             continue
         x, weight, *bias = node.inputs
-        transpose = ir.node("Transpose", [weight], attributes={"perm": [1, 0]})
-        product = ir.node("MatMul", [x, transpose.outputs[0]])
-        nodes = [transpose, product]
+        output, nodes = node.outputs[0], list[ir.Node]()
+        if "transB" in node.attributes and node.attributes["transB"].as_int():
+            nodes.append(ir.node("Transpose", [weight], attributes={"perm": [1, 0]}))
+            weight = nodes[-1].outputs[0]
+        else:
+            x, output = _unflattened(x, output)
+        nodes.append(ir.node("MatMul", [x, weight]))
         if bias and bias[0] is not None:
-            nodes.append(ir.node("Add", [product.outputs[0], bias[0]]))
-        output = node.outputs[0]
-        nodes[-1].outputs[0].shape, nodes[-1].outputs[0].type = output.shape, output.type
-        product.outputs[0].shape, product.outputs[0].type = output.shape, output.type
+            nodes.append(ir.node("Add", [nodes[-1].outputs[0], bias[0]]))
+        for made in nodes[-2:] if nodes[-1].op_type == "Add" else nodes[-1:]:
+            made.outputs[0].shape, made.outputs[0].type = output.shape, output.type
         graph.insert_before(node, nodes)
         ir.convenience.replace_all_uses_with(output, nodes[-1].outputs[0])
+        if output is not node.outputs[0]:
+            last = output.producer()
+            assert last is not None
+            graph.remove(last, safe=True)
         graph.remove(node, safe=True)
+
+
+def _unflattened(x: ir.Value | None, output: ir.Value) -> tuple[ir.Value | None, ir.Value]:
+    """What a product's input was reshaped from, and what its output is reshaped to, where that undoes it."""
+    before, uses = x.producer() if x is not None else None, list(output.uses())
+    after = uses[0].node if len(uses) == 1 else None
+    if before is None or after is None or before.op_type != "Reshape" or after.op_type != "Reshape":
+        return x, output
+    rows, whole = before.inputs[0], after.outputs[0]
+    if rows is None or rows.shape is None or whole.shape is None or list(rows.shape)[:-1] != list(whole.shape)[:-1]:
+        return x, output
+    return rows, whole

@@ -163,7 +163,7 @@ def _quantize_layer(
     folds: list[tuple[FloatArray, ScaleSink]] = []
     for group in groups:
         fmt = plan[group.name]
-        weights = [source.tensor(name) for name in group.members]
+        weights = [_out_by_in(source.tensor(name), group) for name in group.members]
         if fmt is None:
             result.tensors.update(zip(group.members, weights, strict=True))
             result.reports.extend(float_report(group, i) for i in range(len(weights)))
@@ -181,7 +181,17 @@ def _quantize_layer(
         _fold(result, source, scale, sink)
         if sink.kind == "linear" and sink.head_size:
             result.value_scale = awq.producer_scale(scale, sink)
+    for group in groups:
+        for name in group.members:
+            kept = result.tensors[name]
+            if not isinstance(kept, QuantizedLinear):
+                result.tensors[name] = _out_by_in(kept, group)  # back to how the source stores it
     return result
+
+
+def _out_by_in(weight: FloatArray, group: LinearGroup) -> FloatArray:
+    """A float weight the other way round where the source stores it ``[in, out]``."""
+    return np.ascontiguousarray(weight.T) if group.transposed else weight
 
 
 def _fold(result: LayerResult, source: Checkpoint, scale: FloatArray, sink: ScaleSink) -> None:

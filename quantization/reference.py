@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers.pytorch_utils import Conv1D
 
 from pipeline.errors import QuantizationError
 from quantization.attention_hook import kv_function
@@ -69,7 +70,7 @@ class QuantizedReference:
         handles: list[Any] = []
         for module in self.model.modules():
             name = names.get(id(getattr(module, "weight", None)), "")
-            if name in outputs and isinstance(module, torch.nn.Linear):
+            if name in outputs and isinstance(module, torch.nn.Linear | Conv1D):
                 handles.append(module.register_forward_hook(_exchange(name, outputs[name], errors)))
         try:
             logits = self(tokens)
@@ -128,6 +129,11 @@ class _InputGrid:
     input_scale: float | None
 
 
+def _stored_in_out(model: Any) -> set[str]:
+    """Weights of gpt2's linears, which are ``[in, out]``; in codes they are ``[out, in]`` like all others."""
+    return {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D)}
+
+
 def _activation_hook(grid: _InputGrid) -> Any:
     def hook(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if grid.input_scale is not None:
@@ -165,6 +171,8 @@ def _load(folder: Path) -> tuple[Any, list[tuple[torch.nn.Module, _InputGrid]]]:
             grids[name] = _InputGrid(stored.group_size, stored.input_scale)
             stored = stored.dequantize()
         weights[name] = torch.from_numpy(np.array(stored, np.float32))
+    for name in grids.keys() & _stored_in_out(model):
+        weights[name] = weights[name].T.contiguous()
     result = model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
     parameters = dict(model.named_parameters())  # a tied one once, by its first name

@@ -29,6 +29,24 @@ class Weights(Protocol):
     def tensor(self, name: str) -> NDArray[np.float32]: ...
 
 
+class _OutByIn:
+    """A checkpoint whose linears are all ``[out, in]``, over one whose float ``names`` are stored the other way."""
+
+    def __init__(self, stored: Weights, names: frozenset[str]) -> None:
+        self._stored, self._names = stored, names
+
+    def linear(self, name: str) -> Any:
+        found = self._stored.linear(name)
+        return found.T if name in self._names and not hasattr(found, "codes") else found
+
+    def weight(self, name: str) -> NDArray[np.float32]:
+        found = self.linear(name)
+        return found.dequantize() if hasattr(found, "codes") else found
+
+    def tensor(self, name: str) -> NDArray[np.float32]:
+        return self._stored.tensor(name)
+
+
 @dataclass
 class Lowering:
     """The graph on its way to a target, and what passes may read about it."""
@@ -44,6 +62,11 @@ class Lowering:
     float_type: str = "fp32"  # fp16 or bf16
     precision: str = "fp32"  # of linears: the float type, int4 or fp8
     activation_max: dict[str, float] = field(default_factory=dict)  # group -> largest |input| while calibrating
+
+    def __post_init__(self) -> None:
+        transposed = frozenset(name for g in self.graph.groups if g.transposed for name in g.members)
+        if transposed and not isinstance(self.weights, _OutByIn):
+            self.weights = _OutByIn(self.weights, transposed)
 
     def group_of(self, parameter: str) -> LinearGroup | None:
         return next((g for g in self.graph.groups if parameter in g.members), None)

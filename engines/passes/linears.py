@@ -1,6 +1,8 @@
-"""Products with a transposed parameter become one ``tapeout::Linear`` node each: what merging and kernels work on.
+"""Products with a parameter become one ``tapeout::Linear`` node each: what merging and kernels work on.
 
 MatMul(x, Transpose(weight)) [+ bias]   ->   Linear(x) {weights: [name], biases: [name or ""]}
+
+``MatMul(x, weight)`` over an ``[in, out]`` parameter is the same: from here on every weight is ``[out, in]``.
 """
 
 from __future__ import annotations
@@ -30,11 +32,10 @@ def run(lowering: Lowering) -> Outcome:
         last = linear.output.producer()
         assert last is not None
         replace(lowering.model, [last], [node], {linear.output: node.outputs[0]})
+        if linear.transposed and not linear.weight.uses():
+            del lowering.model.graph.initializers[linear.name]  # its shape is the other way round
     others = [n for n in lowering.model.graph if n.op_type in ("MatMul", "Gemm")]
-    declined = tuple(
-        f"{n.op_type} {n.outputs[0].name}: its weight is not a transposed [out, in] parameter; kept in float"
-        for n in others
-    )
+    declined = tuple(f"{n.op_type} {n.outputs[0].name}: its weight is no parameter; kept in float" for n in others)
     return Outcome(len(linears), declined)
 
 
