@@ -1,7 +1,7 @@
 """Families of decoders that transformers ships, at two layers with random weights: what the exporter must carry over.
 
 Each row of ``FAMILIES`` is a model type of transformers and what its configuration says beyond ``DENSE``; rows of one
-type differ in what they exercise. Vocabularies are prime, so that nothing downstream may count on round sizes.
+type differ in what they exercise. Vocabularies are odd, so that nothing downstream may count on round sizes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pipeline.artifact import Artifact
 from pipeline.graph import PortableGraph
@@ -36,6 +36,8 @@ class Family:
     model_type: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     sizes: Mapping[str, Any] = field(default_factory=lambda: DENSE)
+    rotary: Literal["half", "interleaved", "none"] = "half"  # how key channels are paired
+    vocab_size: int = VOCAB_SIZE
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -55,6 +57,18 @@ FAMILIES: Mapping[str, Family] = {
         },
     ),
     "llama-group-of-8": Family("llama", {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 128}),
+    "llama-odd-sizes": Family(  # groups of 64 and 32 channels divide neither 80 nor 208
+        "llama",
+        {
+            "hidden_size": 80,
+            "intermediate_size": 208,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": True,
+        },
+        vocab_size=997,
+    ),
+    "llama-biases": Family("llama", {"attention_bias": True, "mlp_bias": True}),  # on every linear but the head
     "mistral-short-window": Family("mistral", {"sliding_window": 8}),
     "mistral-long-window": Family("mistral", {"sliding_window": 48}),
     "qwen2": Family("qwen2", {"tie_word_embeddings": True}),  # biases on q, k and v alone
@@ -65,15 +79,16 @@ FAMILIES: Mapping[str, Family] = {
     "phi": Family("phi"),  # partial rotary, parallel blocks, a biased head
     "olmo2": Family("olmo2"),  # norms after the blocks
     "starcoder2": Family("starcoder2", {"sliding_window": 8}),  # layer norms, biases
-    "cohere2": Family("cohere2", {"sliding_window": 8}),  # interleaved rotary, and layers without any
-    "glm4": Family("glm4"),  # interleaved partial rotary, fused gate and up
+    "cohere2": Family("cohere2", {"sliding_window": 8}, rotary="interleaved"),  # and layers without any rotary
+    "glm4": Family("glm4", rotary="interleaved"),  # of half a head; fused gate and up
     "stablelm": Family("stablelm"),  # partial rotary
     "opt": Family(
         "opt",
         {"ffn_dim": 96, "word_embed_proj_dim": 64},
         {k: DENSE[k] for k in ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")},
-    ),  # learned positions, no rotary
-    "gpt2": Family("gpt2", {}, GPT),  # weights stored [in, out]
+        rotary="none",
+    ),  # learned positions
+    "gpt2": Family("gpt2", {}, GPT, rotary="none"),  # weights stored [in, out]
     "gpt_neox": Family(
         "gpt_neox", {}, {k: v for k, v in DENSE.items() if k not in ("num_key_value_heads", "head_dim")}
     ),
@@ -88,7 +103,7 @@ def random_model(name: str, *, seed: int = 0) -> Any:
     family = FAMILIES[name]
     config: Any = AutoConfig.for_model(
         family.model_type,
-        vocab_size=VOCAB_SIZE,
+        vocab_size=family.vocab_size,
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
@@ -105,13 +120,15 @@ def random_model(name: str, *, seed: int = 0) -> Any:
 
 
 def save_checkpoint(model: Any, folder: Path) -> Path:
-    """The model as a Hugging Face checkpoint folder, with a tokenizer of as many words as it has rows."""
-    from tokenizers import Tokenizer, models
+    """The model as a Hugging Face checkpoint folder; its tokenizer knows a word for each row: ``w3 w4 w5``, ..."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, VOCAB_SIZE)}
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, model.config.vocab_size)}
+    by_word = Tokenizer(models.WordLevel(words, unk_token="w3"))
+    by_word.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w3")),
+        tokenizer_object=by_word,
         pad_token="<pad>",
         bos_token="<s>",
         eos_token="</s>",

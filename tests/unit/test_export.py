@@ -52,7 +52,8 @@ def test_a_family_keeps_its_logits_in_the_graph_and_in_the_engine(name: str, tmp
     model = random_model(name)
     graph = export_family(name, tmp_path, tolerance=TOLERANCE)
     assert graph.record.max_relative_error <= TOLERANCE
-    assert graph.record.layers == LAYERS and graph.record.vocab_size == VOCAB_SIZE
+    assert graph.record.layers == LAYERS and graph.record.vocab_size == FAMILIES[name].vocab_size
+    assert graph.record.rotary == FAMILIES[name].rotary
     bundle = build(
         graph,
         open_checkpoint(graph.folder),
