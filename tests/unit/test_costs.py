@@ -1,40 +1,96 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from engines import costs
 from engines.bundle import Fingerprint
+from engines.costs import Shape
+from pipeline.kernels import FLOAT, MENU, STATIC_INT8, Kernel
+from quantization.rounding import Format, round_to_nearest
+
+FOUR_BITS, EIGHT_BITS = (Kernel(bits=bits, group_size=32, symmetric=True) for bits in (4, 8))
 
 
-def test_every_kernel_that_fits_a_shape_is_timed_at_every_row_count() -> None:
-    found = costs.measure_shape(64, 32, (1, 3), threads=1)
-    assert list(found) == ["fp32", "4-bit g32", "4-bit g64", "8-bit g32", "8-bit g64", "static int8"]
+def stored(kernel: Kernel, weight: NDArray[np.float32]) -> Any:
+    if kernel == FLOAT:
+        return weight
+    if kernel == STATIC_INT8:
+        return replace(round_to_nearest(weight, Format(8, weight.shape[1], True, "int8")), input_scale=0.03)
+    return round_to_nearest(weight, Format(kernel.bits, kernel.group_size, kernel.symmetric))
+
+
+def test_every_kernel_of_the_menu_has_a_name_of_its_own_and_is_what_the_passes_write() -> None:
+    weight = np.random.default_rng(0).standard_normal((8, 256)).astype(np.float32)
+    operators: dict[str, set[str]] = {}
+    for kernel in MENU:
+        model = costs.product_model(stored(kernel, weight), Shape(256, 8), 3)
+        assert [value.name for value in model.graph.outputs] == ["y0", "y1", "y2"]
+        operators[kernel.name] = {node.op_type for node in model.graph}
+    assert len(operators) == len(MENU)
+    assert operators["fp32"] == {"MatMul"} and operators["4-bit g64"] == {"MatMulNBits"}
+    assert operators["static int8"] == {"QuantizeLinear", "MatMulIntegerToFloat"}
+
+
+def test_every_kernel_is_timed_at_every_row_count() -> None:
+    kernels = (FLOAT, FOUR_BITS, STATIC_INT8)
+    found = costs.measure(Shape(64, 32), kernels, (1, 3), stored, threads=1, streamed=1 << 16)
+    assert list(found) == ["fp32", "4-bit g32", "static int8"]
     assert all(list(by_rows) == [1, 3] and min(by_rows.values()) > 0 for by_rows in found.values())
 
 
-def test_a_machine_measures_a_shape_once_and_another_one_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, int]] = []
+def test_weights_of_a_sample_are_different_and_as_many_as_are_to_be_streamed() -> None:
+    weight = np.random.default_rng(0).standard_normal((32, 64)).astype(np.float32)
+    model = costs.product_model(stored(EIGHT_BITS, weight), Shape(64, 32), 4)
+    codes = [value.const_value.numpy().tobytes() for name, value in model.graph.initializers.items() if "codes" in name]  # type: ignore[union-attr]
+    assert len(codes) == len(set(codes)) == 4
 
-    def measure(columns: int, outputs: int, rows: Sequence[int], threads: int) -> dict[str, dict[int, float]]:
-        asked.append((columns, outputs))
-        return {"fp32": {count: count * 1e-3 for count in rows}}
 
-    def ask(columns: int) -> dict[str, dict[int, float]]:
-        return costs.costs(columns, 8, rows=(1, 4), threads=1, cache=tmp_path, measure=measure)
+def test_bytes_are_those_of_codes_and_float32_scales() -> None:
+    assert costs.product_bytes(Shape(64, 32), EIGHT_BITS, stored) == 32 * (64 + 2 * 4)
+    assert costs.product_bytes(Shape(64, 32), FOUR_BITS, stored) == 32 * (32 + 2 * 4)
+    assert costs.product_bytes(Shape(64, 8), FLOAT, stored) == 8 * 64 * 4
 
-    first = ask(16)
-    assert ask(16) == first == {"fp32": {1: 1e-3, 4: 4e-3}}
-    assert len(asked) == 1
-    ask(32)
+
+def test_a_machine_measures_once_and_another_one_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, tuple[int, ...]]] = []
+
+    def measure(
+        shape: Shape, kernels: Sequence[Kernel], rows: Sequence[int], store: Any, *, threads: int
+    ) -> costs.Seconds:
+        asked.append((shape.columns, tuple(rows)))
+        return {kernel.name: {count: count * 1e-3 for count in rows} for kernel in kernels}
+
+    monkeypatch.setattr(costs, "measure", measure)
+
+    def ask(columns: int, rows: tuple[int, ...], kernels: tuple[Kernel, ...] = (FLOAT,)) -> costs.Seconds:
+        return costs.costs(Shape(columns, 8), kernels, rows, stored, threads=1, cache=tmp_path)
+
+    assert ask(16, (1, 4)) == ask(16, (1, 4)) == {"fp32": {1: 1e-3, 4: 4e-3}}
+    assert ask(16, (1, 8)) == {"fp32": {1: 1e-3, 8: 8e-3}}
+    ask(32, (1,))
+    ask(32, (1,), (FLOAT, STATIC_INT8))
+    assert asked == [(16, (1, 4)), (16, (8,)), (32, (1,)), (32, (1,))]
     other = Fingerprint(machine="other", features=(), libraries={})
     monkeypatch.setattr(costs.fingerprint, "current", lambda _: other)
-    ask(16)
-    assert asked == [(16, 8), (32, 8), (16, 8)]
+    ask(16, (1,))
+    assert asked[-1] == (16, (1,)) and len(asked) == 5
+
+
+def test_the_last_level_cache_is_the_largest_there_is(tmp_path: Path) -> None:
+    for index, size in enumerate(("48K", "1024K", "32M\n")):
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}" / "size").write_text(size)
+    assert costs.last_level_cache_bytes(tmp_path) == 32 << 20
+    assert costs.last_level_cache_bytes(tmp_path / "nowhere") == costs.USUAL_CACHE_BYTES
 
 
 def test_the_table_shows_operations_a_second() -> None:
-    text = costs.table(1000, 500, {"fp32": {1: 1e-3, 8: 4e-3}})
+    text = costs.table(Shape(1000, 500), {"fp32": {1: 1e-3, 8: 4e-3}})
     assert text.splitlines()[1].split() == ["fp32", "1", "2"]

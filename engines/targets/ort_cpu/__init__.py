@@ -1,6 +1,7 @@
 """ONNX Runtime on CPU: GroupQueryAttention over in-place KV buffers, block-quantized products.
 
-``LIBRARIES`` enter the fingerprint; ``PASSES`` lower the portable graph; ``open_engine`` runs a bundle.
+``LIBRARIES`` enter the fingerprint; ``PASSES`` lower the portable graph, ``KERNEL_PASSES`` among them its linears;
+``open_engine`` runs a bundle.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ LIBRARIES = ("onnxruntime",)
 
 
 def __getattr__(name: str) -> Any:
-    if name != "PASSES":
+    if name not in ("PASSES", "KERNEL_PASSES"):
         raise AttributeError(name)
     from engines.passes import (
         embedding,
@@ -32,6 +33,9 @@ def __getattr__(name: str) -> Any:
         static_int8_linears,
     )
 
+    kernels = (static_int8_linears, linear_kernels)
+    if name == "KERNEL_PASSES":
+        return kernels
     return (
         rotary_tables,
         linears,
@@ -41,8 +45,7 @@ def __getattr__(name: str) -> Any:
         norms,
         silu,
         logit_rows,
-        static_int8_linears,
-        linear_kernels,
+        *kernels,
         embedding,
     )
 

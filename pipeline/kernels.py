@@ -1,0 +1,60 @@
+"""The kernels a linear can have: one list that recipes, the cost table and the planner share.
+
+A kernel says how weights are stored and how inputs are rounded; it knows no shape. Another one is another entry of
+``MENU``: rules can name it by its fields, its cost is measured on what the passes of the target make of it, and its
+sensitivity on what ``quantization.group_search`` makes of it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from pipeline.artifact import Frozen
+
+
+class Kernel(Frozen):
+    """``bits`` 32 leaves a linear in float. With int8 ``activations`` inputs lie on one static grid, and weights are
+    symmetric with one scale per output channel, whatever ``group_size`` and ``symmetric`` say.
+    """
+
+    bits: Literal[4, 8, 32]
+    group_size: Literal[16, 32, 64, 128, 256] = 32
+    symmetric: bool = False
+    activations: Literal["float", "int8"] = "float"
+
+    @model_validator(mode="after")
+    def _int8_products_take_int8_weights(self) -> Kernel:
+        if self.activations == "int8" and self.bits != 8:
+            raise ValueError(f"activations: int8 needs bits: 8, found bits: {self.bits}")
+        return self
+
+    @property
+    def name(self) -> str:
+        """What tables call it.
+
+        >>> Kernel(bits=4).name, Kernel(bits=8, activations="int8").name
+        ('4-bit g32 asym', 'static int8')
+        """
+        if self.bits == 32:
+            return "fp32"
+        if self.activations == "int8":
+            return "static int8"
+        return f"{self.bits}-bit g{self.group_size}{'' if self.symmetric else ' asym'}"
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether input channels share scales in groups of ``group_size``."""
+        return self.bits != 32 and self.activations == "float"
+
+
+FLOAT = Kernel(bits=32, symmetric=True)
+STATIC_INT8 = Kernel(bits=8, symmetric=True, activations="int8")
+
+MENU: tuple[Kernel, ...] = (
+    FLOAT,
+    *(Kernel(bits=8, group_size=size, symmetric=True) for size in (32, 64, 128, 256)),
+    STATIC_INT8,
+    *(Kernel(bits=4, group_size=size, symmetric=True) for size in (32, 64, 128, 256)),
+)
