@@ -1,8 +1,8 @@
 """Runs an ``ort-cpu`` bundle: one session, KV buffers in place, bindings kept between steps.
 
-The KV buffers are ``[slots, heads, max_tokens, head_size]`` arrays of zeros, which cost no memory until touched. A step
-binds a window of neighbouring slots by address, as past and as present alike, so nothing is copied; the bindings of each
-window are made once and used again.
+The KV buffers are ``[slots, heads, max_tokens, head_size]`` arrays of zeros, which cost no memory until touched. A
+step binds a window of neighbouring slots by address, as past and as present alike, so nothing is copied; the bindings
+of each window are made once and used again.
 """
 
 from __future__ import annotations
