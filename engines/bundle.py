@@ -6,6 +6,8 @@ from typing import Any, ClassVar
 
 from pipeline.artifact import Frozen, Record
 
+NEXT_TOKENS = "next_tokens"  # output of a graph that chooses greedily itself (engines/passes/next_tokens.py)
+
 
 class PassReport(Frozen):
     """What one graph pass did: how often its pattern matched, and why it declined where it could have."""

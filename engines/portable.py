@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from engines.compile import MODEL_FILE
 from engines.lowered import LoweredGraph
 from engines.passes.fixed_kv_cache import WRITE_POSITIONS
-from engines.protocol import FloatArray
+from engines.protocol import FloatArray, TokenArray
 from engines.step_inputs import StepInputs, check_copy, decode_inputs, prefill_inputs
 from engines.threads import physical_cores
 from pipeline.artifact import Artifact
@@ -76,6 +76,9 @@ class PortableEngine:
 
     def decode(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> FloatArray:
         return self._run(first_slot, decode_inputs(self, tokens, lengths, first_slot))
+
+    def decode_greedy(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> TokenArray:
+        return self.decode(tokens, lengths, first_slot=first_slot).argmax(axis=1)
 
     def copy_slot(self, source: int, target: int, length: int) -> None:
         check_copy(self, source, target, length)

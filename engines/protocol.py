@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 FloatArray = NDArray[np.float32]
+TokenArray = NDArray[np.int64]
 
 
 class Engine(Protocol):
@@ -51,6 +52,10 @@ class Engine(Protocol):
         Row i is slot ``first_slot + i``, which already holds ``lengths[i]`` positions; its token is written at
         position ``lengths[i]``.
         """
+        ...
+
+    def decode_greedy(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> TokenArray:
+        """As :meth:`decode`, but of every row only its likeliest token, the first of equals; int64 ``[B]``."""
         ...
 
     def copy_slot(self, source: int, target: int, length: int) -> None:

@@ -139,8 +139,7 @@ def _step_seconds(engine: Engine, prompt: list[int], batch: int, steps: int) -> 
     for step in range(Settings.warmup_tokens + steps):
         lengths = [len(prompt) + step] * batch
         start = time.perf_counter()
-        logits = engine.decode(tokens, lengths)
-        tokens = logits.argmax(axis=1).tolist()
+        tokens = engine.decode_greedy(tokens, lengths).tolist()
         seconds.append(time.perf_counter() - start)
     return median(seconds[Settings.warmup_tokens :])
 

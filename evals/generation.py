@@ -79,10 +79,10 @@ def greedy(
     while len(live) < engine.slots and (row := admit(len(live))) is not None:
         live.append(row)
     while live:
-        logits = engine.decode([row.tokens[-1] for row in live], [row.length for row in live])
+        chosen = engine.decode_greedy([row.tokens[-1] for row in live], [row.length for row in live])
         for slot in reversed(range(len(live))):
             live[slot].length += 1
-            if not accept(live[slot], int(logits[slot].argmax())):
+            if not accept(live[slot], int(chosen[slot])):
                 continue
             if (row := admit(slot)) is not None:
                 live[slot] = row

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from engines.protocol import FloatArray
+from engines.protocol import FloatArray, TokenArray
 
 
 class HistoryEngine:
@@ -57,6 +57,9 @@ class HistoryEngine:
             result.append(self.logits_after(self.held[slot]))
         return np.stack(result)
 
+    def decode_greedy(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> TokenArray:
+        return self.decode(tokens, lengths, first_slot=first_slot).argmax(axis=1)
+
     def copy_slot(self, source: int, target: int, length: int) -> None:
         assert length <= len(self.held[source]), "copies positions that were never written"
         self.held[target] = self.held[source][:length]
@@ -99,6 +102,9 @@ class TorchEngine:
                 for slot, (token, length) in enumerate(zip(tokens, lengths, strict=True), start=first_slot)
             ]
         )
+
+    def decode_greedy(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> TokenArray:
+        return self.decode(tokens, lengths, first_slot=first_slot).argmax(axis=1)
 
     def copy_slot(self, source: int, target: int, length: int) -> None:
         import copy

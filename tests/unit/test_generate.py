@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from engines.protocol import FloatArray
+from engines.protocol import FloatArray, TokenArray
 from pipeline.errors import RequestError
 from runtime.generate import GenerationSettings, Piece, StopMatcher, generate
 from runtime.sampling import SamplingSettings
@@ -64,6 +64,9 @@ class Scripted:
         assert list(tokens) == [self.script[self.positions - self.prompt]]
         self.positions += 1
         return self._logits()
+
+    def decode_greedy(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> TokenArray:
+        return self.decode(tokens, lengths, first_slot=first_slot).argmax(axis=1)
 
     def copy_slot(self, source: int, target: int, length: int) -> None:
         raise NotImplementedError

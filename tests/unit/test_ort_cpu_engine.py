@@ -153,6 +153,18 @@ def test_a_copied_slot_continues_as_its_source_would(engine: Engine) -> None:
     assert_same(engine.decode([7], [17], first_slot=5), engine.decode([7], [17], first_slot=2))
 
 
+def test_tokens_chosen_in_the_graph_are_those_of_the_largest_logits(engine: Engine) -> None:
+    prompts = [[3, 5, 7], [11, 2], [4, 4, 9, 1]]
+    for slot, prompt in enumerate(prompts):
+        engine.prefill(slot, prompt)
+    tokens, lengths = [8, 6, 10], [len(prompt) for prompt in prompts]
+    for _ in range(4):
+        expected = engine.decode(tokens, lengths).argmax(axis=1)
+        chosen = engine.decode_greedy(tokens, lengths)  # writes the same positions again
+        assert chosen.dtype == np.int64 and chosen.tolist() == expected.tolist()
+        tokens, lengths = chosen.tolist(), [length + 1 for length in lengths]
+
+
 def test_the_engine_says_what_its_bundle_says(engine: Engine, bundle: Artifact[EngineBundle]) -> None:
     assert engine.digest == bundle.digest
     assert (engine.vocab_size, engine.slots, engine.max_tokens) == (VOCAB_SIZE, SLOTS, MAX_POSITIONS)

@@ -36,7 +36,7 @@ class Ours:
         history = [[token] for token in chosen]
         start = time.perf_counter()
         for _ in range(new_tokens):
-            chosen = self._engine.decode(chosen, lengths).argmax(axis=1).tolist()
+            chosen = self._engine.decode_greedy(chosen, lengths).tolist()
             lengths = [length + 1 for length in lengths]
             for row, token in zip(history, chosen, strict=True):
                 row.append(token)

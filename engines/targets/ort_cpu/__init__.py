@@ -26,6 +26,7 @@ def __getattr__(name: str) -> Any:
         linears,
         logit_rows,
         merge_linears,
+        next_tokens,
         norms,
         prompt_attention,
         rotary_tables,
@@ -45,6 +46,7 @@ def __getattr__(name: str) -> Any:
         norms,
         silu,
         logit_rows,
+        next_tokens,
         *kernels,
         embedding,
     )

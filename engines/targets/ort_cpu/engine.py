@@ -17,8 +17,8 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from engines.bundle import EngineBundle
-from engines.protocol import FloatArray
+from engines.bundle import NEXT_TOKENS, EngineBundle
+from engines.protocol import FloatArray, TokenArray
 from engines.step_inputs import StepInputs, check_copy, decode_inputs, prefill_inputs
 from engines.threads import physical_cores
 from pipeline.artifact import Artifact
@@ -60,7 +60,9 @@ class OrtCpuEngine:
                     (self._slots, shape.heads, record.io.max_tokens, shape.head_size), dtype
                 )
         self._element = dtype
-        self._windows: dict[tuple[int, int], _Window] = {}
+        self._windows: dict[tuple[int, int, str], _Window] = {}
+        self._only_what_is_bound = ort.RunOptions()
+        self._only_what_is_bound.only_execute_path_to_fetches = True
         self._wants_positions = "position_ids" in record.io.inputs
 
     @property
@@ -85,11 +87,16 @@ class OrtCpuEngine:
         step = prefill_inputs(self, slot, tokens, start, rows)
         logits = np.empty((len(step.rows), self.vocab_size), np.float32)
         for piece, places in step.pieces(PROMPT_TOKENS):
-            logits[places] = self._run(slot, piece)
+            logits[places] = self._logits(slot, piece)
         return logits
 
     def decode(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> FloatArray:
-        return self._run(first_slot, decode_inputs(self, tokens, lengths, first_slot))
+        return self._logits(first_slot, decode_inputs(self, tokens, lengths, first_slot))
+
+    def decode_greedy(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> TokenArray:
+        chosen = np.empty(len(tokens), np.int64)
+        self._run(first_slot, decode_inputs(self, tokens, lengths, first_slot), NEXT_TOKENS, chosen)
+        return chosen
 
     def copy_slot(self, source: int, target: int, length: int) -> None:
         check_copy(self, source, target, length)
@@ -100,8 +107,8 @@ class OrtCpuEngine:
         self._windows.clear()
         self._cache.clear()
 
-    def _window(self, first: int, rows: int) -> _Window:
-        window = self._windows.get((first, rows))
+    def _window(self, first: int, rows: int, wanted: str) -> _Window:
+        window = self._windows.get((first, rows, wanted))
         if window is None:
             binding = self._session.io_binding()
             for name, buffer in self._cache.items():
@@ -111,24 +118,28 @@ class OrtCpuEngine:
             window = _Window(binding, np.zeros(rows, np.int32), np.zeros((), np.int32))
             binding.bind_input("seqlens_k", "cpu", 0, np.int32, window.seqlens.shape, window.seqlens.ctypes.data)
             binding.bind_input("total_sequence_length", "cpu", 0, np.int32, (), window.total.ctypes.data)
-            self._windows[(first, rows)] = window
+            self._windows[(first, rows, wanted)] = window
         return window
 
-    def _run(self, first: int, step: StepInputs) -> FloatArray:
+    def _logits(self, first: int, step: StepInputs) -> FloatArray:
+        logits = np.empty((len(step.rows), self.vocab_size), np.float32)
+        self._run(first, step, "logits", logits)
+        return logits
+
+    def _run(self, first: int, step: StepInputs, wanted: str, output: NDArray[Any]) -> None:
+        """Fill ``output`` with the graph's output ``wanted``; the other one is not computed."""
         batch, fed = step.ids.shape
-        window = self._window(first, batch)
+        window = self._window(first, batch, wanted)
         window.seqlens[:] = step.starts + (fed - 1)  # valid positions after this step, less one
         window.total[...] = step.starts.max() + fed
         binding = window.binding
-        logits = np.empty((len(step.rows), self.vocab_size), np.float32)
         small = {"input_ids": step.ids, "logit_rows": step.rows}
         if self._wants_positions:
             small["position_ids"] = step.positions
         for name, value in small.items():
             binding.bind_input(name, "cpu", 0, np.int64, value.shape, value.ctypes.data)
-        binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
-        self._session.run_with_iobinding(binding)
-        return logits
+        binding.bind_output(wanted, "cpu", 0, output.dtype, output.shape, output.ctypes.data)
+        self._session.run_with_iobinding(binding, self._only_what_is_bound)
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:

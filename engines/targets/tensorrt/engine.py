@@ -24,7 +24,7 @@ import numpy as np
 
 from engines.bundle import CompiledEngine, EngineBundle, Profile
 from engines.passes.fixed_kv_cache import WRITE_POSITIONS
-from engines.protocol import FloatArray
+from engines.protocol import FloatArray, TokenArray
 from engines.step_inputs import Int64Array, StepInputs, check_copy, decode_inputs, prefill_inputs
 from engines.targets.tensorrt.compiler import ENGINE_FILE, load_module
 from engines.targets.tensorrt.hardware import checked
@@ -148,6 +148,9 @@ class TensorRTEngine:
             step.graphs[first_slot] = self._capture(step)
         self._lengths[first_slot : first_slot + batch] += 1
         return self._logits(step, batch)
+
+    def decode_greedy(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> TokenArray:
+        return self.decode(tokens, lengths, first_slot=first_slot).argmax(axis=1)
 
     def copy_slot(self, source: int, target: int, length: int) -> None:
         check_copy(self, source, target, length)
