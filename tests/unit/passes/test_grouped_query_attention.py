@@ -24,6 +24,12 @@ from tests.attention_graph import (
 )
 from tests.lowering import operators, run
 
+
+@pytest.fixture(autouse=True)
+def prompts_of_two_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_attention, "FEW_TOKENS", 1)
+
+
 both_ways = pytest.mark.parametrize("then", [(), (prompt_attention,)], ids=["alone", "prompts apart"])
 
 

@@ -7,8 +7,13 @@ import onnx_ir as ir
 import pytest
 
 from engines.passes import prompt_attention
-from tests.attention_graph import MAX_TOKENS, Array, Buffers, Layout, graph, lower, sequences
+from tests.attention_graph import MAX_TOKENS, Array, Buffers, Layout, exported, graph, lower, sequences
 from tests.lowering import apply, lowering, model_of, named, op, operators, value
+
+
+@pytest.fixture(autouse=True)
+def prompts_of_two_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_attention, "FEW_TOKENS", 1)
 
 
 def branch(model: ir.Model, name: str) -> list[str]:
@@ -60,6 +65,21 @@ def test_both_branches_write_the_same_int8_codes(layout: Layout) -> None:
     for name, buffer in together.past.items():
         assert np.abs(buffer.astype(int) - apart.past[name]).max() <= 1  # the order of a sum may turn a rounding
         assert buffer[:, :, 9:MAX_TOKENS].any() == np.False_
+
+
+@pytest.mark.parametrize("count", [4, 5])
+def test_a_few_tokens_are_no_prompt(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_attention, "FEW_TOKENS", 4)
+    model = graph(Layout())
+    (row,) = sequences(Layout(), 1)
+    expected = exported(model, Layout(), row, count)
+    lower(Layout(), model, then=(prompt_attention,))
+    chosen = [n for n in model.graph if n.op_type == "If"][-1]
+    for name, op_type in (("then_branch", "Attention"), ("else_branch", "GroupQueryAttention")):
+        assert op_type in [n.op_type for n in chosen.attributes[name].as_graph()]
+    np.testing.assert_allclose(
+        Buffers(model, Layout(), rows=1).step([row], [0], count)[0], expected, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_a_graph_without_attention_is_left_and_says_so() -> None:
