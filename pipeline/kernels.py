@@ -54,7 +54,8 @@ STATIC_INT8 = Kernel(bits=8, symmetric=True, activations="int8")
 
 MENU: tuple[Kernel, ...] = (
     FLOAT,
-    *(Kernel(bits=8, group_size=size, symmetric=True) for size in (32, 64, 128, 256)),
+    Kernel(bits=8, group_size=64, symmetric=True),
     STATIC_INT8,
-    *(Kernel(bits=4, group_size=size, symmetric=True) for size in (32, 64, 128, 256)),
+    Kernel(bits=4, group_size=32, symmetric=True),
+    Kernel(bits=4, group_size=64, symmetric=True),
 )

@@ -109,7 +109,7 @@ class Plan(Section):
     max_kl: float = Field(default=0.02, gt=0)
     max_bytes: Count | None = None  # of the products' weights and the tables
     band: Count = 5  # neighbouring layers that take one kernel
-    rows: Count = 8  # held-out calibration rows that sensitivities are measured on
+    rows: Count = 6  # held-out calibration rows that sensitivities are measured on
 
     @field_validator("kernels")
     @classmethod

@@ -1,8 +1,9 @@
 """Linears rounded for a kernel well enough to rank kernels by, in a fraction of what the quantize stage takes.
 
-Block kernels get GPTQ on the plain range, with no search for scales; static int8 gets the SmoothQuant search, then
-rounding to nearest. Plain rounding would not do for blocks of 4 bits: on the default model it exaggerates the KL of
-Q/K/V and o four times, and that of gate/up by half (docs/negative-results.md).
+Every kernel gets the search for input scales that belongs to it, on a coarse grid. Then 4-bit codes are GPTQ's on the
+plain range, and 8-bit ones the nearest. Less would not do: without the search 8-bit Q/K/V of the default model seem to
+cost two to four times what the quantize stage makes of them, and without GPTQ 4-bit ones three to five times
+(docs/negative-results.md).
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ from quantization.compressed_tensors import open_checkpoint
 from quantization.gptq import gptq, inverse_factor
 from quantization.plan import EMBEDDING, HEAD, fitted, format_of, out_by_in, sink_of, tables_of
 from quantization.reference import InputGrid, round_to_grid
-from quantization.rounding import FloatArray, Format, QuantizedLinear, fit_range, round_to_nearest
+from quantization.rounding import FloatArray, Format, fit_range, round_to_nearest
 from quantization.simulate import Simulated, simulated
 from quantization.statistics import Statistics, kv_scales, read_statistics
 
+STEPS = 8  # of the exponent between 0 and 1, in searches for input scales
 AT_ONCE = 2  # groups; numpy releases the interpreter
 TABLE_ROWS = 8192  # rounded at once
 
@@ -43,9 +45,8 @@ class Prepared:
 
     weights: tuple[FloatArray, ...]
     statistics: Statistics
-    factor: tuple[FloatArray, np.ndarray] | None  # None: rounding to nearest is what was asked for, or all there is
     sink: ScaleSink | None
-    settings: Quantize
+    search: bool  # for input scales and codes; else everything is rounded to nearest
 
     def rounded(self, kernel: Kernel) -> Simulated:
         """Not for a kernel that leaves the group in float."""
@@ -54,19 +55,20 @@ class Prepared:
         assert fmt is not None
         if fmt.activations == "int8":
             return self._static(fmt)
-        return simulated([self._block(weight, fmt) for weight in self.weights], awq.identity(columns))
-
-    def _block(self, weight: FloatArray, fmt: Format) -> QuantizedLinear:
-        if self.factor is None:
-            return round_to_nearest(weight, fmt)
-        return gptq(weight, self.factor, fit_range(weight, fmt), fmt)
+        scale, seen = awq.identity(columns), self.statistics
+        if self.sink is not None and self.search:
+            scale = awq.search(self.weights, seen.gram, seen.mean_abs, fmt, STEPS, self.sink)
+        scaled = [weight * scale.values for weight in self.weights]
+        if fmt.bits == 4 and self.search:
+            with suppress(np.linalg.LinAlgError):  # inputs of too few dimensions
+                factor = inverse_factor(seen.gram / np.outer(scale.values, scale.values))
+                return simulated([gptq(weight, factor, fit_range(weight, fmt), fmt) for weight in scaled], scale)
+        return simulated([round_to_nearest(weight, fmt) for weight in scaled], scale)
 
     def _static(self, fmt: Format) -> Simulated:
         scale, seen = awq.identity(fmt.group_size), self.statistics
-        if self.sink is not None and self.settings.method == "awq":
-            scale = smoothquant.search(
-                self.weights, seen.gram, seen.max_abs, fmt, steps=self.settings.scale_grid, sink=self.sink
-            )
+        if self.sink is not None and self.search:
+            scale = smoothquant.search(self.weights, seen.gram, seen.max_abs, fmt, steps=STEPS, sink=self.sink)
         step = smoothquant.input_step(seen.max_abs, scale)
         nearest = (round_to_nearest(weight * scale.values, fmt) for weight in self.weights)
         return simulated([replace(linear, input_scale=step) for linear in nearest], scale)
@@ -119,12 +121,9 @@ class QuickRounding:
         return rounded
 
     def _prepare(self, group: LinearGroup) -> Prepared:
-        statistics, factor = read_statistics(self._calibration, group), None
-        if self._settings.method == "awq":
-            with suppress(np.linalg.LinAlgError):  # inputs of too few dimensions
-                factor = inverse_factor(statistics.gram)
         weights = tuple(out_by_in(self._source.tensor(name), group) for name in group.members)
-        return Prepared(weights, statistics, factor, sink_of(group, self._graph.record), self._settings)
+        statistics = read_statistics(self._calibration, group)
+        return Prepared(weights, statistics, sink_of(group, self._graph.record), self._settings.method == "awq")
 
     def _decoded(self, name: str, fmt: Format) -> FloatArray:
         table = self._source.tensor(name)

@@ -59,6 +59,7 @@ class Simulation:
         self._head: Any = self._model.get_output_embeddings()
         self._layers = _layers_of(self._model, graph.record)
         self._modules = {group.name: self._modules_of(group) for group in graph.record.groups}
+        self._transposed = {group.name for group in graph.record.groups if group.transposed}
         self._modules[EMBEDDING] = [self._model.get_input_embeddings()]
         self._before = {start: list[Any]() for start in starts if start}  # what layer start - 1 returned, by row
         self._float = self._float_run()  # by row: p [S, V], and the sum of p log p [S]
@@ -72,7 +73,8 @@ class Simulation:
                 with self._resumed(first_layer, number):
                     logits = self._run(number, kv)
                 # The mean of sum p (log p - log q): one product instead of three passes over the vocabulary.
-                total += float((negentropy - (share * logits).sum(-1) + logits.logsumexp(-1)).sum())
+                crossed = torch.bmm(share[:, None], logits[:, :, None]).flatten()
+                total += float((negentropy - crossed + logits.logsumexp(-1)).sum())
         return max(0.0, total / self.positions)
 
     def _float_run(self) -> list[tuple[Tensor, Tensor]]:
@@ -126,7 +128,7 @@ class Simulation:
         with ExitStack() as stack:
             for name, group in changed.items():
                 for module, weight in zip(self._modules[name], group.weights, strict=True):
-                    stack.enter_context(_weight(module, weight))
+                    stack.enter_context(_weight(module, weight.T if name in self._transposed else weight))
                     if group.round_inputs is not None:
                         stack.callback(module.register_forward_pre_hook(input_hook(group.round_inputs)).remove)
             yield
