@@ -22,24 +22,49 @@ class FrontierPoint:
     chosen: bool
 
 
+@dataclass(frozen=True)
+class Frontier:
+    """``points`` in order of KL, the chosen plan among them; ``limit`` is the budget of KL."""
+
+    points: tuple[FrontierPoint, ...]
+    limit: float
+    by_bytes: bool  # fewest bytes were looked for, not least time
+
+
+HEADER = ("kl", "microseconds", "megabytes", "chosen")
+
+
 def table(points: Sequence[FrontierPoint]) -> str:
-    """CSV for ``dvc plots``, in order of KL."""
+    """The points as CSV."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(["kl", "microseconds", "megabytes", "chosen"])
-    for p in points:
-        writer.writerow([f"{p.kl:.6g}", f"{p.microseconds:.6g}", f"{p.megabytes:.6g}", int(p.chosen)])
+    writer.writerow(HEADER)
+    writer.writerows(cells(point) for point in points)
     return stream.getvalue()
 
 
-def chart(points: Sequence[FrontierPoint], limit: float, *, by_bytes: bool) -> str:
-    """SVG: what is made least against predicted KL, from no KL to twice ``limit``, the budget."""
-    unit, title = ("MB", "Bytes") if by_bytes else ("µs per token", "Time in products")
-    chosen = next(p for p in points if p.chosen)
-    shown = [p for p in points if p.kl <= max(2 * limit, chosen.kl)]
+def cells(point: FrontierPoint) -> tuple[object, ...]:
+    """One row of the table."""
+    return (f"{point.kl:.6g}", f"{point.microseconds:.6g}", f"{point.megabytes:.6g}", int(point.chosen))
+
+
+def read(text: str) -> tuple[FrontierPoint, ...]:
+    """The inverse of :func:`table`, up to its digits."""
+    rows = csv.DictReader(io.StringIO(text))
+    return tuple(
+        FrontierPoint(float(r["kl"]), float(r["microseconds"]), float(r["megabytes"]), r["chosen"] == "1") for r in rows
+    )
+
+
+def chart(frontier: Frontier) -> str:
+    """SVG: what was looked for against predicted KL, from no KL to twice the limit."""
+    unit, title = ("MB", "Bytes") if frontier.by_bytes else ("µs per token", "Time in products")
+    limit = frontier.limit
+    chosen = next(p for p in frontier.points if p.chosen)
+    shown = [p for p in frontier.points if p.kl <= max(2 * limit, chosen.kl)]
 
     def value(point: FrontierPoint) -> float:
-        return point.megabytes if by_bytes else point.microseconds
+        return point.megabytes if frontier.by_bytes else point.microseconds
 
     canvas = Canvas(
         WIDTH,
@@ -50,7 +75,8 @@ def chart(points: Sequence[FrontierPoint], limit: float, *, by_bytes: bool) -> s
     top, bottom, left = 46.0, 212.0, 58.0
     x = Scale(0, max(limit * 1.1, *(p.kl for p in shown)), left, WIDTH - 8)
     low, high = min(value(p) for p in shown), max(value(p) for p in shown)
-    y = Scale(low - (high - low or low) * 0.06, high + (high - low or low) * 0.06, bottom, top)
+    pad = (high - low or high) * 0.06
+    y = Scale(low - pad, high + pad, bottom, top)
     for tick in ticks(y.low, y.high, 4):
         canvas.line(left, y(tick), WIDTH, y(tick), "grid")
         canvas.text(left - 6, y(tick) + 4, label(tick), "soft", "end")
@@ -61,7 +87,7 @@ def chart(points: Sequence[FrontierPoint], limit: float, *, by_bytes: bool) -> s
     canvas.line(x(limit), top, x(limit), bottom, "limit")
     canvas.text(x(limit) - 5, top + 10, f"limit {limit:g}", "soft limit-text", "end")
     for point in shown:
-        tip = f"KL {point.kl:.4f}: {label(value(point))} {unit}, {label(point.megabytes)} MB"
+        tip = f"KL {point.kl:.4f}: {label(point.microseconds)} µs per token, {label(point.megabytes)} MB"
         canvas.circle(x(point.kl), y(value(point)), 2.5, "baseline", tip)
     canvas.circle(x(chosen.kl), y(value(chosen)), 6, "candidate", f"chosen: {label(value(chosen))} {unit}")
     return canvas.render()

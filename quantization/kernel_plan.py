@@ -64,6 +64,20 @@ class KernelPlan(Record):
         return {group: unit.kernel for unit in self.units for group in unit.groups}
 
 
+def summary(plan: KernelPlan) -> str:
+    """How the plan came about, in two sentences."""
+    search = plan.search
+    if search is None:
+        return "Written in the recipe; nothing was measured of it. `kernels: auto` chooses by measurement."
+    shares = ", ".join(f"{share:.0%} at {rows} rows" for rows, share in sorted(search.workload.items()))
+    goal = "for the fewest bytes" if search.goal == "memory" else f"for the least time per token ({shares})"
+    return (
+        f"Chosen {goal} on {search.target} with {search.threads} threads, with a KL of at most {search.max_kl:g}. "
+        f"The KLs of units sum to {search.predicted_kl:.4f}; all kernels at once have {search.joint_kl:.4f}, on "
+        f"{len(search.rows)} rows of text that no unit was measured on."
+    )
+
+
 COLUMNS = ("unit", "kernel", "µs/token", "MB", "KL", "why")
 
 

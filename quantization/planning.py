@@ -7,13 +7,12 @@ that no sensitivity was measured on; the budget of the sum is corrected by what 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline import artifact, frontier
 from pipeline.artifact import Artifact
 from pipeline.errors import QuantizationError
-from pipeline.frontier import FrontierPoint
+from pipeline.frontier import Frontier, FrontierPoint
 from pipeline.graph import LinearGroup, PortableGraph
 from pipeline.kernels import FLOAT, Kernel
 from pipeline.recipe import Plan, Recipe
@@ -27,51 +26,19 @@ from quantization.kernel_plan import (
     KernelPlan,
     Search,
     UnitPlan,
+    summary,
     table,
 )
-from quantization.plan import HEAD, Unit, fitted, kernel_named, menu_for, resolve, units_of, written_units
+from quantization.plan import Unit, fitted, kernel_named, menu_for, resolve, units_of, written_units
 from quantization.planner import Choice, Chosen, Goal, Limits, Option, Workload, settle
 from quantization.planner import frontier as best_plans
+from quantization.products import CostTable, head_of, shape_of, workload_of
 from quantization.quick_rounding import QuickRounding
 from quantization.sensitivity import Sensitivity
 from quantization.simulate import Simulated, Simulation
 from quantization.statistics import held_out
 
-# Share of tokens by the rows of their step: as many tokens are read, 128 at a time, as are written.
-WORKLOADS = {"latency": {1: 0.5, 128: 0.5}, "throughput": {32: 0.5, 128: 0.5}}
 CHECK_ROWS = 2  # times plan.rows, as far as there are so many: one KL of a whole plan decides
-
-Products = dict[tuple[int, int], tuple[Kernel, ...]]  # (K, N) of a merged product -> kernels that are asked about
-
-
-@dataclass(frozen=True)
-class CostTable:
-    """What products cost on the target, by (K, N) and the kernel's name. ``seconds``: of one product, by rows."""
-
-    target: str
-    threads: int
-    slots: int  # a step of more rows is prefill, of which the head computes one
-    bytes: dict[tuple[int, int], dict[str, int]]
-    seconds: dict[tuple[int, int], dict[str, dict[int, float]]]
-
-
-def workload_of(plan: Plan) -> dict[int, float]:
-    return WORKLOADS.get(plan.goal, plan.workload)
-
-
-def products_of(graph: PortableGraph, plan: Plan) -> Products:
-    """Every product of the model, with the kernels it may get."""
-    written = None if plan.kernels == "auto" else resolve(graph, plan.kernels)
-    found: dict[tuple[int, int], dict[Kernel, None]] = {}
-    for group in graph.groups:
-        if group.name == HEAD:
-            wanted = (fitted(plan.embeddings, group.in_features),)
-        elif written is None:
-            wanted = menu_for(group.in_features)
-        else:
-            wanted = (fitted(written[group.name], group.in_features),)
-        found.setdefault(shape_of(group), {}).update(dict.fromkeys(wanted))
-    return {shape: tuple(kernels) for shape, kernels in found.items()}
 
 
 def make_plan(
@@ -101,7 +68,7 @@ def make_plan(
             heldout = held_out(calibration, rows)
             record, points = _chosen(recipe, graph, calibration, sensitivity.record, costs, heldout, progress)
             (draft.folder / FRONTIER_FILE).write_text(frontier.table(points))
-            chart = frontier.chart(points, wanted.max_kl, by_bytes=wanted.goal == "memory")
+            chart = frontier.chart(Frontier(points, wanted.max_kl, by_bytes=wanted.goal == "memory"))
             (draft.folder / FRONTIER_CHART).write_text(standalone(chart))
         else:
             record = _written(wanted, graph.record, resolve(graph.record, wanted.kernels), costs)
@@ -117,13 +84,13 @@ def _written(wanted: Plan, graph: PortableGraph, kernels: Mapping[str, Kernel], 
                 name=unit.name,
                 groups=tuple(group.name for group in unit.groups),
                 kernel=kernels[unit.groups[0].name],
-                bytes=sum(_bytes(group, kernels[group.name], costs) for group in unit.groups),
+                bytes=sum(costs.bytes_of(group, kernels[group.name]) for group in unit.groups),
                 reason="written in the recipe",
             )
             for unit in written_units(graph, kernels)
         ),
         embeddings=wanted.embeddings,
-        embeddings_bytes=_bytes(_head(graph), wanted.embeddings, costs),
+        embeddings_bytes=costs.bytes_of(head_of(graph), wanted.embeddings),
         kv_cache=wanted.kv_cache,
         search=None,
     )
@@ -137,14 +104,14 @@ def _chosen(
     costs: CostTable,
     heldout: Sequence[Sequence[int]],
     progress: Callable[[str], None],
-) -> tuple[KernelPlan, list[FrontierPoint]]:
+) -> tuple[KernelPlan, tuple[FrontierPoint, ...]]:
     wanted, workload = recipe.plan, Workload(shares=workload_of(recipe.plan))
     minimize: Goal = "bytes" if wanted.goal == "memory" else "seconds"
     units = {unit.name: unit for unit in units_of(graph.record, wanted.band)}
     options = _options(units, sensitivity, costs)
     check = heldout[wanted.rows : wanted.rows * (1 + CHECK_ROWS)]
     whole = _Whole(recipe, graph, calibration, units, check)
-    embeddings_bytes = _bytes(_head(graph.record), wanted.embeddings, costs)
+    embeddings_bytes = costs.bytes_of(head_of(graph.record), wanted.embeddings)
     # The tables and the cache are not chosen here, but they spend of the same budgets.
     fixed_kl = sensitivity.embeddings_kl + sensitivity.kv_cache_kl
     left = None if wanted.max_bytes is None else wanted.max_bytes - embeddings_bytes
@@ -162,7 +129,7 @@ def _chosen(
     limits = Limits(wanted.max_kl, left)
     settled = settle(options, workload, limits, minimize, fixed_kl=fixed_kl, joint_kl=joint_kl)
     chosen = settled.chosen
-    head_seconds = _head_seconds(graph.record, wanted, costs)
+    head_seconds = costs.head_seconds(graph.record, wanted)
     record = KernelPlan(
         units=tuple(
             UnitPlan(
@@ -229,15 +196,6 @@ def _option(group: LinearGroup, kernel: Kernel, kl: float, count: int, costs: Co
     )
 
 
-def _head_seconds(graph: PortableGraph, wanted: Plan, costs: CostTable) -> float:
-    """Per token. Prefill computes one row of the head."""
-    head = _head(graph)
-    seconds = costs.seconds[shape_of(head)][fitted(wanted.embeddings, head.in_features).name]
-    return sum(
-        share * seconds[rows if rows <= costs.slots else 1] / rows for rows, share in workload_of(wanted).items()
-    )
-
-
 class _Whole:
     """What all kernels of a plan cost together, embeddings and cache too."""
 
@@ -284,43 +242,22 @@ def reason(choice: Choice, options: Sequence[Option], workload: Workload, minimi
     return f"{least.kernel} would save {said} and spend {least.kl - choice.kl:.4f} more KL"
 
 
-def _points(plans: Sequence[Chosen], chosen: Chosen, *, kl: float, seconds: float, size: int) -> list[FrontierPoint]:
+def _points(
+    plans: Sequence[Chosen], chosen: Chosen, *, kl: float, seconds: float, size: int
+) -> tuple[FrontierPoint, ...]:
     """Of whole plans, with what embeddings and cache add; the chosen one is among them, wherever it lies."""
 
     def point(plan: Chosen) -> FrontierPoint:
         return FrontierPoint(plan.kl + kl, (plan.seconds + seconds) * 1e6, (plan.bytes + size) / 1e6, plan is chosen)
 
     others = [plan for plan in plans if plan.choices != chosen.choices]
-    return sorted(map(point, [*others, chosen]), key=lambda p: p.kl)
-
-
-def shape_of(group: LinearGroup) -> tuple[int, int]:
-    """(K, N) of the merged product."""
-    return (group.in_features, sum(group.out_features))
-
-
-def _head(graph: PortableGraph) -> LinearGroup:
-    return next(group for group in graph.groups if group.name == HEAD)
-
-
-def _bytes(group: LinearGroup, kernel: Kernel, costs: CostTable) -> int:
-    return costs.bytes[shape_of(group)][fitted(kernel, group.in_features).name]
+    return tuple(sorted(map(point, [*others, chosen]), key=lambda p: p.kl))
 
 
 def text(plan: KernelPlan) -> str:
     """The plan as Markdown."""
     search = plan.search
-    if search is None:
-        said = "Written in the recipe; nothing was measured of it. `kernels: auto` chooses by measurement."
-    else:
-        shares = ", ".join(f"{share:.0%} at {rows} rows" for rows, share in sorted(search.workload.items()))
-        goal = "for the fewest bytes" if search.goal == "memory" else f"for the least time per token ({shares})"
-        said = (
-            f"Chosen {goal} on {search.target} with {search.threads} threads, with a KL of at most {search.max_kl:g}. "
-            f"The KLs of units sum to {search.predicted_kl:.4f}; all kernels at once have {search.joint_kl:.4f}, on "
-            f"{len(search.rows)} rows of text that no unit was measured on."
-        )
-    lines = ["# Kernel plan", "", said, "", f"| {' | '.join(COLUMNS)} |", "|---|---|--:|--:|--:|---|"]
+    lines = ["# Kernel plan", "", summary(plan), "", f"| {' | '.join(COLUMNS)} |", "|---|---|--:|--:|--:|---|"]
     lines += [f"| {' | '.join(row)} |" for row in table(plan)]
     if search is not None:
         lines += ["", "Plans that were measured as a whole:", "", "| budget of the sum | sum | at once | µs | MB |"]

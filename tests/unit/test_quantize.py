@@ -31,14 +31,15 @@ MIXED = (
     Rule(match="layers.1.down", bits=4, group_size=64, symmetric=True),
     Rule(match="*", bits=8, group_size=64, symmetric=True),
 )
+EIGHT_BITS, KV_CACHE = Kernel(bits=8, group_size=64, symmetric=True), KVCache()
 INT4_ASYMMETRIC = (Rule(match="*", bits=4, group_size=32, symmetric=False),)
 
 
 def recipe(
     rules: tuple[Rule, ...] = MIXED,
     *,
-    embeddings: Kernel = Plan().embeddings,
-    kv_cache: KVCache = Plan().kv_cache,
+    embeddings: Kernel = EIGHT_BITS,
+    kv_cache: KVCache = KV_CACHE,
     **settings: Any,
 ) -> Recipe:
     return Recipe(

@@ -24,6 +24,7 @@ from quantization.simulate import Simulation
 from quantization.statistics import held_out
 from tests.graphs import llama_graph
 
+KINDS = ("8-bit g128", "4-bit g32", "4-bit g128")
 FOUR_BITS = Kernel(bits=4, group_size=32, symmetric=True)
 
 
@@ -70,9 +71,9 @@ def test_float_costs_nothing_and_fewer_bits_cost_more(inputs: Inputs, measured: 
     for unit in record.units:
         columns = 256 if unit.name.endswith("down") else 128
         assert list(unit.kl) == [*dict.fromkeys([FLOAT.name, *(kernel.name for kernel in menu_for(columns))])]
-        assert unit.kl["fp32"] == 0
-        assert 0 < unit.kl["8-bit g64"] < 0.2 * unit.kl["4-bit g32"]
-        assert unit.kl["4-bit g32"] < 1.2 * unit.kl["4-bit g64"]
+        assert unit.kl["fp32"] == 0 < min(kl for name, kl in unit.kl.items() if name != "fp32")
+    eight, four, coarse = (sum(unit.kl[name] for unit in record.units) for name in KINDS)
+    assert 5 * eight < four < coarse
     assert record.embeddings_kl > 0 and record.kv_cache_kl > 0
     assert {kernel.name for kernel in MENU} >= set(record.units[0].kl)
 
