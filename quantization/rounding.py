@@ -6,12 +6,13 @@ G  groups in a row, K / g
 A code ``q`` is stored unsigned in ``[0, 2^bits)``; ``weight ≈ (q - zero_point) * scale``. Symmetric grids have no
 zero points: theirs is the midpoint ``2^(bits-1)``. They use the full range ``[-2^(bits-1), 2^(bits-1)-1]``: the sign
 of the scale is chosen so that the value of largest magnitude lies exactly on the lowest code, which is as good as
-an asymmetric grid for groups (reference A1, "full-range symmetric"); so **scales may be negative**.
+an asymmetric grid for groups (reference A1, "full-range symmetric"); so **scales may be negative**, unless a format
+asks for positive ones: an extreme on the upper side then lies on the highest code, and steps are an eighth wider.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -21,6 +22,7 @@ from pipeline.errors import QuantizationError
 
 FloatArray = NDArray[np.float32]
 CodeArray = NDArray[np.uint8]
+SMALLEST_GROUP = 16  # input channels
 Activations = Literal["float", "int8"]  # int8: static, one scale for the whole input
 
 # Codes are searched for the scale that is stored: float16 keeps 11 bits of it at 16/g bits per weight.
@@ -32,6 +34,8 @@ _LARGEST_HALF = np.float32(np.finfo(np.float16).max)
 class Format:
     """How one linear is stored: ``bits`` 4 or 8, one scale per ``group_size`` input channels.
 
+    ``positive`` is how a symmetric grid is chosen, not how it is stored, so formats that differ in it alone are equal.
+
     With int8 activations a group is a whole row (one scale per output channel), as integer products need it.
 
     >>> Format(4, 32, symmetric=False).bits_per_weight
@@ -42,6 +46,7 @@ class Format:
     group_size: int
     symmetric: bool
     activations: Activations = "float"
+    positive: bool = field(default=False, compare=False)
 
     @property
     def levels(self) -> int:
@@ -112,13 +117,13 @@ def fitting_group_size(group_size: int, columns: int) -> int:
     (64, 64)
     """
     size = group_size
-    while size >= 16:
+    while size >= SMALLEST_GROUP:
         if columns % size == 0:
             return size
         size //= 2
     raise QuantizationError(
         f"{columns} input channels",
-        expected="a multiple of 16, the smallest group",
+        expected=f"a multiple of {SMALLEST_GROUP}, the smallest group",
         remedy="add a rule with bits: 32 that leaves this linear in float",
     )
 
@@ -142,8 +147,13 @@ def fit_range(weight: FloatArray, fmt: Format, *, shrink: float = 1.0) -> Grid:
     groups = grouped(weight, fmt.group_size)
     low, high = groups.min(axis=2), groups.max(axis=2)
     if fmt.symmetric:
-        extreme = np.where(-low >= high, low, high) * np.float32(shrink)
-        scales = extreme / np.float32(-fmt.midpoint)
+        if fmt.positive:
+            scales = np.maximum(low / np.float32(-fmt.midpoint), high / np.float32(fmt.midpoint - 1)) * np.float32(
+                shrink
+            )
+        else:
+            extreme = np.where(-low >= high, low, high) * np.float32(shrink)
+            scales = extreme / np.float32(-fmt.midpoint)
         zero_points = np.full_like(scales, fmt.midpoint)
     else:
         low, high = np.minimum(low, 0) * np.float32(shrink), np.maximum(high, 0) * np.float32(shrink)

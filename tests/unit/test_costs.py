@@ -34,7 +34,7 @@ def test_every_kernel_of_the_menu_has_a_name_of_its_own_and_is_what_the_passes_w
         assert [value.name for value in model.graph.outputs] == ["y0", "y1", "y2"]
         operators[kernel.name] = {node.op_type for node in model.graph}
     assert len(operators) == len(MENU)
-    assert operators["fp32"] == {"MatMul"} and operators["4-bit g64"] == {"MatMulNBits"}
+    assert operators["fp32"] == {"MatMul"} and operators["4-bit g32"] == {"MatMulNBits"}
     assert operators["static int8"] == {"QuantizeLinear", "MatMulIntegerToFloat"}
 
 
