@@ -66,12 +66,19 @@ class Rule(Section):
     bits: Literal[4, 8, 32]  # 32 leaves the linear in float
     group_size: Literal[16, 32, 64, 128, 256] = 32
     symmetric: bool = False
+    positive_scales: bool = False  # symmetric grids only: TensorRT documents no others
     activations: Literal["float", "int8"] = "float"  # int8: static scale; weights then symmetric per output channel
 
     @model_validator(mode="after")
     def _int8_products_take_int8_weights(self) -> Rule:
         if self.activations == "int8" and self.bits != 8:
             raise ValueError(f"activations: int8 needs bits: 8, found bits: {self.bits}")
+        return self
+
+    @model_validator(mode="after")
+    def _asymmetric_scales_are_positive_anyway(self) -> Rule:
+        if self.positive_scales and not self.symmetric:
+            raise ValueError("positive_scales: true needs symmetric: true; with zero points no scale is negative")
         return self
 
 

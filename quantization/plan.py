@@ -28,7 +28,7 @@ def make_plan(graph: PortableGraph, settings: Quantize) -> tuple[Plan, list[str]
         if size != rule.group_size:
             text = f"groups of {size} instead of {rule.group_size}, which does not divide {columns} input channels"
             shrunk.setdefault(text, []).append(name)
-        return Format(rule.bits, size, rule.symmetric)
+        return Format(rule.bits, size, rule.symmetric, positive=rule.positive_scales)
 
     for group in graph.groups:
         rule = settings.embeddings if group.name == HEAD else _matching_rule(group.name, settings)

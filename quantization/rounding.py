@@ -6,12 +6,13 @@ G  groups in a row, K / g
 A code ``q`` is stored unsigned in ``[0, 2^bits)``; ``weight ≈ (q - zero_point) * scale``. Symmetric grids have no
 zero points: theirs is the midpoint ``2^(bits-1)``. They use the full range ``[-2^(bits-1), 2^(bits-1)-1]``: the sign
 of the scale is chosen so that the value of largest magnitude lies exactly on the lowest code, which is as good as
-an asymmetric grid for groups (reference A1, "full-range symmetric"); so **scales may be negative**.
+an asymmetric grid for groups (reference A1, "full-range symmetric"); so **scales may be negative**, unless a format
+asks for positive ones: an extreme on the upper side then lies on the highest code, and steps are an eighth wider.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -32,6 +33,8 @@ _LARGEST_HALF = np.float32(np.finfo(np.float16).max)
 class Format:
     """How one linear is stored: ``bits`` 4 or 8, one scale per ``group_size`` input channels.
 
+    ``positive`` is how a symmetric grid is chosen, not how it is stored, so formats that differ in it alone are equal.
+
     With int8 activations a group is a whole row (one scale per output channel), as integer products need it.
 
     >>> Format(4, 32, symmetric=False).bits_per_weight
@@ -42,6 +45,7 @@ class Format:
     group_size: int
     symmetric: bool
     activations: Activations = "float"
+    positive: bool = field(default=False, compare=False)
 
     @property
     def levels(self) -> int:
@@ -142,8 +146,13 @@ def fit_range(weight: FloatArray, fmt: Format, *, shrink: float = 1.0) -> Grid:
     groups = grouped(weight, fmt.group_size)
     low, high = groups.min(axis=2), groups.max(axis=2)
     if fmt.symmetric:
-        extreme = np.where(-low >= high, low, high) * np.float32(shrink)
-        scales = extreme / np.float32(-fmt.midpoint)
+        if fmt.positive:
+            scales = np.maximum(low / np.float32(-fmt.midpoint), high / np.float32(fmt.midpoint - 1)) * np.float32(
+                shrink
+            )
+        else:
+            extreme = np.where(-low >= high, low, high) * np.float32(shrink)
+            scales = extreme / np.float32(-fmt.midpoint)
         zero_points = np.full_like(scales, fmt.midpoint)
     else:
         low, high = np.minimum(low, 0) * np.float32(shrink), np.maximum(high, 0) * np.float32(shrink)

@@ -3,8 +3,9 @@
     Linear(x)   ->   MatMul(x, DequantizeLinear(codes int4 [K, N], scales [K / block, N]) {axis: 0, block_size})
 
 Runs for ``precision: int4`` only, on symmetric 4-bit codes, which are taken as they are. TensorRT knows no zero points
-and only positive scales (QuantDequantLinearHelper of its ONNX parser), so an asymmetric linear stays in float, and a
-block whose scale is negative is negated, where the one code without an opposite (-8) loses a step.
+and documents positive scales only (``IDequantizeLayer`` in NvInfer.h), so an asymmetric linear stays in float, and a
+block whose scale is negative is negated, where the one code without an opposite (-8) loses a step. That costs much
+(docs/targets.md), and is said; a checkpoint quantized with ``positive_scales`` has no such block.
 """
 
 from __future__ import annotations

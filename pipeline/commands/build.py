@@ -232,7 +232,7 @@ def _four_bits(request: Request, graph: Artifact[PortableGraph]) -> Artifact[Qua
     settings = request.recipe.quantize.model_copy(
         update={
             "method": "awq",
-            "rules": (Rule(match="*", bits=4, group_size=INT4_BLOCK, symmetric=True),),
+            "rules": (Rule(match="*", bits=4, group_size=INT4_BLOCK, symmetric=True, positive_scales=True),),
             "embeddings": Rule(match="*", bits=32),
             "kv_cache": KVCache(dtype="float32"),
         }
@@ -256,7 +256,8 @@ class _Nearest:
         from quantization.rounding import Format, fitting_group_size, round_to_nearest
 
         weight = self._checkpoint.weight(name)
-        return round_to_nearest(weight, Format(4, fitting_group_size(INT4_BLOCK, weight.shape[1]), symmetric=True))
+        size = fitting_group_size(INT4_BLOCK, weight.shape[1])
+        return round_to_nearest(weight, Format(4, size, symmetric=True, positive=True))
 
 
 def _activation_max(request: Request, graph: Artifact[PortableGraph]) -> tuple[dict[str, float], dict[str, str]]:
@@ -288,8 +289,8 @@ def _lower(request: Request, console: Any) -> Artifact[LoweredGraph]:
     from engines.compile import lower_graph
 
     graph = _graph(request)
-    weights, parents = _weights(request, graph)
     largest, calibrated = _activation_max(request, graph)
+    weights, parents = _weights(request, graph)
     with console.status("lowering") as status:
         return lower_graph(
             graph,

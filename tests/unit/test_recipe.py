@@ -63,6 +63,7 @@ def test_defaults_fill_what_is_not_said(tmp_path: Path) -> None:
         ({"registr": {}}, "unknown key 'registr' (did you mean 'register'?)"),
         ({"gate": {"max_KL": 0.1}}, "unknown key 'gate.max_KL' (did you mean 'max_kl'?)"),
         ({"quantize": {"kv_cache": {"dtyp": "int8"}}}, "(did you mean 'dtype'?)"),
+        ({"quantize": {"rules": [{"match": "*", "bits": 4, "positive_scales": True}]}}, "needs symmetric: true"),
         ({"quantize": {"rules": [{"match": "*", "bits": 4, "activations": "int8"}]}}, "int8 needs bits: 8"),
         (
             {"quantize": {"embeddings": {"match": "*", "bits": 8, "activations": "int8"}}},

@@ -61,6 +61,20 @@ def test_a_symmetric_grid_holds_the_extreme_of_either_sign_on_its_lowest_code(se
     assert (np.sign(linear.scales[:, 0]) == -np.sign(weight[rows, extreme])).all()
 
 
+@given(seed=st.integers(0, 10_000), bits=st.sampled_from([4, 8]))
+@settings(max_examples=40, deadline=None)
+def test_positive_scales_clip_nothing_and_widen_steps_by_no_more_than_that_needs(seed: int, bits: int) -> None:
+    weight = weights(seed, rows=4, columns=64)
+    fmt = Format(bits, 32, symmetric=True, positive=True)
+    linear, either = round_to_nearest(weight, fmt), round_to_nearest(weight, Format(bits, 32, symmetric=True))
+    assert (linear.scales > 0).all() and linear.format == fmt == either.format
+    assert (linear.scales <= np.abs(either.scales) * fmt.midpoint / (fmt.midpoint - 1) * 1.001).all()
+    step = np.repeat(linear.scales, 32, axis=1)
+    assert (np.abs(linear.dequantize() - weight) <= 0.6 * step).all()
+    importance = np.random.default_rng(seed).random(64, np.float32)
+    assert (fit_scales(weight, importance, fmt).scales > 0).all()
+
+
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_zero_groups_and_zero_weights_decode_to_exactly_zero(bits: int, symmetric: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Generator
 from pathlib import Path
@@ -15,39 +16,30 @@ from pipeline.errors import BuildError, FingerprintError
 from quantization.compressed_tensors import open_checkpoint
 from tests.families import export_family
 
-TARGET = """
-LIBRARIES = ("numpy",)
+DOCUMENTED = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs/targets.md").read_text(), re.DOTALL)
+ENGINE = "from engines.targets.ort_cpu.engine import OrtCpuEngine as MyEngine\n"
+FEATURES = """
+
 FEATURES = ["chip-1"]
-
-
-def __getattr__(name):
-    if name != "PASSES":
-        raise AttributeError(name)
-    from engines.passes import grouped_query_attention, linear_kernels, linears, logit_rows, rotary_tables
-
-    return (rotary_tables, linears, grouped_query_attention, logit_rows, linear_kernels)
 
 
 def features():
     return tuple(FEATURES)
-
-
-def open_engine(bundle, *, threads, slots):
-    from engines.targets.ort_cpu.engine import OrtCpuEngine
-
-    return OrtCpuEngine(bundle, threads=threads, slots=slots)
 """
 
 
 @pytest.fixture
 def custom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[str]:
-    """A folder ``my_chip`` on the path of ``engines.targets``, as if it lay beside the others."""
+    """The folder ``my_chip`` of docs/targets.md on the path of ``engines.targets``, as if it lay beside the others."""
     folder = tmp_path / "targets" / "my_chip"
     folder.mkdir(parents=True)
-    (folder / "__init__.py").write_text(TARGET)
+    (written,) = DOCUMENTED
+    (folder / "__init__.py").write_text(written.replace("my-runtime", "numpy") + FEATURES)
+    (folder / "engine.py").write_text(ENGINE)
     monkeypatch.setattr(engines.targets, "__path__", [*engines.targets.__path__, str(folder.parent)])
     yield "my-chip"
-    sys.modules.pop("engines.targets.my_chip", None)
+    for name in ("engines.targets.my_chip", "engines.targets.my_chip.engine"):
+        sys.modules.pop(name, None)
 
 
 def test_one_folder_is_a_target(custom: str, tmp_path: Path) -> None:

@@ -88,6 +88,9 @@ def test_fp8_is_refused_where_the_gpu_has_none_with_the_compilers_reason(lowered
     assert "fp8_e4m3" in refused.value.found, "the compiler's own words"
     assert "int4 or fp16" in refused.value.remedy
     assert not (tmp_path / "bundle").exists()
+    # The next build hears its own compiler, not the one that was refused.
+    after = compiled(lowered("llama", "fp8"), tmp_path / "bundle", "sm89").record.compiled
+    assert after is not None and all("Int64 binding" in warning for warning in after.warnings)
 
 
 def test_unknown_hardware_is_refused_with_the_list_before_anything_is_done() -> None:

@@ -8,6 +8,7 @@ Shapes: one optimization profile for prefill (one row, 1 to max_tokens tokens) a
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -143,6 +144,7 @@ class _Build:
         self._module, self._lowered, self._capability = module, lowered, capability
         require_capability(module, capability)
         self.log: Any = _logger(module)
+        self.log.forget()
         self._builder = module.Builder(self.log)
         self._network = self._builder.create_network(0)
         self._monitor: Any = _monitor(module, progress)
@@ -271,12 +273,18 @@ def _attentions(module: Any, network: Any) -> list[tuple[str, bool]]:
     return found
 
 
+@functools.cache
 def _logger(module: Any) -> Any:
+    """One for all builds: while anything made with an earlier logger lives, the library speaks to that one alone."""
+
     class Log(module.ILogger):
-        """Keeps what the compiler says; nothing is printed."""
+        """Keeps what the compiler says of one build; nothing is printed."""
 
         def __init__(self) -> None:
             super().__init__()
+            self.forget()
+
+        def forget(self) -> None:
             self._messages: dict[str, list[str]] = {"WARNING": [], "ERROR": [], "INTERNAL_ERROR": []}
 
         def log(self, severity: Any, msg: str) -> None:

@@ -1,0 +1,1 @@
+"""Engines on the GPU they were compiled for."""

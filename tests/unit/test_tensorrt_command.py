@@ -1,0 +1,235 @@
+"""`tapeout build` on a small model: what it writes for every GPU, refuses, and says; with a target of one folder."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from safetensors.numpy import save_file
+
+import engines.targets
+from engines.bundle import EngineBundle
+from engines.compile import build
+from engines.lowered import LoweredGraph
+from evals.portable import PortableReport
+from evals.verdict import Outcome, Verdict
+from pipeline import artifact
+from pipeline.cli import main
+from pipeline.commands import build as command
+from pipeline.graph import PortableGraph
+from quantization.calibration import Calibration, statistics_file
+from quantization.checkpoint import QuantizedModel
+from quantization.compressed_tensors import open_checkpoint
+from tests.families import VOCAB_SIZE, export_family
+
+ROOT = Path(__file__).parents[2]
+MATRIX = yaml.safe_load((ROOT / "pipeline/targets/dvc.yaml").read_text())["stages"]["engines"]
+# Its compiler makes a file of the lowered graph's name, and knows no chip called "b0".
+TARGET = """
+from engines.bundle import CompiledEngine, EngineBundle, Fingerprint
+from engines.targets.tensorrt import PASSES
+from pipeline import artifact
+from pipeline.errors import BuildError
+
+LIBRARIES = ()
+
+
+def compile_for(lowered, folder, *, capability, batches, evidence, timing_cache, progress):
+    if capability == "b0":
+        raise BuildError("mychipc cannot compile for b0: no such wires", remedy="choose a1")
+    progress("wiring", 1, 1)
+    with artifact.create(folder, EngineBundle) as draft:
+        (draft.folder / "engine.bin").write_text(lowered.digest)
+        draft.finish(
+            EngineBundle(
+                **lowered.record.said(),
+                target="my-chip",
+                fingerprint=Fingerprint(machine="any", features=(capability,), libraries={}),
+                compiled=CompiledEngine(
+                    capability=capability,
+                    executed_on=None,
+                    engine_bytes=64,
+                    network={"WIRE": 3},
+                    profiles=(),
+                    warnings=(),
+                    portable=evidence,
+                ),
+            ),
+            parents={"LoweredGraph": lowered.digest},
+        )
+    return artifact.load(folder, EngineBundle)
+"""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with params.yaml and what `dvc repro` leaves for a build: graph, calibration, float engine."""
+    folder = tmp_path_factory.mktemp("project")
+    exported = export_family("qwen3", folder)
+    artifacts = folder / "artifacts"
+    artifacts.mkdir()
+    exported.folder.rename(artifacts / "graph")
+    graph = artifact.load(artifacts / "graph", PortableGraph)
+    build(
+        graph,
+        open_checkpoint(graph.folder),
+        artifacts / "baseline",
+        target="ort-cpu",
+        precision="float32",
+        slots=2,
+        kv_scales={},
+        parents={},
+    )
+    calibrate(graph.record, graph.digest, artifacts / "calibration")
+    params = {
+        "model": {"source": "file:m"},
+        "data": {"source": "file:d"},
+        "build": {"slots": 2},
+        "benchmark": {"batches": [1, 2]},
+    }
+    (folder / "params.yaml").write_text(yaml.safe_dump(params))
+    return folder
+
+
+def calibrate(graph: PortableGraph, digest: str, folder: Path) -> None:
+    """Statistics of Gaussian inputs."""
+    rng = np.random.default_rng(0)
+    files: dict[str, dict[str, np.ndarray]] = {}
+    for group in graph.groups:
+        x = rng.standard_normal((4 * group.in_features, group.in_features)).astype(np.float32)
+        values = {"gram": x.T @ x, "gram_holdout": x.T @ x, "mean_abs": abs(x).mean(0), "max_abs": abs(x).max(0)}
+        files.setdefault(statistics_file(group.name), {}).update({f"{group.name}.{k}": v for k, v in values.items()})
+    with artifact.create(folder, Calibration) as draft:
+        for name, tensors in files.items():
+            (draft.folder / name).parent.mkdir(exist_ok=True)
+            save_file(tensors, draft.folder / name)
+        record = Calibration(
+            rows_hash="0",
+            rows=1,
+            holdout_rows=1,
+            tokens_per_row=1,
+            tokens=1,
+            layers=graph.layers,
+            statistics=tuple(files),
+            versions={},
+        )
+        draft.finish(record, parents={"graph": digest})
+
+
+@pytest.fixture(autouse=True)
+def here(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[Path]:
+    """A folder of one's own to build in, with a target ``my_chip`` as if it lay beside the others."""
+    (tmp_path / "artifacts").mkdir()
+    for path in (project / "artifacts").iterdir():
+        (tmp_path / "artifacts" / path.name).symlink_to(path)
+    (tmp_path / "params.yaml").write_text((project / "params.yaml").read_text())
+    folder = tmp_path / "targets" / "my_chip"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text(TARGET)
+    monkeypatch.setattr(engines.targets, "__path__", [*engines.targets.__path__, str(folder.parent)])
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(1)
+    monkeypatch.setattr(command, "_documents", lambda _: [rng.integers(3, VOCAB_SIZE, 12).tolist() for _ in range(3)])
+    yield tmp_path
+    sys.modules.pop("engines.targets.my_chip", None)
+
+
+def test_one_bundle_a_chip_with_evidence_and_no_verdict_but_inconclusive(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["build", "--target", "my-chip:a1,a2"]) == 0
+    folder = here / "artifacts/targets/fp16"
+    lowered = artifact.load(folder / "lowered", LoweredGraph)
+    report = artifact.load(folder / "evidence", PortableReport)
+    for chip in ("a1", "a2"):
+        compiled = artifact.load(folder / f"my-chip-{chip}", EngineBundle).record.compiled
+        assert compiled is not None and compiled.portable is not None and compiled.capability == chip
+        assert compiled.portable.report == report.digest
+        assert (compiled.portable.documents, compiled.portable.tokens) == (3, 33)
+        assert 0 <= compiled.portable.kl < 1e-4 and compiled.portable.kl == report.record.kl
+        verdict = artifact.load(folder / f"my-chip-{chip}-verdict", Verdict).record
+        assert verdict.outcome is Outcome.INCONCLUSIVE
+        assert any(f"not executed on {chip}" in check.reason for check in verdict.checks)
+    assert report.parents["LoweredGraph"] == lowered.digest
+    said = capsys.readouterr().out
+    assert "portable evidence on 3 held-out documents" in said and "INCONCLUSIVE" in said
+
+
+def test_a_chip_that_is_refused_does_not_keep_the_others_from_being_built(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["build", "--target", "my-chip:b0,a1", "--documents", "0"]) == 2
+    captured = capsys.readouterr()
+    assert "no such wires" in captured.err and "choose a1" in captured.err and "Traceback" not in captured.err
+    assert "none: no evidence" in " ".join(captured.out.split())
+    folder = here / "artifacts/targets/fp16"
+    assert artifact.load(folder / "my-chip-a1", EngineBundle).record.compiled is not None
+    assert not (folder / "my-chip-b0").exists()
+
+
+def test_int4_weights_are_quantized_on_the_calibration(here: Path) -> None:
+    assert main(["build", "--target", "my-chip:a1", "--precision", "int4"]) == 0
+    folder = here / "artifacts/targets/int4"
+    quantized = artifact.load(folder / "quantized", QuantizedModel)
+    formats = {(linear.bits, linear.group_size, linear.symmetric) for linear in quantized.record.linears}
+    assert formats == {(4, 64, True), (4, 32, True), (32, 0, True)}  # 96 inputs have no whole groups of 64
+    assert quantized.record.method == "awq"
+    bundle = artifact.load(folder / "my-chip-a1", EngineBundle).record
+    assert artifact.load(folder / "lowered", LoweredGraph).parents["QuantizedModel"] == quantized.digest
+    assert bundle.census["DequantizeLinear"] == sum(linear.bits == 4 for linear in quantized.record.linears)
+    assert bundle.compiled is not None and bundle.compiled.portable is not None and bundle.compiled.portable.kl > 1e-6
+    # Their scales are positive, so the pass has nothing to report but the head.
+    declined = next(report.declined for report in bundle.passes if report.name == "int4_linears")
+    assert len(declined) == 1 and "an output head" in declined[0]
+    # The same codes, named, give the same graph.
+    before = artifact.load(folder / "lowered", LoweredGraph).digest
+    given = ["--checkpoint", str(folder / "quantized"), "--documents", "0"]
+    assert main(["build", "--target", "my-chip:a1", "--precision", "int4", *given]) == 0
+    assert artifact.load(folder / "lowered", LoweredGraph).digest == before
+
+
+@pytest.mark.parametrize(("precision", "matched"), [("int4", "int4_linears"), ("fp8", "fp8_linears")])
+def test_explain_prints_every_pass_and_writes_nothing(
+    here: Path, capsys: pytest.CaptureFixture[str], precision: str, matched: str
+) -> None:
+    assert main(["build", "--target", "my-chip", "--precision", precision, "--explain"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    row = next(line.split() for line in lines if line.strip().startswith(matched))
+    assert row[1] == "14"  # seven linears in each of two layers
+    assert not (here / "artifacts/targets").exists()
+
+
+REFUSALS: dict[str, tuple[list[str], str]] = {
+    "a target without a compile step": (["--target", "ort-cpu:sm89"], "no compile step"),
+    "no hardware": (["--target", "my-chip"], "names no hardware"),
+    "a precision that is none": (["--target", "my-chip:a1", "--precision", "int3"], "precision 'int3'"),
+    "buckets that are no counts": (["--target", "my-chip:a1", "--batches", "1,x"], "--batches 1,x"),
+    "fp8 of rounded weights": (
+        ["--target", "my-chip:a1", "--precision", "fp8", "--checkpoint", "somewhere"],
+        "fp8 with --checkpoint",
+    ),
+}
+
+
+@pytest.mark.parametrize(("words", "found"), REFUSALS.values(), ids=REFUSALS)
+def test_what_cannot_be_built_is_refused_in_words(
+    capsys: pytest.CaptureFixture[str], words: list[str], found: str
+) -> None:
+    assert main(["build", *words]) == 2
+    error = capsys.readouterr().err
+    assert found in error and "Traceback" not in error
+
+
+def test_the_matrix_reads_files_that_are_there_and_runs_a_command_that_is() -> None:
+    for path in MATRIX["deps"]:
+        assert path.startswith("artifacts/") or (ROOT / path).exists(), path
+    words = MATRIX["cmd"].replace("${item.precision}", "fp8").split()
+    assert words[:2] == ["tapeout", "build"]
+    name, capabilities = command.parse_target(words[words.index("--target") + 1])
+    assert (name, capabilities) == ("tensorrt-rtx", ("sm89", "sm120"))
+    assert MATRIX["matrix"]["precision"] == ["fp16", "int4", "fp8"]
+    assert (ROOT / "pipeline/targets" / MATRIX["wdir"]).resolve() == ROOT
