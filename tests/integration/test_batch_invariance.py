@@ -61,9 +61,9 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "4-bit asymmetric": (Rule(match="*", bits=4, group_size=32, symmetric=False),),
     "static int8": (Rule(match="*", bits=8, activations="int8"),),
     "mix": (
-        Rule(match="layers.*.o", bits=4, group_size=32, symmetric=True),
-        Rule(match="layers.*.gate_up", bits=8, activations="int8"),
-        EIGHT,
+        Rule(match="layers.1.o", bits=4, group_size=32, symmetric=True),
+        Rule(match="layers.*.down", bits=8, group_size=128, symmetric=True),
+        Rule(match="*", bits=8, activations="int8"),
     ),
 }
 INT8_KV = ("mix", "int8 KV")
