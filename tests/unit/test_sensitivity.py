@@ -142,7 +142,7 @@ def test_a_changed_unit_costs_what_the_whole_model_says_in_torch(inputs: Inputs,
             exact, other = (model(torch.tensor([list(row)])).logits[0, kept].log_softmax(-1) for model in models)
             total += float((exact.exp() * (exact - other)).sum())
             count += len(kept)
-    assert simulation.kl(unit) == pytest.approx(total / count, rel=1e-3)
+    assert simulation.kl(unit) == pytest.approx(total / count, rel=1e-3, abs=5e-7)  # float32 sums over a vocabulary
 
 
 def test_tables_and_cache_are_rounded_as_the_recipe_says(inputs: Inputs, simulation: Simulation) -> None:
