@@ -36,6 +36,7 @@ def cost_table(
     sizes: dict[tuple[int, int], dict[str, int]] = {}
     seconds: dict[tuple[int, int], costs.Seconds] = {}
     wanted = products_of(graph, recipe.plan)
+    streamed = costs.streamed_bytes(sum(group.in_features * sum(group.out_features) for group in graph.groups))
     for number, ((columns, outputs), kernels) in enumerate(wanted.items(), 1):
         shape = Shape(columns, outputs)
         if measure:
@@ -44,7 +45,7 @@ def cost_table(
         # Figures are kept for kernels that were timed together; a plan that is written out finds those of a chosen one.
         together = kernels if measure else menu_for(columns)
         seconds[columns, outputs] = costs.costs(
-            shape, together, rows, stored_plainly, threads=threads, only_kept=not measure
+            shape, together, rows, stored_plainly, streamed=streamed, threads=threads, only_kept=not measure
         )
     return CostTable(recipe.build.target, threads, recipe.build.slots, sizes, seconds)
 
