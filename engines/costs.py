@@ -2,7 +2,7 @@
 
 A planner compares kernels by these. What is timed is what the target's own passes make of a linear, as the engine runs
 it, over copies with weights of their own: together they are several times the processor's cache, so weights come from
-memory as they do in a model.
+memory as they do in a model; those of a model that fits into the cache do not.
 
 M  rows      K  input channels      N  output channels
 """
@@ -36,7 +36,7 @@ from pipeline.kernels import Kernel
 
 CACHE = Path.home() / ".cache" / "tapeout" / "costs"
 ROUNDS = 7  # samples of each kernel, taken in turn
-STREAMED_CACHES = 4  # weights of one sample, in sizes of the last-level cache
+STREAMED_CACHES = 4  # most weights of one sample, in sizes of the last-level cache
 USUAL_CACHE_BYTES = 32 << 20  # where the system does not tell
 METHOD = 2  # counted up when figures taken before do not compare with those taken now
 
@@ -57,20 +57,21 @@ def costs(
     rows: Sequence[int],
     store: Store,
     *,
+    streamed: int,
     threads: int = 0,
     cache: Path | None = None,
     only_kept: bool = False,
 ) -> Seconds:
     """Seconds of one product ``[M, K] x [K, N]``, from the cache where this machine has them.
 
-    ``only_kept``: what is not there is left out instead of measured.
+    ``streamed``: bytes of weights that a sample reads. ``only_kept``: what is not there is left out, not measured.
     """
     cache = CACHE if cache is None else cache
     threads = threads or physical_cores()
-    paths = {count: cache / f"{_key(shape, kernels, count, threads)}.json" for count in rows}
+    paths = {count: cache / f"{_key(shape, kernels, count, threads, streamed)}.json" for count in rows}
     missing = [count for count, path in paths.items() if not path.is_file()]
     if missing and not only_kept:
-        measured = measure(shape, kernels, missing, store, threads=threads)
+        measured = measure(shape, kernels, missing, store, threads=threads, streamed=streamed)
         cache.mkdir(parents=True, exist_ok=True)
         for count in missing:
             _keep(paths[count], {name: by_rows[count] for name, by_rows in measured.items()})
@@ -83,12 +84,13 @@ def costs(
     return found
 
 
-def _key(shape: Shape, kernels: Sequence[Kernel], rows: int, threads: int) -> str:
+def _key(shape: Shape, kernels: Sequence[Kernel], rows: int, threads: int, streamed: int) -> str:
     """Figures compare within one measurement, so its kernels are part of what names it."""
     content = {
         "method": METHOD,
         "fingerprint": fingerprint.current(ort_cpu.LIBRARIES).model_dump(mode="json"),
         "threads": threads,
+        "streamed": streamed,
         "shape": [shape.columns, shape.outputs],
         "rows": rows,
         "kernels": [kernel.model_dump(mode="json") for kernel in kernels],
@@ -103,15 +105,14 @@ def _keep(path: Path, seconds: Mapping[str, float]) -> None:
 
 
 def measure(
-    shape: Shape, kernels: Sequence[Kernel], rows: Sequence[int], store: Store, *, threads: int, streamed: int = 0
+    shape: Shape, kernels: Sequence[Kernel], rows: Sequence[int], store: Store, *, threads: int, streamed: int
 ) -> Seconds:
     """Time every kernel, in turn, so that a change of the machine's load strikes all of them alike.
 
     Each figure is its fastest sample: whatever else the machine does only adds. ``streamed``: bytes of weights that a
-    sample reads; 0: several times the last-level cache.
+    sample reads.
     """
     weight = np.random.default_rng(0).standard_normal((shape.outputs, shape.columns)).astype(np.float32)
-    streamed = streamed or STREAMED_CACHES * last_level_cache_bytes()
     runs = {kernel.name: _Products(store(kernel, weight), shape, streamed, threads) for kernel in kernels}
     seconds: Seconds = {name: {} for name in runs}
     for count in rows:
@@ -152,6 +153,11 @@ class _Products:
         start = time.perf_counter()
         self.session.run_with_iobinding(binding)
         return (time.perf_counter() - start) / self.copies
+
+
+def streamed_bytes(weights: int) -> int:
+    """What a sample reads on behalf of a model of so many weights: several caches full, but no more than the model."""
+    return min(STREAMED_CACHES * last_level_cache_bytes(), weights)
 
 
 def last_level_cache_bytes(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:

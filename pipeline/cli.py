@@ -217,6 +217,24 @@ def inspect(
 
 
 @app.command(rich_help_panel="Explain")
+def plan(artifacts: Artifacts = Path("artifacts"), params: Params = Path("params.yaml"), as_json: Json = False) -> None:
+    """Print the kernel plan: unit, kernel, time, bytes, KL, and why. `dvc repro plan` makes it.
+
+    Example: `tapeout plan`
+    """
+    from pipeline.commands import plan as command
+    from pipeline.recipe import load_recipe
+
+    record, shown = command.run(artifacts, load_recipe(params))
+    if as_json:
+        _print_json(record)
+    else:
+        from pipeline.commands.tables import console
+
+        console().print(shown)
+
+
+@app.command(rich_help_panel="Explain")
 def doctor(params: Params = Path("params.yaml"), as_json: Json = False) -> None:
     """Say what this machine can build and run, what is missing, and how to get it. Exits 2 if something is.
 

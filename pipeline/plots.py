@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from evals.verdict import Verdict
+from pipeline import frontier
 from pipeline.errors import EvidenceError
 from pipeline.report_data import BatchRow, Divergence, LayerRow, ReportData, Roofline, SpeedRow
 from pipeline.svg import Canvas, Scale, label, ticks
@@ -29,6 +30,8 @@ def charts(data: ReportData) -> dict[str, str]:
         drawn["accuracy"] = accuracy(data.verdict)
     if data.divergence and data.divergence.documents:
         drawn["kl"] = kl_distribution(data.divergence)
+    if data.plan and data.plan.frontier:
+        drawn["frontier"] = frontier.chart(data.plan.frontier)
     if data.layers:
         drawn["bits"] = bits_by_layer(data.layers)
         units = dict.fromkeys(row.unit for row in data.layers if row.layer is not None)
@@ -246,13 +249,15 @@ def roofline(roof: Roofline) -> str:
 
 
 def write_dvc_rows(data: ReportData, folder: Path) -> tuple[Path, ...]:
-    """``kl.csv``, ``layers.csv`` and ``throughput.csv`` for ``dvc plots``; a file without rows has its header only."""
+    """``kl.csv``, ``layers.csv`` and others for ``dvc plots``; a file without rows has its header only."""
+    points = data.plan.frontier.points if data.plan and data.plan.frontier else ()
     documents = sorted(data.divergence.documents) if data.divergence else []
     tables: dict[str, tuple[list[str], list[tuple[object, ...]]]] = {
         "kl.csv": (
             ["kl", "share_of_documents"],
             [(value, (i + 1) / len(documents)) for i, value in enumerate(documents)],
         ),
+        "frontier.csv": (list(frontier.HEADER), [frontier.cells(point) for point in points]),
         "layers.csv": (
             ["index", "group", "layer", "unit", "bits", "bits_per_weight", "error_before", "error_after"],
             [

@@ -8,19 +8,31 @@ cannot keep is refused here too. Bounds that ask for more evidence than is gathe
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from pipeline.artifact import Frozen
 from pipeline.errors import RecipeError
+from pipeline.kernels import Kernel
 
 TARGETS = Path(__file__).parents[1] / "engines" / "targets"
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+AUTO, RULES = "(auto)", "(rules)"  # the two forms of plan.kernels, where a problem with one of them lies
 
 
 class Section(Frozen):
@@ -55,31 +67,23 @@ class Calibrate(Section):
     tokens: Annotated[int, Field(ge=8)] = 256  # per row; fewer say nothing of attention
     layers_per_pass: Count = 64  # bounds memory: statistics of this many layers are held at once
 
+    @property
+    def holdout_rows(self) -> int:
+        """The last quarter: what is fitted on the others is judged on these."""
+        return max(1, self.rows // 4)
 
-class Rule(Section):
-    """The first rule whose ``match`` (glob over ``layers.N.unit``) fits a linear decides its format.
+
+class Rule(Kernel):
+    """The first rule whose ``match`` (glob over ``layers.N.unit``) fits a linear decides its kernel.
 
     Units: ``qkv``, ``o``, ``gate_up``, ``down``, and ``linear.NAME`` for anything else inside a layer.
     """
 
     match: str
-    bits: Literal[4, 8, 32]  # 32 leaves the linear in float
-    group_size: Literal[16, 32, 64, 128, 256] = 32
-    symmetric: bool = False
-    positive_scales: bool = False  # symmetric grids only: TensorRT documents no others
-    activations: Literal["float", "int8"] = "float"  # int8: static scale; weights then symmetric per output channel
 
-    @model_validator(mode="after")
-    def _int8_products_take_int8_weights(self) -> Rule:
-        if self.activations == "int8" and self.bits != 8:
-            raise ValueError(f"activations: int8 needs bits: 8, found bits: {self.bits}")
-        return self
-
-    @model_validator(mode="after")
-    def _asymmetric_scales_are_positive_anyway(self) -> Rule:
-        if self.positive_scales and not self.symmetric:
-            raise ValueError("positive_scales: true needs symmetric: true; with zero points no scale is negative")
-        return self
+    @property
+    def kernel(self) -> Kernel:
+        return Kernel(**self.model_dump(exclude={"match"}))
 
 
 class KVCache(Section):
@@ -87,21 +91,51 @@ class KVCache(Section):
     granularity: Literal["per_tensor", "per_channel"] = "per_channel"
 
 
+Kernels = Annotated[
+    Annotated[Literal["auto"], Tag(AUTO)] | Annotated[tuple[Rule, ...], Tag(RULES)],
+    Discriminator(lambda value: AUTO if isinstance(value, str) else RULES),
+]
+
+
+class Plan(Section):
+    """Which kernel computes what. Below ``kv_cache`` stands what ``kernels: auto`` asks for."""
+
+    # Not params.yaml's mix: that was measured on its own model, and 8 bits everywhere suit any.
+    kernels: Kernels = (Rule(match="*", bits=8, group_size=64, symmetric=True),)
+    embeddings: Kernel = Kernel(bits=8, group_size=64, symmetric=True)  # and lm_head
+    kv_cache: KVCache = KVCache()
+    goal: Literal["workload", "latency", "throughput", "memory"] = "workload"
+    workload: dict[Count, Fraction] = Field(default={1: 0.25, 16: 0.25, 128: 0.5})  # rows of a step: share of tokens
+    max_kl: float = Field(default=0.02, gt=0)
+    max_bytes: Count | None = None  # of the products' weights and the tables
+    band: Count = 5  # neighbouring layers that take one kernel
+    rows: Count = 6  # held-out calibration rows that sensitivities are measured on
+
+    @field_validator("kernels")
+    @classmethod
+    def _something(cls, kernels: Kernels) -> Kernels:
+        if not kernels:
+            raise ValueError('no rule; write auto, or one that matches "*"')
+        return kernels
+
+    @field_validator("embeddings")
+    @classmethod
+    def _tables_are_weight_only(cls, kernel: Kernel) -> Kernel:
+        if kernel.activations != "float":
+            raise ValueError("activations must be float: a table is gathered, and its head shares it")
+        return kernel
+
+    @field_validator("workload")
+    @classmethod
+    def _whole(cls, shares: dict[int, float]) -> dict[int, float]:
+        if abs(sum(shares.values()) - 1) > 1e-6:
+            raise ValueError(f"shares of all tokens sum to 1, found {sum(shares.values()):g}")
+        return shares
+
+
 class Quantize(Section):
     method: Literal["awq", "rtn"] = "awq"
-    # Not params.yaml's mix: that was measured on its own model, and 8 bits everywhere suit any.
-    rules: Annotated[tuple[Rule, ...], Field(min_length=1)] = (Rule(match="*", bits=8, group_size=64, symmetric=True),)
-    embeddings: Rule = Rule(match="*", bits=8, group_size=64, symmetric=True)  # and lm_head
-    kv_cache: KVCache = KVCache()
     scale_grid: Count = 20  # AWQ and SmoothQuant exponents tried between 0 and 1, besides doing nothing
-
-    @model_validator(mode="after")
-    def _tables_are_weight_only(self) -> Quantize:
-        if self.embeddings.match != "*":
-            raise ValueError(f"embeddings.match must be '*', found {self.embeddings.match!r}: it formats every table")
-        if self.embeddings.activations != "float":
-            raise ValueError("embeddings.activations must be float: a table is gathered, and its head shares it")
-        return self
 
 
 class Build(Section):
@@ -182,6 +216,7 @@ class Recipe(Section):
     seed: int = 0
     export: Export = Export()
     calibrate: Calibrate = Calibrate()
+    plan: Plan = Plan()
     quantize: Quantize = Quantize()
     build: Build = Build()
     benchmark: Benchmark = Benchmark()
@@ -215,6 +250,11 @@ class Recipe(Section):
         # does not hold as it ships would be those of another engine.
         if max(timed.batches) > self.build.slots:
             problems.append(f"benchmark.batches reach {max(timed.batches)}, but build.slots is {self.build.slots}")
+        if self.plan.kernels == "auto" and 2 * self.plan.rows > self.calibrate.holdout_rows:
+            problems.append(
+                f"plan.rows is {self.plan.rows} to measure on and as many others to check on, but of calibrate.rows "
+                f"{self.calibrate.holdout_rows} are held out"
+            )
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -265,10 +305,11 @@ def load_recipe(path: Path = Path("params.yaml")) -> Recipe:
 
 
 def _explain(problem: Any) -> str:
-    where = ".".join(str(part) for part in problem["loc"])
+    loc = [part for part in problem["loc"] if part not in (RULES, AUTO)]
+    where = ".".join(str(part) for part in loc)
     if problem["type"] == "extra_forbidden":
-        valid = sorted(_valid_keys(problem["loc"][:-1]))
-        near = difflib.get_close_matches(str(problem["loc"][-1]), valid, n=1, cutoff=0.5)
+        valid = sorted(_valid_keys(loc[:-1]))
+        near = difflib.get_close_matches(str(loc[-1]), valid, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(valid)}"
         return f"unknown key {where!r} ({hint})"
     if problem["type"] == "value_error":  # raised above, and says itself what was found
@@ -276,13 +317,17 @@ def _explain(problem: Any) -> str:
     return f"{where}: {problem['msg']} (found {problem.get('input')!r})"
 
 
-def _valid_keys(loc: tuple[Any, ...]) -> list[str]:
+def _valid_keys(loc: Sequence[Any]) -> list[str]:
     model: type[BaseModel] = Recipe
     for part in loc:
-        if isinstance(part, int):
-            continue
-        fields = {f.alias or name: f for name, f in model.model_fields.items()}
-        annotation: Any = fields[str(part)].annotation
-        args = [a for a in get_args(annotation) if isinstance(a, type) and issubclass(a, BaseModel)]
-        model = args[0] if args else annotation
+        if not isinstance(part, int):
+            fields = {f.alias or name: f for name, f in model.model_fields.items()}
+            model = next(_models_in(fields[str(part)].annotation))
     return [f.alias or name for name, f in model.model_fields.items()]
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models_in(part)

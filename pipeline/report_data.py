@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from evals.verdict import Verdict
+from pipeline.frontier import Frontier
 
 Unit = Literal["fraction", "nats", "ratio", "number"]
 
@@ -24,6 +25,16 @@ class Divergence:
     mean: float
     upper: float
     bound: float
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The kernel plan as it is read: how it came about, a row a unit, and, of a chosen one, what else there was."""
+
+    summary: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    frontier: Frontier | None = None
 
 
 @dataclass(frozen=True)
@@ -121,6 +132,7 @@ class ReportData:
     model_name: str
     verdict: Verdict
     divergence: Divergence | None = None
+    plan: Planned | None = None
     layers: tuple[LayerRow, ...] = ()
     weights: tuple[FactRow, ...] = ()
     batches: tuple[BatchRow, ...] = ()

@@ -10,12 +10,24 @@ from evals.reports import Benchmark, ShadowReport, TextItem, read_items
 from evals.verdict import Verdict
 from pipeline import artifact
 from pipeline.artifact import RECORD, Artifact, read_payload
+from pipeline.frontier import Frontier, read
 from pipeline.recipe import Recipe
-from pipeline.report_data import BatchRow, Divergence, FactRow, LayerRow, LineageRow, ReportData, Roofline, SpeedRow
+from pipeline.report_data import (
+    BatchRow,
+    Divergence,
+    FactRow,
+    LayerRow,
+    LineageRow,
+    Planned,
+    ReportData,
+    Roofline,
+    SpeedRow,
+)
 from quantization.checkpoint import LinearReport, QuantizedModel
+from quantization.kernel_plan import COLUMNS, FRONTIER_FILE, KernelPlan, summary, table
 
 LINEAGE = (
-    *("source", "graph", "calibration", "quantized", "baseline", "candidate"),
+    *("source", "graph", "calibration", "sensitivity", "plan", "quantized", "baseline", "candidate"),
     *("parity", "benchmark", "evaluation", "shadow", "verdict"),
 )
 
@@ -31,6 +43,7 @@ def gather(recipe: Recipe, artifacts: Path) -> ReportData:
         model_name=recipe.register_.model_name,
         verdict=verdict.record,
         divergence=_divergence(artifacts, verdict.record),
+        plan=_plan(artifact.load(artifacts / "plan", KernelPlan)),
         layers=tuple(_layer(linear) for linear in quantized.record.linears),
         weights=_weights(quantized.record),
         batches=_batches(timed.record),
@@ -55,6 +68,14 @@ def _divergence(artifacts: Path, verdict: Verdict) -> Divergence | None:
         return None
     items = read_items(artifacts / "evaluation" / "text_items.jsonl", TextItem)
     return Divergence(tuple(i.kl_sum / i.tokens for i in items), check.value, check.upper, check.bound)
+
+
+def _plan(plan: Artifact[KernelPlan]) -> Planned:
+    search, frontier = plan.record.search, None
+    if search is not None:
+        points = read((plan.folder / FRONTIER_FILE).read_text())
+        frontier = Frontier(points, search.max_kl, by_bytes=search.goal == "memory")
+    return Planned(summary(plan.record), COLUMNS, tuple(table(plan.record)), frontier)
 
 
 def _layer(linear: LinearReport) -> LayerRow:

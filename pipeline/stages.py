@@ -21,6 +21,7 @@ from pipeline.recipe import Recipe, load_recipe
 if TYPE_CHECKING:
     from engines.bundle import EngineBundle
     from pipeline.fetch import Source
+    from quantization.calibration import Calibration
 
 ARTIFACTS = Path("artifacts")
 INCUMBENT = ARTIFACTS / "incumbent.json"
@@ -101,12 +102,36 @@ def _calibrate(recipe: Recipe) -> None:
     calibrate(recipe, _graph(), texts, ARTIFACTS / "calibration")
 
 
+def _sensitivity(recipe: Recipe) -> None:
+    from quantization.sensitivity_sweep import sweep
+
+    sweep(recipe, _graph(), _calibration(), _calibrated_rows(recipe), ARTIFACTS / "sensitivity")
+
+
+def _plan(recipe: Recipe) -> None:
+    from pipeline.kernel_costs import cost_table
+    from quantization.planning import make_plan
+    from quantization.sensitivity import Sensitivity
+
+    graph, say = _graph(), _say("plan")
+    make_plan(
+        recipe,
+        graph,
+        _calibration(),
+        artifact.load(ARTIFACTS / "sensitivity", Sensitivity),
+        cost_table(recipe, graph.record, measure=recipe.plan.kernels == "auto", progress=say),
+        _calibrated_rows(recipe),
+        ARTIFACTS / "plan",
+        progress=say,
+    )
+
+
 def _quantize(recipe: Recipe) -> None:
-    from quantization.calibration import Calibration
+    from quantization.kernel_plan import KernelPlan
     from quantization.quantize import quantize
 
-    calibration = artifact.load(ARTIFACTS / "calibration", Calibration)
-    quantize(recipe, _graph(), calibration, ARTIFACTS / "quantized")
+    plan = artifact.load(ARTIFACTS / "plan", KernelPlan)
+    quantize(recipe, _graph(), _calibration(), plan, ARTIFACTS / "quantized")
 
 
 def _build_baseline(recipe: Recipe) -> None:
@@ -331,6 +356,12 @@ def _graph() -> Artifact[PortableGraph]:
     return artifact.load(ARTIFACTS / "graph", PortableGraph)
 
 
+def _calibration() -> Artifact[Calibration]:
+    from quantization.calibration import Calibration
+
+    return artifact.load(ARTIFACTS / "calibration", Calibration)
+
+
 def _bundle(folder: Path) -> Artifact[EngineBundle]:
     from engines.bundle import EngineBundle
 
@@ -343,6 +374,11 @@ def _texts(recipe: Recipe, heldout: int | None = None) -> tuple[list[str], list[
 
     settings, count = recipe.calibrate, recipe.evaluate.documents if heldout is None else heldout
     return calibration_and_heldout(_source(), settings.dataset, settings.column, settings.rows, count, recipe.seed)
+
+
+def _calibrated_rows(recipe: Recipe) -> list[list[int]]:
+    """Token ids of the calibration rows, where the plan is chosen by them; a plan that is written out asks for none."""
+    return _encode(_texts(recipe, heldout=0)[0]) if recipe.plan.kernels == "auto" else []
 
 
 def _encode(texts: Sequence[str]) -> list[list[int]]:
@@ -368,6 +404,8 @@ STAGES: dict[str, Callable[[Recipe], None]] = {
     "fetch": _fetch,
     "export": _export,
     "calibrate": _calibrate,
+    "sensitivity": _sensitivity,
+    "plan": _plan,
     "quantize": _quantize,
     "build-baseline": _build_baseline,
     "build-candidate": _build_candidate,

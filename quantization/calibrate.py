@@ -37,7 +37,6 @@ from quantization.calibration import (
 )
 
 MIN_TOKENS = 8
-HOLDOUT_SHARE = 4  # one row in four, the last ones
 GRAM_BLOCK = 256  # a Gram matrix is summed in row blocks from the diagonal on: 5/8 of the work at 1,024 channels
 
 
@@ -53,7 +52,7 @@ def calibrate(
 
     tokenizer: Any = AutoTokenizer.from_pretrained(graph.folder)
     rows = _tokenize(tokenizer, texts, recipe)
-    fit_rows = len(rows) - max(1, len(rows) // HOLDOUT_SHARE)
+    fit_rows = len(rows) - recipe.calibrate.holdout_rows
     model: Any = AutoModelForCausalLM.from_pretrained(graph.folder, dtype=torch.float32).eval()
     passes = list(_passes(graph.record, recipe.calibrate.layers_per_pass))
     described = [

@@ -216,7 +216,7 @@ def encode_table(name: str, table: QuantizedLinear, *, tied_to: str | None = Non
         raise QuantizationError(
             f"{name} in {table.format}",
             expected="embeddings and output heads in symmetric 8 bits or in float",
-            remedy="set quantize.embeddings accordingly",
+            remedy="set plan.embeddings accordingly",
         )
     scales = _stored_scales(table.scales)
     parts: dict[str, AnyArray] = {

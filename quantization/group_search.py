@@ -14,6 +14,7 @@ from quantization.checkpoint import LinearReport, Method
 from quantization.gptq import gptq, inverse_factor
 from quantization.rounding import FloatArray, Format, QuantizedLinear, round_to, round_to_nearest
 from quantization.scale_fit import fit_scales, output_error
+from quantization.statistics import Statistics
 
 
 @dataclass(frozen=True)
@@ -23,16 +24,6 @@ class Rounded:
     method: Method
     linear: QuantizedLinear
     error: float
-
-
-@dataclass(frozen=True)
-class Statistics:
-    """Of one group's inputs; see calibration.py."""
-
-    gram: FloatArray  # [K, K]
-    holdout: FloatArray  # [K, K]
-    mean_abs: FloatArray  # [K]
-    max_abs: FloatArray  # [K]
 
 
 def quantize_group(

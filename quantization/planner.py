@@ -160,7 +160,12 @@ def settle(
     best: tuple[Chosen, Round] | None = None
     rounds: list[Round] = []
     while len(rounds) < ROUNDS:
-        chosen = choose(units, workload, Limits(budget - fixed_kl, limits.bytes), minimize)
+        try:
+            chosen = choose(units, workload, Limits(budget - fixed_kl, limits.bytes), minimize)
+        except QuantizationError:
+            if not rounds:
+                raise
+            break  # no sum is small enough for what whole plans were found to cost
         kernels = tuple(choice.kernel for choice in chosen.choices)
         if kernels in seen:
             break

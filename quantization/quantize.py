@@ -22,16 +22,15 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from safetensors import safe_open
 from safetensors.numpy import save_file
 from threadpoolctl import threadpool_limits
 
 from pipeline.artifact import Artifact, create, load
 from pipeline.errors import QuantizationError
 from pipeline.graph import LinearGroup, PortableGraph, ScaleSink
-from pipeline.recipe import Quantize, Recipe
-from quantization import awq, kv_cache
-from quantization.calibration import Calibration, statistics_file
+from pipeline.recipe import KVCache, Quantize, Recipe
+from quantization import awq
+from quantization.calibration import Calibration
 from quantization.checkpoint import KV_SCALES, KVScheme, LinearReport, QuantizedModel
 from quantization.compressed_tensors import (
     Checkpoint,
@@ -39,8 +38,20 @@ from quantization.compressed_tensors import (
     open_checkpoint,
     quantization_config,
 )
-from quantization.group_search import Statistics, float_report, quantize_group
-from quantization.plan import EMBEDDING, HEAD, Plan, by_layer, formats_of, make_plan, planned_formats, tables_of
+from quantization.group_search import float_report, quantize_group
+from quantization.kernel_plan import KernelPlan
+from quantization.plan import (
+    EMBEDDING,
+    HEAD,
+    Formats,
+    by_layer,
+    formats,
+    formats_of,
+    out_by_in,
+    planned_formats,
+    sink_of,
+    tables_of,
+)
 from quantization.proof import prove, take_census
 from quantization.rounding import (
     FloatArray,
@@ -50,6 +61,7 @@ from quantization.rounding import (
     storable,
 )
 from quantization.scale_fit import output_error
+from quantization.statistics import kv_scales, read_statistics
 
 _PROGRESS = (
     TextColumn("{task.description}"),
@@ -73,25 +85,30 @@ class LayerResult:
 
 
 def quantize(
-    recipe: Recipe, graph: Artifact[PortableGraph], calibration: Artifact[Calibration], folder: Path
+    recipe: Recipe,
+    graph: Artifact[PortableGraph],
+    calibration: Artifact[Calibration],
+    plan: Artifact[KernelPlan],
+    folder: Path,
 ) -> Artifact[QuantizedModel]:
     """Write the QuantizedModel to ``folder``. Reads and holds two layers at a time.
 
-    :class:`QuantizationError` for a rule that matches nothing it should, a calibration of another graph, weights or
-    statistics that are not finite, and a result that its proof says is not a quantized model.
+    :class:`QuantizationError` for a calibration or a plan of another graph, weights or statistics that are not finite,
+    and a result that its proof says is not a quantized model.
     """
-    settings = recipe.quantize
-    if calibration.parents.get("graph") != graph.digest:
-        raise QuantizationError(
-            f"{calibration.folder} was calibrated on graph {calibration.parents.get('graph', 'unknown')[:12]}",
-            expected=f"graph {graph.digest[:12]} in {graph.folder}",
-            remedy="run `dvc repro calibrate`",
-        )
+    settings, kv_cache = recipe.quantize, plan.record.kv_cache
+    for made, how, remedy in ((calibration, "calibrated", "calibrate"), (plan, "planned", "plan")):
+        if made.parents.get("graph") != graph.digest:
+            raise QuantizationError(
+                f"{made.folder} was {how} on graph {made.parents.get('graph', 'unknown')[:12]}",
+                expected=f"graph {graph.digest[:12]} in {graph.folder}",
+                remedy=f"run `dvc repro {remedy}`",
+            )
     source = open_checkpoint(graph.folder)
-    plan, notes = make_plan(graph.record, settings)
+    stored, notes = formats(graph.record, plan.record.kernels, plan.record.embeddings)
     layers = by_layer(graph.record)
     reports: list[LinearReport] = []
-    kv_scales: dict[str, FloatArray] = {}
+    cache: dict[str, FloatArray] = {}
     with create(folder, QuantizedModel) as draft:
         writer = CheckpointWriter(draft.folder)
         written: set[str] = set()
@@ -103,75 +120,75 @@ def quantize(
             task = progress.add_task("quantizing", total=len(layers))
             for start in range(0, len(layers), LAYERS_AT_ONCE):
                 batch = layers[start : start + LAYERS_AT_ONCE]
-                results = pool.map(lambda item: _quantize_layer(source, item[1], calibration, plan, settings), batch)
+                results = pool.map(
+                    lambda item: _quantize_layer(graph.record, source, item[1], calibration, stored, settings), batch
+                )
                 for (layer, groups), result in zip(batch, results, strict=True):
                     for name, tensor in sorted(result.tensors.items()):
                         _write(writer, name, tensor)
                     written.update(result.tensors)
                     reports.extend(result.reports)
-                    if settings.kv_cache.dtype == "int8" and layer.startswith("layers."):
-                        scales = _kv_scales(layer, calibration, settings, result.value_scale)
-                        kv_scales.update(scales)
-                        if settings.kv_cache.granularity == "per_tensor":
+                    if kv_cache.dtype == "int8" and layer.startswith("layers."):
+                        scales = kv_scales(layer, calibration, kv_cache, result.value_scale)
+                        cache.update(scales)
+                        if kv_cache.granularity == "per_tensor":
                             for part, array in _published_kv_scales(groups, layer, scales).items():
                                 writer.add(part, array)
                     progress.advance(task)
         for name, tied_to in tables_of(graph.record).items():
-            report = _write_table(writer, source, name, tied_to, plan, calibration, graph.record)
+            report = _write_table(writer, source, name, tied_to, stored, calibration, graph.record)
             written.add(name)
             reports.append(report)
         for name in source.names():
             if name not in written:
                 writer.add(name, source.tensor(name))
         writer.finish()
-        if kv_scales:
-            save_file(kv_scales, draft.folder / KV_SCALES)
+        if cache:
+            save_file(cache, draft.folder / KV_SCALES)
         _copy_companions(graph.folder, draft.folder)
-        _write_config(graph, plan, settings, draft.folder)
+        _write_config(graph, stored, kv_cache, draft.folder)
 
         result = open_checkpoint(draft.folder)
-        proof = prove([take_census(result, name) for name in result.names()], planned_formats(graph.record, plan))
+        proof = prove([take_census(result, name) for name in result.names()], planned_formats(graph.record, stored))
         if not proof.passed:
             raise QuantizationError(
                 "this is not a quantized model: " + "; ".join(proof.reasons[:10]),
                 expected="every planned tensor quantized, with fitted, finite scales",
-                remedy="compare quantize.rules with the units that `tapeout inspect artifacts/graph` lists",
+                remedy="compare plan.kernels with the units that `tapeout inspect artifacts/graph` lists",
             )
         for note in notes:
             Console().print(f"note: {note}")
         record = QuantizedModel(
             method=settings.method,
             linears=tuple(reports),
-            kv_cache=KVScheme(dtype=settings.kv_cache.dtype, granularity=settings.kv_cache.granularity),
+            kv_cache=KVScheme(dtype=kv_cache.dtype, granularity=kv_cache.granularity),
             proof=proof,
             source_bytes=sum(source.stored_bytes(name) for name in source.names()),
             notes=tuple(notes),
         )
-        draft.finish(record, parents={"graph": graph.digest, "calibration": calibration.digest})
+        draft.finish(record, parents={"graph": graph.digest, "calibration": calibration.digest, "plan": plan.digest})
     return load(folder, QuantizedModel)
 
 
 def _quantize_layer(
+    graph: PortableGraph,
     source: Checkpoint,
     groups: list[LinearGroup],
     calibration: Artifact[Calibration],
-    plan: Plan,
+    stored: Formats,
     settings: Quantize,
 ) -> LayerResult:
     result = LayerResult()
-    members = {name for group in groups for name in group.members}
     folds: list[tuple[FloatArray, ScaleSink]] = []
     for group in groups:
-        fmt = plan[group.name]
-        weights = [_out_by_in(source.tensor(name), group) for name in group.members]
+        fmt = stored[group.name]
+        weights = [out_by_in(source.tensor(name), group) for name in group.members]
         if fmt is None:
             result.tensors.update(zip(group.members, weights, strict=True))
             result.reports.extend(float_report(group, i) for i in range(len(weights)))
             continue
-        statistics = _read_statistics(calibration, group)
-        sink = group.scale_sink
-        if sink is not None and sink.kind == "linear" and sink.weight not in members:
-            sink = None  # the producer is in another layer, which may be written already
+        statistics = read_statistics(calibration, group)
+        sink = sink_of(group, graph)
         scale, linears, reports = quantize_group(group, weights, statistics, fmt, settings, sink)
         result.tensors.update(zip(group.members, linears, strict=True))
         result.reports.extend(reports)
@@ -185,13 +202,8 @@ def _quantize_layer(
         for name in group.members:
             kept = result.tensors[name]
             if not isinstance(kept, QuantizedLinear):
-                result.tensors[name] = _out_by_in(kept, group)  # back to how the source stores it
+                result.tensors[name] = out_by_in(kept, group)  # back to how the source stores it
     return result
-
-
-def _out_by_in(weight: FloatArray, group: LinearGroup) -> FloatArray:
-    """A float weight the other way round where the source stores it ``[in, out]``."""
-    return np.ascontiguousarray(weight.T) if group.transposed else weight
 
 
 def _fold(result: LayerResult, source: Checkpoint, scale: FloatArray, sink: ScaleSink) -> None:
@@ -209,21 +221,6 @@ def _fold(result: LayerResult, source: Checkpoint, scale: FloatArray, sink: Scal
         result.tensors[sink.bias] = awq.absorb_bias(source.tensor(sink.bias) if bias is None else bias, scale, sink)
 
 
-def _read_statistics(calibration: Artifact[Calibration], group: LinearGroup) -> Statistics:
-    with safe_open(calibration.folder / statistics_file(group.name), framework="numpy") as file:
-        gram, holdout, mean_abs, max_abs = (
-            file.get_tensor(f"{group.name}.{part}") for part in ("gram", "gram_holdout", "mean_abs", "max_abs")
-        )
-    width = group.in_features
-    if gram.shape != (width, width) or not all(np.isfinite(part).all() for part in (gram, holdout, mean_abs, max_abs)):
-        raise QuantizationError(
-            f"statistics of {group.name} are {list(gram.shape)} or not finite",
-            expected=f"finite Gram matrices {[width, width]}",
-            remedy="run `dvc repro calibrate`",
-        )
-    return Statistics(gram, holdout, mean_abs, max_abs)
-
-
 def _write(writer: CheckpointWriter, name: str, tensor: QuantizedLinear | FloatArray) -> None:
     if isinstance(tensor, QuantizedLinear):
         writer.add_linear(name, tensor)
@@ -236,14 +233,14 @@ def _write_table(
     source: Checkpoint,
     name: str,
     tied_to: str | None,
-    plan: Plan,
+    stored: Formats,
     calibration: Artifact[Calibration],
     graph: PortableGraph,
 ) -> LinearReport:
     weight = source.tensor(name)
-    fmt = plan[EMBEDDING] if name == graph.embedding else plan[HEAD]
+    fmt = stored[EMBEDDING] if name == graph.embedding else stored[HEAD]
     head = next((group for group in graph.groups if group.name == HEAD and name in group.members), None)
-    holdout = _read_statistics(calibration, head).holdout if head is not None else None
+    holdout = read_statistics(calibration, head).holdout if head is not None else None
     error = 0.0
     if fmt is None:
         writer.add(name, weight)
@@ -281,20 +278,6 @@ def _round_table(weight: FloatArray, fmt: Format, gram: FloatArray | None) -> tu
     return QuantizedLinear(codes, scales, None, fmt.bits, fmt.group_size), error / max(energy, 1e-30)
 
 
-def _kv_scales(
-    layer: str, calibration: Artifact[Calibration], settings: Quantize, value_scale: FloatArray | None
-) -> dict[str, FloatArray]:
-    with safe_open(calibration.folder / statistics_file(f"{layer}.qkv"), framework="numpy") as file:
-        keys, values = file.get_tensor(f"{layer}.k_pair_absmax"), file.get_tensor(f"{layer}.v_absmax")
-    if value_scale is not None:
-        values = values / value_scale.reshape(values.shape)  # the value projection was divided by it
-    granularity = settings.kv_cache.granularity
-    return {
-        f"{layer}.k_scale": kv_cache.scales(keys, granularity, name=f"{layer} keys"),
-        f"{layer}.v_scale": kv_cache.scales(values, granularity, name=f"{layer} values"),
-    }
-
-
 def _published_kv_scales(groups: list[LinearGroup], layer: str, scales: dict[str, FloatArray]) -> dict[str, FloatArray]:
     """One scale per tensor, where compressed-tensors looks for it: on the attention module."""
     projection = next(group for group in groups if group.name == f"{layer}.qkv").members[0]
@@ -309,11 +292,11 @@ def _copy_companions(source: Path, target: Path) -> None:
             shutil.copyfile(path, target / path.name)
 
 
-def _write_config(graph: Artifact[PortableGraph], plan: Plan, settings: Quantize, target: Path) -> None:
+def _write_config(graph: Artifact[PortableGraph], stored: Formats, kv_cache: KVCache, target: Path) -> None:
     config: dict[str, Any] = json.loads((graph.folder / "config.json").read_text())
-    linears, tables, ignored = formats_of(graph.record, plan)
+    linears, tables, ignored = formats_of(graph.record, stored)
     kv_cache_scheme = None
-    if settings.kv_cache.dtype == "int8" and settings.kv_cache.granularity == "per_tensor":
+    if kv_cache.dtype == "int8" and kv_cache.granularity == "per_tensor":
         kv_cache_scheme = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}
     config["quantization_config"] = {
         **quantization_config(linears, tables, ignored),

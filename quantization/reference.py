@@ -13,7 +13,7 @@ S  tokens of a document     V  vocabulary size     K  input channels     H, D  K
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ class QuantizedReference:
         self.kv_scales: dict[str, Tensor] = load_file(scales) if scales.is_file() else {}
         for module, grid in linears:
             if grid.input_scale is not None or int8_activations:
-                module.register_forward_pre_hook(_activation_hook(grid))
+                module.register_forward_pre_hook(input_hook(grid))
 
     def __call__(self, tokens: Sequence[int]) -> FloatArray:
         with torch.inference_mode(), kv_function(self.model, self._round_cache):
@@ -124,9 +124,20 @@ def round_static(inputs: Tensor, step: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _InputGrid:
+class InputGrid:
+    """How a kernel rounds the inputs of a linear, by what the checkpoint holds of it."""
+
     group_size: int
-    input_scale: float | None
+    input_scale: float | None  # None: rounded per row and group by MatMulNBits
+
+    @classmethod
+    def of(cls, linear: QuantizedLinear) -> InputGrid:
+        return cls(linear.group_size, linear.input_scale)
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        if self.input_scale is not None:
+            return round_static(inputs, self.input_scale)
+        return round_activations(inputs, self.group_size)
 
 
 def _stored_in_out(model: Any) -> set[str]:
@@ -134,13 +145,9 @@ def _stored_in_out(model: Any) -> set[str]:
     return {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D)}
 
 
-def _activation_hook(grid: _InputGrid) -> Any:
-    def hook(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        if grid.input_scale is not None:
-            return (round_static(inputs[0], grid.input_scale), *inputs[1:])
-        return (round_activations(inputs[0], grid.group_size), *inputs[1:])
-
-    return hook
+def input_hook(rounding: Callable[[Tensor], Tensor]) -> Any:
+    """A forward pre-hook of a linear."""
+    return lambda _module, inputs: (rounding(inputs[0]), *inputs[1:])
 
 
 def _exchange(name: str, value: FloatArray, errors: dict[str, float]) -> Any:
@@ -154,7 +161,7 @@ def _exchange(name: str, value: FloatArray, errors: dict[str, float]) -> Any:
     return hook
 
 
-def _load(folder: Path) -> tuple[Any, list[tuple[torch.nn.Module, _InputGrid]]]:
+def _load(folder: Path) -> tuple[Any, list[tuple[torch.nn.Module, InputGrid]]]:
     """The model with decoded float32 weights, and its quantized linears with how their inputs are rounded."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -164,11 +171,11 @@ def _load(folder: Path) -> tuple[Any, list[tuple[torch.nn.Module, _InputGrid]]]:
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     checkpoint = open_checkpoint(folder)
     weights: dict[str, Tensor] = {}
-    grids: dict[str, _InputGrid] = {}
+    grids: dict[str, InputGrid] = {}
     for name in checkpoint.names():
         stored = checkpoint.linear(name)
         if isinstance(stored, QuantizedLinear):
-            grids[name] = _InputGrid(stored.group_size, stored.input_scale)
+            grids[name] = InputGrid.of(stored)
             stored = stored.dequantize()
         weights[name] = torch.from_numpy(np.array(stored, np.float32))
     for name in grids.keys() & _stored_in_out(model):
@@ -185,7 +192,7 @@ def _load(folder: Path) -> tuple[Any, list[tuple[torch.nn.Module, _InputGrid]]]:
             remedy="run `dvc repro quantize`",
         )
     names = {id(parameter): name for name, parameter in parameters.items()}
-    linears: list[tuple[torch.nn.Module, _InputGrid]] = []
+    linears: list[tuple[torch.nn.Module, InputGrid]] = []
     for module in model.modules():
         name = names.get(id(getattr(module, "weight", None)))
         if name in grids and not isinstance(module, torch.nn.Embedding):

@@ -22,6 +22,7 @@ from pipeline.errors import QuantizationError
 
 FloatArray = NDArray[np.float32]
 CodeArray = NDArray[np.uint8]
+SMALLEST_GROUP = 16  # input channels
 Activations = Literal["float", "int8"]  # int8: static, one scale for the whole input
 
 # Codes are searched for the scale that is stored: float16 keeps 11 bits of it at 16/g bits per weight.
@@ -116,13 +117,13 @@ def fitting_group_size(group_size: int, columns: int) -> int:
     (64, 64)
     """
     size = group_size
-    while size >= 16:
+    while size >= SMALLEST_GROUP:
         if columns % size == 0:
             return size
         size //= 2
     raise QuantizationError(
         f"{columns} input channels",
-        expected="a multiple of 16, the smallest group",
+        expected=f"a multiple of {SMALLEST_GROUP}, the smallest group",
         remedy="add a rule with bits: 32 that leaves this linear in float",
     )
 

@@ -7,8 +7,19 @@ from dataclasses import replace
 from typing import Any
 
 from evals.verdict import Check, Fact, Outcome, Slice, Verdict
+from pipeline.frontier import Frontier, FrontierPoint
 from pipeline.recipe import Gate, Recipe
-from pipeline.report_data import BatchRow, Divergence, FactRow, LayerRow, LineageRow, ReportData, Roofline, SpeedRow
+from pipeline.report_data import (
+    BatchRow,
+    Divergence,
+    FactRow,
+    LayerRow,
+    LineageRow,
+    Planned,
+    ReportData,
+    Roofline,
+    SpeedRow,
+)
 
 BASELINE, CANDIDATE, QUANTIZED = "b" * 64, "c" * 64, "9" * 64
 RECIPE = Recipe.model_validate({"model": {"source": "file:model"}, "data": {"source": "file:data"}})
@@ -105,6 +116,27 @@ def example_report(verdict: Verdict | None = None) -> ReportData:
             ("down", 8, 0.008 + (0.03 if layer == 11 else 0)),
         )
     ]
+    points = tuple(
+        FrontierPoint(kl=0.004 + 0.001 * n, microseconds=900 / (1 + n / 12), megabytes=150 - 1.4 * n, chosen=n == 15)
+        for n in range(36)
+    )
+    plan = Planned(
+        summary="Chosen for the least time per token (25% at 1 rows, 75% at 128 rows) on ort-cpu with 2 threads.",
+        columns=("unit", "kernel", "µs/token", "MB", "KL", "why"),
+        rows=(
+            ("layers.0-4.qkv", "static int8", "21.4", "2.78", "0.00042", "the fastest kernel"),
+            (
+                "layers.0-4.o",
+                "4-bit g32",
+                "9.8",
+                "1.04",
+                "0.00121",
+                "4-bit g64 would save 0.4 µs and spend 0.0005 more KL",
+            ),
+            ("all", "", "431.2", "120.31", "0.01873", "0.01912 at once, of 0.02"),
+        ),
+        frontier=Frontier(points, limit=0.02, by_bytes=False),
+    )
     layers.append(LayerRow("lm_head", None, "lm_head", "int8 g64 symmetric, tied", 8, 8.25, 0.004, 0.004))
     nouns = ("Source", "PortableGraph", "Calibration", "QuantizedModel", "EngineBundle", "EvalReport", "Verdict")
     digests = [f"{i + 10:x}" * 64 for i in range(len(nouns))]
@@ -117,6 +149,7 @@ def example_report(verdict: Verdict | None = None) -> ReportData:
             upper=0.0204,
             bound=0.03,
         ),
+        plan=plan,
         layers=tuple(layers),
         weights=(
             FactRow("bits_per_weight", "Bits per weight", 6.21, note="embeddings included"),

@@ -46,7 +46,7 @@ def _lower(lowering: Lowering, node: ir.Node) -> None:
             raise BuildError(
                 f"{label} mixes formats {sorted(formats)} in one merged product",
                 expected="one format for linears that read the same input",
-                remedy="let one rule in quantize.rules match the whole group",
+                remedy="let one rule of plan.kernels match the whole group",
             )
         lowered = _nbits(lowering, label, node, parts, bias)
         symmetry = "sym" if parts[0].zero_points is None else "asym"

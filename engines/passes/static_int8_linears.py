@@ -39,7 +39,7 @@ def run(lowering: Lowering) -> Outcome:
             raise BuildError(
                 f"{label_of(lowering, node)} reads one input with scales {sorted(map(str, scales))}",
                 expected="one input scale for linears that read the same input",
-                remedy="let one rule in quantize.rules match the whole group",
+                remedy="let one rule of plan.kernels match the whole group",
             )
         _lower(lowering, node, parts, signed=signed)
         matched += 1

@@ -225,22 +225,22 @@ def _weights(request: Request, graph: Artifact[PortableGraph]) -> tuple[Checkpoi
 
 def _four_bits(request: Request, graph: Artifact[PortableGraph]) -> Artifact[QuantizedModel]:
     """The float weights by AWQ in the blocks TensorRT takes, from the recipe's own calibration."""
-    from pipeline.recipe import KVCache, Rule
+    from pipeline.recipe import Kernel, KVCache, Plan, Rule
     from quantization.calibration import Calibration
+    from quantization.planning import write_plan
     from quantization.quantize import quantize
 
-    settings = request.recipe.quantize.model_copy(
-        update={
-            "method": "awq",
-            "rules": (Rule(match="*", bits=4, group_size=INT4_BLOCK, symmetric=True, positive_scales=True),),
-            "embeddings": Rule(match="*", bits=32),
-            "kv_cache": KVCache(dtype="float32"),
-        }
+    plan = Plan(
+        kernels=(Rule(match="*", bits=4, group_size=INT4_BLOCK, symmetric=True, positive_scales=True),),
+        embeddings=Kernel(bits=32),
+        kv_cache=KVCache(dtype="float32"),
     )
+    settings = request.recipe.quantize.model_copy(update={"method": "awq"})
     return quantize(
-        request.recipe.model_copy(update={"quantize": settings}),
+        request.recipe.model_copy(update={"quantize": settings, "plan": plan}),
         graph,
         artifact.load(request.artifacts / "calibration", Calibration),
+        write_plan(plan, graph, request.folder / "plan"),
         request.folder / "quantized",
     )
 

@@ -29,13 +29,14 @@ from pipeline import artifact
 from pipeline.artifact import Artifact
 from pipeline.export import export
 from pipeline.graph import PortableGraph
-from pipeline.recipe import Calibrate, DataSource, KVCache, ModelSource, Quantize, Recipe, Rule
+from pipeline.recipe import Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize, Recipe, Rule
 from quantization.calibrate import calibrate
 from quantization.calibration import Calibration
 from quantization.checkpoint import KV_SCALES
 from quantization.compressed_tensors import open_checkpoint
 from quantization.quantize import quantize
 from tests.families import FAMILIES, MAX_POSITIONS, export_family
+from tests.plans import written_plan
 
 SLOTS = 33  # one more than the largest batch, so that a batch can stand in more than one place
 PROMPTS = 32
@@ -97,12 +98,8 @@ def recipe(name: str) -> Recipe:
         model=ModelSource(source="file:model"),
         data=DataSource(source="file:data"),
         calibrate=Calibrate(rows=8, tokens=48),
-        quantize=Quantize(
-            method="rtn",  # which codes does not matter here
-            rules=RULES[name],
-            embeddings=EIGHT,
-            kv_cache=KVCache(dtype="int8" if name in INT8_KV else "float32"),
-        ),
+        plan=Plan(kernels=RULES[name], kv_cache=KVCache(dtype="int8" if name in INT8_KV else "float32")),
+        quantize=Quantize(method="rtn"),  # which codes does not matter here
     )
 
 
@@ -153,7 +150,8 @@ def make_bundle(model: Model, name: str, folder: Path) -> Artifact[EngineBundle]
     checkpoint, scales = model.graph.folder, {}
     if name != "float":
         source = "mix" if name == "int8 KV" else name
-        quantized = quantize(recipe(source), model.graph, model.calibration, folder / "quantized")
+        plan = written_plan(recipe(source), model.graph, folder / "plan")
+        quantized = quantize(recipe(source), model.graph, model.calibration, plan, folder / "quantized")
         checkpoint = model.graph.folder if name == "int8 KV" else quantized.folder
         scales = load_file(quantized.folder / KV_SCALES) if name in INT8_KV else {}
     return build(

@@ -13,12 +13,13 @@ from engines.compile import build
 from engines.probe import Probe
 from evals.parity import compare
 from pipeline.export import export
-from pipeline.recipe import Calibrate, DataSource, KVCache, ModelSource, Quantize, Recipe, Rule
+from pipeline.recipe import Calibrate, DataSource, KVCache, ModelSource, Plan, Recipe, Rule
 from quantization.calibrate import calibrate
 from quantization.checkpoint import KV_SCALES
 from quantization.compressed_tensors import open_checkpoint
 from quantization.quantize import quantize
 from quantization.reference import QuantizedReference
+from tests.plans import written_plan
 
 MIXED = (
     Rule(match="layers.*.qkv", bits=8, group_size=64, symmetric=True),
@@ -46,11 +47,12 @@ def test_the_engine_computes_what_the_quantized_checkpoint_says(
         model=ModelSource(source="file:model"),
         data=DataSource(source="file:data"),
         calibrate=Calibrate(rows=32, tokens=128),
-        quantize=Quantize(rules=MIXED, kv_cache=KVCache(dtype="int8")),
+        plan=Plan(kernels=MIXED, kv_cache=KVCache(dtype="int8")),
     )
     graph = export(tiny_checkpoint, "", tmp_path / "graph", max_positions=512, tolerance=1e-3, seed=0, parents={})
     calibration = calibrate(recipe, graph, tiny_texts(44, 9)[:32], tmp_path / "calibration")
-    quantized = quantize(recipe, graph, calibration, tmp_path / "quantized")
+    plan = written_plan(recipe, graph, tmp_path / "plan")
+    quantized = quantize(recipe, graph, calibration, plan, tmp_path / "quantized")
     bundle = build(
         graph,
         open_checkpoint(quantized.folder),

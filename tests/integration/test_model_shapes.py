@@ -1,4 +1,4 @@
-"""Models of other shapes, quantized as the default recipe does it: the engine computes what the checkpoint says.
+"""Other shapes, quantized with all that the default recipe uses: the engine computes what the checkpoint says.
 
 Two layers of random weights, each family in ``FAMILIES`` for what its shapes ask of the passes and kernels. A float
 engine of every family is compared with transformers in tests/unit/test_export.py.
@@ -23,7 +23,7 @@ from engines.probe import Probe
 from evals.parity import compare
 from pipeline.artifact import Artifact
 from pipeline.graph import PortableGraph
-from pipeline.recipe import Calibrate, DataSource, KVCache, ModelSource, Quantize, Recipe, Rule
+from pipeline.recipe import Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize, Recipe, Rule
 from quantization.attention_hook import kv_function
 from quantization.calibrate import calibrate
 from quantization.calibration import layer_file
@@ -32,6 +32,7 @@ from quantization.compressed_tensors import open_checkpoint
 from quantization.quantize import quantize
 from quantization.reference import QuantizedReference
 from tests.families import FAMILIES, LAYERS, MAX_POSITIONS, export_family
+from tests.plans import written_plan
 
 SHAPES = (
     "llama-group-of-8",  # heads of 128 channels, eight queries to each KV head, a head of its own
@@ -47,6 +48,7 @@ SHAPES = (
     "gpt2",  # weights stored [in, out]
 )
 ROWS, TOKENS = 8, 48
+SEEN = 16  # positions of calibration rows where thresholds at later ones are looked at
 DOCUMENT_TOKENS, DOCUMENTS = 60, 4
 # Relative to a row's largest logit, as tests/integration/test_batch_invariance.py explains: one row alone has other
 # kernels than many. Over float weights, with the int8 cache, decoding showed 8e-7; where the inputs of products are
@@ -56,20 +58,21 @@ DECODED = 6  # tokens after each prefill: what was rounded the other way once st
 
 
 def recipe(tokens: int = TOKENS) -> Recipe:
-    """The default mix, with its int8 products and its int8 KV cache."""
+    """The formats of the default mix: static int8 products, 8-bit and 4-bit blocks, int8 keys and values."""
     return Recipe(
         model=ModelSource(source="file:model"),
         data=DataSource(source="file:data"),
         calibrate=Calibrate(rows=ROWS, tokens=tokens),
-        quantize=Quantize(
-            rules=(
-                Rule(match="layers.*.o", bits=4, group_size=32, symmetric=True),
-                Rule(match="layers.*.gate_up", bits=8, activations="int8"),
-                Rule(match="*", bits=8, group_size=64, symmetric=True),
+        plan=Plan(
+            kernels=(
+                Rule(match="layers.0.o", bits=4, group_size=32, symmetric=True),
+                Rule(match="layers.1.qkv", bits=8, group_size=64, symmetric=True),
+                Rule(match="layers.*.down", bits=8, group_size=128, symmetric=True),
+                Rule(match="*", bits=8, activations="int8"),
             ),
             kv_cache=KVCache(dtype="int8"),
-            scale_grid=4,
         ),
+        quantize=Quantize(scale_grid=4),
     )
 
 
@@ -89,12 +92,11 @@ class Made:
     bundle: Artifact[EngineBundle]
 
 
-@pytest.fixture(scope="module", params=SHAPES)
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    name, folder = request.param, tmp_path_factory.mktemp(request.param)
+def make(name: str, folder: Path) -> Made:
     graph = export_family(name, folder)
     calibration = calibrate(recipe(), graph, texts(words(name, ROWS, TOKENS, 1)), folder / "calibration")
-    quantized = quantize(recipe(), graph, calibration, folder / "quantized")
+    plan = written_plan(recipe(), graph, folder / "plan")
+    quantized = quantize(recipe(), graph, calibration, plan, folder / "quantized")
     bundle = build(
         graph,
         open_checkpoint(quantized.folder),
@@ -108,19 +110,29 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Made(name, graph, quantized, bundle)
 
 
-def test_every_linear_gets_the_kernel_its_rule_asks_for(made: Made) -> None:
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_model_of_this_shape_is_quantized_whole_and_computed_right(name: str, tmp_path: Path) -> None:
+    made = make(name, tmp_path)
+    assert_planned_kernels(made)
+    assert_computes_what_the_checkpoint_says(made)
+    assert_decodes_what_it_prefills(made)
+    if FAMILIES[name].rotary != "none":
+        assert_key_thresholds_hold_at_later_positions(made, tmp_path)
+
+
+def assert_planned_kernels(made: Made) -> None:
+    """Every linear has the kernel its rule asks for."""
     plan = made.bundle.record.plan
     groups = {group.name for group in made.graph.record.groups}
     assert {f"layers.{n}.{unit}" for n in range(LAYERS) for unit in ("qkv", "o", "gate_up", "down")} <= groups
-    kernels = {unit: {kernel for name, kernel in plan.items() if f".{unit}" in name} for unit in ("o", "gate_up")}
-    # Members that cannot be merged have a kernel each, named after them: then the group's name is not in the plan.
-    assert all("4-bit" in kernel for kernel in kernels["o"]), kernels
-    assert all("static int8 input" in kernel for kernel in kernels["gate_up"]), kernels
+    blocks = {"layers.0.o": "4-bit", "layers.1.qkv": "8-bit g", "layers.0.down": "8-bit g", "layers.1.down": "8-bit g"}
+    kernels = {"lm_head": "8-bit g"} | dict.fromkeys(groups - blocks.keys() - {"lm_head"}, "static int8 input") | blocks
+    assert not {name: plan[name] for name, wanted in kernels.items() if wanted not in plan[name]}
     assert not [f"{name}: {kernel}" for name, kernel in plan.items() if "fp32" in kernel]
     assert made.bundle.record.io.kv_dtype == "int8"
 
 
-def test_the_engine_computes_what_the_quantized_checkpoint_says(made: Made) -> None:
+def assert_computes_what_the_checkpoint_says(made: Made) -> None:
     documents = words(made.name, DOCUMENTS, DOCUMENT_TOKENS, 2)
     head = next(group.members[0] for group in made.graph.record.groups if group.name == "lm_head")
     reference = QuantizedReference(made.quantized.folder, int8_activations=True)
@@ -131,33 +143,30 @@ def test_the_engine_computes_what_the_quantized_checkpoint_says(made: Made) -> N
     assert max(item.worst_error for item in items) < 0.01  # the gate's bound
 
 
-def test_one_token_at_a_time_gives_what_the_whole_does(made: Made) -> None:
-    """Over sliding windows, in-place int8 caches, and the kernels of a single row."""
+def assert_decodes_what_it_prefills(made: Made) -> None:
+    """One token at a time: over sliding windows, in-place int8 caches, and the kernels of a single row."""
     (document,) = words(made.name, 1, DOCUMENT_TOKENS, 3)
     engine = load(made.bundle.folder, threads=1)
     try:
-        whole = engine.prefill(0, document, rows=range(DOCUMENT_TOKENS))
+        expected = engine.prefill(0, document, rows=range(DECODED, DOCUMENT_TOKENS))
         steps: list[np.ndarray] = []
         for start in range(DECODED, DOCUMENT_TOKENS, DECODED):
             engine.prefill(1, document[:start])
             steps += [engine.decode([document[n]], [n], first_slot=1)[0] for n in range(start, start + DECODED)]
     finally:
         engine.close()
-    expected = whole[DECODED:]
     relative = np.abs(np.stack(steps) - expected).max(axis=1) / np.abs(expected).max(axis=1)
     assert relative.max() <= FLIPPED and np.median(relative) <= REASSOCIATED
 
 
-@pytest.mark.parametrize("name", ["llama", "cohere2", "glm4", "phi"])
-def test_key_thresholds_hold_at_positions_calibration_never_saw(name: str, tmp_path: Path) -> None:
+def assert_key_thresholds_hold_at_later_positions(made: Made, folder: Path) -> None:
     """Rotation moves length between two channels of a pair, wherever they lie in the head, never beyond its norm."""
     from transformers import AutoModelForCausalLM
 
-    graph = export_family(name, tmp_path)
-    rows = words(name, ROWS, 16, 4)
-    calibration = calibrate(recipe(16), graph, texts(rows), tmp_path / "calibration")
+    rows = words(made.name, ROWS, SEEN, 4)
+    calibration = calibrate(recipe(SEEN), made.graph, texts(rows), folder / "short")
     found = load_file(calibration.folder / layer_file(0))
-    keys = later_keys(AutoModelForCausalLM.from_pretrained(graph.folder), rows)
+    keys = later_keys(AutoModelForCausalLM.from_pretrained(made.graph.folder), rows)
     assert (keys <= found["layers.0.k_pair_absmax"] * 1.0001).all()
     assert (keys > found["layers.0.k_absmax"] * 1.01).any()  # the channels by themselves did grow
 
@@ -173,6 +182,5 @@ def later_keys(model: Any, rows: list[list[int]]) -> np.ndarray:
 
     with torch.inference_mode(), kv_function(model, see):
         for row in rows:
-            repeated = (row * (MAX_POSITIONS // len(row)))[:MAX_POSITIONS]
-            model(input_ids=torch.tensor([repeated]), use_cache=False)
+            model(input_ids=torch.tensor([row * (MAX_POSITIONS // SEEN)]), use_cache=False)
     return torch.stack(largest).amax(0).numpy()

@@ -16,34 +16,36 @@ from typing import Any
 import pytest
 import yaml
 
+from engines import costs
+from engines.bundle import EngineBundle
 from evals.verdict import Outcome, Verdict
 from pipeline import artifact, shipped_recipes, stages
+from pipeline.explain import explain
+from quantization.kernel_plan import KernelPlan
 from tests.stage_reads import ROOT, Reads, code, leaves, modules_at, recording
 
 DVC: dict[str, Any] = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
-AFTER_QUANTIZE = ("quantize", "build-candidate", "parity", "benchmark", "evaluate", "incumbent", "shadow", "gate")
+AFTER_CALIBRATE = (
+    *("sensitivity", "plan", "quantize", "build-candidate"),
+    *("parity", "benchmark", "evaluate", "incumbent", "shadow", "gate"),
+)
 ITEMS = 1000
 
 
 def params(checkpoint: Path, data: Path) -> dict[str, object]:
-    """The default recipe scaled down to the tiny model: fewer rows and items, its own bound on KL."""
+    """The recipe ``auto`` scaled down to the tiny model: fewer rows and items, its own bounds on KL."""
     return {
         "model": {"source": f"file:{checkpoint}"},
         "data": {"source": f"file:{data}"},
         "export": {"max_positions": 512},
         "calibrate": {"rows": 24, "tokens": 128},
-        "quantize": {
-            "rules": [
-                {"match": "layers.*.o", "bits": 4, "group_size": 32, "symmetric": True},
-                {"match": "*", "bits": 8, "group_size": 64, "symmetric": True},
-            ]
-        },
+        "plan": {"kernels": "auto", "workload": {1: 0.5, 8: 0.5}, "max_kl": 0.0003, "band": 2, "rows": 2},
         "build": {"slots": 8, "threads": 1},
         "benchmark": {"prompt_tokens": 32, "new_tokens": 8, "batches": [1, 4], "repeats": 3},
         "evaluate": {"tasks": ["piqa"], "items": ITEMS, "documents": 40, "document_tokens": 128},
         "shadow": {"prompts": 40, "max_new_tokens": 12, "datasets": ["nq_open"]},
-        # Speed is not what this model or a test under load can show. Its KL bound lies between what the mix costs it
-        # (0.0001) and what 4 bits do (0.0015), as the default one does for the default model (0.015 and 0.34).
+        # Speed is not what this model or a test under load can show. Its KL bound lies between what the plan may cost
+        # and what 4 bits do (0.0015), as the default one does for the default model (0.02 and 0.34).
         "gate": {"min_items": ITEMS, "min_shadow_prompts": 40, "min_speed_ratio": 0.01, "max_kl": 0.0005},
         "register": {"model_name": "tiny"},
     }
@@ -92,6 +94,7 @@ def project(
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("TAPEOUT_CACHE", str(folder / "cache"))
+        patch.setattr(costs, "CACHE", folder / "costs")
         patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder / 'mlflow.db'}")
         for name in stages.STAGES:
             with recording() as reads[name]:
@@ -105,12 +108,25 @@ def judged(project: Path, recipe: str, folder: Path, patch: pytest.MonkeyPatch) 
     patch.chdir(folder)
     patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder / 'mlflow.db'}")
     (folder / "params.yaml").write_text(shipped_recipes.overlay(recipe, folder / "params.yaml"))
-    for name in AFTER_QUANTIZE:
+    for name in AFTER_CALIBRATE:
         stages.run(name, Path("params.yaml"))
     return artifact.load(folder / "artifacts" / "verdict", Verdict).record
 
 
-def test_the_default_mix_passes_and_can_be_promoted(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_chosen_plan_is_what_the_engine_computes(project: Path) -> None:
+    plan = artifact.load(project / "artifacts" / "plan", KernelPlan)
+    bundle = artifact.load(project / "artifacts" / "candidate", EngineBundle)
+    assert plan.record.search is not None and plan.record.search.joint_kl <= 0.0003
+    for group, kernel in plan.record.kernels.items():
+        built = bundle.record.plan[group]
+        assert ("static int8" in built) == (kernel.activations == "int8")
+        assert kernel.activations == "int8" or f"{kernel.bits}-bit" in built or "fp32" in built
+    lineage = explain(project / "artifacts" / "candidate").parents
+    quantized = next(parent for parent in lineage if parent.noun == "QuantizedModel")
+    assert plan.digest in {parent.digest for parent in quantized.parents}
+
+
+def test_a_chosen_plan_passes_and_can_be_promoted(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     verdict = artifact.load(project / "artifacts" / "verdict", Verdict)
     assert verdict.record.outcome is Outcome.PASS, verdict.record.explain()
     monkeypatch.chdir(project)

@@ -36,6 +36,7 @@ COMMANDS = [
     "rollback",
     "report",
     "inspect",
+    "plan",
     "doctor",
     "stage",
     "recipe",

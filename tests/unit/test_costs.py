@@ -34,7 +34,7 @@ def test_every_kernel_of_the_menu_has_a_name_of_its_own_and_is_what_the_passes_w
         assert [value.name for value in model.graph.outputs] == ["y0", "y1", "y2"]
         operators[kernel.name] = {node.op_type for node in model.graph}
     assert len(operators) == len(MENU)
-    assert operators["fp32"] == {"MatMul"} and operators["4-bit g64"] == {"MatMulNBits"}
+    assert operators["fp32"] == {"MatMul"} and operators["4-bit g32"] == {"MatMulNBits"}
     assert operators["static int8"] == {"QuantizeLinear", "MatMulIntegerToFloat"}
 
 
@@ -62,7 +62,7 @@ def test_a_machine_measures_once_and_another_one_again(tmp_path: Path, monkeypat
     asked: list[tuple[int, tuple[int, ...]]] = []
 
     def measure(
-        shape: Shape, kernels: Sequence[Kernel], rows: Sequence[int], store: Any, *, threads: int
+        shape: Shape, kernels: Sequence[Kernel], rows: Sequence[int], store: Any, *, threads: int, streamed: int
     ) -> costs.Seconds:
         asked.append((shape.columns, tuple(rows)))
         return {kernel.name: {count: count * 1e-3 for count in rows} for kernel in kernels}
@@ -70,7 +70,7 @@ def test_a_machine_measures_once_and_another_one_again(tmp_path: Path, monkeypat
     monkeypatch.setattr(costs, "measure", measure)
 
     def ask(columns: int, rows: tuple[int, ...], kernels: tuple[Kernel, ...] = (FLOAT,)) -> costs.Seconds:
-        return costs.costs(Shape(columns, 8), kernels, rows, stored, threads=1, cache=tmp_path)
+        return costs.costs(Shape(columns, 8), kernels, rows, stored, streamed=1 << 16, threads=1, cache=tmp_path)
 
     assert ask(16, (1, 4)) == ask(16, (1, 4)) == {"fp32": {1: 1e-3, 4: 4e-3}}
     assert ask(16, (1, 8)) == {"fp32": {1: 1e-3, 8: 8e-3}}
@@ -89,6 +89,12 @@ def test_the_last_level_cache_is_the_largest_there_is(tmp_path: Path) -> None:
         (tmp_path / f"index{index}" / "size").write_text(size)
     assert costs.last_level_cache_bytes(tmp_path) == 32 << 20
     assert costs.last_level_cache_bytes(tmp_path / "nowhere") == costs.USUAL_CACHE_BYTES
+
+
+def test_a_sample_reads_no_more_than_the_model_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "last_level_cache_bytes", lambda: 1000)
+    assert costs.streamed_bytes(300) == 300
+    assert costs.streamed_bytes(1 << 30) == costs.STREAMED_CACHES * 1000
 
 
 def test_the_table_shows_operations_a_second() -> None:

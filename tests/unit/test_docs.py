@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from pipeline import cli
+from pipeline.kernels import Kernel
 from pipeline.recipe import Recipe, Rule
 
 ROOT = Path(__file__).parents[2]
@@ -28,17 +29,23 @@ def documented() -> dict[str, tuple[str, str, str]]:
 
 
 def parameters(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Dotted name, annotation and default of every parameter; a section is its parameters, a rule is also itself."""
+    """Dotted name, annotation and default of every parameter; a section is its parameters, rules are also one."""
     for field_name, field in model.model_fields.items():
         name = prefix + (field.alias or field_name)
-        if field.annotation is Rule or Rule in get_args(field.annotation):
+        if field.annotation is Kernel:
             yield name, None, None
-            if field.annotation is not Rule:
-                yield from parameters(Rule, f"{name}[].")
+        elif Rule in parts(field.annotation):
+            yield name, None, None
+            yield from parameters(Rule, f"{name}[].")
         elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from parameters(field.annotation, f"{name}.")
         else:
             yield name, field.annotation, field.default
+
+
+def parts(annotation: Any) -> set[Any]:
+    """A type and those it is made of."""
+    return {annotation, *(part for inner in get_args(annotation) for part in parts(inner))}
 
 
 def written(default: Any) -> str:
@@ -47,6 +54,8 @@ def written(default: Any) -> str:
             return str(default).lower()
         case None:
             return "none"
+        case dict():
+            return ", ".join(f"{key}: {value}" for key, value in default.items())
         case tuple():
             return ", ".join(str(item) for item in default)
         case _ if default is PydanticUndefined:

@@ -15,12 +15,14 @@ from safetensors.numpy import load_file, save_file
 from pipeline.artifact import Artifact, create, load
 from pipeline.errors import QuantizationError
 from pipeline.graph import LinearGroup, PortableGraph, ScaleSink
-from pipeline.recipe import DataSource, KVCache, ModelSource, Quantize, Recipe, Rule
+from pipeline.kernels import Kernel
+from pipeline.recipe import DataSource, KVCache, ModelSource, Plan, Quantize, Recipe, Rule
 from quantization.calibration import Calibration, statistics_file
 from quantization.checkpoint import KV_SCALES, QuantizedModel
 from quantization.compressed_tensors import open_checkpoint
 from quantization.quantize import quantize
 from quantization.reference import QuantizedReference
+from tests.plans import written_plan
 
 LAYERS, HIDDEN, INNER, VOCAB, HEADS, KV_HEADS, HEAD = 2, 64, 160, 96, 4, 2, 16
 MIXED = (
@@ -29,15 +31,30 @@ MIXED = (
     Rule(match="layers.1.down", bits=4, group_size=64, symmetric=True),
     Rule(match="*", bits=8, group_size=64, symmetric=True),
 )
+EIGHT_BITS, KV_CACHE = Kernel(bits=8, group_size=64, symmetric=True), KVCache()
 INT4_ASYMMETRIC = (Rule(match="*", bits=4, group_size=32, symmetric=False),)
 
 
-def recipe(rules: tuple[Rule, ...] = MIXED, **settings: Any) -> Recipe:
+def recipe(
+    rules: tuple[Rule, ...] = MIXED,
+    *,
+    embeddings: Kernel = EIGHT_BITS,
+    kv_cache: KVCache = KV_CACHE,
+    **settings: Any,
+) -> Recipe:
     return Recipe(
         model=ModelSource(source="file:m"),
         data=DataSource(source="file:d"),
-        quantize=Quantize(rules=rules, **settings),
+        plan=Plan(kernels=rules, embeddings=embeddings, kv_cache=kv_cache),
+        quantize=Quantize(**settings),
     )
+
+
+def quantized(
+    recipe: Recipe, graph: Artifact[PortableGraph], calibration: Artifact[Calibration], folder: Path
+) -> Artifact[QuantizedModel]:
+    plan = written_plan(recipe, graph, folder.with_name(f"{folder.name}-plan"))
+    return quantize(recipe, graph, calibration, plan, folder)
 
 
 def groups() -> tuple[LinearGroup, ...]:
@@ -255,7 +272,7 @@ def test_transformers_loads_the_folder_and_computes_what_we_decode(
     from transformers import AutoModelForCausalLM
 
     graph, calibration = inputs
-    model = quantize(recipe(kv_cache=KVCache(granularity=granularity)), graph, calibration, tmp_path / "q")
+    model = quantized(recipe(kv_cache=KVCache(granularity=granularity)), graph, calibration, tmp_path / "q")
     loaded = AutoModelForCausalLM.from_pretrained(model.folder).eval()
     ours, theirs = logits(decoded(graph, model)), logits(loaded)
     if granularity == "per_channel":
@@ -270,8 +287,8 @@ def test_every_linear_is_at_least_as_good_as_rounding_to_nearest_and_most_are_be
     inputs: Inputs, tmp_path: Path
 ) -> None:
     graph, calibration = inputs
-    model = quantize(recipe(INT4_ASYMMETRIC), graph, calibration, tmp_path / "awq")
-    plain = quantize(recipe(INT4_ASYMMETRIC, method="rtn"), graph, calibration, tmp_path / "rtn")
+    model = quantized(recipe(INT4_ASYMMETRIC), graph, calibration, tmp_path / "awq")
+    plain = quantized(recipe(INT4_ASYMMETRIC, method="rtn"), graph, calibration, tmp_path / "rtn")
     linears = [report for report in model.record.linears if report.bits == 4]
     by_group: dict[str, list[float]] = {}
     for report in linears:
@@ -292,7 +309,7 @@ def test_folded_scales_cancel(inputs: Inputs, tmp_path: Path) -> None:
     """In 8 bits rounding is almost nothing, so a scale not undone somewhere would show at once."""
     graph, calibration = inputs
     rules = (Rule(match="*", bits=8, group_size=16, symmetric=True),)
-    model = quantize(recipe(rules), graph, calibration, tmp_path / "q")
+    model = quantized(recipe(rules), graph, calibration, tmp_path / "q")
     checkpoint, source = open_checkpoint(model.folder), open_checkpoint(graph.folder)
     folded = [n for n in checkpoint.names() if "layernorm" in n and (checkpoint.tensor(n) != source.tensor(n)).any()]
     assert folded, "no scale was folded into a norm: this test shows nothing"
@@ -301,7 +318,7 @@ def test_folded_scales_cancel(inputs: Inputs, tmp_path: Path) -> None:
 
 def test_value_scales_follow_the_fold_into_the_value_projection(inputs: Inputs, tmp_path: Path) -> None:
     graph, calibration = inputs
-    model = quantize(recipe(INT4_ASYMMETRIC), graph, calibration, tmp_path / "q")
+    model = quantized(recipe(INT4_ASYMMETRIC), graph, calibration, tmp_path / "q")
     scales = load_file(model.folder / KV_SCALES)
     assert sorted(scales) == [f"layers.{n}.{part}_scale" for n in range(LAYERS) for part in "kv"]
     source = load_file(calibration.folder / statistics_file("layers.0.qkv"))
@@ -323,11 +340,11 @@ def test_value_scales_follow_the_fold_into_the_value_projection(inputs: Inputs, 
 def test_the_record_tells_formats_sizes_and_fallbacks(inputs: Inputs, tmp_path: Path) -> None:
     graph, calibration = inputs
     rules = (Rule(match="*.qkv", bits=32), Rule(match="*", bits=4, group_size=64, symmetric=True))
-    record = quantize(recipe(rules), graph, calibration, tmp_path / "q").record
+    record = quantized(recipe(rules), graph, calibration, tmp_path / "q").record
     sizes = {r.group.partition("layers.")[2][2:]: (r.bits, r.group_size) for r in record.linears if "." in r.group}
     assert sizes == {"qkv": (32, 0), "o": (4, 64), "gate_up": (4, 64), "down": (4, 32)}
     assert record.notes == (
-        "layers.0.down, layers.1.down: groups of 32 instead of 64, which does not divide 160 input channels",
+        "layers.0.down, layers.1.down: groups of 32 instead of 64, which does not divide 160 inputs",
     )
     assert record.proof.passed and record.proof.quantized_tensors == record.proof.planned_tensors
     assert 4 < record.proof.bits_per_weight < 8.5
@@ -345,7 +362,7 @@ def test_static_int8_inputs_are_what_transformers_and_our_reference_round_to(inp
     from transformers import AutoModelForCausalLM
 
     graph, calibration = inputs
-    model = quantize(recipe(STATIC, kv_cache=KVCache(dtype="float32")), graph, calibration, tmp_path / "q")
+    model = quantized(recipe(STATIC, kv_cache=KVCache(dtype="float32")), graph, calibration, tmp_path / "q")
     reference = QuantizedReference(model.folder)
     loaded = AutoModelForCausalLM.from_pretrained(model.folder).eval()
     ours = torch.stack([torch.from_numpy(reference(row.tolist())) for row in tokens(4, seed=9)]).log_softmax(-1)
@@ -367,15 +384,15 @@ def test_static_int8_inputs_are_what_transformers_and_our_reference_round_to(inp
 
 def test_the_same_inputs_give_the_same_digest(inputs: Inputs, tmp_path: Path) -> None:
     graph, calibration = inputs
-    first = quantize(recipe(), graph, calibration, tmp_path / "a")
-    second = quantize(recipe(), graph, calibration, tmp_path / "b")
+    first = quantized(recipe(), graph, calibration, tmp_path / "a")
+    second = quantized(recipe(), graph, calibration, tmp_path / "b")
     assert first.digest == second.digest
 
 
 def test_float_embeddings_stay_float(inputs: Inputs, tmp_path: Path) -> None:
     graph, calibration = inputs
-    settings = recipe(embeddings=Rule(match="*", bits=32))
-    model = quantize(settings, graph, calibration, tmp_path / "q")
+    settings = recipe(embeddings=Kernel(bits=32))
+    model = quantized(settings, graph, calibration, tmp_path / "q")
     name = graph.record.embedding
     checkpoint = open_checkpoint(model.folder)
     np.testing.assert_array_equal(checkpoint.weight(name), open_checkpoint(graph.folder).weight(name))
@@ -384,7 +401,7 @@ def test_float_embeddings_stay_float(inputs: Inputs, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ((Rule(match="*.o", bits=4),), "no rule of quantize.rules matches layers.0.qkv"),
+        ((Rule(match="*.o", bits=4),), "no rule of plan.kernels matches layers.0.qkv"),
         ((Rule(match="*", bits=32),), "this is not a quantized model: "),
     ],
 )
@@ -393,7 +410,7 @@ def test_a_plan_that_quantizes_nothing_or_forgets_a_unit_is_refused(
 ) -> None:
     graph, calibration = inputs
     with pytest.raises(QuantizationError, match=message):
-        quantize(recipe(rules, embeddings=Rule(match="*", bits=32)), graph, calibration, tmp_path / "q")
+        quantized(recipe(rules, embeddings=Kernel(bits=32)), graph, calibration, tmp_path / "q")
     assert not (tmp_path / "q").exists()
 
 
@@ -401,7 +418,15 @@ def test_calibration_of_another_graph_is_refused(inputs: Inputs, tmp_path: Path)
     graph, calibration = inputs
     foreign = Artifact(calibration.folder, calibration.record, calibration.files, {"graph": "f" * 64}, "0")
     with pytest.raises(QuantizationError, match="was calibrated on graph ffffffffffff"):
-        quantize(recipe(), graph, foreign, tmp_path / "q")
+        quantized(recipe(), graph, foreign, tmp_path / "q")
+
+
+def test_a_plan_of_another_graph_is_refused(inputs: Inputs, tmp_path: Path) -> None:
+    graph, calibration = inputs
+    plan = written_plan(recipe(), graph, tmp_path / "plan")
+    foreign = Artifact(plan.folder, plan.record, plan.files, {"graph": "f" * 64}, "0")
+    with pytest.raises(QuantizationError, match="was planned on graph ffffffffffff"):
+        quantize(recipe(), graph, calibration, foreign, tmp_path / "q")
 
 
 def _spoil_weight(graph: Path, calibration: Path) -> None:
@@ -426,4 +451,4 @@ def test_values_that_are_not_finite_stop_the_stage(
     graph, calibration = make_inputs(tmp_path, tied=True)
     spoil(graph.folder, calibration.folder)
     with pytest.raises(QuantizationError, match=message):
-        quantize(recipe(), graph, calibration, tmp_path / "q")
+        quantized(recipe(), graph, calibration, tmp_path / "q")

@@ -24,8 +24,8 @@ def recipe(tmp_path: Path, **sections: Any) -> Recipe:
 
 
 def leaves(value: Any, name: str = "") -> dict[str, Any]:
-    """Dotted name of every parameter, with its value; the list of rules and a rule are one parameter each."""
-    if not isinstance(value, dict) or "match" in value:
+    """Dotted name of every parameter, with its value; the list of rules is one."""
+    if not isinstance(value, dict):
         return {name: value}
     return {key: v for part, below in value.items() for key, v in leaves(below, f"{name}.{part}").items()}
 
@@ -37,7 +37,7 @@ def test_params_yaml_says_every_parameter_and_what_the_code_says(tmp_path: Path)
     # Where they come from has no default; the rules' is the general one (pipeline/recipe.py says why).
     differing = {name for name, value in leaves(bare).items() if leaves(shipped)[name] != value}
     sources = {".model.source", ".model.sha256", ".data.source", ".data.sha256"}
-    assert differing == {*sources, ".quantize.rules"}
+    assert differing == {*sources, ".plan.kernels"}
     assert leaves(yaml.safe_load((ROOT / "params.yaml").read_text())).keys() == leaves(shipped).keys()
 
 
@@ -52,7 +52,7 @@ def test_a_shipped_recipe_is_valid_and_default_leads_back(name: str, tmp_path: P
 
 def test_defaults_fill_what_is_not_said(tmp_path: Path) -> None:
     found = recipe(tmp_path, quantize={"method": "rtn"})
-    assert found.quantize.method == "rtn" and found.quantize.kv_cache.dtype == "int8"
+    assert found.quantize.method == "rtn" and found.plan.kv_cache.dtype == "int8"
     assert found.register_.model_name == "tapeout-default"
 
 
@@ -62,24 +62,25 @@ def test_defaults_fill_what_is_not_said(tmp_path: Path) -> None:
         ({"quantise": {}}, "unknown key 'quantise' (did you mean 'quantize'?)"),
         ({"registr": {}}, "unknown key 'registr' (did you mean 'register'?)"),
         ({"gate": {"max_KL": 0.1}}, "unknown key 'gate.max_KL' (did you mean 'max_kl'?)"),
-        ({"quantize": {"kv_cache": {"dtyp": "int8"}}}, "(did you mean 'dtype'?)"),
-        ({"quantize": {"rules": [{"match": "*", "bits": 4, "positive_scales": True}]}}, "needs symmetric: true"),
-        ({"quantize": {"rules": [{"match": "*", "bits": 4, "activations": "int8"}]}}, "int8 needs bits: 8"),
-        (
-            {"quantize": {"embeddings": {"match": "*", "bits": 8, "activations": "int8"}}},
-            "embeddings.activations must be float",
-        ),
-        ({"quantize": {"rules": [{"match": "*", "bits": 8, "groupsize": 32}]}}, "(did you mean 'group_size'?)"),
+        ({"plan": {"kv_cache": {"dtyp": "int8"}}}, "(did you mean 'dtype'?)"),
+        ({"plan": {"kernels": [{"match": "*", "bits": 4, "activations": "int8"}]}}, "int8 needs bits: 8"),
+        ({"plan": {"embeddings": {"bits": 8, "activations": "int8"}}}, "plan.embeddings: activations must be float"),
+        ({"plan": {"kernels": [{"match": "*", "bits": 4, "positive_scales": True}]}}, "needs symmetric: true"),
+        ({"plan": {"kernels": "fast"}}, "plan.kernels: Input should be 'auto' (found 'fast')"),
+        ({"plan": {"workload": {1: 0.5, 16: 0.4}}}, "plan.workload: shares of all tokens sum to 1, found 0.9"),
+        ({"plan": {"workload": {0: 1.0}}}, "plan.workload"),
+        ({"plan": {"goal": "speed"}}, "plan.goal"),
+        ({"plan": {"kernels": [{"match": "*", "bits": 8, "groupsize": 32}]}}, "(did you mean 'group_size'?)"),
         ({"build": {"zzz": 1}}, "valid keys: "),
-        ({"quantize": {"rules": [{"match": "*", "bits": 3}]}}, "quantize.rules.0.bits"),
+        ({"plan": {"kernels": [{"match": "*", "bits": 3}]}}, "plan.kernels.0.bits"),
         ({"calibrate": {"rows": 0}}, "calibrate.rows"),
         ({"gate": {"confidence": 1.5}}, "gate.confidence"),
         ({"model": {"source": "file:/m", "sha256": "abc"}}, "model.sha256"),
         ({"model": {}}, "model.source"),
         ({"build": {"target": "abacus"}}, "build.target: no target 'abacus'; expected one of ort-cpu, "),
         ({"calibrate": {"rows": 1}}, "calibrate.rows"),
-        ({"quantize": {"embeddings": {"match": "layers.*", "bits": 8}}}, "embeddings.match must be '*'"),
-        ({"quantize": {"rules": []}}, "quantize.rules"),
+        ({"plan": {"embeddings": {"match": "layers.*", "bits": 8}}}, "unknown key 'plan.embeddings.match'"),
+        ({"plan": {"kernels": []}}, "plan.kernels: no rule; write auto"),
         ({"evaluate": {"tasks": []}}, "evaluate.tasks"),
         ({"benchmark": {"batches": [4, 4]}}, "benchmark.batches: a batch that is named twice"),
         ({"gate": {"max_kl": float("inf")}}, "gate.max_kl: Input should be a finite number"),
@@ -96,6 +97,7 @@ def test_mistakes_name_the_place_and_the_nearest_key(tmp_path: Path, sections: d
     ("sections", "message"),
     [
         ({"evaluate": {"documents": 8, "parity_documents": 9}}, "evaluate.parity_documents is 9 of 8 documents"),
+        ({"plan": {"kernels": "auto", "rows": 17}}, "plan.rows is 17 to measure on and as many others to check on"),
         ({"build": {"slots": 15}}, "benchmark.batches reach 16, but build.slots is 15"),
         ({"export": {"max_positions": 255}}, "calibrate.tokens: 256 positions, but export.max_positions is 255"),
         ({"export": {"max_positions": 255}}, "evaluate.document_tokens: 256 positions"),

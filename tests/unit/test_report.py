@@ -82,7 +82,15 @@ def test_the_same_evidence_gives_the_same_bytes() -> None:
 def test_absent_evidence_is_said_not_drawn() -> None:
     page = render(without_evidence())
     parse(page)
-    for phrase in ("No accuracy evidence", "No held-out text", "No traffic", "No benchmark", "No quantization plan"):
+    for phrase in (
+        "No accuracy evidence",
+        "No held-out text",
+        "No traffic",
+        "No benchmark",
+        "No quantization plan",
+        "No kernel plan",
+        "No kernel plan",
+    ):
         assert phrase in page
     assert "<svg" not in page and "nothing was replayed" in page
 
@@ -125,7 +133,17 @@ def test_the_headline_of_no_checks_is_no_pass() -> None:
 
 def test_every_chart_has_a_result_for_screen_readers_and_stands_alone() -> None:
     charts = plots.charts(example_report())
-    assert set(charts) >= {"accuracy", "kl", "bits", "throughput", "latency", "memory", "roofline", "layer-error-o"}
+    assert set(charts) >= {
+        "accuracy",
+        "kl",
+        "bits",
+        "throughput",
+        "latency",
+        "memory",
+        "roofline",
+        "frontier",
+        "layer-error-o",
+    }
     for chart in charts.values():
         root = ElementTree.fromstring(chart)
         assert root.get("role") == "img" and re.search(r"\d", root.get("aria-label") or "")
@@ -220,7 +238,9 @@ def test_the_written_folder_holds_page_plots_tables_and_metrics(tmp_path: Path) 
     page = write(data, tmp_path / "report")
     assert page.read_text() == render(data)
     files = {path.name for path in (page.parent / "plots").iterdir()}
-    assert files == {f"{name}.svg" for name in plots.charts(data)} | {"kl.csv", "layers.csv", "throughput.csv"}
+    assert files == {f"{name}.svg" for name in plots.charts(data)} | {
+        *("kl.csv", "frontier.csv", "layers.csv", "throughput.csv"),
+    }
     with (page.parent / "plots" / "kl.csv").open() as stream:
         rows = list(csv.DictReader(stream))
     assert len(rows) == 64 and float(rows[-1]["share_of_documents"]) == 1.0

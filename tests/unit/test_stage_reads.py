@@ -25,12 +25,12 @@ def test_a_value_a_section_written_down_and_a_module(monkeypatch: pytest.MonkeyP
         from pipeline import svg as svg
 
         first_divergence([], [])
-        assert recipe.gate.max_kl and recipe.quantize.kv_cache.dtype and recipe.register_.model_name
+        assert recipe.gate.max_kl and recipe.plan.kv_cache.dtype and recipe.register_.model_name
         recipe.shadow.model_dump()
 
     reads = reads_of(stage, monkeypatch)
     shadow = {"shadow.prompts", "shadow.max_new_tokens", "shadow.datasets"}
-    assert reads.parameters == {"gate.max_kl", "quantize.kv_cache", "register.model_name", *shadow}
+    assert reads.parameters == {"gate.max_kl", "plan.kv_cache", "register.model_name", *shadow}
     assert {"evals.shadow", "pipeline.svg"} <= reads.modules
 
 

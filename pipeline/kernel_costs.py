@@ -1,0 +1,67 @@
+"""What the products of a model cost on this machine, as the planner wants to know it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engines import costs
+from engines.costs import Shape
+from engines.threads import physical_cores
+from pipeline.errors import RecipeError
+from pipeline.graph import PortableGraph
+from pipeline.recipe import Recipe
+from quantization.kernel_plan import KernelPlan, UnitPlan
+from quantization.plan import menu_for, stored_plainly
+from quantization.products import CostTable, products_of, workload_of
+
+TIMED_TARGET = "ort-cpu"
+
+
+def cost_table(
+    recipe: Recipe, graph: PortableGraph, *, measure: bool, progress: Callable[[str], None] = lambda _: None
+) -> CostTable:
+    """Bytes of every product, and its seconds under every kernel of the menu.
+
+    ``measure`` False: seconds as far as they were measured here before. :class:`RecipeError` for a target whose
+    products are not timed on this machine.
+    """
+    if measure and recipe.build.target != TIMED_TARGET:
+        raise RecipeError(
+            f"plan.kernels: auto for {recipe.build.target}",
+            expected=f"{TIMED_TARGET}, whose products are timed on this machine",
+            remedy="write the rules of plan.kernels out",
+        )
+    threads = recipe.build.threads or physical_cores()
+    rows = sorted({1, *workload_of(recipe.plan)})  # prefill computes one row of the head
+    sizes: dict[tuple[int, int], dict[str, int]] = {}
+    seconds: dict[tuple[int, int], costs.Seconds] = {}
+    wanted = products_of(graph, recipe.plan)
+    streamed = costs.streamed_bytes(sum(group.in_features * sum(group.out_features) for group in graph.groups))
+    for number, ((columns, outputs), kernels) in enumerate(wanted.items(), 1):
+        shape = Shape(columns, outputs)
+        if measure:
+            progress(f"costs of {columns} x {outputs} at {', '.join(map(str, rows))} rows ({number} of {len(wanted)})")
+        sizes[columns, outputs] = {k.name: costs.product_bytes(shape, k, stored_plainly) for k in kernels}
+        # Figures are kept for kernels that were timed together; a plan that is written out finds those of a chosen one.
+        together = kernels if measure else menu_for(columns)
+        seconds[columns, outputs] = costs.costs(
+            shape, together, rows, stored_plainly, streamed=streamed, threads=threads, only_kept=not measure
+        )
+    return CostTable(recipe.build.target, threads, recipe.build.slots, sizes, seconds)
+
+
+def timed(plan: KernelPlan, recipe: Recipe, graph: PortableGraph) -> KernelPlan:
+    """A plan that was written out, with the times of its kernels as far as they were measured here before."""
+    if plan.search is not None:
+        return plan
+    table, workload = cost_table(recipe, graph, measure=False), workload_of(recipe.plan)
+    groups = {group.name: group for group in graph.groups}
+
+    def seconds(unit: UnitPlan) -> float | None:
+        known = [table.seconds_of(groups[name], unit.kernel) for name in unit.groups]
+        if not all(workload.keys() <= by_rows.keys() for by_rows in known):
+            return None
+        return sum(share * by_rows[rows] / rows for by_rows in known for rows, share in workload.items())
+
+    units = tuple(unit.model_copy(update={"seconds": seconds(unit)}) for unit in plan.units)
+    return plan.model_copy(update={"units": units})

@@ -1,0 +1,112 @@
+"""KernelPlan: the kernel of every unit, what it costs in time, bytes and quality, and why it was taken.
+
+The folder holds ``plan.md``, the same for reading; where the plan was chosen and not written out, also ``frontier.csv``
+(the best plan at every KL) and ``frontier.svg``. Units take times and KLs apart; a whole plan is more than their sum,
+so ``rounds`` keep what was measured of it.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pipeline.artifact import Frozen, Record
+from pipeline.kernels import Kernel
+from pipeline.recipe import KVCache
+from quantization.planner import Round
+
+PLAN_FILE, FRONTIER_FILE, FRONTIER_CHART = "plan.md", "frontier.csv", "frontier.svg"
+
+
+class UnitPlan(Frozen):
+    """``seconds`` per token of the workload and ``kl`` in nats per token are None where they were not measured."""
+
+    name: str
+    groups: tuple[str, ...]  # of linears, as the PortableGraph names them
+    kernel: Kernel  # as it was asked for; a group size that does not divide the inputs shrinks
+    bytes: int
+    seconds: float | None = None
+    kl: float | None = None
+    reason: str
+
+
+class Search(Frozen):
+    """How a plan was chosen: what was asked for, what it stands on, and what was measured of whole plans."""
+
+    goal: str
+    workload: dict[int, float]  # rows of a step: share of tokens
+    max_kl: float
+    max_bytes: int | None
+    target: str
+    threads: int
+    embeddings_seconds: float  # of the head, per token
+    embeddings_kl: float
+    kv_cache_kl: float
+    predicted_kl: float  # the sum over units, embeddings and KV cache
+    joint_kl: float  # of all of them at once
+    rounds: tuple[Round, ...]  # plans that were measured as a whole; this one is among them
+    exact: bool  # no plan was left out of the search
+    rows: tuple[str, ...]  # hashes of the calibration rows that whole plans were measured on
+
+
+class KernelPlan(Record):
+    noun: ClassVar[str] = "KernelPlan"
+    remedy: ClassVar[str] = "run `dvc repro plan`"
+
+    units: tuple[UnitPlan, ...]  # every linear but the head
+    embeddings: Kernel  # and the head
+    embeddings_bytes: int
+    kv_cache: KVCache
+    search: Search | None  # None: the plan is written in the recipe
+
+    @property
+    def kernels(self) -> dict[str, Kernel]:
+        """By group."""
+        return {group: unit.kernel for unit in self.units for group in unit.groups}
+
+
+def summary(plan: KernelPlan) -> str:
+    """How the plan came about, in two sentences."""
+    search = plan.search
+    if search is None:
+        return "Written in the recipe; nothing was measured of it. `kernels: auto` chooses by measurement."
+    shares = ", ".join(f"{share:.0%} at {rows} rows" for rows, share in sorted(search.workload.items()))
+    goal = "for the fewest bytes" if search.goal == "memory" else f"for the least time per token ({shares})"
+    return (
+        f"Chosen {goal} on {search.target} with {search.threads} threads, with a KL of at most {search.max_kl:g}. "
+        f"The KLs of units sum to {search.predicted_kl:.4f}; all kernels at once have {search.joint_kl:.4f}, on "
+        f"{len(search.rows)} rows of text that no unit was measured on."
+    )
+
+
+COLUMNS = ("unit", "kernel", "µs/token", "MB", "KL", "why")
+
+
+def table(plan: KernelPlan) -> list[tuple[str, ...]]:
+    """A row a unit, then embeddings, KV cache and the sum; ``COLUMNS`` names the cells."""
+
+    def row(
+        name: str, kernel: str, seconds: float | None, size: int | None, kl: float | None, why: str
+    ) -> tuple[str, ...]:
+        return (
+            name,
+            kernel,
+            "" if seconds is None else f"{seconds * 1e6:.1f}",
+            "" if size is None else f"{size / 1e6:.2f}",
+            "" if kl is None else f"{kl:.5f}",
+            why,
+        )
+
+    fixed, cache, search = "as the recipe says", plan.kv_cache, plan.search
+    kv = cache.dtype if cache.dtype == "float32" else f"{cache.dtype} {cache.granularity.replace('_', ' ')}"
+    size = sum(unit.bytes for unit in plan.units) + plan.embeddings_bytes
+    rows = [row(u.name, u.kernel.name, u.seconds, u.bytes, u.kl, u.reason) for u in plan.units]
+    if search is None:
+        rows.append(row("embeddings", plan.embeddings.name, None, plan.embeddings_bytes, None, fixed))
+        rows.append(row("KV cache", kv, None, None, None, fixed))
+        return [*rows, row("all", "", None, size, None, "")]
+    head = search.embeddings_seconds
+    rows.append(row("embeddings", plan.embeddings.name, head, plan.embeddings_bytes, search.embeddings_kl, fixed))
+    rows.append(row("KV cache", kv, None, None, search.kv_cache_kl, fixed))
+    seconds = head + sum(unit.seconds or 0.0 for unit in plan.units)
+    together = f"{search.joint_kl:.5f} at once, of {search.max_kl:g}"
+    return [*rows, row("all", "", seconds, size, search.predicted_kl, together)]

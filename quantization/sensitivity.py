@@ -1,0 +1,27 @@
+"""Sensitivity: what each kernel costs in quality, unit by unit, with everything else in float."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pipeline.artifact import Frozen, Record
+
+
+class UnitSensitivity(Frozen):
+    """Mean KL(float, changed) in nats per position, by kernel; a kernel that changes nothing has 0."""
+
+    name: str
+    groups: tuple[str, ...]
+    kl: dict[str, float]
+
+
+class Sensitivity(Record):
+    noun: ClassVar[str] = "Sensitivity"
+    remedy: ClassVar[str] = "run `dvc repro sensitivity`"
+
+    asked: bool  # False: the plan is written out, so nothing was measured
+    rows: tuple[str, ...] = ()  # hashes of the calibration rows it was measured on; all of them were held out
+    positions: int = 0  # in all rows together, whose distributions were compared
+    units: tuple[UnitSensitivity, ...] = ()
+    embeddings_kl: float = 0.0  # of the embedding and the output head as the recipe formats them
+    kv_cache_kl: float = 0.0

@@ -1,0 +1,74 @@
+"""Sweep: every kernel of the menu on every unit of a model, one at a time, everything else in float.
+
+A unit's kernels are measured from the unit's first layer on; what lies before it is the same for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from pipeline import artifact
+from pipeline.artifact import Artifact
+from pipeline.graph import PortableGraph
+from pipeline.kernels import FLOAT
+from pipeline.recipe import Recipe
+from quantization.calibration import Calibration, row_hash
+from quantization.plan import menu_for, units_of
+from quantization.quick_rounding import QuickRounding
+from quantization.sensitivity import Sensitivity, UnitSensitivity
+from quantization.simulate import Simulation
+from quantization.statistics import held_out
+
+_PROGRESS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+
+
+def sweep(
+    recipe: Recipe,
+    graph: Artifact[PortableGraph],
+    calibration: Artifact[Calibration],
+    rows: Sequence[Sequence[int]],
+    folder: Path,
+) -> Artifact[Sensitivity]:
+    """Write the Sensitivity to ``folder``. ``rows``: token ids of all that was calibrated on.
+
+    Where the recipe's plan is written out nothing is measured, and the record says so.
+    """
+    wanted = recipe.plan
+    parents = {"graph": graph.digest, "calibration": calibration.digest}
+    if wanted.kernels != "auto":
+        with artifact.create(folder, Sensitivity) as draft:
+            draft.finish(Sensitivity(asked=False), parents=parents)
+        return artifact.load(folder, Sensitivity)
+    chosen = held_out(calibration, rows)[: wanted.rows]
+    units = units_of(graph.record, wanted.band)
+    work = [(unit, [kernel for kernel in menu_for(unit.columns) if kernel != FLOAT]) for unit in units]
+    rounding = QuickRounding(graph, calibration, recipe.quantize)
+    measured: list[UnitSensitivity] = []
+    with artifact.create(folder, Sensitivity) as draft, Progress(*_PROGRESS) as progress:
+        task = progress.add_task("measuring sensitivity", total=sum(len(kernels) for _, kernels in work) + 2)
+        simulation = Simulation(graph, chosen, {unit.first_layer for unit in units})
+        for unit, kernels in work:
+            kls = {FLOAT.name: 0.0}
+            prepared = rounding.prepare(unit.groups)
+            for kernel in kernels:
+                changed = rounding.rounded(prepared, kernel)
+                kls[kernel.name] = simulation.kl(changed, first_layer=unit.first_layer)
+                progress.advance(task)
+            measured.append(UnitSensitivity(name=unit.name, groups=tuple(group.name for group in unit.groups), kl=kls))
+        embeddings_kl = simulation.kl(rounding.tables(wanted.embeddings))
+        progress.advance(task)
+        kv_cache_kl = simulation.kl({}, kv=rounding.kv_cache(wanted.kv_cache))
+        progress.advance(task)
+        record = Sensitivity(
+            asked=True,
+            rows=tuple(row_hash(row) for row in chosen),
+            positions=simulation.positions,
+            units=tuple(measured),
+            embeddings_kl=embeddings_kl,
+            kv_cache_kl=kv_cache_kl,
+        )
+        draft.finish(record, parents=parents)
+    return artifact.load(folder, Sensitivity)

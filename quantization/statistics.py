@@ -1,0 +1,73 @@
+"""What calibration measured, read back layer by layer (calibration.py says what the files hold).
+
+K  input channels of a group      H, D  KV heads and head size
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from safetensors import safe_open
+
+from pipeline.artifact import Artifact
+from pipeline.errors import QuantizationError
+from pipeline.graph import LinearGroup
+from pipeline.recipe import KVCache
+from quantization import kv_cache
+from quantization.calibration import ROWS_FILE, Calibration, CalibrationRow, row_hash, statistics_file
+from quantization.rounding import FloatArray
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Of one group's inputs."""
+
+    gram: FloatArray  # [K, K]
+    holdout: FloatArray  # [K, K]
+    mean_abs: FloatArray  # [K]
+    max_abs: FloatArray  # [K]
+
+
+def read_statistics(calibration: Artifact[Calibration], group: LinearGroup) -> Statistics:
+    with safe_open(calibration.folder / statistics_file(group.name), framework="numpy") as file:
+        gram, holdout, mean_abs, max_abs = (
+            file.get_tensor(f"{group.name}.{part}") for part in ("gram", "gram_holdout", "mean_abs", "max_abs")
+        )
+    width = group.in_features
+    if gram.shape != (width, width) or not all(np.isfinite(part).all() for part in (gram, holdout, mean_abs, max_abs)):
+        raise QuantizationError(
+            f"statistics of {group.name} are {list(gram.shape)} or not finite",
+            expected=f"finite Gram matrices {[width, width]}",
+            remedy="run `dvc repro calibrate`",
+        )
+    return Statistics(gram, holdout, mean_abs, max_abs)
+
+
+def kv_scales(
+    layer: str, calibration: Artifact[Calibration], settings: KVCache, value_scale: FloatArray | None = None
+) -> dict[str, FloatArray]:
+    """``layers.N.k_scale`` and ``.v_scale``, ``[H, D]``; ``value_scale`` is what value channels were divided by."""
+    with safe_open(calibration.folder / statistics_file(f"{layer}.qkv"), framework="numpy") as file:
+        keys, values = file.get_tensor(f"{layer}.k_pair_absmax"), file.get_tensor(f"{layer}.v_absmax")
+    if value_scale is not None:
+        values = values / value_scale.reshape(values.shape)
+    return {
+        f"{layer}.k_scale": kv_cache.scales(keys, settings.granularity, name=f"{layer} keys"),
+        f"{layer}.v_scale": kv_cache.scales(values, settings.granularity, name=f"{layer} values"),
+    }
+
+
+def held_out(calibration: Artifact[Calibration], rows: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    """The held-out ones of calibration's rows of token ids, in order. :class:`QuantizationError` for other rows."""
+    lines = (calibration.folder / ROWS_FILE).read_text().splitlines()
+    described = [CalibrationRow.model_validate_json(line) for line in lines]
+    cut = [row[: calibration.record.tokens_per_row] for row in rows]
+    if [row_hash(row) for row in cut] != [row.row_hash for row in described]:
+        raise QuantizationError(
+            f"{len(rows)} rows that are not the {len(described)} of {calibration.folder}",
+            expected="the rows that were calibrated on, tokenized as they were then",
+            remedy="run `dvc repro calibrate`",
+        )
+    return [row for row, known in zip(cut, described, strict=True) if known.holdout]

@@ -1,0 +1,220 @@
+"""Plans: chosen by costs and sensitivities, corrected by what they cost as a whole, and told with their reasons."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.artifact import Artifact, create, load
+from pipeline.errors import QuantizationError
+from pipeline.graph import PortableGraph
+from pipeline.kernels import MENU, Kernel
+from pipeline.recipe import Calibrate, DataSource, ModelSource, Plan, Recipe, Rule
+from quantization.calibrate import calibrate
+from quantization.calibration import Calibration
+from quantization.kernel_plan import COLUMNS, FRONTIER_CHART, FRONTIER_FILE, PLAN_FILE, KernelPlan, table
+from quantization.plan import resolve, units_of
+from quantization.planner import Chosen, Limits, Option, Settled, Workload, choose, settle
+from quantization.planning import make_plan, reason
+from quantization.products import CostTable, products_of, workload_of
+from quantization.sensitivity import Sensitivity
+from quantization.sensitivity_sweep import sweep
+from tests.graphs import llama_graph
+
+ONE_ROW = Workload(shares={1: 1.0})
+# Faster is worse, in even steps: a plan of n units can have any KL up to 4n thousandths.
+OPTIONS = [Option(kernel=f"k{n}", seconds={1: 10.0 - n}, bytes=10 - n, kl=n / 1000) for n in range(5)]
+UNITS = {f"unit {n}": OPTIONS for n in range(6)}
+
+
+def settled(joint: Callable[[Chosen], float], limit: float = 0.01) -> Settled:
+    return settle(UNITS, ONE_ROW, Limits(kl=limit), "seconds", fixed_kl=0.002, joint_kl=joint)
+
+
+@pytest.mark.parametrize("ratio", [0.5, 0.9, 1.0, 1.5, 3.0])
+def test_the_budget_of_the_sum_follows_what_plans_cost_as_a_whole(ratio: float) -> None:
+    limit = 0.0101  # between two plans at every ratio
+    found = settled(lambda chosen: ratio * (chosen.kl + 0.002), limit)
+    assert found.round in found.rounds and found.round.joint_kl <= limit
+    best = choose(UNITS, ONE_ROW, Limits(kl=limit / ratio - 0.002))
+    assert found.chosen.seconds == pytest.approx(best.seconds)
+    assert found.round.predicted_kl == pytest.approx(found.chosen.kl + 0.002)
+
+
+def test_a_plan_that_was_tried_is_not_measured_again() -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def joint(chosen: Chosen) -> float:
+        asked.append(tuple(choice.kernel for choice in chosen.choices))
+        return 0.0111 if chosen.kl > 0.0075 else 0.0089  # the limit lies between two plans
+
+    found = settled(joint)
+    assert len(asked) == len(set(asked)) == len(found.rounds) and found.round.joint_kl == 0.0089
+
+
+def test_no_plan_within_the_limit_is_told_with_the_least_that_was_found() -> None:
+    with pytest.raises(
+        QuantizationError, match=r"no plan has a KL of at most 0\.01 as a whole; the least of \d is 0\.0"
+    ):
+        settled(lambda chosen: 0.02 + chosen.kl)
+
+
+def test_the_reason_names_the_next_faster_kernel_and_what_it_would_spend() -> None:
+    fast, slow, slowest = (
+        Option(kernel="4-bit g32", seconds={1: 1e-6}, bytes=1_000_000, kl=0.004),
+        Option(kernel="static int8", seconds={1: 2e-6}, bytes=2_000_000, kl=0.001),
+        Option(kernel="fp32", seconds={1: 9e-6}, bytes=8_000_000, kl=0.0),
+    )
+    picked = choose({"o": [fast, slow, slowest]}, ONE_ROW, Limits(kl=0.002)).choices[0]
+    assert picked.kernel == "static int8"
+    options = [fast, slow, slowest]
+    assert reason(picked, options, ONE_ROW, "seconds") == "4-bit g32 would save 1.0 µs and spend 0.0030 more KL"
+    assert reason(picked, options, ONE_ROW, "bytes") == "4-bit g32 would save 1.00 MB and spend 0.0030 more KL"
+    cheapest = choose({"o": options}, ONE_ROW, Limits()).choices[0]
+    assert reason(cheapest, options, ONE_ROW, "seconds") == "the fastest kernel"
+
+
+# On the tiny llama:
+
+SECONDS = {"fp32": 8.0, "8-bit g128": 4.0, "static int8": 3.0, "4-bit g32": 2.0, "4-bit g128": 1.9}
+SIZES = {"fp32": 32, "8-bit g128": 9, "static int8": 8, "4-bit g32": 5, "4-bit g128": 4}
+assert set(SECONDS) == set(SIZES) == {kernel.name for kernel in MENU}
+
+
+def recipe(**settings: Any) -> Recipe:
+    return Recipe(
+        model=ModelSource(source="file:m"),
+        data=DataSource(source="file:d"),
+        calibrate=Calibrate(rows=24, tokens=96),
+        plan=Plan(**{"kernels": "auto", "band": 2, "rows": 2, "workload": {1: 1.0}, "max_kl": 2e-4} | settings),
+    )
+
+
+def costs(graph: PortableGraph, plan: Plan) -> CostTable:
+    """Made up: as many microseconds and eighths of a byte for each weight as above, at any number of rows."""
+    found = CostTable("ort-cpu", 2, 4, {}, {})
+    for (columns, outputs), kernels in products_of(graph, plan).items():
+        weights = columns * outputs
+        found.bytes[columns, outputs] = {k.name: weights * SIZES.get(k.name, 9) // 8 for k in kernels}
+        found.seconds[columns, outputs] = {
+            k.name: dict.fromkeys((1, *workload_of(plan)), weights * SECONDS.get(k.name, 4.0) * 1e-09) for k in kernels
+        }
+    return found
+
+
+Inputs = tuple[Artifact[PortableGraph], Artifact[Calibration], Artifact[Sensitivity], list[list[int]]]
+
+
+@pytest.fixture(scope="module")
+def inputs(
+    tiny_checkpoint: Path, tiny_texts: Callable[[int, int], list[str]], tmp_path_factory: pytest.TempPathFactory
+) -> Inputs:
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("inputs")
+    graph = llama_graph(tiny_checkpoint, folder / "graph")
+    texts = tiny_texts(24, 5)
+    tokenizer: Any = AutoTokenizer.from_pretrained(tiny_checkpoint)
+    rows = [tokenizer(text).input_ids for text in texts]
+    calibration = calibrate(recipe(), graph, texts, folder / "calibration")
+    return graph, calibration, sweep(recipe(), graph, calibration, rows, folder / "sensitivity"), rows
+
+
+def planned(inputs: Inputs, wanted: Recipe, folder: Path) -> Artifact[KernelPlan]:
+    graph, calibration, sensitivity, rows = inputs
+    return make_plan(wanted, graph, calibration, sensitivity, costs(graph.record, wanted.plan), rows, folder)
+
+
+def test_a_chosen_plan_keeps_to_its_budget_as_a_whole(inputs: Inputs, tmp_path: Path) -> None:
+    found = planned(inputs, recipe(), tmp_path / "plan")
+    search, units = found.record.search, found.record.units
+    assert search is not None and search.joint_kl <= 2e-4
+    assert [unit.name for unit in units] == [unit.name for unit in units_of(inputs[0].record, 2)]
+    assert sum(unit.kl or 0 for unit in units) + search.embeddings_kl + search.kv_cache_kl == pytest.approx(
+        search.predicted_kl
+    )
+    assert len({unit.kernel for unit in units}) > 1, "the budget neither binds nor frees: this shows nothing"
+    assert set(search.rows).isdisjoint(inputs[2].record.rows) and len(search.rows) == 4
+    assert (search.predicted_kl, search.joint_kl) in {(r.predicted_kl, r.joint_kl) for r in search.rounds}
+    assert found.parents["sensitivity"] == inputs[2].digest
+    kernels = found.record.kernels
+    assert kernels.keys() == {group.name for group in inputs[0].record.groups} - {"lm_head"}
+
+    text = (found.folder / PLAN_FILE).read_text()
+    assert all(f"| {unit.name} | {unit.kernel.name} |" in text and unit.reason in text for unit in units)
+    assert {len(row) for row in table(found.record)} == {len(COLUMNS)}
+    points = list(csv.DictReader((found.folder / FRONTIER_FILE).open()))
+    assert [p["chosen"] for p in points].count("1") == 1
+    assert all(float(a["kl"]) <= float(b["kl"]) for a, b in itertools.pairwise(points))
+    assert "<svg" in (found.folder / FRONTIER_CHART).read_text()
+
+
+def test_more_quality_to_spend_buys_time_and_fewer_bytes_buy_bytes(inputs: Inputs, tmp_path: Path) -> None:
+    def sums(folder: str, **settings: Any) -> tuple[float, int]:
+        record = planned(inputs, recipe(**settings), tmp_path / folder).record
+        return sum(unit.seconds or 0 for unit in record.units), sum(unit.bytes for unit in record.units)
+
+    tight, loose, small = sums("a", max_kl=1e-4), sums("b"), sums("c", goal="memory")
+    assert loose[0] < tight[0] and small[1] <= loose[1]
+    bounded = sums("d", max_bytes=loose[1] + 128 * 1024 * 9 // 8 - 1)  # less than that plan, and the tables
+    assert bounded[1] < loose[1]
+
+
+def test_the_same_inputs_give_the_same_plan(inputs: Inputs, tmp_path: Path) -> None:
+    assert planned(inputs, recipe(), tmp_path / "a").digest == planned(inputs, recipe(), tmp_path / "b").digest
+
+
+def test_a_budget_that_tables_and_cache_use_up_is_refused(inputs: Inputs, tmp_path: Path) -> None:
+    with pytest.raises(QuantizationError, match="embeddings and KV cache alone have a KL of"):
+        planned(inputs, recipe(max_kl=1e-9), tmp_path / "plan")
+    with pytest.raises(QuantizationError, match=r"no plan within KL .* and bytes"):
+        planned(inputs, recipe(max_bytes=1000), tmp_path / "plan")
+    assert not (tmp_path / "plan").exists()
+
+
+def test_sensitivities_of_other_inputs_or_kernels_are_refused(inputs: Inputs, tmp_path: Path) -> None:
+    graph, calibration, sensitivity, rows = inputs
+    foreign = Artifact(sensitivity.folder, sensitivity.record, sensitivity.files, {"graph": "f" * 64}, "0")
+    with pytest.raises(QuantizationError, match="was measured on another graph or calibration"):
+        planned((graph, calibration, foreign, rows), recipe(), tmp_path / "plan")
+    with pytest.raises(QuantizationError, match=r"no sensitivity of layers\.0-2\.qkv to"):
+        planned(inputs, recipe(band=3), tmp_path / "plan")
+
+
+RULES = (Rule(match="layers.*.o", bits=4, group_size=32), Rule(match="*", bits=8, activations="int8"))
+
+
+def test_a_written_plan_comes_through_as_it_is(inputs: Inputs, tmp_path: Path) -> None:
+    graph, calibration, _, _ = inputs
+    wanted = recipe(kernels=RULES)
+    with create(tmp_path / "sensitivity", Sensitivity) as draft:
+        draft.finish(Sensitivity(asked=False), parents={"graph": graph.digest, "calibration": calibration.digest})
+    nothing = load(tmp_path / "sensitivity", Sensitivity)
+    found = planned((graph, calibration, nothing, []), wanted, tmp_path / "plan")
+    assert found.record.search is None
+    assert found.record.kernels == resolve(graph.record, RULES)
+    assert [(u.name, u.kernel) for u in found.record.units if u.name.endswith(".o")] == [
+        ("layers.0-3.o", Kernel(bits=4, group_size=32))
+    ]
+    assert (
+        not (found.folder / FRONTIER_FILE).exists()
+        and "Written in the recipe" in (found.folder / PLAN_FILE).read_text()
+    )
+    # What auto is asked for does not touch a plan that is written.
+    other = recipe(kernels=RULES, max_kl=0.5, goal="memory")
+    assert planned((graph, calibration, nothing, []), other, tmp_path / "other").digest == found.digest
+
+
+def test_every_product_is_asked_about_with_the_kernels_it_may_get(inputs: Inputs) -> None:
+    record = inputs[0].record
+    auto = products_of(record, recipe().plan)
+    assert set(auto) == {(128, 256), (128, 128), (128, 512), (256, 128), (128, 1024)}
+    assert {kernel.name for kernel in auto[128, 512]} == set(SECONDS)
+    assert [kernel.name for kernel in auto[128, 1024]] == ["8-bit g64"]  # the head
+    written = products_of(record, recipe(kernels=RULES).plan)
+    assert [kernel.name for kernel in written[128, 128]] == ["4-bit g32 asym"]

@@ -1,0 +1,176 @@
+"""Sensitivities of the tiny llama: real weights, real text, every kernel of the menu."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from pipeline.artifact import Artifact
+from pipeline.errors import QuantizationError
+from pipeline.graph import PortableGraph
+from pipeline.kernels import FLOAT, MENU, Kernel
+from pipeline.recipe import Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize, Recipe
+from quantization.calibrate import calibrate
+from quantization.calibration import Calibration
+from quantization.plan import menu_for, units_of
+from quantization.quick_rounding import QuickRounding
+from quantization.sensitivity import Sensitivity
+from quantization.sensitivity_sweep import sweep
+from quantization.simulate import Distributions, Simulation
+from quantization.statistics import held_out
+from tests.graphs import llama_graph
+
+KINDS = ("8-bit g128", "4-bit g32", "4-bit g128")
+FOUR_BITS = Kernel(bits=4, group_size=32, symmetric=True)
+
+
+class Inputs(NamedTuple):
+    recipe: Recipe
+    graph: Artifact[PortableGraph]
+    calibration: Artifact[Calibration]
+    rows: list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def inputs(
+    tiny_checkpoint: Path, tiny_texts: Callable[[int, int], list[str]], tmp_path_factory: pytest.TempPathFactory
+) -> Inputs:
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("inputs")
+    recipe = Recipe(
+        model=ModelSource(source="file:m"),
+        data=DataSource(source="file:d"),
+        calibrate=Calibrate(rows=24, tokens=96),
+        plan=Plan(kernels="auto", band=2, rows=3),
+    )
+    graph = llama_graph(tiny_checkpoint, folder / "graph")
+    texts = tiny_texts(24, 5)
+    tokenizer: Any = AutoTokenizer.from_pretrained(tiny_checkpoint)
+    return Inputs(
+        recipe,
+        graph,
+        calibrate(recipe, graph, texts, folder / "calibration"),
+        [tokenizer(text).input_ids for text in texts],
+    )
+
+
+@pytest.fixture(scope="module")
+def measured(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Artifact[Sensitivity]:
+    return sweep(*inputs, tmp_path_factory.mktemp("out") / "sensitivity")
+
+
+def test_float_costs_nothing_and_fewer_bits_cost_more(inputs: Inputs, measured: Artifact[Sensitivity]) -> None:
+    record = measured.record
+    assert record.asked and record.positions == 3 * 64 and len(record.rows) == 3
+    assert [unit.name for unit in record.units] == [unit.name for unit in units_of(inputs.graph.record, 2)]
+    for unit in record.units:
+        columns = 256 if unit.name.endswith("down") else 128
+        assert list(unit.kl) == [*dict.fromkeys([FLOAT.name, *(kernel.name for kernel in menu_for(columns))])]
+        assert unit.kl["fp32"] == 0 < min(kl for name, kl in unit.kl.items() if name != "fp32")
+    eight, four, coarse = (sum(unit.kl[name] for unit in record.units) for name in KINDS)
+    assert 1.5 * eight < four < coarse
+    assert record.embeddings_kl > 0 and record.kv_cache_kl > 0
+    assert {kernel.name for kernel in MENU} >= set(record.units[0].kl)
+
+
+def test_the_same_inputs_give_the_same_digest(inputs: Inputs, measured: Artifact[Sensitivity], tmp_path: Path) -> None:
+    assert sweep(*inputs, tmp_path / "again").digest == measured.digest
+
+
+def test_a_written_plan_asks_for_nothing(inputs: Inputs, tmp_path: Path) -> None:
+    written = inputs.recipe.model_copy(update={"plan": Plan()})
+    found = sweep(written, inputs.graph, inputs.calibration, [], tmp_path / "sensitivity")
+    assert found.record == Sensitivity(asked=False)
+
+
+@pytest.fixture(scope="module")
+def simulation(inputs: Inputs) -> Simulation:
+    return Simulation(inputs.graph, held_out(inputs.calibration, inputs.rows)[:3], {0, 2})
+
+
+def changed(inputs: Inputs, *units: str, kernel: Kernel = FOUR_BITS) -> dict[str, Any]:
+    rounding = QuickRounding(inputs.graph, inputs.calibration, inputs.recipe.quantize)
+    groups = [g for unit in units_of(inputs.graph.record, 2) if unit.name in units for g in unit.groups]
+    return rounding.rounded(rounding.prepare(groups), kernel)
+
+
+def test_what_lies_before_a_unit_need_not_run_again(inputs: Inputs, simulation: Simulation) -> None:
+    late = changed(inputs, "layers.2-3.gate_up")
+    assert simulation.kl(late, first_layer=2) == pytest.approx(simulation.kl(late), rel=1e-4)
+    assert simulation.kl({}, first_layer=2) == pytest.approx(0, abs=1e-6)
+    assert simulation.kl({}) == pytest.approx(0, abs=1e-6)  # and nothing of what was changed stays behind
+
+
+def test_a_divergence_is_exact_over_a_large_vocabulary() -> None:
+    noise = torch.Generator().manual_seed(0)
+    logits = 15 + 4 * torch.randn(16, 50_000, generator=noise)
+    exact = Distributions.of(logits)
+    assert exact.divergence(logits).abs().max() < 2e-5 and abs(float(exact.divergence(logits).mean())) < 5e-6
+    moved = logits + 0.02 * torch.randn(logits.shape, generator=noise)
+    logs, others = (x.double().log_softmax(-1) for x in (logits, moved))
+    expected = (logs.exp() * (logs - others)).sum(-1).float()
+    assert 1e-4 < float(expected.mean()) < 1e-3
+    torch.testing.assert_close(exact.divergence(moved), expected, rtol=0, atol=2e-5)
+
+
+def test_the_sum_over_units_is_about_what_they_cost_together(inputs: Inputs, simulation: Simulation) -> None:
+    names = ("layers.0-1.o", "layers.0-1.down", "layers.2-3.gate_up")
+    alone = [simulation.kl(changed(inputs, name)) for name in names]
+    assert simulation.kl(changed(inputs, *names)) == pytest.approx(sum(alone), rel=0.5)
+
+
+def test_a_changed_unit_costs_what_the_whole_model_says_in_torch(inputs: Inputs, simulation: Simulation) -> None:
+    """The same by hand: weights put into a copy of the model, inputs rounded, every position compared."""
+    from transformers import AutoModelForCausalLM
+
+    unit = changed(inputs, "layers.0-1.o")
+    rows = held_out(inputs.calibration, inputs.rows)[:3]
+    total = count = 0.0
+    models: list[Any] = [AutoModelForCausalLM.from_pretrained(inputs.graph.folder).eval() for _ in range(2)]
+    for layer in (0, 1):
+        module, group = models[1].model.layers[layer].self_attn.o_proj, unit[f"layers.{layer}.o"]
+        module.weight.data = torch.from_numpy(group.weights[0]).float()
+        module.register_forward_pre_hook(lambda _m, args, group=group: (group.round_inputs(args[0]),))
+    with torch.no_grad():
+        for row in rows:
+            kept = torch.linspace(0, len(row) - 1, 64).long()
+            exact, other = (model(torch.tensor([list(row)])).logits[0, kept].log_softmax(-1) for model in models)
+            total += float((exact.exp() * (exact - other)).sum())
+            count += len(kept)
+    assert simulation.kl(unit) == pytest.approx(total / count, rel=1e-3, abs=5e-7)  # float32 sums over a vocabulary
+
+
+def test_tables_and_cache_are_rounded_as_the_recipe_says(inputs: Inputs, simulation: Simulation) -> None:
+    rounding = QuickRounding(inputs.graph, inputs.calibration, inputs.recipe.quantize)
+    eight, four = (rounding.tables(Kernel(bits=bits, group_size=64, symmetric=True)) for bits in (8, 4))
+    assert set(eight) == {"embedding", "lm_head"} and rounding.tables(FLOAT) == {}
+    assert 0 < simulation.kl(eight) < 0.2 * simulation.kl(four)
+    assert rounding.kv_cache(KVCache(dtype="float32")) is None
+    per = [rounding.kv_cache(KVCache(granularity=granularity)) for granularity in ("per_channel", "per_tensor")]
+    assert 0 < simulation.kl({}, kv=per[0]) < simulation.kl({}, kv=per[1])
+
+
+def test_rounding_to_nearest_searches_for_nothing(inputs: Inputs, simulation: Simulation) -> None:
+    plain = inputs._replace(recipe=inputs.recipe.model_copy(update={"quantize": Quantize(method="rtn")}))
+    kls = [simulation.kl(changed(which, "layers.0-1.down")) for which in (inputs, plain)]
+    assert kls[0] < kls[1]
+
+
+def rows_without_one(rows: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    return list(rows[:-1])
+
+
+def rows_with_another_token(rows: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    return [[rows[0][0] + 1, *rows[0][1:]], *rows[1:]]
+
+
+@pytest.mark.parametrize("change", [rows_without_one, rows_with_another_token])
+def test_rows_that_were_not_calibrated_on_are_refused(inputs: Inputs, change: Any, tmp_path: Path) -> None:
+    with pytest.raises(QuantizationError, match="rows that are not the 24 of"):
+        sweep(inputs.recipe, inputs.graph, inputs.calibration, change(inputs.rows), tmp_path / "sensitivity")
+    assert not (tmp_path / "sensitivity").exists()
