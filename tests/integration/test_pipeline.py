@@ -106,6 +106,7 @@ def judged(project: Path, recipe: str, folder: Path, patch: pytest.MonkeyPatch) 
     """The verdict on a copy of the project with a shipped recipe laid over its parameters."""
     shutil.copytree(project, folder, copy_function=shutil.copy2)
     patch.chdir(folder)
+    patch.setattr(costs, "CACHE", folder / "costs")
     patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder / 'mlflow.db'}")
     (folder / "params.yaml").write_text(shipped_recipes.overlay(recipe, folder / "params.yaml"))
     for name in AFTER_CALIBRATE:
