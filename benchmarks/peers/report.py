@@ -108,11 +108,12 @@ def _conditions(run: Run) -> str:
 def _legend() -> str:
     return (
         f"Near-lossless: KL at most {NEAR_LOSSLESS_KL}. 4-bit: peers by their format, our bundles by at most "
-        f"{FOUR_BITS} bits a weight, scales counted; there a peer counts where our KL is no higher than its own. An "
-        "engine may be in both. Decode counts only the steps in which all rows gain a token; prefill is one prompt "
-        "until its first token is chosen. Memory is the peak of the whole process, libraries and interpreter included, "
-        "over all timed work. OpenVINO's logits come from its runtime on the same model file with the same properties, "
-        "since continuous batching gives none of a prompt; all others come from the timed engine itself."
+        f"{FOUR_BITS} bits a weight, scales and embeddings counted, which is llama.cpp Q4_K_M's size; there a peer "
+        "counts where our KL is no higher than its own. An engine may be in both. Decode counts only the steps in "
+        "which all rows gain a token; prefill is one prompt until its first token is chosen. Memory is the peak of the "
+        "whole process, libraries and interpreter included, over all timed work. OpenVINO's logits come from its "
+        "runtime on the same model file with the same properties, since continuous batching gives none of a prompt; "
+        "all others come from the timed engine itself."
     )
 
 
