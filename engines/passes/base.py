@@ -1,7 +1,9 @@
 """What every pass shares: its signature, its report, and small graph surgery.
 
 A pass is a function ``(Lowering) -> Outcome``. It changes ``lowering.model`` in place. ``Outcome.matched`` counts its
-rewrites, ``Outcome.declined`` says why it left something that looked like its pattern.
+rewrites, ``Outcome.declined`` says why it left something that looked like its pattern, or rewrote less of it than it
+might have. These are sentences for users: each begins with what it is about, a linear group, a layer, a parameter, or
+an operator and its output. A pass that matched nothing says at least what there was nothing of.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from numpy.typing import NDArray
 
 from engines.bundle import Product
 from pipeline.graph import LinearGroup, PortableGraph
+from pipeline.graph_analysis import is_parameter
 
 INTERNAL = "tapeout"  # domain of nodes that exist only between passes
 CONTRIB = "com.microsoft"
@@ -132,6 +135,18 @@ def remove_dead(model: ir.Model, candidates: Sequence[ir.Node]) -> None:
             producer = value.producer()
             if producer is not None:
                 stack.append(producer)
+
+
+def parameter_behind(value: ir.Value) -> str:
+    """The parameter a value is, or is computed from: what a user can find in the checkpoint. Else the value's name."""
+    stack, name = [value], value.name or ""
+    while stack:
+        current = stack.pop()
+        if is_parameter(current):
+            return current.name or name
+        node = current.producer()
+        stack.extend(i for i in (node.inputs if node is not None else ()) if i is not None)
+    return name
 
 
 def only_use(value: ir.Value) -> ir.Node | None:

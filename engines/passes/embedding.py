@@ -23,9 +23,9 @@ def run(lowering: Lowering) -> Outcome:
     ]
     if not hasattr(table, "codes"):
         lowering.plan["embedding"] = "Gather fp32"
-        return Outcome(0, (f"{name} is not quantized",))
+        return Outcome(0, (f"{name}: it is not quantized; its rows are read as floats",))
     if not nodes:
-        return Outcome(0, (f"no Gather reads {name}",))
+        return Outcome(0, (f"{name}: no Gather reads it; its codes are left unused",))
     model = lowering.model
     codes = initializer(model, "embedding.codes", pack(table.codes, table.bits))
     scales = initializer(model, "embedding.scales", table.scales)

@@ -29,7 +29,7 @@ def run(lowering: Lowering) -> Outcome:
         product = ir.node("MatMul", [node.inputs[0], transposed.outputs[0]])
         finish(lowering, node, [transposed, product])
         lowering.plan[label_of(lowering, node)] = "MatMul float"
-    return Outcome(len(nodes))
+    return Outcome(len(nodes), () if nodes else ("no linear was left to it",))
 
 
 def _stacked(lowering: Lowering, names: list[str]) -> ir.Value:

@@ -28,7 +28,7 @@ LARGEST = 448.0  # of E4M3 without infinities (arXiv:2209.05433)
 
 def run(lowering: Lowering) -> Outcome:
     if lowering.precision != "fp8":
-        return Outcome(0, (f"precision is {lowering.precision}",))
+        return Outcome(0, (f"the build's precision is {lowering.precision}",))
     matched, notes = 0, list[str]()
     for node in [n for n in lowering.model.graph if is_linear(n)]:
         label = label_of(lowering, node)

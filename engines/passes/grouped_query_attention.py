@@ -36,9 +36,7 @@ def run(lowering: Lowering) -> Outcome:
     nodes = [n for n in model.graph if is_attention(n)]
     declined: list[str] = []
     for layer, node in enumerate(nodes):
-        reason = _lower(lowering, layer, node, seqlens, total)
-        if reason:
-            declined.append(f"layer {layer}: {reason}")
+        declined += (f"layer {layer}: {reason}" for reason in _lower(lowering, layer, node, seqlens, total))
     mask = next(i for i in model.graph.inputs if i.name == "attention_mask")
     model.graph.inputs.remove(mask)
     del model.functions[("tapeout", "Attention", "")]
@@ -52,8 +50,8 @@ def _input(model: ir.Model, name: str, dtype: ir.DataType, shape: list[str | int
     return value
 
 
-def _lower(lowering: Lowering, layer: int, node: ir.Node, seqlens: ir.Value, total: ir.Value) -> str:
-    """Replace one node; the returned text says what could not be folded into it, if anything."""
+def _lower(lowering: Lowering, layer: int, node: ir.Node, seqlens: ir.Value, total: ir.Value) -> list[str]:
+    """Replace one node; the returned texts say what could not be folded into it."""
     model = lowering.model
     query, key, value, _, past_key, past_value = node.inputs
     assert query is not None and key is not None and value is not None
@@ -62,7 +60,9 @@ def _lower(lowering: Lowering, layer: int, node: ir.Node, seqlens: ir.Value, tot
     head_size = int(past_key.shape[3])  # type: ignore[arg-type]
 
     cos = sin = None
-    note = "no rotary node before it"
+    note = "no rotary node right before it; what turns its queries and keys, if anything, stays in the graph"
+    if lowering.graph.rotary == "none":
+        note = ""
     rotary_q, rotary_k = producer_of(query, "RotaryEmbedding"), producer_of(key, "RotaryEmbedding")
     interleaved = 0
     if rotary_q is not None and rotary_k is not None:
@@ -78,7 +78,10 @@ def _lower(lowering: Lowering, layer: int, node: ir.Node, seqlens: ir.Value, tot
         _flatten(model, value4d, count * head_size, created)
         for value4d, count in ((query, heads), (key, kv_heads), (value, kv_heads))
     ]
+    notes = [note] if note else []
     packed = _packed(flat)
+    if packed is None and any(_is_part_of_linear(part) for part in flat):
+        notes.append("more happens to queries or keys than rotation, so one product is split before attention")
     inputs: list[ir.Value | None] = [packed, None, None] if packed is not None else [*flat]
     inputs += [past_key, past_value, seqlens, total, cos, sin]
     attributes = {
@@ -116,7 +119,7 @@ def _lower(lowering: Lowering, layer: int, node: ir.Node, seqlens: ir.Value, tot
     model.graph.insert_before(node, created)
     _unflatten(model, node, lowered.outputs[0], heads, head_size)
     remove_dead(model, [node])
-    return note
+    return notes
 
 
 def _not_foldable(rotary_q: ir.Node, rotary_k: ir.Node, head_size: int) -> str:
@@ -156,8 +159,13 @@ def _packed(flat: list[ir.Value]) -> ir.Value | None:
     split = producer_of(flat[0], "Split")
     if split is None or len(split.outputs) != 3 or any(a is not b for a, b in zip(split.outputs, flat, strict=True)):
         return None
-    product = split.inputs[0]
-    return product if product is not None and is_linear(product.producer()) else None
+    return split.inputs[0] if _is_part_of_linear(flat[0]) else None
+
+
+def _is_part_of_linear(value: ir.Value) -> bool:
+    split = producer_of(value, "Split")
+    product = split.inputs[0] if split is not None else None
+    return product is not None and is_linear(product.producer())
 
 
 def _unflatten(model: ir.Model, node: ir.Node, flat: ir.Value, heads: int, head_size: int) -> None:

@@ -28,7 +28,7 @@ LARGEST_CODE, SMALLEST_CODE = 7, -8
 
 def run(lowering: Lowering) -> Outcome:
     if lowering.precision != "int4":
-        return Outcome(0, (f"precision is {lowering.precision}",))
+        return Outcome(0, (f"the build's precision is {lowering.precision}",))
     matched, notes = 0, list[str]()
     for node in [n for n in lowering.model.graph if is_linear(n)]:
         label = label_of(lowering, node)

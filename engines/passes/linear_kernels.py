@@ -29,7 +29,7 @@ def run(lowering: Lowering) -> Outcome:
     for node in nodes:
         _lower(lowering, node)
     lowering.model.opset_imports[CONTRIB] = 1
-    return Outcome(len(nodes))
+    return Outcome(len(nodes), () if nodes else ("no linear was left to it",))
 
 
 def _lower(lowering: Lowering, node: ir.Node) -> None:

@@ -36,7 +36,7 @@ def run(lowering: Lowering) -> Outcome:
             del lowering.model.graph.initializers[linear.name]  # its shape is the other way round
     others = [n for n in lowering.model.graph if n.op_type in ("MatMul", "Gemm")]
     declined = tuple(f"{n.op_type} {n.outputs[0].name}: its weight is no parameter; kept in float" for n in others)
-    return Outcome(len(linears), declined)
+    return Outcome(len(linears), declined if linears or declined else ("no product in the graph",))
 
 
 def is_linear(node: ir.Node | None) -> bool:

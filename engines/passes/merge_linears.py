@@ -30,6 +30,8 @@ def run(lowering: Lowering) -> Outcome:
             continue
         _merge(lowering, group.name, nodes)
         matched += 1
+    if not matched and not declined:
+        declined.append("every linear is the only one of its group; nothing to merge")
     return Outcome(matched, tuple(declined))
 
 

@@ -18,7 +18,7 @@ def run(lowering: Lowering) -> Outcome:
     graph = lowering.model.graph
     logits = next((output for output in graph.outputs if output.name == "logits"), None)
     if logits is None or logits.shape is None or len(logits.shape) != 2:
-        return Outcome(0, ("logits are not one row a token that was asked for",))
+        return Outcome(0, ("logits are not given by rows that were asked for; tokens are chosen outside the graph",))
     node = ir.node("ArgMax", [logits], attributes={"axis": -1, "keepdims": 0})
     chosen = node.outputs[0]
     chosen.name, chosen.type = NEXT_TOKENS, ir.TensorType(ir.DataType.INT64)

@@ -9,7 +9,17 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from engines.passes.base import CONTRIB, Lowering, Outcome, attribute, new_value, producer_of, remove_dead, replace
+from engines.passes.base import (
+    CONTRIB,
+    Lowering,
+    Outcome,
+    attribute,
+    new_value,
+    parameter_behind,
+    producer_of,
+    remove_dead,
+    replace,
+)
 
 _SKIP = {"RMSNormalization": "SkipSimplifiedLayerNormalization", "LayerNormalization": "SkipLayerNormalization"}
 
@@ -19,14 +29,15 @@ def run(lowering: Lowering) -> Outcome:
     for node in [n for n in model.graph if n.op_type in _SKIP]:
         x, weight, *bias = node.inputs
         assert x is not None and weight is not None
+        label = parameter_behind(weight)
         if attribute(node, "axis", -1) not in (-1, len(x.shape or ()) - 1):
-            declined.append(f"{node.outputs[0].name}: it normalizes more than the last axis")
+            declined.append(f"{label}: it normalizes more than the last axis; kept as it is")
             continue
         reason = _fuse_sum(model, node, x, weight, bias)
         if not reason:
             matched += 1
             continue
-        declined.append(f"{node.outputs[0].name}: {reason}")
+        declined.append(f"{label}: {reason}; it stays a node of its own")
         if node.op_type == "RMSNormalization":
             plain = ir.node(
                 "SimplifiedLayerNormalization",
@@ -35,7 +46,8 @@ def run(lowering: Lowering) -> Outcome:
                 outputs=[new_value(f"{node.outputs[0].name}.norm", node.outputs[0])],
             )
             replace(model, [node], [plain], {node.outputs[0]: plain.outputs[0]})
-    return Outcome(matched, tuple(declined))
+            matched += 1
+    return Outcome(matched, tuple(declined) if matched or declined else ("no norm in the graph",))
 
 
 def _fuse_sum(model: ir.Model, node: ir.Node, x: ir.Value, weight: ir.Value, bias: list[ir.Value | None]) -> str:

@@ -29,7 +29,7 @@ def run(lowering: Lowering) -> Outcome:
         if id(cos) not in {k[0] for k in tables}:
             arrays = _evaluate(model, [cos, sin], lowering.max_tokens)
             if arrays is None:
-                declined.append(f"{node.outputs[0].name}: its angles depend on more than positions")
+                declined.append(f"{_label(node)}: its angles depend on more than positions; computed in every step")
                 continue
             index = len(tables)
             tables[(id(cos), id(sin))] = (
@@ -38,7 +38,7 @@ def run(lowering: Lowering) -> Outcome:
             )
         table = tables.get((id(cos), id(sin)))
         if table is None:
-            declined.append(f"{node.outputs[0].name}: its cosines and sines are paired differently elsewhere")
+            declined.append(f"{_label(node)}: its cosines and sines are paired differently elsewhere")
             continue
         node.replace_input_with(1, table[0])
         node.replace_input_with(2, table[1])
@@ -47,7 +47,11 @@ def run(lowering: Lowering) -> Outcome:
         node.replace_input_with(3, positions)
         matched += 1
         remove_dead(model, [p for p in (cos.producer(), sin.producer()) if p is not None])
-    return Outcome(matched, tuple(declined))
+    return Outcome(matched, tuple(declined) if nodes else ("no RotaryEmbedding in the graph",))
+
+
+def _label(node: ir.Node) -> str:
+    return f"{node.op_type} {node.outputs[0].name}"
 
 
 def _evaluate(model: ir.Model, values: list[ir.Value], positions: int) -> list[NDArray[np.float32]] | None:

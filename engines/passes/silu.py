@@ -8,8 +8,9 @@ from engines.passes.base import CONTRIB, Lowering, Outcome, new_value, replace
 
 
 def run(lowering: Lowering) -> Outcome:
-    model, matched = lowering.model, 0
-    for sigmoid in [n for n in model.graph if n.op_type == "Sigmoid"]:
+    model, matched, declined = lowering.model, 0, list[str]()
+    sigmoids = [n for n in model.graph if n.op_type == "Sigmoid"]
+    for sigmoid in sigmoids:
         x, gate = sigmoid.inputs[0], sigmoid.outputs[0]
         for use in list(gate.uses()):
             product = use.node
@@ -24,4 +25,6 @@ def run(lowering: Lowering) -> Outcome:
                 )
                 replace(model, [product], [fused], {output: fused.outputs[0]})
                 matched += 1
-    return Outcome(matched)
+            else:
+                declined.append(f"Sigmoid {gate.name}: what multiplies it is not its own input; kept as it is")
+    return Outcome(matched, tuple(declined) if sigmoids else ("no Sigmoid in the graph; the activation is another",))

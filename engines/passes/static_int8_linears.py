@@ -29,11 +29,14 @@ EXACT_FEATURES = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
 
 
 def run(lowering: Lowering) -> Outcome:
-    matched, signed = 0, products_of_signed_weights_are_exact()
+    matched, declined, signed = 0, list[str](), products_of_signed_weights_are_exact()
     for node in [n for n in lowering.model.graph if is_linear(n)]:
         parts = [lowering.weights.linear(name) for name in weights_of(node)]
         scales = {getattr(part, "input_scale", None) for part in parts}
         if scales == {None}:
+            declined.append(
+                f"{label_of(lowering, node)}: its inputs have no static scale; left to the next kernel pass"
+            )
             continue
         if len(scales) > 1:
             raise BuildError(
@@ -44,7 +47,7 @@ def run(lowering: Lowering) -> Outcome:
         _lower(lowering, node, parts, signed=signed)
         matched += 1
     lowering.model.opset_imports[CONTRIB] = 1
-    return Outcome(matched)
+    return Outcome(matched, tuple(declined) if matched else ("no linear has a static scale for its inputs",))
 
 
 def products_of_signed_weights_are_exact() -> bool:

@@ -171,11 +171,25 @@ def pass_table(reports: Sequence[PassReport]) -> Table:
     for column in ("pass", "matched", "nodes before", "after", "declined"):
         table.add_column(column, justify="left" if column in ("pass", "declined") else "right", overflow="fold")
     for report in reports:
-        first = escape(report.declined[0]) if report.declined else ""
-        more = f" (+{len(report.declined) - 1} more)" if len(report.declined) > 1 else ""
         nodes = (str(report.nodes_before), str(report.nodes_after))
-        table.add_row(report.name, str(report.matched), *nodes, first + more)
+        table.add_row(report.name, str(report.matched), *nodes, escape("\n".join(reasons(report.declined))))
     return table
+
+
+def reasons(declined: Sequence[str]) -> list[str]:
+    """Why a pass declined, every reason once.
+
+    >>> reasons(["layer 0: soft cap 50", "layer 1: soft cap 50", "no Sigmoid in the graph"])
+    ['layer 0 and 1 more: soft cap 50', 'no Sigmoid in the graph']
+    """
+    subjects: dict[str, list[str]] = {}
+    for sentence in declined:
+        subject, colon, reason = sentence.rpartition(": ")
+        subjects.setdefault(reason, []).append(subject + colon)
+    return [
+        (f"{first.removesuffix(': ')} and {len(others)} more: " if others else first) + reason
+        for reason, (first, *others) in subjects.items()
+    ]
 
 
 def bundle_table(built: Sequence[Built]) -> Table:

@@ -44,7 +44,7 @@ def test_a_float_bundle_says_what_it_is(graph: Artifact[PortableGraph], tmp_path
         "merge_linears": 2 * LAYERS,
         "grouped_query_attention": LAYERS,
         "prompt_attention": LAYERS,
-        "norms": 2 * LAYERS,
+        "norms": 2 * LAYERS + 1,
         "silu": LAYERS,
         "logit_rows": 1,
         "next_tokens": 1,

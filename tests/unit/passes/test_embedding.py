@@ -39,7 +39,10 @@ def test_a_float_table_stays_and_that_is_said() -> None:
     model = graph()
     lowered = lowering(model)
     outcome = apply(lowered, embedding)
-    assert (outcome.matched, outcome.declined) == (0, ("embed.weight is not quantized",))
+    assert (outcome.matched, outcome.declined) == (
+        0,
+        ("embed.weight: it is not quantized; its rows are read as floats",),
+    )
     assert operators(model) == ["Gather", "Neg"]
     assert lowered.plan == {"embedding": "Gather fp32"}
 
@@ -48,4 +51,4 @@ def test_a_table_that_nothing_gathers_is_said() -> None:
     x = value("x", ["rows", 64])
     model = model_of([x], [named("y", op("Neg", [x], ["rows", 64]))])
     lowered = lowering(model, {"embed.weight": round_to_nearest(TABLE, Format(8, 32, symmetric=True))})
-    assert apply(lowered, embedding).declined == ("no Gather reads embed.weight",)
+    assert apply(lowered, embedding).declined == ("embed.weight: no Gather reads it; its codes are left unused",)

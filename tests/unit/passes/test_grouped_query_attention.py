@@ -54,7 +54,7 @@ def test_prefill_chunks_and_ragged_decode_equal_the_exported_function(
         at = [length + step for length in lengths]
         actual = buffers.step(rows, at, 1)[:, 0]
         np.testing.assert_allclose(actual, [e[n] for e, n in zip(expected, at, strict=True)], rtol=1e-4, atol=1e-4)
-    reason = {"partial": "rotary covers part of the head", "none": "no rotary node before it"}.get(layout.rotary)
+    reason = {"partial": "rotary covers part of the head", "none": "no rotary node right before it"}.get(layout.rotary)
     assert [reason in text for text in declined] == [True] if reason else declined == ()
 
 
@@ -65,6 +65,15 @@ def test_a_merged_projection_is_handed_over_packed() -> None:
     assert operators(model) == ["MatMul", "GroupQueryAttention", "Neg"]
     attention = next(n for n in model.graph if n.op_type == "GroupQueryAttention")
     assert attention.inputs[1] is None and attention.inputs[2] is None
+
+
+def test_a_merged_projection_whose_parts_are_changed_is_split_and_said() -> None:
+    """Only part of a head is rotated: queries and keys are taken apart and put together before attention."""
+    layout = Layout(merged=True, rotary="partial")
+    model = graph(layout)
+    _, reason = lower(layout, model)
+    assert reason.startswith("layer 0: more happens to queries or keys than rotation")
+    assert "Split" in operators(model)
 
 
 def test_tables_that_are_not_constant_leave_the_rotary_nodes_where_they_are() -> None:

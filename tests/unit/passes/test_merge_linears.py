@@ -63,5 +63,5 @@ def test_a_group_of_one_is_not_touched() -> None:
     x = value("x", ["batch", "tokens", 32])
     model = model_of([x], [named("y", linear(x, "block.q", WEIGHTS["block.q"]))])
     outcome = apply(lowering(model, groups=[group("layers.0.o", "block.q")]), linears, merge_linears)
-    assert (outcome.matched, outcome.declined) == (0, ())
+    assert (outcome.matched, outcome.declined) == (0, ("every linear is the only one of its group; nothing to merge",))
     assert operators(model) == ["Linear"]
