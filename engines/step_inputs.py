@@ -85,10 +85,9 @@ def check_copy(engine: Engine, source: int, target: int, length: int) -> None:
 
 
 def _ids(engine: Engine, tokens: Sequence[int]) -> Int64Array:
-    ids = np.ascontiguousarray(tokens, np.int64)
-    if ids.min() < 0 or ids.max() >= engine.vocab_size:  # an embedding table would be read past its end
+    if min(tokens) < 0 or max(tokens) >= engine.vocab_size:  # an embedding table would be read past its end
         raise BuildError(
-            f"token ids {ids.min()} to {ids.max()}",
+            f"token ids {min(tokens)} to {max(tokens)}",
             expected=f"ids of this model's vocabulary, 0 to {engine.vocab_size - 1}",
         )
-    return ids
+    return np.ascontiguousarray(tokens, np.int64)

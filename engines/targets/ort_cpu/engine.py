@@ -2,14 +2,15 @@
 
 The KV buffers are ``[slots, heads, max_tokens, head_size]`` arrays of zeros, which cost no memory until touched. A
 step binds a window of neighbouring slots by address, as past and as present alike, so nothing is copied; the bindings
-of each window are made once and used again.
+of each window are made once and used again. What a step feeds is written where the step before it lay, and bound again
+only where its shape is another: after a step every line of Python is out of the processor's caches, and costs tenfold.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,11 +32,20 @@ _KV_DTYPES: dict[str, Any] = {"float32": np.float32, "int8": np.int8}
 
 @dataclass
 class _Window:
-    """Bindings for rows ``first .. first+rows-1`` of the KV buffers, and the small inputs that change each step."""
+    """Bindings for rows ``first .. first+rows-1`` of the KV buffers, and the arrays bound beside them by name."""
 
     binding: ort.IOBinding
-    seqlens: NDArray[np.int32]
-    total: NDArray[np.int32]
+    bound: dict[str, NDArray[Any]]
+
+    def array(
+        self, bind: Callable[..., None], name: str, shape: tuple[int, ...], dtype: Any = np.int64
+    ) -> NDArray[Any]:
+        """What lies at an input or output of the next run; ``bind`` is the binding's own for either."""
+        array = self.bound.get(name)
+        if array is None or array.shape != shape:
+            array = self.bound[name] = np.empty(shape, dtype)
+            bind(name, "cpu", 0, dtype, shape, array.ctypes.data)
+        return array
 
 
 class OrtCpuEngine:
@@ -52,6 +62,7 @@ class OrtCpuEngine:
             str(bundle.folder / "model.onnx"), options, providers=["CPUExecutionProvider"]
         )
         self._slots = slots or record.io.slots
+        self._vocab_size, self._max_tokens = record.io.vocab_size, record.io.max_tokens
         dtype = _KV_DTYPES[record.io.kv_dtype]
         self._cache: dict[str, NDArray[Any]] = {}
         for layer, shape in enumerate(record.io.kv_layers):
@@ -71,7 +82,7 @@ class OrtCpuEngine:
 
     @property
     def vocab_size(self) -> int:
-        return self._bundle.record.io.vocab_size
+        return self._vocab_size
 
     @property
     def slots(self) -> int:
@@ -79,7 +90,7 @@ class OrtCpuEngine:
 
     @property
     def max_tokens(self) -> int:
-        return self._bundle.record.io.max_tokens
+        return self._max_tokens
 
     def prefill(
         self, slot: int, tokens: Sequence[int], *, start: int = 0, rows: Sequence[int] | None = None
@@ -94,9 +105,10 @@ class OrtCpuEngine:
         return self._logits(first_slot, decode_inputs(self, tokens, lengths, first_slot))
 
     def decode_greedy(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> TokenArray:
-        chosen = np.empty(len(tokens), np.int64)
-        self._run(first_slot, decode_inputs(self, tokens, lengths, first_slot), NEXT_TOKENS, chosen)
-        return chosen
+        window = self._feed(first_slot, decode_inputs(self, tokens, lengths, first_slot), NEXT_TOKENS)
+        chosen = window.array(window.binding.bind_output, NEXT_TOKENS, (len(tokens),))
+        self._session.run_with_iobinding(window.binding, self._only_what_is_bound)
+        return chosen.copy()
 
     def copy_slot(self, source: int, target: int, length: int) -> None:
         check_copy(self, source, target, length)
@@ -115,31 +127,30 @@ class OrtCpuEngine:
                 part = buffer[first : first + rows]
                 for bind, prefix in ((binding.bind_input, "past_key_values"), (binding.bind_output, "present")):
                     bind(f"{prefix}.{name}", "cpu", 0, self._element, part.shape, part.ctypes.data)
-            window = _Window(binding, np.zeros(rows, np.int32), np.zeros((), np.int32))
-            binding.bind_input("seqlens_k", "cpu", 0, np.int32, window.seqlens.shape, window.seqlens.ctypes.data)
-            binding.bind_input("total_sequence_length", "cpu", 0, np.int32, (), window.total.ctypes.data)
+            window = _Window(binding, {})
             self._windows[(first, rows, wanted)] = window
         return window
 
     def _logits(self, first: int, step: StepInputs) -> FloatArray:
-        logits = np.empty((len(step.rows), self.vocab_size), np.float32)
-        self._run(first, step, "logits", logits)
+        window = self._feed(first, step, "logits")
+        logits = np.empty((len(step.rows), self.vocab_size), np.float32)  # handed over, so bound anew
+        window.binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
+        self._session.run_with_iobinding(window.binding, self._only_what_is_bound)
         return logits
 
-    def _run(self, first: int, step: StepInputs, wanted: str, output: NDArray[Any]) -> None:
-        """Fill ``output`` with the graph's output ``wanted``; the other one is not computed."""
+    def _feed(self, first: int, step: StepInputs, wanted: str) -> _Window:
+        """A window with all inputs of the step; of the graph's outputs beside the cache, ``wanted`` is to be bound."""
         batch, fed = step.ids.shape
         window = self._window(first, batch, wanted)
-        window.seqlens[:] = step.starts + (fed - 1)  # valid positions after this step, less one
-        window.total[...] = step.starts.max() + fed
-        binding = window.binding
-        small = {"input_ids": step.ids, "logit_rows": step.rows}
+        bind = window.binding.bind_input
+        window.array(bind, "input_ids", step.ids.shape)[:] = step.ids
+        window.array(bind, "logit_rows", step.rows.shape)[:] = step.rows
+        last = [start + fed - 1 for start in step.starts.tolist()]  # positions of the rows' last tokens
+        window.array(bind, "seqlens_k", (batch,), np.int32)[:] = last
+        window.array(bind, "total_sequence_length", (), np.int32)[...] = max(last) + 1
         if self._wants_positions:
-            small["position_ids"] = step.positions
-        for name, value in small.items():
-            binding.bind_input(name, "cpu", 0, np.int64, value.shape, value.ctypes.data)
-        binding.bind_output(wanted, "cpu", 0, output.dtype, output.shape, output.ctypes.data)
-        self._session.run_with_iobinding(binding, self._only_what_is_bound)
+            window.array(bind, "position_ids", step.ids.shape)[:] = step.positions
+        return window
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:

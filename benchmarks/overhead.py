@@ -1,0 +1,135 @@
+"""How much of a decode step passes outside ONNX Runtime: feeding it, reading its tokens, asking for the next.
+
+python -m benchmarks.overhead artifacts/candidate
+python -m benchmarks.overhead artifacts/candidate --rows 1 --steps 500
+
+A step lasts from the end of one run of the session to the end of the next, and all of it before the run begins is
+Python's. Both are read off the clock in the same step, so a busy machine moves their medians but adds nothing to the
+one that belongs to the other. Prints a row for greedy decoding of each number of rows, and one for
+`runtime.generate`, which samples one stream and makes text of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import onnxruntime as ort
+from tokenizers import Tokenizer
+
+from engines.load import load
+from engines.protocol import Engine
+from pipeline.errors import EvidenceError, ExitCode, TapeoutError
+from runtime.generate import GenerationSettings, generate
+
+WARMUP_STEPS = 5
+BAR = 0.03  # of a step
+
+Span = tuple[float, float]  # seconds on one clock: when a run began and ended
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """Medians over steps; the share is the median of the steps' own shares."""
+
+    step_ms: float
+    python_us: float
+    share: float
+
+
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=0, help="default: every physical core")
+    return parser.parse_args(words)
+
+
+@contextmanager
+def recorded_runs() -> Generator[list[Span]]:
+    """Every run of an ONNX Runtime session over bindings while this is open, in order."""
+    runs: list[Span] = []
+    run_with_iobinding = ort.InferenceSession.run_with_iobinding
+
+    def timed(self: ort.InferenceSession, iobinding: Any, run_options: Any = None) -> None:
+        start = time.perf_counter()
+        run_with_iobinding(self, iobinding, run_options)
+        runs.append((start, time.perf_counter()))
+
+    ort.InferenceSession.run_with_iobinding = timed
+    try:
+        yield runs
+    finally:
+        ort.InferenceSession.run_with_iobinding = run_with_iobinding
+
+
+def overhead(runs: Sequence[Span]) -> Overhead:
+    """Of the steps between the first run and the last. :class:`EvidenceError` if there are none.
+
+    >>> overhead([(0.0, 0.5), (0.625, 1.5)])
+    Overhead(step_ms=1000.0, python_us=125000.0, share=0.125)
+    """
+    if len(runs) < 2:
+        raise EvidenceError(f"{len(runs)} runs of the session", expected="an engine that decodes on ONNX Runtime")
+    steps = [end - before for (_, before), (_, end) in pairwise(runs)]
+    python = [start - before for (_, before), (start, _) in pairwise(runs)]
+    shares = [own / step for own, step in zip(python, steps, strict=True)]
+    return Overhead(1e3 * median(steps), 1e6 * median(python), median(shares))
+
+
+def decode_greedily(engine: Engine, prompt: Sequence[int], rows: int, steps: int) -> Overhead:
+    """Steps of ``rows`` neighbouring slots that all hold the prompt and grow by a token a step."""
+    engine.prefill(0, prompt)
+    for slot in range(1, rows):
+        engine.copy_slot(0, slot, len(prompt))
+    tokens = [prompt[-1 - row % len(prompt)] for row in range(rows)]
+    with recorded_runs() as runs:
+        for step in range(WARMUP_STEPS + steps):
+            tokens = engine.decode_greedy(tokens, [len(prompt) + step] * rows).tolist()
+    return overhead(runs[WARMUP_STEPS - 1 :])
+
+
+def generate_text(engine: Engine, tokenizer: Tokenizer, prompt: Sequence[int], steps: int) -> Overhead:
+    """Steps of one stream of text, tokens sampled with default settings."""
+    settings = GenerationSettings(max_new_tokens=1 + WARMUP_STEPS + steps)
+    with recorded_runs() as runs:
+        for _ in generate(engine, tokenizer, prompt, settings):
+            pass
+    return overhead(runs[WARMUP_STEPS:])
+
+
+def run(options: argparse.Namespace) -> dict[str, Overhead]:
+    engine = load(options.bundle, threads=options.threads, slots=max(options.rows))
+    try:
+        tokenizer = Tokenizer.from_file(str(options.bundle / "tokenizer.json"))
+        text = Path(__file__).read_text()
+        prompt = tokenizer.encode(text, add_special_tokens=False).ids[: options.prompt_tokens]
+        found = {f"{rows} rows": decode_greedily(engine, prompt, rows, options.steps) for rows in options.rows}
+        return found | {"generate": generate_text(engine, tokenizer, prompt, options.steps)}
+    finally:
+        engine.close()
+
+
+def main() -> int:
+    try:
+        found = run(arguments())
+    except TapeoutError as error:
+        print(error, file=sys.stderr)
+        return ExitCode.BROKEN
+    for name, one in found.items():
+        print(f"{name:9} {one.step_ms:7.2f} ms a step, {one.python_us:5.0f} µs outside the session: {one.share:.2%}")
+    return ExitCode.PASS if all(one.share < BAR for one in found.values()) else ExitCode.GATE_FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())
