@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from pipeline.artifact import Frozen, Record
 
+KV_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}  # of a key or value, by kv_dtype
 NEXT_TOKENS = "next_tokens"  # output of a graph that chooses greedily itself (engines/passes/next_tokens.py)
 
 
@@ -25,7 +26,11 @@ class KVLayer(Frozen):
 
 
 class IOContract(Frozen):
-    """What a runner must bind. KV buffers are ``[slots, heads, max_tokens, head_size]`` of ``kv_dtype``, in place."""
+    """What a runner must bind. KV buffers are ``[slots, heads, max_tokens, head_size]`` of ``kv_dtype``, in place.
+
+    An ``int4`` buffer is uint8 and has ``head_size / 2`` columns: channel 2i in the low half of byte i, 2i + 1 in the
+    high half, each as its code + 8.
+    """
 
     inputs: tuple[str, ...]
     kv_dtype: str
@@ -33,6 +38,20 @@ class IOContract(Frozen):
     max_tokens: int
     slots: int
     vocab_size: int
+
+    @property
+    def kv_element(self) -> str:
+        """What numpy calls an element of a KV buffer."""
+        return "uint8" if self.kv_dtype == "int4" else self.kv_dtype
+
+    def kv_shape(self, layer: KVLayer, rows: int, tokens: int) -> tuple[int, int, int, int]:
+        """Of a layer's buffer of keys, or of values."""
+        return rows, layer.heads, tokens, layer.head_size // 2 if self.kv_dtype == "int4" else layer.head_size
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """What keys and values of one token take in all layers."""
+        return sum(2 * layer.heads * layer.head_size for layer in self.kv_layers) * KV_BITS[self.kv_dtype] // 8
 
 
 class Fingerprint(Frozen):

@@ -61,10 +61,14 @@ def build(
     precision: str,
     slots: int,
     kv_scales: Mapping[str, NDArray[np.float32]],
+    kv_bits: int = 8,
     parents: dict[str, str],
     progress: Callable[[str], None] = lambda _: None,
 ) -> Artifact[EngineBundle]:
-    """Write the bundle. ``kv_scales``: ``layers.N.k_scale|v_scale`` ``[kv_heads, head_size]``; empty: float cache."""
+    """Write the bundle. ``kv_scales``: ``layers.N.k_scale|v_scale`` ``[kv_heads, head_size]``; empty: float cache.
+
+    ``kv_bits``: of the codes that the scales are for, 8 or 4. :class:`BuildError` if the target cannot hold them.
+    """
     module = target_module(target)
     if hasattr(module, "compile_for"):
         raise BuildError(
@@ -73,7 +77,7 @@ def build(
             remedy=f"`tapeout build --target {target}:…` compiles for it (docs/targets.md)",
         )
     lowering = Lowering(
-        ir.load(graph.folder / MODEL_FILE), graph.record, weights, graph.record.max_positions, dict(kv_scales)
+        ir.load(graph.folder / MODEL_FILE), graph.record, weights, graph.record.max_positions, dict(kv_scales), kv_bits
     )
     reports = lower(lowering, module.PASSES, progress)
     with artifact.create(folder, EngineBundle) as draft:
@@ -84,7 +88,7 @@ def build(
             draft.folder,
             precision=precision,
             slots=slots,
-            kv_dtype="int8" if kv_scales else "float32",
+            kv_dtype=f"int{kv_bits}" if kv_scales else "float32",
             progress=progress,
         )
         draft.finish(
@@ -169,7 +173,7 @@ def write_lowered(
         io=IOContract(
             inputs=tuple(i.name or "" for i in model.graph.inputs if not (i.name or "").startswith("past_")),
             kv_dtype=kv_dtype,
-            kv_layers=kv_layers(model),
+            kv_layers=kv_layers(model, kv_dtype),
             max_tokens=graph.record.max_positions,
             slots=slots,
             vocab_size=graph.record.vocab_size,
@@ -259,6 +263,11 @@ def bits_per_weight(model: ir.Model) -> float:
     return 8 * size_bytes / max(values, 1)
 
 
-def kv_layers(model: ir.Model) -> tuple[KVLayer, ...]:
+def kv_layers(model: ir.Model, kv_dtype: str) -> tuple[KVLayer, ...]:
     keys = [i for i in model.graph.inputs if (i.name or "").endswith(".key")]
-    return tuple(KVLayer(heads=int(k.shape[1]), head_size=int(k.shape[3])) for k in keys if k.shape is not None)  # type: ignore[arg-type]
+    packed = 2 if kv_dtype == "int4" else 1
+    return tuple(
+        KVLayer(heads=int(k.shape[1]), head_size=packed * int(k.shape[3]))  # type: ignore[arg-type]
+        for k in keys
+        if k.shape is not None
+    )

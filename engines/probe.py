@@ -34,7 +34,6 @@ class Probe:
     def __call__(self, tokens: Sequence[int]) -> tuple[FloatArray, dict[str, FloatArray]]:
         """Logits ``[S, V]`` and each linear's output ``[S, out]`` by parameter name, of one document."""
         io, count = self._record.io, len(tokens)
-        dtype = np.dtype(io.kv_dtype)
         feeds: dict[str, np.ndarray] = {
             "input_ids": np.asarray(tokens, np.int64)[None],
             "position_ids": np.arange(count, dtype=np.int64)[None],
@@ -45,7 +44,7 @@ class Probe:
         feeds = {name: value for name, value in feeds.items() if name in io.inputs}
         for layer, shape in enumerate(io.kv_layers):
             for part in ("key", "value"):
-                feeds[f"past_key_values.{layer}.{part}"] = np.zeros((1, shape.heads, count, shape.head_size), dtype)
+                feeds[f"past_key_values.{layer}.{part}"] = np.zeros(io.kv_shape(shape, 1, count), io.kv_element)
         names = ["logits", *dict.fromkeys(product.value for product in self._record.products)]
         values = dict(zip(names, self._session.run(names, feeds), strict=True))
         outputs: dict[str, FloatArray] = {}

@@ -87,7 +87,7 @@ class Rule(Kernel):
 
 
 class KVCache(Section):
-    dtype: Literal["float32", "int8"] = "int8"
+    dtype: Literal["float32", "int8", "int4"] = "int8"
     granularity: Literal["per_tensor", "per_channel"] = "per_channel"
 
 

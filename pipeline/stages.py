@@ -154,17 +154,12 @@ def _build_baseline(recipe: Recipe) -> None:
 
 def _build_candidate(recipe: Recipe) -> None:
     from engines.compile import build
-    from quantization.checkpoint import KV_SCALES, QuantizedModel
+    from quantization.checkpoint import KVScales, QuantizedModel
     from quantization.compressed_tensors import open_checkpoint
 
     graph = _graph()
     quantized = artifact.load(ARTIFACTS / "quantized", QuantizedModel)
-    scales = quantized.folder / KV_SCALES
-    kv_scales: dict[str, Any] = {}
-    if scales.is_file():
-        from safetensors.numpy import load_file
-
-        kv_scales = load_file(scales)
+    kv = KVScales.read(quantized.folder)
     build(
         graph,
         open_checkpoint(quantized.folder),
@@ -172,7 +167,8 @@ def _build_candidate(recipe: Recipe) -> None:
         target=recipe.build.target,
         precision=quantized.record.summary,
         slots=recipe.build.slots,
-        kv_scales=kv_scales,
+        kv_scales=kv.scales,
+        kv_bits=kv.bits,
         parents={"PortableGraph": graph.digest, "QuantizedModel": quantized.digest},
         progress=_say("build"),
     )

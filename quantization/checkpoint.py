@@ -1,18 +1,26 @@
 """QuantizedModel: a checkpoint in the compressed-tensors layout, and how every linear in it came to be.
 
 The folder is a Hugging Face checkpoint (``config.json`` with its ``quantization_config``, ``model.safetensors`` or
-shards with an index, tokenizer files) that transformers loads by itself, plus ``kv_scales.safetensors``: float32
-``layers.N.k_scale`` and ``layers.N.v_scale``, ``[kv heads, head size]``, when the KV cache is int8.
+shards with an index, tokenizer files) that transformers loads by itself, plus ``kv_scales.safetensors`` when the KV
+cache is int8 or int4: float32 ``layers.N.k_scale`` and ``layers.N.v_scale``, ``[kv heads, head size]``, and in the
+metadata the ``bits`` of their codes.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Literal
 
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
 from pipeline.artifact import Frozen, Record
+from pipeline.errors import QuantizationError
 from quantization.proof import Proof
-from quantization.rounding import Activations
+from quantization.rounding import Activations, FloatArray
 
 KV_SCALES = "kv_scales.safetensors"
 Method = Literal["float", "rtn", "scale_fit", "gptq"]
@@ -42,8 +50,38 @@ class LinearReport(Frozen):
 
 
 class KVScheme(Frozen):
-    dtype: Literal["float32", "int8"]
+    dtype: Literal["float32", "int8", "int4"]
     granularity: Literal["per_tensor", "per_channel"]
+
+
+@dataclass(frozen=True)
+class KVScales:
+    """Static scales of keys and values: ``layers.N.k_scale|v_scale`` ``[kv heads, head size]``; none for a float cache.
+
+    ``bits`` of the codes are 8 or 4, and mean nothing without scales.
+    """
+
+    scales: Mapping[str, FloatArray]
+    bits: int
+
+    def write(self, folder: Path) -> None:
+        save_file(dict(self.scales), folder / KV_SCALES, metadata={"bits": str(self.bits)})
+
+    @classmethod
+    def read(cls, folder: Path) -> KVScales:
+        """What ``write`` left in a checkpoint's folder. :class:`QuantizationError` if it does not say its bits."""
+        path = folder / KV_SCALES
+        if not path.is_file():
+            return cls({}, 8)
+        with safe_open(path, framework="numpy") as file:
+            bits = (file.metadata() or {}).get("bits")
+            if bits not in ("8", "4"):
+                raise QuantizationError(
+                    f"{path} has codes of {bits or 'no'} bits",
+                    expected="8 or 4 in its metadata",
+                    remedy="run `dvc repro quantize`",
+                )
+            return cls({name: file.get_tensor(name) for name in file.keys()}, int(bits))  # noqa: SIM118
 
 
 class QuantizedModel(Record):

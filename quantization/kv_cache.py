@@ -1,4 +1,4 @@
-"""Static int8 scales for the KV cache, per channel or per tensor.
+"""Static int8 or int4 scales for the KV cache, per channel or per tensor.
 
 H  key/value heads    D  head size
 
@@ -6,6 +6,9 @@ Keys are stored after the rotary embedding, which turns each pair of channels by
 a channel reaches the pair's norm, whatever calibration happened to see. So both channels of a pair get the threshold
 of their norm (``k_pair_absmax``), and a sequence longer than any calibration row cannot clip by rotation alone.
 Scale 0 cannot occur: a channel that is always zero gets the smallest threshold that is still a normal number.
+
+Codes are symmetric, ``-128 .. 127`` or ``-8 .. 7``. Eight bits reach the largest value that was seen. Four reach a
+little over half of it and clip what lies beyond: steps are what they lack (docs/negative-results.md).
 """
 
 from __future__ import annotations
@@ -17,14 +20,23 @@ import numpy as np
 from pipeline.errors import QuantizationError
 from quantization.rounding import FloatArray
 
-LARGEST_CODE = 127
+BITS = {"int8": 8, "int4": 4}  # of a recipe's kv_cache.dtype; any other keeps keys and values in float
+_REACH = {8: np.float32(1), 4: np.float32(0.55)}  # of the threshold, by the largest code
 _SMALLEST = np.float32(1e-6)
 
 
+def largest_code(bits: int) -> int:
+    """127 or 7; the smallest code is one further from zero."""
+    return 2 ** (bits - 1) - 1
+
+
 def scales(
-    absmax: FloatArray, granularity: Literal["per_tensor", "per_channel"], *, name: str = "the KV cache"
+    absmax: FloatArray, granularity: Literal["per_tensor", "per_channel"], *, bits: int, name: str = "the KV cache"
 ) -> FloatArray:
-    """``threshold / 127`` as float32 ``[H, D]``; per tensor, the same number everywhere."""
+    """Steps as float32 ``[H, D]`` for codes of ``bits``; per tensor, the same number everywhere.
+
+    ``absmax [H, D]``: the largest value of each channel. :class:`QuantizationError` if it says nothing.
+    """
     if absmax.ndim != 2 or not np.isfinite(absmax).all() or (absmax < 0).any() or not absmax.any():
         raise QuantizationError(
             f"the calibrated ranges of {name} are {list(absmax.shape)} with "
@@ -33,15 +45,16 @@ def scales(
             remedy="run `dvc repro calibrate`, and check the calibration text",
         )
     threshold = np.full_like(absmax, absmax.max()) if granularity == "per_tensor" else absmax
-    return np.maximum(threshold, _SMALLEST).astype(np.float32) / np.float32(LARGEST_CODE)
+    return np.maximum(threshold, _SMALLEST).astype(np.float32) * _REACH[bits] / np.float32(largest_code(bits))
 
 
-def quantize(values: FloatArray, scale: FloatArray) -> np.ndarray:
-    """int8 codes of keys or values ``[..., H, T, D]`` under scales ``[H, D]``."""
+def quantize(values: FloatArray, scale: FloatArray, bits: int) -> np.ndarray:
+    """int8 codes of keys or values ``[..., H, T, D]`` under scales ``[H, D]``, within the range of ``bits``."""
+    largest = largest_code(bits)
     codes = np.rint(values / scale[:, None, :])
-    return np.clip(codes, -LARGEST_CODE - 1, LARGEST_CODE).astype(np.int8)
+    return np.clip(codes, -largest - 1, largest).astype(np.int8)
 
 
 def dequantize(codes: np.ndarray, scale: FloatArray) -> FloatArray:
-    """The inverse of :func:`quantize`, up to half a scale within the range."""
+    """The inverse of :func:`quantize`, up to half a scale within the range of its codes."""
     return codes.astype(np.float32) * scale[:, None, :]

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from safetensors.numpy import save_file
 from threadpoolctl import threadpool_limits
 
 from pipeline.artifact import Artifact, create, load
@@ -31,7 +30,7 @@ from pipeline.graph import LinearGroup, PortableGraph, ScaleSink
 from pipeline.recipe import KVCache, Quantize, Recipe
 from quantization import awq
 from quantization.calibration import Calibration
-from quantization.checkpoint import KV_SCALES, KVScheme, LinearReport, QuantizedModel
+from quantization.checkpoint import KVScales, KVScheme, LinearReport, QuantizedModel
 from quantization.compressed_tensors import (
     Checkpoint,
     CheckpointWriter,
@@ -40,6 +39,7 @@ from quantization.compressed_tensors import (
 )
 from quantization.group_search import float_report, quantize_group
 from quantization.kernel_plan import KernelPlan
+from quantization.kv_cache import BITS
 from quantization.plan import (
     EMBEDDING,
     HEAD,
@@ -128,7 +128,7 @@ def quantize(
                         _write(writer, name, tensor)
                     written.update(result.tensors)
                     reports.extend(result.reports)
-                    if kv_cache.dtype == "int8" and layer.startswith("layers."):
+                    if kv_cache.dtype in BITS and layer.startswith("layers."):
                         scales = kv_scales(layer, calibration, kv_cache, result.value_scale)
                         cache.update(scales)
                         if kv_cache.granularity == "per_tensor":
@@ -144,7 +144,7 @@ def quantize(
                 writer.add(name, source.tensor(name))
         writer.finish()
         if cache:
-            save_file(cache, draft.folder / KV_SCALES)
+            KVScales(cache, BITS[kv_cache.dtype]).write(draft.folder)
         _copy_companions(graph.folder, draft.folder)
         _write_config(graph, stored, kv_cache, draft.folder)
 
@@ -296,8 +296,9 @@ def _write_config(graph: Artifact[PortableGraph], stored: Formats, kv_cache: KVC
     config: dict[str, Any] = json.loads((graph.folder / "config.json").read_text())
     linears, tables, ignored = formats_of(graph.record, stored)
     kv_cache_scheme = None
-    if kv_cache.dtype == "int8" and kv_cache.granularity == "per_tensor":
-        kv_cache_scheme = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}
+    if kv_cache.dtype in BITS and kv_cache.granularity == "per_tensor":
+        bits = BITS[kv_cache.dtype]
+        kv_cache_scheme = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}
     config["quantization_config"] = {
         **quantization_config(linears, tables, ignored),
         "kv_cache_scheme": kv_cache_scheme,

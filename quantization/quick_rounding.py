@@ -28,6 +28,7 @@ from quantization.attention_hook import KVFunction
 from quantization.calibration import Calibration
 from quantization.compressed_tensors import open_checkpoint
 from quantization.gptq import gptq, inverse_factor
+from quantization.kv_cache import BITS
 from quantization.plan import EMBEDDING, HEAD, fitted, format_of, out_by_in, sink_of, tables_of
 from quantization.reference import InputGrid, round_to_grid
 from quantization.rounding import FloatArray, Format, fit_range, round_to_nearest
@@ -106,16 +107,17 @@ class QuickRounding:
 
     def kv_cache(self, settings: KVCache) -> KVFunction | None:
         """How keys and values are rounded; None for a cache in float."""
-        if settings.dtype == "float32":
+        if settings.dtype not in BITS:
             return None
+        bits = BITS[settings.dtype]
         layers = range(self._graph.record.layers)
         found = [kv_scales(f"layers.{layer}", self._calibration, settings) for layer in layers]
         scales = {name: torch.from_numpy(scale) for part in found for name, scale in part.items()}
 
         def rounded(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
             return (
-                round_to_grid(key, scales[f"layers.{layer}.k_scale"]),
-                round_to_grid(value, scales[f"layers.{layer}.v_scale"]),
+                round_to_grid(key, scales[f"layers.{layer}.k_scale"], bits),
+                round_to_grid(value, scales[f"layers.{layer}.v_scale"], bits),
             )
 
         return rounded

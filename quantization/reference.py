@@ -1,6 +1,6 @@
 """The quantized model in torch: what an engine built from a QuantizedModel must compute, up to float rounding.
 
-Weights are decoded from the checkpoint, keys and values pass through their static int8 grid on the way into
+Weights are decoded from the checkpoint, keys and values pass through their static int8 or int4 grid on the way into
 attention, as do the inputs of linears that have an input scale. As an option the inputs of the other quantized linears
 are rounded per row and block, as ONNX Runtime's MatMulNBits does it at ``accuracy_level`` 4. An engine that agrees with
 this model was lowered correctly, whatever quantization itself cost.
@@ -21,14 +21,14 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from pipeline.errors import QuantizationError
 from quantization.attention_hook import kv_function
-from quantization.checkpoint import KV_SCALES
+from quantization.checkpoint import KV_SCALES, KVScales
 from quantization.compressed_tensors import open_checkpoint
+from quantization.kv_cache import largest_code
 from quantization.rounding import QuantizedLinear
 
 FloatArray = NDArray[np.float32]
@@ -45,8 +45,9 @@ class QuantizedReference:
 
     def __init__(self, folder: Path, *, int8_activations: bool = False) -> None:
         self.model, linears = _load(folder)
-        scales = folder / KV_SCALES
-        self.kv_scales: dict[str, Tensor] = load_file(scales) if scales.is_file() else {}
+        stored = KVScales.read(folder)
+        self.kv_scales = {name: torch.from_numpy(scale) for name, scale in stored.scales.items()}
+        self.kv_bits = stored.bits
         for module, grid in linears:
             if grid.input_scale is not None or int8_activations:
                 module.register_forward_pre_hook(input_hook(grid))
@@ -97,13 +98,13 @@ class QuantizedReference:
                 expected="scales for keys and values of every layer",
                 remedy="run `dvc repro quantize`",
             ) from None
-        return round_to_grid(key, k_scale), round_to_grid(value, v_scale)
+        return round_to_grid(key, k_scale, self.kv_bits), round_to_grid(value, v_scale, self.kv_bits)
 
 
-def round_to_grid(values: Tensor, scale: Tensor) -> Tensor:
-    """Keys or values ``[B, H, S, D]`` to the nearest int8 multiple of ``scale [H, D]``, ties to even, clamped."""
-    step = scale[:, None, :]
-    return (values / step).round_().clamp_(-128, 127) * step
+def round_to_grid(values: Tensor, scale: Tensor, bits: int) -> Tensor:
+    """Keys or values ``[B, H, S, D]`` to the nearest step of ``scale [H, D]``, ties to even, clamped to ``bits``."""
+    step, largest = scale[:, None, :], largest_code(bits)
+    return (values / step).round_().clamp_(-largest - 1, largest) * step
 
 
 def round_activations(inputs: Tensor, block: int) -> Tensor:

@@ -48,14 +48,18 @@ def read_statistics(calibration: Artifact[Calibration], group: LinearGroup) -> S
 def kv_scales(
     layer: str, calibration: Artifact[Calibration], settings: KVCache, value_scale: FloatArray | None = None
 ) -> dict[str, FloatArray]:
-    """``layers.N.k_scale`` and ``.v_scale``, ``[H, D]``; ``value_scale`` is what value channels were divided by."""
+    """``layers.N.k_scale`` and ``.v_scale``, ``[H, D]``; ``value_scale`` is what value channels were divided by.
+
+    Not for a cache in float.
+    """
     with safe_open(calibration.folder / statistics_file(f"{layer}.qkv"), framework="numpy") as file:
         keys, values = file.get_tensor(f"{layer}.k_pair_absmax"), file.get_tensor(f"{layer}.v_absmax")
     if value_scale is not None:
         values = values / value_scale.reshape(values.shape)
+    bits = kv_cache.BITS[settings.dtype]
     return {
-        f"{layer}.k_scale": kv_cache.scales(keys, settings.granularity, name=f"{layer} keys"),
-        f"{layer}.v_scale": kv_cache.scales(values, settings.granularity, name=f"{layer} values"),
+        f"{layer}.k_scale": kv_cache.scales(keys, settings.granularity, bits=bits, name=f"{layer} keys"),
+        f"{layer}.v_scale": kv_cache.scales(values, settings.granularity, bits=bits, name=f"{layer} values"),
     }
 
 

@@ -114,8 +114,9 @@ class Buffers:
     """The lowered graph over fixed buffers, one row a sequence."""
 
     def __init__(self, model: ir.Model, layout: Layout, rows: int, dtype: type = np.float32) -> None:
+        """``dtype``: float32, int8, or uint8 for two codes of 4 bits a byte."""
         self.model = model
-        shape = (rows, layout.kv_heads, MAX_TOKENS, layout.head_size)
+        shape = (rows, layout.kv_heads, MAX_TOKENS, layout.head_size // (2 if dtype is np.uint8 else 1))
         self.past = {f"past_key_values.0.{part}": np.zeros(shape, dtype) for part in ("key", "value")}
 
     def step(self, sequences: list[dict[str, Array]], starts: list[int], count: int, *, first: int = 0) -> Array:
@@ -153,11 +154,16 @@ LAYOUTS = {
 
 
 def lower(
-    layout: Layout, model: ir.Model, kv_scales: dict[str, Array] | None = None, *, then: Sequence[ModuleType] = ()
+    layout: Layout,
+    model: ir.Model,
+    kv_scales: dict[str, Array] | None = None,
+    *,
+    kv_bits: int = 8,
+    then: Sequence[ModuleType] = (),
 ) -> tuple[str, ...]:
     """Attention in place, and what it declined; ``then`` are the passes that follow it."""
     groups = [group("layers.0.qkv", "block.q", "block.k", "block.v")] if layout.merged else []
-    lowered = lowering(model, groups=groups, max_tokens=MAX_TOKENS, kv_scales=kv_scales)
+    lowered = lowering(model, groups=groups, max_tokens=MAX_TOKENS, kv_scales=kv_scales, kv_bits=kv_bits)
     if layout.merged:
         apply(lowered, linears, merge_linears)
     outcome = apply(lowered, grouped_query_attention)
@@ -167,6 +173,12 @@ def lower(
     if layout.merged:
         apply(lowered, linear_kernels)
     return outcome.declined
+
+
+def unpacked(buffer: NDArray[np.uint8]) -> NDArray[np.int8]:
+    """Codes ``[…, D]`` of bytes ``[…, D / 2]``: low half first, each its code + 8."""
+    halves = np.stack([buffer & 15, buffer >> 4], axis=-1).astype(np.int8)
+    return halves.reshape(*buffer.shape[:-1], -1) - 8
 
 
 def sequences(layout: Layout, count: int) -> list[dict[str, Array]]:

@@ -137,6 +137,7 @@ def lowering(
     tied: bool = False,
     max_tokens: int = 16,
     kv_scales: dict[str, NDArray[np.float32]] | None = None,
+    kv_bits: int = 8,
 ) -> Lowering:
     """What a pass is given. Parameters of the graph are in the checkpoint too; ``tensors`` adds to or replaces them."""
     stored = {
@@ -161,7 +162,7 @@ def lowering(
         max_relative_error=0.0,
         versions={},
     )
-    return Lowering(model, record, FixedWeights({**stored, **(tensors or {})}), max_tokens, kv_scales or {})
+    return Lowering(model, record, FixedWeights({**stored, **(tensors or {})}), max_tokens, kv_scales or {}, kv_bits)
 
 
 def group(name: str, *members: str, in_features: int = 32, out_features: int = 32, biased: bool = False) -> LinearGroup:

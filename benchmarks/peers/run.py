@@ -32,8 +32,6 @@ from pipeline.fetch import Source
 from pipeline.graph import PortableGraph
 from pipeline.recipe import load_recipe
 
-KV_BYTES = {"float32": 4, "int8": 1}
-
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -215,8 +213,7 @@ class Harness:
             max(self.options.batches) * (self.options.prompt_tokens + self.options.new_tokens),
             *self.options.prefill_tokens,
         )
-        a_position = sum(2 * layer.heads * layer.head_size for layer in record.io.kv_layers)
-        kv = positions * a_position * KV_BYTES[record.io.kv_dtype]
+        kv = positions * record.io.kv_token_bytes
         parameters = _parameters(self.options.checkpoint / "model.safetensors")
         return measured.model_copy(
             update={

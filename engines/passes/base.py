@@ -59,6 +59,7 @@ class Lowering:
     weights: Weights
     max_tokens: int
     kv_scales: dict[str, NDArray[np.float32]] = field(default_factory=dict)  # empty: float cache
+    kv_bits: int = 8  # of the codes under them: 8, or 4 and two of them a byte
     plan: dict[str, str] = field(default_factory=dict)  # filled by the kernel pass: group -> kernel
     products: list[Product] = field(default_factory=list[Product])  # likewise
     # For targets that are strongly typed (engines.targets.tensorrt):

@@ -7,6 +7,11 @@ Where q, k and v are the parts of one merged product, the product is handed over
 graph inputs change: the padding mask gives way to ``seqlens_k [B]`` (valid positions - 1, int32) and
 ``total_sequence_length`` (int32 scalar), and caches become fixed buffers. Rows of a batch are therefore right
 padded, each with its own length.
+
+A cache of codes has its scales per channel as an input, one number everywhere where the recipe says per tensor. Codes
+of 8 bits are int8. Codes of 4 bits go two to a byte of uint8, so buffers have half as many columns: channel 2i in the
+low half of byte i, channel 2i + 1 in the high half, each as ``clip(round(x / scale), -8, 7) + 8``, ties to even. That
+is what the CPU kernel of ONNX Runtime 1.31 writes and reads; its schema says only that a byte holds two values.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ from engines.passes.base import (
     remove_dead,
 )
 from engines.passes.linears import is_linear
+from pipeline.errors import BuildError
 from pipeline.graph_analysis import is_attention
 
 
@@ -103,23 +109,38 @@ def _lower(lowering: Lowering, layer: int, node: ir.Node, seqlens: ir.Value, tot
             name = f"layers.{layer}.{part}"
             scale = lowering.kv_scales[name].reshape(1, kv_heads, 1, head_size).astype(np.float32)
             inputs.append(constant(model, name, np.ascontiguousarray(scale)))
-        attributes |= {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
+        attributes |= {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL"}
+        attributes["kv_cache_bit_width"] = lowering.kv_bits
 
-    cache_type = ir.TensorType(ir.DataType.INT8 if quantized else ir.DataType.FLOAT)
+    cache_type, columns = _cache(lowering, layer, head_size) if quantized else (ir.DataType.FLOAT, head_size)
+    buffer = ["batch", kv_heads, "max_tokens", columns]
     for past in (past_key, past_value):
-        past.shape, past.type = ir.Shape(["batch", kv_heads, "max_tokens", head_size]), cache_type
+        past.shape, past.type = ir.Shape(buffer), ir.TensorType(cache_type)
     output = new_value(f"layers.{layer}.attention")
     lowered = ir.node("GroupQueryAttention", inputs, attributes=attributes, domain=CONTRIB, num_outputs=3)
     lowered.outputs[0].name = output.name
     created.append(lowered)
     for before, after in zip(node.outputs[1:], lowered.outputs[1:], strict=True):
         after.name, before.name = before.name, f"{before.name}.exported"
-        after.shape, after.type = ir.Shape(["batch", kv_heads, "max_tokens", head_size]), cache_type
+        after.shape, after.type = ir.Shape(buffer), ir.TensorType(cache_type)
         model.graph.outputs[model.graph.outputs.index(before)] = after
     model.graph.insert_before(node, created)
     _unflatten(model, node, lowered.outputs[0], heads, head_size)
     remove_dead(model, [node])
     return notes
+
+
+def _cache(lowering: Lowering, layer: int, head_size: int) -> tuple[ir.DataType, int]:
+    """Type and columns of a cache of codes. :class:`BuildError` for two channels a byte where a head's are odd."""
+    if lowering.kv_bits == 8:
+        return ir.DataType.INT8, head_size
+    if head_size % 2:
+        raise BuildError(
+            f"heads of {head_size} channels in layer {layer}, and a KV cache of {lowering.kv_bits} bits",
+            expected="an even number of channels: a byte of the cache holds two",
+            remedy="set plan.kv_cache.dtype to int8",
+        )
+    return ir.DataType.UINT8, head_size // 2
 
 
 def _not_foldable(rotary_q: ir.Node, rotary_k: ir.Node, head_size: int) -> str:

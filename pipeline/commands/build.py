@@ -230,6 +230,12 @@ def _weights(request: Request, graph: Artifact[PortableGraph]) -> tuple[Checkpoi
     parents = {"PortableGraph": graph.digest}
     if request.checkpoint is not None:
         quantized = artifact.load(request.checkpoint, QuantizedModel)
+        if quantized.record.kv_cache.dtype == "int4":
+            raise BuildError(
+                f"{request.checkpoint} keeps keys and values in 4 bits",
+                expected=f"8 bits or float: {request.target} compiles for caches of 16",
+                remedy="quantize with plan.kv_cache.dtype int8 or float32, or build for ort-cpu",
+            )
     elif request.precision == "int4":
         quantized = _four_bits(request, graph)
     else:

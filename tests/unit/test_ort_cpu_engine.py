@@ -16,6 +16,7 @@ from engines.bundle import EngineBundle
 from engines.compile import build
 from engines.load import load
 from engines.protocol import Engine, FloatArray
+from engines.targets.ort_cpu.engine import OrtCpuEngine
 from pipeline import artifact
 from pipeline.artifact import Artifact
 from pipeline.errors import ArtifactError, BuildError, FingerprintError
@@ -53,12 +54,13 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Artifact[PortableGraph]:
     return export_family("llama-rope-scaling", tmp_path_factory.mktemp("llama"))
 
 
-@pytest.fixture(scope="module", params=["float32", "quantized"])
+@pytest.fixture(scope="module", params=["float32", "quantized", "4-bit KV"])
 def bundle(
     request: pytest.FixtureRequest, graph: Artifact[PortableGraph], tmp_path_factory: pytest.TempPathFactory
 ) -> Artifact[EngineBundle]:
-    quantized = request.param == "quantized"
-    scale = np.full((graph.record.kv_heads, graph.record.head_size), 0.05, np.float32)
+    quantized, bits = request.param != "float32", 4 if request.param == "4-bit KV" else 8
+    step = 0.05 if bits == 8 else 0.3
+    scale = np.full((graph.record.kv_heads, graph.record.head_size), step, np.float32)
     scales = {f"layers.{n}.{part}_scale": scale for n in range(LAYERS) for part in ("k", "v")} if quantized else {}
     return build(
         graph,
@@ -68,6 +70,7 @@ def bundle(
         precision=request.param,
         slots=SLOTS,
         kv_scales=scales,
+        kv_bits=bits,
         parents={},
     )
 
@@ -163,6 +166,16 @@ def test_tokens_chosen_in_the_graph_are_those_of_the_largest_logits(engine: Engi
         chosen = engine.decode_greedy(tokens, lengths)  # writes the same positions again
         assert chosen.dtype == np.int64 and chosen.tolist() == expected.tolist()
         tokens, lengths = chosen.tolist(), [length + 1 for length in lengths]
+
+
+def test_buffers_take_what_the_contract_says(engine: Engine, bundle: Artifact[EngineBundle]) -> None:
+    """A token's keys and values in all layers, in every position of every slot."""
+    assert isinstance(engine, OrtCpuEngine)
+    taken = sum(buffer.nbytes for buffer in engine._cache.values())
+    io, layer = bundle.record.io, bundle.record.io.kv_layers[0]
+    assert taken == SLOTS * MAX_POSITIONS * io.kv_token_bytes
+    channels = LAYERS * 2 * layer.heads * layer.head_size
+    assert io.kv_token_bytes / channels == {"float32": 4, "int8": 1, "int4": 0.5}[io.kv_dtype]
 
 
 def test_the_engine_says_what_its_bundle_says(engine: Engine, bundle: Artifact[EngineBundle]) -> None:

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 from pipeline.errors import QuantizationError
 from quantization import kv_cache
-from quantization.checkpoint import KV_SCALES
+from quantization.checkpoint import KV_SCALES, KVScales
 from quantization.compressed_tensors import CheckpointWriter, open_checkpoint
 from quantization.reference import QuantizedReference, round_activations, round_to_grid
 from quantization.rounding import Format, QuantizedLinear, round_to_nearest
@@ -85,7 +85,7 @@ def test_keys_and_values_stand_on_their_grid(folder: Path, tokens: list[int], tm
             for n in range(4)
             for part in ("k_scale", "v_scale")
         }
-        save_file(scales, rounded / KV_SCALES)
+        KVScales(scales, 8).write(rounded)
         divergence[step] = kl(plain, QuantizedReference(rounded)(tokens))
     assert divergence[1.0] > 10 * divergence[0.1] > 0
     assert divergence[0.1] < 1e-3
@@ -94,15 +94,36 @@ def test_keys_and_values_stand_on_their_grid(folder: Path, tokens: list[int], tm
     values = np.random.default_rng(0).normal(size=(1, 2, 7, 32)).astype(np.float32)
     scale = np.random.default_rng(1).uniform(0.005, 0.02, (2, 32)).astype(np.float32)
     values[0, 0, 0, :3] = scale[0, :3] * np.array([0.5, 1.5, -2.5], np.float32)  # ties
-    expected = kv_cache.dequantize(kv_cache.quantize(values, scale), scale)
-    np.testing.assert_array_equal(round_to_grid(torch.from_numpy(values), torch.from_numpy(scale)).numpy(), expected)
+    for bits in (8, 4):
+        expected = kv_cache.dequantize(kv_cache.quantize(values, scale, bits), scale)
+        rounded = round_to_grid(torch.from_numpy(values), torch.from_numpy(scale), bits)
+        np.testing.assert_array_equal(rounded.numpy(), expected)
+
+
+def test_fewer_bits_of_the_same_steps_clip_more(folder: Path, tokens: list[int], tmp_path: Path) -> None:
+    plain = QuantizedReference(folder)(tokens)
+    divergence = {}
+    for bits in (8, 4):
+        rounded = shutil.copytree(folder, tmp_path / str(bits))
+        steps = {
+            f"layers.{n}.{part}": np.full((2, 32), 0.1, np.float32) for n in range(4) for part in ("k_scale", "v_scale")
+        }
+        KVScales(steps, bits).write(rounded)
+        divergence[bits] = kl(plain, QuantizedReference(rounded)(tokens))
+    assert divergence[4] > 10 * divergence[8] > 0
+
+
+def test_scales_that_do_not_say_their_bits_are_refused(folder: Path, tmp_path: Path) -> None:
+    for number, metadata in enumerate((None, {"bits": "3"})):
+        broken = shutil.copytree(folder, tmp_path / str(number))
+        save_file({"layers.0.k_scale": np.ones((2, 32), np.float32)}, broken / KV_SCALES, metadata)
+        with pytest.raises(QuantizationError, match=r"codes of (no|3) bits"):
+            QuantizedReference(broken)
 
 
 def test_a_layer_without_scales_is_refused(folder: Path, tmp_path: Path) -> None:
     partial = shutil.copytree(folder, tmp_path / "partial")
-    save_file(
-        {f"layers.0.{part}": np.ones((2, 32), np.float32) for part in ("k_scale", "v_scale")}, partial / KV_SCALES
-    )
+    KVScales({f"layers.0.{part}": np.ones((2, 32), np.float32) for part in ("k_scale", "v_scale")}, 8).write(partial)
     with pytest.raises(QuantizationError, match=r"no layers\.1\.k_scale"):
         QuantizedReference(partial)([1, 2, 3])
 

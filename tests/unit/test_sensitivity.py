@@ -153,6 +153,7 @@ def test_tables_and_cache_are_rounded_as_the_recipe_says(inputs: Inputs, simulat
     assert rounding.kv_cache(KVCache(dtype="float32")) is None
     per = [rounding.kv_cache(KVCache(granularity=granularity)) for granularity in ("per_channel", "per_tensor")]
     assert 0 < simulation.kl({}, kv=per[0]) < simulation.kl({}, kv=per[1])
+    assert simulation.kl({}, kv=per[1]) < simulation.kl({}, kv=rounding.kv_cache(KVCache(dtype="int4")))
 
 
 def test_rounding_to_nearest_searches_for_nothing(inputs: Inputs, simulation: Simulation) -> None:

@@ -192,6 +192,17 @@ def test_int4_weights_are_quantized_on_the_calibration(here: Path) -> None:
     assert artifact.load(folder / "lowered", LoweredGraph).digest == before
 
 
+def test_a_checkpoint_with_a_4_bit_cache_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is compiled keeps keys and values in 16 bits, which is not what that checkpoint was judged to be."""
+    graph = artifact.load(here / "artifacts/graph", PortableGraph)
+    calibration = artifact.load(here / "artifacts/calibration", Calibration)
+    made = {dtype: checkpoint_of(graph, calibration, here / dtype, dtype) for dtype in ("int8", "int4")}
+    given = ["build", "--target", "my-chip:a1", "--precision", "int4", "--documents", "0", "--checkpoint"]
+    assert main([*given, str(made["int4"])]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "keeps keys and values in 4 bits" in error and "plan.kv_cache.dtype int8" in error
+
+
 @pytest.mark.parametrize(("precision", "matched"), [("int4", "int4_linears"), ("fp8", "fp8_linears")])
 def test_explain_prints_every_pass_and_writes_nothing(
     here: Path, capsys: pytest.CaptureFixture[str], precision: str, matched: str

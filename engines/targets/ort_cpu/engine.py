@@ -1,6 +1,6 @@
 """Runs an ``ort-cpu`` bundle: one session, KV buffers in place, bindings kept between steps.
 
-The KV buffers are ``[slots, heads, max_tokens, head_size]`` arrays of zeros, which cost no memory until touched. A
+The KV buffers are arrays of zeros as ``IOContract`` has them, which cost no memory until touched. A
 step binds a window of neighbouring slots by address, as past and as present alike, so nothing is copied; the bindings
 of each window are made once and used again. What a step feeds is written where the step before it lay, and bound again
 only where its shape is another: after a step every line of Python is out of the processor's caches, and costs tenfold.
@@ -27,7 +27,6 @@ from pipeline.artifact import Artifact
 # A prompt is fed in pieces: attention then skips most of what causality hides, and a long prompt needs no more memory
 # than a short one. Which size matters little (attention over 1,024 tokens: 144 ms in pieces of 64, 147 of 256).
 PROMPT_TOKENS = 256
-_KV_DTYPES: dict[str, Any] = {"float32": np.float32, "int8": np.int8}
 
 
 @dataclass
@@ -53,7 +52,7 @@ class OrtCpuEngine:
 
     def __init__(self, bundle: Artifact[EngineBundle], *, threads: int = 0, slots: int | None = None) -> None:
         self._bundle = bundle
-        record = bundle.record
+        io = bundle.record.io
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads or physical_cores()
         options.inter_op_num_threads = 1
@@ -61,20 +60,17 @@ class OrtCpuEngine:
         self._session = ort.InferenceSession(
             str(bundle.folder / "model.onnx"), options, providers=["CPUExecutionProvider"]
         )
-        self._slots = slots or record.io.slots
-        self._vocab_size, self._max_tokens = record.io.vocab_size, record.io.max_tokens
-        dtype = _KV_DTYPES[record.io.kv_dtype]
+        self._slots = slots or io.slots
+        self._vocab_size, self._max_tokens = io.vocab_size, io.max_tokens
+        self._element: Any = np.dtype(io.kv_element).type
         self._cache: dict[str, NDArray[Any]] = {}
-        for layer, shape in enumerate(record.io.kv_layers):
+        for layer, shape in enumerate(io.kv_layers):
             for part in ("key", "value"):
-                self._cache[f"{layer}.{part}"] = _zeros(
-                    (self._slots, shape.heads, record.io.max_tokens, shape.head_size), dtype
-                )
-        self._element = dtype
+                self._cache[f"{layer}.{part}"] = _zeros(io.kv_shape(shape, self._slots, io.max_tokens), self._element)
         self._windows: dict[tuple[int, int, str], _Window] = {}
         self._only_what_is_bound = ort.RunOptions()
         self._only_what_is_bound.only_execute_path_to_fetches = True
-        self._wants_positions = "position_ids" in record.io.inputs
+        self._wants_positions = "position_ids" in io.inputs
 
     @property
     def digest(self) -> str:

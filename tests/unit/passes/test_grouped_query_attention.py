@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from engines.passes import prompt_attention
+from pipeline.errors import BuildError
 from quantization.kv_cache import dequantize, quantize
 from tests.attention_graph import (
     LAYOUTS,
@@ -21,6 +22,7 @@ from tests.attention_graph import (
     graph,
     lower,
     sequences,
+    unpacked,
 )
 from tests.lowering import operators, run
 
@@ -99,15 +101,17 @@ def test_tables_that_are_not_constant_leave_the_rotary_nodes_where_they_are() ->
 
 
 @both_ways
+@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("layout", [Layout(rotary="none"), Layout(rotary="none", softcap=2.0, window=4)], ids=str)
-def test_an_int8_cache_is_attention_over_keys_and_values_on_their_grid(
-    layout: Layout, then: Sequence[ModuleType]
+def test_a_cache_of_codes_is_attention_over_keys_and_values_on_their_grid(
+    layout: Layout, bits: int, then: Sequence[ModuleType]
 ) -> None:
     """Per channel, with scales so small that the largest values clip, so that clipping is compared too."""
     model = graph(layout)
     rows = sequences(layout, 2)
     scales = {
         f"layers.0.{part}_scale": RNG.uniform(0.005, 0.03, (layout.kv_heads, layout.head_size)).astype(np.float32)
+        * 2 ** (8 - bits)
         for part in ("k", "v")
     }
 
@@ -116,14 +120,14 @@ def test_an_int8_cache_is_attention_over_keys_and_values_on_their_grid(
             return array
         scale = scales[f"layers.0.{name}_scale"]
         by_head = array.reshape(MAX_TOKENS, layout.kv_heads, layout.head_size).transpose(1, 0, 2)
-        back: Array = dequantize(quantize(by_head, scale), scale)
+        back: Array = dequantize(quantize(by_head, scale, bits), scale)
         return np.ascontiguousarray(back.transpose(1, 0, 2)).reshape(MAX_TOKENS, -1)
 
     rounded = [{name: on_grid(name, array) for name, array in row.items()} for row in rows]
     expected = [exported(model, layout, row, MAX_TOKENS) for row in rounded]
     plain = [exported(model, layout, row, MAX_TOKENS) for row in rows]
-    lower(layout, model, scales, then=then)
-    buffers = Buffers(model, layout, rows=2, dtype=np.int8)
+    lower(layout, model, scales, kv_bits=bits, then=then)
+    buffers = Buffers(model, layout, rows=2, dtype=np.int8 if bits == 8 else np.uint8)
     for row, length in enumerate((4, 9)):
         for start, count in ((0, 3), (3, length - 3)):
             actual = buffers.step([rows[row]], [start], count, first=row)[0]
@@ -131,6 +135,19 @@ def test_an_int8_cache_is_attention_over_keys_and_values_on_their_grid(
     for step in range(3):
         actual = buffers.step(rows, [4 + step, 9 + step], 1)[:, 0]
         np.testing.assert_allclose(actual, [expected[0][4 + step], expected[1][9 + step]], rtol=1e-3, atol=1e-3)
-    codes = buffers.past["past_key_values.0.key"][0, :, :7]
-    assert codes.min() == -128 and codes.max() == 127
+    for part, name in (("k", "key"), ("v", "value")):
+        stored = buffers.past[f"past_key_values.0.{name}"][0, :, :7]
+        codes = stored if bits == 8 else unpacked(stored)
+        by_head = rows[0][part].reshape(MAX_TOKENS, layout.kv_heads, layout.head_size).transpose(1, 0, 2)[:, :7]
+        np.testing.assert_array_equal(codes, quantize(by_head, scales[f"layers.0.{part}_scale"], bits))
+        assert codes.min() == -(2 ** (bits - 1)) and codes.max() == 2 ** (bits - 1) - 1
     assert np.abs(expected[0] - plain[0]).max() > 0.1  # the grid is coarse enough to be told from none
+
+
+def test_a_head_of_odd_size_has_no_4_bit_cache() -> None:
+    layout = Layout(head_size=15, rotary="none")
+    scales = {f"layers.0.{part}_scale": np.ones((layout.kv_heads, 15), np.float32) for part in ("k", "v")}
+    with pytest.raises(BuildError, match="heads of 15 channels in layer 0") as caught:
+        lower(layout, graph(layout), scales, kv_bits=4)
+    assert "int8" in caught.value.remedy
+    assert lower(layout, graph(layout), scales) == ("layer 0: no rotary node before it",)
