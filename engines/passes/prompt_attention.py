@@ -6,9 +6,9 @@
 ONNX Runtime 1.31 decodes an int8 cache again for every block of queries: on the default model 1,024 tokens take
 1,040 ms in GroupQueryAttention and 145 ms here, 128 tokens 21 and 4 (docs/negative-results.md). Both branches compute
 the same function of the same cache, so it does not matter how a prompt is cut into pieces. A cache of codes is not
-scaled back: the scales of keys go into the queries, those of values into the result. A 4-bit cache is no faster there,
-so its bytes are taken apart here (grouped_query_attention.py says what they hold), which for 1,024 positions of one
-layer takes 0.3 ms against 48 in GroupQueryAttention for a piece of 256 tokens. An ``If`` costs under a microsecond.
+scaled back: the scales of keys go into the queries, those of values into the result. GroupQueryAttention is as slow
+over 4-bit codes as over 8-bit ones, two to three times what it takes to pack and unpack them here with elementary
+operators (grouped_query_attention.py says what a byte holds). An ``If`` costs under a microsecond.
 """
 
 from __future__ import annotations
@@ -237,11 +237,13 @@ def _prompt(lowering: Lowering, step: _Step, layer: int, node: ir.Node) -> tuple
 def _packed(lowering: Lowering, branch: _Branch, name: str, codes: ir.Value, heads: int, size: int) -> ir.Value:
     """uint4 codes ``[1, S, heads, size]`` as bytes ``[1, S, heads, size / 2]``: the first plus 16 times the second."""
     model = lowering.model
-    shape = constant(model, f"shape.0.0.{heads}.{size // 2}.2", np.array([0, 0, heads, size // 2, 2], np.int64))
-    pairs = branch(f"{name}.pairs", "Reshape", [branch(f"{name}.codes", "Cast", [codes], to=ir.DataType.FLOAT), shape])
-    places = constant(model, "prompt.places", np.array([1, 16], np.float32))
+    floats = branch(f"{name}.codes", "Cast", [codes], to=ir.DataType.FLOAT)
+    # Two columns and no other axes: with more, MatMul makes a product of every head of every token.
+    pairs = branch(f"{name}.pairs", "Reshape", [floats, constant(model, "shape.-1.2", np.array([-1, 2], np.int64))])
+    places = constant(model, "prompt.places", np.array([[1], [16]], np.float32))
     sums = branch(f"{name}.sums", "MatMul", [pairs, places])
-    return branch(f"{name}.bytes", "Cast", [sums], to=ir.DataType.UINT8)
+    shape = constant(model, f"shape.1.-1.{heads}.{size // 2}", np.array([1, -1, heads, size // 2], np.int64))
+    return branch(f"{name}.packed", "Reshape", [branch(f"{name}.bytes", "Cast", [sums], to=ir.DataType.UINT8), shape])
 
 
 def _unpacked(lowering: Lowering, branch: _Branch, name: str, packed: ir.Value, heads: int, size: int) -> ir.Value:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Generator
 from pathlib import Path
@@ -22,7 +23,7 @@ from pipeline.cli import main
 from pipeline.commands import build as command
 from pipeline.graph import PortableGraph
 from quantization.calibration import Calibration, statistics_file
-from quantization.checkpoint import QuantizedModel
+from quantization.checkpoint import KVScheme, QuantizedModel
 from quantization.compressed_tensors import open_checkpoint
 from tests.families import VOCAB_SIZE, export_family
 
@@ -193,12 +194,16 @@ def test_int4_weights_are_quantized_on_the_calibration(here: Path) -> None:
 
 
 def test_a_checkpoint_with_a_4_bit_cache_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is compiled keeps keys and values in 16 bits, which is not what that checkpoint was judged to be."""
-    graph = artifact.load(here / "artifacts/graph", PortableGraph)
-    calibration = artifact.load(here / "artifacts/calibration", Calibration)
-    made = {dtype: checkpoint_of(graph, calibration, here / dtype, dtype) for dtype in ("int8", "int4")}
-    given = ["build", "--target", "my-chip:a1", "--precision", "int4", "--documents", "0", "--checkpoint"]
-    assert main([*given, str(made["int4"])]) == 2
+    """What is compiled keeps keys and values in 16 bits, which is not what was asked for."""
+    words = ["build", "--target", "my-chip:a1", "--precision", "int4", "--documents", "0"]
+    assert main(words) == 0
+    made = artifact.load(here / "artifacts/targets/int4/quantized", QuantizedModel)
+    cache = KVScheme(dtype="int4", granularity="per_channel")
+    with artifact.create(here / "four", QuantizedModel) as draft:
+        for name in made.files:
+            shutil.copy(made.folder / name, draft.folder / name)
+        draft.finish(made.record.model_copy(update={"kv_cache": cache}), parents=made.parents)
+    assert main([*words, "--checkpoint", str(here / "four")]) == 2
     error = " ".join(capsys.readouterr().err.split())
     assert "keeps keys and values in 4 bits" in error and "plan.kv_cache.dtype int8" in error
 
