@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from engines.bundle import EngineBundle
+from engines.bundle import EngineBundle, IOContract
 from evals.reports import Benchmark, ShadowReport, TextItem, read_items
 from evals.verdict import Verdict
 from pipeline import artifact
@@ -47,7 +47,7 @@ def gather(recipe: Recipe, artifacts: Path) -> ReportData:
         layers=tuple(_layer(linear) for linear in quantized.record.linears),
         weights=_weights(quantized.record),
         batches=_batches(timed.record),
-        speed=_speed(timed.record),
+        speed=_speed(timed.record, baseline.record.io, candidate.record.io),
         roofline=_roofline(timed.record, baseline, candidate),
         shadow=_shadow(shadow.record),
         kernels=candidate.record.census,
@@ -119,7 +119,7 @@ def _batches(timed: Benchmark) -> tuple[BatchRow, ...]:
     )
 
 
-def _speed(timed: Benchmark) -> tuple[SpeedRow, ...]:
+def _speed(timed: Benchmark, old_io: IOContract, new_io: IOContract) -> tuple[SpeedRow, ...]:
     old, new = timed.baseline, timed.candidate
     price = f"US$ at {timed.price_per_hour:.2f} an hour"
     return (
@@ -128,6 +128,7 @@ def _speed(timed: Benchmark) -> tuple[SpeedRow, ...]:
         ),
         SpeedRow("prefill", "Prefill", "tokens/s", old.prefill_tokens_per_s, new.prefill_tokens_per_s, "higher"),
         SpeedRow("peak_memory_mb", "Peak memory", "MB", old.peak_memory_mb, new.peak_memory_mb, "lower"),
+        SpeedRow("kv_token_bytes", "KV cache a token", "bytes", old_io.kv_token_bytes, new_io.kv_token_bytes, "lower"),
         SpeedRow("bundle_mb", "Bundle on disk", "MB", old.bundle_mb, new.bundle_mb, "lower"),
         SpeedRow(
             "cost_per_million_tokens",
