@@ -4,9 +4,9 @@ python -m benchmarks.overhead artifacts/candidate
 python -m benchmarks.overhead artifacts/candidate --rows 1 --steps 500
 
 A step lasts from the end of one run of the session to the end of the next, and all of it before the run begins is
-Python's. Both are read off the clock in the same step, so a busy machine moves their medians but adds nothing to the
-one that belongs to the other. Prints a row for greedy decoding of each number of rows, and one for
-`runtime.generate`, which samples one stream and makes text of it.
+Python's. Prints a line for greedy decoding of each number of rows, and one for `runtime.generate`, which samples one
+stream and makes text of it. Ends with 1 if a greedy step's share is over the bar. On a busy machine a step takes longer
+by more than its Python does, and shares look better than they are: compare the microseconds with steps of a quiet one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from pipeline.errors import EvidenceError, ExitCode, TapeoutError
 from runtime.generate import GenerationSettings, generate
 
 WARMUP_STEPS = 5
-BAR = 0.03  # of a step
+GENERATE = "generate"
+BAR = 0.03  # of a greedy step; generate makes text besides
 
 Span = tuple[float, float]  # seconds on one clock: when a run began and ended
 
@@ -115,7 +116,7 @@ def run(options: argparse.Namespace) -> dict[str, Overhead]:
         text = Path(__file__).read_text()
         prompt = tokenizer.encode(text, add_special_tokens=False).ids[: options.prompt_tokens]
         found = {f"{rows} rows": decode_greedily(engine, prompt, rows, options.steps) for rows in options.rows}
-        return found | {"generate": generate_text(engine, tokenizer, prompt, options.steps)}
+        return found | {GENERATE: generate_text(engine, tokenizer, prompt, options.steps)}
     finally:
         engine.close()
 
@@ -128,7 +129,8 @@ def main() -> int:
         return ExitCode.BROKEN
     for name, one in found.items():
         print(f"{name:9} {one.step_ms:7.2f} ms a step, {one.python_us:5.0f} µs outside the session: {one.share:.2%}")
-    return ExitCode.PASS if all(one.share < BAR for one in found.values()) else ExitCode.GATE_FAILED
+    greedy = [one.share for name, one in found.items() if name != GENERATE]
+    return ExitCode.PASS if max(greedy) < BAR else ExitCode.GATE_FAILED
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,18 +98,15 @@ def sample(logits: FloatArray, samplers: Sequence[Sampler]) -> list[int]:
     """
     if logits.shape[0] != len(samplers):
         raise RequestError(f"{logits.shape[0]} rows of logits", expected=f"{len(samplers)}, one for each request")
-    best = np.argmax(logits, axis=1)  # argmax stops at the first NaN, so one pass also finds broken rows
-    top = logits[np.arange(len(best)), best]
-    if not np.isfinite(top).all():
-        row = int(np.flatnonzero(~np.isfinite(top))[0])
-        raise RequestError(
-            f"the largest logit of row {row} is {top[row]} (token {best[row]})",
-            expected="finite logits",
-            remedy="rebuild the bundle; `tapeout inspect` shows which quantized layers have the largest errors",
-        )
-    return [
-        int(best[row]) if sampler.draws_argmax else sampler.draw(logits[row]) for row, sampler in enumerate(samplers)
-    ]
+    best: list[int] = np.argmax(logits, axis=1).tolist()  # stops at the first NaN, so it also finds broken rows
+    for row, token in enumerate(best):
+        if not isfinite(top := float(logits[row, token])):
+            raise RequestError(
+                f"the largest logit of row {row} is {top} (token {token})",
+                expected="finite logits",
+                remedy="rebuild the bundle; `tapeout inspect` shows which quantized layers have the largest errors",
+            )
+    return [best[row] if sampler.draws_argmax else sampler.draw(logits[row]) for row, sampler in enumerate(samplers)]
 
 
 def candidates(scores: Float64Array, settings: SamplingSettings) -> tuple[IntArray, Float64Array]:

@@ -1,0 +1,46 @@
+"""What of a step is counted as Python's, on a model of a few layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnxruntime as ort
+import pytest
+
+from benchmarks.overhead import arguments, overhead, recorded_runs, run
+from engines.compile import build
+from pipeline.errors import EvidenceError
+from quantization.compressed_tensors import open_checkpoint
+from tests.families import export_family
+
+
+def test_every_path_is_measured_and_the_session_left_as_it_was(tmp_path: Path) -> None:
+    graph = export_family("llama", tmp_path)
+    build(
+        graph,
+        open_checkpoint(graph.folder),
+        tmp_path / "bundle",
+        target="ort-cpu",
+        precision="float32",
+        slots=1,
+        kv_scales={},
+        parents={},
+    )
+    before = ort.InferenceSession.run_with_iobinding
+    options = ["--rows", "1", "3", "--steps", "4", "--prompt-tokens", "6", "--threads", "1"]
+    found = run(arguments([str(tmp_path / "bundle"), *options]))
+    assert ort.InferenceSession.run_with_iobinding is before
+    assert list(found) == ["1 rows", "3 rows", "generate"]
+    assert all(0 < one.share < 1 and one.python_us < 1e3 * one.step_ms for one in found.values())
+
+
+def test_a_step_lasts_from_the_end_of_one_run_to_the_end_of_the_next() -> None:
+    found = overhead([(0.0, 1.0), (1.5, 2.0), (2.25, 3.0), (3.25, 4.0)])
+    assert (found.step_ms, found.python_us, found.share) == (1000, 250_000, 0.25)
+
+
+def test_an_engine_that_runs_no_session_is_no_evidence() -> None:
+    with recorded_runs() as runs:
+        pass
+    with pytest.raises(EvidenceError, match="0 runs of the session"):
+        overhead(runs)
