@@ -26,6 +26,7 @@ MODEL_FILE = "model.onnx"
 WEIGHTS_FILE = "weights.bin"
 PRECISIONS = ("fp16", "bf16", "int4", "fp8")
 KV_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
+CACHE_TYPES = {"float32": ir.DataType.FLOAT, "int8": ir.DataType.INT8, "int4": ir.DataType.UINT8}  # by kv_dtype
 ALIGNMENT_BYTES = 4096  # so that the runtime can map each tensor where it lies
 INLINE_BYTES = 1024
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json")
@@ -80,6 +81,8 @@ def build(
         ir.load(graph.folder / MODEL_FILE), graph.record, weights, graph.record.max_positions, dict(kv_scales), kv_bits
     )
     reports = lower(lowering, module.PASSES, progress)
+    kv_dtype = f"int{kv_bits}" if kv_scales else "float32"
+    _require_cache(lowering.model, kv_dtype, target)
     with artifact.create(folder, EngineBundle) as draft:
         lowered = write_lowered(
             lowering,
@@ -88,7 +91,7 @@ def build(
             draft.folder,
             precision=precision,
             slots=slots,
-            kv_dtype=f"int{kv_bits}" if kv_scales else "float32",
+            kv_dtype=kv_dtype,
             progress=progress,
         )
         draft.finish(
@@ -261,6 +264,17 @@ def bits_per_weight(model: ir.Model) -> float:
             size_bytes += sum(tensor.nbytes for tensor in tensors)
             values += tensors[0].size
     return 8 * size_bytes / max(values, 1)
+
+
+def _require_cache(model: ir.Model, kv_dtype: str, target: str) -> None:
+    """:class:`BuildError` where the target's passes made no such cache of any layer."""
+    for value in model.graph.inputs:
+        if (value.name or "").startswith("past_") and value.dtype != CACHE_TYPES[kv_dtype]:
+            raise BuildError(
+                f"{value.name} is {value.dtype} after the passes of {target}",
+                expected=f"{CACHE_TYPES[kv_dtype]}, for a KV cache in {kv_dtype}",
+                remedy="set plan.kv_cache.dtype to float32, or build for ort-cpu",
+            )
 
 
 def kv_layers(model: ir.Model, kv_dtype: str) -> tuple[KVLayer, ...]:

@@ -7,8 +7,8 @@ a channel reaches the pair's norm, whatever calibration happened to see. So both
 of their norm (``k_pair_absmax``), and a sequence longer than any calibration row cannot clip by rotation alone.
 Scale 0 cannot occur: a channel that is always zero gets the smallest threshold that is still a normal number.
 
-Codes are symmetric, ``-128 .. 127`` or ``-8 .. 7``. Eight bits reach the largest value that was seen. Four reach a
-little over half of it and clip what lies beyond: steps are what they lack (docs/negative-results.md).
+Codes are symmetric, ``-128 .. 127`` or ``-8 .. 7``. Eight bits reach the threshold. Four reach a little over half of it
+and clip what lies beyond, since steps are what they lack (docs/negative-results.md).
 """
 
 from __future__ import annotations

@@ -7,14 +7,16 @@ import sys
 from collections.abc import Generator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import engines.targets
 from engines.compile import build
 from engines.load import known_targets, load, target_module
+from engines.passes import fixed_kv_cache, linears, rotary_tables
 from pipeline.errors import BuildError, FingerprintError
 from quantization.compressed_tensors import open_checkpoint
-from tests.families import export_family
+from tests.families import LAYERS, export_family
 
 DOCUMENTED = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs/targets.md").read_text(), re.DOTALL)
 ENGINE = "from engines.targets.ort_cpu.engine import OrtCpuEngine as MyEngine\n"
@@ -60,6 +62,28 @@ def test_one_folder_is_a_target(custom: str, tmp_path: Path) -> None:
     target_module(custom).FEATURES[:] = ["chip-2"]  # type: ignore[attr-defined]
     with pytest.raises(FingerprintError, match="lacks chip-1"):
         load(tmp_path / "bundle")
+
+
+def test_a_target_whose_passes_make_no_such_cache_is_refused(
+    custom: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = export_family("llama", tmp_path)
+    monkeypatch.setattr(target_module(custom), "PASSES", (rotary_tables, linears, fixed_kv_cache), raising=False)
+    shape = (graph.record.kv_heads, graph.record.head_size)
+    with pytest.raises(BuildError, match=rf"past_key_values\.0\.key is FLOAT after the passes of {custom}") as refused:
+        build(
+            graph,
+            open_checkpoint(graph.folder),
+            tmp_path / "bundle",
+            target=custom,
+            precision="float32",
+            slots=2,
+            kv_scales={f"layers.{n}.{part}_scale": np.ones(shape, np.float32) for n in range(LAYERS) for part in "kv"},
+            kv_bits=4,
+            parents={},
+        )
+    assert refused.value.expected == "UINT8, for a KV cache in int4"
+    assert not (tmp_path / "bundle").exists()
 
 
 def test_the_targets_are_the_folders() -> None:
