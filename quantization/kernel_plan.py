@@ -69,7 +69,9 @@ def summary(plan: KernelPlan) -> str:
     search = plan.search
     if search is None:
         return "Written in the recipe; nothing was measured of it. `kernels: auto` chooses by measurement."
-    shares = ", ".join(f"{share:.0%} at {rows} rows" for rows, share in sorted(search.workload.items()))
+    shares = ", ".join(
+        f"{share:.0%} at {rows} {'row' if rows == 1 else 'rows'}" for rows, share in sorted(search.workload.items())
+    )
     goal = "for the fewest bytes" if search.goal == "memory" else f"for the least time per token ({shares})"
     return (
         f"Chosen {goal} on {search.target} with {search.threads} threads, with a KL of at most {search.max_kl:g}. "
