@@ -32,6 +32,7 @@ TARGETS = Path(__file__).parents[1] / "engines" / "targets"
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+THROUGHPUT_STREAMS = 32  # decoded together, as plan.goal: throughput has it
 AUTO, RULES = "(auto)", "(rules)"  # the two forms of plan.kernels, where a problem with one of them lies
 
 
@@ -250,6 +251,11 @@ class Recipe(Section):
         # does not hold as it ships would be those of another engine.
         if max(timed.batches) > self.build.slots:
             problems.append(f"benchmark.batches reach {max(timed.batches)}, but build.slots is {self.build.slots}")
+        if self.plan.kernels == "auto" and self.plan.goal == "throughput" and self.build.slots < THROUGHPUT_STREAMS:
+            problems.append(
+                f"plan.goal is throughput, of {THROUGHPUT_STREAMS} streams at once, but build.slots is "
+                f"{self.build.slots}"
+            )
         if self.plan.kernels == "auto" and 2 * self.plan.rows > self.calibrate.holdout_rows:
             problems.append(
                 f"plan.rows is {self.plan.rows} to measure on and as many others to check on, but of calibrate.rows "

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from pipeline.graph import LinearGroup, PortableGraph
 from pipeline.kernels import Kernel
-from pipeline.recipe import Plan
+from pipeline.recipe import THROUGHPUT_STREAMS, Plan
 from quantization.plan import HEAD, fitted, menu_for, resolve
 
 # Share of tokens by the rows of their step: as many tokens are read, 128 at a time, as are written.
-WORKLOADS = {"latency": {1: 0.5, 128: 0.5}, "throughput": {32: 0.5, 128: 0.5}}
+WORKLOADS = {"latency": {1: 0.5, 128: 0.5}, "throughput": {THROUGHPUT_STREAMS: 0.5, 128: 0.5}}
 
 Shape = tuple[int, int]  # (K, N) of a merged product
 

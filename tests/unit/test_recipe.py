@@ -70,6 +70,7 @@ def test_defaults_fill_what_is_not_said(tmp_path: Path) -> None:
         ({"plan": {"workload": {1: 0.5, 16: 0.4}}}, "plan.workload: shares of all tokens sum to 1, found 0.9"),
         ({"plan": {"workload": {0: 1.0}}}, "plan.workload"),
         ({"plan": {"goal": "speed"}}, "plan.goal"),
+        ({"plan": {"kernels": "auto", "goal": "throughput"}}, "of 32 streams at once, but build.slots is 16"),
         ({"plan": {"kernels": [{"match": "*", "bits": 8, "groupsize": 32}]}}, "(did you mean 'group_size'?)"),
         ({"build": {"zzz": 1}}, "valid keys: "),
         ({"plan": {"kernels": [{"match": "*", "bits": 3}]}}, "plan.kernels.0.bits"),
