@@ -1,0 +1,244 @@
+/* BlockLinear: y = x · Wᵀ + bias, weights in 4, 6 or 8 bits with a scale for every block of input channels.
+
+   Inputs are rounded to int8 for every row and block of its own, as MatMulNBits does at accuracy level 4
+   (quantization/reference.py, round_activations), products are summed in integers within a block and in float across
+   blocks. Rows share nothing, so an answer does not depend on what else is in the batch.
+
+     x [.., K] float   codes, scales, zero points, bias: see engines/passes/block_linears.py, which packs them
+     y [.., N] float
+
+   Names: M rows, N output channels, K input channels, B blocks in a row (K / block). A tile is 16 output channels, the
+   lanes of a vector; a step is 4 input channels, what a lane sums at once. */
+#include "ort.h"
+
+#include <immintrin.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* Loops with it are written out: their arrays are registers. */
+#define EACH _Pragma("clang loop unroll(full)")
+
+enum { TILE = 16, STEP = 4, ROWS = 6 };
+
+typedef struct {
+  Api api;
+  int64_t N, K, block, bits, half_scales, symmetric;
+} Kernel;
+
+typedef struct {
+  const Kernel* kernel;
+  int64_t M, blocks, tiles, parts;
+  const float* x;
+  const uint8_t* codes;
+  const uint8_t* scales;
+  const uint8_t* zeros;
+  const float* bias;
+  float* y;
+  int8_t* rounded; /* [M, K] */
+  float* steps;    /* [M, B] size of a code of x */
+  int32_t* sums;   /* [M, B] sum of a block's codes; times the midpoint where zero points are all the same */
+} Work;
+
+static inline __m512 scale_at(const Work* w, int64_t tile, int64_t block) {
+  int64_t at = (tile * w->blocks + block) * TILE;
+  if (w->kernel->half_scales) return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(w->scales + 2 * at)));
+  return _mm512_loadu_ps((const float*)w->scales + at);
+}
+
+static void round_row(void* state, size_t row) {
+  Work* w = state;
+  const Kernel* k = w->kernel;
+  const float* x = w->x + row * k->K;
+  int8_t* rounded = w->rounded + row * k->K;
+  for (int64_t b = 0; b < w->blocks; b++) {
+    const float* from = x + b * k->block;
+    __m512 largest = _mm512_setzero_ps();
+    for (int64_t i = 0; i < k->block; i += 16) largest = _mm512_max_ps(largest, _mm512_abs_ps(_mm512_loadu_ps(from + i)));
+    float top = _mm512_reduce_max_ps(largest);
+    __m512 inverse = _mm512_set1_ps(top > 0 ? 127.0f / top : 0.0f);
+    __m512i sum = _mm512_setzero_si512();
+    for (int64_t i = 0; i < k->block; i += 16) {
+      __m512i code = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(from + i), inverse));
+      sum = _mm512_add_epi32(sum, code);
+      _mm_storeu_si128((__m128i*)(rounded + b * k->block + i), _mm512_cvtsepi32_epi8(code));
+    }
+    int32_t total = _mm512_reduce_add_epi32(sum);
+    w->steps[row * w->blocks + b] = top / 127.0f;
+    w->sums[row * w->blocks + b] = k->symmetric ? total << (k->bits - 1) : total;
+  }
+}
+
+/* Codes of `STEP` input channels of a tile, a byte each: step `s` of the tile that begins at `tile`. */
+static inline __attribute__((always_inline)) __m512i codes_at(const uint8_t* tile, int64_t s, const int bits) {
+  if (bits == 8) return _mm512_loadu_si512(tile + 64 * s);
+  const __m512i nibble = _mm512_set1_epi8(15);
+  if (bits == 4) {
+    __m512i both = _mm512_loadu_si512(tile + 64 * (s / 2));
+    return _mm512_and_si512(s % 2 ? _mm512_srli_epi16(both, 4) : both, nibble);
+  }
+  /* Six: of every four steps, 128 bytes hold the low four bits and 64 the two high ones. */
+  const uint8_t* four = tile + 192 * (s / 4);
+  __m512i low = _mm512_loadu_si512(four + 64 * (s % 4 / 2)), high = _mm512_loadu_si512(four + 128);
+  if (s % 2) low = _mm512_srli_epi16(low, 4);
+  if (s % 4 == 0) high = _mm512_slli_epi16(high, 4);
+  if (s % 4 == 1) high = _mm512_slli_epi16(high, 2);
+  if (s % 4 == 3) high = _mm512_srli_epi16(high, 2);
+  const __m512i top = _mm512_set1_epi8(0x30);
+  return _mm512_or_si512(_mm512_and_si512(low, nibble), _mm512_and_si512(high, top));
+}
+
+/* `rows` rows by `tiles` tiles. All but `w`, `tile` and `row` are constants where this is inlined. */
+static inline __attribute__((always_inline)) void product(const Work* w, int64_t tile, int64_t row, const int rows,
+                                                          const int tiles, const int bits) {
+  const Kernel* k = w->kernel;
+  const int64_t K = k->K, block_steps = k->block / STEP;
+  __m512 y[ROWS][2];
+  EACH for (int r = 0; r < rows; r++)
+    EACH for (int t = 0; t < tiles; t++) y[r][t] = _mm512_setzero_ps();
+  const uint8_t* codes = w->codes + tile * (TILE * K * bits / 8);
+  const int64_t stride = TILE * K * bits / 8;
+  for (int64_t b = 0; b < w->blocks; b++) {
+    __m512i sum[ROWS][2];
+    EACH for (int r = 0; r < rows; r++)
+      EACH for (int t = 0; t < tiles; t++)
+        sum[r][t] = k->symmetric ? _mm512_set1_epi32(-w->sums[(row + r) * w->blocks + b]) : _mm512_setzero_si512();
+    const int8_t* x = w->rounded + row * K + b * k->block;
+    const uint8_t* from = codes + b * (TILE * k->block * bits / 8);
+    for (int64_t s = 0; s < block_steps; s += 4)
+      EACH for (int i = 0; i < 4; i++) {
+        __m512i weights[2];
+        EACH for (int t = 0; t < tiles; t++) weights[t] = codes_at(from + t * stride + 64 * s * bits / 8, i, bits);
+        EACH for (int r = 0; r < rows; r++) {
+          int32_t four;
+          memcpy(&four, x + r * K + STEP * (s + i), 4);
+          __m512i same = _mm512_set1_epi32(four);
+          EACH for (int t = 0; t < tiles; t++) sum[r][t] = _mm512_dpbusd_epi32(sum[r][t], weights[t], same);
+        }
+      }
+    EACH for (int t = 0; t < tiles; t++) {
+      __m512 scale = scale_at(w, tile + t, b);
+      __m512i zero = _mm512_setzero_si512();
+      if (!k->symmetric)
+        zero = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(w->zeros + ((tile + t) * w->blocks + b) * TILE)));
+      EACH for (int r = 0; r < rows; r++) {
+        int64_t at = (row + r) * w->blocks + b;
+        if (!k->symmetric)
+          sum[r][t] = _mm512_sub_epi32(sum[r][t], _mm512_mullo_epi32(zero, _mm512_set1_epi32(w->sums[at])));
+        __m512 step = _mm512_mul_ps(scale, _mm512_set1_ps(w->steps[at]));
+        y[r][t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r][t]), step, y[r][t]);
+      }
+    }
+  }
+  EACH for (int t = 0; t < tiles; t++) {
+    int64_t column = (tile + t) * TILE, left = k->N - column;
+    __mmask16 mask = left >= TILE ? 0xffff : (__mmask16)((1u << left) - 1);
+    __m512 bias = w->bias ? _mm512_maskz_loadu_ps(mask, w->bias + column) : _mm512_setzero_ps();
+    EACH for (int r = 0; r < rows; r++)
+      _mm512_mask_storeu_ps(w->y + (row + r) * k->N + column, mask, _mm512_add_ps(y[r][t], bias));
+  }
+}
+
+#define ALL_ROWS(bits, tiles)                            \
+  switch (rows) {                                        \
+    case 1: product(w, tile, row, 1, tiles, bits); break; \
+    case 2: product(w, tile, row, 2, tiles, bits); break; \
+    case 3: product(w, tile, row, 3, tiles, bits); break; \
+    case 4: product(w, tile, row, 4, tiles, bits); break; \
+    case 5: product(w, tile, row, 5, tiles, bits); break; \
+    case 6: product(w, tile, row, 6, tiles, bits); break; \
+  }
+
+static void panel(const Work* w, int64_t tile, int tiles, int64_t row, int rows) {
+  if (w->kernel->bits == 8) {
+    if (tiles == 2) ALL_ROWS(8, 2) else ALL_ROWS(8, 1)
+  } else if (w->kernel->bits == 6) {
+    if (tiles == 2) ALL_ROWS(6, 2) else ALL_ROWS(6, 1)
+  } else {
+    if (tiles == 2) ALL_ROWS(4, 2) else ALL_ROWS(4, 1)
+  }
+}
+
+/* One of `parts` runs of tiles, for all rows: a pair of tiles stays in the cache while all rows pass it. */
+static void columns(void* state, size_t part) {
+  const Work* w = state;
+  int64_t first = w->tiles * part / w->parts, end = w->tiles * (part + 1) / w->parts;
+  int64_t groups = (w->M + ROWS - 1) / ROWS;
+  for (int64_t tile = first; tile < end; tile += 2)
+    for (int64_t g = 0; g < groups; g++) {
+      int64_t row = w->M * g / groups;
+      panel(w, tile, end - tile >= 2 ? 2 : 1, row, (int)(w->M * (g + 1) / groups - row));
+    }
+}
+
+static Status* compute(void* self, Context* context) {
+  const Kernel* k = self;
+  Api api = k->api;
+  int64_t dims[8];
+  const Value* x = input(api, context, 0);
+  size_t count = dimensions(api, x, dims, NULL);
+  if (!count || dims[count - 1] != k->K) return failure(api, ERROR_ARGUMENT, "BlockLinear: x has not K columns");
+  Work w = {.kernel = k, .M = 1, .blocks = k->K / k->block, .tiles = (k->N + TILE - 1) / TILE};
+  for (size_t i = 0; i + 1 < count; i++) w.M *= dims[i];
+  dims[count - 1] = k->N;
+  w.x = data_of(api, x);
+  w.codes = data_of(api, input(api, context, 1));
+  w.scales = data_of(api, input(api, context, 2));
+  w.zeros = data_of(api, input(api, context, 3));
+  w.bias = data_of(api, input(api, context, 4));
+  w.y = output(api, context, 0, dims, count);
+  if (!w.M) return NULL;
+  size_t codes = (w.M * k->K + 63) / 64 * 64, blocks = w.M * w.blocks;
+  uint8_t* memory = scratch(SCRATCH_LINEAR, codes + blocks * 8);
+  if (!memory) return failure(api, ERROR_FAIL, "BlockLinear: out of memory");
+  w.rounded = (int8_t*)memory;
+  w.steps = (float*)(memory + codes);
+  w.sums = (int32_t*)(memory + codes + 4 * blocks);
+  if (w.M < 8)
+    for (int64_t row = 0; row < w.M; row++) round_row(&w, row);
+  else
+    parallel(api, context, round_row, w.M, &w);
+  w.parts = w.tiles < 16 ? w.tiles : 16;
+  parallel(api, context, columns, w.parts, &w);
+  return NULL;
+}
+
+static Status* create(const Op* op, Api api, const Info* info, void** self) {
+  (void)op;
+  Kernel* k = calloc(1, sizeof *k);
+  if (!k) return failure(api, ERROR_FAIL, "BlockLinear: out of memory");
+  k->api = api;
+  k->N = attribute_int(api, info, "N", 0);
+  k->K = attribute_int(api, info, "K", 0);
+  k->block = attribute_int(api, info, "block_size", 0);
+  k->bits = attribute_int(api, info, "bits", 0);
+  k->half_scales = attribute_int(api, info, "half_scales", 0);
+  k->symmetric = attribute_int(api, info, "symmetric", 1);
+  if (k->N < 1 || k->block < 16 || k->block % 16 || k->K % k->block || (k->bits != 4 && k->bits != 6 && k->bits != 8)) {
+    free(k);
+    return failure(api, ERROR_ARGUMENT, "BlockLinear: N, K, block_size or bits it was not built for");
+  }
+  *self = k;
+  return NULL;
+}
+
+static const char* name(const Op* op) { return (void)op, "BlockLinear"; }
+static const char* provider(const Op* op) { return (void)op, NULL; }
+static size_t inputs(const Op* op) { return (void)op, 5; }
+static size_t outputs(const Op* op) { return (void)op, 1; }
+static int input_type(const Op* op, size_t i) {
+  static const int types[] = {FLOAT, UINT8, UINT8, UINT8, FLOAT};
+  return (void)op, types[i];
+}
+static int output_type(const Op* op, size_t i) { return (void)op, (void)i, FLOAT; }
+static int input_presence(const Op* op, size_t i) { return (void)op, i < 3 ? REQUIRED : OPTIONAL; }
+static int output_presence(const Op* op, size_t i) { return (void)op, (void)i, REQUIRED; }
+static int memory_type(const Op* op, size_t i) { return (void)op, (void)i, 0; }
+static int start_version(const Op* op) { return (void)op, 1; }
+static int end_version(const Op* op) { return (void)op, 0x7fffffff; }
+
+Op block_linear_op = {.version = ORT_VERSION, .name = name, .provider = provider, .input_type = input_type,
+                      .input_count = inputs, .output_type = output_type, .output_count = outputs, .destroy = free,
+                      .input_presence = input_presence, .output_presence = output_presence,
+                      .input_memory = memory_type, .create = create, .compute = compute,
+                      .start_version = start_version, .end_version = end_version};

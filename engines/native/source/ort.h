@@ -1,0 +1,145 @@
+/* The part of ONNX Runtime's C interface that a custom operator needs.
+
+   The interface is a table of function pointers that only ever grows at its end, so an entry's place is part of the
+   interface (onnxruntime_c_api.h, "struct OrtApi"). Places are given here by number, which spares a build the headers,
+   which ONNX Runtime's wheels do not hold. API version 17 is the first with all of them. */
+#ifndef TAPEOUT_ORT_H
+#define TAPEOUT_ORT_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define ORT_VERSION 17
+
+typedef struct Status Status;   /* NULL: no error */
+typedef struct Value Value;     /* a tensor */
+typedef struct Shape Shape;     /* a tensor's shape and type */
+typedef struct Info Info;       /* a node's attributes, while its kernel is made */
+typedef struct Context Context; /* a node's inputs and outputs, while its kernel runs */
+typedef struct Options Options;
+typedef struct Domain Domain;
+typedef const void* const* Api;
+
+typedef struct {
+  Api (*get)(uint32_t version);
+  const char* (*version)(void);
+} ApiBase;
+
+enum { ERROR_FAIL = 1, ERROR_ARGUMENT = 2 };
+enum { ANY = 0, FLOAT = 1, UINT8 = 2, INT8 = 3, INT32 = 6 }; /* element types */
+enum { REQUIRED = 0, OPTIONAL = 1 };
+
+enum {
+  CREATE_STATUS = 0,
+  CREATE_DOMAIN = 26,
+  DOMAIN_ADD = 27,
+  ADD_DOMAIN = 28,
+  TENSOR_DATA = 51,
+  ELEMENT_TYPE = 60,
+  DIMENSION_COUNT = 61,
+  DIMENSIONS = 62,
+  TENSOR_SHAPE = 65,
+  ATTRIBUTE_FLOAT = 85,
+  ATTRIBUTE_INT = 86,
+  GET_INPUT = 90,
+  GET_OUTPUT = 91,
+  RELEASE_SHAPE = 99,
+  PARALLEL_FOR = 274,
+};
+
+/* The first fields of an operator's description, all that version 17 reads. */
+typedef struct Op Op;
+struct Op {
+  uint32_t version;
+  void* (*create_v1)(const Op*, Api, const Info*);
+  const char* (*name)(const Op*);
+  const char* (*provider)(const Op*);
+  int (*input_type)(const Op*, size_t);
+  size_t (*input_count)(const Op*);
+  int (*output_type)(const Op*, size_t);
+  size_t (*output_count)(const Op*);
+  void (*compute_v1)(void*, Context*);
+  void (*destroy)(void*);
+  int (*input_presence)(const Op*, size_t);
+  int (*output_presence)(const Op*, size_t);
+  int (*input_memory)(const Op*, size_t);
+  int (*variadic_input_arity)(const Op*);
+  int (*variadic_input_homogeneity)(const Op*);
+  int (*variadic_output_arity)(const Op*);
+  int (*variadic_output_homogeneity)(const Op*);
+  Status* (*create)(const Op*, Api, const Info*, void**);
+  Status* (*compute)(void*, Context*);
+  Status* (*infer_shape)(const Op*, void*);
+  int (*start_version)(const Op*);
+  int (*end_version)(const Op*);
+};
+
+static inline Status* failure(Api api, int code, const char* message) {
+  return ((Status * (*)(int, const char*)) api[CREATE_STATUS])(code, message);
+}
+
+static inline int64_t attribute_int(Api api, const Info* info, const char* name, int64_t otherwise) {
+  int64_t value = otherwise;
+  Status* status = ((Status * (*)(const Info*, const char*, int64_t*)) api[ATTRIBUTE_INT])(info, name, &value);
+  return status ? otherwise : value;
+}
+
+static inline float attribute_float(Api api, const Info* info, const char* name, float otherwise) {
+  float value = otherwise;
+  Status* status = ((Status * (*)(const Info*, const char*, float*)) api[ATTRIBUTE_FLOAT])(info, name, &value);
+  return status ? otherwise : value;
+}
+
+/* The input, or NULL where an optional one is left away. */
+static inline const Value* input(Api api, const Context* context, size_t index) {
+  const Value* value = NULL;
+  ((Status * (*)(const Context*, size_t, const Value**)) api[GET_INPUT])(context, index, &value);
+  return value;
+}
+
+static inline void* data_of(Api api, const Value* value) {
+  void* data = NULL;
+  if (value) ((Status * (*)(const Value*, void**)) api[TENSOR_DATA])(value, &data);
+  return data;
+}
+
+/* Writes the dimensions to `dims`, of which there is room for 8, and returns how many there are. */
+static inline size_t dimensions(Api api, const Value* value, int64_t* dims, int* type) {
+  Shape* shape = NULL;
+  size_t count = 0;
+  ((Status * (*)(const Value*, Shape**)) api[TENSOR_SHAPE])(value, &shape);
+  ((Status * (*)(const Shape*, size_t*)) api[DIMENSION_COUNT])(shape, &count);
+  if (count > 8) count = 8;
+  ((Status * (*)(const Shape*, int64_t*, size_t)) api[DIMENSIONS])(shape, dims, count);
+  if (type) ((Status * (*)(const Shape*, int*)) api[ELEMENT_TYPE])(shape, type);
+  ((void (*)(Shape*))api[RELEASE_SHAPE])(shape);
+  return count;
+}
+
+/* Where the output goes; memory bound by the caller, or a new tensor. */
+static inline void* output(Api api, Context* context, size_t index, const int64_t* dims, size_t count) {
+  Value* value = NULL;
+  ((Status * (*)(Context*, size_t, const int64_t*, size_t, Value**)) api[GET_OUTPUT])(context, index, dims, count,
+                                                                                     &value);
+  return data_of(api, value);
+}
+
+/* `work(state, i)` for i in 0 .. total-1 on the session's own threads. */
+static inline void parallel(Api api, const Context* context, void (*work)(void*, size_t), size_t total, void* state) {
+  if (total == 1) {
+    work(state, 0);
+    return;
+  }
+  ((Status * (*)(const Context*, void (*)(void*, size_t), size_t, size_t, void*)) api[PARALLEL_FOR])(
+      context, work, total, 0, state);
+}
+
+/* Memory of the calling thread, at least `bytes` of it; what lay there before is lost. Runs of a session on several
+   threads do not share it. Aligned to a cache line. NULL where there is no more. */
+void* scratch(int which, size_t bytes);
+enum { SCRATCH_LINEAR = 0, SCRATCH_ATTENTION = 1, SCRATCHES = 2 };
+
+/* For the tables in library.c */
+extern Op block_linear_op;
+
+#endif
