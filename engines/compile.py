@@ -94,6 +94,8 @@ def build(
             kv_dtype=kv_dtype,
             progress=progress,
         )
+        if hasattr(module, "complete"):
+            module.complete(lowering.model, draft.folder)
         draft.finish(
             EngineBundle(**lowered.said(), target=target, fingerprint=fingerprint_here(module)), parents=parents
         )
@@ -246,7 +248,7 @@ def step_bytes(model: ir.Model) -> int:
     return sum(
         value.const_value.nbytes
         for value in model.graph.initializers.values()
-        if value.const_value is not None and not all(use.node.op_type.startswith("Gather") for use in value.uses())
+        if value.const_value is not None and not all("Gather" in use.node.op_type for use in value.uses())
     )
 
 

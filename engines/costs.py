@@ -27,6 +27,7 @@ from engines import fingerprint
 from engines.compile import step_bytes
 from engines.passes.base import INTERNAL, Lowering
 from engines.passes.linears import OP
+from engines.sessions import cpu_options
 from engines.targets import ort_cpu
 from engines.threads import physical_cores
 from pipeline.artifact import canonical_json
@@ -38,7 +39,7 @@ CACHE = Path.home() / ".cache" / "tapeout" / "costs"
 ROUNDS = 7  # samples of each kernel, taken in turn
 STREAMED_CACHES = 4  # most weights of one sample, in sizes of the last-level cache
 USUAL_CACHE_BYTES = 32 << 20  # where the system does not tell
-METHOD = 2  # counted up when figures taken before do not compare with those taken now
+METHOD = 3  # counted up when figures taken before do not compare with those taken now
 
 FloatArray = NDArray[np.float32]
 Store = Callable[[Kernel, FloatArray], Any]  # a weight [N, K] as a checkpoint holds it for a kernel
@@ -133,10 +134,7 @@ class _Products:
     def __init__(self, stored: Any, shape: Shape, streamed: int, threads: int) -> None:
         self.shape = shape
         self.copies = -(-streamed // _model_bytes(stored, shape))
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = threads
-        options.inter_op_num_threads = 1
-        options.log_severity_level = 3
+        options = cpu_options(threads, ort_cpu.library_folder())
         # Threads spin within a run, as the engine's do, but not on into the run of another session.
         options.add_session_config_entry("session.force_spinning_stop", "1")
         model = ir.to_proto(product_model(stored, shape, self.copies)).SerializeToString()

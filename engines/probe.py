@@ -10,7 +10,7 @@ import onnxruntime as ort
 
 from engines.bundle import EngineBundle
 from engines.protocol import FloatArray
-from engines.threads import physical_cores
+from engines.sessions import cpu_options
 from pipeline.artifact import Artifact
 
 
@@ -24,9 +24,7 @@ class Probe:
         for product in self._record.products:
             if product.value not in present:
                 model.graph.output.append(onnx.helper.make_empty_tensor_value_info(product.value))
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = threads or physical_cores()
-        options.log_severity_level = 3
+        options = cpu_options(threads, bundle.folder)
         # A model given as bytes finds its weights beside this path.
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(bundle.folder))
         self._session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])

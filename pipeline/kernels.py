@@ -19,7 +19,7 @@ class Kernel(Frozen):
     symmetric with one scale per output channel, whatever ``group_size`` and ``symmetric`` say.
     """
 
-    bits: Literal[4, 8, 32]
+    bits: Literal[4, 6, 8, 32]
     group_size: Literal[16, 32, 64, 128, 256] = 32
     symmetric: bool = False
     positive_scales: bool = False  # of symmetric grids: TensorRT documents no others
@@ -64,6 +64,7 @@ MENU: tuple[Kernel, ...] = (
     FLOAT,
     Kernel(bits=8, group_size=128, symmetric=True),
     STATIC_INT8,
+    Kernel(bits=6, group_size=64, symmetric=True),
     Kernel(bits=4, group_size=32, symmetric=True),
     Kernel(bits=4, group_size=128, symmetric=True),
 )

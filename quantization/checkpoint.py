@@ -39,7 +39,7 @@ class LinearReport(Frozen):
     group: str
     out_features: int
     in_features: int
-    bits: Literal[4, 8, 32]
+    bits: Literal[4, 6, 8, 32]
     group_size: int
     symmetric: bool
     method: Method

@@ -32,14 +32,14 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from pipeline.errors import QuantizationError
-from quantization.rounding import FloatArray, Format, QuantizedLinear, pack, unpack
+from quantization.rounding import Bits, FloatArray, Format, QuantizedLinear, pack, unpack
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "input_scale")
 KV_PARTS = ("k_scale", "v_scale")  # of attention modules, when the KV cache has one scale per tensor
 INT8_OFFSET = 128  # int-quantized stores signed codes
-_BITS = (4, 8)
+_BITS: tuple[Bits, ...] = (4, 6, 8)
 
 AnyArray = NDArray[Any]
 
@@ -80,7 +80,7 @@ class Checkpoint:
         if bits is None or words.shape[0] != rows or columns % scales.shape[1]:
             raise QuantizationError(
                 f"{name} {[rows, columns]} has {list(words.shape)} packed words and {list(scales.shape)} scales",
-                expected=f"{' or '.join(map(str, _BITS))} bits a weight in whole groups",
+                expected=f"one of {_BITS} bits a weight in whole groups",
             )
         zero_points = None
         if f"{module}.weight_zero_point" in self._files:

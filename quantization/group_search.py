@@ -113,7 +113,7 @@ def _reports(
             group=group.name,
             out_features=rows,
             in_features=group.in_features,
-            bits=8 if fmt.bits == 8 else 4,
+            bits=fmt.bits,
             group_size=fmt.group_size,
             symmetric=fmt.symmetric,
             activations=fmt.activations,

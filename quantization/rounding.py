@@ -23,6 +23,7 @@ from pipeline.errors import QuantizationError
 FloatArray = NDArray[np.float32]
 CodeArray = NDArray[np.uint8]
 SMALLEST_GROUP = 16  # input channels
+Bits = Literal[4, 6, 8]  # of a code
 Activations = Literal["float", "int8"]  # int8: static, one scale for the whole input
 
 # Codes are searched for the scale that is stored: float16 keeps 11 bits of it at 16/g bits per weight.
@@ -32,7 +33,7 @@ _LARGEST_HALF = np.float32(np.finfo(np.float16).max)
 
 @dataclass(frozen=True)
 class Format:
-    """How one linear is stored: ``bits`` 4 or 8, one scale per ``group_size`` input channels.
+    """How one linear is stored: ``bits`` 4, 6 or 8, one scale per ``group_size`` input channels.
 
     ``positive`` is how a symmetric grid is chosen, not how it is stored, so formats that differ in it alone are equal.
 
@@ -42,7 +43,7 @@ class Format:
     4.625
     """
 
-    bits: int
+    bits: Bits
     group_size: int
     symmetric: bool
     activations: Activations = "float"
@@ -82,7 +83,7 @@ class QuantizedLinear:
     codes: CodeArray  # [N, K], unsigned
     scales: FloatArray  # [N, G], may be negative
     zero_points: CodeArray | None  # [N, G], unsigned
-    bits: int
+    bits: Bits
     group_size: int
     input_scale: float | None = None  # step of the inputs' static int8 grid; None: inputs stay in float
 
@@ -192,11 +193,15 @@ def pack(codes: CodeArray, bits: int) -> NDArray[np.int32]:
     >>> pack(np.array([[1, 2, 3, 4, 5, 6, 7, 8]], np.uint8), 4).view(np.uint32).tolist() == [[0x87654321]]
     True
     """
-    per_word = 32 // bits
     columns = codes.shape[1]
-    padded = np.pad(codes, ((0, 0), (0, -columns % per_word)))
+    padded = np.pad(codes, ((0, 0), (0, -columns % 32)))
     if bits == 4:
         padded = padded[:, 0::2] | (padded[:, 1::2] << np.uint8(4))
+    elif bits == 6:  # codes lie across the bounds of bytes and words: four of them in three bytes
+        first, second, third, fourth = (padded[:, at::4] for at in range(4))
+        bytes_ = [first | (second << 6), (second >> 2) | (third << 4), (third >> 4) | (fourth << 2)]
+        padded = np.stack(bytes_, axis=2).reshape(len(codes), -1)
+    padded = padded[:, : -(-columns * bits // 32) * 4]
     return np.ascontiguousarray(padded).view("<i4").astype(np.int32, copy=False)
 
 
@@ -205,6 +210,11 @@ def unpack(words: NDArray[np.int32], bits: int, columns: int) -> CodeArray:
     octets = np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)
     if bits == 8:
         return octets[:, :columns]
+    if bits == 6:
+        threes = np.pad(octets, ((0, 0), (0, -octets.shape[1] % 3))).reshape(len(octets), -1, 3)
+        low, middle, high = (threes[:, :, at] for at in range(3))
+        parts = [low & 63, (low >> 6) | (middle & 15) << 2, (middle >> 4) | (high & 3) << 4, high >> 2]
+        return np.stack(parts, axis=2).reshape(len(octets), -1)[:, :columns]
     codes = np.empty((octets.shape[0], octets.shape[1] * 2), np.uint8)
     codes[:, 0::2] = octets & np.uint8(0x0F)
     codes[:, 1::2] = octets >> np.uint8(4)

@@ -1,14 +1,19 @@
 """The token embedding reads a quantized table where the checkpoint has one.
 
-    Gather(embedding, ids)   ->   GatherBlockQuantized(codes, ids, scales)
+    Gather(embedding, ids)   ->   BlockGather(ids, codes, scales[, zero points])            of our own kernels
+                             ->   GatherBlockQuantized(codes, ids, scales[, zero points])   where they do not run
 
 A tied output head reads the same codes; the bundle's writer stores equal bytes once.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import onnx_ir as ir
 
+from engines.native import DOMAIN, unsupported
+from engines.passes import block_linears
 from engines.passes.base import CONTRIB, Lowering, Outcome, initializer, new_value, replace
 from engines.passes.linear_kernels import pack
 
@@ -26,20 +31,35 @@ def run(lowering: Lowering) -> Outcome:
         return Outcome(0, (f"{name}: it is not quantized; its rows are read as floats",))
     if not nodes:
         return Outcome(0, (f"{name}: no Gather reads it; its codes are left unused",))
-    model = lowering.model
+    reason = unsupported()
+    for node in nodes:
+        gather = _stock(lowering.model, table, node) if reason else _native(lowering.model, table, node)
+        replace(lowering.model, [node], [gather], {node.outputs[0]: gather.outputs[0]})
+        lowering.plan["embedding"] = f"{gather.op_type} {table.bits}-bit g{table.group_size}"
+    return Outcome(len(nodes), (f"{name}: {reason}; ONNX Runtime's own operator reads it",) if reason else ())
+
+
+def _native(model: ir.Model, table: Any, node: ir.Node) -> ir.Node:
+    codes, scales, zero_points = block_linears.table(model, "embedding", table, [table])
+    model.opset_imports[DOMAIN] = 1
+    return ir.node(
+        "BlockGather",
+        [node.inputs[1], codes, scales] + ([zero_points] if zero_points is not None else []),
+        attributes={"N": table.codes.shape[0]} | block_linears.attributes(table, scales),
+        domain=DOMAIN,
+        outputs=[new_value("embedding.rows", node.outputs[0])],
+    )
+
+
+def _stock(model: ir.Model, table: Any, node: ir.Node) -> ir.Node:
     codes = initializer(model, "embedding.codes", pack(table.codes, table.bits))
-    scales = initializer(model, "embedding.scales", table.scales)
-    inputs = [scales]
+    inputs = [codes, node.inputs[1], initializer(model, "embedding.scales", table.scales)]
     if table.zero_points is not None:
         inputs.append(initializer(model, "embedding.zero_points", pack(table.zero_points, table.bits)))
-    for node in nodes:
-        gather = ir.node(
-            "GatherBlockQuantized",
-            [codes, node.inputs[1], *inputs],
-            attributes={"bits": table.bits, "block_size": table.group_size, "gather_axis": 0, "quantize_axis": 1},
-            domain=CONTRIB,
-            outputs=[new_value("embedding.rows", node.outputs[0])],
-        )
-        replace(model, [node], [gather], {node.outputs[0]: gather.outputs[0]})
-    lowering.plan["embedding"] = f"GatherBlockQuantized {table.bits}-bit g{table.group_size}"
-    return Outcome(len(nodes))
+    return ir.node(
+        "GatherBlockQuantized",
+        inputs,
+        attributes={"bits": table.bits, "block_size": table.group_size, "gather_axis": 0, "quantize_axis": 1},
+        domain=CONTRIB,
+        outputs=[new_value("embedding.rows", node.outputs[0])],
+    )

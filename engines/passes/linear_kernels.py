@@ -17,11 +17,13 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from engines.bundle import Product
+from engines.native import unsupported
 from engines.passes.base import CONTRIB, Lowering, Outcome, initializer, new_value, replace
 from engines.passes.linears import biases_of, is_linear, out_features_of, weights_of
 from pipeline.errors import BuildError
 
 ACCURACY_LEVEL = 4
+BITS = (4, 8)
 
 
 def run(lowering: Lowering) -> Outcome:
@@ -41,13 +43,8 @@ def _lower(lowering: Lowering, node: ir.Node) -> None:
     label = group.name if group is not None and len(names) == len(group.members) else names[0]
     bias = stacked_bias(lowering, label, biases)
     if all(quantized):
-        formats = {(p.bits, p.group_size, p.zero_points is None) for p in parts}
-        if len(formats) > 1:
-            raise BuildError(
-                f"{label} mixes formats {sorted(formats)} in one merged product",
-                expected="one format for linears that read the same input",
-                remedy="let one rule of plan.kernels match the whole group",
-            )
+        one_format(label, parts)
+        _require_operator(label, parts[0])
         lowered = _nbits(lowering, label, node, parts, bias)
         symmetry = "sym" if parts[0].zero_points is None else "asym"
         kind = f"MatMulNBits {parts[0].bits}-bit g{parts[0].group_size} {symmetry}"
@@ -60,6 +57,26 @@ def _lower(lowering: Lowering, node: ir.Node) -> None:
     replace(lowering.model, [node], lowered, {node.outputs[0]: lowered[-1].outputs[0]})
     rows = tuple(out_features_of(node))
     lowering.products.append(Product(value=lowered[-1].outputs[0].name or "", weights=tuple(names), rows=rows))
+
+
+def one_format(label: str, parts: list[Any]) -> None:
+    """:class:`BuildError` for parts of a merged product that are stored differently."""
+    formats = {(p.bits, p.group_size, p.zero_points is None) for p in parts}
+    if len(formats) > 1:
+        raise BuildError(
+            f"{label} mixes formats {sorted(formats)} in one merged product",
+            expected="one format for linears that read the same input",
+            remedy="let one rule of plan.kernels match the whole group",
+        )
+
+
+def _require_operator(label: str, linear: Any) -> None:
+    if linear.bits not in BITS:
+        raise BuildError(
+            f"{label} in {linear.bits} bits, and {unsupported() or 'no native kernel took it'}",
+            expected=f"{' or '.join(map(str, BITS))} bits, which ONNX Runtime's own products take",
+            remedy="choose other bits in plan.kernels, or plan again on this machine",
+        )
 
 
 def stacked_bias(lowering: Lowering, label: str, names: list[str]) -> ir.Value | None:

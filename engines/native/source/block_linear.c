@@ -1,15 +1,21 @@
-/* BlockLinear: y = x · Wᵀ + bias, weights in 4, 6 or 8 bits with a scale for every block of input channels.
+/* Products of inputs rounded to int8 with weights in 4, 6 or 8 bits: y = f(x) · Wᵀ + bias.
 
-   Inputs are rounded to int8 for every row and block of its own, as MatMulNBits does at accuracy level 4
-   (quantization/reference.py, round_activations), products are summed in integers within a block and in float across
-   blocks. Rows share nothing, so an answer does not depend on what else is in the batch.
+   Inputs are rounded for every row and block of its own, as MatMulNBits does at accuracy level 4
+   (quantization/reference.py, round_activations); products are summed in integers within a block and in float across
+   blocks. Rows share nothing, so an answer does not depend on what else is in the batch. What comes right before a
+   product in a transformer is done while its inputs are rounded, and never goes to memory:
 
-     x [.., K] float   codes, scales, zero points, bias: see engines/passes/block_linears.py, which packs them
-     y [.., N] float
+     BlockLinear         x [.., K]                            x
+     GatedLinear         x [.., 2K]                           silu(first half) * second half
+     NormLinear          x [.., K], weight [K]                x / rms(x) * weight
+     ResidualNormLinear  a [.., K], b [.., K], weight [K]     the same of a + b, which is a second output
+
+   All take codes, scales, zero points and bias after these; engines/passes/block_linears.py packs them.
 
    Names: M rows, N output channels, K input channels, B blocks in a row (K / block). A tile is 16 output channels, the
    lanes of a vector; a step is 4 input channels, what a lane sums at once. */
 #include "ort.h"
+#include "vector.h"
 
 #include <immintrin.h>
 #include <math.h>
@@ -19,17 +25,28 @@
 /* Loops with it are written out: their arrays are registers. */
 #define EACH _Pragma("clang loop unroll(full)")
 
-enum { TILE = 16, STEP = 4, ROWS = 6 };
+/* Inputs below this are rounded by the calling thread: handing rows to others takes as long as a few thousand of them. */
+enum { SHARED_INPUTS = 1 << 13 };
+enum { PARTS = 16 }; /* of the columns, dealt to the threads */
+enum { LANES = 16, TILE = LANES, STEP = 4, ROWS = 6 };
+
+typedef enum { PLAIN, GATED, NORM, RESIDUAL_NORM } Kind;
 
 typedef struct {
   Api api;
+  Kind kind;
   int64_t N, K, block, bits, half_scales, symmetric;
+  float epsilon;
 } Kernel;
 
 typedef struct {
   const Kernel* kernel;
   int64_t M, blocks, tiles, parts;
+  int failed;
   const float* x;
+  const float* residual; /* what is added to x before its norm */
+  const float* weight;   /* of the norm */
+  float* sum;            /* x + residual */
   const uint8_t* codes;
   const uint8_t* scales;
   const uint8_t* zeros;
@@ -46,19 +63,59 @@ static inline __m512 scale_at(const Work* w, int64_t tile, int64_t block) {
   return _mm512_loadu_ps((const float*)w->scales + at);
 }
 
+/* A row of the product's inputs: memory of the caller's, or `made` [K] with what was made of it. */
+static const float* inputs_of(const Work* w, size_t row, float* made) {
+  const Kernel* k = w->kernel;
+  const int64_t K = k->K;
+  if (k->kind == PLAIN) return w->x + row * K;
+  if (k->kind == GATED) {
+    const float *gate = w->x + row * 2 * K, *up = gate + K;
+    for (int64_t i = 0; i < K; i += LANES)
+      _mm512_storeu_ps(made + i, _mm512_mul_ps(silu(_mm512_loadu_ps(gate + i)), _mm512_loadu_ps(up + i)));
+    return made;
+  }
+  const float* x = w->x + row * K;
+  if (k->kind == RESIDUAL_NORM) {
+    float* sum = w->sum + row * K;
+    const float* residual = w->residual + row * K;
+    for (int64_t i = 0; i < K; i += LANES)
+      _mm512_storeu_ps(sum + i, _mm512_add_ps(_mm512_loadu_ps(x + i), _mm512_loadu_ps(residual + i)));
+    x = sum;
+  }
+  __m512 squares = _mm512_setzero_ps();
+  for (int64_t i = 0; i < K; i += LANES) {
+    __m512 part = _mm512_loadu_ps(x + i);
+    squares = _mm512_fmadd_ps(part, part, squares);
+  }
+  __m512 inverse = _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(squares) / (float)K + k->epsilon));
+  for (int64_t i = 0; i < K; i += LANES)
+    _mm512_storeu_ps(made + i, _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x + i), inverse),
+                                             _mm512_loadu_ps(w->weight + i)));
+  return made;
+}
+
 static void round_row(void* state, size_t row) {
   Work* w = state;
   const Kernel* k = w->kernel;
-  const float* x = w->x + row * k->K;
+  float* made = scratch(SCRATCH_ROW, k->K * sizeof(float));
+  if (!made) {
+    w->failed = 1;
+    return;
+  }
+  const float* x = inputs_of(w, row, made);
   int8_t* rounded = w->rounded + row * k->K;
   for (int64_t b = 0; b < w->blocks; b++) {
     const float* from = x + b * k->block;
-    __m512 largest = _mm512_setzero_ps();
-    for (int64_t i = 0; i < k->block; i += 16) largest = _mm512_max_ps(largest, _mm512_abs_ps(_mm512_loadu_ps(from + i)));
-    float top = _mm512_reduce_max_ps(largest);
+    __m512 largest = _mm512_setzero_ps(), poison = _mm512_setzero_ps();
+    for (int64_t i = 0; i < k->block; i += LANES) {
+      __m512 part = _mm512_loadu_ps(from + i);
+      largest = _mm512_max_ps(largest, _mm512_abs_ps(part));
+      poison = _mm512_fmadd_ps(part, _mm512_setzero_ps(), poison); /* max loses what is not a number, a sum does not */
+    }
+    float top = _mm512_reduce_max_ps(largest) + _mm512_reduce_add_ps(poison);
     __m512 inverse = _mm512_set1_ps(top > 0 ? 127.0f / top : 0.0f);
     __m512i sum = _mm512_setzero_si512();
-    for (int64_t i = 0; i < k->block; i += 16) {
+    for (int64_t i = 0; i < k->block; i += LANES) {
       __m512i code = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(from + i), inverse));
       sum = _mm512_add_epi32(sum, code);
       _mm_storeu_si128((__m128i*)(rounded + b * k->block + i), _mm512_cvtsepi32_epi8(code));
@@ -176,69 +233,79 @@ static Status* compute(void* self, Context* context) {
   Api api = k->api;
   int64_t dims[8];
   const Value* x = input(api, context, 0);
-  size_t count = dimensions(api, x, dims, NULL);
-  if (!count || dims[count - 1] != k->K) return failure(api, ERROR_ARGUMENT, "BlockLinear: x has not K columns");
-  Work w = {.kernel = k, .M = 1, .blocks = k->K / k->block, .tiles = (k->N + TILE - 1) / TILE};
-  for (size_t i = 0; i + 1 < count; i++) w.M *= dims[i];
-  dims[count - 1] = k->N;
-  w.x = data_of(api, x);
-  w.codes = data_of(api, input(api, context, 1));
-  w.scales = data_of(api, input(api, context, 2));
-  w.zeros = data_of(api, input(api, context, 3));
-  w.bias = data_of(api, input(api, context, 4));
-  w.y = output(api, context, 0, dims, count);
+  size_t rank = dimensions(api, x, dims, NULL), next = 1;
+  if (!rank || dims[rank - 1] != (k->kind == GATED ? 2 * k->K : k->K))
+    return failure(api, ERROR_ARGUMENT, "a block-quantized product: its input has not K columns");
+  Work w = {.kernel = k, .M = 1, .blocks = k->K / k->block, .tiles = (k->N + TILE - 1) / TILE, .x = data_of(api, x)};
+  for (size_t i = 0; i + 1 < rank; i++) w.M *= dims[i];
+  if (k->kind == RESIDUAL_NORM) {
+    w.residual = data_of(api, input(api, context, next++));
+    w.sum = output(api, context, 1, dims, rank);
+  }
+  if (k->kind == NORM || k->kind == RESIDUAL_NORM) w.weight = data_of(api, input(api, context, next++));
+  w.codes = data_of(api, input(api, context, next++));
+  w.scales = data_of(api, input(api, context, next++));
+  w.zeros = data_of(api, input(api, context, next++));
+  w.bias = data_of(api, input(api, context, next));
+  dims[rank - 1] = k->N;
+  w.y = output(api, context, 0, dims, rank);
   if (!w.M) return NULL;
   size_t codes = (w.M * k->K + 63) / 64 * 64, blocks = w.M * w.blocks;
   uint8_t* memory = scratch(SCRATCH_LINEAR, codes + blocks * 8);
-  if (!memory) return failure(api, ERROR_FAIL, "BlockLinear: out of memory");
+  if (!memory) return failure(api, ERROR_FAIL, "a block-quantized product: out of memory");
   w.rounded = (int8_t*)memory;
   w.steps = (float*)(memory + codes);
   w.sums = (int32_t*)(memory + codes + 4 * blocks);
-  if (w.M < 8)
+  if (w.M * k->K < SHARED_INPUTS)
     for (int64_t row = 0; row < w.M; row++) round_row(&w, row);
   else
     parallel(api, context, round_row, w.M, &w);
-  w.parts = w.tiles < 16 ? w.tiles : 16;
+  if (w.failed) return failure(api, ERROR_FAIL, "a block-quantized product: out of memory");
+  w.parts = w.tiles < PARTS ? w.tiles : PARTS;
   parallel(api, context, columns, w.parts, &w);
   return NULL;
 }
 
 static Status* create(const Op* op, Api api, const Info* info, void** self) {
-  (void)op;
   Kernel* k = calloc(1, sizeof *k);
-  if (!k) return failure(api, ERROR_FAIL, "BlockLinear: out of memory");
+  if (!k) return failure(api, ERROR_FAIL, "a block-quantized product: out of memory");
   k->api = api;
+  k->kind = (Kind)(op - linear_ops);
   k->N = attribute_int(api, info, "N", 0);
   k->K = attribute_int(api, info, "K", 0);
   k->block = attribute_int(api, info, "block_size", 0);
   k->bits = attribute_int(api, info, "bits", 0);
   k->half_scales = attribute_int(api, info, "half_scales", 0);
   k->symmetric = attribute_int(api, info, "symmetric", 1);
+  k->epsilon = attribute_float(api, info, "epsilon", 1e-5f);
   if (k->N < 1 || k->block < 16 || k->block % 16 || k->K % k->block || (k->bits != 4 && k->bits != 6 && k->bits != 8)) {
     free(k);
-    return failure(api, ERROR_ARGUMENT, "BlockLinear: N, K, block_size or bits it was not built for");
+    return failure(api, ERROR_ARGUMENT, "a block-quantized product: N, K, block_size or bits it was not built for");
   }
   *self = k;
   return NULL;
 }
 
-static const char* name(const Op* op) { return (void)op, "BlockLinear"; }
-static const char* provider(const Op* op) { return (void)op, NULL; }
-static size_t inputs(const Op* op) { return (void)op, 5; }
-static size_t outputs(const Op* op) { return (void)op, 1; }
-static int input_type(const Op* op, size_t i) {
-  static const int types[] = {FLOAT, UINT8, UINT8, UINT8, FLOAT};
-  return (void)op, types[i];
+static const char* name(const Op* op) {
+  static const char* const names[] = {"BlockLinear", "GatedLinear", "NormLinear", "ResidualNormLinear"};
+  return names[op - linear_ops];
 }
-static int output_type(const Op* op, size_t i) { return (void)op, (void)i, FLOAT; }
-static int input_presence(const Op* op, size_t i) { return (void)op, i < 3 ? REQUIRED : OPTIONAL; }
-static int output_presence(const Op* op, size_t i) { return (void)op, (void)i, REQUIRED; }
-static int memory_type(const Op* op, size_t i) { return (void)op, (void)i, 0; }
-static int start_version(const Op* op) { return (void)op, 1; }
-static int end_version(const Op* op) { return (void)op, 0x7fffffff; }
 
-Op block_linear_op = {.version = ORT_VERSION, .name = name, .provider = provider, .input_type = input_type,
-                      .input_count = inputs, .output_type = output_type, .output_count = outputs, .destroy = free,
-                      .input_presence = input_presence, .output_presence = output_presence,
-                      .input_memory = memory_type, .create = create, .compute = compute,
-                      .start_version = start_version, .end_version = end_version};
+static size_t before_codes(const Op* op) {
+  static const size_t counts[] = {1, 1, 2, 3};
+  return counts[op - linear_ops];
+}
+
+static size_t inputs(const Op* op) { return before_codes(op) + 4; }
+
+static int input_type(const Op* op, size_t i) {
+  static const int types[] = {UINT8, ANY, UINT8, FLOAT}; /* codes, scales, zero points, bias */
+  return i < before_codes(op) ? FLOAT : types[i - before_codes(op)];
+}
+
+static int input_presence(const Op* op, size_t i) { return i < before_codes(op) + 2 ? REQUIRED : OPTIONAL; }
+static size_t outputs(const Op* op) { return op - linear_ops == RESIDUAL_NORM ? 2 : 1; }
+static int output_type(const Op* op, size_t i) { return (void)op, (void)i, FLOAT; }
+
+#define LINEAR OPERATOR(name, inputs, input_type, input_presence, outputs, output_type, create, compute)
+Op linear_ops[] = {[PLAIN] = LINEAR, [GATED] = LINEAR, [NORM] = LINEAR, [RESIDUAL_NORM] = LINEAR};

@@ -3,12 +3,12 @@
 
 #include <stdlib.h>
 
-static Op* const OPERATORS[] = {&block_linear_op};
+static Op* const OPERATORS[] = {&block_gather_op, &linear_ops[0], &linear_ops[1], &linear_ops[2], &linear_ops[3]};
 
 __attribute__((visibility("default"))) Status* RegisterCustomOps(Options* options, const ApiBase* base) {
   Api api = base->get(ORT_VERSION);
   Domain* domain = NULL;
-  Status* status = ((Status * (*)(const char*, Domain**)) api[CREATE_DOMAIN])("tapeout", &domain);
+  Status* status = ((Status * (*)(const char*, Domain**)) api[CREATE_DOMAIN])("tapeout.kernels", &domain);
   for (size_t i = 0; !status && i < sizeof OPERATORS / sizeof *OPERATORS; i++)
     status = ((Status * (*)(Domain*, const Op*)) api[DOMAIN_ADD])(domain, OPERATORS[i]);
   if (!status) status = ((Status * (*)(Options*, Domain*)) api[ADD_DOMAIN])(options, domain);

@@ -26,7 +26,7 @@ typedef struct {
 } ApiBase;
 
 enum { ERROR_FAIL = 1, ERROR_ARGUMENT = 2 };
-enum { ANY = 0, FLOAT = 1, UINT8 = 2, INT8 = 3, INT32 = 6 }; /* element types */
+enum { ANY = 0, FLOAT = 1, UINT8 = 2, INT8 = 3, INT32 = 6, INT64 = 7 }; /* element types */
 enum { REQUIRED = 0, OPTIONAL = 1 };
 
 enum {
@@ -137,9 +137,22 @@ static inline void parallel(Api api, const Context* context, void (*work)(void*,
 /* Memory of the calling thread, at least `bytes` of it; what lay there before is lost. Runs of a session on several
    threads do not share it. Aligned to a cache line. NULL where there is no more. */
 void* scratch(int which, size_t bytes);
-enum { SCRATCH_LINEAR = 0, SCRATCH_ATTENTION = 1, SCRATCHES = 2 };
+enum { SCRATCH_LINEAR, SCRATCH_ROW, SCRATCH_ATTENTION, SCRATCHES };
 
-/* For the tables in library.c */
-extern Op block_linear_op;
+/* What all operators of this library answer alike, for their descriptions. */
+static inline const char* default_provider(const Op* op) { return (void)op, NULL; }
+static inline int default_memory(const Op* op, size_t i) { return (void)op, (void)i, 0; }
+static inline int always(const Op* op, size_t i) { return (void)op, (void)i, REQUIRED; }
+static inline size_t one(const Op* op) { return (void)op, 1; }
+static inline int first_version(const Op* op) { return (void)op, 1; }
+static inline int last_version(const Op* op) { return (void)op, INT32_MAX; }
+
+#define OPERATOR(NAME, INPUTS, INPUT_TYPE, INPUT_PRESENCE, OUTPUTS, OUTPUT_TYPE, CREATE, COMPUTE)                      \
+  {.version = ORT_VERSION, .name = NAME, .provider = default_provider, .input_count = INPUTS,                         \
+   .input_type = INPUT_TYPE, .input_presence = INPUT_PRESENCE, .input_memory = default_memory,                        \
+   .output_count = OUTPUTS, .output_type = OUTPUT_TYPE, .output_presence = always, .create = CREATE,                  \
+   .compute = COMPUTE, .destroy = free, .start_version = first_version, .end_version = last_version}
+
+extern Op block_gather_op, linear_ops[4];
 
 #endif

@@ -1,14 +1,18 @@
 """ONNX Runtime on CPU: GroupQueryAttention over in-place KV buffers, block-quantized products.
 
 ``LIBRARIES`` enter the fingerprint; ``PASSES`` lower the portable graph, ``KERNEL_PASSES`` among them its linears;
-``open_engine`` runs a bundle.
+``complete`` adds the kernels of our own that a graph names; ``open_engine`` runs a bundle.
 """
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import onnx_ir as ir
+
     from engines.bundle import EngineBundle
     from engines.protocol import Engine
     from pipeline.artifact import Artifact
@@ -20,8 +24,10 @@ def __getattr__(name: str) -> Any:
     if name not in ("PASSES", "KERNEL_PASSES"):
         raise AttributeError(name)
     from engines.passes import (
+        block_linears,
         embedding,
         grouped_query_attention,
+        linear_inputs,
         linear_kernels,
         linears,
         logit_rows,
@@ -34,7 +40,7 @@ def __getattr__(name: str) -> Any:
         static_int8_linears,
     )
 
-    kernels = (static_int8_linears, linear_kernels)
+    kernels = (static_int8_linears, block_linears, linear_kernels)
     if name == "KERNEL_PASSES":
         return kernels
     return (
@@ -48,8 +54,24 @@ def __getattr__(name: str) -> Any:
         logit_rows,
         next_tokens,
         *kernels,
+        linear_inputs,
         embedding,
     )
+
+
+def library_folder() -> Path:
+    """Where the kernels of our own lie, compiled; a folder without them where they would not run."""
+    from engines.native import compiler, unsupported
+
+    return compiler.CACHE if unsupported() else compiler.library().parent
+
+
+def complete(model: ir.Model, folder: Path) -> None:
+    """Put into a bundle's folder what its graph needs beside itself."""
+    from engines import native
+
+    if native.DOMAIN in {node.domain for node in model.graph.all_nodes()}:
+        shutil.copyfile(library_folder() / native.LIBRARY, folder / native.LIBRARY)
 
 
 def open_engine(bundle: Artifact[EngineBundle], *, threads: int, slots: int | None) -> Engine:

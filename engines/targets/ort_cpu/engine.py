@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from engines.bundle import NEXT_TOKENS, EngineBundle
 from engines.protocol import FloatArray, TokenArray
+from engines.sessions import cpu_options
 from engines.step_inputs import StepInputs, check_copy, decode_inputs, prefill_inputs
-from engines.threads import physical_cores
 from pipeline.artifact import Artifact
 
 # A prompt is fed in pieces: attention then skips most of what causality hides, and a long prompt needs no more memory
@@ -53,10 +53,7 @@ class OrtCpuEngine:
     def __init__(self, bundle: Artifact[EngineBundle], *, threads: int = 0, slots: int | None = None) -> None:
         self._bundle = bundle
         io = bundle.record.io
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = threads or physical_cores()
-        options.inter_op_num_threads = 1
-        options.log_severity_level = 3
+        options = cpu_options(threads, bundle.folder)
         self._session = ort.InferenceSession(
             str(bundle.folder / "model.onnx"), options, providers=["CPUExecutionProvider"]
         )

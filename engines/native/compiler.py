@@ -1,0 +1,70 @@
+"""Makes a library of ``source/*.c`` with a compiler that comes as a wheel, so that none need be on the machine.
+
+The compiler is pinned and told all about its target, so the same sources give the same bytes on any machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+from engines.native import LIBRARY
+from pipeline.errors import BuildError
+
+CACHE = Path.home() / ".cache" / "tapeout" / "kernels"
+SOURCE = Path(__file__).parent / "source"
+COMPILER = "ziglang"
+FLAGS = (
+    *("-std=c11", "-O3", "-Wall", "-Wextra", "-Werror"),
+    *("-target", "x86_64-linux-gnu.2.28", "-mcpu=x86_64_v4+avx512vnni", "-mprefer-vector-width=512"),
+    *("-shared", "-fPIC", "-fvisibility=hidden", "-s"),
+)
+
+
+def library() -> Path:
+    """The library, compiled once for these sources and this compiler. :class:`BuildError` where there is none."""
+    if importlib.util.find_spec(COMPILER) is None:
+        raise BuildError(
+            f"no compiler: the package {COMPILER} is not installed",
+            expected="it beside the passes, for kernels of our own",
+            remedy="pip install 'tapeout[pipeline]'",
+        )
+    folder = CACHE / _key()
+    path = folder / LIBRARY
+    if not path.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        _compile(path)
+    return path
+
+
+def _key() -> str:
+    content = hashlib.sha256(repr((metadata.version(COMPILER), FLAGS)).encode())
+    for path in sorted(SOURCE.iterdir()):
+        content.update(path.name.encode() + b"\0" + path.read_bytes())
+    return content.hexdigest()[:16]
+
+
+def _compile(path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent) as own:  # others may be compiling the same
+        partial = Path(own) / path.name
+        sources = sorted(file.name for file in SOURCE.glob("*.c"))
+        done = subprocess.run(
+            [sys.executable, "-m", COMPILER, "cc", *FLAGS, "-o", str(partial), *sources],
+            cwd=SOURCE,
+            capture_output=True,
+            text=True,
+            env=os.environ | {"ZIG_GLOBAL_CACHE_DIR": str(CACHE / "compiler")},
+        )
+        if done.returncode:
+            raise BuildError(
+                f"the kernels in {SOURCE} do not compile: {done.stderr.strip()[-2000:]}",
+                expected="a library",
+                remedy=f"reinstall {COMPILER} in the version that pyproject.toml names",
+            )
+        partial.replace(path)

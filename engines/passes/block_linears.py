@@ -1,0 +1,136 @@
+"""Linears over codes become BlockLinear, a kernel of our own that is bound by memory at one row and by VNNI at many.
+
+    Linear(x) over codes   ->   BlockLinear(x, codes, scales[, zero points][, bias])
+
+What it computes is what MatMulNBits does at accuracy level 4: inputs rounded to int8 for every row and block. Codes of
+4, 6 and 8 bits are packed as the kernel reads them (engines/native/source/block_linear.c):
+
+tile   16 output channels, the lanes of a vector; N is padded to whole tiles
+step   4 input channels: a step of a tile is 64 codes, lane by lane
+8 bits   64 bytes a step
+4 bits   64 bytes a pair of steps, the first in the low nibbles
+6 bits   192 bytes four steps: 64 with the low four bits of the first two, 64 of the others, 64 with all high bits
+
+Scales and zero points follow tile by tile, ``[tiles, blocks, 16]``; scales are float16 where that loses nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from engines.bundle import Product
+from engines.native import DOMAIN, unsupported
+from engines.passes.base import Lowering, Outcome, initializer, new_value, replace
+from engines.passes.float_linears import label_of
+from engines.passes.linear_kernels import one_format, stacked_bias
+from engines.passes.linears import biases_of, is_linear, out_features_of, weights_of
+
+TILE, STEP = 16, 4  # output channels, input channels
+
+
+def run(lowering: Lowering) -> Outcome:
+    nodes = [n for n in lowering.model.graph if is_linear(n)]
+    reason = unsupported()
+    if reason or not nodes:
+        return Outcome(
+            0, (f"every linear: {reason}; left to the next kernel pass" if reason else "no linear in the graph",)
+        )
+    matched, declined = 0, list[str]()
+    for node in nodes:
+        parts = [lowering.weights.linear(name) for name in weights_of(node)]
+        label = label_of(lowering, node)
+        if not all(hasattr(part, "codes") for part in parts):
+            declined.append(f"{label}: it is not quantized; left to the next kernel pass")
+            continue
+        _lower(lowering, node, label, parts)
+        matched += 1
+    if matched:
+        lowering.model.opset_imports[DOMAIN] = 1
+    return Outcome(matched, tuple(declined))
+
+
+def _lower(lowering: Lowering, node: ir.Node, label: str, parts: list[Any]) -> None:
+    one_format(label, parts)
+    first, model = parts[0], lowering.model
+    codes = np.concatenate([part.codes for part in parts])
+    inputs: list[ir.Value | None] = [node.inputs[0], *table(model, label, first, parts)]
+    inputs.append(stacked_bias(lowering, label, biases_of(node)))
+    while inputs[-1] is None:
+        inputs.pop()
+    product = ir.node(
+        "BlockLinear",
+        inputs,
+        attributes={"N": codes.shape[0]} | attributes(first, inputs[2]),
+        domain=DOMAIN,
+        outputs=[new_value(f"{label}.matmul", node.outputs[0])],
+    )
+    symmetry = "sym" if first.zero_points is None else "asym"
+    lowering.plan[label] = f"BlockLinear {first.bits}-bit g{first.group_size} {symmetry}"
+    replace(model, [node], [product], {node.outputs[0]: product.outputs[0]})
+    lowering.products.append(
+        Product(value=product.outputs[0].name or "", weights=tuple(weights_of(node)), rows=tuple(out_features_of(node)))
+    )
+
+
+def table(model: ir.Model, label: str, first: Any, parts: list[Any]) -> list[ir.Value | None]:
+    """Codes, scales and zero points of stacked parts, packed; zero points are None where there are none."""
+    codes = np.concatenate([part.codes for part in parts])
+    scales = np.concatenate([part.scales for part in parts]).astype(np.float32)
+    zero_points = None
+    if first.zero_points is not None:
+        stacked = np.concatenate([part.zero_points for part in parts])
+        zero_points = initializer(model, f"{label}.zero_points", by_tile(stacked))
+    half = scales.astype(np.float16)
+    exact = bool(np.array_equal(half.astype(np.float32), scales))
+    return [
+        initializer(model, f"{label}.codes", packed(codes, first.bits)),
+        initializer(model, f"{label}.scales", by_tile(half if exact else scales)),
+        zero_points,
+    ]
+
+
+def attributes(first: Any, scales: ir.Value | None) -> dict[str, int]:
+    """What the kernels must know of a table beside its tensors."""
+    assert scales is not None
+    return {
+        "K": first.codes.shape[1],
+        "bits": first.bits,
+        "block_size": first.group_size,
+        "half_scales": int(scales.dtype == ir.DataType.FLOAT16),
+        "symmetric": int(first.zero_points is None),
+    }
+
+
+def packed(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+    """``[N, K]`` codes as the kernels read them, ``[tiles, 16 · K · bits / 8]``. K is a multiple of 16.
+
+    >>> packed(np.arange(32, dtype=np.uint8).reshape(2, 16) % 16, 4).shape
+    (1, 128)
+    """
+    outputs, columns = codes.shape
+    tiles = -(-outputs // TILE)
+    padded = np.full((tiles * TILE, columns), 1 << (bits - 1), np.uint8)
+    padded[:outputs] = codes
+    steps = padded.reshape(tiles, TILE, columns // STEP, STEP).transpose(0, 2, 1, 3).reshape(tiles, -1, TILE * STEP)
+    if bits == 8:
+        return np.ascontiguousarray(steps).reshape(tiles, -1)
+    if bits == 4:
+        return (steps[:, 0::2] | (steps[:, 1::2] << 4)).reshape(tiles, -1)
+    fours = steps.reshape(tiles, columns // (4 * STEP), 4, TILE * STEP)
+    low, high = fours & 15, fours >> 4
+    first, second = (low[:, :, at] | (low[:, :, at + 1] << 4) for at in (0, 2))
+    top = high[:, :, 0] | (high[:, :, 1] << 2) | (high[:, :, 2] << 4) | (high[:, :, 3] << 6)
+    return np.stack([first, second, top], axis=2).reshape(tiles, -1)
+
+
+def by_tile(values: NDArray[Any]) -> NDArray[Any]:
+    """``[N, blocks]`` as ``[tiles, blocks, 16]``; lanes beyond N have the number one."""
+    outputs, blocks = values.shape
+    tiles = -(-outputs // TILE)
+    padded = np.ones((tiles * TILE, blocks), values.dtype)
+    padded[:outputs] = values
+    return np.ascontiguousarray(padded.reshape(tiles, TILE, blocks).transpose(0, 2, 1))

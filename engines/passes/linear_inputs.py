@@ -1,0 +1,99 @@
+"""What comes right before a native product is done while it rounds its inputs, and is never written to memory.
+
+    s = a + b, norm(s, w)  ->  BlockLinear                   becomes   ResidualNormLinear(a, b, w, ...), which returns s too
+    norm(x, w)             ->  BlockLinear                   becomes   NormLinear(x, w, ...)
+    silu(first half of x) * second half  ->  BlockLinear     becomes   GatedLinear(x, ...)
+
+Norms are root-mean-square norms. What has other users as well stays a node of its own.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from engines.native import DOMAIN
+from engines.passes.base import Lowering, Outcome, attribute, new_value, only_use, producer_of, replace
+
+
+def run(lowering: Lowering) -> Outcome:
+    nodes = [n for n in lowering.model.graph if n.domain == DOMAIN and n.op_type == "BlockLinear"]
+    matched, declined = 0, list[str]()
+    for node in nodes:
+        x = node.inputs[0]
+        assert x is not None
+        reason = _norm(lowering.model, node, x) and _gate(lowering.model, node, x)
+        if reason:
+            declined.append(f"{(node.outputs[0].name or '').removesuffix('.matmul')}: {reason}")
+        else:
+            matched += 1
+    return Outcome(matched, tuple(declined) if nodes else ("no native product in the graph",))
+
+
+def _norm(model: ir.Model, node: ir.Node, x: ir.Value) -> str:
+    """Take the norm before a product into it; the returned text says why not."""
+    skip, plain = (producer_of(x, f"{prefix}SimplifiedLayerNormalization") for prefix in ("Skip", ""))
+    norm = skip or plain
+    if norm is None:
+        return "no norm right before it"
+    if only_use(x) is not node:
+        return "others read the norm before it, too"
+    if skip is not None and len(skip.inputs) > 3:
+        return "the sum before its norm has a bias"
+    epsilon = attribute(norm, "epsilon", 1e-5)
+    if skip is None:
+        _fuse(model, node, norm, "NormLinear", [norm.inputs[0], norm.inputs[1]], epsilon)
+    else:
+        total = norm.outputs[3] if len(norm.outputs) > 3 else None
+        _fuse(model, node, norm, "ResidualNormLinear", list(norm.inputs), epsilon, total)
+    return ""
+
+
+def _gate(model: ir.Model, node: ir.Node, x: ir.Value) -> str:
+    """Take the gated activation before a product into it; the returned text says why not."""
+    product = producer_of(x, "Mul")
+    if product is None:
+        return "neither a norm nor a gate right before it"
+    if only_use(x) is not node:
+        return "others read the gated activation before it, too"
+    gate, up = product.inputs
+    assert gate is not None and up is not None
+    activation = producer_of(gate, "QuickGelu")
+    if activation is None:
+        activation, up = producer_of(up, "QuickGelu"), gate
+    if activation is None or attribute(activation, "alpha", 1.702) != 1.0:
+        return "its gate is not SiLU"
+    source = activation.inputs[0]
+    assert source is not None
+    split = producer_of(source, "Split")
+    if split is None or len(split.outputs) != 2 or split.outputs[0] is not source or split.outputs[1] is not up:
+        return "its gate and what it gates are not the halves of one product"
+    halves = split.inputs[0]
+    assert halves is not None
+    _fuse(model, node, product, "GatedLinear", [halves])
+    return ""
+
+
+def _fuse(
+    model: ir.Model,
+    node: ir.Node,
+    before: ir.Node,
+    kind: str,
+    inputs: list[ir.Value | None],
+    epsilon: float | None = None,
+    total: ir.Value | None = None,
+) -> None:
+    """``total``: the sum before a norm, where others may read it."""
+    attributes = dict(node.attributes)
+    if epsilon is not None:
+        attributes["epsilon"] = ir.AttrFloat32("epsilon", epsilon)
+    product = node.outputs[0]
+    name, product.name = product.name or "", f"{product.name}.alone"
+    outputs = {product: new_value(name, product)}  # of the name that the bundle's record knows
+    if kind == "ResidualNormLinear":
+        outputs[total or ir.Value()] = new_value(f"{name}.sum", total or before.inputs[0])
+    fused = ir.node(
+        kind, [*inputs, *node.inputs[1:]], attributes=attributes, domain=DOMAIN, outputs=list(outputs.values())
+    )
+    if total is None:
+        outputs = {product: fused.outputs[0]}
+    replace(model, [before, node], [fused], outputs)
