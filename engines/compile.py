@@ -94,8 +94,9 @@ def build(
             kv_dtype=kv_dtype,
             progress=progress,
         )
-        if hasattr(module, "complete"):
-            module.complete(lowering.model, draft.folder)
+        complete: Callable[[ir.Model, Path], None] | None = getattr(module, "complete", None)
+        if complete is not None:
+            complete(lowering.model, draft.folder)
         draft.finish(
             EngineBundle(**lowered.said(), target=target, fingerprint=fingerprint_here(module)), parents=parents
         )

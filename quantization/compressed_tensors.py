@@ -76,7 +76,7 @@ class Checkpoint:
         rows, columns = (int(n) for n in self._read(f"{module}.weight_shape"))
         words = self._read(f"{module}.weight_packed")
         scales = self._read(f"{module}.weight_scale").astype(np.float32)
-        bits = next((b for b in _BITS if -(-columns * b // 32) == words.shape[1]), None)
+        bits: Bits | None = next((b for b in _BITS if -(-columns * b // 32) == words.shape[1]), None)
         if bits is None or words.shape[0] != rows or columns % scales.shape[1]:
             raise QuantizationError(
                 f"{name} {[rows, columns]} has {list(words.shape)} packed words and {list(scales.shape)} scales",

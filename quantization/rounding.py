@@ -213,8 +213,12 @@ def unpack(words: NDArray[np.int32], bits: int, columns: int) -> CodeArray:
     if bits == 6:
         threes = np.pad(octets, ((0, 0), (0, -octets.shape[1] % 3))).reshape(len(octets), -1, 3)
         low, middle, high = (threes[:, :, at] for at in range(3))
-        parts = [low & 63, (low >> 6) | (middle & 15) << 2, (middle >> 4) | (high & 3) << 4, high >> 2]
-        return np.stack(parts, axis=2).reshape(len(octets), -1)[:, :columns]
+        unpacked = np.empty((*threes.shape[:2], 4), np.uint8)
+        unpacked[:, :, 0] = low & 63
+        unpacked[:, :, 1] = (low >> 6) | (middle & 15) << 2
+        unpacked[:, :, 2] = (middle >> 4) | (high & 3) << 4
+        unpacked[:, :, 3] = high >> 2
+        return unpacked.reshape(len(octets), -1)[:, :columns]
     codes = np.empty((octets.shape[0], octets.shape[1] * 2), np.uint8)
     codes[:, 0::2] = octets & np.uint8(0x0F)
     codes[:, 1::2] = octets >> np.uint8(4)

@@ -119,12 +119,17 @@ def packed(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
     if bits == 8:
         return np.ascontiguousarray(steps).reshape(tiles, -1)
     if bits == 4:
-        return (steps[:, 0::2] | (steps[:, 1::2] << 4)).reshape(tiles, -1)
+        return _joined(steps[:, 0::2], steps[:, 1::2], 4).reshape(tiles, -1)
     fours = steps.reshape(tiles, columns // (4 * STEP), 4, TILE * STEP)
     low, high = fours & 15, fours >> 4
-    first, second = (low[:, :, at] | (low[:, :, at + 1] << 4) for at in (0, 2))
-    top = high[:, :, 0] | (high[:, :, 1] << 2) | (high[:, :, 2] << 4) | (high[:, :, 3] << 6)
+    first, second = (_joined(low[:, :, at], low[:, :, at + 1], 4) for at in (0, 2))
+    top = _joined(_joined(high[:, :, 0], high[:, :, 1], 2), _joined(high[:, :, 2], high[:, :, 3], 2), 4)
     return np.stack([first, second, top], axis=2).reshape(tiles, -1)
+
+
+def _joined(low: NDArray[np.uint8], high: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+    """Bytes of both, ``high`` above the lowest ``bits``."""
+    return np.bitwise_or(low, np.left_shift(high, np.uint8(bits)), dtype=np.uint8)
 
 
 def by_tile(values: NDArray[Any]) -> NDArray[Any]:

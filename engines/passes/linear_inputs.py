@@ -1,8 +1,8 @@
 """What comes right before a native product is done while it rounds its inputs, and is never written to memory.
 
-    s = a + b, norm(s, w)  ->  BlockLinear                   becomes   ResidualNormLinear(a, b, w, ...), which returns s too
-    norm(x, w)             ->  BlockLinear                   becomes   NormLinear(x, w, ...)
-    silu(first half of x) * second half  ->  BlockLinear     becomes   GatedLinear(x, ...)
+    s = a + b, norm(s, w), BlockLinear                ->   ResidualNormLinear(a, b, w, ...), which returns s, too
+    norm(x, w), BlockLinear                           ->   NormLinear(x, w, ...)
+    silu(first half of x) * second half, BlockLinear  ->   GatedLinear(x, ...)
 
 Norms are root-mean-square norms. What has other users as well stays a node of its own.
 """
