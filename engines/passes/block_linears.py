@@ -121,7 +121,7 @@ def packed(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
     if bits == 4:
         return _joined(steps[:, 0::2], steps[:, 1::2], 4).reshape(tiles, -1)
     fours = steps.reshape(tiles, columns // (4 * STEP), 4, TILE * STEP)
-    low, high = fours & 15, fours >> 4
+    low, high = (fours & np.uint8(15)).astype(np.uint8), (fours >> np.uint8(4)).astype(np.uint8)
     first, second = (_joined(low[:, :, at], low[:, :, at + 1], 4) for at in (0, 2))
     top = _joined(_joined(high[:, :, 0], high[:, :, 1], 2), _joined(high[:, :, 2], high[:, :, 3], 2), 4)
     return np.stack([first, second, top], axis=2).reshape(tiles, -1)

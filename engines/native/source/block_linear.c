@@ -9,6 +9,7 @@
      GatedLinear         x [.., 2K]                           silu(first half) * second half
      NormLinear          x [.., K], weight [K]                x / rms(x) * weight
      ResidualNormLinear  a [.., K], b [.., K], weight [K]     the same of a + b, which is a second output
+     ArgmaxLinear        x [.., K]                            x; instead of y the place of its largest value, the first
 
    All take codes, scales, zero points and bias after these; engines/passes/block_linears.py packs them.
 
@@ -30,7 +31,7 @@ enum { SHARED_INPUTS = 1 << 13 };
 enum { PARTS = 16 }; /* of the columns, dealt to the threads */
 enum { LANES = 16, TILE = LANES, STEP = 4, ROWS = 6 };
 
-typedef enum { PLAIN, GATED, NORM, RESIDUAL_NORM } Kind;
+typedef enum { PLAIN, GATED, NORM, RESIDUAL_NORM, ARGMAX } Kind;
 
 typedef struct {
   Api api;
@@ -38,6 +39,12 @@ typedef struct {
   int64_t N, K, block, bits, half_scales, symmetric;
   float epsilon;
 } Kernel;
+
+/* The largest values of a row, in every lane of its tiles, and their columns. */
+typedef struct {
+  float value[TILE];
+  int32_t column[TILE];
+} Largest;
 
 typedef struct {
   const Kernel* kernel;
@@ -52,6 +59,7 @@ typedef struct {
   const uint8_t* zeros;
   const float* bias;
   float* y;
+  Largest* largest; /* [parts, M] instead of y */
   int8_t* rounded; /* [M, K] */
   float* steps;    /* [M, B] size of a code of x */
   int32_t* sums;   /* [M, B] sum of a block's codes; times the midpoint where zero points are all the same */
@@ -67,7 +75,7 @@ static inline __m512 scale_at(const Work* w, int64_t tile, int64_t block) {
 static const float* inputs_of(const Work* w, size_t row, float* made) {
   const Kernel* k = w->kernel;
   const int64_t K = k->K;
-  if (k->kind == PLAIN) return w->x + row * K;
+  if (k->kind == PLAIN || k->kind == ARGMAX) return w->x + row * K;
   if (k->kind == GATED) {
     const float *gate = w->x + row * 2 * K, *up = gate + K;
     for (int64_t i = 0; i < K; i += LANES)
@@ -146,7 +154,14 @@ static inline __attribute__((always_inline)) __m512i codes_at(const uint8_t* til
 }
 
 /* `rows` rows by `tiles` tiles. All but `w`, `tile` and `row` are constants where this is inlined. */
-static inline __attribute__((always_inline)) void product(const Work* w, int64_t tile, int64_t row, const int rows,
+static inline void keep_largest(Largest* largest, __m512 y, int64_t column, __mmask16 valid) {
+  __mmask16 more = _mm512_mask_cmp_ps_mask(valid, y, _mm512_loadu_ps(largest->value), _CMP_GT_OQ);
+  __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  _mm512_mask_storeu_ps(largest->value, more, y);
+  _mm512_mask_storeu_epi32(largest->column, more, _mm512_add_epi32(lanes, _mm512_set1_epi32((int32_t)column)));
+}
+
+static inline __attribute__((always_inline)) void product(const Work* w, Largest* largest, int64_t tile, int64_t row, const int rows,
                                                           const int tiles, const int bits) {
   const Kernel* k = w->kernel;
   const int64_t K = k->K, block_steps = k->block / STEP;
@@ -192,21 +207,24 @@ static inline __attribute__((always_inline)) void product(const Work* w, int64_t
     __mmask16 mask = left >= TILE ? 0xffff : (__mmask16)((1u << left) - 1);
     __m512 bias = w->bias ? _mm512_maskz_loadu_ps(mask, w->bias + column) : _mm512_setzero_ps();
     EACH for (int r = 0; r < rows; r++)
-      _mm512_mask_storeu_ps(w->y + (row + r) * k->N + column, mask, _mm512_add_ps(y[r][t], bias));
+      if (largest)
+        keep_largest(largest + row + r, _mm512_add_ps(y[r][t], bias), column, mask);
+      else
+        _mm512_mask_storeu_ps(w->y + (row + r) * k->N + column, mask, _mm512_add_ps(y[r][t], bias));
   }
 }
 
 #define ALL_ROWS(bits, tiles)                            \
   switch (rows) {                                        \
-    case 1: product(w, tile, row, 1, tiles, bits); break; \
-    case 2: product(w, tile, row, 2, tiles, bits); break; \
-    case 3: product(w, tile, row, 3, tiles, bits); break; \
-    case 4: product(w, tile, row, 4, tiles, bits); break; \
-    case 5: product(w, tile, row, 5, tiles, bits); break; \
-    case 6: product(w, tile, row, 6, tiles, bits); break; \
+    case 1: product(w, largest, tile, row, 1, tiles, bits); break; \
+    case 2: product(w, largest, tile, row, 2, tiles, bits); break; \
+    case 3: product(w, largest, tile, row, 3, tiles, bits); break; \
+    case 4: product(w, largest, tile, row, 4, tiles, bits); break; \
+    case 5: product(w, largest, tile, row, 5, tiles, bits); break; \
+    case 6: product(w, largest, tile, row, 6, tiles, bits); break; \
   }
 
-static void panel(const Work* w, int64_t tile, int tiles, int64_t row, int rows) {
+static void panel(const Work* w, Largest* largest, int64_t tile, int tiles, int64_t row, int rows) {
   if (w->kernel->bits == 8) {
     if (tiles == 2) ALL_ROWS(8, 2) else ALL_ROWS(8, 1)
   } else if (w->kernel->bits == 6) {
@@ -221,11 +239,28 @@ static void columns(void* state, size_t part) {
   const Work* w = state;
   int64_t first = w->tiles * part / w->parts, end = w->tiles * (part + 1) / w->parts;
   int64_t groups = (w->M + ROWS - 1) / ROWS;
+  Largest* largest = w->largest ? w->largest + part * w->M : NULL;
+  for (int64_t row = 0; largest && row < w->M; row++)
+    for (int lane = 0; lane < TILE; lane++) largest[row].value[lane] = -INFINITY, largest[row].column[lane] = INT32_MAX;
   for (int64_t tile = first; tile < end; tile += 2)
     for (int64_t g = 0; g < groups; g++) {
       int64_t row = w->M * g / groups;
-      panel(w, tile, end - tile >= 2 ? 2 : 1, row, (int)(w->M * (g + 1) / groups - row));
+      panel(w, largest, tile, end - tile >= 2 ? 2 : 1, row, (int)(w->M * (g + 1) / groups - row));
     }
+}
+
+static int64_t first_of_largest(const Work* w, int64_t row) {
+  float value = -INFINITY;
+  int32_t column = INT32_MAX;
+  for (int64_t part = 0; part < w->parts; part++) {
+    const Largest* found = w->largest + part * w->M + row;
+    for (int lane = 0; lane < TILE; lane++)
+      if (found->value[lane] > value || (found->value[lane] == value && found->column[lane] < column)) {
+        value = found->value[lane];
+        column = found->column[lane];
+      }
+  }
+  return column == INT32_MAX ? 0 : column; /* not a number anywhere */
 }
 
 static Status* compute(void* self, Context* context) {
@@ -247,22 +282,28 @@ static Status* compute(void* self, Context* context) {
   w.scales = data_of(api, input(api, context, next++));
   w.zeros = data_of(api, input(api, context, next++));
   w.bias = data_of(api, input(api, context, next));
+  int64_t* chosen = NULL;
   dims[rank - 1] = k->N;
-  w.y = output(api, context, 0, dims, rank);
+  if (k->kind == ARGMAX)
+    chosen = output(api, context, 0, dims, rank - 1);
+  else
+    w.y = output(api, context, 0, dims, rank);
   if (!w.M) return NULL;
-  size_t codes = (w.M * k->K + 63) / 64 * 64, blocks = w.M * w.blocks;
-  uint8_t* memory = scratch(SCRATCH_LINEAR, codes + blocks * 8);
+  w.parts = w.tiles < PARTS ? w.tiles : PARTS;
+  size_t codes = (w.M * k->K + 63) / 64 * 64, blocks = w.M * w.blocks, candidates = chosen ? w.parts * w.M : 0;
+  uint8_t* memory = scratch(SCRATCH_LINEAR, codes + blocks * 8 + candidates * sizeof(Largest));
   if (!memory) return failure(api, ERROR_FAIL, "a block-quantized product: out of memory");
   w.rounded = (int8_t*)memory;
   w.steps = (float*)(memory + codes);
   w.sums = (int32_t*)(memory + codes + 4 * blocks);
+  if (chosen) w.largest = (Largest*)(memory + codes + 8 * blocks);
   if (w.M * k->K < SHARED_INPUTS)
     for (int64_t row = 0; row < w.M; row++) round_row(&w, row);
   else
     parallel(api, context, round_row, w.M, &w);
   if (w.failed) return failure(api, ERROR_FAIL, "a block-quantized product: out of memory");
-  w.parts = w.tiles < PARTS ? w.tiles : PARTS;
   parallel(api, context, columns, w.parts, &w);
+  for (int64_t row = 0; chosen && row < w.M; row++) chosen[row] = first_of_largest(&w, row);
   return NULL;
 }
 
@@ -287,12 +328,13 @@ static Status* create(const Op* op, Api api, const Info* info, void** self) {
 }
 
 static const char* name(const Op* op) {
-  static const char* const names[] = {"BlockLinear", "GatedLinear", "NormLinear", "ResidualNormLinear"};
+  static const char* const names[] = {"BlockLinear", "GatedLinear", "NormLinear", "ResidualNormLinear",
+                                      "ArgmaxLinear"};
   return names[op - linear_ops];
 }
 
 static size_t before_codes(const Op* op) {
-  static const size_t counts[] = {1, 1, 2, 3};
+  static const size_t counts[] = {1, 1, 2, 3, 1};
   return counts[op - linear_ops];
 }
 
@@ -305,7 +347,7 @@ static int input_type(const Op* op, size_t i) {
 
 static int input_presence(const Op* op, size_t i) { return i < before_codes(op) + 2 ? REQUIRED : OPTIONAL; }
 static size_t outputs(const Op* op) { return op - linear_ops == RESIDUAL_NORM ? 2 : 1; }
-static int output_type(const Op* op, size_t i) { return (void)op, (void)i, FLOAT; }
+static int output_type(const Op* op, size_t i) { return (void)i, op - linear_ops == ARGMAX ? INT64 : FLOAT; }
 
 #define LINEAR OPERATOR(name, inputs, input_type, input_presence, outputs, output_type, create, compute)
-Op linear_ops[] = {[PLAIN] = LINEAR, [GATED] = LINEAR, [NORM] = LINEAR, [RESIDUAL_NORM] = LINEAR};
+Op linear_ops[] = {[PLAIN] = LINEAR, [GATED] = LINEAR, [NORM] = LINEAR, [RESIDUAL_NORM] = LINEAR, [ARGMAX] = LINEAR};

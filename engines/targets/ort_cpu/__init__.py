@@ -27,6 +27,7 @@ def __getattr__(name: str) -> Any:
         block_linears,
         embedding,
         grouped_query_attention,
+        head_argmax,
         linear_inputs,
         linear_kernels,
         linears,
@@ -54,6 +55,7 @@ def __getattr__(name: str) -> Any:
         logit_rows,
         next_tokens,
         *kernels,
+        head_argmax,
         linear_inputs,
         embedding,
     )
