@@ -153,6 +153,6 @@ static inline int last_version(const Op* op) { return (void)op, INT32_MAX; }
    .output_count = OUTPUTS, .output_type = OUTPUT_TYPE, .output_presence = always, .create = CREATE,                  \
    .compute = COMPUTE, .destroy = free, .start_version = first_version, .end_version = last_version}
 
-extern Op block_gather_op, linear_ops[5];
+extern Op block_gather_op, cached_attention_floats_op, cached_attention_codes_op, linear_ops[5];
 
 #endif

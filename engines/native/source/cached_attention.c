@@ -1,0 +1,632 @@
+/* CachedAttention: rotary, attention over a cache of keys and values, and the cache's new rows, in one operator.
+
+     query [B, S, H·D] float, key and value [B, S, KV·D] float; or query, key and value packed, [B, S, (H + 2·KV)·D]
+     past key and value [B, KV, T, D], float or int8 with scales [KV, D]; present ones where they lie, or a copy
+     lengths [B] int32, what a row's tokens are after this step, less one; tables of cosines and sines [.., D / 2]
+     y [B, S, H·D] float
+
+   Row b's tokens are the last S of its length. Each sees keys up to itself, the last `local_window_size` of them where
+   there is a window.
+
+   Work is cut into units: a row's queries of one key head, of a few neighbouring tokens. A unit passes its keys in
+   tiles of 64 from the first, with a softmax that is corrected as larger scores turn up. What a query computes depends
+   on its own keys alone, not on the batch, nor on how a prompt is cut into steps.
+
+   Codes are never scaled back. The scales of keys go into the query, which is written as a number of 24 bits in three
+   digits of 8, those of values into the result, and a weight is a number of 16 bits in two digits, by the largest of
+   its tile: products are sums of integers, four to an instruction, and exact. Three digits because scores of 20 and
+   more are common, and half a step of 16 bits would be felt in them.
+
+   Names: H query heads, KV key heads, D channels of a head, T tokens there is room for. A row is a query from where a
+   unit begins, a step what a lane multiplies at once: a channel, or four of codes. */
+#include "ort.h"
+
+#include <immintrin.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* Loops with it are written out: their arrays are registers. */
+#define EACH _Pragma("clang loop unroll(full)")
+#define INLINE static inline __attribute__((always_inline))
+
+/* ROWS by VECTORS sums are held in registers, a unit has about UNIT_ROWS queries. */
+enum { LANES = 16, VECTORS = 4, KEYS = LANES * VECTORS, ROWS = 6, DIGITS = 3, UNIT_ROWS = 48 };
+enum { FEW = 4096 }; /* products of a query and a key that are over before another thread has woken up */
+
+static const float HIDDEN = -1e30f, LOG2_E = 1.44269504f;
+static const float LARGEST_QUERY = 127 * 65536, LARGEST_WEIGHT = 65535;
+
+typedef struct {
+  Api api;
+  int64_t heads, kv_heads, rotary, interleaved, window;
+  float scale, softcap;
+} Kernel;
+
+typedef struct {
+  const Kernel* kernel;
+  int64_t B, S, D, T, group, codes;        /* codes: whether the cache is int8 */
+  const float *query, *key, *value;        /* of the first token */
+  int64_t query_stride, key_stride;        /* from a token to the next */
+  const char *past_key, *past_value;
+  char *present_key, *present_value;
+  const int32_t* last;
+  const float *cosines, *sines, *key_scale, *value_scale;
+  float* y;
+  int64_t tokens, blocks; /* a unit's tokens, units of a row and key head */
+} Work;
+
+/* A unit's memory. */
+typedef struct {
+  int64_t rows, first; /* position of the first token */
+  char* queries;       /* [rows, D] float, or [rows, DIGITS, D] int8 */
+  int32_t* offsets;    /* [rows, DIGITS] what makes up for the 128 that is added to a key's codes */
+  float* steps;        /* [rows] from a product to a score, in powers of two */
+  float* largest;      /* [rows] score so far */
+  float* sums;         /* [rows, LANES] of weights */
+  float* outputs;      /* [rows, D] sums of values times weights */
+  char* keys;          /* [steps, KEYS] words of four bytes: a tile, turned */
+  char* values;        /* [KEYS / 4, D] words of four codes, of four keys: a tile of codes */
+} Unit;
+
+/* 2 to the x times `unit`, exact where x is whole, 0 where x is far below. The polynomial, whose first coefficient is
+   held at 1, is the one of its degree that is nowhere off by more than 2e-7 of 2^f, for f from 0 to 1. */
+INLINE __m512 power(__m512 x, const float unit) {
+  __m512 f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  __m512 y = _mm512_set1_ps(0.0018671304f * unit);
+  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(0.0090170300f * unit));
+  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(0.055799913f * unit));
+  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(0.24016444f * unit));
+  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(0.69315130f * unit));
+  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(unit));
+  return _mm512_scalef_ps(y, x);
+}
+
+INLINE __m512 load(const void* from) { return _mm512_loadu_ps(from); }
+INLINE __m512i load_words(const void* from) { return _mm512_loadu_si512(from); }
+INLINE __m512i same_word(const void* from) {
+  int32_t word;
+  memcpy(&word, from, 4);
+  return _mm512_set1_epi32(word);
+}
+
+/* Query or key at a position, turned. `to` may not be `from`. */
+static void rotate(const Work* w, const float* from, int64_t position, float* to) {
+  int64_t half = w->D / 2;
+  if (!w->kernel->rotary) {
+    memcpy(to, from, w->D * sizeof(float));
+    return;
+  }
+  const float *cosines = w->cosines + position * half, *sines = w->sines + position * half;
+  if (w->kernel->interleaved) {
+    for (int64_t i = 0; i < half; i++) {
+      to[2 * i] = from[2 * i] * cosines[i] - from[2 * i + 1] * sines[i];
+      to[2 * i + 1] = from[2 * i + 1] * cosines[i] + from[2 * i] * sines[i];
+    }
+    return;
+  }
+  for (int64_t i = 0; i < half; i += 8) {
+    __m256 c = _mm256_loadu_ps(cosines + i), s = _mm256_loadu_ps(sines + i);
+    __m256 a = _mm256_loadu_ps(from + i), b = _mm256_loadu_ps(from + half + i);
+    _mm256_storeu_ps(to + i, _mm256_fmsub_ps(a, c, _mm256_mul_ps(b, s)));
+    _mm256_storeu_ps(to + half + i, _mm256_fmadd_ps(b, c, _mm256_mul_ps(a, s)));
+  }
+}
+
+static void round_to_codes(const float* from, const float* scale, int64_t count, int8_t* to) {
+  for (int64_t i = 0; i < count; i += LANES) {
+    __m512 steps = _mm512_div_ps(load(from + i), load(scale + i));
+    _mm_storeu_si128((__m128i*)(to + i), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(steps)));
+  }
+}
+
+/* The new rows of a sequence's cache of one key head. */
+static void write(void* state, size_t index) {
+  const Work* w = state;
+  const Kernel* k = w->kernel;
+  int64_t b = index / k->kv_heads, head = index % k->kv_heads, D = w->D;
+  int64_t size = w->codes ? D : D * (int64_t)sizeof(float), first = w->last[b] + 1 - w->S, at = index * w->T * size;
+  if (w->present_key != w->past_key) memcpy(w->present_key + at, w->past_key + at, first * size);
+  if (w->present_value != w->past_value) memcpy(w->present_value + at, w->past_value + at, first * size);
+  float* turned = scratch(SCRATCH_ATTENTION, D * sizeof(float));
+  for (int64_t s = 0; s < w->S; s++) {
+    int64_t token = (b * w->S + s) * w->key_stride + head * D;
+    char *to_key = w->present_key + at + (first + s) * size, *to_value = w->present_value + at + (first + s) * size;
+    if (w->codes) {
+      rotate(w, w->key + token, first + s, turned);
+      round_to_codes(turned, w->key_scale + head * D, D, (int8_t*)to_key);
+      round_to_codes(w->value + token, w->value_scale + head * D, D, (int8_t*)to_value);
+    } else {
+      rotate(w, w->key + token, first + s, (float*)to_key);
+      memcpy(to_value, w->value + token, size);
+    }
+  }
+}
+
+static void split_query(const float* query, int64_t D, int8_t* digits, int32_t* offsets, float* step) {
+  __m512 largest = _mm512_setzero_ps();
+  for (int64_t i = 0; i < D; i += LANES) largest = _mm512_max_ps(largest, _mm512_abs_ps(load(query + i)));
+  float top = _mm512_reduce_max_ps(largest);
+  __m512 inverse = _mm512_set1_ps(top > 0 ? LARGEST_QUERY / top : 0.0f);
+  __m512i sums[DIGITS];
+  EACH for (int d = 0; d < DIGITS; d++) sums[d] = _mm512_setzero_si512();
+  for (int64_t i = 0; i < D; i += LANES) {
+    __m512i rest = _mm512_cvtps_epi32(_mm512_mul_ps(load(query + i), inverse));
+    EACH for (int d = DIGITS - 1; d >= 0; d--) {
+      __m128i digit = _mm512_cvtepi32_epi8(rest);
+      _mm_storeu_si128((__m128i*)(digits + d * D + i), digit);
+      sums[d] = _mm512_add_epi32(sums[d], _mm512_cvtepi8_epi32(digit));
+      rest = _mm512_srai_epi32(_mm512_add_epi32(rest, _mm512_set1_epi32(128)), 8);
+    }
+  }
+  EACH for (int d = 0; d < DIGITS; d++) offsets[d] = -128 * _mm512_reduce_add_epi32(sums[d]);
+  *step = top / LARGEST_QUERY;
+}
+
+/* Queries of `unit`, one after the other for the heads of a group and then for the next token. */
+static void take_queries(const Work* w, const Unit* unit, int64_t token, int64_t head) {
+  const Kernel* k = w->kernel;
+  int64_t D = w->D;
+  float* turned = (float*)unit->keys; /* not in use yet */
+  const float in_powers_of_two = k->scale * LOG2_E;
+  for (int64_t r = 0; r < unit->rows; r++) {
+    const float* from = w->query + (token + r / w->group) * w->query_stride + (head * w->group + r % w->group) * D;
+    unit->steps[r] = in_powers_of_two;
+    if (w->codes) {
+      rotate(w, from, unit->first + r / w->group, turned);
+      for (int64_t i = 0; i < D; i += LANES)
+        _mm512_storeu_ps(turned + i, _mm512_mul_ps(load(turned + i), load(w->key_scale + head * D + i)));
+      float step;
+      split_query(turned, D, (int8_t*)unit->queries + r * DIGITS * D, unit->offsets + r * DIGITS, &step);
+      unit->steps[r] *= step;
+    } else {
+      rotate(w, from, unit->first + r / w->group, (float*)unit->queries + r * D);
+    }
+    unit->largest[r] = HIDDEN;
+  }
+  memset(unit->sums, 0, unit->rows * LANES * sizeof(float));
+  memset(unit->outputs, 0, unit->rows * D * sizeof(float));
+}
+
+/* 16 rows of 16 words, turned. */
+INLINE void turn(__m512i x[LANES]) {
+  __m512i y[LANES];
+  EACH for (int i = 0; i < 16; i += 2) {
+    y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+    y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+  }
+  EACH for (int i = 0; i < 16; i += 4)
+    EACH for (int j = 0; j < 2; j++) {
+      x[i + 2 * j] = _mm512_unpacklo_epi64(y[i + j], y[i + 2 + j]);
+      x[i + 2 * j + 1] = _mm512_unpackhi_epi64(y[i + j], y[i + 2 + j]);
+    }
+  /* x[4i + j] lane l: words 4l + j of rows 4i .. 4i + 3 */
+  EACH for (int j = 0; j < 4; j++) {
+    __m512i low = _mm512_shuffle_i32x4(x[j], x[4 + j], 0x88), odd = _mm512_shuffle_i32x4(x[j], x[4 + j], 0xdd);
+    __m512i next = _mm512_shuffle_i32x4(x[8 + j], x[12 + j], 0x88), other = _mm512_shuffle_i32x4(x[8 + j], x[12 + j], 0xdd);
+    y[j] = _mm512_shuffle_i32x4(low, next, 0x88);
+    y[8 + j] = _mm512_shuffle_i32x4(low, next, 0xdd);
+    y[4 + j] = _mm512_shuffle_i32x4(odd, other, 0x88);
+    y[12 + j] = _mm512_shuffle_i32x4(odd, other, 0xdd);
+  }
+  EACH for (int i = 0; i < 16; i++) x[i] = y[i];
+}
+
+/* 16 keys' 16 words, or the `count` and `left` there are, turned. */
+INLINE void pack_square(const char* from, int64_t words, int64_t count, int64_t left, int codes, char* to) {
+  const __m512i change = _mm512_set1_epi8(codes ? (char)0x80 : 0);
+  const __mmask16 mask = (__mmask16)((1u << left) - 1);
+  __m512i x[LANES];
+  EACH for (int i = 0; i < LANES; i++)
+    x[i] = _mm512_xor_si512(_mm512_maskz_loadu_epi32(i < count ? mask : 0, from + 4 * i * words), change);
+  turn(x);
+  EACH for (int i = 0; i < LANES; i++)
+    if (i < left) _mm512_storeu_si512(to + 4 * i * KEYS, x[i]);
+}
+
+/* `count` keys of `words` words each, to `to` as [words, KEYS]. Codes become unsigned, as one side of an instruction's
+   product has to be, by 128 that are added to them. */
+INLINE void pack_keys(const char* from, int64_t count, int64_t words, const int codes, char* to) {
+  for (int64_t key = 0; key < count; key += LANES)
+    for (int64_t word = 0; word < words; word += LANES) {
+      const char* corner = from + 4 * (key * words + word);
+      char* column = to + 4 * (word * KEYS + key);
+      if (count - key >= LANES && words - word >= LANES)
+        pack_square(corner, words, LANES, LANES, codes, column);
+      else
+        pack_square(corner, words, count - key, words - word < LANES ? words - word : LANES, codes, column);
+    }
+}
+
+/* Codes of up to four values, to `to` as [D] words of four keys' codes. */
+INLINE void pack_four(const char* from, int64_t D, int64_t count, char* to) {
+  const __mmask16 second = count > 1 ? 0x00f0 : 0, third = count > 2 ? 0x0f00 : 0, fourth = count > 3 ? 0xf000 : 0;
+  const char *b = from + (count > 1 ? D : 0), *c = from + (count > 2 ? 2 * D : 0), *d = from + (count > 3 ? 3 * D : 0);
+  __m512i across = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  __m512i within = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+  __asm__("" : "+v"(across), "+v"(within)); /* or else the compiler makes ten instructions of the two */
+  for (int64_t i = 0; i < D; i += LANES) {
+    __m512i x = _mm512_zextsi128_si512(_mm_loadu_si128((const __m128i*)(from + i)));
+    x = _mm512_mask_broadcast_i32x4(x, second, _mm_loadu_si128((const __m128i*)(b + i)));
+    x = _mm512_mask_broadcast_i32x4(x, third, _mm_loadu_si128((const __m128i*)(c + i)));
+    x = _mm512_mask_broadcast_i32x4(x, fourth, _mm_loadu_si128((const __m128i*)(d + i)));
+    _mm512_storeu_si512(to + 4 * i, _mm512_shuffle_epi8(_mm512_permutexvar_epi32(across, x), within));
+  }
+}
+
+/* Codes of `count` values, to `to` as [count / 4, D] words of four keys' codes. */
+static void pack_values(const char* from, int64_t count, int64_t D, char* to) {
+  int64_t key = 0;
+  for (; key + 4 <= count; key += 4) pack_four(from + key * D, D, 4, to + key * D);
+  if (key < count) pack_four(from + key * D, D, count - key, to + key * D);
+}
+
+/* Products of `rows` queries with all keys of a tile. `rows` and `codes` are constants where this is inlined. */
+INLINE void multiply_keys(const Unit* unit, int64_t row, int64_t D, float (*products)[KEYS], const int rows,
+                          const int codes) {
+  if (!codes) {
+    const float* query = (const float*)unit->queries + row * D;
+    __m512 sum[ROWS][VECTORS];
+    EACH for (int r = 0; r < rows; r++)
+      EACH for (int v = 0; v < VECTORS; v++) sum[r][v] = _mm512_setzero_ps();
+    for (int64_t i = 0; i < D; i++) {
+      __m512 keys[VECTORS];
+      EACH for (int v = 0; v < VECTORS; v++) keys[v] = load(unit->keys + 4 * (i * KEYS + v * LANES));
+      EACH for (int r = 0; r < rows; r++) {
+        __m512 same = _mm512_set1_ps(query[r * D + i]);
+        EACH for (int v = 0; v < VECTORS; v++) sum[r][v] = _mm512_fmadd_ps(keys[v], same, sum[r][v]);
+      }
+    }
+    EACH for (int r = 0; r < rows; r++)
+      EACH for (int v = 0; v < VECTORS; v++) _mm512_storeu_ps(products[r] + v * LANES, sum[r][v]);
+    return;
+  }
+  const char* query = unit->queries + row * DIGITS * D;
+  const int32_t* offsets = unit->offsets + row * DIGITS;
+  __m512i sum[ROWS][VECTORS];
+  EACH for (int r = 0; r < rows; r++)
+    EACH for (int v = 0; v < VECTORS; v++) sum[r][v] = _mm512_set1_epi32(offsets[r * DIGITS]);
+  EACH for (int d = 0; d < DIGITS; d++) {
+    for (int64_t i = 0; i < D; i += 4) {
+      __m512i keys[VECTORS];
+      EACH for (int v = 0; v < VECTORS; v++) keys[v] = load_words(unit->keys + i * KEYS + 4 * v * LANES);
+      EACH for (int r = 0; r < rows; r++) {
+        __m512i same = same_word(query + (r * DIGITS + d) * D + i);
+        EACH for (int v = 0; v < VECTORS; v++) sum[r][v] = _mm512_dpbusd_epi32(sum[r][v], keys[v], same);
+      }
+    }
+    /* Two digits' sums are exact in 32 bits, for D up to 512. */
+    EACH for (int r = 0; r < rows; r++)
+      EACH for (int v = 0; v < VECTORS; v++) {
+        float* product = products[r] + v * LANES;
+        if (d == 0)
+          sum[r][v] = _mm512_add_epi32(_mm512_slli_epi32(sum[r][v], 8), _mm512_set1_epi32(offsets[r * DIGITS + 1]));
+        if (d == 1) {
+          _mm512_storeu_ps(product, _mm512_cvtepi32_ps(sum[r][v]));
+          sum[r][v] = _mm512_set1_epi32(offsets[r * DIGITS + 2]);
+        }
+        if (d == 2)
+          _mm512_storeu_ps(product, _mm512_fmadd_ps(load(product), _mm512_set1_ps(256), _mm512_cvtepi32_ps(sum[r][v])));
+      }
+  }
+}
+
+/* outputs = outputs · keep + (sum of `count` values times weights) · take, for `rows` queries and `vectors` of their
+   channels. All but the pointers, `count` and `D` are constants where this is inlined. */
+INLINE void multiply_values(const char* values, int64_t count, int64_t D, const char (*weights)[4 * KEYS],
+                            const float* keep, const float* take, float* outputs, const int rows, const int vectors,
+                            const int codes) {
+  __m512 result[ROWS][VECTORS];
+  if (codes) {
+    __m512i sum[ROWS][VECTORS];
+    EACH for (int r = 0; r < rows; r++)
+      EACH for (int v = 0; v < vectors; v++) sum[r][v] = _mm512_setzero_si512();
+    EACH for (int d = 0; d < 2; d++) {
+      for (int64_t key = 0; key < count; key += 4) {
+        __m512i four[VECTORS];
+        EACH for (int v = 0; v < vectors; v++) four[v] = load_words(values + key * D + 4 * v * LANES);
+        EACH for (int r = 0; r < rows; r++) {
+          __m512i same = same_word(weights[r] + 4 * key + 4 * d);
+          EACH for (int v = 0; v < vectors; v++) sum[r][v] = _mm512_dpbusd_epi32(sum[r][v], same, four[v]);
+        }
+      }
+      if (d == 0)
+        EACH for (int r = 0; r < rows; r++)
+          EACH for (int v = 0; v < vectors; v++) sum[r][v] = _mm512_slli_epi32(sum[r][v], 8);
+    }
+    EACH for (int r = 0; r < rows; r++)
+      EACH for (int v = 0; v < vectors; v++) result[r][v] = _mm512_cvtepi32_ps(sum[r][v]);
+  } else {
+    EACH for (int r = 0; r < rows; r++)
+      EACH for (int v = 0; v < vectors; v++) result[r][v] = _mm512_setzero_ps();
+    for (int64_t key = 0; key < count; key++) {
+      __m512 one[VECTORS];
+      EACH for (int v = 0; v < vectors; v++) one[v] = load(values + 4 * (key * D + v * LANES));
+      EACH for (int r = 0; r < rows; r++) {
+        __m512 same = _mm512_set1_ps(((const float*)weights[r])[key]);
+        EACH for (int v = 0; v < vectors; v++) result[r][v] = _mm512_fmadd_ps(same, one[v], result[r][v]);
+      }
+    }
+  }
+  EACH for (int r = 0; r < rows; r++)
+    EACH for (int v = 0; v < vectors; v++) {
+      float* at = outputs + r * D + v * LANES;
+      __m512 kept = _mm512_mul_ps(load(at), _mm512_set1_ps(keep[r]));
+      _mm512_storeu_ps(at, _mm512_fmadd_ps(result[r][v], _mm512_set1_ps(take[r]), kept));
+    }
+}
+
+/* The keys of a tile from `start` that a token at `position` sees, a bit each. */
+static uint64_t visible(const Kernel* k, int64_t position, int64_t start) {
+  int64_t end = position + 1 - start, begin = k->window ? end - k->window : 0;
+  if (end <= 0 || begin >= KEYS) return 0;
+  uint64_t seen = end >= KEYS ? ~0ull : (1ull << end) - 1;
+  return begin > 0 ? seen & ~((1ull << begin) - 1) : seen;
+}
+
+/* cap · tanh(score / cap), as tanh(x) = 1 - 2 / (exp(2x) + 1); scores are in powers of two. */
+INLINE __m512 limited(__m512 score, float cap) {
+  __m512 x = _mm512_mul_ps(score, _mm512_set1_ps(2 / cap));
+  x = _mm512_min_ps(x, _mm512_set1_ps(60));
+  x = _mm512_div_ps(_mm512_set1_ps(2), _mm512_add_ps(power(x, 1), _mm512_set1_ps(1)));
+  return _mm512_mul_ps(_mm512_sub_ps(_mm512_set1_ps(1), x), _mm512_set1_ps(cap * LOG2_E));
+}
+
+/* From products to weights of a tile, for up to ROWS queries; what of their sums to keep, and what to take of this
+   tile's. Codes' weights lie as multiply_values takes them: for four keys the high digits, the low ones, and nothing.
+   `plain`, a constant where this is inlined: all keys of the tile are seen, by all queries, and there is no cap. */
+INLINE void weigh(const Work* w, const Unit* unit, int64_t row, int rows, const uint64_t* seen, float (*scores)[KEYS],
+                  char (*weights)[4 * KEYS], float* keep, float* take, const int plain, const int codes) {
+  const __m512i digits = _mm512_broadcast_i32x4(_mm_setr_epi8(1, 5, 9, 13, 0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1));
+  const float cap = w->kernel->softcap;
+  float largest[LANES] = {0};
+  for (int r = 0; r < rows; r++) {
+    const float step = unit->steps[row + r];
+    __m512 top = _mm512_set1_ps(HIDDEN);
+    EACH for (int v = 0; v < VECTORS; v++) {
+      __m512 score = load(scores[r] + v * LANES);
+      if (!plain) {
+        score = _mm512_mul_ps(score, _mm512_set1_ps(step));
+        if (cap) score = limited(score, cap);
+        score = _mm512_mask_mov_ps(_mm512_set1_ps(HIDDEN), (__mmask16)(seen[r] >> (v * LANES)), score);
+        _mm512_storeu_ps(scores[r] + v * LANES, score);
+      }
+      top = _mm512_max_ps(top, score);
+    }
+    largest[r] = _mm512_reduce_max_ps(top) * (plain ? step : 1);
+  }
+  const __mmask16 mask = (__mmask16)((1u << rows) - 1);
+  __m512 before = _mm512_maskz_loadu_ps(mask, unit->largest + row), here = load(largest);
+  __m512 now = _mm512_max_ps(before, here);
+  _mm512_mask_storeu_ps(unit->largest + row, mask, now);
+  _mm512_storeu_ps(keep, power(_mm512_sub_ps(before, now), 1));
+  _mm512_storeu_ps(take, power(_mm512_sub_ps(here, now), 1));
+  for (int r = 0; r < rows; r++) {
+    const __m512 top = _mm512_set1_ps(largest[r]), step = _mm512_set1_ps(plain ? unit->steps[row + r] : 1);
+    __m512 sum = _mm512_setzero_ps();
+    __m512i whole = _mm512_setzero_si512();
+    EACH for (int v = 0; v < VECTORS; v++) {
+      __m512 x = _mm512_fmsub_ps(load(scores[r] + v * LANES), step, top);
+      x = power(x, codes ? LARGEST_WEIGHT : 1);
+      if (!plain) x = _mm512_maskz_mov_ps((__mmask16)(seen[r] >> (v * LANES)), x);
+      char* to = weights[r] + 4 * v * LANES;
+      if (codes) {
+        __m512i rounded = _mm512_cvtps_epi32(x);
+        whole = _mm512_add_epi32(whole, rounded);
+        _mm512_storeu_si512(to, _mm512_shuffle_epi8(rounded, digits));
+      } else {
+        sum = _mm512_add_ps(sum, x);
+        _mm512_storeu_ps(to, x);
+      }
+    }
+    if (codes) sum = _mm512_cvtepi32_ps(whole);
+    float* sums = unit->sums + (row + r) * LANES;
+    __m512 kept = _mm512_mul_ps(load(sums), _mm512_set1_ps(keep[r]));
+    _mm512_storeu_ps(sums, _mm512_fmadd_ps(sum, _mm512_set1_ps(take[r]), kept));
+  }
+}
+
+#define FOR_ROWS(call)      \
+  switch (rows) {           \
+    case 1: call(1); break; \
+    case 2: call(2); break; \
+    case 3: call(3); break; \
+    case 4: call(4); break; \
+    case 5: call(5); break; \
+    case 6: call(6); break; \
+  }
+
+/* A tile's `count` keys and values, for all queries of a unit. `codes` is a constant where this is inlined. */
+INLINE void attend_tile(const Work* w, const Unit* unit, const char* keys, const char* values, int64_t start,
+                        int64_t count, const int codes) {
+  const int64_t D = w->D, groups = (unit->rows + ROWS - 1) / ROWS;
+  pack_keys(keys, count, codes ? D / 4 : D, codes, unit->keys);
+  if (codes) {
+    pack_values(values, count, D, unit->values);
+    values = unit->values;
+  }
+  for (int64_t g = 0; g < groups; g++) {
+    const int64_t row = unit->rows * g / groups;
+    const int rows = (int)(unit->rows * (g + 1) / groups - row);
+    _Alignas(64) float scores[ROWS][KEYS];
+    _Alignas(64) char weights[ROWS][4 * KEYS];
+    _Alignas(64) float keep[LANES], take[LANES];
+#define KEYS_OF(n) multiply_keys(unit, row, D, scores, n, codes)
+    FOR_ROWS(KEYS_OF)
+    uint64_t seen[ROWS];
+    int plain = !w->kernel->softcap;
+    for (int r = 0; r < rows; r++) {
+      seen[r] = visible(w->kernel, unit->first + (row + r) / w->group, start);
+      plain &= seen[r] == ~0ull;
+    }
+    if (plain)
+      weigh(w, unit, row, rows, seen, scores, weights, keep, take, 1, codes);
+    else
+      weigh(w, unit, row, rows, seen, scores, weights, keep, take, 0, codes);
+    for (int64_t channel = 0; channel < D;) {
+      const char* from = values + 4 * channel;
+      float* to = unit->outputs + row * D + channel;
+      if (D - channel >= VECTORS * LANES) {
+#define FOUR_OF(n) multiply_values(from, count, D, weights, keep, take, to, n, VECTORS, codes)
+        FOR_ROWS(FOUR_OF)
+        channel += VECTORS * LANES;
+      } else {
+#define ONE_OF(n) multiply_values(from, count, D, weights, keep, take, to, n, 1, codes)
+        FOR_ROWS(ONE_OF)
+        channel += LANES;
+      }
+    }
+  }
+}
+
+static size_t rounded(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+/* The unit's memory, and how much of it there is. */
+static size_t lay_out(const Work* w, Unit* unit, char* memory) {
+  size_t at = 0, rows = unit->rows;
+  unit->queries = memory + at, at += rounded(rows * w->D * (w->codes ? DIGITS : sizeof(float)));
+  unit->offsets = (int32_t*)(memory + at), at += rounded(rows * DIGITS * sizeof(int32_t));
+  unit->steps = (float*)(memory + at), at += rounded(rows * sizeof(float));
+  unit->largest = (float*)(memory + at), at += rounded(rows * sizeof(float));
+  unit->sums = (float*)(memory + at), at += rounded(rows * LANES * sizeof(float));
+  unit->outputs = (float*)(memory + at), at += rounded(rows * w->D * sizeof(float));
+  unit->keys = memory + at, at += rounded(KEYS * w->D * sizeof(float));
+  unit->values = memory + at, at += rounded(KEYS * w->D);
+  return at;
+}
+
+static void attend(void* state, size_t index) {
+  const Work* w = state;
+  const Kernel* k = w->kernel;
+  const int64_t D = w->D, all = w->B * k->kv_heads;
+  /* Of a prompt the last tokens first: they have most to do, and threads shall end together. */
+  const int64_t of_row = index % all, block = w->blocks - 1 - index / all;
+  const int64_t b = of_row / k->kv_heads, head = of_row % k->kv_heads;
+  const int64_t begin = w->S * block / w->blocks, end = w->S * (block + 1) / w->blocks;
+  if (w->blocks == 1) write(state, of_row);
+  Unit unit = {.rows = (end - begin) * w->group, .first = w->last[b] + 1 - w->S + begin};
+  lay_out(w, &unit, scratch(SCRATCH_ATTENTION, lay_out(w, &unit, NULL)));
+  take_queries(w, &unit, b * w->S + begin, head);
+  const int64_t size = w->codes ? D : D * (int64_t)sizeof(float), total = unit.first + end - begin;
+  const char *keys = w->present_key + of_row * w->T * size, *values = w->present_value + of_row * w->T * size;
+  int64_t from = k->window ? unit.first + 1 - k->window : 0;
+  from = from > 0 ? from / KEYS * KEYS : 0;
+  for (int64_t start = from; start < total; start += KEYS) {
+    const int64_t count = total - start < KEYS ? total - start : KEYS;
+    if (w->codes)
+      attend_tile(w, &unit, keys + start * size, values + start * size, start, count, 1);
+    else
+      attend_tile(w, &unit, keys + start * size, values + start * size, start, count, 0);
+  }
+  for (int64_t r = 0; r < unit.rows; r++) {
+    const int64_t token = b * w->S + begin + r / w->group;
+    float* to = w->y + (token * k->heads + head * w->group + r % w->group) * D;
+    __m512 inverse = _mm512_set1_ps(1 / _mm512_reduce_add_ps(load(unit.sums + r * LANES)));
+    for (int64_t i = 0; i < D; i += LANES) {
+      __m512 y = _mm512_mul_ps(load(unit.outputs + r * D + i), inverse);
+      if (w->codes) y = _mm512_mul_ps(y, load(w->value_scale + head * D + i));
+      _mm512_storeu_ps(to + i, y);
+    }
+  }
+}
+
+enum { QUERY, KEY, VALUE, PAST_KEY, PAST_VALUE, LENGTHS, COSINES, SINES, KEY_SCALE, VALUE_SCALE, INPUTS };
+
+static Status* compute(void* self, Context* context) {
+  const Kernel* k = self;
+  Api api = k->api;
+  int64_t dims[8], cache[8], table[8];
+  int type = 0;
+  const Value *query = input(api, context, QUERY), *past = input(api, context, PAST_KEY);
+  if (dimensions(api, query, dims, NULL) != 3 || dimensions(api, past, cache, &type) != 4)
+    return failure(api, ERROR_ARGUMENT, "CachedAttention: queries have three axes, a cache four");
+  Work w = {.kernel = k, .B = dims[0], .S = dims[1], .D = cache[3], .T = cache[2]};
+  w.group = k->heads / k->kv_heads;
+  w.codes = type == INT8;
+  if (w.D % LANES || w.D > 512 || cache[1] != k->kv_heads || cache[0] != w.B || (!w.codes && type != FLOAT))
+    return failure(api, ERROR_ARGUMENT, "CachedAttention: a cache of a shape or type it was not built for");
+  w.query = data_of(api, query);
+  w.key = data_of(api, input(api, context, KEY));
+  w.value = data_of(api, input(api, context, VALUE));
+  w.query_stride = k->heads * w.D, w.key_stride = k->kv_heads * w.D;
+  if (!w.key) {
+    w.key = w.query + w.query_stride, w.value = w.key + w.key_stride;
+    w.query_stride = w.key_stride = (k->heads + 2 * k->kv_heads) * w.D;
+  }
+  if (dims[2] != w.query_stride) return failure(api, ERROR_ARGUMENT, "CachedAttention: queries of another width");
+  w.past_key = data_of(api, past);
+  w.past_value = data_of(api, input(api, context, PAST_VALUE));
+  w.last = data_of(api, input(api, context, LENGTHS));
+  w.key_scale = data_of(api, input(api, context, KEY_SCALE));
+  w.value_scale = data_of(api, input(api, context, VALUE_SCALE));
+  if (w.codes && (!w.key_scale || !w.value_scale))
+    return failure(api, ERROR_ARGUMENT, "CachedAttention: a cache of codes without scales");
+  int64_t positions = w.T;
+  if (k->rotary) {
+    const Value* cosines = input(api, context, COSINES);
+    w.cosines = data_of(api, cosines);
+    w.sines = data_of(api, input(api, context, SINES));
+    if (!w.cosines || !w.sines || dimensions(api, cosines, table, NULL) != 2 || table[1] != w.D / 2)
+      return failure(api, ERROR_ARGUMENT, "CachedAttention: rotary tables are missing or of another width");
+    if (table[0] < positions) positions = table[0];
+  }
+  int64_t products = 0;
+  for (int64_t b = 0; b < w.B; b++) {
+    if (w.last[b] + 1 < w.S || w.last[b] >= positions)
+      return failure(api, ERROR_ARGUMENT, "CachedAttention: a row is shorter than its tokens or longer than its cache");
+    products += (w.last[b] + 1) * w.S * k->heads;
+  }
+  dims[2] = k->heads * w.D;
+  w.y = output(api, context, 0, dims, 3);
+  w.present_key = output(api, context, 1, cache, 4);
+  w.present_value = output(api, context, 2, cache, 4);
+  if (!w.B || !w.S) return NULL;
+  w.tokens = w.group < UNIT_ROWS ? UNIT_ROWS / w.group : 1;
+  w.blocks = (w.S + w.tokens - 1) / w.tokens;
+  const int64_t caches = w.B * k->kv_heads;
+  if (products <= FEW) {
+    if (w.blocks > 1)
+      for (int64_t i = 0; i < caches; i++) write(&w, i);
+    for (int64_t i = 0; i < caches * w.blocks; i++) attend(&w, i);
+    return NULL;
+  }
+  if (w.blocks > 1) parallel(api, context, write, caches, &w);
+  parallel(api, context, attend, caches * w.blocks, &w);
+  return NULL;
+}
+
+static Status* create(const Op* op, Api api, const Info* info, void** self) {
+  (void)op;
+  Kernel* k = calloc(1, sizeof *k);
+  if (!k) return failure(api, ERROR_FAIL, "CachedAttention: out of memory");
+  k->api = api;
+  k->heads = attribute_int(api, info, "num_heads", 0);
+  k->kv_heads = attribute_int(api, info, "kv_num_heads", 0);
+  k->rotary = attribute_int(api, info, "do_rotary", 0);
+  k->interleaved = attribute_int(api, info, "rotary_interleaved", 0);
+  k->window = attribute_int(api, info, "local_window_size", 0);
+  k->scale = attribute_float(api, info, "scale", 0);
+  k->softcap = attribute_float(api, info, "softcap", 0);
+  if (k->kv_heads < 1 || k->heads < 1 || k->heads % k->kv_heads || k->window < 0 || k->scale <= 0) {
+    free(k);
+    return failure(api, ERROR_ARGUMENT, "CachedAttention: heads, scale or window it was not built for");
+  }
+  *self = k;
+  return NULL;
+}
+
+static const char* name(const Op* op) { return (void)op, "CachedAttention"; }
+static size_t inputs(const Op* op) { return (void)op, INPUTS; }
+static size_t outputs(const Op* op) { return (void)op, 3; }
+static int float_input(const Op* op, size_t i) { return (void)op, i == LENGTHS ? INT32 : FLOAT; }
+static int float_output(const Op* op, size_t i) { return (void)op, (void)i, FLOAT; }
+static int codes_input(const Op* op, size_t i) {
+  return i == PAST_KEY || i == PAST_VALUE ? INT8 : float_input(op, i);
+}
+static int codes_output(const Op* op, size_t i) { return (void)op, i ? INT8 : FLOAT; }
+static int input_presence(const Op* op, size_t i) {
+  return (void)op, i == QUERY || (i >= PAST_KEY && i <= LENGTHS) ? REQUIRED : OPTIONAL;
+}
+
+/* One operator to a graph; ONNX Runtime chooses by the type of the cache. */
+Op cached_attention_floats_op = OPERATOR(name, inputs, float_input, input_presence, outputs, float_output, create, compute);
+Op cached_attention_codes_op = OPERATOR(name, inputs, codes_input, input_presence, outputs, codes_output, create, compute);
