@@ -8,6 +8,7 @@ run(model, {"x": ...})["y"]
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -117,8 +118,11 @@ def model_of(inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> ir.Mode
     return ir.Model(graph, ir_version=10, functions=[function])
 
 
-def run(model: ir.Model, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+def run(model: ir.Model, feeds: Mapping[str, NDArray[Any]], *, library: Path | None = None) -> dict[str, NDArray[Any]]:
+    """Outputs by name; ``library`` holds the operators of our own that are among the nodes."""
     options = ort.SessionOptions()
+    if library is not None:
+        options.register_custom_ops_library(str(library))
     options.intra_op_num_threads = 1
     options.log_severity_level = 3
     session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"])

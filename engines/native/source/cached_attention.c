@@ -12,10 +12,10 @@
    tiles of 64 from the first, with a softmax that is corrected as larger scores turn up. What a query computes depends
    on its own keys alone, not on the batch, nor on how a prompt is cut into steps.
 
-   Codes are never scaled back. The scales of keys go into the query, which is written as a number of 24 bits in three
-   digits of 8, those of values into the result, and a weight is a number of 16 bits in two digits, by the largest of
-   its tile: products are sums of integers, four to an instruction, and exact. Three digits because scores of 20 and
-   more are common, and half a step of 16 bits would be felt in them.
+   Codes are never scaled back. The scales of keys go into the query, those of values into the result, and queries and
+   weights become numbers of 24 bits, by their largest, in three digits of 8: products are sums of integers, four to an
+   instruction, as good as products of floats and in fewer instructions. Two digits would be a quarter faster for
+   prompts, and off by 1e-4 of the result; a cache is read from memory no faster than it is multiplied with three.
 
    Names: H query heads, KV key heads, D channels of a head, T tokens there is room for. A row is a query from where a
    unit begins, a step what a lane multiplies at once: a channel, or four of codes. */
@@ -34,7 +34,7 @@ enum { LANES = 16, VECTORS = 4, KEYS = LANES * VECTORS, ROWS = 6, DIGITS = 3, UN
 enum { FEW = 4096 }; /* products of a query and a key that are over before another thread has woken up */
 
 static const float HIDDEN = -1e30f, LOG2_E = 1.44269504f;
-static const float LARGEST_QUERY = 127 * 65536, LARGEST_WEIGHT = 65535;
+static const float LARGEST_QUERY = 127 * 65536, LARGEST_WEIGHT = (1 << 24) - 64;
 
 typedef struct {
   Api api;
@@ -260,99 +260,98 @@ static void pack_values(const char* from, int64_t count, int64_t D, char* to) {
   if (key < count) pack_four(from + key * D, D, count - key, to + key * D);
 }
 
-/* Products of `rows` queries with all keys of a tile. `rows` and `codes` are constants where this is inlined. */
-INLINE void multiply_keys(const Unit* unit, int64_t row, int64_t D, float (*products)[KEYS], const int rows,
-                          const int codes) {
-  if (!codes) {
-    const float* query = (const float*)unit->queries + row * D;
-    __m512 sum[ROWS][VECTORS];
-    EACH for (int r = 0; r < rows; r++)
-      EACH for (int v = 0; v < VECTORS; v++) sum[r][v] = _mm512_setzero_ps();
-    for (int64_t i = 0; i < D; i++) {
-      __m512 keys[VECTORS];
-      EACH for (int v = 0; v < VECTORS; v++) keys[v] = load(unit->keys + 4 * (i * KEYS + v * LANES));
-      EACH for (int r = 0; r < rows; r++) {
-        __m512 same = _mm512_set1_ps(query[r * D + i]);
-        EACH for (int v = 0; v < VECTORS; v++) sum[r][v] = _mm512_fmadd_ps(keys[v], same, sum[r][v]);
-      }
-    }
-    EACH for (int r = 0; r < rows; r++)
-      EACH for (int v = 0; v < VECTORS; v++) _mm512_storeu_ps(products[r] + v * LANES, sum[r][v]);
-    return;
-  }
-  const char* query = unit->queries + row * DIGITS * D;
-  const int32_t* offsets = unit->offsets + row * DIGITS;
-  __m512i sum[ROWS][VECTORS];
+/* Of three digits' sums. Two of them fit 32 bits together, for up to 512 products. */
+INLINE __m512 number(__m512i high, __m512i middle, __m512i low) {
+  __m512 both = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), middle));
+  return _mm512_fmadd_ps(both, _mm512_set1_ps(256), _mm512_cvtepi32_ps(low));
+}
+
+/* Products of `rows` queries with all keys of a tile; `rows` is a constant where these are inlined. */
+INLINE void multiply_floats(const Unit* unit, int64_t row, int64_t D, float (*products)[KEYS], const int rows) {
+  const float* query = (const float*)unit->queries + row * D;
+  __m512 sum[ROWS][VECTORS];
   EACH for (int r = 0; r < rows; r++)
-    EACH for (int v = 0; v < VECTORS; v++) sum[r][v] = _mm512_set1_epi32(offsets[r * DIGITS]);
-  EACH for (int d = 0; d < DIGITS; d++) {
-    for (int64_t i = 0; i < D; i += 4) {
-      __m512i keys[VECTORS];
-      EACH for (int v = 0; v < VECTORS; v++) keys[v] = load_words(unit->keys + i * KEYS + 4 * v * LANES);
-      EACH for (int r = 0; r < rows; r++) {
-        __m512i same = same_word(query + (r * DIGITS + d) * D + i);
-        EACH for (int v = 0; v < VECTORS; v++) sum[r][v] = _mm512_dpbusd_epi32(sum[r][v], keys[v], same);
-      }
+    EACH for (int v = 0; v < VECTORS; v++) sum[r][v] = _mm512_setzero_ps();
+  for (int64_t i = 0; i < D; i++) {
+    __m512 keys[VECTORS];
+    EACH for (int v = 0; v < VECTORS; v++) keys[v] = load(unit->keys + 4 * (i * KEYS + v * LANES));
+    EACH for (int r = 0; r < rows; r++) {
+      __m512 same = _mm512_set1_ps(query[r * D + i]);
+      EACH for (int v = 0; v < VECTORS; v++) sum[r][v] = _mm512_fmadd_ps(keys[v], same, sum[r][v]);
     }
-    /* Two digits' sums are exact in 32 bits, for D up to 512. */
+  }
+  EACH for (int r = 0; r < rows; r++)
+    EACH for (int v = 0; v < VECTORS; v++) _mm512_storeu_ps(products[r] + v * LANES, sum[r][v]);
+}
+
+INLINE void multiply_codes(const Unit* unit, int64_t row, int64_t D, float (*products)[KEYS], const int rows) {
+  const char* query = unit->queries + row * DIGITS * D;
+  __m512i sum[2][DIGITS][VECTORS];
+  EACH for (int r = 0; r < rows; r++)
+    EACH for (int d = 0; d < DIGITS; d++) {
+      __m512i offset = _mm512_set1_epi32(unit->offsets[(row + r) * DIGITS + d]);
+      EACH for (int v = 0; v < VECTORS; v++) sum[r][d][v] = offset;
+    }
+  for (int64_t i = 0; i < D; i += 4) {
+    __m512i keys[VECTORS];
+    EACH for (int v = 0; v < VECTORS; v++) keys[v] = load_words(unit->keys + i * KEYS + 4 * v * LANES);
     EACH for (int r = 0; r < rows; r++)
-      EACH for (int v = 0; v < VECTORS; v++) {
-        float* product = products[r] + v * LANES;
-        if (d == 0)
-          sum[r][v] = _mm512_add_epi32(_mm512_slli_epi32(sum[r][v], 8), _mm512_set1_epi32(offsets[r * DIGITS + 1]));
-        if (d == 1) {
-          _mm512_storeu_ps(product, _mm512_cvtepi32_ps(sum[r][v]));
-          sum[r][v] = _mm512_set1_epi32(offsets[r * DIGITS + 2]);
-        }
-        if (d == 2)
-          _mm512_storeu_ps(product, _mm512_fmadd_ps(load(product), _mm512_set1_ps(256), _mm512_cvtepi32_ps(sum[r][v])));
+      EACH for (int d = 0; d < DIGITS; d++) {
+        __m512i same = same_word(query + (r * DIGITS + d) * D + i);
+        EACH for (int v = 0; v < VECTORS; v++) sum[r][d][v] = _mm512_dpbusd_epi32(sum[r][d][v], keys[v], same);
       }
+  }
+  EACH for (int r = 0; r < rows; r++)
+    EACH for (int v = 0; v < VECTORS; v++)
+      _mm512_storeu_ps(products[r] + v * LANES, number(sum[r][0][v], sum[r][1][v], sum[r][2][v]));
+}
+
+/* outputs = outputs · keep + result · take, for a query's `vectors` of channels. */
+INLINE void add_values(const __m512* result, float keep, float take, float* outputs, const int vectors) {
+  EACH for (int v = 0; v < vectors; v++) {
+    __m512 kept = _mm512_mul_ps(load(outputs + v * LANES), _mm512_set1_ps(keep));
+    _mm512_storeu_ps(outputs + v * LANES, _mm512_fmadd_ps(result[v], _mm512_set1_ps(take), kept));
   }
 }
 
-/* outputs = outputs · keep + (sum of `count` values times weights) · take, for `rows` queries and `vectors` of their
-   channels. All but the pointers, `count` and `D` are constants where this is inlined. */
-INLINE void multiply_values(const char* values, int64_t count, int64_t D, const char (*weights)[4 * KEYS],
-                            const float* keep, const float* take, float* outputs, const int rows, const int vectors,
-                            const int codes) {
-  __m512 result[ROWS][VECTORS];
-  if (codes) {
-    __m512i sum[ROWS][VECTORS];
-    EACH for (int r = 0; r < rows; r++)
-      EACH for (int v = 0; v < vectors; v++) sum[r][v] = _mm512_setzero_si512();
-    EACH for (int d = 0; d < 2; d++) {
-      for (int64_t key = 0; key < count; key += 4) {
-        __m512i four[VECTORS];
-        EACH for (int v = 0; v < vectors; v++) four[v] = load_words(values + key * D + 4 * v * LANES);
-        EACH for (int r = 0; r < rows; r++) {
-          __m512i same = same_word(weights[r] + 4 * key + 4 * d);
-          EACH for (int v = 0; v < vectors; v++) sum[r][v] = _mm512_dpbusd_epi32(sum[r][v], same, four[v]);
-        }
-      }
-      if (d == 0)
-        EACH for (int r = 0; r < rows; r++)
-          EACH for (int v = 0; v < vectors; v++) sum[r][v] = _mm512_slli_epi32(sum[r][v], 8);
-    }
-    EACH for (int r = 0; r < rows; r++)
-      EACH for (int v = 0; v < vectors; v++) result[r][v] = _mm512_cvtepi32_ps(sum[r][v]);
-  } else {
-    EACH for (int r = 0; r < rows; r++)
-      EACH for (int v = 0; v < vectors; v++) result[r][v] = _mm512_setzero_ps();
-    for (int64_t key = 0; key < count; key++) {
-      __m512 one[VECTORS];
-      EACH for (int v = 0; v < vectors; v++) one[v] = load(values + 4 * (key * D + v * LANES));
-      EACH for (int r = 0; r < rows; r++) {
-        __m512 same = _mm512_set1_ps(((const float*)weights[r])[key]);
-        EACH for (int v = 0; v < vectors; v++) result[r][v] = _mm512_fmadd_ps(same, one[v], result[r][v]);
-      }
+/* Adds `count` values times weights to the outputs of `rows` queries, to `vectors` of their channels, which are
+   constants where these are inlined. */
+INLINE void add_floats(const char* values, int64_t count, int64_t D, const char (*weights)[4 * KEYS], const float* keep,
+                       const float* take, float* outputs, const int rows, const int vectors) {
+  __m512 sum[ROWS][VECTORS];
+  EACH for (int r = 0; r < rows; r++)
+    EACH for (int v = 0; v < vectors; v++) sum[r][v] = _mm512_setzero_ps();
+  for (int64_t key = 0; key < count; key++) {
+    __m512 one[VECTORS];
+    EACH for (int v = 0; v < vectors; v++) one[v] = load(values + 4 * (key * D + v * LANES));
+    EACH for (int r = 0; r < rows; r++) {
+      __m512 same = _mm512_set1_ps(((const float*)weights[r])[key]);
+      EACH for (int v = 0; v < vectors; v++) sum[r][v] = _mm512_fmadd_ps(same, one[v], sum[r][v]);
     }
   }
+  EACH for (int r = 0; r < rows; r++) add_values(sum[r], keep[r], take[r], outputs + r * D, vectors);
+}
+
+INLINE void add_codes(const char* values, int64_t count, int64_t D, const char (*weights)[4 * KEYS], const float* keep,
+                      const float* take, float* outputs, const int rows, const int vectors) {
+  __m512i sum[2][DIGITS][VECTORS];
   EACH for (int r = 0; r < rows; r++)
-    EACH for (int v = 0; v < vectors; v++) {
-      float* at = outputs + r * D + v * LANES;
-      __m512 kept = _mm512_mul_ps(load(at), _mm512_set1_ps(keep[r]));
-      _mm512_storeu_ps(at, _mm512_fmadd_ps(result[r][v], _mm512_set1_ps(take[r]), kept));
-    }
+    EACH for (int d = 0; d < DIGITS; d++)
+      EACH for (int v = 0; v < vectors; v++) sum[r][d][v] = _mm512_setzero_si512();
+  for (int64_t key = 0; key < count; key += 4) {
+    __m512i four[VECTORS];
+    EACH for (int v = 0; v < vectors; v++) four[v] = load_words(values + key * D + 4 * v * LANES);
+    EACH for (int r = 0; r < rows; r++)
+      EACH for (int d = 0; d < DIGITS; d++) {
+        __m512i same = same_word(weights[r] + 4 * (key + d));
+        EACH for (int v = 0; v < vectors; v++) sum[r][d][v] = _mm512_dpbusd_epi32(sum[r][d][v], same, four[v]);
+      }
+  }
+  EACH for (int r = 0; r < rows; r++) {
+    __m512 result[VECTORS];
+    EACH for (int v = 0; v < vectors; v++) result[v] = number(sum[r][0][v], sum[r][1][v], sum[r][2][v]);
+    add_values(result, keep[r], take[r], outputs + r * D, vectors);
+  }
 }
 
 /* The keys of a tile from `start` that a token at `position` sees, a bit each. */
@@ -372,27 +371,28 @@ INLINE __m512 limited(__m512 score, float cap) {
 }
 
 /* From products to weights of a tile, for up to ROWS queries; what of their sums to keep, and what to take of this
-   tile's. Codes' weights lie as multiply_values takes them: for four keys the high digits, the low ones, and nothing.
+   tile's. Codes' weights lie as add_codes takes them: for four keys the high digits, the next, the low, and nothing.
    `plain`, a constant where this is inlined: all keys of the tile are seen, by all queries, and there is no cap. */
 INLINE void weigh(const Work* w, const Unit* unit, int64_t row, int rows, const uint64_t* seen, float (*scores)[KEYS],
                   char (*weights)[4 * KEYS], float* keep, float* take, const int plain, const int codes) {
-  const __m512i digits = _mm512_broadcast_i32x4(_mm_setr_epi8(1, 5, 9, 13, 0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1));
-  const float cap = w->kernel->softcap;
-  float largest[LANES] = {0};
+  const __m512i digits = _mm512_broadcast_i32x4(_mm_setr_epi8(2, 6, 10, 14, 1, 5, 9, 13, 0, 4, 8, 12, -1, -1, -1, -1));
+  const float cap = plain ? 0 : w->kernel->softcap;
+  float steps[ROWS], largest[LANES] = {0};
   for (int r = 0; r < rows; r++) {
-    const float step = unit->steps[row + r];
+    steps[r] = cap ? 1 : unit->steps[row + r];
     __m512 top = _mm512_set1_ps(HIDDEN);
     EACH for (int v = 0; v < VECTORS; v++) {
       __m512 score = load(scores[r] + v * LANES);
+      if (cap) score = limited(_mm512_mul_ps(score, _mm512_set1_ps(unit->steps[row + r])), cap);
       if (!plain) {
-        score = _mm512_mul_ps(score, _mm512_set1_ps(step));
-        if (cap) score = limited(score, cap);
         score = _mm512_mask_mov_ps(_mm512_set1_ps(HIDDEN), (__mmask16)(seen[r] >> (v * LANES)), score);
         _mm512_storeu_ps(scores[r] + v * LANES, score);
       }
       top = _mm512_max_ps(top, score);
     }
-    largest[r] = _mm512_reduce_max_ps(top) * (plain ? step : 1);
+    /* Just above the largest score: what a product that is not rounded on the way may come to. */
+    largest[r] = _mm512_reduce_max_ps(top) * steps[r];
+    largest[r] += (largest[r] < 0 ? -largest[r] : largest[r]) * 2.4e-7f;
   }
   const __mmask16 mask = (__mmask16)((1u << rows) - 1);
   __m512 before = _mm512_maskz_loadu_ps(mask, unit->largest + row), here = load(largest);
@@ -401,7 +401,7 @@ INLINE void weigh(const Work* w, const Unit* unit, int64_t row, int rows, const 
   _mm512_storeu_ps(keep, power(_mm512_sub_ps(before, now), 1));
   _mm512_storeu_ps(take, power(_mm512_sub_ps(here, now), 1));
   for (int r = 0; r < rows; r++) {
-    const __m512 top = _mm512_set1_ps(largest[r]), step = _mm512_set1_ps(plain ? unit->steps[row + r] : 1);
+    const __m512 top = _mm512_set1_ps(largest[r]), step = _mm512_set1_ps(steps[r]);
     __m512 sum = _mm512_setzero_ps();
     __m512i whole = _mm512_setzero_si512();
     EACH for (int v = 0; v < VECTORS; v++) {
@@ -450,8 +450,10 @@ INLINE void attend_tile(const Work* w, const Unit* unit, const char* keys, const
     _Alignas(64) float scores[ROWS][KEYS];
     _Alignas(64) char weights[ROWS][4 * KEYS];
     _Alignas(64) float keep[LANES], take[LANES];
-#define KEYS_OF(n) multiply_keys(unit, row, D, scores, n, codes)
-    FOR_ROWS(KEYS_OF)
+#define KEYS_OF(n) multiply_floats(unit, row, D, scores, n)
+    if (!codes) FOR_ROWS(KEYS_OF)
+    for (int r = 0; codes && r + 2 <= rows; r += 2) multiply_codes(unit, row + r, D, scores + r, 2);
+    if (codes && rows % 2) multiply_codes(unit, row + rows - 1, D, scores + rows - 1, 1);
     uint64_t seen[ROWS];
     int plain = !w->kernel->softcap;
     for (int r = 0; r < rows; r++) {
@@ -463,18 +465,37 @@ INLINE void attend_tile(const Work* w, const Unit* unit, const char* keys, const
     else
       weigh(w, unit, row, rows, seen, scores, weights, keep, take, 0, codes);
     for (int64_t channel = 0; channel < D;) {
+      const int wide = D - channel >= VECTORS * LANES;
       const char* from = values + 4 * channel;
       float* to = unit->outputs + row * D + channel;
-      if (D - channel >= VECTORS * LANES) {
-#define FOUR_OF(n) multiply_values(from, count, D, weights, keep, take, to, n, VECTORS, codes)
-        FOR_ROWS(FOUR_OF)
-        channel += VECTORS * LANES;
-      } else {
-#define ONE_OF(n) multiply_values(from, count, D, weights, keep, take, to, n, 1, codes)
-        FOR_ROWS(ONE_OF)
-        channel += LANES;
+#define FLOATS_OF(n)                                                               \
+  if (wide)                                                                        \
+    add_floats(from, count, D, weights, keep, take, to, n, VECTORS);               \
+  else                                                                             \
+    add_floats(from, count, D, weights, keep, take, to, n, 1)
+      if (!codes) FOR_ROWS(FLOATS_OF)
+      for (int r = 0; codes && r < rows; r += 2) {
+#define CODES_OF(n, v) add_codes(from, count, D, weights + r, keep + r, take + r, to + r * D, n, v)
+        if (rows - r >= 2) {
+          if (wide)
+            CODES_OF(2, VECTORS);
+          else
+            CODES_OF(2, 1);
+        } else if (wide)
+          CODES_OF(1, VECTORS);
+        else
+          CODES_OF(1, 1);
       }
+      channel += wide ? VECTORS * LANES : LANES;
     }
+  }
+}
+
+/* Asks for the first keys and values of what comes next, which memory takes as long to send as this takes to compute. */
+static void announce(const char* keys, const char* values, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) {
+    _mm_prefetch(keys + at, _MM_HINT_T0);
+    _mm_prefetch(values + at, _MM_HINT_T0);
   }
 }
 
@@ -511,7 +532,12 @@ static void attend(void* state, size_t index) {
   int64_t from = k->window ? unit.first + 1 - k->window : 0;
   from = from > 0 ? from / KEYS * KEYS : 0;
   for (int64_t start = from; start < total; start += KEYS) {
-    const int64_t count = total - start < KEYS ? total - start : KEYS;
+    const int64_t left = total - start - KEYS, count = left < 0 ? KEYS + left : KEYS;
+    /* After a unit's last tile, the same place of the next key head's. */
+    if (left > 0)
+      announce(keys + (start + KEYS) * size, values + (start + KEYS) * size, (left < KEYS ? left : KEYS) * size);
+    else if (w->blocks == 1 && of_row + 1 < all)
+      announce(keys + (w->T + from) * size, values + (w->T + from) * size, (w->T - from < KEYS ? w->T - from : KEYS) * size);
     if (w->codes)
       attend_tile(w, &unit, keys + start * size, values + start * size, start, count, 1);
     else

@@ -1,0 +1,73 @@
+"""GroupQueryAttention becomes an operator of our own, one for prompts and single tokens alike.
+
+    GroupQueryAttention(qkv, past…, seqlens_k, total_sequence_length, cos, sin[, scales])
+        ->  CachedAttention(qkv, past…, seqlens_k, cos, sin[, scales])
+
+ONNX Runtime 1.31 decodes an int8 cache again for every block of queries, and scales each key and value back before it
+multiplies; engines/native/source/cached_attention.c multiplies codes by codes. It takes any number of tokens of any
+number of rows, so a prompt needs no branch of its own (prompt_attention.py), and what a token attends to comes out the
+same to the bit however a prompt was cut and whatever else was in the batch.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from engines import native
+from engines.passes.base import INTERNAL, Lowering, Outcome, attribute
+
+DOMAIN = INTERNAL  # of nodes that stay, which ONNX Runtime finds in the library, as of those between passes
+HEAD_SIZES, LARGEST_HEAD = 16, 512  # a head is a multiple of the first: the lanes of a vector
+ATTRIBUTES = ("num_heads", "kv_num_heads", "scale", "do_rotary", "rotary_interleaved", "softcap", "local_window_size")
+
+
+def run(lowering: Lowering) -> Outcome:
+    model = lowering.model
+    nodes = [n for n in model.graph if n.op_type == "GroupQueryAttention"]
+    if not nodes:
+        return Outcome(0, ("no GroupQueryAttention in the graph",))
+    machine = native.unsupported()
+    if machine:
+        return Outcome(0, (f"GroupQueryAttention stays: {machine}",))
+    declined: list[str] = []
+    for layer, node in enumerate(nodes):
+        reason = _unfit(node)
+        if reason:
+            declined.append(f"layer {layer}: {reason}; GroupQueryAttention stays")
+        else:
+            _replace(model, node)
+    if len(declined) < len(nodes):
+        model.opset_imports[DOMAIN] = 1
+    return Outcome(len(nodes) - len(declined), tuple(declined))
+
+
+def _unfit(node: ir.Node) -> str:
+    past = node.inputs[3]
+    assert past is not None and past.shape is not None
+    if past.dtype not in (ir.DataType.FLOAT, ir.DataType.INT8):
+        bits = attribute(node, "kv_cache_bit_width", 8)
+        return f"a cache of {bits}-bit codes, where there are kernels for float and int8"
+    size = int(past.shape[3])  # type: ignore[arg-type]
+    if size % HEAD_SIZES or size > LARGEST_HEAD:
+        return f"heads of {size} channels, where kernels take multiples of {HEAD_SIZES} up to {LARGEST_HEAD}"
+    return ""
+
+
+def _replace(model: ir.Model, node: ir.Node) -> None:
+    query, key, value, past_key, past_value, seqlens, _, cos, sin, *rest = node.inputs
+    scales = rest[3:5]  # after position_ids, attention_bias and head_sink
+    lowered = ir.node(
+        "CachedAttention",
+        [query, key, value, past_key, past_value, seqlens, cos, sin, *scales],
+        attributes={name: node.attributes[name] for name in ATTRIBUTES if name in node.attributes},
+        domain=DOMAIN,
+        num_outputs=len(node.outputs),
+    )
+    for before, after in zip(node.outputs, lowered.outputs, strict=True):
+        after.name, before.name = before.name, f"{before.name}.replaced"
+        after.shape, after.type = before.shape, before.type
+        if before in model.graph.outputs:
+            model.graph.outputs[model.graph.outputs.index(before)] = after
+    ir.convenience.replace_all_uses_with(node.outputs, lowered.outputs)
+    model.graph.insert_before(node, lowered)
+    model.graph.remove(node, safe=True)
