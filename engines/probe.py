@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from engines.bundle import EngineBundle
+from engines.bundle import GREEDY, EngineBundle
 from engines.protocol import FloatArray
 from engines.sessions import cpu_options
 from pipeline.artifact import Artifact
@@ -38,6 +38,7 @@ class Probe:
             "seqlens_k": np.array([count - 1], np.int32),
             "total_sequence_length": np.array(count, np.int32),
             "logit_rows": np.arange(count, dtype=np.int64),
+            GREEDY: np.array(False),
         }
         feeds = {name: value for name, value in feeds.items() if name in io.inputs}
         for layer, shape in enumerate(io.kv_layers):

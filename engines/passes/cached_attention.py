@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from engines import native
-from engines.passes.base import INTERNAL, Lowering, Outcome, attribute
+from engines.native import DOMAIN, unsupported
+from engines.passes.base import Lowering, Outcome, attribute
 
-DOMAIN = INTERNAL  # of nodes that stay, which ONNX Runtime finds in the library, as of those between passes
 HEAD_SIZES, LARGEST_HEAD = 16, 512  # a head is a multiple of the first: the lanes of a vector
 ATTRIBUTES = ("num_heads", "kv_num_heads", "scale", "do_rotary", "rotary_interleaved", "softcap", "local_window_size")
 
@@ -26,7 +25,7 @@ def run(lowering: Lowering) -> Outcome:
     nodes = [n for n in model.graph if n.op_type == "GroupQueryAttention"]
     if not nodes:
         return Outcome(0, ("no GroupQueryAttention in the graph",))
-    machine = native.unsupported()
+    machine = unsupported()
     if machine:
         return Outcome(0, (f"GroupQueryAttention stays: {machine}",))
     declined: list[str] = []

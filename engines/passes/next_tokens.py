@@ -1,7 +1,6 @@
 """The likeliest token of every row, chosen where the logits are: a new output ``next_tokens [rows]``.
 
-Greedy decoding then needs no copy of the vocabulary: with 32 rows of the default model that is 1 ms of 28. Whoever asks
-for logits alone has the runtime leave this node out.
+Greedy decoding then needs no copy of the vocabulary: with 32 rows of the default model that is 1 ms of 28.
 
     logits [rows, V]   ->   logits, ArgMax(logits)
 """

@@ -9,7 +9,8 @@
      GatedLinear         x [.., 2K]                           silu(first half) * second half
      NormLinear          x [.., K], weight [K]                x / rms(x) * weight
      ResidualNormLinear  a [.., K], b [.., K], weight [K]     the same of a + b, which is a second output
-     ArgmaxLinear        x [.., K]                            x; instead of y the place of its largest value, the first
+     HeadLinear          x [M, K], greedy bool                x; where greedy, y has no rows, and a second output [M] says
+                                                              where each row would be largest, the first of equals
 
    All take codes, scales, zero points and bias after these; engines/passes/block_linears.py packs them.
 
@@ -31,7 +32,7 @@ enum { SHARED_INPUTS = 1 << 13 };
 enum { PARTS = 16 }; /* of the columns, dealt to the threads */
 enum { LANES = 16, TILE = LANES, STEP = 4, ROWS = 6 };
 
-typedef enum { PLAIN, GATED, NORM, RESIDUAL_NORM, ARGMAX } Kind;
+typedef enum { PLAIN, GATED, NORM, RESIDUAL_NORM, HEAD } Kind;
 
 typedef struct {
   Api api;
@@ -75,7 +76,7 @@ static inline __m512 scale_at(const Work* w, int64_t tile, int64_t block) {
 static const float* inputs_of(const Work* w, size_t row, float* made) {
   const Kernel* k = w->kernel;
   const int64_t K = k->K;
-  if (k->kind == PLAIN || k->kind == ARGMAX) return w->x + row * K;
+  if (k->kind == PLAIN || k->kind == HEAD) return w->x + row * K;
   if (k->kind == GATED) {
     const float *gate = w->x + row * 2 * K, *up = gate + K;
     for (int64_t i = 0; i < K; i += LANES)
@@ -277,17 +278,22 @@ static Status* compute(void* self, Context* context) {
     w.residual = data_of(api, input(api, context, next++));
     w.sum = output(api, context, 1, dims, rank);
   }
+  const char* greedy = k->kind == HEAD ? data_of(api, input(api, context, next++)) : NULL;
   if (k->kind == NORM || k->kind == RESIDUAL_NORM) w.weight = data_of(api, input(api, context, next++));
   w.codes = data_of(api, input(api, context, next++));
   w.scales = data_of(api, input(api, context, next++));
   w.zeros = data_of(api, input(api, context, next++));
   w.bias = data_of(api, input(api, context, next));
-  int64_t* chosen = NULL;
   dims[rank - 1] = k->N;
-  if (k->kind == ARGMAX)
-    chosen = output(api, context, 0, dims, rank - 1);
-  else
-    w.y = output(api, context, 0, dims, rank);
+  int64_t* chosen = NULL;
+  if (k->kind == HEAD) {
+    if (rank != 2) return failure(api, ERROR_ARGUMENT, "HeadLinear: its input is not rows of K columns");
+    dims[0] = *greedy ? w.M : 0;
+    chosen = output(api, context, 1, dims, 1);
+    dims[0] = *greedy ? 0 : w.M;
+    if (!*greedy) chosen = NULL;
+  }
+  w.y = output(api, context, 0, dims, rank);
   if (!w.M) return NULL;
   w.parts = w.tiles < PARTS ? w.tiles : PARTS;
   size_t codes = (w.M * k->K + 63) / 64 * 64, blocks = w.M * w.blocks, candidates = chosen ? w.parts * w.M : 0;
@@ -329,12 +335,12 @@ static Status* create(const Op* op, Api api, const Info* info, void** self) {
 
 static const char* name(const Op* op) {
   static const char* const names[] = {"BlockLinear", "GatedLinear", "NormLinear", "ResidualNormLinear",
-                                      "ArgmaxLinear"};
+                                      "HeadLinear"};
   return names[op - linear_ops];
 }
 
 static size_t before_codes(const Op* op) {
-  static const size_t counts[] = {1, 1, 2, 3, 1};
+  static const size_t counts[] = {1, 1, 2, 3, 2};
   return counts[op - linear_ops];
 }
 
@@ -342,12 +348,13 @@ static size_t inputs(const Op* op) { return before_codes(op) + 4; }
 
 static int input_type(const Op* op, size_t i) {
   static const int types[] = {UINT8, ANY, UINT8, FLOAT}; /* codes, scales, zero points, bias */
+  if (op - linear_ops == HEAD && i == 1) return BOOL;
   return i < before_codes(op) ? FLOAT : types[i - before_codes(op)];
 }
 
 static int input_presence(const Op* op, size_t i) { return i < before_codes(op) + 2 ? REQUIRED : OPTIONAL; }
-static size_t outputs(const Op* op) { return op - linear_ops == RESIDUAL_NORM ? 2 : 1; }
-static int output_type(const Op* op, size_t i) { return (void)i, op - linear_ops == ARGMAX ? INT64 : FLOAT; }
+static size_t outputs(const Op* op) { return op - linear_ops >= RESIDUAL_NORM ? 2 : 1; }
+static int output_type(const Op* op, size_t i) { return op - linear_ops == HEAD && i == 1 ? INT64 : FLOAT; }
 
 #define LINEAR OPERATOR(name, inputs, input_type, input_presence, outputs, output_type, create, compute)
-Op linear_ops[] = {[PLAIN] = LINEAR, [GATED] = LINEAR, [NORM] = LINEAR, [RESIDUAL_NORM] = LINEAR, [ARGMAX] = LINEAR};
+Op linear_ops[] = {[PLAIN] = LINEAR, [GATED] = LINEAR, [NORM] = LINEAR, [RESIDUAL_NORM] = LINEAR, [HEAD] = LINEAR};

@@ -25,9 +25,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(name)
     from engines.passes import (
         block_linears,
+        cached_attention,
         embedding,
+        greedy_head,
         grouped_query_attention,
-        head_argmax,
         linear_inputs,
         linear_kernels,
         linears,
@@ -49,13 +50,14 @@ def __getattr__(name: str) -> Any:
         linears,
         merge_linears,
         grouped_query_attention,
+        cached_attention,
         prompt_attention,
         norms,
         silu,
         logit_rows,
         next_tokens,
         *kernels,
-        head_argmax,
+        greedy_head,
         linear_inputs,
         embedding,
     )

@@ -18,7 +18,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from engines.bundle import NEXT_TOKENS, EngineBundle
+from engines.bundle import GREEDY, NEXT_TOKENS, EngineBundle
 from engines.protocol import FloatArray, TokenArray
 from engines.sessions import cpu_options
 from engines.step_inputs import StepInputs, check_copy, decode_inputs, prefill_inputs
@@ -65,9 +65,9 @@ class OrtCpuEngine:
             for part in ("key", "value"):
                 self._cache[f"{layer}.{part}"] = _zeros(io.kv_shape(shape, self._slots, io.max_tokens), self._element)
         self._windows: dict[tuple[int, int, str], _Window] = {}
-        self._only_what_is_bound = ort.RunOptions()
-        self._only_what_is_bound.only_execute_path_to_fetches = True
         self._wants_positions = "position_ids" in io.inputs
+        self._gives_either = GREEDY in io.inputs
+        self._wants_total = "total_sequence_length" in io.inputs  # as ONNX Runtime's own attention does
 
     @property
     def digest(self) -> str:
@@ -100,7 +100,7 @@ class OrtCpuEngine:
     def decode_greedy(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> TokenArray:
         window = self._feed(first_slot, decode_inputs(self, tokens, lengths, first_slot), NEXT_TOKENS)
         chosen = window.array(window.binding.bind_output, NEXT_TOKENS, (len(tokens),))
-        self._session.run_with_iobinding(window.binding, self._only_what_is_bound)
+        self._session.run_with_iobinding(window.binding)
         return chosen.copy()
 
     def copy_slot(self, source: int, target: int, length: int) -> None:
@@ -128,7 +128,7 @@ class OrtCpuEngine:
         window = self._feed(first, step, "logits")
         logits = np.empty((len(step.rows), self.vocab_size), np.float32)  # handed over, so bound anew
         window.binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
-        self._session.run_with_iobinding(window.binding, self._only_what_is_bound)
+        self._session.run_with_iobinding(window.binding)
         return logits
 
     def _feed(self, first: int, step: StepInputs, wanted: str) -> _Window:
@@ -140,7 +140,10 @@ class OrtCpuEngine:
         window.array(bind, "logit_rows", step.rows.shape)[:] = step.rows
         last = [start + fed - 1 for start in step.starts.tolist()]  # positions of the rows' last tokens
         window.array(bind, "seqlens_k", (batch,), np.int32)[:] = last
-        window.array(bind, "total_sequence_length", (), np.int32)[...] = max(last) + 1
+        if self._wants_total:
+            window.array(bind, "total_sequence_length", (), np.int32)[...] = max(last) + 1
+        if self._gives_either:
+            window.array(bind, GREEDY, (), np.bool_)[...] = wanted == NEXT_TOKENS
         if self._wants_positions:
             window.array(bind, "position_ids", step.ids.shape)[:] = step.positions
         return window
