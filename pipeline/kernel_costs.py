@@ -35,7 +35,7 @@ def cost_table(
     rows = sorted({1, *workload_of(recipe.plan)})  # prefill computes one row of the head
     sizes: dict[tuple[int, int], dict[str, int]] = {}
     seconds: dict[tuple[int, int], costs.Seconds] = {}
-    wanted = products_of(graph, recipe.plan)
+    wanted = {shape: tuple(filter(costs.runs_here, found)) for shape, found in products_of(graph, recipe.plan).items()}
     streamed = costs.streamed_bytes(sum(group.in_features * sum(group.out_features) for group in graph.groups))
     for number, ((columns, outputs), kernels) in enumerate(wanted.items(), 1):
         shape = Shape(columns, outputs)
@@ -43,7 +43,7 @@ def cost_table(
             progress(f"costs of {columns} x {outputs} at {', '.join(map(str, rows))} rows ({number} of {len(wanted)})")
         sizes[columns, outputs] = {k.name: costs.product_bytes(shape, k, stored_plainly) for k in kernels}
         # Figures are kept for kernels that were timed together; a plan that is written out finds those of a chosen one.
-        together = kernels if measure else menu_for(columns)
+        together = kernels if measure else tuple(filter(costs.runs_here, menu_for(columns)))
         seconds[columns, outputs] = costs.costs(
             shape, together, rows, stored_plainly, streamed=streamed, threads=threads, only_kept=not measure
         )

@@ -5,7 +5,7 @@
 What it computes is what MatMulNBits does at accuracy level 4: inputs rounded to int8 for every row and block. Codes of
 4, 6 and 8 bits are packed as the kernel reads them (engines/native/source/block_linear.c):
 
-tile   16 output channels, the lanes of a vector; N is padded to whole tiles
+tile   16 output channels, the lanes of a vector; N is padded to whole pairs of tiles
 step   4 input channels: a step of a tile is 64 codes, lane by lane
 8 bits   64 bytes a step
 4 bits   64 bytes a pair of steps, the first in the low nibbles
@@ -109,10 +109,10 @@ def packed(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
     """``[N, K]`` codes as the kernels read them, ``[tiles, 16 · K · bits / 8]``. K is a multiple of 16.
 
     >>> packed(np.arange(32, dtype=np.uint8).reshape(2, 16) % 16, 4).shape
-    (1, 128)
+    (2, 128)
     """
     outputs, columns = codes.shape
-    tiles = -(-outputs // TILE)
+    tiles = tiles_of(outputs)
     padded = np.full((tiles * TILE, columns), 1 << (bits - 1), np.uint8)
     padded[:outputs] = codes
     steps = padded.reshape(tiles, TILE, columns // STEP, STEP).transpose(0, 2, 1, 3).reshape(tiles, -1, TILE * STEP)
@@ -132,10 +132,14 @@ def _joined(low: NDArray[np.uint8], high: NDArray[np.uint8], bits: int) -> NDArr
     return np.bitwise_or(low, np.left_shift(high, np.uint8(bits)), dtype=np.uint8)
 
 
+def tiles_of(outputs: int) -> int:
+    return 2 * -(-outputs // (2 * TILE))
+
+
 def by_tile(values: NDArray[Any]) -> NDArray[Any]:
     """``[N, blocks]`` as ``[tiles, blocks, 16]``; lanes beyond N have the number one."""
     outputs, blocks = values.shape
-    tiles = -(-outputs // TILE)
+    tiles = tiles_of(outputs)
     padded = np.ones((tiles * TILE, blocks), values.dtype)
     padded[:outputs] = values
     return np.ascontiguousarray(padded.reshape(tiles, TILE, blocks).transpose(0, 2, 1))

@@ -30,7 +30,8 @@
 /* Inputs below this are rounded by the calling thread: handing rows to others takes as long as a few thousand of them. */
 enum { SHARED_INPUTS = 1 << 13 };
 enum { PARTS = 16 }; /* of the columns, dealt to the threads */
-enum { LANES = 16, TILE = LANES, STEP = 4, ROWS = 6 };
+enum { LANES = 16, TILE = LANES, STEP = 4, ROWS = 6, FEW_ROWS = 2 };
+enum { CHAINS = 4 }; /* sums of a tile that do not wait for each other, where there are few rows */
 
 typedef enum { PLAIN, GATED, NORM, RESIDUAL_NORM, HEAD } Kind;
 
@@ -172,10 +173,12 @@ static inline __attribute__((always_inline)) void product(const Work* w, Largest
   const uint8_t* codes = w->codes + tile * (TILE * K * bits / 8);
   const int64_t stride = TILE * K * bits / 8;
   for (int64_t b = 0; b < w->blocks; b++) {
-    __m512i sum[ROWS][2];
+    __m512i sum[ROWS][2], more[FEW_ROWS][CHAINS];
     EACH for (int r = 0; r < rows; r++)
       EACH for (int t = 0; t < tiles; t++)
         sum[r][t] = k->symmetric ? _mm512_set1_epi32(-w->sums[(row + r) * w->blocks + b]) : _mm512_setzero_si512();
+    EACH for (int r = 0; r < rows && tiles == 1; r++)
+      EACH for (int i = 1; i < CHAINS; i++) more[r][i] = _mm512_setzero_si512();
     const int8_t* x = w->rounded + row * K + b * k->block;
     const uint8_t* from = codes + b * (TILE * k->block * bits / 8);
     for (int64_t s = 0; s < block_steps; s += 4)
@@ -186,9 +189,14 @@ static inline __attribute__((always_inline)) void product(const Work* w, Largest
           int32_t four;
           memcpy(&four, x + r * K + STEP * (s + i), 4);
           __m512i same = _mm512_set1_epi32(four);
-          EACH for (int t = 0; t < tiles; t++) sum[r][t] = _mm512_dpbusd_epi32(sum[r][t], weights[t], same);
+          if (tiles == 1 && i)
+            more[r][i] = _mm512_dpbusd_epi32(more[r][i], weights[0], same);
+          else
+            EACH for (int t = 0; t < tiles; t++) sum[r][t] = _mm512_dpbusd_epi32(sum[r][t], weights[t], same);
         }
       }
+    EACH for (int r = 0; r < rows && tiles == 1; r++)
+      EACH for (int i = 1; i < CHAINS; i++) sum[r][0] = _mm512_add_epi32(sum[r][0], more[r][i]);
     EACH for (int t = 0; t < tiles; t++) {
       __m512 scale = scale_at(w, tile + t, b);
       __m512i zero = _mm512_setzero_si512();
@@ -205,7 +213,7 @@ static inline __attribute__((always_inline)) void product(const Work* w, Largest
   }
   EACH for (int t = 0; t < tiles; t++) {
     int64_t column = (tile + t) * TILE, left = k->N - column;
-    __mmask16 mask = left >= TILE ? 0xffff : (__mmask16)((1u << left) - 1);
+    __mmask16 mask = left >= TILE ? 0xffff : left > 0 ? (__mmask16)((1u << left) - 1) : 0;
     __m512 bias = w->bias ? _mm512_maskz_loadu_ps(mask, w->bias + column) : _mm512_setzero_ps();
     EACH for (int r = 0; r < rows; r++)
       if (largest)
@@ -215,38 +223,38 @@ static inline __attribute__((always_inline)) void product(const Work* w, Largest
   }
 }
 
-#define ALL_ROWS(bits, tiles)                            \
-  switch (rows) {                                        \
-    case 1: product(w, largest, tile, row, 1, tiles, bits); break; \
-    case 2: product(w, largest, tile, row, 2, tiles, bits); break; \
-    case 3: product(w, largest, tile, row, 3, tiles, bits); break; \
-    case 4: product(w, largest, tile, row, 4, tiles, bits); break; \
-    case 5: product(w, largest, tile, row, 5, tiles, bits); break; \
-    case 6: product(w, largest, tile, row, 6, tiles, bits); break; \
+#define PANEL(bits)                                                \
+  switch (rows) {                                                  \
+    case 1: product(w, largest, tile, row, 1, 1, bits); break;     \
+    case 2: product(w, largest, tile, row, 2, 1, bits); break;     \
+    case 3: product(w, largest, tile, row, 3, 2, bits); break;     \
+    case 4: product(w, largest, tile, row, 4, 2, bits); break;     \
+    case 5: product(w, largest, tile, row, 5, 2, bits); break;     \
+    case 6: product(w, largest, tile, row, 6, 2, bits); break;     \
   }
 
-static void panel(const Work* w, Largest* largest, int64_t tile, int tiles, int64_t row, int rows) {
-  if (w->kernel->bits == 8) {
-    if (tiles == 2) ALL_ROWS(8, 2) else ALL_ROWS(8, 1)
-  } else if (w->kernel->bits == 6) {
-    if (tiles == 2) ALL_ROWS(6, 2) else ALL_ROWS(6, 1)
-  } else {
-    if (tiles == 2) ALL_ROWS(4, 2) else ALL_ROWS(4, 1)
-  }
+static void panel(const Work* w, Largest* largest, int64_t tile, int64_t row, int rows) {
+  if (w->kernel->bits == 8)
+    PANEL(8)
+  else if (w->kernel->bits == 6)
+    PANEL(6)
+  else
+    PANEL(4)
 }
 
-/* One of `parts` runs of tiles, for all rows: a pair of tiles stays in the cache while all rows pass it. */
+/* One of `parts` runs of pairs of tiles, for all rows: a pair stays in the cache while all rows pass it. One or two rows
+   take tile after tile instead, so that memory is read in one stream. */
 static void columns(void* state, size_t part) {
   const Work* w = state;
-  int64_t first = w->tiles * part / w->parts, end = w->tiles * (part + 1) / w->parts;
-  int64_t groups = (w->M + ROWS - 1) / ROWS;
+  int64_t first = w->tiles / 2 * part / w->parts * 2, end = w->tiles / 2 * (part + 1) / w->parts * 2;
+  int64_t groups = (w->M + ROWS - 1) / ROWS, width = w->M <= FEW_ROWS ? 1 : 2;
   Largest* largest = w->largest ? w->largest + part * w->M : NULL;
   for (int64_t row = 0; largest && row < w->M; row++)
     for (int lane = 0; lane < TILE; lane++) largest[row].value[lane] = -INFINITY, largest[row].column[lane] = INT32_MAX;
-  for (int64_t tile = first; tile < end; tile += 2)
+  for (int64_t tile = first; tile < end; tile += width)
     for (int64_t g = 0; g < groups; g++) {
       int64_t row = w->M * g / groups;
-      panel(w, largest, tile, end - tile >= 2 ? 2 : 1, row, (int)(w->M * (g + 1) / groups - row));
+      panel(w, largest, tile, row, (int)(w->M * (g + 1) / groups - row));
     }
 }
 
@@ -272,7 +280,7 @@ static Status* compute(void* self, Context* context) {
   size_t rank = dimensions(api, x, dims, NULL), next = 1;
   if (!rank || dims[rank - 1] != (k->kind == GATED ? 2 * k->K : k->K))
     return failure(api, ERROR_ARGUMENT, "a block-quantized product: its input has not K columns");
-  Work w = {.kernel = k, .M = 1, .blocks = k->K / k->block, .tiles = (k->N + TILE - 1) / TILE, .x = data_of(api, x)};
+  Work w = {.kernel = k, .M = 1, .blocks = k->K / k->block, .tiles = (k->N + 2 * TILE - 1) / (2 * TILE) * 2, .x = data_of(api, x)};
   for (size_t i = 0; i + 1 < rank; i++) w.M *= dims[i];
   if (k->kind == RESIDUAL_NORM) {
     w.residual = data_of(api, input(api, context, next++));
@@ -295,7 +303,7 @@ static Status* compute(void* self, Context* context) {
   }
   w.y = output(api, context, 0, dims, rank);
   if (!w.M) return NULL;
-  w.parts = w.tiles < PARTS ? w.tiles : PARTS;
+  w.parts = w.tiles / 2 < PARTS ? w.tiles / 2 : PARTS;
   size_t codes = (w.M * k->K + 63) / 64 * 64, blocks = w.M * w.blocks, candidates = chosen ? w.parts * w.M : 0;
   uint8_t* memory = scratch(SCRATCH_LINEAR, codes + blocks * 8 + candidates * sizeof(Largest));
   if (!memory) return failure(api, ERROR_FAIL, "a block-quantized product: out of memory");
