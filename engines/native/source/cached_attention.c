@@ -31,6 +31,7 @@
 
 /* ROWS by VECTORS sums are held in registers, a unit has about UNIT_ROWS queries. */
 enum { LANES = 16, VECTORS = 4, KEYS = LANES * VECTORS, ROWS = 6, DIGITS = 3, UNIT_ROWS = 48, LARGEST_HEAD = 512 };
+enum { AHEAD = 2 };  /* units: one would be with another thread by now */
 enum { FEW = 4096 }; /* products of a query and a key that are over before another thread has woken up */
 
 static const float HIDDEN = -1e30f, LOG2_E = 1.44269504f;
@@ -503,11 +504,11 @@ INLINE void attend_tile(const Work* w, const Unit* unit, const char* keys, const
   }
 }
 
-/* Asks memory for the keys and values of what comes next, while there is a tile to compute. */
+/* Asks memory for keys and values of a unit to come, while there is a tile to compute. */
 static void announce(const char* keys, const char* values, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += 64) {
-    _mm_prefetch(keys + at, _MM_HINT_T0);
-    _mm_prefetch(values + at, _MM_HINT_T0);
+    _mm_prefetch(keys + at, _MM_HINT_T1);
+    _mm_prefetch(values + at, _MM_HINT_T1);
   }
 }
 
@@ -555,12 +556,14 @@ static void attend(void* state, size_t index) {
   const char *keys = w->present_key + of_row * w->T * size, *values = w->present_value + of_row * w->T * size;
   int64_t from = k->window ? unit.first + 1 - k->window : 0;
   from = from > 0 ? from / KEYS * KEYS : 0;
+  const int64_t tokens_later = w->blocks == 1 && of_row + AHEAD < all ? w->last[(of_row + AHEAD) / k->kv_heads] + 1 : 0;
   for (int64_t start = from; start < total; start += KEYS) {
-    const int64_t left = total - start - KEYS, count = left < 0 ? KEYS + left : KEYS;
-    /* After a unit's last tile, the same place of the next key head's. */
-    const int64_t next = left > 0 ? start + KEYS : w->T + from, there = left > 0 ? left : w->T - from;
-    if (left > 0 || (w->blocks == 1 && of_row + 1 < all))
-      announce(keys + next * size, values + next * size, (there < KEYS ? there : KEYS) * size);
+    const int64_t count = total - start < KEYS ? total - start : KEYS;
+    const int64_t later = tokens_later - start;
+    if (later > 0) {
+      const int64_t there = (AHEAD * w->T + start) * size;
+      announce(keys + there, values + there, (later < KEYS ? later : KEYS) * size);
+    }
     if (w->codes)
       attend_tile(w, &unit, keys + start * size, values + start * size, start, count, 1);
     else
