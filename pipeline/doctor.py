@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING
 from engines.bundle import EngineBundle
 from engines.fingerprint import cpu_features, require_match
 from engines.load import fingerprint_here, target_module
+from engines.native import unsupported
+from engines.native.compiler import COMPILER
 from pipeline.artifact import load
 from pipeline.errors import TapeoutError
 from pipeline.tracking import public_uri, sqlite_path, tracking_uri
@@ -52,6 +54,7 @@ INT8_DOT_PRODUCTS = ("avx_vnni", "avx512_vnni", "amx_int8", "asimddp", "i8mm")
 RUN_PACKAGES = ("onnxruntime", "onnx", "tokenizers", "jinja2", "numpy")
 BUILD_PACKAGES = ("torch", "transformers", "onnxscript", "compressed-tensors", "datasets", "lm-eval", "dvc", "mlflow")
 TENSORRT_PACKAGES = ("tensorrt", "tensorrt-rtx-cu13-bindings")
+# What graphs are lowered to where native kernels do not run; norms and float products everywhere.
 ENGINE_OPERATORS = ("GroupQueryAttention", "MatMulNBits", "GatherBlockQuantized", "SkipSimplifiedLayerNormalization")
 
 
@@ -100,7 +103,7 @@ def diagnose(recipe: Recipe | None, folder: Path) -> Diagnosis:
     python = Finding("Python", Status.OK, f"{platform.python_version()} at {sys.executable}")
     pins = pinned()
     run = (python, *(package(name, pins) for name in RUN_PACKAGES), operators())
-    build = tuple(package(name, pins) for name in BUILD_PACKAGES)
+    build = (*(package(name, pins) for name in BUILD_PACKAGES), native_kernels(unsupported()))
     tensorrt = tuple(optional_package(name) for name in TENSORRT_PACKAGES)
     sources = () if recipe is None else (recipe.model.source, recipe.data.source)
     services = (*(source(name) for name in sources), registry(tracking_uri()))
@@ -216,6 +219,18 @@ def operators() -> Finding:
             "install onnxruntime at its pinned version",
         )
     return Finding("onnxruntime kernels", Status.OK, ", ".join(ENGINE_OPERATORS))
+
+
+def native_kernels(reason: str) -> Finding:
+    """``reason``: as :func:`engines.native.unsupported` gives it."""
+    if reason:
+        remedy = "engines run on ONNX Runtime's own operators, which are slower; weights in 6 bits cannot be chosen"
+        return Finding("native kernels", Status.LIMITED, reason, remedy)
+    try:
+        version = metadata.version(COMPILER)
+    except metadata.PackageNotFoundError:
+        return Finding("native kernels", Status.MISSING, f"no {COMPILER} to compile them", 'pip install ".[pipeline]"')
+    return Finding("native kernels", Status.OK, f"run on this processor; {COMPILER} {version} compiles them")
 
 
 def registry(uri: str) -> Finding:
