@@ -50,7 +50,9 @@ def sweep(
     with artifact.create(folder, Sensitivity) as draft, Progress(*_PROGRESS) as progress:
         task = progress.add_task("measuring sensitivity", total=sum(len(kernels) for _, kernels in work) + 2)
         simulation = Simulation(graph, chosen, {unit.first_layer for unit in units})
-        for unit, kernels in work:
+        for number, (unit, kernels) in enumerate(work, 1):
+            if not progress.console.is_terminal:  # where a bar is drawn once, at the end
+                progress.console.print(f"measuring sensitivity: {unit.name} ({number} of {len(work)})", highlight=False)
             kls = {FLOAT.name: 0.0}
             prepared = rounding.prepare(unit.groups)
             for kernel in kernels:

@@ -87,10 +87,14 @@ def explain(request: Request) -> list[PassReport]:
 
     from engines.compile import lower
     from engines.passes.base import Lowering
+    from quantization.checkpoint import KVScales
     from quantization.compressed_tensors import open_checkpoint
 
-    graph = _graph(request)
+    graph, module = _graph(request), target_module(request.target)
     weights: Any = open_checkpoint(request.checkpoint or graph.folder)
+    kv = KVScales.read(request.checkpoint or graph.folder)
+    if hasattr(module, "compile_for"):
+        kv = KVScales({}, kv.bits)  # such targets keep keys and values in their float type
     if request.precision == "int4" and request.checkpoint is None:
         weights = _Nearest(weights)
     lowering = Lowering(
@@ -98,11 +102,13 @@ def explain(request: Request) -> list[PassReport]:
         graph.record,
         weights,
         graph.record.max_positions,
+        dict(kv.scales),
+        kv.bits,
         float_type="bf16" if request.precision == "bf16" else "fp16",
         precision=request.precision,
         activation_max=_activation_max(request, graph)[0],
     )
-    return list(lower(lowering, target_module(request.target).PASSES, lambda _: None))
+    return list(lower(lowering, module.PASSES, lambda _: None))
 
 
 def build(request: Request, console: Any) -> None:
