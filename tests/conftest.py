@@ -11,7 +11,11 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers of xdist share the cores
 
+from engines import native
+from engines.passes import block_linears, embedding, linear_kernels
 from tests import tiny
+
+STOCK = "native kernels are left out of this test"
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +28,26 @@ def tiny_checkpoint() -> Path:
 def tiny_texts() -> Callable[[int, int], list[str]]:
     """``tiny_texts(count, seed)``: passages of about 280 tokens the tiny llama was not trained on."""
     return tiny.tiny_texts
+
+
+@pytest.fixture
+def stock_operators(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Passes write ONNX Runtime's own operators, as where native ones cannot run. Why is what reports say then."""
+    for step in (block_linears, embedding, linear_kernels):
+        monkeypatch.setattr(step, "unsupported", lambda: STOCK)
+    return STOCK
+
+
+@pytest.fixture
+def native_operators() -> None:
+    """Passes write operators of our own; the test is skipped where those cannot run."""
+    reason = native.unsupported()
+    if reason:
+        pytest.skip(reason)
+
+
+@pytest.fixture(params=["native", "stock"])
+def operators_of(request: pytest.FixtureRequest) -> str:
+    """A test runs in both worlds: its passes write operators of our own, then ONNX Runtime's."""
+    request.getfixturevalue(f"{request.param}_operators")
+    return request.param

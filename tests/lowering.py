@@ -18,6 +18,8 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from engines.passes.base import CONTRIB, Lowering, Outcome
+from engines.sessions import cpu_options
+from engines.targets.ort_cpu import library_folder
 from pipeline.attention_function import ATTENTION_DOMAIN, attention_function
 from pipeline.graph import LinearGroup, PortableGraph
 from quantization.rounding import QuantizedLinear
@@ -118,13 +120,8 @@ def model_of(inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> ir.Mode
     return ir.Model(graph, ir_version=10, functions=[function])
 
 
-def run(model: ir.Model, feeds: Mapping[str, NDArray[Any]], *, library: Path | None = None) -> dict[str, NDArray[Any]]:
-    """Outputs by name; ``library`` holds the operators of our own that are among the nodes."""
-    options = ort.SessionOptions()
-    if library is not None:
-        options.register_custom_ops_library(str(library))
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 3
+def run(model: ir.Model, feeds: Mapping[str, NDArray[Any]], *, threads: int = 1) -> dict[str, NDArray[Any]]:
+    options = cpu_options(threads, library_folder())
     session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"])
     names = [output.name for output in session.get_outputs()]
     wanted = {i.name for i in session.get_inputs()}

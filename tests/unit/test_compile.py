@@ -10,7 +10,9 @@ import pytest
 
 from engines.compile import ALIGNMENT_BYTES, build, lower, write_weights
 from engines.load import load, target_module
+from engines.native import LIBRARY
 from engines.passes import linear_kernels, linears, silu
+from engines.passes.block_linears import packed
 from pipeline.artifact import Artifact
 from pipeline.errors import BuildError
 from pipeline.graph import PortableGraph
@@ -49,7 +51,9 @@ def test_a_float_bundle_says_what_it_is(graph: Artifact[PortableGraph], tmp_path
         "logit_rows": 1,
         "next_tokens": 1,
         "static_int8_linears": 0,
+        "block_linears": 0,
         "linear_kernels": 4 * LAYERS + 1,
+        "linear_inputs": 0,
         "embedding": 0,
     }
     assert record.census["GroupQueryAttention"] == LAYERS and record.census["MatMul"] == 4 * LAYERS + 1
@@ -61,11 +65,14 @@ def test_a_float_bundle_says_what_it_is(graph: Artifact[PortableGraph], tmp_path
     )
     assert bundle.parents == {"PortableGraph": "1"}
     assert {"model.onnx", "weights.bin", "tokenizer.json", "config.json"} <= set(bundle.files)
+    assert LIBRARY not in bundle.files  # no operator of our own is in it
     again = build(graph, weights, tmp_path / "b", parents={"PortableGraph": "1"}, **arguments)
     assert again.digest == bundle.digest  # the same inputs, the same bundle
 
 
-def test_a_tied_table_is_stored_once_and_read_by_both_ends(graph: Artifact[PortableGraph], tmp_path: Path) -> None:
+def test_a_tied_table_is_stored_once_and_read_by_both_ends(
+    graph: Artifact[PortableGraph], tmp_path: Path, operators_of: str
+) -> None:
     checkpoint = open_checkpoint(graph.folder)
     table = round_to_nearest(checkpoint.weight(EMBEDDING), Format(8, 32, symmetric=True))
     tensors = {name: checkpoint.linear(name) for name in checkpoint.names()}
@@ -79,9 +86,12 @@ def test_a_tied_table_is_stored_once_and_read_by_both_ends(graph: Artifact[Porta
         kv_scales={},
         parents={},
     )
-    assert bundle.record.census["GatherBlockQuantized"] == 1 and bundle.record.census["MatMulNBits"] == 1
+    native = operators_of == "native"
+    readers = ("BlockGather", "BlockLinear") if native else ("GatherBlockQuantized", "MatMulNBits")
+    assert [bundle.record.census[reader] for reader in readers] == [1, 1]
+    assert (LIBRARY in bundle.files) == native
     data = (bundle.folder / "weights.bin").read_bytes()
-    codes = table.codes.tobytes()
+    codes = (packed(table.codes, 8) if native else table.codes).tobytes()
     assert data.count(codes) == 1
     engine = load(bundle.folder, threads=1)
     try:

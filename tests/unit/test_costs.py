@@ -26,16 +26,19 @@ def stored(kernel: Kernel, weight: NDArray[np.float32]) -> Any:
     return round_to_nearest(weight, Format(kernel.bits, kernel.group_size, kernel.symmetric))
 
 
-def test_every_kernel_of_the_menu_has_a_name_of_its_own_and_is_what_the_passes_write() -> None:
+def test_every_kernel_of_the_menu_has_a_name_of_its_own_and_is_what_the_passes_write(operators_of: str) -> None:
     weight = np.random.default_rng(0).standard_normal((8, 256)).astype(np.float32)
     operators: dict[str, set[str]] = {}
-    for kernel in MENU:
+    menu = [kernel for kernel in MENU if kernel.bits != 6 or operators_of == "native"]
+    for kernel in menu:
         model = costs.product_model(stored(kernel, weight), Shape(256, 8), 3)
         assert [value.name for value in model.graph.outputs] == ["y0", "y1", "y2"]
         operators[kernel.name] = {node.op_type for node in model.graph}
-    assert len(operators) == len(MENU)
-    assert operators["fp32"] == {"MatMul"} and operators["4-bit g32"] == {"MatMulNBits"}
-    assert operators["static int8"] == {"QuantizeLinear", "MatMulIntegerToFloat"}
+    assert len(operators) == len(menu)
+    product = {"native": "BlockLinear", "stock": "MatMulNBits"}[operators_of]
+    assert operators.pop("fp32") == {"MatMul"}
+    assert operators.pop("static int8") == {"QuantizeLinear", "MatMulIntegerToFloat"}
+    assert all(written == {product} for written in operators.values()) and "4-bit g32" in operators
 
 
 def test_every_kernel_is_timed_at_every_row_count() -> None:
@@ -52,10 +55,16 @@ def test_weights_of_a_sample_are_different_and_as_many_as_are_to_be_streamed() -
     assert len(codes) == len(set(codes)) == 4
 
 
-def test_bytes_are_those_of_codes_and_float32_scales() -> None:
-    assert costs.product_bytes(Shape(64, 32), EIGHT_BITS, stored) == 32 * (64 + 2 * 4)
-    assert costs.product_bytes(Shape(64, 32), FOUR_BITS, stored) == 32 * (32 + 2 * 4)
+def test_bytes_are_those_of_codes_and_scales(operators_of: str) -> None:
+    scales = 2 * {"native": 2, "stock": 4}[operators_of]  # native ones stay float16
+    assert costs.product_bytes(Shape(64, 32), EIGHT_BITS, stored) == 32 * (64 + scales)
+    assert costs.product_bytes(Shape(64, 32), FOUR_BITS, stored) == 32 * (32 + scales)
     assert costs.product_bytes(Shape(64, 8), FLOAT, stored) == 8 * 64 * 4
+
+
+def test_six_bits_are_three_quarters_of_eight(native_operators: None) -> None:
+    six = Kernel(bits=6, group_size=32, symmetric=True)
+    assert costs.product_bytes(Shape(64, 32), six, stored) == 32 * (48 + 2 * 2)
 
 
 def test_a_machine_measures_once_and_another_one_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

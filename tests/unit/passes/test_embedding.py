@@ -4,8 +4,8 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from engines.passes import embedding
-from quantization.rounding import Format, round_to_nearest
+from engines.passes import block_linears, embedding
+from quantization.rounding import Bits, Format, round_to_nearest
 from tests.lowering import apply, lowering, model_of, named, op, operators, parameter, run, value
 
 RNG = np.random.default_rng(0)
@@ -19,20 +19,49 @@ def graph() -> ir.Model:
     return model_of([ids], [named("rows", op("Neg", [rows], rows.shape))])
 
 
-@pytest.mark.parametrize(
-    "fmt",
-    [Format(bits, size, symmetric) for bits in (4, 8) for size in (32, 64) for symmetric in (True, False)],
-    ids=str,
-)
-def test_a_quantized_table_is_read_row_by_row(fmt: Format) -> None:
+def formats(*bits: Bits) -> list[Format]:
+    return [Format(b, size, symmetric) for b in bits for size in (32, 64) for symmetric in (True, False)]
+
+
+@pytest.mark.parametrize("fmt", formats(4, 6, 8), ids=str)
+def test_a_quantized_table_is_read_row_by_row(fmt: Format, native_operators: None) -> None:
     table = round_to_nearest(TABLE, fmt)
     model = graph()
     lowered = lowering(model, {"embed.weight": table})
     outcome = apply(lowered, embedding)
     assert (outcome.matched, outcome.declined) == (1, ())
+    assert operators(model) == ["BlockGather", "Neg"]
+    assert lowered.plan == {"embedding": f"BlockGather {fmt.bits}-bit g{fmt.group_size}"}
+    np.testing.assert_array_equal(-run(model, {"input_ids": IDS})["rows"], table.dequantize()[IDS])
+
+
+@pytest.mark.parametrize("fmt", formats(4, 8), ids=str)
+def test_where_native_operators_do_not_run_a_stock_one_reads_it_and_that_is_said(
+    fmt: Format, stock_operators: str
+) -> None:
+    table = round_to_nearest(TABLE, fmt)
+    model = graph()
+    lowered = lowering(model, {"embed.weight": table})
+    outcome = apply(lowered, embedding)
+    said = f"embed.weight: {stock_operators}; ONNX Runtime's own operator reads it"
+    assert (outcome.matched, outcome.declined) == (1, (said,))
     assert operators(model) == ["GatherBlockQuantized", "Neg"]
     assert lowered.plan == {"embedding": f"GatherBlockQuantized {fmt.bits}-bit g{fmt.group_size}"}
     np.testing.assert_allclose(-run(model, {"input_ids": IDS})["rows"], table.dequantize()[IDS], rtol=1e-6, atol=1e-6)
+
+
+def test_the_native_table_and_a_tied_head_hold_the_same_bytes(native_operators: None) -> None:
+    table = round_to_nearest(TABLE, Format(6, 32, symmetric=False))
+    model = graph()
+    apply(lowering(model, {"embed.weight": table}), embedding)
+    head = model_of([], [])
+    for value_, expected in zip(
+        block_linears.table(head, "embedding", table, [table]),
+        (model.graph.initializers[f"embedding.{part}"] for part in ("codes", "scales", "zero_points")),
+        strict=True,
+    ):
+        assert value_ is not None and value_.const_value is not None and expected.const_value is not None
+        assert value_.const_value.tobytes() == expected.const_value.tobytes()
 
 
 def test_a_float_table_stays_and_that_is_said() -> None:
