@@ -21,9 +21,15 @@ def run(lowering: Lowering) -> Outcome:
     for node in nodes:
         x = node.inputs[0]
         assert x is not None
-        reason = _norm(lowering.model, node, x) and _gate(lowering.model, node, x)
+        multiplied = producer_of(x, "Mul")
+        if multiplied is not None:
+            reason = _gate(lowering.model, node, x, multiplied)
+        else:
+            reason = _norm(lowering.model, node, x)
         if reason:
-            declined.append(f"{(node.outputs[0].name or '').removesuffix('.matmul')}: {reason}")
+            codes = node.inputs[1]
+            assert codes is not None
+            declined.append(f"{(codes.name or '').removesuffix('.codes')}: {reason}")
         else:
             matched += 1
     return Outcome(matched, tuple(declined) if nodes else ("no native product in the graph",))
@@ -34,7 +40,7 @@ def _norm(model: ir.Model, node: ir.Node, x: ir.Value) -> str:
     skip, plain = (producer_of(x, f"{prefix}SimplifiedLayerNormalization") for prefix in ("Skip", ""))
     norm = skip or plain
     if norm is None:
-        return "no norm right before it"
+        return "neither a norm nor a gate right before it"
     if only_use(x) is not node:
         return "others read the norm before it, too"
     if skip is not None and len(skip.inputs) > 3:
@@ -48,11 +54,8 @@ def _norm(model: ir.Model, node: ir.Node, x: ir.Value) -> str:
     return ""
 
 
-def _gate(model: ir.Model, node: ir.Node, x: ir.Value) -> str:
+def _gate(model: ir.Model, node: ir.Node, x: ir.Value, product: ir.Node) -> str:
     """Take the gated activation before a product into it; the returned text says why not."""
-    product = producer_of(x, "Mul")
-    if product is None:
-        return "neither a norm nor a gate right before it"
     if only_use(x) is not node:
         return "others read the gated activation before it, too"
     gate, up = product.inputs
@@ -97,3 +100,4 @@ def _fuse(
     if total is None:
         outputs = {product: fused.outputs[0]}
     replace(model, [before, node], [fused], outputs)
+    fused.outputs[0].name = name  # also where it is an output of the graph
