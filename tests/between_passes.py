@@ -19,12 +19,15 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from engines.bundle import NEXT_TOKENS
+from engines.passes import block_linears
 from engines.passes.base import CONTRIB, Lowering, initializer, replace
 from engines.passes.fixed_kv_cache import WRITE_POSITIONS
 from engines.passes.float_linears import group_name, is_head
 from engines.passes.fp8_linears import LARGEST
 from engines.passes.half_precision import scales_as_stored
 from engines.passes.linears import biases_of, is_linear, weights_of
+from engines.sessions import cpu_options
+from engines.targets.ort_cpu import library_folder
 from pipeline.graph_analysis import is_attention
 
 FloatArray = NDArray[np.float32]
@@ -84,8 +87,8 @@ def _write_linear(model: ir.Model, lowering: Lowering, node: ir.Node, coming: st
             plain("zero", np.array(0, ml_dtypes.float8_e4m3fn)),
         )
         x = add("DequantizeLinear", add("QuantizeLinear", x, *grid), *grid)
-    elif coming == "linear_kernels" and hasattr(stored, "codes"):
-        # MatMulNBits at accuracy level 4: int8 for every row and block, the largest value on 127.
+    elif coming == _rounding_inputs() and hasattr(stored, "codes"):
+        # Either kernel of block-quantized products: int8 for every row and block, the largest value on 127.
         width = stored.codes.shape[1]
         blocks = add("Reshape", x, plain("blocks", np.array([-1, width // stored.group_size, stored.group_size])))
         last = plain("last", np.array([2]))
@@ -97,6 +100,11 @@ def _write_linear(model: ir.Model, lowering: Lowering, node: ir.Node, coming: st
     if any(biases):
         product = add("Add", product, plain("bias", np.concatenate([lowering.weights.tensor(n) for n in biases])))
     replace(model, [node], add, {node.outputs[0]: product})
+
+
+def _rounding_inputs() -> str:
+    """The pass that takes linears over codes."""
+    return "linear_kernels" if block_linears.unsupported() else "block_linears"
 
 
 def _round_cache(model: ir.Model, scales: Mapping[str, FloatArray]) -> None:
@@ -121,9 +129,7 @@ class GraphRunner:
     """
 
     def __init__(self, lowering: Lowering, model: ir.Model, *, slots: int) -> None:
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = 1
-        options.log_severity_level = 3
+        options = cpu_options(1, library_folder())
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.add_session_config_entry("session.disable_quant_qdq", "1")
         proto = ir.to_proto(model).SerializeToString()

@@ -46,6 +46,7 @@ FAMILIES = (
 CASES = (
     ("ort-cpu", "float"),
     ("ort-cpu", "quantized"),
+    ("ort-cpu", "quantized, stock"),  # without operators of our own
     ("tensorrt", "fp16"),
     ("tensorrt", "int4"),
     ("tensorrt", "fp8"),
@@ -53,21 +54,25 @@ CASES = (
 
 # What a pass finds nothing of: in weights of this kind, in models of this family. Everything else must match somewhere.
 IDLE = {
-    "float": {"static_int8_linears", "embedding"},
-    "quantized": set[str](),
+    "float": {"static_int8_linears", "block_linears", "linear_inputs", "embedding"},
+    "quantized": {"linear_kernels"},
+    "quantized, stock": {"block_linears", "linear_inputs"},
     "fp16": {"int4_linears", "fp8_linears"},
     "int4": {"fp8_linears"},
     "fp8": {"int4_linears"},
-    "gpt2": {"rotary_tables", "merge_linears", "silu"},
+    "gpt2": {"rotary_tables", "merge_linears", "silu", "linear_inputs"},
     "gemma2": {"silu"},
-    "phi": {"silu"},
+    "phi": {"silu", "linear_inputs"},
     "cohere2": {"rotary_tables"},
 }
 
 # What a sentence of a report begins with, if anything: what users know, no names that only the exporter knows.
 SUBJECT = re.compile(
-    r"|layer \d+|layers\.\d+\.\w+|lm_head|(model|transformer)\.[a-z_.\d]+\.weight|(MatMul|Sigmoid|RotaryEmbedding) \w+"
+    r"|every linear|layer \d+|layers\.\d+\.\w+|lm_head"
+    r"|(model|transformer)\.[a-z_.\d]+\.weight|(MatMul|Sigmoid|RotaryEmbedding) \w+"
 )
+
+BLOCK_PRODUCTS = ("BlockLinear", "GatedLinear", "NormLinear", "ResidualNormLinear")
 
 # Differences are relative to the largest value of a row of logits, or of a position of the cache.
 # A sum of n products in another order moves by at most n · 2^-24 of the sum of their magnitudes; n is 256 at most here,
@@ -143,7 +148,7 @@ def _compared(step: Any) -> Callable[[Lowering], Outcome]:
 def rounds(lowering: Lowering) -> bool:
     """Whether something in the graph rounds to codes while it runs: keys and values, or the inputs of products."""
     operators = {node.op_type for node in lowering.model.graph.all_nodes()}
-    return bool(lowering.kv_scales or operators & {"QuantizeLinear", "MatMulNBits"})
+    return bool(lowering.kv_scales or operators & {"QuantizeLinear", "MatMulNBits", *BLOCK_PRODUCTS})
 
 
 def lowering_of(graph: Artifact[PortableGraph], precision: str) -> Lowering:
@@ -214,9 +219,15 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Artifact
 @pytest.mark.parametrize(("target", "precision"), CASES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_after_each_pass_the_graph_computes_the_same(
-    graphs: Callable[[str], Artifact[PortableGraph]], family: str, target: str, precision: str
+    request: pytest.FixtureRequest,
+    graphs: Callable[[str], Artifact[PortableGraph]],
+    family: str,
+    target: str,
+    precision: str,
 ) -> None:
-    reports = compare_each(lowering_of(graphs(family), precision), target_module(target).PASSES)
+    if precision.startswith("quantized"):
+        request.getfixturevalue("stock_operators" if precision.endswith("stock") else "native_operators")
+    reports = compare_each(lowering_of(graphs(family), precision.partition(",")[0]), target_module(target).PASSES)
     idle = {report.name for report in reports if not report.matched}
     assert idle == (IDLE[precision] | IDLE.get(family, set())) & {report.name for report in reports}
     assert all(report.declined for report in reports if not report.matched)
