@@ -1,0 +1,129 @@
+"""Operators of our own by themselves: linears at random, sessions of one node, and their rule written out in numpy.
+
+The rule is that of quantization/reference.py, ``round_activations``: inputs are rounded to int8 for every row and
+block, ties to even, products of codes are summed exactly within a block and in float across blocks.
+
+M  rows     N  output channels     K  input channels     B  blocks in a row
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from engines.native import DOMAIN
+from engines.passes import block_linears
+from engines.sessions import cpu_options
+from engines.targets.ort_cpu import library_folder
+from quantization.rounding import Format, QuantizedLinear
+from tests.lowering import model_of, named, parameter, value
+
+Array = NDArray[Any]
+Rows = NDArray[np.float32]
+Run = Callable[..., list[Array]]
+ROUNDING = 2.0**-24  # of one float32 operation, relative
+
+
+def random_linear(rows: int, columns: int, fmt: Format, *, half: bool = True, seed: int = 0) -> QuantizedLinear:
+    """Any codes, scales of either sign and any zero points. Not ``half``: scales that float16 cannot hold."""
+    rng = np.random.default_rng(seed)
+    groups = columns // fmt.group_size
+    scales = (rng.uniform(0.01, 0.03, (rows, groups)) * rng.choice([-1, 1], (rows, groups))).astype(np.float32)
+    if half:
+        scales = scales.astype(np.float16).astype(np.float32)
+    zero_points = None if fmt.symmetric else rng.integers(0, fmt.levels, (rows, groups)).astype(np.uint8)
+    codes = rng.integers(0, fmt.levels, (rows, columns)).astype(np.uint8)
+    return QuantizedLinear(codes, scales, zero_points, fmt.bits, fmt.group_size)
+
+
+def product(
+    kind: str,
+    linear: QuantizedLinear,
+    *,
+    bias: Rows | None = None,
+    weight: Rows | None = None,
+    threads: int = 1,
+    rank: int = 2,
+    **attributes: Any,
+) -> Run:
+    """A session of one product: takes its inputs in order, returns its outputs. ``weight``: of the norm before it."""
+    free = [f"d{axis}" for axis in range(rank - 1)]
+    inputs = [value(name, [*free, f"{name}_columns"]) for name in ("a", "b")[: 1 + (kind == "ResidualNormLinear")]]
+    holder = model_of([], [])
+    codes, scales, zero_points = block_linears.table(holder, "product", linear, [linear])
+    rest: list[ir.Value | None] = [] if weight is None else [parameter("norm.weight", weight)]
+    rest += [codes, scales, zero_points, None if bias is None else parameter("product.bias", bias)]
+    while rest[-1] is None:
+        rest.pop()
+    known = {"N": len(linear.codes)} | block_linears.attributes(linear, scales)
+    return _session(kind, inputs, rest, known | attributes, threads)
+
+
+def gather(table: QuantizedLinear) -> Run:
+    """A session of one BlockGather: takes ids, returns rows."""
+    codes, scales, zero_points = block_linears.table(model_of([], []), "table", table, [table])
+    rest = [codes, scales] if zero_points is None else [codes, scales, zero_points]
+    known = {"N": len(table.codes)} | block_linears.attributes(table, scales)
+    return _session("BlockGather", [value("ids", ["rows", "tokens"], ir.DataType.INT64)], rest, known, 1)
+
+
+def _session(
+    kind: str, inputs: list[ir.Value], rest: list[ir.Value | None], attributes: dict[str, Any], threads: int
+) -> Run:
+    count = 2 if kind == "ResidualNormLinear" else 1
+    node = ir.node(kind, [*inputs, *rest], attributes=attributes, domain=DOMAIN, num_outputs=count)
+    for output in node.outputs:
+        output.type = ir.TensorType(ir.DataType.FLOAT)
+    initializers = {v.name: v for v in rest if v is not None}
+    for v in initializers.values():
+        if v.graph is not None:
+            v.graph.initializers.pop(v.name or "")
+    model = model_of(inputs, [named(f"y{at}", output) for at, output in enumerate(node.outputs)])
+    model.opset_imports[DOMAIN] = 1
+    session = ort.InferenceSession(
+        ir.to_proto(model).SerializeToString(), cpu_options(threads, library_folder()), ["CPUExecutionProvider"]
+    )
+
+    def run(*arrays: Array) -> list[Array]:
+        return [np.asarray(y) for y in session.run(None, dict(zip((i.name for i in inputs), arrays, strict=True)))]
+
+    return run
+
+
+def expected(
+    x: Array, linear: QuantizedLinear, bias: Rows | None = None, *, slack: float = 0.0
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The product's outputs ``[M, N]`` in float64, and by how much an operator in float32 may miss them.
+
+    ``slack``: the relative error of ``x``, where the operator makes it itself. An input within it of the middle between
+    two codes may fall on either.
+    """
+    zero_points = linear.format.midpoint if linear.zero_points is None else linear.zero_points[:, :, None]
+    weights = linear.codes.reshape(*linear.scales.shape, -1).astype(np.float64) - zero_points  # [N, B, block]
+    blocks = x.reshape(len(x), -1, linear.group_size)
+    largest = np.abs(blocks).max(axis=2, keepdims=True)
+    limit = x.dtype.type(127)
+    exact = blocks * np.divide(limit, largest, out=np.zeros_like(largest), where=largest > 0)
+    codes = np.rint(exact)
+    close = np.abs(exact - np.floor(exact) - 0.5) < 2 * 127 * slack
+    steps = (largest / limit)[:, :, 0].astype(np.float64)  # [M, B]
+    terms = np.einsum("mbk,nbk->mbn", codes, weights, optimize=True) * linear.scales.T * steps[:, :, None]
+    flips = (
+        np.einsum("mbk,nbk->mbn", close, np.abs(weights), optimize=True) * np.abs(linear.scales.T) * steps[:, :, None]
+    )
+    offset = np.zeros(len(weights)) if bias is None else bias.astype(np.float64)
+    sizes = np.abs(terms).sum(axis=1) + np.abs(offset)
+    unit = (terms.shape[1] + 4) * ROUNDING + 2 * slack
+    return terms.sum(axis=1) + offset, sizes * unit + flips.sum(axis=1)
+
+
+def check(actual: Array, wanted: tuple[NDArray[np.float64], NDArray[np.float64]]) -> None:
+    y, bound = wanted
+    assert actual.dtype == np.float32 and actual.shape == y.shape
+    over = np.abs(actual - y) - bound
+    assert (over <= 0).all(), f"{over.max():.1e} beyond what rounding explains"

@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import re
+from typing import Any, get_args
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from engines.native import DOMAIN
+from engines.passes import block_linears, linear_kernels, linears, merge_linears, static_int8_linears
+from engines.passes.base import attribute
+from engines.passes.block_linears import STEP, TILE
+from pipeline.errors import BuildError
+from quantization.rounding import Bits, Format, QuantizedLinear
+from tests.lowering import apply, group, linear, lowering, model_of, named, op, operators, run, value
+from tests.native import check, expected, random_linear
+
+RNG = np.random.default_rng(0)
+BITS: tuple[Bits, ...] = get_args(Bits)
+SYMMETRIC = Format(4, 32, symmetric=True)
+
+
+def product(members: dict[str, int], *, columns: int = 64, biased: bool = False) -> ir.Model:
+    """One product (merged when there are several members)."""
+    x = value("x", ["batch", "tokens", columns])
+    outputs: list[ir.Value] = []
+    for name, rows in members.items():
+        weight = RNG.standard_normal((rows, columns)).astype(np.float32)
+        bias = RNG.standard_normal(rows).astype(np.float32) if biased else None
+        result = linear(x, name, weight, bias)
+        outputs.append(named(name, op("Neg", [result], result.shape)))
+    return model_of([x], outputs)
+
+
+def inputs(tokens: int, columns: int = 64) -> NDArray[np.float32]:
+    return RNG.standard_normal((2, tokens, columns)).astype(np.float32)
+
+
+@pytest.mark.usefixtures("native_operators")
+@pytest.mark.parametrize("half", [True, False], ids=["float16 scales", "float32 scales"])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", BITS)
+def test_a_quantized_product_is_one_native_node(bits: Bits, symmetric: bool, biased: bool, half: bool) -> None:
+    model = product({"block.fc": 37}, biased=biased)
+    weight = random_linear(37, 64, Format(bits, 32, symmetric), half=half)
+    lowered = lowering(model, {"block.fc.weight": weight})
+    bias = lowered.weights.tensor("block.fc.bias") if biased else None
+    outcome = apply(lowered, linears, block_linears)
+    assert (outcome.matched, outcome.declined) == (1, ())
+    assert operators(model) == ["BlockLinear", "Neg"] and model.opset_imports[DOMAIN] == 1
+    assert lowered.plan == {"block.fc.weight": f"BlockLinear {bits}-bit g32 {'sym' if symmetric else 'asym'}"}
+    (made,) = lowered.products
+    node = next(iter(model.graph))
+    assert (made.value, made.weights, made.rows) == (node.outputs[0].name, ("block.fc.weight",), (37,))
+    assert attribute(node, "half_scales", -1) == half
+    for tokens in (1, 5):
+        x = inputs(tokens)
+        check(-run(model, {"x": x})["block.fc"].reshape(-1, 37), expected(x.reshape(-1, 64), weight, bias))
+
+
+@pytest.mark.usefixtures("native_operators")
+def test_it_computes_what_the_stock_product_computes(request: pytest.FixtureRequest) -> None:
+    x = inputs(5)
+    weight = random_linear(37, 64, Format(4, 32, symmetric=False))
+    results: list[NDArray[Any]] = []
+    for kernel in ("BlockLinear", "MatMulNBits"):
+        model = product({"block.fc": 37})
+        apply(lowering(model, {"block.fc.weight": weight}), linears, block_linears, linear_kernels)
+        assert operators(model) == [kernel, "Neg"]
+        results.append(run(model, {"x": x})["block.fc"])
+        request.getfixturevalue("stock_operators")
+    np.testing.assert_allclose(*results, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("native_operators")
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("fmt", [Format(4, 32, symmetric=False), Format(6, 64, symmetric=True)], ids=str)
+def test_a_merged_product_stacks_its_members(fmt: Format, biased: bool) -> None:
+    members = {"block.q": 32, "block.k": 10, "block.v": 17}  # bounds of members within a tile
+    model = product(members, biased=biased)
+    weights = {
+        f"{name}.weight": random_linear(rows, 64, fmt, seed=rows, half=name != "block.k")
+        for name, rows in members.items()
+    }
+    lowered = lowering(model, weights, groups=[group("layers.0.qkv", *members, biased=biased)])
+    biases = {name: lowered.weights.tensor(f"{name}.bias") if biased else None for name in members}
+    outcome = apply(lowered, linears, merge_linears, block_linears)
+    assert (outcome.matched, outcome.declined) == (1, ())
+    assert operators(model)[:2] == ["BlockLinear", "Split"] and list(lowered.plan) == ["layers.0.qkv"]
+    assert (lowered.products[0].weights, lowered.products[0].rows) == (tuple(weights), tuple(members.values()))
+    x = inputs(3)
+    results = run(model, {"x": x})
+    for name, rows in members.items():
+        wanted = expected(x.reshape(-1, 64), weights[f"{name}.weight"], biases[name])
+        check(-results[name].reshape(-1, rows), wanted)
+
+
+@pytest.mark.usefixtures("native_operators")
+@pytest.mark.parametrize("other", [Format(4, 32, False), Format(4, 64, True), Format(6, 32, True)], ids=str)
+def test_formats_that_differ_within_a_merged_product_are_refused(other: Format) -> None:
+    members = {"block.gate": 32, "block.up": 32}
+    model = product(members)
+    tensors = {"block.gate.weight": random_linear(32, 64, SYMMETRIC), "block.up.weight": random_linear(32, 64, other)}
+    lowered = lowering(model, tensors, groups=[group("layers.0.gate_up", *members)])
+    with pytest.raises(BuildError, match=r"layers\.0\.gate_up mixes formats .* in one merged product") as caught:
+        apply(lowered, linears, merge_linears, block_linears)
+    assert caught.value.expected == "one format for linears that read the same input"
+    assert caught.value.remedy == "let one rule of plan.kernels match the whole group"
+
+
+@pytest.mark.usefixtures("native_operators")
+def test_what_is_in_float_is_left_to_the_next_pass_and_that_is_said() -> None:
+    members = {"block.gate": 32, "block.up": 32, "block.down": 16}
+    model = product(members)
+    stored = {f"block.{name}.weight": random_linear(members[f"block.{name}"], 64, SYMMETRIC) for name in ("up", "down")}
+    lowered = lowering(model, stored, groups=[group("layers.0.gate", "block.gate")])
+    outcome = apply(lowered, linears, block_linears)
+    assert outcome.matched == 2
+    assert outcome.declined == ("layers.0.gate: it is not quantized; left to the next kernel pass",)
+    assert apply(lowered, linear_kernels).matched == 1
+    assert sorted(operators(model)) == ["BlockLinear"] * 2 + ["MatMul"] + ["Neg"] * 3
+
+
+@pytest.mark.usefixtures("native_operators")
+def test_a_merged_product_of_codes_and_floats_is_left_and_then_refused() -> None:
+    members = {"block.gate": 32, "block.up": 32}
+    model = product(members)
+    lowered = lowering(
+        model, {"block.up.weight": random_linear(32, 64, SYMMETRIC)}, groups=[group("layers.0.gate_up", *members)]
+    )
+    outcome = apply(lowered, linears, merge_linears, block_linears)
+    assert outcome.declined == ("layers.0.gate_up: it is not quantized; left to the next kernel pass",)
+    with pytest.raises(BuildError, match=r"layers\.0\.gate_up mixes quantized and float weights"):
+        apply(lowered, linear_kernels)
+
+
+@pytest.mark.usefixtures("native_operators")
+def test_a_graph_without_linears_is_said_and_imports_nothing() -> None:
+    x = value("x", ["rows", 64])
+    model = model_of([x], [named("y", op("Neg", [x], ["rows", 64]))])
+    outcome = apply(lowering(model), block_linears)
+    assert (outcome.matched, outcome.declined) == (0, ("no linear in the graph",))
+    assert DOMAIN not in model.opset_imports
+
+
+def test_where_they_do_not_run_every_linear_is_left_and_that_is_said(stock_operators: str) -> None:
+    model = product({"block.fc": 37})
+    lowered = lowering(model, {"block.fc.weight": random_linear(37, 64, SYMMETRIC)})
+    outcome = apply(lowered, linears, block_linears)
+    said = f"every linear: {stock_operators}; left to the next kernel pass"
+    assert (outcome.matched, outcome.declined) == (0, (said,))
+    assert lowered.plan == {} and lowered.products == [] and DOMAIN not in model.opset_imports
+    apply(lowered, linear_kernels)
+    assert operators(model) == ["MatMulNBits", "Neg"]
+
+
+def test_six_bits_need_native_products(stock_operators: str) -> None:
+    model = product({"block.fc": 37})
+    lowered = lowering(model, {"block.fc.weight": random_linear(37, 64, Format(6, 32, symmetric=True))})
+    with pytest.raises(BuildError, match=re.escape(f"block.fc.weight in 6 bits, and {stock_operators}")) as caught:
+        apply(lowered, linears, block_linears, linear_kernels)
+    assert caught.value.expected == "4 or 8 bits, which ONNX Runtime's own products take"
+    assert caught.value.remedy == "choose other bits in plan.kernels, or plan again on this machine"
+
+
+@pytest.mark.usefixtures("native_operators")
+def test_six_bits_that_no_native_pass_was_asked_for_say_so() -> None:
+    model = product({"block.fc": 37})
+    lowered = lowering(model, {"block.fc.weight": random_linear(37, 64, Format(6, 32, symmetric=True))})
+    with pytest.raises(BuildError, match=r"block\.fc\.weight in 6 bits, and no native kernel took it"):
+        apply(lowered, linears, linear_kernels)
+
+
+@pytest.mark.usefixtures("native_operators")
+def test_a_static_scale_for_the_inputs_is_taken_before() -> None:
+    model = product({"block.fc": 37})
+    codes = random_linear(37, 64, Format(8, 64, symmetric=True))
+    static = QuantizedLinear(codes.codes, codes.scales, None, 8, 64, input_scale=0.03)
+    lowered = lowering(model, {"block.fc.weight": static})
+    assert apply(lowered, linears, static_int8_linears, block_linears).declined == ("no linear in the graph",)
+    assert "MatMulIntegerToFloat" in operators(model)
+
+
+def code_at(tile: NDArray[np.uint8], lane: int, column: int, bits: int) -> int:
+    """By the layout in the module's words."""
+    step, byte = column // STEP, lane * STEP + column % STEP
+    if bits == 8:
+        return int(tile[64 * step + byte])
+    if bits == 4:
+        return int(tile[64 * (step // 2) + byte]) >> 4 * (step % 2) & 15
+    four = tile[192 * (step // 4) :]
+    low = int(four[64 * (step % 4 // 2) + byte]) >> 4 * (step % 2) & 15
+    return low | (int(four[128 + byte]) >> 2 * (step % 4) & 3) << 4
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.integers(1, 35), steps=st.integers(1, 5), bits=st.sampled_from(BITS), seed=st.integers(0, 99))
+def test_packing_keeps_every_code_where_the_kernel_reads_it(rows: int, steps: int, bits: Bits, seed: int) -> None:
+    codes = np.random.default_rng(seed).integers(0, 1 << bits, (rows, 16 * steps)).astype(np.uint8)
+    packed = block_linears.packed(codes, bits)
+    tiles = -(-rows // TILE)
+    assert packed.shape == (tiles, 16 * steps * TILE * bits // 8) and packed.dtype == np.uint8
+    for row in range(tiles * TILE):
+        for column in range(0, 16 * steps, 3):
+            wanted = codes[row, column] if row < rows else 1 << (bits - 1)  # lanes beyond N are zeros
+            assert code_at(packed[row // TILE], row % TILE, column, bits) == wanted
+
+
+@pytest.mark.parametrize("rows", [1, 16, 37])
+def test_scales_lie_tile_by_tile(rows: int) -> None:
+    scales = RNG.standard_normal((rows, 3)).astype(np.float32)
+    laid = block_linears.by_tile(scales)
+    assert laid.shape == (-(-rows // TILE), 3, TILE)
+    flat = laid.transpose(0, 2, 1).reshape(-1, 3)
+    np.testing.assert_array_equal(flat[:rows], scales)
+    assert (flat[rows:] == 1).all()

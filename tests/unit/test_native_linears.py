@@ -1,0 +1,244 @@
+"""The products and reads of our own, by themselves: their rule, their limits, and that rows share nothing."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engines.native import unsupported
+from quantization.reference import round_activations
+from quantization.rounding import Bits, Format
+from tests.native import Rows, Run, check, expected, gather, product, random_linear
+
+pytestmark = pytest.mark.skipif(bool(unsupported()), reason=unsupported() or "they run here")
+
+BITS: tuple[Bits, ...] = get_args(Bits)
+ROWS = (1, 2, 5, 6, 7, 13, 64)
+MADE = 3e-6  # relative error of inputs that an operator makes itself
+EPSILON = 0.03
+
+
+def rows(count: int, columns: int, seed: int = 1) -> Rows:
+    """Of very different sizes from row to row."""
+    rng = np.random.default_rng(seed)
+    return (rng.standard_normal((count, columns)) * 10.0 ** rng.integers(-3, 4, (count, 1))).astype(np.float32)
+
+
+def bias(outputs: int) -> Rows:
+    return np.random.default_rng(2).standard_normal(outputs).astype(np.float32)
+
+
+@pytest.mark.parametrize("half", [True, False], ids=["float16 scales", "float32 scales"])
+@pytest.mark.parametrize("outputs", [1, 37, 96])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+@pytest.mark.parametrize("bits", BITS)
+def test_a_product_is_what_its_rule_says(bits: Bits, block: int, symmetric: bool, outputs: int, half: bool) -> None:
+    linear = random_linear(outputs, 3 * block, Format(bits, block, symmetric), half=half)
+    assert np.array_equal(linear.scales, linear.scales.astype(np.float16)) == half
+    for added in (None, bias(outputs)):
+        run = product("BlockLinear", linear, bias=added)
+        for count in ROWS:
+            x = rows(count, 3 * block)
+            check(run(x)[0], expected(x, linear, added))
+
+
+def test_the_rule_is_that_of_the_quantized_reference() -> None:
+    import torch
+
+    linear = random_linear(37, 192, Format(6, 64, symmetric=False))
+    x = rows(13, 192)
+    rounded = round_activations(torch.from_numpy(x), 64).numpy().astype(np.float64)
+    np.testing.assert_allclose(rounded @ linear.dequantize().astype(np.float64).T, expected(x, linear)[0], rtol=1e-4)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_ties_fall_on_even_codes(bits: Bits) -> None:
+    """127 · x / 127 is exact for these: halves stay halves."""
+    linear = random_linear(32, 32, Format(bits, 32, symmetric=False))
+    x = np.arange(-8, 8, 0.5, dtype=np.float32)[None]
+    x[0, -1] = 127
+    check(product("BlockLinear", linear)(x)[0], expected(np.rint(x), linear))
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", BITS)
+def test_the_largest_codes_and_inputs_do_not_overflow(bits: Bits, symmetric: bool) -> None:
+    linear = random_linear(16, 1024, Format(bits, 256, symmetric))
+    linear.codes[:] = (1 << bits) - 1
+    for size in (1.0, -1.0, 3e38 / 1e6):
+        x = np.full((2, 1024), size, np.float32)
+        check(product("BlockLinear", linear)(x)[0], expected(x, linear))
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 4])
+def test_leading_axes_are_kept(rank: int) -> None:
+    linear = random_linear(24, 64, Format(6, 32, symmetric=True))
+    x = rows(24, 64).reshape(2, 3, 4, 64)[(0,) * (4 - rank)]
+    y = product("BlockLinear", linear, rank=rank)(x)[0]
+    assert y.shape == (*x.shape[:-1], 24)
+    check(y.reshape(-1, 24), expected(x.reshape(-1, 64), linear))
+
+
+def test_no_rows_give_no_rows() -> None:
+    linear = random_linear(24, 64, Format(4, 32, symmetric=True))
+    assert product("BlockLinear", linear)(np.zeros((0, 64), np.float32))[0].shape == (0, 24)
+
+
+def all_kinds(threads: int = 1) -> list[tuple[Run, int, int]]:
+    """One session of every operator with its number of inputs and their width; tiles beyond a whole number of parts."""
+    found: list[tuple[Run, int, int]] = []
+    for bits, symmetric in ((4, True), (6, False), (8, True), (4, False)):
+        linear = random_linear(295, 192, Format(bits, 64, symmetric), seed=bits)
+        norm = rows(1, 192, 5)[0]
+        found += [
+            (product("BlockLinear", linear, bias=bias(295), threads=threads), 1, 192),
+            (product("GatedLinear", linear, threads=threads), 1, 384),
+            (product("NormLinear", linear, weight=norm, threads=threads), 1, 192),
+            (product("ResidualNormLinear", linear, weight=norm, threads=threads), 2, 192),
+        ]
+    return found
+
+
+@pytest.fixture(scope="module")
+def kinds() -> list[tuple[Run, int, int]]:
+    return all_kinds()
+
+
+@given(seed=st.integers(0, 999), kind=st.integers(0, 15), order=st.permutations(range(15)), count=st.integers(1, 15))
+@settings(max_examples=60, deadline=None)
+def test_a_row_alone_is_that_row_in_any_batch_bit_for_bit(
+    kinds: list[tuple[Run, int, int]], seed: int, kind: int, order: list[int], count: int
+) -> None:
+    run, inputs, columns = kinds[kind]
+    arrays = [rows(15, columns, seed + n) for n in range(inputs)]
+    picked = order[:count]
+    together = run(*(array[picked] for array in arrays))
+    for at, row in enumerate(picked[:3]):
+        alone = run(*(array[row : row + 1] for array in arrays))
+        for output, single in zip(together, alone, strict=True):
+            np.testing.assert_array_equal(output[at].view(np.uint32), single[0].view(np.uint32))
+
+
+def test_more_threads_give_the_same_bits(kinds: list[tuple[Run, int, int]]) -> None:
+    for (run, inputs, columns), (other, _, _) in zip(kinds, all_kinds(threads=2), strict=True):
+        for count in (1, 6, 64):  # 64 rows are rounded by both threads, too
+            arrays = [rows(count, columns, n) for n in range(inputs)]
+            for first, second in zip(run(*arrays), other(*arrays), strict=True):
+                np.testing.assert_array_equal(first.view(np.uint32), second.view(np.uint32))
+
+
+def test_runs_of_one_session_by_several_threads_do_not_meet(kinds: list[tuple[Run, int, int]]) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    run, _, columns = kinds[0]
+    batches = [rows(count, columns, count) for count in (1, 40, 3, 64) * 5]
+    alone = [run(batch)[0] for batch in batches]
+    with ThreadPoolExecutor(4) as pool:
+        for (y,), wanted in zip(pool.map(run, batches), alone, strict=True):
+            np.testing.assert_array_equal(y, wanted)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", BITS)
+def test_a_row_of_zeros_gives_the_bias(bits: Bits, symmetric: bool) -> None:
+    linear = random_linear(40, 64, Format(bits, 32, symmetric))
+    x = rows(7, 64)
+    x[3] = 0
+    x[4, :32] = 0  # one block of two
+    y = product("BlockLinear", linear, bias=bias(40))(x)[0]
+    np.testing.assert_array_equal(y[3], bias(40))
+    check(y, expected(x, linear, bias(40)))
+
+
+def test_inputs_too_small_to_divide_by_give_nothing_of_note() -> None:
+    linear = random_linear(40, 64, Format(8, 32, symmetric=True))
+    x = np.full((1, 64), 1e-40, np.float32)
+    x[0, 5] = -2e-39
+    assert np.abs(product("BlockLinear", linear)(x)[0]).max() < 1e-30
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+def test_a_row_that_is_not_finite_says_so_and_leaves_the_others_alone(
+    kinds: list[tuple[Run, int, int]], poison: float
+) -> None:
+    for run, inputs, columns in kinds:
+        arrays = [rows(8, columns, n) for n in range(inputs)]
+        clean = run(*arrays)[0]
+        for column in (0, columns // 2 + 7, columns - 1):
+            broken = [array.copy() for array in arrays]
+            broken[-1][3, column] = poison
+            y = run(*broken)[0]
+            others = np.arange(8) != 3
+            np.testing.assert_array_equal(y[others], clean[others])
+            assert not np.isfinite(y[3]).any()
+
+
+def silu(x: Rows) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return x.astype(np.float64) / (1 + np.exp(-x.astype(np.float64)))
+
+
+def normed(x: np.ndarray, weight: Rows) -> np.ndarray:
+    x = x.astype(np.float64)
+    return x / np.sqrt((x * x).mean(axis=1, keepdims=True) + EPSILON) * weight
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("count", ROWS)
+def test_a_gate_before_a_product(bits: Bits, symmetric: bool, count: int) -> None:
+    linear = random_linear(37, 128, Format(bits, 32, symmetric))
+    x = np.random.default_rng(count).standard_normal((count, 256)).astype(np.float32)
+    x[:, :128:5] *= 30  # gates that are as good as open or shut
+    x[0, :3] = -200, 200, 0
+    made = silu(x[:, :128]) * x[:, 128:]
+    check(product("GatedLinear", linear, bias=bias(37))(x)[0], expected(made, linear, bias(37), slack=MADE))
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("count", ROWS)
+def test_a_norm_before_a_product(bits: Bits, symmetric: bool, count: int) -> None:
+    linear, weight = random_linear(37, 128, Format(bits, 32, symmetric)), rows(1, 128, 3)[0]
+    a, b = rows(count, 128, 4), rows(count, 128, 5)
+    a[0] = 0  # what is left is the epsilon
+    (y,) = product("NormLinear", linear, weight=weight, bias=bias(37), epsilon=EPSILON)(a)
+    check(y, expected(normed(a, weight), linear, bias(37), slack=MADE))
+    y, total = product("ResidualNormLinear", linear, weight=weight, bias=bias(37), epsilon=EPSILON)(a, b)
+    np.testing.assert_array_equal(total, a + b)
+    check(y, expected(normed(a + b, weight), linear, bias(37), slack=MADE))
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", BITS)
+def test_rows_are_read_by_ids_from_either_end(bits: Bits, symmetric: bool) -> None:
+    for half in (True, False):
+        table = random_linear(53, 96, Format(bits, 32, symmetric), half=half)
+        ids = np.array([[0, 52, 17, -1], [-53, 16, 15, 0]], np.int64)
+        np.testing.assert_array_equal(gather(table)(ids)[0], table.dequantize()[ids])
+        assert gather(table)(ids[:, :0])[0].shape == (2, 0, 96)
+
+
+@pytest.mark.parametrize("bad", [53, -54, 2**40, -(2**63)])
+def test_an_id_outside_the_table_is_an_error(bad: int) -> None:
+    run = gather(random_linear(53, 96, Format(4, 32, symmetric=True)))
+    with pytest.raises(Exception, match="BlockGather: an id is outside the table"):
+        run(np.array([[0, bad, 1]], np.int64))
+
+
+@pytest.mark.parametrize(("kind", "columns"), [("BlockLinear", 80), ("BlockLinear", 32), ("GatedLinear", 64)])
+def test_inputs_of_another_width_are_an_error(kind: str, columns: int) -> None:
+    run = product(kind, random_linear(24, 64, Format(4, 32, symmetric=True)))
+    with pytest.raises(Exception, match="its input has not K columns"):
+        run(np.zeros((2, columns), np.float32))
+
+
+@pytest.mark.parametrize("wrong", [{"bits": 5}, {"block_size": 8}, {"block_size": 24}, {"K": 72}, {"N": 0}], ids=str)
+def test_a_format_there_is_no_kernel_for_is_an_error_at_once(wrong: dict[str, int]) -> None:
+    with pytest.raises(Exception, match="N, K, block_size or bits it was not built for"):
+        product("BlockLinear", random_linear(24, 64, Format(4, 32, symmetric=True)), **wrong)
