@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -16,9 +16,10 @@ from quantization.compressed_tensors import (
     open_checkpoint,
     quantization_config,
 )
-from quantization.rounding import Format, QuantizedLinear, round_to_nearest
+from quantization.rounding import Bits, Format, QuantizedLinear, pack, round_to_nearest
 
-FORMATS = [Format(b, g, s) for b in (4, 8) for g in (16, 32, 64) for s in (True, False)]
+BITS: tuple[Bits, ...] = get_args(Bits)
+FORMATS = [Format(b, g, s) for b in BITS for g in (16, 32, 64) for s in (True, False)]
 
 
 def weight(rows: int = 12, columns: int = 192, seed: int = 0) -> np.ndarray:
@@ -75,6 +76,36 @@ def test_the_official_decompressor_decodes_the_same_weight(fmt: Format) -> None:
     compressor: Any = BaseCompressor.get_value_from_registry("pack-quantized")
     decoded = compressor.decompress(parts, QuantizationScheme(targets=["Linear"], weights=args))["weight"]
     np.testing.assert_array_equal(decoded.numpy(), linear.dequantize())
+
+
+@pytest.mark.parametrize("columns", [16, 48, 80, 192])  # 80 codes of 6 bits end within a word
+@pytest.mark.parametrize("bits", BITS)
+def test_words_are_those_the_official_compressor_packs(bits: Bits, columns: int) -> None:
+    import torch
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
+
+    linear = round_to_nearest(weight(columns=columns), Format(bits, 16, symmetric=True))
+    signed = torch.from_numpy(linear.codes.astype(np.int16) - (1 << (bits - 1))).to(torch.int8)
+    words = encode_packed("a.weight", linear)["a.weight_packed"]
+    np.testing.assert_array_equal(words, pack_to_int32(signed, bits).numpy())
+    np.testing.assert_array_equal(words, pack(linear.codes, bits))
+    read = unpack_from_int32(torch.from_numpy(words), bits, torch.Size(linear.codes.shape))
+    np.testing.assert_array_equal(read.numpy(), signed.numpy())
+
+
+@pytest.mark.parametrize("columns", range(16, 208, 16))
+def test_bits_are_told_by_the_number_of_words(tmp_path: Path, columns: int) -> None:
+    """A checkpoint's tensors do not say how many bits a code has."""
+    writer = CheckpointWriter(tmp_path)
+    linears = {bits: round_to_nearest(weight(columns=columns), Format(bits, 16, symmetric=False)) for bits in BITS}
+    for bits, linear in linears.items():
+        writer.add_linear(f"in{bits}.weight", linear)
+    writer.finish()
+    checkpoint = open_checkpoint(tmp_path)
+    for bits, linear in linears.items():
+        read = checkpoint.linear(f"in{bits}.weight")
+        assert isinstance(read, QuantizedLinear) and read.format == linear.format
+        np.testing.assert_array_equal(read.dequantize(), linear.dequantize())
 
 
 def test_a_table_is_stored_once_and_its_scales_for_both_names(tmp_path: Path) -> None:
