@@ -1,0 +1,205 @@
+"""The library of kernels: made once, whole or not at all, and said where it cannot be made or run."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engines import native
+from engines.native import DOMAIN, LIBRARY, NEEDED, compiler, unsupported
+from engines.sessions import cpu_options
+from engines.targets import ort_cpu
+from pipeline.errors import BuildError
+from tests.lowering import model_of, named, op, value
+
+COMPILES = pytest.mark.skipif(
+    (platform.system(), platform.machine()) != ("Linux", "x86_64"), reason="kernels are made on Linux on x86-64"
+)
+SMALL = '__attribute__((visibility("default"))) int answer(void) { return 42; }'
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of libraries. The compiler's own is that of every test, which spares each some seconds."""
+    kept = compiler.CACHE / "compiler"
+    folder = tmp_path / "kernels"
+    folder.mkdir()
+    kept.mkdir(parents=True, exist_ok=True)
+    (folder / "compiler").symlink_to(kept)
+    monkeypatch.setattr(compiler, "CACHE", folder)
+    return folder
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Sources of one small file, quickly compiled."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    (folder / "answer.c").write_text(f"{SMALL}\n")
+    monkeypatch.setattr(compiler, "SOURCE", folder)
+    return folder
+
+
+def files(cache: Path) -> list[Path]:
+    """Everything but the compiler's own."""
+    return [p for folder in cache.iterdir() if folder.name != "compiler" for p in folder.rglob("*")]
+
+
+@COMPILES
+def test_the_same_sources_give_the_same_bytes_anywhere(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the kernels themselves, compiled at two places by compilers that have kept nothing of each other's."""
+    first = compiler.library()
+    copy = tmp_path / "elsewhere" / "source"
+    shutil.copytree(compiler.SOURCE, copy)
+    monkeypatch.setattr(compiler, "SOURCE", copy)
+    monkeypatch.setattr(compiler, "CACHE", tmp_path / "other")
+    second = compiler.library()
+    assert first.parent.parent == cache and second.parent.parent == tmp_path / "other"
+    assert first.parent.name == second.parent.name and first.name == LIBRARY
+    assert first.read_bytes() == second.read_bytes()
+
+
+@COMPILES
+def test_what_is_compiled_is_not_compiled_again(cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = compiler.library()
+    assert files(cache) == [path]
+
+    def never(path: Path) -> None:
+        raise AssertionError(f"{path} is compiled again")
+
+    monkeypatch.setattr(compiler, "_compile", never)
+    assert compiler.library() == path
+    with monkeypatch.context() as patch, pytest.raises(AssertionError, match="compiled again"):
+        patch.setattr(compiler, "FLAGS", (*compiler.FLAGS, "-DANSWER"))
+        compiler.library()
+    (source / "more.h").write_text("")  # not compiled itself, but what is may include it
+    with pytest.raises(AssertionError, match="compiled again"):
+        compiler.library()
+
+
+@COMPILES
+@pytest.mark.parametrize("content", ["int broken(", "int f(int unused) { return 0; }\n"], ids=["no C", "a warning"])
+def test_sources_that_do_not_compile_are_an_error_and_leave_nothing(cache: Path, source: Path, content: str) -> None:
+    (source / "broken.c").write_text(content)
+    with pytest.raises(BuildError, match=r"the kernels in .*source do not compile: (.|\n)*broken\.c") as caught:
+        compiler.library()
+    assert caught.value.expected == "a library"
+    assert caught.value.remedy == "reinstall ziglang in the version that pyproject.toml names"
+    assert files(cache) == []
+    (source / "broken.c").unlink()
+    assert compiler.library().is_file()
+
+
+def test_a_machine_without_the_compiler_is_told_how_to_get_it(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "COMPILER", "no_such_compiler")
+    with pytest.raises(BuildError, match="no compiler: the package no_such_compiler is not installed") as caught:
+        compiler.library()
+    assert caught.value.expected == "it beside the passes, for kernels of our own"
+    assert caught.value.remedy == "pip install 'tapeout[pipeline]'"
+    assert files(cache) == []
+
+
+@COMPILES
+def test_two_that_compile_at_once_end_with_one_whole_library(
+    cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[Path] = []
+    compile_ = compiler._compile  # pyright: ignore[reportPrivateUsage]
+
+    def slowly(path: Path) -> None:
+        compiled.append(path)
+        deadline = time.monotonic() + 20
+        while len(compiled) < 2 and time.monotonic() < deadline:  # until neither has found the other's
+            time.sleep(0.01)
+        compile_(path)
+
+    monkeypatch.setattr(compiler, "_compile", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = (future.result() for future in [pool.submit(compiler.library) for _ in range(2)])
+    assert compiled == [first, second] == [first, first]
+    assert files(cache) == [first]
+    assert ctypes.CDLL(str(first)).answer() == 42
+
+
+@COMPILES
+def test_a_compiler_that_stops_half_way_leaves_no_library(
+    cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def half(command: list[str], **_: object) -> None:
+        Path(command[command.index("-o") + 1]).write_bytes(b"\x7fELF")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compiler.subprocess, "run", half)
+    with pytest.raises(KeyboardInterrupt):
+        compiler.library()
+    assert files(cache) == []
+
+
+def machine(monkeypatch: pytest.MonkeyPatch, system: str, kind: str, features: tuple[str, ...]) -> None:
+    monkeypatch.setattr(native.platform, "system", lambda: system)
+    monkeypatch.setattr(native.platform, "machine", lambda: kind)
+    monkeypatch.setattr(native, "cpu_features", lambda: features)
+
+
+@pytest.mark.parametrize(
+    ("system", "kind", "features", "said"),
+    [
+        ("Linux", "x86_64", (*NEEDED, "avx2"), ""),
+        ("Linux", "aarch64", ("asimddp",), "native kernels are for Linux on x86-64, not Linux on aarch64"),
+        ("Darwin", "x86_64", NEEDED, "native kernels are for Linux on x86-64, not Darwin on x86_64"),
+        ("Windows", "AMD64", NEEDED, "native kernels are for Linux on x86-64, not Windows on AMD64"),
+        (
+            *("Linux", "x86_64", ("avx2", "avx512f", "avx512bw")),
+            "native kernels need avx512_vnni, which this processor has not",
+        ),
+        (
+            *("Linux", "x86_64", ("avx2", "avx_vnni")),
+            "native kernels need avx512f, avx512bw, avx512_vnni, which this processor has not",
+        ),
+    ],
+)
+def test_why_they_cannot_run_here_is_a_clause_for_users(
+    monkeypatch: pytest.MonkeyPatch, system: str, kind: str, features: tuple[str, ...], said: str
+) -> None:
+    machine(monkeypatch, system, kind, features)
+    assert unsupported() == said
+
+
+def test_where_they_cannot_run_nothing_is_compiled_and_sessions_start_without(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(monkeypatch, "Linux", "x86_64", ())
+    monkeypatch.setattr(compiler, "library", lambda: pytest.fail("compiled for nothing"))
+    folder = ort_cpu.library_folder()
+    assert not (folder / LIBRARY).exists()
+    assert cpu_options(2, folder).intra_op_num_threads == 2
+
+
+def test_a_bundle_holds_the_library_only_where_its_graph_names_an_operator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = tmp_path / "made"
+    made.mkdir()
+    (made / LIBRARY).write_bytes(b"a library")
+    monkeypatch.setattr(ort_cpu, "library_folder", lambda: made)
+    for domain, op_type, held in (("", "Neg", []), (DOMAIN, "BlockLinear", [LIBRARY])):
+        folder = tmp_path / op_type
+        folder.mkdir()
+        x = value("x", ["rows", 16])
+        ort_cpu.complete(model_of([x], [named("y", op(op_type, [x], domain=domain))]), folder)
+        assert [path.name for path in folder.iterdir()] == held
+
+
+def test_a_library_of_another_kind_is_refused_when_a_session_starts(tmp_path: Path) -> None:
+    (tmp_path / LIBRARY).write_bytes(np.arange(64, dtype=np.uint8).tobytes())
+    with pytest.raises(Exception, match=LIBRARY):
+        cpu_options(1, tmp_path)
