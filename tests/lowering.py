@@ -8,7 +8,6 @@ run(model, {"x": ...})["y"]
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 

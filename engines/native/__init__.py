@@ -13,7 +13,7 @@ from engines.fingerprint import cpu_features
 
 DOMAIN = "tapeout.kernels"
 LIBRARY = "kernels.so"  # its name in a bundle
-NEEDED = ("avx512f", "avx512bw", "avx512_vnni")
+NEEDED = ("avx512f", "avx512bw", "avx512_vnni")  # a processor with these has avx512dq, avx512vl and the like, too
 
 
 def unsupported() -> str:

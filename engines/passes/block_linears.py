@@ -30,6 +30,7 @@ from engines.passes.linear_kernels import one_format, stacked_bias
 from engines.passes.linears import biases_of, is_linear, out_features_of, weights_of
 
 TILE, STEP = 16, 4  # output channels, input channels
+LANES = 16  # a group is a multiple of
 
 
 def run(lowering: Lowering) -> Outcome:
@@ -45,6 +46,12 @@ def run(lowering: Lowering) -> Outcome:
         label = label_of(lowering, node)
         if not all(hasattr(part, "codes") for part in parts):
             declined.append(f"{label}: it is not quantized; left to the next kernel pass")
+            continue
+        if parts[0].group_size % LANES or parts[0].codes.shape[1] % parts[0].group_size:
+            declined.append(
+                f"{label}: groups of {parts[0].group_size} of {parts[0].codes.shape[1]} input channels, where native "
+                f"kernels take whole groups in multiples of {LANES}; left to the next kernel pass"
+            )
             continue
         _lower(lowering, node, label, parts)
         matched += 1

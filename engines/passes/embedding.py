@@ -15,7 +15,7 @@ import onnx_ir as ir
 from engines.native import DOMAIN, unsupported
 from engines.passes import block_linears
 from engines.passes.base import CONTRIB, Lowering, Outcome, initializer, new_value, replace
-from engines.passes.linear_kernels import pack
+from engines.passes.linear_kernels import pack, require_operator
 
 
 def run(lowering: Lowering) -> Outcome:
@@ -52,6 +52,7 @@ def _native(model: ir.Model, table: Any, node: ir.Node) -> ir.Node:
 
 
 def _stock(model: ir.Model, table: Any, node: ir.Node) -> ir.Node:
+    require_operator("the embedding", table)
     codes = initializer(model, "embedding.codes", pack(table.codes, table.bits))
     inputs = [codes, node.inputs[1], initializer(model, "embedding.scales", table.scales)]
     if table.zero_points is not None:

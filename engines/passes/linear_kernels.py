@@ -44,7 +44,7 @@ def _lower(lowering: Lowering, node: ir.Node) -> None:
     bias = stacked_bias(lowering, label, biases)
     if all(quantized):
         one_format(label, parts)
-        _require_operator(label, parts[0])
+        require_operator(label, parts[0])
         lowered = _nbits(lowering, label, node, parts, bias)
         symmetry = "sym" if parts[0].zero_points is None else "asym"
         kind = f"MatMulNBits {parts[0].bits}-bit g{parts[0].group_size} {symmetry}"
@@ -70,7 +70,8 @@ def one_format(label: str, parts: list[Any]) -> None:
         )
 
 
-def _require_operator(label: str, linear: Any) -> None:
+def require_operator(label: str, linear: Any) -> None:
+    """:class:`BuildError` for codes that no operator of ONNX Runtime's own takes."""
     if linear.bits not in BITS:
         raise BuildError(
             f"{label} in {linear.bits} bits, and {unsupported() or 'no native kernel took it'}",

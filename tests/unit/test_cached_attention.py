@@ -5,11 +5,7 @@ At the end the pass that puts it into a graph.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +18,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from engines import native
+from engines.native import compiler
 from engines.passes import cached_attention, prompt_attention
 from tests import attention_graph, lowering
 from tests.attention_graph import LAYOUTS, Buffers, Layout, exported, graph, lower, sequences
@@ -30,17 +27,6 @@ pytestmark = pytest.mark.skipif(bool(native.unsupported()), reason=native.unsupp
 
 Array = NDArray[Any]
 MAX_TOKENS = 150  # more than two tiles of 64 keys, and no multiple of one
-
-
-@pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("ziglang")
-    path = tmp_path_factory.mktemp("native") / "kernels.so"
-    sources = (Path(native.__file__).parent / "source").glob("*.c")
-    flags = ("-std=c11", "-O3", "-march=native", "-shared", "-fPIC", "-fvisibility=hidden")
-    command = [sys.executable, "-m", "ziglang", "cc", *flags, "-o", str(path), *map(str, sources)]
-    subprocess.run(command, check=True, capture_output=True)
-    return path
 
 
 @dataclass(frozen=True)
@@ -121,7 +107,7 @@ def model(case: Case, op_type: str) -> bytes:
     if case.codes and not own:
         inputs += ["", "", ""]
         attributes |= {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
-    domain = "tapeout" if own else "com.microsoft"
+    domain = native.DOMAIN if own else "com.microsoft"
     node = helper.make_node(op_type, [*inputs, *scales], ["y", "key", "value"], domain=domain, **attributes)
     cache_type = TensorProto.INT8 if case.codes else TensorProto.FLOAT
     cache = ["rows", case.kv_heads, "max_tokens", case.head_size]
@@ -140,26 +126,28 @@ def model(case: Case, op_type: str) -> bytes:
     graph_outputs += [info(name, cache_type, cache) for name in ("key", "value")]
     initializers = [numpy_helper.from_array(array, name) for name, array in found.items()]
     graph = helper.make_graph([node], "attention", graph_inputs, graph_outputs, initializers)
-    opsets = [helper.make_opsetid(name, version) for name, version in (("", 21), ("com.microsoft", 1), ("tapeout", 1))]
+    opsets = [
+        helper.make_opsetid(name, version) for name, version in (("", 21), ("com.microsoft", 1), (native.DOMAIN, 1))
+    ]
     return helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
 
 
 SESSIONS: dict[tuple[Case, str], ort.InferenceSession] = {}
 
 
-def session(library: Path, case: Case, op_type: str) -> ort.InferenceSession:
+def session(case: Case, op_type: str) -> ort.InferenceSession:
     if (case, op_type) not in SESSIONS:
         options = ort.SessionOptions()
         options.intra_op_num_threads = case.threads
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        options.register_custom_ops_library(str(library))
+        options.register_custom_ops_library(str(compiler.library()))
         made = ort.InferenceSession(model(case, op_type), options, providers=["CPUExecutionProvider"])
         SESSIONS[case, op_type] = made
     return SESSIONS[case, op_type]
 
 
 def run(
-    library: Path, case: Case, step: Step, op_type: str = "CachedAttention", *, in_place: bool = False
+    case: Case, step: Step, op_type: str = "CachedAttention", *, in_place: bool = False
 ) -> tuple[Array, Array, Array]:
     """``y [B, S, H, D]`` and both caches."""
     rows, tokens = step.query.shape[:2]
@@ -167,7 +155,7 @@ def run(
     feeds: dict[str, Array] = {"past_key": step.past_key, "past_value": step.past_value, "last": step.last}
     feeds["total"] = np.array(step.last.max() + 1, np.int32)
     feeds |= {"q": np.concatenate(parts, axis=2)} if case.packed else dict(zip("qkv", parts, strict=True))
-    runner = session(library, case, op_type)
+    runner = session(case, op_type)
     if not in_place:
         y, key, value = (np.asarray(result) for result in runner.run(["y", "key", "value"], feeds))
         return y.reshape(step.query.shape), key, value
@@ -281,11 +269,11 @@ CASES = {
 
 @pytest.mark.parametrize(("tokens", "past"), SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_it_computes_what_it_says(library: Path, case: Case, tokens: int, past: list[int]) -> None:
+def test_it_computes_what_it_says(case: Case, tokens: int, past: list[int]) -> None:
     step = step_of(case, tokens, past)
-    copied = run(library, case, step)
+    copied = run(case, step)
     check(case, step, copied)
-    in_place = run(library, case, step, in_place=True)
+    in_place = run(case, step, in_place=True)
     np.testing.assert_array_equal(in_place[0], copied[0])
     check(case, step, in_place)
     for before, after in ((step.past_key, in_place[1]), (step.past_value, in_place[2])):
@@ -296,9 +284,9 @@ def test_it_computes_what_it_says(library: Path, case: Case, tokens: int, past: 
 @pytest.mark.parametrize(
     "case", [Case(), Case(codes=False), Case(window=40), Case(softcap=3.0), Case(rotary="interleaved")], ids=str
 )
-def test_it_equals_the_stock_operator(library: Path, case: Case, tokens: int, past: list[int]) -> None:
+def test_it_equals_the_stock_operator(case: Case, tokens: int, past: list[int]) -> None:
     step = step_of(case, tokens, past)
-    own, stock = (run(library, case, step, op_type)[0] for op_type in ("CachedAttention", "GroupQueryAttention"))
+    own, stock = (run(case, step, op_type)[0] for op_type in ("CachedAttention", "GroupQueryAttention"))
     # Of an int8 cache a code in a thousand or so differs by one: the stock operator multiplies by 1 / scale.
     limit = 5e-3 if case.codes and tokens > 1 else 3e-6
     assert np.abs(own - stock).max() <= limit * np.abs(stock).max()
@@ -306,26 +294,26 @@ def test_it_equals_the_stock_operator(library: Path, case: Case, tokens: int, pa
 
 @pytest.mark.parametrize("case", [Case(), Case(codes=False), Case(window=40), Case(heads=3, kv_heads=3)], ids=str)
 @pytest.mark.parametrize("tokens", [1, 2, 30])
-def test_a_row_is_the_same_to_the_bit_in_any_batch(library: Path, case: Case, tokens: int) -> None:
+def test_a_row_is_the_same_to_the_bit_in_any_batch(case: Case, tokens: int) -> None:
     step = step_of(case, tokens, [0, 17, 64, 101])
-    together = run(library, case, step)[0]
+    together = run(case, step)[0]
     for row in range(4):
         for threads in (1, 2):
-            alone = run(library, replace(case, threads=threads), step.row(row))[0]
+            alone = run(replace(case, threads=threads), step.row(row))[0]
             np.testing.assert_array_equal(alone[0], together[row])
 
 
 @pytest.mark.parametrize("case", [Case(), Case(codes=False), Case(window=40), Case(softcap=2.0)], ids=str)
 @pytest.mark.parametrize("pieces", [(99,), (1,) * 99, (64, 35), (1, 50, 48)], ids=["whole", "single", "two", "three"])
-def test_a_prompt_is_the_same_to_the_bit_however_it_is_cut(library: Path, case: Case, pieces: tuple[int, ...]) -> None:
+def test_a_prompt_is_the_same_to_the_bit_however_it_is_cut(case: Case, pieces: tuple[int, ...]) -> None:
     whole = step_of(case, 99, [0])
-    expected = run(library, case, whole)[0]
+    expected = run(case, whole)[0]
     key, value, at = whole.past_key, whole.past_value, 0
     for count in pieces:
         part = slice(at, at + count)
         at += count
         tokens = whole.query[:, part], whole.key[:, part], whole.value[:, part]
-        y, key, value = run(library, case, Step(*tokens, key, value, np.array([at - 1], np.int32)))
+        y, key, value = run(case, Step(*tokens, key, value, np.array([at - 1], np.int32)))
         np.testing.assert_array_equal(y, expected[:, part])
 
 
@@ -340,7 +328,6 @@ def test_a_prompt_is_the_same_to_the_bit_however_it_is_cut(library: Path, case: 
     past=st.lists(st.integers(0, MAX_TOKENS - 60), min_size=1, max_size=4),
 )
 def test_any_shape(
-    library: Path,
     kv_heads: int,
     group: int,
     head_size: int,
@@ -351,47 +338,44 @@ def test_any_shape(
 ) -> None:
     case = Case(kv_heads * group, kv_heads, head_size, codes=codes, window=window)
     step = step_of(case, tokens, past)
-    check(case, step, run(library, case, step))
+    check(case, step, run(case, step))
 
 
 @pytest.mark.parametrize("softcap", [0.0, 30.0])
-def test_scores_far_apart_leave_no_trace_of_the_small_ones(library: Path, softcap: float) -> None:
+def test_scores_far_apart_leave_no_trace_of_the_small_ones(softcap: float) -> None:
     case = Case(softcap=softcap)
     step = step_of(case, 5, [120])
     step = replace(step, query=step.query * 1000)
-    y, key, value = run(library, case, step)
+    y, key, value = run(case, step)
     expected = attended(case, step, key, value)
     assert np.abs(y - expected).max() <= 2e-3 * np.abs(expected).max()  # a float that counts in thousands has no more
 
 
-def test_queries_of_zeros_average_the_values(library: Path) -> None:
+def test_queries_of_zeros_average_the_values() -> None:
     step = step_of(Case(), 1, [100])
     step = replace(step, query=np.zeros_like(step.query))
-    check(Case(), step, run(library, Case(), step))
+    check(Case(), step, run(Case(), step))
 
 
-def test_what_lies_behind_a_row_is_not_read(library: Path) -> None:
+def test_what_lies_behind_a_row_is_not_read() -> None:
     case = Case(codes=False)
     step = step_of(case, 2, [70, 3])
-    expected = run(library, case, step)[0]
+    expected = run(case, step)[0]
     for cache in (step.past_key, step.past_value):
         for row, length in zip(cache, step.last, strict=True):
             row[:, length + 1 :] = np.nan
-    np.testing.assert_array_equal(run(library, case, step)[0], expected)
+    np.testing.assert_array_equal(run(case, step)[0], expected)
 
 
 @pytest.mark.parametrize(("tokens", "last"), [(1, MAX_TOKENS), (5, 3)])
-def test_a_row_out_of_bounds_is_an_error(library: Path, tokens: int, last: int) -> None:
+def test_a_row_out_of_bounds_is_an_error(tokens: int, last: int) -> None:
     step = replace(step_of(Case(), tokens, [0]), last=np.array([last], np.int32))
     with pytest.raises(Exception, match="shorter than its tokens or longer than its cache"):
-        run(library, Case(), step)
+        run(Case(), step)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_a_lowered_graph_equals_the_exported_function(
-    library: Path, monkeypatch: pytest.MonkeyPatch, layout: Layout
-) -> None:
-    monkeypatch.setattr(attention_graph, "run", partial(lowering.run, library=library))
+def test_a_lowered_graph_equals_the_exported_function(layout: Layout) -> None:
     block = graph(layout)
     rows, starts = sequences(layout, 3), [2, 7, 15]
     expected = [exported(block, layout, row, attention_graph.MAX_TOKENS) for row in rows]
@@ -410,8 +394,7 @@ def scales_of(layout: Layout) -> dict[str, Array]:
     return {f"layers.0.{part}_scale": np.full(shape, 0.02, np.float32) for part in ("k", "v")}
 
 
-def test_codes_are_those_of_the_stock_operator(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_graph, "run", partial(lowering.run, library=library))
+def test_codes_are_those_of_the_stock_operator() -> None:
     layout = Layout()
     (row,) = sequences(layout, 1)
     caches: list[dict[str, Array]] = []
@@ -437,7 +420,7 @@ def test_it_takes_the_place_of_the_stock_operator_and_of_a_branch_for_prompts() 
     block = graph(Layout())
     assert applied(block, Layout()) == (1, ())
     assert "CachedAttention" in lowering.operators(block) and "GroupQueryAttention" not in lowering.operators(block)
-    assert block.opset_imports["tapeout"] == 1
+    assert block.opset_imports[native.DOMAIN] == 1
     after = lowering.apply(lowering.lowering(block), prompt_attention)
     assert after.declined == ("no GroupQueryAttention in the graph",)
 

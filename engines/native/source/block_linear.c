@@ -283,7 +283,12 @@ static Status* compute(void* self, Context* context) {
   Work w = {.kernel = k, .M = 1, .blocks = k->K / k->block, .tiles = (k->N + 2 * TILE - 1) / (2 * TILE) * 2, .x = data_of(api, x)};
   for (size_t i = 0; i + 1 < rank; i++) w.M *= dims[i];
   if (k->kind == RESIDUAL_NORM) {
-    w.residual = data_of(api, input(api, context, next++));
+    int64_t other[8], elements = 1;
+    const Value* residual = input(api, context, next++);
+    size_t axes = dimensions(api, residual, other, NULL);
+    for (size_t i = 0; i < axes; i++) elements *= other[i];
+    if (elements != w.M * k->K) return failure(api, ERROR_ARGUMENT, "ResidualNormLinear: its inputs differ in shape");
+    w.residual = data_of(api, residual);
     w.sum = output(api, context, 1, dims, rank);
   }
   const char* greedy = k->kind == HEAD ? data_of(api, input(api, context, next++)) : NULL;

@@ -43,6 +43,7 @@ enum {
   ATTRIBUTE_INT = 86,
   GET_INPUT = 90,
   GET_OUTPUT = 91,
+  RELEASE_STATUS = 93,
   RELEASE_SHAPE = 99,
   PARALLEL_FOR = 274,
 };
@@ -78,16 +79,24 @@ static inline Status* failure(Api api, int code, const char* message) {
   return ((Status * (*)(int, const char*)) api[CREATE_STATUS])(code, message);
 }
 
+/* Whether there was an error; it is let go. */
+static inline int failed(Api api, Status* status) {
+  if (status) ((void (*)(Status*))api[RELEASE_STATUS])(status);
+  return status != NULL;
+}
+
 static inline int64_t attribute_int(Api api, const Info* info, const char* name, int64_t otherwise) {
   int64_t value = otherwise;
-  Status* status = ((Status * (*)(const Info*, const char*, int64_t*)) api[ATTRIBUTE_INT])(info, name, &value);
-  return status ? otherwise : value;
+  return failed(api, ((Status * (*)(const Info*, const char*, int64_t*)) api[ATTRIBUTE_INT])(info, name, &value))
+             ? otherwise
+             : value;
 }
 
 static inline float attribute_float(Api api, const Info* info, const char* name, float otherwise) {
   float value = otherwise;
-  Status* status = ((Status * (*)(const Info*, const char*, float*)) api[ATTRIBUTE_FLOAT])(info, name, &value);
-  return status ? otherwise : value;
+  return failed(api, ((Status * (*)(const Info*, const char*, float*)) api[ATTRIBUTE_FLOAT])(info, name, &value))
+             ? otherwise
+             : value;
 }
 
 /* The input, or NULL where an optional one is left away. */

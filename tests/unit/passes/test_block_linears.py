@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from engines.native import DOMAIN
 from engines.passes import block_linears, linear_kernels, linears, merge_linears, static_int8_linears
 from engines.passes.base import attribute
-from engines.passes.block_linears import STEP, TILE
+from engines.passes.block_linears import STEP, TILE, tiles_of
 from pipeline.errors import BuildError
 from quantization.rounding import Bits, Format, QuantizedLinear
 from tests.lowering import apply, group, linear, lowering, model_of, named, op, operators, run, value
@@ -203,7 +203,7 @@ def code_at(tile: NDArray[np.uint8], lane: int, column: int, bits: int) -> int:
 def test_packing_keeps_every_code_where_the_kernel_reads_it(rows: int, steps: int, bits: Bits, seed: int) -> None:
     codes = np.random.default_rng(seed).integers(0, 1 << bits, (rows, 16 * steps)).astype(np.uint8)
     packed = block_linears.packed(codes, bits)
-    tiles = -(-rows // TILE)
+    tiles = tiles_of(rows)
     assert packed.shape == (tiles, 16 * steps * TILE * bits // 8) and packed.dtype == np.uint8
     for row in range(tiles * TILE):
         for column in range(0, 16 * steps, 3):
@@ -215,7 +215,7 @@ def test_packing_keeps_every_code_where_the_kernel_reads_it(rows: int, steps: in
 def test_scales_lie_tile_by_tile(rows: int) -> None:
     scales = RNG.standard_normal((rows, 3)).astype(np.float32)
     laid = block_linears.by_tile(scales)
-    assert laid.shape == (-(-rows // TILE), 3, TILE)
+    assert laid.shape == (tiles_of(rows), 3, TILE)
     flat = laid.transpose(0, 2, 1).reshape(-1, 3)
     np.testing.assert_array_equal(flat[:rows], scales)
     assert (flat[rows:] == 1).all()
