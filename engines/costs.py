@@ -41,6 +41,7 @@ CACHE = Path.home() / ".cache" / "tapeout" / "costs"
 ROUNDS = 7  # samples of each kernel, taken in turn
 STREAMED_CACHES = 4  # most weights of one sample, in sizes of the last-level cache
 USUAL_CACHE_BYTES = 32 << 20  # where the system does not tell
+FEW_OUTPUTS = 32  # no fewer are packed together
 METHOD = 3  # counted up when figures taken before do not compare with those taken now
 
 FloatArray = NDArray[np.float32]
@@ -97,6 +98,7 @@ def _key(shape: Shape, kernels: Sequence[Kernel], rows: int, threads: int, strea
         "shape": [shape.columns, shape.outputs],
         "rows": rows,
         "kernels": [kernel.model_dump(mode="json") for kernel in kernels],
+        "library": ort_cpu.library_folder().name,
     }
     return hashlib.sha256(canonical_json(content)).hexdigest()
 
@@ -174,7 +176,7 @@ def last_level_cache_bytes(folder: Path = Path("/sys/devices/system/cpu/cpu0/cac
 
 def product_bytes(shape: Shape, kernel: Kernel, store: Store) -> int:
     """What one product reads of weights: codes, scales and zero points, as the engine holds them."""
-    few = Shape(shape.columns, min(shape.outputs, 16))  # outputs are alike
+    few = Shape(shape.columns, min(shape.outputs, FEW_OUTPUTS))  # outputs are alike
     return (
         _model_bytes(store(kernel, np.zeros((few.outputs, few.columns), np.float32)), few)
         * shape.outputs

@@ -242,8 +242,9 @@ static void panel(const Work* w, Largest* largest, int64_t tile, int64_t row, in
     PANEL(4)
 }
 
-/* One of `parts` runs of pairs of tiles, for all rows: a pair stays in the cache while all rows pass it. One or two rows
-   take tile after tile instead, so that memory is read in one stream. */
+/* One of `parts` runs of pairs of tiles, for all rows: a pair stays in the cache while all rows pass it, and the next one
+   is asked for meanwhile, or memory would rest while there is more than one group of rows to compute (32 rows of 576 x
+   3072: 145 us without, 115 with). One or two rows take tile after tile, so that memory is read in one stream. */
 static void columns(void* state, size_t part) {
   const Work* w = state;
   int64_t first = w->tiles / 2 * part / w->parts * 2, end = w->tiles / 2 * (part + 1) / w->parts * 2;
@@ -251,9 +252,13 @@ static void columns(void* state, size_t part) {
   Largest* largest = w->largest ? w->largest + part * w->M : NULL;
   for (int64_t row = 0; largest && row < w->M; row++)
     for (int lane = 0; lane < TILE; lane++) largest[row].value[lane] = -INFINITY, largest[row].column[lane] = INT32_MAX;
+  const int64_t bytes = width * TILE * w->kernel->K * w->kernel->bits / 8;
   for (int64_t tile = first; tile < end; tile += width)
     for (int64_t g = 0; g < groups; g++) {
       int64_t row = w->M * g / groups;
+      const char* next = (const char*)w->codes + (tile / width + 1) * bytes;
+      for (int64_t at = bytes * g / groups; groups > 1 && at < bytes * (g + 1) / groups; at += 64)
+        _mm_prefetch(next + at, _MM_HINT_T0);
       panel(w, largest, tile, row, (int)(w->M * (g + 1) / groups - row));
     }
 }
