@@ -54,10 +54,11 @@ def prefill_inputs(
             f"logits asked of rows {wanted.min()} to {wanted.max()}",
             expected=f"rows 0 to {count - 1} of the tokens fed",
         )
-    return StepInputs(_ids(engine, tokens)[None], np.array([start], np.int64), wanted)
+    _check_ids(engine, tokens)
+    return StepInputs(np.ascontiguousarray(tokens, np.int64)[None], np.array([start], np.int64), wanted)
 
 
-def decode_inputs(engine: Engine, tokens: Sequence[int], lengths: Sequence[int], first_slot: int) -> StepInputs:
+def check_decode(engine: Engine, tokens: Sequence[int], lengths: Sequence[int], first_slot: int) -> None:
     """Of :meth:`engines.protocol.Engine.decode`. :class:`BuildError` for what the engine has no room for."""
     batch = len(tokens)
     if len(lengths) != batch or not batch or not 0 <= first_slot <= engine.slots - batch:
@@ -70,9 +71,14 @@ def decode_inputs(engine: Engine, tokens: Sequence[int], lengths: Sequence[int],
             f"decode at lengths {min(lengths)} to {max(lengths)}",
             expected=f"prefilled slots with room: 1 to {engine.max_tokens - 1} positions",
         )
-    return StepInputs(
-        _ids(engine, tokens)[:, None], np.ascontiguousarray(lengths, np.int64), np.arange(batch, dtype=np.int64)
-    )
+    _check_ids(engine, tokens)
+
+
+def decode_inputs(engine: Engine, tokens: Sequence[int], lengths: Sequence[int], first_slot: int) -> StepInputs:
+    """Of a decode step, checked."""
+    check_decode(engine, tokens, lengths, first_slot)
+    ids = np.ascontiguousarray(tokens, np.int64)[:, None]
+    return StepInputs(ids, np.ascontiguousarray(lengths, np.int64), np.arange(len(tokens), dtype=np.int64))
 
 
 def check_copy(engine: Engine, source: int, target: int, length: int) -> None:
@@ -84,10 +90,9 @@ def check_copy(engine: Engine, source: int, target: int, length: int) -> None:
         )
 
 
-def _ids(engine: Engine, tokens: Sequence[int]) -> Int64Array:
+def _check_ids(engine: Engine, tokens: Sequence[int]) -> None:
     if min(tokens) < 0 or max(tokens) >= engine.vocab_size:  # an embedding table would be read past its end
         raise BuildError(
             f"token ids {min(tokens)} to {max(tokens)}",
             expected=f"ids of this model's vocabulary, 0 to {engine.vocab_size - 1}",
         )
-    return np.ascontiguousarray(tokens, np.int64)

@@ -21,4 +21,4 @@ def unsupported() -> str:
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return f"native kernels are for Linux on x86-64, not {platform.system()} on {platform.machine()}"
     missing = [feature for feature in NEEDED if feature not in cpu_features()]
-    return f"native kernels need {', '.join(missing)}, which this processor has not" if missing else ""
+    return f"native kernels need {', '.join(missing)}, which this processor lacks" if missing else ""

@@ -159,11 +159,11 @@ def machine(monkeypatch: pytest.MonkeyPatch, system: str, kind: str, features: t
         ("Windows", "AMD64", NEEDED, "native kernels are for Linux on x86-64, not Windows on AMD64"),
         (
             *("Linux", "x86_64", ("avx2", "avx512f", "avx512bw")),
-            "native kernels need avx512_vnni, which this processor has not",
+            "native kernels need avx512_vnni, which this processor lacks",
         ),
         (
             *("Linux", "x86_64", ("avx2", "avx_vnni")),
-            "native kernels need avx512f, avx512bw, avx512_vnni, which this processor has not",
+            "native kernels need avx512f, avx512bw, avx512_vnni, which this processor lacks",
         ),
     ],
 )

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from engines.bundle import GREEDY, NEXT_TOKENS, EngineBundle
 from engines.protocol import FloatArray, TokenArray
 from engines.sessions import cpu_options
-from engines.step_inputs import StepInputs, check_copy, decode_inputs, prefill_inputs
+from engines.step_inputs import StepInputs, check_copy, check_decode, prefill_inputs
 from pipeline.artifact import Artifact
 
 # A prompt is fed in pieces: attention then skips most of what causality hides, and a long prompt needs no more memory
@@ -35,6 +35,7 @@ class _Window:
 
     binding: ort.IOBinding
     bound: dict[str, NDArray[Any]]
+    fed: int = 0  # tokens a row that the arrays are for
 
     def array(
         self, bind: Callable[..., None], name: str, shape: tuple[int, ...], dtype: Any = np.int64
@@ -91,14 +92,14 @@ class OrtCpuEngine:
         step = prefill_inputs(self, slot, tokens, start, rows)
         logits = np.empty((len(step.rows), self.vocab_size), np.float32)
         for piece, places in step.pieces(PROMPT_TOKENS):
-            logits[places] = self._logits(slot, piece)
+            logits[places] = self._logits(self._feed(slot, piece), len(places))
         return logits
 
     def decode(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> FloatArray:
-        return self._logits(first_slot, decode_inputs(self, tokens, lengths, first_slot))
+        return self._logits(self._feed_one_each(first_slot, tokens, lengths, "logits"), len(tokens))
 
     def decode_greedy(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> TokenArray:
-        window = self._feed(first_slot, decode_inputs(self, tokens, lengths, first_slot), NEXT_TOKENS)
+        window = self._feed_one_each(first_slot, tokens, lengths, NEXT_TOKENS)
         chosen = window.array(window.binding.bind_output, NEXT_TOKENS, (len(tokens),))
         self._session.run_with_iobinding(window.binding)
         return chosen.copy()
@@ -124,29 +125,54 @@ class OrtCpuEngine:
             self._windows[(first, rows, wanted)] = window
         return window
 
-    def _logits(self, first: int, step: StepInputs) -> FloatArray:
-        window = self._feed(first, step, "logits")
-        logits = np.empty((len(step.rows), self.vocab_size), np.float32)  # handed over, so bound anew
+    def _logits(self, window: _Window, rows: int) -> FloatArray:
+        logits = np.empty((rows, self.vocab_size), np.float32)  # handed over, so bound anew
         window.binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
         self._session.run_with_iobinding(window.binding)
         return logits
 
-    def _feed(self, first: int, step: StepInputs, wanted: str) -> _Window:
-        """A window with all inputs of the step; of the graph's outputs beside the cache, ``wanted`` is to be bound."""
-        batch, fed = step.ids.shape
-        window = self._window(first, batch, wanted)
-        bind = window.binding.bind_input
-        window.array(bind, "input_ids", step.ids.shape)[:] = step.ids
-        window.array(bind, "logit_rows", step.rows.shape)[:] = step.rows
-        last = [start + fed - 1 for start in step.starts.tolist()]  # positions of the rows' last tokens
-        window.array(bind, "seqlens_k", (batch,), np.int32)[:] = last
+    def _feed(self, slot: int, step: StepInputs) -> _Window:
+        """A window of one row with all inputs of the step; its logits are to be bound."""
+        window = self._window(slot, 1, "logits")
+        self._lay_out(window, 1, step.ids.shape[1], "logits")
+        bound, last = window.bound, int(step.starts[0]) + step.ids.shape[1] - 1
+        window.array(window.binding.bind_input, "logit_rows", step.rows.shape)[:] = step.rows
+        bound["input_ids"][:] = step.ids
+        bound["seqlens_k"][:] = last  # positions of the rows' last tokens
         if self._wants_total:
-            window.array(bind, "total_sequence_length", (), np.int32)[...] = max(last) + 1
+            bound["total_sequence_length"][...] = last + 1
+        if self._wants_positions:
+            bound["position_ids"][:] = step.positions
+        return window
+
+    def _feed_one_each(self, first: int, tokens: Sequence[int], lengths: Sequence[int], wanted: str) -> _Window:
+        """A window with a token of each row; of the graph's outputs beside the cache, ``wanted`` is to be bound."""
+        check_decode(self, tokens, lengths, first)
+        rows = len(tokens)
+        window = self._window(first, rows, wanted)
+        if window.fed != 1:
+            self._lay_out(window, rows, 1, wanted)
+            window.array(window.binding.bind_input, "logit_rows", (rows,))[:] = np.arange(rows)
+        bound = window.bound
+        bound["input_ids"][:, 0] = tokens
+        bound["seqlens_k"][:] = lengths
+        if self._wants_total:
+            bound["total_sequence_length"][...] = max(lengths) + 1
+        if self._wants_positions:
+            bound["position_ids"][:, 0] = lengths
+        return window
+
+    def _lay_out(self, window: _Window, rows: int, fed: int, wanted: str) -> None:
+        """Bind what does not depend on how many rows' logits are wanted, for steps of ``fed`` tokens a row."""
+        bind, window.fed = window.binding.bind_input, fed
+        window.array(bind, "input_ids", (rows, fed))
+        window.array(bind, "seqlens_k", (rows,), np.int32)
+        if self._wants_total:
+            window.array(bind, "total_sequence_length", (), np.int32)
+        if self._wants_positions:
+            window.array(bind, "position_ids", (rows, fed))
         if self._gives_either:
             window.array(bind, GREEDY, (), np.bool_)[...] = wanted == NEXT_TOKENS
-        if self._wants_positions:
-            window.array(bind, "position_ids", step.ids.shape)[:] = step.positions
-        return window
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
