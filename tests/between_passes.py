@@ -18,7 +18,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from engines.bundle import NEXT_TOKENS
+from engines.bundle import GREEDY, NEXT_TOKENS
 from engines.passes import block_linears
 from engines.passes.base import CONTRIB, Lowering, initializer, replace
 from engines.passes.fixed_kv_cache import WRITE_POSITIONS
@@ -157,6 +157,7 @@ class GraphRunner:
             "total_sequence_length": np.array(begin.max() + tokens.shape[1], np.int32),
             WRITE_POSITIONS: begin,
             "logit_rows": np.array(rows, np.int64),
+            GREEDY: np.array(False),
         }
         feeds = {name: array for name, array in small.items() if name in self._known}
         for name, buffer in self._cache.items():
@@ -171,8 +172,11 @@ class GraphRunner:
         logits = results["logits"]
         if "logit_rows" not in self._known:
             logits = logits.reshape(-1, logits.shape[-1])[list(rows)]
-        if NEXT_TOKENS in results:
-            np.testing.assert_array_equal(results[NEXT_TOKENS], logits.argmax(axis=1))
+        chosen = results.get(NEXT_TOKENS)
+        if GREEDY in self._known:  # logits or tokens, not both
+            chosen = self._session.run([NEXT_TOKENS], feeds | {GREEDY: np.array(True)})[0]
+        if chosen is not None:
+            np.testing.assert_array_equal(chosen, logits.argmax(axis=1))
         return logits
 
     def cached(self, slot: int, length: int) -> dict[str, FloatArray]:

@@ -27,7 +27,7 @@ def run(lowering: Lowering) -> Outcome:
         return Outcome(0, ("no GroupQueryAttention in the graph",))
     machine = unsupported()
     if machine:
-        return Outcome(0, (f"GroupQueryAttention stays: {machine}",))
+        return Outcome(0, (f"every layer: {machine}; GroupQueryAttention stays",))
     declined: list[str] = []
     for layer, node in enumerate(nodes):
         reason = _unfit(node)

@@ -29,7 +29,8 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Artifact[PortableGraph]:
     return export_family("qwen2", tmp_path_factory.mktemp("qwen2"))  # tied, with biases on q, k and v
 
 
-def test_a_float_bundle_says_what_it_is(graph: Artifact[PortableGraph], tmp_path: Path) -> None:
+def test_a_float_bundle_says_what_it_is(graph: Artifact[PortableGraph], tmp_path: Path, operators_of: str) -> None:
+    native = operators_of == "native"
     said: list[str] = []
     arguments = {"target": "ort-cpu", "precision": "float32", "slots": 3, "kv_scales": {}}
     weights = open_checkpoint(graph.folder)
@@ -45,7 +46,8 @@ def test_a_float_bundle_says_what_it_is(graph: Artifact[PortableGraph], tmp_path
         "linears": 7 * LAYERS + 1,
         "merge_linears": 2 * LAYERS,
         "grouped_query_attention": LAYERS,
-        "prompt_attention": LAYERS,
+        "cached_attention": LAYERS if native else 0,
+        "prompt_attention": 0 if native else LAYERS,
         "norms": 2 * LAYERS + 1,
         "silu": LAYERS,
         "logit_rows": 1,
@@ -53,19 +55,22 @@ def test_a_float_bundle_says_what_it_is(graph: Artifact[PortableGraph], tmp_path
         "static_int8_linears": 0,
         "block_linears": 0,
         "linear_kernels": 4 * LAYERS + 1,
+        "greedy_head": 0,
         "linear_inputs": 0,
         "embedding": 0,
     }
-    assert record.census["GroupQueryAttention"] == LAYERS and record.census["MatMul"] == 4 * LAYERS + 1
+    attention = "CachedAttention" if native else "GroupQueryAttention"
+    assert record.census[attention] == LAYERS and record.census["MatMul"] == 4 * LAYERS + 1
     assert record.plan["layers.0.qkv"] == "MatMul fp32" and record.plan["embedding"] == "Gather fp32"
     assert (record.io.slots, record.io.vocab_size, record.io.kv_dtype) == (3, VOCAB_SIZE, "float32")
     assert [(layer.heads, layer.head_size) for layer in record.io.kv_layers] == [(2, 16)] * LAYERS
-    assert set(record.io.inputs) == {"input_ids", "seqlens_k", "total_sequence_length", "logit_rows"} | (
+    total = set() if native else {"total_sequence_length"}
+    assert set(record.io.inputs) == {"input_ids", "seqlens_k", "logit_rows"} | total | (
         {"position_ids"} & set(record.io.inputs)
     )
     assert bundle.parents == {"PortableGraph": "1"}
     assert {"model.onnx", "weights.bin", "tokenizer.json", "config.json"} <= set(bundle.files)
-    assert LIBRARY not in bundle.files  # no operator of our own is in it
+    assert (LIBRARY in bundle.files) == native
     again = build(graph, weights, tmp_path / "b", parents={"PortableGraph": "1"}, **arguments)
     assert again.digest == bundle.digest  # the same inputs, the same bundle
 
@@ -87,9 +92,9 @@ def test_a_tied_table_is_stored_once_and_read_by_both_ends(
         parents={},
     )
     native = operators_of == "native"
-    readers = ("BlockGather", "BlockLinear") if native else ("GatherBlockQuantized", "MatMulNBits")
+    readers = ("BlockGather", "HeadLinear") if native else ("GatherBlockQuantized", "MatMulNBits")
     assert [bundle.record.census[reader] for reader in readers] == [1, 1]
-    assert (LIBRARY in bundle.files) == native
+    assert (LIBRARY in bundle.files) == native  # where no operator of our own is in it
     data = (bundle.folder / "weights.bin").read_bytes()
     codes = (packed(table.codes, 8) if native else table.codes).tobytes()
     assert data.count(codes) == 1

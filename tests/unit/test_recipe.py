@@ -34,10 +34,10 @@ def test_params_yaml_says_every_parameter_and_what_the_code_says(tmp_path: Path)
     """A recipe that leaves something out is the default recipe there; and DVC can compare only what is written."""
     shipped = load_recipe(ROOT / "params.yaml").model_dump(mode="json", by_alias=True)
     bare = recipe(tmp_path).model_dump(mode="json", by_alias=True)
-    # Where they come from has no default; the rules' is the general one (pipeline/recipe.py says why).
+    # Where they come from has no default.
     differing = {name for name, value in leaves(bare).items() if leaves(shipped)[name] != value}
     sources = {".model.source", ".model.sha256", ".data.source", ".data.sha256"}
-    assert differing == {*sources, ".plan.kernels"}
+    assert differing == sources
     assert leaves(yaml.safe_load((ROOT / "params.yaml").read_text())).keys() == leaves(shipped).keys()
 
 
