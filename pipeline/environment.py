@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 from importlib import metadata
 
 from engines.fingerprint import cpu_features
+from engines.native.compiler import COMPILER
 
 LIBRARIES = (
     *("torch", "transformers", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "numpy", "gguf", "datasets"),
@@ -14,7 +16,10 @@ LIBRARIES = (
 
 
 def libraries() -> dict[str, str]:
-    return {"python": platform.python_version(), **{name: metadata.version(name) for name in LIBRARIES}}
+    found = {"python": platform.python_version(), **{name: metadata.version(name) for name in LIBRARIES}}
+    with contextlib.suppress(metadata.PackageNotFoundError):  # nor is it needed where native kernels do not run
+        found[COMPILER] = metadata.version(COMPILER)
+    return found
 
 
 def machine() -> dict[str, object]:
