@@ -78,9 +78,8 @@ def _stream(
     sampler = Sampler(settings.sampling, engine.vocab_size, prompt)
     detokenizer = Detokenizer(tokenizer)
     matcher = StopMatcher(settings.stop_strings)
-    logits = engine.prefill(slot, prompt)
+    token = sample(engine.prefill(slot, prompt), [sampler])[0]
     for count in range(1, settings.max_new_tokens + 1):
-        token = sample(logits, [sampler])[0]
         if token in settings.stop_tokens:
             yield Piece(_last_text(detokenizer, matcher), count, "stop")
             return
@@ -95,7 +94,11 @@ def _stream(
             return
         if text:
             yield Piece(text, count)
-        logits = engine.decode([token], [len(prompt) + count - 1], first_slot=slot)
+        step = [token], [len(prompt) + count - 1]
+        if sampler.draws_argmax:
+            token = int(engine.decode_greedy(*step, first_slot=slot)[0])
+        else:
+            token = sample(engine.decode(*step, first_slot=slot), [sampler])[0]
 
 
 def _last_text(detokenizer: Detokenizer, matcher: StopMatcher) -> str:

@@ -10,7 +10,8 @@
      NormLinear          x [.., K], weight [K]                x / rms(x) * weight
      ResidualNormLinear  a [.., K], b [.., K], weight [K]     the same of a + b, which is a second output
      HeadLinear          x [M, K], greedy bool                x; where greedy, y has no rows, and a second output [M] says
-                                                              where each row would be largest, the first of equals
+                                                              where each row would be largest, the first of equals,
+                                                              or -1 for a row whose largest is no finite number
 
    All take codes, scales, zero points and bias after these; engines/passes/block_linears.py packs them.
 
@@ -274,7 +275,7 @@ static int64_t first_of_largest(const Work* w, int64_t row) {
         column = found->column[lane];
       }
   }
-  return column == INT32_MAX ? 0 : column; /* not a number anywhere */
+  return column == INT32_MAX || isinf(value) ? -1 : column;
 }
 
 static Status* compute(void* self, Context* context) {

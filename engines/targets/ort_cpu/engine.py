@@ -23,6 +23,7 @@ from engines.protocol import FloatArray, TokenArray
 from engines.sessions import cpu_options
 from engines.step_inputs import StepInputs, check_copy, check_decode, prefill_inputs
 from pipeline.artifact import Artifact
+from pipeline.errors import RequestError
 
 # A prompt is fed in pieces: attention then skips most of what causality hides, and a long prompt needs no more memory
 # than a short one. Which size matters little (attention over 1,024 tokens: 144 ms in pieces of 64, 147 of 256).
@@ -102,6 +103,12 @@ class OrtCpuEngine:
         window = self._feed_one_each(first_slot, tokens, lengths, NEXT_TOKENS)
         chosen = window.array(window.binding.bind_output, NEXT_TOKENS, (len(tokens),))
         self._session.run_with_iobinding(window.binding)
+        if chosen.min() < 0:
+            raise RequestError(
+                f"row {int(chosen.argmin())} of a step has no finite largest logit",
+                expected="finite logits",
+                remedy="rebuild the bundle; `tapeout inspect` shows which quantized layers have the largest errors",
+            )
         return chosen.copy()
 
     def copy_slot(self, source: int, target: int, length: int) -> None:
