@@ -54,6 +54,8 @@ def product(
     """A session of one product: takes its inputs in order, returns its outputs. ``weight``: of the norm before it."""
     free = [f"d{axis}" for axis in range(rank - 1)]
     inputs = [value(name, [*free, f"{name}_columns"]) for name in ("a", "b")[: 1 + (kind == "ResidualNormLinear")]]
+    if kind == "HeadLinear":
+        inputs.append(value("greedy", [], ir.DataType.BOOL))
     holder = model_of([], [])
     codes, scales, zero_points = block_linears.table(holder, "product", linear, [linear])
     rest: list[ir.Value | None] = [] if weight is None else [parameter("norm.weight", weight)]
@@ -75,10 +77,12 @@ def gather(table: QuantizedLinear) -> Run:
 def _session(
     kind: str, inputs: list[ir.Value], rest: list[ir.Value | None], attributes: dict[str, Any], threads: int
 ) -> Run:
-    count = 2 if kind == "ResidualNormLinear" else 1
+    count = 2 if kind in ("ResidualNormLinear", "HeadLinear") else 1
     node = ir.node(kind, [*inputs, *rest], attributes=attributes, domain=DOMAIN, num_outputs=count)
     for output in node.outputs:
         output.type = ir.TensorType(ir.DataType.FLOAT)
+    if kind == "HeadLinear":
+        node.outputs[1].type = ir.TensorType(ir.DataType.INT64)
     initializers = {v.name: v for v in rest if v is not None}
     for v in initializers.values():
         if v.graph is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import get_args
 
 import numpy as np
@@ -176,6 +177,40 @@ def test_a_row_that_is_not_finite_says_so_and_leaves_the_others_alone(
             others = np.arange(8) != 3
             np.testing.assert_array_equal(y[others], clean[others])
             assert not np.isfinite(y[3]).any()
+
+
+LOGITS, GREEDY = np.array(False), np.array(True)
+
+
+@pytest.mark.parametrize("outputs", [1, 16, 53, 295, 1024])
+@pytest.mark.parametrize("count", [1, 2, 6, 33])
+def test_a_head_gives_logits_or_where_they_are_largest(outputs: int, count: int) -> None:
+    linear = random_linear(outputs, 64, Format(8, 32, symmetric=True))
+    x, head = rows(count, 64), product("HeadLinear", linear, bias=bias(outputs), threads=2)
+    logits, none = head(x, LOGITS)
+    np.testing.assert_array_equal(logits, product("BlockLinear", linear, bias=bias(outputs))(x)[0])
+    assert none.shape == (0,)
+    nothing, chosen = head(x, GREEDY)
+    assert nothing.shape == (0, outputs) and chosen.dtype == np.int64
+    np.testing.assert_array_equal(chosen, logits.argmax(axis=1))
+
+
+def test_of_equal_logits_a_head_chooses_the_first() -> None:
+    linear = random_linear(300, 64, Format(8, 32, symmetric=True))
+    same = replace(linear, codes=linear.codes[[7] * 300], scales=linear.scales[[7] * 300])
+    assert product("HeadLinear", same)(rows(5, 64), GREEDY)[1].tolist() == [0] * 5
+    rising = np.zeros(300, np.float32)
+    rising[[201, 17, 250]] = 100
+    assert product("HeadLinear", same, bias=rising)(rows(5, 64), GREEDY)[1].tolist() == [17] * 5
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_a_head_chooses_no_token_for_a_row_that_is_not_finite(poison: float) -> None:
+    head = product("HeadLinear", random_linear(300, 64, Format(8, 32, symmetric=True)))
+    x = rows(4, 64)
+    clean = head(x, GREEDY)[1]
+    x[2, 5] = poison
+    assert head(x, GREEDY)[1].tolist() == [clean[0], clean[1], -1, clean[3]]
 
 
 def silu(x: Rows) -> np.ndarray:
