@@ -8,7 +8,7 @@ from pipeline.artifact import Frozen, Record
 
 KV_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}  # of a key or value, by kv_dtype
 GREEDY = "greedy"  # input of a graph that gives either logits or next tokens (engines/passes/greedy_head.py)
-NEXT_TOKENS = "next_tokens"  # output of a graph that chooses greedily itself (engines/passes/next_tokens.py)
+NEXT_TOKENS = "next_tokens"  # output of the same graph
 
 
 class PassReport(Frozen):

@@ -90,6 +90,7 @@ def costs(
 
 def _key(shape: Shape, kernels: Sequence[Kernel], rows: int, threads: int, streamed: int) -> str:
     """Figures compare within one measurement, so its kernels are part of what names it."""
+    library = ort_cpu.library()
     content = {
         "method": METHOD,
         "fingerprint": fingerprint.current(ort_cpu.LIBRARIES).model_dump(mode="json"),
@@ -98,7 +99,7 @@ def _key(shape: Shape, kernels: Sequence[Kernel], rows: int, threads: int, strea
         "shape": [shape.columns, shape.outputs],
         "rows": rows,
         "kernels": [kernel.model_dump(mode="json") for kernel in kernels],
-        "library": ort_cpu.library_folder().name,
+        "library": "" if library is None else library.parent.name,
     }
     return hashlib.sha256(canonical_json(content)).hexdigest()
 
@@ -138,7 +139,7 @@ class _Products:
     def __init__(self, stored: Any, shape: Shape, streamed: int, threads: int) -> None:
         self.shape = shape
         self.copies = -(-streamed // _model_bytes(stored, shape))
-        options = cpu_options(threads, ort_cpu.library_folder())
+        options = cpu_options(threads, ort_cpu.library())
         # Threads spin within a run, as the engine's do, but not on into the run of another session.
         options.add_session_config_entry("session.force_spinning_stop", "1")
         model = ir.to_proto(product_model(stored, shape, self.copies)).SerializeToString()

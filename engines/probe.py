@@ -10,7 +10,7 @@ import onnxruntime as ort
 
 from engines.bundle import GREEDY, EngineBundle
 from engines.protocol import FloatArray
-from engines.sessions import cpu_options
+from engines.sessions import cpu_options, library_of
 from pipeline.artifact import Artifact
 
 
@@ -24,7 +24,7 @@ class Probe:
         for product in self._record.products:
             if product.value not in present:
                 model.graph.output.append(onnx.helper.make_empty_tensor_value_info(product.value))
-        options = cpu_options(threads, bundle.folder)
+        options = cpu_options(threads, library_of(bundle))
         # A model given as bytes finds its weights beside this path.
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(bundle.folder))
         self._session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])

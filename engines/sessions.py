@@ -6,16 +6,34 @@ from pathlib import Path
 
 import onnxruntime as ort
 
-from engines.native import LIBRARY
+from engines.bundle import EngineBundle
+from engines.native import LIBRARY, unsupported
 from engines.threads import physical_cores
+from pipeline.artifact import Artifact, verify_files
+from pipeline.errors import BuildError
 
 
-def cpu_options(threads: int, folder: Path) -> ort.SessionOptions:
-    """``threads``: 0 means every physical core. ``folder`` holds the library of kernels that the graph may name."""
+def library_of(bundle: Artifact[EngineBundle]) -> Path | None:
+    """The bundle's own kernels, if it has any. They are code, so no other file of their name will do."""
+    if LIBRARY not in bundle.files:
+        return None
+    verify_files(bundle.folder, {LIBRARY: bundle.files[LIBRARY]})
+    return bundle.folder / LIBRARY
+
+
+def cpu_options(threads: int, library: Path | None) -> ort.SessionOptions:
+    """``threads``: 0 means every physical core. ``library``: of the kernels of our own that the graph names."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads or physical_cores()
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
-    if (folder / LIBRARY).is_file():
-        options.register_custom_ops_library(str(folder / LIBRARY))
+    if library is not None:
+        reason = unsupported()
+        if reason:
+            raise BuildError(
+                f"{library} cannot run here: {reason}",
+                expected="the processor it was built for",
+                remedy="build it here",
+            )
+        options.register_custom_ops_library(str(library.resolve()))
     return options

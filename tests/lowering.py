@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from engines.passes.base import CONTRIB, Lowering, Outcome
 from engines.sessions import cpu_options
-from engines.targets.ort_cpu import library_folder
+from engines.targets.ort_cpu import library
 from pipeline.attention_function import ATTENTION_DOMAIN, attention_function
 from pipeline.graph import LinearGroup, PortableGraph
 from quantization.rounding import QuantizedLinear
@@ -120,7 +120,7 @@ def model_of(inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> ir.Mode
 
 
 def run(model: ir.Model, feeds: Mapping[str, NDArray[Any]], *, threads: int = 1) -> dict[str, NDArray[Any]]:
-    options = cpu_options(threads, library_folder())
+    options = cpu_options(threads, library())
     session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"])
     names = [output.name for output in session.get_outputs()]
     wanted = {i.name for i in session.get_inputs()}

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from engines.native import DOMAIN
 from engines.passes import block_linears
 from engines.sessions import cpu_options
-from engines.targets.ort_cpu import library_folder
+from engines.targets.ort_cpu import library
 from quantization.rounding import Format, QuantizedLinear
 from tests.lowering import model_of, named, parameter, value
 
@@ -90,7 +90,7 @@ def _session(
     model = model_of(inputs, [named(f"y{at}", output) for at, output in enumerate(node.outputs)])
     model.opset_imports[DOMAIN] = 1
     session = ort.InferenceSession(
-        ir.to_proto(model).SerializeToString(), cpu_options(threads, library_folder()), ["CPUExecutionProvider"]
+        ir.to_proto(model).SerializeToString(), cpu_options(threads, library()), ["CPUExecutionProvider"]
     )
 
     def run(*arrays: Array) -> list[Array]:

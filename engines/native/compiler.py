@@ -33,13 +33,19 @@ def library() -> Path:
         raise BuildError(
             f"no compiler: the package {COMPILER} is not installed",
             expected="it beside the passes, for kernels of our own",
-            remedy="pip install 'tapeout[pipeline]'",
+            remedy='pip install ".[pipeline]"',
         )
-    folder = CACHE / _key()
-    path = folder / LIBRARY
-    if not path.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        _compile(path)
+    path = CACHE / _key() / LIBRARY
+    try:
+        if not path.is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _compile(path)
+    except OSError as error:
+        raise BuildError(
+            f"kernels cannot be compiled into {path.parent}: {error}",
+            expected="a folder to write to",
+            remedy="fix its permissions, or set HOME to a folder of your own",
+        ) from error
     return path
 
 

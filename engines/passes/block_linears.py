@@ -47,11 +47,9 @@ def run(lowering: Lowering) -> Outcome:
         if not all(hasattr(part, "codes") for part in parts):
             declined.append(f"{label}: it is not quantized; left to the next kernel pass")
             continue
-        if parts[0].group_size % LANES or parts[0].codes.shape[1] % parts[0].group_size:
-            declined.append(
-                f"{label}: groups of {parts[0].group_size} of {parts[0].codes.shape[1]} input channels, where native "
-                f"kernels take whole groups in multiples of {LANES}; left to the next kernel pass"
-            )
+        reason = unfit(parts[0])
+        if reason:
+            declined.append(f"{label}: {reason}; left to the next kernel pass")
             continue
         _lower(lowering, node, label, parts)
         matched += 1
@@ -81,6 +79,14 @@ def _lower(lowering: Lowering, node: ir.Node, label: str, parts: list[Any]) -> N
     lowering.products.append(
         Product(value=product.outputs[0].name or "", weights=tuple(weights_of(node)), rows=tuple(out_features_of(node)))
     )
+
+
+def unfit(linear: Any) -> str:
+    """Why native kernels cannot take these codes, as a clause; empty where they can."""
+    size, columns = linear.group_size, linear.codes.shape[1]
+    if size % LANES or columns % size:
+        return f"groups of {size} of {columns} input channels, where native kernels take multiples of {LANES}"
+    return ""
 
 
 def table(model: ir.Model, label: str, first: Any, parts: list[Any]) -> list[ir.Value | None]:

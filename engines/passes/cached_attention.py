@@ -17,6 +17,7 @@ from engines.native import DOMAIN, unsupported
 from engines.passes.base import Lowering, Outcome, attribute
 
 HEAD_SIZES, LARGEST_HEAD = 16, 512  # a head is a multiple of the first: the lanes of a vector
+CACHE_ATTRIBUTES = ("k_quant_type", "v_quant_type", "kv_cache_bit_width")  # the cache itself says as much
 ATTRIBUTES = ("num_heads", "kv_num_heads", "scale", "do_rotary", "rotary_interleaved", "softcap", "local_window_size")
 
 
@@ -41,6 +42,9 @@ def run(lowering: Lowering) -> Outcome:
 
 
 def _unfit(node: ir.Node) -> str:
+    unknown = sorted(node.attributes.keys() - {*ATTRIBUTES, *CACHE_ATTRIBUTES})
+    if unknown or any(extra is not None for extra in node.inputs[9:12]):  # positions, a bias, sinks
+        return f"inputs or attributes that there is no kernel for{': ' * bool(unknown)}{', '.join(unknown)}"
     past = node.inputs[3]
     assert past is not None and past.shape is not None
     if past.dtype not in (ir.DataType.FLOAT, ir.DataType.INT8):

@@ -31,7 +31,7 @@ def run(lowering: Lowering) -> Outcome:
         return Outcome(0, (f"{name}: it is not quantized; its rows are read as floats",))
     if not nodes:
         return Outcome(0, (f"{name}: no Gather reads it; its codes are left unused",))
-    reason = unsupported()
+    reason = unsupported() or block_linears.unfit(table)
     for node in nodes:
         gather = _stock(lowering.model, table, node) if reason else _native(lowering.model, table, node)
         replace(lowering.model, [node], [gather], {node.outputs[0]: gather.outputs[0]})

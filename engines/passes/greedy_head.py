@@ -1,9 +1,10 @@
 """A native output head finds the likeliest tokens while it is computed; greedy decoding then writes no logits at all.
 
-    logits = BlockLinear(x, ...), ArgMax(logits)   ->   HeadLinear(x, greedy, ...), which returns logits or tokens
+    logits = BlockLinear(x, ...)   ->   logits, next_tokens = HeadLinear(x, greedy, ...)
 
-A new input ``greedy`` says which; the other has no rows. With a soft cap or a scale behind the head ArgMax stays, which
-every run computes: ONNX Runtime 1.31 runs nodes whose results nobody asks for.
+A new input ``greedy`` says which of the two is wanted; the other has no rows. Where a soft cap or a scale follows the
+head, or ONNX Runtime's own product is the head, tokens are chosen from logits outside the graph: ONNX Runtime 1.31
+would compute an ArgMax in every run, wanted or not.
 """
 
 from __future__ import annotations
@@ -17,13 +18,12 @@ from engines.passes.base import Lowering, Outcome
 
 def run(lowering: Lowering) -> Outcome:
     graph = lowering.model.graph
-    outputs = {output.name: output for output in graph.outputs}
-    if NEXT_TOKENS not in outputs:
-        return Outcome(0, (f"no output {NEXT_TOKENS} in the graph",))
-    logits, chosen = outputs["logits"], outputs[NEXT_TOKENS]
-    head, argmax = logits.producer(), chosen.producer()
-    if head is None or argmax is None or (head.domain, head.op_type) != (DOMAIN, "BlockLinear"):
-        return Outcome(0, ("logits are not what a native product returns; ArgMax reads them",))
+    logits = next((output for output in graph.outputs if output.name == "logits"), None)
+    if logits is None or logits.shape is None or len(logits.shape) != 2:
+        return Outcome(0, ("logits are not given by rows that were asked for; tokens are chosen outside the graph",))
+    head = logits.producer()
+    if head is None or (head.domain, head.op_type) != (DOMAIN, "BlockLinear"):
+        return Outcome(0, ("logits are not what a native product returns; tokens are chosen outside the graph",))
     greedy = ir.Value(name=GREEDY, shape=ir.Shape([]), type=ir.TensorType(ir.DataType.BOOL))
     graph.inputs.append(greedy)
     fused = ir.node(
@@ -33,10 +33,13 @@ def run(lowering: Lowering) -> Outcome:
         domain=DOMAIN,
         num_outputs=2,
     )
+    rows, chosen = fused.outputs
+    rows.name, logits.name = logits.name, f"{logits.name}.moved"
+    rows.type, rows.shape = logits.type, logits.shape
+    chosen.name, chosen.type = NEXT_TOKENS, ir.TensorType(ir.DataType.INT64)
+    chosen.shape = ir.Shape([logits.shape[0]])
     graph.insert_before(head, fused)
-    for before, after in ((logits, fused.outputs[0]), (chosen, fused.outputs[1])):
-        after.name, before.name = before.name, f"{before.name}.moved"
-        after.type, after.shape = before.type, before.shape
-        graph.outputs[graph.outputs.index(before)] = after
-    graph.remove([argmax, head], safe=True)
+    graph.outputs[graph.outputs.index(logits)] = rows
+    graph.outputs.append(chosen)
+    graph.remove(head, safe=True)
     return Outcome(1)

@@ -39,12 +39,15 @@ def _norm(model: ir.Model, node: ir.Node, x: ir.Value) -> str:
     """Take the norm before a product into it; the returned text says why not."""
     skip, plain = (producer_of(x, f"{prefix}SimplifiedLayerNormalization") for prefix in ("Skip", ""))
     norm = skip or plain
-    if norm is None:
+    if norm is None or x is not norm.outputs[0]:  # its other output is the sum before it
         return "neither a norm nor a gate right before it"
     if only_use(x) is not node:
         return "others read the norm before it, too"
     if skip is not None and len(skip.inputs) > 3:
         return "the sum before its norm has a bias"
+    weight = norm.inputs[-1]
+    if weight is None or weight.shape is None or list(weight.shape) != [attribute(node, "K", 0)]:
+        return "its norm has not a weight for every input channel"
     epsilon = attribute(norm, "epsilon", 1e-5)
     if skip is None:
         _fuse(model, node, norm, "NormLinear", [norm.inputs[0], norm.inputs[1]], epsilon)
@@ -72,6 +75,10 @@ def _gate(model: ir.Model, node: ir.Node, x: ir.Value, product: ir.Node) -> str:
         return "its gate and what it gates are not the halves of one product"
     halves = split.inputs[0]
     assert halves is not None
+    if halves.shape is None or attribute(split, "axis", 0) not in (-1, len(halves.shape) - 1):
+        return "its gate and what it gates are split along another axis"
+    if any(part.shape is None or part.shape[-1] != attribute(node, "K", 0) for part in split.outputs):
+        return "its gate and what it gates are not the halves of one product"
     _fuse(model, node, product, "GatedLinear", [halves])
     return ""
 

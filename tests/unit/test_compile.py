@@ -51,7 +51,6 @@ def test_a_float_bundle_says_what_it_is(graph: Artifact[PortableGraph], tmp_path
         "norms": 2 * LAYERS + 1,
         "silu": LAYERS,
         "logit_rows": 1,
-        "next_tokens": 1,
         "static_int8_linears": 0,
         "block_linears": 0,
         "linear_kernels": 4 * LAYERS + 1,

@@ -104,7 +104,7 @@ def test_a_machine_without_the_compiler_is_told_how_to_get_it(cache: Path, monke
     with pytest.raises(BuildError, match="no compiler: the package no_such_compiler is not installed") as caught:
         compiler.library()
     assert caught.value.expected == "it beside the passes, for kernels of our own"
-    assert caught.value.remedy == "pip install 'tapeout[pipeline]'"
+    assert caught.value.remedy == 'pip install ".[pipeline]"'
     assert files(cache) == []
 
 
@@ -179,9 +179,10 @@ def test_where_they_cannot_run_nothing_is_compiled_and_sessions_start_without(
 ) -> None:
     machine(monkeypatch, "Linux", "x86_64", ())
     monkeypatch.setattr(compiler, "library", lambda: pytest.fail("compiled for nothing"))
-    folder = ort_cpu.library_folder()
-    assert not (folder / LIBRARY).exists()
-    assert cpu_options(2, folder).intra_op_num_threads == 2
+    assert ort_cpu.library() is None
+    assert cpu_options(2, None).intra_op_num_threads == 2
+    with pytest.raises(BuildError, match="cannot run here"):  # not an illegal instruction
+        cpu_options(2, cache / LIBRARY)
 
 
 def test_a_bundle_holds_the_library_only_where_its_graph_names_an_operator(
@@ -190,7 +191,7 @@ def test_a_bundle_holds_the_library_only_where_its_graph_names_an_operator(
     made = tmp_path / "made"
     made.mkdir()
     (made / LIBRARY).write_bytes(b"a library")
-    monkeypatch.setattr(ort_cpu, "library_folder", lambda: made)
+    monkeypatch.setattr(ort_cpu, "library", lambda: made / LIBRARY)
     for domain, op_type, held in (("", "Neg", []), (DOMAIN, "BlockLinear", [LIBRARY])):
         folder = tmp_path / op_type
         folder.mkdir()
@@ -202,4 +203,4 @@ def test_a_bundle_holds_the_library_only_where_its_graph_names_an_operator(
 def test_a_library_of_another_kind_is_refused_when_a_session_starts(tmp_path: Path) -> None:
     (tmp_path / LIBRARY).write_bytes(np.arange(64, dtype=np.uint8).tobytes())
     with pytest.raises(Exception, match=LIBRARY):
-        cpu_options(1, tmp_path)
+        cpu_options(1, tmp_path / LIBRARY)

@@ -108,6 +108,15 @@ def alone(engine: Engine) -> list[list[FloatArray]]:
     return [greedy(engine, [prompt], 5)[0] for prompt in PROMPTS]
 
 
+@pytest.mark.parametrize("rows", [[], [0, 0], [0]])
+def test_a_step_after_a_piece_of_one_token_is_fed_anew(engine: Engine, rows: list[int]) -> None:
+    engine.prefill(0, [5])
+    expected = engine.decode([7], [1])
+    engine.prefill(0, [5], rows=rows)
+    np.testing.assert_array_equal(engine.decode([7], [1]), expected)
+    assert engine.decode_greedy([7], [1]).tolist() == expected.argmax(axis=1).tolist()
+
+
 @pytest.mark.parametrize("batch", range(2, len(PROMPTS) + 1))
 def test_a_row_does_not_depend_on_its_neighbours(engine: Engine, alone: list[list[FloatArray]], batch: int) -> None:
     order = np.random.default_rng(batch).permutation(len(PROMPTS))[:batch]

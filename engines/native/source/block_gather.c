@@ -60,13 +60,12 @@ static Status* compute(void* self, Context* context) {
             .ids = data_of(api, ids),
             .codes = data_of(api, input(api, context, 1)),
             .scales = data_of(api, input(api, context, 2)),
-            .zeros = data_of(api, input(api, context, 3)),
-            .y = output(api, context, 0, dims, rank + 1)};
+            .zeros = data_of(api, input(api, context, 3))};
+  TRY(output(api, context, 0, dims, rank + 1, &w.y));
   for (int64_t i = 0; i < count; i++)
     if (w.ids[i] < -k->N || w.ids[i] >= k->N)
       return failure(api, ERROR_ARGUMENT, "BlockGather: an id is outside the table");
-  if (count) parallel(api, context, gather, count, &w);
-  return NULL;
+  return count ? parallel(api, context, gather, count, &w) : NULL;
 }
 
 static Status* create(const Op* op, Api api, const Info* info, void** self) {
@@ -79,6 +78,10 @@ static Status* create(const Op* op, Api api, const Info* info, void** self) {
   k->block = attribute_int(api, info, "block_size", 1);
   k->bits = attribute_int(api, info, "bits", 0);
   k->half_scales = attribute_int(api, info, "half_scales", 0);
+  if (k->N < 1 || k->K < 1 || k->block < 1 || k->K % k->block || (k->bits != 4 && k->bits != 6 && k->bits != 8)) {
+    free(k);
+    return failure(api, ERROR_ARGUMENT, "BlockGather: N, K, block_size or bits it was not built for");
+  }
   *self = k;
   return NULL;
 }

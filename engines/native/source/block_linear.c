@@ -11,7 +11,7 @@
      ResidualNormLinear  a [.., K], b [.., K], weight [K]     the same of a + b, which is a second output
      HeadLinear          x [M, K], greedy bool                x; where greedy, y has no rows, and a second output [M] says
                                                               where each row would be largest, the first of equals,
-                                                              or -1 for a row whose largest is no finite number
+                                                              or -1 for a row with one that is not finite
 
    All take codes, scales, zero points and bias after these; engines/passes/block_linears.py packs them.
 
@@ -30,7 +30,7 @@
 
 /* Inputs below this are rounded by the calling thread: handing rows to others takes as long as a few thousand of them. */
 enum { SHARED_INPUTS = 1 << 13 };
-enum { PARTS = 16 }; /* of the columns, dealt to the threads */
+enum { PARTS = 32 }; /* of the columns, dealt to the threads */
 enum { LANES = 16, TILE = LANES, STEP = 4, ROWS = 6, FEW_ROWS = 2 };
 enum { CHAINS = 4 }; /* sums of a tile that do not wait for each other, where there are few rows */
 
@@ -41,6 +41,7 @@ typedef struct {
   Kind kind;
   int64_t N, K, block, bits, half_scales, symmetric;
   float epsilon;
+  _Atomic int checked;
 } Kernel;
 
 /* The largest values of a row, in every lane of its tiles, and their columns. */
@@ -52,7 +53,7 @@ typedef struct {
 typedef struct {
   const Kernel* kernel;
   int64_t M, blocks, tiles, parts;
-  int failed;
+  _Atomic int failed;
   const float* x;
   const float* residual; /* what is added to x before its norm */
   const float* weight;   /* of the norm */
@@ -156,14 +157,16 @@ static inline __attribute__((always_inline)) __m512i codes_at(const uint8_t* til
   return _mm512_or_si512(_mm512_and_si512(low, nibble), _mm512_and_si512(high, top));
 }
 
-/* `rows` rows by `tiles` tiles. All but `w`, `tile` and `row` are constants where this is inlined. */
 static inline void keep_largest(Largest* largest, __m512 y, int64_t column, __mmask16 valid) {
+  /* What is no number counts as infinite, so that it is not lost. */
+  y = _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(y, y, _CMP_UNORD_Q), _mm512_set1_ps(INFINITY));
   __mmask16 more = _mm512_mask_cmp_ps_mask(valid, y, _mm512_loadu_ps(largest->value), _CMP_GT_OQ);
   __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   _mm512_mask_storeu_ps(largest->value, more, y);
   _mm512_mask_storeu_epi32(largest->column, more, _mm512_add_epi32(lanes, _mm512_set1_epi32((int32_t)column)));
 }
 
+/* `rows` rows by `tiles` tiles. `rows`, `tiles` and `bits` are constants where this is inlined. */
 static inline __attribute__((always_inline)) void product(const Work* w, Largest* largest, int64_t tile, int64_t row, const int rows,
                                                           const int tiles, const int bits) {
   const Kernel* k = w->kernel;
@@ -278,8 +281,26 @@ static int64_t first_of_largest(const Work* w, int64_t row) {
   return column == INT32_MAX || isinf(value) ? -1 : column;
 }
 
+/* That weights are of the sizes that the attributes say, once: initializers do not change. */
+static Status* check(Kernel* k, Context* context, size_t codes) {
+  Api api = k->api;
+  const int64_t padded = (k->N + 2 * TILE - 1) / (2 * TILE) * 2 * TILE, blocks = padded * (k->K / k->block);
+  int64_t dims[8];
+  int type;
+  const Value *scales = input(api, context, codes + 1), *zeros = input(api, context, codes + 2),
+              *bias = input(api, context, codes + 3);
+  dimensions(api, scales, dims, &type);
+  if (!holds(api, input(api, context, codes), padded * k->K * k->bits / 8) || !holds(api, scales, blocks) ||
+      type != (k->half_scales ? HALF : FLOAT) || (!k->symmetric && !holds(api, zeros, blocks)) ||
+      (bias && !holds(api, bias, k->N)) ||
+      ((k->kind == NORM || k->kind == RESIDUAL_NORM) && !holds(api, input(api, context, codes - 1), k->K)))
+    return failure(api, ERROR_ARGUMENT, "a block-quantized product: weights of another shape or type");
+  k->checked = 1;
+  return NULL;
+}
+
 static Status* compute(void* self, Context* context) {
-  const Kernel* k = self;
+  Kernel* k = self;
   Api api = k->api;
   int64_t dims[8];
   const Value* x = input(api, context, 0);
@@ -289,16 +310,15 @@ static Status* compute(void* self, Context* context) {
   Work w = {.kernel = k, .M = 1, .blocks = k->K / k->block, .tiles = (k->N + 2 * TILE - 1) / (2 * TILE) * 2, .x = data_of(api, x)};
   for (size_t i = 0; i + 1 < rank; i++) w.M *= dims[i];
   if (k->kind == RESIDUAL_NORM) {
-    int64_t other[8], elements = 1;
     const Value* residual = input(api, context, next++);
-    size_t axes = dimensions(api, residual, other, NULL);
-    for (size_t i = 0; i < axes; i++) elements *= other[i];
-    if (elements != w.M * k->K) return failure(api, ERROR_ARGUMENT, "ResidualNormLinear: its inputs differ in shape");
+    if (!holds(api, residual, w.M * k->K))
+      return failure(api, ERROR_ARGUMENT, "ResidualNormLinear: its inputs differ in shape");
     w.residual = data_of(api, residual);
-    w.sum = output(api, context, 1, dims, rank);
+    TRY(output(api, context, 1, dims, rank, &w.sum));
   }
   const char* greedy = k->kind == HEAD ? data_of(api, input(api, context, next++)) : NULL;
   if (k->kind == NORM || k->kind == RESIDUAL_NORM) w.weight = data_of(api, input(api, context, next++));
+  if (!k->checked) TRY(check(k, context, next));
   w.codes = data_of(api, input(api, context, next++));
   w.scales = data_of(api, input(api, context, next++));
   w.zeros = data_of(api, input(api, context, next++));
@@ -308,11 +328,11 @@ static Status* compute(void* self, Context* context) {
   if (k->kind == HEAD) {
     if (rank != 2) return failure(api, ERROR_ARGUMENT, "HeadLinear: its input is not rows of K columns");
     dims[0] = *greedy ? w.M : 0;
-    chosen = output(api, context, 1, dims, 1);
+    TRY(output(api, context, 1, dims, 1, &chosen));
     dims[0] = *greedy ? 0 : w.M;
     if (!*greedy) chosen = NULL;
   }
-  w.y = output(api, context, 0, dims, rank);
+  TRY(output(api, context, 0, dims, rank, &w.y));
   if (!w.M) return NULL;
   w.parts = w.tiles / 2 < PARTS ? w.tiles / 2 : PARTS;
   size_t codes = (w.M * k->K + 63) / 64 * 64, blocks = w.M * w.blocks, candidates = chosen ? w.parts * w.M : 0;
@@ -325,9 +345,9 @@ static Status* compute(void* self, Context* context) {
   if (w.M * k->K < SHARED_INPUTS)
     for (int64_t row = 0; row < w.M; row++) round_row(&w, row);
   else
-    parallel(api, context, round_row, w.M, &w);
+    TRY(parallel(api, context, round_row, w.M, &w));
   if (w.failed) return failure(api, ERROR_FAIL, "a block-quantized product: out of memory");
-  parallel(api, context, columns, w.parts, &w);
+  TRY(parallel(api, context, columns, w.parts, &w));
   for (int64_t row = 0; chosen && row < w.M; row++) chosen[row] = first_of_largest(&w, row);
   return NULL;
 }
@@ -344,7 +364,7 @@ static Status* create(const Op* op, Api api, const Info* info, void** self) {
   k->half_scales = attribute_int(api, info, "half_scales", 0);
   k->symmetric = attribute_int(api, info, "symmetric", 1);
   k->epsilon = attribute_float(api, info, "epsilon", 1e-5f);
-  if (k->N < 1 || k->block < 16 || k->block % 16 || k->K % k->block || (k->bits != 4 && k->bits != 6 && k->bits != 8)) {
+  if (k->N < 1 || k->K < 1 || k->block < 16 || k->block % 16 || k->K % k->block || (k->bits != 4 && k->bits != 6 && k->bits != 8)) {
     free(k);
     return failure(api, ERROR_ARGUMENT, "a block-quantized product: N, K, block_size or bits it was not built for");
   }

@@ -41,6 +41,7 @@ typedef struct {
   Api api;
   int64_t heads, kv_heads, rotary, interleaved, window;
   float scale, softcap;
+  _Atomic int checked;
 } Kernel;
 
 typedef struct {
@@ -54,7 +55,7 @@ typedef struct {
   const float *cosines, *sines, *key_scale, *value_scale;
   float* y;
   int64_t blocks; /* units of a row and key head */
-  int out_of_memory;
+  _Atomic int out_of_memory;
 } Work;
 
 /* A unit's memory. */
@@ -583,8 +584,23 @@ static void attend(void* state, size_t index) {
 
 enum { QUERY, KEY, VALUE, PAST_KEY, PAST_VALUE, LENGTHS, COSINES, SINES, KEY_SCALE, VALUE_SCALE, INPUTS };
 
+/* That what is read without looking has the sizes of what was looked at, once: a graph's shapes hold together. */
+static Status* check(Kernel* k, Context* context, const Work* w, int64_t width) {
+  Api api = k->api;
+  const int64_t row = k->kv_heads * w->D, tokens = w->B * w->S;
+  const Value *key = input(api, context, KEY), *key_scale = input(api, context, KEY_SCALE),
+              *value_scale = input(api, context, VALUE_SCALE);
+  if (width != w->query_stride ||
+      !holds(api, input(api, context, PAST_VALUE), w->B * row * w->T) ||
+      (key && (!holds(api, key, tokens * row) || !holds(api, input(api, context, VALUE), tokens * row))) ||
+      (w->codes && (!holds(api, key_scale, row) || !holds(api, value_scale, row))))
+    return failure(api, ERROR_ARGUMENT, "CachedAttention: inputs whose shapes do not fit each other");
+  k->checked = 1;
+  return NULL;
+}
+
 static Status* compute(void* self, Context* context) {
-  const Kernel* k = self;
+  Kernel* k = self;
   Api api = k->api;
   int64_t dims[8], cache[8], table[8];
   int type = 0;
@@ -607,11 +623,14 @@ static Status* compute(void* self, Context* context) {
   if (dims[2] != w.query_stride) return failure(api, ERROR_ARGUMENT, "CachedAttention: queries of another width");
   w.past_key = data_of(api, past);
   w.past_value = data_of(api, input(api, context, PAST_VALUE));
-  w.last = data_of(api, input(api, context, LENGTHS));
+  const Value* lengths = input(api, context, LENGTHS);
+  if (!holds(api, lengths, w.B)) return failure(api, ERROR_ARGUMENT, "CachedAttention: not one length a row");
+  w.last = data_of(api, lengths);
   w.key_scale = data_of(api, input(api, context, KEY_SCALE));
   w.value_scale = data_of(api, input(api, context, VALUE_SCALE));
   if (w.codes && (!w.key_scale || !w.value_scale))
     return failure(api, ERROR_ARGUMENT, "CachedAttention: a cache of codes without scales");
+  if (!k->checked) TRY(check(k, context, &w, dims[2]));
   int64_t positions = w.T;
   if (k->rotary) {
     const Value* cosines = input(api, context, COSINES);
@@ -628,9 +647,9 @@ static Status* compute(void* self, Context* context) {
     products += (w.last[b] + 1) * w.S * k->heads;
   }
   dims[2] = k->heads * w.D;
-  w.y = output(api, context, 0, dims, 3);
-  w.present_key = output(api, context, 1, cache, 4);
-  w.present_value = output(api, context, 2, cache, 4);
+  TRY(output(api, context, 0, dims, 3, &w.y));
+  TRY(output(api, context, 1, cache, 4, &w.present_key));
+  TRY(output(api, context, 2, cache, 4, &w.present_value));
   if (!w.B || !w.S) return NULL;
   const int64_t tokens = w.group < UNIT_ROWS ? UNIT_ROWS / w.group : 1;
   w.blocks = (w.S + tokens - 1) / tokens;
@@ -640,8 +659,8 @@ static Status* compute(void* self, Context* context) {
       for (int64_t i = 0; i < caches; i++) write(&w, i);
     for (int64_t i = 0; i < caches * w.blocks; i++) attend(&w, i);
   } else {
-    if (w.blocks > 1) parallel(api, context, write, caches, &w);
-    parallel(api, context, attend, caches * w.blocks, &w);
+    if (w.blocks > 1) TRY(parallel(api, context, write, caches, &w));
+    TRY(parallel(api, context, attend, caches * w.blocks, &w));
   }
   return w.out_of_memory ? failure(api, ERROR_FAIL, "CachedAttention: out of memory") : NULL;
 }

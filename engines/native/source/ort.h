@@ -26,7 +26,7 @@ typedef struct {
 } ApiBase;
 
 enum { ERROR_FAIL = 1, ERROR_ARGUMENT = 2 };
-enum { ANY = 0, FLOAT = 1, UINT8 = 2, INT8 = 3, INT32 = 6, INT64 = 7, BOOL = 9 }; /* element types */
+enum { ANY = 0, FLOAT = 1, UINT8 = 2, INT8 = 3, INT32 = 6, INT64 = 7, BOOL = 9, HALF = 10 }; /* element types */
 enum { REQUIRED = 0, OPTIONAL = 1 };
 
 enum {
@@ -125,26 +125,43 @@ static inline size_t dimensions(Api api, const Value* value, int64_t* dims, int*
   return count;
 }
 
-/* Where the output goes; memory bound by the caller, or a new tensor. */
-static inline void* output(Api api, Context* context, size_t index, const int64_t* dims, size_t count) {
+/* Whether a tensor has so many elements; what a kernel reads without looking. */
+static inline int holds(Api api, const Value* value, int64_t elements) {
+  int64_t dims[8], found = 1;
+  size_t count = value ? dimensions(api, value, dims, NULL) : 0;
+  for (size_t i = 0; i < count; i++) found *= dims[i];
+  return value && found == elements;
+}
+
+/* Where the output goes, in `data`: memory bound by the caller, which must be of this shape, or a new tensor. */
+static inline Status* output(Api api, Context* context, size_t index, const int64_t* dims, size_t count, void* data) {
   Value* value = NULL;
-  ((Status * (*)(Context*, size_t, const int64_t*, size_t, Value**)) api[GET_OUTPUT])(context, index, dims, count,
-                                                                                     &value);
-  return data_of(api, value);
+  Status* status = ((Status * (*)(Context*, size_t, const int64_t*, size_t, Value**)) api[GET_OUTPUT])(
+      context, index, dims, count, &value);
+  *(void**)data = status ? NULL : data_of(api, value);
+  return status;
 }
 
 /* `work(state, i)` for i in 0 .. total-1 on the session's own threads. */
-static inline void parallel(Api api, const Context* context, void (*work)(void*, size_t), size_t total, void* state) {
+static inline Status* parallel(Api api, const Context* context, void (*work)(void*, size_t), size_t total,
+                               void* state) {
   if (total == 1) {
     work(state, 0);
-    return;
+    return NULL;
   }
-  ((Status * (*)(const Context*, void (*)(void*, size_t), size_t, size_t, void*)) api[PARALLEL_FOR])(
+  return ((Status * (*)(const Context*, void (*)(void*, size_t), size_t, size_t, void*)) api[PARALLEL_FOR])(
       context, work, total, 0, state);
 }
 
+/* Ends a kernel with an error, if there is one. */
+#define TRY(expression)                    \
+  do {                                     \
+    Status* status_ = (expression);        \
+    if (status_) return status_;           \
+  } while (0)
+
 /* Memory of the calling thread, at least `bytes` of it; what lay there before is lost. Runs of a session on several
-   threads do not share it. Aligned to a cache line. NULL where there is no more. */
+   threads do not share it. Aligned to a cache line. NULL where there is no more. It ends with its thread. */
 void* scratch(int which, size_t bytes);
 enum { SCRATCH_LINEAR, SCRATCH_ROW, SCRATCH_ATTENTION, SCRATCHES };
 

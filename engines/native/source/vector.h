@@ -4,7 +4,7 @@
 
 #include <immintrin.h>
 
-/* e^x to 1e-7 of its value, 0 below -87 and no overflow above 88: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2], whose
+/* e^x to 1e-7 of its value, where x lies between -87.3 and 88.3, and of the nearer of these elsewhere: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2], whose
    coefficients are those of the Taylor series; ln 2 is taken away in two parts, so that nothing is lost of x. */
 static inline __m512 exponential(__m512 x) {
   x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-87.3f)), _mm512_set1_ps(88.3f));

@@ -34,7 +34,6 @@ def __getattr__(name: str) -> Any:
         linears,
         logit_rows,
         merge_linears,
-        next_tokens,
         norms,
         prompt_attention,
         rotary_tables,
@@ -55,7 +54,6 @@ def __getattr__(name: str) -> Any:
         norms,
         silu,
         logit_rows,
-        next_tokens,
         *kernels,
         greedy_head,
         linear_inputs,
@@ -63,11 +61,11 @@ def __getattr__(name: str) -> Any:
     )
 
 
-def library_folder() -> Path:
-    """Where the kernels of our own lie, compiled; a folder without them where they would not run."""
+def library() -> Path | None:
+    """The kernels of our own, compiled; None where they would not run."""
     from engines.native import compiler, unsupported
 
-    return compiler.CACHE if unsupported() else compiler.library().parent
+    return None if unsupported() else compiler.library()
 
 
 def complete(model: ir.Model, folder: Path) -> None:
@@ -75,7 +73,9 @@ def complete(model: ir.Model, folder: Path) -> None:
     from engines import native
 
     if native.DOMAIN in {node.domain for node in model.graph.all_nodes()}:
-        shutil.copyfile(library_folder() / native.LIBRARY, folder / native.LIBRARY)
+        compiled = library()
+        assert compiled is not None  # or no pass would have named its operators
+        shutil.copyfile(compiled, folder / native.LIBRARY)
 
 
 def open_engine(bundle: Artifact[EngineBundle], *, threads: int, slots: int | None) -> Engine:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from engines.bundle import GREEDY, NEXT_TOKENS, EngineBundle
 from engines.protocol import FloatArray, TokenArray
-from engines.sessions import cpu_options
+from engines.sessions import cpu_options, library_of
 from engines.step_inputs import StepInputs, check_copy, check_decode, prefill_inputs
 from pipeline.artifact import Artifact
 from pipeline.errors import RequestError
@@ -55,7 +55,7 @@ class OrtCpuEngine:
     def __init__(self, bundle: Artifact[EngineBundle], *, threads: int = 0, slots: int | None = None) -> None:
         self._bundle = bundle
         io = bundle.record.io
-        options = cpu_options(threads, bundle.folder)
+        options = cpu_options(threads, library_of(bundle))
         self._session = ort.InferenceSession(
             str(bundle.folder / "model.onnx"), options, providers=["CPUExecutionProvider"]
         )
@@ -100,9 +100,14 @@ class OrtCpuEngine:
         return self._logits(self._feed_one_each(first_slot, tokens, lengths, "logits"), len(tokens))
 
     def decode_greedy(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> TokenArray:
-        window = self._feed_one_each(first_slot, tokens, lengths, NEXT_TOKENS)
-        chosen = window.array(window.binding.bind_output, NEXT_TOKENS, (len(tokens),))
-        self._session.run_with_iobinding(window.binding)
+        if self._gives_either:
+            window = self._feed_one_each(first_slot, tokens, lengths, NEXT_TOKENS)
+            chosen = window.array(window.binding.bind_output, NEXT_TOKENS, (len(tokens),))
+            self._session.run_with_iobinding(window.binding)
+        else:
+            logits = self.decode(tokens, lengths, first_slot=first_slot)
+            chosen = logits.argmax(axis=1)  # stops at what is no number
+            chosen[~np.isfinite(logits[np.arange(len(tokens)), chosen])] = -1
         if chosen.min() < 0:
             raise RequestError(
                 f"row {int(chosen.argmin())} of a step has no finite largest logit",
@@ -150,6 +155,7 @@ class OrtCpuEngine:
             bound["total_sequence_length"][...] = last + 1
         if self._wants_positions:
             bound["position_ids"][:] = step.positions
+        window.fed = 0  # rows whose logits are wanted may be any; a decode step lays them out again
         return window
 
     def _feed_one_each(self, first: int, tokens: Sequence[int], lengths: Sequence[int], wanted: str) -> _Window:

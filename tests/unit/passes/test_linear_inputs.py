@@ -120,6 +120,14 @@ def test_a_norm_that_is_an_output_stays() -> None:
     check(model, 0, said, ["BlockLinear", "SimplifiedLayerNormalization"])
 
 
+def test_a_product_of_the_sum_beside_a_norm_stays_the_sums() -> None:
+    a, b = value("a", SHAPE), value("b", SHAPE)
+    stream = op("Add", [a, b], SHAPE)
+    said = ["layers.0.fc: neither a norm nor a gate right before it"]
+    model = model_of([a, b], [read("y", product(stream)), read("z", norm(stream))])
+    check(model, 0, said, ["BlockLinear", "SkipSimplifiedLayerNormalization"])
+
+
 def test_a_sum_with_a_bias_stays() -> None:
     a, b = value("a", SHAPE), value("b", SHAPE)
     inputs = [a, b, parameter("norm.weight", WEIGHT), parameter("norm.bias", WEIGHT)]
