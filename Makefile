@@ -32,6 +32,7 @@ check: $(INSTALLED)
 	ruff check .
 	pyright
 	lint-imports
+	clang-format --dry-run --Werror engines/native/source/*
 
 install: $(INSTALLED)
 

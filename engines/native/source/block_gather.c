@@ -86,13 +86,21 @@ static Status* create(const Op* op, Api api, const Info* info, void** self) {
   return NULL;
 }
 
-static const char* name(const Op* op) { return (void)op, "BlockGather"; }
-static size_t inputs(const Op* op) { return (void)op, 4; }
+static const char* name(const Op* op) {
+  return (void)op, "BlockGather";
+}
+static size_t inputs(const Op* op) {
+  return (void)op, 4;
+}
 static int input_type(const Op* op, size_t i) {
   static const int types[] = {INT64, UINT8, ANY, UINT8};
   return (void)op, types[i];
 }
-static int input_presence(const Op* op, size_t i) { return (void)op, i < 3 ? REQUIRED : OPTIONAL; }
-static int output_type(const Op* op, size_t i) { return (void)op, (void)i, FLOAT; }
+static int input_presence(const Op* op, size_t i) {
+  return (void)op, i < 3 ? REQUIRED : OPTIONAL;
+}
+static int output_type(const Op* op, size_t i) {
+  return (void)op, (void)i, FLOAT;
+}
 
 Op block_gather_op = OPERATOR(name, inputs, input_type, input_presence, one, output_type, create, compute);

@@ -25,10 +25,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Loops with it are written out: their arrays are registers. */
-#define EACH _Pragma("clang loop unroll(full)")
-
-/* Inputs below this are rounded by the calling thread: handing rows to others takes as long as a few thousand of them. */
+/* Inputs below this are rounded by the calling thread: handing rows to others takes as long as a few thousand. */
 enum { SHARED_INPUTS = 1 << 13 };
 enum { PARTS = 32 }; /* of the columns, dealt to the threads */
 enum { LANES = 16, TILE = LANES, STEP = 4, ROWS = 6, FEW_ROWS = 2 };
@@ -64,9 +61,9 @@ typedef struct {
   const float* bias;
   float* y;
   Largest* largest; /* [parts, M] instead of y */
-  int8_t* rounded; /* [M, K] */
-  float* steps;    /* [M, B] size of a code of x */
-  int32_t* sums;   /* [M, B] sum of a block's codes; times the midpoint where zero points are all the same */
+  int8_t* rounded;  /* [M, K] */
+  float* steps;     /* [M, B] size of a code of x */
+  int32_t* sums;    /* [M, B] sum of a block's codes; times the midpoint where zero points are all the same */
 } Work;
 
 static inline __m512 scale_at(const Work* w, int64_t tile, int64_t block) {
@@ -101,8 +98,8 @@ static const float* inputs_of(const Work* w, size_t row, float* made) {
   }
   __m512 inverse = _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(squares) / (float)K + k->epsilon));
   for (int64_t i = 0; i < K; i += LANES)
-    _mm512_storeu_ps(made + i, _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x + i), inverse),
-                                             _mm512_loadu_ps(w->weight + i)));
+    _mm512_storeu_ps(made + i,
+                     _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x + i), inverse), _mm512_loadu_ps(w->weight + i)));
   return made;
 }
 
@@ -134,7 +131,7 @@ static void round_row(void* state, size_t row) {
     }
     int32_t total = _mm512_reduce_add_epi32(sum);
     w->steps[row * w->blocks + b] = top / 127.0f;
-    w->sums[row * w->blocks + b] = k->symmetric ? total << (k->bits - 1) : total;
+    w->sums[row * w->blocks + b] = k->symmetric ? total * (1 << (k->bits - 1)) : total;
   }
 }
 
@@ -167,46 +164,46 @@ static inline void keep_largest(Largest* largest, __m512 y, int64_t column, __mm
 }
 
 /* `rows` rows by `tiles` tiles. `rows`, `tiles` and `bits` are constants where this is inlined. */
-static inline __attribute__((always_inline)) void product(const Work* w, Largest* largest, int64_t tile, int64_t row, const int rows,
-                                                          const int tiles, const int bits) {
+static inline __attribute__((always_inline)) void product(const Work* w, Largest* largest, int64_t tile, int64_t row,
+                                                          const int rows, const int tiles, const int bits) {
   const Kernel* k = w->kernel;
   const int64_t K = k->K, block_steps = k->block / STEP;
   __m512 y[ROWS][2];
-  EACH for (int r = 0; r < rows; r++)
-    EACH for (int t = 0; t < tiles; t++) y[r][t] = _mm512_setzero_ps();
+  EACH (int r = 0; r < rows; r++)
+    EACH (int t = 0; t < tiles; t++) y[r][t] = _mm512_setzero_ps();
   const uint8_t* codes = w->codes + tile * (TILE * K * bits / 8);
   const int64_t stride = TILE * K * bits / 8;
   for (int64_t b = 0; b < w->blocks; b++) {
     __m512i sum[ROWS][2], more[FEW_ROWS][CHAINS];
-    EACH for (int r = 0; r < rows; r++)
-      EACH for (int t = 0; t < tiles; t++)
+    EACH (int r = 0; r < rows; r++)
+      EACH (int t = 0; t < tiles; t++)
         sum[r][t] = k->symmetric ? _mm512_set1_epi32(-w->sums[(row + r) * w->blocks + b]) : _mm512_setzero_si512();
-    EACH for (int r = 0; r < rows && tiles == 1; r++)
-      EACH for (int i = 1; i < CHAINS; i++) more[r][i] = _mm512_setzero_si512();
+    EACH (int r = 0; r < rows && tiles == 1; r++)
+      EACH (int i = 1; i < CHAINS; i++) more[r][i] = _mm512_setzero_si512();
     const int8_t* x = w->rounded + row * K + b * k->block;
     const uint8_t* from = codes + b * (TILE * k->block * bits / 8);
     for (int64_t s = 0; s < block_steps; s += 4)
-      EACH for (int i = 0; i < 4; i++) {
+      EACH (int i = 0; i < 4; i++) {
         __m512i weights[2];
-        EACH for (int t = 0; t < tiles; t++) weights[t] = codes_at(from + t * stride + 64 * s * bits / 8, i, bits);
-        EACH for (int r = 0; r < rows; r++) {
+        EACH (int t = 0; t < tiles; t++) weights[t] = codes_at(from + t * stride + 64 * s * bits / 8, i, bits);
+        EACH (int r = 0; r < rows; r++) {
           int32_t four;
           memcpy(&four, x + r * K + STEP * (s + i), 4);
           __m512i same = _mm512_set1_epi32(four);
           if (tiles == 1 && i)
             more[r][i] = _mm512_dpbusd_epi32(more[r][i], weights[0], same);
           else
-            EACH for (int t = 0; t < tiles; t++) sum[r][t] = _mm512_dpbusd_epi32(sum[r][t], weights[t], same);
+            EACH (int t = 0; t < tiles; t++) sum[r][t] = _mm512_dpbusd_epi32(sum[r][t], weights[t], same);
         }
       }
-    EACH for (int r = 0; r < rows && tiles == 1; r++)
-      EACH for (int i = 1; i < CHAINS; i++) sum[r][0] = _mm512_add_epi32(sum[r][0], more[r][i]);
-    EACH for (int t = 0; t < tiles; t++) {
+    EACH (int r = 0; r < rows && tiles == 1; r++)
+      EACH (int i = 1; i < CHAINS; i++) sum[r][0] = _mm512_add_epi32(sum[r][0], more[r][i]);
+    EACH (int t = 0; t < tiles; t++) {
       __m512 scale = scale_at(w, tile + t, b);
       __m512i zero = _mm512_setzero_si512();
       if (!k->symmetric)
         zero = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(w->zeros + ((tile + t) * w->blocks + b) * TILE)));
-      EACH for (int r = 0; r < rows; r++) {
+      EACH (int r = 0; r < rows; r++) {
         int64_t at = (row + r) * w->blocks + b;
         if (!k->symmetric)
           sum[r][t] = _mm512_sub_epi32(sum[r][t], _mm512_mullo_epi32(zero, _mm512_set1_epi32(w->sums[at])));
@@ -215,11 +212,11 @@ static inline __attribute__((always_inline)) void product(const Work* w, Largest
       }
     }
   }
-  EACH for (int t = 0; t < tiles; t++) {
+  EACH (int t = 0; t < tiles; t++) {
     int64_t column = (tile + t) * TILE, left = k->N - column;
     __mmask16 mask = left >= TILE ? 0xffff : left > 0 ? (__mmask16)((1u << left) - 1) : 0;
     __m512 bias = w->bias ? _mm512_maskz_loadu_ps(mask, w->bias + column) : _mm512_setzero_ps();
-    EACH for (int r = 0; r < rows; r++)
+    EACH (int r = 0; r < rows; r++)
       if (largest)
         keep_largest(largest + row + r, _mm512_add_ps(y[r][t], bias), column, mask);
       else
@@ -227,14 +224,14 @@ static inline __attribute__((always_inline)) void product(const Work* w, Largest
   }
 }
 
-#define PANEL(bits)                                                \
-  switch (rows) {                                                  \
-    case 1: product(w, largest, tile, row, 1, 1, bits); break;     \
-    case 2: product(w, largest, tile, row, 2, 1, bits); break;     \
-    case 3: product(w, largest, tile, row, 3, 2, bits); break;     \
-    case 4: product(w, largest, tile, row, 4, 2, bits); break;     \
-    case 5: product(w, largest, tile, row, 5, 2, bits); break;     \
-    case 6: product(w, largest, tile, row, 6, 2, bits); break;     \
+#define PANEL(bits)                                            \
+  switch (rows) {                                              \
+    case 1: product(w, largest, tile, row, 1, 1, bits); break; \
+    case 2: product(w, largest, tile, row, 2, 1, bits); break; \
+    case 3: product(w, largest, tile, row, 3, 2, bits); break; \
+    case 4: product(w, largest, tile, row, 4, 2, bits); break; \
+    case 5: product(w, largest, tile, row, 5, 2, bits); break; \
+    case 6: product(w, largest, tile, row, 6, 2, bits); break; \
   }
 
 static void panel(const Work* w, Largest* largest, int64_t tile, int64_t row, int rows) {
@@ -307,7 +304,11 @@ static Status* compute(void* self, Context* context) {
   size_t rank = dimensions(api, x, dims, NULL), next = 1;
   if (!rank || dims[rank - 1] != (k->kind == GATED ? 2 * k->K : k->K))
     return failure(api, ERROR_ARGUMENT, "a block-quantized product: its input has not K columns");
-  Work w = {.kernel = k, .M = 1, .blocks = k->K / k->block, .tiles = (k->N + 2 * TILE - 1) / (2 * TILE) * 2, .x = data_of(api, x)};
+  Work w = {.kernel = k,
+            .M = 1,
+            .blocks = k->K / k->block,
+            .tiles = (k->N + 2 * TILE - 1) / (2 * TILE) * 2,
+            .x = data_of(api, x)};
   for (size_t i = 0; i + 1 < rank; i++) w.M *= dims[i];
   if (k->kind == RESIDUAL_NORM) {
     const Value* residual = input(api, context, next++);
@@ -364,7 +365,8 @@ static Status* create(const Op* op, Api api, const Info* info, void** self) {
   k->half_scales = attribute_int(api, info, "half_scales", 0);
   k->symmetric = attribute_int(api, info, "symmetric", 1);
   k->epsilon = attribute_float(api, info, "epsilon", 1e-5f);
-  if (k->N < 1 || k->K < 1 || k->block < 16 || k->block % 16 || k->K % k->block || (k->bits != 4 && k->bits != 6 && k->bits != 8)) {
+  if (k->N < 1 || k->K < 1 || k->block < 16 || k->block % 16 || k->K % k->block ||
+      (k->bits != 4 && k->bits != 6 && k->bits != 8)) {
     free(k);
     return failure(api, ERROR_ARGUMENT, "a block-quantized product: N, K, block_size or bits it was not built for");
   }
@@ -373,8 +375,7 @@ static Status* create(const Op* op, Api api, const Info* info, void** self) {
 }
 
 static const char* name(const Op* op) {
-  static const char* const names[] = {"BlockLinear", "GatedLinear", "NormLinear", "ResidualNormLinear",
-                                      "HeadLinear"};
+  static const char* const names[] = {"BlockLinear", "GatedLinear", "NormLinear", "ResidualNormLinear", "HeadLinear"};
   return names[op - linear_ops];
 }
 
@@ -383,7 +384,9 @@ static size_t before_codes(const Op* op) {
   return counts[op - linear_ops];
 }
 
-static size_t inputs(const Op* op) { return before_codes(op) + 4; }
+static size_t inputs(const Op* op) {
+  return before_codes(op) + 4;
+}
 
 static int input_type(const Op* op, size_t i) {
   static const int types[] = {UINT8, ANY, UINT8, FLOAT}; /* codes, scales, zero points, bias */
@@ -391,9 +394,15 @@ static int input_type(const Op* op, size_t i) {
   return i < before_codes(op) ? FLOAT : types[i - before_codes(op)];
 }
 
-static int input_presence(const Op* op, size_t i) { return i < before_codes(op) + 2 ? REQUIRED : OPTIONAL; }
-static size_t outputs(const Op* op) { return op - linear_ops >= RESIDUAL_NORM ? 2 : 1; }
-static int output_type(const Op* op, size_t i) { return op - linear_ops == HEAD && i == 1 ? INT64 : FLOAT; }
+static int input_presence(const Op* op, size_t i) {
+  return i < before_codes(op) + 2 ? REQUIRED : OPTIONAL;
+}
+static size_t outputs(const Op* op) {
+  return op - linear_ops >= RESIDUAL_NORM ? 2 : 1;
+}
+static int output_type(const Op* op, size_t i) {
+  return op - linear_ops == HEAD && i == 1 ? INT64 : FLOAT;
+}
 
 #define LINEAR OPERATOR(name, inputs, input_type, input_presence, outputs, output_type, create, compute)
 Op linear_ops[] = {[PLAIN] = LINEAR, [GATED] = LINEAR, [NORM] = LINEAR, [RESIDUAL_NORM] = LINEAR, [HEAD] = LINEAR};

@@ -20,13 +20,12 @@
    Names: H query heads, KV key heads, D channels of a head, T tokens there is room for. A row is a query from where a
    unit begins, a step what a lane multiplies at once: a channel, or four of codes. */
 #include "ort.h"
+#include "vector.h"
 
 #include <immintrin.h>
 #include <stdlib.h>
 #include <string.h>
 
-/* Loops with it are written out: their arrays are registers. */
-#define EACH _Pragma("clang loop unroll(full)")
 #define INLINE static inline __attribute__((always_inline))
 
 /* ROWS by VECTORS sums are held in registers, a unit has about UNIT_ROWS queries. */
@@ -84,8 +83,12 @@ INLINE __m512 power(__m512 x, const float unit) {
   return _mm512_scalef_ps(y, x);
 }
 
-INLINE __m512 load(const void* from) { return _mm512_loadu_ps(from); }
-INLINE __m512i load_words(const void* from) { return _mm512_loadu_si512(from); }
+INLINE __m512 load(const void* from) {
+  return _mm512_loadu_ps(from);
+}
+INLINE __m512i load_words(const void* from) {
+  return _mm512_loadu_si512(from);
+}
 INLINE __m512i same_word(const void* from) {
   int32_t word;
   memcpy(&word, from, 4);
@@ -160,18 +163,18 @@ static void split_query(const float* query, const float* scale, int64_t D, int8_
   float top = _mm512_reduce_max_ps(largest);
   __m512 inverse = _mm512_set1_ps(top > 0 ? LARGEST_QUERY / top : 0.0f);
   __m512i sums[DIGITS];
-  EACH for (int d = 0; d < DIGITS; d++) sums[d] = _mm512_setzero_si512();
+  EACH (int d = 0; d < DIGITS; d++) sums[d] = _mm512_setzero_si512();
   for (int64_t i = 0; i < D; i += LANES) {
     __m512 scaled = _mm512_mul_ps(load(query + i), load(scale + i));
     __m512i rest = _mm512_cvtps_epi32(_mm512_mul_ps(scaled, inverse));
-    EACH for (int d = DIGITS - 1; d >= 0; d--) {
+    EACH (int d = DIGITS - 1; d >= 0; d--) {
       __m128i digit = _mm512_cvtepi32_epi8(rest);
       _mm_storeu_si128((__m128i*)(digits + d * D + i), digit);
       sums[d] = _mm512_add_epi32(sums[d], _mm512_cvtepi8_epi32(digit));
       rest = _mm512_srai_epi32(_mm512_add_epi32(rest, _mm512_set1_epi32(128)), 8);
     }
   }
-  EACH for (int d = 0; d < DIGITS; d++) offsets[d] = -128 * _mm512_reduce_add_epi32(sums[d]);
+  EACH (int d = 0; d < DIGITS; d++) offsets[d] = -128 * _mm512_reduce_add_epi32(sums[d]);
   *step = top / LARGEST_QUERY;
 }
 
@@ -202,17 +205,17 @@ static void take_queries(const Work* w, const Unit* unit, int64_t token, int64_t
 /* 16 rows of 16 words, turned. */
 INLINE void turn(__m512i x[LANES]) {
   __m512i y[LANES];
-  EACH for (int i = 0; i < 16; i += 2) {
+  EACH (int i = 0; i < 16; i += 2) {
     y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
     y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
   }
-  EACH for (int i = 0; i < 16; i += 4)
-    EACH for (int j = 0; j < 2; j++) {
+  EACH (int i = 0; i < 16; i += 4)
+    EACH (int j = 0; j < 2; j++) {
       x[i + 2 * j] = _mm512_unpacklo_epi64(y[i + j], y[i + 2 + j]);
       x[i + 2 * j + 1] = _mm512_unpackhi_epi64(y[i + j], y[i + 2 + j]);
     }
   /* x[4i + j] lane l: words 4l + j of rows 4i .. 4i + 3 */
-  EACH for (int j = 0; j < 4; j++) {
+  EACH (int j = 0; j < 4; j++) {
     __m512i low = _mm512_shuffle_i32x4(x[j], x[4 + j], 0x88);
     __m512i odd = _mm512_shuffle_i32x4(x[j], x[4 + j], 0xdd);
     __m512i next = _mm512_shuffle_i32x4(x[8 + j], x[12 + j], 0x88);
@@ -222,7 +225,7 @@ INLINE void turn(__m512i x[LANES]) {
     y[4 + j] = _mm512_shuffle_i32x4(odd, other, 0x88);
     y[12 + j] = _mm512_shuffle_i32x4(odd, other, 0xdd);
   }
-  EACH for (int i = 0; i < 16; i++) x[i] = y[i];
+  EACH (int i = 0; i < 16; i++) x[i] = y[i];
 }
 
 /* 16 keys' 16 words, or the `count` and `left` there are, turned. */
@@ -230,10 +233,10 @@ INLINE void pack_square(const char* from, int64_t words, int64_t count, int64_t 
   const __m512i change = _mm512_set1_epi8(codes ? (char)0x80 : 0);
   const __mmask16 mask = (__mmask16)((1u << left) - 1);
   __m512i x[LANES];
-  EACH for (int i = 0; i < LANES; i++)
+  EACH (int i = 0; i < LANES; i++)
     x[i] = _mm512_xor_si512(_mm512_maskz_loadu_epi32(i < count ? mask : 0, from + 4 * i * words), change);
   turn(x);
-  EACH for (int i = 0; i < LANES; i++)
+  EACH (int i = 0; i < LANES; i++)
     if (i < left) _mm512_storeu_si512(to + 4 * i * KEYS, x[i]);
 }
 
@@ -284,45 +287,45 @@ INLINE __m512 number(__m512i high, __m512i middle, __m512i low) {
 INLINE void multiply_floats(const Unit* unit, int64_t row, int64_t D, float (*products)[KEYS], const int rows) {
   const float* query = (const float*)unit->queries + row * D;
   __m512 sum[ROWS][VECTORS];
-  EACH for (int r = 0; r < rows; r++)
-    EACH for (int v = 0; v < VECTORS; v++) sum[r][v] = _mm512_setzero_ps();
+  EACH (int r = 0; r < rows; r++)
+    EACH (int v = 0; v < VECTORS; v++) sum[r][v] = _mm512_setzero_ps();
   for (int64_t i = 0; i < D; i++) {
     __m512 keys[VECTORS];
-    EACH for (int v = 0; v < VECTORS; v++) keys[v] = load(unit->keys + 4 * (i * KEYS + v * LANES));
-    EACH for (int r = 0; r < rows; r++) {
+    EACH (int v = 0; v < VECTORS; v++) keys[v] = load(unit->keys + 4 * (i * KEYS + v * LANES));
+    EACH (int r = 0; r < rows; r++) {
       __m512 same = _mm512_set1_ps(query[r * D + i]);
-      EACH for (int v = 0; v < VECTORS; v++) sum[r][v] = _mm512_fmadd_ps(keys[v], same, sum[r][v]);
+      EACH (int v = 0; v < VECTORS; v++) sum[r][v] = _mm512_fmadd_ps(keys[v], same, sum[r][v]);
     }
   }
-  EACH for (int r = 0; r < rows; r++)
-    EACH for (int v = 0; v < VECTORS; v++) _mm512_storeu_ps(products[r] + v * LANES, sum[r][v]);
+  EACH (int r = 0; r < rows; r++)
+    EACH (int v = 0; v < VECTORS; v++) _mm512_storeu_ps(products[r] + v * LANES, sum[r][v]);
 }
 
 INLINE void multiply_codes(const Unit* unit, int64_t row, int64_t D, float (*products)[KEYS], const int rows) {
   const char* query = unit->queries + row * DIGITS * D;
   __m512i sum[2][DIGITS][VECTORS];
-  EACH for (int r = 0; r < rows; r++)
-    EACH for (int d = 0; d < DIGITS; d++) {
+  EACH (int r = 0; r < rows; r++)
+    EACH (int d = 0; d < DIGITS; d++) {
       __m512i offset = _mm512_set1_epi32(unit->offsets[(row + r) * DIGITS + d]);
-      EACH for (int v = 0; v < VECTORS; v++) sum[r][d][v] = offset;
+      EACH (int v = 0; v < VECTORS; v++) sum[r][d][v] = offset;
     }
   for (int64_t i = 0; i < D; i += 4) {
     __m512i keys[VECTORS];
-    EACH for (int v = 0; v < VECTORS; v++) keys[v] = load_words(unit->keys + i * KEYS + 4 * v * LANES);
-    EACH for (int r = 0; r < rows; r++)
-      EACH for (int d = 0; d < DIGITS; d++) {
+    EACH (int v = 0; v < VECTORS; v++) keys[v] = load_words(unit->keys + i * KEYS + 4 * v * LANES);
+    EACH (int r = 0; r < rows; r++)
+      EACH (int d = 0; d < DIGITS; d++) {
         __m512i same = same_word(query + (r * DIGITS + d) * D + i);
-        EACH for (int v = 0; v < VECTORS; v++) sum[r][d][v] = _mm512_dpbusd_epi32(sum[r][d][v], keys[v], same);
+        EACH (int v = 0; v < VECTORS; v++) sum[r][d][v] = _mm512_dpbusd_epi32(sum[r][d][v], keys[v], same);
       }
   }
-  EACH for (int r = 0; r < rows; r++)
-    EACH for (int v = 0; v < VECTORS; v++)
+  EACH (int r = 0; r < rows; r++)
+    EACH (int v = 0; v < VECTORS; v++)
       _mm512_storeu_ps(products[r] + v * LANES, number(sum[r][0][v], sum[r][1][v], sum[r][2][v]));
 }
 
 /* outputs = outputs · keep + result · take, for a query's `vectors` of channels. */
 INLINE void add_values(const __m512* result, float keep, float take, float* outputs, const int vectors) {
-  EACH for (int v = 0; v < vectors; v++) {
+  EACH (int v = 0; v < vectors; v++) {
     __m512 kept = _mm512_mul_ps(load(outputs + v * LANES), _mm512_set1_ps(keep));
     _mm512_storeu_ps(outputs + v * LANES, _mm512_fmadd_ps(result[v], _mm512_set1_ps(take), kept));
   }
@@ -333,37 +336,37 @@ INLINE void add_values(const __m512* result, float keep, float take, float* outp
 INLINE void add_floats(const char* values, int64_t count, int64_t D, const char (*weights)[4 * KEYS], const float* keep,
                        const float* take, float* outputs, const int rows, const int vectors) {
   __m512 sum[ROWS][VECTORS];
-  EACH for (int r = 0; r < rows; r++)
-    EACH for (int v = 0; v < vectors; v++) sum[r][v] = _mm512_setzero_ps();
+  EACH (int r = 0; r < rows; r++)
+    EACH (int v = 0; v < vectors; v++) sum[r][v] = _mm512_setzero_ps();
   for (int64_t key = 0; key < count; key++) {
     __m512 one[VECTORS];
-    EACH for (int v = 0; v < vectors; v++) one[v] = load(values + 4 * (key * D + v * LANES));
-    EACH for (int r = 0; r < rows; r++) {
+    EACH (int v = 0; v < vectors; v++) one[v] = load(values + 4 * (key * D + v * LANES));
+    EACH (int r = 0; r < rows; r++) {
       __m512 same = _mm512_set1_ps(((const float*)weights[r])[key]);
-      EACH for (int v = 0; v < vectors; v++) sum[r][v] = _mm512_fmadd_ps(same, one[v], sum[r][v]);
+      EACH (int v = 0; v < vectors; v++) sum[r][v] = _mm512_fmadd_ps(same, one[v], sum[r][v]);
     }
   }
-  EACH for (int r = 0; r < rows; r++) add_values(sum[r], keep[r], take[r], outputs + r * D, vectors);
+  EACH (int r = 0; r < rows; r++) add_values(sum[r], keep[r], take[r], outputs + r * D, vectors);
 }
 
 INLINE void add_codes(const char* values, int64_t count, int64_t D, const char (*weights)[4 * KEYS], const float* keep,
                       const float* take, float* outputs, const int rows, const int vectors) {
   __m512i sum[2][DIGITS][VECTORS];
-  EACH for (int r = 0; r < rows; r++)
-    EACH for (int d = 0; d < DIGITS; d++)
-      EACH for (int v = 0; v < vectors; v++) sum[r][d][v] = _mm512_setzero_si512();
+  EACH (int r = 0; r < rows; r++)
+    EACH (int d = 0; d < DIGITS; d++)
+      EACH (int v = 0; v < vectors; v++) sum[r][d][v] = _mm512_setzero_si512();
   for (int64_t key = 0; key < count; key += 4) {
     __m512i four[VECTORS];
-    EACH for (int v = 0; v < vectors; v++) four[v] = load_words(values + key * D + 4 * v * LANES);
-    EACH for (int r = 0; r < rows; r++)
-      EACH for (int d = 0; d < DIGITS; d++) {
+    EACH (int v = 0; v < vectors; v++) four[v] = load_words(values + key * D + 4 * v * LANES);
+    EACH (int r = 0; r < rows; r++)
+      EACH (int d = 0; d < DIGITS; d++) {
         __m512i same = same_word(weights[r] + 4 * (key + d));
-        EACH for (int v = 0; v < vectors; v++) sum[r][d][v] = _mm512_dpbusd_epi32(sum[r][d][v], same, four[v]);
+        EACH (int v = 0; v < vectors; v++) sum[r][d][v] = _mm512_dpbusd_epi32(sum[r][d][v], same, four[v]);
       }
   }
-  EACH for (int r = 0; r < rows; r++) {
+  EACH (int r = 0; r < rows; r++) {
     __m512 result[VECTORS];
-    EACH for (int v = 0; v < vectors; v++) result[v] = number(sum[r][0][v], sum[r][1][v], sum[r][2][v]);
+    EACH (int v = 0; v < vectors; v++) result[v] = number(sum[r][0][v], sum[r][1][v], sum[r][2][v]);
     add_values(result, keep[r], take[r], outputs + r * D, vectors);
   }
 }
@@ -395,7 +398,7 @@ INLINE void weigh(const Work* w, const Unit* unit, int64_t row, int rows, const 
   for (int r = 0; r < rows; r++) {
     steps[r] = cap ? 1 : unit->steps[row + r];
     __m512 top = _mm512_set1_ps(HIDDEN);
-    EACH for (int v = 0; v < VECTORS; v++) {
+    EACH (int v = 0; v < VECTORS; v++) {
       __m512 score = load(scores[r] + v * LANES);
       if (cap) score = limited(_mm512_mul_ps(score, _mm512_set1_ps(unit->steps[row + r])), cap);
       if (!plain) {
@@ -418,7 +421,7 @@ INLINE void weigh(const Work* w, const Unit* unit, int64_t row, int rows, const 
     const __m512 top = _mm512_set1_ps(largest[r]), step = _mm512_set1_ps(steps[r]);
     __m512 sum = _mm512_setzero_ps();
     __m512i whole = _mm512_setzero_si512();
-    EACH for (int v = 0; v < VECTORS; v++) {
+    EACH (int v = 0; v < VECTORS; v++) {
       __m512 x = _mm512_fmsub_ps(load(scores[r] + v * LANES), step, top);
       x = power(x, codes ? LARGEST_WEIGHT : 1);
       if (!plain) x = _mm512_maskz_mov_ps((__mmask16)(seen[r] >> (v * LANES)), x);
@@ -482,10 +485,10 @@ INLINE void attend_tile(const Work* w, const Unit* unit, const char* keys, const
       const int wide = D - channel >= VECTORS * LANES;
       const char* from = values + 4 * channel;
       float* to = unit->outputs + row * D + channel;
-#define FLOATS_OF(n)                                                               \
-  if (wide)                                                                        \
-    add_floats(from, count, D, weights, keep, take, to, n, VECTORS);               \
-  else                                                                             \
+#define FLOATS_OF(n)                                                 \
+  if (wide)                                                          \
+    add_floats(from, count, D, weights, keep, take, to, n, VECTORS); \
+  else                                                               \
     add_floats(from, count, D, weights, keep, take, to, n, 1)
       if (!codes) FOR_ROWS(FLOATS_OF)
       for (int r = 0; codes && r < rows; r += 2) {
@@ -590,8 +593,7 @@ static Status* check(Kernel* k, Context* context, const Work* w, int64_t width) 
   const int64_t row = k->kv_heads * w->D, tokens = w->B * w->S;
   const Value *key = input(api, context, KEY), *key_scale = input(api, context, KEY_SCALE),
               *value_scale = input(api, context, VALUE_SCALE);
-  if (width != w->query_stride ||
-      !holds(api, input(api, context, PAST_VALUE), w->B * row * w->T) ||
+  if (width != w->query_stride || !holds(api, input(api, context, PAST_VALUE), w->B * row * w->T) ||
       (key && (!holds(api, key, tokens * row) || !holds(api, input(api, context, VALUE), tokens * row))) ||
       (w->codes && (!holds(api, key_scale, row) || !holds(api, value_scale, row))))
     return failure(api, ERROR_ARGUMENT, "CachedAttention: inputs whose shapes do not fit each other");
@@ -685,19 +687,33 @@ static Status* create(const Op* op, Api api, const Info* info, void** self) {
   return NULL;
 }
 
-static const char* name(const Op* op) { return (void)op, "CachedAttention"; }
-static size_t inputs(const Op* op) { return (void)op, INPUTS; }
-static size_t outputs(const Op* op) { return (void)op, 3; }
-static int float_input(const Op* op, size_t i) { return (void)op, i == LENGTHS ? INT32 : FLOAT; }
-static int float_output(const Op* op, size_t i) { return (void)op, (void)i, FLOAT; }
+static const char* name(const Op* op) {
+  return (void)op, "CachedAttention";
+}
+static size_t inputs(const Op* op) {
+  return (void)op, INPUTS;
+}
+static size_t outputs(const Op* op) {
+  return (void)op, 3;
+}
+static int float_input(const Op* op, size_t i) {
+  return (void)op, i == LENGTHS ? INT32 : FLOAT;
+}
+static int float_output(const Op* op, size_t i) {
+  return (void)op, (void)i, FLOAT;
+}
 static int codes_input(const Op* op, size_t i) {
   return i == PAST_KEY || i == PAST_VALUE ? INT8 : float_input(op, i);
 }
-static int codes_output(const Op* op, size_t i) { return (void)op, i ? INT8 : FLOAT; }
+static int codes_output(const Op* op, size_t i) {
+  return (void)op, i ? INT8 : FLOAT;
+}
 static int input_presence(const Op* op, size_t i) {
   return (void)op, i == QUERY || (i >= PAST_KEY && i <= LENGTHS) ? REQUIRED : OPTIONAL;
 }
 
 /* One operator to a graph; ONNX Runtime chooses by the type of the cache. */
-Op cached_attention_floats_op = OPERATOR(name, inputs, float_input, input_presence, outputs, float_output, create, compute);
-Op cached_attention_codes_op = OPERATOR(name, inputs, codes_input, input_presence, outputs, codes_output, create, compute);
+Op cached_attention_floats_op =
+    OPERATOR(name, inputs, float_input, input_presence, outputs, float_output, create, compute);
+Op cached_attention_codes_op =
+    OPERATOR(name, inputs, codes_input, input_presence, outputs, codes_output, create, compute);

@@ -6,8 +6,14 @@
 
 enum { LINE = 64 };
 
-static Op* const OPERATORS[] = {&block_gather_op, &cached_attention_floats_op, &cached_attention_codes_op,
-                                &linear_ops[0], &linear_ops[1], &linear_ops[2], &linear_ops[3], &linear_ops[4]};
+static Op* const OPERATORS[] = {&block_gather_op,
+                                &cached_attention_floats_op,
+                                &cached_attention_codes_op,
+                                &linear_ops[0],
+                                &linear_ops[1],
+                                &linear_ops[2],
+                                &linear_ops[3],
+                                &linear_ops[4]};
 
 __attribute__((visibility("default"))) Status* RegisterCustomOps(Options* options, const ApiBase* base) {
   Api api = base->get(ORT_VERSION);

@@ -154,10 +154,10 @@ static inline Status* parallel(Api api, const Context* context, void (*work)(voi
 }
 
 /* Ends a kernel with an error, if there is one. */
-#define TRY(expression)                    \
-  do {                                     \
-    Status* status_ = (expression);        \
-    if (status_) return status_;           \
+#define TRY(expression)             \
+  do {                              \
+    Status* status_ = (expression); \
+    if (status_) return status_;    \
   } while (0)
 
 /* Memory of the calling thread, at least `bytes` of it; what lay there before is lost. Runs of a session on several
@@ -166,18 +166,41 @@ void* scratch(int which, size_t bytes);
 enum { SCRATCH_LINEAR, SCRATCH_ROW, SCRATCH_ATTENTION, SCRATCHES };
 
 /* What all operators of this library answer alike, for their descriptions. */
-static inline const char* default_provider(const Op* op) { return (void)op, NULL; }
-static inline int default_memory(const Op* op, size_t i) { return (void)op, (void)i, 0; }
-static inline int always(const Op* op, size_t i) { return (void)op, (void)i, REQUIRED; }
-static inline size_t one(const Op* op) { return (void)op, 1; }
-static inline int first_version(const Op* op) { return (void)op, 1; }
-static inline int last_version(const Op* op) { return (void)op, INT32_MAX; }
+static inline const char* default_provider(const Op* op) {
+  return (void)op, NULL;
+}
+static inline int default_memory(const Op* op, size_t i) {
+  return (void)op, (void)i, 0;
+}
+static inline int always(const Op* op, size_t i) {
+  return (void)op, (void)i, REQUIRED;
+}
+static inline size_t one(const Op* op) {
+  return (void)op, 1;
+}
+static inline int first_version(const Op* op) {
+  return (void)op, 1;
+}
+static inline int last_version(const Op* op) {
+  return (void)op, INT32_MAX;
+}
 
-#define OPERATOR(NAME, INPUTS, INPUT_TYPE, INPUT_PRESENCE, OUTPUTS, OUTPUT_TYPE, CREATE, COMPUTE)                      \
-  {.version = ORT_VERSION, .name = NAME, .provider = default_provider, .input_count = INPUTS,                         \
-   .input_type = INPUT_TYPE, .input_presence = INPUT_PRESENCE, .input_memory = default_memory,                        \
-   .output_count = OUTPUTS, .output_type = OUTPUT_TYPE, .output_presence = always, .create = CREATE,                  \
-   .compute = COMPUTE, .destroy = free, .start_version = first_version, .end_version = last_version}
+#define OPERATOR(NAME, INPUTS, INPUT_TYPE, INPUT_PRESENCE, OUTPUTS, OUTPUT_TYPE, CREATE, COMPUTE) \
+  {.version = ORT_VERSION,                                                                        \
+   .name = NAME,                                                                                  \
+   .provider = default_provider,                                                                  \
+   .input_count = INPUTS,                                                                         \
+   .input_type = INPUT_TYPE,                                                                      \
+   .input_presence = INPUT_PRESENCE,                                                              \
+   .input_memory = default_memory,                                                                \
+   .output_count = OUTPUTS,                                                                       \
+   .output_type = OUTPUT_TYPE,                                                                    \
+   .output_presence = always,                                                                     \
+   .create = CREATE,                                                                              \
+   .compute = COMPUTE,                                                                            \
+   .destroy = free,                                                                               \
+   .start_version = first_version,                                                                \
+   .end_version = last_version}
 
 extern Op block_gather_op, cached_attention_floats_op, cached_attention_codes_op, linear_ops[5];
 
