@@ -1,8 +1,8 @@
 """What a product costs on this machine: measured seconds by kernel, shape and row count, kept by fingerprint.
 
-A planner compares kernels by these. What is timed is what the target's own passes make of a linear, as the engine runs
-it, over copies with weights of their own: together they are several times the processor's cache, so weights come from
-memory as they do in a model; those of a model that fits into the cache do not.
+A planner compares kernels by these. What is timed is what the target's own passes make of a linear alone, without the
+norm or gate that a native kernel takes in, over copies with weights of their own: together they are several times the
+processor's cache, so weights come from memory as they do in a model; those of a model that fits into the cache do not.
 
 M  rows      K  input channels      N  output channels
 """

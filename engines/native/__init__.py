@@ -1,8 +1,8 @@
 """Operators of our own for ONNX Runtime on CPU, in C: what its operators do on the way, done in one pass over memory.
 
-``source/`` has the kernels, ``compiler`` makes a library of them, passes of the same names put them into graphs, and a
-bundle holds the library it was judged with. They are written for x86-64 with AVX-512 VNNI; elsewhere ONNX Runtime's
-own operators run.
+``source/`` has the kernels, ``compiler`` makes a library of them, the passes that import ``DOMAIN`` put them into
+graphs, and a bundle holds the library it was judged with. They are written for x86-64 with AVX-512 VNNI; elsewhere ONNX
+Runtime's own operators run.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def library() -> Path:
     if importlib.util.find_spec(COMPILER) is None:
         raise BuildError(
             f"no compiler: the package {COMPILER} is not installed",
-            expected="it beside the passes, for kernels of our own",
+            expected="the pinned compiler that native kernels are built with",
             remedy='pip install ".[pipeline]"',
         )
     path = CACHE / _key() / LIBRARY

@@ -61,7 +61,6 @@ def run(lowering: Lowering) -> Outcome:
 def _lower(lowering: Lowering, node: ir.Node, label: str, parts: list[Any]) -> None:
     one_format(label, parts)
     first, model = parts[0], lowering.model
-    codes = np.concatenate([part.codes for part in parts])
     inputs: list[ir.Value | None] = [node.inputs[0], *table(model, label, first, parts)]
     inputs.append(stacked_bias(lowering, label, biases_of(node)))
     while inputs[-1] is None:
@@ -69,7 +68,7 @@ def _lower(lowering: Lowering, node: ir.Node, label: str, parts: list[Any]) -> N
     product = ir.node(
         "BlockLinear",
         inputs,
-        attributes={"N": codes.shape[0]} | attributes(first, inputs[2]),
+        attributes={"N": sum(out_features_of(node))} | attributes(first, inputs[2]),
         domain=DOMAIN,
         outputs=[new_value(f"{label}.matmul", node.outputs[0])],
     )

@@ -103,7 +103,7 @@ def test_a_machine_without_the_compiler_is_told_how_to_get_it(cache: Path, monke
     monkeypatch.setattr(compiler, "COMPILER", "no_such_compiler")
     with pytest.raises(BuildError, match="no compiler: the package no_such_compiler is not installed") as caught:
         compiler.library()
-    assert caught.value.expected == "it beside the passes, for kernels of our own"
+    assert caught.value.expected == "the pinned compiler that native kernels are built with"
     assert caught.value.remedy == 'pip install ".[pipeline]"'
     assert files(cache) == []
 
