@@ -25,8 +25,6 @@ from numpy.typing import NDArray
 
 from engines import fingerprint
 from engines.compile import step_bytes
-from engines.native import unsupported
-from engines.passes import linear_kernels
 from engines.passes.base import INTERNAL, Lowering
 from engines.passes.linears import OP
 from engines.sessions import cpu_options
@@ -35,7 +33,7 @@ from engines.threads import physical_cores
 from pipeline.artifact import canonical_json
 from pipeline.errors import BuildError
 from pipeline.graph import LinearGroup, PortableGraph
-from pipeline.kernels import FLOAT, Kernel
+from pipeline.kernels import Kernel
 
 CACHE = Path.home() / ".cache" / "tapeout" / "costs"
 ROUNDS = 7  # samples of each kernel, taken in turn
@@ -156,11 +154,6 @@ class _Products:
         start = time.perf_counter()
         self.session.run_with_iobinding(binding)
         return (time.perf_counter() - start) / self.copies
-
-
-def runs_here(kernel: Kernel) -> bool:
-    """Whether any operator of this machine takes it."""
-    return kernel.bits in (*linear_kernels.BITS, FLOAT.bits) or not unsupported()
 
 
 def streamed_bytes(weights: int) -> int:

@@ -224,7 +224,7 @@ def operators() -> Finding:
 def native_kernels(reason: str) -> Finding:
     """``reason``: as :func:`engines.native.unsupported` gives it."""
     if reason:
-        remedy = "engines run on ONNX Runtime's own operators, which are slower; weights in 6 bits cannot be chosen"
+        remedy = "engines run on ONNX Runtime's own operators, which are slower; weights in 6 bits take up 8"
         return Finding("native kernels", Status.LIMITED, reason, remedy)
     try:
         version = metadata.version(COMPILER)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
 from engines import costs
 from engines.costs import Shape
-from engines.native import unsupported
 from engines.threads import physical_cores
 from pipeline.errors import RecipeError
 from pipeline.graph import PortableGraph
-from pipeline.kernels import Kernel
 from pipeline.recipe import Recipe
 from quantization.kernel_plan import KernelPlan, UnitPlan
 from quantization.plan import menu_for, stored_plainly
@@ -37,8 +35,7 @@ def cost_table(
     rows = sorted({1, *workload_of(recipe.plan)})  # prefill computes one row of the head
     sizes: dict[tuple[int, int], dict[str, int]] = {}
     seconds: dict[tuple[int, int], costs.Seconds] = {}
-    wanted = {shape: tuple(filter(costs.runs_here, found)) for shape, found in products_of(graph, recipe.plan).items()}
-    _require_all_that_is_written(recipe, graph, wanted)
+    wanted = products_of(graph, recipe.plan)
     streamed = costs.streamed_bytes(sum(group.in_features * sum(group.out_features) for group in graph.groups))
     for number, ((columns, outputs), kernels) in enumerate(wanted.items(), 1):
         shape = Shape(columns, outputs)
@@ -46,26 +43,11 @@ def cost_table(
             progress(f"costs of {columns} x {outputs} at {', '.join(map(str, rows))} rows ({number} of {len(wanted)})")
         sizes[columns, outputs] = {k.name: costs.product_bytes(shape, k, stored_plainly) for k in kernels}
         # Figures are kept for kernels that were timed together; a plan that is written out finds those of a chosen one.
-        together = kernels if measure else tuple(filter(costs.runs_here, menu_for(columns)))
+        together = kernels if measure else menu_for(columns)
         seconds[columns, outputs] = costs.costs(
             shape, together, rows, stored_plainly, streamed=streamed, threads=threads, only_kept=not measure
         )
     return CostTable(recipe.build.target, threads, recipe.build.slots, sizes, seconds)
-
-
-def _require_all_that_is_written(
-    recipe: Recipe, graph: PortableGraph, wanted: Mapping[tuple[int, int], Sequence[Kernel]]
-) -> None:
-    """:class:`RecipeError` for a kernel that the recipe names and this machine has not; a chosen plan does without."""
-    auto = recipe.plan.kernels == "auto"
-    for shape, kernels in products_of(graph, recipe.plan).items():
-        lacking = [kernel.name for kernel in kernels if kernel not in wanted[shape]]
-        if lacking and (not auto or not wanted[shape]):
-            raise RecipeError(
-                f"the plan wants {', '.join(lacking)}, and {unsupported()}",
-                expected="kernels that run on this machine",
-                remedy="choose 4 or 8 bits in plan.kernels and plan.embeddings, or plan where native kernels run",
-            )
 
 
 def timed(plan: KernelPlan, recipe: Recipe, graph: PortableGraph) -> KernelPlan:

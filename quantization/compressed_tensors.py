@@ -7,9 +7,10 @@ Two of its encodings are used, each module's named in ``config.json`` (compresse
   along the output channels).
 - ``int-quantized`` for linears with static int8 activations: ``X.weight`` (int8), ``X.weight_scale`` ``[N, 1]`` and
   ``X.input_scale`` (float32 ``[1]``, the step of the symmetric grid of its inputs).
-- ``int-quantized`` for the token embedding and the output head, 8 bits: ``X.weight`` (int8, codes less 128) and
-  ``X.weight_scale``. transformers 5.23 cannot load a packed embedding, and ties two modules only by a parameter that
-  is called ``weight``. A tied table is stored once; its scales (3 % of it) once for each of the two modules.
+- ``int-quantized`` for the token embedding and the output head: ``X.weight`` (int8, codes less the midpoint, a byte
+  each in 4 and 6 bits too) and ``X.weight_scale``; ``num_bits`` in ``config.json`` says how many bits there are.
+  transformers 5.23 cannot load a packed embedding, and ties two modules only by a parameter that is called ``weight``.
+  A tied table is stored once; its scales (3 % of it) once for each of the two modules.
 
 transformers 5.23 with compressed-tensors 0.20 does not load *packed zero points* (on the meta device their shape is
 taken for the unpacked one), so only symmetric formats load there; compressed-tensors itself and this reader take both.
@@ -38,7 +39,6 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "input_scale")
 KV_PARTS = ("k_scale", "v_scale")  # of attention modules, when the KV cache has one scale per tensor
-INT8_OFFSET = 128  # int-quantized stores signed codes
 _BITS: tuple[Bits, ...] = (4, 6, 8)
 
 AnyArray = NDArray[Any]
@@ -51,6 +51,7 @@ class Checkpoint:
         self.folder = folder
         self._files = _locate(folder)
         self._open: dict[str, Any] = {}
+        self._num_bits: list[tuple[str, int]] | None = None  # of int-quantized modules, by regular expression
 
     def names(self) -> tuple[str, ...]:
         """Parameter names, ``X.weight`` for quantized ones too, sorted."""
@@ -68,11 +69,12 @@ class Checkpoint:
             return self.tensor(name)
         module = _module(name)
         if name in self._files:
-            codes = (self._read(name).astype(np.int16) + INT8_OFFSET).astype(np.uint8)
+            stored = self._int_bits(module)
+            codes = (self._read(name).astype(np.int16) + (1 << (stored - 1))).astype(np.uint8)
             scales = self._read(f"{module}.weight_scale").astype(np.float32)
             given = f"{module}.input_scale"
             input_scale = float(self._read(given).reshape(-1)[0]) if given in self._files else None
-            return QuantizedLinear(codes, scales, None, 8, codes.shape[1] // scales.shape[1], input_scale)
+            return QuantizedLinear(codes, scales, None, stored, codes.shape[1] // scales.shape[1], input_scale)
         rows, columns = (int(n) for n in self._read(f"{module}.weight_shape"))
         words = self._read(f"{module}.weight_packed")
         scales = self._read(f"{module}.weight_scale").astype(np.float32)
@@ -109,6 +111,22 @@ class Checkpoint:
     def _stored_bytes_of(self, name: str) -> int:
         entry = self._file_of(name).get_slice(name)
         return math.prod(entry.get_shape()) * int(re.sub(r"\D", "", entry.get_dtype())) // 8
+
+    def _int_bits(self, module: str) -> Bits:
+        """Of an int-quantized module: 8, unless ``config.json`` says otherwise."""
+        if self._num_bits is None:
+            config = self.folder / "config.json"
+            said = json.loads(config.read_text()).get("quantization_config", {}) if config.is_file() else {}
+            self._num_bits = [
+                (target.removeprefix("re:"), group["weights"]["num_bits"])
+                for group in said.get("config_groups", {}).values()
+                if group.get("format") == "int-quantized"
+                for target in group["targets"]
+            ]
+        bits = next((bits for pattern, bits in self._num_bits if re.match(pattern, module)), 8)
+        if bits not in _BITS:
+            raise QuantizationError(f"{module} in {bits} bits", expected=f"one of {_BITS} bits a weight")
+        return bits
 
     def _read(self, name: str) -> AnyArray:
         return self._file_of(name).get_tensor(name)
@@ -156,7 +174,7 @@ class CheckpointWriter:
             self.add(part, array)
 
     def add_table(self, name: str, table: QuantizedLinear, *, tied_to: str | None = None) -> None:
-        """An embedding or output head in 8 bits; ``tied_to`` is the parameter that is the same table."""
+        """A symmetric embedding or output head; ``tied_to`` is the parameter that is the same table."""
         for part, array in encode_table(name, table, tied_to=tied_to).items():
             self.add(part, array)
 
@@ -207,16 +225,16 @@ def encode_static(name: str, linear: QuantizedLinear) -> dict[str, AnyArray]:
 
 
 def _signed(linear: QuantizedLinear) -> AnyArray:
-    return (linear.codes.astype(np.int16) - INT8_OFFSET).astype(np.int8)
+    return (linear.codes.astype(np.int16) - linear.format.midpoint).astype(np.int8)
 
 
 def encode_table(name: str, table: QuantizedLinear, *, tied_to: str | None = None) -> dict[str, AnyArray]:
     """The stored tensors of an embedding or output head, ``int-quantized``."""
-    if table.bits != 8 or table.zero_points is not None:
+    if table.zero_points is not None:
         raise QuantizationError(
             f"{name} in {table.format}",
-            expected="embeddings and output heads in symmetric 8 bits or in float",
-            remedy="set plan.embeddings accordingly",
+            expected="embeddings and output heads that are symmetric, or in float",
+            remedy="set plan.embeddings.symmetric: true",
         )
     scales = _stored_scales(table.scales)
     parts: dict[str, AnyArray] = {

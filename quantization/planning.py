@@ -194,8 +194,7 @@ def _options(units: Mapping[str, Unit], sensitivity: Sensitivity, costs: CostTab
     measured = {unit.name: unit for unit in sensitivity.units}
     found: dict[str, list[Option]] = {}
     for name, unit in units.items():
-        runnable = costs.bytes[shape_of(unit.groups[0])]
-        kernels = [kernel for kernel in menu_for(unit.columns) if kernel.name in runnable]
+        kernels = menu_for(unit.columns)
         missing = {kernel.name for kernel in kernels} - (measured[name].kl.keys() if name in measured else set())
         if missing:
             raise QuantizationError(

@@ -6,7 +6,7 @@ failed calibration, one code everywhere, NaN. Every such reason is listed; none 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -75,8 +75,10 @@ def take_census(checkpoint: Checkpoint, name: str) -> TensorCensus:
     )
 
 
-def prove(census: Sequence[TensorCensus], planned: Mapping[str, Format]) -> Proof:
+def prove(census: Sequence[TensorCensus], planned: Mapping[str, Format], *, in_bytes: Collection[str] = ()) -> Proof:
     """Judge the census of every stored parameter against the planned formats, by parameter name.
+
+    ``in_bytes``: those whose codes take a byte each in the file, however few bits they have.
 
     >>> float_only = TensorCensus(name="w", weights=64, stored_bytes=256, bits=32)
     >>> prove([float_only], {"w": Format(4, 32, symmetric=True)}).reasons[0]
@@ -107,9 +109,11 @@ def prove(census: Sequence[TensorCensus], planned: Mapping[str, Format]) -> Proo
     chosen = [by_name[name] for name in planned if name in by_name]
     weights = sum(entry.weights for entry in chosen)
     bits = 8 * sum(entry.stored_bytes for entry in chosen) / weights if weights else 32.0
-    planned_bits = (
-        sum(planned[entry.name].bits_per_weight * entry.weights for entry in chosen) / weights if weights else 32.0
-    )
+
+    def bits_of(name: str) -> float:
+        return planned[name].bits_per_weight + (8 - planned[name].bits if name in in_bytes else 0)
+
+    planned_bits = sum(bits_of(entry.name) * entry.weights for entry in chosen) / weights if weights else 32.0
     if weights and bits > planned_bits * BITS_TOLERANCE:
         reasons.append(f"{bits:.2f} bits per weight are stored, {planned_bits:.2f} were planned")
     size = sum(entry.stored_bytes for entry in census)

@@ -149,7 +149,8 @@ def quantize(
         _write_config(graph, stored, kv_cache, draft.folder)
 
         result = open_checkpoint(draft.folder)
-        proof = prove([take_census(result, name) for name in result.names()], planned_formats(graph.record, stored))
+        census = [take_census(result, name) for name in result.names()]
+        proof = prove(census, planned_formats(graph.record, stored), in_bytes=tables_of(graph.record))
         if not proof.passed:
             raise QuantizationError(
                 "this is not a quantized model: " + "; ".join(proof.reasons[:10]),
@@ -252,7 +253,7 @@ def _write_table(
         group=HEAD if head is not None else EMBEDDING,
         out_features=weight.shape[0],
         in_features=weight.shape[1],
-        bits=32 if fmt is None else 8,
+        bits=32 if fmt is None else fmt.bits,
         group_size=0 if fmt is None else fmt.group_size,
         symmetric=True,
         method="float" if fmt is None else "rtn",

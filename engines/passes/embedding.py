@@ -15,7 +15,7 @@ import onnx_ir as ir
 from engines.native import DOMAIN, unsupported
 from engines.passes import block_linears
 from engines.passes.base import CONTRIB, Lowering, Outcome, initializer, new_value, replace
-from engines.passes.linear_kernels import pack, require_operator
+from engines.passes.linear_kernels import in_more_bits, pack, widened
 
 
 def run(lowering: Lowering) -> Outcome:
@@ -35,7 +35,8 @@ def run(lowering: Lowering) -> Outcome:
     for node in nodes:
         gather = _stock(lowering.model, table, node) if reason else _native(lowering.model, table, node)
         replace(lowering.model, [node], [gather], {node.outputs[0]: gather.outputs[0]})
-        lowering.plan["embedding"] = f"{gather.op_type} {table.bits}-bit g{table.group_size}"
+        stored = in_more_bits(table) if reason else ""
+        lowering.plan["embedding"] = f"{gather.op_type} {table.bits}-bit g{table.group_size}{stored}"
     return Outcome(len(nodes), (f"{name}: {reason}; ONNX Runtime's own operator reads it",) if reason else ())
 
 
@@ -52,7 +53,7 @@ def _native(model: ir.Model, table: Any, node: ir.Node) -> ir.Node:
 
 
 def _stock(model: ir.Model, table: Any, node: ir.Node) -> ir.Node:
-    require_operator("the embedding", table)
+    table = widened(table)
     codes = initializer(model, "embedding.codes", pack(table.codes, table.bits))
     inputs = [codes, node.inputs[1], initializer(model, "embedding.scales", table.scales)]
     if table.zero_points is not None:

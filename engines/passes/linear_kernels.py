@@ -6,10 +6,12 @@
 Merged linears are stacked along their output rows. MatMulNBits layout (ONNX Runtime docs/ContribOperators.md):
 B is ``[N, ceil(K/block), block·bits/8]`` uint8, low nibble first along K; zero points are packed the same way.
 Accuracy level 4 quantizes activations to int8 per row and block, so rows of different requests share nothing.
+Codes of 6 bits, which MatMulNBits does not have, are widened to 8: the same weights to the bit, in more bytes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,6 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from engines.bundle import Product
-from engines.native import unsupported
 from engines.passes.base import CONTRIB, Lowering, Outcome, initializer, new_value, replace
 from engines.passes.linears import biases_of, is_linear, out_features_of, weights_of
 from pipeline.errors import BuildError
@@ -44,10 +45,9 @@ def _lower(lowering: Lowering, node: ir.Node) -> None:
     bias = stacked_bias(lowering, label, biases)
     if all(quantized):
         one_format(label, parts)
-        require_operator(label, parts[0])
-        lowered = _nbits(lowering, label, node, parts, bias)
+        lowered = _nbits(lowering, label, node, [widened(part) for part in parts], bias)
         symmetry = "sym" if parts[0].zero_points is None else "asym"
-        kind = f"MatMulNBits {parts[0].bits}-bit g{parts[0].group_size} {symmetry}"
+        kind = f"MatMulNBits {parts[0].bits}-bit g{parts[0].group_size} {symmetry}{in_more_bits(parts[0])}"
     elif not any(quantized):
         lowered = _float(lowering, label, node, parts, bias)
         kind = "MatMul fp32"
@@ -70,14 +70,17 @@ def one_format(label: str, parts: list[Any]) -> None:
         )
 
 
-def require_operator(label: str, linear: Any) -> None:
-    """:class:`BuildError` for codes that no operator of ONNX Runtime's own takes."""
-    if linear.bits not in BITS:
-        raise BuildError(
-            f"{label} in {linear.bits} bits, and {unsupported() or 'no native kernel took it'}",
-            expected=f"{' or '.join(map(str, BITS))} bits, which ONNX Runtime's own products take",
-            remedy="choose other bits in plan.kernels, or plan again on this machine",
-        )
+def widened(linear: Any) -> Any:
+    """Codes in bits that ONNX Runtime's own operators have; those of 6 bits are decoded to the same from 8."""
+    if linear.bits in BITS:
+        return linear
+    up = 0 if linear.zero_points is not None else (1 << 7) - (1 << (linear.bits - 1))  # from midpoint to midpoint
+    return dataclasses.replace(linear, codes=linear.codes + np.uint8(up), bits=8)
+
+
+def in_more_bits(linear: Any) -> str:
+    """For a bundle's record."""
+    return "" if linear.bits in BITS else ", stored in 8 bits"
 
 
 def stacked_bias(lowering: Lowering, label: str, names: list[str]) -> ir.Value | None:

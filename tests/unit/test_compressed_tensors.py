@@ -12,6 +12,7 @@ from pipeline.errors import QuantizationError
 from quantization.compressed_tensors import (
     CheckpointWriter,
     encode_packed,
+    encode_table,
     module_patterns,
     open_checkpoint,
     quantization_config,
@@ -108,22 +109,55 @@ def test_bits_are_told_by_the_number_of_words(tmp_path: Path, columns: int) -> N
         np.testing.assert_array_equal(read.dequantize(), linear.dequantize())
 
 
-def test_a_table_is_stored_once_and_its_scales_for_both_names(tmp_path: Path) -> None:
-    table = round_to_nearest(weight(rows=40), Format(8, 64, symmetric=True))
+@pytest.mark.parametrize("bits", BITS)
+def test_a_table_is_stored_once_a_byte_a_code_and_its_scales_for_both_names(tmp_path: Path, bits: Bits) -> None:
+    table = round_to_nearest(weight(rows=40), Format(bits, 64, symmetric=True))
     writer = CheckpointWriter(tmp_path)
     writer.add_table("embed.weight", table, tied_to="lm_head.weight")
     writer.finish()
+    config = quantization_config({}, dict.fromkeys(("embed.weight", "lm_head.weight"), table.format), [])
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.names() == ("embed.weight",)
     assert not checkpoint.is_quantized("lm_head.weight")
+    read = checkpoint.linear("embed.weight")
+    assert isinstance(read, QuantizedLinear) and read.format == table.format
+    np.testing.assert_array_equal(read.codes, table.codes)
     np.testing.assert_array_equal(checkpoint.weight("embed.weight"), table.dequantize())
     assert checkpoint.stored_bytes("embed.weight") == 40 * 192 + 40 * 3 * 2
 
 
-@pytest.mark.parametrize("fmt", [Format(4, 32, symmetric=True), Format(8, 32, symmetric=False)])
-def test_tables_have_one_format_that_loads_everywhere(fmt: Format) -> None:
-    with pytest.raises(QuantizationError, match=r"embed\.weight in int"):
-        CheckpointWriter(Path()).add_table("embed.weight", round_to_nearest(weight(), fmt))
+def test_without_a_config_a_table_has_eight_bits_and_other_bits_than_ours_are_refused(tmp_path: Path) -> None:
+    table = round_to_nearest(weight(rows=40), Format(8, 64, symmetric=True))
+    writer = CheckpointWriter(tmp_path)
+    writer.add_table("embed.weight", table)
+    writer.finish()
+    np.testing.assert_array_equal(open_checkpoint(tmp_path).weight("embed.weight"), table.dequantize())
+    config = quantization_config({}, {"embed.weight": table.format}, [])
+    config["config_groups"]["group_0"]["weights"]["num_bits"] = 3
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    with pytest.raises(QuantizationError, match="embed in 3 bits"):
+        open_checkpoint(tmp_path).linear("embed.weight")
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_the_official_decompressor_decodes_the_same_table(bits: Bits) -> None:
+    import torch
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    table = round_to_nearest(weight(), Format(bits, 64, symmetric=True))
+    parts = {name.removeprefix("a."): torch.from_numpy(v) for name, v in encode_table("a.weight", table).items()}
+    parts["weight_scale"] = parts["weight_scale"].float()
+    args = QuantizationArgs(num_bits=bits, symmetric=True, strategy="group", group_size=64)
+    compressor: Any = BaseCompressor.get_value_from_registry("int-quantized")
+    decoded = compressor.decompress(parts, QuantizationScheme(targets=["Embedding"], weights=args))["weight"]
+    np.testing.assert_array_equal(decoded.numpy(), table.dequantize())
+
+
+def test_a_table_with_zero_points_is_refused() -> None:
+    with pytest.raises(QuantizationError, match=r"embed\.weight in int8 g32 asym"):
+        CheckpointWriter(Path()).add_table("embed.weight", round_to_nearest(weight(), Format(8, 32, symmetric=False)))
 
 
 def test_large_checkpoints_are_sharded_with_an_index(tmp_path: Path) -> None:

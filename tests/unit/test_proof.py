@@ -44,6 +44,12 @@ def test_every_way_of_not_being_quantized_is_a_reason(change: dict[str, object],
     assert any(reason in found for found in proof.reasons), proof.reasons
 
 
+def test_codes_that_take_a_byte_are_expected_to() -> None:
+    table = GOOD.model_copy(update={"stored_bytes": 6400 + 400})
+    assert prove([table], PLANNED, in_bytes={"w"}).planned_bits_per_weight == pytest.approx(8.5)
+    assert prove([table], PLANNED, in_bytes={"w"}).passed and not prove([table], PLANNED).passed
+
+
 def test_nothing_planned_is_not_a_quantized_model() -> None:
     proof = prove([TensorCensus(name="w", weights=10, stored_bytes=40, bits=32)], {})
     assert "no tensor was planned to be quantized" in proof.reasons

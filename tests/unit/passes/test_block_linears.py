@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import re
 from typing import Any, get_args
 
 import numpy as np
@@ -157,23 +156,6 @@ def test_where_they_do_not_run_every_linear_is_left_and_that_is_said(stock_opera
     assert lowered.plan == {} and lowered.products == [] and DOMAIN not in model.opset_imports
     apply(lowered, linear_kernels)
     assert operators(model) == ["MatMulNBits", "Neg"]
-
-
-def test_six_bits_need_native_products(stock_operators: str) -> None:
-    model = product({"block.fc": 37})
-    lowered = lowering(model, {"block.fc.weight": random_linear(37, 64, Format(6, 32, symmetric=True))})
-    with pytest.raises(BuildError, match=re.escape(f"block.fc.weight in 6 bits, and {stock_operators}")) as caught:
-        apply(lowered, linears, block_linears, linear_kernels)
-    assert caught.value.expected == "4 or 8 bits, which ONNX Runtime's own products take"
-    assert caught.value.remedy == "choose other bits in plan.kernels, or plan again on this machine"
-
-
-@pytest.mark.usefixtures("native_operators")
-def test_six_bits_that_no_native_pass_was_asked_for_say_so() -> None:
-    model = product({"block.fc": 37})
-    lowered = lowering(model, {"block.fc.weight": random_linear(37, 64, Format(6, 32, symmetric=True))})
-    with pytest.raises(BuildError, match=r"block\.fc\.weight in 6 bits, and no native kernel took it"):
-        apply(lowered, linears, linear_kernels)
 
 
 @pytest.mark.usefixtures("native_operators")

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import get_args
+
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -9,7 +11,7 @@ from numpy.typing import NDArray
 
 from engines.passes import linear_kernels, linears, merge_linears
 from pipeline.errors import BuildError
-from quantization.rounding import Format, QuantizedLinear, round_to_nearest
+from quantization.rounding import Bits, Format, QuantizedLinear, round_to_nearest
 from tests.lowering import apply, group, linear, lowering, model_of, named, op, operators, run, value
 
 RNG = np.random.default_rng(0)
@@ -57,12 +59,12 @@ def dequantized(weight: QuantizedLinear) -> NDArray[np.float64]:
     return (weight.codes - spread[0]) * spread[1]
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", get_args(Bits))
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("columns", [64, 96, 72], ids=["two groups", "odd groups", "short last group"])
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_quantized_product_computes_what_its_codes_say(
-    bits: int, symmetric: bool, columns: int, biased: bool
+    bits: Bits, symmetric: bool, columns: int, biased: bool
 ) -> None:
     fmt = Format(bits, 32, symmetric)
     model = product(columns, {"block.fc": 37}, biased=biased)
@@ -72,7 +74,8 @@ def test_a_quantized_product_computes_what_its_codes_say(
     outcome = apply(lowered, linears, linear_kernels)
     assert outcome.matched == 1
     assert operators(model) == ["MatMulNBits", "Neg"]
-    assert lowered.plan == {"block.fc.weight": f"MatMulNBits {bits}-bit g32 {'sym' if symmetric else 'asym'}"}
+    stored = ", stored in 8 bits" if bits == 6 else ""
+    assert lowered.plan == {"block.fc.weight": f"MatMulNBits {bits}-bit g32 {'sym' if symmetric else 'asym'}{stored}"}
     for tokens in (1, 5):  # one row has kernels of its own
         x = RNG.standard_normal((2, tokens, columns)).astype(np.float32)
         actual = -run(model, {"x": x})["block.fc"]
@@ -128,6 +131,14 @@ def test_an_untied_head_in_float_keeps_its_place_among_the_initializers() -> Non
     apply(lowered, linears, linear_kernels)
     assert lowered.plan == {"lm_head": "MatMul fp32"}
     np.testing.assert_allclose(run(model, {"x": x})["lm_head"], before, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_what_is_stored_in_more_bits_is_the_same_weight_to_the_bit(symmetric: bool) -> None:
+    linear_ = random_linear(64, 64, Format(6, 32, symmetric))
+    wide = linear_kernels.widened(linear_)
+    assert wide.bits == 8
+    np.testing.assert_array_equal(wide.dequantize(), linear_.dequantize())
 
 
 @settings(max_examples=50, deadline=None)
