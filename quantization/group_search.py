@@ -37,16 +37,14 @@ def quantize_group(
     if fmt.activations == "int8":
         return _quantize_static(group, weights, statistics, fmt, settings, sink)
     identity = awq.identity(group.in_features)
-    plain = [_judge("rtn", w, round_to_nearest(w, fmt), identity, statistics) for w in weights]
+    plain = [judge("rtn", w, round_to_nearest(w, fmt), identity, statistics) for w in weights]
     scale, kept = identity, plain
     if settings.method == "awq":
         kept = _best_of(weights, plain, identity, statistics, fmt)
         if sink is not None:
             found = awq.search(weights, statistics.gram, statistics.mean_abs, fmt, settings.scale_grid, sink)
             if not found.is_identity:
-                rounded = [
-                    _judge("rtn", w, round_to_nearest(w * found.values, fmt), found, statistics) for w in weights
-                ]
+                rounded = [judge("rtn", w, round_to_nearest(w * found.values, fmt), found, statistics) for w in weights]
                 scaled = _best_of(weights, rounded, found, statistics, fmt)
                 if sum(r.error for r in scaled) < sum(r.error for r in kept):
                     scale, kept = found, scaled
@@ -75,7 +73,7 @@ def _quantize_static(
     def rounded(scale: awq.InputScale) -> list[Rounded]:
         # Weights are fitted to the inputs they will meet, noise and all; the noise that passes is charged at the end.
         assumed, noise = noisy(scale)
-        nearest = [_judge("rtn", w, round_to_nearest(w * scale.values, fmt), scale, assumed) for w in weights]
+        nearest = [judge("rtn", w, round_to_nearest(w * scale.values, fmt), scale, assumed) for w in weights]
         best = nearest if settings.method == "rtn" else _best_of(weights, nearest, scale, assumed, fmt)
         return [
             replace(r, error=smoothquant.noisy_error(r.linear, w, scale, statistics.holdout, noise))
@@ -132,24 +130,36 @@ def _reports(
 def _best_of(
     weights: list[FloatArray], rounded: list[Rounded], scale: awq.InputScale, statistics: Statistics, fmt: Format
 ) -> list[Rounded]:
-    """Per member, the best of round-to-nearest, fitted group scales, and GPTQ on these, all under one input scale."""
-    gram = statistics.gram / np.outer(scale.values, scale.values)
-    try:
-        factor = inverse_factor(gram)
-    except np.linalg.LinAlgError:
-        factor = None  # inputs of too few dimensions: the other candidates stand
-    best: list[Rounded] = []
-    for weight, plain in zip(weights, rounded, strict=True):
-        scaled = weight * scale.values
-        grid = fit_scales(scaled, np.ascontiguousarray(np.diag(gram)), fmt)
-        options = [plain, _judge("scale_fit", weight, round_to(scaled, grid, fmt), scale, statistics)]
-        if factor is not None:
-            options.append(_judge("gptq", weight, gptq(scaled, factor, grid, fmt), scale, statistics))
-        best.append(min(options, key=lambda option: option.error))
-    return best
+    """Per member, the best of its candidates, all under one input scale."""
+    solver = Solver(statistics, scale)
+    return [
+        min([plain, *solver.candidates(weight, fmt)], key=lambda option: option.error)
+        for weight, plain in zip(weights, rounded, strict=True)
+    ]
 
 
-def _judge(
+class Solver:
+    """What rounds weights better than to nearest under one input scale: fitted group scales, and GPTQ on these."""
+
+    def __init__(self, statistics: Statistics, scale: awq.InputScale) -> None:
+        self._statistics, self._scale = statistics, scale
+        gram = statistics.gram / np.outer(scale.values, scale.values)
+        self._importance = np.ascontiguousarray(np.diag(gram))
+        try:
+            self._factor = inverse_factor(gram)
+        except np.linalg.LinAlgError:
+            self._factor = None  # inputs of too few dimensions: the other candidates stand
+
+    def candidates(self, weight: FloatArray, fmt: Format) -> list[Rounded]:
+        scaled = weight * self._scale.values
+        grid = fit_scales(scaled, self._importance, fmt)
+        found = [judge("scale_fit", weight, round_to(scaled, grid, fmt), self._scale, self._statistics)]
+        if self._factor is not None:
+            found.append(judge("gptq", weight, gptq(scaled, self._factor, grid, fmt), self._scale, self._statistics))
+        return found
+
+
+def judge(
     method: Method, weight: FloatArray, linear: QuantizedLinear, scale: awq.InputScale, statistics: Statistics
 ) -> Rounded:
     error = output_error(linear.dequantize() / scale.values - weight, statistics.holdout)

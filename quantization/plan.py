@@ -190,6 +190,11 @@ def tables_of(graph: PortableGraph) -> dict[str, str | None]:
     return {graph.embedding: None, **dict.fromkeys(heads)}
 
 
+def head_with(graph: PortableGraph, table: str) -> LinearGroup | None:
+    """The head that a table is; None for an embedding of its own."""
+    return next((group for group in graph.groups if group.name == HEAD and table in group.members), None)
+
+
 def planned_formats(graph: PortableGraph, stored: Formats) -> dict[str, Format]:
     linears, tables, _ = formats_of(graph, stored)
     kept = tables_of(graph)

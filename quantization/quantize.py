@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from threadpoolctl import threadpool_limits
@@ -47,6 +46,7 @@ from quantization.plan import (
     by_layer,
     formats,
     formats_of,
+    head_with,
     out_by_in,
     planned_formats,
     sink_of,
@@ -55,13 +55,11 @@ from quantization.plan import (
 from quantization.proof import prove, take_census
 from quantization.rounding import (
     FloatArray,
-    Format,
     QuantizedLinear,
-    round_to_nearest,
     storable,
 )
-from quantization.scale_fit import output_error
 from quantization.statistics import kv_scales, read_statistics
+from quantization.table_rounding import round_table
 
 _PROGRESS = (
     TextColumn("{task.description}"),
@@ -71,7 +69,6 @@ _PROGRESS = (
     TimeElapsedColumn(),
 )
 LAYERS_AT_ONCE = 2  # numpy releases the interpreter; two layers in memory at most
-_TABLE_ROWS = 8192  # an embedding is rounded in slices of so many rows
 _REPLACED = re.compile(r"(.*\.safetensors|.*\.safetensors\.index\.json|.*\.onnx(\.data)?|record\.json|config\.json)")
 
 
@@ -136,7 +133,7 @@ def quantize(
                                 writer.add(part, array)
                     progress.advance(task)
         for name, tied_to in tables_of(graph.record).items():
-            report = _write_table(writer, source, name, tied_to, stored, calibration, graph.record)
+            report = _write_table(writer, source, name, tied_to, stored, calibration, graph.record, settings)
             written.add(name)
             reports.append(report)
         for name in source.names():
@@ -237,46 +234,31 @@ def _write_table(
     stored: Formats,
     calibration: Artifact[Calibration],
     graph: PortableGraph,
+    settings: Quantize,
 ) -> LinearReport:
     weight = source.tensor(name)
     fmt = stored[EMBEDDING] if name == graph.embedding else stored[HEAD]
-    head = next((group for group in graph.groups if group.name == HEAD and name in group.members), None)
-    holdout = read_statistics(calibration, head).holdout if head is not None else None
-    error = 0.0
+    head = head_with(graph, name)
+    rounded = None
     if fmt is None:
         writer.add(name, weight)
     else:
-        table, error = _round_table(weight, fmt, holdout)
-        writer.add_table(name, table, tied_to=tied_to)
+        statistics = None if head is None else read_statistics(calibration, head)
+        rounded = round_table(weight, fmt, statistics, settings)
+        writer.add_table(name, rounded.linear, tied_to=tied_to)
     return LinearReport(
         name=name,
-        group=HEAD if head is not None else EMBEDDING,
+        group=EMBEDDING if head is None else HEAD,
         out_features=weight.shape[0],
         in_features=weight.shape[1],
         bits=32 if fmt is None else fmt.bits,
         group_size=0 if fmt is None else fmt.group_size,
         symmetric=True,
-        method="float" if fmt is None else "rtn",
+        method="float" if rounded is None else rounded.method,
         input_scale="identity",
-        error_rtn=error,
-        error=error,
+        error_rtn=0.0 if rounded is None else rounded.error_rtn,
+        error=0.0 if rounded is None else rounded.error,
     )
-
-
-def _round_table(weight: FloatArray, fmt: Format, gram: FloatArray | None) -> tuple[QuantizedLinear, float]:
-    """A table rounded in slices of rows, and its relative error under ``gram`` (None: that of the weights)."""
-    metric = np.eye(weight.shape[1], dtype=np.float32) if gram is None else gram
-    slices: list[QuantizedLinear] = []
-    error = energy = 0.0
-    for start in range(0, weight.shape[0], _TABLE_ROWS):
-        rows = weight[start : start + _TABLE_ROWS]
-        rounded = round_to_nearest(rows, fmt)
-        error += output_error(rounded.dequantize() - rows, metric)
-        energy += output_error(rows, metric)
-        slices.append(rounded)
-    codes = np.concatenate([part.codes for part in slices])
-    scales = np.concatenate([part.scales for part in slices])
-    return QuantizedLinear(codes, scales, None, fmt.bits, fmt.group_size), error / max(energy, 1e-30)
 
 
 def _published_kv_scales(groups: list[LinearGroup], layer: str, scales: dict[str, FloatArray]) -> dict[str, FloatArray]:

@@ -29,15 +29,15 @@ from quantization.calibration import Calibration
 from quantization.compressed_tensors import open_checkpoint
 from quantization.gptq import gptq, inverse_factor
 from quantization.kv_cache import BITS
-from quantization.plan import EMBEDDING, HEAD, fitted, format_of, out_by_in, sink_of, tables_of
+from quantization.plan import EMBEDDING, HEAD, fitted, format_of, head_with, out_by_in, sink_of, tables_of
 from quantization.reference import InputGrid, round_to_grid
 from quantization.rounding import FloatArray, Format, fit_range, round_to_nearest
 from quantization.simulate import Simulated, simulated
 from quantization.statistics import Statistics, kv_scales, read_statistics
+from quantization.table_rounding import round_table
 
 STEPS = 8  # of the exponent between 0 and 1, in searches for input scales
 AT_ONCE = 2  # groups; numpy releases the interpreter
-TABLE_ROWS = 8192  # rounded at once
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class QuickRounding:
             return dict(zip(prepared, run(lambda group: group.rounded(kernel), prepared.values()), strict=True))
 
     def tables(self, kernel: Kernel) -> dict[str, Simulated]:
-        """The embedding and the output head, which are rounded to nearest at last too; nothing for float ones."""
+        """The embedding and the output head, rounded as they are at last; nothing for float ones."""
         graph = self._graph.record
         fmt = format_of(fitted(kernel, graph.hidden_size), graph.hidden_size)
         if fmt is None:
@@ -128,9 +128,9 @@ class QuickRounding:
         return Prepared(weights, statistics, sink_of(group, self._graph.record), self._settings.method == "awq")
 
     def _decoded(self, name: str, fmt: Format) -> FloatArray:
-        table = self._source.tensor(name)
-        starts = range(0, table.shape[0], TABLE_ROWS)
-        return np.concatenate([round_to_nearest(table[at : at + TABLE_ROWS], fmt).dequantize() for at in starts])
+        head = head_with(self._graph.record, name)
+        statistics = None if head is None else read_statistics(self._calibration, head)
+        return round_table(self._source.tensor(name), fmt, statistics, self._settings).linear.dequantize()
 
 
 @contextmanager
