@@ -12,10 +12,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers of xdist share the cores
 
 from engines import native
-from engines.passes import block_linears, cached_attention, embedding
 from tests import tiny
-
-STOCK = "native kernels are left out of this test"
+from tests.native import without_native_operators
 
 
 @pytest.fixture(scope="session")
@@ -33,9 +31,7 @@ def tiny_texts() -> Callable[[int, int], list[str]]:
 @pytest.fixture
 def stock_operators(monkeypatch: pytest.MonkeyPatch) -> str:
     """Passes write ONNX Runtime's own operators, as where native ones cannot run. Why is what reports say then."""
-    for step in (block_linears, cached_attention, embedding):
-        monkeypatch.setattr(step, "unsupported", lambda: STOCK)
-    return STOCK
+    return without_native_operators(monkeypatch)
 
 
 @pytest.fixture

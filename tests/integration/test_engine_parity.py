@@ -12,6 +12,7 @@ import pytest
 from engines.bundle import EngineBundle
 from engines.compile import build
 from engines.load import load
+from engines.native import unsupported
 from engines.probe import Probe
 from engines.protocol import FloatArray
 from evals.parity import compare
@@ -19,18 +20,21 @@ from evals.reports import ParityItem
 from evals.text import kl_divergences
 from pipeline.artifact import Artifact
 from pipeline.export import export
+from pipeline.kernels import Kernel
 from pipeline.recipe import Calibrate, DataSource, KVCache, ModelSource, Plan, Recipe, Rule
 from quantization.calibrate import calibrate
 from quantization.checkpoint import KVScales, QuantizedModel
 from quantization.compressed_tensors import open_checkpoint
 from quantization.quantize import quantize
 from quantization.reference import QuantizedReference
+from tests.native import without_native_operators
 from tests.plans import written_plan
 
 MIXED = (
     Rule(match="layers.*.qkv", bits=8, group_size=64, symmetric=True),
     Rule(match="layers.[01].gate_up", bits=8, activations="int8"),
-    Rule(match="layers.*.down", bits=8, group_size=128, symmetric=True),
+    Rule(match="layers.[01].down", bits=8, group_size=128, symmetric=True),
+    Rule(match="layers.*.down", bits=6, group_size=64, symmetric=True),
     Rule(match="*", bits=4, group_size=32, symmetric=False),
 )
 
@@ -43,38 +47,48 @@ def documents(tiny_checkpoint: Path, tiny_texts: Callable[[int, int], list[str]]
     return [tokenizer(text).input_ids for text in tiny_texts(44, 9)[32:]]
 
 
-@pytest.fixture(scope="module", params=["int8", "int4"])
+TABLES = Kernel(bits=6, group_size=32, symmetric=True)
+
+
+@pytest.fixture(scope="module", params=[("int8", "native"), ("int8", "stock"), ("int4", "native")], ids="-".join)
 def made(
     request: pytest.FixtureRequest,
     tiny_checkpoint: Path,
     tiny_texts: Callable[[int, int], list[str]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Artifact[QuantizedModel], Artifact[EngineBundle]]:
-    """The checkpoint and its engine, by the type of the KV cache."""
-    folder = tmp_path_factory.mktemp(request.param)
+    """The checkpoint and its engine, by the type of the KV cache and by whose operators are in the graph."""
+    cache, operators = request.param
+    if operators == "native" and unsupported():
+        pytest.skip(unsupported())
+    folder = tmp_path_factory.mktemp(f"{cache}-{operators}")
     recipe = Recipe(
         model=ModelSource(source="file:model"),
         data=DataSource(source="file:data"),
         calibrate=Calibrate(rows=32, tokens=128),
-        plan=Plan(kernels=MIXED, kv_cache=KVCache(dtype=request.param)),
+        plan=Plan(kernels=MIXED, embeddings=TABLES, kv_cache=KVCache(dtype=cache)),
     )
     graph = export(tiny_checkpoint, "", folder / "graph", max_positions=512, tolerance=1e-3, seed=0, parents={})
     calibration = calibrate(recipe, graph, tiny_texts(44, 9)[:32], folder / "calibration")
     plan = written_plan(recipe, graph, folder / "plan")
     quantized = quantize(recipe, graph, calibration, plan, folder / "quantized")
     kv = KVScales.read(quantized.folder)
-    bundle = build(
-        graph,
-        open_checkpoint(quantized.folder),
-        folder / "bundle",
-        target="ort-cpu",
-        precision="mixed",
-        slots=3,
-        kv_scales=kv.scales,
-        kv_bits=kv.bits,
-        parents={},
-    )
-    assert bundle.record.io.kv_dtype == request.param
+    with pytest.MonkeyPatch.context() as patch:
+        if operators == "stock":
+            without_native_operators(patch)
+        bundle = build(
+            graph,
+            open_checkpoint(quantized.folder),
+            folder / "bundle",
+            target="ort-cpu",
+            precision="mixed",
+            slots=3,
+            kv_scales=kv.scales,
+            kv_bits=kv.bits,
+            parents={},
+        )
+    assert bundle.record.io.kv_dtype == cache
+    assert ("BlockLinear" in str(bundle.record.plan)) == (operators == "native")
     return quantized, bundle
 
 
