@@ -287,6 +287,21 @@ def test_transformers_loads_the_folder_and_computes_what_we_decode(
     assert (model.folder / "tokenizer.json").is_file() and not (model.folder / "model.onnx").exists()
 
 
+@pytest.mark.parametrize("bits", [4, 6])
+def test_transformers_loads_tables_of_fewer_bits(inputs: Inputs, tmp_path: Path, bits: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    graph, calibration = inputs
+    tables = Kernel(bits=bits, group_size=32, symmetric=True)
+    model = quantized(recipe(embeddings=tables), graph, calibration, tmp_path / "q")
+    loaded = AutoModelForCausalLM.from_pretrained(model.folder).eval()
+    ours = logits(decoded(graph, model))
+    torch.testing.assert_close(logits(loaded), ours, rtol=0, atol=1e-5)
+    assert divergence(logits(float_model(graph)), ours) > 1e-4  # that is not the float table
+    report = next(report for report in model.record.linears if report.name == graph.record.embedding)
+    assert report.bits == bits and report.error < report.error_rtn
+
+
 def test_every_linear_is_at_least_as_good_as_rounding_to_nearest_and_most_are_better(
     inputs: Inputs, tmp_path: Path
 ) -> None:
