@@ -14,7 +14,7 @@ WIDTH, HEIGHT = 480.0, 260.0
 
 @dataclass(frozen=True)
 class FrontierPoint:
-    """``kl``: predicted, in nats per token. ``microseconds`` per token of the workload, in products."""
+    """``kl``: predicted, in nats per token. ``microseconds`` per token of the workload, of all units."""
 
     kl: float
     microseconds: float
@@ -58,7 +58,7 @@ def read(text: str) -> tuple[FrontierPoint, ...]:
 
 def chart(frontier: Frontier) -> str:
     """SVG: what was looked for against predicted KL, from no KL to twice the limit."""
-    unit, title = ("MB", "Bytes") if frontier.by_bytes else ("µs per token", "Time in products")
+    unit, title = ("MB", "Bytes") if frontier.by_bytes else ("µs per token", "Time")
     limit = frontier.limit
     chosen = next(p for p in frontier.points if p.chosen)
     shown = [p for p in frontier.points if p.kl <= max(2 * limit, chosen.kl)]

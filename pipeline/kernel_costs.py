@@ -10,11 +10,12 @@ from engines.threads import physical_cores
 from pipeline.errors import RecipeError
 from pipeline.graph import PortableGraph
 from pipeline.recipe import Recipe
-from quantization.kernel_plan import KernelPlan, UnitPlan
-from quantization.plan import menu_for, stored_plainly
-from quantization.products import CostTable, products_of, workload_of
+from quantization.kernel_plan import KernelPlan
+from quantization.plan import stored_plainly
+from quantization.products import Cost, CostTable, products_of, workload_of
 
 TIMED_TARGET = "ort-cpu"
+CHOSEN = {"kernels": "auto", "embeddings": "auto"}  # of a plan: everything that can be
 
 
 def cost_table(
@@ -36,16 +37,22 @@ def cost_table(
     sizes: dict[tuple[int, int], dict[str, int]] = {}
     seconds: dict[tuple[int, int], costs.Seconds] = {}
     wanted = products_of(graph, recipe.plan)
+    # Figures are kept for kernels that were timed together; a plan that is written out finds those of a chosen one.
+    together = wanted if measure else products_of(graph, recipe.plan.model_copy(update=CHOSEN))
     streamed = costs.streamed_bytes(sum(group.in_features * sum(group.out_features) for group in graph.groups))
     for number, ((columns, outputs), kernels) in enumerate(wanted.items(), 1):
         shape = Shape(columns, outputs)
         if measure:
             progress(f"costs of {columns} x {outputs} at {', '.join(map(str, rows))} rows ({number} of {len(wanted)})")
         sizes[columns, outputs] = {k.name: costs.product_bytes(shape, k, stored_plainly) for k in kernels}
-        # Figures are kept for kernels that were timed together; a plan that is written out finds those of a chosen one.
-        together = kernels if measure else menu_for(columns)
         seconds[columns, outputs] = costs.costs(
-            shape, together, rows, stored_plainly, streamed=streamed, threads=threads, only_kept=not measure
+            shape,
+            together[columns, outputs],
+            rows,
+            stored_plainly,
+            streamed=streamed,
+            threads=threads,
+            only_kept=not measure,
         )
     return CostTable(recipe.build.target, threads, recipe.build.slots, sizes, seconds)
 
@@ -57,11 +64,18 @@ def timed(plan: KernelPlan, recipe: Recipe, graph: PortableGraph) -> KernelPlan:
     table, workload = cost_table(recipe, graph, measure=False), workload_of(recipe.plan)
     groups = {group.name: group for group in graph.groups}
 
-    def seconds(unit: UnitPlan) -> float | None:
-        known = [table.seconds_of(groups[name], unit.kernel) for name in unit.groups]
-        if not all(workload.keys() <= by_rows.keys() for by_rows in known):
+    def per_token(cost: Cost) -> float | None:
+        if not workload.keys() <= cost.seconds.keys():
             return None
-        return sum(share * by_rows[rows] / rows for by_rows in known for rows, share in workload.items())
+        return sum(share * cost.seconds[rows] / rows for rows, share in workload.items())
 
-    units = tuple(unit.model_copy(update={"seconds": seconds(unit)}) for unit in plan.units)
-    return plan.model_copy(update={"units": units})
+    units = tuple(
+        unit.model_copy(
+            update={"seconds": per_token(table.linears([groups[name] for name in unit.groups], unit.kernel))}
+        )
+        for unit in plan.units
+    )
+    tables = per_token(table.tables(graph, plan.embeddings.kernel))
+    return plan.model_copy(
+        update={"units": units, "embeddings": plan.embeddings.model_copy(update={"seconds": tables})}
+    )

@@ -1,8 +1,9 @@
-"""The kernels a linear can have: one list that recipes, the cost table and the planner share.
+"""The kernels a linear or a table can have: lists that recipes, the cost table and the planner share.
 
 A kernel says how weights are stored and how inputs are rounded; it knows no shape. Another one is another entry of
-``MENU``: rules can name it by its fields, its cost is measured on what the passes of the target make of it, and its
-sensitivity on what ``quantization.group_search`` makes of it.
+``MENU``, or of ``TABLE_MENU`` for the token embedding and the output head: rules can name it by its fields, its cost is
+measured on what the passes of the target make of it, and its sensitivity on what ``quantization.group_search`` makes of
+it.
 """
 
 from __future__ import annotations
@@ -67,4 +68,13 @@ MENU: tuple[Kernel, ...] = (
     Kernel(bits=6, group_size=64, symmetric=True),
     Kernel(bits=4, group_size=32, symmetric=True),
     Kernel(bits=4, group_size=128, symmetric=True),
+)
+
+# Weight-only, since a table is gathered, and symmetric, as checkpoints hold quantized embeddings.
+TABLE_MENU: tuple[Kernel, ...] = (
+    FLOAT,
+    Kernel(bits=8, group_size=64, symmetric=True),
+    Kernel(bits=6, group_size=64, symmetric=True),
+    Kernel(bits=6, group_size=32, symmetric=True),
+    Kernel(bits=4, group_size=32, symmetric=True),
 )

@@ -33,7 +33,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 THROUGHPUT_STREAMS = 32  # decoded together, as plan.goal: throughput has it
-AUTO, RULES = "(auto)", "(rules)"  # the two forms of plan.kernels, where a problem with one of them lies
+AUTO, WRITTEN = "(auto)", "(written)"  # the two forms of what a plan chooses, where a problem with one of them lies
 
 
 class Section(Frozen):
@@ -91,11 +91,20 @@ class KVCache(Section):
     dtype: Literal["float32", "int8", "int4"] = "int8"
     granularity: Literal["per_tensor", "per_channel"] = "per_channel"
 
+    @property
+    def name(self) -> str:
+        """What tables call it.
 
-Kernels = Annotated[
-    Annotated[Literal["auto"], Tag(AUTO)] | Annotated[tuple[Rule, ...], Tag(RULES)],
-    Discriminator(lambda value: AUTO if isinstance(value, str) else RULES),
-]
+        >>> KVCache().name, KVCache(dtype="float32").name
+        ('int8 per channel', 'float32')
+        """
+        return self.dtype if self.dtype == "float32" else f"{self.dtype} {self.granularity.replace('_', ' ')}"
+
+
+_FORM = Discriminator(lambda value: AUTO if isinstance(value, str) else WRITTEN)
+Auto = Annotated[Literal["auto"], Tag(AUTO)]
+Kernels = Annotated[Auto | Annotated[tuple[Rule, ...], Tag(WRITTEN)], _FORM]
+Embeddings = Annotated[Auto | Annotated[Kernel, Tag(WRITTEN)], _FORM]
 
 
 class Plan(Section):
@@ -103,7 +112,7 @@ class Plan(Section):
 
     # Not params.yaml's mix: that was measured on its own model, and 8 bits everywhere suit any.
     kernels: Kernels = (Rule(match="*", bits=8, group_size=64, symmetric=True),)
-    embeddings: Kernel = Kernel(bits=8, group_size=64, symmetric=True)  # and lm_head
+    embeddings: Embeddings = Kernel(bits=8, group_size=64, symmetric=True)  # and lm_head
     kv_cache: KVCache = KVCache()
     goal: Literal["workload", "latency", "throughput", "memory"] = "workload"
     workload: dict[Count, Fraction] = Field(default={1: 0.25, 16: 0.25, 128: 0.5})  # rows of a step: share of tokens
@@ -121,8 +130,8 @@ class Plan(Section):
 
     @field_validator("embeddings")
     @classmethod
-    def _tables_are_weight_only(cls, kernel: Kernel) -> Kernel:
-        if kernel.activations != "float":
+    def _tables_are_weight_only(cls, kernel: Embeddings) -> Embeddings:
+        if kernel != "auto" and kernel.activations != "float":
             raise ValueError("activations must be float: a table is gathered, and its head shares it")
         return kernel
 
@@ -132,6 +141,14 @@ class Plan(Section):
         if abs(sum(shares.values()) - 1) > 1e-6:
             raise ValueError(f"shares of all tokens sum to 1, found {sum(shares.values()):g}")
         return shares
+
+    @model_validator(mode="after")
+    def _chosen_beside_kernels(self) -> Plan:
+        if self.kernels != "auto" and self.embeddings == "auto":
+            raise ValueError(
+                "embeddings is auto, but kernels are written out; write embeddings out too, or let kernels be auto"
+            )
+        return self
 
 
 class Quantize(Section):
@@ -311,7 +328,7 @@ def load_recipe(path: Path = Path("params.yaml")) -> Recipe:
 
 
 def _explain(problem: Any) -> str:
-    loc = [part for part in problem["loc"] if part not in (RULES, AUTO)]
+    loc = [part for part in problem["loc"] if part not in (WRITTEN, AUTO)]
     where = ".".join(str(part) for part in loc)
     if problem["type"] == "extra_forbidden":
         valid = sorted(_valid_keys(loc[:-1]))

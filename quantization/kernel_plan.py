@@ -1,4 +1,4 @@
-"""KernelPlan: the kernel of every unit, what it costs in time, bytes and quality, and why it was taken.
+"""KernelPlan: the kernel of every unit, tables and KV cache among them, its cost in time, bytes and quality, and why.
 
 The folder holds ``plan.md``, the same for reading; where the plan was chosen and not written out, also ``frontier.csv``
 (the best plan at every KL) and ``frontier.svg``. Units take times and KLs apart; a whole plan is more than their sum,
@@ -17,16 +17,23 @@ from quantization.planner import Round
 PLAN_FILE, FRONTIER_FILE, FRONTIER_CHART = "plan.md", "frontier.csv", "frontier.svg"
 
 
-class UnitPlan(Frozen):
+class Part(Frozen):
     """``seconds`` per token of the workload and ``kl`` in nats per token are None where they were not measured."""
 
     name: str
-    groups: tuple[str, ...]  # of linears, as the PortableGraph names them
-    kernel: Kernel  # as it was asked for; a group size that does not divide the inputs shrinks
     bytes: int
     seconds: float | None = None
     kl: float | None = None
     reason: str
+
+
+class UnitPlan(Part):
+    groups: tuple[str, ...]  # as the PortableGraph names them
+    kernel: Kernel  # as it was asked for; a group size that does not divide the inputs shrinks
+
+
+class CachePlan(Part):
+    settings: KVCache
 
 
 class Search(Frozen):
@@ -38,10 +45,7 @@ class Search(Frozen):
     max_bytes: int | None
     target: str
     threads: int
-    embeddings_seconds: float  # of the head, per token
-    embeddings_kl: float
-    kv_cache_kl: float
-    predicted_kl: float  # the sum over units, embeddings and KV cache
+    predicted_kl: float  # the sum over units, embeddings and KV cache among them
     joint_kl: float  # of all of them at once
     rounds: tuple[Round, ...]  # plans that were measured as a whole; this one is among them
     exact: bool  # no plan was left out of the search
@@ -53,9 +57,8 @@ class KernelPlan(Record):
     remedy: ClassVar[str] = "run `dvc repro plan`"
 
     units: tuple[UnitPlan, ...]  # every linear but the head
-    embeddings: Kernel  # and the head
-    embeddings_bytes: int
-    kv_cache: KVCache
+    embeddings: UnitPlan  # and the head
+    kv_cache: CachePlan
     search: Search | None  # None: the plan is written in the recipe
 
     @property
@@ -86,29 +89,23 @@ COLUMNS = ("unit", "kernel", "µs/token", "MB", "KL", "why")
 def table(plan: KernelPlan) -> list[tuple[str, ...]]:
     """A row a unit, then embeddings, KV cache and the sum; ``COLUMNS`` names the cells."""
 
-    def row(
-        name: str, kernel: str, seconds: float | None, size: int | None, kl: float | None, why: str
-    ) -> tuple[str, ...]:
+    def row(name: str, kernel: str, seconds: float | None, size: int, kl: float | None, why: str) -> tuple[str, ...]:
         return (
             name,
             kernel,
             "" if seconds is None else f"{seconds * 1e6:.1f}",
-            "" if size is None else f"{size / 1e6:.2f}",
+            f"{size / 1e6:.2f}",
             "" if kl is None else f"{kl:.5f}",
             why,
         )
 
-    fixed, cache, search = "as the recipe says", plan.kv_cache, plan.search
-    kv = cache.dtype if cache.dtype == "float32" else f"{cache.dtype} {cache.granularity.replace('_', ' ')}"
-    size = sum(unit.bytes for unit in plan.units) + plan.embeddings_bytes
-    rows = [row(u.name, u.kernel.name, u.seconds, u.bytes, u.kl, u.reason) for u in plan.units]
+    units: list[tuple[Part, str]] = [(unit, unit.kernel.name) for unit in (*plan.units, plan.embeddings)]
+    parts = [*units, (plan.kv_cache, plan.kv_cache.settings.name)]
+    rows = [row(part.name, kernel, part.seconds, part.bytes, part.kl, part.reason) for part, kernel in parts]
+    taken = [part.seconds for part, _ in parts if part.seconds is not None]
+    seconds = sum(taken) if len(taken) == len(parts) else None
+    size, search = sum(part.bytes for part, _ in parts), plan.search
     if search is None:
-        rows.append(row("embeddings", plan.embeddings.name, None, plan.embeddings_bytes, None, fixed))
-        rows.append(row("KV cache", kv, None, None, None, fixed))
-        return [*rows, row("all", "", None, size, None, "")]
-    head = search.embeddings_seconds
-    rows.append(row("embeddings", plan.embeddings.name, head, plan.embeddings_bytes, search.embeddings_kl, fixed))
-    rows.append(row("KV cache", kv, None, None, search.kv_cache_kl, fixed))
-    seconds = head + sum(unit.seconds or 0.0 for unit in plan.units)
+        return [*rows, row("all", "", seconds, size, None, "")]
     together = f"{search.joint_kl:.5f} at once, of {search.max_kl:g}"
     return [*rows, row("all", "", seconds, size, search.predicted_kl, together)]

@@ -10,8 +10,8 @@ import numpy as np
 
 from pipeline.errors import QuantizationError
 from pipeline.graph import LinearGroup, PortableGraph, ScaleSink
-from pipeline.kernels import MENU, Kernel
-from pipeline.recipe import Rule
+from pipeline.kernels import MENU, TABLE_MENU, Kernel
+from pipeline.recipe import Embeddings, Rule
 from quantization.rounding import (
     SMALLEST_GROUP,
     FloatArray,
@@ -90,15 +90,15 @@ def written_units(graph: PortableGraph, kernels: Mapping[str, Kernel]) -> tuple[
     return tuple(unit_of(run) for groups in found.values() for run in _runs(groups))
 
 
-def menu_for(columns: int) -> tuple[Kernel, ...]:
-    """The kernels of the menu that linears of ``columns`` inputs can have, fitted to them, each once."""
-    fitting = [kernel for kernel in MENU if not kernel.in_blocks or columns % SMALLEST_GROUP == 0]
+def menu_for(columns: int, menu: Sequence[Kernel] = MENU) -> tuple[Kernel, ...]:
+    """The kernels of a menu that weights of ``columns`` inputs can have, fitted to them, each once."""
+    fitting = [kernel for kernel in menu if not kernel.in_blocks or columns % SMALLEST_GROUP == 0]
     return tuple(dict.fromkeys(fitted(kernel, columns) for kernel in fitting))
 
 
-def kernel_named(name: str, columns: int) -> Kernel:
-    """Of those in :func:`menu_for`."""
-    return next(kernel for kernel in menu_for(columns) if kernel.name == name)
+def table_kernels(wanted: Embeddings, columns: int) -> tuple[Kernel, ...]:
+    """What the token embedding and the head, of ``columns`` channels, may get: the menu, or the one that is written."""
+    return menu_for(columns, TABLE_MENU) if wanted == "auto" else (fitted(wanted, columns),)
 
 
 def fitted(kernel: Kernel, columns: int) -> Kernel:

@@ -1,9 +1,10 @@
 """Which kernel each unit gets: the best choice of all that keep to a budget of quality (KL) and one of bytes.
 
-A unit is a set of linears that take the same kernel; each of its options has a cost in seconds under a workload,
-bytes, and a KL measured with everything else in float. KL is taken to add up over units, which is an assumption: who
-uses a plan must measure its KL as a whole. Choosing is a multiple-choice knapsack, solved exactly over the Pareto
-frontier of (KL, bytes, cost), unit by unit (Kellerer, Pferschy, Pisinger 2004, Knapsack Problems, section 11.2).
+A unit is a set of linears that take the same kernel, or the tables, or the KV cache; each of its options has a cost in
+seconds under a workload, bytes, and a KL measured with everything else in float. KL is taken to add up over units,
+which is an assumption: who uses a plan must measure its KL as a whole. Choosing is a multiple-choice knapsack, solved
+exactly over the Pareto frontier of (KL, bytes, cost), unit by unit (Kellerer, Pferschy, Pisinger 2004, Knapsack
+Problems, section 11.2).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ ROUNDING = 1e-12  # of a budget: a plan that meets it exactly must not fail by t
 
 
 class Option(Frozen):
-    """One kernel for one unit. ``seconds`` by row count: all products of the unit, once."""
+    """One kernel for one unit. ``seconds`` by row count: all of the unit, once."""
 
     kernel: str
     seconds: dict[int, float]
@@ -145,14 +146,13 @@ def settle(
     limits: Limits,
     minimize: Goal,
     *,
-    fixed_kl: float,
     joint_kl: Callable[[Chosen], float],
 ) -> Settled:
     """The best plan found whose KL as a whole is within ``limits.kl``, and every plan that was tried.
 
-    ``fixed_kl`` is of what is not chosen here (embeddings, KV cache); ``joint_kl`` measures a plan with all of it. The
-    budget of the sum starts at the limit and is then scaled by limit over joint KL, up as well as down, until a plan
-    comes close below the limit, or comes again. :class:`QuantizationError` when no plan tried was within the limit.
+    ``joint_kl`` measures a plan as a whole. The budget of the sum starts at the limit and is then scaled by limit over
+    joint KL, up as well as down, until a plan comes close below the limit, or comes again. :class:`QuantizationError`
+    when no plan tried was within the limit.
     """
     limit = limits.kl
     assert limit is not None
@@ -161,7 +161,7 @@ def settle(
     rounds: list[Round] = []
     while len(rounds) < ROUNDS:
         try:
-            chosen = choose(units, workload, Limits(budget - fixed_kl, limits.bytes), minimize)
+            chosen = choose(units, workload, Limits(budget, limits.bytes), minimize)
         except QuantizationError:
             if not rounds:
                 raise
@@ -170,15 +170,15 @@ def settle(
         if kernels in seen:
             break
         seen.add(kernels)
-        predicted, joint = chosen.kl + fixed_kl, joint_kl(chosen)
+        joint = joint_kl(chosen)
         rounds.append(
-            Round(budget=budget, predicted_kl=predicted, joint_kl=joint, seconds=chosen.seconds, bytes=chosen.bytes)
+            Round(budget=budget, predicted_kl=chosen.kl, joint_kl=joint, seconds=chosen.seconds, bytes=chosen.bytes)
         )
         if joint <= limit and (best is None or getattr(chosen, minimize) < getattr(best[0], minimize)):
             best = (chosen, rounds[-1])
         if NEAR * limit <= joint <= limit or not joint:
             break
-        budget = predicted * limit / joint
+        budget = chosen.kl * limit / joint
     if best is None:
         raise QuantizationError(
             f"no plan has a KL of at most {limit:g} as a whole; the least of {len(rounds)} is "
@@ -277,5 +277,5 @@ def _unreachable(chosen: Mapping[str, Sequence[Choice]], limits: Limits) -> Quan
     return QuantizationError(
         f"no plan within {' and '.join(needs)}",
         expected="budgets that one plan can keep to at the same time",
-        remedy="raise plan.max_kl or plan.max_bytes",
+        remedy="raise plan.max_kl or plan.max_bytes, or leave to `auto` what the recipe writes out of the plan",
     )

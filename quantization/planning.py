@@ -6,16 +6,18 @@ that no sensitivity was measured on; the budget of the sum is corrected by what 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pipeline import artifact, frontier
 from pipeline.artifact import Artifact
 from pipeline.errors import QuantizationError
 from pipeline.frontier import Frontier, FrontierPoint
-from pipeline.graph import LinearGroup, PortableGraph
+from pipeline.graph import PortableGraph
 from pipeline.kernels import FLOAT, Kernel
-from pipeline.recipe import Plan, Recipe
+from pipeline.recipe import KVCache, Plan, Recipe
 from pipeline.svg import standalone
 from quantization.calibration import Calibration, row_hash
 from quantization.kernel_plan import (
@@ -23,21 +25,34 @@ from quantization.kernel_plan import (
     FRONTIER_CHART,
     FRONTIER_FILE,
     PLAN_FILE,
+    CachePlan,
     KernelPlan,
     Search,
     UnitPlan,
     summary,
     table,
 )
-from quantization.plan import Unit, fitted, kernel_named, menu_for, resolve, units_of, written_units
+from quantization.plan import (
+    EMBEDDING,
+    HEAD,
+    Unit,
+    menu_for,
+    resolve,
+    table_kernels,
+    units_of,
+    written_units,
+)
 from quantization.planner import Choice, Chosen, Goal, Limits, Option, Workload, settle
 from quantization.planner import frontier as best_plans
-from quantization.products import CostTable, head_of, shape_of, workload_of
+from quantization.products import Cost, CostTable, workload_of
 from quantization.quick_rounding import QuickRounding
 from quantization.sensitivity import Sensitivity
 from quantization.simulate import Simulated, Simulation
 from quantization.statistics import held_out
 
+EMBEDDINGS, KV_CACHE = "embeddings", "KV cache"  # units beside those of linears
+TABLES = (EMBEDDING, HEAD)
+AS_WRITTEN = "written in the recipe"
 CHECK_ROWS = 2  # times plan.rows, as far as there are so many: one KL of a whole plan decides
 
 
@@ -71,7 +86,7 @@ def make_plan(
             chart = frontier.chart(Frontier(points, wanted.max_kl, by_bytes=wanted.goal == "memory"))
             (draft.folder / FRONTIER_CHART).write_text(standalone(chart))
         else:
-            record = _written(wanted, graph.record, resolve(graph.record, wanted.kernels), costs)
+            record = _written(wanted, graph.record, costs)
         (draft.folder / PLAN_FILE).write_text(text(record))
         draft.finish(record, parents=parents | {"sensitivity": sensitivity.digest})
     return artifact.load(folder, KernelPlan)
@@ -83,39 +98,34 @@ def write_plan(wanted: Plan, graph: Artifact[PortableGraph], folder: Path) -> Ar
     :class:`QuantizationError` for a linear that no rule matches.
     """
     assert wanted.kernels != "auto"
-    units = tuple(
-        UnitPlan(name=name, groups=(name,), kernel=kernel, bytes=0, reason="written in the recipe")
-        for name, kernel in resolve(graph.record, wanted.kernels).items()
-    )
+    units = (_unit(name, (name,), kernel, 0) for name, kernel in resolve(graph.record, wanted.kernels).items())
     with artifact.create(folder, KernelPlan) as draft:
-        record = KernelPlan(
-            units=units,
-            embeddings=wanted.embeddings,
-            embeddings_bytes=0,
-            kv_cache=wanted.kv_cache,
-            search=None,
-        )
-        draft.finish(record, parents={"graph": graph.digest})
+        draft.finish(_as_written(wanted, units, tables=0, cache=0), parents={"graph": graph.digest})
     return artifact.load(folder, KernelPlan)
 
 
-def _written(wanted: Plan, graph: PortableGraph, kernels: Mapping[str, Kernel], costs: CostTable) -> KernelPlan:
+def _written(wanted: Plan, graph: PortableGraph, costs: CostTable) -> KernelPlan:
+    assert wanted.kernels != "auto" and wanted.embeddings != "auto"
+    kernels, units = resolve(graph, wanted.kernels), list[UnitPlan]()
+    for unit in written_units(graph, kernels):
+        groups, kernel = tuple(group.name for group in unit.groups), kernels[unit.groups[0].name]
+        units.append(_unit(unit.name, groups, kernel, costs.linears(unit.groups, kernel).bytes))
+    return _as_written(wanted, units, tables=costs.tables(graph, wanted.embeddings).bytes, cache=0)
+
+
+def _as_written(wanted: Plan, units: Iterable[UnitPlan], *, tables: int, cache: int) -> KernelPlan:
+    """``tables``, ``cache``: bytes."""
+    assert wanted.embeddings != "auto"
     return KernelPlan(
-        units=tuple(
-            UnitPlan(
-                name=unit.name,
-                groups=tuple(group.name for group in unit.groups),
-                kernel=kernels[unit.groups[0].name],
-                bytes=sum(costs.bytes_of(group, kernels[group.name]) for group in unit.groups),
-                reason="written in the recipe",
-            )
-            for unit in written_units(graph, kernels)
-        ),
-        embeddings=wanted.embeddings,
-        embeddings_bytes=costs.bytes_of(head_of(graph), wanted.embeddings),
-        kv_cache=wanted.kv_cache,
+        units=tuple(units),
+        embeddings=_unit(EMBEDDINGS, TABLES, wanted.embeddings, tables),
+        kv_cache=CachePlan(name=KV_CACHE, settings=wanted.kv_cache, bytes=cache, reason=AS_WRITTEN),
         search=None,
     )
+
+
+def _unit(name: str, groups: tuple[str, ...], kernel: Kernel, size: int) -> UnitPlan:
+    return UnitPlan(name=name, groups=groups, kernel=kernel, bytes=size, reason=AS_WRITTEN)
 
 
 def _chosen(
@@ -129,45 +139,35 @@ def _chosen(
 ) -> tuple[KernelPlan, tuple[FrontierPoint, ...]]:
     wanted, workload = recipe.plan, Workload(shares=workload_of(recipe.plan))
     minimize: Goal = "bytes" if wanted.goal == "memory" else "seconds"
-    units = {unit.name: unit for unit in units_of(graph.record, wanted.band)}
-    options = _options(units, sensitivity, costs)
+    menus = _Menus.of(wanted, graph.record)
+    options = _options(menus, graph.record, sensitivity, costs)
     check = heldout[wanted.rows : wanted.rows * (1 + CHECK_ROWS)]
-    whole = _Whole(recipe, graph, calibration, units, check)
-    embeddings_bytes = costs.bytes_of(head_of(graph.record), wanted.embeddings)
-    # The tables and the cache are not chosen here, but they spend of the same budgets.
-    fixed_kl = sensitivity.embeddings_kl + sensitivity.kv_cache_kl
-    left = None if wanted.max_bytes is None else wanted.max_bytes - embeddings_bytes
-    if fixed_kl >= wanted.max_kl:
-        raise QuantizationError(
-            f"embeddings and KV cache alone have a KL of {fixed_kl:.4g}",
-            expected=f"something left of plan.max_kl = {wanted.max_kl:g}",
-            remedy="raise plan.max_kl, or give plan.embeddings or plan.kv_cache more bits",
-        )
+    whole = _Whole(recipe, graph, calibration, menus, check)
 
     def joint_kl(chosen: Chosen) -> float:
-        progress(f"a plan of predicted KL {chosen.kl + fixed_kl:.4f} is measured as a whole")
+        progress(f"a plan of predicted KL {chosen.kl:.4f} is measured as a whole")
         return whole.kl({choice.unit: choice.kernel for choice in chosen.choices})
 
-    limits = Limits(wanted.max_kl, left)
-    settled = settle(options, workload, limits, minimize, fixed_kl=fixed_kl, joint_kl=joint_kl)
+    settled = settle(options, workload, Limits(wanted.max_kl, wanted.max_bytes), minimize, joint_kl=joint_kl)
     chosen = settled.chosen
-    head_seconds = costs.head_seconds(graph.record, wanted)
+
+    def part(choice: Choice) -> dict[str, Any]:
+        why = reason(choice, options[choice.unit], workload, minimize)
+        return choice.model_dump(include={"bytes", "seconds", "kl"}) | {"name": choice.unit, "reason": why}
+
+    choices = {choice.unit: choice for choice in chosen.choices}
+    tables, cache = choices[EMBEDDINGS], choices[KV_CACHE]
     record = KernelPlan(
         units=tuple(
             UnitPlan(
-                name=choice.unit,
-                groups=tuple(group.name for group in units[choice.unit].groups),
-                kernel=kernel_named(choice.kernel, units[choice.unit].columns),
-                bytes=choice.bytes,
-                seconds=choice.seconds,
-                kl=choice.kl,
-                reason=reason(choice, options[choice.unit], workload, minimize),
+                groups=tuple(group.name for group in unit.groups),
+                kernel=menus.kernel(name, choices[name].kernel),
+                **part(choices[name]),
             )
-            for choice in chosen.choices
+            for name, unit in menus.units.items()
         ),
-        embeddings=wanted.embeddings,
-        embeddings_bytes=embeddings_bytes,
-        kv_cache=wanted.kv_cache,
+        embeddings=UnitPlan(groups=TABLES, kernel=menus.kernel(EMBEDDINGS, tables.kernel), **part(tables)),
+        kv_cache=CachePlan(settings=menus.cache(cache.kernel), **part(cache)),
         search=Search(
             goal=wanted.goal,
             workload=workload.shares,
@@ -175,9 +175,6 @@ def _chosen(
             max_bytes=wanted.max_bytes,
             target=costs.target,
             threads=costs.threads,
-            embeddings_seconds=head_seconds,
-            embeddings_kl=sensitivity.embeddings_kl,
-            kv_cache_kl=sensitivity.kv_cache_kl,
             predicted_kl=settled.round.predicted_kl,
             joint_kl=settled.round.joint_kl,
             rounds=settled.rounds,
@@ -185,67 +182,91 @@ def _chosen(
             rows=tuple(row_hash(row) for row in check),
         ),
     )
-    best = best_plans(options, workload, minimize)
-    return record, _points(best, chosen, kl=fixed_kl, seconds=head_seconds, size=embeddings_bytes)
+    return record, _points(best_plans(options, workload, minimize), chosen)
 
 
-def _options(units: Mapping[str, Unit], sensitivity: Sensitivity, costs: CostTable) -> dict[str, list[Option]]:
-    """What may be chosen for each unit. :class:`QuantizationError` for units that were not measured."""
-    measured = {unit.name: unit for unit in sensitivity.units}
+@dataclass(frozen=True)
+class _Menus:
+    """What each unit may get: linears by the unit's name, the tables, and the KV cache."""
+
+    units: Mapping[str, Unit]
+    kernels: Mapping[str, tuple[Kernel, ...]]  # of units and of the tables
+    caches: tuple[KVCache, ...]
+
+    @classmethod
+    def of(cls, wanted: Plan, graph: PortableGraph) -> _Menus:
+        units = {unit.name: unit for unit in units_of(graph, wanted.band)}
+        kernels = {name: menu_for(unit.columns) for name, unit in units.items()}
+        tables = table_kernels(wanted.embeddings, graph.hidden_size)
+        return cls(units, kernels | {EMBEDDINGS: tables}, (wanted.kv_cache,))
+
+    def kernel(self, unit: str, name: str) -> Kernel:
+        return next(kernel for kernel in self.kernels[unit] if kernel.name == name)
+
+    def cache(self, name: str) -> KVCache:
+        return next(cache for cache in self.caches if cache.name == name)
+
+
+def _options(
+    menus: _Menus, graph: PortableGraph, sensitivity: Sensitivity, costs: CostTable
+) -> dict[str, list[Option]]:
+    """What may be chosen for each unit. :class:`QuantizationError` for what was not measured."""
+    measured = {unit.name: unit.kl for unit in sensitivity.units}
     found: dict[str, list[Option]] = {}
-    for name, unit in units.items():
-        kernels = menu_for(unit.columns)
-        missing = {kernel.name for kernel in kernels} - (measured[name].kl.keys() if name in measured else set())
-        if missing:
-            raise QuantizationError(
-                f"no sensitivity of {name} to {', '.join(sorted(missing))}",
-                expected="every kernel of the menu, measured on every unit",
-                remedy="run `dvc repro sensitivity`",
-            )
-        group, count = unit.groups[0], len(unit.groups)
-        found[name] = [_option(group, kernel, measured[name].kl[kernel.name], count, costs) for kernel in kernels]
-    return found
+    for name, kernels in menus.kernels.items():
+        if name == EMBEDDINGS:
+            priced = {kernel.name: costs.tables(graph, kernel) for kernel in kernels}
+            found[name] = _measured(name, priced, sensitivity.embeddings)
+        else:
+            priced = {kernel.name: costs.linears(menus.units[name].groups, kernel) for kernel in kernels}
+            found[name] = _measured(name, priced, measured.get(name, {}))
+    caches = {cache.name: costs.cache(cache) for cache in menus.caches}
+    return found | {KV_CACHE: _measured(KV_CACHE, caches, sensitivity.kv_cache)}
 
 
-def _option(group: LinearGroup, kernel: Kernel, kl: float, count: int, costs: CostTable) -> Option:
-    """``count`` products like that of ``group``."""
-    shape, name = shape_of(group), fitted(kernel, group.in_features).name
-    return Option(
-        kernel=name,
-        seconds={rows: count * seconds for rows, seconds in costs.seconds[shape][name].items()},
-        bytes=count * costs.bytes[shape][name],
-        kl=kl,
-    )
+def _measured(unit: str, priced: Mapping[str, Cost], kl: Mapping[str, float]) -> list[Option]:
+    missing = sorted(priced.keys() - kl.keys())
+    if missing:
+        raise QuantizationError(
+            f"no sensitivity of {unit} to {', '.join(missing)}",
+            expected="everything a unit may get, measured on every unit",
+            remedy="run `dvc repro sensitivity`",
+        )
+    return [
+        Option(kernel=name, seconds=dict(cost.seconds), bytes=cost.bytes, kl=kl[name]) for name, cost in priced.items()
+    ]
 
 
 class _Whole:
-    """What all kernels of a plan cost together, embeddings and cache too."""
+    """What all choices of a plan cost together."""
 
     def __init__(
         self,
         recipe: Recipe,
         graph: Artifact[PortableGraph],
         calibration: Artifact[Calibration],
-        units: Mapping[str, Unit],
+        menus: _Menus,
         rows: Sequence[Sequence[int]],
     ) -> None:
-        self._units = units
+        self._menus = menus
         self._rounding = QuickRounding(graph, calibration, recipe.quantize)
         self._simulation = Simulation(graph, rows, ())
-        self._tables = self._rounding.tables(recipe.plan.embeddings)
-        self._kv = self._rounding.kv_cache(recipe.plan.kv_cache)
         self._rounded: dict[str, tuple[str, dict[str, Simulated]]] = {}  # by unit: a kernel, and groups under it
 
-    def kl(self, kernels: Mapping[str, str]) -> float:
-        """Of a kernel's name for each unit's; what was rounded last is kept for a plan that differs in some units."""
-        for name, kernel in kernels.items():
-            if self._rounded.get(name, ("",))[0] != kernel:
-                unit = self._units[name]
-                wanted = kernel_named(kernel, unit.columns)
-                groups = {} if wanted == FLOAT else self._rounding.rounded(self._rounding.prepare(unit.groups), wanted)
-                self._rounded[name] = (kernel, groups)
+    def kl(self, chosen: Mapping[str, str]) -> float:
+        """Of the name of what each unit gets; what was rounded last is kept for a plan that differs in some units."""
+        for name in self._menus.kernels:
+            if self._rounded.get(name, ("",))[0] != chosen[name]:
+                self._rounded[name] = (chosen[name], self._groups(name, self._menus.kernel(name, chosen[name])))
         changed = {name: group for _, groups in self._rounded.values() for name, group in groups.items()}
-        return self._simulation.kl(changed | self._tables, kv=self._kv)
+        return self._simulation.kl(changed, kv=self._rounding.kv_cache(self._menus.cache(chosen[KV_CACHE])))
+
+    def _groups(self, unit: str, kernel: Kernel) -> dict[str, Simulated]:
+        if unit == EMBEDDINGS:
+            return self._rounding.tables(kernel)
+        if kernel == FLOAT:
+            return {}
+        return self._rounding.rounded(self._rounding.prepare(self._menus.units[unit].groups), kernel)
 
 
 def reason(choice: Choice, options: Sequence[Option], workload: Workload, minimize: Goal) -> str:
@@ -256,24 +277,23 @@ def reason(choice: Choice, options: Sequence[Option], workload: Workload, minimi
 
     mine = next(value(option) for option in options if option.kernel == choice.kernel)
     cheaper = [option for option in options if value(option) < mine]
+    if len(options) == 1:
+        return AS_WRITTEN
     if not cheaper:
-        return f"the {'smallest' if minimize == 'bytes' else 'fastest'} kernel"
+        return "the smallest there is" if minimize == "bytes" else "the fastest there is"
     least = min(cheaper, key=lambda option: (option.kl, value(option)))
     saved = mine - value(least)
     said = f"{saved / 1e6:.2f} MB" if minimize == "bytes" else f"{saved * 1e6:.1f} µs"
     return f"{least.kernel} would save {said} and spend {least.kl - choice.kl:.4f} more KL"
 
 
-def _points(
-    plans: Sequence[Chosen], chosen: Chosen, *, kl: float, seconds: float, size: int
-) -> tuple[FrontierPoint, ...]:
-    """Of whole plans, with what embeddings and cache add; the chosen one is among them, wherever it lies."""
-
-    def point(plan: Chosen) -> FrontierPoint:
-        return FrontierPoint(plan.kl + kl, (plan.seconds + seconds) * 1e6, (plan.bytes + size) / 1e6, plan is chosen)
-
+def _points(plans: Sequence[Chosen], chosen: Chosen) -> tuple[FrontierPoint, ...]:
+    """The chosen plan is among them, wherever it lies."""
     others = [plan for plan in plans if plan.choices != chosen.choices]
-    return tuple(sorted(map(point, [*others, chosen]), key=lambda p: p.kl))
+    points = (
+        FrontierPoint(plan.kl, plan.seconds * 1e6, plan.bytes / 1e6, plan is chosen) for plan in (*others, chosen)
+    )
+    return tuple(sorted(points, key=lambda point: point.kl))
 
 
 def text(plan: KernelPlan) -> str:

@@ -1,19 +1,27 @@
-"""The products of a model, merged as engines run them, and what they cost under the kernels they may get."""
+"""The products of a model, merged as engines run them, and what its units cost under what they may get."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.graph import LinearGroup, PortableGraph
 from pipeline.kernels import Kernel
-from pipeline.recipe import THROUGHPUT_STREAMS, Plan
-from quantization.plan import HEAD, fitted, menu_for, resolve
+from pipeline.recipe import THROUGHPUT_STREAMS, KVCache, Plan
+from quantization.plan import HEAD, fitted, menu_for, resolve, table_kernels, tables_of
 
 # Share of tokens by the rows of their step: as many tokens are read, 128 at a time, as are written.
 WORKLOADS = {"latency": {1: 0.5, 128: 0.5}, "throughput": {THROUGHPUT_STREAMS: 0.5, 128: 0.5}}
 
 Shape = tuple[int, int]  # (K, N) of a merged product
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of a unit under one kernel. ``seconds``: of all of it, by the rows of a step; only those that were timed."""
+
+    bytes: int
+    seconds: Mapping[int, float]
 
 
 @dataclass(frozen=True)
@@ -26,18 +34,25 @@ class CostTable:
     bytes: Mapping[Shape, Mapping[str, int]]
     seconds: Mapping[Shape, Mapping[str, Mapping[int, float]]]
 
-    def bytes_of(self, group: LinearGroup, kernel: Kernel) -> int:
-        return self.bytes[shape_of(group)][fitted(kernel, group.in_features).name]
+    def linears(self, groups: Sequence[LinearGroup], kernel: Kernel) -> Cost:
+        """Of groups that are all of one shape."""
+        shape, name = shape_of(groups[0]), fitted(kernel, groups[0].in_features).name
+        seconds = self.seconds[shape].get(name, {})
+        return Cost(
+            len(groups) * self.bytes[shape][name], {rows: len(groups) * taken for rows, taken in seconds.items()}
+        )
 
-    def seconds_of(self, group: LinearGroup, kernel: Kernel) -> Mapping[int, float]:
-        """By rows; nothing for a kernel that was not timed."""
-        return self.seconds[shape_of(group)].get(fitted(kernel, group.in_features).name, {})
+    def tables(self, graph: PortableGraph, kernel: Kernel) -> Cost:
+        """Of the token embedding and the head: a tied table counts once, and gathering its rows costs no time."""
+        head = self.linears([head_of(graph)], kernel)
+        computed = {rows: rows if rows <= self.slots else 1 for rows in head.seconds}
+        return Cost(
+            len(tables_of(graph)) * head.bytes,
+            {rows: head.seconds[count] for rows, count in computed.items() if count in head.seconds},
+        )
 
-    def head_seconds(self, graph: PortableGraph, plan: Plan) -> float:
-        """Per token of the plan's workload. Prefill computes one row of the head."""
-        seconds = self.seconds_of(head_of(graph), plan.embeddings)
-        shares = workload_of(plan).items()
-        return sum(share * seconds[rows if rows <= self.slots else 1] / rows for rows, share in shares)
+    def cache(self, _: KVCache) -> Cost:
+        return Cost(0, {rows: 0.0 for by_name in self.seconds.values() for by in by_name.values() for rows in by})
 
 
 def workload_of(plan: Plan) -> dict[int, float]:
@@ -59,7 +74,7 @@ def products_of(graph: PortableGraph, plan: Plan) -> dict[Shape, tuple[Kernel, .
     found: dict[Shape, dict[Kernel, None]] = {}
     for group in graph.groups:
         if group.name == HEAD:
-            wanted = (fitted(plan.embeddings, group.in_features),)
+            wanted = table_kernels(plan.embeddings, group.in_features)
         elif written is None:
             wanted = menu_for(group.in_features)
         else:

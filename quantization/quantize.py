@@ -93,7 +93,7 @@ def quantize(
     :class:`QuantizationError` for a calibration or a plan of another graph, weights or statistics that are not finite,
     and a result that its proof says is not a quantized model.
     """
-    settings, kv_cache = recipe.quantize, plan.record.kv_cache
+    settings, kv_cache = recipe.quantize, plan.record.kv_cache.settings
     for made, how, remedy in ((calibration, "calibrated", "calibrate"), (plan, "planned", "plan")):
         if made.parents.get("graph") != graph.digest:
             raise QuantizationError(
@@ -102,7 +102,7 @@ def quantize(
                 remedy=f"run `dvc repro {remedy}`",
             )
     source = open_checkpoint(graph.folder)
-    stored, notes = formats(graph.record, plan.record.kernels, plan.record.embeddings)
+    stored, notes = formats(graph.record, plan.record.kernels, plan.record.embeddings.kernel)
     layers = by_layer(graph.record)
     reports: list[LinearReport] = []
     cache: dict[str, FloatArray] = {}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from pydantic import Field
+
 from pipeline.artifact import Frozen, Record
 
 
@@ -23,5 +25,5 @@ class Sensitivity(Record):
     rows: tuple[str, ...] = ()  # hashes of the calibration rows it was measured on; all of them were held out
     positions: int = 0  # in all rows together, whose distributions were compared
     units: tuple[UnitSensitivity, ...] = ()
-    embeddings_kl: float = 0.0  # of the embedding and the output head as the recipe formats them
-    kv_cache_kl: float = 0.0
+    embeddings: dict[str, float] = Field(default={})  # of the embedding and the output head together, by their kernel
+    kv_cache: dict[str, float] = Field(default={})  # by how it is kept

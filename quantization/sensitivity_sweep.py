@@ -1,6 +1,8 @@
 """Sweep: every kernel of the menu on every unit of a model, one at a time, everything else in float.
 
-A unit's kernels are measured from the unit's first layer on; what lies before it is the same for all of them.
+A unit's kernels are measured from the unit's first layer on; what lies before it is the same for all of them. The
+token embedding and the head are one unit with a menu of their own, the KV cache is another; where the recipe writes
+one of the two out, that alone is measured.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from pipeline.graph import PortableGraph
 from pipeline.kernels import FLOAT
 from pipeline.recipe import Recipe
 from quantization.calibration import Calibration, row_hash
-from quantization.plan import menu_for, units_of
+from quantization.plan import menu_for, table_kernels, units_of
 from quantization.quick_rounding import QuickRounding
 from quantization.sensitivity import Sensitivity, UnitSensitivity
 from quantization.simulate import Simulation
@@ -45,10 +47,12 @@ def sweep(
     chosen = held_out(calibration, rows)[: wanted.rows]
     units = units_of(graph.record, wanted.band)
     work = [(unit, [kernel for kernel in menu_for(unit.columns) if kernel != FLOAT]) for unit in units]
+    tables, caches = table_kernels(wanted.embeddings, graph.record.hidden_size), (wanted.kv_cache,)
+    count = sum(len(kernels) for _, kernels in work) + len(tables) + len(caches)
     rounding = QuickRounding(graph, calibration, recipe.quantize)
     measured: list[UnitSensitivity] = []
     with artifact.create(folder, Sensitivity) as draft, Progress(*_PROGRESS) as progress:
-        task = progress.add_task("measuring sensitivity", total=sum(len(kernels) for _, kernels in work) + 2)
+        task = progress.add_task("measuring sensitivity", total=count)
         simulation = Simulation(graph, chosen, {unit.first_layer for unit in units})
         for number, (unit, kernels) in enumerate(work, 1):
             if not progress.console.is_terminal:  # where a bar is drawn once, at the end
@@ -60,17 +64,23 @@ def sweep(
                 kls[kernel.name] = simulation.kl(changed, first_layer=unit.first_layer)
                 progress.advance(task)
             measured.append(UnitSensitivity(name=unit.name, groups=tuple(group.name for group in unit.groups), kl=kls))
-        embeddings_kl = simulation.kl(rounding.tables(wanted.embeddings))
-        progress.advance(task)
-        kv_cache_kl = simulation.kl({}, kv=rounding.kv_cache(wanted.kv_cache))
-        progress.advance(task)
+        embeddings: dict[str, float] = {}
+        for kernel in tables:
+            changed = rounding.tables(kernel)
+            embeddings[kernel.name] = simulation.kl(changed) if changed else 0.0
+            progress.advance(task)
+        kv_cache: dict[str, float] = {}
+        for cache in caches:
+            rounded = rounding.kv_cache(cache)
+            kv_cache[cache.name] = simulation.kl({}, kv=rounded) if rounded else 0.0
+            progress.advance(task)
         record = Sensitivity(
             asked=True,
             rows=tuple(row_hash(row) for row in chosen),
             positions=simulation.positions,
             units=tuple(measured),
-            embeddings_kl=embeddings_kl,
-            kv_cache_kl=kv_cache_kl,
+            embeddings=embeddings,
+            kv_cache=kv_cache,
         )
         draft.finish(record, parents=parents)
     return artifact.load(folder, Sensitivity)

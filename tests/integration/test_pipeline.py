@@ -39,7 +39,14 @@ def params(checkpoint: Path, data: Path) -> dict[str, object]:
         "data": {"source": f"file:{data}"},
         "export": {"max_positions": 512},
         "calibrate": {"rows": 24, "tokens": 128},
-        "plan": {"kernels": "auto", "workload": {1: 0.5, 8: 0.5}, "max_kl": 0.0003, "band": 2, "rows": 2},
+        "plan": {
+            "kernels": "auto",
+            "embeddings": "auto",
+            "workload": {1: 0.5, 8: 0.5},
+            "max_kl": 0.0003,
+            "band": 2,
+            "rows": 2,
+        },
         "build": {"slots": 8, "threads": 1},
         "benchmark": {"prompt_tokens": 32, "new_tokens": 8, "batches": [1, 4], "repeats": 3},
         "evaluate": {"tasks": ["piqa"], "items": ITEMS, "documents": 40, "document_tokens": 128},
@@ -122,6 +129,9 @@ def test_the_chosen_plan_is_what_the_engine_computes(project: Path) -> None:
         built = bundle.record.plan[group]
         assert ("static int8" in built) == (kernel.activations == "int8")
         assert kernel.activations == "int8" or f"{kernel.bits}-bit" in built or "fp32" in built
+    tables = plan.record.embeddings.kernel
+    for group in ("embedding", "lm_head"):
+        assert (f"{tables.bits}-bit" if tables.bits < 32 else "fp32") in bundle.record.plan[group]
     lineage = explain(project / "artifacts" / "candidate").parents
     quantized = next(parent for parent in lineage if parent.noun == "QuantizedModel")
     assert plan.digest in {parent.digest for parent in quantized.parents}

@@ -32,7 +32,7 @@ def parameters(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[tu
     """Dotted name, annotation and default of every parameter; a section is its parameters, rules are also one."""
     for field_name, field in model.model_fields.items():
         name = prefix + (field.alias or field_name)
-        if field.annotation is Kernel:
+        if Kernel in parts(field.annotation):
             yield name, None, None
         elif Rule in parts(field.annotation):
             yield name, None, None

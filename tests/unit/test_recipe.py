@@ -50,6 +50,15 @@ def test_a_shipped_recipe_is_valid_and_default_leads_back(name: str, tmp_path: P
     assert load_recipe(changed) == load_recipe(ROOT / "params.yaml")
 
 
+@pytest.mark.parametrize("first", shipped_recipes.names())
+def test_a_shipped_recipe_can_be_laid_over_any_other(first: str, tmp_path: Path) -> None:
+    changed, then = tmp_path / "params.yaml", tmp_path / "then.yaml"
+    changed.write_text(shipped_recipes.overlay(first, ROOT / "params.yaml"))
+    for second in shipped_recipes.names():
+        then.write_text(shipped_recipes.overlay(second, changed))
+        load_recipe(then)
+
+
 def test_defaults_fill_what_is_not_said(tmp_path: Path) -> None:
     found = recipe(tmp_path, quantize={"method": "rtn"})
     assert found.quantize.method == "rtn" and found.plan.kv_cache.dtype == "int8"
@@ -82,6 +91,8 @@ def test_defaults_fill_what_is_not_said(tmp_path: Path) -> None:
         ({"calibrate": {"rows": 1}}, "calibrate.rows"),
         ({"plan": {"embeddings": {"match": "layers.*", "bits": 8}}}, "unknown key 'plan.embeddings.match'"),
         ({"plan": {"kernels": []}}, "plan.kernels: no rule; write auto"),
+        ({"plan": {"embeddings": "8-bit"}}, "plan.embeddings: Input should be 'auto' (found '8-bit')"),
+        ({"plan": {"embeddings": "auto"}}, "plan: embeddings is auto, but kernels are written out"),
         ({"evaluate": {"tasks": []}}, "evaluate.tasks"),
         ({"benchmark": {"batches": [4, 4]}}, "benchmark.batches: a batch that is named twice"),
         ({"gate": {"max_kl": float("inf")}}, "gate.max_kl: Input should be a finite number"),

@@ -12,7 +12,7 @@ import torch
 from pipeline.artifact import Artifact
 from pipeline.errors import QuantizationError
 from pipeline.graph import PortableGraph
-from pipeline.kernels import FLOAT, MENU, Kernel
+from pipeline.kernels import FLOAT, MENU, TABLE_MENU, Kernel
 from pipeline.recipe import Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize, Recipe
 from quantization.calibrate import calibrate
 from quantization.calibration import Calibration
@@ -25,6 +25,7 @@ from quantization.statistics import held_out
 from tests.graphs import llama_graph
 
 KINDS = ("8-bit g128", "4-bit g32", "4-bit g128")
+TABLES = ("8-bit g64", "6-bit g64", "6-bit g32", "4-bit g32")
 FOUR_BITS = Kernel(bits=4, group_size=32, symmetric=True)
 
 
@@ -46,7 +47,7 @@ def inputs(
         model=ModelSource(source="file:m"),
         data=DataSource(source="file:d"),
         calibrate=Calibrate(rows=24, tokens=96),
-        plan=Plan(kernels="auto", band=2, rows=3),
+        plan=Plan(kernels="auto", embeddings="auto", band=2, rows=3),
     )
     graph = llama_graph(tiny_checkpoint, folder / "graph")
     texts = tiny_texts(24, 5)
@@ -74,7 +75,10 @@ def test_float_costs_nothing_and_fewer_bits_cost_more(inputs: Inputs, measured: 
         assert unit.kl["fp32"] == 0 < min(kl for name, kl in unit.kl.items() if name != "fp32")
     eight, four, coarse = (sum(unit.kl[name] for unit in record.units) for name in KINDS)
     assert 1.5 * eight < four < coarse
-    assert record.embeddings_kl > 0 and record.kv_cache_kl > 0
+    assert list(record.embeddings) == [kernel.name for kernel in menu_for(128, TABLE_MENU)]
+    eight, six, fine, four = (record.embeddings[name] for name in TABLES)
+    assert record.embeddings["fp32"] == 0 < eight < fine < six < four
+    assert list(record.kv_cache) == ["int8 per channel"] and min(record.kv_cache.values()) > 0
     assert {kernel.name for kernel in MENU} >= set(record.units[0].kl)
 
 
