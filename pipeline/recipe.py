@@ -105,19 +105,21 @@ _FORM = Discriminator(lambda value: AUTO if isinstance(value, str) else WRITTEN)
 Auto = Annotated[Literal["auto"], Tag(AUTO)]
 Kernels = Annotated[Auto | Annotated[tuple[Rule, ...], Tag(WRITTEN)], _FORM]
 Embeddings = Annotated[Auto | Annotated[Kernel, Tag(WRITTEN)], _FORM]
+Cache = Annotated[Auto | Annotated[KVCache, Tag(WRITTEN)], _FORM]
 
 
 class Plan(Section):
-    """Which kernel computes what. Below ``kv_cache`` stands what ``kernels: auto`` asks for."""
+    """Which kernel computes what. Below ``context`` stands what ``kernels: auto`` asks for."""
 
     # Not params.yaml's mix: that was measured on its own model, and 8 bits everywhere suit any.
     kernels: Kernels = (Rule(match="*", bits=8, group_size=64, symmetric=True),)
     embeddings: Embeddings = Kernel(bits=8, group_size=64, symmetric=True)  # and lm_head
-    kv_cache: KVCache = KVCache()
+    kv_cache: Cache = KVCache()
+    context: Count = 512  # tokens in the KV cache of a sequence, where its bytes count and attention is timed
     goal: Literal["workload", "latency", "throughput", "memory"] = "workload"
     workload: dict[Count, Fraction] = Field(default={1: 0.25, 16: 0.25, 128: 0.5})  # rows of a step: share of tokens
     max_kl: float = Field(default=0.02, gt=0)
-    max_bytes: Count | None = None  # of the products' weights and the tables
+    max_bytes: Count | None = None  # of the products' weights, the tables, and the KV cache of build.slots contexts
     band: Count = 5  # neighbouring layers that take one kernel
     rows: Count = 6  # held-out calibration rows that sensitivities are measured on
 
@@ -144,9 +146,11 @@ class Plan(Section):
 
     @model_validator(mode="after")
     def _chosen_beside_kernels(self) -> Plan:
-        if self.kernels != "auto" and self.embeddings == "auto":
+        chosen = [name for name in ("embeddings", "kv_cache") if getattr(self, name) == "auto"]
+        if self.kernels != "auto" and chosen:
             raise ValueError(
-                "embeddings is auto, but kernels are written out; write embeddings out too, or let kernels be auto"
+                f"auto for {' and '.join(chosen)}, but kernels are written out; write all of them out, or let kernels "
+                "be auto too"
             )
         return self
 
@@ -254,6 +258,7 @@ class Recipe(Section):
             + timed.warmup_tokens
             + timed.new_tokens,
             "shadow.max_new_tokens, with a prompt of one": self.shadow.max_new_tokens + 1,
+            "plan.context": self.plan.context,
         }
         problems = [
             f"{name}: {tokens} positions, but export.max_positions is {positions}"

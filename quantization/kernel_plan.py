@@ -18,10 +18,12 @@ PLAN_FILE, FRONTIER_FILE, FRONTIER_CHART = "plan.md", "frontier.csv", "frontier.
 
 
 class Part(Frozen):
-    """``seconds`` per token of the workload and ``kl`` in nats per token are None where they were not measured."""
+    """``seconds`` per token of the workload and ``kl`` in nats per token are None where they were not measured, and
+    ``bytes`` where they were not counted: those of a KV cache depend on what a plan that is written out does not.
+    """
 
     name: str
-    bytes: int
+    bytes: int | None = None
     seconds: float | None = None
     kl: float | None = None
     reason: str
@@ -87,14 +89,16 @@ COLUMNS = ("unit", "kernel", "µs/token", "MB", "KL", "why")
 
 
 def table(plan: KernelPlan) -> list[tuple[str, ...]]:
-    """A row a unit, then embeddings, KV cache and the sum; ``COLUMNS`` names the cells."""
+    """A row a unit, then embeddings, KV cache and the sum of what was counted; ``COLUMNS`` names the cells."""
 
-    def row(name: str, kernel: str, seconds: float | None, size: int, kl: float | None, why: str) -> tuple[str, ...]:
+    def row(
+        name: str, kernel: str, seconds: float | None, size: int | None, kl: float | None, why: str
+    ) -> tuple[str, ...]:
         return (
             name,
             kernel,
             "" if seconds is None else f"{seconds * 1e6:.1f}",
-            f"{size / 1e6:.2f}",
+            "" if size is None else f"{size / 1e6:.2f}",
             "" if kl is None else f"{kl:.5f}",
             why,
         )
@@ -104,7 +108,7 @@ def table(plan: KernelPlan) -> list[tuple[str, ...]]:
     rows = [row(part.name, kernel, part.seconds, part.bytes, part.kl, part.reason) for part, kernel in parts]
     taken = [part.seconds for part, _ in parts if part.seconds is not None]
     seconds = sum(taken) if len(taken) == len(parts) else None
-    size, search = sum(part.bytes for part, _ in parts), plan.search
+    size, search = sum(part.bytes or 0 for part, _ in parts), plan.search
     if search is None:
         return [*rows, row("all", "", seconds, size, None, "")]
     together = f"{search.joint_kl:.5f} at once, of {search.max_kl:g}"

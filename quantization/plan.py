@@ -11,7 +11,7 @@ import numpy as np
 from pipeline.errors import QuantizationError
 from pipeline.graph import LinearGroup, PortableGraph, ScaleSink
 from pipeline.kernels import MENU, TABLE_MENU, Kernel
-from pipeline.recipe import Embeddings, Rule
+from pipeline.recipe import Cache, Embeddings, KVCache, Rule
 from quantization.rounding import (
     SMALLEST_GROUP,
     FloatArray,
@@ -23,6 +23,7 @@ from quantization.rounding import (
 
 EMBEDDING = "embedding"
 HEAD = "lm_head"
+CACHE_MENU = (KVCache(dtype="float32"), KVCache(dtype="int8"), KVCache(dtype="int4"))
 Formats = dict[str, Format | None]  # by group name, and EMBEDDING; None leaves a group in float
 
 
@@ -99,6 +100,13 @@ def menu_for(columns: int, menu: Sequence[Kernel] = MENU) -> tuple[Kernel, ...]:
 def table_kernels(wanted: Embeddings, columns: int) -> tuple[Kernel, ...]:
     """What the token embedding and the head, of ``columns`` channels, may get: the menu, or the one that is written."""
     return menu_for(columns, TABLE_MENU) if wanted == "auto" else (fitted(wanted, columns),)
+
+
+def caches(wanted: Cache, head_size: int) -> tuple[KVCache, ...]:
+    """How keys and values may be kept: as the menu has it, or as it is written. A byte holds two codes of 4 bits."""
+    if wanted != "auto":
+        return (wanted,)
+    return tuple(cache for cache in CACHE_MENU if cache.dtype != "int4" or head_size % 2 == 0)
 
 
 def fitted(kernel: Kernel, columns: int) -> Kernel:

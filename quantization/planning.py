@@ -36,6 +36,7 @@ from quantization.plan import (
     EMBEDDING,
     HEAD,
     Unit,
+    caches,
     menu_for,
     resolve,
     table_kernels,
@@ -98,9 +99,9 @@ def write_plan(wanted: Plan, graph: Artifact[PortableGraph], folder: Path) -> Ar
     :class:`QuantizationError` for a linear that no rule matches.
     """
     assert wanted.kernels != "auto"
-    units = (_unit(name, (name,), kernel, 0) for name, kernel in resolve(graph.record, wanted.kernels).items())
+    units = (_unit(name, (name,), kernel) for name, kernel in resolve(graph.record, wanted.kernels).items())
     with artifact.create(folder, KernelPlan) as draft:
-        draft.finish(_as_written(wanted, units, tables=0, cache=0), parents={"graph": graph.digest})
+        draft.finish(_as_written(wanted, units), parents={"graph": graph.digest})
     return artifact.load(folder, KernelPlan)
 
 
@@ -110,21 +111,21 @@ def _written(wanted: Plan, graph: PortableGraph, costs: CostTable) -> KernelPlan
     for unit in written_units(graph, kernels):
         groups, kernel = tuple(group.name for group in unit.groups), kernels[unit.groups[0].name]
         units.append(_unit(unit.name, groups, kernel, costs.linears(unit.groups, kernel).bytes))
-    return _as_written(wanted, units, tables=costs.tables(graph, wanted.embeddings).bytes, cache=0)
+    return _as_written(wanted, units, costs.tables(graph, wanted.embeddings).bytes)
 
 
-def _as_written(wanted: Plan, units: Iterable[UnitPlan], *, tables: int, cache: int) -> KernelPlan:
-    """``tables``, ``cache``: bytes."""
-    assert wanted.embeddings != "auto"
+def _as_written(wanted: Plan, units: Iterable[UnitPlan], tables: int | None = None) -> KernelPlan:
+    """``tables``: bytes of embedding and head."""
+    assert wanted.embeddings != "auto" and wanted.kv_cache != "auto"
     return KernelPlan(
         units=tuple(units),
         embeddings=_unit(EMBEDDINGS, TABLES, wanted.embeddings, tables),
-        kv_cache=CachePlan(name=KV_CACHE, settings=wanted.kv_cache, bytes=cache, reason=AS_WRITTEN),
+        kv_cache=CachePlan(name=KV_CACHE, settings=wanted.kv_cache, reason=AS_WRITTEN),
         search=None,
     )
 
 
-def _unit(name: str, groups: tuple[str, ...], kernel: Kernel, size: int) -> UnitPlan:
+def _unit(name: str, groups: tuple[str, ...], kernel: Kernel, size: int | None = None) -> UnitPlan:
     return UnitPlan(name=name, groups=groups, kernel=kernel, bytes=size, reason=AS_WRITTEN)
 
 
@@ -198,7 +199,7 @@ class _Menus:
         units = {unit.name: unit for unit in units_of(graph, wanted.band)}
         kernels = {name: menu_for(unit.columns) for name, unit in units.items()}
         tables = table_kernels(wanted.embeddings, graph.hidden_size)
-        return cls(units, kernels | {EMBEDDINGS: tables}, (wanted.kv_cache,))
+        return cls(units, kernels | {EMBEDDINGS: tables}, caches(wanted.kv_cache, graph.head_size))
 
     def kernel(self, unit: str, name: str) -> Kernel:
         return next(kernel for kernel in self.kernels[unit] if kernel.name == name)
@@ -220,8 +221,8 @@ def _options(
         else:
             priced = {kernel.name: costs.linears(menus.units[name].groups, kernel) for kernel in kernels}
             found[name] = _measured(name, priced, measured.get(name, {}))
-    caches = {cache.name: costs.cache(cache) for cache in menus.caches}
-    return found | {KV_CACHE: _measured(KV_CACHE, caches, sensitivity.kv_cache)}
+    kept = {cache.name: costs.cache(graph, cache) for cache in menus.caches}
+    return found | {KV_CACHE: _measured(KV_CACHE, kept, sensitivity.kv_cache)}
 
 
 def _measured(unit: str, priced: Mapping[str, Cost], kl: Mapping[str, float]) -> list[Option]:

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from pipeline.graph import LinearGroup, PortableGraph
 from pipeline.kernels import Kernel
 from pipeline.recipe import THROUGHPUT_STREAMS, KVCache, Plan
+from quantization.kv_cache import BITS
 from quantization.plan import HEAD, fitted, menu_for, resolve, table_kernels, tables_of
 
 # Share of tokens by the rows of their step: as many tokens are read, 128 at a time, as are written.
 WORKLOADS = {"latency": {1: 0.5, 128: 0.5}, "throughput": {THROUGHPUT_STREAMS: 0.5, 128: 0.5}}
 
 Shape = tuple[int, int]  # (K, N) of a merged product
+SCALE_BYTES = 4  # of a channel of keys or values; one a tensor is written to every channel
 
 
 @dataclass(frozen=True)
@@ -26,33 +28,47 @@ class Cost:
 
 @dataclass(frozen=True)
 class CostTable:
-    """What products cost on the target, by shape and the kernel's name. ``seconds``: of one product, by rows."""
+    """What products cost on the target, by shape and the kernel's name, and attention. Seconds are of one, by rows."""
 
     target: str
     threads: int
     slots: int  # a step of more rows is prefill, of which the head computes one
+    context: int  # tokens in the KV cache of each sequence
     bytes: Mapping[Shape, Mapping[str, int]]
     seconds: Mapping[Shape, Mapping[str, Mapping[int, float]]]
+    attention: Mapping[str, Mapping[int, float]]  # of one layer, by a cache's dtype and rows
 
     def linears(self, groups: Sequence[LinearGroup], kernel: Kernel) -> Cost:
         """Of groups that are all of one shape."""
-        shape, name = shape_of(groups[0]), fitted(kernel, groups[0].in_features).name
-        seconds = self.seconds[shape].get(name, {})
-        return Cost(
-            len(groups) * self.bytes[shape][name], {rows: len(groups) * taken for rows, taken in seconds.items()}
-        )
+        size = self.bytes[shape_of(groups[0])][fitted(kernel, groups[0].in_features).name]
+        return Cost(len(groups) * size, self.linears_seconds(groups, kernel))
 
     def tables(self, graph: PortableGraph, kernel: Kernel) -> Cost:
-        """Of the token embedding and the head: a tied table counts once, and gathering its rows costs no time."""
-        head = self.linears([head_of(graph)], kernel)
-        computed = {rows: rows if rows <= self.slots else 1 for rows in head.seconds}
+        """Of the token embedding and the head: a tied table counts once."""
+        head = head_of(graph)
+        size = self.bytes[shape_of(head)][fitted(kernel, head.in_features).name]
+        return Cost(len(tables_of(graph)) * size, self.tables_seconds(graph, kernel))
+
+    def cache(self, graph: PortableGraph, settings: KVCache) -> Cost:
+        """Codes and scales of ``slots`` sequences of ``context`` tokens, and attention of all layers over them."""
+        channels = 2 * graph.layers * graph.kv_heads * graph.head_size  # of keys and values
+        bits = BITS.get(settings.dtype, 32)
+        scales = channels * SCALE_BYTES if settings.dtype in BITS else 0
         return Cost(
-            len(tables_of(graph)) * head.bytes,
-            {rows: head.seconds[count] for rows, count in computed.items() if count in head.seconds},
+            self.slots * self.context * channels * bits // 8 + scales,
+            {rows: graph.layers * taken for rows, taken in self.attention.get(settings.dtype, {}).items()},
         )
 
-    def cache(self, _: KVCache) -> Cost:
-        return Cost(0, {rows: 0.0 for by_name in self.seconds.values() for by in by_name.values() for rows in by})
+    def linears_seconds(self, groups: Sequence[LinearGroup], kernel: Kernel) -> dict[int, float]:
+        """By rows; nothing for a kernel that was not timed."""
+        taken = self.seconds[shape_of(groups[0])].get(fitted(kernel, groups[0].in_features).name, {})
+        return {rows: len(groups) * seconds for rows, seconds in taken.items()}
+
+    def tables_seconds(self, graph: PortableGraph, kernel: Kernel) -> dict[int, float]:
+        """By rows, as far as they were timed. Prefill computes one row of the head; gathering costs nothing."""
+        head = self.linears_seconds([head_of(graph)], kernel)
+        computed = {rows: rows if rows <= self.slots else 1 for rows in head}
+        return {rows: head[count] for rows, count in computed.items() if count in head}
 
 
 def workload_of(plan: Plan) -> dict[int, float]:

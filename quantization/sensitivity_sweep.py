@@ -18,7 +18,7 @@ from pipeline.graph import PortableGraph
 from pipeline.kernels import FLOAT
 from pipeline.recipe import Recipe
 from quantization.calibration import Calibration, row_hash
-from quantization.plan import menu_for, table_kernels, units_of
+from quantization.plan import caches, menu_for, table_kernels, units_of
 from quantization.quick_rounding import QuickRounding
 from quantization.sensitivity import Sensitivity, UnitSensitivity
 from quantization.simulate import Simulation
@@ -47,8 +47,9 @@ def sweep(
     chosen = held_out(calibration, rows)[: wanted.rows]
     units = units_of(graph.record, wanted.band)
     work = [(unit, [kernel for kernel in menu_for(unit.columns) if kernel != FLOAT]) for unit in units]
-    tables, caches = table_kernels(wanted.embeddings, graph.record.hidden_size), (wanted.kv_cache,)
-    count = sum(len(kernels) for _, kernels in work) + len(tables) + len(caches)
+    tables = table_kernels(wanted.embeddings, graph.record.hidden_size)
+    kept = caches(wanted.kv_cache, graph.record.head_size)
+    count = sum(len(kernels) for _, kernels in work) + len(tables) + len(kept)
     rounding = QuickRounding(graph, calibration, recipe.quantize)
     measured: list[UnitSensitivity] = []
     with artifact.create(folder, Sensitivity) as draft, Progress(*_PROGRESS) as progress:
@@ -70,7 +71,7 @@ def sweep(
             embeddings[kernel.name] = simulation.kl(changed) if changed else 0.0
             progress.advance(task)
         kv_cache: dict[str, float] = {}
-        for cache in caches:
+        for cache in kept:
             rounded = rounding.kv_cache(cache)
             kv_cache[cache.name] = simulation.kl({}, kv=rounded) if rounded else 0.0
             progress.advance(task)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from engines import costs
+from engines import timing
 from engines.bundle import EngineBundle
 from evals.verdict import Outcome, Verdict
 from pipeline import artifact, shipped_recipes, stages
@@ -42,6 +42,8 @@ def params(checkpoint: Path, data: Path) -> dict[str, object]:
         "plan": {
             "kernels": "auto",
             "embeddings": "auto",
+            "kv_cache": "auto",
+            "context": 256,
             "workload": {1: 0.5, 8: 0.5},
             "max_kl": 0.0003,
             "band": 2,
@@ -101,7 +103,7 @@ def project(
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("TAPEOUT_CACHE", str(folder / "cache"))
-        patch.setattr(costs, "CACHE", folder / "costs")
+        patch.setattr(timing, "CACHE", folder / "costs")
         patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder / 'mlflow.db'}")
         for name in stages.STAGES:
             with recording() as reads[name]:
@@ -113,7 +115,7 @@ def judged(project: Path, recipe: str, folder: Path, patch: pytest.MonkeyPatch) 
     """The verdict on a copy of the project with a shipped recipe laid over its parameters."""
     shutil.copytree(project, folder, copy_function=shutil.copy2)
     patch.chdir(folder)
-    patch.setattr(costs, "CACHE", folder / "costs")
+    patch.setattr(timing, "CACHE", folder / "costs")
     patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder / 'mlflow.db'}")
     (folder / "params.yaml").write_text(shipped_recipes.overlay(recipe, folder / "params.yaml"))
     for name in AFTER_CALIBRATE:
@@ -132,6 +134,7 @@ def test_the_chosen_plan_is_what_the_engine_computes(project: Path) -> None:
     tables = plan.record.embeddings.kernel
     for group in ("embedding", "lm_head"):
         assert (f"{tables.bits}-bit" if tables.bits < 32 else "fp32") in bundle.record.plan[group]
+    assert bundle.record.io.kv_dtype == plan.record.kv_cache.settings.dtype
     lineage = explain(project / "artifacts" / "candidate").parents
     quantized = next(parent for parent in lineage if parent.noun == "QuantizedModel")
     assert plan.digest in {parent.digest for parent in quantized.parents}

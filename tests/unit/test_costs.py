@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engines import costs
+from engines import costs, timing
 from engines.bundle import Fingerprint
 from engines.costs import Shape
+from engines.timing import Seconds
 from pipeline.kernels import FLOAT, MENU, STATIC_INT8, Kernel
 from quantization.rounding import Format, round_to_nearest
 
@@ -71,15 +72,16 @@ def test_a_machine_measures_once_and_another_one_again(tmp_path: Path, monkeypat
     asked: list[tuple[int, tuple[int, ...]]] = []
 
     def measure(
-        shape: Shape, kernels: Sequence[Kernel], rows: Sequence[int], store: Any, *, threads: int, streamed: int
-    ) -> costs.Seconds:
+        shape: Shape, kernels: Sequence[Kernel], rows: Collection[int], store: Any, *, threads: int, streamed: int
+    ) -> Seconds:
         asked.append((shape.columns, tuple(rows)))
         return {kernel.name: {count: count * 1e-3 for count in rows} for kernel in kernels}
 
     monkeypatch.setattr(costs, "measure", measure)
+    monkeypatch.setattr(timing, "CACHE", tmp_path)
 
-    def ask(columns: int, rows: tuple[int, ...], kernels: tuple[Kernel, ...] = (FLOAT,)) -> costs.Seconds:
-        return costs.costs(Shape(columns, 8), kernels, rows, stored, streamed=1 << 16, threads=1, cache=tmp_path)
+    def ask(columns: int, rows: tuple[int, ...], kernels: tuple[Kernel, ...] = (FLOAT,)) -> Seconds:
+        return costs.costs(Shape(columns, 8), kernels, rows, stored, streamed=1 << 16, threads=1)
 
     assert ask(16, (1, 4)) == ask(16, (1, 4)) == {"fp32": {1: 1e-3, 4: 4e-3}}
     assert ask(16, (1, 8)) == {"fp32": {1: 1e-3, 8: 8e-3}}
@@ -87,7 +89,7 @@ def test_a_machine_measures_once_and_another_one_again(tmp_path: Path, monkeypat
     ask(32, (1,), (FLOAT, STATIC_INT8))
     assert asked == [(16, (1, 4)), (16, (8,)), (32, (1,)), (32, (1,))]
     other = Fingerprint(machine="other", features=(), libraries={})
-    monkeypatch.setattr(costs.fingerprint, "current", lambda _: other)
+    monkeypatch.setattr(timing.fingerprint, "current", lambda _: other)
     ask(16, (1,))
     assert asked[-1] == (16, (1,)) and len(asked) == 5
 
@@ -96,14 +98,14 @@ def test_the_last_level_cache_is_the_largest_there_is(tmp_path: Path) -> None:
     for index, size in enumerate(("48K", "1024K", "32M\n")):
         (tmp_path / f"index{index}").mkdir()
         (tmp_path / f"index{index}" / "size").write_text(size)
-    assert costs.last_level_cache_bytes(tmp_path) == 32 << 20
-    assert costs.last_level_cache_bytes(tmp_path / "nowhere") == costs.USUAL_CACHE_BYTES
+    assert timing.last_level_cache_bytes(tmp_path) == 32 << 20
+    assert timing.last_level_cache_bytes(tmp_path / "nowhere") == timing.USUAL_CACHE_BYTES
 
 
 def test_a_sample_reads_no_more_than_the_model_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "last_level_cache_bytes", lambda: 1000)
-    assert costs.streamed_bytes(300) == 300
-    assert costs.streamed_bytes(1 << 30) == costs.STREAMED_CACHES * 1000
+    monkeypatch.setattr(timing, "last_level_cache_bytes", lambda: 1000)
+    assert timing.streamed_bytes(300) == 300
+    assert timing.streamed_bytes(1 << 30) == timing.STREAMED_CACHES * 1000
 
 
 def test_the_table_shows_operations_a_second() -> None:

@@ -14,7 +14,7 @@ from pydantic_core import PydanticUndefined
 
 from pipeline import cli
 from pipeline.kernels import Kernel
-from pipeline.recipe import Recipe, Rule
+from pipeline.recipe import KVCache, Recipe, Rule
 
 ROOT = Path(__file__).parents[2]
 RECIPES = (ROOT / "docs/recipes.md").read_text()
@@ -37,6 +37,9 @@ def parameters(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[tu
         elif Rule in parts(field.annotation):
             yield name, None, None
             yield from parameters(Rule, f"{name}[].")
+        elif KVCache in parts(field.annotation):
+            yield name, None, None
+            yield from parameters(KVCache, f"{name}.")
         elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from parameters(field.annotation, f"{name}.")
         else:

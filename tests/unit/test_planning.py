@@ -13,8 +13,8 @@ import pytest
 from pipeline.artifact import Artifact, create, load
 from pipeline.errors import QuantizationError
 from pipeline.graph import PortableGraph
-from pipeline.kernels import MENU, TABLE_MENU, Kernel
-from pipeline.recipe import Calibrate, DataSource, ModelSource, Plan, Recipe, Rule
+from pipeline.kernels import FLOAT, MENU, TABLE_MENU, Kernel
+from pipeline.recipe import Calibrate, DataSource, KVCache, ModelSource, Plan, Recipe, Rule
 from quantization.calibrate import calibrate
 from quantization.calibration import Calibration
 from quantization.kernel_plan import COLUMNS, FRONTIER_CHART, FRONTIER_FILE, PLAN_FILE, KernelPlan, table
@@ -96,13 +96,26 @@ FIGURES = {  # seconds and size
 assert set(FIGURES) == {kernel.name for kernel in (*MENU, *TABLE_MENU)}
 
 
+# Tables and cache as a recipe writes them out:
+FIXED: dict[str, Any] = {"embeddings": Kernel(bits=8, group_size=64, symmetric=True), "kv_cache": KVCache()}
+
+
 def recipe(**settings: Any) -> Recipe:
     return Recipe(
         model=ModelSource(source="file:m"),
         data=DataSource(source="file:d"),
         calibrate=Calibrate(rows=24, tokens=96),
         plan=Plan(
-            **{"kernels": "auto", "embeddings": "auto", "band": 2, "rows": 2, "workload": {1: 1.0}, "max_kl": 2e-4}
+            **{
+                "kernels": "auto",
+                "embeddings": "auto",
+                "kv_cache": "auto",
+                "context": 64,
+                "band": 2,
+                "rows": 2,
+                "workload": {1: 1.0},
+                "max_kl": 2e-4,
+            }
             | settings
         ),
     )
@@ -110,7 +123,9 @@ def recipe(**settings: Any) -> Recipe:
 
 def costs(graph: PortableGraph, plan: Plan) -> CostTable:
     """Made up: as many microseconds and eighths of a byte for each weight as above, at any number of rows."""
-    found = CostTable("ort-cpu", 2, 4, {}, {})
+    speeds = {"float32": 3e-6, "int8": 1e-6, "int4": 4e-6}
+    attention = {dtype: dict.fromkeys(workload_of(plan), seconds) for dtype, seconds in speeds.items()}
+    found = CostTable("ort-cpu", 2, 4, plan.context, {}, {}, attention)
     for (columns, outputs), kernels in products_of(graph, plan).items():
         weights = columns * outputs
         figures = {kernel.name: FIGURES.get(kernel.name, (4.0, 9)) for kernel in kernels}
@@ -152,7 +167,7 @@ def test_a_chosen_plan_keeps_to_its_budget_as_a_whole(inputs: Inputs, tmp_path: 
     assert [unit.name for unit in units] == [unit.name for unit in units_of(inputs[0].record, 2)]
     parts = (*units, found.record.embeddings, found.record.kv_cache)
     assert sum(part.kl or 0 for part in parts) == pytest.approx(search.predicted_kl)
-    assert sum(part.bytes for part in parts) in {r.bytes for r in search.rounds}
+    assert sum(part.bytes or 0 for part in parts) in {r.bytes for r in search.rounds}
     assert len({unit.kernel for unit in units}) > 1, "the budget neither binds nor frees: this shows nothing"
     assert set(search.rows).isdisjoint(inputs[2].record.rows) and len(search.rows) == 4
     assert (search.predicted_kl, search.joint_kl) in {(r.predicted_kl, r.joint_kl) for r in search.rounds}
@@ -173,7 +188,7 @@ def test_more_quality_to_spend_buys_time_and_fewer_bytes_buy_bytes(inputs: Input
     def sums(folder: str, **settings: Any) -> tuple[float, int]:
         record = planned(inputs, recipe(**settings), tmp_path / folder).record
         parts = (*record.units, record.embeddings, record.kv_cache)
-        return sum(part.seconds or 0 for part in parts), sum(part.bytes for part in parts)
+        return sum(part.seconds or 0 for part in parts), sum(part.bytes or 0 for part in parts)
 
     tight, loose, small = sums("a", max_kl=1e-4), sums("b"), sums("c", goal="memory")
     assert loose[0] < tight[0] and small[1] <= loose[1]
@@ -185,9 +200,38 @@ def test_the_same_inputs_give_the_same_plan(inputs: Inputs, tmp_path: Path) -> N
     assert planned(inputs, recipe(), tmp_path / "a").digest == planned(inputs, recipe(), tmp_path / "b").digest
 
 
+def test_tables_and_cache_are_chosen_like_any_unit(inputs: Inputs, tmp_path: Path) -> None:
+    def made(folder: str, **settings: Any) -> KernelPlan:
+        return planned(inputs, recipe(**settings), tmp_path / folder).record
+
+    exact, loose, small = made("a", max_kl=1e-7), made("b", max_kl=1.0), made("c", max_kl=1.0, goal="memory")
+    assert exact.embeddings.kernel == FLOAT and exact.kv_cache.settings.dtype == "float32"
+    for plan, dtype in ((loose, "int8"), (small, "int4")):  # the fastest attention, and the fewest bytes
+        assert plan.embeddings.kernel == TABLE_MENU[-1] and plan.kv_cache.settings == KVCache(dtype=dtype)
+        assert plan.embeddings.kl == inputs[2].record.embeddings["4-bit g32"]
+        assert plan.kv_cache.kl == inputs[2].record.kv_cache[f"{dtype} per channel"]
+    assert loose.embeddings.reason == loose.kv_cache.reason == "the fastest there is"
+    assert small.embeddings.reason == small.kv_cache.reason == "the smallest there is"
+    assert " would save " in exact.embeddings.reason and " would save " in exact.kv_cache.reason
+    rows = {row[0]: row for row in table(small)}
+    assert rows["embeddings"][1] == "4-bit g32" and rows["KV cache"][1] == "int4 per channel"
+    assert all(rows["embeddings"]) and all(rows["KV cache"])
+
+
+def test_what_is_written_out_beside_chosen_kernels_stays(inputs: Inputs, tmp_path: Path) -> None:
+    found = planned(inputs, recipe(max_kl=1.0, **FIXED), tmp_path / "plan").record
+    assert found.search is not None and {unit.kernel.name for unit in found.units} == {"4-bit g128"}
+    assert found.embeddings.kernel == FIXED["embeddings"] and found.kv_cache.settings == FIXED["kv_cache"]
+    assert found.embeddings.reason == found.kv_cache.reason == "written in the recipe"
+    assert (found.embeddings.kl or 0) > 0 and (found.kv_cache.kl or 0) > 0
+    with pytest.raises(QuantizationError, match="no sensitivity of embeddings to 4-bit g16"):
+        other = {"embeddings": Kernel(bits=4, group_size=16, symmetric=True)}
+        planned(inputs, recipe(**other), tmp_path / "other")
+
+
 def test_a_budget_that_tables_and_cache_use_up_is_refused(inputs: Inputs, tmp_path: Path) -> None:
     with pytest.raises(QuantizationError, match="no plan within KL 1e-09, of which the most sparing kernels need"):
-        planned(inputs, recipe(max_kl=1e-9), tmp_path / "plan")
+        planned(inputs, recipe(max_kl=1e-9, **FIXED), tmp_path / "plan")
     with pytest.raises(QuantizationError, match=r"no plan within KL .* and bytes"):
         planned(inputs, recipe(max_bytes=1000), tmp_path / "plan")
     assert not (tmp_path / "plan").exists()
@@ -203,7 +247,7 @@ def test_sensitivities_of_other_inputs_or_kernels_are_refused(inputs: Inputs, tm
 
 
 RULES = (Rule(match="layers.*.o", bits=4, group_size=32), Rule(match="*", bits=8, activations="int8"))
-WRITTEN: dict[str, Any] = {"kernels": RULES, "embeddings": Kernel(bits=8, group_size=64, symmetric=True)}
+WRITTEN: dict[str, Any] = {"kernels": RULES} | FIXED
 
 
 def test_a_written_plan_comes_through_as_it_is(inputs: Inputs, tmp_path: Path) -> None:
@@ -223,7 +267,7 @@ def test_a_written_plan_comes_through_as_it_is(inputs: Inputs, tmp_path: Path) -
         and "Written in the recipe" in (found.folder / PLAN_FILE).read_text()
     )
     # What auto is asked for does not touch a plan that is written.
-    other = recipe(**WRITTEN, max_kl=0.5, goal="memory")
+    other = recipe(**WRITTEN, max_kl=0.5, goal="memory", context=32)
     assert planned((graph, calibration, nothing, []), other, tmp_path / "other").digest == found.digest
 
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from pipeline import shipped_recipes
 from pipeline.errors import RecipeError
-from pipeline.recipe import Recipe, load_recipe
+from pipeline.recipe import KVCache, Recipe, load_recipe
 
 ROOT = Path(__file__).parents[2]
 MINIMAL: dict[str, Any] = {"model": {"source": "file:/m"}, "data": {"source": "file:/d"}}
@@ -61,7 +61,7 @@ def test_a_shipped_recipe_can_be_laid_over_any_other(first: str, tmp_path: Path)
 
 def test_defaults_fill_what_is_not_said(tmp_path: Path) -> None:
     found = recipe(tmp_path, quantize={"method": "rtn"})
-    assert found.quantize.method == "rtn" and found.plan.kv_cache.dtype == "int8"
+    assert found.quantize.method == "rtn" and found.plan.kv_cache == KVCache(dtype="int8")
     assert found.register_.model_name == "tapeout-default"
 
 
@@ -92,7 +92,10 @@ def test_defaults_fill_what_is_not_said(tmp_path: Path) -> None:
         ({"plan": {"embeddings": {"match": "layers.*", "bits": 8}}}, "unknown key 'plan.embeddings.match'"),
         ({"plan": {"kernels": []}}, "plan.kernels: no rule; write auto"),
         ({"plan": {"embeddings": "8-bit"}}, "plan.embeddings: Input should be 'auto' (found '8-bit')"),
-        ({"plan": {"embeddings": "auto"}}, "plan: embeddings is auto, but kernels are written out"),
+        ({"plan": {"kv_cache": "int8"}}, "plan.kv_cache: Input should be 'auto' (found 'int8')"),
+        ({"plan": {"context": 0}}, "plan.context"),
+        ({"plan": {"embeddings": "auto", "kv_cache": "auto"}}, "plan: auto for embeddings and kv_cache, but kernels"),
+        ({"plan": {"embeddings": "auto"}}, "plan: auto for embeddings, but kernels are written out"),
         ({"evaluate": {"tasks": []}}, "evaluate.tasks"),
         ({"benchmark": {"batches": [4, 4]}}, "benchmark.batches: a batch that is named twice"),
         ({"gate": {"max_kl": float("inf")}}, "gate.max_kl: Input should be a finite number"),
@@ -114,6 +117,7 @@ def test_mistakes_name_the_place_and_the_nearest_key(tmp_path: Path, sections: d
         ({"export": {"max_positions": 255}}, "calibrate.tokens: 256 positions, but export.max_positions is 255"),
         ({"export": {"max_positions": 255}}, "evaluate.document_tokens: 256 positions"),
         ({"benchmark": {"new_tokens": 1918}}, "with 3 to warm up: 2049 positions, but export.max_positions is 2048"),
+        ({"plan": {"context": 2049}}, "plan.context: 2049 positions, but export.max_positions is 2048"),
         ({"shadow": {"max_new_tokens": 2048}}, "shadow.max_new_tokens, with a prompt of one: 2049 positions"),
     ],
 )
@@ -127,6 +131,7 @@ def test_what_just_fits_is_no_contradiction(tmp_path: Path) -> None:
     recipe(
         tmp_path,
         export={"max_positions": 256},
+        plan={"context": 256},
         benchmark={"prompt_tokens": 200, "new_tokens": 53},
         shadow={"max_new_tokens": 255},
         evaluate={"documents": 9, "parity_documents": 9},

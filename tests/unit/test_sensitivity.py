@@ -47,7 +47,7 @@ def inputs(
         model=ModelSource(source="file:m"),
         data=DataSource(source="file:d"),
         calibrate=Calibrate(rows=24, tokens=96),
-        plan=Plan(kernels="auto", embeddings="auto", band=2, rows=3),
+        plan=Plan(kernels="auto", embeddings="auto", kv_cache="auto", band=2, rows=3),
     )
     graph = llama_graph(tiny_checkpoint, folder / "graph")
     texts = tiny_texts(24, 5)
@@ -78,7 +78,10 @@ def test_float_costs_nothing_and_fewer_bits_cost_more(inputs: Inputs, measured: 
     assert list(record.embeddings) == [kernel.name for kernel in menu_for(128, TABLE_MENU)]
     eight, six, fine, four = (record.embeddings[name] for name in TABLES)
     assert record.embeddings["fp32"] == 0 < eight < fine < six < four
-    assert list(record.kv_cache) == ["int8 per channel"] and min(record.kv_cache.values()) > 0
+    assert list(record.kv_cache) == ["float32", "int8 per channel", "int4 per channel"]
+    assert (
+        record.kv_cache["float32"] == 0 < 4 * record.kv_cache["int8 per channel"] < record.kv_cache["int4 per channel"]
+    )
     assert {kernel.name for kernel in MENU} >= set(record.units[0].kl)
 
 

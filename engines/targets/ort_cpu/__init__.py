@@ -1,7 +1,8 @@
 """ONNX Runtime on CPU: GroupQueryAttention over in-place KV buffers, block-quantized products.
 
-``LIBRARIES`` enter the fingerprint; ``PASSES`` lower the portable graph, ``KERNEL_PASSES`` among them its linears;
-``complete`` adds the kernels of our own that a graph names; ``open_engine`` runs a bundle.
+``LIBRARIES`` enter the fingerprint; ``PASSES`` lower the portable graph, ``KERNEL_PASSES`` among them its linears and
+``ATTENTION_PASSES`` attention; ``complete`` adds the kernels of our own that a graph names; ``open_engine`` runs a
+bundle.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ LIBRARIES = ("onnxruntime",)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("PASSES", "KERNEL_PASSES"):
+    if name not in ("PASSES", "ATTENTION_PASSES", "KERNEL_PASSES"):
         raise AttributeError(name)
     from engines.passes import (
         block_linears,
@@ -41,16 +42,15 @@ def __getattr__(name: str) -> Any:
         static_int8_linears,
     )
 
+    attention = (grouped_query_attention, cached_attention, prompt_attention)
     kernels = (static_int8_linears, block_linears, linear_kernels)
-    if name == "KERNEL_PASSES":
-        return kernels
+    if name != "PASSES":
+        return kernels if name == "KERNEL_PASSES" else attention
     return (
         rotary_tables,
         linears,
         merge_linears,
-        grouped_query_attention,
-        cached_attention,
-        prompt_attention,
+        *attention,
         norms,
         silu,
         logit_rows,

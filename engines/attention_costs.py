@@ -1,0 +1,247 @@
+"""What attention costs on this machine: measured seconds of a layer by how the KV cache is kept (engines/timing.py).
+
+What is timed is what the target's own passes make of one layer's attention as it is exported, rotary embedding
+included, behind one product for queries, keys and values that is not timed. It sees the whole cache: a window or a soft
+cap, which a graph's record does not tell, is left out. Copies have caches of their own.
+
+B  streams      S  tokens of each      T  tokens in the cache      H, G, D  heads, key/value heads, head size
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from engines import timing
+from engines.compile import CACHE_TYPES
+from engines.passes.base import INTERNAL, Lowering, constant
+from engines.passes.linears import OP
+from engines.targets import ort_cpu
+from engines.timing import Seconds
+from pipeline.attention_function import ATTENTION_DOMAIN, attention_function
+from pipeline.errors import BuildError
+from pipeline.graph import PortableGraph
+
+# A longer graph takes longer to load than to time, and so small a cache hardly counts. A prompt has fewer copies by as
+# many tokens as it has: it computes so much with what it reads that it does not matter where that comes from.
+MOST_COPIES = 512
+ELEMENTS = {"float32": np.dtype(np.float32), "int8": np.dtype(np.int8), "int4": np.dtype(np.uint8)}  # two codes a byte
+
+
+@dataclass(frozen=True)
+class Step:
+    """``streams`` of ``tokens`` each, the last of which are in a cache that then holds ``context`` of each stream."""
+
+    streams: int
+    tokens: int
+    context: int
+
+    @classmethod
+    def of(cls, rows: int, slots: int, context: int) -> Step:
+        """Up to ``slots`` rows are streams that decode a token each; more are one prompt, or the last part of it."""
+        return cls(rows, 1, context) if rows <= slots else cls(1, rows, max(context, rows))
+
+
+def costs(
+    graph: PortableGraph,
+    dtypes: Sequence[str],
+    rows: Sequence[int],
+    *,
+    slots: int,
+    context: int,
+    streamed: int,
+    threads: int = 0,
+    only_kept: bool = False,
+) -> Seconds:
+    """Seconds of one layer's attention by a cache's dtype, from the cache of figures where this machine has them.
+
+    ``slots``, ``context``: see :meth:`Step.of`. ``streamed``: bytes of caches that a sample reads. ``only_kept``: what
+    is not there is left out, not measured.
+    """
+
+    def described(count: int) -> dict[str, Any]:
+        step = Step.of(count, slots, context)
+        return {
+            "streamed": streamed,
+            "attention": [graph.heads, graph.kv_heads, graph.head_size, graph.rotary],
+            "step": [step.streams, step.tokens, step.context],
+            "dtypes": list(dtypes),
+        }
+
+    def measured(counts: Collection[int]) -> Seconds:
+        seconds: Seconds = {dtype: {} for dtype in dtypes}
+        for count in counts:
+            step = Step.of(count, slots, context)
+            runs = {dtype: _Attention(graph, dtype, step, streamed, threads).sample for dtype in dtypes}
+            for dtype, least in timing.fastest(runs).items():
+                seconds[dtype][count] = least
+        return seconds
+
+    return timing.kept(dtypes, rows, described, measured, threads=threads, only_kept=only_kept)
+
+
+class _Attention:
+    """A session over copies of one layer's attention, which share their input and their output but no cache."""
+
+    def __init__(self, graph: PortableGraph, dtype: str, step: Step, streamed: int, threads: int) -> None:
+        element = ELEMENTS[dtype]
+        columns = graph.head_size // 2 if dtype == "int4" else graph.head_size
+        shape = (step.streams, graph.kv_heads, step.context, columns)
+        self.copies = min(max(1, MOST_COPIES // step.tokens), -(-streamed // (2 * math.prod(shape) * element.itemsize)))
+        self._session = timing.session_of(attention_model(graph, dtype, self.copies, step.context), threads)
+        self._binding = self._session.io_binding()
+        self._bound: list[NDArray[Any]] = []
+        rng = np.random.default_rng(0)
+        width = (graph.heads + 2 * graph.kv_heads) * graph.head_size
+        fed = {
+            "qkv": rng.standard_normal((step.streams, step.tokens, width)).astype(np.float32),
+            "seqlens_k": np.full(step.streams, step.context - 1, np.int32),
+            "total_sequence_length": np.array(step.context, np.int32),
+        }
+        for value in self._session.get_inputs():
+            if value.name in fed:
+                self._bind(self._binding.bind_input, value.name, fed[value.name])
+        output = np.empty((step.streams, step.tokens, graph.heads * graph.head_size), np.float32)
+        for copy in range(self.copies):
+            for part in ("key", "value"):
+                # Written, not just asked for: pages of zeros would all be one.
+                buffer = rng.integers(0, 8, shape).astype(element)
+                self._bind(self._binding.bind_input, f"past_key_values.{copy}.{part}", buffer)
+                self._bind(self._binding.bind_output, f"present.{copy}.{part}", buffer)
+            self._bind(self._binding.bind_output, f"y{copy}", output)
+
+    def sample(self) -> float:
+        """Seconds of one layer, over one run of all copies."""
+        start = time.perf_counter()
+        self._session.run_with_iobinding(self._binding)
+        return (time.perf_counter() - start) / self.copies
+
+    def _bind(self, bind: Callable[..., None], name: str, array: NDArray[Any]) -> None:
+        bind(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+        self._bound.append(array)
+
+
+def attention_model(graph: PortableGraph, dtype: str, copies: int, context: int) -> ir.Model:
+    """``copies`` attentions of one input ``qkv [B, S, (H+2G)·D]`` to ``y0 [B, S, H·D]`` and on, lowered by the target.
+
+    :class:`BuildError` if no pass takes it, or makes another cache of it than was asked for.
+    """
+    kv_scales = (
+        {}
+        if dtype == "float32"
+        else {
+            f"layers.{copy}.{part}": np.full((graph.kv_heads, graph.head_size), 1 / 32, np.float32)
+            for copy in range(copies)
+            for part in ("k_scale", "v_scale")
+        }
+    )
+    model = _exported(graph, copies, context)
+    bare = graph.model_copy(update={"groups": ()})
+    lowering = Lowering(model, bare, _NoWeights(), context, kv_scales, 4 if dtype == "int4" else 8)
+    for step in ort_cpu.ATTENTION_PASSES:
+        step.run(lowering)
+        model.graph.sort()
+    product = next(node for node in model.graph if node.domain == INTERNAL)
+    qkv = _value("qkv", product.outputs[0].shape)
+    ir.convenience.replace_all_uses_with(product.outputs[0], qkv)
+    model.graph.inputs.append(qkv)
+    model.graph.remove(product, safe=True)
+    for value in list(model.graph.inputs):
+        if not value.uses():
+            model.graph.inputs.remove(value)
+    for node in [node for node in model.graph if node.op_type == "Identity"]:
+        attended, y = node.inputs[0], node.outputs[0]
+        assert attended is not None
+        model.graph.outputs[model.graph.outputs.index(y)] = attended
+        attended.name, y.name = y.name, f"{y.name}.copied"
+        model.graph.remove(node, safe=True)
+    found = {value.dtype for value in model.graph.inputs if (value.name or "").startswith("past_")}
+    if found != {CACHE_TYPES[dtype]} or any(node.domain == INTERNAL for node in model.graph):
+        raise BuildError(
+            f"the passes of ort-cpu make caches of {', '.join(map(str, found)) or 'nothing'} for {dtype}",
+            expected=f"attention over {CACHE_TYPES[dtype]}",
+            remedy="write plan.kv_cache out",
+        )
+    return model
+
+
+class _NoWeights:
+    """Attention has none."""
+
+    def linear(self, name: str) -> Any:
+        raise BuildError(f"attention asks for {name}", expected="a graph without weights")
+
+    weight = tensor = linear
+
+
+def _exported(graph: PortableGraph, copies: int, context: int) -> ir.Model:
+    """Attention as ``pipeline.export`` writes it, after products were merged: all copies read one of them."""
+    heads, kv_heads, size = graph.heads, graph.kv_heads, graph.head_size
+    x, mask, positions = (
+        _value("x", ["batch", "tokens", 1]),
+        _value("attention_mask", ["batch", "total"], ir.DataType.INT64),
+        _value("position_ids", ["batch", "tokens"], ir.DataType.INT64),
+    )
+    empty = ir.Graph(
+        [x, mask, positions],
+        [],
+        nodes=[],
+        opset_imports={"": 23, ATTENTION_DOMAIN: 1},
+        name="attention",
+    )
+    model = ir.Model(empty, ir_version=10, functions=[attention_function()])
+
+    def add(
+        op_type: str, inputs: Sequence[ir.Value], *shapes: Sequence[int | str], **attributes: Any
+    ) -> list[ir.Value]:
+        domain = attributes.pop("domain", "")
+        node = ir.node(op_type, inputs, attributes=attributes, domain=domain, num_outputs=len(shapes))
+        for output, shape in zip(node.outputs, shapes, strict=True):
+            output.shape, output.type = ir.Shape(shape), ir.TensorType(ir.DataType.FLOAT)
+        model.graph.append(node)
+        return list(node.outputs)
+
+    counts = np.array([heads, kv_heads, kv_heads], np.int64)
+    (merged,) = add(OP, [x], ["batch", "tokens", int(counts.sum()) * size], domain=INTERNAL)
+    angles = np.arange(context)[:, None] * 10_000.0 ** -np.linspace(0, 1, size // 2, endpoint=False)
+    tables = [constant(model, f"rotary.{f.__name__}", f(angles).astype(np.float32)) for f in (np.cos, np.sin)]
+    for copy in range(copies):
+        parts = add("Split", [merged, constant(model, "parts", counts * size)],
+                    *(["batch", "tokens", int(count) * size] for count in counts), axis=2)  # fmt: skip
+        states: list[ir.Value] = []
+        for number, (part, count) in enumerate(zip(parts, counts.tolist(), strict=True)):
+            sizes = constant(model, f"heads.{count}", np.array([0, 0, count, size], np.int64))
+            (rows,) = add("Reshape", [part, sizes], ["batch", "tokens", count, size])
+            (turned,) = add("Transpose", [rows], ["batch", count, "tokens", size], perm=[0, 2, 1, 3])
+            if graph.rotary != "none" and number < 2:
+                interleaved = int(graph.rotary == "interleaved")
+                inputs = [turned, *tables, positions]
+                (turned,) = add("RotaryEmbedding", inputs, ["batch", count, "tokens", size], interleaved=interleaved)
+            states.append(turned)
+        buffer = ["batch", kv_heads, "past", size]
+        past = [_value(f"past_key_values.{copy}.{part}", buffer) for part in ("key", "value")]
+        output, *present = add(
+            "Attention", [*states, mask, *past], ["batch", heads, "tokens", size], buffer, buffer,
+            domain=ATTENTION_DOMAIN, scale=size**-0.5, softcap=0.0, window=0,
+        )  # fmt: skip
+        for part, value in zip(("key", "value"), present, strict=True):
+            value.name = f"present.{copy}.{part}"
+        (rows,) = add("Transpose", [output], ["batch", "tokens", heads, size], perm=[0, 2, 1, 3])
+        flat = constant(model, "flat", np.array([0, 0, heads * size], np.int64))
+        (joined,) = add("Reshape", [rows, flat], ["batch", "tokens", heads * size])
+        (y,) = add("Identity", [joined], ["batch", "tokens", heads * size])
+        y.name = f"y{copy}"
+        model.graph.inputs.extend(past)
+        model.graph.outputs.extend([y, *present])
+    return model
+
+
+def _value(name: str, shape: Any, dtype: ir.DataType = ir.DataType.FLOAT) -> ir.Value:
+    return ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))

@@ -1,0 +1,125 @@
+"""What is timed as attention is attention, over caches as the target keeps them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from engines import attention_costs, timing
+from engines.attention_costs import Step, attention_model
+from pipeline.graph import PortableGraph
+from tests.lowering import run
+
+Array = NDArray[np.float32]
+CONTEXT = 24
+KEPT = ("float32", "int8", "int4")
+
+
+def graph(rotary: str = "half") -> PortableGraph:
+    return PortableGraph(
+        architecture="Test",
+        layers=2,
+        hidden_size=64,
+        heads=4,
+        kv_heads=2,
+        head_size=16,
+        vocab_size=8,
+        tied_embeddings=True,
+        embedding="",
+        rotary=rotary,  # type: ignore[arg-type]
+        max_positions=CONTEXT,
+        groups=(),
+        stop_tokens=(),
+        max_relative_error=0.0,
+        versions={},
+    )
+
+
+def attended(qkv: Array, keys: Array, values: Array) -> Array:
+    """One stream's last tokens ``[S, (4+2+2)*16]`` without rotary embedding, over a cache ``[2, T, 16]``."""
+    count = len(qkv)
+    query, key, value = np.split(qkv.reshape(count, 8, 16), [4, 6], axis=1)
+    keys, values = keys.copy(), values.copy()
+    keys[:, -count:], values[:, -count:] = key.swapaxes(0, 1), value.swapaxes(0, 1)
+    hidden = np.triu(np.ones((count, CONTEXT), bool), CONTEXT - count + 1)
+    rows: list[Array] = []
+    for head in range(4):
+        scores = np.where(hidden, -np.inf, query[:, head] @ keys[head // 2].T / 4)
+        weights = np.exp(scores - scores.max(1, keepdims=True))
+        rows.append(weights / weights.sum(1, keepdims=True) @ values[head // 2])
+    return np.concatenate(rows, axis=1)
+
+
+@pytest.mark.parametrize(("streams", "tokens"), [(3, 1), (1, 20)])
+def test_every_copy_is_attention_over_a_cache_of_its_own(streams: int, tokens: int, operators_of: str) -> None:
+    rng = np.random.default_rng(0)
+    qkv = rng.standard_normal((streams, tokens, 128)).astype(np.float32)
+    caches = rng.standard_normal((2, 2, streams, 2, CONTEXT, 16)).astype(np.float32)
+    feeds = {
+        f"past_key_values.{copy}.{part}": caches[copy, number]
+        for copy in range(2)
+        for number, part in enumerate(("key", "value"))
+    }
+    found = run(
+        attention_model(graph("none"), "float32", 2, CONTEXT),
+        feeds
+        | {
+            "qkv": qkv,
+            "seqlens_k": np.full(streams, CONTEXT - 1, np.int32),
+            "total_sequence_length": np.array(CONTEXT, np.int32),
+        },
+    )
+    for copy in range(2):
+        for stream in range(streams):
+            expected = attended(qkv[stream], caches[copy, 0, stream], caches[copy, 1, stream])
+            np.testing.assert_allclose(found[f"y{copy}"][stream], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rotary", ["half", "interleaved", "none"])
+@pytest.mark.parametrize("dtype", KEPT)
+def test_attention_is_what_the_passes_write(dtype: str, rotary: str, operators_of: str) -> None:
+    model = attention_model(graph(rotary), dtype, 3, CONTEXT)
+    operators = {node.op_type for node in model.graph}
+    assert "RotaryEmbedding" not in operators and "Identity" not in operators
+    if operators_of == "native" and dtype != "int4":
+        assert operators == {"CachedAttention"}
+    else:
+        inside = {node.op_type for node in model.graph.all_nodes()}
+        assert {"If", "GroupQueryAttention"} <= inside and "CachedAttention" not in inside
+    shapes = {tuple(i.shape or ())[-1] for i in model.graph.inputs if (i.name or "").startswith("past_")}
+    assert shapes == {8 if dtype == "int4" else 16}
+
+
+def test_every_way_to_keep_the_cache_is_timed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "CACHE", tmp_path)
+    asked: list[int] = []
+    fastest = timing.fastest
+    monkeypatch.setattr(timing, "fastest", lambda samples: asked.append(len(samples)) or fastest(samples))  # type: ignore[func-returns-value]
+
+    def seconds(rows: list[int], **changes: int) -> timing.Seconds:
+        settings = {"slots": 4, "context": CONTEXT, "streamed": 1 << 14, "threads": 1} | changes
+        return attention_costs.costs(graph(), KEPT, rows, **settings)  # type: ignore[arg-type]
+
+    assert seconds([1, 20], only_kept=True) == {dtype: {} for dtype in KEPT}
+    found = seconds([1, 20])
+    assert list(found) == list(KEPT) and all(min(by_rows.values()) > 0 for by_rows in found.values())
+    assert seconds([1, 20]) == found == seconds([1, 20], only_kept=True)
+    assert seconds([1, 20], slots=2) == found, "both steps stay what they are"
+    assert asked == [3, 3]
+    seconds([20], slots=20)
+    seconds([1], context=CONTEXT // 2)
+    assert asked == [3, 3, 3, 3]
+
+
+@given(rows=st.integers(1, 64), slots=st.integers(1, 64), context=st.integers(1, 64))
+def test_a_step_computes_its_rows_and_leaves_the_cache_that_was_asked_for(rows: int, slots: int, context: int) -> None:
+    step = Step.of(rows, slots, context)
+    assert step.streams * step.tokens == rows
+    assert step.streams == 1 or step.tokens == 1
+    assert step.streams <= slots and step.tokens <= step.context
+    assert step.context == context or step.context == rows > context
