@@ -190,13 +190,3 @@ def _record(shape: Shape, names: Sequence[str]) -> PortableGraph:
         max_relative_error=0.0,
         versions={},
     )
-
-
-def table(shape: Shape, seconds: Seconds) -> str:
-    """Billions of operations a second (a multiply and an add are two), a line a kernel, for people to read."""
-    counts = sorted({count for by_rows in seconds.values() for count in by_rows})
-    lines = [f"{shape.columns}x{shape.outputs}".ljust(14) + "".join(f"M={count}".rjust(8) for count in counts)]
-    for kernel, by_rows in seconds.items():
-        rates = (2 * count * shape.columns * shape.outputs / by_rows[count] / 1e9 for count in counts)
-        lines.append(kernel.ljust(14) + "".join(f"{rate:8.0f}" for rate in rates))
-    return "\n".join(lines)

@@ -235,6 +235,33 @@ def plan(artifacts: Artifacts = Path("artifacts"), params: Params = Path("params
 
 
 @app.command(rich_help_panel="Explain")
+def costs(
+    rows: Annotated[str, typer.Option(help="Rows of a step: streams that decode together, or tokens of a prompt.")] = (
+        "1,4,8,16,32,128,512"
+    ),
+    artifacts: Artifacts = Path("artifacts"),
+    params: Params = Path("params.yaml"),
+    as_json: Json = False,
+) -> None:
+    """Time every kernel that a plan may choose, on this machine and the shapes of this model; figures are kept.
+
+    Example: `tapeout costs --rows 1,32`
+    """
+    from pipeline.commands import costs as command
+    from pipeline.recipe import load_recipe
+
+    record, shown = command.run(
+        artifacts, load_recipe(params), command.parse_rows(rows), lambda text: print(text, file=sys.stderr)
+    )
+    if as_json:
+        _print_json(record)
+    else:
+        from pipeline.commands.tables import console
+
+        console().print(shown)
+
+
+@app.command(rich_help_panel="Explain")
 def doctor(params: Params = Path("params.yaml"), as_json: Json = False) -> None:
     """Say what this machine can build and run, what is missing, and how to get it. Exits 2 if something is.
 

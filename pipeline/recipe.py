@@ -111,9 +111,12 @@ Cache = Annotated[Auto | Annotated[KVCache, Tag(WRITTEN)], _FORM]
 class Plan(Section):
     """Which kernel computes what. Below ``context`` stands what ``kernels: auto`` asks for."""
 
-    # Not params.yaml's mix: that was measured on its own model, and 8 bits everywhere suit any.
-    kernels: Kernels = (Rule(match="*", bits=8, group_size=64, symmetric=True),)
-    embeddings: Embeddings = Kernel(bits=8, group_size=64, symmetric=True)  # and lm_head
+    # 6 bits where a byte less costs least: gate/up and tables (docs/benchmarks/plans.md).
+    kernels: Kernels = (
+        Rule(match="layers.*.gate_up", bits=6, group_size=64, symmetric=True),
+        Rule(match="*", bits=8, group_size=64, symmetric=True),
+    )
+    embeddings: Embeddings = Kernel(bits=6, group_size=32, symmetric=True)  # and lm_head
     kv_cache: Cache = KVCache()
     context: Count = 512  # tokens in the KV cache of a sequence, where its bytes count and attention is timed
     goal: Literal["workload", "latency", "throughput", "memory"] = "workload"

@@ -37,6 +37,7 @@ COMMANDS = [
     "report",
     "inspect",
     "plan",
+    "costs",
     "doctor",
     "stage",
     "recipe",

@@ -106,8 +106,3 @@ def test_a_sample_reads_no_more_than_the_model_does(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(timing, "last_level_cache_bytes", lambda: 1000)
     assert timing.streamed_bytes(300) == 300
     assert timing.streamed_bytes(1 << 30) == timing.STREAMED_CACHES * 1000
-
-
-def test_the_table_shows_operations_a_second() -> None:
-    text = costs.table(Shape(1000, 500), {"fp32": {1: 1e-3, 8: 4e-3}})
-    assert text.splitlines()[1].split() == ["fp32", "1", "2"]

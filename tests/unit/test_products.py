@@ -90,7 +90,7 @@ def test_a_written_plan_gets_the_times_of_a_chosen_one(
     assert chosen.seconds[HEAD].keys() == {kernel.name for kernel in menu_for(128, TABLE_MENU)}
     assert chosen.attention.keys() == {cache.dtype for cache in CACHE_MENU}
     found = seconds()
-    head, cache = chosen.seconds[HEAD]["8-bit g64"], chosen.attention["int8"]
+    head, cache = chosen.seconds[HEAD]["6-bit g32"], chosen.attention["int8"]
     assert found["embeddings"] == pytest.approx(0.5 * head[1] + 0.5 * head[1] / 24)
     assert found["KV cache"] == pytest.approx(graph.record.layers * (0.5 * cache[1] + 0.5 * cache[24] / 24))
     # No menu holds this kernel at this width, so it has no time.

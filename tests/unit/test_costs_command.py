@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from engines import timing
+from pipeline.cli import app
+from pipeline.errors import RecipeError
+from pipeline.kernels import TABLE_MENU
+from quantization.plan import CACHE_MENU, menu_for
+from tests.graphs import llama_graph
+
+PARAMS = """
+model: {source: "file:m"}
+data: {source: "file:d"}
+plan: {context: 32}
+build: {slots: 4, threads: 1}
+benchmark: {batches: [1]}
+"""
+
+
+@pytest.fixture
+def folder(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(timing, "CACHE", tmp_path / "costs")
+    monkeypatch.setattr(timing, "ROUNDS", 1)
+    llama_graph(tiny_checkpoint, tmp_path / "graph")
+    (tmp_path / "params.yaml").write_text(PARAMS)
+    return tmp_path
+
+
+def ask(folder: Path, *words: str) -> str:
+    options = ("--artifacts", str(folder), "--params", str(folder / "params.yaml"))
+    done = CliRunner().invoke(app, ["costs", *options, *words], catch_exceptions=False)
+    assert done.exit_code == 0
+    return done.stdout
+
+
+def test_every_kernel_is_timed_on_every_shape_at_every_row_count(folder: Path) -> None:
+    """Whatever the recipe has written out; a second time nothing is measured again."""
+    found = json.loads(ask(folder, "--rows", "8,1", "--json"))
+    assert found["rows"] == [1, 8] and found["threads"] == 1
+    head = next(product for product in found["products"] if (product["columns"], product["outputs"]) == (128, 1024))
+    assert list(head["kernels"]) == [kernel.name for kernel in menu_for(128, TABLE_MENU)]
+    assert all(kernel["bytes"] > 0 for product in found["products"] for kernel in product["kernels"].values())
+    assert list(found["attention"]["kernels"]) == [cache.dtype for cache in CACHE_MENU]
+    parts = [*found["products"], found["attention"]]
+    seconds = [kernel["seconds"] for part in parts for kernel in part["kernels"].values()]
+    assert all(list(by_rows) == ["1", "8"] and min(by_rows.values()) > 0 for by_rows in seconds)
+    assert json.loads(ask(folder, "--rows", "1,8", "--json")) == found
+
+
+def test_people_see_who_uses_a_shape(folder: Path) -> None:
+    shown = ask(folder, "--rows", "1")
+    assert "128 x 1024: 1 head" in shown and "4 qkv" in shown and "1 row, µs" in shown
+    assert "attention of a layer over 32 tokens; up to 4 rows are streams, more are a prompt" in shown
+
+
+@pytest.mark.parametrize("rows", ["", "0", "1,x", "1,,2"])
+def test_rows_that_are_none_are_refused(folder: Path, rows: str) -> None:
+    with pytest.raises(RecipeError, match="--rows") as caught:
+        ask(folder, "--rows", rows)
+    assert caught.value.expected == "row counts, such as 1,8,128"
