@@ -47,6 +47,8 @@ class Search(Frozen):
     max_bytes: int | None
     target: str
     threads: int
+    slots: int  # sequences whose KV cache counts,
+    context: int  # of so many tokens each
     predicted_kl: float  # the sum over units, embeddings and KV cache among them
     joint_kl: float  # of all of them at once
     rounds: tuple[Round, ...]  # plans that were measured as a whole; this one is among them
@@ -70,7 +72,7 @@ class KernelPlan(Record):
 
 
 def summary(plan: KernelPlan) -> str:
-    """How the plan came about, in two sentences."""
+    """How the plan came about, in a few sentences."""
     search = plan.search
     if search is None:
         return "Written in the recipe; nothing was measured of it. `kernels: auto` chooses by measurement."
@@ -79,7 +81,8 @@ def summary(plan: KernelPlan) -> str:
     )
     goal = "for the fewest bytes" if search.goal == "memory" else f"for the least time per token ({shares})"
     return (
-        f"Chosen {goal} on {search.target} with {search.threads} threads, with a KL of at most {search.max_kl:g}. "
+        f"Chosen {goal} on {search.target} with {search.threads} threads, with a KL of at most {search.max_kl:g} and a "
+        f"KV cache for {search.slots} sequences of {search.context} tokens. "
         f"The KLs of units sum to {search.predicted_kl:.4f}; all kernels at once have {search.joint_kl:.4f}, on "
         f"{len(search.rows)} rows of text that no unit was measured on."
     )
@@ -91,25 +94,24 @@ COLUMNS = ("unit", "kernel", "µs/token", "MB", "KL", "why")
 def table(plan: KernelPlan) -> list[tuple[str, ...]]:
     """A row a unit, then embeddings, KV cache and the sum of what was counted; ``COLUMNS`` names the cells."""
 
-    def row(
-        name: str, kernel: str, seconds: float | None, size: int | None, kl: float | None, why: str
-    ) -> tuple[str, ...]:
+    def row(part: Part, kernel: str) -> tuple[str, ...]:
         return (
-            name,
+            part.name,
             kernel,
-            "" if seconds is None else f"{seconds * 1e6:.1f}",
-            "" if size is None else f"{size / 1e6:.2f}",
-            "" if kl is None else f"{kl:.5f}",
-            why,
+            "" if part.seconds is None else f"{part.seconds * 1e6:.1f}",
+            "" if part.bytes is None else f"{part.bytes / 1e6:.2f}",
+            "" if part.kl is None else f"{part.kl:.5f}",
+            part.reason,
         )
 
-    units: list[tuple[Part, str]] = [(unit, unit.kernel.name) for unit in (*plan.units, plan.embeddings)]
-    parts = [*units, (plan.kv_cache, plan.kv_cache.settings.name)]
-    rows = [row(part.name, kernel, part.seconds, part.bytes, part.kl, part.reason) for part, kernel in parts]
-    taken = [part.seconds for part, _ in parts if part.seconds is not None]
-    seconds = sum(taken) if len(taken) == len(parts) else None
-    size, search = sum(part.bytes or 0 for part, _ in parts), plan.search
-    if search is None:
-        return [*rows, row("all", "", seconds, size, None, "")]
-    together = f"{search.joint_kl:.5f} at once, of {search.max_kl:g}"
-    return [*rows, row("all", "", seconds, size, search.predicted_kl, together)]
+    units, cache, search = (*plan.units, plan.embeddings), plan.kv_cache, plan.search
+    seconds = [part.seconds for part in (*units, cache)]
+    together = Part(
+        name="all",
+        bytes=sum(part.bytes or 0 for part in (*units, cache)),
+        seconds=None if None in seconds else sum(taken or 0.0 for taken in seconds),
+        kl=None if search is None else search.predicted_kl,
+        reason="" if search is None else f"{search.joint_kl:.5f} at once, of {search.max_kl:g}",
+    )
+    rows = [row(unit, unit.kernel.name) for unit in units]
+    return [*rows, row(cache, cache.settings.name), row(together, "")]

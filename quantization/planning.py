@@ -176,6 +176,8 @@ def _chosen(
             max_bytes=wanted.max_bytes,
             target=costs.target,
             threads=costs.threads,
+            slots=costs.slots,
+            context=costs.context,
             predicted_kl=settled.round.predicted_kl,
             joint_kl=settled.round.joint_kl,
             rounds=settled.rounds,

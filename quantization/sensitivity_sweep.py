@@ -55,9 +55,14 @@ def sweep(
     with artifact.create(folder, Sensitivity) as draft, Progress(*_PROGRESS) as progress:
         task = progress.add_task("measuring sensitivity", total=count)
         simulation = Simulation(graph, chosen, {unit.first_layer for unit in units})
-        for number, (unit, kernels) in enumerate(work, 1):
+
+        def say(name: str, number: int) -> None:
             if not progress.console.is_terminal:  # where a bar is drawn once, at the end
-                progress.console.print(f"measuring sensitivity: {unit.name} ({number} of {len(work)})", highlight=False)
+                total = len(work) + 2
+                progress.console.print(f"measuring sensitivity: {name} ({number} of {total})", highlight=False)
+
+        for number, (unit, kernels) in enumerate(work, 1):
+            say(unit.name, number)
             kls = {FLOAT.name: 0.0}
             prepared = rounding.prepare(unit.groups)
             for kernel in kernels:
@@ -65,11 +70,13 @@ def sweep(
                 kls[kernel.name] = simulation.kl(changed, first_layer=unit.first_layer)
                 progress.advance(task)
             measured.append(UnitSensitivity(name=unit.name, groups=tuple(group.name for group in unit.groups), kl=kls))
+        say("embeddings", len(work) + 1)
         embeddings: dict[str, float] = {}
         for kernel in tables:
             changed = rounding.tables(kernel)
             embeddings[kernel.name] = simulation.kl(changed) if changed else 0.0
             progress.advance(task)
+        say("KV cache", len(work) + 2)
         kv_cache: dict[str, float] = {}
         for cache in kept:
             rounded = rounding.kv_cache(cache)

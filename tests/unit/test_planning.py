@@ -17,7 +17,7 @@ from pipeline.kernels import FLOAT, MENU, TABLE_MENU, Kernel
 from pipeline.recipe import Calibrate, DataSource, KVCache, ModelSource, Plan, Recipe, Rule
 from quantization.calibrate import calibrate
 from quantization.calibration import Calibration
-from quantization.kernel_plan import COLUMNS, FRONTIER_CHART, FRONTIER_FILE, PLAN_FILE, KernelPlan, table
+from quantization.kernel_plan import COLUMNS, FRONTIER_CHART, FRONTIER_FILE, PLAN_FILE, KernelPlan, summary, table
 from quantization.plan import resolve, units_of
 from quantization.planner import Chosen, Limits, Option, Settled, Workload, choose, settle
 from quantization.planning import make_plan, reason
@@ -172,6 +172,7 @@ def test_a_chosen_plan_keeps_to_its_budget_as_a_whole(inputs: Inputs, tmp_path: 
     assert set(search.rows).isdisjoint(inputs[2].record.rows) and len(search.rows) == 4
     assert (search.predicted_kl, search.joint_kl) in {(r.predicted_kl, r.joint_kl) for r in search.rounds}
     assert found.parents["sensitivity"] == inputs[2].digest
+    assert "KV cache for 4 sequences of 64 tokens" in summary(found.record)
     kernels = found.record.kernels
     assert kernels.keys() == {group.name for group in inputs[0].record.groups} - {"lm_head"}
 

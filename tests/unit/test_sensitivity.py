@@ -95,6 +95,14 @@ def test_a_written_plan_asks_for_nothing(inputs: Inputs, tmp_path: Path) -> None
     assert found.record == Sensitivity(asked=False)
 
 
+def test_tables_and_cache_that_are_written_out_are_measured_alone(inputs: Inputs, tmp_path: Path) -> None:
+    fixed = {"embeddings": Kernel(bits=4, group_size=16, symmetric=True), "kv_cache": KVCache(granularity="per_tensor")}
+    written = inputs.recipe.model_copy(update={"plan": inputs.recipe.plan.model_copy(update=fixed | {"rows": 1})})
+    found = sweep(written, *inputs[1:], tmp_path / "sensitivity").record
+    assert list(found.embeddings) == ["4-bit g16"] and list(found.kv_cache) == ["int8 per tensor"]
+    assert min(*found.embeddings.values(), *found.kv_cache.values()) > 0
+
+
 @pytest.fixture(scope="module")
 def simulation(inputs: Inputs) -> Simulation:
     return Simulation(inputs.graph, held_out(inputs.calibration, inputs.rows)[:3], {0, 2})
