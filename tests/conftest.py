@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers of xdist share the cores
 
 from engines import native
+from engines.fingerprint import cpu_features
+from engines.native import LEVELS, Level
 from tests import tiny
 from tests.native import without_native_operators
 
@@ -40,6 +42,17 @@ def native_operators() -> None:
     reason = native.unsupported()
     if reason:
         pytest.skip(reason)
+
+
+@pytest.fixture(scope="module", params=LEVELS, ids=lambda level: level.name)
+def level(request: pytest.FixtureRequest) -> Iterator[Level]:
+    """A test runs for every level of native kernels that this processor has, as if it had no better one."""
+    lacking = set(request.param.needed) - set(cpu_features())
+    if native.level() is None or lacking:
+        pytest.skip(native.unsupported() or f"this processor lacks {', '.join(sorted(lacking))}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "cpu_features", lambda: request.param.needed)
+        yield request.param
 
 
 @pytest.fixture(params=["native", "stock"])

@@ -1,24 +1,53 @@
 """Operators of our own for ONNX Runtime on CPU, in C: what its operators do on the way, done in one pass over memory.
 
 ``source/`` has the kernels, ``compiler`` makes a library of them, the passes that import ``DOMAIN`` put them into
-graphs, and a bundle holds the library it was judged with. They are written for x86-64 with AVX-512 VNNI; elsewhere ONNX
-Runtime's own operators run.
+graphs, and a bundle holds the library it was judged with. The same sources are compiled for one of ``LEVELS`` of x86-64
+processors; elsewhere ONNX Runtime's own operators run.
 """
 
 from __future__ import annotations
 
 import platform
+from dataclasses import dataclass
 
 from engines.fingerprint import cpu_features
 
 DOMAIN = "tapeout.kernels"
 LIBRARY = "kernels.so"  # its name in a bundle
-NEEDED = ("avx512f", "avx512bw", "avx512_vnni")  # a processor with these has avx512dq, avx512vl and the like, too
+
+
+@dataclass(frozen=True)
+class Level:
+    """Processors that one library is for."""
+
+    name: str
+    needed: tuple[str, ...]  # what tells them, of engines.fingerprint.FEATURES
+    flags: tuple[str, ...]  # for the compiler
+
+
+# Best first. What a processor has beside what tells it: the first avx512dq, avx512vl and the like, the second f16c.
+LEVELS = (
+    Level(
+        "AVX-512 VNNI",
+        ("avx512f", "avx512bw", "avx512_vnni"),
+        ("-mcpu=x86_64_v4+avx512vnni", "-mprefer-vector-width=512"),
+    ),
+    Level("AVX2", ("avx2", "fma"), ("-mcpu=x86_64_v3",)),
+)
+
+
+def level() -> Level | None:
+    """The best that this processor has; None where the kernels cannot run."""
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return None
+    return next((known for known in LEVELS if set(known.needed) <= set(cpu_features())), None)
 
 
 def unsupported() -> str:
     """Why the kernels cannot run here, as a clause for users; empty where they can."""
+    if level():
+        return ""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return f"native kernels are for Linux on x86-64, not {platform.system()} on {platform.machine()}"
-    missing = [feature for feature in NEEDED if feature not in cpu_features()]
-    return f"native kernels need {', '.join(missing)}, which this processor lacks" if missing else ""
+    missing = [feature for feature in LEVELS[-1].needed if feature not in cpu_features()]
+    return f"native kernels need {', '.join(missing)}, which this processor lacks"

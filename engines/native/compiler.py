@@ -14,7 +14,7 @@ import tempfile
 from importlib import metadata
 from pathlib import Path
 
-from engines.native import LIBRARY
+from engines.native import LIBRARY, Level
 from pipeline.errors import BuildError
 
 CACHE = Path.home() / ".cache" / "tapeout" / "kernels"
@@ -22,24 +22,24 @@ SOURCE = Path(__file__).parent / "source"
 COMPILER = "ziglang"
 FLAGS = (
     *("-std=c11", "-O3", "-Wall", "-Wextra", "-Werror"),
-    *("-target", "x86_64-linux-gnu.2.28", "-mcpu=x86_64_v4+avx512vnni", "-mprefer-vector-width=512"),
-    *("-shared", "-fPIC", "-fvisibility=hidden", "-s"),
+    *("-target", "x86_64-linux-gnu.2.28", "-shared", "-fPIC", "-fvisibility=hidden", "-s"),
 )
 
 
-def library() -> Path:
-    """The library, compiled once for these sources and this compiler. :class:`BuildError` where there is none."""
+def library(level: Level) -> Path:
+    """The library, compiled once for these sources, this level and this compiler. :class:`BuildError` without one."""
     if importlib.util.find_spec(COMPILER) is None:
         raise BuildError(
             f"no compiler: the package {COMPILER} is not installed",
             expected="the pinned compiler that native kernels are built with",
             remedy='pip install ".[pipeline]"',
         )
-    path = CACHE / _key() / LIBRARY
+    flags = (*FLAGS, *level.flags)
+    path = CACHE / _key(flags) / LIBRARY
     try:
         if not path.is_file():
             path.parent.mkdir(parents=True, exist_ok=True)
-            _compile(path)
+            _compile(path, flags)
     except OSError as error:
         raise BuildError(
             f"kernels cannot be compiled into {path.parent}: {error}",
@@ -49,19 +49,19 @@ def library() -> Path:
     return path
 
 
-def _key() -> str:
-    content = hashlib.sha256(repr((metadata.version(COMPILER), FLAGS)).encode())
+def _key(flags: tuple[str, ...]) -> str:
+    content = hashlib.sha256(repr((metadata.version(COMPILER), flags)).encode())
     for path in sorted(SOURCE.iterdir()):
         content.update(path.name.encode() + b"\0" + path.read_bytes())
     return content.hexdigest()[:16]
 
 
-def _compile(path: Path) -> None:
+def _compile(path: Path, flags: tuple[str, ...]) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as own:  # others may be compiling the same
         partial = Path(own) / path.name
         sources = sorted(file.name for file in SOURCE.glob("*.c"))
         done = subprocess.run(
-            [sys.executable, "-m", COMPILER, "cc", *FLAGS, "-o", str(partial), *sources],
+            [sys.executable, "-m", COMPILER, "cc", *flags, "-o", str(partial), *sources],
             cwd=SOURCE,
             capture_output=True,
             text=True,

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from engines import native
-from engines.native import DOMAIN, LIBRARY, NEEDED, compiler, unsupported
+from engines.native import DOMAIN, LEVELS, LIBRARY, Level, compiler, unsupported
 from engines.sessions import cpu_options
 from engines.targets import ort_cpu
 from pipeline.errors import BuildError
@@ -22,6 +22,7 @@ from tests.lowering import model_of, named, op, value
 COMPILES = pytest.mark.skipif(
     (platform.system(), platform.machine()) != ("Linux", "x86_64"), reason="kernels are made on Linux on x86-64"
 )
+BEST, LEAST = LEVELS
 SMALL = '__attribute__((visibility("default"))) int answer(void) { return 42; }'
 
 
@@ -57,12 +58,12 @@ def test_the_same_sources_give_the_same_bytes_anywhere(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the kernels themselves, compiled at two places by compilers that have kept nothing of each other's."""
-    first = compiler.library()
+    first = compiler.library(BEST)
     copy = tmp_path / "elsewhere" / "source"
     shutil.copytree(compiler.SOURCE, copy)
     monkeypatch.setattr(compiler, "SOURCE", copy)
     monkeypatch.setattr(compiler, "CACHE", tmp_path / "other")
-    second = compiler.library()
+    second = compiler.library(BEST)
     assert first.parent.parent == cache and second.parent.parent == tmp_path / "other"
     assert first.parent.name == second.parent.name and first.name == LIBRARY
     assert first.read_bytes() == second.read_bytes()
@@ -70,20 +71,22 @@ def test_the_same_sources_give_the_same_bytes_anywhere(
 
 @COMPILES
 def test_what_is_compiled_is_not_compiled_again(cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = compiler.library()
+    path = compiler.library(BEST)
     assert files(cache) == [path]
 
-    def never(path: Path) -> None:
+    def never(path: Path, flags: tuple[str, ...]) -> None:
         raise AssertionError(f"{path} is compiled again")
 
     monkeypatch.setattr(compiler, "_compile", never)
-    assert compiler.library() == path
+    assert compiler.library(BEST) == path
     with monkeypatch.context() as patch, pytest.raises(AssertionError, match="compiled again"):
         patch.setattr(compiler, "FLAGS", (*compiler.FLAGS, "-DANSWER"))
-        compiler.library()
+        compiler.library(BEST)
+    with pytest.raises(AssertionError, match="compiled again"):
+        compiler.library(LEAST)
     (source / "more.h").write_text("")  # not compiled itself, but what is may include it
     with pytest.raises(AssertionError, match="compiled again"):
-        compiler.library()
+        compiler.library(BEST)
 
 
 @COMPILES
@@ -91,18 +94,18 @@ def test_what_is_compiled_is_not_compiled_again(cache: Path, source: Path, monke
 def test_sources_that_do_not_compile_are_an_error_and_leave_nothing(cache: Path, source: Path, content: str) -> None:
     (source / "broken.c").write_text(content)
     with pytest.raises(BuildError, match=r"the kernels in .*source do not compile: (.|\n)*broken\.c") as caught:
-        compiler.library()
+        compiler.library(BEST)
     assert caught.value.expected == "a library"
     assert caught.value.remedy == "reinstall ziglang in the version that pyproject.toml names"
     assert files(cache) == []
     (source / "broken.c").unlink()
-    assert compiler.library().is_file()
+    assert compiler.library(BEST).is_file()
 
 
 def test_a_machine_without_the_compiler_is_told_how_to_get_it(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "COMPILER", "no_such_compiler")
     with pytest.raises(BuildError, match="no compiler: the package no_such_compiler is not installed") as caught:
-        compiler.library()
+        compiler.library(BEST)
     assert caught.value.expected == "the pinned compiler that native kernels are built with"
     assert caught.value.remedy == 'pip install ".[pipeline]"'
     assert files(cache) == []
@@ -115,16 +118,16 @@ def test_two_that_compile_at_once_end_with_one_whole_library(
     compiled: list[Path] = []
     compile_ = compiler._compile  # pyright: ignore[reportPrivateUsage]
 
-    def slowly(path: Path) -> None:
+    def slowly(path: Path, flags: tuple[str, ...]) -> None:
         compiled.append(path)
         deadline = time.monotonic() + 20
         while len(compiled) < 2 and time.monotonic() < deadline:  # until neither has found the other's
             time.sleep(0.01)
-        compile_(path)
+        compile_(path, flags)
 
     monkeypatch.setattr(compiler, "_compile", slowly)
     with ThreadPoolExecutor(2) as pool:
-        first, second = (future.result() for future in [pool.submit(compiler.library) for _ in range(2)])
+        first, second = (future.result() for future in [pool.submit(compiler.library, BEST) for _ in range(2)])
     assert compiled == [first, second] == [first, first]
     assert files(cache) == [first]
     assert ctypes.CDLL(str(first)).answer() == 42
@@ -140,7 +143,7 @@ def test_a_compiler_that_stops_half_way_leaves_no_library(
 
     monkeypatch.setattr(compiler.subprocess, "run", half)
     with pytest.raises(KeyboardInterrupt):
-        compiler.library()
+        compiler.library(BEST)
     assert files(cache) == []
 
 
@@ -153,18 +156,13 @@ def machine(monkeypatch: pytest.MonkeyPatch, system: str, kind: str, features: t
 @pytest.mark.parametrize(
     ("system", "kind", "features", "said"),
     [
-        ("Linux", "x86_64", (*NEEDED, "avx2"), ""),
+        ("Linux", "x86_64", (*BEST.needed, *LEAST.needed), ""),
+        ("Linux", "x86_64", ("avx", *LEAST.needed, "avx_vnni"), ""),
         ("Linux", "aarch64", ("asimddp",), "native kernels are for Linux on x86-64, not Linux on aarch64"),
-        ("Darwin", "x86_64", NEEDED, "native kernels are for Linux on x86-64, not Darwin on x86_64"),
-        ("Windows", "AMD64", NEEDED, "native kernels are for Linux on x86-64, not Windows on AMD64"),
-        (
-            *("Linux", "x86_64", ("avx2", "avx512f", "avx512bw")),
-            "native kernels need avx512_vnni, which this processor lacks",
-        ),
-        (
-            *("Linux", "x86_64", ("avx2", "avx_vnni")),
-            "native kernels need avx512f, avx512bw, avx512_vnni, which this processor lacks",
-        ),
+        ("Darwin", "x86_64", LEAST.needed, "native kernels are for Linux on x86-64, not Darwin on x86_64"),
+        ("Windows", "AMD64", LEAST.needed, "native kernels are for Linux on x86-64, not Windows on AMD64"),
+        ("Linux", "x86_64", ("avx", "fma"), "native kernels need avx2, which this processor lacks"),
+        ("Linux", "x86_64", ("avx",), "native kernels need avx2, fma, which this processor lacks"),
     ],
 )
 def test_why_they_cannot_run_here_is_a_clause_for_users(
@@ -174,11 +172,34 @@ def test_why_they_cannot_run_here_is_a_clause_for_users(
     assert unsupported() == said
 
 
+@pytest.mark.parametrize(
+    ("features", "level"),
+    [
+        ((*LEAST.needed, *BEST.needed), BEST),
+        (LEAST.needed, LEAST),
+        ((*LEAST.needed, "avx512f", "avx512bw"), LEAST),  # AVX-512 without VNNI
+        (BEST.needed[:2], None),
+        ((), None),
+    ],
+)
+def test_the_library_is_for_the_best_level_that_the_processor_has(
+    monkeypatch: pytest.MonkeyPatch, features: tuple[str, ...], level: Level | None
+) -> None:
+    compiled: list[Level] = []
+    monkeypatch.setattr(compiler, "library", compiled.append)
+    machine(monkeypatch, "Linux", "x86_64", features)
+    assert native.level() == level and bool(unsupported()) == (level is None)
+    ort_cpu.library()
+    assert compiled == ([] if level is None else [level])
+    machine(monkeypatch, "Linux", "aarch64", features)
+    assert native.level() is None
+
+
 def test_where_they_cannot_run_nothing_is_compiled_and_sessions_start_without(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine(monkeypatch, "Linux", "x86_64", ())
-    monkeypatch.setattr(compiler, "library", lambda: pytest.fail("compiled for nothing"))
+    monkeypatch.setattr(compiler, "library", lambda level: pytest.fail(f"compiled for nothing: {level}"))
     assert ort_cpu.library() is None
     assert cpu_options(2, None).intra_op_num_threads == 2
     with pytest.raises(BuildError, match="cannot run here"):  # not an illegal instruction

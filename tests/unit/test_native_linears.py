@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.native import unsupported
+from engines.native import Level
 from quantization.reference import round_activations
 from quantization.rounding import Bits, Format
 from tests.native import Rows, Run, check, expected, gather, product, random_linear
 
-pytestmark = pytest.mark.skipif(bool(unsupported()), reason=unsupported() or "they run here")
+pytestmark = pytest.mark.usefixtures("level")
 
 BITS: tuple[Bits, ...] = get_args(Bits)
 ROWS = (1, 2, 5, 6, 7, 13, 64)
@@ -106,7 +106,7 @@ def all_kinds(threads: int = 1) -> list[tuple[Run, int, int]]:
 
 
 @pytest.fixture(scope="module")
-def kinds() -> list[tuple[Run, int, int]]:
+def kinds(level: Level) -> list[tuple[Run, int, int]]:
     return all_kinds()
 
 

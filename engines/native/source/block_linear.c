@@ -20,7 +20,6 @@
 #include "ort.h"
 #include "vector.h"
 
-#include <immintrin.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -28,8 +27,14 @@
 /* Inputs below this are rounded by the calling thread: handing rows to others takes as long as a few thousand. */
 enum { SHARED_INPUTS = 1 << 13 };
 enum { PARTS = 32 }; /* of the columns, dealt to the threads */
-enum { LANES = 16, TILE = LANES, STEP = 4, ROWS = 6, FEW_ROWS = 2 };
-enum { CHAINS = 4 }; /* sums of a tile that do not wait for each other, where there are few rows */
+enum { TILE = LANES, STEP = 4, FEW_ROWS = 2 };
+/* ROWS by WIDE sums of tiles are held in registers, and where there are few rows CHAINS of one tile, which do not wait
+   for each other. */
+#if VNNI
+enum { ROWS = 6, WIDE = 2, CHAINS = 4 };
+#else
+enum { ROWS = 4, WIDE = 1, CHAINS = 1 };
+#endif
 
 typedef enum { PLAIN, GATED, NORM, RESIDUAL_NORM, HEAD } Kind;
 
@@ -66,10 +71,10 @@ typedef struct {
   int32_t* sums;    /* [M, B] sum of a block's codes; times the midpoint where zero points are all the same */
 } Work;
 
-static inline __m512 scale_at(const Work* w, int64_t tile, int64_t block) {
+static inline Floats scale_at(const Work* w, int64_t tile, int64_t block) {
   int64_t at = (tile * w->blocks + block) * TILE;
-  if (w->kernel->half_scales) return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(w->scales + 2 * at)));
-  return _mm512_loadu_ps((const float*)w->scales + at);
+  if (w->kernel->half_scales) return load_halves(w->scales + 2 * at);
+  return load(w->scales + 4 * at);
 }
 
 /* A row of the product's inputs: memory of the caller's, or `made` [K] with what was made of it. */
@@ -79,27 +84,20 @@ static const float* inputs_of(const Work* w, size_t row, float* made) {
   if (k->kind == PLAIN || k->kind == HEAD) return w->x + row * K;
   if (k->kind == GATED) {
     const float *gate = w->x + row * 2 * K, *up = gate + K;
-    for (int64_t i = 0; i < K; i += LANES)
-      _mm512_storeu_ps(made + i, _mm512_mul_ps(silu(_mm512_loadu_ps(gate + i)), _mm512_loadu_ps(up + i)));
+    for (int64_t i = 0; i < K; i += LANES) store(made + i, silu(load(gate + i)) * load(up + i));
     return made;
   }
   const float* x = w->x + row * K;
   if (k->kind == RESIDUAL_NORM) {
     float* sum = w->sum + row * K;
     const float* residual = w->residual + row * K;
-    for (int64_t i = 0; i < K; i += LANES)
-      _mm512_storeu_ps(sum + i, _mm512_add_ps(_mm512_loadu_ps(x + i), _mm512_loadu_ps(residual + i)));
+    for (int64_t i = 0; i < K; i += LANES) store(sum + i, load(x + i) + load(residual + i));
     x = sum;
   }
-  __m512 squares = _mm512_setzero_ps();
-  for (int64_t i = 0; i < K; i += LANES) {
-    __m512 part = _mm512_loadu_ps(x + i);
-    squares = _mm512_fmadd_ps(part, part, squares);
-  }
-  __m512 inverse = _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(squares) / (float)K + k->epsilon));
-  for (int64_t i = 0; i < K; i += LANES)
-    _mm512_storeu_ps(made + i,
-                     _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x + i), inverse), _mm512_loadu_ps(w->weight + i)));
+  Floats squares = {0};
+  for (int64_t i = 0; i < K; i += LANES) squares = multiply_add(load(x + i), load(x + i), squares);
+  Floats inverse = same(1.0f / sqrtf(sum_of(squares) / (float)K + k->epsilon));
+  for (int64_t i = 0; i < K; i += LANES) store(made + i, load(x + i) * inverse * load(w->weight + i));
   return made;
 }
 
@@ -112,127 +110,135 @@ static void round_row(void* state, size_t row) {
     return;
   }
   const float* x = inputs_of(w, row, made);
-  int8_t* rounded = w->rounded + row * k->K;
+  int8_t* rounded_row = w->rounded + row * k->K;
   for (int64_t b = 0; b < w->blocks; b++) {
     const float* from = x + b * k->block;
-    __m512 largest = _mm512_setzero_ps(), poison = _mm512_setzero_ps();
+    Floats largest = {0}, poison = {0};
     for (int64_t i = 0; i < k->block; i += LANES) {
-      __m512 part = _mm512_loadu_ps(from + i);
-      largest = _mm512_max_ps(largest, _mm512_abs_ps(part));
-      poison = _mm512_fmadd_ps(part, _mm512_setzero_ps(), poison); /* max loses what is not a number, a sum does not */
+      largest = larger(largest, magnitude(load(from + i)));
+      poison = multiply_add(load(from + i), same(0), poison); /* the larger loses what is no number, a sum does not */
     }
-    float top = _mm512_reduce_max_ps(largest) + _mm512_reduce_add_ps(poison);
-    __m512 inverse = _mm512_set1_ps(top > 0 ? 127.0f / top : 0.0f);
-    __m512i sum = _mm512_setzero_si512();
+    float top = largest_of(largest) + sum_of(poison);
+    Floats inverse = same(top > 0 ? 127.0f / top : 0.0f);
+    Words sum = {0};
     for (int64_t i = 0; i < k->block; i += LANES) {
-      __m512i code = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(from + i), inverse));
-      sum = _mm512_add_epi32(sum, code);
-      _mm_storeu_si128((__m128i*)(rounded + b * k->block + i), _mm512_cvtsepi32_epi8(code));
+      Words code = rounded(load(from + i) * inverse);
+      sum += code;
+      store_codes(rounded_row + b * k->block + i, saturated(code));
     }
-    int32_t total = _mm512_reduce_add_epi32(sum);
+    int32_t total = sum_of_words(sum);
     w->steps[row * w->blocks + b] = top / 127.0f;
-    w->sums[row * w->blocks + b] = k->symmetric ? total * (1 << (k->bits - 1)) : total;
+    w->sums[row * w->blocks + b] = k->symmetric ? total * ((1 << (k->bits - 1)) - centre((int)k->bits)) : total;
   }
 }
 
 /* Codes of `STEP` input channels of a tile, a byte each: step `s` of the tile that begins at `tile`. */
-static inline __attribute__((always_inline)) __m512i codes_at(const uint8_t* tile, int64_t s, const int bits) {
-  if (bits == 8) return _mm512_loadu_si512(tile + 64 * s);
-  const __m512i nibble = _mm512_set1_epi8(15);
+INLINE Words codes_at(const uint8_t* tile, int64_t s, const int bits) {
+  if (bits == 8) return load_words(tile + 64 * s);
+  const Words nibble = same_word(0x0f0f0f0f), top = same_word(0x30303030);
   if (bits == 4) {
-    __m512i both = _mm512_loadu_si512(tile + 64 * (s / 2));
-    return _mm512_and_si512(s % 2 ? _mm512_srli_epi16(both, 4) : both, nibble);
+    Words both = load_words(tile + 64 * (s / 2));
+    return (s % 2 ? both >> 4 : both) & nibble;
   }
   /* Six: of every four steps, 128 bytes hold the low four bits and 64 the two high ones. */
   const uint8_t* four = tile + 192 * (s / 4);
-  __m512i low = _mm512_loadu_si512(four + 64 * (s % 4 / 2)), high = _mm512_loadu_si512(four + 128);
-  if (s % 2) low = _mm512_srli_epi16(low, 4);
-  if (s % 4 == 0) high = _mm512_slli_epi16(high, 4);
-  if (s % 4 == 1) high = _mm512_slli_epi16(high, 2);
-  if (s % 4 == 3) high = _mm512_srli_epi16(high, 2);
-  const __m512i top = _mm512_set1_epi8(0x30);
-  return _mm512_or_si512(_mm512_and_si512(low, nibble), _mm512_and_si512(high, top));
+  Words low = load_words(four + 64 * (s % 4 / 2)), high = load_words(four + 128);
+  if (s % 2) low >>= 4;
+  if (s % 4 == 0) high <<= 4;
+  if (s % 4 == 1) high <<= 2;
+  if (s % 4 == 3) high >>= 2;
+  return (low & nibble) | (high & top);
 }
 
-static inline void keep_largest(Largest* largest, __m512 y, int64_t column, __mmask16 valid) {
+INLINE void keep_largest(Largest* largest, Floats y, int64_t column, int64_t count) {
   /* What is no number counts as infinite, so that it is not lost. */
-  y = _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(y, y, _CMP_UNORD_Q), _mm512_set1_ps(INFINITY));
-  __mmask16 more = _mm512_mask_cmp_ps_mask(valid, y, _mm512_loadu_ps(largest->value), _CMP_GT_OQ);
-  __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  _mm512_mask_storeu_ps(largest->value, more, y);
-  _mm512_mask_storeu_epi32(largest->column, more, _mm512_add_epi32(lanes, _mm512_set1_epi32((int32_t)column)));
+  y = choose(no_numbers(y), same(INFINITY), y);
+  Floats value = load(largest->value);
+  Lanes more = first_lanes(count) & above(y, value);
+  const Words lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  store(largest->value, choose(more, y, value));
+  store_words(largest->column, choose_words(more, lanes + same_word((int32_t)column), load_words(largest->column)));
 }
 
 /* `rows` rows by `tiles` tiles. `rows`, `tiles` and `bits` are constants where this is inlined. */
-static inline __attribute__((always_inline)) void product(const Work* w, Largest* largest, int64_t tile, int64_t row,
-                                                          const int rows, const int tiles, const int bits) {
+INLINE void product(const Work* w, Largest* largest, int64_t tile, int64_t row, const int rows, const int tiles,
+                    const int bits) {
   const Kernel* k = w->kernel;
   const int64_t K = k->K, block_steps = k->block / STEP;
-  __m512 y[ROWS][2];
+  const int chains = tiles == 1 ? CHAINS : 1, few = depth(bits);
+  Floats y[ROWS][WIDE];
   EACH (int r = 0; r < rows; r++)
-    EACH (int t = 0; t < tiles; t++) y[r][t] = _mm512_setzero_ps();
+    EACH (int t = 0; t < tiles; t++) y[r][t] = (Floats){0};
   const uint8_t* codes = w->codes + tile * (TILE * K * bits / 8);
   const int64_t stride = TILE * K * bits / 8;
   for (int64_t b = 0; b < w->blocks; b++) {
-    __m512i sum[ROWS][2], more[FEW_ROWS][CHAINS];
+    Words sum[ROWS][WIDE], part[ROWS][WIDE], more[FEW_ROWS][CHAINS];
     EACH (int r = 0; r < rows; r++)
       EACH (int t = 0; t < tiles; t++)
-        sum[r][t] = k->symmetric ? _mm512_set1_epi32(-w->sums[(row + r) * w->blocks + b]) : _mm512_setzero_si512();
-    EACH (int r = 0; r < rows && tiles == 1; r++)
-      EACH (int i = 1; i < CHAINS; i++) more[r][i] = _mm512_setzero_si512();
+        sum[r][t] = k->symmetric ? same_word(-w->sums[(row + r) * w->blocks + b]) : (Words){0};
+    EACH (int r = 0; r < rows; r++)
+      EACH (int i = 1; i < chains; i++) more[r][i] = (Words){0};
     const int8_t* x = w->rounded + row * K + b * k->block;
     const uint8_t* from = codes + b * (TILE * k->block * bits / 8);
     for (int64_t s = 0; s < block_steps; s += 4)
       EACH (int i = 0; i < 4; i++) {
-        __m512i weights[2];
+        Words weights[WIDE];
         EACH (int t = 0; t < tiles; t++) weights[t] = codes_at(from + t * stride + 64 * s * bits / 8, i, bits);
         EACH (int r = 0; r < rows; r++) {
-          int32_t four;
-          memcpy(&four, x + r * K + STEP * (s + i), 4);
-          __m512i same = _mm512_set1_epi32(four);
-          if (tiles == 1 && i)
-            more[r][i] = _mm512_dpbusd_epi32(more[r][i], weights[0], same);
+          Words inputs = same_four(x + r * K + STEP * (s + i));
+          if (i % chains)
+            more[r][i] = add_product(more[r][i], weights[0], inputs, bits);
           else
-            EACH (int t = 0; t < tiles; t++) sum[r][t] = _mm512_dpbusd_epi32(sum[r][t], weights[t], same);
+            EACH (int t = 0; t < tiles; t++) {
+              if (i % few == 0) part[r][t] = begin_sum(sum[r][t], bits);
+              part[r][t] = add_product(part[r][t], weights[t], inputs, bits);
+              if (i % few == few - 1) sum[r][t] = end_sum(sum[r][t], part[r][t], bits);
+            }
         }
       }
-    EACH (int r = 0; r < rows && tiles == 1; r++)
-      EACH (int i = 1; i < CHAINS; i++) sum[r][0] = _mm512_add_epi32(sum[r][0], more[r][i]);
+    EACH (int r = 0; r < rows; r++)
+      EACH (int i = 1; i < chains; i++) sum[r][0] += more[r][i];
     EACH (int t = 0; t < tiles; t++) {
-      __m512 scale = scale_at(w, tile + t, b);
-      __m512i zero = _mm512_setzero_si512();
-      if (!k->symmetric)
-        zero = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(w->zeros + ((tile + t) * w->blocks + b) * TILE)));
+      Floats scale = scale_at(w, tile + t, b);
+      Words zero = {0};
+      if (!k->symmetric) zero = widened_bytes(w->zeros + ((tile + t) * w->blocks + b) * TILE) - same_word(centre(bits));
       EACH (int r = 0; r < rows; r++) {
         int64_t at = (row + r) * w->blocks + b;
-        if (!k->symmetric)
-          sum[r][t] = _mm512_sub_epi32(sum[r][t], _mm512_mullo_epi32(zero, _mm512_set1_epi32(w->sums[at])));
-        __m512 step = _mm512_mul_ps(scale, _mm512_set1_ps(w->steps[at]));
-        y[r][t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r][t]), step, y[r][t]);
+        if (!k->symmetric) sum[r][t] -= zero * same_word(w->sums[at]);
+        Floats step = scale * same(w->steps[at]);
+        y[r][t] = multiply_add(to_floats(sum[r][t]), step, y[r][t]);
       }
     }
   }
   EACH (int t = 0; t < tiles; t++) {
     int64_t column = (tile + t) * TILE, left = k->N - column;
-    __mmask16 mask = left >= TILE ? 0xffff : left > 0 ? (__mmask16)((1u << left) - 1) : 0;
-    __m512 bias = w->bias ? _mm512_maskz_loadu_ps(mask, w->bias + column) : _mm512_setzero_ps();
+    const int64_t count = left >= TILE ? TILE : left > 0 ? left : 0;
+    Floats bias = w->bias ? load_first(w->bias + column, count) : (Floats){0};
     EACH (int r = 0; r < rows; r++)
       if (largest)
-        keep_largest(largest + row + r, _mm512_add_ps(y[r][t], bias), column, mask);
+        keep_largest(largest + row + r, y[r][t] + bias, column, count);
       else
-        _mm512_mask_storeu_ps(w->y + (row + r) * k->N + column, mask, _mm512_add_ps(y[r][t], bias));
+        store_first(w->y + (row + r) * k->N + column, y[r][t] + bias, count);
   }
 }
 
-#define PANEL(bits)                                            \
-  switch (rows) {                                              \
-    case 1: product(w, largest, tile, row, 1, 1, bits); break; \
-    case 2: product(w, largest, tile, row, 2, 1, bits); break; \
-    case 3: product(w, largest, tile, row, 3, 2, bits); break; \
-    case 4: product(w, largest, tile, row, 4, 2, bits); break; \
-    case 5: product(w, largest, tile, row, 5, 2, bits); break; \
-    case 6: product(w, largest, tile, row, 6, 2, bits); break; \
+#define PANEL(bits)                                               \
+  switch (rows) {                                                 \
+    case 1: product(w, largest, tile, row, 1, 1, bits); break;    \
+    case 2: product(w, largest, tile, row, 2, 1, bits); break;    \
+    case 3: product(w, largest, tile, row, 3, WIDE, bits); break; \
+    case 4:                                                       \
+      product(w, largest, tile, row, 4, WIDE, bits);              \
+      break;                                                      \
+      MORE_ROWS(bits)                                             \
   }
+#if VNNI
+#define MORE_ROWS(bits)                                         \
+  case 5: product(w, largest, tile, row, 5, WIDE, bits); break; \
+  case 6: product(w, largest, tile, row, 6, WIDE, bits); break;
+#else
+#define MORE_ROWS(bits)
+#endif
 
 static void panel(const Work* w, Largest* largest, int64_t tile, int64_t row, int rows) {
   if (w->kernel->bits == 8)
@@ -249,7 +255,7 @@ static void panel(const Work* w, Largest* largest, int64_t tile, int64_t row, in
 static void columns(void* state, size_t part) {
   const Work* w = state;
   int64_t first = w->tiles / 2 * part / w->parts * 2, end = w->tiles / 2 * (part + 1) / w->parts * 2;
-  int64_t groups = (w->M + ROWS - 1) / ROWS, width = w->M <= FEW_ROWS ? 1 : 2;
+  int64_t groups = (w->M + ROWS - 1) / ROWS, width = w->M <= FEW_ROWS ? 1 : WIDE;
   Largest* largest = w->largest ? w->largest + part * w->M : NULL;
   for (int64_t row = 0; largest && row < w->M; row++)
     for (int lane = 0; lane < TILE; lane++) largest[row].value[lane] = -INFINITY, largest[row].column[lane] = INT32_MAX;

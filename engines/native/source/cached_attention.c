@@ -22,14 +22,11 @@
 #include "ort.h"
 #include "vector.h"
 
-#include <immintrin.h>
 #include <stdlib.h>
 #include <string.h>
 
-#define INLINE static inline __attribute__((always_inline))
-
-/* ROWS by VECTORS sums are held in registers, a unit has about UNIT_ROWS queries. */
-enum { LANES = 16, VECTORS = 4, KEYS = LANES * VECTORS, ROWS = 6, DIGITS = 3, UNIT_ROWS = 48, LARGEST_HEAD = 512 };
+/* A unit has about UNIT_ROWS queries, which pass a tile in groups of up to ROWS. */
+enum { VECTORS = 4, KEYS = LANES * VECTORS, ROWS = 6, DIGITS = 3, UNIT_ROWS = 48, LARGEST_HEAD = 512 };
 enum { AHEAD = 2 };  /* units: one would be with another thread by now */
 enum { FEW = 4096 }; /* products of a query and a key that are over before another thread has woken up */
 
@@ -45,7 +42,8 @@ typedef struct {
 
 typedef struct {
   const Kernel* kernel;
-  int64_t B, S, D, T, group, codes; /* codes: whether the cache is int8 */
+  int64_t B, S, D, T, group;
+  int codes, digits;                /* whether the cache is int8, and whether it is multiplied in integers */
   const float *query, *key, *value; /* of the first token */
   int64_t query_stride, key_stride; /* from a token to the next */
   const char *past_key, *past_value;
@@ -72,27 +70,14 @@ typedef struct {
 
 /* 2 to the x times `unit`, exact where x is whole, 0 where x is far below. The polynomial, whose first coefficient is
    held at 1, is the one of its degree that is nowhere off by more than 2e-7 of 2^f, for f from 0 to 1. */
-INLINE __m512 power(__m512 x, const float unit) {
-  __m512 f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-  __m512 y = _mm512_set1_ps(0.0018671304f * unit);
-  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(0.0090170300f * unit));
-  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(0.055799913f * unit));
-  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(0.24016444f * unit));
-  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(0.69315130f * unit));
-  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(unit));
-  return _mm512_scalef_ps(y, x);
-}
-
-INLINE __m512 load(const void* from) {
-  return _mm512_loadu_ps(from);
-}
-INLINE __m512i load_words(const void* from) {
-  return _mm512_loadu_si512(from);
-}
-INLINE __m512i same_word(const void* from) {
-  int32_t word;
-  memcpy(&word, from, 4);
-  return _mm512_set1_epi32(word);
+INLINE Floats power(Floats x, const float unit) {
+  Floats f = fraction(x), y = same(0.0018671304f * unit);
+  y = multiply_add(y, f, same(0.0090170300f * unit));
+  y = multiply_add(y, f, same(0.055799913f * unit));
+  y = multiply_add(y, f, same(0.24016444f * unit));
+  y = multiply_add(y, f, same(0.69315130f * unit));
+  y = multiply_add(y, f, same(unit));
+  return scaled(y, x);
 }
 
 /* Query or key at a position, turned. `to` may not be `from`. */
@@ -112,23 +97,23 @@ static void rotate(const Work* w, const float* from, int64_t position, float* to
   }
   int64_t i = 0;
   for (; i + LANES <= half; i += LANES) {
-    __m512 c = load(cosines + i), s = load(sines + i), a = load(from + i), b = load(from + half + i);
-    _mm512_storeu_ps(to + i, _mm512_fmsub_ps(a, c, _mm512_mul_ps(b, s)));
-    _mm512_storeu_ps(to + half + i, _mm512_fmadd_ps(b, c, _mm512_mul_ps(a, s)));
+    Floats c = load(cosines + i), s = load(sines + i), a = load(from + i), b = load(from + half + i);
+    Floats turned = b * s, other = a * s;
+    store(to + i, multiply_add(a, c, -turned));
+    store(to + half + i, multiply_add(b, c, other));
   }
   if (i < half) {
-    __m256 c = _mm256_loadu_ps(cosines + i), s = _mm256_loadu_ps(sines + i);
-    __m256 a = _mm256_loadu_ps(from + i), b = _mm256_loadu_ps(from + half + i);
-    _mm256_storeu_ps(to + i, _mm256_fmsub_ps(a, c, _mm256_mul_ps(b, s)));
-    _mm256_storeu_ps(to + half + i, _mm256_fmadd_ps(b, c, _mm256_mul_ps(a, s)));
+    const int64_t left = half - i; /* eight */
+    Floats c = load_first(cosines + i, left), s = load_first(sines + i, left);
+    Floats a = load_first(from + i, left), b = load_first(from + half + i, left);
+    Floats turned = b * s, other = a * s;
+    store_first(to + i, multiply_add(a, c, -turned), left);
+    store_first(to + half + i, multiply_add(b, c, other), left);
   }
 }
 
 static void round_to_codes(const float* from, const float* scale, int64_t count, int8_t* to) {
-  for (int64_t i = 0; i < count; i += LANES) {
-    __m512 steps = _mm512_div_ps(load(from + i), load(scale + i));
-    _mm_storeu_si128((__m128i*)(to + i), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(steps)));
-  }
+  for (int64_t i = 0; i < count; i += LANES) store_codes(to + i, saturated(rounded(load(from + i) / load(scale + i))));
 }
 
 /* The new rows of a sequence's cache of one key head. */
@@ -157,24 +142,22 @@ static void write(void* state, size_t index) {
 /* A query times the scales of keys, as digits. */
 static void split_query(const float* query, const float* scale, int64_t D, int8_t* digits, int32_t* offsets,
                         float* step) {
-  __m512 largest = _mm512_setzero_ps();
-  for (int64_t i = 0; i < D; i += LANES)
-    largest = _mm512_max_ps(largest, _mm512_abs_ps(_mm512_mul_ps(load(query + i), load(scale + i))));
-  float top = _mm512_reduce_max_ps(largest);
-  __m512 inverse = _mm512_set1_ps(top > 0 ? LARGEST_QUERY / top : 0.0f);
-  __m512i sums[DIGITS];
-  EACH (int d = 0; d < DIGITS; d++) sums[d] = _mm512_setzero_si512();
+  Floats largest = {0};
+  for (int64_t i = 0; i < D; i += LANES) largest = larger(largest, magnitude(load(query + i) * load(scale + i)));
+  float top = largest_of(largest);
+  Floats inverse = same(top > 0 ? LARGEST_QUERY / top : 0.0f);
+  Words sums[DIGITS];
+  EACH (int d = 0; d < DIGITS; d++) sums[d] = (Words){0};
   for (int64_t i = 0; i < D; i += LANES) {
-    __m512 scaled = _mm512_mul_ps(load(query + i), load(scale + i));
-    __m512i rest = _mm512_cvtps_epi32(_mm512_mul_ps(scaled, inverse));
+    Words rest = rounded(load(query + i) * load(scale + i) * inverse);
     EACH (int d = DIGITS - 1; d >= 0; d--) {
-      __m128i digit = _mm512_cvtepi32_epi8(rest);
-      _mm_storeu_si128((__m128i*)(digits + d * D + i), digit);
-      sums[d] = _mm512_add_epi32(sums[d], _mm512_cvtepi8_epi32(digit));
-      rest = _mm512_srai_epi32(_mm512_add_epi32(rest, _mm512_set1_epi32(128)), 8);
+      FewCodes digit = low_bytes(rest);
+      store_codes(digits + d * D + i, digit);
+      sums[d] += widened(digit);
+      rest = (rest + 128) >> 8;
     }
   }
-  EACH (int d = 0; d < DIGITS; d++) offsets[d] = -128 * _mm512_reduce_add_epi32(sums[d]);
+  EACH (int d = 0; d < DIGITS; d++) offsets[d] = -128 * sum_of_words(sums[d]);
   *step = top / LARGEST_QUERY;
 }
 
@@ -187,14 +170,17 @@ static void take_queries(const Work* w, const Unit* unit, int64_t token, int64_t
   for (int64_t r = 0; r < unit->rows; r++) {
     const float* from = w->query + (token + r / w->group) * w->query_stride + (head * w->group + r % w->group) * D;
     unit->steps[r] = in_powers_of_two;
-    if (w->codes) {
+    if (w->digits) {
       rotate(w, from, unit->first + r / w->group, turned);
       float step;
       split_query(turned, w->key_scale + head * D, D, (int8_t*)unit->queries + r * DIGITS * D,
                   unit->offsets + r * DIGITS, &step);
       unit->steps[r] *= step;
     } else {
-      rotate(w, from, unit->first + r / w->group, (float*)unit->queries + r * D);
+      float* query = (float*)unit->queries + r * D;
+      rotate(w, from, unit->first + r / w->group, query);
+      if (w->codes)
+        for (int64_t i = 0; i < D; i += LANES) store(query + i, load(query + i) * load(w->key_scale + head * D + i));
     }
     unit->largest[r] = HIDDEN;
   }
@@ -202,71 +188,36 @@ static void take_queries(const Work* w, const Unit* unit, int64_t token, int64_t
   memset(unit->outputs, 0, unit->rows * D * sizeof(float));
 }
 
-/* 16 rows of 16 words, turned. */
-INLINE void turn(__m512i x[LANES]) {
-  __m512i y[LANES];
-  EACH (int i = 0; i < 16; i += 2) {
-    y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
-    y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
-  }
-  EACH (int i = 0; i < 16; i += 4)
-    EACH (int j = 0; j < 2; j++) {
-      x[i + 2 * j] = _mm512_unpacklo_epi64(y[i + j], y[i + 2 + j]);
-      x[i + 2 * j + 1] = _mm512_unpackhi_epi64(y[i + j], y[i + 2 + j]);
-    }
-  /* x[4i + j] lane l: words 4l + j of rows 4i .. 4i + 3 */
-  EACH (int j = 0; j < 4; j++) {
-    __m512i low = _mm512_shuffle_i32x4(x[j], x[4 + j], 0x88);
-    __m512i odd = _mm512_shuffle_i32x4(x[j], x[4 + j], 0xdd);
-    __m512i next = _mm512_shuffle_i32x4(x[8 + j], x[12 + j], 0x88);
-    __m512i other = _mm512_shuffle_i32x4(x[8 + j], x[12 + j], 0xdd);
-    y[j] = _mm512_shuffle_i32x4(low, next, 0x88);
-    y[8 + j] = _mm512_shuffle_i32x4(low, next, 0xdd);
-    y[4 + j] = _mm512_shuffle_i32x4(odd, other, 0x88);
-    y[12 + j] = _mm512_shuffle_i32x4(odd, other, 0xdd);
-  }
-  EACH (int i = 0; i < 16; i++) x[i] = y[i];
-}
-
-/* 16 keys' 16 words, or the `count` and `left` there are, turned. */
-INLINE void pack_square(const char* from, int64_t words, int64_t count, int64_t left, int codes, char* to) {
-  const __m512i change = _mm512_set1_epi8(codes ? (char)0x80 : 0);
-  const __mmask16 mask = (__mmask16)((1u << left) - 1);
-  __m512i x[LANES];
-  EACH (int i = 0; i < LANES; i++)
-    x[i] = _mm512_xor_si512(_mm512_maskz_loadu_epi32(i < count ? mask : 0, from + 4 * i * words), change);
+/* SQUARE keys' SQUARE words, or the `count` and `left` there are, turned; `flip` changes bits of each word. */
+INLINE void pack_square(const char* from, int64_t words, int64_t count, int64_t left, int32_t flip, char* to) {
+  Line x[SQUARE];
+  EACH (int i = 0; i < SQUARE; i++) x[i] = load_line(from + 4 * i * words, i < count ? left : 0) ^ flip;
   turn(x);
-  EACH (int i = 0; i < LANES; i++)
-    if (i < left) _mm512_storeu_si512(to + 4 * i * KEYS, x[i]);
+  EACH (int i = 0; i < SQUARE; i++)
+    if (i < left) memcpy(to + 4 * i * KEYS, &x[i], sizeof x[i]);
 }
 
-/* `count` keys of `words` words each, to `to` as [words, KEYS]. Codes become unsigned, as one side of an instruction's
-   product has to be, by 128 that are added to them. */
-INLINE void pack_keys(const char* from, int64_t count, int64_t words, const int codes, char* to) {
-  for (int64_t key = 0; key < count; key += LANES)
-    for (int64_t word = 0; word < words; word += LANES) {
+/* `count` keys of `words` words each, to `to` as [words, KEYS], with some bits of each changed. */
+INLINE void pack_keys(const char* from, int64_t count, int64_t words, const int32_t flip, char* to) {
+  for (int64_t key = 0; key < count; key += SQUARE)
+    for (int64_t word = 0; word < words; word += SQUARE) {
       const char* corner = from + 4 * (key * words + word);
       char* column = to + 4 * (word * KEYS + key);
-      if (count - key >= LANES && words - word >= LANES)
-        pack_square(corner, words, LANES, LANES, codes, column);
+      if (count - key >= SQUARE && words - word >= SQUARE)
+        pack_square(corner, words, SQUARE, SQUARE, flip, column);
       else
-        pack_square(corner, words, count - key, words - word < LANES ? words - word : LANES, codes, column);
+        pack_square(corner, words, count - key, words - word < SQUARE ? words - word : SQUARE, flip, column);
     }
 }
 
 /* Codes of up to four values, to `to` as [D] words of four keys' codes. */
-INLINE void pack_four(const char* from, int64_t D, int64_t count, char* to) {
-  const __mmask16 second = count > 1 ? 0x00f0 : 0, third = count > 2 ? 0x0f00 : 0, fourth = count > 3 ? 0xf000 : 0;
-  const char *b = from + (count > 1 ? D : 0), *c = from + (count > 2 ? 2 * D : 0), *d = from + (count > 3 ? 3 * D : 0);
-  __m512i across = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  __m512i within = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
-  __asm__("" : "+v"(across), "+v"(within)); /* or else the compiler makes ten instructions of the two */
+INLINE void pack_four(const char* from, int64_t D, const int64_t count, char* to) {
+  const FewCodes none = {0};
   for (int64_t i = 0; i < D; i += LANES) {
-    __m512i x = _mm512_zextsi128_si512(_mm_loadu_si128((const __m128i*)(from + i)));
-    x = _mm512_mask_broadcast_i32x4(x, second, _mm_loadu_si128((const __m128i*)(b + i)));
-    x = _mm512_mask_broadcast_i32x4(x, third, _mm_loadu_si128((const __m128i*)(c + i)));
-    x = _mm512_mask_broadcast_i32x4(x, fourth, _mm_loadu_si128((const __m128i*)(d + i)));
-    _mm512_storeu_si512(to + 4 * i, _mm512_shuffle_epi8(_mm512_permutexvar_epi32(across, x), within));
+    const char* at = from + i;
+    FewCodes second = count > 1 ? load_codes(at + D) : none, third = count > 2 ? load_codes(at + 2 * D) : none;
+    FewCodes fourth = count > 3 ? load_codes(at + 3 * D) : none;
+    store_words(to + 4 * i, interleaved(load_codes(at), second, third, fourth));
   }
 }
 
@@ -277,57 +228,77 @@ static void pack_values(const char* from, int64_t count, int64_t D, char* to) {
   if (key < count) pack_four(from + key * D, D, count - key, to + key * D);
 }
 
+/* Words of four keys' codes [words, KEYS] as floats [4 · words, KEYS], and codes of values as floats. */
+static void decode_keys(const char* from, int64_t words, char* to) {
+  for (int64_t word = 0; word < words; word++)
+    for (int v = 0; v < VECTORS; v++) {
+      Words four = load_words(from + 4 * (word * KEYS + v * LANES));
+      EACH (int i = 0; i < 4; i++)
+        store(to + 4 * ((4 * word + i) * KEYS + v * LANES), to_floats(four << (24 - 8 * i) >> 24));
+    }
+}
+
+static void decode_values(const char* from, int64_t codes, char* to) {
+  for (int64_t i = 0; i < codes; i += LANES) store(to + 4 * i, to_floats(widened(load_codes(from + i))));
+}
+
 /* Of three digits' sums. Two of them fit 32 bits together, for up to LARGEST_HEAD products. */
-INLINE __m512 number(__m512i high, __m512i middle, __m512i low) {
-  __m512 both = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), middle));
-  return _mm512_fmadd_ps(both, _mm512_set1_ps(256), _mm512_cvtepi32_ps(low));
+INLINE Floats number(Words high, Words middle, Words low) {
+  return multiply_add(to_floats((high << 8) + middle), same(256), to_floats(low));
+}
+
+/* How many vectors of sums of `rows` queries are held in registers at once, with other vectors beside them. */
+INLINE int vectors_of(const int rows) {
+  return VNNI || rows == 1 ? VECTORS : rows <= 3 ? 2 : 1;
 }
 
 /* Products of `rows` queries with all keys of a tile; `rows` is a constant where these are inlined. */
 INLINE void multiply_floats(const Unit* unit, int64_t row, int64_t D, float (*products)[KEYS], const int rows) {
   const float* query = (const float*)unit->queries + row * D;
-  __m512 sum[ROWS][VECTORS];
-  EACH (int r = 0; r < rows; r++)
-    EACH (int v = 0; v < VECTORS; v++) sum[r][v] = _mm512_setzero_ps();
-  for (int64_t i = 0; i < D; i++) {
-    __m512 keys[VECTORS];
-    EACH (int v = 0; v < VECTORS; v++) keys[v] = load(unit->keys + 4 * (i * KEYS + v * LANES));
-    EACH (int r = 0; r < rows; r++) {
-      __m512 same = _mm512_set1_ps(query[r * D + i]);
-      EACH (int v = 0; v < VECTORS; v++) sum[r][v] = _mm512_fmadd_ps(keys[v], same, sum[r][v]);
+  const int vectors = vectors_of(rows);
+  for (int64_t key = 0; key < KEYS; key += vectors * LANES) {
+    Floats sum[ROWS][VECTORS];
+    EACH (int r = 0; r < rows; r++)
+      EACH (int v = 0; v < vectors; v++) sum[r][v] = (Floats){0};
+    for (int64_t i = 0; i < D; i++) {
+      Floats keys[VECTORS];
+      EACH (int v = 0; v < vectors; v++) keys[v] = load(unit->keys + 4 * (i * KEYS + key + v * LANES));
+      EACH (int r = 0; r < rows; r++) {
+        Floats one = same(query[r * D + i]);
+        EACH (int v = 0; v < vectors; v++) sum[r][v] = multiply_add(keys[v], one, sum[r][v]);
+      }
     }
+    EACH (int r = 0; r < rows; r++)
+      EACH (int v = 0; v < vectors; v++) store(products[r] + key + v * LANES, sum[r][v]);
   }
-  EACH (int r = 0; r < rows; r++)
-    EACH (int v = 0; v < VECTORS; v++) _mm512_storeu_ps(products[r] + v * LANES, sum[r][v]);
 }
 
-INLINE void multiply_codes(const Unit* unit, int64_t row, int64_t D, float (*products)[KEYS], const int rows) {
+INLINE void multiply_digits(const Unit* unit, int64_t row, int64_t D, float (*products)[KEYS], const int rows) {
   const char* query = unit->queries + row * DIGITS * D;
-  __m512i sum[2][DIGITS][VECTORS];
+  Words sum[2][DIGITS][VECTORS];
   EACH (int r = 0; r < rows; r++)
     EACH (int d = 0; d < DIGITS; d++) {
-      __m512i offset = _mm512_set1_epi32(unit->offsets[(row + r) * DIGITS + d]);
+      Words offset = same_word(unit->offsets[(row + r) * DIGITS + d]);
       EACH (int v = 0; v < VECTORS; v++) sum[r][d][v] = offset;
     }
   for (int64_t i = 0; i < D; i += 4) {
-    __m512i keys[VECTORS];
+    Words keys[VECTORS];
     EACH (int v = 0; v < VECTORS; v++) keys[v] = load_words(unit->keys + i * KEYS + 4 * v * LANES);
     EACH (int r = 0; r < rows; r++)
       EACH (int d = 0; d < DIGITS; d++) {
-        __m512i same = same_word(query + (r * DIGITS + d) * D + i);
-        EACH (int v = 0; v < VECTORS; v++) sum[r][d][v] = _mm512_dpbusd_epi32(sum[r][d][v], keys[v], same);
+        Words four = same_four(query + (r * DIGITS + d) * D + i);
+        EACH (int v = 0; v < VECTORS; v++) sum[r][d][v] = dot(sum[r][d][v], keys[v], four);
       }
   }
   EACH (int r = 0; r < rows; r++)
-    EACH (int v = 0; v < VECTORS; v++)
-      _mm512_storeu_ps(products[r] + v * LANES, number(sum[r][0][v], sum[r][1][v], sum[r][2][v]));
+    EACH (int v = 0; v < VECTORS; v++) store(products[r] + v * LANES, number(sum[r][0][v], sum[r][1][v], sum[r][2][v]));
 }
 
 /* outputs = outputs · keep + result · take, for a query's `vectors` of channels. */
-INLINE void add_values(const __m512* result, float keep, float take, float* outputs, const int vectors) {
+INLINE void add_values(const Floats* result, float keep, float take, float* outputs, const int vectors) {
   EACH (int v = 0; v < vectors; v++) {
-    __m512 kept = _mm512_mul_ps(load(outputs + v * LANES), _mm512_set1_ps(keep));
-    _mm512_storeu_ps(outputs + v * LANES, _mm512_fmadd_ps(result[v], _mm512_set1_ps(take), kept));
+    Floats kept = load(outputs + v * LANES) * same(keep);
+    store(outputs + v * LANES, multiply_add(result[v], same(take), kept));
   }
 }
 
@@ -335,37 +306,37 @@ INLINE void add_values(const __m512* result, float keep, float take, float* outp
    constants where these are inlined. */
 INLINE void add_floats(const char* values, int64_t count, int64_t D, const char (*weights)[4 * KEYS], const float* keep,
                        const float* take, float* outputs, const int rows, const int vectors) {
-  __m512 sum[ROWS][VECTORS];
+  Floats sum[ROWS][VECTORS];
   EACH (int r = 0; r < rows; r++)
-    EACH (int v = 0; v < vectors; v++) sum[r][v] = _mm512_setzero_ps();
+    EACH (int v = 0; v < vectors; v++) sum[r][v] = (Floats){0};
   for (int64_t key = 0; key < count; key++) {
-    __m512 one[VECTORS];
+    Floats one[VECTORS];
     EACH (int v = 0; v < vectors; v++) one[v] = load(values + 4 * (key * D + v * LANES));
     EACH (int r = 0; r < rows; r++) {
-      __m512 same = _mm512_set1_ps(((const float*)weights[r])[key]);
-      EACH (int v = 0; v < vectors; v++) sum[r][v] = _mm512_fmadd_ps(same, one[v], sum[r][v]);
+      Floats weight = same(((const float*)weights[r])[key]);
+      EACH (int v = 0; v < vectors; v++) sum[r][v] = multiply_add(weight, one[v], sum[r][v]);
     }
   }
   EACH (int r = 0; r < rows; r++) add_values(sum[r], keep[r], take[r], outputs + r * D, vectors);
 }
 
-INLINE void add_codes(const char* values, int64_t count, int64_t D, const char (*weights)[4 * KEYS], const float* keep,
-                      const float* take, float* outputs, const int rows, const int vectors) {
-  __m512i sum[2][DIGITS][VECTORS];
+INLINE void add_digits(const char* values, int64_t count, int64_t D, const char (*weights)[4 * KEYS], const float* keep,
+                       const float* take, float* outputs, const int rows, const int vectors) {
+  Words sum[2][DIGITS][VECTORS];
   EACH (int r = 0; r < rows; r++)
     EACH (int d = 0; d < DIGITS; d++)
-      EACH (int v = 0; v < vectors; v++) sum[r][d][v] = _mm512_setzero_si512();
+      EACH (int v = 0; v < vectors; v++) sum[r][d][v] = (Words){0};
   for (int64_t key = 0; key < count; key += 4) {
-    __m512i four[VECTORS];
+    Words four[VECTORS];
     EACH (int v = 0; v < vectors; v++) four[v] = load_words(values + key * D + 4 * v * LANES);
     EACH (int r = 0; r < rows; r++)
       EACH (int d = 0; d < DIGITS; d++) {
-        __m512i same = same_word(weights[r] + 4 * (key + d));
-        EACH (int v = 0; v < vectors; v++) sum[r][d][v] = _mm512_dpbusd_epi32(sum[r][d][v], same, four[v]);
+        Words digits = same_four(weights[r] + 4 * (key + d));
+        EACH (int v = 0; v < vectors; v++) sum[r][d][v] = dot(sum[r][d][v], digits, four[v]);
       }
   }
   EACH (int r = 0; r < rows; r++) {
-    __m512 result[VECTORS];
+    Floats result[VECTORS];
     EACH (int v = 0; v < vectors; v++) result[v] = number(sum[r][0][v], sum[r][1][v], sum[r][2][v]);
     add_values(result, keep[r], take[r], outputs + r * D, vectors);
   }
@@ -380,65 +351,63 @@ static uint64_t visible(const Kernel* k, int64_t position, int64_t start) {
 }
 
 /* cap · tanh(score / cap), as tanh(x) = 1 - 2 / (exp(2x) + 1); scores are in powers of two. */
-INLINE __m512 limited(__m512 score, float cap) {
-  __m512 x = _mm512_mul_ps(score, _mm512_set1_ps(2 / cap));
-  x = _mm512_min_ps(x, _mm512_set1_ps(60));
-  x = _mm512_div_ps(_mm512_set1_ps(2), _mm512_add_ps(power(x, 1), _mm512_set1_ps(1)));
-  return _mm512_mul_ps(_mm512_sub_ps(_mm512_set1_ps(1), x), _mm512_set1_ps(cap * LOG2_E));
+INLINE Floats limited(Floats score, float cap) {
+  Floats x = smaller(score * same(2 / cap), same(60));
+  Floats above_one = power(x, 1) + same(1);
+  return (same(1) - same(2) / above_one) * same(cap * LOG2_E);
 }
 
 /* From products to weights of a tile, for up to ROWS queries; what of their sums to keep, and what to take of this
-   tile's. Codes' weights lie as add_codes takes them: for four keys the high digits, the next, the low, and nothing.
+   tile's. Weights in digits lie as add_digits takes them: for four keys the high ones, the next, the low, and nothing.
    `plain`, a constant where this is inlined: all keys of the tile are seen, by all queries, and there is no cap. */
 INLINE void weigh(const Work* w, const Unit* unit, int64_t row, int rows, const uint64_t* seen, float (*scores)[KEYS],
-                  char (*weights)[4 * KEYS], float* keep, float* take, const int plain, const int codes) {
-  const __m512i digits = _mm512_broadcast_i32x4(_mm_setr_epi8(2, 6, 10, 14, 1, 5, 9, 13, 0, 4, 8, 12, -1, -1, -1, -1));
+                  char (*weights)[4 * KEYS], float* keep, float* take, const int plain, const int digits) {
+  const FewCodes order = {2, 6, 10, 14, 1, 5, 9, 13, 0, 4, 8, 12, -1, -1, -1, -1};
   const float cap = plain ? 0 : w->kernel->softcap;
   float steps[ROWS], largest[LANES] = {0};
   for (int r = 0; r < rows; r++) {
     steps[r] = cap ? 1 : unit->steps[row + r];
-    __m512 top = _mm512_set1_ps(HIDDEN);
+    Floats top = same(HIDDEN);
     EACH (int v = 0; v < VECTORS; v++) {
-      __m512 score = load(scores[r] + v * LANES);
-      if (cap) score = limited(_mm512_mul_ps(score, _mm512_set1_ps(unit->steps[row + r])), cap);
+      Floats score = load(scores[r] + v * LANES);
+      if (cap) score = limited(score * same(unit->steps[row + r]), cap);
       if (!plain) {
-        score = _mm512_mask_mov_ps(_mm512_set1_ps(HIDDEN), (__mmask16)(seen[r] >> (v * LANES)), score);
-        _mm512_storeu_ps(scores[r] + v * LANES, score);
+        score = choose(lanes_of(seen[r] >> (v * LANES)), score, same(HIDDEN));
+        store(scores[r] + v * LANES, score);
       }
-      top = _mm512_max_ps(top, score);
+      top = larger(top, score);
     }
     /* Just above the largest score: what a product that is not rounded on the way may come to. */
-    largest[r] = _mm512_reduce_max_ps(top) * steps[r];
+    largest[r] = largest_of(top) * steps[r];
     largest[r] += (largest[r] < 0 ? -largest[r] : largest[r]) * 2.4e-7f;
   }
-  const __mmask16 mask = (__mmask16)((1u << rows) - 1);
-  __m512 before = _mm512_maskz_loadu_ps(mask, unit->largest + row), here = load(largest);
-  __m512 now = _mm512_max_ps(before, here);
-  _mm512_mask_storeu_ps(unit->largest + row, mask, now);
-  _mm512_storeu_ps(keep, power(_mm512_sub_ps(before, now), 1));
-  _mm512_storeu_ps(take, power(_mm512_sub_ps(here, now), 1));
+  Floats before = load_first(unit->largest + row, rows), here = load(largest);
+  Floats now = larger(before, here);
+  store_first(unit->largest + row, now, rows);
+  store(keep, power(before - now, 1));
+  store(take, power(here - now, 1));
   for (int r = 0; r < rows; r++) {
-    const __m512 top = _mm512_set1_ps(largest[r]), step = _mm512_set1_ps(steps[r]);
-    __m512 sum = _mm512_setzero_ps();
-    __m512i whole = _mm512_setzero_si512();
+    const Floats top = same(largest[r]), step = same(steps[r]);
+    Floats sum = {0};
+    Words whole_sum = {0};
     EACH (int v = 0; v < VECTORS; v++) {
-      __m512 x = _mm512_fmsub_ps(load(scores[r] + v * LANES), step, top);
-      x = power(x, codes ? LARGEST_WEIGHT : 1);
-      if (!plain) x = _mm512_maskz_mov_ps((__mmask16)(seen[r] >> (v * LANES)), x);
+      Floats x = multiply_add(load(scores[r] + v * LANES), step, -top);
+      x = power(x, digits ? LARGEST_WEIGHT : 1);
+      if (!plain) x = choose(lanes_of(seen[r] >> (v * LANES)), x, same(0));
       char* to = weights[r] + 4 * v * LANES;
-      if (codes) {
-        __m512i rounded = _mm512_cvtps_epi32(x);
-        whole = _mm512_add_epi32(whole, rounded);
-        _mm512_storeu_si512(to, _mm512_shuffle_epi8(rounded, digits));
+      if (digits) {
+        Words number = rounded(x);
+        whole_sum += number;
+        store_words(to, shuffled(number, order));
       } else {
-        sum = _mm512_add_ps(sum, x);
-        _mm512_storeu_ps(to, x);
+        sum += x;
+        store(to, x);
       }
     }
-    if (codes) sum = _mm512_cvtepi32_ps(whole);
+    if (digits) sum = to_floats(whole_sum);
     float* sums = unit->sums + (row + r) * LANES;
-    __m512 kept = _mm512_mul_ps(load(sums), _mm512_set1_ps(keep[r]));
-    _mm512_storeu_ps(sums, _mm512_fmadd_ps(sum, _mm512_set1_ps(take[r]), kept));
+    Floats kept = load(sums) * same(keep[r]);
+    store(sums, multiply_add(sum, same(take[r]), kept));
   }
 }
 
@@ -452,14 +421,21 @@ INLINE void weigh(const Work* w, const Unit* unit, int64_t row, int rows, const 
     case 6: call(6); break; \
   }
 
-/* A tile's `count` keys and values, for all queries of a unit. `codes` is a constant where this is inlined. */
+/* A tile's `count` keys and values, for all queries of a unit. `digits` is a constant where this is inlined. */
 INLINE void attend_tile(const Work* w, const Unit* unit, const char* keys, const char* values, int64_t start,
-                        int64_t count, const int codes) {
+                        int64_t count, const int digits) {
   const int64_t D = w->D, groups = (unit->rows + ROWS - 1) / ROWS;
-  pack_keys(keys, count, codes ? D / 4 : D, codes, unit->keys);
-  if (codes) {
+  if (digits) { /* of keys without a sign, as one side of an instruction's product has to be: 128 is added to them */
+    pack_keys(keys, count, D / 4, (int32_t)0x80808080, unit->keys);
     pack_values(values, count, D, unit->values);
     values = unit->values;
+  } else if (w->codes) {
+    pack_keys(keys, count, D / 4, 0, unit->values);
+    decode_keys(unit->values, D / 4, unit->keys);
+    decode_values(values, count * D, unit->values);
+    values = unit->values;
+  } else {
+    pack_keys(keys, count, D, 0, unit->keys);
   }
   for (int64_t g = 0; g < groups; g++) {
     const int64_t row = unit->rows * g / groups;
@@ -468,9 +444,9 @@ INLINE void attend_tile(const Work* w, const Unit* unit, const char* keys, const
     _Alignas(64) char weights[ROWS][4 * KEYS];
     _Alignas(64) float keep[LANES], take[LANES];
 #define KEYS_OF(n) multiply_floats(unit, row, D, scores, n)
-    if (!codes) FOR_ROWS(KEYS_OF)
-    for (int r = 0; codes && r + 2 <= rows; r += 2) multiply_codes(unit, row + r, D, scores + r, 2);
-    if (codes && rows % 2) multiply_codes(unit, row + rows - 1, D, scores + rows - 1, 1);
+    if (!digits) FOR_ROWS(KEYS_OF)
+    for (int r = 0; digits && r + 2 <= rows; r += 2) multiply_digits(unit, row + r, D, scores + r, 2);
+    if (digits && rows % 2) multiply_digits(unit, row + rows - 1, D, scores + rows - 1, 1);
     uint64_t seen[ROWS];
     int plain = !w->kernel->softcap;
     for (int r = 0; r < rows; r++) {
@@ -478,32 +454,33 @@ INLINE void attend_tile(const Work* w, const Unit* unit, const char* keys, const
       plain &= seen[r] == ~0ull;
     }
     if (plain)
-      weigh(w, unit, row, rows, seen, scores, weights, keep, take, 1, codes);
+      weigh(w, unit, row, rows, seen, scores, weights, keep, take, 1, digits);
     else
-      weigh(w, unit, row, rows, seen, scores, weights, keep, take, 0, codes);
+      weigh(w, unit, row, rows, seen, scores, weights, keep, take, 0, digits);
+    const int most = digits ? VECTORS : vectors_of(rows);
     for (int64_t channel = 0; channel < D;) {
-      const int wide = D - channel >= VECTORS * LANES;
+      const int wide = D - channel >= most * LANES;
       const char* from = values + 4 * channel;
       float* to = unit->outputs + row * D + channel;
-#define FLOATS_OF(n)                                                 \
-  if (wide)                                                          \
-    add_floats(from, count, D, weights, keep, take, to, n, VECTORS); \
-  else                                                               \
+#define FLOATS_OF(n)                                                       \
+  if (wide)                                                                \
+    add_floats(from, count, D, weights, keep, take, to, n, vectors_of(n)); \
+  else                                                                     \
     add_floats(from, count, D, weights, keep, take, to, n, 1)
-      if (!codes) FOR_ROWS(FLOATS_OF)
-      for (int r = 0; codes && r < rows; r += 2) {
-#define CODES_OF(n, v) add_codes(from, count, D, weights + r, keep + r, take + r, to + r * D, n, v)
+      if (!digits) FOR_ROWS(FLOATS_OF)
+      for (int r = 0; digits && r < rows; r += 2) {
+#define DIGITS_OF(n, v) add_digits(from, count, D, weights + r, keep + r, take + r, to + r * D, n, v)
         if (rows - r >= 2) {
           if (wide)
-            CODES_OF(2, VECTORS);
+            DIGITS_OF(2, VECTORS);
           else
-            CODES_OF(2, 1);
+            DIGITS_OF(2, 1);
         } else if (wide)
-          CODES_OF(1, VECTORS);
+          DIGITS_OF(1, VECTORS);
         else
-          CODES_OF(1, 1);
+          DIGITS_OF(1, 1);
       }
-      channel += wide ? VECTORS * LANES : LANES;
+      channel += wide ? most * LANES : LANES;
     }
   }
 }
@@ -526,18 +503,18 @@ static void* take_from(char** memory, size_t bytes) {
 /* False where there is no memory. */
 static int make_unit(const Work* w, int64_t rows, int64_t first, Unit* unit) {
   const size_t words = rows * w->D, parts = 8; /* each of which may fill up a line */
-  const size_t bytes = 4 * (2 * words + rows * (DIGITS + 2 + LANES)) + 5 * KEYS * w->D + 64 * parts;
+  const size_t bytes = 4 * (2 * words + rows * (DIGITS + 2 + LANES)) + 4 * KEYS * w->D * 2 + 64 * parts;
   char* memory = scratch(SCRATCH_ATTENTION, bytes);
   if (!memory) return 0;
   unit->rows = rows, unit->first = first;
-  unit->queries = take_from(&memory, words * (w->codes ? DIGITS : sizeof(float)));
+  unit->queries = take_from(&memory, words * (w->digits ? DIGITS : sizeof(float)));
   unit->offsets = take_from(&memory, rows * DIGITS * sizeof(int32_t));
   unit->steps = take_from(&memory, rows * sizeof(float));
   unit->largest = take_from(&memory, rows * sizeof(float));
   unit->sums = take_from(&memory, rows * LANES * sizeof(float));
   unit->outputs = take_from(&memory, words * sizeof(float));
   unit->keys = take_from(&memory, KEYS * w->D * sizeof(float));
-  unit->values = take_from(&memory, KEYS * w->D);
+  unit->values = take_from(&memory, KEYS * w->D * sizeof(float));
   return 1;
 }
 
@@ -568,7 +545,7 @@ static void attend(void* state, size_t index) {
       const int64_t there = (AHEAD * w->T + start) * size;
       announce(keys + there, values + there, (later < KEYS ? later : KEYS) * size);
     }
-    if (w->codes)
+    if (w->digits)
       attend_tile(w, &unit, keys + start * size, values + start * size, start, count, 1);
     else
       attend_tile(w, &unit, keys + start * size, values + start * size, start, count, 0);
@@ -576,11 +553,11 @@ static void attend(void* state, size_t index) {
   for (int64_t r = 0; r < unit.rows; r++) {
     const int64_t token = b * w->S + begin + r / w->group;
     float* to = w->y + (token * k->heads + head * w->group + r % w->group) * D;
-    __m512 inverse = _mm512_set1_ps(1 / _mm512_reduce_add_ps(load(unit.sums + r * LANES)));
+    Floats inverse = same(1 / sum_of(load(unit.sums + r * LANES)));
     for (int64_t i = 0; i < D; i += LANES) {
-      __m512 y = _mm512_mul_ps(load(unit.outputs + r * D + i), inverse);
-      if (w->codes) y = _mm512_mul_ps(y, load(w->value_scale + head * D + i));
-      _mm512_storeu_ps(to + i, y);
+      Floats y = load(unit.outputs + r * D + i) * inverse;
+      if (w->codes) y *= load(w->value_scale + head * D + i);
+      store(to + i, y);
     }
   }
 }
@@ -612,6 +589,7 @@ static Status* compute(void* self, Context* context) {
   Work w = {.kernel = k, .B = dims[0], .S = dims[1], .D = cache[3], .T = cache[2]};
   w.group = k->heads / k->kv_heads;
   w.codes = type == INT8;
+  w.digits = w.codes && VNNI;
   if (w.D % LANES || w.D > LARGEST_HEAD || cache[1] != k->kv_heads || cache[0] != w.B || (!w.codes && type != FLOAT))
     return failure(api, ERROR_ARGUMENT, "CachedAttention: a cache of a shape or type it was not built for");
   w.query = data_of(api, query);

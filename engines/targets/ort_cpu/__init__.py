@@ -63,9 +63,10 @@ def __getattr__(name: str) -> Any:
 
 def library() -> Path | None:
     """The kernels of our own, compiled; None where they would not run."""
-    from engines.native import compiler, unsupported
+    from engines.native import compiler, level
 
-    return None if unsupported() else compiler.library()
+    here = level()
+    return compiler.library(here) if here else None
 
 
 def complete(model: ir.Model, folder: Path) -> None:
