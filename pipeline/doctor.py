@@ -18,10 +18,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engines import native
 from engines.bundle import EngineBundle
 from engines.fingerprint import cpu_features, require_match
 from engines.load import fingerprint_here, target_module
-from engines.native import Level, level, unsupported
 from engines.native.compiler import COMPILER
 from pipeline.artifact import load
 from pipeline.errors import TapeoutError
@@ -103,7 +103,7 @@ def diagnose(recipe: Recipe | None, folder: Path) -> Diagnosis:
     python = Finding("Python", Status.OK, f"{platform.python_version()} at {sys.executable}")
     pins = pinned()
     run = (python, *(package(name, pins) for name in RUN_PACKAGES), operators())
-    build = (*(package(name, pins) for name in BUILD_PACKAGES), native_kernels(level()))
+    build = (*(package(name, pins) for name in BUILD_PACKAGES), native_kernels(native.level()))
     tensorrt = tuple(optional_package(name) for name in TENSORRT_PACKAGES)
     sources = () if recipe is None else (recipe.model.source, recipe.data.source)
     services = (*(source(name) for name in sources), registry(tracking_uri()))
@@ -221,12 +221,11 @@ def operators() -> Finding:
     return Finding("onnxruntime kernels", Status.OK, ", ".join(ENGINE_OPERATORS))
 
 
-def native_kernels(level: Level | None) -> Finding:
+def native_kernels(level: native.Level | None) -> Finding:
     """``level``: as :func:`engines.native.level` gives it."""
     if level is None:
-        reason = unsupported()
         remedy = "engines run on ONNX Runtime's own operators, which are slower; weights in 6 bits take up 8"
-        return Finding("native kernels", Status.LIMITED, reason, remedy)
+        return Finding("native kernels", Status.LIMITED, native.unsupported(), remedy)
     try:
         version = metadata.version(COMPILER)
     except metadata.PackageNotFoundError:

@@ -17,7 +17,9 @@ from typing import Any, ClassVar
 
 import pytest
 
+from engines import native
 from engines.bundle import EngineBundle, Fingerprint, IOContract
+from engines.native import LEVELS
 from evals.verdict import Check, Outcome, Verdict
 from pipeline import cli
 from pipeline.artifact import Record, create, load
@@ -392,6 +394,18 @@ def test_doctor_names_instruction_sets_and_their_absence() -> None:
     fast = processor("CPU", ("avx2", "avx512_vnni"))
     assert fast.status is Status.OK and "AVX-512 VNNI" in fast.found
     assert processor("CPU", ("avx2",)).status is Status.LIMITED
+
+
+def test_doctor_tells_which_native_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipeline.doctor import native_kernels
+
+    assert [native_kernels(level).found.partition(";")[0] for level in LEVELS] == ["AVX-512 VNNI", "AVX2"]
+    monkeypatch.setattr(native, "level", lambda: None)
+    monkeypatch.setattr(native, "cpu_features", lambda: ())
+    monkeypatch.setattr(native.platform, "machine", lambda: "x86_64")
+    none = native_kernels(None)
+    assert none.status is Status.LIMITED
+    assert none.found == "native kernels need avx2, fma, which this processor lacks"
 
 
 def test_doctor_tells_an_untested_version_and_an_absent_package() -> None:

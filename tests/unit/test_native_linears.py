@@ -76,6 +76,22 @@ def test_the_largest_codes_and_inputs_do_not_overflow(bits: Bits, symmetric: boo
         check(product("BlockLinear", linear)(x)[0], expected(x, linear))
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", BITS)
+def test_sums_of_the_smallest_and_largest_codes_are_exact(bits: Bits, symmetric: bool) -> None:
+    """Inputs of 127 and -127 are codes themselves, scales are one: results are whole, and float32 holds them."""
+    rng = np.random.default_rng(bits)
+    linear = random_linear(96, 256, Format(bits, 256, symmetric))
+    linear.scales[:] = 1
+    linear.codes[:] = rng.choice([0, (1 << bits) - 1], linear.codes.shape)
+    linear.codes[:2] = [[0], [(1 << bits) - 1]]  # all neighbours alike
+    x = rng.choice([-127, 127], (13, 256)).astype(np.float32)
+    x[:2] = [[-127], [127]]
+    for codes in (linear.codes, rng.integers(0, 1 << bits, linear.codes.shape, np.uint8)):
+        exact = replace(linear, codes=codes)
+        np.testing.assert_array_equal(product("BlockLinear", exact)(x)[0], expected(x, exact)[0])
+
+
 @pytest.mark.parametrize("rank", [1, 2, 3, 4])
 def test_leading_axes_are_kept(rank: int) -> None:
     linear = random_linear(24, 64, Format(6, 32, symmetric=True))

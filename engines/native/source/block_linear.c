@@ -172,7 +172,7 @@ INLINE void product(const Work* w, Largest* largest, int64_t tile, int64_t row, 
   const uint8_t* codes = w->codes + tile * (TILE * K * bits / 8);
   const int64_t stride = TILE * K * bits / 8;
   for (int64_t b = 0; b < w->blocks; b++) {
-    Words sum[ROWS][WIDE], part[ROWS][WIDE], more[FEW_ROWS][CHAINS];
+    Words sum[ROWS][WIDE], more[FEW_ROWS][CHAINS];
     EACH (int r = 0; r < rows; r++)
       EACH (int t = 0; t < tiles; t++)
         sum[r][t] = k->symmetric ? same_word(-w->sums[(row + r) * w->blocks + b]) : (Words){0};
@@ -181,20 +181,18 @@ INLINE void product(const Work* w, Largest* largest, int64_t tile, int64_t row, 
     const int8_t* x = w->rounded + row * K + b * k->block;
     const uint8_t* from = codes + b * (TILE * k->block * bits / 8);
     for (int64_t s = 0; s < block_steps; s += 4)
-      EACH (int i = 0; i < 4; i++) {
-        Words weights[WIDE];
-        EACH (int t = 0; t < tiles; t++) weights[t] = codes_at(from + t * stride + 64 * s * bits / 8, i, bits);
-        EACH (int r = 0; r < rows; r++) {
-          Words inputs = same_four(x + r * K + STEP * (s + i));
-          if (i % chains)
-            more[r][i] = add_product(more[r][i], weights[0], inputs, bits);
-          else
-            EACH (int t = 0; t < tiles; t++) {
-              if (i % few == 0) part[r][t] = begin_sum(sum[r][t], bits);
-              part[r][t] = add_product(part[r][t], weights[t], inputs, bits);
-              if (i % few == few - 1) sum[r][t] = end_sum(sum[r][t], part[r][t], bits);
-            }
-        }
+      EACH (int i = 0; i < 4; i += few) {
+        Words weights[4][WIDE];
+        EACH (int j = 0; j < few; j++)
+          EACH (int t = 0; t < tiles; t++) weights[j][t] = codes_at(from + t * stride + 64 * s * bits / 8, i + j, bits);
+        EACH (int r = 0; r < rows; r++)
+          EACH (int t = 0; t < tiles; t++) {
+            Words* to = i % chains ? &more[r][i] : &sum[r][t];
+            Words part = begin_sum(*to, bits);
+            EACH (int j = 0; j < few; j++)
+              part = add_product(part, weights[j][t], same_four(x + r * K + STEP * (s + i + j)), bits);
+            *to = end_sum(*to, part, bits);
+          }
       }
     EACH (int r = 0; r < rows; r++)
       EACH (int i = 1; i < chains; i++) sum[r][0] += more[r][i];
