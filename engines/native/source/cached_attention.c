@@ -12,10 +12,11 @@
    tiles of 64 from the first, with a softmax that is corrected as larger scores turn up. What a query computes depends
    on its own keys alone, not on the batch, nor on how a prompt is cut into steps.
 
-   Codes are never scaled back. The scales of keys go into the query, those of values into the result, and queries and
-   weights become numbers of 24 bits, by their largest, in three digits of 8: products are sums of integers, four to an
-   instruction, as good as products of floats and in fewer instructions. With weights of two digits prompts took an
-   eighth less, and results were off by up to 1e-4 of the largest.
+   Codes are never scaled back: the scales of keys go into the query, those of values into the result. With VNNI queries
+   and weights become numbers of 24 bits, by their largest, in three digits of 8: products are sums of integers, four to
+   an instruction, as good as products of floats and in fewer instructions. With weights of two digits prompts took an
+   eighth less, and results were off by up to 1e-4 of the largest. Without VNNI codes become floats, a tile at a time:
+   digits took twice as long for prompts.
 
    Names: H query heads, KV key heads, D channels of a head, T tokens there is room for. A row is a query from where a
    unit begins, a step what a lane multiplies at once: a channel, or four of codes. */
@@ -31,7 +32,7 @@ enum { AHEAD = 2 };  /* units: one would be with another thread by now */
 enum { FEW = 4096 }; /* products of a query and a key that are over before another thread has woken up */
 
 static const float HIDDEN = -1e30f, LOG2_E = 1.44269504f;
-static const float LARGEST_QUERY = 127 * 65536, LARGEST_WEIGHT = (1 << 24) - 64;
+static const float LARGEST_WEIGHT = (1 << 24) - 64;
 
 typedef struct {
   Api api;
@@ -42,8 +43,7 @@ typedef struct {
 
 typedef struct {
   const Kernel* kernel;
-  int64_t B, S, D, T, group;
-  int codes, digits;                /* whether the cache is int8, and whether it is multiplied in integers */
+  int64_t B, S, D, T, group, codes; /* codes: whether the cache is int8 */
   const float *query, *key, *value; /* of the first token */
   int64_t query_stride, key_stride; /* from a token to the next */
   const char *past_key, *past_value;
@@ -65,7 +65,7 @@ typedef struct {
   float* sums;         /* [rows, LANES] of weights */
   float* outputs;      /* [rows, D] sums of values times weights */
   char* keys;          /* [steps, KEYS] words of four bytes: a tile, turned */
-  char* values;        /* [KEYS / 4, D] words of four codes, of four keys: a tile of codes */
+  char* values;        /* of a tile of codes: [KEYS / 4, D] words of four keys' codes, or [KEYS, D] float */
 } Unit;
 
 /* 2 to the x times `unit`, exact where x is whole, 0 where x is far below. The polynomial, whose first coefficient is
@@ -139,55 +139,6 @@ static void write(void* state, size_t index) {
   }
 }
 
-/* A query times the scales of keys, as digits. */
-static void split_query(const float* query, const float* scale, int64_t D, int8_t* digits, int32_t* offsets,
-                        float* step) {
-  Floats largest = {0};
-  for (int64_t i = 0; i < D; i += LANES) largest = larger(largest, magnitude(load(query + i) * load(scale + i)));
-  float top = largest_of(largest);
-  Floats inverse = same(top > 0 ? LARGEST_QUERY / top : 0.0f);
-  Words sums[DIGITS];
-  EACH (int d = 0; d < DIGITS; d++) sums[d] = (Words){0};
-  for (int64_t i = 0; i < D; i += LANES) {
-    Words rest = rounded(load(query + i) * load(scale + i) * inverse);
-    EACH (int d = DIGITS - 1; d >= 0; d--) {
-      FewCodes digit = low_bytes(rest);
-      store_codes(digits + d * D + i, digit);
-      sums[d] += widened(digit);
-      rest = (rest + 128) >> 8;
-    }
-  }
-  EACH (int d = 0; d < DIGITS; d++) offsets[d] = -128 * sum_of_words(sums[d]);
-  *step = top / LARGEST_QUERY;
-}
-
-/* Queries of `unit`, one after the other for the heads of a group and then for the next token. */
-static void take_queries(const Work* w, const Unit* unit, int64_t token, int64_t head) {
-  const Kernel* k = w->kernel;
-  int64_t D = w->D;
-  float* turned = (float*)unit->keys; /* not in use yet */
-  const float in_powers_of_two = k->scale * LOG2_E;
-  for (int64_t r = 0; r < unit->rows; r++) {
-    const float* from = w->query + (token + r / w->group) * w->query_stride + (head * w->group + r % w->group) * D;
-    unit->steps[r] = in_powers_of_two;
-    if (w->digits) {
-      rotate(w, from, unit->first + r / w->group, turned);
-      float step;
-      split_query(turned, w->key_scale + head * D, D, (int8_t*)unit->queries + r * DIGITS * D,
-                  unit->offsets + r * DIGITS, &step);
-      unit->steps[r] *= step;
-    } else {
-      float* query = (float*)unit->queries + r * D;
-      rotate(w, from, unit->first + r / w->group, query);
-      if (w->codes)
-        for (int64_t i = 0; i < D; i += LANES) store(query + i, load(query + i) * load(w->key_scale + head * D + i));
-    }
-    unit->largest[r] = HIDDEN;
-  }
-  memset(unit->sums, 0, unit->rows * LANES * sizeof(float));
-  memset(unit->outputs, 0, unit->rows * D * sizeof(float));
-}
-
 /* SQUARE keys' SQUARE words, or the `count` and `left` there are, turned; `flip` changes bits of each word. */
 INLINE void pack_square(const char* from, int64_t words, int64_t count, int64_t left, int32_t flip, char* to) {
   Line x[SQUARE];
@@ -210,42 +161,15 @@ INLINE void pack_keys(const char* from, int64_t count, int64_t words, const int3
     }
 }
 
-/* Codes of up to four values, to `to` as [D] words of four keys' codes. */
-INLINE void pack_four(const char* from, int64_t D, const int64_t count, char* to) {
-  const FewCodes none = {0};
-  for (int64_t i = 0; i < D; i += LANES) {
-    const char* at = from + i;
-    FewCodes second = count > 1 ? load_codes(at + D) : none, third = count > 2 ? load_codes(at + 2 * D) : none;
-    FewCodes fourth = count > 3 ? load_codes(at + 3 * D) : none;
-    store_words(to + 4 * i, interleaved(load_codes(at), second, third, fourth));
+#define FOR_ROWS(call)      \
+  switch (rows) {           \
+    case 1: call(1); break; \
+    case 2: call(2); break; \
+    case 3: call(3); break; \
+    case 4: call(4); break; \
+    case 5: call(5); break; \
+    case 6: call(6); break; \
   }
-}
-
-/* Codes of `count` values, to `to` as [count / 4, D] words of four keys' codes. */
-static void pack_values(const char* from, int64_t count, int64_t D, char* to) {
-  int64_t key = 0;
-  for (; key + 4 <= count; key += 4) pack_four(from + key * D, D, 4, to + key * D);
-  if (key < count) pack_four(from + key * D, D, count - key, to + key * D);
-}
-
-/* Words of four keys' codes [words, KEYS] as floats [4 · words, KEYS], and codes of values as floats. */
-static void decode_keys(const char* from, int64_t words, char* to) {
-  for (int64_t word = 0; word < words; word++)
-    for (int v = 0; v < VECTORS; v++) {
-      Words four = load_words(from + 4 * (word * KEYS + v * LANES));
-      EACH (int i = 0; i < 4; i++)
-        store(to + 4 * ((4 * word + i) * KEYS + v * LANES), to_floats(four << (24 - 8 * i) >> 24));
-    }
-}
-
-static void decode_values(const char* from, int64_t codes, char* to) {
-  for (int64_t i = 0; i < codes; i += LANES) store(to + 4 * i, to_floats(widened(load_codes(from + i))));
-}
-
-/* Of three digits' sums. Two of them fit 32 bits together, for up to LARGEST_HEAD products. */
-INLINE Floats number(Words high, Words middle, Words low) {
-  return multiply_add(to_floats((high << 8) + middle), same(256), to_floats(low));
-}
 
 /* How many vectors of sums of `rows` queries are held in registers at once, with other vectors beside them. */
 INLINE int vectors_of(const int rows) {
@@ -271,27 +195,6 @@ INLINE void multiply_floats(const Unit* unit, int64_t row, int64_t D, float (*pr
     EACH (int r = 0; r < rows; r++)
       EACH (int v = 0; v < vectors; v++) store(products[r] + key + v * LANES, sum[r][v]);
   }
-}
-
-INLINE void multiply_digits(const Unit* unit, int64_t row, int64_t D, float (*products)[KEYS], const int rows) {
-  const char* query = unit->queries + row * DIGITS * D;
-  Words sum[2][DIGITS][VECTORS];
-  EACH (int r = 0; r < rows; r++)
-    EACH (int d = 0; d < DIGITS; d++) {
-      Words offset = same_word(unit->offsets[(row + r) * DIGITS + d]);
-      EACH (int v = 0; v < VECTORS; v++) sum[r][d][v] = offset;
-    }
-  for (int64_t i = 0; i < D; i += 4) {
-    Words keys[VECTORS];
-    EACH (int v = 0; v < VECTORS; v++) keys[v] = load_words(unit->keys + i * KEYS + 4 * v * LANES);
-    EACH (int r = 0; r < rows; r++)
-      EACH (int d = 0; d < DIGITS; d++) {
-        Words four = same_four(query + (r * DIGITS + d) * D + i);
-        EACH (int v = 0; v < VECTORS; v++) sum[r][d][v] = dot(sum[r][d][v], keys[v], four);
-      }
-  }
-  EACH (int r = 0; r < rows; r++)
-    EACH (int v = 0; v < VECTORS; v++) store(products[r] + v * LANES, number(sum[r][0][v], sum[r][1][v], sum[r][2][v]));
 }
 
 /* outputs = outputs · keep + result · take, for a query's `vectors` of channels. */
@@ -320,6 +223,103 @@ INLINE void add_floats(const char* values, int64_t count, int64_t D, const char 
   EACH (int r = 0; r < rows; r++) add_values(sum[r], keep[r], take[r], outputs + r * D, vectors);
 }
 
+/* The same of any number of rows up to ROWS, and all channels. */
+static void multiply_rows(const Unit* unit, int64_t row, int rows, int64_t D, float (*products)[KEYS]) {
+#define KEYS_OF(n) multiply_floats(unit, row, D, products, n)
+  FOR_ROWS(KEYS_OF)
+}
+
+static void add_rows(const char* values, int64_t count, int64_t D, const char (*weights)[4 * KEYS], const float* keep,
+                     const float* take, float* outputs, int rows) {
+  for (int64_t channel = 0; channel < D;) {
+    const int wide = D - channel >= vectors_of(rows) * LANES;
+    const char* from = values + 4 * channel;
+    float* to = outputs + channel;
+#define FLOATS_OF(n)                                                       \
+  if (wide)                                                                \
+    add_floats(from, count, D, weights, keep, take, to, n, vectors_of(n)); \
+  else                                                                     \
+    add_floats(from, count, D, weights, keep, take, to, n, 1)
+    FOR_ROWS(FLOATS_OF)
+    channel += wide ? vectors_of(rows) * LANES : LANES;
+  }
+}
+
+/* Codes: a query is taken, a tile's keys and values are packed, and both products. */
+#if VNNI
+/* A query times the scales of keys, as digits; returns what the last of them counts. */
+static float take_query(const float* query, const float* scale, int64_t D, const Unit* unit, int64_t row) {
+  int8_t* digits = (int8_t*)unit->queries + row * DIGITS * D;
+  Floats largest = {0};
+  for (int64_t i = 0; i < D; i += LANES) largest = larger(largest, magnitude(load(query + i) * load(scale + i)));
+  const float top = largest_of(largest), LARGEST_QUERY = 127 * 65536;
+  Floats inverse = same(top > 0 ? LARGEST_QUERY / top : 0.0f);
+  Words sums[DIGITS];
+  EACH (int d = 0; d < DIGITS; d++) sums[d] = (Words){0};
+  for (int64_t i = 0; i < D; i += LANES) {
+    Words rest = rounded(load(query + i) * load(scale + i) * inverse);
+    EACH (int d = DIGITS - 1; d >= 0; d--) {
+      FewCodes digit = low_bytes(rest);
+      store_codes(digits + d * D + i, digit);
+      sums[d] += widened(digit);
+      rest = (rest + 128) >> 8;
+    }
+  }
+  EACH (int d = 0; d < DIGITS; d++) unit->offsets[row * DIGITS + d] = -128 * sum_of_words(sums[d]);
+  return top / LARGEST_QUERY;
+}
+
+/* Codes of up to four values, to `to` as [D] words of four keys' codes. */
+INLINE void pack_four(const char* from, int64_t D, const int64_t count, char* to) {
+  const FewCodes none = {0};
+  for (int64_t i = 0; i < D; i += LANES) {
+    const char* at = from + i;
+    FewCodes second = count > 1 ? load_codes(at + D) : none, third = count > 2 ? load_codes(at + 2 * D) : none;
+    FewCodes fourth = count > 3 ? load_codes(at + 3 * D) : none;
+    store_words(to + 4 * i, interleaved(load_codes(at), second, third, fourth));
+  }
+}
+
+/* Keys as [D / 4, KEYS] words of their codes, which become unsigned, as one side of an instruction's product has to be,
+   by 128 that are added; values as [count / 4, D] words of four keys' codes. */
+static void pack_codes(const Unit* unit, const char* keys, const char* values, int64_t count, int64_t D) {
+  pack_keys(keys, count, D / 4, (int32_t)0x80808080, unit->keys);
+  int64_t key = 0;
+  for (; key + 4 <= count; key += 4) pack_four(values + key * D, D, 4, unit->values + key * D);
+  if (key < count) pack_four(values + key * D, D, count - key, unit->values + key * D);
+}
+
+/* Of three digits' sums. Two of them fit 32 bits together, for up to LARGEST_HEAD products. */
+INLINE Floats number(Words high, Words middle, Words low) {
+  return multiply_add(to_floats((high << 8) + middle), same(256), to_floats(low));
+}
+
+INLINE void multiply_digits(const Unit* unit, int64_t row, int64_t D, float (*products)[KEYS], const int rows) {
+  const char* query = unit->queries + row * DIGITS * D;
+  Words sum[2][DIGITS][VECTORS];
+  EACH (int r = 0; r < rows; r++)
+    EACH (int d = 0; d < DIGITS; d++) {
+      Words offset = same_word(unit->offsets[(row + r) * DIGITS + d]);
+      EACH (int v = 0; v < VECTORS; v++) sum[r][d][v] = offset;
+    }
+  for (int64_t i = 0; i < D; i += 4) {
+    Words keys[VECTORS];
+    EACH (int v = 0; v < VECTORS; v++) keys[v] = load_words(unit->keys + i * KEYS + 4 * v * LANES);
+    EACH (int r = 0; r < rows; r++)
+      EACH (int d = 0; d < DIGITS; d++) {
+        Words four = same_four(query + (r * DIGITS + d) * D + i);
+        EACH (int v = 0; v < VECTORS; v++) sum[r][d][v] = dot(sum[r][d][v], keys[v], four);
+      }
+  }
+  EACH (int r = 0; r < rows; r++)
+    EACH (int v = 0; v < VECTORS; v++) store(products[r] + v * LANES, number(sum[r][0][v], sum[r][1][v], sum[r][2][v]));
+}
+
+INLINE void multiply_codes(const Unit* unit, int64_t row, int rows, int64_t D, float (*products)[KEYS]) {
+  for (int r = 0; r + 2 <= rows; r += 2) multiply_digits(unit, row + r, D, products + r, 2);
+  if (rows % 2) multiply_digits(unit, row + rows - 1, D, products + rows - 1, 1);
+}
+
 INLINE void add_digits(const char* values, int64_t count, int64_t D, const char (*weights)[4 * KEYS], const float* keep,
                        const float* take, float* outputs, const int rows, const int vectors) {
   Words sum[2][DIGITS][VECTORS];
@@ -342,6 +342,74 @@ INLINE void add_digits(const char* values, int64_t count, int64_t D, const char 
   }
 }
 
+INLINE void add_codes(const char* values, int64_t count, int64_t D, const char (*weights)[4 * KEYS], const float* keep,
+                      const float* take, float* outputs, int rows) {
+  for (int64_t channel = 0; channel < D;) {
+    const int wide = D - channel >= VECTORS * LANES;
+    const char* from = values + 4 * channel;
+    for (int r = 0; r < rows; r += 2) {
+      float* to = outputs + r * D + channel;
+#define DIGITS_OF(n, v) add_digits(from, count, D, weights + r, keep + r, take + r, to, n, v)
+      if (rows - r >= 2) {
+        if (wide)
+          DIGITS_OF(2, VECTORS);
+        else
+          DIGITS_OF(2, 1);
+      } else if (wide)
+        DIGITS_OF(1, VECTORS);
+      else
+        DIGITS_OF(1, 1);
+    }
+    channel += wide ? VECTORS * LANES : LANES;
+  }
+}
+#else
+/* A query times the scales of keys; returns what is left to multiply by. */
+static float take_query(const float* query, const float* scale, int64_t D, const Unit* unit, int64_t row) {
+  float* to = (float*)unit->queries + row * D;
+  for (int64_t i = 0; i < D; i += LANES) store(to + i, load(query + i) * load(scale + i));
+  return 1;
+}
+
+/* As floats, [D, KEYS] and [count, D]. Keys are turned as words of four codes, which takes a quarter of the time. */
+static void pack_codes(const Unit* unit, const char* keys, const char* values, int64_t count, int64_t D) {
+  char* words = unit->values; /* not in use yet */
+  pack_keys(keys, count, D / 4, 0, words);
+  for (int64_t channel = 0; channel < D; channel += 4)
+    for (int64_t key = 0; key < KEYS; key += LANES) {
+      Words four = load_words(words + channel * KEYS + 4 * key);
+      EACH (int i = 0; i < 4; i++)
+        store(unit->keys + 4 * ((channel + i) * KEYS + key), to_floats(four << (24 - 8 * i) >> 24));
+    }
+  for (int64_t i = 0; i < count * D; i += LANES)
+    store(unit->values + 4 * i, to_floats(widened(load_codes(values + i))));
+}
+
+#define multiply_codes multiply_rows
+#define add_codes      add_rows
+#endif
+
+/* Queries of `unit`, one after the other for the heads of a group and then for the next token. */
+static void take_queries(const Work* w, const Unit* unit, int64_t token, int64_t head) {
+  const Kernel* k = w->kernel;
+  int64_t D = w->D;
+  float* turned = (float*)unit->keys; /* not in use yet */
+  const float in_powers_of_two = k->scale * LOG2_E;
+  for (int64_t r = 0; r < unit->rows; r++) {
+    const float* from = w->query + (token + r / w->group) * w->query_stride + (head * w->group + r % w->group) * D;
+    unit->steps[r] = in_powers_of_two;
+    if (w->codes) {
+      rotate(w, from, unit->first + r / w->group, turned);
+      unit->steps[r] *= take_query(turned, w->key_scale + head * D, D, unit, r);
+    } else {
+      rotate(w, from, unit->first + r / w->group, (float*)unit->queries + r * D);
+    }
+    unit->largest[r] = HIDDEN;
+  }
+  memset(unit->sums, 0, unit->rows * LANES * sizeof(float));
+  memset(unit->outputs, 0, unit->rows * D * sizeof(float));
+}
+
 /* The keys of a tile from `start` that a token at `position` sees, a bit each. */
 static uint64_t visible(const Kernel* k, int64_t position, int64_t start) {
   int64_t end = position + 1 - start, begin = k->window ? end - k->window : 0;
@@ -357,12 +425,17 @@ INLINE Floats limited(Floats score, float cap) {
   return (same(1) - same(2) / above_one) * same(cap * LOG2_E);
 }
 
+/* For every four weights their high digits, the next, the low, and nothing. */
+#define FOUR(i) i + 2, i + 6, i + 10, i + 14, i + 1, i + 5, i + 9, i + 13, i, i + 4, i + 8, i + 12, 64, 64, 64, 64
+INLINE Words digits_of(Words x) {
+  return (Words)__builtin_shufflevector((Codes)x, (Codes){0}, FOUR(0), FOUR(16), FOUR(32), FOUR(48));
+}
+
 /* From products to weights of a tile, for up to ROWS queries; what of their sums to keep, and what to take of this
-   tile's. Weights in digits lie as add_digits takes them: for four keys the high ones, the next, the low, and nothing.
-   `plain`, a constant where this is inlined: all keys of the tile are seen, by all queries, and there is no cap. */
+   tile's. Weights are floats, or `digits`, which is a constant where this is inlined, as is
+   `plain`: all keys of the tile are seen, by all queries, and there is no cap. */
 INLINE void weigh(const Work* w, const Unit* unit, int64_t row, int rows, const uint64_t* seen, float (*scores)[KEYS],
                   char (*weights)[4 * KEYS], float* keep, float* take, const int plain, const int digits) {
-  const FewCodes order = {2, 6, 10, 14, 1, 5, 9, 13, 0, 4, 8, 12, -1, -1, -1, -1};
   const float cap = plain ? 0 : w->kernel->softcap;
   float steps[ROWS], largest[LANES] = {0};
   for (int r = 0; r < rows; r++) {
@@ -398,7 +471,7 @@ INLINE void weigh(const Work* w, const Unit* unit, int64_t row, int rows, const 
       if (digits) {
         Words number = rounded(x);
         whole_sum += number;
-        store_words(to, shuffled(number, order));
+        store_words(to, digits_of(number));
       } else {
         sum += x;
         store(to, x);
@@ -411,28 +484,12 @@ INLINE void weigh(const Work* w, const Unit* unit, int64_t row, int rows, const 
   }
 }
 
-#define FOR_ROWS(call)      \
-  switch (rows) {           \
-    case 1: call(1); break; \
-    case 2: call(2); break; \
-    case 3: call(3); break; \
-    case 4: call(4); break; \
-    case 5: call(5); break; \
-    case 6: call(6); break; \
-  }
-
-/* A tile's `count` keys and values, for all queries of a unit. `digits` is a constant where this is inlined. */
+/* A tile's `count` keys and values, for all queries of a unit. `codes` is a constant where this is inlined. */
 INLINE void attend_tile(const Work* w, const Unit* unit, const char* keys, const char* values, int64_t start,
-                        int64_t count, const int digits) {
+                        int64_t count, const int codes) {
   const int64_t D = w->D, groups = (unit->rows + ROWS - 1) / ROWS;
-  if (digits) { /* of keys without a sign, as one side of an instruction's product has to be: 128 is added to them */
-    pack_keys(keys, count, D / 4, (int32_t)0x80808080, unit->keys);
-    pack_values(values, count, D, unit->values);
-    values = unit->values;
-  } else if (w->codes) {
-    pack_keys(keys, count, D / 4, 0, unit->values);
-    decode_keys(unit->values, D / 4, unit->keys);
-    decode_values(values, count * D, unit->values);
+  if (codes) {
+    pack_codes(unit, keys, values, count, D);
     values = unit->values;
   } else {
     pack_keys(keys, count, D, 0, unit->keys);
@@ -440,13 +497,14 @@ INLINE void attend_tile(const Work* w, const Unit* unit, const char* keys, const
   for (int64_t g = 0; g < groups; g++) {
     const int64_t row = unit->rows * g / groups;
     const int rows = (int)(unit->rows * (g + 1) / groups - row);
+    float* outputs = unit->outputs + row * D;
     _Alignas(64) float scores[ROWS][KEYS];
     _Alignas(64) char weights[ROWS][4 * KEYS];
     _Alignas(64) float keep[LANES], take[LANES];
-#define KEYS_OF(n) multiply_floats(unit, row, D, scores, n)
-    if (!digits) FOR_ROWS(KEYS_OF)
-    for (int r = 0; digits && r + 2 <= rows; r += 2) multiply_digits(unit, row + r, D, scores + r, 2);
-    if (digits && rows % 2) multiply_digits(unit, row + rows - 1, D, scores + rows - 1, 1);
+    if (codes)
+      multiply_codes(unit, row, rows, D, scores);
+    else
+      multiply_rows(unit, row, rows, D, scores);
     uint64_t seen[ROWS];
     int plain = !w->kernel->softcap;
     for (int r = 0; r < rows; r++) {
@@ -454,34 +512,13 @@ INLINE void attend_tile(const Work* w, const Unit* unit, const char* keys, const
       plain &= seen[r] == ~0ull;
     }
     if (plain)
-      weigh(w, unit, row, rows, seen, scores, weights, keep, take, 1, digits);
+      weigh(w, unit, row, rows, seen, scores, weights, keep, take, 1, codes && VNNI);
     else
-      weigh(w, unit, row, rows, seen, scores, weights, keep, take, 0, digits);
-    const int most = digits ? VECTORS : vectors_of(rows);
-    for (int64_t channel = 0; channel < D;) {
-      const int wide = D - channel >= most * LANES;
-      const char* from = values + 4 * channel;
-      float* to = unit->outputs + row * D + channel;
-#define FLOATS_OF(n)                                                       \
-  if (wide)                                                                \
-    add_floats(from, count, D, weights, keep, take, to, n, vectors_of(n)); \
-  else                                                                     \
-    add_floats(from, count, D, weights, keep, take, to, n, 1)
-      if (!digits) FOR_ROWS(FLOATS_OF)
-      for (int r = 0; digits && r < rows; r += 2) {
-#define DIGITS_OF(n, v) add_digits(from, count, D, weights + r, keep + r, take + r, to + r * D, n, v)
-        if (rows - r >= 2) {
-          if (wide)
-            DIGITS_OF(2, VECTORS);
-          else
-            DIGITS_OF(2, 1);
-        } else if (wide)
-          DIGITS_OF(1, VECTORS);
-        else
-          DIGITS_OF(1, 1);
-      }
-      channel += wide ? most * LANES : LANES;
-    }
+      weigh(w, unit, row, rows, seen, scores, weights, keep, take, 0, codes && VNNI);
+    if (codes)
+      add_codes(values, count, D, weights, keep, take, outputs, rows);
+    else
+      add_rows(values, count, D, weights, keep, take, outputs, rows);
   }
 }
 
@@ -507,7 +544,7 @@ static int make_unit(const Work* w, int64_t rows, int64_t first, Unit* unit) {
   char* memory = scratch(SCRATCH_ATTENTION, bytes);
   if (!memory) return 0;
   unit->rows = rows, unit->first = first;
-  unit->queries = take_from(&memory, words * (w->digits ? DIGITS : sizeof(float)));
+  unit->queries = take_from(&memory, words * sizeof(float));
   unit->offsets = take_from(&memory, rows * DIGITS * sizeof(int32_t));
   unit->steps = take_from(&memory, rows * sizeof(float));
   unit->largest = take_from(&memory, rows * sizeof(float));
@@ -545,7 +582,7 @@ static void attend(void* state, size_t index) {
       const int64_t there = (AHEAD * w->T + start) * size;
       announce(keys + there, values + there, (later < KEYS ? later : KEYS) * size);
     }
-    if (w->digits)
+    if (w->codes)
       attend_tile(w, &unit, keys + start * size, values + start * size, start, count, 1);
     else
       attend_tile(w, &unit, keys + start * size, values + start * size, start, count, 0);
@@ -589,7 +626,6 @@ static Status* compute(void* self, Context* context) {
   Work w = {.kernel = k, .B = dims[0], .S = dims[1], .D = cache[3], .T = cache[2]};
   w.group = k->heads / k->kv_heads;
   w.codes = type == INT8;
-  w.digits = w.codes && VNNI;
   if (w.D % LANES || w.D > LARGEST_HEAD || cache[1] != k->kv_heads || cache[0] != w.B || (!w.codes && type != FLOAT))
     return failure(api, ERROR_ARGUMENT, "CachedAttention: a cache of a shape or type it was not built for");
   w.query = data_of(api, query);

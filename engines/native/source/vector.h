@@ -160,7 +160,7 @@ INLINE Words dot(Words sum, Words bytes, Words codes) {
 }
 
 /* The same of codes of so many bits and inputs from -127 to 127: `begin_sum`, `add_product` up to `depth` times,
-   `end_sum`. What is added up is the code less `centre`. */
+   `end_sum`. What is added up is the code less `centre`. The other level has need of all this. */
 INLINE int centre(const int bits) {
   return (void)bits, 0;
 }
@@ -189,12 +189,7 @@ INLINE Words interleaved(FewCodes a, FewCodes b, FewCodes c, FewCodes d) {
   return (Words)_mm512_shuffle_epi8(_mm512_permutexvar_epi32(across, x), within);
 }
 
-/* Of every 16 bytes those that `order` names, and zero where that is negative. */
-INLINE Words shuffled(Words x, FewCodes order) {
-  return (Words)_mm512_shuffle_epi8((__m512i)x, _mm512_broadcast_i32x4((__m128i)order));
-}
-
-/* A row of a square of words that is turned in registers. */
+/* The side of a square of words that is turned in registers, and a row of it. */
 enum { SQUARE = 16 };
 typedef Words Line;
 
@@ -230,13 +225,13 @@ INLINE void turn(Line x[SQUARE]) {
 
 #define VNNI            0
 
+typedef int32_t Line __attribute__((vector_size(32)));
+typedef int16_t Shorts __attribute__((vector_size(64)));
+
 /* Of a vector's two registers, of floats and of words. */
 #define LOW(x)          __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7)
 #define HIGH(x)         __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15)
 #define BOTH(low, high) __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
-
-typedef int32_t Line __attribute__((vector_size(32)));
-typedef int16_t Shorts __attribute__((vector_size(64)));
 
 /* Which lanes: all bits of a lane, or none. */
 typedef Words Lanes;
@@ -331,20 +326,9 @@ INLINE Words pairs(Words bytes, Words codes) {
   return BOTH((Line)_mm256_maddubs_epi16((__m256i)LOW(bytes), (__m256i)LOW(codes)),
               (Line)_mm256_maddubs_epi16((__m256i)HIGH(bytes), (__m256i)HIGH(codes)));
 }
-INLINE Words products_of_shorts(Words a, Words b) {
-  return BOTH((Line)_mm256_madd_epi16((__m256i)LOW(a), (__m256i)LOW(b)),
-              (Line)_mm256_madd_epi16((__m256i)HIGH(a), (__m256i)HIGH(b)));
-}
 
-/* Bytes without a sign times such with one, four neighbours to a lane. */
-INLINE Words dot(Words sum, Words bytes, Words codes) {
-  Words even = (Words)((Shorts)((Shorts)codes << 8) >> 8), odd = (Words)((Shorts)codes >> 8);
-  Words even_bytes = bytes & 0x00ff00ff, odd_bytes = (bytes >> 8) & 0x00ff00ff;
-  return sum + products_of_shorts(even_bytes, even) + products_of_shorts(odd_bytes, odd);
-}
-
-/* The same of codes of so many bits and inputs from -127 to 127: `begin_sum`, `add_product` up to `depth` times,
-   `end_sum`. What is added up is the code less `centre`.
+/* Products of codes of so many bits and inputs from -127 to 127, four neighbours to a lane: `begin_sum`, `add_product`
+   up to `depth` times, `end_sum`. What is added up is the code less `centre`, by which 8 bits become a size and a sign.
 
    Two products of up to 128 · 127 fit 16 bits, as do four of 63 · 127 and eight of 15 · 127. */
 INLINE int centre(const int bits) {
@@ -369,25 +353,7 @@ INLINE Words end_sum(Words sum, Words part, const int bits) {
   return bits == 8 ? part : sum + sums_of_pairs(part);
 }
 
-/* Lane i: the i-th codes of all four. */
-INLINE Words interleaved(FewCodes a, FewCodes b, FewCodes c, FewCodes d) {
-  __m128i ab[2] = {_mm_unpacklo_epi8((__m128i)a, (__m128i)b), _mm_unpackhi_epi8((__m128i)a, (__m128i)b)};
-  __m128i cd[2] = {_mm_unpacklo_epi8((__m128i)c, (__m128i)d), _mm_unpackhi_epi8((__m128i)c, (__m128i)d)};
-  __m128i all[4];
-  EACH (int i = 0; i < 2; i++) {
-    all[2 * i] = _mm_unpacklo_epi16(ab[i], cd[i]);
-    all[2 * i + 1] = _mm_unpackhi_epi16(ab[i], cd[i]);
-  }
-  return load_words(all);
-}
-
-/* Of every 16 bytes those that `order` names, and zero where that is negative. */
-INLINE Words shuffled(Words x, FewCodes order) {
-  __m256i twice = _mm256_broadcastsi128_si256((__m128i)order);
-  return BOTH((Line)_mm256_shuffle_epi8((__m256i)LOW(x), twice), (Line)_mm256_shuffle_epi8((__m256i)HIGH(x), twice));
-}
-
-/* A row of a square of words that is turned in registers. */
+/* The side of a square of words that is turned in registers. */
 enum { SQUARE = 8 };
 
 INLINE Line load_line(const void* from, int64_t count) {
