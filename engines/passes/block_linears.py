@@ -1,4 +1,4 @@
-"""Linears over codes become BlockLinear, a kernel of our own that is bound by memory at one row and by VNNI at many.
+"""Linears over codes become BlockLinear, a kernel of our own: bound by memory at one row and by arithmetic at many.
 
     Linear(x) over codes   ->   BlockLinear(x, codes, scales[, zero points][, bias])
 
