@@ -23,6 +23,7 @@ FRONTIER_POINTS = 20_000  # beyond this many, some are left out, and the plan sa
 FRONTIER_SHOWN = 200  # of a frontier that is drawn
 ROUNDS = 6  # plans that are measured as a whole
 NEAR = 0.95  # of the limit: a KL between is not worth another round
+SHORTER = 0.98  # what is aimed at, each time that a corrected budget led beyond the limit all the same
 ROUNDING = 1e-12  # of a budget: a plan that meets it exactly must not fail by the last bit of a sum
 
 
@@ -150,13 +151,13 @@ def settle(
 ) -> Settled:
     """The best plan found whose KL as a whole is within ``limits.kl``, and every plan that was tried.
 
-    ``joint_kl`` measures a plan as a whole. The budget of the sum starts at the limit and is then scaled by limit over
-    joint KL, up as well as down, until a plan comes close below the limit, or comes again. :class:`QuantizationError`
-    when no plan tried was within the limit.
+    ``joint_kl`` measures a plan as a whole. The budget of the sum starts at the limit and is then scaled, up or down, by
+    limit over joint KL, until a plan comes close below the limit, or comes again; less is aimed at after plans that
+    missed it all the same. :class:`QuantizationError` when no plan tried was within the limit.
     """
     limit = limits.kl
     assert limit is not None
-    budget, seen = limit, set[tuple[str, ...]]()
+    budget, aim, seen = limit, limit, set[tuple[str, ...]]()
     best: tuple[Chosen, Round] | None = None
     rounds: list[Round] = []
     while len(rounds) < ROUNDS:
@@ -178,7 +179,9 @@ def settle(
             best = (chosen, rounds[-1])
         if NEAR * limit <= joint <= limit or not joint:
             break
-        budget = chosen.kl * limit / joint
+        if joint > limit and len(rounds) > 1:
+            aim *= SHORTER
+        budget = chosen.kl * aim / joint
     if best is None:
         raise QuantizationError(
             f"no plan has a KL of at most {limit:g} as a whole; the least of {len(rounds)} is "

@@ -57,6 +57,11 @@ def test_a_plan_that_was_tried_is_not_measured_again() -> None:
     assert len(asked) == len(set(asked)) == len(found.rounds) and found.round.joint_kl == 0.0089
 
 
+def test_plans_that_keep_missing_the_limit_by_little_are_given_less() -> None:
+    found = settled(lambda chosen: 0.0101 if chosen.kl > 0.0085 else 1.1 * chosen.kl)
+    assert [r.joint_kl for r in found.rounds[:3]] == [0.0101] * 3 and found.round.joint_kl <= 0.01
+
+
 def test_no_plan_within_the_limit_is_told_with_the_least_that_was_found() -> None:
     with pytest.raises(
         QuantizationError, match=r"no plan has a KL of at most 0\.01 as a whole; the least of \d is 0\.0"
