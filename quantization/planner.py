@@ -151,8 +151,8 @@ def settle(
 ) -> Settled:
     """The best plan found whose KL as a whole is within ``limits.kl``, and every plan that was tried.
 
-    ``joint_kl`` measures a plan as a whole. The budget of the sum starts at the limit and is then scaled, up or down, by
-    limit over joint KL, until a plan comes close below the limit, or comes again; less is aimed at after plans that
+    ``joint_kl`` measures a plan as a whole. The budget of the sum starts at the limit and is then scaled, up or down,
+    by limit over joint KL, until a plan comes close below the limit, or comes again; less is aimed at after plans that
     missed it all the same. :class:`QuantizationError` when no plan tried was within the limit.
     """
     limit = limits.kl

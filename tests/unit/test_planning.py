@@ -58,8 +58,13 @@ def test_a_plan_that_was_tried_is_not_measured_again() -> None:
 
 
 def test_plans_that_keep_missing_the_limit_by_little_are_given_less() -> None:
-    found = settled(lambda chosen: 0.0101 if chosen.kl > 0.0085 else 1.1 * chosen.kl)
-    assert [r.joint_kl for r in found.rounds[:3]] == [0.0101] * 3 and found.round.joint_kl <= 0.01
+    fine = [Option(kernel=str(n), seconds={1: 400.0 - n}, bytes=1, kl=n / 1e5) for n in range(0, 400, 2)]
+
+    def joint(chosen: Chosen) -> float:
+        return 0.01001 if chosen.kl > 0.0085 else 1.1 * chosen.kl
+
+    found = settle({f"unit {n}": fine for n in range(6)}, ONE_ROW, Limits(kl=0.01), "seconds", joint_kl=joint)
+    assert [r.joint_kl for r in found.rounds[:3]] == [0.01001] * 3 and found.round.joint_kl <= 0.01
 
 
 def test_no_plan_within_the_limit_is_told_with_the_least_that_was_found() -> None:
