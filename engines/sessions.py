@@ -7,7 +7,8 @@ from pathlib import Path
 import onnxruntime as ort
 
 from engines.bundle import EngineBundle
-from engines.native import LIBRARY, unsupported
+from engines.fingerprint import cpu_features
+from engines.native import LIBRARY, level_of, unsupported
 from engines.threads import physical_cores
 from pipeline.artifact import Artifact, verify_files
 from pipeline.errors import BuildError
@@ -18,7 +19,11 @@ def library_of(bundle: Artifact[EngineBundle]) -> Path | None:
     if LIBRARY not in bundle.files:
         return None
     verify_files(bundle.folder, {LIBRARY: bundle.files[LIBRARY]})
-    return bundle.folder / LIBRARY
+    path, level = bundle.folder / LIBRARY, level_of(bundle.record.fingerprint.features)
+    missing = [feature for feature in level.needed if feature not in cpu_features()] if level else []
+    if missing:
+        raise _cannot_run(path, f"it needs {', '.join(missing)}, which this processor lacks")
+    return path
 
 
 def cpu_options(threads: int, library: Path | None) -> ort.SessionOptions:
@@ -30,10 +35,13 @@ def cpu_options(threads: int, library: Path | None) -> ort.SessionOptions:
     if library is not None:
         reason = unsupported()
         if reason:
-            raise BuildError(
-                f"{library} cannot run here: {reason}",
-                expected="the processor it was built for",
-                remedy="build it here",
-            )
+            raise _cannot_run(library, reason)
         options.register_custom_ops_library(str(library.resolve()))
     return options
+
+
+def _cannot_run(library: Path, reason: str) -> BuildError:
+    """Instead of an illegal instruction."""
+    return BuildError(
+        f"{library} cannot run here: {reason}", expected="the processor it was built for", remedy="build it here"
+    )

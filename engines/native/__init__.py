@@ -40,7 +40,12 @@ def level() -> Level | None:
     """The best that this processor has; None where the kernels cannot run."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return None
-    return next((known for known in LEVELS if set(known.needed) <= set(cpu_features())), None)
+    return level_of(cpu_features())
+
+
+def level_of(features: tuple[str, ...]) -> Level | None:
+    """The best of a processor with these features."""
+    return next((known for known in LEVELS if set(known.needed) <= set(features)), None)
 
 
 def unsupported() -> str:

@@ -8,11 +8,14 @@ import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from engines import native
+from engines import native, sessions
+from engines.bundle import Fingerprint
 from engines.native import DOMAIN, LEVELS, LIBRARY, Level, compiler, unsupported
 from engines.sessions import cpu_options
 from engines.targets import ort_cpu
@@ -204,6 +207,28 @@ def test_where_they_cannot_run_nothing_is_compiled_and_sessions_start_without(
     assert cpu_options(2, None).intra_op_num_threads == 2
     with pytest.raises(BuildError, match="cannot run here"):  # not an illegal instruction
         cpu_options(2, cache / LIBRARY)
+
+
+@pytest.mark.parametrize("built", LEVELS, ids=lambda level: level.name)
+def test_a_library_for_a_better_processor_is_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: Level
+) -> None:
+    """A bundle from elsewhere, by whatever way it is opened."""
+    features = tuple(dict.fromkeys((*LEAST.needed, *built.needed)))
+    made: Any = SimpleNamespace(
+        folder=tmp_path,
+        files={LIBRARY: None},
+        record=SimpleNamespace(fingerprint=Fingerprint(machine="x86_64", features=features, libraries={})),
+    )
+    monkeypatch.setattr(sessions, "verify_files", lambda folder, files: None)
+    monkeypatch.setattr(sessions, "cpu_features", lambda: LEAST.needed)
+    if built == LEAST:
+        assert sessions.library_of(made) == tmp_path / LIBRARY
+        return
+    with pytest.raises(BuildError) as caught:
+        sessions.library_of(made)
+    lacking = "it needs avx512f, avx512bw, avx512_vnni, which this processor lacks"
+    assert caught.value.found == f"{tmp_path / LIBRARY} cannot run here: {lacking}"
 
 
 def test_a_bundle_holds_the_library_only_where_its_graph_names_an_operator(
