@@ -25,13 +25,14 @@ class Level:
     flags: tuple[str, ...]  # for the compiler
 
 
-# Best first. What a processor has beside what tells it: the first avx512dq, avx512vl and the like, the second f16c.
+# Best first. What a processor has beside what tells it: the first avx512dq, avx512vl and the like, the others f16c.
 LEVELS = (
     Level(
         "AVX-512 VNNI",
         ("avx512f", "avx512bw", "avx512_vnni"),
         ("-mcpu=x86_64_v4+avx512vnni", "-mprefer-vector-width=512"),
     ),
+    Level("AVX-VNNI", ("avx2", "fma", "avx_vnni"), ("-mcpu=x86_64_v3+avxvnni",)),
     Level("AVX2", ("avx2", "fma"), ("-mcpu=x86_64_v3",)),
 )
 

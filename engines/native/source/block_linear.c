@@ -30,7 +30,7 @@ enum { PARTS = 32 }; /* of the columns, dealt to the threads */
 enum { TILE = LANES, STEP = 4, FEW_ROWS = 2 };
 /* ROWS by WIDE sums of tiles are held in registers, and where there are few rows CHAINS of one tile, which do not wait
    for each other. */
-#if VNNI
+#if AVX512
 enum { ROWS = 6, WIDE = 2, CHAINS = 4 };
 #else
 enum { ROWS = 4, WIDE = 1, CHAINS = 1 };
@@ -230,7 +230,7 @@ INLINE void product(const Work* w, Largest* largest, int64_t tile, int64_t row, 
       break;                                                      \
       MORE_ROWS(bits)                                             \
   }
-#if VNNI
+#if AVX512
 #define MORE_ROWS(bits)                                         \
   case 5: product(w, largest, tile, row, 5, WIDE, bits); break; \
   case 6: product(w, largest, tile, row, 6, WIDE, bits); break;

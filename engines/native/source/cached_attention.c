@@ -12,11 +12,11 @@
    tiles of 64 from the first, with a softmax that is corrected as larger scores turn up. What a query computes depends
    on its own keys alone, not on the batch, nor on how a prompt is cut into steps.
 
-   Codes are never scaled back: the scales of keys go into the query, those of values into the result. With VNNI queries
-   and weights become numbers of 24 bits, by their largest, in three digits of 8: products are sums of integers, four to
-   an instruction, as good as products of floats and in fewer instructions. With weights of two digits prompts took an
-   eighth less, and results were off by up to 1e-4 of the largest. Without VNNI codes become floats, a tile at a time:
-   digits took twice as long for prompts.
+   Codes are never scaled back: the scales of keys go into the query, those of values into the result. With AVX-512
+   queries and weights become numbers of 24 bits, by their largest, in three digits of 8: products are sums of integers,
+   four to an instruction, as good as products of floats and in fewer instructions. With weights of two digits prompts
+   took an eighth less, and results were off by up to 1e-4 of the largest. Without AVX-512 codes become floats, a tile at
+   a time: digits took twice as long for prompts.
 
    Names: H query heads, KV key heads, D channels of a head, T tokens there is room for. A row is a query from where a
    unit begins, a step what a lane multiplies at once: a channel, or four of codes. */
@@ -173,7 +173,7 @@ INLINE void pack_keys(const char* from, int64_t count, int64_t words, const int3
 
 /* How many vectors of sums of `rows` queries are held in registers at once, with other vectors beside them. */
 INLINE int vectors_of(const int rows) {
-  return VNNI || rows == 1 ? VECTORS : rows <= 3 ? 2 : 1;
+  return AVX512 || rows == 1 ? VECTORS : rows <= 3 ? 2 : 1;
 }
 
 /* Products of `rows` queries with all keys of a tile; `rows` is a constant where these are inlined. */
@@ -246,7 +246,7 @@ static void add_rows(const char* values, int64_t count, int64_t D, const char (*
 }
 
 /* Codes: a query is taken, a tile's keys and values are packed, and both products. */
-#if VNNI
+#if AVX512
 /* A query times the scales of keys, as digits; returns what the last of them counts. */
 static float take_query(const float* query, const float* scale, int64_t D, const Unit* unit, int64_t row) {
   int8_t* digits = (int8_t*)unit->queries + row * DIGITS * D;
@@ -512,9 +512,9 @@ INLINE void attend_tile(const Work* w, const Unit* unit, const char* keys, const
       plain &= seen[r] == ~0ull;
     }
     if (plain)
-      weigh(w, unit, row, rows, seen, scores, weights, keep, take, 1, codes && VNNI);
+      weigh(w, unit, row, rows, seen, scores, weights, keep, take, 1, codes && AVX512);
     else
-      weigh(w, unit, row, rows, seen, scores, weights, keep, take, 0, codes && VNNI);
+      weigh(w, unit, row, rows, seen, scores, weights, keep, take, 0, codes && AVX512);
     if (codes)
       add_codes(values, count, D, weights, keep, take, outputs, rows);
     else

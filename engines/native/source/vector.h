@@ -1,8 +1,8 @@
 /* Vectors of 16 floats or integers, or of 64 codes, and what the kernels do with them.
 
-   A processor is of one of two levels. With AVX-512 VNNI a vector is one register of 32, with AVX2 it is two of 16.
-   Arithmetic is written with operators, which the compiler takes apart where it must; what has an instruction of its own
-   has a function here, once for each level. Where a product and a sum shall be rounded once, it says `multiply_add`. */
+   With AVX-512 a vector is one register of 32, with AVX2 it is two of 16. Arithmetic is written with operators, which the
+   compiler takes apart where it must; what has an instruction of its own has a function here, once for either. Where a
+   product and a sum shall be rounded once, it says `multiply_add`. */
 #ifndef TAPEOUT_VECTOR_H
 #define TAPEOUT_VECTOR_H
 
@@ -88,7 +88,7 @@ INLINE int32_t sum_of_words(Words x) {
 
 #ifdef __AVX512VNNI__
 
-#define VNNI 1
+#define AVX512 1
 
 /* Which lanes. */
 typedef __mmask16 Lanes;
@@ -159,24 +159,6 @@ INLINE Words dot(Words sum, Words bytes, Words codes) {
   return (Words)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)bytes, (__m512i)codes);
 }
 
-/* The same of codes of so many bits and inputs from -127 to 127: `begin_sum`, `add_product` up to `depth` times,
-   `end_sum`. What is added up is the code less `centre`. The other level has need of all this. */
-INLINE int centre(const int bits) {
-  return (void)bits, 0;
-}
-INLINE int depth(const int bits) {
-  return (void)bits, 1;
-}
-INLINE Words begin_sum(Words sum, const int bits) {
-  return (void)bits, sum;
-}
-INLINE Words add_product(Words part, Words codes, Words inputs, const int bits) {
-  return (void)bits, dot(part, codes, inputs);
-}
-INLINE Words end_sum(Words sum, Words part, const int bits) {
-  return (void)sum, (void)bits, part;
-}
-
 /* Lane i: the i-th codes of all four. */
 INLINE Words interleaved(FewCodes a, FewCodes b, FewCodes c, FewCodes d) {
   __m512i across = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
@@ -223,7 +205,7 @@ INLINE void turn(Line x[SQUARE]) {
 
 #else
 
-#define VNNI            0
+#define AVX512          0
 
 typedef int32_t Line __attribute__((vector_size(32)));
 typedef int16_t Shorts __attribute__((vector_size(64)));
@@ -315,6 +297,12 @@ INLINE Floats scaled(Floats y, Floats x) {
   return y * (Floats)((power + 127) << 23);
 }
 
+#ifdef __AVXVNNI__
+INLINE Words dot(Words sum, Words bytes, Words codes) {
+  return BOTH((Line)_mm256_dpbusd_avx_epi32((__m256i)LOW(sum), (__m256i)LOW(bytes), (__m256i)LOW(codes)),
+              (Line)_mm256_dpbusd_avx_epi32((__m256i)HIGH(sum), (__m256i)HIGH(bytes), (__m256i)HIGH(codes)));
+}
+#else
 /* Sums of neighbouring 16-bit numbers. */
 INLINE Words sums_of_pairs(Words shorts) {
   const __m256i ones = _mm256_set1_epi16(1);
@@ -326,32 +314,7 @@ INLINE Words pairs(Words bytes, Words codes) {
   return BOTH((Line)_mm256_maddubs_epi16((__m256i)LOW(bytes), (__m256i)LOW(codes)),
               (Line)_mm256_maddubs_epi16((__m256i)HIGH(bytes), (__m256i)HIGH(codes)));
 }
-
-/* Products of codes of so many bits and inputs from -127 to 127, four neighbours to a lane: `begin_sum`, `add_product`
-   up to `depth` times, `end_sum`. What is added up is the code less `centre`, by which 8 bits become a size and a sign.
-
-   Two products of up to 128 · 127 fit 16 bits, as do four of 63 · 127 and eight of 15 · 127. */
-INLINE int centre(const int bits) {
-  return bits == 8 ? 128 : 0;
-}
-INLINE int depth(const int bits) {
-  return bits == 4 ? 4 : bits == 6 ? 2 : 1;
-}
-INLINE Words begin_sum(Words sum, const int bits) {
-  return bits == 8 ? sum : (Words){0};
-}
-INLINE Words add_product(Words part, Words codes, Words inputs, const int bits) {
-  if (bits < 8) return (Words)((Shorts)part + (Shorts)pairs(codes, inputs));
-  Words centred = codes ^ same_word((int32_t)0x80808080);
-  __m256i low = (__m256i)LOW(centred), high = (__m256i)HIGH(centred);
-  Words sizes = BOTH((Line)_mm256_abs_epi8(low), (Line)_mm256_abs_epi8(high));
-  Words turned =
-      BOTH((Line)_mm256_sign_epi8((__m256i)LOW(inputs), low), (Line)_mm256_sign_epi8((__m256i)HIGH(inputs), high));
-  return part + sums_of_pairs(pairs(sizes, turned));
-}
-INLINE Words end_sum(Words sum, Words part, const int bits) {
-  return bits == 8 ? part : sum + sums_of_pairs(part);
-}
+#endif
 
 /* The side of a square of words that is turned in registers. */
 enum { SQUARE = 8 };
@@ -377,6 +340,51 @@ INLINE void turn(Line x[SQUARE]) {
     y[4 + j] = (Line)_mm256_permute2x128_si256((__m256i)x[j], (__m256i)x[4 + j], 0x31);
   }
   EACH (int i = 0; i < 8; i++) x[i] = y[i];
+}
+#endif
+
+/* Products of codes of so many bits and inputs from -127 to 127, four neighbours to a lane: `begin_sum`, `add_product`
+   up to `depth` times, `end_sum`. What is added up is the code less `centre`.
+
+   Without an instruction for it, products are added up in 16 bits, which two of up to 128 · 127 fit, as do four of
+   63 · 127 and eight of 15 · 127; 8 bits less their centre become a size and a sign. */
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+INLINE int centre(const int bits) {
+  return (void)bits, 0;
+}
+INLINE int depth(const int bits) {
+  return (void)bits, 1;
+}
+INLINE Words begin_sum(Words sum, const int bits) {
+  return (void)bits, sum;
+}
+INLINE Words add_product(Words part, Words codes, Words inputs, const int bits) {
+  return (void)bits, dot(part, codes, inputs);
+}
+INLINE Words end_sum(Words sum, Words part, const int bits) {
+  return (void)sum, (void)bits, part;
+}
+#else
+INLINE int centre(const int bits) {
+  return bits == 8 ? 128 : 0;
+}
+INLINE int depth(const int bits) {
+  return bits == 4 ? 4 : bits == 6 ? 2 : 1;
+}
+INLINE Words begin_sum(Words sum, const int bits) {
+  return bits == 8 ? sum : (Words){0};
+}
+INLINE Words add_product(Words part, Words codes, Words inputs, const int bits) {
+  if (bits < 8) return (Words)((Shorts)part + (Shorts)pairs(codes, inputs));
+  Words centred = codes ^ same_word((int32_t)0x80808080);
+  __m256i low = (__m256i)LOW(centred), high = (__m256i)HIGH(centred);
+  Words sizes = BOTH((Line)_mm256_abs_epi8(low), (Line)_mm256_abs_epi8(high));
+  Words turned =
+      BOTH((Line)_mm256_sign_epi8((__m256i)LOW(inputs), low), (Line)_mm256_sign_epi8((__m256i)HIGH(inputs), high));
+  return part + sums_of_pairs(pairs(sizes, turned));
+}
+INLINE Words end_sum(Words sum, Words part, const int bits) {
+  return bits == 8 ? part : sum + sums_of_pairs(part);
 }
 #endif
 
