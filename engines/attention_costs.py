@@ -1,8 +1,8 @@
 """What attention costs on this machine: measured seconds of a layer by how the KV cache is kept (engines/timing.py).
 
 What is timed is what the target's own passes make of one layer's attention as it is exported, rotary embedding
-included, behind one product for queries, keys and values that is not timed. It sees the whole cache: a window or a soft
-cap, which a graph's record does not tell, is left out. Copies have caches of their own.
+included, behind one product for queries, keys and values that is not timed. It sees the whole cache. What a graph's
+record does not tell is left out: a window, a soft cap, channels that are not rotated. Copies have caches of their own.
 
 B  streams      S  tokens of each      T  tokens in the cache      H, G, D  heads, key/value heads, head size
 """
@@ -32,6 +32,7 @@ from pipeline.graph import PortableGraph
 # A longer graph takes longer to load than to time, and so small a cache hardly counts. A prompt has fewer copies by as
 # many tokens as it has: it computes so much with what it reads that it does not matter where that comes from.
 MOST_COPIES = 512
+ROTATED = 16  # channels: attention that rotates takes heads of a multiple of it; others are rotated before, untimed
 ELEMENTS = {"float32": np.dtype(np.float32), "int8": np.dtype(np.int8), "int4": np.dtype(np.uint8)}  # two codes a byte
 
 
@@ -220,7 +221,7 @@ def _exported(graph: PortableGraph, copies: int, context: int) -> ir.Model:
             sizes = constant(model, f"heads.{count}", np.array([0, 0, count, size], np.int64))
             (rows,) = add("Reshape", [part, sizes], ["batch", "tokens", count, size])
             (turned,) = add("Transpose", [rows], ["batch", count, "tokens", size], perm=[0, 2, 1, 3])
-            if graph.rotary != "none" and number < 2:
+            if graph.rotary != "none" and size % ROTATED == 0 and number < 2:
                 interleaved = int(graph.rotary == "interleaved")
                 inputs = [turned, *tables, positions]
                 (turned,) = add("RotaryEmbedding", inputs, ["batch", count, "tokens", size], interleaved=interleaved)

@@ -111,7 +111,7 @@ Cache = Annotated[Auto | Annotated[KVCache, Tag(WRITTEN)], _FORM]
 class Plan(Section):
     """Which kernel computes what. Below ``context`` stands what ``kernels: auto`` asks for."""
 
-    # 6 bits where a byte less costs least: gate/up and tables (docs/benchmarks/plans.md).
+    # 6 bits where a byte less costs little and there are most of them (docs/benchmarks/plans.md).
     kernels: Kernels = (
         Rule(match="layers.*.gate_up", bits=6, group_size=64, symmetric=True),
         Rule(match="*", bits=8, group_size=64, symmetric=True),
@@ -138,6 +138,8 @@ class Plan(Section):
     def _tables_are_weight_only(cls, kernel: Embeddings) -> Embeddings:
         if kernel != "auto" and kernel.activations != "float":
             raise ValueError("activations must be float: a table is gathered, and its head shares it")
+        if kernel != "auto" and kernel.bits != 32 and not kernel.symmetric:
+            raise ValueError("symmetric must be true: a table with zero points loads nowhere else")
         return kernel
 
     @field_validator("workload")
@@ -261,8 +263,9 @@ class Recipe(Section):
             + timed.warmup_tokens
             + timed.new_tokens,
             "shadow.max_new_tokens, with a prompt of one": self.shadow.max_new_tokens + 1,
-            "plan.context": self.plan.context,
         }
+        if self.plan.kernels == "auto":  # of a plan that is written out nothing is timed
+            needs["plan.context"] = self.plan.context
         problems = [
             f"{name}: {tokens} positions, but export.max_positions is {positions}"
             for name, tokens in needs.items()

@@ -115,14 +115,7 @@ class Checkpoint:
     def _int_bits(self, module: str) -> Bits:
         """Of an int-quantized module: 8, unless ``config.json`` says otherwise."""
         if self._num_bits is None:
-            config = self.folder / "config.json"
-            said = json.loads(config.read_text()).get("quantization_config", {}) if config.is_file() else {}
-            self._num_bits = [
-                (target.removeprefix("re:"), group["weights"]["num_bits"])
-                for group in said.get("config_groups", {}).values()
-                if group.get("format") == "int-quantized"
-                for target in group["targets"]
-            ]
+            self._num_bits = _num_bits_of(self.folder / "config.json")
         bits = next((bits for pattern, bits in self._num_bits if re.match(pattern, module)), 8)
         if bits not in _BITS:
             raise QuantizationError(f"{module} in {bits} bits", expected=f"one of {_BITS} bits a weight")
@@ -308,6 +301,27 @@ def module_patterns(modules: Iterable[str]) -> list[str]:
         middle = "" if numbers == {-1} else f"({'|'.join(str(n) for n in sorted(numbers))})"
         patterns.append(f"re:^{re.escape(before)}{middle}{re.escape(after)}$")
     return patterns
+
+
+def _num_bits_of(config: Path) -> list[tuple[str, int]]:
+    """Of what is int-quantized, by regular expression. :class:`QuantizationError` for groups that do not say it."""
+    if not config.is_file():
+        return []
+    groups = (json.loads(config.read_text()).get("quantization_config") or {}).get("config_groups") or {}
+    try:
+        return [
+            (target.removeprefix("re:") if target.startswith("re:") else f"{re.escape(target)}$", bits)
+            for group in groups.values()
+            if group.get("format") == "int-quantized"
+            for bits in [int(group["weights"]["num_bits"])]
+            for target in group["targets"]
+        ]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise QuantizationError(
+            f"a group of quantization_config in {config} has no {error}",
+            expected="targets, and weights with num_bits",
+            remedy="write the checkpoint again",
+        ) from error
 
 
 def _locate(folder: Path) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -145,10 +146,10 @@ class Solver:
         self._statistics, self._scale = statistics, scale
         gram = statistics.gram / np.outer(scale.values, scale.values)
         self._importance = np.ascontiguousarray(np.diag(gram))
-        try:
-            self._factor = inverse_factor(gram)
-        except np.linalg.LinAlgError:
-            self._factor = None  # inputs of too few dimensions: the other candidates stand
+        self._factor = None  # inputs that are not correlated, or of too few dimensions: the other candidates stand
+        if np.count_nonzero(gram) > np.count_nonzero(self._importance):
+            with suppress(np.linalg.LinAlgError):
+                self._factor = inverse_factor(gram)
 
     def candidates(self, weight: FloatArray, fmt: Format) -> list[Rounded]:
         scaled = weight * self._scale.values

@@ -19,7 +19,8 @@ PLAN_FILE, FRONTIER_FILE, FRONTIER_CHART = "plan.md", "frontier.csv", "frontier.
 
 class Part(Frozen):
     """``seconds`` per token of the workload and ``kl`` in nats per token are None where they were not measured, and
-    ``bytes`` where they were not counted: those of a KV cache depend on what a plan that is written out does not.
+    ``bytes`` where they were not counted: those of a KV cache depend on slots and context, which a plan that is written
+    out does not.
     """
 
     name: str

@@ -23,7 +23,7 @@ FRONTIER_POINTS = 20_000  # beyond this many, some are left out, and the plan sa
 FRONTIER_SHOWN = 200  # of a frontier that is drawn
 ROUNDS = 6  # plans that are measured as a whole
 NEAR = 0.95  # of the limit: a KL between is not worth another round
-SHORTER = 0.98  # what is aimed at, each time that a corrected budget led beyond the limit all the same
+SHORTER = 0.98  # by which the aim shrinks each time a corrected budget still led beyond the limit
 ROUNDING = 1e-12  # of a budget: a plan that meets it exactly must not fail by the last bit of a sum
 
 

@@ -152,8 +152,11 @@ def _chosen(
     settled = settle(options, workload, Limits(wanted.max_kl, wanted.max_bytes), minimize, joint_kl=joint_kl)
     chosen = settled.chosen
 
+    written = {EMBEDDINGS: wanted.embeddings != "auto", KV_CACHE: wanted.kv_cache != "auto"}
+
     def part(choice: Choice) -> dict[str, Any]:
-        why = reason(choice, options[choice.unit], workload, minimize)
+        chosen_why = reason(choice, options[choice.unit], workload, minimize)
+        why = AS_WRITTEN if written.get(choice.unit) else chosen_why
         return choice.model_dump(include={"bytes", "seconds", "kl"}) | {"name": choice.unit, "reason": why}
 
     choices = {choice.unit: choice for choice in chosen.choices}
@@ -281,7 +284,7 @@ def reason(choice: Choice, options: Sequence[Option], workload: Workload, minimi
     mine = next(value(option) for option in options if option.kernel == choice.kernel)
     cheaper = [option for option in options if value(option) < mine]
     if len(options) == 1:
-        return AS_WRITTEN
+        return "the only one there is for its size"
     if not cheaper:
         return "the smallest there is" if minimize == "bytes" else "the fastest there is"
     least = min(cheaper, key=lambda option: (option.kl, value(option)))

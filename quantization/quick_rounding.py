@@ -1,9 +1,9 @@
 """Linears rounded for a kernel well enough to rank kernels by, in a fraction of what the quantize stage takes.
 
 Every kernel gets the search for input scales that belongs to it, on a coarse grid. Then 4-bit codes are GPTQ's on the
-plain range, and 8-bit ones the nearest. Less would not do: without the search 8-bit Q/K/V of the default model seem to
-cost two to four times what the quantize stage makes of them, and without GPTQ 4-bit ones three to five times
-(docs/negative-results.md).
+plain range, and those of 6 and 8 bits the nearest; tables are rounded as at last. Less would not do: without the search
+8-bit Q/K/V of the default model seem to cost two to four times what the quantize stage makes of them, and without GPTQ
+4-bit ones three to five times (docs/negative-results.md).
 """
 
 from __future__ import annotations

@@ -57,7 +57,9 @@ def round_table(weight: FloatArray, fmt: Format, head: Statistics | None, settin
     linears = [part.linear for part in slices[method]]
     codes = np.concatenate([linear.codes for linear in linears])
     scales = np.concatenate([linear.scales for linear in linears])
-    linear = QuantizedLinear(codes, scales, None, fmt.bits, fmt.group_size)
+    zero_points = [linear.zero_points for linear in linears if linear.zero_points is not None]
+    stacked = np.concatenate(zero_points) if zero_points else None
+    linear = QuantizedLinear(codes, scales, stacked, fmt.bits, fmt.group_size)
     return RoundedTable(linear, method, errors[0][0], error)
 
 

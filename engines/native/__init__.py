@@ -25,15 +25,17 @@ class Level:
     flags: tuple[str, ...]  # for the compiler
 
 
-# Best first. What a processor has beside what tells it: the first avx512dq, avx512vl and the like, the others f16c.
+_PLAIN = "-bmi-bmi2-lzcnt-movbe"  # which nothing tells us, so they are not used
+
+# Best first. A processor with what tells the first level has avx512dq, avx512vl and the like, too.
 LEVELS = (
     Level(
         "AVX-512 VNNI",
         ("avx512f", "avx512bw", "avx512_vnni"),
         ("-mcpu=x86_64_v4+avx512vnni", "-mprefer-vector-width=512"),
     ),
-    Level("AVX-VNNI", ("avx2", "fma", "avx_vnni"), ("-mcpu=x86_64_v3+avxvnni",)),
-    Level("AVX2", ("avx2", "fma"), ("-mcpu=x86_64_v3",)),
+    Level("AVX-VNNI", ("avx2", "fma", "f16c", "avx_vnni"), (f"-mcpu=x86_64_v3+avxvnni{_PLAIN}",)),
+    Level("AVX2", ("avx2", "fma", "f16c"), (f"-mcpu=x86_64_v3{_PLAIN}",)),
 )
 
 

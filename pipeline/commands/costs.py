@@ -14,7 +14,7 @@ from rich.text import Text
 from pipeline import artifact
 from pipeline.errors import RecipeError
 from pipeline.graph import PortableGraph
-from pipeline.kernel_costs import CHOSEN, cost_table
+from pipeline.kernel_costs import CHOSEN, TIMED_TARGET, cost_table
 from pipeline.recipe import Recipe
 from quantization.plan import HEAD, kind_of
 from quantization.products import CostTable, shape_of
@@ -27,7 +27,7 @@ def parse_rows(text: str) -> tuple[int, ...]:
     (1, 128)
     """
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() and int(part) for part in parts):
+    if not all(part.isdecimal() and int(part) for part in parts):
         raise RecipeError(f"--rows {text}", expected="row counts, such as 1,8,128")
     return tuple(sorted({int(part) for part in parts}))
 
@@ -36,6 +36,12 @@ def run(
     artifacts: Path, recipe: Recipe, rows: Sequence[int], progress: Callable[[str], None]
 ) -> tuple[dict[str, Any], RenderableType]:
     """Measured where they were not before, for a script (seconds and bytes) and for people (microseconds)."""
+    if recipe.build.target != TIMED_TARGET:
+        raise RecipeError(
+            f"build.target: {recipe.build.target}",
+            expected=f"{TIMED_TARGET}, whose kernels are timed on this machine",
+            remedy=f"ask with a recipe that has build.target: {TIMED_TARGET}",
+        )
     graph = artifact.load(artifacts / "graph", PortableGraph).record
     every = CHOSEN | {"goal": "workload", "workload": {count: 1 / len(rows) for count in rows}}
     asked = recipe.model_copy(update={"plan": recipe.plan.model_copy(update=every)})
@@ -53,7 +59,7 @@ def _record(table: CostTable, rows: Sequence[int]) -> dict[str, Any]:
                 "columns": columns,
                 "outputs": outputs,
                 "kernels": {
-                    name: {"bytes": size, "seconds": dict(table.seconds[columns, outputs][name])}
+                    name: {"bytes": size, "seconds": _at(rows, table.seconds[columns, outputs][name])}
                     for name, size in sizes.items()
                 },
             }
@@ -61,9 +67,14 @@ def _record(table: CostTable, rows: Sequence[int]) -> dict[str, Any]:
         ],
         "attention": {
             "context": table.context,
-            "kernels": {name: {"seconds": dict(seconds)} for name, seconds in table.attention.items()},
+            "kernels": {name: {"seconds": _at(rows, seconds)} for name, seconds in table.attention.items()},
         },
     }
+
+
+def _at(rows: Sequence[int], seconds: Mapping[int, float]) -> dict[int, float]:
+    """Of the row counts that were asked for: a head is timed at one row besides."""
+    return {count: seconds[count] for count in rows}
 
 
 def _shown(table: CostTable, graph: PortableGraph, rows: Sequence[int]) -> RenderableType:

@@ -58,7 +58,7 @@ DECODED = 6  # tokens after each prefill: what was rounded the other way once st
 
 
 def recipe(tokens: int = TOKENS) -> Recipe:
-    """The formats of the default mix: static int8 products, 8-bit and 4-bit blocks, int8 keys and values."""
+    """Every kind of product: static int8, blocks of 8, 6 and 4 bits; tables in 6 bits, int8 keys and values."""
     return Recipe(
         model=ModelSource(source="file:model"),
         data=DataSource(source="file:data"),
@@ -67,6 +67,7 @@ def recipe(tokens: int = TOKENS) -> Recipe:
             kernels=(
                 Rule(match="layers.0.o", bits=4, group_size=32, symmetric=True),
                 Rule(match="layers.1.qkv", bits=8, group_size=64, symmetric=True),
+                Rule(match="layers.0.gate_up", bits=6, group_size=64, symmetric=True),
                 Rule(match="layers.*.down", bits=8, group_size=128, symmetric=True),
                 Rule(match="*", bits=8, activations="int8"),
             ),

@@ -405,7 +405,7 @@ def test_doctor_tells_which_native_kernels_run(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(native.platform, "machine", lambda: "x86_64")
     none = native_kernels(None)
     assert none.status is Status.LIMITED
-    assert none.found == "native kernels need avx2, fma, which this processor lacks"
+    assert none.found == "native kernels need avx2, fma, f16c, which this processor lacks"
 
 
 def test_doctor_tells_an_untested_version_and_an_absent_package() -> None:

@@ -140,6 +140,41 @@ def test_without_a_config_a_table_has_eight_bits_and_other_bits_than_ours_are_re
         open_checkpoint(tmp_path).linear("embed.weight")
 
 
+@pytest.mark.parametrize("said", [None, {"config_groups": None}, {"config_groups": {}}])
+def test_a_config_that_says_nothing_of_bits_is_as_none(tmp_path: Path, said: Any) -> None:
+    table = round_to_nearest(weight(rows=40), Format(8, 64, symmetric=True))
+    writer = CheckpointWriter(tmp_path)
+    writer.add_table("embed.weight", table)
+    writer.finish()
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": said}))
+    np.testing.assert_array_equal(open_checkpoint(tmp_path).weight("embed.weight"), table.dequantize())
+
+
+@pytest.mark.parametrize("damage", [{"weights": None}, {"weights": {}}, {"targets": None}])
+def test_groups_that_do_not_say_what_they_are_for_are_told(tmp_path: Path, damage: dict[str, Any]) -> None:
+    table = round_to_nearest(weight(rows=40), Format(8, 64, symmetric=True))
+    writer = CheckpointWriter(tmp_path)
+    writer.add_table("embed.weight", table)
+    writer.finish()
+    config = quantization_config({}, {"embed.weight": table.format}, [])
+    config["config_groups"]["group_0"].update(damage)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    with pytest.raises(QuantizationError, match="a group of quantization_config"):
+        open_checkpoint(tmp_path).linear("embed.weight")
+
+
+def test_a_target_by_name_is_that_module_alone(tmp_path: Path) -> None:
+    tables = {f"layers.{n}.weight": round_to_nearest(weight(seed=n), Format(8, 64, symmetric=True)) for n in (1, 10)}
+    writer = CheckpointWriter(tmp_path)
+    for name, table in tables.items():
+        writer.add_table(name, table)
+    writer.finish()
+    group = {"targets": ["layers.1"], "format": "int-quantized", "weights": {"num_bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"config_groups": {"group_0": group}}}))
+    read = open_checkpoint(tmp_path).linear("layers.10.weight")
+    assert isinstance(read, QuantizedLinear) and read.bits == 8
+
+
 @pytest.mark.parametrize("bits", BITS)
 def test_the_official_decompressor_decodes_the_same_table(bits: Bits) -> None:
     import torch

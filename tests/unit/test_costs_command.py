@@ -58,7 +58,20 @@ def test_people_see_who_uses_a_shape(folder: Path) -> None:
     assert "attention of a layer over 32 tokens; up to 4 rows are streams, more are a prompt" in shown
 
 
-@pytest.mark.parametrize("rows", ["", "0", "1,x", "1,,2"])
+def test_targets_whose_kernels_are_not_timed_here_are_refused(folder: Path) -> None:
+    recipe = (folder / "params.yaml").read_text().replace("{slots: 4,", "{target: tensorrt-rtx, slots: 4,")
+    (folder / "params.yaml").write_text(recipe)
+    with pytest.raises(RecipeError, match=r"build\.target: tensorrt-rtx"):
+        ask(folder, "--rows", "1")
+
+
+def test_only_what_was_asked_for_is_told(folder: Path) -> None:
+    found = json.loads(ask(folder, "--rows", "8", "--json"))
+    kernels = [kernel for product in found["products"] for kernel in product["kernels"].values()]
+    assert all(list(kernel["seconds"]) == ["8"] for kernel in kernels)
+
+
+@pytest.mark.parametrize("rows", ["", "0", "1,x", "1,,2", "²"])
 def test_rows_that_are_none_are_refused(folder: Path, rows: str) -> None:
     with pytest.raises(RecipeError, match="--rows") as caught:
         ask(folder, "--rows", rows)

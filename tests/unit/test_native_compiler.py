@@ -164,8 +164,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, system: str, kind: str, features: t
         ("Linux", "aarch64", ("asimddp",), "native kernels are for Linux on x86-64, not Linux on aarch64"),
         ("Darwin", "x86_64", LEAST.needed, "native kernels are for Linux on x86-64, not Darwin on x86_64"),
         ("Windows", "AMD64", LEAST.needed, "native kernels are for Linux on x86-64, not Windows on AMD64"),
-        ("Linux", "x86_64", ("avx", "fma"), "native kernels need avx2, which this processor lacks"),
-        ("Linux", "x86_64", ("avx",), "native kernels need avx2, fma, which this processor lacks"),
+        ("Linux", "x86_64", ("avx", "fma", "f16c"), "native kernels need avx2, which this processor lacks"),
+        ("Linux", "x86_64", ("avx",), "native kernels need avx2, fma, f16c, which this processor lacks"),
     ],
 )
 def test_why_they_cannot_run_here_is_a_clause_for_users(

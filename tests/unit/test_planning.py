@@ -88,7 +88,7 @@ def test_the_reason_names_the_next_faster_kernel_and_what_it_would_spend() -> No
     cheapest = choose({"o": options}, ONE_ROW, Limits()).choices[0]
     assert reason(cheapest, options, ONE_ROW, "seconds") == "the fastest there is"
     assert reason(cheapest, options, ONE_ROW, "bytes") == "the smallest there is"
-    assert reason(cheapest, options[:1], ONE_ROW, "seconds") == "written in the recipe"
+    assert reason(cheapest, options[:1], ONE_ROW, "seconds") == "the only one there is for its size"
 
 
 # On the tiny llama:

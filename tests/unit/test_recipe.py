@@ -94,6 +94,7 @@ def test_defaults_fill_what_is_not_said(tmp_path: Path) -> None:
         ({"plan": {"embeddings": "8-bit"}}, "plan.embeddings: Input should be 'auto' (found '8-bit')"),
         ({"plan": {"kv_cache": "int8"}}, "plan.kv_cache: Input should be 'auto' (found 'int8')"),
         ({"plan": {"context": 0}}, "plan.context"),
+        ({"plan": {"embeddings": {"bits": 8}}}, "plan.embeddings: symmetric must be true"),
         ({"plan": {"embeddings": "auto", "kv_cache": "auto"}}, "plan: auto for embeddings and kv_cache, but kernels"),
         ({"plan": {"embeddings": "auto"}}, "plan: auto for embeddings, but kernels are written out"),
         ({"evaluate": {"tasks": []}}, "evaluate.tasks"),
@@ -117,7 +118,10 @@ def test_mistakes_name_the_place_and_the_nearest_key(tmp_path: Path, sections: d
         ({"export": {"max_positions": 255}}, "calibrate.tokens: 256 positions, but export.max_positions is 255"),
         ({"export": {"max_positions": 255}}, "evaluate.document_tokens: 256 positions"),
         ({"benchmark": {"new_tokens": 1918}}, "with 3 to warm up: 2049 positions, but export.max_positions is 2048"),
-        ({"plan": {"context": 2049}}, "plan.context: 2049 positions, but export.max_positions is 2048"),
+        (
+            {"plan": {"kernels": "auto", "context": 2049}},
+            "plan.context: 2049 positions, but export.max_positions is 2048",
+        ),
         ({"shadow": {"max_new_tokens": 2048}}, "shadow.max_new_tokens, with a prompt of one: 2049 positions"),
     ],
 )
@@ -131,7 +135,6 @@ def test_what_just_fits_is_no_contradiction(tmp_path: Path) -> None:
     recipe(
         tmp_path,
         export={"max_positions": 256},
-        plan={"context": 256},
         benchmark={"prompt_tokens": 200, "new_tokens": 53},
         shadow={"max_new_tokens": 255},
         evaluate={"documents": 9, "parity_documents": 9},
