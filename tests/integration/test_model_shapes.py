@@ -127,7 +127,8 @@ def assert_planned_kernels(made: Made) -> None:
     groups = {group.name for group in made.graph.record.groups}
     assert {f"layers.{n}.{unit}" for n in range(LAYERS) for unit in ("qkv", "o", "gate_up", "down")} <= groups
     blocks = {"layers.0.o": "4-bit", "layers.1.qkv": "8-bit g", "layers.0.down": "8-bit g", "layers.1.down": "8-bit g"}
-    kernels = {"lm_head": "8-bit g"} | dict.fromkeys(groups - blocks.keys() - {"lm_head"}, "static int8 input") | blocks
+    blocks |= {"layers.0.gate_up": "6-bit g", "lm_head": "6-bit g"}
+    kernels = dict.fromkeys(groups - blocks.keys(), "static int8 input") | blocks
     assert not {name: plan[name] for name, wanted in kernels.items() if wanted not in plan[name]}
     assert not [f"{name}: {kernel}" for name, kernel in plan.items() if "fp32" in kernel]
     assert made.bundle.record.io.kv_dtype == "int8"
