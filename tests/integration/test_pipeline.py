@@ -98,7 +98,7 @@ def project(
 ) -> Path:
     """A folder in which all stages ran once."""
     folder = tmp_path_factory.mktemp("project")
-    write_data(folder / "data", tiny_texts(70, 3))
+    write_data(folder / "data", tiny_texts(64, 3))
     (folder / "params.yaml").write_text(yaml.safe_dump(params(tiny_checkpoint, folder / "data"), sort_keys=False))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

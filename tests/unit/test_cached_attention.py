@@ -442,7 +442,7 @@ def test_it_declines(layout: Layout, kv_bits: int, reason: str) -> None:
 
 
 def test_it_declines_on_another_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "cpu_features", lambda: ("avx", "fma"))
+    monkeypatch.setattr(native, "cpu_features", lambda: ("avx", "fma", "f16c"))
     assert applied(graph(Layout()), Layout()) == (
         0,
         ("every layer: native kernels need avx2, which this processor lacks; GroupQueryAttention stays",),

@@ -203,8 +203,9 @@ def test_more_quality_to_spend_buys_time_and_fewer_bytes_buy_bytes(inputs: Input
 
     tight, loose, small = sums("a", max_kl=1e-4), sums("b"), sums("c", goal="memory")
     assert loose[0] < tight[0] and small[1] <= loose[1]
-    bounded = sums("d", max_bytes=loose[1] - 1)
-    assert bounded[1] < loose[1]
+    fastest, smallest = sums("d", max_kl=1.0), sums("e", max_kl=1.0, goal="memory")
+    bounded = sums("f", max_kl=1.0, max_bytes=smallest[1])
+    assert bounded[1] == smallest[1] < fastest[1] and bounded[0] >= fastest[0]
 
 
 def test_the_same_inputs_give_the_same_plan(inputs: Inputs, tmp_path: Path) -> None:
