@@ -13,19 +13,8 @@ from pipeline.errors import FingerprintError
 
 # Instruction sets ONNX Runtime's CPU kernels dispatch on (onnxruntime/core/mlas/lib/platform.cpp).
 FEATURES = (
-    *(
-        "avx",
-        "avx2",
-        "fma",
-        "f16c",
-        "avx512f",
-        "avx512bw",
-        "avx512_vnni",
-        "avx_vnni",
-        "avx512_bf16",
-        "amx_int8",
-        "amx_bf16",
-    ),
+    *("avx", "avx2", "fma", "f16c"),
+    *("avx512f", "avx512bw", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_int8", "amx_bf16"),
     *("asimddp", "i8mm", "sve", "bf16"),
 )
 

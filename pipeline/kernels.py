@@ -2,8 +2,8 @@
 
 A kernel says how weights are stored and how inputs are rounded; it knows no shape. Another one is another entry of
 ``MENU``, or of ``TABLE_MENU`` for the token embedding and the output head: rules can name it by its fields, its cost is
-measured on what the passes of the target make of it, and its sensitivity on what ``quantization.group_search`` makes of
-it.
+measured on what the passes of the target make of it, and its sensitivity on what ``quantization.quick_rounding`` makes
+of it.
 """
 
 from __future__ import annotations

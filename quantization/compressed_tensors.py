@@ -318,7 +318,7 @@ def _num_bits_of(config: Path) -> list[tuple[str, int]]:
         ]
     except (KeyError, TypeError, AttributeError) as error:
         raise QuantizationError(
-            f"a group of quantization_config in {config} has no {error}",
+            f"a group of quantization_config in {config} does not say what it is for ({error})",
             expected="targets, and weights with num_bits",
             remedy="write the checkpoint again",
         ) from error

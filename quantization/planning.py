@@ -152,11 +152,13 @@ def _chosen(
     settled = settle(options, workload, Limits(wanted.max_kl, wanted.max_bytes), minimize, joint_kl=joint_kl)
     chosen = settled.chosen
 
-    written = {EMBEDDINGS: wanted.embeddings != "auto", KV_CACHE: wanted.kv_cache != "auto"}
+    written = {
+        unit for unit, asked in ((EMBEDDINGS, wanted.embeddings), (KV_CACHE, wanted.kv_cache)) if asked != "auto"
+    }
 
     def part(choice: Choice) -> dict[str, Any]:
-        chosen_why = reason(choice, options[choice.unit], workload, minimize)
-        why = AS_WRITTEN if written.get(choice.unit) else chosen_why
+        found = options[choice.unit]
+        why = AS_WRITTEN if choice.unit in written else reason(choice, found, workload, minimize)
         return choice.model_dump(include={"bytes", "seconds", "kl"}) | {"name": choice.unit, "reason": why}
 
     choices = {choice.unit: choice for choice in chosen.choices}

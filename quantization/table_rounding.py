@@ -2,8 +2,8 @@
 
 A head, and an embedding tied to it, is rounded as any linear is, on the statistics of the head's inputs. An embedding
 of its own has no inputs but one channel at a time, so every channel counts alike. Tables have no input scale: a tied
-one would need its inverse where rows are looked up. On the default model a tied table of 6 bits in groups of 32 costs
-a KL of 0.0026 this way and 0.0067 to nearest.
+one would need its inverse where rows are looked up. On the default model a tied table of 6 bits costs a KL of 0.0041
+this way, in groups of 64 as of 32; to nearest 0.0109 and 0.0067 (docs/negative-results.md).
 
 N  vocabulary size      K  hidden size
 """

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -20,18 +22,21 @@ CONTEXT = 24
 KEPT = ("float32", "int8", "int4")
 
 
-def graph(rotary: str = "half") -> PortableGraph:
+Rotary = Literal["half", "interleaved", "none"]
+
+
+def graph(rotary: Rotary = "half", head_size: int = 16) -> PortableGraph:
     return PortableGraph(
         architecture="Test",
         layers=2,
         hidden_size=64,
         heads=4,
         kv_heads=2,
-        head_size=16,
+        head_size=head_size,
         vocab_size=8,
         tied_embeddings=True,
         embedding="",
-        rotary=rotary,  # type: ignore[arg-type]
+        rotary=rotary,
         max_positions=CONTEXT,
         groups=(),
         stop_tokens=(),
@@ -82,7 +87,7 @@ def test_every_copy_is_attention_over_a_cache_of_its_own(streams: int, tokens: i
 
 @pytest.mark.parametrize("rotary", ["half", "interleaved", "none"])
 @pytest.mark.parametrize("dtype", KEPT)
-def test_attention_is_what_the_passes_write(dtype: str, rotary: str, operators_of: str) -> None:
+def test_attention_is_what_the_passes_write(dtype: str, rotary: Rotary, operators_of: str) -> None:
     model = attention_model(graph(rotary), dtype, 3, CONTEXT)
     operators = {node.op_type for node in model.graph}
     assert "RotaryEmbedding" not in operators and "Identity" not in operators
@@ -99,11 +104,17 @@ def test_every_way_to_keep_the_cache_is_timed_once(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(timing, "CACHE", tmp_path)
     asked: list[int] = []
     fastest = timing.fastest
-    monkeypatch.setattr(timing, "fastest", lambda samples: asked.append(len(samples)) or fastest(samples))  # type: ignore[func-returns-value]
 
-    def seconds(rows: list[int], **changes: int) -> timing.Seconds:
-        settings = {"slots": 4, "context": CONTEXT, "streamed": 1 << 14, "threads": 1} | changes
-        return attention_costs.costs(graph(), KEPT, rows, **settings)  # type: ignore[arg-type]
+    def counted(samples: Mapping[str, Callable[[], float]]) -> dict[str, float]:
+        asked.append(len(samples))
+        return fastest(samples)
+
+    monkeypatch.setattr(timing, "fastest", counted)
+
+    def seconds(rows: list[int], *, slots: int = 4, context: int = CONTEXT, only_kept: bool = False) -> timing.Seconds:
+        return attention_costs.costs(
+            graph(), KEPT, rows, slots=slots, context=context, streamed=1 << 14, threads=1, only_kept=only_kept
+        )
 
     assert seconds([1, 20], only_kept=True) == {dtype: {} for dtype in KEPT}
     found = seconds([1, 20])
@@ -114,6 +125,18 @@ def test_every_way_to_keep_the_cache_is_timed_once(tmp_path: Path, monkeypatch: 
     seconds([20], slots=20)
     seconds([1], context=CONTEXT // 2)
     assert asked == [3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("head_size", [8, 24, 32])
+def test_heads_that_attention_does_not_rotate_are_timed_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head_size: int
+) -> None:
+    """ONNX Runtime refuses to rotate heads that are no multiple of 16 channels, when it runs."""
+    monkeypatch.setattr(timing, "CACHE", tmp_path)
+    found = attention_costs.costs(
+        graph(head_size=head_size), KEPT, [1, 20], slots=4, context=CONTEXT, streamed=1 << 14, threads=1
+    )
+    assert all(by_rows.keys() == {1, 20} and min(by_rows.values()) > 0 for by_rows in found.values())
 
 
 @given(rows=st.integers(1, 64), slots=st.integers(1, 64), context=st.integers(1, 64))
