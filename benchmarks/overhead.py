@@ -27,8 +27,8 @@ from tokenizers import Tokenizer
 
 from engines.load import load
 from engines.protocol import Engine
-from pipeline.errors import EvidenceError, ExitCode, TapeoutError
 from runtime.generate import GenerationSettings, generate
+from tapeout.errors import EvidenceError, ExitCode, TapeoutError
 
 WARMUP_STEPS = 5
 GENERATE = "generate"

@@ -25,9 +25,9 @@ from engines.passes.base import INTERNAL, Lowering, constant
 from engines.passes.linears import OP
 from engines.targets import ort_cpu
 from engines.timing import Seconds
-from pipeline.attention_function import ATTENTION_DOMAIN, attention_function
-from pipeline.errors import BuildError
-from pipeline.graph import PortableGraph
+from tapeout.attention_function import ATTENTION_DOMAIN, attention_function
+from tapeout.errors import BuildError
+from tapeout.portable_graph import PortableGraph
 
 # A longer graph takes longer to load than to time, and so small a cache hardly counts. A prompt has fewer copies by as
 # many tokens as it has: it computes so much with what it reads that it does not matter where that comes from.
@@ -183,7 +183,7 @@ class _NoWeights:
 
 
 def _exported(graph: PortableGraph, copies: int, context: int) -> ir.Model:
-    """Attention as ``pipeline.export`` writes it, after products were merged: all copies read one of them."""
+    """Attention as ``pipeline.export.export`` writes it, after products were merged: all copies read one of them."""
     heads, kv_heads, size = graph.heads, graph.kv_heads, graph.head_size
     x, mask, positions = (
         _value("x", ["batch", "tokens", 1]),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from pipeline.artifact import Frozen, Record
+from tapeout.artifact import Frozen, Record
+from tapeout.fingerprint import Fingerprint
 
 KV_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}  # of a key or value, by kv_dtype
 GREEDY = "greedy"  # input of a graph that gives either logits or next tokens (engines/passes/greedy_head.py)
@@ -53,14 +54,6 @@ class IOContract(Frozen):
     def kv_token_bytes(self) -> int:
         """What keys and values of one token take in all layers."""
         return sum(2 * layer.heads * layer.head_size for layer in self.kv_layers) * KV_BITS[self.kv_dtype] // 8
-
-
-class Fingerprint(Frozen):
-    """The hardware and libraries a bundle was built for, and was judged on."""
-
-    machine: str
-    features: tuple[str, ...]  # instruction sets that select kernels
-    libraries: dict[str, str]
 
 
 class Profile(Frozen):

@@ -17,10 +17,10 @@ from engines.bundle import EngineBundle, IOContract, KVLayer, LoweredRecord, Pas
 from engines.load import fingerprint_here, target_module
 from engines.lowered import LoweredGraph
 from engines.passes.base import Lowering, Outcome, Weights
-from pipeline import artifact
-from pipeline.artifact import Artifact
-from pipeline.errors import BuildError
-from pipeline.graph import PortableGraph
+from tapeout import artifact
+from tapeout.artifact import Artifact
+from tapeout.errors import BuildError
+from tapeout.portable_graph import PortableGraph
 
 MODEL_FILE = "model.onnx"
 WEIGHTS_FILE = "weights.bin"

@@ -6,12 +6,12 @@ import importlib
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from engines import fingerprint
-from engines.bundle import EngineBundle, Fingerprint
+from engines.bundle import EngineBundle
 from engines.protocol import Engine
-from pipeline import artifact
-from pipeline.artifact import Artifact
-from pipeline.errors import BuildError
+from tapeout import artifact, fingerprint
+from tapeout.artifact import Artifact
+from tapeout.errors import BuildError
+from tapeout.fingerprint import Fingerprint
 
 
 class Target(Protocol):

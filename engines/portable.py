@@ -18,8 +18,8 @@ from engines.passes.fixed_kv_cache import WRITE_POSITIONS
 from engines.protocol import FloatArray, TokenArray
 from engines.step_inputs import StepInputs, check_copy, decode_inputs, prefill_inputs
 from engines.threads import physical_cores
-from pipeline.artifact import Artifact
-from pipeline.errors import BuildError
+from tapeout.artifact import Artifact
+from tapeout.errors import BuildError
 
 
 class PortableEngine:

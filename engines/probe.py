@@ -11,7 +11,7 @@ import onnxruntime as ort
 from engines.bundle import GREEDY, EngineBundle
 from engines.protocol import FloatArray
 from engines.sessions import cpu_options, library_of
-from pipeline.artifact import Artifact
+from tapeout.artifact import Artifact
 
 
 class Probe:

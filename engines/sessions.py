@@ -7,11 +7,11 @@ from pathlib import Path
 import onnxruntime as ort
 
 from engines.bundle import EngineBundle
-from engines.fingerprint import cpu_features
 from engines.native import LIBRARY, level_of, unsupported
 from engines.threads import physical_cores
-from pipeline.artifact import Artifact, verify_files
-from pipeline.errors import BuildError
+from tapeout.artifact import Artifact, verify_files
+from tapeout.errors import BuildError
+from tapeout.fingerprint import cpu_features
 
 
 def library_of(bundle: Artifact[EngineBundle]) -> Path | None:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.protocol import Engine
-from pipeline.errors import BuildError
+from tapeout.errors import BuildError
 
 Int64Array = NDArray[np.int64]
 

@@ -17,11 +17,11 @@ from typing import Any
 import onnx_ir as ir
 import onnxruntime as ort
 
-from engines import fingerprint
 from engines.sessions import cpu_options
 from engines.targets import ort_cpu
 from engines.threads import physical_cores
-from pipeline.artifact import canonical_json
+from tapeout import fingerprint
+from tapeout.artifact import canonical_json
 
 CACHE = Path.home() / ".cache" / "tapeout" / "costs"
 ROUNDS = 7  # samples of each kernel, taken in turn

@@ -20,9 +20,9 @@ import numpy as np
 
 from engines.protocol import Engine
 from evals.reports import Benchmark, EngineNumbers, SpeedSample
-from pipeline.artifact import Artifact, create, load
-from pipeline.errors import EvidenceError
-from pipeline.recipe import Benchmark as Settings
+from tapeout.artifact import Artifact, create, load
+from tapeout.errors import EvidenceError
+from tapeout.recipe import Benchmark as Settings
 
 PREFILL_TRIALS = 15  # a repeat is their median: one prefill is short, and easily disturbed
 # Threads of an engine that has just run spin on for some 20 ms, on the cores of the one that is timed next: 128 tokens

@@ -20,7 +20,7 @@ from evals.statistics import (
     ratio_of_sums,
 )
 from evals.verdict import Check, Outcome
-from pipeline.recipe import Gate
+from tapeout.recipe import Gate
 
 
 def executed(evidence: Evidence) -> Check:

@@ -18,7 +18,7 @@ from evals.reports import (
     TextItem,
     read_items,
 )
-from pipeline.artifact import Artifact, Frozen, Record, load
+from tapeout.artifact import Artifact, Frozen, Record, load
 
 Item = TypeVar("Item", bound=Frozen)
 Report = TypeVar("Report", bound=Record)

@@ -14,12 +14,12 @@ from evals import checks, facts
 from evals.evidence import Evidence
 from evals.soundness import require_sound
 from evals.verdict import Check, Fact, Outcome, Slice, Verdict, combine
-from pipeline.artifact import Artifact, create, load
-from pipeline.recipe import Gate
+from tapeout.artifact import Artifact, create, load
+from tapeout.recipe import Gate
 
 
 def judge(evidence: Evidence, bounds: Gate) -> Verdict:
-    """Judge sound evidence; :class:`pipeline.errors.EvidenceError` lists every problem of evidence that is not."""
+    """Judge sound evidence; :class:`tapeout.errors.EvidenceError` lists every problem of evidence that is not."""
     require_sound(evidence)
     found: list[Check] = [checks.executed(evidence), checks.quantized(evidence)]
     slices: tuple[Slice, ...] = ()

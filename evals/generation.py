@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from engines.protocol import Engine
-from pipeline.errors import EvidenceError
+from tapeout.errors import EvidenceError
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from engines.protocol import Engine, FloatArray
 from evals.generation import greedy
 from evals.text import log_likelihoods
-from pipeline.errors import EvidenceError
+from tapeout.errors import EvidenceError
 
 DEFAULT_NEW_TOKENS = 256  # lm-eval's own default for generate_until
 

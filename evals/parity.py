@@ -19,9 +19,9 @@ from tqdm import tqdm
 from engines.protocol import FloatArray
 from evals.reports import ParityItem, ParityReport, write_items
 from evals.text import kl_divergences, token_hash
-from pipeline import artifact
-from pipeline.artifact import Artifact
-from pipeline.errors import EvidenceError
+from tapeout import artifact
+from tapeout.artifact import Artifact
+from tapeout.errors import EvidenceError
 
 ITEMS_FILE = "parity_items.jsonl"
 Probe = Callable[[Sequence[int]], tuple[FloatArray, dict[str, FloatArray]]]

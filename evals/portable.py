@@ -15,9 +15,9 @@ import numpy as np
 from engines.protocol import Engine
 from evals.reports import write_items
 from evals.text import text_items
-from pipeline import artifact
-from pipeline.artifact import Artifact, Record
-from pipeline.errors import EvidenceError
+from tapeout import artifact
+from tapeout.artifact import Artifact, Record
+from tapeout.errors import EvidenceError
 
 ITEMS_FILE = "text_items.jsonl"
 

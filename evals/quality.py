@@ -19,9 +19,9 @@ from evals.harness import EngineLM, beginning_of_text, encode
 from evals.reports import EvalReport, TaskItem, TextItem, write_items
 from evals.tasks import LocalTask, choose_documents, load_task
 from evals.text import text_items
-from pipeline.artifact import Artifact, create, load
-from pipeline.errors import EvidenceError
-from pipeline.recipe import Recipe
+from tapeout.artifact import Artifact, create, load
+from tapeout.errors import EvidenceError
+from tapeout.recipe import Recipe
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import ClassVar, Literal, TypeVar
 
-from pipeline.artifact import Frozen, Record
-from pipeline.errors import EvidenceError
+from tapeout.artifact import Frozen, Record
+from tapeout.errors import EvidenceError
 
 T = TypeVar("T", bound=Frozen)
 

@@ -15,9 +15,9 @@ from engines.protocol import Engine
 from evals.generation import Response, greedy
 from evals.reports import ShadowItem, ShadowReport, write_items
 from evals.text import compare, token_hash
-from pipeline.artifact import Artifact, create, load
-from pipeline.errors import EvidenceError
-from pipeline.recipe import Recipe
+from tapeout.artifact import Artifact, create, load
+from tapeout.errors import EvidenceError
+from tapeout.recipe import Recipe
 
 
 def shadow(

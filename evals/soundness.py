@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from evals.evidence import Evidence
 from evals.reports import ParityItem, ShadowItem, SpeedSample, TaskItem, TextItem
-from pipeline.errors import EvidenceError
+from tapeout.errors import EvidenceError
 
 T = TypeVar("T")
 Scored = TypeVar("Scored", TextItem, ShadowItem, ParityItem)

@@ -21,7 +21,7 @@ from datasets import Dataset, load_from_disk
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks._yaml_loader import load_yaml
 
-from pipeline.errors import EvidenceError, RecipeError
+from tapeout.errors import EvidenceError, RecipeError
 
 TASK_LINE = re.compile(r"^task:[ \t]*[\"']?([\w.-]+)[\"']?[ \t]*$", re.MULTILINE)
 

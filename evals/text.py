@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from engines.protocol import Engine, FloatArray
 from evals.reports import TextItem
-from pipeline.artifact import canonical_json
-from pipeline.errors import EvidenceError
+from tapeout.artifact import canonical_json
+from tapeout.errors import EvidenceError
 
 # Logits are asked for in pieces: 256 rows of 49,152 floats are 50 MB an engine, whatever the document's length.
 CHUNK_TOKENS = 256

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import ClassVar, Literal
 
-from pipeline.artifact import Frozen, Record
-from pipeline.errors import ExitCode
-from pipeline.recipe import Gate
+from tapeout.artifact import Frozen, Record
+from tapeout.errors import ExitCode
+from tapeout.recipe import Gate
 
 COLUMNS = ("outcome", "check", "value", "bound", "confidence bounds", "n", "reason")
 

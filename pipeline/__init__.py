@@ -1,1 +1,1 @@
-"""Stage wiring: recipe, artifact store, sources, export, registry, report and the command line."""
+"""The pipeline: where models and data come from, export, the stages, the registry, the report and the command line."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.errors import QuantizationError
+from tapeout.errors import QuantizationError
 
 NAME = "tapeout_kv"
 

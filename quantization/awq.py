@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.graph import ScaleSink
 from quantization.rounding import FloatArray, Format, round_to_nearest
 from quantization.scale_fit import output_error
+from tapeout.portable_graph import ScaleSink
 
 SEARCH_ROWS = 256  # output channels the search looks at, evenly spaced; what is kept is judged on all of them
 _FLOOR = 1e-4  # smallest scale before normalization, as in AutoAWQ's quantizer

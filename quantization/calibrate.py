@@ -20,11 +20,6 @@ from rich.progress import Progress
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pipeline import artifact
-from pipeline.artifact import Artifact
-from pipeline.errors import QuantizationError, SourceError
-from pipeline.graph import LinearGroup, PortableGraph
-from pipeline.recipe import Recipe
 from quantization.attention_hook import kv_function
 from quantization.calibration import (
     ROWS_FILE,
@@ -35,6 +30,11 @@ from quantization.calibration import (
     rows_hash,
     statistics_file,
 )
+from tapeout import artifact
+from tapeout.artifact import Artifact
+from tapeout.errors import QuantizationError, SourceError
+from tapeout.portable_graph import LinearGroup, PortableGraph
+from tapeout.recipe import Recipe
 
 MIN_TOKENS = 8
 GRAM_BLOCK = 256  # a Gram matrix is summed in row blocks from the diagonal on: 5/8 of the work at 1,024 channels

@@ -20,7 +20,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import ClassVar
 
-from pipeline.artifact import Frozen, Record, canonical_json
+from tapeout.artifact import Frozen, Record, canonical_json
 
 ROWS_FILE = "rows.jsonl"
 HEAD_FILE = "statistics/head.safetensors"

@@ -17,10 +17,10 @@ from typing import ClassVar, Literal
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from pipeline.artifact import Frozen, Record
-from pipeline.errors import QuantizationError
 from quantization.proof import Proof
 from quantization.rounding import Activations, FloatArray
+from tapeout.artifact import Frozen, Record
+from tapeout.errors import QuantizationError
 
 KV_SCALES = "kv_scales.safetensors"
 Method = Literal["float", "rtn", "scale_fit", "gptq"]

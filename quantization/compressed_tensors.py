@@ -32,8 +32,8 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from pipeline.errors import QuantizationError
 from quantization.rounding import Bits, FloatArray, Format, QuantizedLinear, pack, unpack
+from tapeout.errors import QuantizationError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipeline.errors import QuantizationError
-from pipeline.graph import LinearGroup, ScaleSink
-from pipeline.recipe import Quantize
 from quantization import awq, smoothquant
 from quantization.checkpoint import LinearReport, Method
 from quantization.gptq import gptq, inverse_factor
 from quantization.rounding import FloatArray, Format, QuantizedLinear, round_to, round_to_nearest
 from quantization.scale_fit import fit_scales, output_error
 from quantization.statistics import Statistics
+from tapeout.errors import QuantizationError
+from tapeout.portable_graph import LinearGroup, ScaleSink
+from tapeout.recipe import Quantize
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from pipeline.artifact import Frozen
 from quantization.compressed_tensors import Checkpoint
 from quantization.rounding import Format, QuantizedLinear
+from tapeout.artifact import Frozen
 
 BF16_BYTES = 2
 BITS_TOLERANCE = 1.05  # stored bits over planned ones: shapes and float32 scales where float16 would not do

@@ -23,10 +23,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from threadpoolctl import threadpool_limits
 
-from pipeline.artifact import Artifact, create, load
-from pipeline.errors import QuantizationError
-from pipeline.graph import LinearGroup, PortableGraph, ScaleSink
-from pipeline.recipe import KVCache, Quantize, Recipe
 from quantization import awq
 from quantization.calibration import Calibration
 from quantization.checkpoint import KVScales, KVScheme, LinearReport, QuantizedModel
@@ -36,10 +32,18 @@ from quantization.compressed_tensors import (
     open_checkpoint,
     quantization_config,
 )
+from quantization.embedding_rounding import round_table
 from quantization.group_search import float_report, quantize_group
-from quantization.kernel_plan import KernelPlan
 from quantization.kv_cache import BITS
-from quantization.plan import (
+from quantization.plan import KernelPlan
+from quantization.proof import prove, take_census
+from quantization.rounding import (
+    FloatArray,
+    QuantizedLinear,
+    storable,
+)
+from quantization.statistics import kv_scales, read_statistics
+from quantization.units import (
     EMBEDDING,
     HEAD,
     Formats,
@@ -52,14 +56,10 @@ from quantization.plan import (
     sink_of,
     tables_of,
 )
-from quantization.proof import prove, take_census
-from quantization.rounding import (
-    FloatArray,
-    QuantizedLinear,
-    storable,
-)
-from quantization.statistics import kv_scales, read_statistics
-from quantization.table_rounding import round_table
+from tapeout.artifact import Artifact, create, load
+from tapeout.errors import QuantizationError
+from tapeout.portable_graph import LinearGroup, PortableGraph, ScaleSink
+from tapeout.recipe import KVCache, Quantize, Recipe
 
 _PROGRESS = (
     TextColumn("{task.description}"),

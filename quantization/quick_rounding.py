@@ -19,22 +19,22 @@ import torch
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
-from pipeline.artifact import Artifact
-from pipeline.graph import LinearGroup, PortableGraph, ScaleSink
-from pipeline.kernels import Kernel
-from pipeline.recipe import KVCache, Quantize
 from quantization import awq, smoothquant
 from quantization.attention_hook import KVFunction
 from quantization.calibration import Calibration
 from quantization.compressed_tensors import open_checkpoint
+from quantization.embedding_rounding import round_table
 from quantization.gptq import gptq, inverse_factor
 from quantization.kv_cache import BITS
-from quantization.plan import EMBEDDING, HEAD, fitted, format_of, head_with, out_by_in, sink_of, tables_of
 from quantization.reference import InputGrid, round_to_grid
 from quantization.rounding import FloatArray, Format, fit_range, round_to_nearest
 from quantization.simulate import Simulated, simulated
 from quantization.statistics import Statistics, kv_scales, read_statistics
-from quantization.table_rounding import round_table
+from quantization.units import EMBEDDING, HEAD, fitted, format_of, head_with, out_by_in, sink_of, tables_of
+from tapeout.artifact import Artifact
+from tapeout.portable_graph import LinearGroup, PortableGraph, ScaleSink
+from tapeout.recipe import KVCache, Quantize
+from tapeout.schemes import Kernel
 
 STEPS = 8  # of the exponent between 0 and 1, in searches for input scales
 AT_ONCE = 2  # groups; numpy releases the interpreter

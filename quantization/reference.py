@@ -24,12 +24,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
-from pipeline.errors import QuantizationError
 from quantization.attention_hook import kv_function
 from quantization.checkpoint import KV_SCALES, KVScales
 from quantization.compressed_tensors import open_checkpoint
 from quantization.kv_cache import largest_code
 from quantization.rounding import QuantizedLinear
+from tapeout.errors import QuantizationError
 
 FloatArray = NDArray[np.float32]
 _PUBLISHED_KV_SCALES = (".k_scale", ".v_scale")  # per-tensor scales for other readers, the same as in KV_SCALES

@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.errors import QuantizationError
+from tapeout.errors import QuantizationError
 
 FloatArray = NDArray[np.float32]
 CodeArray = NDArray[np.uint8]

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from pipeline.artifact import Frozen, Record
+from tapeout.artifact import Frozen, Record
 
 
 class UnitSensitivity(Frozen):

@@ -12,17 +12,17 @@ from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from pipeline import artifact
-from pipeline.artifact import Artifact
-from pipeline.graph import PortableGraph
-from pipeline.kernels import FLOAT
-from pipeline.recipe import Recipe
 from quantization.calibration import Calibration, row_hash
-from quantization.plan import caches, menu_for, table_kernels, units_of
 from quantization.quick_rounding import QuickRounding
 from quantization.sensitivity import Sensitivity, UnitSensitivity
 from quantization.simulate import Simulation
 from quantization.statistics import held_out
+from quantization.units import caches, menu_for, table_kernels, units_of
+from tapeout import artifact
+from tapeout.artifact import Artifact
+from tapeout.portable_graph import PortableGraph
+from tapeout.recipe import Recipe
+from tapeout.schemes import FLOAT
 
 _PROGRESS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 

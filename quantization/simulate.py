@@ -17,14 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.artifact import Artifact
-from pipeline.errors import QuantizationError
-from pipeline.graph import LinearGroup, PortableGraph
 from quantization.attention_hook import KVFunction, kv_function
 from quantization.awq import InputScale
-from quantization.plan import EMBEDDING, HEAD
 from quantization.reference import InputGrid, input_hook
 from quantization.rounding import FloatArray, QuantizedLinear
+from quantization.units import EMBEDDING, HEAD
+from tapeout.artifact import Artifact
+from tapeout.errors import QuantizationError
+from tapeout.portable_graph import LinearGroup, PortableGraph
 
 POSITIONS = 64  # of a row whose distributions are compared, evenly spaced: the head is a fifth of a small model's work
 

@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from pipeline.errors import QuantizationError
-from pipeline.graph import ScaleSink
 from quantization.awq import SEARCH_ROWS, InputScale, identity, normalize, tie
 from quantization.rounding import FloatArray, Format, QuantizedLinear, round_to_nearest
 from quantization.scale_fit import output_error
+from tapeout.errors import QuantizationError
+from tapeout.portable_graph import ScaleSink
 
 LARGEST_CODE = 127  # symmetric int8; -128 is left to inputs beyond what calibration saw
 _FLOOR = 1e-4  # of the largest, so that a silent channel does not blow up its weights

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 from safetensors import safe_open
 
-from pipeline.artifact import Artifact
-from pipeline.errors import QuantizationError
-from pipeline.graph import LinearGroup
-from pipeline.recipe import KVCache
 from quantization import kv_cache
 from quantization.calibration import ROWS_FILE, Calibration, CalibrationRow, row_hash, statistics_file
 from quantization.rounding import FloatArray
+from tapeout.artifact import Artifact
+from tapeout.errors import QuantizationError
+from tapeout.portable_graph import LinearGroup
+from tapeout.recipe import KVCache
 
 
 @dataclass(frozen=True)

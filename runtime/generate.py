@@ -12,9 +12,9 @@ from typing import Literal
 from tokenizers import Tokenizer
 
 from engines.protocol import Engine
-from pipeline.errors import RequestError
 from runtime.detokenize import Detokenizer
 from runtime.sampling import Sampler, SamplingSettings, sample
+from tapeout.errors import RequestError
 
 FinishReason = Literal["stop", "length"]
 

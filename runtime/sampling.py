@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.protocol import FloatArray
-from pipeline.errors import RequestError
+from tapeout.errors import RequestError
 
 Float64Array = NDArray[np.float64]
 IntArray = NDArray[np.int64]

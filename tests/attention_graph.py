@@ -11,7 +11,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from engines.passes import grouped_query_attention, linear_kernels, linears, merge_linears
-from pipeline.attention_function import ATTENTION_DOMAIN
+from tapeout.attention_function import ATTENTION_DOMAIN
 from tests.lowering import apply, group, linear, lowering, model_of, named, op, parameter, run, value
 
 RNG = np.random.default_rng(0)

@@ -28,7 +28,7 @@ from engines.passes.half_precision import scales_as_stored
 from engines.passes.linears import biases_of, is_linear, weights_of
 from engines.sessions import cpu_options
 from engines.targets.ort_cpu import library
-from pipeline.graph_analysis import is_attention
+from tapeout.graph_analysis import is_attention
 
 FloatArray = NDArray[np.float32]
 DTYPES: Mapping[str, Any] = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int8)": np.int8}

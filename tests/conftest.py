@@ -12,8 +12,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers of xdist share the cores
 
 from engines import native
-from engines.fingerprint import cpu_features
 from engines.native import LEVELS, Level
+from tapeout.fingerprint import cpu_features
 from tests import tiny
 from tests.native import without_native_operators
 

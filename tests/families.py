@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.artifact import Artifact
-from pipeline.graph import PortableGraph
+from tapeout.artifact import Artifact
+from tapeout.portable_graph import PortableGraph
 
 VOCAB_SIZE = 203
 MAX_POSITIONS = 64
@@ -140,7 +140,7 @@ def save_checkpoint(model: Any, folder: Path) -> Path:
 
 def export_family(name: str, folder: Path, *, tolerance: float = 1e-3) -> Artifact[PortableGraph]:
     """The family's portable graph in ``folder / "graph"``, by way of a checkpoint in ``folder / "checkpoint"``."""
-    from pipeline.export import export
+    from pipeline.export.export import export
 
     checkpoint = save_checkpoint(random_model(name), folder / "checkpoint")
     graph = folder / "graph"

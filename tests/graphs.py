@@ -8,9 +8,9 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from pipeline import artifact
-from pipeline.artifact import Artifact
-from pipeline.graph import LinearGroup, PortableGraph
+from tapeout import artifact
+from tapeout.artifact import Artifact
+from tapeout.portable_graph import LinearGroup, PortableGraph
 
 UNITS = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),

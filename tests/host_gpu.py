@@ -20,10 +20,11 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from engines.bundle import CompiledEngine, EngineBundle, Fingerprint, Profile
+from engines.bundle import CompiledEngine, EngineBundle, Profile
 from engines.lowered import LoweredGraph
-from pipeline import artifact
-from pipeline.artifact import Artifact
+from tapeout import artifact
+from tapeout.artifact import Artifact
+from tapeout.fingerprint import Fingerprint
 
 MODULE = "host_gpu_tensorrt"
 STREAM = 7

@@ -8,10 +8,10 @@ from typing import Any
 from engines.compile import lower_graph
 from engines.lowered import LoweredGraph
 from engines.targets.tensorrt import PASSES
-from pipeline.artifact import Artifact
-from pipeline.graph import PortableGraph
 from quantization.compressed_tensors import open_checkpoint
 from quantization.rounding import Format, fitting_group_size, round_to_nearest
+from tapeout.artifact import Artifact
+from tapeout.portable_graph import PortableGraph
 from tests.lowering import FixedWeights
 
 SLOTS = 4

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from engines.passes.base import CONTRIB, Lowering, Outcome
 from engines.sessions import cpu_options
 from engines.targets.ort_cpu import library
-from pipeline.attention_function import ATTENTION_DOMAIN, attention_function
-from pipeline.graph import LinearGroup, PortableGraph
 from quantization.rounding import QuantizedLinear
+from tapeout.attention_function import ATTENTION_DOMAIN, attention_function
+from tapeout.portable_graph import LinearGroup, PortableGraph
 
 Shape = Sequence[int | str]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.artifact import Artifact
-from pipeline.graph import PortableGraph
-from pipeline.recipe import Recipe
-from quantization.kernel_plan import KernelPlan
-from quantization.planning import write_plan
+from quantization.plan import KernelPlan
+from quantization.plan_search import write_plan
+from tapeout.artifact import Artifact
+from tapeout.portable_graph import PortableGraph
+from tapeout.recipe import Recipe
 
 
 def written_plan(recipe: Recipe, graph: Artifact[PortableGraph], folder: Path) -> Artifact[KernelPlan]:

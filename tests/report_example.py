@@ -7,9 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from evals.verdict import Check, Fact, Outcome, Slice, Verdict
-from pipeline.frontier import Frontier, FrontierPoint
-from pipeline.recipe import Gate, Recipe
-from pipeline.report_data import (
+from pipeline.report.data import (
     BatchRow,
     Divergence,
     FactRow,
@@ -20,6 +18,8 @@ from pipeline.report_data import (
     Roofline,
     SpeedRow,
 )
+from quantization.frontier import Frontier, FrontierPoint
+from tapeout.recipe import Gate, Recipe
 
 BASELINE, CANDIDATE, QUANTIZED = "b" * 64, "c" * 64, "9" * 64
 RECIPE = Recipe.model_validate({"model": {"source": "file:model"}, "data": {"source": "file:data"}})

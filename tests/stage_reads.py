@@ -19,14 +19,14 @@ from typing import Any
 
 import pytest
 
-from pipeline import stages
-from pipeline.artifact import Record
-from pipeline.recipe import Recipe, Section, load_recipe
+from pipeline.stages import wiring
+from tapeout.artifact import Record
+from tapeout.recipe import Recipe, Section, load_recipe
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("pipeline", "quantization", "engines", "evals", "runtime")
+PACKAGES = ("tapeout", "pipeline", "quantization", "engines", "evals", "runtime")
 # What every stage stands on. A change there that matters shows in params.yaml or in what artifacts hold.
-SHARED = {"pipeline.errors", "pipeline.artifact", "pipeline.recipe", "pipeline.stages", "engines.protocol"}
+SHARED = {"tapeout.errors", "tapeout.artifact", "tapeout.recipe", "pipeline.stages.wiring", "engines.protocol"}
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Reads:
 
 @contextmanager
 def recording() -> Generator[Reads]:
-    """Record what ``stages.run`` reads inside this context."""
+    """Record what ``wiring.run`` reads inside this context."""
     reads, sections = Reads(), dict[int, tuple[str, Section]]()
 
     def watched(path: Path) -> Recipe:
@@ -78,7 +78,7 @@ def recording() -> Generator[Reads]:
         return module
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stages, "load_recipe", watched)
+        patch.setattr(wiring, "load_recipe", watched)
         patch.setattr(Section, "__getattribute__", attribute, raising=False)
         patch.setattr(builtins, "__import__", imported)
         patch.setattr(importlib, "import_module", imported_module)

@@ -23,10 +23,10 @@ from engines.bundle import EngineBundle
 from engines.load import load
 from engines.protocol import Engine
 from evals.text import text_items
-from pipeline import artifact
-from pipeline.artifact import Artifact, Frozen
-from pipeline.errors import EvidenceError, ExitCode, TapeoutError
-from pipeline.recipe import load_recipe
+from tapeout import artifact
+from tapeout.artifact import Artifact, Frozen
+from tapeout.errors import EvidenceError, ExitCode, TapeoutError
+from tapeout.recipe import load_recipe
 
 # How far an engine's KL may be from its lowered graph's: kernels add in another order and keep 16-bit sums.
 KL_SHARE, KL_FLOOR = 0.2, 2e-3

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline import artifact
-from pipeline.corpus import calibration_and_heldout
-from pipeline.errors import EvidenceError
-from pipeline.fetch import Source
-from pipeline.recipe import Recipe
+from pipeline.sources.corpus import calibration_and_heldout
+from pipeline.sources.source import Source
+from tapeout import artifact
+from tapeout.errors import EvidenceError
+from tapeout.recipe import Recipe
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.peers.process import PeerProcess
 from benchmarks.peers.systems import OURS, System
-from pipeline.errors import TapeoutError
+from tapeout.errors import TapeoutError
 
 HERE = Path(__file__).parent
 # The files name every package that is needed, so nothing else is resolved: optimum-intel asks for torchvision, which a

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import Field
 
-from pipeline.artifact import Frozen
+from tapeout.artifact import Frozen
 
 NEAR_LOSSLESS_KL = 0.02
 # The most bits a weight that our own bundle may have in the 4-bit class, scales and embeddings counted: those of the

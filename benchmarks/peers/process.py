@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from pipeline.errors import TapeoutError
+from tapeout.errors import TapeoutError
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 900.0  # of one command: a conversion takes a minute, a measurement seconds

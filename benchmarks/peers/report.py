@@ -20,9 +20,9 @@ from benchmarks.peers.judge import (
     paired_ratio,
     roofline_share,
 )
-from pipeline.artifact import Frozen
-from pipeline.errors import EvidenceError
-from pipeline.svg import Canvas, Scale, label, standalone, ticks
+from pipeline.report.svg import Canvas, Scale, label, standalone, ticks
+from tapeout.artifact import Frozen
+from tapeout.errors import EvidenceError
 
 KL_FLOOR = 1e-6  # where the plot puts a KL of zero
 WIDTH, PANEL = 720.0, 250.0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import platform
 from dataclasses import dataclass
 
-from engines.fingerprint import cpu_features
+from tapeout.fingerprint import cpu_features
 
 DOMAIN = "tapeout.kernels"
 LIBRARY = "kernels.so"  # its name in a bundle
@@ -21,7 +21,7 @@ class Level:
     """Processors that one library is for."""
 
     name: str
-    needed: tuple[str, ...]  # what tells them, of engines.fingerprint.FEATURES
+    needed: tuple[str, ...]  # what tells them, of tapeout.fingerprint.FEATURES
     flags: tuple[str, ...]  # for the compiler
 
 

@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 from engines.native import LIBRARY, Level
-from pipeline.errors import BuildError
+from tapeout.errors import BuildError
 
 CACHE = Path.home() / ".cache" / "tapeout" / "kernels"
 SOURCE = Path(__file__).parent / "source"

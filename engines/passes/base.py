@@ -17,8 +17,8 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from engines.bundle import Product
-from pipeline.graph import LinearGroup, PortableGraph
-from pipeline.graph_analysis import is_parameter
+from tapeout.graph_analysis import is_parameter
+from tapeout.portable_graph import LinearGroup, PortableGraph
 
 INTERNAL = "tapeout"  # domain of nodes that exist only between passes
 CONTRIB = "com.microsoft"

@@ -21,7 +21,7 @@ from engines.passes.base import Lowering, Outcome, constant, initializer, new_va
 from engines.passes.float_linears import finish, group_name, is_head, label_of, stacked_weight
 from engines.passes.half_precision import scales_as_stored
 from engines.passes.linears import is_linear, weights_of
-from pipeline.errors import BuildError
+from tapeout.errors import BuildError
 
 LARGEST = 448.0  # of E4M3 without infinities (arXiv:2209.05433)
 

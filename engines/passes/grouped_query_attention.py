@@ -31,8 +31,8 @@ from engines.passes.base import (
     remove_dead,
 )
 from engines.passes.linears import is_linear
-from pipeline.errors import BuildError
-from pipeline.graph_analysis import is_attention
+from tapeout.errors import BuildError
+from tapeout.graph_analysis import is_attention
 
 
 def run(lowering: Lowering) -> Outcome:

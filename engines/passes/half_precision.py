@@ -15,7 +15,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from engines.passes.base import Lowering, Outcome
-from pipeline.errors import BuildError
+from tapeout.errors import BuildError
 
 TYPES: dict[str, tuple[ir.DataType, Any]] = {
     "fp16": (ir.DataType.FLOAT16, np.float16),

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from engines.bundle import Product
 from engines.passes.base import CONTRIB, Lowering, Outcome, initializer, new_value, replace
 from engines.passes.linears import biases_of, is_linear, out_features_of, weights_of
-from pipeline.errors import BuildError
+from tapeout.errors import BuildError
 
 ACCURACY_LEVEL = 4
 BITS = (4, 8)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from engines.passes.base import INTERNAL, Lowering, Outcome, new_value, replace
-from pipeline.graph_analysis import find_linears
+from tapeout.graph_analysis import find_linears
 
 OP = "Linear"
 

@@ -17,12 +17,12 @@ import numpy as np
 import onnx_ir as ir
 
 from engines.bundle import Product
-from engines.fingerprint import cpu_features
 from engines.passes.base import CONTRIB, Lowering, Outcome, initializer, new_value, replace
 from engines.passes.float_linears import label_of
 from engines.passes.linear_kernels import stacked_bias
 from engines.passes.linears import biases_of, is_linear, out_features_of, weights_of
-from pipeline.errors import BuildError
+from tapeout.errors import BuildError
+from tapeout.fingerprint import cpu_features
 
 MIDPOINT = 128  # unsigned code of zero, of inputs and weights alike
 EXACT_FEATURES = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})

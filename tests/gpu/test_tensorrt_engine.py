@@ -14,7 +14,7 @@ from engines.load import load, target_module
 from engines.lowered import LoweredGraph
 from engines.portable import PortableEngine
 from engines.targets.tensorrt import features
-from pipeline.artifact import Artifact
+from tapeout.artifact import Artifact
 from tests.families import export_family
 from tests.lowered import SLOTS, lowered
 

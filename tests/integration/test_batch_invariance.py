@@ -25,16 +25,16 @@ from engines.bundle import EngineBundle
 from engines.compile import build
 from engines.load import load
 from engines.protocol import Engine, FloatArray
-from pipeline import artifact
-from pipeline.artifact import Artifact
-from pipeline.export import export
-from pipeline.graph import PortableGraph
-from pipeline.recipe import Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize, Recipe, Rule
+from pipeline.export.export import export
 from quantization.calibrate import calibrate
 from quantization.calibration import Calibration
 from quantization.checkpoint import KV_SCALES
 from quantization.compressed_tensors import open_checkpoint
 from quantization.quantize import quantize
+from tapeout import artifact
+from tapeout.artifact import Artifact
+from tapeout.portable_graph import PortableGraph
+from tapeout.recipe import Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize, Recipe, Rule
 from tests.families import FAMILIES, MAX_POSITIONS, export_family
 from tests.plans import written_plan
 

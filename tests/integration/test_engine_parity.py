@@ -18,15 +18,15 @@ from engines.protocol import FloatArray
 from evals.parity import compare
 from evals.reports import ParityItem
 from evals.text import kl_divergences
-from pipeline.artifact import Artifact
-from pipeline.export import export
-from pipeline.kernels import Kernel
-from pipeline.recipe import Calibrate, DataSource, KVCache, ModelSource, Plan, Recipe, Rule
+from pipeline.export.export import export
 from quantization.calibrate import calibrate
 from quantization.checkpoint import KVScales, QuantizedModel
 from quantization.compressed_tensors import open_checkpoint
 from quantization.quantize import quantize
 from quantization.reference import QuantizedReference
+from tapeout.artifact import Artifact
+from tapeout.recipe import Calibrate, DataSource, KVCache, ModelSource, Plan, Recipe, Rule
+from tapeout.schemes import Kernel
 from tests.native import without_native_operators
 from tests.plans import written_plan
 

@@ -21,9 +21,6 @@ from engines.compile import build
 from engines.load import load
 from engines.probe import Probe
 from evals.parity import compare
-from pipeline.artifact import Artifact
-from pipeline.graph import PortableGraph
-from pipeline.recipe import Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize, Recipe, Rule
 from quantization.attention_hook import kv_function
 from quantization.calibrate import calibrate
 from quantization.calibration import layer_file
@@ -31,6 +28,9 @@ from quantization.checkpoint import KV_SCALES, QuantizedModel
 from quantization.compressed_tensors import open_checkpoint
 from quantization.quantize import quantize
 from quantization.reference import QuantizedReference
+from tapeout.artifact import Artifact
+from tapeout.portable_graph import PortableGraph
+from tapeout.recipe import Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize, Recipe, Rule
 from tests.families import FAMILIES, LAYERS, MAX_POSITIONS, export_family
 from tests.plans import written_plan
 

@@ -25,10 +25,10 @@ from engines.load import known_targets, target_module
 from engines.passes import grouped_query_attention, silu
 from engines.passes.base import Lowering, Outcome
 from engines.passes.fp8_linears import quantize_rows
-from pipeline.artifact import Artifact
-from pipeline.graph import LinearGroup, PortableGraph
 from quantization.compressed_tensors import open_checkpoint
 from quantization.rounding import Format, QuantizedLinear, fitting_group_size, round_to_nearest
+from tapeout.artifact import Artifact
+from tapeout.portable_graph import LinearGroup, PortableGraph
 from tests.between_passes import FloatArray, GraphRunner, written_out
 from tests.families import export_family
 from tests.lowering import FixedWeights

@@ -19,9 +19,11 @@ import yaml
 from engines import timing
 from engines.bundle import EngineBundle
 from evals.verdict import Outcome, Verdict
-from pipeline import artifact, shipped_recipes, stages
-from pipeline.explain import explain
-from quantization.kernel_plan import KernelPlan
+from pipeline.cli.explain import explain
+from pipeline.recipes import shipped
+from pipeline.stages import wiring
+from quantization.plan import KernelPlan
+from tapeout import artifact
 from tests.stage_reads import ROOT, Reads, code, leaves, modules_at, recording
 
 DVC: dict[str, Any] = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
@@ -105,9 +107,9 @@ def project(
         patch.setenv("TAPEOUT_CACHE", str(folder / "cache"))
         patch.setattr(timing, "CACHE", folder / "costs")
         patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder / 'mlflow.db'}")
-        for name in stages.STAGES:
+        for name in wiring.STAGES:
             with recording() as reads[name]:
-                stages.run(name, Path("params.yaml"))
+                wiring.run(name, Path("params.yaml"))
     return folder
 
 
@@ -117,9 +119,9 @@ def judged(project: Path, recipe: str, folder: Path, patch: pytest.MonkeyPatch) 
     patch.chdir(folder)
     patch.setattr(timing, "CACHE", folder / "costs")
     patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder / 'mlflow.db'}")
-    (folder / "params.yaml").write_text(shipped_recipes.overlay(recipe, folder / "params.yaml"))
+    (folder / "params.yaml").write_text(shipped.overlay(recipe, folder / "params.yaml"))
     for name in AFTER_CALIBRATE:
-        stages.run(name, Path("params.yaml"))
+        wiring.run(name, Path("params.yaml"))
     return artifact.load(folder / "artifacts" / "verdict", Verdict).record
 
 
@@ -146,8 +148,8 @@ def test_a_chosen_plan_passes_and_can_be_promoted(project: Path, monkeypatch: py
     monkeypatch.chdir(project)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{project / 'mlflow.db'}")
 
-    from pipeline.promotion import promote
-    from pipeline.registry import champion, incumbent
+    from pipeline.registry.promotion import promote
+    from pipeline.registry.register import champion, incumbent
 
     assert promote("tiny").changed
     assert not promote("tiny").changed
@@ -159,7 +161,7 @@ def test_a_chosen_plan_passes_and_can_be_promoted(project: Path, monkeypatch: py
     assert "PASS" in report and "http" not in re.sub(r"http://www\.w3\.org/\S+", "", report)
 
 
-@pytest.mark.parametrize("name", stages.STAGES)
+@pytest.mark.parametrize("name", wiring.STAGES)
 def test_dvc_knows_the_parameters_a_stage_reads(name: str, project: Path, reads: dict[str, Reads]) -> None:
     listed: set[str] = set()
     for key in DVC[name].get("params", []):
@@ -168,7 +170,7 @@ def test_dvc_knows_the_parameters_a_stage_reads(name: str, project: Path, reads:
     assert reads[name].parameters == listed
 
 
-@pytest.mark.parametrize("name", stages.STAGES)
+@pytest.mark.parametrize("name", wiring.STAGES)
 def test_dvc_knows_the_code_a_stage_runs(name: str, project: Path, reads: dict[str, Reads]) -> None:
     listed = [path for path in DVC[name].get("deps", []) if not path.startswith("artifacts/")]
     if DVC[name].get("always_changed"):

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.artifact import Record, canonical_json, create, load, read_payload
-from pipeline.errors import ArtifactError
+from tapeout.artifact import Record, canonical_json, create, load, read_payload
+from tapeout.errors import ArtifactError
 
 
 class Thing(Record):
@@ -75,7 +75,7 @@ def test_a_draft_that_was_not_finished_is_no_artifact(tmp_path: Path) -> None:
 
 def test_a_killed_writer_leaves_nothing_that_loads_and_the_next_one_succeeds(tmp_path: Path) -> None:
     program = (
-        "import sys, time; from pathlib import Path; from pipeline.artifact import create\n"
+        "import sys, time; from pathlib import Path; from tapeout.artifact import create\n"
         "from tests.unit.test_artifact import Thing\n"
         "with create(Path(sys.argv[1]), Thing) as draft:\n"
         "    (draft.folder / 'half').write_text('x'); print('writing', flush=True); time.sleep(60)\n"

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from engines import attention_costs, timing
 from engines.attention_costs import Step, attention_model
-from pipeline.graph import PortableGraph
+from tapeout.portable_graph import PortableGraph
 from tests.lowering import run
 
 Array = NDArray[np.float32]

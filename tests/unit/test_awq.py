@@ -3,10 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeline.graph import ScaleSink
 from quantization import awq
 from quantization.rounding import Format, round_to_nearest
 from quantization.scale_fit import output_error
+from tapeout.portable_graph import ScaleSink
 
 RANDOM = np.random.default_rng(0)
 INT4 = Format(4, 32, symmetric=True)

@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.overhead import arguments, overhead, recorded_runs, run
 from engines.compile import build
-from pipeline.errors import EvidenceError
 from quantization.compressed_tensors import open_checkpoint
+from tapeout.errors import EvidenceError
 from tests.families import export_family
 
 

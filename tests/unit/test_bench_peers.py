@@ -30,7 +30,7 @@ from benchmarks.peers.judge import (
 from benchmarks.peers.report import Run, page, plot, write
 from benchmarks.peers.run import arguments, our_systems
 from benchmarks.peers.systems import OURS, PEERS
-from pipeline.errors import EvidenceError
+from tapeout.errors import EvidenceError
 
 ROOT = Path(__file__).parents[2]
 ONE = Workload("decode", 1)

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from engines.bundle import EngineBundle, Fingerprint, IOContract
-from pipeline import bundle_store
-from pipeline.artifact import Artifact, create, load
-from pipeline.bundle_store import keep
-from pipeline.errors import ArtifactError
+from engines.bundle import EngineBundle, IOContract
+from pipeline.registry import bundle_store
+from pipeline.registry.bundle_store import keep
+from tapeout.artifact import Artifact, create, load
+from tapeout.errors import ArtifactError
+from tapeout.fingerprint import Fingerprint
 
 WEIGHTS = b"weights" * 1000
 
@@ -83,7 +84,8 @@ def test_another_place_and_a_file_system_without_links(
 def test_a_copy_cut_short_by_a_kill_is_not_taken_for_a_kept_bundle(bundle: Artifact[EngineBundle]) -> None:
     program = (
         "import os, shutil, signal; from pathlib import Path\n"
-        "from engines.bundle import EngineBundle; from pipeline import artifact, bundle_store\n"
+        "from engines.bundle import EngineBundle; from tapeout import artifact\n"
+        "from pipeline.registry import bundle_store\n"
         "def half(source, target):\n"
         "    target.parent.mkdir(parents=True, exist_ok=True); target.write_bytes(source.read_bytes()[:99])\n"
         "    if source.name == 'record.json': os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from pipeline.artifact import Artifact
-from pipeline.errors import QuantizationError, SourceError
-from pipeline.graph import PortableGraph
-from pipeline.recipe import Calibrate, DataSource, ModelSource, Recipe
 from quantization.calibrate import calibrate
 from quantization.calibration import HEAD_FILE, ROWS_FILE, Calibration, layer_file, row_hash
+from tapeout.artifact import Artifact
+from tapeout.errors import QuantizationError, SourceError
+from tapeout.portable_graph import PortableGraph
+from tapeout.recipe import Calibrate, DataSource, ModelSource, Recipe
 from tests.graphs import llama_graph
 
 ROWS, TOKENS = 8, 48

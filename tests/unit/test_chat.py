@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import ArtifactError, RequestError
 from runtime.chat import ChatTemplate, special_tokens
+from tapeout.errors import ArtifactError, RequestError
 
 CHATML = """{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}
 {{ '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}{% endif %}

@@ -18,16 +18,16 @@ from typing import Any, ClassVar
 import pytest
 
 from engines import native
-from engines.bundle import EngineBundle, Fingerprint, IOContract
+from engines.bundle import EngineBundle, IOContract
 from engines.native import LEVELS
 from evals.verdict import Check, Outcome, Verdict
-from pipeline import cli
-from pipeline.artifact import Record, create, load
-from pipeline.cli import main
-from pipeline.doctor import Finding, Status, diagnose, processor
-from pipeline.errors import ExitCode
-from pipeline.explain import explain, fields
-from pipeline.recipe import Gate
+from pipeline.cli.doctor import Finding, Status, diagnose, processor
+from pipeline.cli.explain import explain, fields
+from pipeline.cli.main import app, main
+from tapeout.artifact import Record, create, load
+from tapeout.errors import ExitCode
+from tapeout.fingerprint import Fingerprint
+from tapeout.recipe import Gate
 from tests.unit.test_generate import Scripted, characters
 
 COMMANDS = [
@@ -110,9 +110,7 @@ def test_every_command_has_help_with_an_example(command: str, capsys: Output) ->
 
 
 def test_the_list_of_commands_is_complete(capsys: Output) -> None:
-    assert sorted(command.name or command.callback.__name__ for command in cli.app.registered_commands) == sorted(
-        COMMANDS
-    )  # type: ignore[union-attr]
+    assert sorted(command.name or command.callback.__name__ for command in app.registered_commands) == sorted(COMMANDS)  # type: ignore[union-attr]
     assert main(["--help"]) == 0
     printed = capsys.readouterr().out
     assert all(command in printed for command in COMMANDS)
@@ -283,7 +281,7 @@ def prompts(here: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def opened(folder: Path, *, slots: int) -> Recorded:
         return Recorded("héllo# never seen")
 
-    monkeypatch.setattr("pipeline.commands.generate.load", opened)
+    monkeypatch.setattr("pipeline.cli.generate.load", opened)
     return seen
 
 
@@ -317,7 +315,7 @@ def test_interrupting_says_so_and_exits_130(capsys: Output, monkeypatch: pytest.
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pipeline.commands.generate.load", interrupted)
+    monkeypatch.setattr("pipeline.cli.generate.load", interrupted)
     assert main(["generate", "hi", "--max-new-tokens", "3"]) == 130
     captured = capsys.readouterr()
     assert "interrupted" in captured.err and "Traceback" not in captured.err
@@ -325,7 +323,7 @@ def test_interrupting_says_so_and_exits_130(capsys: Output, monkeypatch: pytest.
 
 def test_a_reader_that_leaves_is_not_a_failed_gate(here: Path) -> None:
     write_verdict(here / "artifacts", Outcome.PASS)
-    program = "import sys; from pipeline.cli import main; sys.exit(main(['gate']))"
+    program = "import sys; from pipeline.cli.main import main; sys.exit(main(['gate']))"
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(
@@ -337,7 +335,7 @@ def test_a_reader_that_leaves_is_not_a_failed_gate(here: Path) -> None:
 
 
 def test_control_c_in_a_real_process(here: Path) -> None:
-    program = "import sys; from pipeline.cli import main; print(flush=True); sys.exit(main(['generate', '-']))"
+    program = "import sys; from pipeline.cli.main import main; print(flush=True); sys.exit(main(['generate', '-']))"
     pipe = subprocess.PIPE
     child = subprocess.Popen(
         [sys.executable, "-c", program],
@@ -361,7 +359,7 @@ def test_a_fault_of_ours_is_broken_and_debug_shows_where(capsys: Output, monkeyp
     def faulty(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("boom")
 
-    monkeypatch.setattr("pipeline.commands.generate.load", faulty)
+    monkeypatch.setattr("pipeline.cli.generate.load", faulty)
     words = ["generate", "hi", "--max-new-tokens", "3"]
     assert main(words) == ExitCode.BROKEN
     err = capsys.readouterr().err
@@ -397,7 +395,7 @@ def test_doctor_names_instruction_sets_and_their_absence() -> None:
 
 
 def test_doctor_tells_which_native_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipeline.doctor import native_kernels
+    from pipeline.cli.doctor import native_kernels
 
     assert [native_kernels(level).found.partition(";")[0] for level in LEVELS] == ["AVX-512 VNNI", "AVX-VNNI", "AVX2"]
     monkeypatch.setattr(native, "level", lambda: None)
@@ -409,7 +407,7 @@ def test_doctor_tells_which_native_kernels_run(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_doctor_tells_an_untested_version_and_an_absent_package() -> None:
-    from pipeline.doctor import package, pinned
+    from pipeline.cli.doctor import package, pinned
 
     assert package("pydantic", pinned()).status is Status.OK
     assert package("pydantic", {"pydantic": "1.0"}).status is Status.LIMITED
@@ -418,7 +416,7 @@ def test_doctor_tells_an_untested_version_and_an_absent_package() -> None:
 
 @pytest.mark.usefixtures("prompts")
 def test_doctor_says_whether_a_bundle_runs_here(here: Path) -> None:
-    from pipeline.doctor import bundle as examine
+    from pipeline.cli.doctor import bundle as examine
 
     found: Finding = examine(here / "artifacts/candidate")
     assert found.status is Status.BROKEN and "other hardware" in found.found and "dvc repro" in found.remedy
@@ -439,7 +437,7 @@ def test_doctor_says_whether_a_bundle_runs_here(here: Path) -> None:
 def test_doctor_shows_a_bundle_that_does_not_load_as_broken(
     here: Path, spoil: Callable[[Path], Any], found: str
 ) -> None:
-    from pipeline.doctor import bundle as examine
+    from pipeline.cli.doctor import bundle as examine
 
     spoil(here / "artifacts/candidate/record.json")
     finding = examine(here / "artifacts/candidate")
@@ -450,7 +448,7 @@ def test_doctor_shows_a_bundle_that_does_not_load_as_broken(
 def test_doctor_asks_the_target_what_selects_its_kernels(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bundle for a GPU is compared with the GPU that is here, not with the processor."""
     from engines.targets import tensorrt
-    from pipeline.doctor import bundle as examine
+    from pipeline.cli.doctor import bundle as examine
 
     monkeypatch.setattr(tensorrt, "features", lambda: ("sm80",))
     write_bundle(here / "artifacts/candidate", "tensorrt", ("sm89",))

@@ -13,11 +13,11 @@ from engines.load import load, target_module
 from engines.native import LIBRARY
 from engines.passes import linear_kernels, linears, silu
 from engines.passes.block_linears import packed
-from pipeline.artifact import Artifact
-from pipeline.errors import BuildError
-from pipeline.graph import PortableGraph
 from quantization.compressed_tensors import open_checkpoint
 from quantization.rounding import Format, round_to_nearest
+from tapeout.artifact import Artifact
+from tapeout.errors import BuildError
+from tapeout.portable_graph import PortableGraph
 from tests.families import LAYERS, VOCAB_SIZE, export_family
 from tests.lowering import FixedWeights, linear, lowering, model_of, named, op, parameter, value
 

@@ -8,7 +8,6 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from pipeline.errors import QuantizationError
 from quantization.compressed_tensors import (
     CheckpointWriter,
     encode_packed,
@@ -18,6 +17,7 @@ from quantization.compressed_tensors import (
     quantization_config,
 )
 from quantization.rounding import Bits, Format, QuantizedLinear, pack, round_to_nearest
+from tapeout.errors import QuantizationError
 
 BITS: tuple[Bits, ...] = get_args(Bits)
 FORMATS = [Format(b, g, s) for b in BITS for g in (16, 32, 64) for s in (True, False)]

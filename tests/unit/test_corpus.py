@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.artifact import Artifact, create, load
-from pipeline.corpus import FOLDERS, calibration_and_heldout, chat_prompts, read_split, text_hash
-from pipeline.errors import SourceError
-from pipeline.fetch import Source
+from pipeline.sources.corpus import calibration_and_heldout, chat_prompts, read_split, text_hash
+from pipeline.sources.source import FOLDERS, Source
+from tapeout.artifact import Artifact, create, load
+from tapeout.errors import SourceError
 
 
 def make_source(folder: Path, tables: dict[str, dict[str, list[Any]]]) -> Artifact[Source]:

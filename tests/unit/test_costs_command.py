@@ -7,10 +7,10 @@ import pytest
 from typer.testing import CliRunner
 
 from engines import timing
-from pipeline.cli import app
-from pipeline.errors import RecipeError
-from pipeline.kernels import TABLE_MENU
-from quantization.plan import CACHE_MENU, menu_for
+from pipeline.cli.main import app
+from quantization.units import CACHE_MENU, menu_for
+from tapeout.errors import RecipeError
+from tapeout.schemes import TABLE_MENU
 from tests.graphs import llama_graph
 
 PARAMS = """

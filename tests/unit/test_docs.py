@@ -12,9 +12,9 @@ import pytest
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from pipeline import cli
-from pipeline.kernels import Kernel
-from pipeline.recipe import KVCache, Recipe, Rule
+from pipeline.cli.main import app
+from tapeout.recipe import KVCache, Recipe, Rule
+from tapeout.schemes import Kernel
 
 ROOT = Path(__file__).parents[2]
 RECIPES = (ROOT / "docs/recipes.md").read_text()
@@ -97,7 +97,7 @@ def command_lines() -> list[str]:
 
 def test_the_readme_shows_every_command() -> None:
     shown = {line.split()[1] for line in command_lines() if line.startswith("tapeout ")}
-    registered = {command.name or getattr(command.callback, "__name__", "") for command in cli.app.registered_commands}
+    registered = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
     assert registered - {"stage"} <= shown <= registered
 
 
@@ -108,7 +108,7 @@ def test_commands_in_the_documents_parse(line: str) -> None:
     words = shlex.split(line, comments=True)[1:]
     if ">" in words:
         words = words[: words.index(">")]
-    group: Any = typer.main.get_command(cli.app)
+    group: Any = typer.main.get_command(app)
     command = group.commands[words[0]]
     command.make_context(words[0], list(words[1:]))
 

@@ -14,10 +14,10 @@ from engines.compile import build
 from engines.load import load
 from engines.native import unsupported
 from engines.protocol import Engine, FloatArray
-from pipeline.errors import ExportError
-from pipeline.export import bind_weights, load_checkpoint, tied_parameters
-from pipeline.trace import trace
+from pipeline.export.export import bind_weights, load_checkpoint, tied_parameters
+from pipeline.export.trace import trace
 from quantization.compressed_tensors import open_checkpoint
+from tapeout.errors import ExportError
 from tests.families import FAMILIES, LAYERS, VOCAB_SIZE, export_family, random_model, save_checkpoint
 
 TOLERANCE = 1e-3  # of the issue; what is measured is near 1e-6

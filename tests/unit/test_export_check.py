@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.export_check import largest_error
+from pipeline.export.check import largest_error
 from tests.families import export_family, random_model
 
 

@@ -5,9 +5,8 @@ import platform
 import onnxruntime
 import pytest
 
-from engines.bundle import Fingerprint
-from engines.fingerprint import FEATURES, cpu_features, current, require_match
-from pipeline.errors import FingerprintError
+from tapeout.errors import FingerprintError
+from tapeout.fingerprint import FEATURES, Fingerprint, cpu_features, current, require_match
 
 BUILT = Fingerprint(machine="x86_64", features=("avx2", "fma"), libraries={"onnxruntime": "1.31.1"})
 

@@ -28,9 +28,9 @@ from evals.reports import (
     write_items,
 )
 from evals.verdict import COLUMNS, Outcome, Verdict, combine
-from pipeline.artifact import create, load
-from pipeline.errors import EvidenceError, ExitCode
-from pipeline.recipe import Gate
+from tapeout.artifact import create, load
+from tapeout.errors import EvidenceError, ExitCode
+from tapeout.recipe import Gate
 
 BASELINE, CANDIDATE, QUANTIZED, CHAMPION = "b" * 64, "c" * 64, "9" * 64, "d" * 64
 SEVERITY = {Outcome.PASS: 0, Outcome.INCONCLUSIVE: 1, Outcome.FAIL: 2}

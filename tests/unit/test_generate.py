@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from engines.protocol import FloatArray, TokenArray
-from pipeline.errors import RequestError
 from runtime.generate import GenerationSettings, Piece, StopMatcher, generate
 from runtime.sampling import SamplingSettings
+from tapeout.errors import RequestError
 
 
 @cache

@@ -6,9 +6,9 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from pipeline.attention_function import ATTENTION_DOMAIN
-from pipeline.graph import LinearGroup, ScaleSink
-from pipeline.graph_analysis import find_groups, find_linears, find_rotary
+from tapeout.attention_function import ATTENTION_DOMAIN
+from tapeout.graph_analysis import find_groups, find_linears, find_rotary
+from tapeout.portable_graph import LinearGroup, ScaleSink
 from tests.lowering import linear, model_of, named, op, parameter, value
 
 HIDDEN, HEADS, KV_HEADS, HEAD, INNER, VOCAB = 32, 4, 2, 8, 48, 53

@@ -19,9 +19,9 @@ from evals.quality import evaluate, task_items, task_metrics, text_metrics
 from evals.reports import EvalReport, TaskItem, TextItem, read_items
 from evals.tasks import choose_documents, definition_path, load_task, share_out
 from evals.text import log_likelihoods
-from pipeline.artifact import load
-from pipeline.errors import EvidenceError, RecipeError
-from pipeline.recipe import Recipe
+from tapeout.artifact import load
+from tapeout.errors import EvidenceError, RecipeError
+from tapeout.recipe import Recipe
 from tests.fake_engine import HistoryEngine, TorchEngine
 
 TOKENS = st.lists(st.integers(0, 31), min_size=1, max_size=6)

@@ -28,20 +28,21 @@ def test_this_test_notices_a_heavy_import() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["engines", "engines.load", "engines.bundle", "engines.protocol", "pipeline", "pipeline.cli", "pipeline.artifact",
-     "pipeline.recipe", "pipeline.graph", "evals.reports", "evals.verdict", "quantization", *RUNTIME],
+    ["engines", "engines.load", "engines.bundle", "engines.protocol", "pipeline", "pipeline.cli.main",
+     "tapeout", "tapeout.artifact", "tapeout.recipe", "tapeout.portable_graph",
+     "evals.reports", "evals.verdict", "quantization", *RUNTIME],
 )  # fmt: skip
 def test_imports_no_heavy_library(module: str) -> None:
     assert heavy_imports(f"import {module}", HEAVY | BACKENDS) == set()
 
 
 def test_help_and_the_gate_need_no_heavy_library(tmp_path: Path) -> None:
-    call = f"from pipeline.cli import main; import os; os.chdir({str(tmp_path)!r}); import contextlib, io\n"
+    call = f"from pipeline.cli.main import main; import os; os.chdir({str(tmp_path)!r}); import contextlib, io\n"
     for words in (["--help"], ["gate"], ["inspect", "x"], ["report"]):
         quiet = "with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):"
         assert heavy_imports(f"{call}{quiet} main({words!r})", HEAVY | BACKENDS) == set(), words
 
 
 def test_opening_an_engine_and_generating_needs_no_torch() -> None:
-    statement = "import pipeline.commands.generate, engines.targets.ort_cpu"
+    statement = "import pipeline.cli.generate, engines.targets.ort_cpu"
     assert heavy_imports(statement, HEAVY) == set()

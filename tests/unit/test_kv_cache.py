@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.errors import QuantizationError
 from quantization import kv_cache
+from tapeout.errors import QuantizationError
 
 
 @given(seed=st.integers(0, 1000))

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from engines import native, sessions
-from engines.bundle import Fingerprint
 from engines.native import DOMAIN, LEVELS, LIBRARY, Level, compiler, unsupported
 from engines.sessions import cpu_options
 from engines.targets import ort_cpu
-from pipeline.errors import BuildError
+from tapeout.errors import BuildError
+from tapeout.fingerprint import Fingerprint
 from tests.lowering import model_of, named, op, value
 
 COMPILES = pytest.mark.skipif(

@@ -17,12 +17,12 @@ from engines.compile import build
 from engines.load import load
 from engines.protocol import Engine, FloatArray
 from engines.targets.ort_cpu.engine import OrtCpuEngine
-from pipeline import artifact
-from pipeline.artifact import Artifact
-from pipeline.errors import ArtifactError, BuildError, FingerprintError
-from pipeline.graph import PortableGraph
 from quantization.compressed_tensors import open_checkpoint
 from quantization.rounding import Format, round_to_nearest
+from tapeout import artifact
+from tapeout.artifact import Artifact
+from tapeout.errors import ArtifactError, BuildError, FingerprintError
+from tapeout.portable_graph import PortableGraph
 from tests.families import LAYERS, MAX_POSITIONS, VOCAB_SIZE, export_family
 from tests.lowering import FixedWeights
 

@@ -15,8 +15,8 @@ from engines.protocol import FloatArray
 from evals.parity import ITEMS_FILE, compare, parity, parity_metrics
 from evals.reports import ParityItem, ParityReport, read_items
 from evals.text import token_hash
-from pipeline import artifact
-from pipeline.errors import EvidenceError
+from tapeout import artifact
+from tapeout.errors import EvidenceError
 
 VOCAB, WIDTH = 32, 8
 HEAD = "head.weight"

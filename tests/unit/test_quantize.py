@@ -12,16 +12,16 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from pipeline.artifact import Artifact, create, load
-from pipeline.errors import QuantizationError
-from pipeline.graph import LinearGroup, PortableGraph, ScaleSink
-from pipeline.kernels import Kernel
-from pipeline.recipe import DataSource, KVCache, ModelSource, Plan, Quantize, Recipe, Rule
 from quantization.calibration import Calibration, statistics_file
 from quantization.checkpoint import KV_SCALES, KVScales, QuantizedModel
 from quantization.compressed_tensors import open_checkpoint
 from quantization.quantize import quantize
 from quantization.reference import QuantizedReference
+from tapeout.artifact import Artifact, create, load
+from tapeout.errors import QuantizationError
+from tapeout.portable_graph import LinearGroup, PortableGraph, ScaleSink
+from tapeout.recipe import DataSource, KVCache, ModelSource, Plan, Quantize, Recipe, Rule
+from tapeout.schemes import Kernel
 from tests.plans import written_plan
 
 LAYERS, HIDDEN, INNER, VOCAB, HEADS, KV_HEADS, HEAD = 2, 64, 160, 96, 4, 2, 16

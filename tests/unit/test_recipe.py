@@ -9,9 +9,9 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from pipeline import shipped_recipes
-from pipeline.errors import RecipeError
-from pipeline.recipe import KVCache, Recipe, load_recipe
+from pipeline.recipes import shipped
+from tapeout.errors import RecipeError
+from tapeout.recipe import KVCache, Recipe, load_recipe
 
 ROOT = Path(__file__).parents[2]
 MINIMAL: dict[str, Any] = {"model": {"source": "file:/m"}, "data": {"source": "file:/d"}}
@@ -41,21 +41,21 @@ def test_params_yaml_says_every_parameter_and_what_the_code_says(tmp_path: Path)
     assert leaves(yaml.safe_load((ROOT / "params.yaml").read_text())).keys() == leaves(shipped).keys()
 
 
-@pytest.mark.parametrize("name", shipped_recipes.names())
+@pytest.mark.parametrize("name", shipped.names())
 def test_a_shipped_recipe_is_valid_and_default_leads_back(name: str, tmp_path: Path) -> None:
     changed = tmp_path / "params.yaml"
-    changed.write_text(shipped_recipes.overlay(name, ROOT / "params.yaml"))
+    changed.write_text(shipped.overlay(name, ROOT / "params.yaml"))
     assert (load_recipe(changed) == load_recipe(ROOT / "params.yaml")) is (name == "default")
-    changed.write_text(shipped_recipes.overlay("default", changed))
+    changed.write_text(shipped.overlay("default", changed))
     assert load_recipe(changed) == load_recipe(ROOT / "params.yaml")
 
 
-@pytest.mark.parametrize("first", shipped_recipes.names())
+@pytest.mark.parametrize("first", shipped.names())
 def test_a_shipped_recipe_can_be_laid_over_any_other(first: str, tmp_path: Path) -> None:
     changed, then = tmp_path / "params.yaml", tmp_path / "then.yaml"
-    changed.write_text(shipped_recipes.overlay(first, ROOT / "params.yaml"))
-    for second in shipped_recipes.names():
-        then.write_text(shipped_recipes.overlay(second, changed))
+    changed.write_text(shipped.overlay(first, ROOT / "params.yaml"))
+    for second in shipped.names():
+        then.write_text(shipped.overlay(second, changed))
         load_recipe(then)
 
 

@@ -16,12 +16,12 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from safetensors.numpy import save_file
 
-from pipeline.errors import QuantizationError
 from quantization import kv_cache
 from quantization.checkpoint import KV_SCALES, KVScales
 from quantization.compressed_tensors import CheckpointWriter, open_checkpoint
 from quantization.reference import QuantizedReference, round_activations, round_to_grid
 from quantization.rounding import Format, QuantizedLinear, round_to_nearest
+from tapeout.errors import QuantizationError
 
 LINEAR = Format(4, 32, symmetric=False)
 TABLE = Format(8, 64, symmetric=True)

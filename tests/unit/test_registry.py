@@ -14,12 +14,13 @@ from typing import Any, ClassVar
 import pytest
 
 from evals.verdict import Outcome, Verdict
-from pipeline import promotion, registry, report, tracking
-from pipeline.artifact import Artifact, Record, create, load
-from pipeline.errors import RegistryError
-from pipeline.promotion import promote, rollback
-from pipeline.registry import champion, incumbent, register
-from pipeline.release import Release
+from pipeline.registry import promotion, tracking, versions
+from pipeline.registry.promotion import promote, rollback
+from pipeline.registry.register import champion, incumbent, register
+from pipeline.registry.release import Release
+from pipeline.report import write as report
+from tapeout.artifact import Artifact, Record, create, load
+from tapeout.errors import RegistryError
 from tests.report_example import CANDIDATE, RECIPE, example_report, example_verdict
 
 NAME = RECIPE.register_.model_name
@@ -105,7 +106,7 @@ def test_registers_run_version_tags_and_alias(client: Any, submit: Callable[...,
     assert version.tags["tapeout.outcome"] == "PASS"
     assert version.tags["tapeout.candidate"] == release.parents["bundle"] == release.record.candidate
     assert version.source == f"runs:/{run.info.run_id}/bundle/sha256-{release.record.candidate}"
-    assert version.tags["tapeout.evidence"] == registry.evidence_digest(example_verdict())
+    assert version.tags["tapeout.evidence"] == versions.evidence_digest(example_verdict())
     assert run.data.params["gate.max_kl"] == "0.03"
     assert run.data.metrics["verdict.kl.upper"] == pytest.approx(0.0185 * 1.1)
     assert run.data.metrics["decode.batch_16.candidate_tokens_s"] == 731.9

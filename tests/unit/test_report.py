@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evals.verdict import Check, Outcome
-from pipeline import plots, svg
-from pipeline.errors import EvidenceError
-from pipeline.report import headline, render, write
-from pipeline.report_data import BatchRow, Divergence, LayerRow, Roofline, flat_metrics
+from pipeline.report import plots, svg
+from pipeline.report.data import BatchRow, Divergence, LayerRow, Roofline, flat_metrics
+from pipeline.report.write import headline, render, write
+from tapeout.errors import EvidenceError
 from tests.report_example import example_report, example_verdict, without_evidence
 
 VOID = {"meta", "br", "link", "img", "hr", "input"}

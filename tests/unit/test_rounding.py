@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.errors import QuantizationError
 from quantization.gptq import gptq, inverse_factor
 from quantization.rounding import (
     Format,
@@ -19,6 +18,7 @@ from quantization.rounding import (
     unpack,
 )
 from quantization.scale_fit import fit_scales, output_error
+from tapeout.errors import QuantizationError
 
 formats = st.builds(
     Format, bits=st.sampled_from([4, 8]), group_size=st.sampled_from([16, 32, 64]), symmetric=st.booleans()

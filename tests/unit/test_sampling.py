@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.errors import RequestError
 from runtime.sampling import Sampler, SamplingSettings, candidates, sample
+from tapeout.errors import RequestError
 
 
 def reference(logits: np.ndarray, settings: SamplingSettings) -> np.ndarray:

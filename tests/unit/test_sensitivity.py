@@ -9,19 +9,19 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from pipeline.artifact import Artifact
-from pipeline.errors import QuantizationError
-from pipeline.graph import PortableGraph
-from pipeline.kernels import FLOAT, MENU, TABLE_MENU, Kernel
-from pipeline.recipe import Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize, Recipe
 from quantization.calibrate import calibrate
 from quantization.calibration import Calibration
-from quantization.plan import menu_for, units_of
 from quantization.quick_rounding import QuickRounding
 from quantization.sensitivity import Sensitivity
 from quantization.sensitivity_sweep import sweep
 from quantization.simulate import Distributions, Simulation
 from quantization.statistics import held_out
+from quantization.units import menu_for, units_of
+from tapeout.artifact import Artifact
+from tapeout.errors import QuantizationError
+from tapeout.portable_graph import PortableGraph
+from tapeout.recipe import Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize, Recipe
+from tapeout.schemes import FLOAT, MENU, TABLE_MENU, Kernel
 from tests.graphs import llama_graph
 
 KINDS = ("8-bit g128", "4-bit g32", "4-bit g128")

@@ -11,8 +11,8 @@ from evals.generation import Response, greedy
 from evals.reports import ShadowItem, read_items
 from evals.shadow import first_divergence, shadow, shadow_items, shadow_metrics
 from evals.text import compare
-from pipeline.errors import EvidenceError
-from pipeline.recipe import Recipe
+from tapeout.errors import EvidenceError
+from tapeout.recipe import Recipe
 from tests.fake_engine import HistoryEngine
 
 PROMPTS = st.lists(st.lists(st.integers(0, 31), min_size=1, max_size=12), min_size=1, max_size=12)

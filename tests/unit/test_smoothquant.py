@@ -3,9 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeline.errors import QuantizationError
 from quantization import awq, smoothquant
 from quantization.rounding import FloatArray, Format, round_to_nearest
+from tapeout.errors import QuantizationError
 
 RANDOM = np.random.default_rng(0)
 STATIC = Format(8, 64, symmetric=True, activations="int8")

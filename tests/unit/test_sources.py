@@ -18,12 +18,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.artifact import load
-from pipeline.cache import cache_folder
-from pipeline.errors import SourceError, TapeoutError
-from pipeline.fetch import Source, fetch
-from pipeline.recipe import Recipe
-from pipeline.sources import FileSource, HubSource, UrlSource, WheelSource, fetch_source, parse
+from pipeline.sources.fetch import fetch
+from pipeline.sources.locations import FileSource, HubSource, UrlSource, WheelSource, fetch_source, parse
+from pipeline.sources.source import Source
+from tapeout.artifact import load
+from tapeout.cache import cache_folder
+from tapeout.errors import SourceError, TapeoutError
+from tapeout.recipe import Recipe
 from tests.file_server import Site, hub_site, serve
 
 CONTENT = bytes(range(256)) * 20_000  # 5 MB: several chunks
@@ -370,9 +371,9 @@ COMMIT = "c" * 40
 FETCH = """
 import json, sys
 from pathlib import Path
-from pipeline.errors import SourceError
-from pipeline.fetch import _is_checkpoint_file
-from pipeline.sources import fetch_source
+from tapeout.errors import SourceError
+from pipeline.sources.fetch import _is_checkpoint_file
+from pipeline.sources.locations import fetch_source
 for source, into, pin in json.loads(sys.argv[1]):
     try:
         got = fetch_source(source, Path(into), sha256=pin, keep=_is_checkpoint_file)

@@ -7,22 +7,22 @@ from collections.abc import Callable
 
 import pytest
 
-from pipeline import stages
-from pipeline.recipe import Recipe
+from pipeline.stages import wiring
+from tapeout.recipe import Recipe
 from tests.stage_reads import ROOT, Reads, code, leaves, recording
 
 
 def reads_of(stage: Callable[[Recipe], None], monkeypatch: pytest.MonkeyPatch) -> Reads:
-    monkeypatch.setitem(stages.STAGES, "fetch", stage)
+    monkeypatch.setitem(wiring.STAGES, "fetch", stage)
     with recording() as reads:
-        stages.run("fetch", ROOT / "params.yaml")
+        wiring.run("fetch", ROOT / "params.yaml")
     return reads
 
 
 def test_a_value_a_section_written_down_and_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
     def stage(recipe: Recipe) -> None:
         from evals.shadow import first_divergence
-        from pipeline import svg as svg
+        from pipeline.report import svg as svg
 
         first_divergence([], [])
         assert recipe.gate.max_kl and recipe.plan.kv_cache.dtype and recipe.register_.model_name
@@ -31,7 +31,7 @@ def test_a_value_a_section_written_down_and_a_module(monkeypatch: pytest.MonkeyP
     reads = reads_of(stage, monkeypatch)
     shadow = {"shadow.prompts", "shadow.max_new_tokens", "shadow.datasets"}
     assert reads.parameters == {"gate.max_kl", "plan.kv_cache", "register.model_name", *shadow}
-    assert {"evals.shadow", "pipeline.svg"} <= reads.modules
+    assert {"evals.shadow", "pipeline.report.svg"} <= reads.modules
 
 
 def test_the_whole_recipe(monkeypatch: pytest.MonkeyPatch) -> None:

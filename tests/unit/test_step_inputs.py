@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engines.protocol import Engine
 from engines.step_inputs import check_copy, decode_inputs, prefill_inputs
-from pipeline.errors import BuildError
+from tapeout.errors import BuildError
 from tests.fake_engine import HistoryEngine
 
 SLOTS, VOCAB_SIZE, MAX_TOKENS = 4, 32, 16

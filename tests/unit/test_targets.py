@@ -14,8 +14,8 @@ import engines.targets
 from engines.compile import build
 from engines.load import known_targets, load, target_module
 from engines.passes import fixed_kv_cache, linears, rotary_tables
-from pipeline.errors import BuildError, FingerprintError
 from quantization.compressed_tensors import open_checkpoint
+from tapeout.errors import BuildError, FingerprintError
 from tests.families import LAYERS, export_family
 
 DOCUMENTED = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs/targets.md").read_text(), re.DOTALL)

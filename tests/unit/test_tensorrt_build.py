@@ -12,9 +12,9 @@ import pytest
 from engines.bundle import EngineBundle
 from engines.load import load, target_module
 from engines.lowered import LoweredGraph
-from pipeline import artifact
-from pipeline.artifact import Artifact
-from pipeline.errors import BuildError, FingerprintError
+from tapeout import artifact
+from tapeout.artifact import Artifact
+from tapeout.errors import BuildError, FingerprintError
 from tests.families import export_family
 from tests.lowered import lowered as lowered_graph
 

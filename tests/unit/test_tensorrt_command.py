@@ -18,23 +18,24 @@ from engines.compile import build
 from engines.lowered import LoweredGraph
 from evals.portable import PortableReport
 from evals.verdict import Outcome, Verdict
-from pipeline import artifact
-from pipeline.cli import main
-from pipeline.commands import build as command
-from pipeline.graph import PortableGraph
+from pipeline.cli import build as command
+from pipeline.cli.main import main
 from quantization.calibration import Calibration, statistics_file
 from quantization.checkpoint import KVScheme, QuantizedModel
 from quantization.compressed_tensors import open_checkpoint
+from tapeout import artifact
+from tapeout.portable_graph import PortableGraph
 from tests.families import VOCAB_SIZE, export_family
 
 ROOT = Path(__file__).parents[2]
 MATRIX = yaml.safe_load((ROOT / "pipeline/targets/dvc.yaml").read_text())["stages"]["engines"]
 # Its compiler makes a file of the lowered graph's name, and knows no chip called "b0".
 TARGET = """
-from engines.bundle import CompiledEngine, EngineBundle, Fingerprint
+from engines.bundle import CompiledEngine, EngineBundle
 from engines.targets.tensorrt import PASSES
-from pipeline import artifact
-from pipeline.errors import BuildError
+from tapeout import artifact
+from tapeout.fingerprint import Fingerprint
+from tapeout.errors import BuildError
 
 LIBRARIES = ()
 

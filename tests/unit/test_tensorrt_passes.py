@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from engines.passes.fp8_linears import quantize_rows
 from engines.passes.int4_linears import signed_codes
 from engines.portable import PortableEngine
-from pipeline.artifact import Artifact
-from pipeline.errors import BuildError
-from pipeline.graph import PortableGraph
 from quantization.rounding import QuantizedLinear
+from tapeout.artifact import Artifact
+from tapeout.errors import BuildError
+from tapeout.portable_graph import PortableGraph
 from tests.families import export_family
 from tests.lowered import lowered
 

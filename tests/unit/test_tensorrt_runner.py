@@ -20,8 +20,8 @@ from engines.lowered import LoweredGraph
 from engines.portable import PortableEngine
 from engines.protocol import Engine
 from engines.targets.tensorrt.engine import TensorRTEngine
-from pipeline.artifact import Artifact
-from pipeline.errors import BuildError
+from tapeout.artifact import Artifact
+from tapeout.errors import BuildError
 from tests.families import MAX_POSITIONS, VOCAB_SIZE, export_family
 from tests.host_gpu import MODULE, HostCuda, host_bundle, install
 from tests.lowered import lowered as lowered_graph

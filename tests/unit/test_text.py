@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evals.text import CHUNK_TOKENS, compare, kl_divergences, log_likelihoods, text_items, token_hash
-from pipeline.errors import EvidenceError
+from tapeout.errors import EvidenceError
 from tests.fake_engine import HistoryEngine
 
 

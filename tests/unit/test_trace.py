@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import ExportError
-from pipeline.trace import trace
+from pipeline.export.trace import trace
+from tapeout.errors import ExportError
 from tests.families import VOCAB_SIZE, random_model
 
 

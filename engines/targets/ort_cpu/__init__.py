@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from engines.bundle import EngineBundle
     from engines.protocol import Engine
-    from pipeline.artifact import Artifact
+    from tapeout.artifact import Artifact
 
 LIBRARIES = ("onnxruntime",)
 
@@ -33,7 +33,7 @@ def __getattr__(name: str) -> Any:
         linear_inputs,
         linear_kernels,
         linears,
-        logit_rows,
+        logit_positions,
         merge_linears,
         norms,
         prompt_attention,
@@ -53,7 +53,7 @@ def __getattr__(name: str) -> Any:
         *attention,
         norms,
         silu,
-        logit_rows,
+        logit_positions,
         *kernels,
         greedy_head,
         linear_inputs,

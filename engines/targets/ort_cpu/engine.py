@@ -22,8 +22,8 @@ from engines.bundle import GREEDY, NEXT_TOKENS, EngineBundle
 from engines.protocol import FloatArray, TokenArray
 from engines.sessions import cpu_options, library_of
 from engines.step_inputs import StepInputs, check_copy, check_decode, prefill_inputs
-from pipeline.artifact import Artifact
-from pipeline.errors import RequestError
+from tapeout.artifact import Artifact
+from tapeout.errors import RequestError
 
 # A prompt is fed in pieces: attention then skips most of what causality hides, and a long prompt needs no more memory
 # than a short one. Which size matters little (attention over 1,024 tokens: 144 ms in pieces of 64, 147 of 256).

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from engines.lowered import LoweredGraph
     from engines.protocol import Engine
     from engines.targets.tensorrt.compiler import Progress
-    from pipeline.artifact import Artifact
+    from tapeout.artifact import Artifact
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def __getattr__(name: str) -> Any:
         half_precision,
         int4_linears,
         linears,
-        logit_rows,
+        logit_positions,
         rotary_tables,
     )
 
@@ -92,7 +92,7 @@ def __getattr__(name: str) -> Any:
         rotary_tables,
         linears,
         fixed_kv_cache,
-        logit_rows,
+        logit_positions,
         int4_linears,
         fp8_linears,
         float_linears,

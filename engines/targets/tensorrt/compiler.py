@@ -17,14 +17,14 @@ from typing import Any
 
 import onnx
 
-from engines import fingerprint
-from engines.bundle import CompiledEngine, EngineBundle, Fingerprint, PortableEvidence, Profile
+from engines.bundle import CompiledEngine, EngineBundle, PortableEvidence, Profile
 from engines.compile import MODEL_FILE, copy_text_files
 from engines.lowered import LoweredGraph
 from engines.passes.fixed_kv_cache import WRITE_POSITIONS
-from pipeline import artifact
-from pipeline.artifact import Artifact
-from pipeline.errors import BuildError
+from tapeout import artifact, fingerprint
+from tapeout.artifact import Artifact
+from tapeout.errors import BuildError
+from tapeout.fingerprint import Fingerprint
 
 ENGINE_FILE = "engine.plan"
 PREFILL_TOKENS = 128  # the prompt length prefill kernels are chosen for

@@ -28,9 +28,9 @@ from engines.protocol import FloatArray, TokenArray
 from engines.step_inputs import Int64Array, StepInputs, check_copy, decode_inputs, prefill_inputs
 from engines.targets.tensorrt.compiler import ENGINE_FILE, load_module
 from engines.targets.tensorrt.hardware import checked
-from pipeline.artifact import Artifact
-from pipeline.cache import cache_folder
-from pipeline.errors import BuildError
+from tapeout.artifact import Artifact
+from tapeout.cache import cache_folder
+from tapeout.errors import BuildError
 
 HALF_BYTES = 2
 """Bytes of a cached value: the KV cache is fp16 or bf16."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.errors import BuildError
+from tapeout.errors import BuildError
 
 
 def capability() -> str | None:

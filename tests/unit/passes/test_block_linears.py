@@ -13,8 +13,8 @@ from engines.native import DOMAIN
 from engines.passes import block_linears, linear_kernels, linears, merge_linears, static_int8_linears
 from engines.passes.base import attribute
 from engines.passes.block_linears import STEP, TILE, tiles_of
-from pipeline.errors import BuildError
 from quantization.rounding import Bits, Format, QuantizedLinear
+from tapeout.errors import BuildError
 from tests.lowering import apply, group, linear, lowering, model_of, named, op, operators, run, value
 from tests.native import check, expected, random_linear
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from engines.passes import prompt_attention
-from pipeline.errors import BuildError
 from quantization.kv_cache import dequantize, quantize
+from tapeout.errors import BuildError
 from tests.attention_graph import (
     LAYOUTS,
     MAX_TOKENS,

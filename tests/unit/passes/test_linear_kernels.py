@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from engines.passes import linear_kernels, linears, merge_linears
-from pipeline.errors import BuildError
 from quantization.rounding import Bits, Format, QuantizedLinear, round_to_nearest
+from tapeout.errors import BuildError
 from tests.lowering import apply, group, linear, lowering, model_of, named, op, operators, run, value
 
 RNG = np.random.default_rng(0)

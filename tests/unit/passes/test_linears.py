@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from engines.passes import float_linears, linear_kernels, linears
-from pipeline.graph_analysis import find_linears
 from quantization.rounding import Format, round_to_nearest
+from tapeout.graph_analysis import find_linears
 from tests.lowering import apply, group, linear, lowering, model_of, named, op, operators, parameter, run, value
 
 RNG = np.random.default_rng(0)

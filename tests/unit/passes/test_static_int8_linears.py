@@ -7,8 +7,8 @@ import onnx_ir as ir
 import pytest
 
 from engines.passes import linear_kernels, linears, merge_linears, static_int8_linears
-from pipeline.errors import BuildError
 from quantization.rounding import Format, QuantizedLinear, round_to_nearest
+from tapeout.errors import BuildError
 from tests.lowering import apply, group, linear, lowering, model_of, named, op, operators, run, value
 
 RNG = np.random.default_rng(0)

@@ -1,0 +1,109 @@
+"""``tapeout costs``: what every kernel costs on this machine, for the products and the attention of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.stages.kernel_costs import CHOSEN, TIMED_TARGET, cost_table
+from quantization.cost_table import CostTable, shape_of
+from quantization.units import HEAD, kind_of
+from tapeout import artifact
+from tapeout.errors import RecipeError
+from tapeout.portable_graph import PortableGraph
+from tapeout.recipe import Recipe
+
+
+def parse_rows(text: str) -> tuple[int, ...]:
+    """Row counts as written, ``1,8,128``. :class:`RecipeError` if they are not.
+
+    >>> parse_rows("128, 1")
+    (1, 128)
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise RecipeError(f"--rows {text}", expected="row counts, such as 1,8,128")
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def run(
+    artifacts: Path, recipe: Recipe, rows: Sequence[int], progress: Callable[[str], None]
+) -> tuple[dict[str, Any], RenderableType]:
+    """Measured where they were not before, for a script (seconds and bytes) and for people (microseconds)."""
+    if recipe.build.target != TIMED_TARGET:
+        raise RecipeError(
+            f"build.target: {recipe.build.target}",
+            expected=f"{TIMED_TARGET}, whose kernels are timed on this machine",
+            remedy=f"ask with a recipe that has build.target: {TIMED_TARGET}",
+        )
+    graph = artifact.load(artifacts / "graph", PortableGraph).record
+    every = CHOSEN | {"goal": "workload", "workload": {count: 1 / len(rows) for count in rows}}
+    asked = recipe.model_copy(update={"plan": recipe.plan.model_copy(update=every)})
+    table = cost_table(asked, graph, measure=True, progress=progress)
+    return _record(table, rows), _shown(table, graph, rows)
+
+
+def _record(table: CostTable, rows: Sequence[int]) -> dict[str, Any]:
+    return {
+        "target": table.target,
+        "threads": table.threads,
+        "rows": list(rows),
+        "products": [
+            {
+                "columns": columns,
+                "outputs": outputs,
+                "kernels": {
+                    name: {"bytes": size, "seconds": _at(rows, table.seconds[columns, outputs][name])}
+                    for name, size in sizes.items()
+                },
+            }
+            for (columns, outputs), sizes in table.bytes.items()
+        ],
+        "attention": {
+            "context": table.context,
+            "kernels": {name: {"seconds": _at(rows, seconds)} for name, seconds in table.attention.items()},
+        },
+    }
+
+
+def _at(rows: Sequence[int], seconds: Mapping[int, float]) -> dict[int, float]:
+    """Of the row counts that were asked for: a head is timed at one row besides."""
+    return {count: seconds[count] for count in rows}
+
+
+def _shown(table: CostTable, graph: PortableGraph, rows: Sequence[int]) -> RenderableType:
+    kinds: dict[tuple[int, int], dict[str, int]] = {}
+    for group in graph.groups:
+        count = kinds.setdefault(shape_of(group), {})
+        kind = "head" if group.name == HEAD else kind_of(group)
+        count[kind] = count.get(kind, 0) + 1
+    found: list[RenderableType] = []
+    for (columns, outputs), sizes in table.bytes.items():
+        users = ", ".join(f"{count} {kind}" for kind, count in kinds[columns, outputs].items())
+        seconds = table.seconds[columns, outputs]
+        found += (_title(f"{columns} x {outputs}: {users}"), _table(sizes, seconds, rows))
+    streams = f"up to {table.slots} rows are streams, more are a prompt"
+    found.append(_title(f"attention of a layer over {table.context} tokens; {streams}"))
+    return Group(*found, _table({}, table.attention, rows))
+
+
+def _title(text: str) -> Text:
+    """Above a table: as its own title it would be folded to its width."""
+    return Text(text, style="bold")
+
+
+def _table(sizes: Mapping[str, int], seconds: Mapping[str, Mapping[int, float]], rows: Sequence[int]) -> Table:
+    found = Table(box=SIMPLE_HEAD, pad_edge=False)
+    found.add_column("kernel")
+    for column in ("MB", *(f"{count} rows" if count > 1 else "1 row, µs" for count in rows)):
+        found.add_column(column, justify="right")
+    for name, by_rows in seconds.items():
+        size = f"{sizes[name] / 1e6:.2f}" if name in sizes else ""
+        found.add_row(name, size, *(f"{by_rows[count] * 1e6:,.1f}" for count in rows))
+    return found

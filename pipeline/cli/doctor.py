@@ -1,0 +1,345 @@
+"""What this machine can build and run, what is missing, and how to get it. Looks, and changes nothing.
+
+Every finding is a plain value, so that the command prints it, a script reads it as JSON and a test checks it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engines import native
+from engines.bundle import EngineBundle
+from engines.load import fingerprint_here, target_module
+from engines.native.compiler import COMPILER
+from pipeline.registry.tracking import public_uri, sqlite_path, tracking_uri
+from tapeout.artifact import load
+from tapeout.errors import TapeoutError
+from tapeout.fingerprint import cpu_features, require_match
+
+if TYPE_CHECKING:
+    from tapeout.recipe import Recipe
+
+GIB = 1 << 30
+NEEDED_MEMORY_BYTES = 6 * GIB  # the default recipe's promise
+NEEDED_DISK_BYTES = 4 * GIB  # artifacts, their DVC cache and the download cache of the default recipe
+PROBE_TIMEOUT_S = 20
+
+# Names as tapeout.fingerprint reads them -> the name people know, for what speeds up quantized kernels.
+INSTRUCTION_SETS = {
+    "avx2": "AVX2",
+    "avx512f": "AVX-512",
+    "avx_vnni": "AVX-VNNI",
+    "avx512_vnni": "AVX-512 VNNI",
+    "avx512_bf16": "AVX-512 BF16",
+    "amx_int8": "AMX INT8",
+    "amx_bf16": "AMX BF16",
+    "asimddp": "NEON dot product",
+    "i8mm": "NEON int8 matrix product",
+    "sve": "SVE",
+}
+# Any of these multiplies int8 in one instruction; without one, quantized kernels fall back to slower sequences.
+INT8_DOT_PRODUCTS = ("avx_vnni", "avx512_vnni", "amx_int8", "asimddp", "i8mm")
+
+RUN_PACKAGES = ("onnxruntime", "onnx", "tokenizers", "jinja2", "numpy")
+BUILD_PACKAGES = ("torch", "transformers", "onnxscript", "compressed-tensors", "datasets", "lm-eval", "dvc", "mlflow")
+TENSORRT_PACKAGES = ("tensorrt", "tensorrt-rtx-cu13-bindings")
+# What graphs are lowered to where native kernels do not run; norms and float products everywhere.
+ENGINE_OPERATORS = ("GroupQueryAttention", "MatMulNBits", "GatherBlockQuantized", "SkipSimplifiedLayerNormalization")
+
+
+class Status(StrEnum):
+    OK = "ok"
+    LIMITED = "limited"  # works, with the drawback that is named
+    MISSING = "missing"  # something that the default recipe needs
+    BROKEN = "broken"  # something that is here and cannot be used
+    ABSENT = "absent"  # something that nothing here needs
+
+
+@dataclass(frozen=True)
+class Finding:
+    subject: str
+    status: Status
+    found: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """``abilities`` follow from the three sections of findings above them."""
+
+    machine: tuple[Finding, ...]
+    software: tuple[Finding, ...]
+    services: tuple[Finding, ...]
+    abilities: tuple[Finding, ...]
+
+    @property
+    def healthy(self) -> bool:
+        """The default recipe can be built, and the engines that lie here can be run."""
+        return not {finding.status for finding in self.abilities} & {Status.MISSING, Status.BROKEN}
+
+    def sections(self) -> Mapping[str, tuple[Finding, ...]]:
+        return {
+            "machine": self.machine,
+            "software": self.software,
+            "services": self.services,
+            "abilities": self.abilities,
+        }
+
+
+def diagnose(recipe: Recipe | None, folder: Path) -> Diagnosis:
+    """Look at this machine. ``recipe`` None: no sources are probed. ``folder``: where artifacts will go."""
+    machine = (processor(_cpu_name(), cpu_features()), memory(), disk(folder), gpu())
+    python = Finding("Python", Status.OK, f"{platform.python_version()} at {sys.executable}")
+    pins = pinned()
+    run = (python, *(package(name, pins) for name in RUN_PACKAGES), operators())
+    build = (*(package(name, pins) for name in BUILD_PACKAGES), native_kernels(native.level()))
+    tensorrt = tuple(optional_package(name) for name in TENSORRT_PACKAGES)
+    sources = () if recipe is None else (recipe.model.source, recipe.data.source)
+    services = (*(source(name) for name in sources), registry(tracking_uri()))
+    abilities = (
+        _ability("run an ort-cpu engine", run),
+        _ability("build an ort-cpu engine from the recipe", (*machine, *run, *build, *services)),
+    )
+    built = tuple(
+        bundle(folder / "artifacts" / name)
+        for name in ("candidate", "baseline")
+        if (folder / "artifacts" / name).is_dir()
+    )
+    return Diagnosis(machine, (*run, *build, *tensorrt), services, (*abilities, *built))
+
+
+def processor(name: str, features: tuple[str, ...]) -> Finding:
+    """``features``: as :func:`tapeout.fingerprint.cpu_features` reads them."""
+    import psutil
+
+    known = [title for feature, title in INSTRUCTION_SETS.items() if feature in features]
+    cores = f"{psutil.cpu_count(logical=False) or '?'} cores, {psutil.cpu_count() or '?'} threads"
+    found = f"{name}, {cores}; {', '.join(known) or 'no instruction set that matters here'}"
+    if not set(features).intersection(INT8_DOT_PRODUCTS):
+        remedy = "quantized kernels run slower without VNNI, AMX or NEON dot products"
+        return Finding("processor", Status.LIMITED, found, remedy)
+    return Finding("processor", Status.OK, found)
+
+
+def memory() -> Finding:
+    import psutil
+
+    total, free = psutil.virtual_memory().total, psutil.virtual_memory().available
+    limit = _container_limit()
+    if limit is not None and limit < total:
+        total, free = limit, min(free, limit)
+    found = f"{free / GIB:.1f} GiB free of {total / GIB:.1f}"
+    if free < NEEDED_MEMORY_BYTES:
+        need = f"the default recipe needs {NEEDED_MEMORY_BYTES // GIB} GiB"
+        return Finding("memory", Status.LIMITED, found, f"{need}: close other programs, or use a larger machine")
+    return Finding("memory", Status.OK, found)
+
+
+def disk(folder: Path) -> Finding:
+    free = shutil.disk_usage(folder).free
+    found = f"{free / GIB:.1f} GiB free at {folder.resolve()}"
+    if free < NEEDED_DISK_BYTES:
+        return Finding(
+            "disk", Status.MISSING, found, f"free {NEEDED_DISK_BYTES // GIB} GiB: `dvc gc -w` drops old artifacts"
+        )
+    return Finding("disk", Status.OK, found)
+
+
+def gpu() -> Finding:
+    """NVIDIA GPUs as the driver's own tool names them; nothing here needs one."""
+    tool = shutil.which("nvidia-smi")
+    unused = "not needed: this version builds and runs ort-cpu engines"
+    if tool is None:
+        return Finding("NVIDIA GPU", Status.ABSENT, "no driver", unused)
+    query = [tool, "--query-gpu=name,compute_cap,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        return Finding("NVIDIA GPU", Status.ABSENT, f"nvidia-smi failed: {error}", unused)
+    return Finding("NVIDIA GPU", Status.OK, "; ".join(answer.strip().splitlines()), unused)
+
+
+def pinned() -> dict[str, str]:
+    """Package -> the version that this project was tested with, from its own metadata."""
+    pins: dict[str, str] = {}
+    for requirement in metadata.requires("tapeout") or []:
+        match = re.match(r"([\w.-]+)==([\w.]+)", requirement)
+        if match:
+            pins[match[1]] = match[2]
+    return pins
+
+
+def package(name: str, pins: Mapping[str, str]) -> Finding:
+    remedy = "pip install -r requirements.lock, which `make repro` does in .venv"
+    try:
+        version = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return Finding(name, Status.MISSING, "not installed", remedy)
+    tested = pins.get(name, version)
+    if version.partition("+")[0] != tested:
+        return Finding(name, Status.LIMITED, f"{version}; tested with {tested}", remedy)
+    return Finding(name, Status.OK, version)
+
+
+def optional_package(name: str) -> Finding:
+    try:
+        return Finding(name, Status.OK, metadata.version(name), "`tapeout build` compiles for GPUs with it")
+    except metadata.PackageNotFoundError:
+        return Finding(
+            name, Status.ABSENT, "not installed", 'needed only to compile for GPUs: pip install "tapeout[tensorrt-rtx]"'
+        )
+
+
+def operators() -> Finding:
+    """Ask the installed ONNX Runtime itself whether it has CPU kernels for the operators that engines use."""
+    try:
+        # A compiled module without type information.
+        from onnxruntime.capi import onnxruntime_pybind11_state as ort  # pyright: ignore[reportAttributeAccessIssue]
+
+        kernels = {kernel.op_name for kernel in ort.get_all_opkernel_def() if kernel.provider == "CPUExecutionProvider"}
+    except (ImportError, AttributeError) as error:
+        return Finding("onnxruntime kernels", Status.MISSING, str(error), "reinstall onnxruntime at its pinned version")
+    lacking = [name for name in ENGINE_OPERATORS if name not in kernels]
+    if lacking:
+        return Finding(
+            "onnxruntime kernels",
+            Status.MISSING,
+            f"no {', '.join(lacking)}",
+            "install onnxruntime at its pinned version",
+        )
+    return Finding("onnxruntime kernels", Status.OK, ", ".join(ENGINE_OPERATORS))
+
+
+def native_kernels(level: native.Level | None) -> Finding:
+    """``level``: as :func:`engines.native.level` gives it."""
+    if level is None:
+        remedy = "engines run on ONNX Runtime's own operators, which are slower; weights in 6 bits take up 8"
+        return Finding("native kernels", Status.LIMITED, native.unsupported(), remedy)
+    try:
+        version = metadata.version(COMPILER)
+    except metadata.PackageNotFoundError:
+        return Finding("native kernels", Status.MISSING, f"no {COMPILER} to compile them", 'pip install ".[pipeline]"')
+    return Finding("native kernels", Status.OK, f"{level.name}; {COMPILER} {version} compiles them")
+
+
+def registry(uri: str) -> Finding:
+    """The MLflow registry that ``register`` and ``promote`` will speak to."""
+    subject, shown = "MLflow registry", public_uri(uri)
+    database = sqlite_path(uri)
+    if database is not None:
+        if not os.access(database if database.exists() else database.absolute().parent, os.W_OK):
+            return Finding(subject, Status.MISSING, f"{shown} cannot be written", "fix the folder's permissions")
+        state = "exists" if database.exists() else "will be created by the register stage"
+        return Finding(subject, Status.OK, f"{shown} {state}")
+    if uri.startswith(("http://", "https://")):
+        import requests
+
+        try:
+            requests.get(f"{uri.rstrip('/')}/health", timeout=PROBE_TIMEOUT_S).raise_for_status()
+        except requests.RequestException as error:
+            remedy = "start it, correct MLFLOW_TRACKING_URI, or unset that to use a local mlflow.db"
+            return Finding(subject, Status.MISSING, f"{shown}: {type(error).__name__}", remedy)
+        return Finding(subject, Status.OK, f"{shown} answers")
+    return Finding(subject, Status.LIMITED, f"{shown}: not probed", "`tapeout promote` will say if it fails")
+
+
+def source(text: str) -> Finding:
+    """Whether a source can be read: from the download cache, this disk, or over the network."""
+    from pipeline.sources.cache import ENTRY, entry_folder
+    from pipeline.sources.locations import FileSource, HubSource, UrlSource, WheelSource, parse
+    from tapeout.errors import SourceError
+
+    subject = "source"
+    try:
+        parsed = parse(text)
+    except SourceError as error:
+        return Finding(subject, Status.MISSING, error.found, error.remedy)
+    key = f"pypi://{parsed.package}=={parsed.version}" if isinstance(parsed, WheelSource) else text
+    if (entry_folder(key) / ENTRY).is_file():
+        return Finding(subject, Status.OK, f"{text}: in the download cache")
+    match parsed:
+        case FileSource():
+            there = parsed.path.exists()
+            remedy = "" if there else "correct the source in params.yaml"
+            return Finding(subject, Status.OK if there else Status.MISSING, f"{parsed.path}", remedy)
+        case WheelSource():
+            return _index(subject, parsed.package, parsed.version)
+        case HubSource():
+            return _answers(subject, f"https://huggingface.co/api/models/{parsed.repo}", text)
+        case UrlSource():
+            return _answers(subject, parsed.url, text)
+
+
+def _index(subject: str, name: str, version: str) -> Finding:
+    # pip itself asks, so that the answer holds for the user's own index, proxy and certificates.
+    command = [sys.executable, "-m", "pip", "index", "versions", name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return Finding(
+            subject, Status.MISSING, f"the package index did not answer in {PROBE_TIMEOUT_S} s", "check the network"
+        )
+    offered = re.split(r"[,\s]+", done.stdout.partition("Available versions:")[2])
+    if version not in offered:
+        return Finding(
+            subject, Status.MISSING, f"the package index does not offer {name} {version}", "check `pip config list`"
+        )
+    return Finding(subject, Status.OK, f"the package index offers {name} {version}")
+
+
+def _answers(subject: str, url: str, text: str) -> Finding:
+    import requests
+
+    from pipeline.sources.download import redact
+
+    try:
+        requests.head(url, timeout=PROBE_TIMEOUT_S, allow_redirects=True).raise_for_status()
+    except requests.RequestException as error:
+        remedy = "check the network, or use a source that this machine can reach (docs/recipes.md)"
+        return Finding(subject, Status.MISSING, f"{redact(text)}: {type(error).__name__}", remedy)
+    return Finding(subject, Status.OK, f"{redact(text)} answers")
+
+
+def bundle(folder: Path) -> Finding:
+    """Whether a bundle that lies here may be opened on this machine."""
+    subject = f"run {folder}"
+    try:
+        record = load(folder, EngineBundle).record
+        require_match(record.fingerprint, fingerprint_here(target_module(record.target)), str(folder))
+    except TapeoutError as error:
+        return Finding(subject, Status.BROKEN, f"no: {error.found}", error.remedy)
+    return Finding(subject, Status.OK, f"yes: {record.target}, {record.precision}")
+
+
+def _ability(subject: str, needs: Iterable[Finding]) -> Finding:
+    lacking = [finding.subject for finding in needs if finding.status is Status.MISSING]
+    if lacking:
+        return Finding(subject, Status.MISSING, f"no: {', '.join(lacking)}", "see the remedies above")
+    return Finding(subject, Status.OK, "yes")
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _container_limit() -> int | None:
+    """The memory limit of a container (cgroup 2), which ``/proc/meminfo`` does not show."""
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return None if text == "max" else int(text)

@@ -1,0 +1,136 @@
+"""What any artifact is, from what it was made and with which versions, read from the records alone.
+
+Knows no noun: a record is shown as its fields, so a new kind of artifact needs no change here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tapeout.artifact import RECORD, canonical_json, read_payload, sha256_file
+from tapeout.errors import ArtifactError
+
+
+@dataclass(frozen=True)
+class Parent:
+    """One ancestor. ``folder`` None: the record names it, but no artifact beside this one has that digest."""
+
+    role: str
+    digest: str
+    folder: Path | None
+    noun: str | None
+    parents: tuple[Parent, ...]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """``record``: the noun's own fields. ``files``: name to size in bytes.
+
+    ``problems``: files that are missing or changed since the record was written, and a record that was edited.
+    """
+
+    folder: Path
+    noun: str
+    digest: str
+    record: Mapping[str, Any]
+    files: Mapping[str, int]
+    parents: tuple[Parent, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(self.files.values())
+
+
+def explain(path: Path) -> Explanation:
+    """Read the artifact at ``path`` (its folder or its ``record.json``) and hash its files.
+
+    :class:`ArtifactError` if no artifact is there; it names the artifacts below ``path``, if any are.
+    """
+    folder = path.parent if path.name == RECORD else path
+    if not (folder / RECORD).is_file():
+        raise _no_artifact(folder)
+    body = read_payload(folder)
+    return Explanation(
+        folder=folder,
+        noun=body["noun"],
+        digest=body["digest"],
+        record=body["record"],
+        files={name: entry["size_bytes"] for name, entry in body["files"].items()},
+        parents=_ancestors(body["parents"], siblings(folder)),
+        problems=tuple(_problems(folder, body)),
+    )
+
+
+def siblings(folder: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """Digest -> folder and record of every artifact that lies beside ``folder``."""
+    found: dict[str, tuple[Path, dict[str, Any]]] = {}
+    for record in sorted(folder.absolute().parent.glob(f"*/{RECORD}")):
+        body = read_payload(record.parent)
+        found[body["digest"]] = (folder.parent / record.parent.name, body)
+    return found
+
+
+def _ancestors(parents: Mapping[str, str], known: Mapping[str, tuple[Path, dict[str, Any]]]) -> tuple[Parent, ...]:
+    chain: list[Parent] = []
+    for role, digest in parents.items():
+        if digest in known:
+            folder, body = known[digest]
+            chain.append(Parent(role, digest, folder, body["noun"], _ancestors(body["parents"], known)))
+        else:
+            chain.append(Parent(role, digest, None, None, ()))
+    return tuple(chain)
+
+
+def _problems(folder: Path, body: Mapping[str, Any]) -> list[str]:
+    unsigned = {key: value for key, value in body.items() if key != "digest"}
+    problems: list[str] = []
+    if hashlib.sha256(canonical_json(unsigned)).hexdigest() != body["digest"]:
+        problems.append(f"{RECORD} was edited: its digest does not match its content")
+    for name, entry in body["files"].items():
+        path = folder / name
+        if not path.is_file():
+            problems.append(f"{name} is missing")
+        elif sha256_file(path) != entry["sha256"]:
+            problems.append(f"{name} changed since it was recorded")
+    return problems
+
+
+def fields(record: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
+    """A record for reading: single values by dotted name, and whatever has rows as tables.
+
+    >>> fields({"layers": 2, "versions": {"onnx": "1"}, "checks": [{"n": 3}]})
+    ({'layers': 2}, {'versions': [{'name': 'onnx', 'value': '1'}], 'checks': [{'n': 3}]})
+    """
+    single: dict[str, Any] = {}
+    tables: dict[str, list[dict[str, Any]]] = {}
+
+    def describe(name: str, value: Any) -> None:
+        if isinstance(value, dict) and any(isinstance(item, dict | list) for item in value.values()):
+            for key, item in value.items():
+                describe(f"{name}.{key}", item)
+        elif isinstance(value, dict):
+            tables[name] = [{"name": key, "value": item} for key, item in value.items()]
+        elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            tables[name] = value
+        else:
+            single[name] = value
+
+    for name, value in record.items():
+        describe(name, value)
+    return single, tables
+
+
+def _no_artifact(folder: Path) -> ArtifactError:
+    below = sorted(record.parent.name for record in folder.glob(f"*/{RECORD}"))
+    if below:
+        return ArtifactError(f"{folder} is no artifact", expected=f"one of those in it: {', '.join(below)}")
+    return ArtifactError(
+        f"no {RECORD} in {folder}",
+        expected="an artifact's folder, such as artifacts/candidate",
+        remedy="`make repro` builds them; a stage that was interrupted leaves no artifact",
+    )

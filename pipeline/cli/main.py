@@ -1,0 +1,407 @@
+"""The ``tapeout`` command. Reads options and delegates; what is heavy is imported when a command needs it.
+
+Exit codes: 0 pass, 1 gate failed, 2 something broke, 3 inconclusive, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+import typer.core
+
+from tapeout.errors import ArtifactError, ExitCode, TapeoutError
+
+if TYPE_CHECKING:
+    from pipeline.registry.promotion import Move
+
+INTERRUPTED = 130
+
+
+class Commands(typer.core.TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; if the reader of its output left, as in ``tapeout inspect … | head``, say only by exit code.
+
+        Left to itself, the framework would exit with 1, which here means that the gate failed.
+        """
+        try:
+            try:
+                return super().invoke(ctx)
+            finally:
+                sys.stdout.flush()
+        except BrokenPipeError:
+            # Whatever is still buffered has nowhere to go, and must not fail again when the interpreter exits.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(ExitCode.BROKEN) from None
+
+
+app = typer.Typer(
+    name="tapeout",
+    cls=Commands,
+    help="From a trained checkpoint to a compiled, quantized, proven inference engine.\n\n"
+    "`make repro` builds and judges an engine; these commands use and explain what it built. "
+    "Exit codes: 0 pass, 1 gate failed, 2 something broke, 3 inconclusive.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Artifacts = Annotated[Path, typer.Option(help="Folder the pipeline writes its artifacts to.")]
+Params = Annotated[Path, typer.Option(help="The recipe (docs/recipes.md explains every parameter).")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for a script to read.")]
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")] = False,
+) -> None:
+    pass  # main() reads --debug, because it must hold for errors on the way here too
+
+
+@app.command(rich_help_panel="Use an engine")
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to answer; - reads it from standard input.")],
+    bundle: Annotated[Path, typer.Option(help="The engine bundle to open.")] = Path("artifacts/candidate"),
+    max_new_tokens: Annotated[int, typer.Option(help="Stop after this many tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; higher varies more.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Draw from the K likeliest tokens; 0 draws from all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Draw from the fewest tokens that hold this share.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest one's.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1 makes tokens that were used less likely.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="The same seed draws the same text; without, it varies.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given more than once.")] = None,
+    system: Annotated[str | None, typer.Option(help="A system message before the prompt.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as plain text, without chat format.")] = False,
+) -> None:
+    """Stream text from a built engine: the very bundle that was judged.
+
+    Example: `tapeout generate "Why is the sky blue?" --max-new-tokens 80`
+    """
+    from pipeline.cli.generate import run
+    from runtime.sampling import SamplingSettings
+
+    run(
+        bundle,
+        sys.stdin.read() if prompt == "-" else prompt,
+        system=system,
+        raw=raw,
+        max_new_tokens=max_new_tokens,
+        stop=tuple(stop or ()),
+        sampling=SamplingSettings(temperature, top_k, top_p, min_p, repetition_penalty, seed),
+    )
+
+
+@app.command(rich_help_panel="Judge and release")
+def gate(artifacts: Artifacts = Path("artifacts"), params: Params = Path("params.yaml"), as_json: Json = False) -> None:
+    """Print the verdict and enforce it by exit code: 0 PASS, 1 FAIL, 3 INCONCLUSIVE, 2 no valid verdict.
+
+    Example, as the last step of a CI job: `tapeout gate`
+    """
+    from pipeline.cli.tables import console, verdict
+    from pipeline.cli.verdict import load_verdict
+
+    found = load_verdict(artifacts, params)
+    if as_json:
+        _print_json({"digest": found.digest, "exit_code": int(found.record.exit_code)} | _dump(found.record))
+    else:
+        console().print(verdict(found.record))
+    raise typer.Exit(found.record.exit_code)
+
+
+@app.command(rich_help_panel="Judge and release")
+def summary(artifacts: Artifacts = Path("artifacts")) -> None:
+    """Print the verdict, where the report lies and what to try next. Always exits 0 if there is a verdict.
+
+    Example: `make repro` ends with `tapeout summary`
+    """
+    from pipeline.cli.tables import console, verdict
+    from pipeline.cli.verdict import load_verdict
+
+    found = load_verdict(artifacts)
+    out = console()
+    out.print(verdict(found.record))
+    page = artifacts / "report" / "report.html"
+    where = page.resolve().as_uri() if page.is_file() else f"none at {page}: run `dvc repro`"
+    out.print(f"\nreport  {where}", markup=False, soft_wrap=True)
+    out.print("\nNext:", *next_commands(found.record.exit_code), sep="\n  ", markup=False, soft_wrap=True)
+
+
+def next_commands(code: ExitCode) -> list[str]:
+    """What someone who has just read this verdict will want to do."""
+    tries = ['tapeout generate "Why is the sky blue?"   stream text from the engine that was judged']
+    if code is ExitCode.PASS:
+        tries.append("tapeout promote                           make it the champion in the registry")
+    else:
+        tries.append("tapeout inspect artifacts/verdict         every check with its numbers and its reason")
+    tries.append("tapeout gate                              the verdict as an exit code, for CI")
+    tries.append("mlflow ui --backend-store-uri sqlite:///mlflow.db   browse runs and versions")
+    return tries
+
+
+@app.command(rich_help_panel="Judge and release")
+def promote(
+    version: Annotated[int | None, typer.Option(help="Version to promote; by default the challenger.")] = None,
+    expect_champion: Annotated[
+        str | None, typer.Option(help="Refuse unless this digest (or `none`) is the champion now.")
+    ] = None,
+    bundle: Annotated[Path | None, typer.Option(help="Where the bundle lies, if not where it was registered.")] = None,
+    params: Params = Path("params.yaml"),
+    as_json: Json = False,
+) -> None:
+    """Make a version champion: only with a PASS verdict about it, and only if the champion it was compared with stands.
+
+    The former champion becomes `rollback`.
+
+    Example: `tapeout promote`
+    """
+    from pipeline.registry.promotion import promote as move
+    from tapeout.recipe import load_recipe
+
+    name = load_recipe(params).register_.model_name
+    _print_move(move(name, version=version, expect_champion=expect_champion, bundle=bundle), as_json)
+
+
+@app.command(rich_help_panel="Judge and release")
+def rollback(params: Params = Path("params.yaml"), as_json: Json = False) -> None:
+    """Make the former champion champion again. A second rollback undoes the first.
+
+    Example: `tapeout rollback`
+    """
+    from pipeline.registry.promotion import rollback as move
+    from tapeout.recipe import load_recipe
+
+    _print_move(move(load_recipe(params).register_.model_name), as_json)
+
+
+@app.command(rich_help_panel="Explain")
+def report(artifacts: Artifacts = Path("artifacts")) -> None:
+    """Print the path of the HTML report: one self-contained file.
+
+    Example: `xdg-open $(tapeout report)`
+    """
+    page = artifacts / "report" / "report.html"
+    if not page.is_file():
+        raise ArtifactError(f"no {page}", expected="the report of a finished run", remedy="run `make repro`")
+    print(page.resolve())
+
+
+@app.command(rich_help_panel="Explain")
+def inspect(
+    path: Annotated[Path, typer.Argument(help="An artifact's folder, or its record.json.")],
+    as_json: Json = False,
+) -> None:
+    """Explain any artifact: what it is, from what it was made, with which versions, and whether its files are intact.
+
+    Example: `tapeout inspect artifacts/candidate`
+    """
+    from pipeline.cli.explain import explain
+
+    found = explain(path)
+    if as_json:
+        _print_json(asdict(found))
+    else:
+        from pipeline.cli.tables import console, explanation
+
+        console().print(explanation(found))
+    if found.problems:
+        raise typer.Exit(ExitCode.BROKEN)
+
+
+@app.command(rich_help_panel="Explain")
+def plan(artifacts: Artifacts = Path("artifacts"), params: Params = Path("params.yaml"), as_json: Json = False) -> None:
+    """Print the kernel plan: unit, kernel, time, bytes, KL, and why. `dvc repro plan` makes it.
+
+    Example: `tapeout plan`
+    """
+    from pipeline.cli import plan as command
+    from tapeout.recipe import load_recipe
+
+    record, shown = command.run(artifacts, load_recipe(params))
+    if as_json:
+        _print_json(record)
+    else:
+        from pipeline.cli.tables import console
+
+        console().print(shown)
+
+
+@app.command(rich_help_panel="Explain")
+def costs(
+    rows: Annotated[str, typer.Option(help="Rows of a step: streams that decode together, or tokens of a prompt.")] = (
+        "1,4,8,16,32,128,512"
+    ),
+    artifacts: Artifacts = Path("artifacts"),
+    params: Params = Path("params.yaml"),
+    as_json: Json = False,
+) -> None:
+    """Time every kernel that a plan may choose, on this machine and the shapes of this model; figures are kept.
+
+    Example: `tapeout costs --rows 1,32`
+    """
+    from pipeline.cli import costs as command
+    from tapeout.recipe import load_recipe
+
+    record, shown = command.run(
+        artifacts, load_recipe(params), command.parse_rows(rows), lambda text: print(text, file=sys.stderr)
+    )
+    if as_json:
+        _print_json(record)
+    else:
+        from pipeline.cli.tables import console
+
+        console().print(shown)
+
+
+@app.command(rich_help_panel="Explain")
+def doctor(params: Params = Path("params.yaml"), as_json: Json = False) -> None:
+    """Say what this machine can build and run, what is missing, and how to get it. Exits 2 if something is.
+
+    Example: `tapeout doctor`
+    """
+    from pipeline.cli.doctor import diagnose
+    from tapeout.recipe import load_recipe
+
+    found = diagnose(load_recipe(params), Path())
+    if as_json:
+        _print_json({"healthy": found.healthy} | asdict(found))
+    else:
+        from pipeline.cli.tables import console, diagnosis
+
+        console().print(diagnosis(found))
+    raise typer.Exit(ExitCode.PASS if found.healthy else ExitCode.BROKEN)
+
+
+@app.command(rich_help_panel="Build")
+def build(
+    target: Annotated[str, typer.Option(help="A target, and the GPUs to compile for: `tensorrt-rtx:sm89,sm120`.")],
+    precision: Annotated[str, typer.Option(help="fp16, bf16, int4 (block weights) or fp8 (calibrated).")] = "fp16",
+    explain: Annotated[bool, typer.Option("--explain", help="Only print the lowering, pass by pass.")] = False,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="A quantized checkpoint to take weights from; by default made of the float one's."),
+    ] = None,
+    batches: Annotated[str, typer.Option(help="Decode batch buckets; by default 1 and build.slots.")] = "",
+    documents: Annotated[int, typer.Option(help="Held-out documents of portable evidence; 0 takes none.")] = 8,
+    artifacts: Artifacts = Path("artifacts"),
+    params: Params = Path("params.yaml"),
+) -> None:
+    """Compile for hardware that need not be here, one bundle each under artifacts/targets; or explain a lowering.
+
+    Example: `tapeout build --target tensorrt-rtx:sm89,sm120 --precision fp8`
+    """
+    from pipeline.cli import build as command
+    from pipeline.cli.tables import console
+    from tapeout.recipe import load_recipe
+
+    name, capabilities = command.parse_target(target)
+    recipe = load_recipe(params)
+    request = command.Request(
+        artifacts=artifacts,
+        recipe=recipe,
+        target=name,
+        capabilities=capabilities,
+        precision=precision,
+        checkpoint=checkpoint,
+        batches=command.parse_batches(batches, recipe.build.slots),
+        documents=documents,
+    )
+    out = console()
+    if explain:
+        out.print(command.pass_table(command.explain(request)))
+    else:
+        command.build(request, out)
+
+
+@app.command(rich_help_panel="Build")
+def stage(
+    name: Annotated[str, typer.Argument(help="A stage of dvc.yaml, such as export or quantize.")],
+    params: Params = Path("params.yaml"),
+) -> None:
+    """Run one stage on the artifacts that are there. `dvc repro` is what runs only the stages that need it.
+
+    Example: `tapeout stage export`
+    """
+    from pipeline.stages import wiring
+
+    wiring.run(name, params)
+
+
+@app.command(rich_help_panel="Build")
+def recipe(
+    name: Annotated[
+        str | None, typer.Argument(help="A recipe that ships with Tapeout; without it, they are listed.")
+    ] = None,
+    write: Annotated[bool, typer.Option("--write", help="Change the parameter file instead of printing it.")] = False,
+    params: Params = Path("params.yaml"),
+) -> None:
+    """Lay a shipped recipe over your parameters: print the result, or write it. `git diff` shows what changed.
+
+    Example: `tapeout recipe w4-rtn --write && make repro`
+    """
+
+    from pipeline.recipes import shipped
+
+    if name is None:
+        for known, sentence in shipped.names().items():
+            typer.echo(f"{known:10} {sentence}")
+        return
+    text = shipped.overlay(name, params)
+    if write:
+        params.write_text(text)
+        typer.echo(f"{params} now holds {name}; run `make repro`")
+    else:
+        typer.echo(text, nl=False)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; an expected error is one message, never a traceback."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    code: Any = ExitCode.PASS
+    try:
+        app(words, prog_name="tapeout")
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except SystemExit as finished:
+        code = finished.code
+    except Exception as error:
+        if "--debug" in words:
+            traceback.print_exc()
+        print(message(error), file=sys.stderr)
+        code = ExitCode.BROKEN
+    if code == INTERRUPTED:
+        print("\ninterrupted; nothing half-written was left behind", file=sys.stderr)
+    return int(code or ExitCode.PASS)
+
+
+def message(error: Exception) -> str:
+    """What the user reads instead of a traceback."""
+    if isinstance(error, TapeoutError):
+        return f"error: {error}"
+    return (
+        f"error: {type(error).__name__}: {error}\n  this is a fault in tapeout, not in what you asked for\n"
+        "  remedy:   `tapeout --debug …` shows where; please report it"
+    )
+
+
+def _print_move(move: Move, as_json: bool) -> None:
+    if as_json:
+        _print_json(asdict(move))
+    else:
+        print(move.message)
+
+
+def _dump(record: Any) -> dict[str, Any]:
+    return record.model_dump(mode="json")
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=1, default=str, allow_nan=False))

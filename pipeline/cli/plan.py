@@ -1,0 +1,36 @@
+"""``tapeout plan``: the kernel of every unit, with what it costs and why it was taken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.stages.kernel_costs import timed
+from quantization.plan import COLUMNS, KernelPlan, summary, table
+from tapeout import artifact
+from tapeout.portable_graph import PortableGraph
+from tapeout.recipe import Recipe
+
+
+def run(artifacts: Path, recipe: Recipe) -> tuple[dict[str, Any], RenderableType]:
+    """The plan that was made, for a script and for people. One that the recipe wrote gets the times of its kernels, as
+    far as they were measured on this machine before.
+    """
+    made = artifact.load(artifacts / "plan", KernelPlan)
+    plan = timed(made.record, recipe, artifact.load(artifacts / "graph", PortableGraph).record)
+    return {"digest": made.digest} | plan.model_dump(mode="json"), shown(plan)
+
+
+def shown(plan: KernelPlan) -> RenderableType:
+    found = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for number, column in enumerate(COLUMNS):
+        found.add_column(column, justify="right" if 2 <= number <= 4 else "left", overflow="fold")
+    for row in table(plan):
+        found.add_row(*map(escape, row))
+    return Group(Text(summary(plan)), found)

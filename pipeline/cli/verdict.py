@@ -1,0 +1,45 @@
+"""The verdict in the artifacts folder, refused unless it is about what lies beside it, whole and unchanged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from evals.verdict import Verdict
+from tapeout.artifact import Artifact, identify, load, verify_files
+from tapeout.errors import EvidenceError
+from tapeout.recipe import load_recipe
+
+JUDGED = ("candidate", "baseline", "quantized")  # folders, and the fields of the verdict that name their digests
+EVIDENCE = ("evaluation", "shadow", "parity", "benchmark")
+REHASHED = ("candidate", *EVIDENCE)  # what ships, and what it was judged on
+
+
+def load_verdict(artifacts: Path, params: Path | None = None) -> Artifact[Verdict]:
+    """:class:`EvidenceError` if an engine or a report is missing, or is not the one the verdict was reached on.
+
+    Every file of the candidate and of the reports is hashed again. With ``params``, the bounds there must be those the
+    verdict was judged by.
+    """
+    found = load(artifacts / "verdict", Verdict)
+    found.verify()
+    for folder in (*JUDGED, *EVIDENCE):
+        noun, digest, files = identify(artifacts / folder)
+        _same(folder, digest, getattr(found.record, folder, None) or found.record.evidence.get(noun))
+        if folder in REHASHED:
+            verify_files(artifacts / folder, files)
+    if params is not None and load_recipe(params).gate != found.record.bounds:
+        raise EvidenceError(
+            f"the verdict was judged by other bounds than {params} holds",
+            expected="a verdict by the bounds of the recipe",
+            remedy="run `dvc repro gate`",
+        )
+    return found
+
+
+def _same(folder: str, digest: str, judged: str | None) -> None:
+    if digest != judged:
+        raise EvidenceError(
+            f"the verdict judged {folder} {(judged or 'none')[:12]}, but {digest[:12]} lies beside it",
+            expected="a verdict about these artifacts",
+            remedy="run `dvc repro gate`",
+        )

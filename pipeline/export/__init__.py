@@ -1,0 +1,1 @@
+"""A Hugging Face checkpoint becomes a portable ONNX graph, compared with transformers."""

@@ -1,0 +1,179 @@
+"""Export: a checkpoint to a PortableGraph, whose parameters lie in the safetensors file beside it.
+
+The traced graph (:mod:`pipeline.export.trace`) holds no weights of its own, and is kept only if it computes
+what transformers does (:mod:`pipeline.export.check`).
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from pipeline.export.check import largest_error
+from pipeline.export.trace import KVShape, trace
+from tapeout import artifact
+from tapeout.attention_function import ATTENTION_DOMAIN
+from tapeout.errors import ExportError
+from tapeout.graph_analysis import find_groups, find_rotary
+from tapeout.portable_graph import PortableGraph
+
+MODEL_FILE = "model.onnx"
+WEIGHTS_FILE = "model.safetensors"
+
+
+def load_checkpoint(folder: Path, entry: str = "") -> Any:
+    """A causal language model in float32 from a checkpoint folder, or from the GGUF file ``entry`` in it."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    gguf = {"gguf_file": entry} if entry.endswith(".gguf") else {}
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **gguf)
+    except (ValueError, KeyError, OSError) as error:
+        raise ExportError(
+            f"transformers cannot load {folder / entry}: {error}",
+            expected="a decoder that transformers.AutoModelForCausalLM knows",
+            remedy="check model.source; a model with remote code is not supported",
+        ) from error
+    # A dequantized GGUF file is a float model: what it was read from must not reach the exported config.
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.hf_quantizer = None
+    return model.eval()
+
+
+def bind_weights(model: ir.Model, weights: Path, aliases: dict[str, str]) -> None:
+    """Point every parameter at its bytes in a safetensors file, as ONNX external data.
+
+    ``aliases`` maps a tied parameter to the name its bytes are stored under.
+    """
+    with weights.open("rb") as stream:
+        (header_bytes,) = struct.unpack("<Q", stream.read(8))
+        header = json.loads(stream.read(header_bytes))
+    start = 8 + header_bytes
+    graph = model.graph
+    for name, value in list(graph.initializers.items()):
+        if value.const_value is not None:
+            continue  # a buffer that is not in the checkpoint, such as rotary frequencies: kept inline
+        stored = aliases.get(name, name)
+        if stored != name:
+            del graph.initializers[name]
+            known = graph.initializers.get(stored)
+            if known is not None:
+                ir.convenience.replace_all_uses_with(value, known)
+                continue
+            value.name = stored
+            graph.initializers[stored] = value
+        if stored not in header:
+            raise ExportError(
+                f"parameter {name} is not in {weights.name}", expected="every parameter in the checkpoint"
+            )
+        begin, end = header[stored]["data_offsets"]
+        value.const_value = ir.ExternalTensor(
+            weights.name,
+            start + begin,
+            end - begin,
+            ir.DataType.FLOAT,
+            shape=ir.Shape(header[stored]["shape"]),
+            name=stored,
+            base_dir=weights.parent,
+        )
+
+
+def tied_parameters(model: torch.nn.Module) -> dict[str, str]:
+    """Parameters that share storage with an earlier one: ``{later name: first name}``."""
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        known = first.setdefault(parameter.data_ptr(), name)
+        if known != name:
+            aliases[name] = known
+    return aliases
+
+
+def export(
+    checkpoint: Path,
+    entry: str,
+    folder: Path,
+    *,
+    max_positions: int,
+    tolerance: float,
+    seed: int,
+    parents: dict[str, str],
+    progress: Callable[[str], None] = lambda _: None,
+) -> artifact.Artifact[PortableGraph]:
+    """Export a checkpoint and check it: max relative logit error of the graph on ONNX Runtime at most ``tolerance``."""
+    from transformers import AutoTokenizer
+
+    progress("loading the checkpoint")
+    model = load_checkpoint(checkpoint, entry)
+    gguf = {"gguf_file": entry} if entry.endswith(".gguf") else {}
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, **gguf)
+    graph_model = trace(model, progress)
+    with artifact.create(folder, PortableGraph) as draft:
+        progress("writing the weights")
+        # Under the module's own names, which the graph carries, not those of the family's first release.
+        model.save_pretrained(draft.folder, max_shard_size="10TB", save_original_format=False)
+        tokenizer.save_pretrained(draft.folder)
+        aliases = tied_parameters(model)
+        bind_weights(graph_model, draft.folder / WEIGHTS_FILE, aliases)
+        for node in graph_model.graph:
+            node.metadata_props.clear()  # the exporter's stack traces, with paths of this machine
+        ir.save(graph_model, draft.folder / MODEL_FILE)
+        progress("comparing with transformers")
+        error = largest_error(model, draft.folder / MODEL_FILE, seed=seed)
+        if not error <= tolerance:
+            raise ExportError(
+                f"the exported graph's logits differ from transformers by {error:.2e} (relative)",
+                expected=f"at most {tolerance:.0e} (export.tolerance)",
+                remedy="report the model; its graph was not kept",
+            )
+        config = model.config.get_text_config()
+        shapes = _cache_shapes(graph_model)
+        record = PortableGraph(
+            architecture=type(model).__name__,
+            layers=len(shapes),
+            hidden_size=config.hidden_size,
+            heads=shapes[0].query_heads,
+            kv_heads=shapes[0].kv_heads,
+            head_size=shapes[0].head_size,
+            vocab_size=int(model.get_output_embeddings().weight.shape[0]),
+            tied_embeddings=bool(aliases),
+            embedding=_parameter_name(model, model.get_input_embeddings().weight),
+            rotary=find_rotary(graph_model),
+            max_positions=min(max_positions, int(config.max_position_embeddings)),
+            groups=find_groups(graph_model, aliases),
+            stop_tokens=_stop_tokens(model, tokenizer),
+            max_relative_error=float(f"{error:.1e}"),
+            versions={name: version(name) for name in ("torch", "transformers", "onnx", "onnxscript", "onnxruntime")},
+        )
+        draft.finish(record, parents=parents)
+    return artifact.load(folder, PortableGraph)
+
+
+def _parameter_name(model: torch.nn.Module, parameter: torch.Tensor) -> str:
+    return next(name for name, p in model.named_parameters() if p is parameter)
+
+
+def _stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    configured = model.generation_config.eos_token_id
+    found = set(configured if isinstance(configured, list) else [configured]) | {tokenizer.eos_token_id}
+    return tuple(sorted(int(token) for token in found if token is not None))
+
+
+def _cache_shapes(model: ir.Model) -> list[KVShape]:
+    shapes: list[KVShape] = []
+    for node in model.graph:
+        if (node.domain, node.op_type) == (ATTENTION_DOMAIN, "Attention"):
+            query, past = node.inputs[0], node.inputs[4]
+            assert query is not None and query.shape is not None and past is not None and past.shape is not None
+            shapes.append(KVShape(*(int(n) for n in (query.shape[1], past.shape[1], past.shape[3]))))  # type: ignore[arg-type]
+    return shapes

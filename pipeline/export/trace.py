@@ -1,0 +1,288 @@
+"""Trace: a stock transformers decoder to an ONNX graph, with no code per architecture.
+
+The model runs unchanged but for one registered attention implementation, which emits a single operator,
+``tapeout::Attention``, with explicit scale, soft cap, window and KV cache. The operator is an ONNX function with a
+standard-opset body, so the graph runs on any ONNX runtime, and a target lowers that one node as it likes.
+
+Everything else is what ``torch.onnx.export(dynamo=True)`` makes of the module at opset 23, where the exporter's
+own rules recognize RMSNormalization and RotaryEmbedding. Parameters are hidden from constant folding, so each
+keeps its checkpoint name and a build can bind other tensors in its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from tapeout.attention_function import ATTENTION_DOMAIN, attention_function
+from tapeout.errors import ExportError
+
+IMPLEMENTATION = "tapeout"
+OPSET = 23
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """One layer's cache: ``[batch, kv_heads, tokens, head_size]`` for keys and for values."""
+
+    query_heads: int
+    kv_heads: int
+    head_size: int
+
+
+@dataclass
+class _Trace:
+    """What the attention implementation shares with the wrapper while the model runs once."""
+
+    past: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    mask: torch.Tensor | None = None
+    presents: list[torch.Tensor] = field(default_factory=list)
+    shapes: list[KVShape] = field(default_factory=list)
+    module_stack: list[str] = field(default_factory=list)
+
+
+_trace = _Trace()
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: ``query [B, heads, S, head]`` in, ``[B, S, heads, head]`` out."""
+    layer = len(_trace.shapes)
+    heads, kv_heads, head_size = query.shape[1], key.shape[1], query.shape[3]
+    if value.shape[3] != head_size:
+        raise ExportError(
+            f"attention {layer} has keys of size {head_size} and values of size {value.shape[3]}",
+            expected="keys and values of one size",
+            remedy="choose a dense decoder with standard or grouped-query attention",
+        )
+    _trace.shapes.append(KVShape(int(heads), int(kv_heads), int(head_size)))
+    if not _trace.past:  # the probing run before export only collects shapes
+        return torch.zeros_like(query).transpose(1, 2), None
+    past_key, past_value = _trace.past[layer]
+    assert _trace.mask is not None
+    total = past_key.shape[2] + query.shape[2]
+    cache = (query.shape[0], kv_heads, total, head_size)
+    output, present_key, present_value = torch.onnx.ops.symbolic_multi_out(
+        f"{ATTENTION_DOMAIN}::Attention",
+        [query, key, value, _trace.mask, past_key, past_value],
+        attrs={
+            "scale": float(scaling if scaling is not None else head_size**-0.5),
+            "softcap": float(softcap or 0.0),
+            "window": int(sliding_window or 0),
+        },
+        dtypes=[query.dtype] * 3,
+        shapes=[query.shape, cache, cache],
+        version=1,
+    )
+    _trace.presents += [present_key, present_value]
+    return output.transpose(1, 2), None
+
+
+class _Wrapper(torch.nn.Module):
+    """The flat signature of the portable graph around a causal language model."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor,
+        *past: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        _trace.shapes.clear()
+        _trace.presents.clear()
+        _trace.mask = attention_mask
+        _trace.past = [(past[2 * i], past[2 * i + 1]) for i in range(len(past) // 2)]
+        logits = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+        return (logits, *_trace.presents)
+
+
+def trace(model: Any, progress: Callable[[str], None] = lambda _: None) -> ir.Model:
+    """Trace ``model`` (float32, eval mode) to an ONNX IR model whose parameters keep their checkpoint names.
+
+    Inputs ``input_ids [B, S]``, ``attention_mask [B, P+S]`` (0 marks left padding), ``position_ids [B, S]`` (all
+    int64), ``past_key_values.N.key|value [B, kv_heads, P, head_size]``; outputs ``logits [B, S, V]`` and
+    ``present.N.key|value [B, kv_heads, P+S, head_size]``.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(IMPLEMENTATION, _attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, lambda *_, **__: None)
+    previous = model.config._attn_implementation
+    model.set_attn_implementation(IMPLEMENTATION)
+    try:
+        progress("tracing")
+        program = _export_program(model)
+    finally:
+        model.set_attn_implementation(previous)
+    graph_model = program.model
+    progress("simplifying the graph")
+    _simplify(graph_model, {name for name, _ in model.named_parameters(remove_duplicate=False)})
+    graph_model.functions[("tapeout", "Attention", "")] = attention_function()
+    graph_model.opset_imports[ATTENTION_DOMAIN] = 1
+    return graph_model
+
+
+def _probe_shapes(model: Any) -> list[KVShape]:
+    """The KV shape of each attention call, in call order, from one run over three tokens."""
+    _trace.past, _trace.mask = [], None
+    _trace.shapes.clear()
+    with torch.no_grad():
+        model(input_ids=torch.zeros(1, 3, dtype=torch.int64), position_ids=torch.arange(3)[None], use_cache=False)
+    shapes = list(_trace.shapes)
+    if len(shapes) != model.config.get_text_config().num_hidden_layers:
+        raise ExportError(
+            f"{type(model).__name__} called the attention interface {len(shapes)} times",
+            expected=f"once for each of its {model.config.get_text_config().num_hidden_layers} layers",
+            remedy="recurrent, hybrid and encoder-decoder models are not supported",
+        )
+    return shapes
+
+
+def _export_program(model: Any) -> Any:
+    with _module_stack(model):
+        try:
+            shapes = _probe_shapes(model)
+            past = [torch.randn(2, s.kv_heads, 5, s.head_size) for s in shapes for _ in range(2)]
+            cache_names = [f"{i}.{part}" for i in range(len(shapes)) for part in ("key", "value")]
+            dynamic, row = torch.export.Dim.DYNAMIC, {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+            return torch.onnx.export(
+                _Wrapper(model).eval(),
+                (
+                    torch.ones(2, 3, dtype=torch.int64),
+                    torch.ones(2, 8, dtype=torch.int64),
+                    torch.arange(5, 8)[None].repeat(2, 1),
+                    *past,
+                ),
+                input_names=[
+                    "input_ids",
+                    "attention_mask",
+                    "position_ids",
+                    *(f"past_key_values.{name}" for name in cache_names),
+                ],
+                output_names=["logits", *(f"present.{name}" for name in cache_names)],
+                dynamic_shapes=(row, row, row, tuple({0: dynamic, 2: dynamic} for _ in past)),
+                opset_version=OPSET,
+                dynamo=True,
+                optimize=False,
+                verbose=False,
+            )
+        except ExportError:
+            raise
+        except Exception as error:
+            where = _trace.module_stack[-1] if _trace.module_stack else "its top level"
+            reason = str(error).strip().splitlines()
+            raise ExportError(
+                f"{type(model).__name__} cannot be exported: module {where} stopped it ({type(error).__name__}: "
+                f"{reason[0] if reason else 'no message'})",
+                expected="a dense decoder whose forward torch.export can trace",
+                remedy="report the module above; the model itself is untouched",
+            ) from error
+
+
+@contextlib.contextmanager
+def _module_stack(model: torch.nn.Module) -> Generator[None]:
+    """Keep the names of the modules being run; on an exception the innermost stays on the stack."""
+    _trace.module_stack.clear()
+    handles: list[Any] = []
+    for name, module in model.named_modules():
+        label = f"{name or 'model'} ({type(module).__name__})"
+        handles.append(module.register_forward_pre_hook(lambda *_, label=label: _trace.module_stack.append(label)))
+        handles.append(module.register_forward_hook(lambda *_: _pop(_trace.module_stack)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _pop(stack: list[str]) -> None:
+    stack.pop()
+
+
+def _simplify(model: ir.Model, parameters: set[str]) -> None:
+    """Fold constants and fuse norms and rotary embeddings, with parameters hidden from folding."""
+    from onnxscript import optimizer
+    from onnxscript.rewriter import onnx_fusions
+
+    graph = model.graph
+    hidden: list[ir.Value] = []
+    for name in list(graph.initializers):
+        value = graph.initializers[name]
+        short = name.removeprefix("model.")  # the wrapper's own attribute
+        if short in parameters:
+            del graph.initializers[name]
+            value.name = short
+            value.const_value, tensor = None, value.const_value
+            assert tensor is not None
+            value.shape, value.type = ir.Shape(tensor.numpy().shape), ir.TensorType(tensor.dtype)
+            hidden.append(value)
+    graph.inputs.extend(hidden)
+    _split_gemm(graph, hidden)
+    optimizer.optimize_ir(model)
+    onnx_fusions.fuse(model)
+    optimizer.optimize_ir(model)
+    # The fold may have left parameters without a consumer (an unused head, say); those are dropped here.
+    del graph.inputs[len(graph.inputs) - len(hidden) :]
+    for value in hidden:
+        if value.uses():
+            graph.initializers[value.name or ""] = value
+
+
+def _split_gemm(graph: ir.Graph, parameters: list[ir.Value]) -> None:
+    """Write ``Gemm(x, weight, bias)`` over a parameter as the product and sum other linears are.
+
+    The weight of a linear is ``[out, in]`` and stands transposed; that of gpt2's ``Conv1D`` is ``[in, out]``, and its
+    input was made flat.
+    """
+    for node in list(graph):
+        if node.op_type != "Gemm" or node.inputs[1] not in parameters:
+            continue
+        x, weight, *bias = node.inputs
+        output, nodes = node.outputs[0], list[ir.Node]()
+        if "transB" in node.attributes and node.attributes["transB"].as_int():
+            nodes.append(ir.node("Transpose", [weight], attributes={"perm": [1, 0]}))
+            weight = nodes[-1].outputs[0]
+        else:
+            x, output = _unflattened(x, output)
+        nodes.append(ir.node("MatMul", [x, weight]))
+        if bias and bias[0] is not None:
+            nodes.append(ir.node("Add", [nodes[-1].outputs[0], bias[0]]))
+        for made in nodes[-2:] if nodes[-1].op_type == "Add" else nodes[-1:]:
+            made.outputs[0].shape, made.outputs[0].type = output.shape, output.type
+        graph.insert_before(node, nodes)
+        ir.convenience.replace_all_uses_with(output, nodes[-1].outputs[0])
+        if output is not node.outputs[0]:
+            last = output.producer()
+            assert last is not None
+            graph.remove(last, safe=True)
+        graph.remove(node, safe=True)
+
+
+def _unflattened(x: ir.Value | None, output: ir.Value) -> tuple[ir.Value | None, ir.Value]:
+    """What a product's input was reshaped from, and what its output is reshaped to, where that undoes it."""
+    before, uses = x.producer() if x is not None else None, list(output.uses())
+    after = uses[0].node if len(uses) == 1 else None
+    if before is None or after is None or before.op_type != "Reshape" or after.op_type != "Reshape":
+        return x, output
+    rows, whole = before.inputs[0], after.outputs[0]
+    if rows is None or rows.shape is None or whole.shape is None or list(rows.shape)[:-1] != list(whole.shape)[:-1]:
+        return x, output
+    return rows, whole

@@ -1,0 +1,1 @@
+"""Recipes that ship beside the default."""

@@ -1,0 +1,24 @@
+"""Release: the receipt of a registered model version. The registry holds the truth; this says where to look."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from evals.verdict import Outcome
+from tapeout.artifact import Record
+
+
+class Release(Record):
+    noun: ClassVar[str] = "Release"
+    remedy: ClassVar[str] = "run `dvc repro register`"
+
+    registry: str  # tracking URI without credentials
+    model_name: str
+    version: int
+    run_id: str
+    outcome: Outcome
+    candidate: str  # bundle digest
+    compared_with: str | None  # digest of the engine shadow traffic was replayed against
+    champion_is_baseline: bool
+    evidence: str  # one digest over all reports of the verdict
+    recipe: str  # digest of the whole recipe

@@ -1,0 +1,141 @@
+"""One quiet connection to MLflow: whose address it is, what its errors mean, and who may write at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from tapeout.errors import RegistryError
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+DEFAULT_URI = "sqlite:///mlflow.db"
+LOCK_SECONDS = 60.0
+
+# MLflow's own defaults retry an absent server for minutes, phone home, and print links between our lines.
+_QUIET = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
+}
+
+
+def tracking_uri() -> str:
+    return os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
+
+
+def public_uri(uri: str) -> str:
+    """The address without a user name or password, fit for messages and records.
+
+    >>> public_uri("https://me:secret@host:5000/x"), public_uri("sqlite:///mlflow.db")
+    ('https://host:5000/x', 'sqlite:///mlflow.db')
+    """
+    parts = urlsplit(uri)
+    return uri.replace(f"{parts.netloc.rpartition('@')[0]}@", "", 1) if "@" in parts.netloc else uri
+
+
+@contextmanager
+def connect(*, write: bool) -> Generator[MlflowClient]:
+    """A client for ``MLFLOW_TRACKING_URI``; what MLflow or the network raise inside becomes :class:`RegistryError`.
+
+    ``write`` takes the registry's lock where there is one: a SQLite file is shared by processes of one machine, so a
+    lock file beside it serializes them. A server has none; see ``promotion.promote`` for what that means.
+    """
+    uri = tracking_uri()
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    import requests
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    for name in ("mlflow", "alembic", "urllib3"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        if uri.startswith(("http://", "https://")):
+            # Any answer will do: it is the absence of one that MLflow takes minutes to report.
+            requests.get(f"{uri.rstrip('/')}/health", timeout=10)
+        with _locked(uri) if write else _unlocked():
+            yield _client(uri)
+    except requests.RequestException as error:
+        raise RegistryError(
+            f"no MLflow server answers at {public_uri(uri)} ({type(error).__name__})",
+            expected="a server that can be reached from this machine",
+            remedy="start it, correct MLFLOW_TRACKING_URI, or unset that to use a local mlflow.db; then run this again",
+        ) from error
+    except (MlflowException, SQLAlchemyError) as error:
+        reason = str(error).strip().splitlines()[0].replace(uri, public_uri(uri))
+        raise RegistryError(
+            f"the registry at {public_uri(uri)} refused: {reason}",
+            remedy="correct that and run this again; every step continues where it stopped",
+        ) from error
+
+
+def _client(uri: str) -> MlflowClient:
+    from mlflow import MlflowClient
+
+    try:
+        return MlflowClient(tracking_uri=uri)
+    except ImportError as error:
+        raise RegistryError(
+            f"the registry at {public_uri(uri)} needs the package {error.name!r}",
+            expected="the driver of its database",
+            remedy=f"install {error.name} beside mlflow, or use a server: MLFLOW_TRACKING_URI=http://...",
+        ) from error
+
+
+def sqlite_path(uri: str) -> Path | None:
+    """The file behind a SQLite address, or None for any other registry.
+
+    >>> str(sqlite_path("sqlite:///mlflow.db")), str(sqlite_path("sqlite:////var/ml.db")), sqlite_path("http://x")
+    ('mlflow.db', '/var/ml.db', None)
+    """
+    head, _, path = uri.partition(":///")
+    return Path(path) if head.startswith("sqlite") and path else None
+
+
+@contextmanager
+def _unlocked() -> Generator[None]:
+    yield
+
+
+@contextmanager
+def _locked(uri: str) -> Generator[None]:
+    database = sqlite_path(uri)
+    if database is None:
+        yield
+        return
+    path = database.with_name(f"{database.name}.lock")
+    try:
+        stream = path.open("a")
+    except OSError as error:
+        raise RegistryError(
+            f"cannot write {path}: {error.strerror}",
+            expected="a writable folder for the registry's database",
+            remedy="create the folder or correct MLFLOW_TRACKING_URI",
+        ) from error
+    with stream:
+        deadline = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise RegistryError(
+                        f"another process has held {path} for {LOCK_SECONDS:.0f} seconds",
+                        expected="one register, promote or rollback at a time",
+                        remedy="wait for it to finish, or stop it; the lock ends with its process",
+                    ) from None
+                time.sleep(0.05)
+        yield  # closing the stream frees the lock, also when this process dies

@@ -1,0 +1,79 @@
+"""Model versions as the registry keeps them: aliases, tags, and clear words for what is not there."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from evals.verdict import Verdict
+from pipeline.registry.tracking import public_uri, tracking_uri
+from tapeout.artifact import canonical_json
+from tapeout.errors import RegistryError
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities.model_registry import ModelVersion, RegisteredModel
+
+CHALLENGER, CHAMPION, ROLLBACK = "challenger", "champion", "rollback"
+NO_CHAMPION = "none"
+
+
+def evidence_digest(verdict: Verdict) -> str:
+    """One digest over the digests of every report the verdict was reached on."""
+    return digest_of(verdict.evidence)
+
+
+def aliases(client: MlflowClient, name: str) -> dict[str, int]:
+    return {str(alias): int(number) for alias, number in get_model(client, name).aliases.items()}
+
+
+def model_exists(client: MlflowClient, name: str) -> bool:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client.get_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        return False
+    return True
+
+
+def get_model(client: MlflowClient, name: str) -> RegisteredModel:
+    if not model_exists(client, name):
+        raise RegistryError(
+            f"no model {name!r} in the registry at {public_uri(tracking_uri())}",
+            expected="the `register.model_name` of params.yaml",
+            remedy="run `dvc repro register`, or correct the name or MLFLOW_TRACKING_URI",
+        )
+    return client.get_registered_model(name)
+
+
+def get_version(client: MlflowClient, name: str, number: int) -> ModelVersion:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return client.get_model_version(name, str(number))
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        known = sorted(int(v.version) for v in client.search_model_versions(f"name='{name}'"))
+        raise RegistryError(
+            f"{name} has no version {number}", expected=f"one of {', '.join(map(str, known)) or 'none'}"
+        ) from error
+
+
+def tag_of(tags: Mapping[str, str], name: str, number: int) -> str:
+    value = tags.get(f"tapeout.{name}")
+    if value is None:
+        raise RegistryError(
+            f"version {number} has no tag tapeout.{name}",
+            expected="a version that `tapeout` registered",
+            remedy="register the bundle with `dvc repro register`",
+        )
+    return value
+
+
+def digest_of(value: Any) -> str:
+    return hashlib.sha256(canonical_json(value)).hexdigest()

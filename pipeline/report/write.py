@@ -1,0 +1,105 @@
+"""The release report: one self-contained HTML page with inline SVG, no script, and light and dark schemes.
+
+The page holds no clock time, so the same evidence gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import jinja2
+from markupsafe import Markup
+
+from evals.verdict import Check, Outcome, Verdict
+from pipeline.report import plots, svg
+from pipeline.report.data import FactRow, ReportData, flat_metrics, flatten
+
+_LAYOUT = {Outcome.PASS: "pass", Outcome.FAIL: "fail", Outcome.INCONCLUSIVE: "unsure"}
+
+
+def render(data: ReportData) -> str:
+    """The whole page. :class:`EvidenceError` when a number that would be drawn is not finite."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "number": _number,
+        "limits": _limits,
+        "fact": _fact,
+        "short": _short,
+        "percent": _percent,
+    }
+    template = environment.get_template("report.html.j2")
+    return template.render(
+        data=data,
+        verdict=data.verdict,
+        headline=headline(data.verdict),
+        outcome_style=_LAYOUT,
+        charts={name: Markup(chart) for name, chart in plots.charts(data).items()},
+        chart_style=Markup(svg.STYLE),
+        recipe=flatten(data.recipe),
+    )
+
+
+def write(data: ReportData, folder: Path) -> Path:
+    """Write ``report.html``, ``metrics.json`` and ``plots/`` (an SVG per chart, a CSV per ``dvc plots`` table).
+
+    Returns the page. What an earlier report left in the folder is replaced as a whole.
+    """
+    page = render(data)
+    if folder.exists():
+        shutil.rmtree(folder)
+    (folder / "plots").mkdir(parents=True)
+    for name, chart in plots.charts(data).items():
+        (folder / "plots" / f"{name}.svg").write_text(svg.standalone(chart))
+    plots.write_dvc_rows(data, folder / "plots")
+    (folder / "metrics.json").write_text(json.dumps(flat_metrics(data), indent=1, allow_nan=False) + "\n")
+    (folder / "report.html").write_text(page)
+    return folder / "report.html"
+
+
+def headline(verdict: Verdict) -> str:
+    """One sentence: why the outcome is what it is."""
+    total = len(verdict.checks)
+    if verdict.outcome is Outcome.PASS:
+        return f"All {total} checks hold at {_percent(verdict.bounds.confidence)} confidence."
+    deciding = [check for check in verdict.checks if check.outcome is verdict.outcome]
+    if not deciding:
+        return "No check was made, and missing evidence never passes."
+    did = "failed" if verdict.outcome is Outcome.FAIL else "could not be decided"
+    rest = f" (and {len(deciding) - 1} more below)" if len(deciding) > 1 else ""
+    return f"{len(deciding)} of {total} checks {did}: {deciding[0].title}, {deciding[0].reason}{rest}"
+
+
+def _short(digest: str) -> str:
+    return digest[:12]
+
+
+def _percent(confidence: float) -> str:
+    return f"{100 * confidence:g} %"  # as reasons of checks say it, and never rounded up to 100
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _limits(check: Check) -> str:
+    if check.lower is None and check.upper is None:
+        return "–"
+    return f"{_number(check.lower)} … {_number(check.upper)}"
+
+
+def _fact(row: FactRow) -> str:
+    if isinstance(row.value, str):
+        return row.value
+    if row.unit == "fraction":
+        return f"{row.value:.2%}"
+    return _number(row.value) + {"nats": " nats", "ratio": "×", "number": ""}[row.unit]

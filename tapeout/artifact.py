@@ -1,0 +1,224 @@
+"""The artifact store: a folder of files and one ``record.json``, written last.
+
+A stage writes its files into a hidden sibling folder; only when its record is complete does that folder take
+the artifact's place. So an artifact is whole or absent, and an interrupted stage leaves nothing that loads.
+
+    with create(Path("artifacts/graph"), PortableGraph) as draft:
+        (draft.folder / "model.onnx").write_bytes(...)
+        draft.finish(PortableGraph(layers=30, ...), parents={"source": source.digest})
+
+    graph = load(Path("artifacts/graph"), PortableGraph)      # checks the record and every file's size
+    graph.record.layers, graph.folder / "model.onnx", graph.digest
+
+The digest is the sha256 of the canonical record, which holds the sha256 of every file and the digests of the
+parents, and no clock time: the same inputs give the same digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from tapeout.errors import ArtifactError
+
+RECORD = "record.json"
+KEYS = frozenset({"noun", "schema_version", "record", "files", "parents", "digest"})
+
+
+class Frozen(BaseModel):
+    """Base of every typed value that is written to disk: immutable, and unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class Record(Frozen):
+    """Base of the nouns in DESIGN section 2. Subclasses set ``noun`` and ``remedy`` and add typed fields."""
+
+    noun: ClassVar[str]
+    remedy: ClassVar[str] = "run `dvc repro`"
+    schema_version: ClassVar[int] = 1
+
+
+R = TypeVar("R", bound=Record)
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    sha256: str
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Artifact(Generic[R]):
+    """A loaded artifact: where it lies, what it says, and what it came from."""
+
+    folder: Path
+    record: R
+    files: Mapping[str, FileEntry]
+    parents: Mapping[str, str]
+    digest: str
+
+    def verify(self) -> None:
+        """Hash every file again; :class:`ArtifactError` names the first that changed since it was written."""
+        verify_files(self.folder, self.files, remedy=self.record.remedy)
+
+
+def sha256_file(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def canonical_json(value: Any) -> bytes:
+    """The one byte string a value hashes as: sorted keys, no spaces, no NaN.
+
+    >>> canonical_json({"b": 1, "a": [1.5]})
+    b'{"a":[1.5],"b":1}'
+    """
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+@dataclass
+class Draft(Generic[R]):
+    """An artifact being written. Call :meth:`finish` once, last."""
+
+    folder: Path
+    noun: type[R]
+    payload: dict[str, Any] | None = field(default=None, init=False)
+
+    def finish(self, record: R, *, parents: Mapping[str, str]) -> None:
+        names = sorted(str(p.relative_to(self.folder)) for p in self.folder.rglob("*") if p.is_file())
+        files = {
+            name: {
+                "sha256": sha256_file(self.folder / name),
+                "size_bytes": (self.folder / name).stat().st_size,
+            }
+            for name in names
+        }
+        body = {
+            "noun": self.noun.noun,
+            "schema_version": self.noun.schema_version,
+            "record": record.model_dump(mode="json"),
+            "files": files,
+            "parents": dict(sorted(parents.items())),
+        }
+        self.payload = {"digest": _digest(body), **body}
+
+
+@contextmanager
+def create(folder: Path, noun: type[R]) -> Generator[Draft[R]]:
+    """Write an artifact as a whole. On any error or interrupt the place it would take is left as it was."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    try:
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
+        draft = Draft(partial, noun)
+        yield draft
+        if draft.payload is None:
+            raise ArtifactError(f"{noun.noun} was not finished", expected="Draft.finish as the last step")
+        record = partial / RECORD
+        with record.open("w") as stream:
+            json.dump(draft.payload, stream, indent=1, allow_nan=False)
+            stream.write("\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        if folder.exists():
+            shutil.rmtree(folder)
+        partial.rename(folder)
+    except OSError as error:
+        raise ArtifactError(
+            f"cannot write {noun.noun} to {folder}: {error.strerror or error}",
+            remedy="free disk space or fix the permissions, then run the stage again",
+        ) from error
+    finally:
+        if partial.exists():
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def load(folder: Path, noun: type[R]) -> Artifact[R]:
+    """Open a finished artifact. File sizes are checked here; :meth:`Artifact.verify` checks content hashes."""
+    body = read_payload(folder)
+    if body["noun"] != noun.noun:
+        raise ArtifactError(f"{folder} holds a {body['noun']}", expected=f"a {noun.noun}", remedy=noun.remedy)
+    if (written := body["schema_version"]) != noun.schema_version:
+        age = "a newer" if isinstance(written, int) and written > noun.schema_version else "an older"
+        raise ArtifactError(
+            f"{folder} was written as {noun.noun} schema {written}, by {age} version of Tapeout",
+            expected=f"schema {noun.schema_version}, which this version writes",
+            remedy=noun.remedy,
+        )
+    _, digest, files = identify(folder, remedy=noun.remedy)
+    try:
+        record = noun.model_validate_json(json.dumps(body["record"]))
+    except ValidationError as error:
+        raise ArtifactError(
+            f"{folder / RECORD} is not a {noun.noun} of this version: {error.error_count()} fields differ, "
+            f"first {'.'.join(map(str, error.errors()[0]['loc']))}",
+            remedy=noun.remedy,
+        ) from error
+    return Artifact(folder, record, files, body["parents"], digest)
+
+
+def identify(folder: Path, *, remedy: str = "run `dvc repro`") -> tuple[str, str, Mapping[str, FileEntry]]:
+    """Noun, digest and files of any finished artifact, its record and file sizes checked, without knowing its type."""
+    body = read_payload(folder)
+    digest = body.pop("digest")
+    if digest != _digest(body):
+        raise ArtifactError(f"{folder / RECORD} was edited: its digest does not match", remedy=remedy)
+    files = {name: FileEntry(**entry) for name, entry in body["files"].items()}
+    for name, entry in files.items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != entry.size_bytes:
+            size = f"{path.stat().st_size} bytes" if path.is_file() else "missing"
+            raise ArtifactError(f"{path} is {size}", expected=f"{entry.size_bytes} bytes as recorded", remedy=remedy)
+    return body["noun"], digest, files
+
+
+def verify_files(folder: Path, files: Mapping[str, FileEntry], *, remedy: str = "run `dvc repro`") -> None:
+    """Hash every file again; :class:`ArtifactError` names the first that changed since it was written."""
+    for name, entry in files.items():
+        actual = sha256_file(folder / name)
+        if actual != entry.sha256:
+            raise ArtifactError(
+                f"{folder / name} has sha256 {actual[:12]}…",
+                expected=f"{entry.sha256[:12]}… as recorded when it was written",
+                remedy=remedy,
+            )
+
+
+def read_payload(folder: Path) -> dict[str, Any]:
+    """The raw content of ``record.json``: for tools that explain any artifact without knowing its type."""
+    path, remedy = folder / RECORD, "run `dvc repro`"
+    if not path.is_file():
+        raise ArtifactError(
+            f"no {RECORD} in {folder}",
+            expected="a finished artifact",
+            remedy="run `dvc repro`; a stage that was interrupted leaves no artifact",
+        )
+    try:
+        body: Any = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ArtifactError(
+            f"{path} cannot be read: {error.strerror or error}", remedy="fix its permissions, or run the stage again"
+        ) from error
+    except ValueError as error:  # not JSON, or not even text
+        raise ArtifactError(f"{path} is not JSON: {error}", expected="a finished artifact", remedy=remedy) from error
+    missing = KEYS - body.keys() if isinstance(body, dict) else KEYS
+    if missing:
+        raise ArtifactError(
+            f"{path} lacks {', '.join(sorted(missing))}", expected="the record of an artifact", remedy=remedy
+        )
+    return body
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(canonical_json(body)).hexdigest()

@@ -1,0 +1,79 @@
+"""What selects kernels on this machine, as a value that can be compared with the one a bundle was built on."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+
+from tapeout.artifact import Frozen
+from tapeout.errors import FingerprintError
+
+
+class Fingerprint(Frozen):
+    """The hardware and libraries a bundle was built for, and was judged on."""
+
+    machine: str
+    features: tuple[str, ...]  # instruction sets that select kernels
+    libraries: dict[str, str]
+
+
+# Instruction sets ONNX Runtime's CPU kernels dispatch on (onnxruntime/core/mlas/lib/platform.cpp).
+FEATURES = (
+    *("avx", "avx2", "fma", "f16c"),
+    *("avx512f", "avx512bw", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_int8", "amx_bf16"),
+    *("asimddp", "i8mm", "sve", "bf16"),
+)
+
+
+def cpu_features() -> tuple[str, ...]:
+    """Those of ``FEATURES`` this processor has, from the kernel's own list; empty where there is none to read."""
+    path = Path("/proc/cpuinfo")
+    if not path.exists():
+        return ()
+    for line in path.read_text().splitlines():
+        if line.startswith(("flags", "Features")):
+            present = set(line.partition(":")[2].split())
+            return tuple(feature for feature in FEATURES if feature in present)
+    return ()
+
+
+def current(libraries: tuple[str, ...], features: Callable[[], tuple[str, ...]] = cpu_features) -> Fingerprint:
+    """This machine's. ``features`` are what selects the target's kernels; a library that is missing is left out."""
+    return Fingerprint(machine=platform.machine(), features=features(), libraries=dict(_installed(libraries)))
+
+
+def _installed(libraries: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    for name in libraries:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            yield name, metadata.version(name)
+
+
+def cpu_only(features: tuple[str, ...]) -> bool:
+    """Whether all of these are a CPU's, not the compute capability of a GPU."""
+    return not any(feature.startswith("sm") for feature in features)
+
+
+def require_match(built: Fingerprint, here: Fingerprint, where: str) -> None:
+    """Refuse a bundle built for other hardware or libraries: its evidence was not taken on what would run here."""
+    differences: list[str] = []
+    if built.machine != here.machine:
+        differences.append(f"machine is {here.machine}, not {built.machine}")
+    missing = [f for f in built.features if f not in here.features]
+    extra = [f for f in here.features if f not in built.features]
+    unit = "CPU" if cpu_only(built.features) and cpu_only(here.features) else "machine"
+    if missing:
+        differences.append(f"this {unit} lacks {', '.join(missing)}")
+    if extra:
+        differences.append(f"this {unit} also has {', '.join(extra)}, which selects other kernels")
+    for name, version in built.libraries.items():
+        if here.libraries.get(name) != version:
+            differences.append(f"{name} is {here.libraries.get(name, 'not installed')}, not {version}")
+    if differences:
+        raise FingerprintError(
+            f"{where} was built for other hardware or libraries: {'; '.join(differences)}",
+            expected="the machine and versions the bundle was built and judged on",
+            remedy="run `dvc repro` here, so that it is built and judged for this machine",
+        )

@@ -1,0 +1,374 @@
+"""What the graph itself says about a model: which linears share an input, what each is for, what can absorb scales.
+
+Read from dataflow, not from a table of architectures: a linear whose output reaches an attention node is part of
+``qkv``; one that reads an attention output is ``o``; one whose input comes from a single other group is ``down``,
+and that group is ``gate_up``. Only layer numbers come from parameter names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import onnx_ir as ir
+
+from tapeout.portable_graph import LinearGroup, ScaleSink
+
+NORMS = ("RMSNormalization", "LayerNormalization")
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A product with a parameter, and the bias added to it, if any."""
+
+    matmul: ir.Node
+    weight: ir.Value  # [out, in], or [in, out] where ``transposed``
+    bias: ir.Value | None
+    output: ir.Value  # after the bias
+    transposed: bool
+
+    @property
+    def input(self) -> ir.Value:
+        value = self.matmul.inputs[0]
+        assert value is not None
+        return value
+
+    @property
+    def name(self) -> str:
+        assert self.weight.name is not None
+        return self.weight.name
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(out, in)``."""
+        assert self.weight.shape is not None
+        out_features, in_features = reversed(list(self.weight.shape)) if self.transposed else self.weight.shape
+        return int(out_features), int(in_features)  # type: ignore[arg-type]
+
+
+def is_attention(node: ir.Node | None) -> bool:
+    return node is not None and (node.domain, node.op_type) == ("tapeout", "Attention")
+
+
+def is_parameter(value: ir.Value | None) -> bool:
+    """An initializer that has a checkpoint name, not a constant of the graph."""
+    return value is not None and value.is_initializer() and "." in (value.name or "")
+
+
+def find_linears(graph: ir.Graph) -> list[Linear]:
+    """Every product with a parameter, in graph order, with an ``Add`` of a vector parameter as its bias.
+
+    ``MatMul(x, Transpose(weight))`` over ``[out, in]``, or ``MatMul(x, weight)`` over ``[in, out]``.
+    """
+    linears: list[Linear] = []
+    for node in graph:
+        if node.op_type != "MatMul" or node.inputs[1] is None:
+            continue
+        transpose = node.inputs[1].producer()
+        transposed = transpose is None
+        weight = node.inputs[1] if transpose is None else transpose.inputs[0]
+        if not is_parameter(weight) or (transpose is not None and transpose.op_type != "Transpose"):
+            continue
+        assert weight is not None
+        bias, output = _bias(node.outputs[0])
+        linears.append(Linear(node, weight, bias, output, transposed))
+    return linears
+
+
+def _bias(product: ir.Value) -> tuple[ir.Value | None, ir.Value]:
+    uses = list(product.uses())
+    if len(uses) == 1 and uses[0].node.op_type == "Add":
+        add = uses[0].node
+        other = add.inputs[1 - uses[0].idx]
+        if is_parameter(other) and other is not None and other.shape is not None and len(other.shape) == 1:
+            return other, add.outputs[0]
+    return None, product
+
+
+def find_rotary(model: ir.Model) -> Literal["half", "interleaved", "none"]:
+    """How key channels are paired by the rotary embedding, or ``none`` where nothing turns them.
+
+    A RotaryEmbedding node says so itself. Where the exporter left its arithmetic, ``x·cos + rotate(x)·sin``, the part
+    of the key that is negated does: every other channel, or half of them.
+    """
+    for node in model.graph:
+        if node.op_type == "RotaryEmbedding":
+            attribute = node.attributes.get("interleaved")
+            return "interleaved" if attribute is not None and attribute.as_int() else "half"
+    products = {id(linear.output) for linear in find_linears(model.graph)}
+    for node in model.graph:
+        if not is_attention(node) or node.inputs[1] is None:
+            continue
+        for step in _before(node.inputs[1], products):
+            part = step.inputs[0].producer() if step.op_type == "Neg" and step.inputs[0] is not None else None
+            if part is not None and part.op_type in ("Slice", "Split"):
+                return "interleaved" if _stride(part) == 2 else "half"
+    return "none"
+
+
+def _before(value: ir.Value, products: set[int]) -> Iterator[ir.Node]:
+    """The nodes that make ``value`` of the outputs of linears, nearest first."""
+    seen: set[int] = set()
+    stack = [value]
+    while stack:
+        current = stack.pop()
+        node = current.producer()
+        if id(current) in products or node is None or id(node) in seen:
+            continue
+        seen.add(id(node))
+        yield node
+        stack.extend(_data_inputs(node))
+
+
+def _stride(node: ir.Node) -> int:
+    """The step of a Slice along one axis; 1 for a Split."""
+    steps = node.inputs[4] if node.op_type == "Slice" and len(node.inputs) > 4 else None
+    return 1 if steps is None or steps.const_value is None else int(steps.const_value.numpy().reshape(-1)[0])
+
+
+def find_groups(model: ir.Model, aliases: dict[str, str]) -> tuple[LinearGroup, ...]:
+    """All linears of the model in groups (see :class:`LinearGroup`), in graph order.
+
+    ``aliases`` maps tied parameters to the name both are stored under, which is the one the graph carries.
+    """
+    graph = model.graph
+    linears = find_linears(graph)
+    by_output = {id(linear.output): linear for linear in linears}
+    units = {id(linear): _unit(linear, by_output, graph) for linear in linears}
+    # The group before a "down" is "gate_up": known only once the downs are.
+    feeding = {
+        id(source)
+        for linear in linears
+        if units[id(linear)] == "down"
+        for source in _sources(linear.input, by_output)
+        if isinstance(source, Linear)
+    }
+    for linear in linears:
+        if id(linear) in feeding and units[id(linear)] is None:
+            units[id(linear)] = "gate_up"
+
+    gathered: dict[str, list[Linear]] = {}
+    for linear in linears:
+        name = _group_name(linear, units[id(linear)])
+        same = gathered.setdefault(name, [])
+        if same and same[0].input is not linear.input:
+            name = f"{name}.{_stem(linear.name)}"
+            same = gathered.setdefault(name, [])
+        same.append(linear)
+    return tuple(
+        LinearGroup(
+            name=name,
+            members=tuple(linear.name for linear in members),
+            biases=tuple(linear.bias.name if linear.bias is not None else None for linear in members),
+            in_features=members[0].shape[1],
+            out_features=tuple(linear.shape[0] for linear in members),
+            # a tied head's columns are the embedding's too, so no scale may be folded into them
+            scale_sink=None if any(m.name in aliases.values() for m in members) else _scale_sink(members, by_output),
+            transposed=members[0].transposed,
+        )
+        for name, members in gathered.items()
+    )
+
+
+def _unit(linear: Linear, by_output: dict[int, Linear], graph: ir.Graph) -> str | None:
+    if _reaches_output(linear.output, graph):
+        return "lm_head"
+    if _reaches_attention(linear.output):
+        return "qkv"
+    sources = list(_sources(linear.input, by_output))
+    if any(isinstance(source, ir.Node) for source in sources):
+        return "o"
+    inputs = {id(source.input) for source in sources if isinstance(source, Linear)}
+    if sources and len(inputs) == 1 and all(isinstance(source, Linear) for source in sources):
+        return "down"
+    return None
+
+
+def _group_name(linear: Linear, unit: str | None) -> str:
+    if unit == "lm_head":
+        return "lm_head"
+    layer = re.search(r"\.(\d+)\.", linear.name)
+    unit = unit or _stem(linear.name)
+    return f"layers.{layer.group(1)}.{unit}" if layer else unit
+
+
+def _stem(parameter: str) -> str:
+    return parameter.removesuffix(".weight").rpartition(".")[2]
+
+
+def _reaches_output(value: ir.Value, graph: ir.Graph) -> bool:
+    return _reaches(
+        value, lambda node: any(output in graph.outputs[:1] for output in node.outputs), value in graph.outputs[:1]
+    )
+
+
+def _reaches_attention(value: ir.Value) -> bool:
+    return _reaches(value, is_attention, False)
+
+
+def _reaches(value: ir.Value, found: object, already: bool) -> bool:
+    """Whether a node for which ``found`` holds follows ``value`` with no product, norm of a stream or sum between."""
+    if already:
+        return True
+    assert callable(found)
+    seen: set[int] = set()
+    stack = [value]
+    while stack:
+        for node, _ in stack.pop().uses():
+            if id(node) in seen:
+                continue
+            seen.add(id(node))
+            if found(node):
+                return True
+            if node.op_type in ("MatMul", "Gemm") or is_attention(node):
+                continue
+            if node.op_type == "Add" and not any(_is_rotary_term(i) for i in node.inputs):
+                continue  # a residual sum: what follows belongs to the stream
+            stack.extend(node.outputs)
+    return False
+
+
+def _is_rotary_term(value: ir.Value | None) -> bool:
+    """One side of an unfused rotary ``x·cos + rotate(x)·sin``, or a bias."""
+    if value is None:
+        return False
+    producer = value.producer()
+    return is_parameter(value) or (producer is not None and producer.op_type == "Mul")
+
+
+def _sources(value: ir.Value, by_output: dict[int, Linear]) -> Iterator[Linear | ir.Node | None]:
+    """Where a linear's input comes from: linears, attention nodes, or None for the embedding or the stream."""
+    seen: set[int] = set()
+    stack = [value]
+    while stack:
+        current = stack.pop()
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        linear = by_output.get(id(current))
+        if linear is not None:
+            yield linear
+            continue
+        node = current.producer()
+        if is_attention(node):
+            assert node is not None
+            yield node
+        elif node is None or node.op_type == "Gather":
+            if not current.is_initializer():
+                yield None
+        else:
+            stack.extend(i for i in _data_inputs(node) if not i.is_initializer())
+
+
+def _data_inputs(node: ir.Node) -> Iterable[ir.Value]:
+    """The inputs that carry activations: not shapes, axes or tables."""
+    first_only = ("Reshape", "Transpose", "Slice", "Split", "RotaryEmbedding", "Unsqueeze", "Squeeze", *NORMS)
+    inputs = node.inputs[:1] if node.op_type in first_only else node.inputs
+    return [value for value in inputs if value is not None]
+
+
+def _scale_sink(members: list[Linear], by_output: dict[int, Linear]) -> ScaleSink | None:
+    value = members[0].input
+    producer = value.producer()
+    if producer is None or not _only_feeds(value, members):
+        return None
+    if producer.op_type in NORMS:
+        return _norm_sink(producer)
+    if producer.op_type == "Mul":
+        for operand in producer.inputs:
+            if operand is not None and len(list(operand.uses())) == 1:
+                sink = _linear_sink(operand, by_output)
+                if sink is not None:
+                    return sink
+        return None
+    return _value_sink(value, members, by_output)
+
+
+def _only_feeds(value: ir.Value, members: list[Linear]) -> bool:
+    products = {id(linear.matmul) for linear in members}
+    return all(id(use.node) in products for use in value.uses())
+
+
+def _norm_sink(norm: ir.Node) -> ScaleSink | None:
+    weight, bias, offset = norm.inputs[1], norm.inputs[2] if len(norm.inputs) > 2 else None, 0.0
+    if weight is not None and not is_parameter(weight):
+        add = weight.producer()
+        if add is None or add.op_type != "Add":
+            return None
+        constants = [
+            i.const_value for i in add.inputs if i is not None and i.const_value is not None and not is_parameter(i)
+        ]
+        weight = next((i for i in add.inputs if is_parameter(i)), None)
+        if len(constants) != 1 or weight is None:
+            return None
+        offset = float(constants[0].numpy())
+    if weight is None or (bias is not None and not is_parameter(bias)):
+        return None
+    return ScaleSink(kind="norm", weight=weight.name or "", bias=bias.name if bias else None, offset=offset)
+
+
+def _linear_sink(value: ir.Value, by_output: dict[int, Linear]) -> ScaleSink | None:
+    """The linear that produced ``value``, whole or as one part of a split or a slice along channels."""
+    node, rows = value.producer(), None
+    if value.producer() is not None and id(value) not in by_output and node is not None:
+        if node.op_type == "Split" and node.inputs[0] is not None:
+            sizes = [int(o.shape[-1]) for o in node.outputs if o.shape is not None]  # type: ignore[arg-type]
+            index = list(node.outputs).index(value)
+            rows = (sum(sizes[:index]), sum(sizes[: index + 1]))
+            value = node.inputs[0]
+        elif node.op_type == "Slice" and node.inputs[0] is not None:
+            rows = _slice_rows(node)
+            if rows is None:
+                return None
+            value = node.inputs[0]
+    linear = by_output.get(id(value))
+    if linear is None:
+        return None
+    if rows is not None:
+        rows = (rows[0], min(rows[1], linear.shape[0]))
+    return ScaleSink(kind="linear", weight=linear.name, bias=linear.bias.name if linear.bias else None, rows=rows)
+
+
+def _slice_rows(node: ir.Node) -> tuple[int, int] | None:
+    constants = [
+        i.const_value.numpy().tolist() if i is not None and i.const_value is not None else None for i in node.inputs[1:]
+    ]
+    rank = len(node.inputs[0].shape) if node.inputs[0] is not None and node.inputs[0].shape is not None else 0
+    starts, ends, axes, steps = (*constants, None, None)[:4]
+    if not (starts and ends and axes) or len(axes) != 1 or axes[0] not in (-1, rank - 1) or (steps or [1]) != [1]:
+        return None
+    return int(starts[0]), int(ends[0])
+
+
+def _value_sink(value: ir.Value, members: list[Linear], by_output: dict[int, Linear]) -> ScaleSink | None:
+    """For an attention output: the value projection, whose rows are shared by ``repeat`` query heads each."""
+    node = value.producer()
+    while node is not None and node.op_type in ("Reshape", "Transpose"):
+        assert node.inputs[0] is not None
+        node = node.inputs[0].producer()
+    if not is_attention(node):
+        return None
+    assert node is not None
+    source = node.inputs[2]
+    query, past = node.inputs[0], node.inputs[4]
+    while source is not None and id(source) not in by_output:
+        step = source.producer()
+        if step is None or len(list(source.uses())) != 1:
+            return None
+        if step.op_type not in ("Reshape", "Transpose"):
+            break
+        source = step.inputs[0]
+    if source is None or query is None or past is None or query.shape is None or past.shape is None:
+        return None
+    sink = _linear_sink(source, by_output)
+    if sink is None or len(members) != 1:
+        return None
+    heads, kv_heads, head_size = (int(n) for n in (query.shape[1], past.shape[1], past.shape[3]))  # type: ignore[arg-type]
+    rows = sink.rows or (0, kv_heads * head_size)
+    if rows[1] - rows[0] != kv_heads * head_size or members[0].shape[1] != heads * head_size:
+        return None
+    return ScaleSink(
+        kind="linear", weight=sink.weight, bias=sink.bias, rows=rows, repeat=heads // kv_heads, head_size=head_size
+    )

@@ -1,0 +1,70 @@
+"""PortableGraph: a checkpoint as a standard ONNX graph, with what every later stage needs to know about it.
+
+The folder is at once a Hugging Face float checkpoint (``config.json``, ``model.safetensors``, tokenizer files,
+``generation_config.json``, ``chat_template.jinja``) and an ONNX model (``model.onnx``) whose external weights are
+the tensors of that ``model.safetensors``, under the same names.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from tapeout.artifact import Frozen, Record
+
+
+class ScaleSink(Frozen):
+    """The parameter that can absorb the inverse of an input scale, so that the product stays the same.
+
+    ``kind``: ``norm`` (its weight, and bias if any, are divided per channel) or ``linear`` (its output rows
+    ``rows[0]:rows[1]`` are divided; biases too).
+    ``offset``: 1.0 for norms that multiply by ``1 + weight``, else 0.
+    ``repeat``, ``head_size``: for values feeding an attention output under grouped queries, each producer head
+    feeds ``repeat`` consecutive consumer heads of ``head_size`` channels; a scale must be tied over those.
+    """
+
+    kind: Literal["norm", "linear"]
+    weight: str
+    bias: str | None = None
+    offset: float = 0.0
+    rows: tuple[int, int] | None = None
+    repeat: int = 1
+    head_size: int = 0
+
+
+class LinearGroup(Frozen):
+    """Linears that read the same tensor: they share one format, one input statistic and one input scale.
+
+    ``name``: ``layers.N.qkv``, ``layers.N.o``, ``layers.N.gate_up``, ``layers.N.down``, or ``layers.N.NAME`` for
+    anything else; ``lm_head`` for the output head.
+    ``members``: parameter names of the weights (each ``[out, in]``), in the order they are merged.
+    ``transposed``: the float checkpoint stores them ``[in, out]``, as gpt2's does. Quantized ones are never stored so.
+    """
+
+    name: str
+    members: tuple[str, ...]
+    biases: tuple[str | None, ...]
+    in_features: int
+    out_features: tuple[int, ...]
+    scale_sink: ScaleSink | None = None
+    transposed: bool = False
+
+
+class PortableGraph(Record):
+    noun: ClassVar[str] = "PortableGraph"
+    remedy: ClassVar[str] = "run `dvc repro export`"
+
+    architecture: str  # transformers class name
+    layers: int
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocab_size: int
+    tied_embeddings: bool
+    embedding: str  # parameter name of the token embedding, [vocab, hidden]
+    rotary: Literal["half", "interleaved", "none"]
+    max_positions: int
+    groups: tuple[LinearGroup, ...]
+    stop_tokens: tuple[int, ...]
+    max_relative_error: float  # logits on ONNX Runtime against transformers, measured at export
+    versions: dict[str, str]

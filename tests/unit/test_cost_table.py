@@ -1,0 +1,97 @@
+"""What units cost, from what products and attention do."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines import timing
+from engines.bundle import IOContract, KVLayer
+from pipeline.stages.kernel_costs import cost_table, timed
+from quantization.cost_table import CostTable
+from quantization.plan import Part
+from quantization.plan_search import write_plan
+from quantization.units import CACHE_MENU, menu_for
+from tapeout.artifact import Artifact
+from tapeout.portable_graph import PortableGraph
+from tapeout.recipe import Build, DataSource, KVCache, ModelSource, Plan, Recipe
+from tapeout.schemes import TABLE_MENU, Kernel
+from tests.graphs import llama_graph
+
+HEAD = (128, 1024)
+EIGHT_BITS = Kernel(bits=8, group_size=64, symmetric=True)
+
+
+@pytest.fixture(scope="module")
+def graph(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Artifact[PortableGraph]:
+    return llama_graph(tiny_checkpoint, tmp_path_factory.mktemp("graph") / "graph")
+
+
+@given(slots=st.integers(1, 32), context=st.integers(1, 4096), settings=st.sampled_from(CACHE_MENU))
+def test_bytes_of_a_cache_are_those_of_its_buffers_and_scales(
+    graph: Artifact[PortableGraph], slots: int, context: int, settings: KVCache
+) -> None:
+    record = graph.record
+    layer = KVLayer(heads=record.kv_heads, head_size=record.head_size)
+    io = IOContract(
+        inputs=(), kv_dtype=settings.dtype, kv_layers=(layer,), max_tokens=context, slots=slots, vocab_size=1
+    )
+    buffer = math.prod(io.kv_shape(layer, slots, context)) * (4 if settings.dtype == "float32" else 1)
+    scales = 0 if settings.dtype == "float32" else 4 * record.kv_heads * record.head_size
+    found = CostTable("ort-cpu", 1, slots, context, {}, {}, {}).cache(record, settings)
+    assert found.bytes == 2 * record.layers * (buffer + scales) and not found.seconds
+
+
+def test_attention_counts_once_a_layer_and_a_prompt_one_row_of_the_head(graph: Artifact[PortableGraph]) -> None:
+    head = {"8-bit g64": {1: 1.0, 8: 4.0, 128: 50.0}}
+    table = CostTable("ort-cpu", 1, 8, 64, {HEAD: {"8-bit g64": 100}}, {HEAD: head}, {"int8": {8: 0.5}})
+    assert table.tables(graph.record, EIGHT_BITS).seconds == {1: 1.0, 8: 4.0, 128: 1.0}
+    assert table.tables(graph.record, EIGHT_BITS).bytes == 100
+    assert table.cache(graph.record, KVCache()).seconds == {8: 0.5 * graph.record.layers}
+    assert table.cache(graph.record, KVCache(granularity="per_tensor")).seconds == {8: 0.5 * graph.record.layers}
+    *linears, tied = graph.record.groups
+    groups = (*linears, tied.model_copy(update={"members": ("lm_head.weight",)}))
+    untied = graph.record.model_copy(update={"tied_embeddings": False, "groups": groups})
+    assert table.tables(untied, EIGHT_BITS).bytes == 200
+    part = CostTable("ort-cpu", 1, 8, 64, {HEAD: {"8-bit g64": 100}}, {HEAD: {"8-bit g64": {128: 50.0}}}, {})
+    assert not part.tables(graph.record, EIGHT_BITS).seconds  # a row alone was not timed
+
+
+def recipe(**settings: Any) -> Recipe:
+    return Recipe(
+        model=ModelSource(source="file:m"),
+        data=DataSource(source="file:d"),
+        plan=Plan(workload={1: 0.5, 24: 0.5}, context=32, **settings),
+        build=Build(slots=16, threads=1),
+    )
+
+
+def test_a_written_plan_gets_the_times_of_a_chosen_one(
+    graph: Artifact[PortableGraph], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timing, "CACHE", tmp_path / "costs")
+    monkeypatch.setattr(timing, "ROUNDS", 1)
+    written = recipe()
+    plan = write_plan(written.plan, graph, tmp_path / "plan").record
+
+    def seconds() -> dict[str, float | None]:
+        found = timed(plan, written, graph.record)
+        parts: list[Part] = [*found.units, found.embeddings, found.kv_cache]
+        assert found.kv_cache.bytes and plan.kv_cache.bytes is None
+        return {part.name: part.seconds for part in parts}
+
+    assert set(seconds().values()) == {None}
+    chosen = cost_table(recipe(kernels="auto", embeddings="auto", kv_cache="auto"), graph.record, measure=True)
+    assert chosen.seconds[HEAD].keys() == {kernel.name for kernel in menu_for(128, TABLE_MENU)}
+    assert chosen.attention.keys() == {cache.dtype for cache in CACHE_MENU}
+    found = seconds()
+    head, cache = chosen.seconds[HEAD]["6-bit g32"], chosen.attention["int8"]
+    assert found["embeddings"] == pytest.approx(0.5 * head[1] + 0.5 * head[1] / 24)
+    assert found["KV cache"] == pytest.approx(graph.record.layers * (0.5 * cache[1] + 0.5 * cache[24] / 24))
+    # No menu holds this kernel at this width, so it has no time.
+    assert found["layers.0.down"] is None

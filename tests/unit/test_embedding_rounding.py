@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quantization import embedding_rounding
+from quantization.embedding_rounding import round_table
+from quantization.rounding import Bits, Format, round_to_nearest
+from quantization.scale_fit import output_error
+from quantization.statistics import Statistics
+from tapeout.recipe import Quantize
+
+AWQ, RTN = Quantize(method="awq"), Quantize(method="rtn")
+RNG = np.random.default_rng(0)
+TABLE = RNG.standard_normal((70, 64)).astype(np.float32)
+
+
+@pytest.fixture
+def head() -> Statistics:
+    """Of inputs that lie near a few directions, as those of a head do."""
+    mixing = RNG.standard_normal((8, 64))
+    fitted, held = (
+        (RNG.standard_normal((500, 8)) @ mixing + 0.1 * RNG.standard_normal((500, 64))).astype(np.float32)
+        for _ in range(2)
+    )
+    grams = ((inputs.T @ inputs / np.float32(500)).astype(np.float32) for inputs in (fitted, held))
+    return Statistics(*grams, mean_abs=np.abs(fitted).mean(0), max_abs=np.abs(fitted).max(0))
+
+
+@pytest.mark.parametrize("bits", [4, 6, 8])
+def test_a_head_loses_much_less_of_its_output_than_to_nearest(bits: Bits, head: Statistics) -> None:
+    fmt = Format(bits, 32, symmetric=True)
+    found = round_table(TABLE, fmt, head, AWQ)
+    energy = output_error(TABLE, head.holdout)
+    assert found.method == "gptq" and found.error < 0.5 * found.error_rtn and found.linear.format == fmt
+    assert found.error == pytest.approx(output_error(found.linear.dequantize() - TABLE, head.holdout) / energy)
+    nearest = round_to_nearest(TABLE, fmt).dequantize()
+    assert found.error_rtn == pytest.approx(output_error(nearest - TABLE, head.holdout) / energy)
+
+
+def test_zero_points_are_kept_for_whoever_refuses_them(head: Statistics) -> None:
+    fmt = Format(8, 32, symmetric=False)
+    found = round_table(TABLE, fmt, head, AWQ)
+    assert found.linear.format == fmt
+    error = output_error(found.linear.dequantize() - TABLE, head.holdout) / output_error(TABLE, head.holdout)
+    assert found.error == pytest.approx(error)
+
+
+def test_slices_of_a_table_are_those_of_the_whole(head: Statistics, monkeypatch: pytest.MonkeyPatch) -> None:
+    fmt = Format(4, 32, symmetric=True)
+    whole = round_table(TABLE, fmt, head, AWQ)
+    monkeypatch.setattr(embedding_rounding, "ROWS", 16)
+    parts = round_table(TABLE, fmt, head, AWQ)
+    assert parts.method == whole.method and parts.error == pytest.approx(whole.error)
+    np.testing.assert_array_equal(parts.linear.scales, whole.linear.scales)
+    # Sums are added in another order, which may tip a weight that lies halfway.
+    assert (parts.linear.codes != whole.linear.codes).mean() < 0.01
+
+
+def test_an_embedding_of_its_own_is_judged_by_its_weights() -> None:
+    fmt = Format(4, 32, symmetric=True)
+    found = round_table(TABLE, fmt, None, AWQ)
+    assert found.error == pytest.approx(float(((found.linear.dequantize() - TABLE) ** 2).sum() / (TABLE**2).sum()))
+    assert found.method == "scale_fit" and found.error < found.error_rtn
+
+
+def test_rounding_to_nearest_is_what_was_asked_for(head: Statistics) -> None:
+    fmt = Format(6, 32, symmetric=True)
+    found = round_table(TABLE, fmt, head, RTN)
+    np.testing.assert_array_equal(found.linear.codes, round_to_nearest(TABLE, fmt).codes)
+    assert found.method == "rtn" and found.error == found.error_rtn

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantization import plan_solver
+from quantization.plan_solver import Limits, Option, Workload, choose, frontier
+from tapeout.errors import QuantizationError
+
+ONE_ROW = Workload(shares={1: 1.0})
+
+
+def options() -> st.SearchStrategy[list[Option]]:
+    # Few distinct values whose sums are exact, so that ties and sums that meet the budget are common.
+    option = st.builds(
+        lambda seconds, size, kl: Option(
+            kernel=f"{seconds}/{size}/{kl}", seconds={1: seconds}, bytes=size, kl=kl / 1024
+        ),
+        *(st.integers(0, 6), st.integers(0, 6), st.integers(0, 6)),
+    )
+    return st.lists(option, min_size=1, max_size=4)
+
+
+Units = dict[str, list[Option]]
+
+
+def plans_within(units: Units, limits: Limits) -> list[tuple[Option, ...]]:
+    return [
+        plan
+        for plan in itertools.product(*units.values())
+        if (limits.kl is None or math.fsum(o.kl for o in plan) <= limits.kl * (1 + 1e-12))
+        and (limits.bytes is None or sum(o.bytes for o in plan) <= limits.bytes)
+    ]
+
+
+def total(plan: tuple[Option, ...], goal: str) -> float:
+    return sum(o.seconds[1] if goal == "seconds" else o.bytes for o in plan)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    found=st.lists(options(), min_size=1, max_size=5),
+    kl=st.none() | st.integers(0, 30).map(lambda n: n / 1024),
+    size=st.none() | st.integers(0, 30),
+    goal=st.sampled_from(["seconds", "bytes"]),
+)
+def test_the_plan_is_the_best_of_all_that_fit(
+    found: list[list[Option]], kl: float | None, size: int | None, goal: Any
+) -> None:
+    units, limits = {f"unit {n}": unit for n, unit in enumerate(found)}, Limits(kl, size)
+    within = plans_within(units, limits)
+    if not within:
+        with pytest.raises(QuantizationError, match="no plan within"):
+            choose(units, ONE_ROW, limits, goal)
+        return
+    plan = choose(units, ONE_ROW, limits, goal)
+    assert plan.exact and getattr(plan, goal) == pytest.approx(min(total(other, goal) for other in within))
+    assert kl is None or plan.kl <= kl * (1 + 1e-9) + 1e-15
+    assert size is None or plan.bytes <= size
+    assert [c.unit for c in plan.choices] == list(units)
+    for choice in plan.choices:
+        assert (choice.bytes, choice.kl) in {(o.bytes, o.kl) for o in units[choice.unit] if o.kernel == choice.kernel}
+
+
+@settings(max_examples=50, deadline=None)
+@given(found=st.lists(options(), min_size=4, max_size=6), limit=st.integers(10, 30))
+def test_a_search_that_leaves_plans_out_still_keeps_to_the_budget_and_says_so(
+    found: list[list[Option]], limit: int
+) -> None:
+    units = {f"unit {n}": unit for n, unit in enumerate(found)}
+    if not plans_within(units, Limits(bytes=limit)):
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_solver, "FRONTIER_POINTS", 2)
+        plan = choose(units, ONE_ROW, Limits(bytes=limit))
+    assert plan.bytes <= limit
+    if not plan.exact:
+        assert plan.seconds >= choose(units, ONE_ROW, Limits(bytes=limit)).seconds
+
+
+@settings(max_examples=100, deadline=None)
+@given(found=st.lists(options(), min_size=1, max_size=4))
+def test_the_frontier_holds_the_best_plan_of_every_budget(found: list[list[Option]]) -> None:
+    units = {f"unit {n}": unit for n, unit in enumerate(found)}
+    points = frontier(units, ONE_ROW)
+    assert [p.kl for p in points] == sorted(p.kl for p in points)
+    assert all(after.seconds < before.seconds for before, after in itertools.pairwise(points))
+    for point in points:
+        assert choose(units, ONE_ROW, Limits(kl=point.kl)).seconds == pytest.approx(point.seconds)
+    assert points[-1].seconds == pytest.approx(choose(units, ONE_ROW, Limits()).seconds)
+
+
+def test_a_long_frontier_is_thinned_but_keeps_its_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = [Option(kernel=str(n), seconds={1: 10.0 - n}, bytes=1, kl=n / 100) for n in range(10)]
+    monkeypatch.setattr(plan_solver, "FRONTIER_SHOWN", 4)
+    points = frontier({"qkv": kernels}, ONE_ROW)
+    assert len(points) <= 5 and (points[0].kl, points[-1].kl) == (0.0, 0.09)
+
+
+def test_the_workload_decides_between_kernels_of_few_and_of_many_rows() -> None:
+    narrow = Option(kernel="4-bit", seconds={1: 1.0, 32: 20.0}, bytes=1, kl=0.0)
+    wide = Option(kernel="int8", seconds={1: 2.0, 32: 8.0}, bytes=2, kl=0.0)
+    units = {"qkv": [narrow, wide]}
+
+    def kernel(shares: dict[int, float]) -> str:
+        return choose(units, Workload(shares=shares), Limits(kl=0.0)).choices[0].kernel
+
+    assert kernel({1: 1.0}) == "4-bit" and kernel({32: 1.0}) == "int8"
+    assert kernel({1: 0.5, 32: 0.5}) == "4-bit"  # a token of single-stream decode costs as much as a whole step
+
+
+def test_what_was_not_measured_is_refused() -> None:
+    option = Option(kernel="fp32", seconds={1: 1.0}, bytes=1, kl=0.0)
+    with pytest.raises(QuantizationError, match=r"not timed at \[8\] rows"):
+        choose({"o": [option]}, Workload(shares={1: 0.5, 8: 0.5}), Limits(kl=1.0))
+    with pytest.raises(QuantizationError, match="o has no kernel"):
+        choose({"o": []}, ONE_ROW, Limits(kl=1.0))
+    with pytest.raises(QuantizationError, match="KL nan"):
+        choose({"o": [option.model_copy(update={"kl": math.nan})]}, ONE_ROW, Limits(kl=1.0))
