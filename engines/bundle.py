@@ -91,7 +91,7 @@ class CompiledEngine(Frozen):
     portable: PortableEvidence | None
 
 
-class Product(Frozen):
+class LinearOutput(Frozen):
     """A product of the lowered graph: its output value, and the parameters stacked in it with their output rows."""
 
     value: str
@@ -109,7 +109,7 @@ class LoweredRecord(Record):
     weight_bytes: int
     step_bytes: int  # weights one decode step of one row reads: all but the embedding's other rows
     plan: dict[str, str]  # linear group -> kernel
-    products: tuple[Product, ...]
+    linear_outputs: tuple[LinearOutput, ...]
     stop_tokens: tuple[int, ...]
 
     def said(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from engines.bundle import EngineBundle, IOContract, KVLayer, LoweredRecord, PassReport
 from engines.load import fingerprint_here, target_module
 from engines.lowered import LoweredGraph
-from engines.passes.base import Lowering, Outcome, Weights
+from engines.passes.base import Lowering, PassResult, Weights
 from tapeout import artifact
 from tapeout.artifact import Artifact
 from tapeout.errors import BuildError
@@ -39,7 +39,7 @@ def lower(lowering: Lowering, passes: Sequence[Any], progress: Callable[[str], N
         name = step.__name__.rpartition(".")[2]
         progress(name)
         before = sum(1 for _ in lowering.model.graph.all_nodes())
-        outcome: Outcome = step.run(lowering)
+        outcome: PassResult = step.run(lowering)
         lowering.model.graph.sort()
         reports.append(
             PassReport(
@@ -189,7 +189,7 @@ def write_lowered(
         weight_bytes=weight_bytes,
         step_bytes=step_bytes(model),
         plan=dict(sorted(lowering.plan.items())),
-        products=tuple(lowering.products),
+        linear_outputs=tuple(lowering.linear_outputs),
         stop_tokens=graph.record.stop_tokens,
     )
 

@@ -26,12 +26,12 @@ from engines.targets import ort_cpu
 from engines.timing import Seconds
 from tapeout.errors import BuildError
 from tapeout.portable_graph import LinearGroup, PortableGraph
-from tapeout.schemes import Kernel
+from tapeout.schemes import Scheme
 
 FEW_OUTPUTS = 32  # no fewer are packed together
 
 FloatArray = NDArray[np.float32]
-Store = Callable[[Kernel, FloatArray], Any]  # a weight [N, K] as a checkpoint holds it for a kernel
+Store = Callable[[Scheme, FloatArray], Any]  # a weight [N, K] as a checkpoint holds it for a kernel
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Shape:
 
 def costs(
     shape: Shape,
-    kernels: Sequence[Kernel],
+    kernels: Sequence[Scheme],
     rows: Sequence[int],
     store: Store,
     *,
@@ -72,7 +72,7 @@ def costs(
 
 
 def measure(
-    shape: Shape, kernels: Sequence[Kernel], rows: Collection[int], store: Store, *, threads: int, streamed: int
+    shape: Shape, kernels: Sequence[Scheme], rows: Collection[int], store: Store, *, threads: int, streamed: int
 ) -> Seconds:
     """Time every kernel at every row count. ``streamed``: bytes of weights that a sample reads."""
     weight = np.random.default_rng(0).standard_normal((shape.outputs, shape.columns)).astype(np.float32)
@@ -105,7 +105,7 @@ class _Products:
         return (time.perf_counter() - start) / self.copies
 
 
-def product_bytes(shape: Shape, kernel: Kernel, store: Store) -> int:
+def product_bytes(shape: Shape, kernel: Scheme, store: Store) -> int:
     """What one product reads of weights: codes, scales and zero points, as the engine holds them."""
     few = Shape(shape.columns, min(shape.outputs, FEW_OUTPUTS))  # outputs are alike
     return (

@@ -93,7 +93,7 @@ class PortableEngine:
             "input_ids": step.ids,
             WRITE_POSITIONS: step.starts,
             "position_ids": step.positions,
-            "logit_rows": step.rows,
+            "logit_positions": step.rows,
         }
         logits = np.empty((len(step.rows), self.vocab_size), np.float32)
         binding = self._session.io_binding()

@@ -21,7 +21,7 @@ class Probe:
         self._record = bundle.record
         model = onnx.load(str(bundle.folder / "model.onnx"), load_external_data=False)
         present = {output.name for output in model.graph.output}
-        for product in self._record.products:
+        for product in self._record.linear_outputs:
             if product.value not in present:
                 model.graph.output.append(onnx.helper.make_empty_tensor_value_info(product.value))
         options = cpu_options(threads, library_of(bundle))
@@ -37,17 +37,17 @@ class Probe:
             "position_ids": np.arange(count, dtype=np.int64)[None],
             "seqlens_k": np.array([count - 1], np.int32),
             "total_sequence_length": np.array(count, np.int32),
-            "logit_rows": np.arange(count, dtype=np.int64),
+            "logit_positions": np.arange(count, dtype=np.int64),
             GREEDY: np.array(False),
         }
         feeds = {name: value for name, value in feeds.items() if name in io.inputs}
         for layer, shape in enumerate(io.kv_layers):
             for part in ("key", "value"):
                 feeds[f"past_key_values.{layer}.{part}"] = np.zeros(io.kv_shape(shape, 1, count), io.kv_element)
-        names = ["logits", *dict.fromkeys(product.value for product in self._record.products)]
+        names = ["logits", *dict.fromkeys(product.value for product in self._record.linear_outputs)]
         values = dict(zip(names, self._session.run(names, feeds), strict=True))
         outputs: dict[str, FloatArray] = {}
-        for product in self._record.products:
+        for product in self._record.linear_outputs:
             rows = np.asarray(values[product.value]).reshape(count, -1)
             edges = np.cumsum((0, *product.rows))
             for weight, begin, end in zip(product.weights, edges, edges[1:], strict=False):

@@ -9,7 +9,7 @@ from quantization.kv_cache import BITS
 from quantization.units import HEAD, fitted, menu_for, resolve, table_kernels, tables_of
 from tapeout.portable_graph import LinearGroup, PortableGraph
 from tapeout.recipe import THROUGHPUT_STREAMS, KVCache, Plan
-from tapeout.schemes import Kernel
+from tapeout.schemes import Scheme
 
 # Share of tokens by the rows of their step: as many tokens are read, 128 at a time, as are written.
 WORKLOADS = {"latency": {1: 0.5, 128: 0.5}, "throughput": {THROUGHPUT_STREAMS: 0.5, 128: 0.5}}
@@ -38,12 +38,12 @@ class CostTable:
     seconds: Mapping[Shape, Mapping[str, Mapping[int, float]]]
     attention: Mapping[str, Mapping[int, float]]  # of one layer, by a cache's dtype and rows
 
-    def linears(self, groups: Sequence[LinearGroup], kernel: Kernel) -> Cost:
+    def linears(self, groups: Sequence[LinearGroup], kernel: Scheme) -> Cost:
         """Of groups that are all of one shape."""
         size = self.bytes[shape_of(groups[0])][fitted(kernel, groups[0].in_features).name]
         return Cost(len(groups) * size, self.linears_seconds(groups, kernel))
 
-    def tables(self, graph: PortableGraph, kernel: Kernel) -> Cost:
+    def tables(self, graph: PortableGraph, kernel: Scheme) -> Cost:
         """Of the token embedding and the head: a tied table counts once."""
         head = head_of(graph)
         size = self.bytes[shape_of(head)][fitted(kernel, head.in_features).name]
@@ -59,12 +59,12 @@ class CostTable:
             {rows: graph.layers * taken for rows, taken in self.attention.get(settings.dtype, {}).items()},
         )
 
-    def linears_seconds(self, groups: Sequence[LinearGroup], kernel: Kernel) -> dict[int, float]:
+    def linears_seconds(self, groups: Sequence[LinearGroup], kernel: Scheme) -> dict[int, float]:
         """By rows; nothing for a kernel that was not timed."""
         taken = self.seconds[shape_of(groups[0])].get(fitted(kernel, groups[0].in_features).name, {})
         return {rows: len(groups) * seconds for rows, seconds in taken.items()}
 
-    def tables_seconds(self, graph: PortableGraph, kernel: Kernel) -> dict[int, float]:
+    def tables_seconds(self, graph: PortableGraph, kernel: Scheme) -> dict[int, float]:
         """By rows, as far as they were timed. Prefill computes one row of the head; gathering costs nothing."""
         head = self.linears_seconds([head_of(graph)], kernel)
         computed = {rows: rows if rows <= self.slots else 1 for rows in head}
@@ -84,10 +84,10 @@ def head_of(graph: PortableGraph) -> LinearGroup:
     return next(group for group in graph.groups if group.name == HEAD)
 
 
-def products_of(graph: PortableGraph, plan: Plan) -> dict[Shape, tuple[Kernel, ...]]:
+def products_of(graph: PortableGraph, plan: Plan) -> dict[Shape, tuple[Scheme, ...]]:
     """Every shape there is, with the kernels that its linears may get."""
     written = None if plan.kernels == "auto" else resolve(graph, plan.kernels)
-    found: dict[Shape, dict[Kernel, None]] = {}
+    found: dict[Shape, dict[Scheme, None]] = {}
     for group in graph.groups:
         if group.name == HEAD:
             wanted = table_kernels(plan.embeddings, group.in_features)

@@ -1,4 +1,4 @@
-"""KernelPlan: the kernel of every unit, tables and KV cache among them, its cost in time, bytes and quality, and why.
+"""PrecisionPlan: the scheme of every unit, of embeddings and KV cache too, its cost in time, bytes and KL, and why.
 
 The folder holds ``plan.md``, the same for reading; where the plan was chosen and not written out, also ``frontier.csv``
 (the best plan at every KL) and ``frontier.svg``. Units take times and KLs apart; a whole plan is more than their sum,
@@ -12,7 +12,7 @@ from typing import ClassVar
 from quantization.plan_solver import Round
 from tapeout.artifact import Frozen, Record
 from tapeout.recipe import KVCache
-from tapeout.schemes import Kernel
+from tapeout.schemes import Scheme
 
 PLAN_FILE, FRONTIER_FILE = "plan.md", "frontier.csv"
 
@@ -32,7 +32,7 @@ class Part(Frozen):
 
 class UnitPlan(Part):
     groups: tuple[str, ...]  # as the PortableGraph names them
-    kernel: Kernel  # as it was asked for; a group size that does not divide the inputs shrinks
+    kernel: Scheme  # as it was asked for; a group size that does not divide the inputs shrinks
 
 
 class CachePlan(Part):
@@ -57,8 +57,8 @@ class Search(Frozen):
     rows: tuple[str, ...]  # hashes of the calibration rows that whole plans were measured on
 
 
-class KernelPlan(Record):
-    noun: ClassVar[str] = "KernelPlan"
+class PrecisionPlan(Record):
+    noun: ClassVar[str] = "PrecisionPlan"
     remedy: ClassVar[str] = "run `dvc repro plan`"
 
     units: tuple[UnitPlan, ...]  # every linear but the head
@@ -67,12 +67,12 @@ class KernelPlan(Record):
     search: Search | None  # None: the plan is written in the recipe
 
     @property
-    def kernels(self) -> dict[str, Kernel]:
+    def kernels(self) -> dict[str, Scheme]:
         """By group."""
         return {group: unit.kernel for unit in self.units for group in unit.groups}
 
 
-def summary(plan: KernelPlan) -> str:
+def summary(plan: PrecisionPlan) -> str:
     """How the plan came about, in a few sentences."""
     search = plan.search
     if search is None:
@@ -92,7 +92,7 @@ def summary(plan: KernelPlan) -> str:
 COLUMNS = ("unit", "kernel", "µs/token", "MB", "KL", "why")
 
 
-def table(plan: KernelPlan) -> list[tuple[str, ...]]:
+def table(plan: PrecisionPlan) -> list[tuple[str, ...]]:
     """A row a unit, then embeddings, KV cache and the sum of what was counted; ``COLUMNS`` names the cells."""
 
     def row(part: Part, kernel: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Make the KernelPlan: the rules as they are written, or the best kernels for a workload within a budget of quality.
+"""Make the PrecisionPlan: the rules as they are written, or the best kernels for a workload within a budget of quality.
 
 Units are chosen by the sum of their KLs. What all chosen kernels cost together is then measured, on calibration rows
 that no sensitivity was measured on; the budget of the sum is corrected by what was found, and the choice made again.
@@ -20,7 +20,7 @@ from quantization.plan import (
     FRONTIER_FILE,
     PLAN_FILE,
     CachePlan,
-    KernelPlan,
+    PrecisionPlan,
     Search,
     UnitPlan,
     summary,
@@ -48,7 +48,7 @@ from tapeout.artifact import Artifact
 from tapeout.errors import QuantizationError
 from tapeout.portable_graph import PortableGraph
 from tapeout.recipe import KVCache, Plan, Recipe
-from tapeout.schemes import FLOAT, Kernel
+from tapeout.schemes import FLOAT, Scheme
 
 EMBEDDINGS, KV_CACHE = "embeddings", "KV cache"  # units beside those of linears
 TABLES = (EMBEDDING, HEAD)
@@ -65,8 +65,8 @@ def make_plan(
     rows: Sequence[Sequence[int]],
     folder: Path,
     progress: Callable[[str], None] = lambda _: None,
-) -> Artifact[KernelPlan]:
-    """Write the KernelPlan to ``folder``. ``rows``: token ids of all that was calibrated on.
+) -> Artifact[PrecisionPlan]:
+    """Write the PrecisionPlan to ``folder``. ``rows``: token ids of all that was calibrated on.
 
     :class:`QuantizationError` for sensitivities of another graph or calibration, and for budgets no plan keeps to.
     """
@@ -78,7 +78,7 @@ def make_plan(
             remedy="run `dvc repro sensitivity`",
         )
     wanted = recipe.plan
-    with artifact.create(folder, KernelPlan) as draft:
+    with artifact.create(folder, PrecisionPlan) as draft:
         if wanted.kernels == "auto":
             heldout = held_out(calibration, rows)
             record, points = _chosen(recipe, graph, calibration, sensitivity.record, costs, heldout, progress)
@@ -87,22 +87,22 @@ def make_plan(
             record = _written(wanted, graph.record, costs)
         (draft.folder / PLAN_FILE).write_text(text(record))
         draft.finish(record, parents=parents | {"sensitivity": sensitivity.digest})
-    return artifact.load(folder, KernelPlan)
+    return artifact.load(folder, PrecisionPlan)
 
 
-def write_plan(wanted: Plan, graph: Artifact[PortableGraph], folder: Path) -> Artifact[KernelPlan]:
+def write_plan(wanted: Plan, graph: Artifact[PortableGraph], folder: Path) -> Artifact[PrecisionPlan]:
     """A plan of rules alone, for a build that asks for its own: a unit a group, nothing weighed.
 
     :class:`QuantizationError` for a linear that no rule matches.
     """
     assert wanted.kernels != "auto"
     units = (_unit(name, (name,), kernel) for name, kernel in resolve(graph.record, wanted.kernels).items())
-    with artifact.create(folder, KernelPlan) as draft:
+    with artifact.create(folder, PrecisionPlan) as draft:
         draft.finish(_as_written(wanted, units), parents={"graph": graph.digest})
-    return artifact.load(folder, KernelPlan)
+    return artifact.load(folder, PrecisionPlan)
 
 
-def _written(wanted: Plan, graph: PortableGraph, costs: CostTable) -> KernelPlan:
+def _written(wanted: Plan, graph: PortableGraph, costs: CostTable) -> PrecisionPlan:
     assert wanted.kernels != "auto" and wanted.embeddings != "auto"
     kernels, units = resolve(graph, wanted.kernels), list[UnitPlan]()
     for unit in written_units(graph, kernels):
@@ -111,10 +111,10 @@ def _written(wanted: Plan, graph: PortableGraph, costs: CostTable) -> KernelPlan
     return _as_written(wanted, units, costs.tables(graph, wanted.embeddings).bytes)
 
 
-def _as_written(wanted: Plan, units: Iterable[UnitPlan], tables: int | None = None) -> KernelPlan:
+def _as_written(wanted: Plan, units: Iterable[UnitPlan], tables: int | None = None) -> PrecisionPlan:
     """``tables``: bytes of embedding and head."""
     assert wanted.embeddings != "auto" and wanted.kv_cache != "auto"
-    return KernelPlan(
+    return PrecisionPlan(
         units=tuple(units),
         embeddings=_unit(EMBEDDINGS, TABLES, wanted.embeddings, tables),
         kv_cache=CachePlan(name=KV_CACHE, settings=wanted.kv_cache, reason=AS_WRITTEN),
@@ -122,7 +122,7 @@ def _as_written(wanted: Plan, units: Iterable[UnitPlan], tables: int | None = No
     )
 
 
-def _unit(name: str, groups: tuple[str, ...], kernel: Kernel, size: int | None = None) -> UnitPlan:
+def _unit(name: str, groups: tuple[str, ...], kernel: Scheme, size: int | None = None) -> UnitPlan:
     return UnitPlan(name=name, groups=groups, kernel=kernel, bytes=size, reason=AS_WRITTEN)
 
 
@@ -134,7 +134,7 @@ def _chosen(
     costs: CostTable,
     heldout: Sequence[Sequence[int]],
     progress: Callable[[str], None],
-) -> tuple[KernelPlan, tuple[FrontierPoint, ...]]:
+) -> tuple[PrecisionPlan, tuple[FrontierPoint, ...]]:
     wanted, workload = recipe.plan, Workload(shares=workload_of(recipe.plan))
     minimize: Goal = "bytes" if wanted.goal == "memory" else "seconds"
     menus = _Menus.of(wanted, graph.record)
@@ -160,7 +160,7 @@ def _chosen(
 
     choices = {choice.unit: choice for choice in chosen.choices}
     tables, cache = choices[EMBEDDINGS], choices[KV_CACHE]
-    record = KernelPlan(
+    record = PrecisionPlan(
         units=tuple(
             UnitPlan(
                 groups=tuple(group.name for group in unit.groups),
@@ -195,7 +195,7 @@ class _Menus:
     """What each unit may get: linears by the unit's name, the tables, and the KV cache."""
 
     units: Mapping[str, Unit]
-    kernels: Mapping[str, tuple[Kernel, ...]]  # of units and of the tables
+    kernels: Mapping[str, tuple[Scheme, ...]]  # of units and of the tables
     caches: tuple[KVCache, ...]
 
     @classmethod
@@ -205,7 +205,7 @@ class _Menus:
         tables = table_kernels(wanted.embeddings, graph.hidden_size)
         return cls(units, kernels | {EMBEDDINGS: tables}, caches(wanted.kv_cache, graph.head_size))
 
-    def kernel(self, unit: str, name: str) -> Kernel:
+    def kernel(self, unit: str, name: str) -> Scheme:
         return next(kernel for kernel in self.kernels[unit] if kernel.name == name)
 
     def cache(self, name: str) -> KVCache:
@@ -266,7 +266,7 @@ class _Whole:
         changed = {name: group for _, groups in self._rounded.values() for name, group in groups.items()}
         return self._simulation.kl(changed, kv=self._rounding.kv_cache(self._menus.cache(chosen[KV_CACHE])))
 
-    def _groups(self, unit: str, kernel: Kernel) -> dict[str, Simulated]:
+    def _groups(self, unit: str, kernel: Scheme) -> dict[str, Simulated]:
         if unit == EMBEDDINGS:
             return self._rounding.tables(kernel)
         if kernel == FLOAT:
@@ -301,10 +301,10 @@ def _points(plans: Sequence[Chosen], chosen: Chosen) -> tuple[FrontierPoint, ...
     return tuple(sorted(points, key=lambda point: point.kl))
 
 
-def text(plan: KernelPlan) -> str:
+def text(plan: PrecisionPlan) -> str:
     """The plan as Markdown."""
     search = plan.search
-    lines = ["# Kernel plan", "", summary(plan), "", f"| {' | '.join(COLUMNS)} |", "|---|---|--:|--:|--:|---|"]
+    lines = ["# Precision plan", "", summary(plan), "", f"| {' | '.join(COLUMNS)} |", "|---|---|--:|--:|--:|---|"]
     lines += [f"| {' | '.join(row)} |" for row in table(plan)]
     if search is not None:
         lines += ["", "Plans that were measured as a whole:", "", "| budget of the sum | sum | at once | µs | MB |"]

@@ -35,7 +35,7 @@ from quantization.compressed_tensors import (
 from quantization.embedding_rounding import round_table
 from quantization.group_search import float_report, quantize_group
 from quantization.kv_cache import BITS
-from quantization.plan import KernelPlan
+from quantization.plan import PrecisionPlan
 from quantization.proof import prove, take_census
 from quantization.rounding import (
     FloatArray,
@@ -85,7 +85,7 @@ def quantize(
     recipe: Recipe,
     graph: Artifact[PortableGraph],
     calibration: Artifact[Calibration],
-    plan: Artifact[KernelPlan],
+    plan: Artifact[PrecisionPlan],
     folder: Path,
 ) -> Artifact[QuantizedModel]:
     """Write the QuantizedModel to ``folder``. Reads and holds two layers at a time.

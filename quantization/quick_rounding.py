@@ -34,7 +34,7 @@ from quantization.units import EMBEDDING, HEAD, fitted, format_of, head_with, ou
 from tapeout.artifact import Artifact
 from tapeout.portable_graph import LinearGroup, PortableGraph, ScaleSink
 from tapeout.recipe import KVCache, Quantize
-from tapeout.schemes import Kernel
+from tapeout.schemes import Scheme
 
 STEPS = 8  # of the exponent between 0 and 1, in searches for input scales
 AT_ONCE = 2  # groups; numpy releases the interpreter
@@ -49,7 +49,7 @@ class Prepared:
     sink: ScaleSink | None
     search: bool  # for input scales and codes; else everything is rounded to nearest
 
-    def rounded(self, kernel: Kernel) -> Simulated:
+    def rounded(self, kernel: Scheme) -> Simulated:
         """Not for a kernel that leaves the group in float."""
         columns = self.weights[0].shape[1]
         fmt = format_of(fitted(kernel, columns), columns)
@@ -87,12 +87,12 @@ class QuickRounding:
         with _together() as run:
             return dict(zip((group.name for group in groups), run(self._prepare, groups), strict=True))
 
-    def rounded(self, prepared: Mapping[str, Prepared], kernel: Kernel) -> dict[str, Simulated]:
+    def rounded(self, prepared: Mapping[str, Prepared], kernel: Scheme) -> dict[str, Simulated]:
         """By the group's name; for any kernel but float."""
         with _together() as run:
             return dict(zip(prepared, run(lambda group: group.rounded(kernel), prepared.values()), strict=True))
 
-    def tables(self, kernel: Kernel) -> dict[str, Simulated]:
+    def tables(self, kernel: Scheme) -> dict[str, Simulated]:
         """The embedding and the output head, rounded as they are at last; nothing for float ones."""
         graph = self._graph.record
         fmt = format_of(fitted(kernel, graph.hidden_size), graph.hidden_size)

@@ -19,7 +19,7 @@ from quantization.rounding import (
 from tapeout.errors import QuantizationError
 from tapeout.portable_graph import LinearGroup, PortableGraph, ScaleSink
 from tapeout.recipe import Cache, Embeddings, KVCache, Rule
-from tapeout.schemes import MENU, TABLE_MENU, Kernel
+from tapeout.schemes import MENU, TABLE_MENU, Scheme
 
 EMBEDDING = "embedding"
 HEAD = "lm_head"
@@ -81,9 +81,9 @@ def _runs(groups: Sequence[LinearGroup]) -> list[list[LinearGroup]]:
     return runs
 
 
-def written_units(graph: PortableGraph, kernels: Mapping[str, Kernel]) -> tuple[Unit, ...]:
+def written_units(graph: PortableGraph, kernels: Mapping[str, Scheme]) -> tuple[Unit, ...]:
     """Every linear but the head, in units as large as a plan that is written out has them."""
-    found: dict[tuple[Kernel, str, int, tuple[int, ...]], list[LinearGroup]] = {}
+    found: dict[tuple[Scheme, str, int, tuple[int, ...]], list[LinearGroup]] = {}
     for group in graph.groups:
         if group.name != HEAD:
             key = (kernels[group.name], kind_of(group), group.in_features, group.out_features)
@@ -91,13 +91,13 @@ def written_units(graph: PortableGraph, kernels: Mapping[str, Kernel]) -> tuple[
     return tuple(unit_of(run) for groups in found.values() for run in _runs(groups))
 
 
-def menu_for(columns: int, menu: Sequence[Kernel] = MENU) -> tuple[Kernel, ...]:
+def menu_for(columns: int, menu: Sequence[Scheme] = MENU) -> tuple[Scheme, ...]:
     """The kernels of a menu that weights of ``columns`` inputs can have, fitted to them, each once."""
     fitting = [kernel for kernel in menu if not kernel.in_blocks or columns % SMALLEST_GROUP == 0]
     return tuple(dict.fromkeys(fitted(kernel, columns) for kernel in fitting))
 
 
-def table_kernels(wanted: Embeddings, columns: int) -> tuple[Kernel, ...]:
+def table_kernels(wanted: Embeddings, columns: int) -> tuple[Scheme, ...]:
     """What the token embedding and the head, of ``columns`` channels, may get: the menu, or the one that is written."""
     return menu_for(columns, TABLE_MENU) if wanted == "auto" else (fitted(wanted, columns),)
 
@@ -109,14 +109,14 @@ def caches(wanted: Cache, head_size: int) -> tuple[KVCache, ...]:
     return tuple(cache for cache in CACHE_MENU if cache.dtype != "int4" or head_size % 2 == 0)
 
 
-def fitted(kernel: Kernel, columns: int) -> Kernel:
+def fitted(kernel: Scheme, columns: int) -> Scheme:
     """The kernel with a group size that divides the columns. :class:`QuantizationError` if none does."""
     if not kernel.in_blocks:
         return kernel
     return kernel.model_copy(update={"group_size": fitting_group_size(kernel.group_size, columns)})
 
 
-def format_of(kernel: Kernel, columns: int) -> Format | None:
+def format_of(kernel: Scheme, columns: int) -> Format | None:
     """How a weight of ``columns`` input channels is stored for a fitted kernel; None: in float."""
     if kernel.bits == 32:
         return None
@@ -125,7 +125,7 @@ def format_of(kernel: Kernel, columns: int) -> Format | None:
     return Format(kernel.bits, kernel.group_size, kernel.symmetric, positive=kernel.positive_scales)
 
 
-def stored_plainly(kernel: Kernel, weight: FloatArray) -> QuantizedLinear | FloatArray:
+def stored_plainly(kernel: Scheme, weight: FloatArray) -> QuantizedLinear | FloatArray:
     """A weight ``[N, K]`` as a checkpoint holds it for a fitted kernel, good enough for its size and its speed."""
     fmt = format_of(kernel, weight.shape[1])
     if fmt is None:
@@ -134,10 +134,10 @@ def stored_plainly(kernel: Kernel, weight: FloatArray) -> QuantizedLinear | Floa
     return replace(linear, input_scale=1 / 32) if fmt.activations == "int8" else linear
 
 
-def resolve(graph: PortableGraph, rules: Sequence[Rule]) -> dict[str, Kernel]:
+def resolve(graph: PortableGraph, rules: Sequence[Rule]) -> dict[str, Scheme]:
     """The kernel that the rules give every group but the head, as written: the first that matches decides."""
 
-    def matching(name: str) -> Kernel:
+    def matching(name: str) -> Scheme:
         for rule in rules:
             if fnmatchcase(name, rule.match):
                 return rule.kernel
@@ -150,7 +150,7 @@ def resolve(graph: PortableGraph, rules: Sequence[Rule]) -> dict[str, Kernel]:
     return {group.name: matching(group.name) for group in graph.groups if group.name != HEAD}
 
 
-def formats(graph: PortableGraph, kernels: Mapping[str, Kernel], embeddings: Kernel) -> tuple[Formats, list[str]]:
+def formats(graph: PortableGraph, kernels: Mapping[str, Scheme], embeddings: Scheme) -> tuple[Formats, list[str]]:
     """The format of every group and of ``embedding``; notes say where a group size had to shrink."""
     found: Formats = {}
     shrunk: dict[str, list[str]] = {}

@@ -26,7 +26,7 @@ from pydantic import (
 
 from tapeout.artifact import Frozen
 from tapeout.errors import RecipeError
-from tapeout.schemes import Kernel
+from tapeout.schemes import Scheme
 
 TARGETS = Path(__file__).parents[1] / "engines" / "targets"
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -74,7 +74,7 @@ class Calibrate(Section):
         return max(1, self.rows // 4)
 
 
-class Rule(Kernel):
+class Rule(Scheme):
     """The first rule whose ``match`` (glob over ``layers.N.unit``) fits a linear decides its kernel.
 
     Units: ``qkv``, ``o``, ``gate_up``, ``down``, and ``linear.NAME`` for anything else inside a layer.
@@ -83,8 +83,8 @@ class Rule(Kernel):
     match: str
 
     @property
-    def kernel(self) -> Kernel:
-        return Kernel(**self.model_dump(exclude={"match"}))
+    def kernel(self) -> Scheme:
+        return Scheme(**self.model_dump(exclude={"match"}))
 
 
 class KVCache(Section):
@@ -104,7 +104,7 @@ class KVCache(Section):
 _FORM = Discriminator(lambda value: AUTO if isinstance(value, str) else WRITTEN)
 Auto = Annotated[Literal["auto"], Tag(AUTO)]
 Kernels = Annotated[Auto | Annotated[tuple[Rule, ...], Tag(WRITTEN)], _FORM]
-Embeddings = Annotated[Auto | Annotated[Kernel, Tag(WRITTEN)], _FORM]
+Embeddings = Annotated[Auto | Annotated[Scheme, Tag(WRITTEN)], _FORM]
 Cache = Annotated[Auto | Annotated[KVCache, Tag(WRITTEN)], _FORM]
 
 
@@ -116,7 +116,7 @@ class Plan(Section):
         Rule(match="layers.*.gate_up", bits=6, group_size=64, symmetric=True),
         Rule(match="*", bits=8, group_size=64, symmetric=True),
     )
-    embeddings: Embeddings = Kernel(bits=6, group_size=32, symmetric=True)  # and lm_head
+    embeddings: Embeddings = Scheme(bits=6, group_size=32, symmetric=True)  # and lm_head
     kv_cache: Cache = KVCache()
     context: Count = 512  # tokens in the KV cache of a sequence, where its bytes count and attention is timed
     goal: Literal["workload", "latency", "throughput", "memory"] = "workload"

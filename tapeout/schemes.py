@@ -15,7 +15,7 @@ from pydantic import model_validator
 from tapeout.artifact import Frozen
 
 
-class Kernel(Frozen):
+class Scheme(Frozen):
     """``bits`` 32 leaves a linear in float. With int8 ``activations`` inputs lie on one static grid, and weights are
     symmetric with one scale per output channel, whatever ``group_size`` and ``symmetric`` say.
     """
@@ -27,13 +27,13 @@ class Kernel(Frozen):
     activations: Literal["float", "int8"] = "float"
 
     @model_validator(mode="after")
-    def _int8_products_take_int8_weights(self) -> Kernel:
+    def _int8_products_take_int8_weights(self) -> Scheme:
         if self.activations == "int8" and self.bits != 8:
             raise ValueError(f"activations: int8 needs bits: 8, found bits: {self.bits}")
         return self
 
     @model_validator(mode="after")
-    def _scales_beside_zero_points_are_positive_anyway(self) -> Kernel:
+    def _scales_beside_zero_points_are_positive_anyway(self) -> Scheme:
         if self.positive_scales and not self.symmetric:
             raise ValueError("positive_scales: true needs symmetric: true; with zero points no scale is negative")
         return self
@@ -42,7 +42,7 @@ class Kernel(Frozen):
     def name(self) -> str:
         """What tables call it.
 
-        >>> Kernel(bits=4).name, Kernel(bits=8, activations="int8").name
+        >>> Scheme(bits=4).name, Scheme(bits=8, activations="int8").name
         ('4-bit g32 asym', 'static int8')
         """
         if self.bits == 32:
@@ -57,24 +57,24 @@ class Kernel(Frozen):
         return self.bits != 32 and self.activations == "float"
 
 
-FLOAT = Kernel(bits=32, symmetric=True)
-STATIC_INT8 = Kernel(bits=8, symmetric=True, activations="int8")
+FLOAT = Scheme(bits=32, symmetric=True)
+STATIC_INT8 = Scheme(bits=8, symmetric=True, activations="int8")
 
 # Groups of 128 shrink to 64 where they do not divide the inputs. Larger or smaller ones of 8 bits are no faster.
-MENU: tuple[Kernel, ...] = (
+MENU: tuple[Scheme, ...] = (
     FLOAT,
-    Kernel(bits=8, group_size=128, symmetric=True),
+    Scheme(bits=8, group_size=128, symmetric=True),
     STATIC_INT8,
-    Kernel(bits=6, group_size=64, symmetric=True),
-    Kernel(bits=4, group_size=32, symmetric=True),
-    Kernel(bits=4, group_size=128, symmetric=True),
+    Scheme(bits=6, group_size=64, symmetric=True),
+    Scheme(bits=4, group_size=32, symmetric=True),
+    Scheme(bits=4, group_size=128, symmetric=True),
 )
 
 # Weight-only, since a table is gathered, and symmetric, as checkpoints hold quantized embeddings.
-TABLE_MENU: tuple[Kernel, ...] = (
+TABLE_MENU: tuple[Scheme, ...] = (
     FLOAT,
-    Kernel(bits=8, group_size=64, symmetric=True),
-    Kernel(bits=6, group_size=64, symmetric=True),
-    Kernel(bits=6, group_size=32, symmetric=True),
-    Kernel(bits=4, group_size=32, symmetric=True),
+    Scheme(bits=8, group_size=64, symmetric=True),
+    Scheme(bits=6, group_size=64, symmetric=True),
+    Scheme(bits=6, group_size=32, symmetric=True),
+    Scheme(bits=4, group_size=32, symmetric=True),
 )

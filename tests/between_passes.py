@@ -156,7 +156,7 @@ class GraphRunner:
             "seqlens_k": (begin + tokens.shape[1] - 1).astype(np.int32),
             "total_sequence_length": np.array(begin.max() + tokens.shape[1], np.int32),
             WRITE_POSITIONS: begin,
-            "logit_rows": np.array(rows, np.int64),
+            "logit_positions": np.array(rows, np.int64),
             GREEDY: np.array(False),
         }
         feeds = {name: array for name, array in small.items() if name in self._known}
@@ -170,7 +170,7 @@ class GraphRunner:
                 fresh = slice(start, start + tokens.shape[1])
                 buffer[first + row, :, fresh] = present[:, at : at + tokens.shape[1]]
         logits = results["logits"]
-        if "logit_rows" not in self._known:
+        if "logit_positions" not in self._known:
             logits = logits.reshape(-1, logits.shape[-1])[list(rows)]
         if GREEDY in self._known:  # logits or tokens, not both
             chosen = self._session.run([NEXT_TOKENS], feeds | {GREEDY: np.array(True)})[0]

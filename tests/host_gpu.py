@@ -157,7 +157,7 @@ class HostContext:
         return True
 
     def execute_async_v3(self, stream: int) -> bool:
-        profile, rows = self.profile, self.shapes["logit_rows"][0]
+        profile, rows = self.profile, self.shapes["logit_positions"][0]
         assert profile is not None and stream in self.engine.cuda.streams and self.scratch
         batch, tokens = self.shapes["input_ids"]
         if batch != profile.batch or not profile.min_tokens <= tokens <= profile.max_tokens:

@@ -16,7 +16,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from engines.passes.base import CONTRIB, Lowering, Outcome
+from engines.passes.base import CONTRIB, Lowering, PassResult
 from engines.sessions import cpu_options
 from engines.targets.ort_cpu import library
 from quantization.rounding import QuantizedLinear
@@ -176,9 +176,9 @@ def group(name: str, *members: str, in_features: int = 32, out_features: int = 3
     )
 
 
-def apply(lowered: Lowering, *passes: ModuleType) -> Outcome:
+def apply(lowered: Lowering, *passes: ModuleType) -> PassResult:
     """Run passes as ``engines.compile.lower`` does; the outcome of the last."""
-    outcome = Outcome(0)
+    outcome = PassResult(0)
     for step in passes:
         outcome = step.run(lowered)
         lowered.model.graph.sort()

@@ -1,15 +1,15 @@
-"""Kernel plans that are written out, for tests that need no costs and no sensitivities."""
+"""Precision plans that are written out, for tests that need no costs and no sensitivities."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from quantization.plan import KernelPlan
+from quantization.plan import PrecisionPlan
 from quantization.plan_search import write_plan
 from tapeout.artifact import Artifact
 from tapeout.portable_graph import PortableGraph
 from tapeout.recipe import Recipe
 
 
-def written_plan(recipe: Recipe, graph: Artifact[PortableGraph], folder: Path) -> Artifact[KernelPlan]:
+def written_plan(recipe: Recipe, graph: Artifact[PortableGraph], folder: Path) -> Artifact[PrecisionPlan]:
     return write_plan(recipe.plan, graph, folder)

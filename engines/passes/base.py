@@ -1,7 +1,7 @@
 """What every pass shares: its signature, its report, and small graph surgery.
 
-A pass is a function ``(Lowering) -> Outcome``. It changes ``lowering.model`` in place. ``Outcome.matched`` counts its
-rewrites, ``Outcome.declined`` says why it left something that looked like its pattern, or rewrote less of it than it
+A pass is a function ``(Lowering) -> PassResult``. It changes ``lowering.model`` in place. ``PassResult.matched`` counts
+its rewrites, ``PassResult.declined`` says why it left something that looked like its pattern, or rewrote less of it than it
 might have. These are sentences for users: each begins with what it is about, a linear group, a layer, a parameter, or
 an operator and its output. A pass that matched nothing says at least what there was nothing of.
 """
@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from engines.bundle import Product
+from engines.bundle import LinearOutput
 from tapeout.graph_analysis import is_parameter
 from tapeout.portable_graph import LinearGroup, PortableGraph
 
@@ -61,7 +61,7 @@ class Lowering:
     kv_scales: dict[str, NDArray[np.float32]] = field(default_factory=dict)  # empty: float cache
     kv_bits: int = 8  # of the codes under them: 8, or 4 and two of them a byte
     plan: dict[str, str] = field(default_factory=dict)  # filled by the kernel pass: group -> kernel
-    products: list[Product] = field(default_factory=list[Product])  # likewise
+    linear_outputs: list[LinearOutput] = field(default_factory=list[LinearOutput])  # likewise
     # For targets that are strongly typed (engines.targets.tensorrt):
     float_type: str = "fp32"  # fp16 or bf16
     precision: str = "fp32"  # of linears: the float type, int4 or fp8
@@ -77,7 +77,7 @@ class Lowering:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PassResult:
     matched: int
     declined: tuple[str, ...] = ()
 

@@ -22,9 +22,9 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from engines.bundle import Product
+from engines.bundle import LinearOutput
 from engines.native import DOMAIN, unsupported
-from engines.passes.base import Lowering, Outcome, initializer, new_value, replace
+from engines.passes.base import Lowering, PassResult, initializer, new_value, replace
 from engines.passes.float_linears import label_of
 from engines.passes.linear_kernels import one_format, stacked_bias
 from engines.passes.linears import biases_of, is_linear, out_features_of, weights_of
@@ -33,11 +33,11 @@ TILE, STEP = 16, 4  # output channels, input channels
 LANES = 16  # a group is a multiple of
 
 
-def run(lowering: Lowering) -> Outcome:
+def run(lowering: Lowering) -> PassResult:
     nodes = [n for n in lowering.model.graph if is_linear(n)]
     reason = unsupported()
     if reason or not nodes:
-        return Outcome(
+        return PassResult(
             0, (f"every linear: {reason}; left to the next kernel pass" if reason else "no linear in the graph",)
         )
     matched, declined = 0, list[str]()
@@ -55,7 +55,7 @@ def run(lowering: Lowering) -> Outcome:
         matched += 1
     if matched:
         lowering.model.opset_imports[DOMAIN] = 1
-    return Outcome(matched, tuple(declined))
+    return PassResult(matched, tuple(declined))
 
 
 def _lower(lowering: Lowering, node: ir.Node, label: str, parts: list[Any]) -> None:
@@ -75,8 +75,10 @@ def _lower(lowering: Lowering, node: ir.Node, label: str, parts: list[Any]) -> N
     symmetry = "sym" if first.zero_points is None else "asym"
     lowering.plan[label] = f"BlockLinear {first.bits}-bit g{first.group_size} {symmetry}"
     replace(model, [node], [product], {node.outputs[0]: product.outputs[0]})
-    lowering.products.append(
-        Product(value=product.outputs[0].name or "", weights=tuple(weights_of(node)), rows=tuple(out_features_of(node)))
+    lowering.linear_outputs.append(
+        LinearOutput(
+            value=product.outputs[0].name or "", weights=tuple(weights_of(node)), rows=tuple(out_features_of(node))
+        )
     )
 
 

@@ -14,21 +14,21 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from engines.native import DOMAIN, unsupported
-from engines.passes.base import Lowering, Outcome, attribute
+from engines.passes.base import Lowering, PassResult, attribute
 
 HEAD_SIZES, LARGEST_HEAD = 16, 512  # a head is a multiple of the first: the lanes of a vector
 CACHE_ATTRIBUTES = ("k_quant_type", "v_quant_type", "kv_cache_bit_width")  # the cache itself says as much
 ATTRIBUTES = ("num_heads", "kv_num_heads", "scale", "do_rotary", "rotary_interleaved", "softcap", "local_window_size")
 
 
-def run(lowering: Lowering) -> Outcome:
+def run(lowering: Lowering) -> PassResult:
     model = lowering.model
     nodes = [n for n in model.graph if n.op_type == "GroupQueryAttention"]
     if not nodes:
-        return Outcome(0, ("no GroupQueryAttention in the graph",))
+        return PassResult(0, ("no GroupQueryAttention in the graph",))
     machine = unsupported()
     if machine:
-        return Outcome(0, (f"every layer: {machine}; GroupQueryAttention stays",))
+        return PassResult(0, (f"every layer: {machine}; GroupQueryAttention stays",))
     declined: list[str] = []
     for layer, node in enumerate(nodes):
         reason = _unfit(node)
@@ -38,7 +38,7 @@ def run(lowering: Lowering) -> Outcome:
             _replace(model, node)
     if len(declined) < len(nodes):
         model.opset_imports[DOMAIN] = 1
-    return Outcome(len(nodes) - len(declined), tuple(declined))
+    return PassResult(len(nodes) - len(declined), tuple(declined))
 
 
 def _unfit(node: ir.Node) -> str:

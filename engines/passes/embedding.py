@@ -14,11 +14,11 @@ import onnx_ir as ir
 
 from engines.native import DOMAIN, unsupported
 from engines.passes import block_linears
-from engines.passes.base import CONTRIB, Lowering, Outcome, initializer, new_value, replace
+from engines.passes.base import CONTRIB, Lowering, PassResult, initializer, new_value, replace
 from engines.passes.linear_kernels import in_more_bits, pack, widened
 
 
-def run(lowering: Lowering) -> Outcome:
+def run(lowering: Lowering) -> PassResult:
     name = lowering.graph.embedding
     table = lowering.weights.linear(name)
     nodes = [
@@ -28,16 +28,16 @@ def run(lowering: Lowering) -> Outcome:
     ]
     if not hasattr(table, "codes"):
         lowering.plan["embedding"] = "Gather fp32"
-        return Outcome(0, (f"{name}: it is not quantized; its rows are read as floats",))
+        return PassResult(0, (f"{name}: it is not quantized; its rows are read as floats",))
     if not nodes:
-        return Outcome(0, (f"{name}: no Gather reads it; its codes are left unused",))
+        return PassResult(0, (f"{name}: no Gather reads it; its codes are left unused",))
     reason = unsupported() or block_linears.unfit(table)
     for node in nodes:
         gather = _stock(lowering.model, table, node) if reason else _native(lowering.model, table, node)
         replace(lowering.model, [node], [gather], {node.outputs[0]: gather.outputs[0]})
         stored = in_more_bits(table) if reason else ""
         lowering.plan["embedding"] = f"{gather.op_type} {table.bits}-bit g{table.group_size}{stored}"
-    return Outcome(len(nodes), (f"{name}: {reason}; ONNX Runtime's own operator reads it",) if reason else ())
+    return PassResult(len(nodes), (f"{name}: {reason}; ONNX Runtime's own operator reads it",) if reason else ())
 
 
 def _native(model: ir.Model, table: Any, node: ir.Node) -> ir.Node:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from engines.passes.base import Lowering, Outcome, attribute, constant, remove_dead
+from engines.passes.base import Lowering, PassResult, attribute, constant, remove_dead
 from tapeout.graph_analysis import is_attention
 
 OPSET = 24  # of TensorScatter, and of Attention with nonpad_kv_seqlen
@@ -29,7 +29,7 @@ WRITE_POSITIONS = "write_positions"
 HIDDEN = -3e4  # a score far below any soft cap, within float16
 
 
-def run(lowering: Lowering) -> Outcome:
+def run(lowering: Lowering) -> PassResult:
     model = lowering.model
     nodes = [n for n in model.graph if is_attention(n)]
     write = ir.Value(name=WRITE_POSITIONS, shape=ir.Shape(["batch"]), type=ir.TensorType(ir.DataType.INT64))
@@ -39,7 +39,7 @@ def run(lowering: Lowering) -> Outcome:
     notes = [_lower(lowering, layer, node, write, masks) for layer, node in enumerate(nodes)]
     del model.functions[("tapeout", "Attention", "")]
     model.opset_imports[""] = OPSET
-    return Outcome(len(nodes), tuple(note for note in notes if note))
+    return PassResult(len(nodes), tuple(note for note in notes if note))
 
 
 def _lower(lowering: Lowering, layer: int, node: ir.Node, write: ir.Value, masks: dict[int, ir.Value]) -> str:

@@ -12,12 +12,12 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from engines.bundle import Product
-from engines.passes.base import Lowering, Outcome, constant, new_value, replace
+from engines.bundle import LinearOutput
+from engines.passes.base import Lowering, PassResult, constant, new_value, replace
 from engines.passes.linears import biases_of, is_linear, out_features_of, weights_of
 
 
-def run(lowering: Lowering) -> Outcome:
+def run(lowering: Lowering) -> PassResult:
     nodes = [n for n in lowering.model.graph if is_linear(n)]
     for node in nodes:
         names = weights_of(node)
@@ -29,7 +29,7 @@ def run(lowering: Lowering) -> Outcome:
         product = ir.node("MatMul", [node.inputs[0], transposed.outputs[0]])
         finish(lowering, node, [transposed, product])
         lowering.plan[label_of(lowering, node)] = "MatMul float"
-    return Outcome(len(nodes), () if nodes else ("no linear was left to it",))
+    return PassResult(len(nodes), () if nodes else ("no linear was left to it",))
 
 
 def _stacked(lowering: Lowering, names: list[str]) -> ir.Value:
@@ -74,8 +74,8 @@ def finish(lowering: Lowering, node: ir.Node, nodes: list[ir.Node]) -> None:
         bias = constant(lowering.model, f"{label}.bias", values)
         nodes = [*nodes, ir.node("Add", [product, bias], outputs=[new_value(f"{label}.biased", node.outputs[0])])]
     replace(lowering.model, [node], nodes, {node.outputs[0]: nodes[-1].outputs[0]})
-    lowering.products.append(
-        Product(
+    lowering.linear_outputs.append(
+        LinearOutput(
             value=nodes[-1].outputs[0].name or "", weights=tuple(weights_of(node)), rows=tuple(out_features_of(node))
         )
     )

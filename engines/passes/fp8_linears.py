@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from engines.passes.base import Lowering, Outcome, constant, initializer, new_value
+from engines.passes.base import Lowering, PassResult, constant, initializer, new_value
 from engines.passes.float_linears import finish, group_name, is_head, label_of, stacked_weight
 from engines.passes.half_precision import scales_as_stored
 from engines.passes.linears import is_linear, weights_of
@@ -26,9 +26,9 @@ from tapeout.errors import BuildError
 LARGEST = 448.0  # of E4M3 without infinities (arXiv:2209.05433)
 
 
-def run(lowering: Lowering) -> Outcome:
+def run(lowering: Lowering) -> PassResult:
     if lowering.precision != "fp8":
-        return Outcome(0, (f"the build's precision is {lowering.precision}",))
+        return PassResult(0, (f"the build's precision is {lowering.precision}",))
     matched, notes = 0, list[str]()
     for node in [n for n in lowering.model.graph if is_linear(n)]:
         label = label_of(lowering, node)
@@ -37,7 +37,7 @@ def run(lowering: Lowering) -> Outcome:
             continue
         _lower(lowering, node, label)
         matched += 1
-    return Outcome(matched, tuple(notes))
+    return PassResult(matched, tuple(notes))
 
 
 def quantize_rows(weight: NDArray[np.float32]) -> tuple[NDArray[Any], NDArray[np.float32]]:

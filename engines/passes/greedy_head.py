@@ -13,17 +13,17 @@ import onnx_ir as ir
 
 from engines.bundle import GREEDY, NEXT_TOKENS
 from engines.native import DOMAIN
-from engines.passes.base import Lowering, Outcome
+from engines.passes.base import Lowering, PassResult
 
 
-def run(lowering: Lowering) -> Outcome:
+def run(lowering: Lowering) -> PassResult:
     graph = lowering.model.graph
     logits = next((output for output in graph.outputs if output.name == "logits"), None)
     if logits is None or logits.shape is None or len(logits.shape) != 2:
-        return Outcome(0, ("logits are not given by rows that were asked for; tokens are chosen outside the graph",))
+        return PassResult(0, ("logits are not given by rows that were asked for; tokens are chosen outside the graph",))
     head = logits.producer()
     if head is None or (head.domain, head.op_type) != (DOMAIN, "BlockLinear"):
-        return Outcome(0, ("logits are not what a native product returns; tokens are chosen outside the graph",))
+        return PassResult(0, ("logits are not what a native product returns; tokens are chosen outside the graph",))
     greedy = ir.Value(name=GREEDY, shape=ir.Shape([]), type=ir.TensorType(ir.DataType.BOOL))
     graph.inputs.append(greedy)
     fused = ir.node(
@@ -42,4 +42,4 @@ def run(lowering: Lowering) -> Outcome:
     graph.outputs[graph.outputs.index(logits)] = rows
     graph.outputs.append(chosen)
     graph.remove(head, safe=True)
-    return Outcome(1)
+    return PassResult(1)

@@ -22,7 +22,7 @@ import onnx_ir as ir
 from engines.passes.base import (
     CONTRIB,
     Lowering,
-    Outcome,
+    PassResult,
     attribute,
     constant,
     new_value,
@@ -35,7 +35,7 @@ from tapeout.errors import BuildError
 from tapeout.graph_analysis import is_attention
 
 
-def run(lowering: Lowering) -> Outcome:
+def run(lowering: Lowering) -> PassResult:
     model = lowering.model
     seqlens = _input(model, "seqlens_k", ir.DataType.INT32, ["batch"])
     total = _input(model, "total_sequence_length", ir.DataType.INT32, [])
@@ -47,7 +47,7 @@ def run(lowering: Lowering) -> Outcome:
     model.graph.inputs.remove(mask)
     del model.functions[("tapeout", "Attention", "")]
     model.opset_imports[CONTRIB] = 1
-    return Outcome(len(nodes), tuple(declined))
+    return PassResult(len(nodes), tuple(declined))
 
 
 def _input(model: ir.Model, name: str, dtype: ir.DataType, shape: list[str | int]) -> ir.Value:

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from engines.passes.base import Lowering, Outcome
+from engines.passes.base import Lowering, PassResult
 from tapeout.errors import BuildError
 
 TYPES: dict[str, tuple[ir.DataType, Any]] = {
@@ -23,7 +23,7 @@ TYPES: dict[str, tuple[ir.DataType, Any]] = {
 }
 
 
-def run(lowering: Lowering) -> Outcome:
+def run(lowering: Lowering) -> PassResult:
     graph = lowering.model.graph
     dtype, element = TYPES[lowering.float_type]
     changed = 0
@@ -51,7 +51,7 @@ def run(lowering: Lowering) -> Outcome:
     result.shape, result.type = logits.shape, ir.TensorType(ir.DataType.FLOAT)
     graph.append(cast)
     graph.outputs[0] = result
-    return Outcome(changed)
+    return PassResult(changed)
 
 
 def scales_as_stored(scales: NDArray[np.float32]) -> NDArray[np.float32]:

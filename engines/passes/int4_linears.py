@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from engines.passes.base import Lowering, Outcome, initializer
+from engines.passes.base import Lowering, PassResult, initializer
 from engines.passes.float_linears import finish, is_head, label_of
 from engines.passes.half_precision import scales_as_stored
 from engines.passes.linears import is_linear, weights_of
@@ -26,9 +26,9 @@ MIDPOINT = 8  # unsigned code of zero
 LARGEST_CODE, SMALLEST_CODE = 7, -8
 
 
-def run(lowering: Lowering) -> Outcome:
+def run(lowering: Lowering) -> PassResult:
     if lowering.precision != "int4":
-        return Outcome(0, (f"the build's precision is {lowering.precision}",))
+        return PassResult(0, (f"the build's precision is {lowering.precision}",))
     matched, notes = 0, list[str]()
     for node in [n for n in lowering.model.graph if is_linear(n)]:
         label = label_of(lowering, node)
@@ -42,7 +42,7 @@ def run(lowering: Lowering) -> Outcome:
             notes.append(f"{label}: {note}")
         _lower(lowering, node, label, codes, scales)
         matched += 1
-    return Outcome(matched, tuple(notes))
+    return PassResult(matched, tuple(notes))
 
 
 def _unfit(parts: list[Any]) -> str:

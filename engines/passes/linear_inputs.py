@@ -12,10 +12,10 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from engines.native import DOMAIN
-from engines.passes.base import Lowering, Outcome, attribute, new_value, only_use, producer_of, replace
+from engines.passes.base import Lowering, PassResult, attribute, new_value, only_use, producer_of, replace
 
 
-def run(lowering: Lowering) -> Outcome:
+def run(lowering: Lowering) -> PassResult:
     nodes = [n for n in lowering.model.graph if n.domain == DOMAIN and n.op_type == "BlockLinear"]
     matched, declined = 0, list[str]()
     for node in nodes:
@@ -32,7 +32,7 @@ def run(lowering: Lowering) -> Outcome:
             declined.append(f"{(codes.name or '').removesuffix('.codes')}: {reason}")
         else:
             matched += 1
-    return Outcome(matched, tuple(declined) if nodes else ("no native product in the graph",))
+    return PassResult(matched, tuple(declined) if nodes else ("no native product in the graph",))
 
 
 def _norm(model: ir.Model, node: ir.Node, x: ir.Value) -> str:

@@ -18,8 +18,8 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from engines.bundle import Product
-from engines.passes.base import CONTRIB, Lowering, Outcome, initializer, new_value, replace
+from engines.bundle import LinearOutput
+from engines.passes.base import CONTRIB, Lowering, PassResult, initializer, new_value, replace
 from engines.passes.linears import biases_of, is_linear, out_features_of, weights_of
 from tapeout.errors import BuildError
 
@@ -27,12 +27,12 @@ ACCURACY_LEVEL = 4
 BITS = (4, 8)
 
 
-def run(lowering: Lowering) -> Outcome:
+def run(lowering: Lowering) -> PassResult:
     nodes = [n for n in lowering.model.graph if is_linear(n)]
     for node in nodes:
         _lower(lowering, node)
     lowering.model.opset_imports[CONTRIB] = 1
-    return Outcome(len(nodes), () if nodes else ("no linear was left to it",))
+    return PassResult(len(nodes), () if nodes else ("no linear was left to it",))
 
 
 def _lower(lowering: Lowering, node: ir.Node) -> None:
@@ -56,7 +56,9 @@ def _lower(lowering: Lowering, node: ir.Node) -> None:
     lowering.plan[label] = kind
     replace(lowering.model, [node], lowered, {node.outputs[0]: lowered[-1].outputs[0]})
     rows = tuple(out_features_of(node))
-    lowering.products.append(Product(value=lowered[-1].outputs[0].name or "", weights=tuple(names), rows=rows))
+    lowering.linear_outputs.append(
+        LinearOutput(value=lowered[-1].outputs[0].name or "", weights=tuple(names), rows=rows)
+    )
 
 
 def one_format(label: str, parts: list[Any]) -> None:

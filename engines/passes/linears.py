@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from engines.passes.base import INTERNAL, Lowering, Outcome, new_value, replace
+from engines.passes.base import INTERNAL, Lowering, PassResult, new_value, replace
 from tapeout.graph_analysis import find_linears
 
 OP = "Linear"
 
 
-def run(lowering: Lowering) -> Outcome:
+def run(lowering: Lowering) -> PassResult:
     linears = find_linears(lowering.model.graph)
     for linear in linears:
         node = ir.Node(
@@ -36,7 +36,7 @@ def run(lowering: Lowering) -> Outcome:
             del lowering.model.graph.initializers[linear.name]  # its shape is the other way round
     others = [n for n in lowering.model.graph if n.op_type in ("MatMul", "Gemm")]
     declined = tuple(f"{n.op_type} {n.outputs[0].name}: its weight is no parameter; kept in float" for n in others)
-    return Outcome(len(linears), declined if linears or declined else ("no product in the graph",))
+    return PassResult(len(linears), declined if linears or declined else ("no product in the graph",))
 
 
 def is_linear(node: ir.Node | None) -> bool:

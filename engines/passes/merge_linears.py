@@ -10,11 +10,11 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from engines.passes.base import INTERNAL, Lowering, Outcome, constant, new_value, remove_dead
+from engines.passes.base import INTERNAL, Lowering, PassResult, constant, new_value, remove_dead
 from engines.passes.linears import OP, biases_of, is_linear, out_features_of, weights_of
 
 
-def run(lowering: Lowering) -> Outcome:
+def run(lowering: Lowering) -> PassResult:
     matched, declined = 0, list[str]()
     by_weight = {weights_of(n)[0]: n for n in lowering.model.graph if is_linear(n)}
     for group in lowering.graph.groups:
@@ -32,7 +32,7 @@ def run(lowering: Lowering) -> Outcome:
         matched += 1
     if not matched and not declined:
         declined.append("every linear is the only one of its group; nothing to merge")
-    return Outcome(matched, tuple(declined))
+    return PassResult(matched, tuple(declined))
 
 
 def _merge(lowering: Lowering, name: str, nodes: list[ir.Node]) -> None:

@@ -12,7 +12,7 @@ import onnx_ir as ir
 from engines.passes.base import (
     CONTRIB,
     Lowering,
-    Outcome,
+    PassResult,
     attribute,
     new_value,
     parameter_behind,
@@ -24,7 +24,7 @@ from engines.passes.base import (
 _SKIP = {"RMSNormalization": "SkipSimplifiedLayerNormalization", "LayerNormalization": "SkipLayerNormalization"}
 
 
-def run(lowering: Lowering) -> Outcome:
+def run(lowering: Lowering) -> PassResult:
     model, matched, declined = lowering.model, 0, list[str]()
     for node in [n for n in model.graph if n.op_type in _SKIP]:
         x, weight, *bias = node.inputs
@@ -47,7 +47,7 @@ def run(lowering: Lowering) -> Outcome:
             )
             replace(model, [node], [plain], {node.outputs[0]: plain.outputs[0]})
             matched += 1
-    return Outcome(matched, tuple(declined) if matched or declined else ("no norm in the graph",))
+    return PassResult(matched, tuple(declined) if matched or declined else ("no norm in the graph",))
 
 
 def _fuse_sum(model: ir.Model, node: ir.Node, x: ir.Value, weight: ir.Value, bias: list[ir.Value | None]) -> str:

@@ -20,7 +20,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from engines.passes.base import CONTRIB, Lowering, Outcome, attribute, constant
+from engines.passes.base import CONTRIB, Lowering, PassResult, attribute, constant
 
 OPSET = 24  # of TensorScatter
 # Up to here the branch's many small nodes cost more than they save: after 60 positions, 4 tokens of the default model
@@ -115,16 +115,16 @@ class _Step:
         return branch.graph(outputs, self._types())
 
 
-def run(lowering: Lowering) -> Outcome:
+def run(lowering: Lowering) -> PassResult:
     model = lowering.model
     nodes = [n for n in model.graph if n.op_type == "GroupQueryAttention"]
     if not nodes:
-        return Outcome(0, ("no GroupQueryAttention in the graph",))
+        return PassResult(0, ("no GroupQueryAttention in the graph",))
     model.opset_imports[""] = max(OPSET, model.opset_imports[""])
     step = _Step(lowering, nodes)
     for layer, node in enumerate(nodes):
         _branch(lowering, step, layer, node)
-    return Outcome(len(nodes))
+    return PassResult(len(nodes))
 
 
 def _branch(lowering: Lowering, step: _Step, layer: int, node: ir.Node) -> None:

@@ -12,12 +12,12 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from engines.passes.base import Lowering, Outcome, constant, remove_dead
+from engines.passes.base import Lowering, PassResult, constant, remove_dead
 
 POSITIONS = "position_ids"
 
 
-def run(lowering: Lowering) -> Outcome:
+def run(lowering: Lowering) -> PassResult:
     model = lowering.model
     nodes = [n for n in model.graph if n.op_type == "RotaryEmbedding"]
     tables: dict[tuple[int, int], tuple[ir.Value, ir.Value]] = {}
@@ -47,7 +47,7 @@ def run(lowering: Lowering) -> Outcome:
         node.replace_input_with(3, positions)
         matched += 1
         remove_dead(model, [p for p in (cos.producer(), sin.producer()) if p is not None])
-    return Outcome(matched, tuple(declined) if nodes else ("no RotaryEmbedding in the graph",))
+    return PassResult(matched, tuple(declined) if nodes else ("no RotaryEmbedding in the graph",))
 
 
 def _label(node: ir.Node) -> str:

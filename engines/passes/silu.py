@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from engines.passes.base import CONTRIB, Lowering, Outcome, new_value, replace
+from engines.passes.base import CONTRIB, Lowering, PassResult, new_value, replace
 
 
-def run(lowering: Lowering) -> Outcome:
+def run(lowering: Lowering) -> PassResult:
     model, matched, declined = lowering.model, 0, list[str]()
     sigmoids = [n for n in model.graph if n.op_type == "Sigmoid"]
     for sigmoid in sigmoids:
@@ -27,4 +27,4 @@ def run(lowering: Lowering) -> Outcome:
                 matched += 1
             else:
                 declined.append(f"Sigmoid {gate.name}: what multiplies it is not its own input; kept as it is")
-    return Outcome(matched, tuple(declined) if sigmoids else ("no Sigmoid in the graph; the activation is another",))
+    return PassResult(matched, tuple(declined) if sigmoids else ("no Sigmoid in the graph; the activation is another",))

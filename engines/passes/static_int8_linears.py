@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from engines.bundle import Product
-from engines.passes.base import CONTRIB, Lowering, Outcome, initializer, new_value, replace
+from engines.bundle import LinearOutput
+from engines.passes.base import CONTRIB, Lowering, PassResult, initializer, new_value, replace
 from engines.passes.float_linears import label_of
 from engines.passes.linear_kernels import stacked_bias
 from engines.passes.linears import biases_of, is_linear, out_features_of, weights_of
@@ -28,7 +28,7 @@ MIDPOINT = 128  # unsigned code of zero, of inputs and weights alike
 EXACT_FEATURES = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
 
 
-def run(lowering: Lowering) -> Outcome:
+def run(lowering: Lowering) -> PassResult:
     matched, declined, signed = 0, list[str](), products_of_signed_weights_are_exact()
     for node in [n for n in lowering.model.graph if is_linear(n)]:
         parts = [lowering.weights.linear(name) for name in weights_of(node)]
@@ -47,7 +47,7 @@ def run(lowering: Lowering) -> Outcome:
         _lower(lowering, node, parts, signed=signed)
         matched += 1
     lowering.model.opset_imports[CONTRIB] = 1
-    return Outcome(matched, tuple(declined) if matched else ("no linear has a static scale for its inputs",))
+    return PassResult(matched, tuple(declined) if matched else ("no linear has a static scale for its inputs",))
 
 
 def products_of_signed_weights_are_exact() -> bool:
@@ -79,6 +79,8 @@ def _lower(lowering: Lowering, node: ir.Node, parts: list[Any], *, signed: bool)
     )
     lowering.plan[label] = "MatMulIntegerToFloat 8-bit, static int8 input"
     replace(model, [node], [rounded, product], {node.outputs[0]: product.outputs[0]})
-    lowering.products.append(
-        Product(value=product.outputs[0].name or "", weights=tuple(weights_of(node)), rows=tuple(out_features_of(node)))
+    lowering.linear_outputs.append(
+        LinearOutput(
+            value=product.outputs[0].name or "", weights=tuple(weights_of(node)), rows=tuple(out_features_of(node))
+        )
     )

@@ -254,11 +254,11 @@ def _four_bits(request: Request, graph: Artifact[PortableGraph]) -> Artifact[Qua
     from quantization.calibration import Calibration
     from quantization.plan_search import write_plan
     from quantization.quantize import quantize
-    from tapeout.recipe import Kernel, KVCache, Plan, Rule
+    from tapeout.recipe import KVCache, Plan, Rule, Scheme
 
     plan = Plan(
         kernels=(Rule(match="*", bits=4, group_size=INT4_BLOCK, symmetric=True, positive_scales=True),),
-        embeddings=Kernel(bits=32),
+        embeddings=Scheme(bits=32),
         kv_cache=KVCache(dtype="float32"),
     )
     settings = request.recipe.quantize.model_copy(update={"method": "awq"})

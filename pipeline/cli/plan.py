@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.stages.kernel_costs import timed
-from quantization.plan import COLUMNS, KernelPlan, summary, table
+from quantization.plan import COLUMNS, PrecisionPlan, summary, table
 from tapeout import artifact
 from tapeout.portable_graph import PortableGraph
 from tapeout.recipe import Recipe
@@ -22,12 +22,12 @@ def run(artifacts: Path, recipe: Recipe) -> tuple[dict[str, Any], RenderableType
     """The plan that was made, for a script and for people. One that the recipe wrote gets the times of its kernels, as
     far as they were measured on this machine before.
     """
-    made = artifact.load(artifacts / "plan", KernelPlan)
+    made = artifact.load(artifacts / "plan", PrecisionPlan)
     plan = timed(made.record, recipe, artifact.load(artifacts / "graph", PortableGraph).record)
     return {"digest": made.digest} | plan.model_dump(mode="json"), shown(plan)
 
 
-def shown(plan: KernelPlan) -> RenderableType:
+def shown(plan: PrecisionPlan) -> RenderableType:
     found = Table(box=SIMPLE_HEAD, pad_edge=False)
     for number, column in enumerate(COLUMNS):
         found.add_column(column, justify="right" if 2 <= number <= 4 else "left", overflow="fold")

@@ -21,7 +21,7 @@ from pipeline.report.data import (
 )
 from quantization.checkpoint import LinearReport, QuantizedModel
 from quantization.frontier import Frontier, read
-from quantization.plan import COLUMNS, FRONTIER_FILE, KernelPlan, summary, table
+from quantization.plan import COLUMNS, FRONTIER_FILE, PrecisionPlan, summary, table
 from tapeout import artifact
 from tapeout.artifact import RECORD, Artifact, read_payload
 from tapeout.recipe import Recipe
@@ -43,7 +43,7 @@ def gather(recipe: Recipe, artifacts: Path) -> ReportData:
         model_name=recipe.register_.model_name,
         verdict=verdict.record,
         divergence=_divergence(artifacts, verdict.record),
-        plan=_plan(artifact.load(artifacts / "plan", KernelPlan)),
+        plan=_plan(artifact.load(artifacts / "plan", PrecisionPlan)),
         layers=tuple(_layer(linear) for linear in quantized.record.linears),
         weights=_weights(quantized.record),
         batches=_batches(timed.record),
@@ -70,7 +70,7 @@ def _divergence(artifacts: Path, verdict: Verdict) -> Divergence | None:
     return Divergence(tuple(i.kl_sum / i.tokens for i in items), check.value, check.upper, check.bound)
 
 
-def _plan(plan: Artifact[KernelPlan]) -> Planned:
+def _plan(plan: Artifact[PrecisionPlan]) -> Planned:
     search, frontier = plan.record.search, None
     if search is not None:
         points = read((plan.folder / FRONTIER_FILE).read_text())

@@ -9,7 +9,7 @@ from engines.linear_costs import Shape
 from engines.threads import physical_cores
 from engines.timing import Seconds, streamed_bytes
 from quantization.cost_table import CostTable, products_of, workload_of
-from quantization.plan import KernelPlan, UnitPlan
+from quantization.plan import PrecisionPlan, UnitPlan
 from quantization.units import caches, stored_plainly
 from tapeout.errors import RecipeError
 from tapeout.portable_graph import PortableGraph
@@ -72,7 +72,7 @@ def cost_table(
     return CostTable(recipe.build.target, threads, recipe.build.slots, context, sizes, seconds, attention)
 
 
-def timed(plan: KernelPlan, recipe: Recipe, graph: PortableGraph) -> KernelPlan:
+def timed(plan: PrecisionPlan, recipe: Recipe, graph: PortableGraph) -> PrecisionPlan:
     """A plan that was written out, with the times of its kernels as far as they were measured here before, and the
     bytes that its KV cache takes in the recipe's engine.
     """

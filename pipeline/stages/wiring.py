@@ -127,10 +127,10 @@ def _plan(recipe: Recipe) -> None:
 
 
 def _quantize(recipe: Recipe) -> None:
-    from quantization.plan import KernelPlan
+    from quantization.plan import PrecisionPlan
     from quantization.quantize import quantize
 
-    plan = artifact.load(ARTIFACTS / "plan", KernelPlan)
+    plan = artifact.load(ARTIFACTS / "plan", PrecisionPlan)
     quantize(recipe, _graph(), _calibration(), plan, ARTIFACTS / "quantized")
 
 

@@ -26,7 +26,7 @@ from quantization.quantize import quantize
 from quantization.reference import QuantizedReference
 from tapeout.artifact import Artifact
 from tapeout.recipe import Calibrate, DataSource, KVCache, ModelSource, Plan, Recipe, Rule
-from tapeout.schemes import Kernel
+from tapeout.schemes import Scheme
 from tests.native import without_native_operators
 from tests.plans import written_plan
 
@@ -47,7 +47,7 @@ def documents(tiny_checkpoint: Path, tiny_texts: Callable[[int, int], list[str]]
     return [tokenizer(text).input_ids for text in tiny_texts(44, 9)[32:]]
 
 
-TABLES = Kernel(bits=6, group_size=32, symmetric=True)
+TABLES = Scheme(bits=6, group_size=32, symmetric=True)
 
 
 @pytest.fixture(scope="module", params=[("int8", "native"), ("int8", "stock"), ("int4", "native")], ids="-".join)

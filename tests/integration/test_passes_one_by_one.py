@@ -23,7 +23,7 @@ from engines.bundle import PassReport
 from engines.compile import lower
 from engines.load import known_targets, target_module
 from engines.passes import grouped_query_attention, silu
-from engines.passes.base import Lowering, Outcome
+from engines.passes.base import Lowering, PassResult
 from engines.passes.fp8_linears import quantize_rows
 from quantization.compressed_tensors import open_checkpoint
 from quantization.rounding import Format, QuantizedLinear, fitting_group_size, round_to_nearest
@@ -127,12 +127,12 @@ def compare_each(lowering: Lowering, passes: Sequence[Any]) -> tuple[PassReport,
     return lower(lowering, steps, lambda _: None)
 
 
-def _compared(step: Any) -> Callable[[Lowering], Outcome]:
+def _compared(step: Any) -> Callable[[Lowering], PassResult]:
     name = step.__name__.rpartition(".")[2]
 
-    def run(lowering: Lowering) -> Outcome:
+    def run(lowering: Lowering) -> PassResult:
         before = answers(lowering, written_out(lowering, name))
-        outcome: Outcome = step.run(lowering)
+        outcome: PassResult = step.run(lowering)
         lowering.model.graph.sort()
         apart = answers(lowering, written_out(lowering)).apart(before)
         if name == "half_precision":
@@ -245,7 +245,7 @@ def test_a_pass_that_changes_what_is_computed_is_named(
 ) -> None:
     """By a hundredth of one attribute in the first layer."""
 
-    def run(lowering: Lowering) -> Outcome:
+    def run(lowering: Lowering) -> PassResult:
         outcome = step.run(lowering)
         node = next(n for n in lowering.model.graph.all_nodes() if n.op_type == operator)
         node.attributes[attribute] = ir.AttrFloat32(attribute, node.attributes[attribute].as_float() * 1.01)

@@ -22,7 +22,7 @@ from evals.verdict import Outcome, Verdict
 from pipeline.cli.explain import explain
 from pipeline.recipes import shipped
 from pipeline.stages import wiring
-from quantization.plan import KernelPlan
+from quantization.plan import PrecisionPlan
 from tapeout import artifact
 from tests.stage_reads import ROOT, Reads, code, leaves, modules_at, recording
 
@@ -126,7 +126,7 @@ def judged(project: Path, recipe: str, folder: Path, patch: pytest.MonkeyPatch) 
 
 
 def test_the_chosen_plan_is_what_the_engine_computes(project: Path) -> None:
-    plan = artifact.load(project / "artifacts" / "plan", KernelPlan)
+    plan = artifact.load(project / "artifacts" / "plan", PrecisionPlan)
     bundle = artifact.load(project / "artifacts" / "candidate", EngineBundle)
     assert plan.record.search is not None and plan.record.search.joint_kl <= 0.0003
     for group, kernel in plan.record.kernels.items():

@@ -43,7 +43,7 @@ def write(folder: Path, weights: bytes) -> Artifact[EngineBundle]:
             weight_bytes=1,
             step_bytes=1,
             plan={},
-            products=(),
+            linear_outputs=(),
             stop_tokens=(1,),
         )
         draft.finish(record, parents={})

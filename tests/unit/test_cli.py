@@ -261,7 +261,7 @@ def write_bundle(folder: Path, target: str, features: tuple[str, ...]) -> None:
             weight_bytes=1,
             step_bytes=1,
             plan={},
-            products=(),
+            linear_outputs=(),
             stop_tokens=(characters().encode("#").ids[0],),
         )
         draft.finish(record, parents={})

@@ -50,7 +50,7 @@ def test_a_float_bundle_says_what_it_is(graph: Artifact[PortableGraph], tmp_path
         "prompt_attention": 0 if native else LAYERS,
         "norms": 2 * LAYERS + 1,
         "silu": LAYERS,
-        "logit_rows": 1,
+        "logit_positions": 1,
         "static_int8_linears": 0,
         "block_linears": 0,
         "linear_kernels": 4 * LAYERS + 1,
@@ -64,7 +64,7 @@ def test_a_float_bundle_says_what_it_is(graph: Artifact[PortableGraph], tmp_path
     assert (record.io.slots, record.io.vocab_size, record.io.kv_dtype) == (3, VOCAB_SIZE, "float32")
     assert [(layer.heads, layer.head_size) for layer in record.io.kv_layers] == [(2, 16)] * LAYERS
     total = set() if native else {"total_sequence_length"}
-    assert set(record.io.inputs) == {"input_ids", "seqlens_k", "logit_rows"} | total | (
+    assert set(record.io.inputs) == {"input_ids", "seqlens_k", "logit_positions"} | total | (
         {"position_ids"} & set(record.io.inputs)
     )
     assert bundle.parents == {"PortableGraph": "1"}

@@ -20,11 +20,11 @@ from quantization.units import CACHE_MENU, menu_for
 from tapeout.artifact import Artifact
 from tapeout.portable_graph import PortableGraph
 from tapeout.recipe import Build, DataSource, KVCache, ModelSource, Plan, Recipe
-from tapeout.schemes import TABLE_MENU, Kernel
+from tapeout.schemes import TABLE_MENU, Scheme
 from tests.graphs import llama_graph
 
 HEAD = (128, 1024)
-EIGHT_BITS = Kernel(bits=8, group_size=64, symmetric=True)
+EIGHT_BITS = Scheme(bits=8, group_size=64, symmetric=True)
 
 
 @pytest.fixture(scope="module")

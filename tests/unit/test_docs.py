@@ -14,7 +14,7 @@ from pydantic_core import PydanticUndefined
 
 from pipeline.cli.main import app
 from tapeout.recipe import KVCache, Recipe, Rule
-from tapeout.schemes import Kernel
+from tapeout.schemes import Scheme
 
 ROOT = Path(__file__).parents[2]
 RECIPES = (ROOT / "docs/recipes.md").read_text()
@@ -32,7 +32,7 @@ def parameters(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[tu
     """Dotted name, annotation and default of every parameter; a section is its parameters, rules are also one."""
     for field_name, field in model.model_fields.items():
         name = prefix + (field.alias or field_name)
-        if Kernel in parts(field.annotation):
+        if Scheme in parts(field.annotation):
             yield name, None, None
         elif Rule in parts(field.annotation):
             yield name, None, None

@@ -14,12 +14,12 @@ from engines.linear_costs import Shape
 from engines.timing import Seconds
 from quantization.rounding import Format, round_to_nearest
 from tapeout.fingerprint import Fingerprint
-from tapeout.schemes import FLOAT, MENU, STATIC_INT8, Kernel
+from tapeout.schemes import FLOAT, MENU, STATIC_INT8, Scheme
 
-FOUR_BITS, EIGHT_BITS = (Kernel(bits=bits, group_size=32, symmetric=True) for bits in (4, 8))
+FOUR_BITS, EIGHT_BITS = (Scheme(bits=bits, group_size=32, symmetric=True) for bits in (4, 8))
 
 
-def stored(kernel: Kernel, weight: NDArray[np.float32]) -> Any:
+def stored(kernel: Scheme, weight: NDArray[np.float32]) -> Any:
     if kernel == FLOAT:
         return weight
     if kernel == STATIC_INT8:
@@ -63,7 +63,7 @@ def test_bytes_are_those_of_codes_and_scales(operators_of: str) -> None:
 
 
 def test_six_bits_are_three_quarters_of_eight_where_native_kernels_read_them(operators_of: str) -> None:
-    six = Kernel(bits=6, group_size=32, symmetric=True)
+    six = Scheme(bits=6, group_size=32, symmetric=True)
     expected = {"native": 32 * (48 + 2 * 2), "stock": linear_costs.product_bytes(Shape(64, 32), EIGHT_BITS, stored)}
     assert linear_costs.product_bytes(Shape(64, 32), six, stored) == expected[operators_of]
 
@@ -72,7 +72,7 @@ def test_a_machine_measures_once_and_another_one_again(tmp_path: Path, monkeypat
     asked: list[tuple[int, tuple[int, ...]]] = []
 
     def measure(
-        shape: Shape, kernels: Sequence[Kernel], rows: Collection[int], store: Any, *, threads: int, streamed: int
+        shape: Shape, kernels: Sequence[Scheme], rows: Collection[int], store: Any, *, threads: int, streamed: int
     ) -> Seconds:
         asked.append((shape.columns, tuple(rows)))
         return {kernel.name: {count: count * 1e-3 for count in rows} for kernel in kernels}
@@ -80,7 +80,7 @@ def test_a_machine_measures_once_and_another_one_again(tmp_path: Path, monkeypat
     monkeypatch.setattr(linear_costs, "measure", measure)
     monkeypatch.setattr(timing, "CACHE", tmp_path)
 
-    def ask(columns: int, rows: tuple[int, ...], kernels: tuple[Kernel, ...] = (FLOAT,)) -> Seconds:
+    def ask(columns: int, rows: tuple[int, ...], kernels: tuple[Scheme, ...] = (FLOAT,)) -> Seconds:
         return linear_costs.costs(Shape(columns, 8), kernels, rows, stored, streamed=1 << 16, threads=1)
 
     assert ask(16, (1, 4)) == ask(16, (1, 4)) == {"fp32": {1: 1e-3, 4: 4e-3}}

@@ -13,7 +13,7 @@ import pytest
 from quantization.calibrate import calibrate
 from quantization.calibration import Calibration
 from quantization.cost_table import CostTable, products_of, workload_of
-from quantization.plan import COLUMNS, FRONTIER_FILE, PLAN_FILE, KernelPlan, summary, table
+from quantization.plan import COLUMNS, FRONTIER_FILE, PLAN_FILE, PrecisionPlan, summary, table
 from quantization.plan_search import make_plan, reason
 from quantization.plan_solver import Chosen, Limits, Option, Settled, Workload, choose, settle
 from quantization.sensitivity import Sensitivity
@@ -23,7 +23,7 @@ from tapeout.artifact import Artifact, create, load
 from tapeout.errors import QuantizationError
 from tapeout.portable_graph import PortableGraph
 from tapeout.recipe import Calibrate, DataSource, KVCache, ModelSource, Plan, Recipe, Rule
-from tapeout.schemes import FLOAT, MENU, TABLE_MENU, Kernel
+from tapeout.schemes import FLOAT, MENU, TABLE_MENU, Scheme
 from tests.graphs import llama_graph
 
 ONE_ROW = Workload(shares={1: 1.0})
@@ -107,7 +107,7 @@ assert set(FIGURES) == {kernel.name for kernel in (*MENU, *TABLE_MENU)}
 
 
 # Tables and cache as a recipe writes them out:
-FIXED: dict[str, Any] = {"embeddings": Kernel(bits=8, group_size=64, symmetric=True), "kv_cache": KVCache()}
+FIXED: dict[str, Any] = {"embeddings": Scheme(bits=8, group_size=64, symmetric=True), "kv_cache": KVCache()}
 
 
 def recipe(**settings: Any) -> Recipe:
@@ -165,7 +165,7 @@ def inputs(
     return graph, calibration, sweep(recipe(), graph, calibration, rows, folder / "sensitivity"), rows
 
 
-def planned(inputs: Inputs, wanted: Recipe, folder: Path) -> Artifact[KernelPlan]:
+def planned(inputs: Inputs, wanted: Recipe, folder: Path) -> Artifact[PrecisionPlan]:
     graph, calibration, sensitivity, rows = inputs
     return make_plan(wanted, graph, calibration, sensitivity, costs(graph.record, wanted.plan), rows, folder)
 
@@ -212,7 +212,7 @@ def test_the_same_inputs_give_the_same_plan(inputs: Inputs, tmp_path: Path) -> N
 
 
 def test_tables_and_cache_are_chosen_like_any_unit(inputs: Inputs, tmp_path: Path) -> None:
-    def made(folder: str, **settings: Any) -> KernelPlan:
+    def made(folder: str, **settings: Any) -> PrecisionPlan:
         return planned(inputs, recipe(**settings), tmp_path / folder).record
 
     exact, loose, small = made("a", max_kl=1e-7), made("b", max_kl=1.0), made("c", max_kl=1.0, goal="memory")
@@ -236,7 +236,7 @@ def test_what_is_written_out_beside_chosen_kernels_stays(inputs: Inputs, tmp_pat
     assert found.embeddings.reason == found.kv_cache.reason == "written in the recipe"
     assert (found.embeddings.kl or 0) > 0 and (found.kv_cache.kl or 0) > 0
     with pytest.raises(QuantizationError, match="no sensitivity of embeddings to 4-bit g16"):
-        other = {"embeddings": Kernel(bits=4, group_size=16, symmetric=True)}
+        other = {"embeddings": Scheme(bits=4, group_size=16, symmetric=True)}
         planned(inputs, recipe(**other), tmp_path / "other")
 
 
@@ -271,7 +271,7 @@ def test_a_written_plan_comes_through_as_it_is(inputs: Inputs, tmp_path: Path) -
     assert found.record.search is None
     assert found.record.kernels == resolve(graph.record, RULES)
     assert [(u.name, u.kernel) for u in found.record.units if u.name.endswith(".o")] == [
-        ("layers.0-3.o", Kernel(bits=4, group_size=32))
+        ("layers.0-3.o", Scheme(bits=4, group_size=32))
     ]
     assert (
         not (found.folder / FRONTIER_FILE).exists()

@@ -21,7 +21,7 @@ from tapeout.artifact import Artifact, create, load
 from tapeout.errors import QuantizationError
 from tapeout.portable_graph import LinearGroup, PortableGraph, ScaleSink
 from tapeout.recipe import DataSource, KVCache, ModelSource, Plan, Quantize, Recipe, Rule
-from tapeout.schemes import Kernel
+from tapeout.schemes import Scheme
 from tests.plans import written_plan
 
 LAYERS, HIDDEN, INNER, VOCAB, HEADS, KV_HEADS, HEAD = 2, 64, 160, 96, 4, 2, 16
@@ -31,14 +31,14 @@ MIXED = (
     Rule(match="layers.1.down", bits=4, group_size=64, symmetric=True),
     Rule(match="*", bits=8, group_size=64, symmetric=True),
 )
-EIGHT_BITS, KV_CACHE = Kernel(bits=8, group_size=64, symmetric=True), KVCache()
+EIGHT_BITS, KV_CACHE = Scheme(bits=8, group_size=64, symmetric=True), KVCache()
 INT4_ASYMMETRIC = (Rule(match="*", bits=4, group_size=32, symmetric=False),)
 
 
 def recipe(
     rules: tuple[Rule, ...] = MIXED,
     *,
-    embeddings: Kernel = EIGHT_BITS,
+    embeddings: Scheme = EIGHT_BITS,
     kv_cache: KVCache = KV_CACHE,
     **settings: Any,
 ) -> Recipe:
@@ -292,7 +292,7 @@ def test_transformers_loads_tables_of_fewer_bits(inputs: Inputs, tmp_path: Path,
     from transformers import AutoModelForCausalLM
 
     graph, calibration = inputs
-    tables = Kernel(bits=bits, group_size=32, symmetric=True)
+    tables = Scheme(bits=bits, group_size=32, symmetric=True)
     model = quantized(recipe(embeddings=tables), graph, calibration, tmp_path / "q")
     loaded = AutoModelForCausalLM.from_pretrained(model.folder).eval()
     ours = logits(decoded(graph, model))
@@ -423,7 +423,7 @@ def test_the_same_inputs_give_the_same_digest(inputs: Inputs, tmp_path: Path) ->
 
 def test_float_embeddings_stay_float(inputs: Inputs, tmp_path: Path) -> None:
     graph, calibration = inputs
-    settings = recipe(embeddings=Kernel(bits=32))
+    settings = recipe(embeddings=Scheme(bits=32))
     model = quantized(settings, graph, calibration, tmp_path / "q")
     name = graph.record.embedding
     checkpoint = open_checkpoint(model.folder)
@@ -442,7 +442,7 @@ def test_a_plan_that_quantizes_nothing_or_forgets_a_unit_is_refused(
 ) -> None:
     graph, calibration = inputs
     with pytest.raises(QuantizationError, match=message):
-        quantized(recipe(rules, embeddings=Kernel(bits=32)), graph, calibration, tmp_path / "q")
+        quantized(recipe(rules, embeddings=Scheme(bits=32)), graph, calibration, tmp_path / "q")
     assert not (tmp_path / "q").exists()
 
 

@@ -21,12 +21,12 @@ from tapeout.artifact import Artifact
 from tapeout.errors import QuantizationError
 from tapeout.portable_graph import PortableGraph
 from tapeout.recipe import Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize, Recipe
-from tapeout.schemes import FLOAT, MENU, TABLE_MENU, Kernel
+from tapeout.schemes import FLOAT, MENU, TABLE_MENU, Scheme
 from tests.graphs import llama_graph
 
 KINDS = ("8-bit g128", "4-bit g32", "4-bit g128")
 TABLES = ("8-bit g64", "6-bit g64", "6-bit g32", "4-bit g32")
-FOUR_BITS = Kernel(bits=4, group_size=32, symmetric=True)
+FOUR_BITS = Scheme(bits=4, group_size=32, symmetric=True)
 
 
 class Inputs(NamedTuple):
@@ -96,7 +96,7 @@ def test_a_written_plan_asks_for_nothing(inputs: Inputs, tmp_path: Path) -> None
 
 
 def test_tables_and_cache_that_are_written_out_are_measured_alone(inputs: Inputs, tmp_path: Path) -> None:
-    fixed = {"embeddings": Kernel(bits=4, group_size=16, symmetric=True), "kv_cache": KVCache(granularity="per_tensor")}
+    fixed = {"embeddings": Scheme(bits=4, group_size=16, symmetric=True), "kv_cache": KVCache(granularity="per_tensor")}
     written = inputs.recipe.model_copy(update={"plan": inputs.recipe.plan.model_copy(update=fixed | {"rows": 1})})
     found = sweep(written, *inputs[1:], tmp_path / "sensitivity").record
     assert list(found.embeddings) == ["4-bit g16"] and list(found.kv_cache) == ["int8 per tensor"]
@@ -108,7 +108,7 @@ def simulation(inputs: Inputs) -> Simulation:
     return Simulation(inputs.graph, held_out(inputs.calibration, inputs.rows)[:3], {0, 2})
 
 
-def changed(inputs: Inputs, *units: str, kernel: Kernel = FOUR_BITS) -> dict[str, Any]:
+def changed(inputs: Inputs, *units: str, kernel: Scheme = FOUR_BITS) -> dict[str, Any]:
     rounding = QuickRounding(inputs.graph, inputs.calibration, inputs.recipe.quantize)
     groups = [g for unit in units_of(inputs.graph.record, 2) if unit.name in units for g in unit.groups]
     return rounding.rounded(rounding.prepare(groups), kernel)
@@ -162,7 +162,7 @@ def test_a_changed_unit_costs_what_the_whole_model_says_in_torch(inputs: Inputs,
 
 def test_tables_and_cache_are_rounded_as_the_recipe_says(inputs: Inputs, simulation: Simulation) -> None:
     rounding = QuickRounding(inputs.graph, inputs.calibration, inputs.recipe.quantize)
-    eight, four = (rounding.tables(Kernel(bits=bits, group_size=64, symmetric=True)) for bits in (8, 4))
+    eight, four = (rounding.tables(Scheme(bits=bits, group_size=64, symmetric=True)) for bits in (8, 4))
     assert set(eight) == {"embedding", "lm_head"} and rounding.tables(FLOAT) == {}
     assert 0 < simulation.kl(eight) < 0.2 * simulation.kl(four)
     assert rounding.kv_cache(KVCache(dtype="float32")) is None

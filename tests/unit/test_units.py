@@ -24,7 +24,7 @@ from quantization.units import (
 from tapeout.artifact import Artifact
 from tapeout.portable_graph import LinearGroup, PortableGraph
 from tapeout.recipe import Rule
-from tapeout.schemes import FLOAT, MENU, STATIC_INT8, Kernel
+from tapeout.schemes import FLOAT, MENU, STATIC_INT8, Scheme
 from tests.graphs import llama_graph
 
 
@@ -75,9 +75,9 @@ RULES = (
 
 def test_a_written_plan_is_the_rules_exactly(graph: Artifact[PortableGraph]) -> None:
     kernels = resolve(graph.record, RULES)
-    assert kernels["layers.3.o"] == Kernel(bits=4, group_size=32, symmetric=True)
-    assert kernels["layers.1.gate_up"] == Kernel(bits=8, activations="int8")
-    assert kernels["layers.2.gate_up"] == kernels["layers.0.qkv"] == Kernel(bits=8, group_size=64, symmetric=True)
+    assert kernels["layers.3.o"] == Scheme(bits=4, group_size=32, symmetric=True)
+    assert kernels["layers.1.gate_up"] == Scheme(bits=8, activations="int8")
+    assert kernels["layers.2.gate_up"] == kernels["layers.0.qkv"] == Scheme(bits=8, group_size=64, symmetric=True)
     assert "lm_head" not in kernels
     units = {unit.name: kernels[unit.groups[0].name].name for unit in written_units(graph.record, kernels)}
     assert units == {
@@ -98,7 +98,7 @@ def test_runs_of_layers_are_cut_where_one_is_missing(graph: Artifact[PortableGra
 
 def test_group_sizes_that_do_not_divide_shrink_and_are_told(graph: Artifact[PortableGraph]) -> None:
     kernels = resolve(graph.record, [Rule(match="*", bits=4, group_size=256, symmetric=True)])
-    stored, notes = formats(graph.record, kernels, Kernel(bits=32))
+    stored, notes = formats(graph.record, kernels, Scheme(bits=32))
     assert stored["layers.0.down"] == format_of(kernels["layers.0.down"], 256)
     shrunk = stored["layers.0.qkv"]
     assert shrunk is not None and shrunk.group_size == 128

@@ -148,7 +148,7 @@ class OrtCpuEngine:
         window = self._window(slot, 1, "logits")
         self._lay_out(window, 1, step.ids.shape[1], "logits")
         bound, last = window.bound, int(step.starts[0]) + step.ids.shape[1] - 1
-        window.array(window.binding.bind_input, "logit_rows", step.rows.shape)[:] = step.rows
+        window.array(window.binding.bind_input, "logit_positions", step.rows.shape)[:] = step.rows
         bound["input_ids"][:] = step.ids
         bound["seqlens_k"][:] = last  # positions of the rows' last tokens
         if self._wants_total:
@@ -165,7 +165,7 @@ class OrtCpuEngine:
         window = self._window(first, rows, wanted)
         if window.fed != 1:
             self._lay_out(window, rows, 1, wanted)
-            window.array(window.binding.bind_input, "logit_rows", (rows,))[:] = np.arange(rows)
+            window.array(window.binding.bind_input, "logit_positions", (rows,))[:] = np.arange(rows)
         bound = window.bound
         bound["input_ids"][:, 0] = tokens
         bound["seqlens_k"][:] = lengths

@@ -241,7 +241,7 @@ def _shape(name: str, shape: tuple[int, ...], batch: int, tokens: int, rows: int
     """Shape of an input in a profile: ``tokens`` fed and ``rows`` logits wanted in each sequence of the batch."""
     if name in ("input_ids", "position_ids"):
         return (batch, tokens)
-    if name == "logit_rows":
+    if name == "logit_positions":
         return (batch * rows,)
     if name == WRITE_POSITIONS:
         return (batch,)

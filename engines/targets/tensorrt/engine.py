@@ -206,7 +206,7 @@ class TensorRTEngine:
         sizes = {
             "input_ids": tokens,
             "position_ids": tokens,
-            "logit_rows": tokens,
+            "logit_positions": tokens,
             WRITE_POSITIONS: profile.batch,
         }
         inputs = {name: self._allocate(8 * sizes[name]) for name in self._bundle.record.io.inputs}
@@ -304,6 +304,6 @@ def _small(inputs: StepInputs) -> dict[str, Int64Array]:
     return {
         "input_ids": inputs.ids,
         "position_ids": inputs.positions,
-        "logit_rows": inputs.rows,
+        "logit_positions": inputs.rows,
         WRITE_POSITIONS: inputs.starts,
     }

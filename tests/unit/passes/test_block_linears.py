@@ -53,7 +53,7 @@ def test_a_quantized_product_is_one_native_node(bits: Bits, symmetric: bool, bia
     assert (outcome.matched, outcome.declined) == (1, ())
     assert operators(model) == ["BlockLinear", "Neg"] and model.opset_imports[DOMAIN] == 1
     assert lowered.plan == {"block.fc.weight": f"BlockLinear {bits}-bit g32 {'sym' if symmetric else 'asym'}"}
-    (made,) = lowered.products
+    (made,) = lowered.linear_outputs
     node = next(iter(model.graph))
     assert (made.value, made.weights, made.rows) == (node.outputs[0].name, ("block.fc.weight",), (37,))
     assert attribute(node, "half_scales", -1) == half
@@ -91,7 +91,10 @@ def test_a_merged_product_stacks_its_members(fmt: Format, biased: bool) -> None:
     outcome = apply(lowered, linears, merge_linears, block_linears)
     assert (outcome.matched, outcome.declined) == (1, ())
     assert operators(model)[:2] == ["BlockLinear", "Split"] and list(lowered.plan) == ["layers.0.qkv"]
-    assert (lowered.products[0].weights, lowered.products[0].rows) == (tuple(weights), tuple(members.values()))
+    assert (lowered.linear_outputs[0].weights, lowered.linear_outputs[0].rows) == (
+        tuple(weights),
+        tuple(members.values()),
+    )
     x = inputs(3)
     results = run(model, {"x": x})
     for name, rows in members.items():
@@ -153,7 +156,7 @@ def test_where_they_do_not_run_every_linear_is_left_and_that_is_said(stock_opera
     outcome = apply(lowered, linears, block_linears)
     said = f"every linear: {stock_operators}; left to the next kernel pass"
     assert (outcome.matched, outcome.declined) == (0, (said,))
-    assert lowered.plan == {} and lowered.products == [] and DOMAIN not in model.opset_imports
+    assert lowered.plan == {} and lowered.linear_outputs == [] and DOMAIN not in model.opset_imports
     apply(lowered, linear_kernels)
     assert operators(model) == ["MatMulNBits", "Neg"]
 

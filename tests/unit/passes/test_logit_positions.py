@@ -29,10 +29,10 @@ def test_the_head_reads_only_the_rows_asked_for() -> None:
         lowered = lowering(model, groups=[group("lm_head", "lm_head", out_features=53)])
         outcome = apply(lowered, linears, logit_positions)
         assert (outcome.matched, outcome.declined) == (1, ())
-        assert [i.name for i in model.graph.inputs] == ["x", "logit_rows"]
+        assert [i.name for i in model.graph.inputs] == ["x", "logit_positions"]
         assert model.graph.outputs[0].shape == ir.Shape(["rows", 53])
         apply(lowered, linear_kernels)
-        after = run(model, {"x": X, "logit_rows": ROWS})["logits"]
+        after = run(model, {"x": X, "logit_positions": ROWS})["logits"]
         np.testing.assert_allclose(after, before[ROWS], rtol=1e-5, atol=1e-5)
 
 
