@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from tapeout.artifact import Frozen, Record
+from tapeout.artifact import Frozen, Record, Roles
 from tapeout.fingerprint import Fingerprint
 
 KV_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}  # of a key or value, by kv_dtype
@@ -102,6 +102,12 @@ class LinearOutput(Frozen):
 class LoweredRecord(Record):
     """What is said of every lowered graph, whether it runs as it is or is compiled further."""
 
+    parent_roles: ClassVar[Roles] = {
+        "graph": ("PortableGraph",),
+        "calibration": ("Calibration",),
+        "quantized": ("QuantizedModel",),
+    }
+
     precision: str  # "float32", a summary of the plan such as "w8:151 w4:60 kv-int8", or the compiler's: fp16, int4 ...
     io: IOContract
     census: dict[str, int]  # operator -> nodes
@@ -120,6 +126,11 @@ class LoweredRecord(Record):
 class EngineBundle(LoweredRecord):
     noun: ClassVar[str] = "EngineBundle"
     remedy: ClassVar[str] = "run `dvc repro build-baseline build-candidate`"
+    parent_roles: ClassVar[Roles] = {
+        **LoweredRecord.parent_roles,
+        "lowered": ("LoweredGraph",),
+        "portable": ("PortableReport",),
+    }
 
     target: str
     fingerprint: Fingerprint

@@ -18,7 +18,7 @@ from engines.load import fingerprint_here, target_module
 from engines.lowered import LoweredGraph
 from engines.passes.base import Lowering, PassResult, Weights
 from tapeout import artifact
-from tapeout.artifact import Artifact
+from tapeout.artifact import Artifact, Parents
 from tapeout.errors import BuildError
 from tapeout.portable_graph import PortableGraph
 
@@ -63,7 +63,7 @@ def build(
     slots: int,
     kv_scales: Mapping[str, NDArray[np.float32]],
     kv_bits: int = 8,
-    parents: dict[str, str],
+    parents: Parents,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Artifact[EngineBundle]:
     """Write the bundle. ``kv_scales``: ``layers.N.k_scale|v_scale`` ``[kv_heads, head_size]``; empty: float cache.
@@ -112,7 +112,7 @@ def lower_graph(
     precision: str,
     slots: int,
     activation_max: Mapping[str, float],
-    parents: dict[str, str],
+    parents: Parents,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Artifact[LoweredGraph]:
     """Write what a target compiles for named hardware, lowered by its ``passes``.

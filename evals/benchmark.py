@@ -20,7 +20,7 @@ import numpy as np
 
 from engines.protocol import Engine
 from evals.reports import Benchmark, EngineNumbers, SpeedSample
-from tapeout.artifact import Artifact, create, load
+from tapeout.artifact import Artifact, Parents, create, load
 from tapeout.errors import EvidenceError
 from tapeout.recipe import Benchmark as Settings
 
@@ -43,7 +43,7 @@ def benchmark(
     threads: int,
     seed: int,
     folder: Path,
-    parents: Mapping[str, str],
+    parents: Parents,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Artifact[Benchmark]:
     """Write a :class:`Benchmark` with ``metrics.json`` (flat numbers).

@@ -10,11 +10,12 @@ import json
 from pathlib import Path
 from xml.etree import ElementTree
 
+from engines.bundle import EngineBundle
 from evals import checks, facts
 from evals.evidence import Evidence
 from evals.soundness import require_sound
 from evals.verdict import Check, Fact, Outcome, Slice, Verdict, combine
-from tapeout.artifact import Artifact, create, load
+from tapeout.artifact import Artifact, ArtifactRef, create, load
 from tapeout.recipe import Gate
 
 
@@ -66,9 +67,17 @@ def gate(evidence: Evidence, bounds: Gate, folder: Path) -> Artifact[Verdict]:
         )
         draft.finish(
             verdict,
-            parents={"baseline": verdict.baseline, "candidate": verdict.candidate, **verdict.evidence},
+            parents={
+                "baseline": ArtifactRef(EngineBundle.noun, verdict.baseline),
+                "candidate": ArtifactRef(EngineBundle.noun, verdict.candidate),
+                **{_role(noun): ArtifactRef(noun, digest) for noun, digest in verdict.evidence.items()},
+            },
         )
     return load(folder, Verdict)
+
+
+def _role(noun: str) -> str:
+    return next(role for role, nouns in Verdict.parent_roles.items() if noun in nouns)
 
 
 def junit(verdict: Verdict) -> ElementTree.Element:

@@ -20,7 +20,7 @@ from engines.protocol import FloatArray
 from evals.reports import ParityItem, ParityReport, write_items
 from evals.text import kl_divergences, token_hash
 from tapeout import artifact
-from tapeout.artifact import Artifact
+from tapeout.artifact import Artifact, Parents
 from tapeout.errors import EvidenceError
 
 ITEMS_FILE = "parity_items.jsonl"
@@ -44,7 +44,7 @@ def parity(
     head: str,
     candidate: str,
     quantized: str,
-    parents: Mapping[str, str],
+    parents: Parents,
 ) -> Artifact[ParityReport]:
     """Write the ParityReport; ``head`` is the output head's parameter, ``candidate`` and ``quantized`` are digests."""
     items = compare(probe, reference, documents, head=head)

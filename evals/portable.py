@@ -6,7 +6,7 @@ stands in for a run on the target: a verdict about an engine that was only compi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -16,7 +16,7 @@ from engines.protocol import Engine
 from evals.reports import write_items
 from evals.text import text_items
 from tapeout import artifact
-from tapeout.artifact import Artifact, Record
+from tapeout.artifact import Artifact, Parents, Record, Roles
 from tapeout.errors import EvidenceError
 
 ITEMS_FILE = "text_items.jsonl"
@@ -27,6 +27,7 @@ class PortableReport(Record):
 
     noun: ClassVar[str] = "PortableReport"
     remedy: ClassVar[str] = "run `tapeout build`"
+    parent_roles: ClassVar[Roles] = {"baseline": ("EngineBundle",), "lowered": ("LoweredGraph",)}
 
     lowered: str  # digest of the LoweredGraph that was run on ONNX Runtime's CPU kernels
     baseline: str  # digest of the float engine it was compared with
@@ -43,7 +44,7 @@ def portable_report(
     documents: Sequence[Sequence[int]],
     folder: Path,
     *,
-    parents: Mapping[str, str],
+    parents: Parents,
 ) -> Artifact[PortableReport]:
     """Compare on held-out ``documents`` (token ids) and write the report. :class:`EvidenceError` without documents."""
     if not documents:

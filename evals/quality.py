@@ -19,7 +19,7 @@ from evals.harness import EngineLM, beginning_of_text, encode
 from evals.reports import EvalReport, TaskItem, TextItem, write_items
 from evals.tasks import LocalTask, choose_documents, load_task
 from evals.text import text_items
-from tapeout.artifact import Artifact, create, load
+from tapeout.artifact import Artifact, Parents, create, load
 from tapeout.errors import EvidenceError
 from tapeout.recipe import Recipe
 
@@ -38,7 +38,7 @@ def evaluate(
     data: Path,
     heldout_texts: Sequence[str],
     folder: Path,
-    parents: Mapping[str, str],
+    parents: Parents,
 ) -> Artifact[EvalReport]:
     """Write an :class:`EvalReport` with ``task_items.jsonl``, ``text_items.jsonl`` and ``metrics.json`` (flat numbers).
 

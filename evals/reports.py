@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import ClassVar, Literal, TypeVar
 
-from tapeout.artifact import Frozen, Record
+from tapeout.artifact import Frozen, Record, Roles
 from tapeout.errors import EvidenceError
 
 T = TypeVar("T", bound=Frozen)
@@ -93,6 +93,11 @@ class ParityItem(Frozen):
 class EvalReport(Record):
     noun: ClassVar[str] = "EvalReport"
     remedy: ClassVar[str] = "run `dvc repro evaluate`"
+    parent_roles: ClassVar[Roles] = {
+        "baseline": ("EngineBundle",),
+        "candidate": ("EngineBundle",),
+        "source": ("Source",),
+    }
 
     baseline: str  # bundle digests
     candidate: str
@@ -105,6 +110,11 @@ class EvalReport(Record):
 class ShadowReport(Record):
     noun: ClassVar[str] = "ShadowReport"
     remedy: ClassVar[str] = "run `dvc repro shadow`"
+    parent_roles: ClassVar[Roles] = {
+        "champion": ("EngineBundle",),
+        "candidate": ("EngineBundle",),
+        "source": ("Source",),
+    }
 
     champion: str
     candidate: str
@@ -116,6 +126,7 @@ class ShadowReport(Record):
 class ParityReport(Record):
     noun: ClassVar[str] = "ParityReport"
     remedy: ClassVar[str] = "run `dvc repro parity`"
+    parent_roles: ClassVar[Roles] = {"candidate": ("EngineBundle",), "quantized": ("QuantizedModel",)}
 
     candidate: str
     quantized: str  # digest of the QuantizedModel
@@ -152,6 +163,7 @@ class EngineNumbers(Frozen):
 class Benchmark(Record):
     noun: ClassVar[str] = "Benchmark"
     remedy: ClassVar[str] = "run `dvc repro benchmark`"
+    parent_roles: ClassVar[Roles] = {"baseline": ("EngineBundle",), "candidate": ("EngineBundle",)}
 
     baseline: EngineNumbers
     candidate: EngineNumbers

@@ -7,7 +7,7 @@ measure the gate reads, because one early divergence does not make every later t
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from engines.protocol import Engine
 from evals.generation import Response, greedy
 from evals.reports import ShadowItem, ShadowReport, write_items
 from evals.text import compare, token_hash
-from tapeout.artifact import Artifact, create, load
+from tapeout.artifact import Artifact, Parents, create, load
 from tapeout.errors import EvidenceError
 from tapeout.recipe import Recipe
 
@@ -29,7 +29,7 @@ def shadow(
     stop_tokens: Collection[int],
     champion_is_baseline: bool,
     folder: Path,
-    parents: Mapping[str, str],
+    parents: Parents,
 ) -> Artifact[ShadowReport]:
     """Write a :class:`ShadowReport` with ``shadow_items.jsonl`` and ``metrics.json`` (flat numbers).
 

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from evals.evidence import Evidence
 from evals.reports import ParityItem, ShadowItem, SpeedSample, TaskItem, TextItem
+from evals.verdict import Verdict
 from tapeout.errors import EvidenceError
 
 T = TypeVar("T")
@@ -24,6 +25,7 @@ Rule = tuple[str, Callable[[T], bool]]  # a complaint, and whether an item deser
 ROUNDING_NATS = 1e-5
 EXAMPLES_SHOWN = 3
 DIGEST_CHARS = 64
+QUANTIZED = Verdict.parent_roles["quantized"]
 
 
 def require_sound(evidence: Evidence) -> None:
@@ -55,7 +57,8 @@ def _identity(evidence: Evidence) -> list[str]:
         problems.append(f"baseline and candidate are the same engine {_short(evidence.candidate)}")
     if evidence.executed_on is not None:
         problems += [f"{noun} is missing although the engine was executed" for noun in evidence.missing]
-    expected = {*evidence.reports, "QuantizedModel"} - set(evidence.missing)
+    judged = next((noun for noun in QUANTIZED if noun in evidence.digests), QUANTIZED[0])
+    expected = {*evidence.reports, judged} - set(evidence.missing)
     problems += [f"no digest of {noun}" for noun in sorted(expected) if not evidence.digests.get(noun)]
     problems += [f"a digest of {noun}, which was not given" for noun in evidence.missing if noun in evidence.digests]
     items = (
@@ -71,7 +74,7 @@ def _identity(evidence: Evidence) -> list[str]:
 def _engines(evidence: Evidence) -> list[str]:
     """Every digest a report, the proof or the quantized model names must be of what is being judged."""
     named: list[tuple[str, str, str]] = [
-        ("the QuantizedModel", evidence.digests.get("QuantizedModel", evidence.quantized), evidence.quantized),
+        *((f"the {noun}", evidence.digests.get(noun, evidence.quantized), evidence.quantized) for noun in QUANTIZED),
         ("the proof of quantization", evidence.proof.quantized, evidence.quantized),
     ]
     fields = {"baseline": "baseline", "candidate": "candidate", "quantized": "quantized model"}

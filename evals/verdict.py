@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import ClassVar, Literal
 
-from tapeout.artifact import Frozen, Record
+from tapeout.artifact import Frozen, Record, Roles
 from tapeout.errors import ExitCode
 from tapeout.recipe import Gate
 
@@ -83,6 +83,16 @@ class Fact(Frozen):
 class Verdict(Record):
     noun: ClassVar[str] = "Verdict"
     remedy: ClassVar[str] = "run `dvc repro gate`"
+    parent_roles: ClassVar[Roles] = {
+        "baseline": ("EngineBundle",),
+        "candidate": ("EngineBundle",),
+        "quantized": ("QuantizedModel", "LoweredGraph"),
+        "evaluation": ("EvalReport",),
+        "shadow": ("ShadowReport",),
+        "parity": ("ParityReport",),
+        "benchmark": ("Benchmark",),
+        "portable": ("PortableReport",),
+    }
 
     outcome: Outcome
     checks: tuple[Check, ...]

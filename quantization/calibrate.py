@@ -81,7 +81,7 @@ def calibrate(
             statistics=tuple(sorted(written)),
             versions={name: version(name) for name in ("torch", "transformers", "tokenizers")},
         )
-        draft.finish(record, parents={"graph": graph.digest})
+        draft.finish(record, parents={"graph": graph})
     return artifact.load(folder, Calibration)
 
 

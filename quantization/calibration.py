@@ -20,7 +20,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import ClassVar
 
-from tapeout.artifact import Frozen, Record, canonical_json
+from tapeout.artifact import Frozen, Record, Roles, canonical_json
 
 ROWS_FILE = "rows.jsonl"
 HEAD_FILE = "statistics/head.safetensors"
@@ -35,6 +35,7 @@ class CalibrationRow(Frozen):
 class Calibration(Record):
     noun: ClassVar[str] = "Calibration"
     remedy: ClassVar[str] = "run `dvc repro calibrate`"
+    parent_roles: ClassVar[Roles] = {"graph": ("PortableGraph",)}
 
     rows_hash: str  # sha256 of the row hashes, in order
     rows: int

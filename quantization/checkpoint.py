@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 from quantization.proof import Proof
 from quantization.rounding import Activations, FloatArray
-from tapeout.artifact import Frozen, Record
+from tapeout.artifact import Frozen, Record, Roles
 from tapeout.errors import QuantizationError
 
 KV_SCALES = "kv_scales.safetensors"
@@ -87,6 +87,11 @@ class KVScales:
 class QuantizedModel(Record):
     noun: ClassVar[str] = "QuantizedModel"
     remedy: ClassVar[str] = "run `dvc repro quantize`"
+    parent_roles: ClassVar[Roles] = {
+        "graph": ("PortableGraph",),
+        "calibration": ("Calibration",),
+        "plan": ("PrecisionPlan",),
+    }
 
     method: Literal["awq", "rtn"]
     linears: tuple[LinearReport, ...]  # every linear, then the embedding and the output head

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from quantization.plan_solver import Round
-from tapeout.artifact import Frozen, Record
+from tapeout.artifact import Frozen, Record, Roles
 from tapeout.recipe import KVCache
 from tapeout.schemes import Scheme
 
@@ -60,6 +60,11 @@ class Search(Frozen):
 class PrecisionPlan(Record):
     noun: ClassVar[str] = "PrecisionPlan"
     remedy: ClassVar[str] = "run `dvc repro plan`"
+    parent_roles: ClassVar[Roles] = {
+        "graph": ("PortableGraph",),
+        "calibration": ("Calibration",),
+        "sensitivity": ("Sensitivity",),
+    }
 
     units: tuple[UnitPlan, ...]  # every linear but the head
     embeddings: UnitPlan  # and the head

@@ -70,7 +70,7 @@ def make_plan(
 
     :class:`QuantizationError` for sensitivities of another graph or calibration, and for budgets no plan keeps to.
     """
-    parents = {"graph": graph.digest, "calibration": calibration.digest}
+    parents = {"graph": graph.ref, "calibration": calibration.ref}
     if sensitivity.parents != parents:
         raise QuantizationError(
             f"{sensitivity.folder} was measured on another graph or calibration",
@@ -86,7 +86,7 @@ def make_plan(
         else:
             record = _written(wanted, graph.record, costs)
         (draft.folder / PLAN_FILE).write_text(text(record))
-        draft.finish(record, parents=parents | {"sensitivity": sensitivity.digest})
+        draft.finish(record, parents=parents | {"sensitivity": sensitivity.ref})
     return artifact.load(folder, PrecisionPlan)
 
 
@@ -98,7 +98,7 @@ def write_plan(wanted: Plan, graph: Artifact[PortableGraph], folder: Path) -> Ar
     assert wanted.kernels != "auto"
     units = (_unit(name, (name,), kernel) for name, kernel in resolve(graph.record, wanted.kernels).items())
     with artifact.create(folder, PrecisionPlan) as draft:
-        draft.finish(_as_written(wanted, units), parents={"graph": graph.digest})
+        draft.finish(_as_written(wanted, units), parents={"graph": graph})
     return artifact.load(folder, PrecisionPlan)
 
 

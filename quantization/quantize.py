@@ -95,9 +95,9 @@ def quantize(
     """
     settings, kv_cache = recipe.quantize, plan.record.kv_cache.settings
     for made, how, remedy in ((calibration, "calibrated", "calibrate"), (plan, "planned", "plan")):
-        if made.parents.get("graph") != graph.digest:
+        if (parent := made.parents.get("graph")) != graph.ref:
             raise QuantizationError(
-                f"{made.folder} was {how} on graph {made.parents.get('graph', 'unknown')[:12]}",
+                f"{made.folder} was {how} on graph {parent.digest[:12] if parent else 'unknown'}",
                 expected=f"graph {graph.digest[:12]} in {graph.folder}",
                 remedy=f"run `dvc repro {remedy}`",
             )
@@ -164,7 +164,7 @@ def quantize(
             source_bytes=sum(source.stored_bytes(name) for name in source.names()),
             notes=tuple(notes),
         )
-        draft.finish(record, parents={"graph": graph.digest, "calibration": calibration.digest, "plan": plan.digest})
+        draft.finish(record, parents={"graph": graph, "calibration": calibration, "plan": plan})
     return load(folder, QuantizedModel)
 
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from tapeout.artifact import Frozen, Record
+from tapeout.artifact import Frozen, Record, Roles
 
 
 class UnitSensitivity(Frozen):
@@ -20,6 +20,7 @@ class UnitSensitivity(Frozen):
 class Sensitivity(Record):
     noun: ClassVar[str] = "Sensitivity"
     remedy: ClassVar[str] = "run `dvc repro sensitivity`"
+    parent_roles: ClassVar[Roles] = {"graph": ("PortableGraph",), "calibration": ("Calibration",)}
 
     asked: bool  # False: the plan is written out, so nothing was measured
     rows: tuple[str, ...] = ()  # hashes of the calibration rows it was measured on; all of them were held out

@@ -39,7 +39,7 @@ def sweep(
     Where the recipe's plan is written out nothing is measured, and the record says so.
     """
     wanted = recipe.plan
-    parents = {"graph": graph.digest, "calibration": calibration.digest}
+    parents = {"graph": graph, "calibration": calibration}
     if wanted.kernels != "auto":
         with artifact.create(folder, Sensitivity) as draft:
             draft.finish(Sensitivity(asked=False), parents=parents)

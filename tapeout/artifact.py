@@ -5,13 +5,13 @@ the artifact's place. So an artifact is whole or absent, and an interrupted stag
 
     with create(Path("artifacts/graph"), PortableGraph) as draft:
         (draft.folder / "model.onnx").write_bytes(...)
-        draft.finish(PortableGraph(layers=30, ...), parents={"source": source.digest})
+        draft.finish(PortableGraph(layers=30, ...), parents={"source": source})
 
     graph = load(Path("artifacts/graph"), PortableGraph)      # checks the record and every file's size
     graph.record.layers, graph.folder / "model.onnx", graph.digest
 
-The digest is the sha256 of the canonical record, which holds the sha256 of every file and the digests of the
-parents, and no clock time: the same inputs give the same digest.
+The digest is the sha256 of the canonical record, which holds the sha256 of every file and, by role, the noun and the
+digest of every parent, and no clock time: the same inputs give the same digest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import os
 import shutil
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -34,6 +34,9 @@ RECORD = "record.json"
 KEYS = frozenset({"noun", "schema_version", "record", "files", "parents", "digest"})
 
 
+Roles = Mapping[str, tuple[str, ...]]  # of a parent: the nouns that can fill each
+
+
 class Frozen(BaseModel):
     """Base of every typed value that is written to disk: immutable, and unknown keys are errors."""
 
@@ -41,11 +44,15 @@ class Frozen(BaseModel):
 
 
 class Record(Frozen):
-    """Base of the nouns in DESIGN section 2. Subclasses set ``noun`` and ``remedy`` and add typed fields."""
+    """Base of the nouns that stages read and write. Subclasses set ``noun`` and ``remedy`` and add typed fields.
+
+    ``parent_roles``: what an artifact of this noun can be made from.
+    """
 
     noun: ClassVar[str]
     remedy: ClassVar[str] = "run `dvc repro`"
-    schema_version: ClassVar[int] = 1
+    schema_version: ClassVar[int] = 2  # 2: parents are recorded with their nouns
+    parent_roles: ClassVar[Roles] = {}
 
 
 R = TypeVar("R", bound=Record)
@@ -58,18 +65,33 @@ class FileEntry:
 
 
 @dataclass(frozen=True)
+class ArtifactRef:
+    """An artifact by noun and digest, wherever it lies."""
+
+    noun: str
+    digest: str
+
+
+@dataclass(frozen=True)
 class Artifact(Generic[R]):
     """A loaded artifact: where it lies, what it says, and what it came from."""
 
     folder: Path
     record: R
     files: Mapping[str, FileEntry]
-    parents: Mapping[str, str]
+    parents: Mapping[str, ArtifactRef]  # by role
     digest: str
+
+    @property
+    def ref(self) -> ArtifactRef:
+        return ArtifactRef(self.record.noun, self.digest)
 
     def verify(self) -> None:
         """Hash every file again; :class:`ArtifactError` names the first that changed since it was written."""
         verify_files(self.folder, self.files, remedy=self.record.remedy)
+
+
+Parents = Mapping[str, Artifact[Any] | ArtifactRef]  # by role
 
 
 def sha256_file(path: Path) -> str:
@@ -94,7 +116,10 @@ class Draft(Generic[R]):
     noun: type[R]
     payload: dict[str, Any] | None = field(default=None, init=False)
 
-    def finish(self, record: R, *, parents: Mapping[str, str]) -> None:
+    def finish(self, record: R, *, parents: Parents) -> None:
+        """Complete the record. :class:`ArtifactError` for a parent that does not fit ``noun.parent_roles``."""
+        refs = {role: parent.ref if isinstance(parent, Artifact) else parent for role, parent in parents.items()}
+        _check_parents(self.noun, refs, str(self.folder))
         names = sorted(str(p.relative_to(self.folder)) for p in self.folder.rglob("*") if p.is_file())
         files = {
             name: {
@@ -108,7 +133,7 @@ class Draft(Generic[R]):
             "schema_version": self.noun.schema_version,
             "record": record.model_dump(mode="json"),
             "files": files,
-            "parents": dict(sorted(parents.items())),
+            "parents": {role: asdict(refs[role]) for role in sorted(refs)},
         }
         self.payload = {"digest": _digest(body), **body}
 
@@ -165,7 +190,20 @@ def load(folder: Path, noun: type[R]) -> Artifact[R]:
             f"first {'.'.join(map(str, error.errors()[0]['loc']))}",
             remedy=noun.remedy,
         ) from error
-    return Artifact(folder, record, files, body["parents"], digest)
+    parents = {role: ArtifactRef(**parent) for role, parent in body["parents"].items()}
+    _check_parents(noun, parents, str(folder / RECORD))
+    return Artifact(folder, record, files, parents, digest)
+
+
+def _check_parents(noun: type[Record], parents: Mapping[str, ArtifactRef], where: str) -> None:
+    for role, parent in parents.items():
+        nouns = noun.parent_roles.get(role, ())
+        if parent.noun not in nouns:
+            raise ArtifactError(
+                f"{where} names a {parent.noun} as {role} of a {noun.noun}",
+                expected=f"a {' or '.join(nouns)}" if nouns else f"a role of {', '.join(noun.parent_roles) or 'none'}",
+                remedy=noun.remedy,
+            )
 
 
 def identify(folder: Path, *, remedy: str = "run `dvc repro`") -> tuple[str, str, Mapping[str, FileEntry]]:

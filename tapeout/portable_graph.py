@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from tapeout.artifact import Frozen, Record
+from tapeout.artifact import Frozen, Record, Roles
 
 
 class ScaleSink(Frozen):
@@ -52,6 +52,7 @@ class LinearGroup(Frozen):
 class PortableGraph(Record):
     noun: ClassVar[str] = "PortableGraph"
     remedy: ClassVar[str] = "run `dvc repro export`"
+    parent_roles: ClassVar[Roles] = {"source": ("Source",)}
 
     architecture: str  # transformers class name
     layers: int

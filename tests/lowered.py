@@ -25,7 +25,7 @@ def lowered(graph: Artifact[PortableGraph], folder: Path, precision: str, **chan
         "precision": precision,
         "slots": SLOTS,
         "activation_max": {group.name: LARGEST_INPUT for group in graph.record.groups},
-        "parents": {"PortableGraph": graph.digest},
+        "parents": {"graph": graph},
     }
     weights = four_bits(graph) if precision == "int4" else open_checkpoint(graph.folder)
     return lower_graph(graph, weights, folder, **(arguments | changes))

@@ -16,7 +16,7 @@ from rich.table import Table
 from engines.bundle import EngineBundle, PassReport, PortableEvidence
 from engines.load import target_module
 from tapeout import artifact
-from tapeout.artifact import Artifact
+from tapeout.artifact import Artifact, ArtifactRef, Parents
 from tapeout.errors import ArtifactError, BuildError
 from tapeout.portable_graph import PortableGraph
 from tapeout.recipe import Recipe
@@ -228,12 +228,12 @@ def _graph(request: Request) -> Artifact[PortableGraph]:
     return artifact.load(request.artifacts / "graph", PortableGraph)
 
 
-def _weights(request: Request, graph: Artifact[PortableGraph]) -> tuple[Checkpoint, dict[str, str]]:
+def _weights(request: Request, graph: Artifact[PortableGraph]) -> tuple[Checkpoint, Parents]:
     """Where parameters come from, and the parents that makes."""
     from quantization.checkpoint import QuantizedModel
     from quantization.compressed_tensors import open_checkpoint
 
-    parents = {"PortableGraph": graph.digest}
+    parents = {"graph": graph}
     if request.checkpoint is not None:
         quantized = artifact.load(request.checkpoint, QuantizedModel)
         if quantized.record.kv_cache.dtype == "int4":
@@ -246,7 +246,7 @@ def _weights(request: Request, graph: Artifact[PortableGraph]) -> tuple[Checkpoi
         quantized = _four_bits(request, graph)
     else:
         return open_checkpoint(graph.folder), parents
-    return open_checkpoint(quantized.folder), parents | {"QuantizedModel": quantized.digest}
+    return open_checkpoint(quantized.folder), {**parents, "quantized": quantized}
 
 
 def _four_bits(request: Request, graph: Artifact[PortableGraph]) -> Artifact[QuantizedModel]:
@@ -286,7 +286,7 @@ class _Nearest:
         return round_to_nearest(weight, Format(4, size, symmetric=True, positive=True))
 
 
-def _activation_max(request: Request, graph: Artifact[PortableGraph]) -> tuple[dict[str, float], dict[str, str]]:
+def _activation_max(request: Request, graph: Artifact[PortableGraph]) -> tuple[dict[str, float], Parents]:
     """Largest calibrated ``|x|`` of every linear group, and the parents that makes; nothing where FP8 does not ask."""
     if request.precision != "fp8":
         return {}, {}
@@ -308,7 +308,7 @@ def _activation_max(request: Request, graph: Artifact[PortableGraph]) -> tuple[d
             name = f"{group.name}.max_abs"
             if name in statistics.keys():  # noqa: SIM118
                 largest[group.name] = float(statistics.get_tensor(name).max())
-    return largest, {"Calibration": calibration.digest}
+    return largest, {"calibration": calibration}
 
 
 def _lower(request: Request, console: Any) -> Artifact[LoweredGraph]:
@@ -326,7 +326,7 @@ def _lower(request: Request, console: Any) -> Artifact[LoweredGraph]:
             precision=request.precision,
             slots=request.recipe.build.slots,
             activation_max=largest,
-            parents=parents | calibrated,
+            parents={**parents, **calibrated},
             progress=lambda step: status.update(f"lowering: {step}"),
         )
 
@@ -354,7 +354,7 @@ def _evidence(request: Request, lowered: Artifact[LoweredGraph], console: Any) -
         engine,
         documents,
         request.folder / "evidence",
-        parents={"LoweredGraph": lowered.digest, "baseline": baseline.digest},
+        parents={"lowered": lowered, "baseline": ArtifactRef(EngineBundle.noun, baseline.digest)},
     )
     found = report.record
     console.print(
@@ -421,7 +421,7 @@ def _verdict(
             reasons=reasons,
             bits_per_weight=lowered.record.bits_per_weight,
         ),
-        digests={"QuantizedModel": lowered.digest, "PortableReport": report.digest},
+        digests={"LoweredGraph": lowered.digest, "PortableReport": report.digest},
     )
     folder = request.bundle_folder(compiled.capability)
     return gate(evidence, request.recipe.gate, folder.with_name(f"{folder.name}-verdict"))

@@ -20,9 +20,9 @@ class Parent:
     """One ancestor. ``folder`` None: the record names it, but no artifact beside this one has that digest."""
 
     role: str
+    noun: str
     digest: str
     folder: Path | None
-    noun: str | None
     parents: tuple[Parent, ...]
 
 
@@ -75,14 +75,11 @@ def siblings(folder: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
     return found
 
 
-def _ancestors(parents: Mapping[str, str], known: Mapping[str, tuple[Path, dict[str, Any]]]) -> tuple[Parent, ...]:
+def _ancestors(parents: Mapping[str, Any], known: Mapping[str, tuple[Path, dict[str, Any]]]) -> tuple[Parent, ...]:
     chain: list[Parent] = []
-    for role, digest in parents.items():
-        if digest in known:
-            folder, body = known[digest]
-            chain.append(Parent(role, digest, folder, body["noun"], _ancestors(body["parents"], known)))
-        else:
-            chain.append(Parent(role, digest, None, None, ()))
+    for role, parent in parents.items():
+        folder, body = known.get(parent["digest"], (None, {"parents": {}}))
+        chain.append(Parent(role, **parent, folder=folder, parents=_ancestors(body["parents"], known)))
     return tuple(chain)
 
 

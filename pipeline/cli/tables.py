@@ -96,7 +96,7 @@ def explanation(found: Explanation) -> RenderableType:
 
 def _grow(tree: Tree, parents: Sequence[Parent]) -> None:
     for parent in parents:
-        where = f"{parent.noun} {parent.folder}" if parent.folder else "not beside this artifact"
+        where = f"{parent.noun} {parent.folder or 'not beside this artifact'}"
         style = "" if parent.folder else "yellow"
         _grow(tree.add(Text(f"{parent.role}: {where}  {parent.digest[:12]}", style)), parent.parents)
 

@@ -19,6 +19,7 @@ import torch
 from pipeline.export.check import largest_error
 from pipeline.export.trace import KVShape, trace
 from tapeout import artifact
+from tapeout.artifact import Parents
 from tapeout.attention_function import ATTENTION_DOMAIN
 from tapeout.errors import ExportError
 from tapeout.graph_analysis import find_groups, find_rotary
@@ -107,7 +108,7 @@ def export(
     max_positions: int,
     tolerance: float,
     seed: int,
-    parents: dict[str, str],
+    parents: Parents,
     progress: Callable[[str], None] = lambda _: None,
 ) -> artifact.Artifact[PortableGraph]:
     """Export a checkpoint and check it: max relative logit error of the graph on ONNX Runtime at most ``tolerance``."""

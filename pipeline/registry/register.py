@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +86,7 @@ def register(
         recipe=tags["tapeout.recipe"],
     )
     with create(folder, Release) as draft:
-        draft.finish(record, parents={"bundle": bundle.digest, "verdict": verdict.digest})
+        draft.finish(record, parents={"bundle": bundle, "verdict": verdict})
     return load(folder, Release)
 
 
@@ -193,7 +193,7 @@ def _manifest(bundle: Artifact[Any]) -> dict[str, Any]:
         "digest": bundle.digest,
         "location": str(bundle.folder.resolve()),
         "files": {name: {"sha256": f.sha256, "size_bytes": f.size_bytes} for name, f in bundle.files.items()},
-        "parents": dict(bundle.parents),
+        "parents": {role: asdict(parent) for role, parent in bundle.parents.items()},
         "record": bundle.record.model_dump(mode="json"),
     }
 

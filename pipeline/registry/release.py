@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import ClassVar
 
 from evals.verdict import Outcome
-from tapeout.artifact import Record
+from tapeout.artifact import Record, Roles
 
 
 class Release(Record):
     noun: ClassVar[str] = "Release"
     remedy: ClassVar[str] = "run `dvc repro register`"
+    parent_roles: ClassVar[Roles] = {"bundle": ("EngineBundle",), "verdict": ("Verdict",)}
 
     registry: str  # tracking URI without credentials
     model_name: str

@@ -164,4 +164,5 @@ def _lineage(folder: Path) -> LineageRow:
     body = read_payload(folder)
     record = body["record"]
     versions = record.get("versions") or record.get("fingerprint", {}).get("libraries") or {}
-    return LineageRow(body["noun"], folder.name, body["digest"], body["parents"], versions)
+    parents = {role: parent["digest"] for role, parent in body["parents"].items()}
+    return LineageRow(body["noun"], folder.name, body["digest"], parents, versions)

@@ -90,7 +90,7 @@ def _export(recipe: Recipe) -> None:
         max_positions=recipe.export.max_positions,
         tolerance=recipe.export.tolerance,
         seed=recipe.seed,
-        parents={"Source": source.digest},
+        parents={"source": source},
         progress=_say("export"),
     )
 
@@ -147,7 +147,7 @@ def _build_baseline(recipe: Recipe) -> None:
         precision="float32",
         slots=recipe.build.slots,
         kv_scales={},
-        parents={"PortableGraph": graph.digest},
+        parents={"graph": graph},
         progress=_say("build"),
     )
 
@@ -169,7 +169,7 @@ def _build_candidate(recipe: Recipe) -> None:
         slots=recipe.build.slots,
         kv_scales=kv.scales,
         kv_bits=kv.bits,
-        parents={"PortableGraph": graph.digest, "QuantizedModel": quantized.digest},
+        parents={"graph": graph, "quantized": quantized},
         progress=_say("build"),
     )
 
@@ -192,7 +192,7 @@ def _parity(recipe: Recipe) -> None:
         head=next(group.members[0] for group in _graph().record.groups if group.name == "lm_head"),
         candidate=bundle.digest,
         quantized=quantized.digest,
-        parents={"EngineBundle": bundle.digest, "QuantizedModel": quantized.digest},
+        parents={"candidate": bundle, "quantized": quantized},
     )
 
 
@@ -216,7 +216,7 @@ def _benchmark(recipe: Recipe) -> None:
         threads=threads,
         seed=recipe.seed,
         folder=ARTIFACTS / "benchmark",
-        parents={name: bundle.digest for name, bundle in bundles.items()},
+        parents=bundles,
         progress=_say("benchmark"),
     )
 
@@ -240,7 +240,7 @@ def _evaluate(recipe: Recipe) -> None:
         data=source.folder / source.record.data_entry,
         heldout_texts=heldout,
         folder=ARTIFACTS / "evaluation",
-        parents={"baseline": baseline.digest, "candidate": candidate.digest, "Source": source.digest},
+        parents={"baseline": _bundle(ARTIFACTS / "baseline"), "candidate": bundle, "source": source},
     )
 
 
@@ -284,7 +284,7 @@ def _shadow(recipe: Recipe) -> None:
         stop_tokens=bundle.record.stop_tokens,
         champion_is_baseline=incumbent is None,
         folder=ARTIFACTS / "shadow",
-        parents={"champion": champion.digest, "candidate": candidate.digest, "Source": source.digest},
+        parents={"champion": _bundle(place), "candidate": bundle, "source": source},
     )
 
 
@@ -306,7 +306,7 @@ def _gate(recipe: Recipe) -> None:
         # A compiled engine says itself where it ran; others only load on the machine they were built for.
         executed_on=candidate.record.compiled.executed_on if candidate.record.compiled else candidate.record.target,
         proof=ProofSummary(
-            quantized=candidate.parents["QuantizedModel"],
+            quantized=candidate.parents["quantized"].digest,
             ok=proof.passed,
             reasons=proof.reasons,
             bits_per_weight=proof.bits_per_weight,

@@ -16,13 +16,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tapeout.artifact import Record, canonical_json, create, load, read_payload
+from tapeout.artifact import ArtifactRef, Parents, Record, Roles, canonical_json, create, load, read_payload
 from tapeout.errors import ArtifactError
 
 
 class Thing(Record):
     noun: ClassVar[str] = "Thing"
     remedy: ClassVar[str] = "make a thing"
+    parent_roles: ClassVar[Roles] = {"source": ("Thing", "Other"), "other": ("Other",)}
     size: int = 1
     note: str = ""
 
@@ -32,12 +33,14 @@ class Other(Record):
 
 
 class NewThing(Thing):
-    schema_version: ClassVar[int] = 2
+    schema_version: ClassVar[int] = Thing.schema_version + 1
 
 
-def write(
-    folder: Path, text: str = "content", record: Thing | None = None, parents: dict[str, str] | None = None
-) -> str:
+def other(digest: str) -> ArtifactRef:
+    return ArtifactRef("Other", digest)
+
+
+def write(folder: Path, text: str = "content", record: Thing | None = None, parents: Parents | None = None) -> str:
     with create(folder, Thing) as draft:
         (draft.folder / "sub").mkdir()
         (draft.folder / "sub" / "data.txt").write_text(text)
@@ -46,10 +49,10 @@ def write(
 
 
 def test_what_was_written_is_what_loads(tmp_path: Path) -> None:
-    digest = write(tmp_path / "a", record=Thing(size=7, note="x"), parents={"source": "s" * 64})
+    digest = write(tmp_path / "a", record=Thing(size=7, note="x"), parents={"source": other("s" * 64)})
     found = load(tmp_path / "a", Thing)
     assert found.record == Thing(size=7, note="x")
-    assert found.digest == digest and found.parents == {"source": "s" * 64}
+    assert found.digest == digest and found.parents == {"source": other("s" * 64)}
     assert found.files["sub/data.txt"].size_bytes == len("content")
     found.verify()
     assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
@@ -161,7 +164,7 @@ def test_another_noun_is_refused(tmp_path: Path) -> None:
         load(tmp_path / "a", Other)
 
 
-@pytest.mark.parametrize(("version", "age"), [(2, "a newer"), (0, "an older"), (None, "an older")])
+@pytest.mark.parametrize(("version", "age"), [(3, "a newer"), (1, "an older"), (None, "an older")])
 def test_another_schema_is_refused_before_its_fields_are_looked_at(
     tmp_path: Path, version: int | None, age: str
 ) -> None:
@@ -170,14 +173,31 @@ def test_another_schema_is_refused_before_its_fields_are_looked_at(
     edit(lambda body: body.update(schema_version=version, record={"length": 3}))(tmp_path / "a")
     with pytest.raises(ArtifactError, match=f"a was written as Thing schema {version}, by {age} version") as caught:
         load(tmp_path / "a", Thing)
-    assert caught.value.expected.startswith("schema 1")
+    assert caught.value.expected.startswith("schema 2")
     assert caught.value.remedy == "make a thing"
 
 
 def test_a_type_that_moved_on_refuses_what_was_written_before(tmp_path: Path) -> None:
     write(tmp_path / "a")
-    with pytest.raises(ArtifactError, match="schema 1, by an older version"):
+    with pytest.raises(ArtifactError, match="schema 2, by an older version"):
         load(tmp_path / "a", NewThing)
+
+
+def test_parents_are_given_as_artifacts_and_kept_by_role_noun_and_digest(tmp_path: Path) -> None:
+    first = write(tmp_path / "a")
+    write(tmp_path / "b", parents={"source": load(tmp_path / "a", Thing)})
+    assert load(tmp_path / "b", Thing).parents == {"source": ArtifactRef("Thing", first)}
+    assert read_payload(tmp_path / "b")["parents"] == {"source": {"noun": "Thing", "digest": first}}
+
+
+@pytest.mark.parametrize(
+    ("role", "noun", "expected"), [("baseline", "Other", "a role of source, other"), ("other", "Thing", "a Other")]
+)
+def test_a_parent_of_another_role_or_noun_is_refused(tmp_path: Path, role: str, noun: str, expected: str) -> None:
+    with pytest.raises(ArtifactError, match=f"names a {noun} as {role} of a Thing") as caught:
+        write(tmp_path / "a", parents={role: ArtifactRef(noun, "0")})
+    assert caught.value.expected == expected
+    assert not (tmp_path / "a").exists()
 
 
 def test_a_record_cannot_hold_nan(tmp_path: Path) -> None:
@@ -191,11 +211,11 @@ def test_a_record_cannot_hold_nan(tmp_path: Path) -> None:
 
 
 def test_digests_are_stable_over_time_place_and_order(tmp_path: Path) -> None:
-    first = write(tmp_path / "a", parents={"x": "1", "y": "2"})
+    first = write(tmp_path / "a", parents={"source": other("1"), "other": other("2")})
     time.sleep(0.01)
-    assert write(tmp_path / "elsewhere" / "b", parents={"y": "2", "x": "1"}) == first
+    assert write(tmp_path / "elsewhere" / "b", parents={"other": other("2"), "source": other("1")}) == first
     # Written down, so that a change of the format is a decision and not an accident.
-    assert first == "bf1de535b151dfd8293a4692b2d82074198c8945268881331d5facc821b56b2a"
+    assert first == "60e1d4bf20462863801bcf6b3c04f32fc178b8f29d40c977ee474ff71305ba91"
 
 
 @given(
@@ -206,7 +226,7 @@ def test_digests_differ_exactly_when_anything_differs(
 ) -> None:
     folder = tmp_path_factory.mktemp("artifacts")
     digests = [
-        write(folder / str(i), text, Thing(size=size), {"parent": parent})
+        write(folder / str(i), text, Thing(size=size), {"source": other(parent)})
         for i, (text, size, parent) in enumerate(texts)
     ]
     assert (digests[0] == digests[1]) == (texts[0] == texts[1])

@@ -70,7 +70,7 @@ def test_keeps_which_rows_were_read_but_not_their_text(
     ]
     record = calibration.record
     assert (record.rows, record.holdout_rows, record.tokens, record.layers) == (8, 2, 8 * TOKENS, 4)
-    assert calibration.parents == {"graph": graph.digest}
+    assert calibration.parents == {"graph": graph.ref}
     assert set(record.statistics) == {HEAD_FILE, *map(layer_file, range(4))}
 
 

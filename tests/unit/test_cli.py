@@ -24,7 +24,7 @@ from evals.verdict import Check, Outcome, Verdict
 from pipeline.cli.doctor import Finding, Status, diagnose, processor
 from pipeline.cli.explain import explain, fields
 from pipeline.cli.main import app, main
-from tapeout.artifact import Record, create, load
+from tapeout.artifact import ArtifactRef, Parents, Record, Roles, create, load
 from tapeout.errors import ExitCode
 from tapeout.fingerprint import Fingerprint
 from tapeout.recipe import Gate
@@ -50,11 +50,12 @@ CODES = {Outcome.PASS: 0, Outcome.FAIL: 1, Outcome.INCONCLUSIVE: 3}
 
 class Source(Record):
     noun: ClassVar[str] = "Source"
+    parent_roles: ClassVar[Roles] = {"graph": ("Source",), "source": ("Source",), "calibration": ("Calibration",)}
     versions: dict[str, str]
     rows: tuple[dict[str, int], ...]
 
 
-def write_source(folder: Path, text: str = "weights", parents: dict[str, str] | None = None) -> str:
+def write_source(folder: Path, text: str = "weights", parents: Parents | None = None) -> str:
     with create(folder, Source) as draft:
         (draft.folder / "data.bin").write_text(text)
         record = Source(versions={"onnx": "1.23.2"}, rows=tuple({"layer": i} for i in range(40)))
@@ -91,7 +92,7 @@ def write_verdict(artifacts: Path, outcome: Outcome) -> None:
         evidence=reports,
     )
     with create(artifacts / "verdict", Verdict) as draft:
-        draft.finish(verdict, parents={"candidate": judged["candidate"]})
+        draft.finish(verdict, parents={"candidate": ArtifactRef("EngineBundle", judged["candidate"])})
 
 
 @pytest.fixture
@@ -198,8 +199,12 @@ def test_report_prints_its_path(here: Path, capsys: Output) -> None:
 
 def test_inspect_walks_to_every_ancestor(here: Path, capsys: Output) -> None:
     first = write_source(here / "a/source")
-    second = write_source(here / "a/graph", "graph", {"source": first})
-    write_source(here / "a/quantized", "q", {"graph": second, "calibration": "f" * 64})
+    second = write_source(here / "a/graph", "graph", {"source": ArtifactRef("Source", first)})
+    write_source(
+        here / "a/quantized",
+        "q",
+        {"graph": ArtifactRef("Source", second), "calibration": ArtifactRef("Calibration", "f" * 64)},
+    )
     found = explain(Path("a/quantized"))
     known = {parent.role: parent for parent in found.parents}
     assert known["graph"].folder == Path("a/graph")
@@ -208,7 +213,7 @@ def test_inspect_walks_to_every_ancestor(here: Path, capsys: Output) -> None:
     assert main(["inspect", "a/quantized"]) == 0
     printed = capsys.readouterr().out
     assert "onnx" in printed and "28 more" in printed and "graph: Source a/graph" in printed
-    assert "calibration: not beside this artifact" in printed
+    assert "calibration: Calibration not beside this artifact" in printed
     assert main(["inspect", "a/quantized/record.json", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["record"]["rows"]) == 40
 

@@ -34,7 +34,7 @@ def test_a_float_bundle_says_what_it_is(graph: Artifact[PortableGraph], tmp_path
     said: list[str] = []
     arguments = {"target": "ort-cpu", "precision": "float32", "slots": 3, "kv_scales": {}}
     weights = open_checkpoint(graph.folder)
-    bundle = build(graph, weights, tmp_path / "a", parents={"PortableGraph": "1"}, progress=said.append, **arguments)
+    bundle = build(graph, weights, tmp_path / "a", parents={"graph": graph}, progress=said.append, **arguments)
     record = bundle.record
     assert [report.name for report in record.passes] == said[: len(record.passes)]
     assert [report.name for report in record.passes] == [
@@ -67,10 +67,10 @@ def test_a_float_bundle_says_what_it_is(graph: Artifact[PortableGraph], tmp_path
     assert set(record.io.inputs) == {"input_ids", "seqlens_k", "logit_positions"} | total | (
         {"position_ids"} & set(record.io.inputs)
     )
-    assert bundle.parents == {"PortableGraph": "1"}
+    assert bundle.parents == {"graph": graph.ref}
     assert {"model.onnx", "weights.bin", "tokenizer.json", "config.json"} <= set(bundle.files)
     assert (LIBRARY in bundle.files) == native
-    again = build(graph, weights, tmp_path / "b", parents={"PortableGraph": "1"}, **arguments)
+    again = build(graph, weights, tmp_path / "b", parents={"graph": graph}, **arguments)
     assert again.digest == bundle.digest  # the same inputs, the same bundle
 
 

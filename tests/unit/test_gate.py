@@ -28,7 +28,7 @@ from evals.reports import (
     write_items,
 )
 from evals.verdict import COLUMNS, Outcome, Verdict, combine
-from tapeout.artifact import create, load
+from tapeout.artifact import ArtifactRef, create, load
 from tapeout.errors import EvidenceError, ExitCode
 from tapeout.recipe import Gate
 
@@ -651,7 +651,7 @@ def test_gate_writes_record_json_junit_and_metrics(tmp_path: Path):
     artifact = gate(evidence, Gate(), tmp_path / "verdict")
     artifact.verify()
     assert artifact.record == judge(evidence, Gate())
-    assert artifact.parents["EvalReport"] == "digest of EvalReport"
+    assert artifact.parents["evaluation"] == ArtifactRef("EvalReport", "digest of EvalReport")
     assert Verdict.model_validate_json((artifact.folder / "verdict.json").read_text()) == artifact.record
     metrics = json.loads((artifact.folder / "metrics.json").read_text())
     assert metrics["kl"] == pytest.approx(0.01)

@@ -19,7 +19,7 @@ from evals.quality import evaluate, task_items, task_metrics, text_metrics
 from evals.reports import EvalReport, TaskItem, TextItem, read_items
 from evals.tasks import choose_documents, definition_path, load_task, share_out
 from evals.text import log_likelihoods
-from tapeout.artifact import load
+from tapeout.artifact import ArtifactRef, load
 from tapeout.errors import EvidenceError, RecipeError
 from tapeout.recipe import Recipe
 from tests.fake_engine import HistoryEngine, TorchEngine
@@ -302,7 +302,7 @@ def test_evaluate_writes_the_same_report_twice(
             data=data,
             heldout_texts=tiny_texts(3, 1),
             folder=tmp_path / name,
-            parents={"baseline": "b", "candidate": "c"},
+            parents={name: ArtifactRef("EngineBundle", name) for name in ("baseline", "candidate")},
         )
 
     one, two = run("one"), run("two")

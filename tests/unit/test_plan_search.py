@@ -19,7 +19,7 @@ from quantization.plan_solver import Chosen, Limits, Option, Settled, Workload, 
 from quantization.sensitivity import Sensitivity
 from quantization.sensitivity_sweep import sweep
 from quantization.units import resolve, units_of
-from tapeout.artifact import Artifact, create, load
+from tapeout.artifact import Artifact, ArtifactRef, create, load
 from tapeout.errors import QuantizationError
 from tapeout.portable_graph import PortableGraph
 from tapeout.recipe import Calibrate, DataSource, KVCache, ModelSource, Plan, Recipe, Rule
@@ -181,7 +181,7 @@ def test_a_chosen_plan_keeps_to_its_budget_as_a_whole(inputs: Inputs, tmp_path: 
     assert len({unit.kernel for unit in units}) > 1, "the budget neither binds nor frees: this shows nothing"
     assert set(search.rows).isdisjoint(inputs[2].record.rows) and len(search.rows) == 4
     assert (search.predicted_kl, search.joint_kl) in {(r.predicted_kl, r.joint_kl) for r in search.rounds}
-    assert found.parents["sensitivity"] == inputs[2].digest
+    assert found.parents["sensitivity"] == inputs[2].ref
     assert "KV cache for 4 sequences of 64 tokens" in summary(found.record)
     kernels = found.record.kernels
     assert kernels.keys() == {group.name for group in inputs[0].record.groups} - {"lm_head"}
@@ -250,7 +250,13 @@ def test_a_budget_that_tables_and_cache_use_up_is_refused(inputs: Inputs, tmp_pa
 
 def test_sensitivities_of_other_inputs_or_kernels_are_refused(inputs: Inputs, tmp_path: Path) -> None:
     graph, calibration, sensitivity, rows = inputs
-    foreign = Artifact(sensitivity.folder, sensitivity.record, sensitivity.files, {"graph": "f" * 64}, "0")
+    foreign = Artifact(
+        sensitivity.folder,
+        sensitivity.record,
+        sensitivity.files,
+        {"graph": ArtifactRef("PortableGraph", "f" * 64)},
+        "0",
+    )
     with pytest.raises(QuantizationError, match="was measured on another graph or calibration"):
         planned((graph, calibration, foreign, rows), recipe(), tmp_path / "plan")
     with pytest.raises(QuantizationError, match=r"no sensitivity of layers\.0-2\.qkv to"):
@@ -265,7 +271,7 @@ def test_a_written_plan_comes_through_as_it_is(inputs: Inputs, tmp_path: Path) -
     graph, calibration, _, _ = inputs
     wanted = recipe(**WRITTEN)
     with create(tmp_path / "sensitivity", Sensitivity) as draft:
-        draft.finish(Sensitivity(asked=False), parents={"graph": graph.digest, "calibration": calibration.digest})
+        draft.finish(Sensitivity(asked=False), parents={"graph": graph, "calibration": calibration})
     nothing = load(tmp_path / "sensitivity", Sensitivity)
     found = planned((graph, calibration, nothing, []), wanted, tmp_path / "plan")
     assert found.record.search is None

@@ -17,7 +17,7 @@ from quantization.checkpoint import KV_SCALES, KVScales, QuantizedModel
 from quantization.compressed_tensors import open_checkpoint
 from quantization.quantize import quantize
 from quantization.reference import QuantizedReference
-from tapeout.artifact import Artifact, create, load
+from tapeout.artifact import Artifact, ArtifactRef, create, load
 from tapeout.errors import QuantizationError
 from tapeout.portable_graph import LinearGroup, PortableGraph, ScaleSink
 from tapeout.recipe import DataSource, KVCache, ModelSource, Plan, Quantize, Recipe, Rule
@@ -192,7 +192,7 @@ def make_inputs(folder: Path, *, tied: bool) -> tuple[Artifact[PortableGraph], A
             statistics=(),
             versions={},
         )
-        draft.finish(calibration, parents={"graph": graph.digest})
+        draft.finish(calibration, parents={"graph": graph})
     return graph, load(folder / "calibration", Calibration)
 
 
@@ -448,7 +448,13 @@ def test_a_plan_that_quantizes_nothing_or_forgets_a_unit_is_refused(
 
 def test_calibration_of_another_graph_is_refused(inputs: Inputs, tmp_path: Path) -> None:
     graph, calibration = inputs
-    foreign = Artifact(calibration.folder, calibration.record, calibration.files, {"graph": "f" * 64}, "0")
+    foreign = Artifact(
+        calibration.folder,
+        calibration.record,
+        calibration.files,
+        {"graph": ArtifactRef("PortableGraph", "f" * 64)},
+        "0",
+    )
     with pytest.raises(QuantizationError, match="was calibrated on graph ffffffffffff"):
         quantized(recipe(), graph, foreign, tmp_path / "q")
 
@@ -456,7 +462,7 @@ def test_calibration_of_another_graph_is_refused(inputs: Inputs, tmp_path: Path)
 def test_a_plan_of_another_graph_is_refused(inputs: Inputs, tmp_path: Path) -> None:
     graph, calibration = inputs
     plan = written_plan(recipe(), graph, tmp_path / "plan")
-    foreign = Artifact(plan.folder, plan.record, plan.files, {"graph": "f" * 64}, "0")
+    foreign = Artifact(plan.folder, plan.record, plan.files, {"graph": ArtifactRef("PortableGraph", "f" * 64)}, "0")
     with pytest.raises(QuantizationError, match="was planned on graph ffffffffffff"):
         quantize(recipe(), graph, calibration, foreign, tmp_path / "q")
 

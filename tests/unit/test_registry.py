@@ -19,7 +19,7 @@ from pipeline.registry.promotion import promote, rollback
 from pipeline.registry.register import champion, incumbent, register
 from pipeline.registry.release import Release
 from pipeline.report import write as report
-from tapeout.artifact import Artifact, Record, create, load
+from tapeout.artifact import Artifact, ArtifactRef, Record, Roles, create, load
 from tapeout.errors import RegistryError
 from tests.report_example import CANDIDATE, RECIPE, example_report, example_verdict
 
@@ -28,6 +28,7 @@ NAME = RECIPE.register_.model_name
 
 class Bundle(Record):
     noun: ClassVar[str] = "EngineBundle"
+    parent_roles: ClassVar[Roles] = {"graph": ("PortableGraph",)}
     target: str = "ort-cpu"
 
 
@@ -69,7 +70,7 @@ def submit(client: Any, tmp_path: Path) -> Callable[..., Artifact[Release]]:
 def make_bundle(folder: Path, weights: str) -> Artifact[Bundle]:
     with create(folder, Bundle) as draft:
         (draft.folder / "model.onnx").write_text(weights)
-        draft.finish(Bundle(), parents={"graph": "a" * 64})
+        draft.finish(Bundle(), parents={"graph": ArtifactRef("PortableGraph", "a" * 64)})
     return load(folder, Bundle)
 
 
@@ -79,7 +80,7 @@ def make_verdict(folder: Path, candidate: str, against: str | None, outcome: Out
         record = record.model_copy(update={"champion": against})
     with create(folder, Verdict) as draft:
         (draft.folder / "verdict.json").write_text(record.model_dump_json())
-        draft.finish(record, parents=record.evidence)
+        draft.finish(record, parents={"candidate": ArtifactRef("EngineBundle", record.candidate)})
     return load(folder, Verdict)
 
 
@@ -104,7 +105,7 @@ def test_registers_run_version_tags_and_alias(client: Any, submit: Callable[...,
     run = client.get_run(release.record.run_id)
     assert state(client)["aliases"] == {"challenger": 1}
     assert version.tags["tapeout.outcome"] == "PASS"
-    assert version.tags["tapeout.candidate"] == release.parents["bundle"] == release.record.candidate
+    assert version.tags["tapeout.candidate"] == release.parents["bundle"].digest == release.record.candidate
     assert version.source == f"runs:/{run.info.run_id}/bundle/sha256-{release.record.candidate}"
     assert version.tags["tapeout.evidence"] == versions.evidence_digest(example_verdict())
     assert run.data.params["gate.max_kl"] == "0.03"

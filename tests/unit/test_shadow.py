@@ -11,6 +11,7 @@ from evals.generation import Response, greedy
 from evals.reports import ShadowItem, read_items
 from evals.shadow import first_divergence, shadow, shadow_items, shadow_metrics
 from evals.text import compare
+from tapeout.artifact import ArtifactRef
 from tapeout.errors import EvidenceError
 from tapeout.recipe import Recipe
 from tests.fake_engine import HistoryEngine
@@ -119,7 +120,7 @@ def test_shadow_writes_the_same_artifact_twice(tmp_path: Path) -> None:
             stop_tokens=[0],
             champion_is_baseline=True,
             folder=tmp_path / name,
-            parents={"baseline": "a"},
+            parents={"candidate": ArtifactRef("EngineBundle", "a")},
         )
         for name in ("one", "two")
     )

@@ -54,7 +54,7 @@ def test_one_folder_is_a_target(custom: str, tmp_path: Path) -> None:
         precision="float32",
         slots=2,
         kv_scales={},
-        parents={"PortableGraph": graph.digest},
+        parents={"graph": graph},
     )
     assert bundle.record.passes[0].name == "rotary_tables"
     assert set(bundle.record.fingerprint.libraries) == {"numpy"}

@@ -61,7 +61,7 @@ def compile_for(lowered, folder, *, capability, batches, evidence, timing_cache,
                     portable=evidence,
                 ),
             ),
-            parents={"LoweredGraph": lowered.digest},
+            parents={"lowered": lowered},
         )
     return artifact.load(folder, EngineBundle)
 """
@@ -86,7 +86,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         kv_scales={},
         parents={},
     )
-    calibrate(graph.record, graph.digest, artifacts / "calibration")
+    calibrate(graph, artifacts / "calibration")
     params = {
         "model": {"source": "file:m"},
         "data": {"source": "file:d"},
@@ -97,11 +97,11 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def calibrate(graph: PortableGraph, digest: str, folder: Path) -> None:
+def calibrate(graph: artifact.Artifact[PortableGraph], folder: Path) -> None:
     """Statistics of Gaussian inputs."""
     rng = np.random.default_rng(0)
     files: dict[str, dict[str, np.ndarray]] = {}
-    for group in graph.groups:
+    for group in graph.record.groups:
         x = rng.standard_normal((4 * group.in_features, group.in_features)).astype(np.float32)
         values = {"gram": x.T @ x, "gram_holdout": x.T @ x, "mean_abs": abs(x).mean(0), "max_abs": abs(x).max(0)}
         files.setdefault(statistics_file(group.name), {}).update({f"{group.name}.{k}": v for k, v in values.items()})
@@ -115,11 +115,11 @@ def calibrate(graph: PortableGraph, digest: str, folder: Path) -> None:
             holdout_rows=1,
             tokens_per_row=1,
             tokens=1,
-            layers=graph.layers,
+            layers=graph.record.layers,
             statistics=tuple(files),
             versions={},
         )
-        draft.finish(record, parents={"graph": digest})
+        draft.finish(record, parents={"graph": graph})
 
 
 @pytest.fixture(autouse=True)
@@ -156,7 +156,7 @@ def test_one_bundle_a_chip_with_evidence_and_no_verdict_but_inconclusive(
         verdict = artifact.load(folder / f"my-chip-{chip}-verdict", Verdict).record
         assert verdict.outcome is Outcome.INCONCLUSIVE
         assert any(f"not executed on {chip}" in check.reason for check in verdict.checks)
-    assert report.parents["LoweredGraph"] == lowered.digest
+    assert report.parents["lowered"] == lowered.ref
     said = capsys.readouterr().out
     assert "portable evidence on 3 held-out documents" in said and "INCONCLUSIVE" in said
 
@@ -181,7 +181,7 @@ def test_int4_weights_are_quantized_on_the_calibration(here: Path) -> None:
     assert formats == {(4, 64, True), (4, 32, True), (32, 0, True)}  # 96 inputs have no whole groups of 64
     assert quantized.record.method == "awq"
     bundle = artifact.load(folder / "my-chip-a1", EngineBundle).record
-    assert artifact.load(folder / "lowered", LoweredGraph).parents["QuantizedModel"] == quantized.digest
+    assert artifact.load(folder / "lowered", LoweredGraph).parents["quantized"] == quantized.ref
     assert bundle.census["DequantizeLinear"] == sum(linear.bits == 4 for linear in quantized.record.linears)
     assert bundle.compiled is not None and bundle.compiled.portable is not None and bundle.compiled.portable.kl > 1e-6
     # Their scales are positive, so the pass has nothing to report but the head.

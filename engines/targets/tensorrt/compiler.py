@@ -22,7 +22,7 @@ from engines.compile import MODEL_FILE, copy_text_files
 from engines.lowered import LoweredGraph
 from engines.passes.fixed_kv_cache import WRITE_POSITIONS
 from tapeout import artifact, fingerprint
-from tapeout.artifact import Artifact
+from tapeout.artifact import Artifact, ArtifactRef
 from tapeout.errors import BuildError
 from tapeout.fingerprint import Fingerprint
 
@@ -123,8 +123,8 @@ def compile_bundle(
             ),
             parents={
                 **lowered.parents,
-                "LoweredGraph": lowered.digest,
-                **({"PortableReport": evidence.report} if evidence else {}),
+                "lowered": lowered,
+                **({"portable": ArtifactRef("PortableReport", evidence.report)} if evidence else {}),
             },
         )
     return artifact.load(folder, EngineBundle)
