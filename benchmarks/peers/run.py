@@ -193,7 +193,7 @@ class Harness:
             measured = Measured(
                 name=name,
                 ours=system.ours,
-                own_row=system.own_row,
+                unclassed=system.unclassed,
                 weight_bits=system.weight_bits,
                 file_bytes=self.loaded[name].get("file_bytes", 0),
                 peak_bytes=self.peaks.get(name, 0),
