@@ -81,8 +81,8 @@ def page(run: Run) -> str:
         _legend(),
         "![Speed against KL, one panel for each batch size](cpu.svg)",
         "## Bars",
-        "The rivals of a bundle are the peers in its class. A ratio is the median of the ratios of the single rounds. The "
-        "table names the rival with the smallest ratio.",
+        "The rivals of a bundle are the peers in its class. A ratio is the median of the ratios of the single rounds. "
+        "The table names the rival with the smallest ratio.",
         _bars(bars(run.systems, run.bandwidth_gb_s * 1e9)),
         "## Domination",
         "\n".join(_domination(run, workload) for workload in decodes),
