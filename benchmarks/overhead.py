@@ -1,12 +1,13 @@
-"""How much of a decode step passes outside ONNX Runtime: feeding it, reading its tokens, asking for the next.
+"""Measure the share of a decode step that is spent outside ONNX Runtime: binding inputs, reading tokens, sampling.
 
 python -m benchmarks.overhead artifacts/candidate
-python -m benchmarks.overhead artifacts/candidate --rows 1 --steps 500
+python -m benchmarks.overhead artifacts/candidate --batches 1 --steps 500
 
-A step lasts from the end of one run of the session to the end of the next, and all of it before the run begins is
-Python's. Prints a line for greedy decoding of each number of rows, and one for `runtime.generate`, which samples one
-stream and makes text of it. Ends with 1 if a greedy step's share is over the bar. On a busy machine a step takes longer
-by more than its Python does, and shares look better than they are: compare the microseconds with steps of a quiet one.
+A step lasts from the end of one run of the session to the end of the next run. All time before the run starts counts as
+Python. Prints one line of greedy decode for each batch size, and one line for `runtime.generate`, which samples one
+sequence and detokenizes it. Ends with exit code 1 if the share of a greedy step exceeds the bar. On a busy machine the
+session slows down more than Python does, so shares look better than they are: compare the microseconds with the step
+time of a quiet machine.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from tapeout.errors import EvidenceError, ExitCode, TapeoutError
 
 WARMUP_STEPS = 5
 GENERATE = "generate"
-BAR = 0.03  # of a greedy step; generate makes text besides
+BAR = 0.03  # share of a greedy step; generate also detokenizes, so it has no bar
 
-Span = tuple[float, float]  # seconds on one clock: when a run began and ended
+Span = tuple[float, float]  # start and end of a run, in seconds on one clock
 
 
 @dataclass(frozen=True)
 class Overhead:
-    """Medians over steps; the share is the median of the steps' own shares."""
+    """Medians over steps; ``share`` is the median of the shares of single steps."""
 
     step_ms: float
     python_us: float
@@ -49,16 +50,16 @@ class Overhead:
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--threads", type=int, default=0, help="default: every physical core")
+    parser.add_argument("--threads", type=int, default=0, help="default: one per physical core")
     return parser.parse_args(words)
 
 
 @contextmanager
 def recorded_runs() -> Generator[list[Span]]:
-    """Every run of an ONNX Runtime session over bindings while this is open, in order."""
+    """All runs of ONNX Runtime sessions with IO binding while the context is open, in order."""
     runs: list[Span] = []
     run_with_iobinding = ort.InferenceSession.run_with_iobinding
 
@@ -75,33 +76,33 @@ def recorded_runs() -> Generator[list[Span]]:
 
 
 def overhead(runs: Sequence[Span]) -> Overhead:
-    """Of the steps between the first run and the last. :class:`EvidenceError` if there are none.
+    """Summarize the steps between the first run and the last. :class:`EvidenceError` if there are none.
 
     >>> overhead([(0.0, 0.5), (0.625, 1.5)])
     Overhead(step_ms=1000.0, python_us=125000.0, share=0.125)
     """
     if len(runs) < 2:
         raise EvidenceError(f"{len(runs)} runs of the session", expected="an engine that decodes on ONNX Runtime")
-    steps = [end - before for (_, before), (_, end) in pairwise(runs)]
-    python = [start - before for (_, before), (start, _) in pairwise(runs)]
-    shares = [own / step for own, step in zip(python, steps, strict=True)]
+    steps = [end - previous_end for (_, previous_end), (_, end) in pairwise(runs)]
+    python = [start - previous_end for (_, previous_end), (start, _) in pairwise(runs)]
+    shares = [outside / step for outside, step in zip(python, steps, strict=True)]
     return Overhead(1e3 * median(steps), 1e6 * median(python), median(shares))
 
 
-def decode_greedily(engine: Engine, prompt: Sequence[int], rows: int, steps: int) -> Overhead:
-    """Steps of ``rows`` neighbouring slots that all hold the prompt and grow by a token a step."""
+def decode_greedily(engine: Engine, prompt: Sequence[int], batch: int, steps: int) -> Overhead:
+    """Decode ``batch`` neighbouring slots that all hold the prompt, one token each per step."""
     engine.prefill(0, prompt)
-    for slot in range(1, rows):
+    for slot in range(1, batch):
         engine.copy_slot(0, slot, len(prompt))
-    tokens = [prompt[-1 - row % len(prompt)] for row in range(rows)]
+    tokens = [prompt[-1 - slot % len(prompt)] for slot in range(batch)]
     with recorded_runs() as runs:
         for step in range(WARMUP_STEPS + steps):
-            tokens = engine.decode_greedy(tokens, [len(prompt) + step] * rows).tolist()
+            tokens = engine.decode_greedy(tokens, [len(prompt) + step] * batch).tolist()
     return overhead(runs[WARMUP_STEPS - 1 :])
 
 
 def generate_text(engine: Engine, tokenizer: Tokenizer, prompt: Sequence[int], steps: int) -> Overhead:
-    """Steps of one stream of text, tokens sampled with default settings."""
+    """Generate the text of one sequence; tokens are sampled with default settings."""
     settings = GenerationSettings(max_new_tokens=1 + WARMUP_STEPS + steps)
     with recorded_runs() as runs:
         for _ in generate(engine, tokenizer, prompt, settings):
@@ -110,12 +111,12 @@ def generate_text(engine: Engine, tokenizer: Tokenizer, prompt: Sequence[int], s
 
 
 def run(options: argparse.Namespace) -> dict[str, Overhead]:
-    engine = load(options.bundle, threads=options.threads, slots=max(options.rows))
+    engine = load(options.bundle, threads=options.threads, slots=max(options.batches))
     try:
         tokenizer = Tokenizer.from_file(str(options.bundle / "tokenizer.json"))
         text = Path(__file__).read_text()
         prompt = tokenizer.encode(text, add_special_tokens=False).ids[: options.prompt_tokens]
-        found = {f"{rows} rows": decode_greedily(engine, prompt, rows, options.steps) for rows in options.rows}
+        found = {f"batch {batch}": decode_greedily(engine, prompt, batch, options.steps) for batch in options.batches}
         return found | {GENERATE: generate_text(engine, tokenizer, prompt, options.steps)}
     finally:
         engine.close()
@@ -127,9 +128,10 @@ def main() -> int:
     except TapeoutError as error:
         print(error, file=sys.stderr)
         return ExitCode.BROKEN
-    for name, one in found.items():
-        print(f"{name:9} {one.step_ms:7.2f} ms a step, {one.python_us:5.0f} µs outside the session: {one.share:.2%}")
-    greedy = [one.share for name, one in found.items() if name != GENERATE]
+    for name, measured in found.items():
+        step = f"{measured.step_ms:7.2f} ms per step, {measured.python_us:5.0f} µs outside the session"
+        print(f"{name:9} {step}: {measured.share:.2%}")
+    greedy = [measured.share for name, measured in found.items() if name != GENERATE]
     return ExitCode.PASS if max(greedy) < BAR else ExitCode.GATE_FAILED
 
 

@@ -1,1 +1,1 @@
-"""Our bundles against other engines on this processor, in one alternating run: ``make bench-peers``."""
+"""Compare our bundles with other engines on this processor, in one alternating run: ``make bench-peers``."""

@@ -1,6 +1,6 @@
-"""The text every engine reads: prompts to time, and held-out documents to compare predictions on.
+"""The text for all engines: prompts for the timing, and held-out documents on which predictions are compared.
 
-Token ids are made once, here, and given to all engines as they are, so no tokenizer or template differs.
+The text is tokenized once, here. All engines get the same token ids, so tokenizers and templates cannot differ.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tapeout.recipe import Recipe
 
 @dataclass(frozen=True)
 class Corpus:
-    """``prompts``: as many as the largest batch, of equal length. ``long_prompts``: one for each prefill length."""
+    """``prompts`` have equal lengths, and fill the largest batch. ``long_prompts``: one for each prefill length."""
 
     prompts: tuple[tuple[int, ...], ...]
     long_prompts: dict[int, tuple[int, ...]]
@@ -35,10 +35,11 @@ def read_corpus(
     documents: int,
     document_tokens: int,
 ) -> Corpus:
-    """The pipeline's own held-out passages: the first ``documents`` of at least two tokens, each cut to its length.
+    """The pipeline's own held-out passages: the first ``documents`` of at least two tokens, each truncated to
+    ``document_tokens``.
 
-    Prompts are cut from the calibration passages, run together: speed does not depend on what they say, and the
-    held-out text stays out of the timing. :class:`EvidenceError` when there is too little text.
+    Prompts are taken from the concatenated calibration passages. Speed does not depend on their content, and the
+    held-out text is not used for timing. :class:`EvidenceError` if there is too little text.
     """
     from tokenizers import Tokenizer
 
@@ -50,14 +51,16 @@ def read_corpus(
     )
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     beginning = beginning_of_text(tokenizer)
-    stream = [token for text in calibration for token in encode(tokenizer, text, None)]
-    wanted = max(prompts * prompt_tokens, *prefill_tokens)
-    if len(stream) < wanted:
+    tokens = [token for text in calibration for token in encode(tokenizer, text, None)]
+    required = max(prompts * prompt_tokens, *prefill_tokens)
+    if len(tokens) < required:
         raise EvidenceError(
-            f"the calibration text has {len(stream)} tokens", expected=f"{wanted} for the prompts", remedy="lower them"
+            f"the calibration text has {len(tokens)} tokens",
+            expected=f"at least {required} for the prompts",
+            remedy="use shorter prompts or smaller batches",
         )
     return Corpus(
-        prompts=tuple(tuple(stream[i * prompt_tokens : (i + 1) * prompt_tokens]) for i in range(prompts)),
-        long_prompts={count: tuple(stream[:count]) for count in prefill_tokens},
+        prompts=tuple(tuple(tokens[i * prompt_tokens : (i + 1) * prompt_tokens]) for i in range(prompts)),
+        long_prompts={count: tuple(tokens[:count]) for count in prefill_tokens},
         documents=tuple(tuple(encode(tokenizer, text, beginning)[:document_tokens]) for text in heldout),
     )

@@ -1,4 +1,4 @@
-"""Each peer's own virtual environment and converted model, kept between runs under ``~/.cache/tapeout/peers``."""
+"""The virtual environment and the converted model of each peer, kept between runs in ``~/.cache/tapeout/peers``."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from benchmarks.peers.systems import OURS, System
 from tapeout.errors import TapeoutError
 
 HERE = Path(__file__).parent
-# The files name every package that is needed, so nothing else is resolved: optimum-intel asks for torchvision, which a
-# text model never uses and whose usual build does not load beside a CPU build of torch.
+# The requirements files list every package that is needed, so pip resolves no dependencies. optimum-intel requires
+# torchvision, which a text model never uses, and whose usual build does not load with a CPU build of torch.
 PIP = ("-m", "pip", "install", "--disable-pip-version-check", "--no-deps")
-# llama.cpp is compiled for this very processor, as its own documentation advises; its image support is left out.
+# llama.cpp is compiled for this processor, as its documentation recommends, and without image support.
 BUILD_OPTIONS = {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DLLAMA_CURL=OFF"}
 BUILT_FROM_SOURCE = {"llama-cpp": ("--no-binary", "llama-cpp-python")}
-LISTED = ("onnxruntime", "openvino", "optimum", "nncf", "llama", "vllm", "torch", "transformers")
+REPORTED = ("onnxruntime", "openvino", "optimum", "nncf", "llama", "vllm", "torch", "transformers")
 
 
 class PeerError(TapeoutError):
@@ -39,20 +39,20 @@ def requirements(environment: str) -> Path:
 
 
 def python_of(environment: str) -> Path:
-    """The interpreter a system runs with: this one for our own bundles, else the peer's."""
+    """The interpreter of a system: the current one for our own bundles, the peer's own for a peer."""
     return Path(sys.executable) if environment == OURS else peers_folder() / environment / "bin/python"
 
 
 def install(environment: str, progress: Callable[[str], None]) -> None:
-    """Install a peer's pinned requirements, once for each content of the file. :class:`PeerError` if pip fails.
+    """Install a peer's pinned requirements, unless the same file was installed before. :class:`PeerError` if pip fails.
 
-    An environment whose stamp is absent is finished or repaired in place: pip skips what is already there.
+    An environment without a stamp is completed or repaired in place: pip skips packages that are already installed.
     """
     pins = requirements(environment)
     folder = peers_folder() / environment
     stamp = folder / "installed.sha256"
-    wanted = hashlib.sha256(pins.read_bytes()).hexdigest()
-    if stamp.is_file() and stamp.read_text() == wanted:
+    digest = hashlib.sha256(pins.read_bytes()).hexdigest()
+    if stamp.is_file() and stamp.read_text() == digest:
         return
     progress(f"installing {environment} into {folder}")
     commands = [
@@ -68,27 +68,27 @@ def install(environment: str, progress: Callable[[str], None]) -> None:
             ).returncode
             if code:
                 raise PeerError(
-                    f"{' '.join(command[1:4])} for {environment} ended with {code}",
-                    expected=f"the versions of {pins.name} to be installable",
+                    f"{' '.join(command[1:4])} for {environment} ended with exit code {code}",
+                    expected=f"that pip can install the versions of {pins.name}",
                     remedy=f"read {log}",
                 )
-    stamp.write_text(wanted)
+    stamp.write_text(digest)
 
 
 def versions(environment: str) -> dict[str, str]:
-    """Versions of the libraries that decide the figures."""
+    """Versions of the libraries that determine the figures."""
     if environment == OURS:
         return {name: version(name) for name in ("tapeout", "onnxruntime")}
     pairs = (line.split("==") for line in requirements(environment).read_text().split() if "==" in line)
-    return {name: number for name, number in pairs if name.lower().startswith(LISTED)}
+    return {name: number for name, number in pairs if name.lower().startswith(REPORTED)}
 
 
 def converted(
     system: System, checkpoint: Path, checkpoint_digest: str, source: Path, progress: Callable[[str], None]
 ) -> Path:
-    """The peer's model folder, converted once for each checkpoint, set of pins and way of converting."""
-    recipe = requirements(system.environment).read_text() + _conversion(system.adapter) + checkpoint_digest
-    key = hashlib.sha256(recipe.encode()).hexdigest()[:12]
+    """The peer's model folder. It is converted again if the checkpoint, the requirements or the conversion changes."""
+    inputs = requirements(system.environment).read_text() + _conversion(system.adapter) + checkpoint_digest
+    key = hashlib.sha256(inputs.encode()).hexdigest()[:12]
     folder = peers_folder() / "models" / f"{system.environment}-{system.variant}-{key}"
     if folder.is_dir():
         return folder
@@ -109,7 +109,7 @@ def converted(
 
 
 def _conversion(adapter: str) -> str:
-    """The part of an adapter that decides the converted files: its constants and ``prepare``, comments left out."""
+    """The code of an adapter that determines the converted files: its constants and ``prepare``, without comments."""
     module = ast.parse((HERE / f"adapters/{adapter}.py").read_text())
     constants = [node for node in module.body if isinstance(node, ast.Assign)]
     methods = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef) and node.name == "prepare"]
@@ -117,7 +117,7 @@ def _conversion(adapter: str) -> str:
 
 
 def log_of(system: System) -> Path:
-    """Where everything that a peer prints goes."""
+    """The log file with all output of a peer."""
     folder = peers_folder() / "logs"
     folder.mkdir(parents=True, exist_ok=True)
     return folder / f"{''.join(c if c.isalnum() else '-' for c in system.name)}.log"

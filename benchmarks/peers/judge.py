@@ -1,6 +1,7 @@
-"""What a run says: order of measurements, medians, paired ratios, classes, bars and domination. Pure arithmetic.
+"""The arithmetic of a run: order of measurements, medians, paired ratios, classes, bars and domination.
 
-Speeds are tokens per second. Entry i of every list of speeds was taken in round i, so ratios are of neighbours in time.
+Speeds are tokens per second. Entry i of every list of speeds was measured in round i, so a paired ratio compares two
+measurements that are close in time.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from pydantic import Field
 from tapeout.artifact import Frozen
 
 NEAR_LOSSLESS_KL = 0.02
-# The most bits a weight that our own bundle may have in the 4-bit class, scales and embeddings counted: those of the
-# largest peer in it, llama.cpp Q4_K_M of the default model (105 MB of 134.5 million weights).
-FOUR_BITS = 6.25
+# The most bits per weight of our own bundles in the 4-bit class, scales and embeddings included. The limit is the size
+# of the largest peer of the class: llama.cpp Q4_K_M of the default model (105 MB for 134.5 million weights).
+FOUR_BIT_LIMIT = 6.25
 ROOFLINE_SHARE = 0.55
-MEMORY_BYTES = 250e6  # above weights and KV
+MEMORY_BYTES = 250e6  # allowed above weights and KV cache
 
 ClassName = Literal["near-lossless", "4-bit"]
 CLASSES: tuple[ClassName, ...] = ("near-lossless", "4-bit")
 
 
 class Workload(NamedTuple):
-    """``decode`` at a batch, or ``prefill`` of one prompt of that many tokens."""
+    """``decode`` at batch size ``size``, or ``prefill`` of one prompt of ``size`` tokens."""
 
     phase: Literal["decode", "prefill"]
     size: int
@@ -35,7 +36,7 @@ class Workload(NamedTuple):
         return f"decode, B={self.size}" if self.phase == "decode" else f"prefill, {self.size:,} tokens"
 
 
-# The smallest ratio to the best peer of the class, by phase and size.
+# The ratio to the fastest rival that is required, by class, phase and size.
 BARS: dict[ClassName, dict[Workload, float]] = {
     "near-lossless": {
         Workload("decode", 1): 1.4,
@@ -63,16 +64,16 @@ class Sample(Frozen):
 
 
 class Measured(Frozen):
-    """One row of the table.
+    """All figures of one system: one line of the results table.
 
-    ``weight_bits``: see :class:`benchmarks.peers.systems.System`. ``kl`` in nats and ``top_token`` as a share, both
-    against the float reference over ``predictions`` positions; None if the peer could not be asked.
-    ``step_bytes`` and ``budget_bytes`` (weights and KV of the largest workload) are known of our own bundles only.
+    ``weight_bits`` and ``unclassed``: see :class:`benchmarks.peers.systems.System`. ``kl`` in nats and ``top_token`` as
+    a share, both against the float reference over ``predictions`` positions; None if the peer gave no logits.
+    ``step_bytes`` and ``budget_bytes`` (weights and KV cache of the largest workload) are known only for our bundles.
     """
 
     name: str
     ours: bool
-    own_row: bool
+    unclassed: bool
     weight_bits: float
     file_bytes: int
     peak_bytes: int
@@ -85,7 +86,7 @@ class Measured(Frozen):
     versions: dict[str, str] = Field(default_factory=dict)
 
     def speeds(self, workload: Workload) -> tuple[float, ...]:
-        """The rounds of a workload; empty if this system failed at it."""
+        """Speeds of all rounds of a workload; empty if this system failed in it."""
         return next((s.tokens_per_s for s in self.samples if (s.phase, s.size) == workload), ())
 
     def speed(self, workload: Workload) -> float | None:
@@ -95,7 +96,7 @@ class Measured(Frozen):
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar of one of our bundles. ``peer``: the fastest that counts, or None if none does: nothing is proven."""
+    """A required value of one of our bundles. ``peer``: the rival of a speed bar; ``met`` is None if there is none."""
 
     name: str
     class_name: ClassName
@@ -107,7 +108,7 @@ class Bar:
 
 
 def schedule(systems: Sequence[str], workloads: Sequence[Workload], rounds: int) -> Iterator[tuple[int, Workload, str]]:
-    """Every system in turn on each workload, in every round; each round begins with the next system.
+    """In every round, every system in turn on each workload; each round starts with the next system.
 
     >>> [name for _, _, name in schedule(["a", "b", "c"], [Workload("decode", 1)], 3)]
     ['a', 'b', 'c', 'b', 'c', 'a', 'c', 'a', 'b']
@@ -120,7 +121,7 @@ def schedule(systems: Sequence[str], workloads: Sequence[Workload], rounds: int)
 
 
 def paired_ratio(ours: Sequence[float], other: Sequence[float]) -> float:
-    """Median of the ratios of neighbouring rounds. ``ValueError`` if the rounds do not pair or there are none.
+    """Median of the ratios of the single rounds. ``ValueError`` if the numbers of rounds differ or are zero.
 
     >>> paired_ratio([10, 30, 20], [10, 10, 10])
     2.0
@@ -129,34 +130,34 @@ def paired_ratio(ours: Sequence[float], other: Sequence[float]) -> float:
 
 
 def classes(measured: Measured) -> tuple[ClassName, ...]:
-    """Near-lossless by measured KL; 4-bit by the weights. A row of its own is in no class, nor is one without KL.
+    """Near-lossless by measured KL, 4-bit by bits per weight. An unclassed system or one without KL is in no class.
 
-    A system of about four bits may be in both classes. An 8-bit one whose KL is above the bound is in none.
+    A system of about four bits may be in both classes. An 8-bit system whose KL is above the bound is in none.
     """
-    if measured.own_row or measured.kl is None:
+    if measured.unclassed or measured.kl is None:
         return ()
     found: list[ClassName] = []
     if measured.kl <= NEAR_LOSSLESS_KL:
         found.append("near-lossless")
-    if measured.weight_bits <= FOUR_BITS:
+    if measured.weight_bits <= FOUR_BIT_LIMIT:
         found.append("4-bit")
     return tuple(found)
 
 
-def rivals(ours: Measured, class_name: ClassName, everyone: Sequence[Measured]) -> list[Measured]:
+def rivals(ours: Measured, class_name: ClassName, systems: Sequence[Measured]) -> list[Measured]:
     """The peers of the class; in the 4-bit class only those whose KL is no lower than ours."""
-    peers = [m for m in everyone if not m.ours and class_name in classes(m)]
+    peers = [m for m in systems if not m.ours and class_name in classes(m)]
     if class_name == "near-lossless":
         return peers
     return [m for m in peers if m.kl is not None and ours.kl is not None and ours.kl <= m.kl]
 
 
-def speed_bar(ours: Measured, class_name: ClassName, workload: Workload, everyone: Sequence[Measured]) -> Bar:
-    """Our paired ratio to whichever rival leaves us least ahead."""
+def speed_bar(ours: Measured, class_name: ClassName, workload: Workload, systems: Sequence[Measured]) -> Bar:
+    """The smallest of our paired ratios to the rivals."""
     rounds = ours.speeds(workload)
     ratios = {
         m.name: paired_ratio(rounds, m.speeds(workload))
-        for m in rivals(ours, class_name, everyone)
+        for m in rivals(ours, class_name, systems)
         if rounds and m.speeds(workload)
     }
     bound = BARS[class_name][workload]
@@ -166,12 +167,12 @@ def speed_bar(ours: Measured, class_name: ClassName, workload: Workload, everyon
     return Bar(ours.name, class_name, str(workload), ratios[peer], bound, peer, ratios[peer] >= bound)
 
 
-def bars(everyone: Sequence[Measured], bandwidth_bytes_per_s: float) -> list[Bar]:
-    """Every bar of every bundle of ours in each class it belongs to, for the workloads that were run."""
+def bars(systems: Sequence[Measured], bandwidth_bytes_per_s: float) -> list[Bar]:
+    """Every bar of each of our bundles, in each of its classes, for the workloads that were run."""
     found: list[Bar] = []
-    for ours in (m for m in everyone if m.ours):
+    for ours in (m for m in systems if m.ours):
         for name in classes(ours):
-            found += [speed_bar(ours, name, workload, everyone) for workload in BARS[name] if ours.speeds(workload)]
+            found += [speed_bar(ours, name, workload, systems) for workload in BARS[name] if ours.speeds(workload)]
             share = roofline_share(ours, bandwidth_bytes_per_s)
             if share is not None:
                 met = share >= ROOFLINE_SHARE
@@ -184,39 +185,40 @@ def bars(everyone: Sequence[Measured], bandwidth_bytes_per_s: float) -> list[Bar
 
 
 def roofline_share(measured: Measured, bandwidth_bytes_per_s: float) -> float | None:
-    """Time to read a step's bytes at the measured bandwidth, as a share of the step's time at one stream."""
+    """Time to read the bytes of a step at the measured bandwidth, as a share of the step time at batch 1."""
     speed = measured.speed(Workload("decode", 1))
     if speed is None or measured.step_bytes is None:
         return None
     return measured.step_bytes / bandwidth_bytes_per_s * speed
 
 
-def dominators(everyone: Sequence[Measured], workload: Workload) -> list[str]:
-    """Peers that are both faster and of lower KL than every one of our bundles on this workload.
+def dominators(systems: Sequence[Measured], workload: Workload) -> list[str]:
+    """Peers that have both a higher speed and a lower KL than all our bundles on this workload.
 
-    A bundle of ours that could not be timed or compared shields nothing; with none at all, no answer is possible and
-    ``ValueError`` is raised rather than none found.
+    A bundle without a speed or a KL is ignored. If no bundle has both, there is no answer: ``ValueError``, not an
+    empty list.
     """
-    ours = [(m.speed(workload), m.kl) for m in everyone if m.ours]
-    placed = [(speed, kl) for speed, kl in ours if speed is not None and kl is not None]
-    if not placed:
+    ours = [(m.speed(workload), m.kl) for m in systems if m.ours]
+    complete = [(speed, kl) for speed, kl in ours if speed is not None and kl is not None]
+    if not complete:
         raise ValueError(f"no bundle of ours has both a speed and a KL at {workload}")
     found: list[str] = []
-    for peer in (m for m in everyone if not m.ours):
+    for peer in (m for m in systems if not m.ours):
         speed, kl = peer.speed(workload), peer.kl
-        if speed is not None and kl is not None and all(speed > fast and kl < close for fast, close in placed):
+        if speed is None or kl is None:
+            continue
+        if all(speed > our_speed and kl < our_kl for our_speed, our_kl in complete):
             found.append(peer.name)
     return found
 
 
-def beaten_presets(everyone: Sequence[Measured], workload: Workload) -> list[tuple[str, str]]:
-    """(peer, bundle) pairs in which the peer is both faster and of lower KL than that one bundle: all of the plot."""
+def dominated_bundles(systems: Sequence[Measured], workload: Workload) -> list[tuple[str, str]]:
+    """All pairs (peer, bundle) in which the peer has both a higher speed and a lower KL than that one bundle."""
     found: list[tuple[str, str]] = []
-    for peer in (m for m in everyone if not m.ours):
-        for ours in (m for m in everyone if m.ours):
-            alone = [ours, peer]
+    for peer in (m for m in systems if not m.ours):
+        for ours in (m for m in systems if m.ours):
             try:
-                if dominators(alone, workload):
+                if dominators([ours, peer], workload):
                     found.append((peer.name, ours.name))
             except ValueError:
                 continue

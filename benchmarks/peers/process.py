@@ -1,4 +1,4 @@
-"""A peer's process seen from outside: started in its own group, asked over a pipe, stopped while others are timed."""
+"""Control of a peer's process: it has its own process group, answers over a pipe, and is paused while others run."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ import psutil
 from tapeout.errors import TapeoutError
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_SECONDS = 900.0  # of one command: a conversion takes a minute, a measurement seconds
+TIMEOUT_SECONDS = 900.0  # for one command; a conversion takes a minute, a measurement seconds
 
 
 class PeerFailedError(TapeoutError):
-    """The peer answered with an error, died or did not answer in time."""
+    """The peer answered with an error, ended or did not answer in time."""
 
 
 class PeerProcess:
-    """One peer, alive from the first command to the last. Between commands it can be paused (SIGSTOP).
+    """One peer, which runs from the first command to the last. Between commands it can be paused (SIGSTOP).
 
-    A paused peer takes no processor time, however its idle threads spin, so only the one that is timed runs.
+    A paused peer uses no processor time, even if its idle threads spin, so only the peer that is timed runs.
     """
 
     def __init__(self, adapter: str, python: Path, log: Path, threads: int = 2) -> None:
@@ -65,10 +65,11 @@ class PeerProcess:
             line = b""
         if not line:
             what = f"gave no answer in {TIMEOUT_SECONDS:.0f} s" if line is None else "ended"
-            raise PeerFailedError(f"{self.adapter} {what} while asked to {command}", remedy=f"read {self._log}")
+            raise PeerFailedError(f"{self.adapter} {what} during the command {command}", remedy=f"read {self._log}")
         answer = json.loads(line)
         if "error" in answer:
-            raise PeerFailedError(f"{self.adapter} cannot {command}: {answer['error']}", remedy=f"read {self._log}")
+            message = f"{self.adapter} failed in the command {command}: {answer['error']}"
+            raise PeerFailedError(message, remedy=f"read {self._log}")
         return answer["ok"]
 
     def pause(self) -> None:
@@ -79,13 +80,13 @@ class PeerProcess:
 
     def peak_memory_bytes(self) -> int:
         """Largest resident memory so far, summed over the peer's process and its children."""
-        top = psutil.Process(self._process.pid)
-        return sum(_peak_bytes(process.pid) for process in (top, *top.children(recursive=True)))
+        parent = psutil.Process(self._process.pid)
+        return sum(_peak_bytes(process.pid) for process in (parent, *parent.children(recursive=True)))
 
     def close(self) -> None:
         self.resume()
         assert self._process.stdin is not None
-        self._process.stdin.close()  # the end of its input ends the peer
+        self._process.stdin.close()  # the peer ends when its input is closed
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:

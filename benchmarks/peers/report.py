@@ -1,4 +1,4 @@
-"""docs/benchmarks/cpu.md, .svg and .json from what a run measured: nothing here measures or decides."""
+"""Write docs/benchmarks/cpu.md, .svg and .json from the figures of a run. Nothing here measures or decides."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.peers.judge import (
-    FOUR_BITS,
+    FOUR_BIT_LIMIT,
     NEAR_LOSSLESS_KL,
     Bar,
     Measured,
     Workload,
     bars,
-    beaten_presets,
     classes,
+    dominated_bundles,
     dominators,
     paired_ratio,
     roofline_share,
@@ -24,12 +24,12 @@ from pipeline.report.svg import Canvas, Scale, label, standalone, ticks
 from tapeout.artifact import Frozen
 from tapeout.errors import EvidenceError
 
-KL_FLOOR = 1e-6  # where the plot puts a KL of zero
-WIDTH, PANEL = 720.0, 250.0
+KL_FLOOR = 1e-6  # position of a KL of zero on the logarithmic axis
+WIDTH, PANEL_HEIGHT = 720.0, 250.0
 
 
 class Run(Frozen):
-    """Everything of one run: enough to write the page again. ``failures``: why a peer, or part of it, is missing."""
+    """All figures of one run, enough to write the page again. ``failures``: why a peer or a figure of it is missing."""
 
     systems: tuple[Measured, ...]
     failures: dict[str, str]
@@ -44,7 +44,7 @@ class Run(Frozen):
 
 
 def machine() -> str:
-    """The processor's own name, its kernel, and nothing that tells whose machine it is."""
+    """The name of the processor, the operating system and the architecture; nothing that identifies the owner."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     name = next(
         (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor()
@@ -53,7 +53,7 @@ def machine() -> str:
 
 
 def write(run: Run, folder: Path) -> None:
-    """Write the three files. :class:`EvidenceError` when none of our bundles was measured."""
+    """Write the three files. :class:`EvidenceError` if none of our bundles was measured."""
     if not any(m.ours and m.samples for m in run.systems):
         raise EvidenceError(
             "none of our bundles was measured", expected="at least one", remedy="; ".join(run.failures.values())
@@ -73,19 +73,22 @@ def page(run: Run) -> str:
     decodes = [workload for workload in workloads(run) if workload.phase == "decode"]
     sections = [
         "# Against other engines on this processor",
-        "Written by `make bench-peers`; do not edit. Raw figures of every round: [cpu.json](cpu.json).",
+        "This page is written by `make bench-peers`; do not edit it. [cpu.json](cpu.json) has the raw figures of every "
+        "round.",
         _conditions(run),
         "## Speed, quality and memory",
         _table(run),
         _legend(),
-        "![Speed against KL, one panel for each batch](cpu.svg)",
+        "![Speed against KL, one panel for each batch size](cpu.svg)",
         "## Bars",
-        "Ratios are medians of the rounds' own ratios, to the rival that leaves us least ahead.",
+        "The rivals of a bundle are the peers in its class. A ratio is the median of the ratios of the single rounds. "
+        "The table names the rival with the smallest ratio.",
         _bars(bars(run.systems, run.bandwidth_gb_s * 1e9)),
         "## Domination",
         "\n".join(_domination(run, workload) for workload in decodes),
         "## Ratios",
-        "Each bundle of ours to every engine, median of the rounds' ratios.",
+        "The speed of each of our bundles divided by the speed of every engine: the median of the ratios of the single "
+        "rounds.",
         _ratios(run),
         "## Versions",
         _versions(run.systems),
@@ -98,23 +101,29 @@ def page(run: Run) -> str:
 
 def _conditions(run: Run) -> str:
     return (
-        f"{run.model} on {run.machine}: {run.threads} threads each, {run.bandwidth_gb_s:.1f} GB/s measured read "
-        f"bandwidth. Greedy; prompts of {run.prompt_tokens} tokens, {run.new_tokens} generated; {run.rounds} rounds in "
-        "which all engines take turns, the others stopped meanwhile; medians. KL and top-token agreement are against "
-        f"our float bundle on the same {run.documents} held-out passages."
+        f"{run.model} on {run.machine}: {run.threads} threads for each engine, {run.bandwidth_gb_s:.1f} GB/s measured "
+        f"read bandwidth. Decode is greedy, with prompts of {run.prompt_tokens} tokens and {run.new_tokens} generated "
+        f"tokens. There are {run.rounds} rounds. In each round all engines take turns, and only one runs at a time. "
+        "Figures are medians over rounds. KL and top-token agreement are against our float bundle on the same "
+        f"{run.documents} held-out passages."
     )
 
 
 def _legend() -> str:
-    return (
-        f"Near-lossless: KL at most {NEAR_LOSSLESS_KL}. 4-bit: peers by their format, our bundles by at most "
-        f"{FOUR_BITS} bits a weight, scales and embeddings counted, which is llama.cpp Q4_K_M's size; there a peer "
-        "counts where our KL is no higher than its own. An engine may be in both. Decode counts only the steps in "
-        "which all rows gain a token; prefill is one prompt until its first token is chosen. Memory is the peak of the "
-        "whole process, libraries and interpreter included, over all timed work. OpenVINO's logits come from its "
-        "runtime on the same model file with the same properties, since continuous batching gives none of a prompt; "
-        "all others come from the timed engine itself."
-    )
+    lines = [
+        f"Class near-lossless: KL at most {NEAR_LOSSLESS_KL}.",
+        "Class 4-bit: peers with a 4-bit format, and our bundles with at most "
+        f"{FOUR_BIT_LIMIT} bits per weight, scales and embeddings included, which is the size of llama.cpp Q4_K_M. In "
+        "this class a peer is a rival only if our KL is no higher than the peer's.",
+        "An engine may be in both classes. An engine marked *unclassed* is measured and compared, but is in no class: "
+        "llama.cpp on the file that our float reference came from.",
+        "Decode: only the steps in which every sequence gains one token are counted.",
+        "Prefill: one prompt, until its first token is chosen.",
+        "Peak MB: peak memory of the whole process over all timed work, libraries and interpreter included.",
+        "Logits: OpenVINO's come from its runtime on the same model file with the same properties, because its "
+        "continuous batching gives no logits of a prompt. All others come from the timed engine itself.",
+    ]
+    return "\n".join(f"- {line}" for line in lines)
 
 
 def _table(run: Run) -> str:
@@ -126,7 +135,7 @@ def _table(run: Run) -> str:
         rows.append(
             [
                 f"**{m.name}**" if m.ours else m.name,
-                " and ".join(classes(m)) or ("own row" if m.own_row else "none"),
+                " and ".join(classes(m)) or ("unclassed" if m.unclassed else "none"),
                 "-" if m.kl is None else f"{m.kl:.4f}",
                 "-" if m.top_token is None else f"{m.top_token:.1%}",
                 *(_number(m.speed(w)) for w in columns),
@@ -135,7 +144,7 @@ def _table(run: Run) -> str:
                 f"{m.file_bytes / 1e6:,.0f}",
             ]
         )
-    return "Tokens per second.\n\n" + _markdown(head, rows)
+    return "Speeds are in tokens per second.\n\n" + _markdown(head, rows)
 
 
 def _bars(found: Sequence[Bar]) -> str:
@@ -144,8 +153,8 @@ def _bars(found: Sequence[Bar]) -> str:
         for bar in found
     ]
     if not rows:
-        return "None of our bundles is in a class, so no bar is proven."
-    return _markdown(["bundle", "class", "what", "value", "bar", "nearest rival", "met"], rows)
+        return "None of our bundles is in a class, so there is no bar."
+    return _markdown(["bundle", "class", "what", "value", "bar", "rival", "met"], rows)
 
 
 def _bound(bar: Bar) -> str:
@@ -160,10 +169,11 @@ def _domination(run: Run, workload: Workload) -> str:
     try:
         found = dominators(run.systems, workload)
     except ValueError as error:
-        return f"- {workload}: not known; {error}."
-    text = f"dominated by {', '.join(found)}" if found else "no engine is faster and of lower KL than all our bundles"
-    pairs = [f"{peer} over {ours}" for peer, ours in beaten_presets(run.systems, workload)]
-    return f"- {workload}: {text}." + (f" Over a single bundle: {'; '.join(pairs)}." if pairs else "")
+        return f"- {workload}: unknown, because {error}."
+    none = "no engine has both a higher speed and a lower KL than all our bundles"
+    text = f"all our bundles are dominated by {', '.join(found)}" if found else none
+    pairs = [f"{ours} by {peer}" for peer, ours in dominated_bundles(run.systems, workload)]
+    return f"- {workload}: {text}." + (f" Single bundles that are dominated: {'; '.join(pairs)}." if pairs else "")
 
 
 def _ratios(run: Run) -> str:
@@ -194,29 +204,29 @@ def _number(value: float | None) -> str:
 
 
 def plot(run: Run) -> str:
-    """Decode speed against KL, a panel a batch; KL on a logarithmic axis, so up and to the left is better."""
+    """Decode speed against KL, one panel for each batch size. The KL axis is logarithmic. Up and left is better."""
     panels = [workload for workload in workloads(run) if workload.phase == "decode"]
-    placed = [m for m in run.systems if m.kl is not None]
-    if not panels or not placed:
+    systems = [m for m in run.systems if m.kl is not None]
+    if not panels or not systems:
         raise EvidenceError("no engine has both a decode speed and a KL", expected="at least one to draw")
-    logs = [math.log10(max(m.kl or 0.0, KL_FLOOR)) for m in placed]
+    logs = [math.log10(max(m.kl or 0.0, KL_FLOOR)) for m in systems]
     low, high = math.floor(min(logs)), math.ceil(max(*logs, math.log10(NEAR_LOSSLESS_KL)) + 0.01)
     canvas = Canvas(
         WIDTH,
-        40 + PANEL * len(panels),
+        40 + PANEL_HEIGHT * len(panels),
         "Speed against KL from the float model",
         "; ".join(_domination(run, workload).removeprefix("- ") for workload in panels),
     )
     canvas.legend([("candidate", "Tapeout"), ("baseline", "other engines")], 0, 34)
     x = Scale(low, high, 56, WIDTH - 190)
     for i, workload in enumerate(panels):
-        _panel(canvas, workload, placed, x, top=62 + PANEL * i)
+        _panel(canvas, workload, systems, x, top=62 + PANEL_HEIGHT * i)
     return canvas.render()
 
 
-def _panel(canvas: Canvas, workload: Workload, placed: Sequence[Measured], x: Scale, top: float) -> None:
-    points = [(m, speed) for m in placed if (speed := m.speed(workload)) is not None]
-    bottom = top + PANEL - 60
+def _panel(canvas: Canvas, workload: Workload, systems: Sequence[Measured], x: Scale, top: float) -> None:
+    points = [(m, speed) for m in systems if (speed := m.speed(workload)) is not None]
+    bottom = top + PANEL_HEIGHT - 60
     y = Scale(0, 1.1 * max((speed for _, speed in points), default=1.0), bottom, top)
     for tick in ticks(y.low, y.high):
         canvas.line(x.start, y(tick), x.end, y(tick), "axis" if tick == 0 else "grid")
@@ -225,16 +235,16 @@ def _panel(canvas: Canvas, workload: Workload, placed: Sequence[Measured], x: Sc
         canvas.line(x(power), top, x(power), bottom, "grid")
         canvas.text(x(power), bottom + 16, label(10.0**power), "soft", "middle")
     canvas.text(x.start, top - 8, f"{workload}: tokens/s", "title")
-    canvas.text(x.end, bottom + 32, "KL, nats per token; less is better", "soft", "end")
+    canvas.text(x.end, bottom + 32, "KL, nats per token; lower is better", "soft", "end")
     limit = x(math.log10(NEAR_LOSSLESS_KL))
     canvas.line(limit, top, limit, bottom, "limit")
-    taken: list[float] = []
+    labels: list[float] = []
     for m, speed in sorted(points, key=lambda point: -point[1]):
-        across, height = x(math.log10(max(m.kl or 0.0, KL_FLOOR))), y(speed)
+        point_x, point_y = x(math.log10(max(m.kl or 0.0, KL_FLOOR))), y(speed)
         style = "candidate" if m.ours else "baseline"
-        canvas.circle(across, height, 6 if m.ours else 4.5, style, f"{m.name}: {speed:,.0f} tokens/s, KL {m.kl:.2g}")
-        # Names stand in a column beside the panel, fastest first, moved down where they would touch.
-        line = max(height + 4, taken[-1] + 14) if taken else max(height + 4, top + 4)
-        taken.append(line)
-        canvas.line(across, height, x.end + 4, line - 4, "grid")
-        canvas.text(x.end + 8, line, m.name, "title tiny" if m.ours else "soft tiny")
+        canvas.circle(point_x, point_y, 6 if m.ours else 4.5, style, f"{m.name}: {speed:,.0f} tokens/s, KL {m.kl:.2g}")
+        # The names are a column beside the panel, fastest first. A name that would overlap the last one moves down.
+        label_y = max(point_y + 4, labels[-1] + 14) if labels else max(point_y + 4, top + 4)
+        labels.append(label_y)
+        canvas.line(point_x, point_y, x.end + 4, label_y - 4, "grid")
+        canvas.text(x.end + 8, label_y, m.name, "title tiny" if m.ours else "soft tiny")

@@ -1,4 +1,4 @@
-"""Measure our bundles and every peer in one alternating run; write docs/benchmarks/cpu.md, .svg and .json.
+"""Measure our bundles and all peers in one alternating run. Write docs/benchmarks/cpu.md, .svg and .json.
 
 python -m benchmarks.peers.run --ours near-lossless=artifacts/candidate --ours 4-bit=artifacts/four
 python -m benchmarks.peers.run --ours near-lossless=artifacts/candidate --quick --out /tmp/peers
@@ -38,7 +38,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--ours", action="append", required=True, metavar="NAME=FOLDER", help="a bundle; may be repeated"
     )
-    parser.add_argument("--peers", default="", help="only peers whose name holds one of these words, by comma")
+    parser.add_argument("--peers", default="", help="only peers whose name contains one of these comma-separated words")
     parser.add_argument("--reference", type=Path, default=Path("artifacts/baseline"), help="float bundle")
     parser.add_argument("--checkpoint", type=Path, default=Path("artifacts/graph"))
     parser.add_argument("--source", type=Path, default=Path("artifacts/source"))
@@ -52,7 +52,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--documents", type=int, default=30)
     parser.add_argument("--document-tokens", type=int, default=256)
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
-    parser.add_argument("--quick", action="store_true", help="few tokens, one round: does every peer work?")
+    parser.add_argument("--quick", action="store_true", help="few tokens, one round: check that every peer works")
     parser.add_argument("--install-only", action="store_true", help="install and convert, measure nothing")
     options = parser.parse_args(words)
     if options.quick:
@@ -61,7 +61,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def our_systems(words: Sequence[str]) -> dict[System, Path]:
-    """``NAME=FOLDER`` bundles; bits a weight are counted from the bundle. :class:`EvidenceError` for a bad word."""
+    """Bundles from ``NAME=FOLDER``; their bits per weight are added later. :class:`EvidenceError` for other words."""
     found: dict[System, Path] = {}
     for word in words:
         name, _, folder = word.partition("=")
@@ -74,7 +74,7 @@ def our_systems(words: Sequence[str]) -> dict[System, Path]:
 
 
 class Harness:
-    """Peers that are alive, and what was measured of them. A peer that fails leaves with its reason, never silently."""
+    """The running systems and their figures. If a system fails, the reason is recorded."""
 
     def __init__(self, options: argparse.Namespace, progress: Callable[[str], None]) -> None:
         self.options, self.progress = options, progress
@@ -103,7 +103,7 @@ class Harness:
         return ready
 
     def open(self, systems: dict[System, Path]) -> None:
-        rows = max(self.options.batches)
+        max_batch = max(self.options.batches)
         longest = max(self.options.prompt_tokens + self.options.new_tokens + 2, *self.options.prefill_tokens) + 2
         for system, folder in systems.items():
             self.progress(f"loading {system.name}")
@@ -115,7 +115,7 @@ class Harness:
                     folder=str(folder.resolve()),
                     variant=system.variant,
                     threads=self.options.threads,
-                    rows=rows,
+                    max_batch=max_batch,
                     max_tokens=longest,
                 )
             except PeerFailedError as error:
@@ -132,12 +132,10 @@ class Harness:
             self._ask(name, "decode", prompts=corpus.prompts[:1], new_tokens=8)
 
     def measure(self, corpus: Corpus) -> None:
-        """All speeds, the systems alternating, then each one's peak memory, before logits of whole texts raise it."""
+        """All speeds, in alternation. Then peak memory, before the logits of whole texts increase it."""
         workloads = [Workload("decode", batch) for batch in self.options.batches]
         workloads += [Workload("prefill", count) for count in self.options.prefill_tokens]
         for number, workload, name in schedule(list(self.processes), workloads, self.options.rounds):
-            if name not in self.processes:
-                continue  # it failed since
             if workload.phase == "prefill":
                 answer = self._ask(name, "prefill", tokens=corpus.long_prompts[workload.size])
                 tokens = workload.size
@@ -154,7 +152,7 @@ class Harness:
     def compare(self, corpus: Corpus, reference: PeerProcess) -> None:
         """KL and top-token agreement of every system against the float reference, document by document.
 
-        ``tokens[:-1]`` are fed and every following token's prediction is compared, as ``evals.text.compare`` does.
+        The engine gets ``document[:-1]``. The predictions of all following tokens are compared, as in ``evals.text``.
         """
         with tempfile.TemporaryDirectory(prefix="tapeout-logits-") as scratch:
             file = Path(scratch) / "logits.npy"
@@ -172,10 +170,11 @@ class Harness:
                         self._compare(name, expected, np.load(file))
 
     def _compare(self, name: str, expected: np.ndarray, got: np.ndarray) -> None:
-        # A peer may pad its vocabulary; what is behind the reference's is never a token.
+        # A peer may pad its vocabulary. The padding is after the reference's tokens and is ignored.
         got = got[:, : expected.shape[1]]
         if got.shape != expected.shape or not np.isfinite(got).all():
-            self._fail(name, EvidenceError(f"logits of {got.shape}, finite: {np.isfinite(got).all()}"))
+            found = f"logits of shape {got.shape}, all finite: {np.isfinite(got).all()}"
+            self._fail(name, EvidenceError(found, expected=f"finite logits of shape {expected.shape}"))
             return
         self.divergences.setdefault(name, []).append(kl_divergences(expected, got))
         self.agreements.setdefault(name, []).append(expected.argmax(1) == got.argmax(1))
@@ -193,7 +192,7 @@ class Harness:
             measured = Measured(
                 name=name,
                 ours=system.ours,
-                own_row=system.own_row,
+                unclassed=system.unclassed,
                 weight_bits=system.weight_bits,
                 file_bytes=self.loaded[name].get("file_bytes", 0),
                 peak_bytes=self.peaks.get(name, 0),
@@ -207,7 +206,7 @@ class Harness:
         return found
 
     def _with_bundle(self, measured: Measured, folder: Path) -> Measured:
-        """What only our own record tells: bytes of weights, of a step, and of the largest workload's KV."""
+        """Add what only our own record has: bytes of the weights, of a step, and of the largest workload's KV cache."""
         record = artifact.load(folder, EngineBundle).record
         positions = max(
             max(self.options.batches) * (self.options.prompt_tokens + self.options.new_tokens),
@@ -225,7 +224,7 @@ class Harness:
         )
 
     def _ask(self, name: str, command: str, **values: Any) -> Any:
-        """Resume, ask, pause. A failure is recorded; one in which the process ended takes it out of the run."""
+        """Resume, ask, pause. A failure is recorded, and the answer is None."""
         process = self.processes[name]
         process.resume()
         try:
@@ -246,7 +245,7 @@ class Harness:
 
 
 def _parameters(weights: Path) -> int:
-    """Parameters of the checkpoint, a tied embedding counted once."""
+    """Number of parameters in the checkpoint; a tied embedding counts once."""
     from safetensors import safe_open
 
     with safe_open(str(weights), "np") as tensors:
@@ -288,13 +287,13 @@ def bench(options: argparse.Namespace, progress: Callable[[str], None]) -> int:
     log = environments.log_of(replace(next(iter(bundles)), name="float reference"))
     reference = PeerProcess("ours", environments.python_of(OURS), log, options.threads)
     try:
-        # Opened first, so that a reference that is missing or stale ends the run before anything is timed.
+        # The reference is loaded first: if it is missing or stale, the run ends before anything is timed.
         reference.ask(
             "load",
             folder=str(options.reference.resolve()),
             variant="",
             threads=options.threads,
-            rows=1,
+            max_batch=1,
             max_tokens=options.document_tokens,
         )
         reference.pause()

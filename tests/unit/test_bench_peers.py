@@ -1,4 +1,4 @@
-"""The comparison's bookkeeping on made-up timings: order, medians, paired ratios, classes, bars and domination."""
+"""The arithmetic of the comparison on invented speeds: order, medians, paired ratios, classes, bars, domination."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from benchmarks.peers.judge import (
     Sample,
     Workload,
     bars,
-    beaten_presets,
     classes,
+    dominated_bundles,
     dominators,
     paired_ratio,
     rivals,
@@ -36,13 +36,13 @@ ROOT = Path(__file__).parents[2]
 ONE = Workload("decode", 1)
 
 
-def row(
+def measured(
     name: str,
     kl: float | None,
     *speeds: float,
     ours: bool = False,
     bits: float = 8,
-    own_row: bool = False,
+    unclassed: bool = False,
     workload: Workload = ONE,
     budget_bytes: int | None = None,
 ) -> Measured:
@@ -50,7 +50,7 @@ def row(
     return Measured(
         name=name,
         ours=ours,
-        own_row=own_row,
+        unclassed=unclassed,
         weight_bits=bits,
         file_bytes=10**8,
         peak_bytes=5 * 10**8,
@@ -76,12 +76,12 @@ def test_systems_alternate_and_take_turns_at_being_first(count: int, rounds: int
     for number in range(rounds):
         turn = [name for r, _, name in order if r == number]
         assert turn[0] == names[number % count]
-        assert sorted(turn) == names, "nobody is measured twice before all others were measured"
+        assert sorted(turn) == names, "each system is measured once per round"
 
 
 @given(st.lists(st.tuples(st.floats(1, 1e4), st.floats(0.1, 10)), min_size=1, max_size=9))
-def test_a_paired_ratio_is_blind_to_what_slows_both(rounds: list[tuple[float, float]]) -> None:
-    """Each round's machine speed cancels, however it drifts; only engines of constant ratio show it exactly."""
+def test_machine_speed_cancels_in_a_paired_ratio(rounds: list[tuple[float, float]]) -> None:
+    """The result is exact for a constant ratio, and otherwise lies between the smallest and the largest ratio."""
     machine = [speed for speed, _ in rounds]
     assert paired_ratio([2 * speed for speed in machine], machine) == pytest.approx(2)
     ratios = sorted(ratio for _, ratio in rounds)
@@ -89,19 +89,19 @@ def test_a_paired_ratio_is_blind_to_what_slows_both(rounds: list[tuple[float, fl
     assert ratios[0] * (1 - 1e-9) <= found <= ratios[-1] * (1 + 1e-9)
 
 
-def test_rounds_that_do_not_pair_are_refused() -> None:
+def test_different_numbers_of_rounds_are_refused() -> None:
     with pytest.raises(ValueError, match="argument 2"):
         paired_ratio([1.0, 2.0], [1.0])
 
 
-def test_the_speed_is_the_median_and_nothing_when_it_was_not_measured() -> None:
-    measured = row("a", 0.01, 5, 100, 7)
-    assert measured.speed(ONE) == 7
-    assert measured.speed(Workload("decode", 8)) is None
+def test_the_speed_is_the_median_and_none_if_it_was_not_measured() -> None:
+    system = measured("a", 0.01, 5, 100, 7)
+    assert system.speed(ONE) == 7
+    assert system.speed(Workload("decode", 8)) is None
 
 
 @pytest.mark.parametrize(
-    ("kl", "bits", "own_row", "expected"),
+    ("kl", "bits", "unclassed", "expected"),
     [
         (0.02, 8, False, ("near-lossless",)),
         (0.0201, 8, False, ()),
@@ -113,50 +113,50 @@ def test_the_speed_is_the_median_and_nothing_when_it_was_not_measured() -> None:
         (None, 4, False, ()),
     ],
 )
-def test_classes_go_by_measured_kl_and_weight_bits(
-    kl: float | None, bits: float, own_row: bool, expected: tuple[str, ...]
+def test_classes_depend_on_measured_kl_and_weight_bits(
+    kl: float | None, bits: float, unclassed: bool, expected: tuple[str, ...]
 ) -> None:
-    assert classes(row("x", kl, 1, bits=bits, own_row=own_row)) == expected
+    assert classes(measured("x", kl, 1, bits=bits, unclassed=unclassed)) == expected
 
 
-def test_a_four_bit_peer_counts_only_where_our_kl_is_no_higher() -> None:
-    ours = row("ours", 0.2, 30, ours=True, bits=4.7)
-    worse, equal, better = (row(n, kl, 10, bits=4) for n, kl in (("worse", 0.4), ("equal", 0.2), ("better", 0.1)))
+def test_a_four_bit_peer_is_a_rival_only_if_our_kl_is_no_higher() -> None:
+    ours = measured("ours", 0.2, 30, ours=True, bits=4.7)
+    worse, equal, better = (measured(n, kl, 10, bits=4) for n, kl in (("worse", 0.4), ("equal", 0.2), ("better", 0.1)))
     assert [m.name for m in rivals(ours, "4-bit", [ours, worse, equal, better])] == ["worse", "equal"]
 
 
-def test_in_the_near_lossless_class_every_peer_of_the_class_counts() -> None:
-    ours, closer = row("ours", 0.02, 30, ours=True), row("closer", 0.001, 10)
-    assert rivals(ours, "near-lossless", [ours, closer, row("far", 0.03, 99)]) == [closer]
+def test_in_the_near_lossless_class_every_peer_is_a_rival() -> None:
+    ours, closer = measured("ours", 0.02, 30, ours=True), measured("closer", 0.001, 10)
+    assert rivals(ours, "near-lossless", [ours, closer, measured("far", 0.03, 99)]) == [closer]
 
 
-def test_a_bar_is_held_against_the_rival_that_leaves_us_least_ahead() -> None:
-    ours = row("ours", 0.01, 150, 140, 160, ours=True)
-    slow, fast = row("slow", 0.01, 50, 50, 50), row("fast", 0.01, 100, 100, 100)
+def test_a_bar_takes_the_rival_with_the_smallest_ratio() -> None:
+    ours = measured("ours", 0.01, 150, 140, 160, ours=True)
+    slow, fast = measured("slow", 0.01, 50, 50, 50), measured("fast", 0.01, 100, 100, 100)
     bar = speed_bar(ours, "near-lossless", ONE, [ours, slow, fast])
     assert (bar.peer, bar.value, bar.bound, bar.met) == ("fast", 1.5, 1.4, True)
-    assert speed_bar(row("ours", 0.01, 139, 139, 139, ours=True), "near-lossless", ONE, [fast]).met is False
+    assert speed_bar(measured("ours", 0.01, 139, 139, 139, ours=True), "near-lossless", ONE, [fast]).met is False
 
 
 def test_without_a_rival_no_bar_is_met() -> None:
-    bar = speed_bar(row("ours", 0.01, 150, ours=True), "near-lossless", ONE, [row("broken", None, 10)])
+    bar = speed_bar(measured("ours", 0.01, 150, ours=True), "near-lossless", ONE, [measured("broken", None, 10)])
     assert (bar.peer, bar.value, bar.met) == (None, None, None)
 
 
-def test_a_bundle_outside_of_every_class_has_no_bar() -> None:
-    assert bars([row("ours", 0.5, 999, ours=True), row("peer", 0.01, 1)], 1e9) == []
+def test_a_bundle_in_no_class_has_no_bar() -> None:
+    assert bars([measured("ours", 0.5, 999, ours=True), measured("peer", 0.01, 1)], 1e9) == []
 
 
 @pytest.mark.parametrize(("budget", "met"), [(250 * 10**6, True), (249 * 10**6, False)])
-def test_memory_and_roofline_are_held_against_their_bounds(budget: int, met: bool) -> None:
-    ours = row("ours", 0.01, 220, ours=True, budget_bytes=budget)
+def test_memory_and_roofline_are_compared_with_their_bounds(budget: int, met: bool) -> None:
+    ours = measured("ours", 0.01, 220, ours=True, budget_bytes=budget)
     found = {bar.what: bar for bar in bars([ours], 40e9)}
     assert found["peak memory, MB"].met is met
     assert found["share of the roofline, B=1"].value == pytest.approx(0.55)
-    assert roofline_share(row("peer", 0.01, 220), 40e9) is None
+    assert roofline_share(measured("peer", 0.01, 220), 40e9) is None
 
 
-def test_the_bars_are_those_of_the_task() -> None:
+def test_the_bars_are_the_required_ones() -> None:
     assert {str(w): bound for w, bound in BARS["4-bit"].items()} == {
         "decode, B=1": 1.4,
         "decode, B=8": 1.3,
@@ -167,29 +167,30 @@ def test_the_bars_are_those_of_the_task() -> None:
     assert BARS["near-lossless"][Workload("decode", 32)] == 1.4
 
 
-def test_a_peer_dominates_only_if_it_is_faster_and_closer_than_all_our_bundles() -> None:
-    fast, close = row("fast", 0.3, 200, ours=True), row("close", 0.01, 100, ours=True)
-    assert dominators([fast, close, row("between", 0.1, 150)], ONE) == []
-    assert dominators([fast, close, row("faster but further", 0.02, 300)], ONE) == []
-    assert dominators([fast, close, row("both", 0.005, 300)], ONE) == ["both"]
-    assert dominators([fast, close, row("equal", 0.01, 200)], ONE) == []
-    assert beaten_presets([fast, close, row("between", 0.1, 250)], ONE) == [("between", "fast")]
+def test_a_peer_dominates_only_if_it_is_faster_and_has_a_lower_kl_than_all_our_bundles() -> None:
+    fast, close = measured("fast", 0.3, 200, ours=True), measured("close", 0.01, 100, ours=True)
+    assert dominators([fast, close, measured("between", 0.1, 150)], ONE) == []
+    assert dominators([fast, close, measured("faster but further", 0.02, 300)], ONE) == []
+    assert dominators([fast, close, measured("both", 0.005, 300)], ONE) == ["both"]
+    assert dominators([fast, close, measured("equal", 0.01, 200)], ONE) == []
+    assert dominated_bundles([fast, close, measured("between", 0.1, 250)], ONE) == [("between", "fast")]
 
 
-def test_domination_is_not_denied_when_nothing_of_ours_was_measured() -> None:
+def test_domination_is_unknown_if_no_bundle_of_ours_was_measured() -> None:
     with pytest.raises(ValueError, match="no bundle of ours"):
-        dominators([row("ours", None, 100, ours=True), row("peer", 0.1, 10)], ONE)
+        dominators([measured("ours", None, 100, ours=True), measured("peer", 0.1, 10)], ONE)
 
 
-def counts(sequence: Sequence[Sequence[int]]) -> tuple[float, int]:
-    steps = iter(sequence)
-    return timed_steps(lambda: next(steps), len(sequence[0]), 2)
+def counts(history: Sequence[Sequence[int]]) -> tuple[float, int]:
+    steps = iter(history)
+    return timed_steps(lambda: next(steps), len(history[0]), 2)
 
 
-def test_only_steps_in_which_every_row_gains_one_token_are_timed() -> None:
-    # Row 1 reads its prompt while row 0 decodes; then two pure steps; then the engine says nothing of row 1 once.
+def test_only_steps_in_which_every_sequence_gains_one_token_are_timed() -> None:
+    # Sequence 1 is in prefill while sequence 0 decodes.
     _, counted = counts([[1, 0], [2, 1], [3, 2], [4, 3]])
     assert counted == 2
+    # Sequence 1 gains no token in one step.
     _, counted = counts([[1, 1], [2, 1], [3, 2], [4, 3]])
     assert counted == 2
 
@@ -209,8 +210,8 @@ def run_of(*systems: Measured, failures: dict[str, str] | None = None) -> Run:
     )
 
 
-def test_the_page_says_what_was_measured_and_what_was_not(tmp_path: Path) -> None:
-    ours, peer = row("ours", 0.01, 150, ours=True), row("peer", 0.011, 100)
+def test_the_page_shows_what_was_measured_and_what_failed(tmp_path: Path) -> None:
+    ours, peer = measured("ours", 0.01, 150, ours=True), measured("peer", 0.011, 100)
     run = run_of(ours, peer, failures={"other": "it ended"})
     write(run, tmp_path)
     text = (tmp_path / "cpu.md").read_text()
@@ -221,19 +222,19 @@ def test_the_page_says_what_was_measured_and_what_was_not(tmp_path: Path) -> Non
     assert (tmp_path / "cpu.svg").read_text().startswith("<svg")
 
 
-def test_the_plot_has_a_mark_for_every_engine_with_a_speed_and_a_kl() -> None:
-    drawn = plot(run_of(row("ours", 0.0, 150, ours=True), row("peer", 0.3, 90), row("silent", None, 10)))
-    assert len(re.findall(r"<circle [^>]*><title>", drawn)) == 2 and "silent" not in drawn
+def test_the_plot_has_a_point_for_every_engine_with_a_speed_and_a_kl() -> None:
+    svg = plot(run_of(measured("ours", 0.0, 150, ours=True), measured("peer", 0.3, 90), measured("silent", None, 10)))
+    assert len(re.findall(r"<circle [^>]*><title>", svg)) == 2 and "silent" not in svg
 
 
 def test_a_run_without_our_own_bundle_writes_nothing(tmp_path: Path) -> None:
     with pytest.raises(EvidenceError, match="none of our bundles"):
-        write(run_of(row("peer", 0.1, 10)), tmp_path / "out")
+        write(run_of(measured("peer", 0.1, 10)), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_missing_rival_is_told_in_the_page() -> None:
-    assert "no rival measured" in page(run_of(row("ours", 0.01, 150, ours=True)))
+def test_the_page_says_that_a_rival_is_missing() -> None:
+    assert "no rival measured" in page(run_of(measured("ours", 0.01, 150, ours=True)))
 
 
 def test_bundles_are_named_on_the_command_line() -> None:

@@ -1,1 +1,1 @@
-"""One peer a file, each run in that peer's own environment: ``python -m benchmarks.peers.adapters.NAME``."""
+"""One file per peer. Each runs in its own virtual environment: ``python -m benchmarks.peers.adapters.NAME``."""

@@ -1,4 +1,4 @@
-"""Transformers on torch, eager with SDPA attention, as ``generate`` runs it: one forward pass a token."""
+"""Transformers on torch, in eager mode with SDPA attention: one forward pass per token, as ``generate`` does."""
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Transformers:
         for name in ("config.json", "generation_config.json", "model.safetensors"):
             (folder / name).symlink_to((checkpoint / name).resolve())
 
-    def load(self, folder: Path, variant: str, threads: int, rows: int, max_tokens: int) -> dict[str, Any]:
+    def load(self, folder: Path, variant: str, threads: int, max_batch: int, max_tokens: int) -> dict[str, Any]:
         import torch
         from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""ONNX Runtime GenAI, converted by its own model builder: 4-bit weights in blocks of 32, accuracy level 4."""
+"""ONNX Runtime GenAI, converted with its own model builder: 4-bit weights in blocks of 32, accuracy level 4."""
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class OnnxRuntimeGenAI:
             cwd=folder,
         )
 
-    def load(self, folder: Path, variant: str, threads: int, rows: int, max_tokens: int) -> dict[str, Any]:
+    def load(self, folder: Path, variant: str, threads: int, max_batch: int, max_tokens: int) -> dict[str, Any]:
         import onnxruntime_genai as genai
 
         config = genai.Config(str(folder))
@@ -36,10 +36,10 @@ class OnnxRuntimeGenAI:
         self._genai, self._model = genai, genai.Model(config)
         return {"file_bytes": file_bytes(folder, "*.onnx", "*.onnx.data")}
 
-    def _generator(self, rows: int, tokens: int) -> Any:
+    def _generator(self, batch: int, tokens: int) -> Any:
         parameters = self._genai.GeneratorParams(self._model)
-        # A minimal length of the maximal one keeps the end-of-text token from ending a row early.
-        parameters.set_search_options(batch_size=rows, max_length=tokens, min_length=tokens, do_sample=False)
+        # min_length equal to max_length keeps the end-of-text token from ending a sequence early.
+        parameters.set_search_options(batch_size=batch, max_length=tokens, min_length=tokens, do_sample=False)
         return self._genai.Generator(self._model, parameters)
 
     def prefill(self, tokens: Sequence[int]) -> float:
@@ -50,8 +50,8 @@ class OnnxRuntimeGenAI:
         return time.perf_counter() - start
 
     def decode(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Decoded:
-        width = len(prompts[0])
-        generator = self._generator(len(prompts), width + new_tokens + 2)
+        prompt_tokens = len(prompts[0])
+        generator = self._generator(len(prompts), prompt_tokens + new_tokens + 2)
         generator.append_tokens(np.asarray(prompts, np.int32))
         generator.generate_next_token()
         start = time.perf_counter()
@@ -59,7 +59,7 @@ class OnnxRuntimeGenAI:
             generator.generate_next_token()
         seconds = time.perf_counter() - start
         return Decoded(
-            seconds, new_tokens, [generator.get_sequence(row)[width:].tolist() for row in range(len(prompts))]
+            seconds, new_tokens, [generator.get_sequence(i)[prompt_tokens:].tolist() for i in range(len(prompts))]
         )
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:

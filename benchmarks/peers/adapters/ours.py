@@ -1,4 +1,4 @@
-"""Our own bundles, through the one loader that evaluation and serving use."""
+"""Our own bundles, through the same loader as evaluation and serving."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Ours:
     def prepare(self, checkpoint: Path, source: Path, folder: Path, variant: str) -> None:
         raise NotImplementedError("bundles are built by the pipeline: `dvc repro build-candidate`")
 
-    def load(self, folder: Path, variant: str, threads: int, rows: int, max_tokens: int) -> dict[str, Any]:
+    def load(self, folder: Path, variant: str, threads: int, max_batch: int, max_tokens: int) -> dict[str, Any]:
         from engines.load import load
 
-        self._engine = load(folder, threads=threads, slots=rows)
+        self._engine = load(folder, threads=threads, slots=max_batch)
         if self._engine.max_tokens < max_tokens:
-            raise ValueError(f"{folder} holds {self._engine.max_tokens} positions, {max_tokens} are needed")
+            raise ValueError(f"{folder} has {self._engine.max_tokens} positions; {max_tokens} are needed")
         return {"digest": self._engine.digest}
 
     def prefill(self, tokens: Sequence[int]) -> float:
@@ -38,8 +38,8 @@ class Ours:
         for _ in range(new_tokens):
             chosen = self._engine.decode_greedy(chosen, lengths).tolist()
             lengths = [length + 1 for length in lengths]
-            for row, token in zip(history, chosen, strict=True):
-                row.append(token)
+            for tokens, token in zip(history, chosen, strict=True):
+                tokens.append(token)
         return Decoded(time.perf_counter() - start, new_tokens, history)
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:

@@ -1,7 +1,7 @@
-"""OpenVINO GenAI with continuous batching, converted by optimum-intel and compressed by NNCF.
+"""OpenVINO GenAI with continuous batching, converted with optimum-intel and compressed with NNCF.
 
-Speed is that of ``ContinuousBatchingPipeline``. It gives no logits of a prompt, so these come from the same model file
-through the OpenVINO runtime with the same properties: same weights and products, another attention operator.
+Speed is that of ``ContinuousBatchingPipeline``. It gives no logits of a prompt, so the logits come from the OpenVINO
+runtime on the same model file with the same properties: same weights and matmuls, another attention operator.
 """
 # pyright: reportMissingImports=false
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from benchmarks.peers.adapters.wire import Decoded, file_bytes, serve, timed_steps
 
-# 576 and 1,536 columns are whole numbers of groups of 64, not of the default 128.
+# 576 and 1,536 input channels are multiples of 64, but not both of the default group size 128.
 WEIGHTS = {
     "int4": ("--weight-format", "int4", "--group-size", "64", "--ratio", "1.0"),
     "int8": ("--weight-format", "int8"),
@@ -37,7 +37,7 @@ class OpenVino:
         task = ["--task", "text-generation-with-past"]
         subprocess.run([*export, *task, *WEIGHTS[variant], str(folder)], check=True, stdout=2, cwd=folder)
 
-    def load(self, folder: Path, variant: str, threads: int, rows: int, max_tokens: int) -> dict[str, Any]:
+    def load(self, folder: Path, variant: str, threads: int, max_batch: int, max_tokens: int) -> dict[str, Any]:
         import openvino as ov
         import openvino_genai as genai
 
@@ -45,8 +45,8 @@ class OpenVino:
         self._properties = {"INFERENCE_NUM_THREADS": threads}
         scheduler = genai.SchedulerConfig()
         scheduler.cache_size = CACHE_GB
-        scheduler.max_num_seqs = max(rows, 1)
-        scheduler.max_num_batched_tokens = max(rows * max_tokens, 256)  # every prompt is read in the first step
+        scheduler.max_num_seqs = max(max_batch, 1)
+        scheduler.max_num_batched_tokens = max(max_batch * max_tokens, 256)  # the first step prefills every prompt
         scheduler.enable_prefix_caching = False
         self._pipeline = genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", self._properties)
         return {"file_bytes": file_bytes(folder, "openvino_model.bin")}
@@ -79,11 +79,11 @@ class OpenVino:
 
         def step() -> list[int]:
             self._pipeline.step()
-            for row, handle in zip(tokens, handles, strict=True):
+            for generated, handle in zip(tokens, handles, strict=True):
                 if handle.can_read():
                     for output in handle.read().values():
-                        row.extend(output.generated_ids)
-            return [len(row) for row in tokens]
+                        generated.extend(output.generated_ids)
+            return [len(generated) for generated in tokens]
 
         seconds, steps = timed_steps(step, len(prompts), new_tokens)
         return Decoded(seconds, steps, tokens)
@@ -93,16 +93,16 @@ class OpenVino:
             core = self._ov.Core()
             model = core.compile_model(str(self._folder / "openvino_model.xml"), "CPU", self._properties)
             self._request = model.create_infer_request()
-            self._inputs = {name for port in model.inputs for name in port.get_names()}
+            self._input_names = {name for port in model.inputs for name in port.get_names()}
         self._request.reset_state()
         ids = np.asarray([tokens], np.int64)
-        offered = {
+        inputs = {
             "input_ids": ids,
             "attention_mask": np.ones_like(ids),
             "position_ids": np.arange(ids.shape[1], dtype=np.int64)[None],
             "beam_idx": np.zeros(1, np.int32),
         }
-        results = self._request.infer({name: value for name, value in offered.items() if name in self._inputs})
+        results = self._request.infer({name: value for name, value in inputs.items() if name in self._input_names})
         return np.asarray(results["logits"], np.float32)[0]
 
 

@@ -1,7 +1,7 @@
-"""vLLM's CPU build, bfloat16, its engine stepped in this process.
+"""vLLM's CPU build in bfloat16, with its engine running in this process.
 
-Logits are exact: asking for prompt log-probabilities makes vLLM compute the logits of every position, and they are
-taken where it does.
+Logits are exact. A request for prompt log-probabilities makes vLLM compute the logits of every position, and this
+adapter captures them there.
 """
 # pyright: reportMissingImports=false
 
@@ -25,7 +25,7 @@ class VllmCpu:
             if path.suffix in (".json", ".jinja", ".safetensors") and path.name != "record.json":
                 (folder / path.name).symlink_to(path.resolve())
 
-    def load(self, folder: Path, variant: str, threads: int, rows: int, max_tokens: int) -> dict[str, Any]:
+    def load(self, folder: Path, variant: str, threads: int, max_batch: int, max_tokens: int) -> dict[str, Any]:
         cores = sorted(os.sched_getaffinity(0))[:threads]
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
@@ -40,8 +40,8 @@ class VllmCpu:
                 model=str(folder),
                 dtype={"bf16": "bfloat16"}[variant],
                 max_model_len=max_tokens,
-                max_num_seqs=rows,
-                max_num_batched_tokens=rows * max_tokens,  # every prompt is read in the first step
+                max_num_seqs=max_batch,
+                max_num_batched_tokens=max_batch * max_tokens,  # the first step prefills every prompt
                 enable_prefix_caching=False,
                 disable_log_stats=True,
             )
@@ -70,7 +70,7 @@ class VllmCpu:
         def step() -> list[int]:
             for output in self._engine.step():
                 tokens[output.request_id] = list(output.outputs[0].token_ids)
-            return [len(row) for row in tokens.values()]
+            return [len(generated) for generated in tokens.values()]
 
         seconds, steps = timed_steps(step, len(prompts), new_tokens)
         return Decoded(seconds, steps, list(tokens.values()))
@@ -92,15 +92,15 @@ class VllmCpu:
                 self._engine.step()
         finally:
             model.compute_logits = compute
-        rows = np.concatenate(captured)
-        # The prompt's S - 1 predictions and the first new token's one, which vLLM computes separately.
+        logits = np.concatenate(captured)
+        # vLLM computes the S - 1 predictions within the prompt and the prediction of the first new token separately.
         longest = max(captured, key=len)
         last = next(part for part in captured if part is not longest)[-1:]
         if len(longest) != len(tokens) - 1:
             raise RuntimeError(
-                f"vLLM computed {[len(part) for part in captured]} rows of logits for {len(tokens)} tokens"
+                f"vLLM computed logits of {[len(part) for part in captured]} positions for {len(tokens)} tokens"
             )
-        return np.concatenate([longest, last]) if len(rows) >= len(tokens) else rows
+        return np.concatenate([longest, last]) if len(logits) >= len(tokens) else logits
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What every peer's process does: read one JSON command a line, carry it out, answer with one JSON line.
+"""The loop of every peer's process: read a command as one line of JSON, execute it, write the answer as one line.
 
-Runs inside each peer's own environment, so it needs the standard library and numpy alone. Every duration is taken here,
-in the peer's process, around the peer's own calls: neither the pipe nor JSON is ever inside it.
+It runs inside each peer's own environment, so it imports only the standard library and numpy. Every duration is
+measured here, in the peer's process, around the peer's own calls. It never includes the pipe or JSON.
 
-B  rows decoded together      P  prompt tokens      S  tokens of a text      V  vocabulary size
+B  batch size      S  tokens of a text      V  vocabulary size
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 @dataclass(frozen=True)
 class Decoded:
-    """``steps`` steps in which each of the B rows gained one token took ``seconds`` together."""
+    """``seconds``: total time of ``steps`` steps in which each of the B sequences gained one token."""
 
     seconds: float
     steps: int
-    tokens: list[list[int]]  # [B, new tokens], to see that the peer answers sensibly
+    tokens: list[list[int]]  # [B, new tokens], to check that the peer's text makes sense
 
 
 class Peer(Protocol):
     def prepare(self, checkpoint: Path, source: Path, folder: Path, variant: str) -> None:
-        """Convert the float checkpoint (Hugging Face folder; ``source``: the file it was read from) into ``folder``."""
+        """Convert the float ``checkpoint``, a Hugging Face folder, into ``folder``. ``source``: the original file."""
         ...
 
-    def load(self, folder: Path, variant: str, threads: int, rows: int, max_tokens: int) -> dict[str, Any]:
-        """Open the model for up to ``rows`` sequences of ``max_tokens``; returns what the report should say of it."""
+    def load(self, folder: Path, variant: str, threads: int, max_batch: int, max_tokens: int) -> dict[str, Any]:
+        """Open the model for up to ``max_batch`` sequences of ``max_tokens``. Returns facts for the report."""
         ...
 
     def prefill(self, tokens: Sequence[int]) -> float:
@@ -49,21 +49,22 @@ class Peer(Protocol):
         ...
 
     def decode(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Decoded:
-        """Greedy continuation of B prompts at once; the first token of each row is chosen before the clock starts."""
+        """Greedy continuation of a batch of B prompts. Each first token is chosen before the time starts."""
         ...
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Logits or log-probabilities ``[S, V]``: row i predicts token i + 1. KL takes either."""
+        """Logits or log-probabilities ``[S, V]``: entry i predicts token i + 1. KL is the same for both."""
         ...
 
 
-def timed_steps(step: Callable[[], Sequence[int]], rows: int, steps: int) -> tuple[float, int]:
-    """Seconds and number of the pure decode steps of an engine that schedules by itself.
+def timed_steps(step: Callable[[], Sequence[int]], batch: int, steps: int) -> tuple[float, int]:
+    """Total seconds and number of the pure decode steps of an engine with its own scheduler.
 
-    ``step`` runs one iteration and returns how many tokens each row has by then. An iteration counts only if every row
-    had its first token before and gained exactly one: those that still read prompts, or end a row, do not.
+    ``step`` runs one iteration and returns the number of new tokens of each sequence so far. An iteration counts only
+    if every sequence had its first token before it and gained exactly one token in it. So iterations with prefill, or
+    in which a sequence gains no token, do not count.
     """
-    counts: Sequence[int] = [0] * rows
+    counts: Sequence[int] = [0] * batch
     seconds, counted = 0.0, 0
     while min(counts) < steps + 1:
         start = time.perf_counter()
@@ -80,7 +81,7 @@ def file_bytes(folder: Path, *patterns: str) -> int:
 
 
 def serve(peer: Peer) -> None:
-    """Answer commands until ``close`` or the end of standard input. What libraries print goes to standard error."""
+    """Answer commands until ``close`` or the end of standard input. Output of libraries goes to standard error."""
     _end_with_parent()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -91,8 +92,8 @@ def serve(peer: Peer) -> None:
         if command == "close":
             break
         try:
-            answer = {"ok": _carry_out(peer, command, request)}
-        except Exception as error:  # the peer's failure is an answer, told in the report; the run goes on
+            answer = {"ok": _execute(peer, command, request)}
+        except Exception as error:  # a failure of the peer is an answer, which the report shows; the run continues
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(answer) + "\n")
@@ -101,25 +102,25 @@ def serve(peer: Peer) -> None:
 
 
 def _end_with_parent() -> None:
-    """Linux kills this process when the run ends, however that was: stopped, it never sees its input close."""
+    """Ask Linux to kill this process when its parent ends. A paused process cannot see that its input was closed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _carry_out(peer: Peer, command: str, request: dict[str, Any]) -> Any:
+def _execute(peer: Peer, command: str, request: dict[str, Any]) -> Any:
     if command == "prepare":
         peer.prepare(Path(request["checkpoint"]), Path(request["source"]), Path(request["folder"]), request["variant"])
         return None
     if command == "load":
         return peer.load(
-            Path(request["folder"]), request["variant"], request["threads"], request["rows"], request["max_tokens"]
+            Path(request["folder"]), request["variant"], request["threads"], request["max_batch"], request["max_tokens"]
         )
     if command == "prefill":
         return {"seconds": peer.prefill(request["tokens"])}
     if command == "decode":
         decoded = peer.decode(request["prompts"], request["new_tokens"])
         if decoded.steps < request["new_tokens"] * 0.9:
-            raise RuntimeError(f"only {decoded.steps} of {request['new_tokens']} steps decoded all rows together")
+            raise RuntimeError(f"only {decoded.steps} of {request['new_tokens']} steps decoded the whole batch")
         return {"seconds": decoded.seconds, "steps": decoded.steps, "tokens": decoded.tokens}
     if command == "logits":
         values = np.ascontiguousarray(peer.logits(request["tokens"]), np.float32)
