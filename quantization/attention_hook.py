@@ -1,47 +1,37 @@
 """See or replace what a stock transformers model puts into its KV cache, with no code per architecture.
 
-transformers looks its attention up by name in ``AttentionInterface``; one registered name hands keys and values,
-after the rotary embedding, to a function of ours and goes on with scaled-dot-product attention.
+The replaced attention hands keys and values, after the rotary embedding, to a function and continues with
+scaled-dot-product attention.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tapeout.attention_interface import attention_replaced
 from tapeout.errors import QuantizationError
-
-NAME = "tapeout_kv"
 
 # (layer, key, value) -> (key, value), each [B, kv_heads, S, D]
 KVFunction = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-
-_active: list[KVFunction] = []
 
 
 @contextmanager
 def kv_function(model: Any, function: KVFunction) -> Generator[None]:
     """Run ``model`` with every layer's keys and values passed through ``function``."""
-    from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
-    previous = model.config._attn_implementation
-    model.set_attn_implementation(NAME)
-    _active.append(function)
-    try:
+    with attention_replaced(model, partial(_attention, function), sdpa_mask):
         yield
-    finally:
-        _active.pop()
-        model.set_attn_implementation(previous)
 
 
 def _attention(
+    function: KVFunction,
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -59,7 +49,7 @@ def _attention(
             expected="plain or grouped-query attention in numbered layers",
             remedy="choose a dense decoder",
         )
-    key, value = _active[-1](layer, key, value)
+    key, value = function(layer, key, value)
     if softcap:
         return _softcapped(query, key, value, attention_mask, options.get("scaling"), softcap), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, **options)

@@ -6,15 +6,9 @@ import sys
 import time
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
-from engines.bundle import EngineBundle
-from engines.load import load
-from engines.protocol import Engine
-from runtime.chat import ChatTemplate
-from runtime.generate import GenerationSettings, Piece, generate
+from runtime.api import TextEngine, load
+from runtime.generate import Piece
 from runtime.sampling import SamplingSettings
-from tapeout import artifact
 
 
 def run(
@@ -29,23 +23,22 @@ def run(
 ) -> None:
     """Text goes to standard output, the closing line of numbers to standard error."""
     started = time.perf_counter()
-    record = artifact.load(bundle, EngineBundle).record
-    settings = GenerationSettings(max_new_tokens, frozenset(record.stop_tokens), stop, sampling)
-    tokenizer: Tokenizer = Tokenizer.from_file(str(bundle / "tokenizer.json"))
-    tokens = prompt_tokens(bundle, tokenizer, prompt, system=system, raw=raw)
-    engine = load(bundle, slots=1)
-    try:
-        _print(engine, tokenizer, tokens, settings, time.perf_counter() - started)
-    finally:
-        engine.close()
+    with load(bundle) as engine:
+        tokens = engine.encode(prompt, system=system, raw=raw)
+        _print(engine, tokens, max_new_tokens, stop, sampling, time.perf_counter() - started)
 
 
 def _print(
-    engine: Engine, tokenizer: Tokenizer, tokens: list[int], settings: GenerationSettings, load_s: float
+    engine: TextEngine,
+    tokens: list[int],
+    max_new_tokens: int,
+    stop: tuple[str, ...],
+    sampling: SamplingSettings,
+    load_s: float,
 ) -> None:
     started = time.perf_counter()
     first_s, last = 0.0, Piece("", 0)
-    for last in generate(engine, tokenizer, tokens, settings):
+    for last in engine.stream(tokens, max_new_tokens=max_new_tokens, stop=stop, sampling=sampling):
         first_s = first_s or time.perf_counter() - started
         sys.stdout.write(last.text)
         sys.stdout.flush()
@@ -58,13 +51,3 @@ def _print(
         f"first text after {first_s * 1000:.0f} ms{rate}; loaded in {load_s:.1f} s]",
         file=sys.stderr,
     )
-
-
-def prompt_tokens(bundle: Path, tokenizer: Tokenizer, prompt: str, *, system: str | None, raw: bool) -> list[int]:
-    """Token ids of one user turn in the model's chat format, or of the plain text if ``raw``."""
-    if raw:
-        return tokenizer.encode(prompt).ids
-    messages = [{"role": "user", "content": prompt}]
-    if system is not None:
-        messages.insert(0, {"role": "system", "content": system})
-    return tokenizer.encode(ChatTemplate.load(bundle).render(messages), add_special_tokens=False).ids

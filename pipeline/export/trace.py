@@ -1,18 +1,18 @@
 """Trace: a stock transformers decoder to an ONNX graph, with no code per architecture.
 
-The model runs unchanged but for one registered attention implementation, which emits a single operator,
-``tapeout::Attention``, with explicit scale, soft cap, window and KV cache. The operator is an ONNX function with a
-standard-opset body, so the graph runs on any ONNX runtime, and a target lowers that one node as it likes.
+The model runs unchanged except for its attention, which emits a single operator, ``tapeout::Attention``, with explicit
+scale, soft cap, window and KV cache. The operator is an ONNX function with a standard-opset body, so the graph runs on
+any ONNX runtime, and each target lowers that one node in its own way.
 
-Everything else is what ``torch.onnx.export(dynamo=True)`` makes of the module at opset 23, where the exporter's
-own rules recognize RMSNormalization and RotaryEmbedding. Parameters are hidden from constant folding, so each
+Everything else is what ``torch.onnx.export(dynamo=True)`` makes of the module at opset 23; the exporter's own rules
+recognize RMSNormalization and RotaryEmbedding. Parameters are hidden from constant folding, so each
 keeps its checkpoint name and a build can bind other tensors in its place.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,9 +20,9 @@ import onnx_ir as ir
 import torch
 
 from tapeout.attention_function import ATTENTION_DOMAIN, attention_function
+from tapeout.attention_interface import attention_replaced
 from tapeout.errors import ExportError
 
-IMPLEMENTATION = "tapeout"
 OPSET = 23
 
 
@@ -37,67 +37,68 @@ class KVShape:
 
 @dataclass
 class _Trace:
-    """What the attention implementation shares with the wrapper while the model runs once."""
+    """One trace: what the attention function and the wrapper share while the model runs."""
 
     past: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     mask: torch.Tensor | None = None
     presents: list[torch.Tensor] = field(default_factory=list)
     shapes: list[KVShape] = field(default_factory=list)
-    module_stack: list[str] = field(default_factory=list)
 
+    def start(self, mask: torch.Tensor | None, past: Sequence[torch.Tensor]) -> None:
+        """Before each run of the model. Without ``past`` the run only collects shapes."""
+        self.past = list(zip(past[::2], past[1::2], strict=True))
+        self.mask, self.presents, self.shapes = mask, [], []
 
-_trace = _Trace()
-
-
-def _attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: ``query [B, heads, S, head]`` in, ``[B, S, heads, head]`` out."""
-    layer = len(_trace.shapes)
-    heads, kv_heads, head_size = query.shape[1], key.shape[1], query.shape[3]
-    if value.shape[3] != head_size:
-        raise ExportError(
-            f"attention {layer} has keys of size {head_size} and values of size {value.shape[3]}",
-            expected="keys and values of one size",
-            remedy="choose a dense decoder with standard or grouped-query attention",
+    def attention(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """transformers' attention interface: ``query [B, heads, S, head]`` in, ``[B, S, heads, head]`` out."""
+        layer = len(self.shapes)
+        heads, kv_heads, head_size = query.shape[1], key.shape[1], query.shape[3]
+        if value.shape[3] != head_size:
+            raise ExportError(
+                f"attention {layer} has keys of size {head_size} and values of size {value.shape[3]}",
+                expected="keys and values of one size",
+                remedy="choose a dense decoder with standard or grouped-query attention",
+            )
+        self.shapes.append(KVShape(int(heads), int(kv_heads), int(head_size)))
+        if not self.past:
+            return torch.zeros_like(query).transpose(1, 2), None
+        past_key, past_value = self.past[layer]
+        assert self.mask is not None
+        total = past_key.shape[2] + query.shape[2]
+        cache = (query.shape[0], kv_heads, total, head_size)
+        output, present_key, present_value = torch.onnx.ops.symbolic_multi_out(
+            f"{ATTENTION_DOMAIN}::Attention",
+            [query, key, value, self.mask, past_key, past_value],
+            attrs={
+                "scale": float(scaling if scaling is not None else head_size**-0.5),
+                "softcap": float(softcap or 0.0),
+                "window": int(sliding_window or 0),
+            },
+            dtypes=[query.dtype] * 3,
+            shapes=[query.shape, cache, cache],
+            version=1,
         )
-    _trace.shapes.append(KVShape(int(heads), int(kv_heads), int(head_size)))
-    if not _trace.past:  # the probing run before export only collects shapes
-        return torch.zeros_like(query).transpose(1, 2), None
-    past_key, past_value = _trace.past[layer]
-    assert _trace.mask is not None
-    total = past_key.shape[2] + query.shape[2]
-    cache = (query.shape[0], kv_heads, total, head_size)
-    output, present_key, present_value = torch.onnx.ops.symbolic_multi_out(
-        f"{ATTENTION_DOMAIN}::Attention",
-        [query, key, value, _trace.mask, past_key, past_value],
-        attrs={
-            "scale": float(scaling if scaling is not None else head_size**-0.5),
-            "softcap": float(softcap or 0.0),
-            "window": int(sliding_window or 0),
-        },
-        dtypes=[query.dtype] * 3,
-        shapes=[query.shape, cache, cache],
-        version=1,
-    )
-    _trace.presents += [present_key, present_value]
-    return output.transpose(1, 2), None
+        self.presents += [present_key, present_value]
+        return output.transpose(1, 2), None
 
 
 class _Wrapper(torch.nn.Module):
     """The flat signature of the portable graph around a causal language model."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, state: _Trace) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.state = model, state
 
     def forward(
         self,
@@ -106,12 +107,9 @@ class _Wrapper(torch.nn.Module):
         position_ids: torch.Tensor,
         *past: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        _trace.shapes.clear()
-        _trace.presents.clear()
-        _trace.mask = attention_mask
-        _trace.past = [(past[2 * i], past[2 * i + 1]) for i in range(len(past) // 2)]
+        self.state.start(attention_mask, past)
         logits = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
-        return (logits, *_trace.presents)
+        return (logits, *self.state.presents)
 
 
 def trace(model: Any, progress: Callable[[str], None] = lambda _: None) -> ir.Model:
@@ -121,17 +119,10 @@ def trace(model: Any, progress: Callable[[str], None] = lambda _: None) -> ir.Mo
     int64), ``past_key_values.N.key|value [B, kv_heads, P, head_size]``; outputs ``logits [B, S, V]`` and
     ``present.N.key|value [B, kv_heads, P+S, head_size]``.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(IMPLEMENTATION, _attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, lambda *_, **__: None)
-    previous = model.config._attn_implementation
-    model.set_attn_implementation(IMPLEMENTATION)
-    try:
+    state = _Trace()
+    with attention_replaced(model, state.attention, mask=lambda *_, **__: None):
         progress("tracing")
-        program = _export_program(model)
-    finally:
-        model.set_attn_implementation(previous)
+        program = _export_program(model, state)
     graph_model = program.model
     progress("simplifying the graph")
     _simplify(graph_model, {name for name, _ in model.named_parameters(remove_duplicate=False)})
@@ -140,13 +131,12 @@ def trace(model: Any, progress: Callable[[str], None] = lambda _: None) -> ir.Mo
     return graph_model
 
 
-def _probe_shapes(model: Any) -> list[KVShape]:
+def _probe_shapes(model: Any, state: _Trace) -> list[KVShape]:
     """The KV shape of each attention call, in call order, from one run over three tokens."""
-    _trace.past, _trace.mask = [], None
-    _trace.shapes.clear()
+    state.start(None, ())
     with torch.no_grad():
         model(input_ids=torch.zeros(1, 3, dtype=torch.int64), position_ids=torch.arange(3)[None], use_cache=False)
-    shapes = list(_trace.shapes)
+    shapes = state.shapes
     if len(shapes) != model.config.get_text_config().num_hidden_layers:
         raise ExportError(
             f"{type(model).__name__} called the attention interface {len(shapes)} times",
@@ -156,15 +146,15 @@ def _probe_shapes(model: Any) -> list[KVShape]:
     return shapes
 
 
-def _export_program(model: Any) -> Any:
-    with _module_stack(model):
+def _export_program(model: Any, state: _Trace) -> Any:
+    with _module_stack(model) as modules:
         try:
-            shapes = _probe_shapes(model)
+            shapes = _probe_shapes(model, state)
             past = [torch.randn(2, s.kv_heads, 5, s.head_size) for s in shapes for _ in range(2)]
             cache_names = [f"{i}.{part}" for i in range(len(shapes)) for part in ("key", "value")]
             dynamic, row = torch.export.Dim.DYNAMIC, {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
             return torch.onnx.export(
-                _Wrapper(model).eval(),
+                _Wrapper(model, state).eval(),
                 (
                     torch.ones(2, 3, dtype=torch.int64),
                     torch.ones(2, 8, dtype=torch.int64),
@@ -187,7 +177,7 @@ def _export_program(model: Any) -> Any:
         except ExportError:
             raise
         except Exception as error:
-            where = _trace.module_stack[-1] if _trace.module_stack else "its top level"
+            where = modules[-1] if modules else "its top level"
             reason = str(error).strip().splitlines()
             raise ExportError(
                 f"{type(model).__name__} cannot be exported: module {where} stopped it ({type(error).__name__}: "
@@ -198,23 +188,23 @@ def _export_program(model: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _module_stack(model: torch.nn.Module) -> Generator[None]:
-    """Keep the names of the modules being run; on an exception the innermost stays on the stack."""
-    _trace.module_stack.clear()
+def _module_stack(model: torch.nn.Module) -> Generator[list[str]]:
+    """The names of the modules being run; after an exception the innermost is still on the stack."""
+    stack: list[str] = []
     handles: list[Any] = []
+
+    def pop(*_: Any) -> None:
+        stack.pop()
+
     for name, module in model.named_modules():
         label = f"{name or 'model'} ({type(module).__name__})"
-        handles.append(module.register_forward_pre_hook(lambda *_, label=label: _trace.module_stack.append(label)))
-        handles.append(module.register_forward_hook(lambda *_: _pop(_trace.module_stack)))
+        handles.append(module.register_forward_pre_hook(lambda *_, label=label: stack.append(label)))
+        handles.append(module.register_forward_hook(pop))
     try:
-        yield
+        yield stack
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _pop(stack: list[str]) -> None:
-    stack.pop()
 
 
 def _simplify(model: ir.Model, parameters: set[str]) -> None:
@@ -247,10 +237,10 @@ def _simplify(model: ir.Model, parameters: set[str]) -> None:
 
 
 def _split_gemm(graph: ir.Graph, parameters: list[ir.Value]) -> None:
-    """Write ``Gemm(x, weight, bias)`` over a parameter as the product and sum other linears are.
+    """Write ``Gemm(x, weight, bias)`` over a parameter as the MatMul and Add of all other linears.
 
-    The weight of a linear is ``[out, in]`` and stands transposed; that of gpt2's ``Conv1D`` is ``[in, out]``, and its
-    input was made flat.
+    The weight of a linear is ``[out, in]`` and is transposed; that of gpt2's ``Conv1D`` is ``[in, out]``, and its input
+    was flattened.
     """
     for node in list(graph):
         if node.op_type != "Gemm" or node.inputs[1] not in parameters:
@@ -277,7 +267,7 @@ def _split_gemm(graph: ir.Graph, parameters: list[ir.Value]) -> None:
 
 
 def _unflattened(x: ir.Value | None, output: ir.Value) -> tuple[ir.Value | None, ir.Value]:
-    """What a product's input was reshaped from, and what its output is reshaped to, where that undoes it."""
+    """The value that ``x`` was reshaped from and the value that ``output`` is reshaped to, if their shapes agree."""
     before, uses = x.producer() if x is not None else None, list(output.uses())
     after = uses[0].node if len(uses) == 1 else None
     if before is None or after is None or before.op_type != "Reshape" or after.op_type != "Reshape":

@@ -62,13 +62,16 @@ def _say(stage: str) -> Callable[[str], None]:
 
 
 def _environment(recipe: Recipe) -> None:
-    """Library versions and machine, as files other stages depend on: a change of either makes them stale."""
+    """What other stages depend on besides artifacts and parameters, as files whose change makes them stale."""
+    from pipeline.stages.code import code_hashes
     from pipeline.stages.environment import libraries, machine
 
-    folder = ARTIFACTS / "environment"
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in (("libraries", libraries()), ("machine", machine())):
-        (folder / f"{name}.json").write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+    hashes = code_hashes({stage: function.__name__ for stage, function in STAGES.items()}, recipe.build.target)
+    files = {"libraries": libraries(), "machine": machine(), **{f"code/{name}": code for name, code in hashes.items()}}
+    (ARTIFACTS / "environment" / "code").mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        path = ARTIFACTS / "environment" / f"{name}.json"
+        path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
 
 
 def _fetch(recipe: Recipe) -> None:

@@ -283,10 +283,10 @@ def prompts(here: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             seen.append(characters().decode(list(tokens)))
             return super().prefill(slot, tokens, **rest)
 
-    def opened(folder: Path, *, slots: int) -> Recorded:
+    def opened(folder: Path, *, threads: int, slots: int) -> Recorded:
         return Recorded("héllo# never seen")
 
-    monkeypatch.setattr("pipeline.cli.generate.load", opened)
+    monkeypatch.setattr("runtime.api.load_engine", opened)
     return seen
 
 
@@ -320,7 +320,7 @@ def test_interrupting_says_so_and_exits_130(capsys: Output, monkeypatch: pytest.
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pipeline.cli.generate.load", interrupted)
+    monkeypatch.setattr("runtime.api.load_engine", interrupted)
     assert main(["generate", "hi", "--max-new-tokens", "3"]) == 130
     captured = capsys.readouterr()
     assert "interrupted" in captured.err and "Traceback" not in captured.err
@@ -364,7 +364,7 @@ def test_a_fault_of_ours_is_broken_and_debug_shows_where(capsys: Output, monkeyp
     def faulty(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("boom")
 
-    monkeypatch.setattr("pipeline.cli.generate.load", faulty)
+    monkeypatch.setattr("runtime.api.load_engine", faulty)
     words = ["generate", "hi", "--max-new-tokens", "3"]
     assert main(words) == ExitCode.BROKEN
     err = capsys.readouterr().err

@@ -89,3 +89,13 @@ def test_a_skipped_special_token_does_not_eat_the_next_space() -> None:
     first, second = (tokenizer.encode(word, add_special_tokens=False).ids for word in ("Hello", "world"))
     ids = [*first, 1, *second]
     assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids) == "Hello world"
+
+
+def test_bytes_that_are_not_utf8_do_not_end_a_response() -> None:
+    """After a byte token that was already given out, they change how it decodes: DecodeStream of tokenizers fails."""
+    tokenizer = byte_fallback()
+    ids = [tokenizer.token_to_id(token) for token in ("<0x09>", "<0xE4>", "<0x19>", "▁w", "or", "d")]
+    assert pieces(tokenizer, ids)[-3:] == ["or", "d", ""]
+    stream = decoders.DecodeStream(skip_special_tokens=True)
+    with pytest.raises(Exception, match="Invalid prefix"):
+        _ = [stream.step(tokenizer, token) for token in ids]

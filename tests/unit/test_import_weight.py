@@ -44,5 +44,5 @@ def test_help_and_the_gate_need_no_heavy_library(tmp_path: Path) -> None:
 
 
 def test_opening_an_engine_and_generating_needs_no_torch() -> None:
-    statement = "import pipeline.cli.generate, engines.targets.ort_cpu"
+    statement = "import pipeline.cli.generate, engines.targets.ort_cpu, tapeout; tapeout.generate"
     assert heavy_imports(statement, HEAVY) == set()

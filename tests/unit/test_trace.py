@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import onnx_ir as ir
 import pytest
 
 from pipeline.export.trace import trace
@@ -47,3 +48,20 @@ def test_attention_outside_the_interface_is_refused(model_type: str) -> None:
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with pytest.raises(ExportError, match="called the attention interface 0 times"):
         trace(model)
+
+
+def test_a_trace_inside_another_leaves_it_alone() -> None:
+    """Of two families, so that a mixture would be another graph."""
+
+    def nodes(graph: ir.Model) -> list[str]:
+        return [node.op_type for node in graph.graph]
+
+    inner: list[ir.Model] = []
+
+    def once(step: str) -> None:
+        if not inner:
+            inner.append(trace(random_model("gemma2")))
+
+    outer = trace(random_model("llama"), once)
+    assert nodes(outer) == nodes(trace(random_model("llama")))
+    assert nodes(inner[0]) == nodes(trace(random_model("gemma2"))) != nodes(outer)

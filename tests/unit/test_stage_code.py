@@ -1,0 +1,139 @@
+"""A stage becomes stale when code it can reach changes, and no other stage does."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from engines.load import known_targets
+from pipeline.stages.code import DATA_SUFFIXES, LOADER, PACKAGES, UNCOUNTED, WIRING, code_hashes
+from pipeline.stages.wiring import STAGES
+
+ROOT = Path(__file__).parents[2]
+# The others run every time.
+DVC = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
+STALE = {name for name, stage in DVC.items() if not stage.get("always_changed")}
+Hashes = dict[str, dict[str, str]]
+PROGRAM = """
+import json, sys
+from pipeline.stages.code import code_hashes
+from pipeline.stages.wiring import STAGES
+print(json.dumps(code_hashes({name: function.__name__ for name, function in STAGES.items()}, sys.argv[1])))
+"""
+ENGINES = {"build-baseline", "build-candidate", "benchmark", "evaluate", "shadow"}
+
+
+def hashes(folder: Path, target: str = "ort-cpu") -> Hashes:
+    """Of the code in ``folder``, in a process that imports it from there."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, target], cwd=folder, capture_output=True, text=True, check=True
+    )
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Hashes]:
+    """A copy of the code, and its hashes."""
+    folder = tmp_path_factory.mktemp("code")
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder, hashes(folder)
+
+
+def stale(clean: tuple[Path, Hashes], path: str, *, old: str = "", new: str = "\nADDED = 1\n") -> set[str]:
+    """The stages of ``STALE`` whose hash changes with an edit of one file: ``old`` becomes ``new``, or ``new`` is appended."""
+    folder, before = clean
+    file = folder / path
+    text = file.read_text()
+    assert not old or text.count(old) == 1
+    try:
+        file.write_text(text.replace(old, new) if old else text + new)
+        after = hashes(folder)
+    finally:
+        file.write_text(text)
+    return {name for name in STALE if after[name] != before[name]}
+
+
+def test_the_same_code_gives_the_same_hashes_wherever_it_lies(clean: tuple[Path, Hashes]) -> None:
+    here = code_hashes({name: function.__name__ for name, function in STAGES.items()}, "ort-cpu")
+    assert here == clean[1] and list(here) == list(STAGES)
+
+
+def test_arithmetic_of_quantization(clean: tuple[Path, Hashes]) -> None:
+    assert stale(clean, "quantization/awq.py") == {"sensitivity", "plan", "quantize"}
+
+
+def test_the_report_alone(clean: tuple[Path, Hashes]) -> None:
+    assert stale(clean, "pipeline/report/write.py") == {"report"}
+    assert stale(clean, "pipeline/report/report.html.j2", new="<p>") == {"report"}
+
+
+def test_a_module_that_is_imported_inside_a_function(clean: tuple[Path, Hashes]) -> None:
+    assert stale(clean, "pipeline/export/trace.py") == {"export"}
+    assert stale(clean, "engines/native/source/block_linear.c", new="/* */") >= {"build-baseline", "build-candidate"}
+
+
+def test_the_foundation(clean: tuple[Path, Hashes]) -> None:
+    assert stale(clean, "tapeout/artifact.py") == STALE
+    assert stale(clean, "tapeout/errors.py") == set()
+
+
+def test_the_function_of_a_stage_and_one_that_several_share(clean: tuple[Path, Hashes]) -> None:
+    wiring = "pipeline/stages/wiring.py"
+    assert stale(clean, wiring, old="    fetch(recipe, ", new="    fetch(recipe,  # no change\n ") == set()
+    assert stale(clean, wiring, old='ARTIFACTS / "source")\n\n\ndef _export', new="INCUMBENT)\n\n\ndef _export") == {
+        "fetch"
+    }
+    shared = stale(clean, wiring, old="def _encode(", new="def _encode(unused: int, ")
+    assert shared == {"sensitivity", "plan", "parity"}
+
+
+def test_comments_docstrings_and_types_only_change_nothing(clean: tuple[Path, Hashes]) -> None:
+    assert stale(clean, "quantization/awq.py", new="\n# a comment\n") == set()
+    source = (ROOT / "quantization/awq.py").read_text()
+    docstring = re.match(r'"""(.+)', source)
+    assert docstring is not None
+    assert stale(clean, "quantization/awq.py", old=docstring[0], new='"""Another docstring.') == set()
+    for name in ("fetch", "export"):  # both name EngineBundle and Calibration for the type checker alone
+        assert not [path for path in clean[1][name] if path.startswith(("engines/", "quantization/"))]
+
+
+def test_the_target_of_the_recipe_and_no_other(clean: tuple[Path, Hashes]) -> None:
+    assert stale(clean, "engines/targets/tensorrt/engine.py") == set()
+    assert stale(clean, "engines/targets/ort_cpu/engine.py") >= ENGINES
+    other = hashes(clean[0], "tensorrt-rtx")
+    for name in ENGINES:
+        assert "engines/targets/tensorrt_rtx/__init__.py" in other[name]
+        assert "engines/targets/tensorrt_rtx/__init__.py" not in clean[1][name]
+    assert {"ort-cpu", "tensorrt-rtx"} <= set(known_targets())
+
+
+def test_every_file_a_package_ships_counts_for_some_stage_or_is_known_not_to(clean: tuple[Path, Hashes]) -> None:
+    """A new kind of file that code reads must be listed in ``DATA_SUFFIXES``."""
+    files = {p for name in PACKAGES for p in (ROOT / name).rglob("*") if p.is_file() and "__pycache__" not in p.parts}
+    shipped = {path for path in files if path.suffix not in (".py", ".pyi") and path.name != "py.typed"}
+    counted = {path for stage in clean[1].values() for path in stage}
+    not_python = {ROOT / path for path in counted if ":" not in path and not path.endswith(".py")}
+    assert not_python == {path for path in shipped if path.suffix in DATA_SUFFIXES}
+    assert {path.suffix for path in shipped} - set(DATA_SUFFIXES) == {".yaml"}  # recipes that ship, and GPU engines
+
+
+def test_only_the_loader_imports_modules_of_ours_by_name() -> None:
+    """What is imported by a name made at run time is not seen: such a module is listed in code.py."""
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for name in PACKAGES
+        for path in (ROOT / name).rglob("*.py")
+        if "import_module(" in path.read_text()
+    }
+    # A vendor's module, and what users import: no stage goes through either.
+    outside = {"engines/targets/tensorrt/compiler.py", "tapeout/__init__.py"}
+    assert found == {f"{LOADER.replace('.', '/')}.py", *outside}
+    assert all((ROOT / f"{name.replace('.', '/')}.py").is_file() for name in (LOADER, WIRING, *UNCOUNTED))
