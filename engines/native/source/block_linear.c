@@ -28,8 +28,8 @@
 /* Fewer activations than this are quantized by the calling thread: waking another takes as long as a few thousand. */
 enum { PARALLEL_ACTIVATIONS = 1 << 13 };
 /* The columns are cut into parts for the threads: at least PARTS if there are so many pairs of tiles, and more where a
-   part would have more than PART_BYTES of weights, which take a few microseconds to read. */
-enum { PARTS = 64, PART_BYTES = 1 << 17 };
+   part would have more than PART_BYTES of weights, which take about ten microseconds to read. */
+enum { PARTS = 64, PART_BYTES = 1 << 18 };
 enum { TILE = LANES, STEP = 4, FEW_TOKENS = 2, MAX_RANK = 8 };
 /* With 255 * 127 a product and 128 * 127 an offset, sums over a block of 2^15 channels fit 32 bits. Sizes in bytes fit
    64 bits, and columns 32. */
@@ -265,11 +265,10 @@ static void matmul_group(const Work* w, LaneMax* max, int64_t tile, int64_t toke
 
 /* The largest of a token's lanes, the first of equals. */
 static Max max_of_lanes(const LaneMax* lanes) {
-  Max max = {-INFINITY, INT32_MAX};
-  for (int lane = 0; lane < TILE; lane++)
-    if (lanes->value[lane] > max.value || (lanes->value[lane] == max.value && lanes->column[lane] < max.column))
-      max = (Max){lanes->value[lane], lanes->column[lane]};
-  return max;
+  F32x16 value = load(lanes->value);
+  const float largest = reduce_max(value);
+  I32x16 column = blend_int(greater(splat(largest), value), splat_int(INT32_MAX), load_int(lanes->column));
+  return (Max){largest, reduce_min_int(column)};
 }
 
 /* One of `parts` runs of pairs of tiles, for all tokens. A pair stays in the cache while all groups of tokens pass it,
@@ -288,8 +287,10 @@ static void matmul_part(void* state, size_t part) {
       ((Work*)state)->out_of_memory = 1;
       return;
     }
-    for (int64_t token = 0; token < w->M; token++)
-      for (int lane = 0; lane < TILE; lane++) max[token].value[lane] = -INFINITY, max[token].column[lane] = INT32_MAX;
+    for (int64_t token = 0; token < w->M; token++) {
+      store(max[token].value, splat(-INFINITY));
+      store_int(max[token].column, splat_int(INT32_MAX));
+    }
   }
   const int64_t bytes = width * TILE * w->kernel->K * w->kernel->bits / 8;
   for (int64_t tile = first; tile < end; tile += width) {

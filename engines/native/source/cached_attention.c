@@ -53,7 +53,6 @@ typedef struct {
   const float *cosines, *sines, *key_scale, *value_scale;
   float* y;
   int64_t units; /* of a sequence and KV head */
-  int64_t ahead; /* EXPERIMENT */
   _Atomic int out_of_memory;
 } Work;
 
@@ -125,8 +124,8 @@ static void update_cache(void* state, size_t index) {
   const int64_t cache = (int64_t)index, b = cache / k->kv_heads, head = cache % k->kv_heads, D = w->D;
   const int64_t size = w->int8 ? D : D * (int64_t)sizeof(float), first = w->last[b] + (int64_t)1 - w->S;
   const int64_t at = cache * w->T * size;
-  if (w->present_key != w->past_key) memcpy(w->present_key + at, w->past_key + at, first * size);
-  if (w->present_value != w->past_value) memcpy(w->present_value + at, w->past_value + at, first * size);
+  if (first && w->present_key != w->past_key) memcpy(w->present_key + at, w->past_key + at, first * size);
+  if (first && w->present_value != w->past_value) memcpy(w->present_value + at, w->past_value + at, first * size);
   float rotated[LARGEST_HEAD];
   for (int64_t s = 0; s < w->S; s++) {
     int64_t token = (b * w->S + s) * w->key_stride + head * D;
@@ -142,12 +141,14 @@ static void update_cache(void* state, size_t index) {
   }
 }
 
-/* SQUARE keys' SQUARE words, or the `count` and `left` there are, transposed; `flip` changes bits of each word. Keys
-   beyond `count` are not addressed. */
+/* SQUARE keys' SQUARE words, or the `count` and `left` there are, transposed; `flip` changes bits of each word. The
+   addresses of keys beyond `count`, of which nothing is read, are integers: such pointers would be undefined. */
 INLINE void pack_square(const char* from, int64_t words, int64_t count, int64_t left, int32_t flip, char* to) {
   SquareRow x[SQUARE];
-  EACH (int i = 0; i < SQUARE; i++)
-    x[i] = load_square_row(from + 4 * (i < count ? i : 0) * words, i < count ? left : 0) ^ flip;
+  EACH (int i = 0; i < SQUARE; i++) {
+    const uintptr_t address = (uintptr_t)from + 4 * i * words;
+    x[i] = load_square_row((const void*)address, i < count ? left : 0) ^ flip;
+  }
   transpose(x);
   EACH (int i = 0; i < SQUARE; i++)
     if (i < left) memcpy(to + 4 * i * KEYS, &x[i], sizeof x[i]);
@@ -530,7 +531,7 @@ INLINE void attend_tile(const Work* w, const Unit* unit, const char* keys, const
   }
 }
 
-/* Prefetches keys and values of a later unit, while there is a tile to compute. */
+/* Prefetches keys and values of the next unit, while there is a tile to compute. */
 static void prefetch_tile(const char* keys, const char* values, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += 64) {
     _mm_prefetch(keys + at, _MM_HINT_T1);
@@ -582,12 +583,13 @@ static void attend(void* state, size_t index) {
   const char *keys = w->present_key + cache * w->T * size, *values = w->present_value + cache * w->T * size;
   int64_t from = k->window ? unit.first + 1 - k->window : 0;
   from = from > 0 ? from / KEYS * KEYS : 0;
-  const int64_t later = cache + w->ahead;
-  const int64_t later_tokens = w->units == 1 && later < caches ? w->last[later / k->kv_heads] + (int64_t)1 : 0;
+  /* While decoding, the next unit is prefetched: ONNX Runtime hands a thread adjacent indexes, whatever their number. */
+  const int64_t next = cache + 1;
+  const int64_t next_tokens = w->units == 1 && next < caches ? w->last[next / k->kv_heads] + (int64_t)1 : 0;
   for (int64_t start = from; start < total; start += KEYS) {
-    const int64_t count = total - start < KEYS ? total - start : KEYS, left = later_tokens - start;
+    const int64_t count = total - start < KEYS ? total - start : KEYS, left = next_tokens - start;
     if (left > 0) {
-      const int64_t at = (w->ahead * w->T + start) * size;
+      const int64_t at = (w->T + start) * size;
       prefetch_tile(keys + at, values + at, (left < KEYS ? left : KEYS) * size);
     }
     if (w->int8)
@@ -658,7 +660,7 @@ static Status* compute(void* self, Context* context) {
   Api api = k->api;
   Tensor in[INPUTS];
   for (size_t i = 0; i < INPUTS; i++) TRY(input(api, context, i, &in[i]));
-  Work w = {.kernel = k, .ahead = 2};
+  Work w = {.kernel = k};
   TRY(check_inputs(k, in, &w));
   int64_t y_dims[3] = {w.B, w.S, k->heads * w.D}, cache_dims[4] = {w.B, k->kv_heads, w.T, w.D};
   TRY(output(api, context, 0, y_dims, 3, &w.y));

@@ -102,6 +102,9 @@ INLINE I8x16 truncate_int8(I32x16 x) {
 INLINE int32_t reduce_add_int(I32x16 x) {
   return __builtin_reduce_add(x);
 }
+INLINE int32_t reduce_min_int(I32x16 x) {
+  return __builtin_reduce_min(x);
+}
 
 #ifdef __AVX512VNNI__
 
