@@ -4,7 +4,7 @@
 #include <pthread.h>
 #include <stdlib.h>
 
-enum { CACHE_LINE = 64, PAGE = 4096 };
+enum { CACHE_LINE = 64 };
 
 static Op* const OPERATORS[] = {&block_gather_op,
                                 &cached_attention_float_op,
@@ -55,8 +55,8 @@ void* scratch(int which, size_t bytes) {
   if (!block || *block < bytes) {
     if (pthread_setspecific(keys[which], NULL)) return NULL;
     free(block);
-    if (bytes > PTRDIFF_MAX - CACHE_LINE - PAGE) return NULL;
-    size_t rounded = (CACHE_LINE + bytes + PAGE - 1) / PAGE * PAGE;
+    if (bytes > PTRDIFF_MAX - 2 * CACHE_LINE) return NULL;
+    size_t rounded = CACHE_LINE + (bytes + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE;
     block = aligned_alloc(CACHE_LINE, rounded);
     if (!block) return NULL;
     *block = rounded - CACHE_LINE;
@@ -70,5 +70,5 @@ void* scratch(int which, size_t bytes) {
 
 void release_scratch(int which) {
   size_t* block = pthread_getspecific(keys[which]);
-  if (block && *block > SCRATCH_KEPT + PAGE && !pthread_setspecific(keys[which], NULL)) free(block);
+  if (block && *block > SCRATCH_KEPT && !pthread_setspecific(keys[which], NULL)) free(block);
 }
