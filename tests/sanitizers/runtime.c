@@ -20,7 +20,7 @@ struct Options {
   Domain* domain;
 };
 
-int64_t fail_call = -1, fail_allocation = -1, live_statuses;
+int64_t fail_call = -1, fail_allocation = -1, live_statuses, live_domains;
 int use_threads;
 static uint64_t random_state;
 static uint32_t newest_version;
@@ -81,6 +81,7 @@ static Status* create_domain(const char* name, Domain** domain) {
   if (strcmp(name, "tapeout.kernels")) fail("a domain of another name: %s", name);
   TRY(injected());
   *domain = calloc(1, sizeof **domain);
+  live_domains++;
   return NULL;
 }
 static Status* domain_add(Domain* domain, const Op* op) {
@@ -94,6 +95,7 @@ static Status* add_domain(Options* to, Domain* domain) {
   return NULL;
 }
 static void release_domain(Domain* domain) {
+  live_domains--;
   free(domain);
 }
 
@@ -212,7 +214,7 @@ Status* register_library(uint32_t version) {
   return RegisterCustomOps(&options, &base);
 }
 void release_library(void) {
-  free(options.domain);
+  release_domain(options.domain);
   options.domain = NULL;
 }
 const Op* find_op(const char* name, size_t input, int type) {

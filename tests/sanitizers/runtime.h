@@ -38,7 +38,7 @@ struct Context {
 extern int64_t fail_call;       /* the API call that fails, counted down; negative: none */
 extern int64_t fail_allocation; /* the same for allocations of the kernels */
 extern int use_threads;         /* a parallel for runs on threads, or on the calling one in a random order */
-extern int64_t live_statuses;
+extern int64_t live_statuses, live_domains;
 
 /* The operator of a name and type of its input `input`, from the library's own registration. */
 const Op* find_op(const char* name, size_t input, int type);

@@ -57,13 +57,16 @@ class Defect:
 
 DEFECTS = {
     "the size of past values is not checked": Defect(
-        "cached_attention.c", "!holds(&in[PAST_VALUE], past->type, past->elements)", "0", "heap-buffer-overflow|accepted"
+        "cached_attention.c",
+        "!holds(&in[PAST_VALUE], past->type, past->elements)",
+        "0",
+        "heap-buffer-overflow|accepted",
     ),
     "the size of sines is not checked": Defect(
         "cached_attention.c", "!holds(sines, FLOAT, cosines->elements)", "!sines->present", "overflow|accepted"
     ),
     "a length may exceed the cache": Defect(
-        "cached_attention.c", "w->last[b] >= positions ||", "", "heap-buffer-overflow|accepted|negative-size"
+        "cached_attention.c", "w->last[b] >= positions ||", "", "AddressSanitizer|accepted"
     ),
     "a length overflows 32 bits": Defect(
         "cached_attention.c", "w->last[b] + (int64_t)1 < w->S", "w->last[b] + 1 < w->S", "signed integer overflow"
@@ -78,7 +81,10 @@ DEFECTS = {
         "cached_attention.c", "if (!memory) return 0;", "", "null pointer|SEGV|overflow|unknown-crash"
     ),
     "columns of padding are written": Defect(
-        "block_linear.c", "left >= TILE ? TILE : left > 0 ? left : 0,", "TILE,", "heap-buffer-overflow"
+        "block_linear.c", "left >= TILE ? TILE : left > 0 ? left : 0,", "TILE,", "heap-buffer-overflow|expected"
+    ),
+    "a bias is read beyond its end": Defect(
+        "block_linear.c", "load_first(w->bias + column, count)", "load(w->bias + column)", "heap-buffer-overflow"
     ),
     "a prefetch goes beyond the weights": Defect(
         "block_linear.c", "groups > 1 && tile + width < w->tiles", "groups > 1", "heap-buffer-overflow"
@@ -100,7 +106,9 @@ DEFECTS = {
     "a status leaks": Defect(
         "ort.h", "  release_status(api, status);\n  return status ? otherwise", "  return status ? otherwise", "leak"
     ),
-    "a failing call is ignored": Defect("ort.h", "TRY(data_of(api, value, &tensor->data));", "", "null pointer|missing"),
+    "a failing call is ignored": Defect(
+        "ort.h", "TRY(data_of(api, value, &tensor->data));", "", "null pointer|missing"
+    ),
     "a domain leaks": Defect("library.c", "if (status) ((void (*)(Domain*))api[RELEASE_DOMAIN])(domain);", "", "leak"),
 }
 

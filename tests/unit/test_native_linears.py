@@ -92,6 +92,36 @@ def test_sums_of_the_smallest_and_largest_codes_are_exact(bits: Bits, symmetric:
         np.testing.assert_array_equal(product("BlockLinear", exact)(x)[0], expected(x, exact)[0])
 
 
+@pytest.mark.parametrize("bits", BITS)
+def test_sums_of_the_longest_block_do_not_overflow_and_longer_ones_are_refused(bits: Bits) -> None:
+    for symmetric in (True, False):
+        linear = random_linear(3, 32768, Format(bits, 32768, symmetric))
+        linear.codes[:] = (1 << bits) - 1
+        x = np.full((2, 32768), 1.0, np.float32)
+        x[1] = -1
+        check(product("BlockLinear", linear)(x)[0], expected(x, linear))
+    linear = random_linear(3, 32768 + 16, Format(bits, 32768 + 16, symmetric=True))
+    with pytest.raises(Exception, match="sums over more than 32768 channels overflow"):
+        product("BlockLinear", linear)
+
+
+@pytest.mark.parametrize("kind", ["BlockLinear", "GatedLinear", "ResidualNormLinear", "HeadLinear"])
+def test_a_long_prompt_is_computed_in_chunks_of_the_same_bits(kind: str) -> None:
+    """More quantized activations than a thread's scratch memory has room for."""
+    columns, count = 4096, 1500
+    linear = random_linear(20, columns, Format(4, 32, symmetric=False))
+    width = 2 * columns if kind == "GatedLinear" else columns
+    arrays: list[np.ndarray] = [rows(count, width, n) for n in range(1 + (kind == "ResidualNormLinear"))]
+    weight = rows(1, columns, 5)[0] if kind == "ResidualNormLinear" else None
+    run = product(kind, linear, weight=weight, threads=2)
+    rest = [GREEDY] if kind == "HeadLinear" else []
+    together = run(*arrays, *rest)
+    for row in (0, 700, 1000, count - 1):
+        alone = run(*(array[row : row + 1] for array in arrays), *rest)
+        for output, single in zip(together, alone, strict=True):
+            np.testing.assert_array_equal(output[row : row + 1], single)
+
+
 @pytest.mark.parametrize("rank", [1, 2, 3, 4])
 def test_leading_axes_are_kept(rank: int) -> None:
     linear = random_linear(24, 64, Format(6, 32, symmetric=True))
@@ -276,20 +306,20 @@ def test_rows_are_read_by_ids_from_either_end(bits: Bits, symmetric: bool) -> No
 
 
 @pytest.mark.parametrize("bad", [53, -54, 2**40, -(2**63)])
-def test_an_id_outside_the_table_is_an_error(bad: int) -> None:
+def test_an_id_outside_the_embedding_is_an_error(bad: int) -> None:
     run = gather(random_linear(53, 96, Format(4, 32, symmetric=True)))
-    with pytest.raises(Exception, match="BlockGather: an id is outside the table"):
+    with pytest.raises(Exception, match="BlockGather: an id is outside the embedding"):
         run(np.array([[0, bad, 1]], np.int64))
 
 
 @pytest.mark.parametrize(("kind", "columns"), [("BlockLinear", 80), ("BlockLinear", 32), ("GatedLinear", 64)])
 def test_inputs_of_another_width_are_an_error(kind: str, columns: int) -> None:
     run = product(kind, random_linear(24, 64, Format(4, 32, symmetric=True)))
-    with pytest.raises(Exception, match="its input has not K columns"):
+    with pytest.raises(Exception, match="the input does not have K columns"):
         run(np.zeros((2, columns), np.float32))
 
 
 @pytest.mark.parametrize("wrong", [{"bits": 5}, {"block_size": 8}, {"block_size": 24}, {"K": 72}, {"N": 0}], ids=str)
 def test_a_format_there_is_no_kernel_for_is_an_error_at_once(wrong: dict[str, int]) -> None:
-    with pytest.raises(Exception, match="N, K, block_size or bits it was not built for"):
+    with pytest.raises(Exception, match="unsupported N, K, block_size or bits"):
         product("BlockLinear", random_linear(24, 64, Format(4, 32, symmetric=True)), **wrong)
