@@ -127,7 +127,7 @@ from quantization.rounding import Format
 kernels.library = lambda: Path(sys.argv[1])
 linear = kernels.random_linear(40, 64, Format(8, 32, symmetric=True))
 x, weight = np.ones((3, 64), np.float32), np.ones(64, np.float32)
-(y,) = kernels.product("NormLinear", linear, weight=weight, epsilon=3.0)(x)
+(y,) = kernels.linear_session("NormLinear", linear, weight=weight, epsilon=3.0)(x)
 kernels.check(y, kernels.expected(x / 2, linear, slack=3e-6))
 """
 
