@@ -21,6 +21,7 @@ struct Options {
 };
 
 int64_t fail_call = -1, fail_allocation = -1, live_statuses, live_domains;
+const char* failed_name;
 int use_threads;
 static uint64_t random_state;
 static uint32_t newest_version;
@@ -73,8 +74,13 @@ const char* message_of(const Status* status) {
 }
 
 /* The failure of this call, or NULL. */
+static Status* injected_for(const char* name) {
+  if (fail_call < 0 || fail_call--) return NULL;
+  failed_name = name;
+  return create_status(1, "injected");
+}
 static Status* injected(void) {
-  return fail_call >= 0 && !fail_call-- ? create_status(1, "injected") : NULL;
+  return injected_for(NULL);
 }
 
 static Status* create_domain(const char* name, Domain** domain) {
@@ -106,14 +112,14 @@ static const Attribute* attribute_of(const Info* info, const char* name, int is_
   return NULL;
 }
 static Status* get_attribute_float(const Info* info, const char* name, float* value) {
-  TRY(injected());
+  TRY(injected_for(name));
   const Attribute* found = attribute_of(info, name, 1);
   if (!found) return create_status(1, "no such attribute");
   *value = found->f;
   return NULL;
 }
 static Status* get_attribute_int(const Info* info, const char* name, int64_t* value) {
-  TRY(injected());
+  TRY(injected_for(name));
   const Attribute* found = attribute_of(info, name, 0);
   if (!found) return create_status(1, "no such attribute");
   *value = found->i;

@@ -36,6 +36,7 @@ struct Context {
 
 /* What the next calls do. */
 extern int64_t fail_call;       /* the API call that fails, counted down; negative: none */
+extern const char* failed_name; /* of the attribute that the failing call was for, if any */
 extern int64_t fail_allocation; /* the same for allocations of the kernels */
 extern int use_threads;         /* a parallel for runs on threads, or on the calling one in a random order */
 extern int64_t live_statuses, live_domains;

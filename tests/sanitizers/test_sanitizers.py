@@ -71,11 +71,17 @@ DEFECTS = {
     "a length overflows 32 bits": Defect(
         "cached_attention.c", "w->last[b] + (int64_t)1 < w->S", "w->last[b] + 1 < w->S", "signed integer overflow"
     ),
+    "keys after a token are not left out": Defect(
+        "cached_attention.c", "if (end <= 0) return 0;", "", "runtime error|expected"
+    ),
     "a buffer of a unit is too small": Defect(
         "cached_attention.c", "4 * KEYS * w->D * 2 +", "4 * KEYS * w->D +", "heap-buffer-overflow"
     ),
     "a query sees one key too few": Defect(
-        "cached_attention.c", "int64_t end = position + 1 - start", "int64_t end = position - start", "expected"
+        "cached_attention.c",
+        "const int64_t end = position + 1 - start",
+        "const int64_t end = position - start",
+        "expected",
     ),
     "a failed allocation is used": Defect(
         "cached_attention.c", "if (!memory) return 0;", "", "null pointer|SEGV|overflow|unknown-crash"

@@ -420,8 +420,10 @@ static void prepare_unit(const Work* w, const Unit* unit, int64_t token, int64_t
 
 /* The keys of a tile from `start` that a token at `position` sees, a bit each. */
 static uint64_t visible_keys(const Kernel* k, int64_t position, int64_t start) {
-  int64_t end = position + 1 - start, begin = k->window ? end - k->window : 0;
-  if (end <= 0 || begin >= KEYS) return 0;
+  const int64_t end = position + 1 - start;
+  if (end <= 0) return 0;
+  const int64_t begin = k->window ? end - k->window : 0;
+  if (begin >= KEYS) return 0;
   uint64_t visible = end >= KEYS ? ~0ull : (1ull << end) - 1;
   return begin > 0 ? visible & ~((1ull << begin) - 1) : visible;
 }
