@@ -32,7 +32,7 @@ check: $(INSTALLED)
 	ruff check .
 	pyright
 	lint-imports
-	clang-format --dry-run --Werror engines/native/source/*
+	clang-format --dry-run --Werror engines/native/source/* tests/sanitizers/*.[ch]
 
 install: $(INSTALLED)
 

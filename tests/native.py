@@ -1,9 +1,9 @@
-"""Operators of our own by themselves: linears at random, sessions of one node, and their rule written out in numpy.
+"""Native operators in sessions of one node: random linears, and their reference in numpy.
 
-The rule is that of quantization/reference.py, ``round_activations``: inputs are rounded to int8 for every row and
-block, ties to even, products of codes are summed exactly within a block and in float across blocks.
+The reference is that of quantization/reference.py, ``round_activations``: activations are quantized to int8 for each
+token and block, ties to even; products of codes are summed exactly within a block and in float across blocks.
 
-M  rows     N  output channels     K  input channels     B  blocks in a row
+M  tokens     N  output channels     K  input channels     B  blocks of K
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from quantization.rounding import Format, QuantizedLinear
 from tests.lowering import model_of, named, parameter, value
 
 Array = NDArray[Any]
-Rows = NDArray[np.float32]
+Matrix = NDArray[np.float32]
 Run = Callable[..., list[Array]]
 STOCK = "native kernels are left out of this test"
 ROUNDING = 2.0**-24  # of one float32 operation, relative
@@ -50,37 +50,37 @@ def random_linear(rows: int, columns: int, fmt: Format, *, half: bool = True, se
     return QuantizedLinear(codes, scales, zero_points, fmt.bits, fmt.group_size)
 
 
-def product(
+def linear_session(
     kind: str,
     linear: QuantizedLinear,
     *,
-    bias: Rows | None = None,
-    weight: Rows | None = None,
+    bias: Matrix | None = None,
+    weight: Matrix | None = None,
     threads: int = 1,
     rank: int = 2,
     **attributes: Any,
 ) -> Run:
-    """A session of one product: takes its inputs in order, returns its outputs. ``weight``: of the norm before it."""
+    """A session of one linear: takes its inputs in order, returns its outputs. ``weight``: of the norm before it."""
     free = [f"d{axis}" for axis in range(rank - 1)]
     inputs = [value(name, [*free, f"{name}_columns"]) for name in ("a", "b")[: 1 + (kind == "ResidualNormLinear")]]
     if kind == "HeadLinear":
         inputs.append(value("greedy", [], ir.DataType.BOOL))
     holder = model_of([], [])
-    codes, scales, zero_points = block_linears.table(holder, "product", linear, [linear])
+    codes, scales, zero_points = block_linears.table(holder, "linear", linear, [linear])
     rest: list[ir.Value | None] = [] if weight is None else [parameter("norm.weight", weight)]
-    rest += [codes, scales, zero_points, None if bias is None else parameter("product.bias", bias)]
+    rest += [codes, scales, zero_points, None if bias is None else parameter("linear.bias", bias)]
     while rest[-1] is None:
         rest.pop()
     known = {"N": len(linear.codes)} | block_linears.attributes(linear, scales)
     return _session(kind, inputs, rest, known | attributes, threads)
 
 
-def gather(table: QuantizedLinear) -> Run:
-    """A session of one BlockGather: takes ids, returns rows."""
+def gather_session(table: QuantizedLinear) -> Run:
+    """A session of one BlockGather: takes ids, returns embeddings."""
     codes, scales, zero_points = block_linears.table(model_of([], []), "table", table, [table])
     rest = [codes, scales] if zero_points is None else [codes, scales, zero_points]
     known = {"N": len(table.codes)} | block_linears.attributes(table, scales)
-    return _session("BlockGather", [value("ids", ["rows", "tokens"], ir.DataType.INT64)], rest, known, 1)
+    return _session("BlockGather", [value("ids", ["batch", "tokens"], ir.DataType.INT64)], rest, known, 1)
 
 
 def _session(
@@ -109,9 +109,9 @@ def _session(
 
 
 def expected(
-    x: Array, linear: QuantizedLinear, bias: Rows | None = None, *, slack: float = 0.0
+    x: Array, linear: QuantizedLinear, bias: Matrix | None = None, *, slack: float = 0.0
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The product's outputs ``[M, N]`` in float64, and by how much an operator in float32 may miss them.
+    """The linear's outputs ``[M, N]`` in float64, and by how much an operator in float32 may miss them.
 
     ``slack``: the relative error of ``x``, where the operator makes it itself. An input within it of the middle between
     two codes may fall on either.

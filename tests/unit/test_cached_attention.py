@@ -152,7 +152,7 @@ def run(
 ) -> tuple[Array, Array, Array]:
     """``y [B, S, H, D]`` and both caches."""
     rows, tokens = step.query.shape[:2]
-    parts = [part.reshape(rows, tokens, -1) for part in (step.query, step.key, step.value)]
+    parts = [x.reshape(*x.shape[:2], x.shape[2] * x.shape[3]) for x in (step.query, step.key, step.value)]
     feeds: dict[str, Array] = {"past_key": step.past_key, "past_value": step.past_value, "last": step.last}
     feeds["total"] = np.array(step.last.max() + 1, np.int32)
     feeds |= {"q": np.concatenate(parts, axis=2)} if case.packed else dict(zip("qkv", parts, strict=True))
@@ -371,8 +371,35 @@ def test_what_lies_behind_a_row_is_not_read() -> None:
 @pytest.mark.parametrize(("tokens", "last"), [(1, MAX_TOKENS), (5, 3)])
 def test_a_row_out_of_bounds_is_an_error(tokens: int, last: int) -> None:
     step = replace(step_of(Case(), tokens, [0]), last=np.array([last], np.int32))
-    with pytest.raises(Exception, match="shorter than its tokens or longer than its cache"):
+    with pytest.raises(Exception, match="shorter than its new tokens or longer than its cache"):
         run(Case(), step)
+
+
+@pytest.mark.parametrize("codes", [True, False])
+def test_every_run_is_checked_anew(codes: bool) -> None:
+    """A session that ran before, then with values, keys and lengths of another shape."""
+    case = Case(codes=codes, packed=False)
+    step = step_of(case, 2, [9, 4])
+    expected = run(case, step)[0]
+    short = replace(step, past_value=step.past_value[:, :, :-1].copy())
+    with pytest.raises(Exception, match="a cache of an unsupported shape or type"):
+        run(case, short)
+    with pytest.raises(Exception, match="queries, keys or values of another shape"):
+        run(case, replace(step, value=step.value[:, :1].copy()))
+    with pytest.raises(Exception, match="not one length for each sequence"):
+        run(case, replace(step, last=step.last[:1]))
+    np.testing.assert_array_equal(run(case, step)[0], expected)
+
+
+def test_no_new_tokens_leave_the_cache_as_it_was() -> None:
+    case = Case()
+    step = step_of(case, 1, [9, 4])
+    none = replace(step, query=step.query[:, :0], key=step.key[:, :0], value=step.value[:, :0])
+    y, key, value = run(case, none)
+    assert y.shape == (2, 0, case.heads, case.head_size)
+    for cache, past in ((key, step.past_key), (value, step.past_value)):
+        for row, before, length in zip(cache, past, step.last, strict=True):
+            np.testing.assert_array_equal(row[:, : length + 1], before[:, : length + 1])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)

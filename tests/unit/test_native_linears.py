@@ -1,4 +1,4 @@
-"""The products and reads of our own, by themselves: their rule, their limits, and that rows share nothing."""
+"""Native linears and gathers alone: their reference, their limits, and that tokens share nothing."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from hypothesis import strategies as st
 from engines.native import Level
 from quantization.reference import round_activations
 from quantization.rounding import Bits, Format
-from tests.native import Rows, Run, check, expected, gather, product, random_linear
+from tests.native import Matrix, Run, check, expected, gather_session, linear_session, random_linear
 
 pytestmark = pytest.mark.usefixtures("level")
 
 BITS: tuple[Bits, ...] = get_args(Bits)
-ROWS = (1, 2, 5, 6, 7, 13, 64)
-MADE = 3e-6  # relative error of inputs that an operator makes itself
+TOKENS = (1, 2, 5, 6, 7, 13, 64)
+MADE = 3e-6  # relative error of activations that an operator computes itself
 EPSILON = 0.03
 
 
-def rows(count: int, columns: int, seed: int = 1) -> Rows:
-    """Of very different sizes from row to row."""
+def random_matrix(count: int, columns: int, seed: int = 1) -> Matrix:
+    """Of very different sizes from token to token."""
     rng = np.random.default_rng(seed)
     return (rng.standard_normal((count, columns)) * 10.0 ** rng.integers(-3, 4, (count, 1))).astype(np.float32)
 
 
-def bias(outputs: int) -> Rows:
+def bias(outputs: int) -> Matrix:
     return np.random.default_rng(2).standard_normal(outputs).astype(np.float32)
 
 
@@ -38,21 +38,21 @@ def bias(outputs: int) -> Rows:
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
 @pytest.mark.parametrize("bits", BITS)
-def test_a_product_is_what_its_rule_says(bits: Bits, block: int, symmetric: bool, outputs: int, half: bool) -> None:
+def test_a_linear_equals_its_reference(bits: Bits, block: int, symmetric: bool, outputs: int, half: bool) -> None:
     linear = random_linear(outputs, 3 * block, Format(bits, block, symmetric), half=half)
     assert np.array_equal(linear.scales, linear.scales.astype(np.float16)) == half
     for added in (None, bias(outputs)):
-        run = product("BlockLinear", linear, bias=added)
-        for count in ROWS:
-            x = rows(count, 3 * block)
+        run = linear_session("BlockLinear", linear, bias=added)
+        for count in TOKENS:
+            x = random_matrix(count, 3 * block)
             check(run(x)[0], expected(x, linear, added))
 
 
-def test_the_rule_is_that_of_the_quantized_reference() -> None:
+def test_the_reference_is_that_of_the_quantized_model() -> None:
     import torch
 
     linear = random_linear(37, 192, Format(6, 64, symmetric=False))
-    x = rows(13, 192)
+    x = random_matrix(13, 192)
     rounded = round_activations(torch.from_numpy(x), 64).numpy().astype(np.float64)
     np.testing.assert_allclose(rounded @ linear.dequantize().astype(np.float64).T, expected(x, linear)[0], rtol=1e-4)
 
@@ -63,7 +63,7 @@ def test_ties_fall_on_even_codes(bits: Bits) -> None:
     linear = random_linear(32, 32, Format(bits, 32, symmetric=False))
     x = np.arange(-8, 8, 0.5, dtype=np.float32)[None]
     x[0, -1] = 127
-    check(product("BlockLinear", linear)(x)[0], expected(np.rint(x), linear))
+    check(linear_session("BlockLinear", linear)(x)[0], expected(np.rint(x), linear))
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -73,7 +73,7 @@ def test_the_largest_codes_and_inputs_do_not_overflow(bits: Bits, symmetric: boo
     linear.codes[:] = (1 << bits) - 1
     for size in (1.0, -1.0, 3e38 / 1e6):
         x = np.full((2, 1024), size, np.float32)
-        check(product("BlockLinear", linear)(x)[0], expected(x, linear))
+        check(linear_session("BlockLinear", linear)(x)[0], expected(x, linear))
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -89,21 +89,51 @@ def test_sums_of_the_smallest_and_largest_codes_are_exact(bits: Bits, symmetric:
     x[:2] = [[-127], [127]]
     for codes in (linear.codes, rng.integers(0, 1 << bits, linear.codes.shape, np.uint8)):
         exact = replace(linear, codes=codes)
-        np.testing.assert_array_equal(product("BlockLinear", exact)(x)[0], expected(x, exact)[0])
+        np.testing.assert_array_equal(linear_session("BlockLinear", exact)(x)[0], expected(x, exact)[0])
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_sums_of_the_longest_block_do_not_overflow_and_longer_ones_are_refused(bits: Bits) -> None:
+    for symmetric in (True, False):
+        linear = random_linear(3, 32768, Format(bits, 32768, symmetric))
+        linear.codes[:] = (1 << bits) - 1
+        x = np.full((2, 32768), 1.0, np.float32)
+        x[1] = -1
+        check(linear_session("BlockLinear", linear)(x)[0], expected(x, linear))
+    linear = random_linear(3, 32768 + 16, Format(bits, 32768 + 16, symmetric=True))
+    with pytest.raises(Exception, match="sums over more than 32768 channels overflow"):
+        linear_session("BlockLinear", linear)
+
+
+@pytest.mark.parametrize("kind", ["BlockLinear", "GatedLinear", "ResidualNormLinear", "HeadLinear"])
+def test_a_long_prompt_is_computed_in_chunks_of_the_same_bits(kind: str) -> None:
+    """More quantized activations than a thread's scratch memory has room for."""
+    columns, count = 4096, 1500
+    linear = random_linear(20, columns, Format(4, 32, symmetric=False))
+    width = 2 * columns if kind == "GatedLinear" else columns
+    arrays: list[np.ndarray] = [random_matrix(count, width, n) for n in range(1 + (kind == "ResidualNormLinear"))]
+    weight = random_matrix(1, columns, 5)[0] if kind == "ResidualNormLinear" else None
+    run = linear_session(kind, linear, weight=weight, threads=2)
+    rest = [GREEDY] if kind == "HeadLinear" else []
+    together = run(*arrays, *rest)
+    for token in (0, 700, 1000, count - 1):
+        alone = run(*(array[token : token + 1] for array in arrays), *rest)
+        for output, single in zip(together, alone, strict=True):
+            np.testing.assert_array_equal(output[token : token + 1], single)
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3, 4])
 def test_leading_axes_are_kept(rank: int) -> None:
     linear = random_linear(24, 64, Format(6, 32, symmetric=True))
-    x = rows(24, 64).reshape(2, 3, 4, 64)[(0,) * (4 - rank)]
-    y = product("BlockLinear", linear, rank=rank)(x)[0]
+    x = random_matrix(24, 64).reshape(2, 3, 4, 64)[(0,) * (4 - rank)]
+    y = linear_session("BlockLinear", linear, rank=rank)(x)[0]
     assert y.shape == (*x.shape[:-1], 24)
     check(y.reshape(-1, 24), expected(x.reshape(-1, 64), linear))
 
 
-def test_no_rows_give_no_rows() -> None:
+def test_no_tokens_give_no_outputs() -> None:
     linear = random_linear(24, 64, Format(4, 32, symmetric=True))
-    assert product("BlockLinear", linear)(np.zeros((0, 64), np.float32))[0].shape == (0, 24)
+    assert linear_session("BlockLinear", linear)(np.zeros((0, 64), np.float32))[0].shape == (0, 24)
 
 
 def all_kinds(threads: int = 1) -> list[tuple[Run, int, int]]:
@@ -111,12 +141,12 @@ def all_kinds(threads: int = 1) -> list[tuple[Run, int, int]]:
     found: list[tuple[Run, int, int]] = []
     for bits, symmetric in ((4, True), (6, False), (8, True), (4, False)):
         linear = random_linear(295, 192, Format(bits, 64, symmetric), seed=bits)
-        norm = rows(1, 192, 5)[0]
+        norm = random_matrix(1, 192, 5)[0]
         found += [
-            (product("BlockLinear", linear, bias=bias(295), threads=threads), 1, 192),
-            (product("GatedLinear", linear, threads=threads), 1, 384),
-            (product("NormLinear", linear, weight=norm, threads=threads), 1, 192),
-            (product("ResidualNormLinear", linear, weight=norm, threads=threads), 2, 192),
+            (linear_session("BlockLinear", linear, bias=bias(295), threads=threads), 1, 192),
+            (linear_session("GatedLinear", linear, threads=threads), 1, 384),
+            (linear_session("NormLinear", linear, weight=norm, threads=threads), 1, 192),
+            (linear_session("ResidualNormLinear", linear, weight=norm, threads=threads), 2, 192),
         ]
     return found
 
@@ -128,32 +158,32 @@ def kinds(level: Level) -> list[tuple[Run, int, int]]:
 
 @given(seed=st.integers(0, 999), kind=st.integers(0, 15), order=st.permutations(range(15)), count=st.integers(1, 15))
 @settings(max_examples=60, deadline=None)
-def test_a_row_alone_is_that_row_in_any_batch_bit_for_bit(
+def test_a_token_alone_is_that_token_in_any_batch_bit_for_bit(
     kinds: list[tuple[Run, int, int]], seed: int, kind: int, order: list[int], count: int
 ) -> None:
     run, inputs, columns = kinds[kind]
-    arrays = [rows(15, columns, seed + n) for n in range(inputs)]
+    arrays = [random_matrix(15, columns, seed + n) for n in range(inputs)]
     picked = order[:count]
     together = run(*(array[picked] for array in arrays))
-    for at, row in enumerate(picked[:3]):
-        alone = run(*(array[row : row + 1] for array in arrays))
+    for at, token in enumerate(picked[:3]):
+        alone = run(*(array[token : token + 1] for array in arrays))
         for output, single in zip(together, alone, strict=True):
             np.testing.assert_array_equal(output[at].view(np.uint32), single[0].view(np.uint32))
 
 
 def test_more_threads_give_the_same_bits(kinds: list[tuple[Run, int, int]]) -> None:
     for (run, inputs, columns), (other, _, _) in zip(kinds, all_kinds(threads=2), strict=True):
-        for count in (1, 6, 64):  # 64 rows are rounded by both threads, too
-            arrays = [rows(count, columns, n) for n in range(inputs)]
+        for count in (1, 6, 64):  # 64 tokens are quantized by both threads, too
+            arrays = [random_matrix(count, columns, n) for n in range(inputs)]
             for first, second in zip(run(*arrays), other(*arrays), strict=True):
                 np.testing.assert_array_equal(first.view(np.uint32), second.view(np.uint32))
 
 
-def test_runs_of_one_session_by_several_threads_do_not_meet(kinds: list[tuple[Run, int, int]]) -> None:
+def test_one_session_runs_on_several_threads_at_once(kinds: list[tuple[Run, int, int]]) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     run, _, columns = kinds[0]
-    batches = [rows(count, columns, count) for count in (1, 40, 3, 64) * 5]
+    batches = [random_matrix(count, columns, count) for count in (1, 40, 3, 64) * 5]
     alone = [run(batch)[0] for batch in batches]
     with ThreadPoolExecutor(4) as pool:
         for (y,), wanted in zip(pool.map(run, batches), alone, strict=True):
@@ -162,29 +192,29 @@ def test_runs_of_one_session_by_several_threads_do_not_meet(kinds: list[tuple[Ru
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", BITS)
-def test_a_row_of_zeros_gives_the_bias(bits: Bits, symmetric: bool) -> None:
+def test_a_token_of_zeros_gives_the_bias(bits: Bits, symmetric: bool) -> None:
     linear = random_linear(40, 64, Format(bits, 32, symmetric))
-    x = rows(7, 64)
+    x = random_matrix(7, 64)
     x[3] = 0
     x[4, :32] = 0  # one block of two
-    y = product("BlockLinear", linear, bias=bias(40))(x)[0]
+    y = linear_session("BlockLinear", linear, bias=bias(40))(x)[0]
     np.testing.assert_array_equal(y[3], bias(40))
     check(y, expected(x, linear, bias(40)))
 
 
-def test_inputs_too_small_to_divide_by_give_nothing_of_note() -> None:
+def test_activations_too_small_to_divide_by_count_as_zeros() -> None:
     linear = random_linear(40, 64, Format(8, 32, symmetric=True))
     x = np.full((1, 64), 1e-40, np.float32)
     x[0, 5] = -2e-39
-    assert np.abs(product("BlockLinear", linear)(x)[0]).max() < 1e-30
+    assert not linear_session("BlockLinear", linear)(x)[0].any()
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
-def test_a_row_that_is_not_finite_says_so_and_leaves_the_others_alone(
+def test_a_token_that_is_not_finite_gives_no_finite_output_and_leaves_the_others_alone(
     kinds: list[tuple[Run, int, int]], poison: float
 ) -> None:
     for run, inputs, columns in kinds:
-        arrays = [rows(8, columns, n) for n in range(inputs)]
+        arrays = [random_matrix(8, columns, n) for n in range(inputs)]
         clean = run(*arrays)[0]
         for column in (0, columns // 2 + 7, columns - 1):
             broken = [array.copy() for array in arrays]
@@ -202,9 +232,9 @@ LOGITS, GREEDY = np.array(False), np.array(True)
 @pytest.mark.parametrize("count", [1, 2, 6, 33])
 def test_a_head_gives_logits_or_where_they_are_largest(outputs: int, count: int) -> None:
     linear = random_linear(outputs, 64, Format(8, 32, symmetric=True))
-    x, head = rows(count, 64), product("HeadLinear", linear, bias=bias(outputs), threads=2)
+    x, head = random_matrix(count, 64), linear_session("HeadLinear", linear, bias=bias(outputs), threads=2)
     logits, none = head(x, LOGITS)
-    np.testing.assert_array_equal(logits, product("BlockLinear", linear, bias=bias(outputs))(x)[0])
+    np.testing.assert_array_equal(logits, linear_session("BlockLinear", linear, bias=bias(outputs))(x)[0])
     assert none.shape == (0,)
     nothing, chosen = head(x, GREEDY)
     assert nothing.shape == (0, outputs) and chosen.dtype == np.int64
@@ -214,82 +244,82 @@ def test_a_head_gives_logits_or_where_they_are_largest(outputs: int, count: int)
 def test_of_equal_logits_a_head_chooses_the_first() -> None:
     linear = random_linear(300, 64, Format(8, 32, symmetric=True))
     same = replace(linear, codes=linear.codes[[7] * 300], scales=linear.scales[[7] * 300])
-    assert product("HeadLinear", same)(rows(5, 64), GREEDY)[1].tolist() == [0] * 5
+    assert linear_session("HeadLinear", same)(random_matrix(5, 64), GREEDY)[1].tolist() == [0] * 5
     rising = np.zeros(300, np.float32)
     rising[[201, 17, 250]] = 100
-    assert product("HeadLinear", same, bias=rising)(rows(5, 64), GREEDY)[1].tolist() == [17] * 5
+    assert linear_session("HeadLinear", same, bias=rising)(random_matrix(5, 64), GREEDY)[1].tolist() == [17] * 5
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_a_head_chooses_no_token_for_a_row_that_is_not_finite(poison: float) -> None:
-    head = product("HeadLinear", random_linear(300, 64, Format(8, 32, symmetric=True)))
-    x = rows(4, 64)
+def test_a_head_chooses_no_id_for_a_token_that_is_not_finite(poison: float) -> None:
+    head = linear_session("HeadLinear", random_linear(300, 64, Format(8, 32, symmetric=True)))
+    x = random_matrix(4, 64)
     clean = head(x, GREEDY)[1]
     x[2, 5] = poison
     assert head(x, GREEDY)[1].tolist() == [clean[0], clean[1], -1, clean[3]]
 
 
-def silu(x: Rows) -> np.ndarray:
+def silu(x: Matrix) -> np.ndarray:
     with np.errstate(over="ignore"):
         return x.astype(np.float64) / (1 + np.exp(-x.astype(np.float64)))
 
 
-def normed(x: np.ndarray, weight: Rows) -> np.ndarray:
+def normed(x: np.ndarray, weight: Matrix) -> np.ndarray:
     x = x.astype(np.float64)
     return x / np.sqrt((x * x).mean(axis=1, keepdims=True) + EPSILON) * weight
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("count", ROWS)
-def test_a_gate_before_a_product(bits: Bits, symmetric: bool, count: int) -> None:
+@pytest.mark.parametrize("count", TOKENS)
+def test_a_gate_before_a_linear(bits: Bits, symmetric: bool, count: int) -> None:
     linear = random_linear(37, 128, Format(bits, 32, symmetric))
     x = np.random.default_rng(count).standard_normal((count, 256)).astype(np.float32)
     x[:, :128:5] *= 30  # gates that are as good as open or shut
     x[0, :3] = -200, 200, 0
     made = silu(x[:, :128]) * x[:, 128:]
-    check(product("GatedLinear", linear, bias=bias(37))(x)[0], expected(made, linear, bias(37), slack=MADE))
+    check(linear_session("GatedLinear", linear, bias=bias(37))(x)[0], expected(made, linear, bias(37), slack=MADE))
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("count", ROWS)
-def test_a_norm_before_a_product(bits: Bits, symmetric: bool, count: int) -> None:
-    linear, weight = random_linear(37, 128, Format(bits, 32, symmetric)), rows(1, 128, 3)[0]
-    a, b = rows(count, 128, 4), rows(count, 128, 5)
+@pytest.mark.parametrize("count", TOKENS)
+def test_a_norm_before_a_linear(bits: Bits, symmetric: bool, count: int) -> None:
+    linear, weight = random_linear(37, 128, Format(bits, 32, symmetric)), random_matrix(1, 128, 3)[0]
+    a, b = random_matrix(count, 128, 4), random_matrix(count, 128, 5)
     a[0] = 0  # what is left is the epsilon
-    (y,) = product("NormLinear", linear, weight=weight, bias=bias(37), epsilon=EPSILON)(a)
+    (y,) = linear_session("NormLinear", linear, weight=weight, bias=bias(37), epsilon=EPSILON)(a)
     check(y, expected(normed(a, weight), linear, bias(37), slack=MADE))
-    y, total = product("ResidualNormLinear", linear, weight=weight, bias=bias(37), epsilon=EPSILON)(a, b)
+    y, total = linear_session("ResidualNormLinear", linear, weight=weight, bias=bias(37), epsilon=EPSILON)(a, b)
     np.testing.assert_array_equal(total, a + b)
     check(y, expected(normed(a + b, weight), linear, bias(37), slack=MADE))
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", BITS)
-def test_rows_are_read_by_ids_from_either_end(bits: Bits, symmetric: bool) -> None:
+def test_embeddings_are_read_by_ids_from_either_end(bits: Bits, symmetric: bool) -> None:
     for half in (True, False):
         table = random_linear(53, 96, Format(bits, 32, symmetric), half=half)
         ids = np.array([[0, 52, 17, -1], [-53, 16, 15, 0]], np.int64)
-        np.testing.assert_array_equal(gather(table)(ids)[0], table.dequantize()[ids])
-        assert gather(table)(ids[:, :0])[0].shape == (2, 0, 96)
+        np.testing.assert_array_equal(gather_session(table)(ids)[0], table.dequantize()[ids])
+        assert gather_session(table)(ids[:, :0])[0].shape == (2, 0, 96)
 
 
 @pytest.mark.parametrize("bad", [53, -54, 2**40, -(2**63)])
-def test_an_id_outside_the_table_is_an_error(bad: int) -> None:
-    run = gather(random_linear(53, 96, Format(4, 32, symmetric=True)))
-    with pytest.raises(Exception, match="BlockGather: an id is outside the table"):
+def test_an_id_outside_the_embedding_is_an_error(bad: int) -> None:
+    run = gather_session(random_linear(53, 96, Format(4, 32, symmetric=True)))
+    with pytest.raises(Exception, match="BlockGather: an id is outside the embedding"):
         run(np.array([[0, bad, 1]], np.int64))
 
 
 @pytest.mark.parametrize(("kind", "columns"), [("BlockLinear", 80), ("BlockLinear", 32), ("GatedLinear", 64)])
 def test_inputs_of_another_width_are_an_error(kind: str, columns: int) -> None:
-    run = product(kind, random_linear(24, 64, Format(4, 32, symmetric=True)))
-    with pytest.raises(Exception, match="its input has not K columns"):
+    run = linear_session(kind, random_linear(24, 64, Format(4, 32, symmetric=True)))
+    with pytest.raises(Exception, match="the input does not have K columns"):
         run(np.zeros((2, columns), np.float32))
 
 
 @pytest.mark.parametrize("wrong", [{"bits": 5}, {"block_size": 8}, {"block_size": 24}, {"K": 72}, {"N": 0}], ids=str)
-def test_a_format_there_is_no_kernel_for_is_an_error_at_once(wrong: dict[str, int]) -> None:
-    with pytest.raises(Exception, match="N, K, block_size or bits it was not built for"):
-        product("BlockLinear", random_linear(24, 64, Format(4, 32, symmetric=True)), **wrong)
+def test_an_unsupported_format_is_an_error_when_the_session_starts(wrong: dict[str, int]) -> None:
+    with pytest.raises(Exception, match="unsupported N, K, block_size or bits"):
+        linear_session("BlockLinear", random_linear(24, 64, Format(4, 32, symmetric=True)), **wrong)

@@ -1,4 +1,4 @@
-/* BlockGather: rows of a table of codes, decoded: the token embedding, from the very bytes that a tied head multiplies.
+/* BlockGather: dequantized rows of an embedding, from the same bytes that a tied lm_head multiplies.
 
      ids [..] int64   codes, scales, zero points: as of BlockLinear
      y [.., K] float */
@@ -6,8 +6,10 @@
 
 #include <immintrin.h>
 #include <stdlib.h>
+#include <string.h>
 
-enum { TILE = 16, STEP = 4 };
+enum { TILE = 16, STEP = 4, MAX_RANK = 8 };
+enum { LARGEST_N = 1 << 28, LARGEST_K = 1 << 24 }; /* sizes in bytes fit 64 bits */
 
 typedef struct {
   Api api;
@@ -19,7 +21,7 @@ typedef struct {
   const int64_t* ids;
   const uint8_t* codes;
   const uint8_t* scales;
-  const uint8_t* zeros;
+  const uint8_t* zero_points;
   float* y;
 } Work;
 
@@ -27,61 +29,77 @@ static int code_at(const uint8_t* tile, int64_t lane, int64_t k, int bits) {
   int64_t step = k / STEP, byte = lane * STEP + k % STEP;
   if (bits == 8) return tile[64 * step + byte];
   if (bits == 4) return tile[64 * (step / 2) + byte] >> (step % 2 * 4) & 15;
-  const uint8_t* four = tile + 192 * (step / 4);
-  int low = four[64 * (step % 4 / 2) + byte] >> (step % 2 * 4) & 15;
-  int high = four[128 + byte] >> (step % 4 * 2) & 3;
+  const uint8_t* four_steps = tile + 192 * (step / 4);
+  int low = four_steps[64 * (step % 4 / 2) + byte] >> (step % 2 * 4) & 15;
+  int high = four_steps[128 + byte] >> (step % 4 * 2) & 3;
   return low | high << 4;
 }
 
-static void gather(void* state, size_t row) {
+static float scale_at(const Work* w, int64_t at) {
+  if (w->kernel->half_scales) {
+    uint16_t half;
+    memcpy(&half, w->scales + 2 * at, sizeof half);
+    return _cvtsh_ss(half);
+  }
+  float scale;
+  memcpy(&scale, w->scales + 4 * at, sizeof scale);
+  return scale;
+}
+
+static void gather(void* state, size_t index) {
   const Work* w = state;
   const Kernel* k = w->kernel;
-  int64_t id = w->ids[row] < 0 ? w->ids[row] + k->N : w->ids[row], blocks = k->K / k->block;
+  int64_t id = w->ids[index] < 0 ? w->ids[index] + k->N : w->ids[index], blocks = k->K / k->block;
   const uint8_t* tile = w->codes + id / TILE * (TILE * k->K * k->bits / 8);
+  float* y = w->y + (int64_t)index * k->K;
   for (int64_t b = 0; b < blocks; b++) {
     int64_t at = (id / TILE * blocks + b) * TILE + id % TILE;
-    float scale = k->half_scales ? _cvtsh_ss(((const uint16_t*)w->scales)[at]) : ((const float*)w->scales)[at];
-    int zero = w->zeros ? w->zeros[at] : 1 << (k->bits - 1);
+    float scale = scale_at(w, at);
+    int zero_point = w->zero_points ? w->zero_points[at] : 1 << (k->bits - 1);
     for (int64_t i = b * k->block; i < (b + 1) * k->block; i++)
-      w->y[row * k->K + i] = (float)(code_at(tile, id % TILE, i, (int)k->bits) - zero) * scale;
+      y[i] = (float)(code_at(tile, id % TILE, i, (int)k->bits) - zero_point) * scale;
   }
 }
 
 static Status* compute(void* self, Context* context) {
   const Kernel* k = self;
   Api api = k->api;
-  int64_t dims[8], count = 1;
-  const Value* ids = input(api, context, 0);
-  size_t rank = dimensions(api, ids, dims, NULL);
-  if (rank > 7) return failure(api, ERROR_ARGUMENT, "BlockGather: ids have more than 7 axes");
-  for (size_t i = 0; i < rank; i++) count *= dims[i];
-  dims[rank] = k->K;
-  Work w = {.kernel = k,
-            .ids = data_of(api, ids),
-            .codes = data_of(api, input(api, context, 1)),
-            .scales = data_of(api, input(api, context, 2)),
-            .zeros = data_of(api, input(api, context, 3))};
-  TRY(output(api, context, 0, dims, rank + 1, &w.y));
-  for (int64_t i = 0; i < count; i++)
+  Tensor ids, codes, scales, zero_points;
+  TRY(input(api, context, 0, &ids));
+  TRY(input(api, context, 1, &codes));
+  TRY(input(api, context, 2, &scales));
+  TRY(input(api, context, 3, &zero_points));
+  const int64_t channels = (k->N + 2 * TILE - 1) / (2 * TILE) * (2 * TILE), blocks = channels * (k->K / k->block);
+  if (!ids.present || ids.type != INT64 || ids.rank >= MAX_RANK)
+    return failure(api, ERROR_ARGUMENT, "BlockGather: ids are not int64 or have more than 7 axes");
+  if (!holds(&codes, UINT8, channels * k->K * k->bits / 8) || !holds(&scales, k->half_scales ? HALF : FLOAT, blocks) ||
+      (zero_points.present && !holds(&zero_points, UINT8, blocks)))
+    return failure(api, ERROR_ARGUMENT, "BlockGather: codes, scales or zero points of another shape or type");
+  Work w = {.kernel = k, .ids = ids.data, .codes = codes.data, .scales = scales.data, .zero_points = zero_points.data};
+  for (int64_t i = 0; i < ids.elements; i++)
     if (w.ids[i] < -k->N || w.ids[i] >= k->N)
-      return failure(api, ERROR_ARGUMENT, "BlockGather: an id is outside the table");
-  return count ? parallel(api, context, gather, count, &w) : NULL;
+      return failure(api, ERROR_ARGUMENT, "BlockGather: an id is outside the embedding");
+  int64_t dims[MAX_RANK];
+  for (size_t i = 0; i < ids.rank; i++) dims[i] = ids.dims[i];
+  dims[ids.rank] = k->K;
+  TRY(output(api, context, 0, dims, ids.rank + 1, &w.y));
+  return ids.elements ? parallel(api, context, gather, ids.elements, &w) : NULL;
 }
 
 static Status* create(const Op* op, Api api, const Info* info, void** self) {
   (void)op;
-  Kernel* k = calloc(1, sizeof *k);
+  Kernel found = {.api = api};
+  TRY(attribute_int(api, info, "N", &found.N));
+  TRY(attribute_int(api, info, "K", &found.K));
+  TRY(attribute_int(api, info, "block_size", &found.block));
+  TRY(attribute_int(api, info, "bits", &found.bits));
+  TRY(attribute_int(api, info, "half_scales", &found.half_scales));
+  if (found.N < 1 || found.N > LARGEST_N || found.K < 1 || found.K > LARGEST_K || found.block < 16 ||
+      found.block % 16 || found.K % found.block || (found.bits != 4 && found.bits != 6 && found.bits != 8))
+    return failure(api, ERROR_ARGUMENT, "BlockGather: unsupported N, K, block_size or bits");
+  Kernel* k = malloc(sizeof *k);
   if (!k) return failure(api, ERROR_FAIL, "BlockGather: out of memory");
-  k->api = api;
-  k->N = attribute_int(api, info, "N", 0);
-  k->K = attribute_int(api, info, "K", 0);
-  k->block = attribute_int(api, info, "block_size", 1);
-  k->bits = attribute_int(api, info, "bits", 0);
-  k->half_scales = attribute_int(api, info, "half_scales", 0);
-  if (k->N < 1 || k->K < 1 || k->block < 1 || k->K % k->block || (k->bits != 4 && k->bits != 6 && k->bits != 8)) {
-    free(k);
-    return failure(api, ERROR_ARGUMENT, "BlockGather: N, K, block_size or bits it was not built for");
-  }
+  *k = found;
   *self = k;
   return NULL;
 }

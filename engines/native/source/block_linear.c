@@ -1,39 +1,45 @@
-/* Products of inputs rounded to int8 with weights in 4, 6 or 8 bits: y = f(x) · Wᵀ + bias.
+/* Linears with activations quantized to int8 and weights of 4, 6 or 8 bits: y = f(x) * W^T + bias.
 
-   Inputs are rounded for every row and block of its own, as MatMulNBits does at accuracy level 4
-   (quantization/reference.py, round_activations); products are summed in integers within a block and in float across
-   blocks. Rows share nothing, so an answer does not depend on what else is in the batch. What comes right before a
-   product in a transformer is done while its inputs are rounded, and never goes to memory:
+   Activations are quantized for each token and block on its own, as MatMulNBits does at accuracy level 4
+   (quantization/reference.py, round_activations). Products are summed in integers within a block and in float across
+   blocks. Tokens share nothing, so a result does not depend on what else is in the batch. The operation that comes right
+   before a linear in a transformer is done while its activations are quantized, and its result never goes to memory:
 
      BlockLinear         x [.., K]                            x
      GatedLinear         x [.., 2K]                           silu(first half) * second half
      NormLinear          x [.., K], weight [K]                x / rms(x) * weight
      ResidualNormLinear  a [.., K], b [.., K], weight [K]     the same of a + b, which is a second output
-     HeadLinear          x [M, K], greedy bool                x; where greedy, y has no rows, and a second output [M] says
-                                                              where each row would be largest, the first of equals,
-                                                              or -1 for a row with one that is not finite
+     HeadLinear          x [M, K], greedy bool                x; if greedy, y has no rows, and a second output [M] has the
+                                                              index of each token's largest logit, the first of equals,
+                                                              or -1 if a logit of the token is not finite
 
    All take codes, scales, zero points and bias after these; engines/passes/block_linears.py packs them.
 
-   Names: M rows, N output channels, K input channels, B blocks in a row (K / block). A tile is 16 output channels, the
-   lanes of a vector; a step is 4 input channels, what a lane sums at once. */
+   Names: M tokens, N output channels, K input channels, B blocks of K (K / block). A tile is 16 output channels, the
+   lanes of a vector; a step is 4 input channels, which a lane sums at once. Tiles come in pairs: N is padded. */
 #include "ort.h"
 #include "vector.h"
 
+#include <float.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
-/* Inputs below this are rounded by the calling thread: handing rows to others takes as long as a few thousand. */
-enum { SHARED_INPUTS = 1 << 13 };
-enum { PARTS = 32 }; /* of the columns, dealt to the threads */
-enum { TILE = LANES, STEP = 4, FEW_ROWS = 2 };
-/* ROWS by WIDE sums of tiles are held in registers, and where there are few rows CHAINS of one tile, which do not wait
-   for each other. */
+/* Fewer activations than this are quantized by the calling thread: waking another takes as long as a few thousand. */
+enum { PARALLEL_ACTIVATIONS = 1 << 13 };
+/* The columns are cut into parts for the threads: at least PARTS if there are so many pairs of tiles, and more where a
+   part would have more than PART_BYTES of weights, which take about ten microseconds to read. */
+enum { PARTS = 64, PART_BYTES = 1 << 18 };
+enum { TILE = LANES, STEP = 4, FEW_TOKENS = 2, MAX_RANK = 8 };
+/* With 255 * 127 a product and 128 * 127 an offset, sums over a block of 2^15 channels fit 32 bits. Sizes in bytes fit
+   64 bits, and columns 32. */
+enum { LARGEST_BLOCK = 1 << 15, LARGEST_N = 1 << 28, LARGEST_K = 1 << 24 };
+/* GROUP tokens by WIDE tiles of sums are held in registers, and for few tokens CHAINS sums of one tile, which do not
+   depend on each other. */
 #if AVX512
-enum { ROWS = 6, WIDE = 2, CHAINS = 4 };
+enum { GROUP = 6, WIDE = 2, CHAINS = 4 };
 #else
-enum { ROWS = 4, WIDE = 1, CHAINS = 1 };
+enum { GROUP = 4, WIDE = 1, CHAINS = 1 };
 #endif
 
 typedef enum { PLAIN, GATED, NORM, RESIDUAL_NORM, HEAD } Kind;
@@ -43,337 +49,395 @@ typedef struct {
   Kind kind;
   int64_t N, K, block, bits, half_scales, symmetric;
   float epsilon;
-  _Atomic int checked;
 } Kernel;
 
-/* The largest values of a row, in every lane of its tiles, and their columns. */
+/* The largest logits of a token so far, in each lane of its tiles, and their columns. */
 typedef struct {
   float value[TILE];
   int32_t column[TILE];
-} Largest;
+} LaneMax;
+
+/* The largest logit of a token in a part of the columns, and its column. */
+typedef struct {
+  float value;
+  int32_t column;
+} Max;
 
 typedef struct {
   const Kernel* kernel;
   int64_t M, blocks, tiles, parts;
-  _Atomic int failed;
+  _Atomic int out_of_memory;
   const float* x;
   const float* residual; /* what is added to x before its norm */
   const float* weight;   /* of the norm */
   float* sum;            /* x + residual */
   const uint8_t* codes;
   const uint8_t* scales;
-  const uint8_t* zeros;
+  const uint8_t* zero_points;
   const float* bias;
   float* y;
-  Largest* largest; /* [parts, M] instead of y */
-  int8_t* rounded;  /* [M, K] */
-  float* steps;     /* [M, B] size of a code of x */
-  int32_t* sums;    /* [M, B] sum of a block's codes; times the midpoint where zero points are all the same */
+  Max* max;        /* [M, parts] instead of y */
+  int8_t* x_codes; /* [M, K] quantized activations */
+  float* x_scales; /* [M, B] */
+  int32_t* x_sums; /* [M, B] sum of a block's codes; times the midpoint of the weights where they are symmetric */
 } Work;
 
-static inline Floats scale_at(const Work* w, int64_t tile, int64_t block) {
+static inline F32x16 scale_at(const Work* w, int64_t tile, int64_t block) {
   int64_t at = (tile * w->blocks + block) * TILE;
-  if (w->kernel->half_scales) return load_halves(w->scales + 2 * at);
+  if (w->kernel->half_scales) return load_half(w->scales + 2 * at);
   return load(w->scales + 4 * at);
 }
 
-/* A row of the product's inputs: memory of the caller's, or `made` [K] with what was made of it. */
-static const float* inputs_of(const Work* w, size_t row, float* made) {
+/* The activations of a token: memory of the caller's, or `buffer` [K] with the result of the operation before. */
+static const float* activations_of(const Work* w, size_t token, float* buffer) {
   const Kernel* k = w->kernel;
   const int64_t K = k->K;
-  if (k->kind == PLAIN || k->kind == HEAD) return w->x + row * K;
+  if (k->kind == PLAIN || k->kind == HEAD) return w->x + token * K;
   if (k->kind == GATED) {
-    const float *gate = w->x + row * 2 * K, *up = gate + K;
-    for (int64_t i = 0; i < K; i += LANES) store(made + i, silu(load(gate + i)) * load(up + i));
-    return made;
+    const float *gate = w->x + token * 2 * K, *up = gate + K;
+    for (int64_t i = 0; i < K; i += LANES) store(buffer + i, silu(load(gate + i)) * load(up + i));
+    return buffer;
   }
-  const float* x = w->x + row * K;
+  const float* x = w->x + token * K;
   if (k->kind == RESIDUAL_NORM) {
-    float* sum = w->sum + row * K;
-    const float* residual = w->residual + row * K;
+    float* sum = w->sum + token * K;
+    const float* residual = w->residual + token * K;
     for (int64_t i = 0; i < K; i += LANES) store(sum + i, load(x + i) + load(residual + i));
     x = sum;
   }
-  Floats squares = {0};
-  for (int64_t i = 0; i < K; i += LANES) squares = multiply_add(load(x + i), load(x + i), squares);
-  Floats inverse = same(1.0f / sqrtf(sum_of(squares) / (float)K + k->epsilon));
-  for (int64_t i = 0; i < K; i += LANES) store(made + i, load(x + i) * inverse * load(w->weight + i));
-  return made;
+  F32x16 squares = {0};
+  for (int64_t i = 0; i < K; i += LANES) squares = vfma(load(x + i), load(x + i), squares);
+  F32x16 inverse = splat(1.0f / sqrtf(reduce_add(squares) / (float)K + k->epsilon));
+  for (int64_t i = 0; i < K; i += LANES) store(buffer + i, load(x + i) * inverse * load(w->weight + i));
+  return buffer;
 }
 
-static void round_row(void* state, size_t row) {
+static void quantize_token(void* state, size_t token) {
   Work* w = state;
   const Kernel* k = w->kernel;
-  float* made = scratch(SCRATCH_ROW, k->K * sizeof(float));
-  if (!made) {
-    w->failed = 1;
+  float* buffer = scratch(SCRATCH_ROW, k->K * sizeof(float));
+  if (!buffer) {
+    w->out_of_memory = 1;
     return;
   }
-  const float* x = inputs_of(w, row, made);
-  int8_t* rounded_row = w->rounded + row * k->K;
+  const float* x = activations_of(w, token, buffer);
+  int8_t* codes = w->x_codes + token * k->K;
+  const int32_t midpoint = k->symmetric ? (1 << (k->bits - 1)) - code_offset((int)k->bits) : 1;
   for (int64_t b = 0; b < w->blocks; b++) {
     const float* from = x + b * k->block;
-    Floats largest = {0}, poison = {0};
+    F32x16 max = {0}, non_finite = {0};
     for (int64_t i = 0; i < k->block; i += LANES) {
-      largest = larger(largest, magnitude(load(from + i)));
-      poison = multiply_add(load(from + i), same(0), poison); /* the larger loses what is no number, a sum does not */
+      max = vmax(max, vabs(load(from + i)));
+      non_finite = vfma(load(from + i), splat(0), non_finite); /* max drops NaN; the sum propagates it */
     }
-    float top = largest_of(largest) + sum_of(poison);
-    Floats inverse = same(top > 0 ? 127.0f / top : 0.0f);
-    Words sum = {0};
-    for (int64_t i = 0; i < k->block; i += LANES) {
-      Words code = rounded(load(from + i) * inverse);
-      sum += code;
-      store_codes(rounded_row + b * k->block + i, saturated(code));
-    }
-    int32_t total = sum_of_words(sum);
-    w->steps[row * w->blocks + b] = top / 127.0f;
-    w->sums[row * w->blocks + b] = k->symmetric ? total * ((1 << (k->bits - 1)) - centre((int)k->bits)) : total;
+    const float largest = reduce_max(max) + reduce_add(non_finite);
+    const float inverse = largest > 0 ? 127.0f / largest : 0.0f;
+    I32x16 sum = {0};
+    if (largest <= FLT_MAX && inverse <= FLT_MAX)
+      for (int64_t i = 0; i < k->block; i += LANES) {
+        I32x16 code = round_to_int(load(from + i) * splat(inverse));
+        sum += code;
+        store_int8(codes + b * k->block + i, saturate_int8(code));
+      }
+    else /* NaN and infinity have no codes, the scale is NaN; what is too small to divide by counts as 0 */
+      memset(codes + b * k->block, 0, k->block);
+    w->x_scales[token * w->blocks + b] = largest / 127.0f;
+    w->x_sums[token * w->blocks + b] = reduce_add_int(sum) * midpoint;
   }
+  release_scratch(SCRATCH_ROW);
 }
 
 /* Codes of `STEP` input channels of a tile, a byte each: step `s` of the tile that begins at `tile`. */
-INLINE Words codes_at(const uint8_t* tile, int64_t s, const int bits) {
-  if (bits == 8) return load_words(tile + 64 * s);
-  const Words nibble = same_word(0x0f0f0f0f), top = same_word(0x30303030);
+INLINE I32x16 codes_at(const uint8_t* tile, int64_t s, const int bits) {
+  if (bits == 8) return load_int(tile + 64 * s);
+  const I32x16 nibble = splat_int(0x0f0f0f0f), top = splat_int(0x30303030);
   if (bits == 4) {
-    Words both = load_words(tile + 64 * (s / 2));
+    I32x16 both = load_int(tile + 64 * (s / 2));
     return (s % 2 ? both >> 4 : both) & nibble;
   }
-  /* Six: of every four steps, 128 bytes hold the low four bits and 64 the two high ones. */
-  const uint8_t* four = tile + 192 * (s / 4);
-  Words low = load_words(four + 64 * (s % 4 / 2)), high = load_words(four + 128);
+  /* 6 bits: of four steps, 128 bytes hold the low four bits and 64 the high two. */
+  const uint8_t* four_steps = tile + 192 * (s / 4);
+  I32x16 low = load_int(four_steps + 64 * (s % 4 / 2)), high = load_int(four_steps + 128);
   if (s % 2) low >>= 4;
-  if (s % 4 == 0) high <<= 4;
-  if (s % 4 == 1) high <<= 2;
+  if (s % 4 == 0) high = shift_left(high, 4);
+  if (s % 4 == 1) high = shift_left(high, 2);
   if (s % 4 == 3) high >>= 2;
   return (low & nibble) | (high & top);
 }
 
-INLINE void keep_largest(Largest* largest, Floats y, int64_t column, int64_t count) {
-  /* What is no number counts as infinite, so that it is not lost. */
-  y = choose(no_numbers(y), same(INFINITY), y);
-  Floats value = load(largest->value);
-  Lanes more = first_lanes(count) & above(y, value);
-  const Words lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  store(largest->value, choose(more, y, value));
-  store_words(largest->column, choose_words(more, lanes + same_word((int32_t)column), load_words(largest->column)));
+INLINE void update_max(LaneMax* max, F32x16 y, int64_t column, int64_t count) {
+  y = blend(visnan(y), splat(INFINITY), y); /* so that NaN is not dropped */
+  F32x16 value = load(max->value);
+  Mask greater_lanes = first_lanes(count) & greater(y, value);
+  const I32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  store(max->value, blend(greater_lanes, y, value));
+  store_int(max->column, blend_int(greater_lanes, lane + splat_int((int32_t)column), load_int(max->column)));
 }
 
-/* `rows` rows by `tiles` tiles. `rows`, `tiles` and `bits` are constants where this is inlined. */
-INLINE void product(const Work* w, Largest* largest, int64_t tile, int64_t row, const int rows, const int tiles,
-                    const int bits) {
+/* `tokens` tokens by `tiles` tiles. `tokens`, `tiles` and `bits` are constants where this is inlined. */
+INLINE void matmul_tiles(const Work* w, LaneMax* max, int64_t tile, int64_t token, const int tokens, const int tiles,
+                         const int bits) {
   const Kernel* k = w->kernel;
   const int64_t K = k->K, block_steps = k->block / STEP;
-  const int chains = tiles == 1 ? CHAINS : 1, few = depth(bits);
-  Floats y[ROWS][WIDE];
-  EACH (int r = 0; r < rows; r++)
-    EACH (int t = 0; t < tiles; t++) y[r][t] = (Floats){0};
+  const int chains = tiles == 1 ? CHAINS : 1, depth = depth_of(bits);
+  F32x16 y[GROUP][WIDE];
+  EACH (int m = 0; m < tokens; m++)
+    EACH (int t = 0; t < tiles; t++) y[m][t] = (F32x16){0};
   const uint8_t* codes = w->codes + tile * (TILE * K * bits / 8);
   const int64_t stride = TILE * K * bits / 8;
   for (int64_t b = 0; b < w->blocks; b++) {
-    Words sum[ROWS][WIDE], more[FEW_ROWS][CHAINS];
-    EACH (int r = 0; r < rows; r++)
+    I32x16 sum[GROUP][WIDE], more[FEW_TOKENS][CHAINS];
+    EACH (int m = 0; m < tokens; m++)
       EACH (int t = 0; t < tiles; t++)
-        sum[r][t] = k->symmetric ? same_word(-w->sums[(row + r) * w->blocks + b]) : (Words){0};
-    EACH (int r = 0; r < rows; r++)
-      EACH (int i = 1; i < chains; i++) more[r][i] = (Words){0};
-    const int8_t* x = w->rounded + row * K + b * k->block;
+        sum[m][t] = k->symmetric ? splat_int(-w->x_sums[(token + m) * w->blocks + b]) : (I32x16){0};
+    EACH (int m = 0; m < tokens; m++)
+      EACH (int i = 1; i < chains; i++) more[m][i] = (I32x16){0};
+    const int8_t* x = w->x_codes + token * K + b * k->block;
     const uint8_t* from = codes + b * (TILE * k->block * bits / 8);
     for (int64_t s = 0; s < block_steps; s += 4)
-      EACH (int i = 0; i < 4; i += few) {
-        Words weights[4][WIDE];
-        EACH (int j = 0; j < few; j++)
+      EACH (int i = 0; i < 4; i += depth) {
+        I32x16 weights[4][WIDE];
+        EACH (int j = 0; j < depth; j++)
           EACH (int t = 0; t < tiles; t++) weights[j][t] = codes_at(from + t * stride + 64 * s * bits / 8, i + j, bits);
-        EACH (int r = 0; r < rows; r++)
+        EACH (int m = 0; m < tokens; m++)
           EACH (int t = 0; t < tiles; t++) {
-            Words* to = i % chains ? &more[r][i] : &sum[r][t];
-            Words part = begin_sum(*to, bits);
-            EACH (int j = 0; j < few; j++)
-              part = add_product(part, weights[j][t], same_four(x + r * K + STEP * (s + i + j)), bits);
-            *to = end_sum(*to, part, bits);
+            I32x16* to = i % chains ? &more[m][i] : &sum[m][t];
+            I32x16 partial = begin_dots(*to, bits);
+            EACH (int j = 0; j < depth; j++)
+              partial = add_dot(partial, weights[j][t], splat_int8x4(x + m * K + STEP * (s + i + j)), bits);
+            *to = end_dots(*to, partial, bits);
           }
       }
-    EACH (int r = 0; r < rows; r++)
-      EACH (int i = 1; i < chains; i++) sum[r][0] += more[r][i];
+    EACH (int m = 0; m < tokens; m++)
+      EACH (int i = 1; i < chains; i++) sum[m][0] += more[m][i];
     EACH (int t = 0; t < tiles; t++) {
-      Floats scale = scale_at(w, tile + t, b);
-      Words zero = {0};
-      if (!k->symmetric) zero = widened_bytes(w->zeros + ((tile + t) * w->blocks + b) * TILE) - same_word(centre(bits));
-      EACH (int r = 0; r < rows; r++) {
-        int64_t at = (row + r) * w->blocks + b;
-        if (!k->symmetric) sum[r][t] -= zero * same_word(w->sums[at]);
-        Floats step = scale * same(w->steps[at]);
-        y[r][t] = multiply_add(to_floats(sum[r][t]), step, y[r][t]);
+      F32x16 scale = scale_at(w, tile + t, b);
+      I32x16 zero_point = {0};
+      if (!k->symmetric)
+        zero_point = widen_bytes(w->zero_points + ((tile + t) * w->blocks + b) * TILE) - splat_int(code_offset(bits));
+      EACH (int m = 0; m < tokens; m++) {
+        int64_t at = (token + m) * w->blocks + b;
+        if (!k->symmetric) sum[m][t] -= zero_point * splat_int(w->x_sums[at]);
+        F32x16 combined = scale * splat(w->x_scales[at]);
+        y[m][t] = vfma(to_float(sum[m][t]), combined, y[m][t]);
       }
     }
   }
   EACH (int t = 0; t < tiles; t++) {
-    int64_t column = (tile + t) * TILE, left = k->N - column;
-    const int64_t count = left >= TILE ? TILE : left > 0 ? left : 0;
-    Floats bias = w->bias ? load_first(w->bias + column, count) : (Floats){0};
-    EACH (int r = 0; r < rows; r++)
-      if (largest)
-        keep_largest(largest + row + r, y[r][t] + bias, column, count);
+    /* A tile of padding has no columns; it must not even form addresses beyond those of the last. */
+    const int64_t left = k->N - (tile + t) * TILE;
+    const int64_t count = left >= TILE ? TILE : left > 0 ? left : 0, column = left > 0 ? (tile + t) * TILE : 0;
+    F32x16 bias = w->bias ? load_first(w->bias + column, count) : (F32x16){0};
+    EACH (int m = 0; m < tokens; m++)
+      if (max)
+        update_max(max + token + m, y[m][t] + bias, column, count);
       else
-        store_first(w->y + (row + r) * k->N + column, y[r][t] + bias, count);
+        store_first(w->y + (token + m) * k->N + column, y[m][t] + bias, count);
   }
 }
 
-#define PANEL(bits)                                               \
-  switch (rows) {                                                 \
-    case 1: product(w, largest, tile, row, 1, 1, bits); break;    \
-    case 2: product(w, largest, tile, row, 2, 1, bits); break;    \
-    case 3: product(w, largest, tile, row, 3, WIDE, bits); break; \
-    case 4:                                                       \
-      product(w, largest, tile, row, 4, WIDE, bits);              \
-      break;                                                      \
-      MORE_ROWS(bits)                                             \
+#define MATMUL_GROUP(bits)                                           \
+  switch (tokens) {                                                  \
+    case 1: matmul_tiles(w, max, tile, token, 1, 1, bits); break;    \
+    case 2: matmul_tiles(w, max, tile, token, 2, 1, bits); break;    \
+    case 3: matmul_tiles(w, max, tile, token, 3, WIDE, bits); break; \
+    case 4:                                                          \
+      matmul_tiles(w, max, tile, token, 4, WIDE, bits);              \
+      break;                                                         \
+      LARGER_GROUPS(bits)                                            \
   }
 #if AVX512
-#define MORE_ROWS(bits)                                         \
-  case 5: product(w, largest, tile, row, 5, WIDE, bits); break; \
-  case 6: product(w, largest, tile, row, 6, WIDE, bits); break;
+#define LARGER_GROUPS(bits)                                        \
+  case 5: matmul_tiles(w, max, tile, token, 5, WIDE, bits); break; \
+  case 6: matmul_tiles(w, max, tile, token, 6, WIDE, bits); break;
 #else
-#define MORE_ROWS(bits)
+#define LARGER_GROUPS(bits)
 #endif
 
-static void panel(const Work* w, Largest* largest, int64_t tile, int64_t row, int rows) {
+static void matmul_group(const Work* w, LaneMax* max, int64_t tile, int64_t token, int tokens) {
   if (w->kernel->bits == 8)
-    PANEL(8)
+    MATMUL_GROUP(8)
   else if (w->kernel->bits == 6)
-    PANEL(6)
+    MATMUL_GROUP(6)
   else
-    PANEL(4)
+    MATMUL_GROUP(4)
 }
 
-/* One of `parts` runs of pairs of tiles, for all rows: a pair stays in the cache while all rows pass it, and the next one
-   is asked for meanwhile, or memory would rest while there is more than one group of rows to compute (32 rows of 576 x
-   3072: 145 us without, 115 with). One or two rows take tile after tile, so that memory is read in one stream. */
-static void columns(void* state, size_t part) {
+/* The largest of a token's lanes, the first of equals. */
+static Max max_of_lanes(const LaneMax* lanes) {
+  F32x16 value = load(lanes->value);
+  const float largest = reduce_max(value);
+  I32x16 column = blend_int(greater(splat(largest), value), splat_int(INT32_MAX), load_int(lanes->column));
+  return (Max){largest, reduce_min_int(column)};
+}
+
+/* One of `parts` runs of pairs of tiles, for all tokens. A pair stays in the cache while all groups of tokens pass it,
+   and the next pair is prefetched meanwhile: without this, memory is idle while there is more than one group to compute
+   (32 tokens of 576 x 3072: 145 us without, 115 with). For one or two tokens the loop goes tile by tile, so that memory
+   is read in one stream. */
+static void matmul_part(void* state, size_t part) {
   const Work* w = state;
-  int64_t first = w->tiles / 2 * part / w->parts * 2, end = w->tiles / 2 * (part + 1) / w->parts * 2;
-  int64_t groups = (w->M + ROWS - 1) / ROWS, width = w->M <= FEW_ROWS ? 1 : WIDE;
-  Largest* largest = w->largest ? w->largest + part * w->M : NULL;
-  for (int64_t row = 0; largest && row < w->M; row++)
-    for (int lane = 0; lane < TILE; lane++) largest[row].value[lane] = -INFINITY, largest[row].column[lane] = INT32_MAX;
-  const int64_t bytes = width * TILE * w->kernel->K * w->kernel->bits / 8;
-  for (int64_t tile = first; tile < end; tile += width)
-    for (int64_t g = 0; g < groups; g++) {
-      int64_t row = w->M * g / groups;
-      const char* next = (const char*)w->codes + (tile / width + 1) * bytes;
-      for (int64_t at = bytes * g / groups; groups > 1 && at < bytes * (g + 1) / groups; at += 64)
-        _mm_prefetch(next + at, _MM_HINT_T0);
-      panel(w, largest, tile, row, (int)(w->M * (g + 1) / groups - row));
+  const int64_t pairs = w->tiles / 2, index = (int64_t)part;
+  const int64_t first = pairs * index / w->parts * 2, end = pairs * (index + 1) / w->parts * 2;
+  const int64_t groups = (w->M + GROUP - 1) / GROUP, width = w->M <= FEW_TOKENS ? 1 : WIDE;
+  LaneMax* max = NULL;
+  if (w->max) {
+    max = scratch(SCRATCH_ROW, w->M * sizeof(LaneMax));
+    if (!max) {
+      ((Work*)state)->out_of_memory = 1;
+      return;
     }
-}
-
-static int64_t first_of_largest(const Work* w, int64_t row) {
-  float value = -INFINITY;
-  int32_t column = INT32_MAX;
-  for (int64_t part = 0; part < w->parts; part++) {
-    const Largest* found = w->largest + part * w->M + row;
-    for (int lane = 0; lane < TILE; lane++)
-      if (found->value[lane] > value || (found->value[lane] == value && found->column[lane] < column)) {
-        value = found->value[lane];
-        column = found->column[lane];
-      }
+    for (int64_t token = 0; token < w->M; token++) {
+      store(max[token].value, splat(-INFINITY));
+      store_int(max[token].column, splat_int(INT32_MAX));
+    }
   }
-  return column == INT32_MAX || isinf(value) ? -1 : column;
+  const int64_t bytes = width * TILE * w->kernel->K * w->kernel->bits / 8;
+  for (int64_t tile = first; tile < end; tile += width) {
+    const char* next = (const char*)w->codes + (tile / width + 1) * bytes;
+    const int prefetch = groups > 1 && tile + width < w->tiles;
+    for (int64_t g = 0; g < groups; g++) {
+      const int64_t token = w->M * g / groups;
+      if (prefetch)
+        for (int64_t at = bytes * g / groups; at < bytes * (g + 1) / groups; at += 64)
+          _mm_prefetch(next + at, _MM_HINT_T0);
+      matmul_group(w, max, tile, token, (int)(w->M * (g + 1) / groups - token));
+    }
+  }
+  if (!max) return;
+  for (int64_t token = 0; token < w->M; token++) w->max[token * w->parts + index] = max_of_lanes(max + token);
+  release_scratch(SCRATCH_ROW);
 }
 
-/* That weights are of the sizes that the attributes say, once: initializers do not change. */
-static Status* check(Kernel* k, Context* context, size_t codes) {
+/* The column of a token's largest logit, or -1 if one of its logits is not finite. */
+static int64_t argmax(const Work* w, int64_t token) {
+  Max max = {-INFINITY, INT32_MAX};
+  const Max* found = w->max + token * w->parts;
+  for (int64_t part = 0; part < w->parts; part++) /* in the order of columns: the first of equals stays */
+    if (found[part].value > max.value) max = found[part];
+  return max.column == INT32_MAX || isinf(max.value) ? -1 : max.column;
+}
+
+/* The tokens of `w`, whose memory is bounded, at once. */
+static Status* compute_tokens(Work* w, Context* context, void* memory, int64_t* greedy) {
+  const Kernel* k = w->kernel;
   Api api = k->api;
-  const int64_t padded = (k->N + 2 * TILE - 1) / (2 * TILE) * 2 * TILE, blocks = padded * (k->K / k->block);
-  int64_t dims[8];
-  int type;
-  const Value *scales = input(api, context, codes + 1), *zeros = input(api, context, codes + 2),
-              *bias = input(api, context, codes + 3);
-  dimensions(api, scales, dims, &type);
-  if (!holds(api, input(api, context, codes), padded * k->K * k->bits / 8) || !holds(api, scales, blocks) ||
-      type != (k->half_scales ? HALF : FLOAT) || (!k->symmetric && !holds(api, zeros, blocks)) ||
-      (bias && !holds(api, bias, k->N)) ||
-      ((k->kind == NORM || k->kind == RESIDUAL_NORM) && !holds(api, input(api, context, codes - 1), k->K)))
-    return failure(api, ERROR_ARGUMENT, "a block-quantized product: weights of another shape or type");
-  k->checked = 1;
+  const int64_t code_bytes = (w->M * k->K + 63) / 64 * 64, blocks = w->M * w->blocks;
+  w->x_codes = memory;
+  w->x_scales = (float*)((char*)memory + code_bytes);
+  w->x_sums = (int32_t*)(w->x_scales + blocks);
+  if (greedy) w->max = (Max*)(w->x_sums + blocks);
+  if (w->M * k->K < PARALLEL_ACTIVATIONS)
+    for (int64_t token = 0; token < w->M; token++) quantize_token(w, token);
+  else
+    TRY(parallel(api, context, quantize_token, w->M, w));
+  if (!w->out_of_memory) TRY(parallel(api, context, matmul_part, w->parts, w));
+  if (w->out_of_memory) return failure(api, ERROR_FAIL, "block-quantized linear: out of memory");
+  for (int64_t token = 0; greedy && token < w->M; token++) greedy[token] = argmax(w, token);
   return NULL;
+}
+
+/* The tokens of `all`, as many at once as the scratch memory of a thread has room for. */
+static Status* compute_chunks(const Work* all, Context* context, int64_t* greedy) {
+  const Kernel* k = all->kernel;
+  const int64_t token_bytes = k->K + 8 * all->blocks + (greedy ? 8 * all->parts + (int64_t)sizeof(LaneMax) : 0);
+  int64_t most = (SCRATCH_KEPT - 64) / token_bytes / GROUP * GROUP;
+  if (most < GROUP) most = GROUP;
+  const int64_t chunk = all->M < most ? all->M : most, inputs = k->kind == GATED ? 2 * k->K : k->K;
+  void* memory = scratch(SCRATCH_LINEAR, chunk * token_bytes + 64);
+  if (!memory) return failure(k->api, ERROR_FAIL, "block-quantized linear: out of memory");
+  Status* status = NULL;
+  for (int64_t token = 0; !status && token < all->M; token += chunk) {
+    Work w = *all;
+    w.M = all->M - token < chunk ? all->M - token : chunk;
+    w.x += token * inputs;
+    if (w.residual) w.residual += token * k->K, w.sum += token * k->K;
+    if (!greedy) w.y += token * k->N;
+    status = compute_tokens(&w, context, memory, greedy ? greedy + token : NULL);
+  }
+  release_scratch(SCRATCH_LINEAR);
+  return status;
 }
 
 static Status* compute(void* self, Context* context) {
-  Kernel* k = self;
+  const Kernel* k = self;
   Api api = k->api;
-  int64_t dims[8];
-  const Value* x = input(api, context, 0);
-  size_t rank = dimensions(api, x, dims, NULL), next = 1;
-  if (!rank || dims[rank - 1] != (k->kind == GATED ? 2 * k->K : k->K))
-    return failure(api, ERROR_ARGUMENT, "a block-quantized product: its input has not K columns");
+  const int normed = k->kind == NORM || k->kind == RESIDUAL_NORM;
+  Tensor x, residual = {0}, greedy = {0}, weight = {0}, codes, scales, zero_points, bias;
+  size_t next = 0;
+  TRY(input(api, context, next++, &x));
+  if (k->kind == RESIDUAL_NORM) TRY(input(api, context, next++, &residual));
+  if (k->kind == HEAD) TRY(input(api, context, next++, &greedy));
+  if (normed) TRY(input(api, context, next++, &weight));
+  TRY(input(api, context, next++, &codes));
+  TRY(input(api, context, next++, &scales));
+  TRY(input(api, context, next++, &zero_points));
+  TRY(input(api, context, next, &bias));
+
+  if (!x.present || x.type != FLOAT || !x.rank || x.rank > MAX_RANK ||
+      x.dims[x.rank - 1] != (k->kind == GATED ? 2 * k->K : k->K))
+    return failure(api, ERROR_ARGUMENT, "block-quantized linear: the input does not have K columns");
+  const int64_t M = x.elements / x.dims[x.rank - 1], tiles = (k->N + 2 * TILE - 1) / (2 * TILE) * 2;
+  const int64_t blocks = k->K / k->block, scale_count = tiles * TILE * blocks;
+  if (!holds(&codes, UINT8, tiles * TILE * k->K * k->bits / 8) ||
+      !holds(&scales, k->half_scales ? HALF : FLOAT, scale_count) ||
+      (!k->symmetric && !holds(&zero_points, UINT8, scale_count)) || (bias.present && !holds(&bias, FLOAT, k->N)) ||
+      (normed && !holds(&weight, FLOAT, k->K)))
+    return failure(api, ERROR_ARGUMENT, "block-quantized linear: weights of another shape or type");
+  if (k->kind == RESIDUAL_NORM && !holds(&residual, FLOAT, x.elements))
+    return failure(api, ERROR_ARGUMENT, "ResidualNormLinear: its inputs differ in shape");
+  if (k->kind == HEAD && (x.rank != 2 || !holds(&greedy, BOOL, 1)))
+    return failure(api, ERROR_ARGUMENT, "HeadLinear: the input is not [M, K] or greedy is not one bool");
+
   Work w = {.kernel = k,
-            .M = 1,
-            .blocks = k->K / k->block,
-            .tiles = (k->N + 2 * TILE - 1) / (2 * TILE) * 2,
-            .x = data_of(api, x)};
-  for (size_t i = 0; i + 1 < rank; i++) w.M *= dims[i];
-  if (k->kind == RESIDUAL_NORM) {
-    const Value* residual = input(api, context, next++);
-    if (!holds(api, residual, w.M * k->K))
-      return failure(api, ERROR_ARGUMENT, "ResidualNormLinear: its inputs differ in shape");
-    w.residual = data_of(api, residual);
-    TRY(output(api, context, 1, dims, rank, &w.sum));
-  }
-  const char* greedy = k->kind == HEAD ? data_of(api, input(api, context, next++)) : NULL;
-  if (k->kind == NORM || k->kind == RESIDUAL_NORM) w.weight = data_of(api, input(api, context, next++));
-  if (!k->checked) TRY(check(k, context, next));
-  w.codes = data_of(api, input(api, context, next++));
-  w.scales = data_of(api, input(api, context, next++));
-  w.zeros = data_of(api, input(api, context, next++));
-  w.bias = data_of(api, input(api, context, next));
-  dims[rank - 1] = k->N;
-  int64_t* chosen = NULL;
+            .M = M,
+            .blocks = blocks,
+            .tiles = tiles,
+            .x = x.data,
+            .residual = residual.data,
+            .weight = weight.data,
+            .codes = codes.data,
+            .scales = scales.data,
+            .zero_points = zero_points.data,
+            .bias = bias.data};
+  int64_t dims[MAX_RANK], *chosen = NULL;
+  for (size_t i = 0; i < x.rank; i++) dims[i] = x.dims[i];
+  if (k->kind == RESIDUAL_NORM) TRY(output(api, context, 1, dims, x.rank, &w.sum));
+  dims[x.rank - 1] = k->N;
   if (k->kind == HEAD) {
-    if (rank != 2) return failure(api, ERROR_ARGUMENT, "HeadLinear: its input is not rows of K columns");
-    dims[0] = *greedy ? w.M : 0;
+    const int is_greedy = *(const char*)greedy.data != 0;
+    dims[0] = is_greedy ? M : 0;
     TRY(output(api, context, 1, dims, 1, &chosen));
-    dims[0] = *greedy ? 0 : w.M;
-    if (!*greedy) chosen = NULL;
+    dims[0] = is_greedy ? 0 : M;
+    if (!is_greedy) chosen = NULL;
   }
-  TRY(output(api, context, 0, dims, rank, &w.y));
-  if (!w.M) return NULL;
-  w.parts = w.tiles / 2 < PARTS ? w.tiles / 2 : PARTS;
-  size_t codes = (w.M * k->K + 63) / 64 * 64, blocks = w.M * w.blocks, candidates = chosen ? w.parts * w.M : 0;
-  uint8_t* memory = scratch(SCRATCH_LINEAR, codes + blocks * 8 + candidates * sizeof(Largest));
-  if (!memory) return failure(api, ERROR_FAIL, "a block-quantized product: out of memory");
-  w.rounded = (int8_t*)memory;
-  w.steps = (float*)(memory + codes);
-  w.sums = (int32_t*)(memory + codes + 4 * blocks);
-  if (chosen) w.largest = (Largest*)(memory + codes + 8 * blocks);
-  if (w.M * k->K < SHARED_INPUTS)
-    for (int64_t row = 0; row < w.M; row++) round_row(&w, row);
-  else
-    TRY(parallel(api, context, round_row, w.M, &w));
-  if (w.failed) return failure(api, ERROR_FAIL, "a block-quantized product: out of memory");
-  TRY(parallel(api, context, columns, w.parts, &w));
-  for (int64_t row = 0; chosen && row < w.M; row++) chosen[row] = first_of_largest(&w, row);
-  return NULL;
+  TRY(output(api, context, 0, dims, x.rank, &w.y));
+  if (!M) return NULL;
+  const int64_t pairs = tiles / 2, pair_bytes = 2 * TILE * k->K * k->bits / 8;
+  int64_t pairs_of_part = (pairs + PARTS - 1) / PARTS;
+  if (pairs_of_part * pair_bytes > PART_BYTES) pairs_of_part = PART_BYTES / pair_bytes ? PART_BYTES / pair_bytes : 1;
+  w.parts = (pairs + pairs_of_part - 1) / pairs_of_part;
+  return compute_chunks(&w, context, chosen);
 }
 
 static Status* create(const Op* op, Api api, const Info* info, void** self) {
-  Kernel* k = calloc(1, sizeof *k);
-  if (!k) return failure(api, ERROR_FAIL, "a block-quantized product: out of memory");
-  k->api = api;
-  k->kind = (Kind)(op - linear_ops);
-  k->N = attribute_int(api, info, "N", 0);
-  k->K = attribute_int(api, info, "K", 0);
-  k->block = attribute_int(api, info, "block_size", 0);
-  k->bits = attribute_int(api, info, "bits", 0);
-  k->half_scales = attribute_int(api, info, "half_scales", 0);
-  k->symmetric = attribute_int(api, info, "symmetric", 1);
-  k->epsilon = attribute_float(api, info, "epsilon", 1e-5f);
-  if (k->N < 1 || k->K < 1 || k->block < 16 || k->block % 16 || k->K % k->block ||
-      (k->bits != 4 && k->bits != 6 && k->bits != 8)) {
-    free(k);
-    return failure(api, ERROR_ARGUMENT, "a block-quantized product: N, K, block_size or bits it was not built for");
-  }
+  Kernel found = {.api = api, .kind = (Kind)(op - linear_ops)};
+  TRY(attribute_int(api, info, "N", &found.N));
+  TRY(attribute_int(api, info, "K", &found.K));
+  TRY(attribute_int(api, info, "block_size", &found.block));
+  TRY(attribute_int(api, info, "bits", &found.bits));
+  TRY(attribute_int(api, info, "half_scales", &found.half_scales));
+  TRY(attribute_int(api, info, "symmetric", &found.symmetric));
+  found.epsilon = optional_float(api, info, "epsilon", 1e-5f);
+  if (found.N < 1 || found.N > LARGEST_N || found.K < 1 || found.K > LARGEST_K || found.block < 16 ||
+      found.block % 16 || found.K % found.block || (found.bits != 4 && found.bits != 6 && found.bits != 8))
+    return failure(api, ERROR_ARGUMENT, "block-quantized linear: unsupported N, K, block_size or bits");
+  if (found.block > LARGEST_BLOCK)
+    return failure(api, ERROR_ARGUMENT, "block-quantized linear: sums over more than 32768 channels overflow");
+  if (!(found.epsilon >= 0)) return failure(api, ERROR_ARGUMENT, "block-quantized linear: a negative epsilon");
+  Kernel* k = malloc(sizeof *k);
+  if (!k) return failure(api, ERROR_FAIL, "block-quantized linear: out of memory");
+  *k = found;
   *self = k;
   return NULL;
 }

@@ -1,21 +1,21 @@
-/* The part of ONNX Runtime's C interface that a custom operator needs.
+/* The part of ONNX Runtime's C API that a custom operator needs.
 
-   The interface is a table of function pointers that only ever grows at its end, so an entry's place is part of the
-   interface (onnxruntime_c_api.h, "struct OrtApi"). Places are given here by number, which spares a build the headers,
-   which ONNX Runtime's wheels do not hold. API version 17 is the first with all of them. */
+   The API is a table of function pointers that only grows at its end, so the index of an entry is part of the interface
+   (onnxruntime_c_api.h, "struct OrtApi"). ONNX Runtime's wheels bring no headers, so the indexes stand here. API version
+   24 is the first that has all of them. */
 #ifndef TAPEOUT_ORT_H
 #define TAPEOUT_ORT_H
 
 #include <stddef.h>
 #include <stdint.h>
 
-#define ORT_VERSION 17
+#define API_VERSION 24
+#define OP_VERSION  17 /* of the operator description: ONNX Runtime reads the fields of `Op` up to this version */
 
 typedef struct Status Status;   /* NULL: no error */
-typedef struct Value Value;     /* a tensor */
-typedef struct Shape Shape;     /* a tensor's shape and type */
-typedef struct Info Info;       /* a node's attributes, while its kernel is made */
-typedef struct Context Context; /* a node's inputs and outputs, while its kernel runs */
+typedef struct Value Value;     /* OrtValue, here always a tensor */
+typedef struct Info Info;       /* OrtKernelInfo: the attributes of a node, while its kernel is created */
+typedef struct Context Context; /* OrtKernelContext: the inputs and outputs of a node, while its kernel runs */
 typedef struct Options Options;
 typedef struct Domain Domain;
 typedef const void* const* Api;
@@ -30,25 +30,22 @@ enum { ANY = 0, FLOAT = 1, UINT8 = 2, INT8 = 3, INT32 = 6, INT64 = 7, BOOL = 9, 
 enum { REQUIRED = 0, OPTIONAL = 1 };
 
 enum {
-  CREATE_STATUS = 0,
-  CREATE_DOMAIN = 26,
-  DOMAIN_ADD = 27,
-  ADD_DOMAIN = 28,
-  TENSOR_DATA = 51,
-  ELEMENT_TYPE = 60,
-  DIMENSION_COUNT = 61,
-  DIMENSIONS = 62,
-  TENSOR_SHAPE = 65,
-  ATTRIBUTE_FLOAT = 85,
-  ATTRIBUTE_INT = 86,
-  GET_INPUT = 90,
-  GET_OUTPUT = 91,
-  RELEASE_STATUS = 93,
-  RELEASE_SHAPE = 99,
-  PARALLEL_FOR = 274,
+  CREATE_STATUS = 0,       /* CreateStatus */
+  CREATE_DOMAIN = 26,      /* CreateCustomOpDomain */
+  DOMAIN_ADD = 27,         /* CustomOpDomain_Add */
+  ADD_DOMAIN = 28,         /* AddCustomOpDomain */
+  TENSOR_DATA = 51,        /* GetTensorMutableData */
+  ATTRIBUTE_FLOAT = 85,    /* KernelInfoGetAttribute_float */
+  ATTRIBUTE_INT = 86,      /* KernelInfoGetAttribute_int64 */
+  GET_INPUT = 90,          /* KernelContext_GetInput */
+  GET_OUTPUT = 91,         /* KernelContext_GetOutput */
+  RELEASE_STATUS = 93,     /* ReleaseStatus */
+  RELEASE_DOMAIN = 101,    /* ReleaseCustomOpDomain */
+  PARALLEL_FOR = 274,      /* KernelContext_ParallelFor */
+  TENSOR_TYPE_SHAPE = 414, /* GetTensorElementTypeAndShapeDataReference */
 };
 
-/* The first fields of an operator's description, all that version 17 reads. */
+/* The first fields of OrtCustomOp, all that version 17 reads. */
 typedef struct Op Op;
 struct Op {
   uint32_t version;
@@ -75,71 +72,99 @@ struct Op {
   int (*end_version)(const Op*);
 };
 
+/* Returns from a function where `expression` is an error. */
+#define TRY(expression)             \
+  do {                              \
+    Status* status_ = (expression); \
+    if (status_) return status_;    \
+  } while (0)
+
 static inline Status* failure(Api api, int code, const char* message) {
   return ((Status * (*)(int, const char*)) api[CREATE_STATUS])(code, message);
 }
 
-/* Whether there was an error; it is let go. */
-static inline int failed(Api api, Status* status) {
+static inline void release_status(Api api, Status* status) {
   if (status) ((void (*)(Status*))api[RELEASE_STATUS])(status);
-  return status != NULL;
 }
 
-static inline int64_t attribute_int(Api api, const Info* info, const char* name, int64_t otherwise) {
+static inline Status* attribute_int(Api api, const Info* info, const char* name, int64_t* value) {
+  return ((Status * (*)(const Info*, const char*, int64_t*)) api[ATTRIBUTE_INT])(info, name, value);
+}
+
+static inline Status* attribute_float(Api api, const Info* info, const char* name, float* value) {
+  return ((Status * (*)(const Info*, const char*, float*)) api[ATTRIBUTE_FLOAT])(info, name, value);
+}
+
+/* An optional attribute. The API does not tell an absent attribute from one of another type. */
+static inline int64_t optional_int(Api api, const Info* info, const char* name, int64_t otherwise) {
   int64_t value = otherwise;
-  return failed(api, ((Status * (*)(const Info*, const char*, int64_t*)) api[ATTRIBUTE_INT])(info, name, &value))
-             ? otherwise
-             : value;
+  Status* status = attribute_int(api, info, name, &value);
+  release_status(api, status);
+  return status ? otherwise : value;
 }
 
-static inline float attribute_float(Api api, const Info* info, const char* name, float otherwise) {
+static inline float optional_float(Api api, const Info* info, const char* name, float otherwise) {
   float value = otherwise;
-  return failed(api, ((Status * (*)(const Info*, const char*, float*)) api[ATTRIBUTE_FLOAT])(info, name, &value))
-             ? otherwise
-             : value;
+  Status* status = attribute_float(api, info, name, &value);
+  release_status(api, status);
+  return status ? otherwise : value;
 }
 
-/* The input, or NULL where an optional one is left away. */
-static inline const Value* input(Api api, const Context* context, size_t index) {
+/* An input as one run has it. An absent optional input has `present` 0 and no elements. `dims` is ONNX Runtime's memory
+   and lives as long as the tensor. */
+typedef struct {
+  int present, type;
+  size_t rank;
+  const int64_t* dims;
+  int64_t elements;
+  void* data;
+} Tensor;
+
+static inline size_t size_of(int type) {
+  return type == FLOAT || type == INT32 ? 4 : type == INT64 ? 8 : type == HALF ? 2 : 1;
+}
+
+static inline Status* data_of(Api api, const Value* value, void** data) {
+  return ((Status * (*)(const Value*, void**)) api[TENSOR_DATA])(value, data);
+}
+
+static inline Status* input(Api api, const Context* context, size_t index, Tensor* tensor) {
   const Value* value = NULL;
-  ((Status * (*)(const Context*, size_t, const Value**)) api[GET_INPUT])(context, index, &value);
-  return value;
+  *tensor = (Tensor){0};
+  TRY(((Status * (*)(const Context*, size_t, const Value**)) api[GET_INPUT])(context, index, &value));
+  if (!value) return NULL;
+  TRY(((Status * (*)(const Value*, int*, const int64_t**, size_t*)) api[TENSOR_TYPE_SHAPE])(
+      value, &tensor->type, &tensor->dims, &tensor->rank));
+  int64_t elements = 1;
+  for (size_t i = 0; i < tensor->rank; i++)
+    if (tensor->dims[i] < 0 || __builtin_mul_overflow(elements, tensor->dims[i], &elements))
+      return failure(api, ERROR_ARGUMENT, "an input has an invalid shape");
+  TRY(data_of(api, value, &tensor->data));
+  if (elements && (!tensor->data || (uintptr_t)tensor->data % size_of(tensor->type)))
+    return failure(api, ERROR_ARGUMENT, "the data of an input is missing or not aligned to its type");
+  tensor->present = 1;
+  tensor->elements = elements;
+  return NULL;
 }
 
-static inline void* data_of(Api api, const Value* value) {
-  void* data = NULL;
-  if (value) ((Status * (*)(const Value*, void**)) api[TENSOR_DATA])(value, &data);
-  return data;
+/* Whether an input is present, of this type and of this many elements. */
+static inline int holds(const Tensor* tensor, int type, int64_t elements) {
+  return tensor->present && tensor->type == type && tensor->elements == elements;
 }
 
-/* Writes the dimensions to `dims`, of which there is room for 8, and returns how many there are. */
-static inline size_t dimensions(Api api, const Value* value, int64_t* dims, int* type) {
-  Shape* shape = NULL;
-  size_t count = 0;
-  ((Status * (*)(const Value*, Shape**)) api[TENSOR_SHAPE])(value, &shape);
-  ((Status * (*)(const Shape*, size_t*)) api[DIMENSION_COUNT])(shape, &count);
-  if (count > 8) count = 8;
-  ((Status * (*)(const Shape*, int64_t*, size_t)) api[DIMENSIONS])(shape, dims, count);
-  if (type) ((Status * (*)(const Shape*, int*)) api[ELEMENT_TYPE])(shape, type);
-  ((void (*)(Shape*))api[RELEASE_SHAPE])(shape);
-  return count;
-}
-
-/* Whether a tensor has so many elements; what a kernel reads without looking. */
-static inline int holds(Api api, const Value* value, int64_t elements) {
-  int64_t dims[8], found = 1;
-  size_t count = value ? dimensions(api, value, dims, NULL) : 0;
-  for (size_t i = 0; i < count; i++) found *= dims[i];
-  return value && found == elements;
-}
-
-/* Where the output goes, in `data`: memory bound by the caller, which must be of this shape, or a new tensor. */
-static inline Status* output(Api api, Context* context, size_t index, const int64_t* dims, size_t count, void* data) {
+/* Where the output goes, in `data`: memory that the caller bound, which must have this shape, or a new tensor. */
+static inline Status* output(Api api, Context* context, size_t index, const int64_t* dims, size_t rank, void* data) {
   Value* value = NULL;
-  Status* status = ((Status * (*)(Context*, size_t, const int64_t*, size_t, Value**)) api[GET_OUTPUT])(
-      context, index, dims, count, &value);
-  *(void**)data = status ? NULL : data_of(api, value);
-  return status;
+  void* memory = NULL;
+  int empty = 0;
+  for (size_t i = 0; i < rank; i++) empty |= !dims[i];
+  TRY(((Status * (*)(Context*, size_t, const int64_t*, size_t, Value**)) api[GET_OUTPUT])(context, index, dims, rank,
+                                                                                          &value));
+  if (!value) return failure(api, ERROR_ARGUMENT, "an output is missing");
+  TRY(data_of(api, value, &memory));
+  if (!empty && !memory) return failure(api, ERROR_FAIL, "an output has no memory");
+  *(void**)data = memory;
+  return NULL;
 }
 
 /* `work(state, i)` for i in 0 .. total-1 on the session's own threads. */
@@ -153,26 +178,21 @@ static inline Status* parallel(Api api, const Context* context, void (*work)(voi
       context, work, total, 0, state);
 }
 
-/* Ends a kernel with an error, if there is one. */
-#define TRY(expression)             \
-  do {                              \
-    Status* status_ = (expression); \
-    if (status_) return status_;    \
-  } while (0)
-
-/* Memory of the calling thread, at least `bytes` of it; what lay there before is lost. Runs of a session on several
-   threads do not share it. Aligned to a cache line. NULL where there is no more. It ends with its thread. */
-void* scratch(int which, size_t bytes);
+/* Memory of the calling thread, at least `bytes` of it, uninitialized, aligned to a cache line; NULL if there is none.
+   A thread keeps up to SCRATCH_KEPT bytes of each kind until it ends; `release_scratch` frees what is larger. */
 enum { SCRATCH_LINEAR, SCRATCH_ROW, SCRATCH_ATTENTION, SCRATCHES };
+enum { SCRATCH_KEPT = 4 << 20 };
+void* scratch(int which, size_t bytes);
+void release_scratch(int which);
 
-/* What all operators of this library answer alike, for their descriptions. */
+/* What the descriptions of all operators of this library have in common. */
 static inline const char* default_provider(const Op* op) {
   return (void)op, NULL;
 }
 static inline int default_memory(const Op* op, size_t i) {
   return (void)op, (void)i, 0;
 }
-static inline int always(const Op* op, size_t i) {
+static inline int always_required(const Op* op, size_t i) {
   return (void)op, (void)i, REQUIRED;
 }
 static inline size_t one(const Op* op) {
@@ -186,7 +206,7 @@ static inline int last_version(const Op* op) {
 }
 
 #define OPERATOR(NAME, INPUTS, INPUT_TYPE, INPUT_PRESENCE, OUTPUTS, OUTPUT_TYPE, CREATE, COMPUTE) \
-  {.version = ORT_VERSION,                                                                        \
+  {.version = OP_VERSION,                                                                         \
    .name = NAME,                                                                                  \
    .provider = default_provider,                                                                  \
    .input_count = INPUTS,                                                                         \
@@ -195,13 +215,13 @@ static inline int last_version(const Op* op) {
    .input_memory = default_memory,                                                                \
    .output_count = OUTPUTS,                                                                       \
    .output_type = OUTPUT_TYPE,                                                                    \
-   .output_presence = always,                                                                     \
+   .output_presence = always_required,                                                            \
    .create = CREATE,                                                                              \
    .compute = COMPUTE,                                                                            \
    .destroy = free,                                                                               \
    .start_version = first_version,                                                                \
    .end_version = last_version}
 
-extern Op block_gather_op, cached_attention_floats_op, cached_attention_codes_op, linear_ops[5];
+extern Op block_gather_op, cached_attention_float_op, cached_attention_int8_op, linear_ops[5];
 
 #endif

@@ -1,8 +1,9 @@
-/* Vectors of 16 floats or integers, or of 64 codes, and what the kernels do with them.
+/* Vectors of 16 floats or 32-bit integers, or of 64 bytes, and the operations that the kernels use.
 
-   With AVX-512 a vector is one register of 32, with AVX2 it is two of 16. Arithmetic is written with operators, which the
-   compiler takes apart where it must; what has an instruction of its own has a function here, once for either. Where a
-   product and a sum shall be rounded once, it says `multiply_add`. */
+   With AVX-512 a vector is one of 32 registers, with AVX2 it is two of 16. Arithmetic is written with operators, which
+   the compiler splits where it must; an operation with an instruction of its own has a function here, for both instruction
+   sets. `vmax`, `vround` and the like are the vector forms of the C library's functions. A multiply and an add that round
+   once are a `vfma`. */
 #ifndef TAPEOUT_VECTOR_H
 #define TAPEOUT_VECTOR_H
 
@@ -10,175 +11,194 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Vectors are handed to functions that are inlined: how others would be called does not matter. */
+/* All functions that take vectors are inlined: the calling convention of vectors does not matter. */
 #pragma clang diagnostic ignored "-Wpsabi"
 
-/* A `for` that is written out: its arrays are registers. */
+/* A `for` that is fully unrolled: its arrays are registers. */
 #define EACH _Pragma("clang loop unroll(full)") for
 #define INLINE static inline __attribute__((always_inline))
 
 enum { LANES = 16 };
 
-typedef float Floats __attribute__((vector_size(64)));
-typedef int32_t Words __attribute__((vector_size(64)));
-typedef int8_t Codes __attribute__((vector_size(64)));
-typedef int8_t FewCodes __attribute__((vector_size(LANES)));
-typedef uint8_t FewBytes __attribute__((vector_size(LANES)));
+typedef float F32x16 __attribute__((vector_size(64)));
+typedef int32_t I32x16 __attribute__((vector_size(64)));
+typedef uint32_t U32x16 __attribute__((vector_size(64)));
+typedef int8_t I8x64 __attribute__((vector_size(64)));
+typedef int8_t I8x16 __attribute__((vector_size(LANES)));
+typedef uint8_t U8x16 __attribute__((vector_size(LANES)));
 
-INLINE Floats load(const void* from) {
-  Floats x;
+INLINE F32x16 load(const void* from) {
+  F32x16 x;
   memcpy(&x, from, sizeof x);
   return x;
 }
-INLINE Words load_words(const void* from) {
-  Words x;
+INLINE I32x16 load_int(const void* from) {
+  I32x16 x;
   memcpy(&x, from, sizeof x);
   return x;
 }
-INLINE FewCodes load_codes(const void* from) {
-  FewCodes x;
+INLINE I8x16 load_int8(const void* from) {
+  I8x16 x;
   memcpy(&x, from, sizeof x);
   return x;
 }
-INLINE void store(void* to, Floats x) {
+INLINE void store(void* to, F32x16 x) {
   memcpy(to, &x, sizeof x);
 }
-INLINE void store_words(void* to, Words x) {
+INLINE void store_int(void* to, I32x16 x) {
   memcpy(to, &x, sizeof x);
 }
-INLINE void store_codes(void* to, FewCodes x) {
+INLINE void store_int8(void* to, I8x16 x) {
   memcpy(to, &x, sizeof x);
 }
 
-INLINE Floats same(float x) {
-  return (Floats){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x};
+INLINE F32x16 splat(float x) {
+  return (F32x16){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x};
 }
-INLINE Words same_word(int32_t x) {
-  return (Words){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x};
+INLINE I32x16 splat_int(int32_t x) {
+  return (I32x16){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x};
 }
-INLINE Words same_four(const void* codes) {
+/* Four bytes, the same in all lanes. */
+INLINE I32x16 splat_int8x4(const void* bytes) {
   int32_t four;
-  memcpy(&four, codes, 4);
-  return same_word(four);
+  memcpy(&four, bytes, 4);
+  return splat_int(four);
+}
+/* A float at any address, whatever the type of what is stored there. */
+INLINE F32x16 splat_from(const void* from) {
+  float x;
+  memcpy(&x, from, sizeof x);
+  return splat(x);
 }
 
-INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
+/* Shifts and sums of integers that may wrap around: signed ones would be undefined. */
+INLINE I32x16 shift_left(I32x16 x, const int count) {
+  return (I32x16)((U32x16)x << count);
+}
+INLINE I32x16 wrapping_add(I32x16 a, I32x16 b) {
+  return (I32x16)((U32x16)a + (U32x16)b);
+}
+
+INLINE F32x16 vfma(F32x16 a, F32x16 b, F32x16 c) {
   return __builtin_elementwise_fma(a, b, c);
 }
-INLINE Floats magnitude(Floats x) {
+INLINE F32x16 vabs(F32x16 x) {
   return __builtin_elementwise_abs(x);
 }
-INLINE Floats to_floats(Words x) {
-  return __builtin_convertvector(x, Floats);
+INLINE F32x16 to_float(I32x16 x) {
+  return __builtin_convertvector(x, F32x16);
 }
-INLINE Words widened(FewCodes x) {
-  return __builtin_convertvector(x, Words);
+INLINE I32x16 widen(I8x16 x) {
+  return __builtin_convertvector(x, I32x16);
 }
-INLINE Words widened_bytes(const void* from) {
-  FewBytes x;
+INLINE I32x16 widen_bytes(const void* from) {
+  U8x16 x;
   memcpy(&x, from, sizeof x);
-  return __builtin_convertvector(x, Words);
+  return __builtin_convertvector(x, I32x16);
 }
-INLINE FewCodes low_bytes(Words x) {
-  return __builtin_convertvector(x, FewCodes);
+INLINE I8x16 truncate_int8(I32x16 x) {
+  return __builtin_convertvector(x, I8x16);
 }
-INLINE int32_t sum_of_words(Words x) {
+INLINE int32_t reduce_add_int(I32x16 x) {
   return __builtin_reduce_add(x);
+}
+INLINE int32_t reduce_min_int(I32x16 x) {
+  return __builtin_reduce_min(x);
 }
 
 #ifdef __AVX512VNNI__
 
 #define AVX512 1
 
-/* Which lanes. */
-typedef __mmask16 Lanes;
+/* A lane each: selected or not. */
+typedef __mmask16 Mask;
 
-INLINE Lanes lanes_of(uint64_t bits) {
+INLINE Mask mask_of(uint64_t bits) {
   return (__mmask16)bits;
 }
-INLINE Lanes above(Floats a, Floats b) {
+INLINE Mask greater(F32x16 a, F32x16 b) {
   return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ);
 }
-INLINE Lanes no_numbers(Floats x) {
+INLINE Mask visnan(F32x16 x) {
   return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
 }
-INLINE Floats choose(Lanes lanes, Floats a, Floats b) {
-  return _mm512_mask_mov_ps(b, lanes, a);
+INLINE F32x16 blend(Mask mask, F32x16 a, F32x16 b) {
+  return _mm512_mask_mov_ps(b, mask, a);
 }
-INLINE Words choose_words(Lanes lanes, Words a, Words b) {
-  return (Words)_mm512_mask_mov_epi32((__m512i)b, lanes, (__m512i)a);
+INLINE I32x16 blend_int(Mask mask, I32x16 a, I32x16 b) {
+  return (I32x16)_mm512_mask_mov_epi32((__m512i)b, mask, (__m512i)a);
 }
-/* The first `count` of 16, which may be none; zeros elsewhere. Others are neither read nor written. */
-INLINE Lanes first_lanes(int64_t count) {
+/* The first `count` of 16 lanes, 0 to 16. The memory of the others is neither read nor written; they are loaded as zeros. */
+INLINE Mask first_lanes(int64_t count) {
   return (__mmask16)((1u << count) - 1);
 }
-INLINE Floats load_first(const float* from, int64_t count) {
+INLINE F32x16 load_first(const float* from, int64_t count) {
   return _mm512_maskz_loadu_ps(first_lanes(count), from);
 }
-INLINE void store_first(float* to, Floats x, int64_t count) {
+INLINE void store_first(float* to, F32x16 x, int64_t count) {
   _mm512_mask_storeu_ps(to, first_lanes(count), x);
 }
 
-/* `b` where one of the two is no number. */
-INLINE Floats larger(Floats a, Floats b) {
+/* `b` where one of the two is NaN. */
+INLINE F32x16 vmax(F32x16 a, F32x16 b) {
   return _mm512_max_ps(a, b);
 }
-INLINE Floats smaller(Floats a, Floats b) {
+INLINE F32x16 vmin(F32x16 a, F32x16 b) {
   return _mm512_min_ps(a, b);
 }
-INLINE float sum_of(Floats x) {
+INLINE float reduce_add(F32x16 x) {
   return _mm512_reduce_add_ps(x);
 }
-INLINE float largest_of(Floats x) {
+INLINE float reduce_max(F32x16 x) {
   return _mm512_reduce_max_ps(x);
 }
-/* To the nearest, ties to even. */
-INLINE Words rounded(Floats x) {
-  return (Words)_mm512_cvtps_epi32(x);
+/* To the nearest integer, ties to even. */
+INLINE I32x16 round_to_int(F32x16 x) {
+  return (I32x16)_mm512_cvtps_epi32(x);
 }
-INLINE Floats whole(Floats x) {
+INLINE F32x16 vround(F32x16 x) {
   return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT);
 }
-INLINE FewCodes saturated(Words x) {
-  return (FewCodes)_mm512_cvtsepi32_epi8((__m512i)x);
+INLINE I8x16 saturate_int8(I32x16 x) {
+  return (I8x16)_mm512_cvtsepi32_epi8((__m512i)x);
 }
-INLINE Floats load_halves(const void* from) {
+INLINE F32x16 load_half(const void* from) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(from));
 }
-/* What x is above the whole number below it. */
-INLINE Floats fraction(Floats x) {
+/* x - floor(x) */
+INLINE F32x16 fraction(F32x16 x) {
   return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
 }
-/* y times two to the whole number below x. */
-INLINE Floats scaled(Floats y, Floats x) {
+/* y * 2^floor(x) */
+INLINE F32x16 vscalef(F32x16 y, F32x16 x) {
   return _mm512_scalef_ps(y, x);
 }
 
-/* Bytes without a sign times such with one, four neighbours to a lane. */
-INLINE Words dot(Words sum, Words bytes, Words codes) {
-  return (Words)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)bytes, (__m512i)codes);
+/* sum + the dot product of four unsigned and four signed bytes, in each lane. */
+INLINE I32x16 dot_int8x4(I32x16 sum, I32x16 u8, I32x16 i8) {
+  return (I32x16)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)u8, (__m512i)i8);
 }
 
-/* Lane i: the i-th codes of all four. */
-INLINE Words interleaved(FewCodes a, FewCodes b, FewCodes c, FewCodes d) {
+/* Lane i: the i-th bytes of all four. */
+INLINE I32x16 interleave_int8x4(I8x16 a, I8x16 b, I8x16 c, I8x16 d) {
   __m512i across = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   __m512i within = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
-  __asm__("" : "+v"(across), "+v"(within)); /* or else the compiler makes ten instructions of the two */
+  __asm__("" : "+v"(across), "+v"(within)); /* without this the compiler makes ten instructions of the two */
   __m512i x = _mm512_zextsi128_si512((__m128i)a);
   x = _mm512_mask_broadcast_i32x4(x, 0x00f0, (__m128i)b);
   x = _mm512_mask_broadcast_i32x4(x, 0x0f00, (__m128i)c);
   x = _mm512_mask_broadcast_i32x4(x, 0xf000, (__m128i)d);
-  return (Words)_mm512_shuffle_epi8(_mm512_permutexvar_epi32(across, x), within);
+  return (I32x16)_mm512_shuffle_epi8(_mm512_permutexvar_epi32(across, x), within);
 }
 
-/* The side of a square of words that is turned in registers, and a row of it. */
+/* The side of a square of 32-bit words that is transposed in registers, and a row of it. */
 enum { SQUARE = 16 };
-typedef Words Line;
+typedef I32x16 SquareRow;
 
-INLINE Line load_line(const void* from, int64_t count) {
-  return (Line)_mm512_maskz_loadu_epi32(first_lanes(count), from);
+INLINE SquareRow load_square_row(const void* from, int64_t count) {
+  return (SquareRow)_mm512_maskz_loadu_epi32(first_lanes(count), from);
 }
-INLINE void turn(Line x[SQUARE]) {
+INLINE void transpose(SquareRow x[SQUARE]) {
   __m512i y[SQUARE];
   EACH (int i = 0; i < 16; i += 2) {
     y[i] = _mm512_unpacklo_epi32((__m512i)x[i], (__m512i)x[i + 1]);
@@ -186,8 +206,8 @@ INLINE void turn(Line x[SQUARE]) {
   }
   EACH (int i = 0; i < 16; i += 4)
     EACH (int j = 0; j < 2; j++) {
-      x[i + 2 * j] = (Line)_mm512_unpacklo_epi64(y[i + j], y[i + 2 + j]);
-      x[i + 2 * j + 1] = (Line)_mm512_unpackhi_epi64(y[i + j], y[i + 2 + j]);
+      x[i + 2 * j] = (SquareRow)_mm512_unpacklo_epi64(y[i + j], y[i + 2 + j]);
+      x[i + 2 * j + 1] = (SquareRow)_mm512_unpackhi_epi64(y[i + j], y[i + 2 + j]);
     }
   /* x[4i + j] lane l: words 4l + j of rows 4i .. 4i + 3 */
   EACH (int j = 0; j < 4; j++) {
@@ -200,217 +220,220 @@ INLINE void turn(Line x[SQUARE]) {
     y[4 + j] = _mm512_shuffle_i32x4(odd, other, 0x88);
     y[12 + j] = _mm512_shuffle_i32x4(odd, other, 0xdd);
   }
-  EACH (int i = 0; i < 16; i++) x[i] = (Line)y[i];
+  EACH (int i = 0; i < 16; i++) x[i] = (SquareRow)y[i];
 }
 
 #else
 
 #define AVX512          0
 
-typedef int32_t Line __attribute__((vector_size(32)));
-typedef int16_t Shorts __attribute__((vector_size(64)));
+typedef int32_t SquareRow __attribute__((vector_size(32)));
+typedef int16_t I16x32 __attribute__((vector_size(64)));
 
-/* Of a vector's two registers, of floats and of words. */
+/* The two registers of a vector, of floats or of integers. */
 #define LOW(x)          __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7)
 #define HIGH(x)         __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15)
 #define BOTH(low, high) __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
 
-/* Which lanes: all bits of a lane, or none. */
-typedef Words Lanes;
+/* A lane each: all bits, or none. */
+typedef I32x16 Mask;
 
-INLINE Lanes lanes_of(uint64_t bits) {
-  const Words each = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
-  return (same_word((int32_t)bits) & each) != 0;
+INLINE Mask mask_of(uint64_t bits) {
+  const I32x16 each = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
+  return (splat_int((int32_t)bits) & each) != 0;
 }
-INLINE Lanes above(Floats a, Floats b) {
+INLINE Mask greater(F32x16 a, F32x16 b) {
   return a > b;
 }
-INLINE Lanes no_numbers(Floats x) {
+INLINE Mask visnan(F32x16 x) {
   return x != x;
 }
-INLINE Floats choose(Lanes lanes, Floats a, Floats b) {
-  Floats mask = (Floats)lanes;
-  return BOTH(_mm256_blendv_ps(LOW(b), LOW(a), LOW(mask)), _mm256_blendv_ps(HIGH(b), HIGH(a), HIGH(mask)));
+INLINE F32x16 blend(Mask mask, F32x16 a, F32x16 b) {
+  F32x16 bits = (F32x16)mask;
+  return BOTH(_mm256_blendv_ps(LOW(b), LOW(a), LOW(bits)), _mm256_blendv_ps(HIGH(b), HIGH(a), HIGH(bits)));
 }
-INLINE Words choose_words(Lanes lanes, Words a, Words b) {
-  return (Words)choose(lanes, (Floats)a, (Floats)b);
+INLINE I32x16 blend_int(Mask mask, I32x16 a, I32x16 b) {
+  return (I32x16)blend(mask, (F32x16)a, (F32x16)b);
 }
-/* The first `count` of 16, which may be none; zeros elsewhere. Others are neither read nor written. */
-INLINE Lanes first_lanes(int64_t count) {
-  const Words each = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  return each < same_word((int32_t)count);
+/* The first `count` of 16 lanes, 0 to 16. The memory of the others is neither read nor written; they are loaded as zeros. */
+INLINE Mask first_lanes(int64_t count) {
+  const I32x16 each = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return each < splat_int((int32_t)count);
 }
-INLINE Floats load_first(const float* from, int64_t count) {
-  Lanes lanes = first_lanes(count);
-  return BOTH(_mm256_maskload_ps(from, (__m256i)LOW(lanes)), _mm256_maskload_ps(from + 8, (__m256i)HIGH(lanes)));
+INLINE F32x16 load_first(const float* from, int64_t count) {
+  Mask mask = first_lanes(count);
+  const float* next = count > 8 ? from + 8 : from;
+  return BOTH(_mm256_maskload_ps(from, (__m256i)LOW(mask)), _mm256_maskload_ps(next, (__m256i)HIGH(mask)));
 }
-INLINE void store_first(float* to, Floats x, int64_t count) {
-  Lanes lanes = first_lanes(count);
-  _mm256_maskstore_ps(to, (__m256i)LOW(lanes), LOW(x));
-  _mm256_maskstore_ps(to + 8, (__m256i)HIGH(lanes), HIGH(x));
+INLINE void store_first(float* to, F32x16 x, int64_t count) {
+  Mask mask = first_lanes(count);
+  _mm256_maskstore_ps(to, (__m256i)LOW(mask), LOW(x));
+  _mm256_maskstore_ps(count > 8 ? to + 8 : to, (__m256i)HIGH(mask), HIGH(x));
 }
 
-/* `b` where one of the two is no number. */
-INLINE Floats larger(Floats a, Floats b) {
+/* `b` where one of the two is NaN. */
+INLINE F32x16 vmax(F32x16 a, F32x16 b) {
   return BOTH(_mm256_max_ps(LOW(a), LOW(b)), _mm256_max_ps(HIGH(a), HIGH(b)));
 }
-INLINE Floats smaller(Floats a, Floats b) {
+INLINE F32x16 vmin(F32x16 a, F32x16 b) {
   return BOTH(_mm256_min_ps(LOW(a), LOW(b)), _mm256_min_ps(HIGH(a), HIGH(b)));
 }
-INLINE float sum_of(Floats x) {
+INLINE float reduce_add(F32x16 x) {
   __m256 eight = LOW(x) + HIGH(x);
   __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
   four = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return four[0] + four[1];
 }
-INLINE float largest_of(Floats x) {
+INLINE float reduce_max(F32x16 x) {
   __m256 eight = _mm256_max_ps(LOW(x), HIGH(x));
   __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
   four = _mm_max_ps(four, _mm_movehl_ps(four, four));
   return four[0] > four[1] ? four[0] : four[1];
 }
-/* To the nearest, ties to even. */
-INLINE Words rounded(Floats x) {
-  return (Words)BOTH((Line)_mm256_cvtps_epi32(LOW(x)), (Line)_mm256_cvtps_epi32(HIGH(x)));
+/* To the nearest integer, ties to even. */
+INLINE I32x16 round_to_int(F32x16 x) {
+  return (I32x16)BOTH((SquareRow)_mm256_cvtps_epi32(LOW(x)), (SquareRow)_mm256_cvtps_epi32(HIGH(x)));
 }
-INLINE Floats whole(Floats x) {
+INLINE F32x16 vround(F32x16 x) {
   return __builtin_elementwise_roundeven(x);
 }
-INLINE FewCodes saturated(Words x) {
+INLINE I8x16 saturate_int8(I32x16 x) {
   __m256i low = (__m256i)LOW(x), high = (__m256i)HIGH(x);
   __m128i first = _mm_packs_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
   __m128i second = _mm_packs_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
-  return (FewCodes)_mm_packs_epi16(first, second);
+  return (I8x16)_mm_packs_epi16(first, second);
 }
-INLINE Floats load_halves(const void* from) {
-  const __m128i* halves = from;
-  return BOTH(_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1)));
+INLINE F32x16 load_half(const void* from) {
+  __m128i low, high;
+  memcpy(&low, from, sizeof low);
+  memcpy(&high, (const char*)from + sizeof low, sizeof high);
+  return BOTH(_mm256_cvtph_ps(low), _mm256_cvtph_ps(high));
 }
-/* What x is above the whole number below it. */
-INLINE Floats fraction(Floats x) {
-  x = larger(same(-127), x);
+/* x - floor(x) */
+INLINE F32x16 fraction(F32x16 x) {
+  x = vmax(splat(-127), x);
   return x - __builtin_elementwise_floor(x);
 }
-/* y, which is about one, times two to the whole number below x, which is below 128; zero where that is no normal float. */
-INLINE Floats scaled(Floats y, Floats x) {
-  Words power = rounded(__builtin_elementwise_floor(larger(same(-127), x)));
-  return y * (Floats)((power + 127) << 23);
+/* y * 2^floor(x) for y around 1 and x below 128; 0 where 2^floor(x) is not a normal float. */
+INLINE F32x16 vscalef(F32x16 y, F32x16 x) {
+  I32x16 exponent = round_to_int(__builtin_elementwise_floor(vmax(splat(-127), x)));
+  return y * (F32x16)shift_left(wrapping_add(exponent, splat_int(127)), 23);
 }
 
 #ifdef __AVXVNNI__
-INLINE Words dot(Words sum, Words bytes, Words codes) {
-  return BOTH((Line)_mm256_dpbusd_avx_epi32((__m256i)LOW(sum), (__m256i)LOW(bytes), (__m256i)LOW(codes)),
-              (Line)_mm256_dpbusd_avx_epi32((__m256i)HIGH(sum), (__m256i)HIGH(bytes), (__m256i)HIGH(codes)));
+INLINE I32x16 dot_int8x4(I32x16 sum, I32x16 u8, I32x16 i8) {
+  return BOTH((SquareRow)_mm256_dpbusd_avx_epi32((__m256i)LOW(sum), (__m256i)LOW(u8), (__m256i)LOW(i8)),
+              (SquareRow)_mm256_dpbusd_avx_epi32((__m256i)HIGH(sum), (__m256i)HIGH(u8), (__m256i)HIGH(i8)));
 }
 #else
-/* Sums of neighbouring 16-bit numbers. */
-INLINE Words sums_of_pairs(Words shorts) {
+/* Sums of adjacent 16-bit integers. */
+INLINE I32x16 add_int16_pairs(I32x16 int16) {
   const __m256i ones = _mm256_set1_epi16(1);
-  return BOTH((Line)_mm256_madd_epi16((__m256i)LOW(shorts), ones),
-              (Line)_mm256_madd_epi16((__m256i)HIGH(shorts), ones));
+  return BOTH((SquareRow)_mm256_madd_epi16((__m256i)LOW(int16), ones),
+              (SquareRow)_mm256_madd_epi16((__m256i)HIGH(int16), ones));
 }
-/* Bytes without a sign times such with one, neighbours added up in 16 bits: too few for bytes of 8 bits. */
-INLINE Words pairs(Words bytes, Words codes) {
-  return BOTH((Line)_mm256_maddubs_epi16((__m256i)LOW(bytes), (__m256i)LOW(codes)),
-              (Line)_mm256_maddubs_epi16((__m256i)HIGH(bytes), (__m256i)HIGH(codes)));
+/* Unsigned bytes times signed bytes; adjacent ones are added in 16 bits, which saturates where both need all 8 bits. */
+INLINE I32x16 multiply_add_int8_pairs(I32x16 u8, I32x16 i8) {
+  return BOTH((SquareRow)_mm256_maddubs_epi16((__m256i)LOW(u8), (__m256i)LOW(i8)),
+              (SquareRow)_mm256_maddubs_epi16((__m256i)HIGH(u8), (__m256i)HIGH(i8)));
 }
 #endif
 
-/* The side of a square of words that is turned in registers. */
+/* The side of a square of 32-bit words that is transposed in registers. */
 enum { SQUARE = 8 };
 
-INLINE Line load_line(const void* from, int64_t count) {
-  const Line each = {0, 1, 2, 3, 4, 5, 6, 7};
-  return (Line)_mm256_maskload_epi32(from, (__m256i)(each < (int32_t)count));
+INLINE SquareRow load_square_row(const void* from, int64_t count) {
+  const SquareRow each = {0, 1, 2, 3, 4, 5, 6, 7};
+  return (SquareRow)_mm256_maskload_epi32(from, (__m256i)(each < (int32_t)count));
 }
-INLINE void turn(Line x[SQUARE]) {
-  Line y[SQUARE];
+INLINE void transpose(SquareRow x[SQUARE]) {
+  SquareRow y[SQUARE];
   EACH (int i = 0; i < 8; i += 2) {
-    y[i] = (Line)_mm256_unpacklo_epi32((__m256i)x[i], (__m256i)x[i + 1]);
-    y[i + 1] = (Line)_mm256_unpackhi_epi32((__m256i)x[i], (__m256i)x[i + 1]);
+    y[i] = (SquareRow)_mm256_unpacklo_epi32((__m256i)x[i], (__m256i)x[i + 1]);
+    y[i + 1] = (SquareRow)_mm256_unpackhi_epi32((__m256i)x[i], (__m256i)x[i + 1]);
   }
   EACH (int i = 0; i < 8; i += 4)
     EACH (int j = 0; j < 2; j++) {
-      x[i + 2 * j] = (Line)_mm256_unpacklo_epi64((__m256i)y[i + j], (__m256i)y[i + 2 + j]);
-      x[i + 2 * j + 1] = (Line)_mm256_unpackhi_epi64((__m256i)y[i + j], (__m256i)y[i + 2 + j]);
+      x[i + 2 * j] = (SquareRow)_mm256_unpacklo_epi64((__m256i)y[i + j], (__m256i)y[i + 2 + j]);
+      x[i + 2 * j + 1] = (SquareRow)_mm256_unpackhi_epi64((__m256i)y[i + j], (__m256i)y[i + 2 + j]);
     }
   /* x[4i + j] half l: words 4l + j of rows 4i .. 4i + 3 */
   EACH (int j = 0; j < 4; j++) {
-    y[j] = (Line)_mm256_permute2x128_si256((__m256i)x[j], (__m256i)x[4 + j], 0x20);
-    y[4 + j] = (Line)_mm256_permute2x128_si256((__m256i)x[j], (__m256i)x[4 + j], 0x31);
+    y[j] = (SquareRow)_mm256_permute2x128_si256((__m256i)x[j], (__m256i)x[4 + j], 0x20);
+    y[4 + j] = (SquareRow)_mm256_permute2x128_si256((__m256i)x[j], (__m256i)x[4 + j], 0x31);
   }
   EACH (int i = 0; i < 8; i++) x[i] = y[i];
 }
 #endif
 
-/* Products of codes of so many bits and inputs from -127 to 127, four neighbours to a lane: `begin_sum`, `add_product`
-   up to `depth` times, `end_sum`. What is added up is the code less `centre`.
+/* Dot products of weights of `bits` bits and activations from -127 to 127, four adjacent channels to a lane:
+   `begin_dots`, then `add_dot` up to DEPTH times, then `end_dots`. The weights that are summed are codes less
+   `code_offset`.
 
-   Without an instruction for it, products are added up in 16 bits, which two of up to 128 · 127 fit, as do four of
-   63 · 127 and eight of 15 · 127; 8 bits less their centre become a size and a sign. */
+   Without an instruction that sums in 32 bits, products are summed in 16: those hold two of up to 128 * 127, four of
+   63 * 127 or eight of 15 * 127. Codes of 8 bits less 128 become a magnitude and a sign. */
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-INLINE int centre(const int bits) {
+INLINE int code_offset(const int bits) {
   return (void)bits, 0;
 }
-INLINE int depth(const int bits) {
+INLINE int depth_of(const int bits) {
   return (void)bits, 1;
 }
-INLINE Words begin_sum(Words sum, const int bits) {
+INLINE I32x16 begin_dots(I32x16 sum, const int bits) {
   return (void)bits, sum;
 }
-INLINE Words add_product(Words part, Words codes, Words inputs, const int bits) {
-  return (void)bits, dot(part, codes, inputs);
+INLINE I32x16 add_dot(I32x16 partial, I32x16 codes, I32x16 activations, const int bits) {
+  return (void)bits, dot_int8x4(partial, codes, activations);
 }
-INLINE Words end_sum(Words sum, Words part, const int bits) {
-  return (void)sum, (void)bits, part;
+INLINE I32x16 end_dots(I32x16 sum, I32x16 partial, const int bits) {
+  return (void)sum, (void)bits, partial;
 }
 #else
-INLINE int centre(const int bits) {
+INLINE int code_offset(const int bits) {
   return bits == 8 ? 128 : 0;
 }
-INLINE int depth(const int bits) {
+INLINE int depth_of(const int bits) {
   return bits == 4 ? 4 : bits == 6 ? 2 : 1;
 }
-INLINE Words begin_sum(Words sum, const int bits) {
-  return bits == 8 ? sum : (Words){0};
+INLINE I32x16 begin_dots(I32x16 sum, const int bits) {
+  return bits == 8 ? sum : (I32x16){0};
 }
-INLINE Words add_product(Words part, Words codes, Words inputs, const int bits) {
-  if (bits < 8) return (Words)((Shorts)part + (Shorts)pairs(codes, inputs));
-  Words centred = codes ^ same_word((int32_t)0x80808080);
+INLINE I32x16 add_dot(I32x16 partial, I32x16 codes, I32x16 activations, const int bits) {
+  if (bits < 8) return (I32x16)((I16x32)partial + (I16x32)multiply_add_int8_pairs(codes, activations));
+  I32x16 centred = codes ^ splat_int((int32_t)0x80808080);
   __m256i low = (__m256i)LOW(centred), high = (__m256i)HIGH(centred);
-  Words sizes = BOTH((Line)_mm256_abs_epi8(low), (Line)_mm256_abs_epi8(high));
-  Words turned =
-      BOTH((Line)_mm256_sign_epi8((__m256i)LOW(inputs), low), (Line)_mm256_sign_epi8((__m256i)HIGH(inputs), high));
-  return part + sums_of_pairs(pairs(sizes, turned));
+  I32x16 magnitudes = BOTH((SquareRow)_mm256_abs_epi8(low), (SquareRow)_mm256_abs_epi8(high));
+  I32x16 signed_activations = BOTH((SquareRow)_mm256_sign_epi8((__m256i)LOW(activations), low),
+                                   (SquareRow)_mm256_sign_epi8((__m256i)HIGH(activations), high));
+  return partial + add_int16_pairs(multiply_add_int8_pairs(magnitudes, signed_activations));
 }
-INLINE Words end_sum(Words sum, Words part, const int bits) {
-  return bits == 8 ? part : sum + sums_of_pairs(part);
+INLINE I32x16 end_dots(I32x16 sum, I32x16 partial, const int bits) {
+  return bits == 8 ? partial : sum + add_int16_pairs(partial);
 }
 #endif
 
-/* e^x to 1e-7 of its value, where x lies between -87.3 and 88.3, and of the nearer of these elsewhere: 2^n times a
-   polynomial on [-ln 2 / 2, ln 2 / 2], whose coefficients are those of the Taylor series; ln 2 is taken away in two
-   parts, so that nothing is lost of x. */
-INLINE Floats exponential(Floats x) {
-  x = smaller(larger(x, same(-87.3f)), same(88.3f));
-  Floats n = whole(x * same(1.44269504f));
-  x = multiply_add(n, same(-0.693359375f), x);
-  x = multiply_add(n, same(2.12194440e-4f), x);
-  Floats y = same(1.0f / 5040);
-  y = multiply_add(y, x, same(1.0f / 720));
-  y = multiply_add(y, x, same(1.0f / 120));
-  y = multiply_add(y, x, same(1.0f / 24));
-  y = multiply_add(y, x, same(1.0f / 6));
-  y = multiply_add(y, x, same(0.5f));
-  y = multiply_add(y, x, same(1.0f));
-  y = multiply_add(y, x, same(1.0f));
-  return scaled(y, n);
+/* e^x with a relative error of 1e-7; x is clamped to [-87.3, 88.3]. It is 2^n times the Taylor polynomial on
+   [-ln 2 / 2, ln 2 / 2]; n * ln 2 is subtracted in two parts, so that x loses no bits. */
+INLINE F32x16 vexp(F32x16 x) {
+  x = vmin(vmax(x, splat(-87.3f)), splat(88.3f));
+  F32x16 n = vround(x * splat(1.44269504f));
+  x = vfma(n, splat(-0.693359375f), x);
+  x = vfma(n, splat(2.12194440e-4f), x);
+  F32x16 y = splat(1.0f / 5040);
+  y = vfma(y, x, splat(1.0f / 720));
+  y = vfma(y, x, splat(1.0f / 120));
+  y = vfma(y, x, splat(1.0f / 24));
+  y = vfma(y, x, splat(1.0f / 6));
+  y = vfma(y, x, splat(0.5f));
+  y = vfma(y, x, splat(1.0f));
+  y = vfma(y, x, splat(1.0f));
+  return vscalef(y, n);
 }
 
 /* x * sigmoid(x) */
-INLINE Floats silu(Floats x) {
-  Floats above_one = same(1.0f) + exponential(same(0.0f) - x);
-  return x / above_one;
+INLINE F32x16 silu(F32x16 x) {
+  F32x16 denominator = splat(1.0f) + vexp(splat(0.0f) - x);
+  return x / denominator;
 }
 
 #endif

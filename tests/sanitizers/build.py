@@ -1,0 +1,80 @@
+"""Builds the native kernels and a small C host with AddressSanitizer and UndefinedBehaviorSanitizer.
+
+The compiler is the product's own, since the kernels use its vector builtins. It instruments code but brings no runtime
+of AddressSanitizer, so gcc links its own; both follow one interface.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engines.native import Level, compiler
+
+HERE = Path(__file__).parent
+HOST = (HERE / "runtime.c", HERE / "fuzz.c")
+FLAGS = (
+    *("-std=c11", "-g", "-Wall", "-Wextra", "-Werror", "-target", "x86_64-linux-gnu.2.28"),
+    *("-fsanitize=undefined", "-fno-sanitize-recover=all"),
+    "-fno-sanitize=function",  # newer than gcc's runtime
+    *("-Xclang", "-fsanitize=address"),
+)
+
+
+def missing() -> str:
+    """Why sanitizers cannot be linked here; empty where they can."""
+    if shutil.which("gcc") is None:
+        return "gcc is not installed; it links the sanitizers' runtimes (apt-get install gcc)"
+    for name in ("libasan.so", "libubsan.so"):
+        found = subprocess.run(["gcc", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout
+        if not Path(found.strip()).is_absolute():
+            return f"gcc has no {name} (apt-get install libgcc-dev of gcc's version)"
+    return ""
+
+
+def require_sanitizers() -> None:
+    """A missing tool fails in CI and skips elsewhere."""
+    reason = missing()
+    if reason and os.environ.get("CI") == "true":
+        pytest.fail(f"continuous integration must run the sanitizers: {reason}")
+    if reason:
+        pytest.skip(reason)
+
+
+def compile_object(source: Path, target: Path, level: Level, *flags: str) -> Path:
+    command = [sys.executable, "-m", compiler.COMPILER, "cc", *FLAGS, *level.flags, *flags, "-c", str(source)]
+    _run([*command, "-o", str(target)])
+    return target
+
+
+def compile_kernels(source: Path, folder: Path, level: Level, only: frozenset[str] | None = None) -> dict[str, Path]:
+    """Objects of the kernels by the names of their files; ``only`` some of them."""
+    # -O0: what is optimized away is not checked, and the unrolled loops compile 20 times as fast
+    flags = ("-O0", "-include", str(HERE / "checked_prefetch.h"))
+    return {
+        path.name: compile_object(path, folder / f"{path.stem}.o", level, *flags)
+        for path in sorted(source.glob("*.c"))
+        if only is None or path.name in only
+    }
+
+
+def compile_host(folder: Path, level: Level) -> dict[str, Path]:
+    flags = ("-O1", f"-I{compiler.SOURCE}")
+    return {path.name: compile_object(path, folder / f"{path.stem}.o", level, *flags) for path in HOST}
+
+
+def link(objects: dict[str, Path], program: Path) -> Path:
+    flags = ("-fsanitize=address,undefined", "-Wl,--wrap=aligned_alloc", "-lm", "-lpthread")
+    _run(["gcc", *map(str, objects.values()), *flags, "-o", str(program)])
+    return program
+
+
+def _run(command: list[str]) -> None:
+    cache = {"ZIG_GLOBAL_CACHE_DIR": str(compiler.CACHE / "compiler")}
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | cache)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr[-3000:]}"

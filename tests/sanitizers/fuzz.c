@@ -1,0 +1,684 @@
+/* Runs the kernels on random nodes, valid and malformed, and compares valid results with plain C in double precision.
+
+     fuzz SEED CASES
+
+   Valid nodes must succeed, malformed ones must return a status, a failing API call or allocation must become one, and
+   nothing may leak. Everything else is AddressSanitizer's and UndefinedBehaviorSanitizer's to find. */
+#include "runtime.h"
+
+#include <float.h>
+#include <limits.h>
+#include <math.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static const double ROUNDING = 1.0 / (1 << 24); /* relative error of a float32 operation */
+static const double MADE = 3e-6;                /* of activations that a kernel computes itself */
+
+enum { ROUTINE, EXTREME, NON_FINITE }; /* values of a tensor */
+
+static int one_in(int count) {
+  return random_int(0, count - 1) == 0;
+}
+#define PICK(...) ((const int64_t[]){__VA_ARGS__})[random_int(0, (int64_t)(sizeof((int64_t[]){__VA_ARGS__}) / 8) - 1)]
+
+static float random_float(void) {
+  float sum = 0;
+  for (int i = 0; i < 4; i++) sum += (float)random_int(-1000, 1000) / 1000;
+  return sum;
+}
+static void fill_floats(Value* value, float size) {
+  float* data = value->data;
+  for (int64_t i = 0; i < elements_of(value); i++) data[i] = random_float() * size;
+}
+
+static void add_int(Info* info, const char* name, int64_t i) {
+  info->attributes[info->count++] = (Attribute){name, 0, i, 0};
+}
+static void add_float(Info* info, const char* name, float f) {
+  info->attributes[info->count++] = (Attribute){name, 1, 0, f};
+}
+
+/* --- weights ---------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+  int64_t N, K, block, bits, half, symmetric, tiles, blocks;
+  uint8_t *codes, *zero_points; /* [N, K], [N, blocks] */
+  float* scales;                /* [N, blocks] */
+} Weights;
+
+/* Random weights and their packed tensors. `largest`: all codes are the largest. */
+static Weights new_weights(int64_t N, int64_t K, int64_t block, int largest, Value* codes, Value* scales,
+                           Value* zero_points) {
+  Weights w = {.N = N, .K = K, .block = block, .bits = PICK(4, 6, 8), .half = one_in(2), .symmetric = one_in(2)};
+  w.tiles = (N + 31) / 32 * 2, w.blocks = K / block;
+  w.codes = malloc(N * K), w.zero_points = malloc(N * w.blocks), w.scales = malloc(N * w.blocks * sizeof(float));
+  const int64_t top = (1 << w.bits) - 1;
+  new_value(codes, UINT8, 2, (int64_t[]){w.tiles, 16 * K * w.bits / 8});
+  new_value(scales, w.half ? HALF : FLOAT, 3, (int64_t[]){w.tiles, w.blocks, 16});
+  if (!w.symmetric) new_value(zero_points, UINT8, 3, (int64_t[]){w.tiles, w.blocks, 16});
+  memset(codes->data, 0, elements_of(codes));
+  for (int64_t n = 0; n < w.tiles * 16; n++) {
+    uint8_t* tile = (uint8_t*)codes->data + n / 16 * (16 * K * w.bits / 8);
+    for (int64_t k = 0; k < K; k++) {
+      const uint8_t code = (uint8_t)(largest ? top : random_int(0, top));
+      if (n < N) w.codes[n * K + k] = code;
+      const int64_t step = k / 4, byte = n % 16 * 4 + k % 4;
+      if (w.bits == 8) tile[64 * step + byte] = code;
+      if (w.bits == 4) tile[64 * (step / 2) + byte] |= (uint8_t)(code << (step % 2 * 4));
+      if (w.bits == 6) {
+        uint8_t* four_steps = tile + 192 * (step / 4);
+        four_steps[64 * (step % 4 / 2) + byte] |= (uint8_t)((code & 15) << (step % 2 * 4));
+        four_steps[128 + byte] |= (uint8_t)((code >> 4) << (step % 4 * 2));
+      }
+    }
+    for (int64_t b = 0; b < w.blocks; b++) {
+      const int64_t at = (n / 16 * w.blocks + b) * 16 + n % 16;
+      const _Float16 half = (_Float16)((float)random_int(1, 30) / 1000 * (one_in(2) ? 1 : -1));
+      const float scale = w.half ? (float)half : (float)half * 1.0001f;
+      const uint8_t zero_point = (uint8_t)random_int(0, top);
+      if (w.half)
+        memcpy((char*)scales->data + 2 * at, &half, 2);
+      else
+        ((float*)scales->data)[at] = scale;
+      if (!w.symmetric) ((uint8_t*)zero_points->data)[at] = zero_point;
+      if (n < N) w.scales[n * w.blocks + b] = scale;
+      if (n < N) w.zero_points[n * w.blocks + b] = w.symmetric ? (uint8_t)(1 << (w.bits - 1)) : zero_point;
+    }
+  }
+  return w;
+}
+static void release_weights(Weights* w) {
+  free(w->codes), free(w->zero_points), free(w->scales);
+}
+static void add_weights(Info* info, const Weights* w) {
+  add_int(info, "N", w->N), add_int(info, "K", w->K), add_int(info, "block_size", w->block);
+  add_int(info, "bits", w->bits), add_int(info, "half_scales", w->half), add_int(info, "symmetric", w->symmetric);
+}
+
+/* --- a node, whatever its operator ------------------------------------------------------------------------------ */
+
+typedef struct {
+  const char* what;
+  const Op* op;
+  Info info;
+  Context context;
+  int64_t changed[MOST_INPUTS]; /* whether another last axis, type or presence of an input is malformed, bit by bit */
+  Weights weights;
+  int64_t M, values; /* of linears */
+  int kind;
+  int64_t heads, kv_heads, D, B, S, T, positions, rotary, window, int8, packed, in_place; /* of attention */
+  float softcap, scale, epsilon;
+  Value past_key, past_value; /* as they were before the run */
+} Node;
+
+enum { LAST_AXIS = 1, TYPE = 2, PRESENCE = 4, ALIGNMENT = 8, ALL = 15 };
+
+static void release_node(Node* node) {
+  release_context(&node->context);
+  release_weights(&node->weights);
+  release_value(&node->past_key), release_value(&node->past_value);
+}
+
+static void expect_success(Node* node, Status* status) {
+  if (status) fail("%s: a valid node returned: %s", node->what, message_of(status));
+}
+static void expect_status(Node* node, Status* status, const char* why) {
+  if (!status) fail("%s: %s was accepted", node->what, why);
+  drop_status(status);
+}
+
+/* --- linears ---------------------------------------------------------------------------------------------------- */
+
+static const char* const LINEARS[] = {"BlockLinear", "GatedLinear", "NormLinear", "ResidualNormLinear", "HeadLinear"};
+enum { PLAIN, GATED, NORM, RESIDUAL_NORM, HEAD };
+
+/* `long_block`: 0, or the size of the only block, with the largest codes and activations. */
+static Node new_linear(int64_t long_block) {
+  Node node = {.what = "linear", .kind = (int)random_int(PLAIN, HEAD)};
+  const int overflow = long_block > 0, wide = one_in(20), many = one_in(150);
+  const int64_t block = overflow ? long_block : PICK(16, 32, 48, 64, 128);
+  const int64_t K = overflow ? block : block * random_int(1, 4);
+  const int64_t N = overflow ? random_int(1, 3) : wide ? random_int(2000, 2300) : random_int(1, 110);
+  node.M = overflow && one_in(3) ? 130 /* more than one chunk */
+           : many                ? random_int(300, 700)
+           : wide                ? random_int(1, 4)
+                                 : PICK(1, 1, 2, 3, 4, 5, 6, 7, 13, 0);
+  node.values = overflow ? EXTREME : one_in(6) ? NON_FINITE : one_in(6) ? EXTREME : ROUTINE;
+  Value* in = node.context.inputs;
+  size_t next = 0;
+  const int64_t columns = node.kind == GATED ? 2 * K : K;
+  const size_t rank = node.kind == HEAD ? 2 : (size_t)random_int(node.M == 1 ? 1 : 2, 4);
+  int64_t dims[4] = {1, 1, 1, columns};
+  dims[rank - 1] = columns;
+  if (rank > 1) dims[random_int(0, (int64_t)rank - 2)] = node.M;
+  for (int copies = 1 + (node.kind == RESIDUAL_NORM); copies; copies--) {
+    new_value(&in[next], FLOAT, rank, dims);
+    fill_floats(&in[next], powf(10, (float)random_int(-2, 2)));
+    node.changed[next++] = ALL;
+  }
+  float* x = in[next - 1].data;
+  for (int64_t i = 0; i < node.M * columns; i++) {
+    if (node.values == EXTREME) x[i] = overflow || one_in(2) ? (i / columns % 2 ? -3.f : 3.f) : one_in(3) ? 1e-40f : 0;
+    if (node.values == NON_FINITE && i % columns == 5 && i / columns % 2) x[i] = one_in(2) ? NAN : -INFINITY;
+  }
+  if (node.kind == HEAD) {
+    new_value(&in[next], BOOL, 0, NULL);
+    *(char*)in[next].data = 0;
+    node.changed[next++] = TYPE | PRESENCE;
+  }
+  if (node.kind == NORM || node.kind == RESIDUAL_NORM) {
+    new_value(&in[next], FLOAT, 1, &K);
+    fill_floats(&in[next], 1);
+    node.changed[next++] = ALL;
+  }
+  node.weights = new_weights(N, K, block, overflow, &in[next], &in[next + 1], &in[next + 2]);
+  node.changed[next] = LAST_AXIS | TYPE | PRESENCE;
+  node.changed[next + 1] = ALL;
+  node.changed[next + 2] = node.weights.symmetric ? 0 : LAST_AXIS | TYPE | PRESENCE;
+  const int tied = node.kind == HEAD && node.M > 0 && one_in(3); /* all logits of the first token are 0 */
+  if (tied) memset(in[0].data, 0, K * sizeof(float));
+  if (!tied && one_in(2)) {
+    new_value(&in[next + 3], FLOAT, 1, &N);
+    fill_floats(&in[next + 3], 1);
+    node.changed[next + 3] = LAST_AXIS | TYPE | ALIGNMENT;
+  }
+  node.context.input_count = next + 4;
+  node.epsilon = 0.01f;
+  add_weights(&node.info, &node.weights);
+  add_float(&node.info, "epsilon", node.epsilon);
+  node.what = LINEARS[node.kind];
+  node.op = find_op(node.what, 0, FLOAT);
+  return node;
+}
+
+/* What the kernel computes itself of a token's activations, in double. */
+static void activations(const Node* node, int64_t token, double* a) {
+  const Weights* w = &node->weights;
+  const Value* in = node->context.inputs;
+  const float* x = (const float*)in[0].data + token * w->K * (node->kind == GATED ? 2 : 1);
+  double squares = 0;
+  for (int64_t i = 0; i < w->K; i++) {
+    a[i] = x[i];
+    if (node->kind == GATED) a[i] = a[i] / (1 + exp(-a[i])) * x[w->K + i];
+    if (node->kind == RESIDUAL_NORM) a[i] = x[i] + ((const float*)in[1].data)[token * w->K + i];
+    squares += a[i] * a[i];
+  }
+  if (node->kind != NORM && node->kind != RESIDUAL_NORM) return;
+  const float* weight = in[node->kind == NORM ? 1 : 2].data;
+  for (int64_t i = 0; i < w->K; i++) a[i] = a[i] / sqrt(squares / (double)w->K + node->epsilon) * weight[i];
+}
+
+static void check_linear_token(const Node* node, int64_t token, const float* y, double* a) {
+  const Weights* w = &node->weights;
+  const Value* bias = &node->context.inputs[node->context.input_count - 1];
+  const int exact = node->kind == PLAIN || node->kind == HEAD;
+  const double slack = exact ? 0 : MADE;
+  activations(node, token, a);
+  int finite = 1;
+  for (int64_t i = 0; i < w->K; i++) finite &= isfinite(a[i]) != 0;
+  for (int64_t n = 0; n < w->N; n++) {
+    double sum = 0, size = 0, flips = 0;
+    for (int64_t b = 0; b < w->blocks && finite; b++) {
+      const double scale = w->scales[n * w->blocks + b];
+      const int zero_point = w->zero_points[n * w->blocks + b];
+      float largest = 0;
+      for (int64_t i = b * w->block; i < (b + 1) * w->block; i++) largest = fmaxf(largest, fabsf((float)a[i]));
+      const float inverse = largest > 0 ? 127 / largest : 0;
+      if (inverse > FLT_MAX) continue; /* too small to divide by */
+      double term = 0;
+      for (int64_t i = b * w->block; i < (b + 1) * w->block; i++) {
+        const int weight = w->codes[n * w->K + i] - zero_point;
+        const float quotient = (float)a[i] * inverse;
+        term += nearbyintf(quotient) * weight;
+        if (fabs(quotient - floorf(quotient) - 0.5f) < 2 * 127 * slack) flips += fabs(weight * scale) * largest / 127;
+      }
+      sum += term * scale * (largest / 127);
+      size += fabs(term * scale * (largest / 127));
+    }
+    if (bias->present) sum += ((const float*)bias->data)[n], size += fabs(((const float*)bias->data)[n]);
+    if (!finite) {
+      if (isfinite(y[n])) fail("%s: token %d, output %d: NaN is lost", node->what, (int)token, (int)n);
+    } else if (!(fabs(y[n] - sum) <= size * ((double)(w->blocks + 4) * ROUNDING + 2 * slack) + flips + 1e-30)) {
+      fail("%s: N %d K %d block %d bits %d symmetric %d M %d: token %d, output %d: %.9g, expected %.9g", node->what,
+           (int)w->N, (int)w->K, (int)w->block, (int)w->bits, (int)w->symmetric, (int)node->M, (int)token, (int)n, y[n],
+           sum);
+    }
+  }
+}
+
+static void check_linear(Node* node) {
+  const Weights* w = &node->weights;
+  double* a = malloc(w->K * sizeof *a);
+  const float* y = node->context.outputs[0].data;
+  const int64_t stride = node->M > 20 ? 37 : 1;
+  for (int64_t token = 0; token < node->M; token += stride) check_linear_token(node, token, y + token * w->N, a);
+  if (node->kind == RESIDUAL_NORM)
+    for (int64_t i = 0; i < node->M * w->K; i++) {
+      const float sum = ((float*)node->context.inputs[0].data)[i] + ((float*)node->context.inputs[1].data)[i];
+      const float found = ((float*)node->context.outputs[1].data)[i];
+      if (found != sum && !(isnan(sum) && isnan(found))) fail("ResidualNormLinear: the sum differs");
+    }
+  free(a);
+  if (node->kind != HEAD) return;
+  /* The same node once more, greedy: the first of the largest of the logits it gave. */
+  Value logits = node->context.outputs[0];
+  node->context.outputs[0] = (Value){0};
+  release_value(&node->context.outputs[1]);
+  *(char*)node->context.inputs[1].data = 1;
+  expect_success(node, run_node(node->op, &node->info, &node->context));
+  const int64_t* chosen = node->context.outputs[1].data;
+  for (int64_t token = 0; token < node->M; token++) {
+    const float* row = (const float*)logits.data + token * w->N;
+    int64_t best = 0;
+    for (int64_t n = 0; n < w->N && best >= 0; n++) best = !isfinite(row[n]) ? -1 : row[n] > row[best] ? n : best;
+    if (chosen[token] != best) fail("HeadLinear: chose %d, expected %d", (int)chosen[token], (int)best);
+  }
+  release_value(&logits);
+}
+
+/* --- gather ----------------------------------------------------------------------------------------------------- */
+
+static Node new_gather(void) {
+  Node node = {.what = "BlockGather", .op = find_op("BlockGather", 0, INT64)};
+  Value* in = node.context.inputs;
+  const int64_t block = PICK(16, 32, 64), K = block * random_int(1, 3), N = random_int(1, 70);
+  new_value(&in[0], INT64, 2, (int64_t[]){random_int(1, 3), random_int(0, 5)});
+  for (int64_t i = 0; i < elements_of(&in[0]); i++) ((int64_t*)in[0].data)[i] = random_int(-N, N - 1);
+  node.weights = new_weights(N, K, block, 0, &in[1], &in[2], &in[3]);
+  node.changed[0] = TYPE | PRESENCE | ALIGNMENT;
+  node.changed[1] = LAST_AXIS | TYPE | PRESENCE;
+  node.changed[2] = ALL;
+  node.changed[3] = LAST_AXIS | TYPE;
+  node.context.input_count = 4;
+  add_weights(&node.info, &node.weights);
+  return node;
+}
+
+static void check_gather(Node* node) {
+  const Weights* w = &node->weights;
+  const Value* ids = &node->context.inputs[0];
+  for (int64_t i = 0; i < elements_of(ids); i++) {
+    int64_t id = ((int64_t*)ids->data)[i];
+    id += id < 0 ? w->N : 0;
+    for (int64_t k = 0; k < w->K; k++) {
+      const int64_t at = id * w->blocks + k / w->block;
+      const float expected = (float)(w->codes[id * w->K + k] - w->zero_points[at]) * w->scales[at];
+      const float found = ((float*)node->context.outputs[0].data)[i * w->K + k];
+      if (found != expected) fail("BlockGather: channel %d of %d: %g, expected %g", (int)k, (int)id, found, expected);
+    }
+  }
+}
+
+/* --- attention -------------------------------------------------------------------------------------------------- */
+
+enum { QUERY, KEY, VALUE, PAST_KEY, PAST_VALUE, LENGTHS, COSINES, SINES, KEY_SCALE, VALUE_SCALE, INPUTS };
+enum { NO_ROPE, HALVES, INTERLEAVED };
+
+static void copy_value(const Value* from, Value* to) {
+  new_value(to, from->type, from->rank, from->dims);
+  if (to->data) memcpy(to->data, from->data, elements_of(from) * size_of(from->type));
+}
+
+static Node new_attention(void) {
+  Node node = {.what = "CachedAttention", .int8 = one_in(2), .packed = one_in(2), .in_place = one_in(2)};
+  Value* in = node.context.inputs;
+  const int64_t group = random_int(1, 7);
+  const int many = one_in(30);
+  node.kv_heads = random_int(1, 3), node.heads = node.kv_heads * (many ? 60 : group);
+  node.D = PICK(16, 16, 32, 48, 64, 80);
+  node.B = random_int(1, 3), node.T = random_int(1, 150);
+  node.S = one_in(2) ? 1 : random_int(0, node.T < 30 ? node.T : 30);
+  node.rotary = random_int(NO_ROPE, INTERLEAVED);
+  node.window = one_in(3) ? random_int(1, 100) : one_in(10) ? INT64_MAX : 0;
+  node.softcap = one_in(4) ? 3.0f : 0;
+  node.scale = 1 / sqrtf((float)node.D);
+  const int64_t width = node.heads * node.D, kv_width = node.kv_heads * node.D;
+  new_value(&in[QUERY], FLOAT, 3, (int64_t[]){node.B, node.S, node.packed ? width + 2 * kv_width : width});
+  fill_floats(&in[QUERY], 1);
+  for (int i = KEY; i <= VALUE && !node.packed; i++) {
+    new_value(&in[i], FLOAT, 3, (int64_t[]){node.B, node.S, kv_width});
+    fill_floats(&in[i], 1);
+    node.changed[i] = ALL;
+  }
+  for (int i = PAST_KEY; i <= PAST_VALUE; i++) {
+    new_value(&in[i], node.int8 ? INT8 : FLOAT, 4, (int64_t[]){node.B, node.kv_heads, node.T, node.D});
+    if (node.int8)
+      for (int64_t j = 0; j < elements_of(&in[i]); j++) ((int8_t*)in[i].data)[j] = (int8_t)random_int(-128, 127);
+    else
+      fill_floats(&in[i], 1);
+    node.changed[i] = LAST_AXIS | PRESENCE | (node.int8 ? 0 : ALIGNMENT);
+    copy_value(&in[i], i == PAST_KEY ? &node.past_key : &node.past_value);
+    if (!node.in_place) continue;
+    node.context.outputs[i - PAST_KEY + 1] = in[i];
+  }
+  new_value(&in[LENGTHS], INT32, 1, &node.B);
+  for (int64_t b = 0; b < node.B; b++)
+    ((int32_t*)in[LENGTHS].data)[b] = (int32_t)(random_int(node.S ? node.S : 1, node.T) - 1);
+  node.positions = node.T + random_int(0, 5);
+  for (int i = COSINES; i <= SINES && node.rotary; i++) {
+    new_value(&in[i], FLOAT, 2, (int64_t[]){node.positions, node.D / 2});
+    fill_floats(&in[i], 0.7f);
+    node.changed[i] = ALL;
+  }
+  for (int i = KEY_SCALE; i <= VALUE_SCALE && node.int8; i++) {
+    new_value(&in[i], FLOAT, 2, (int64_t[]){node.kv_heads, node.D});
+    for (int64_t j = 0; j < kv_width; j++) ((float*)in[i].data)[j] = (float)random_int(10, 40) / 1000;
+    node.changed[i] = ALL;
+  }
+  if (one_in(8)) { /* values whose results are not compared */
+    const float extremes[] = {NAN, INFINITY, -INFINITY, FLT_MAX, 1e-42f};
+    node.values = NON_FINITE;
+    float* query = in[QUERY].data;
+    for (int64_t i = 0; i < elements_of(&in[QUERY]); i++)
+      if (one_in(9)) query[i] = extremes[random_int(0, 4)];
+  }
+  node.changed[QUERY] = ALL, node.changed[LENGTHS] = ALL;
+  node.context.input_count = INPUTS;
+  node.op = find_op("CachedAttention", PAST_KEY, node.int8 ? INT8 : FLOAT);
+  add_int(&node.info, "num_heads", node.heads), add_int(&node.info, "kv_num_heads", node.kv_heads);
+  add_float(&node.info, "scale", node.scale);
+  add_int(&node.info, "do_rotary", node.rotary != NO_ROPE);
+  add_int(&node.info, "rotary_interleaved", node.rotary == INTERLEAVED);
+  add_float(&node.info, "softcap", node.softcap);
+  add_int(&node.info, "local_window_size", node.window);
+  return node;
+}
+
+static void rotated(const Node* node, const float* from, int64_t position, double* to) {
+  const Value* in = node->context.inputs;
+  const int64_t half = node->D / 2;
+  for (int64_t i = 0; i < node->D; i++) to[i] = from[i];
+  for (int64_t i = 0; i < half && node->rotary; i++) {
+    const double c = ((float*)in[COSINES].data)[position * half + i], s = ((float*)in[SINES].data)[position * half + i];
+    const int64_t first = node->rotary == INTERLEAVED ? 2 * i : i;
+    const int64_t other = node->rotary == INTERLEAVED ? 2 * i + 1 : half + i;
+    to[first] = from[first] * c - from[other] * s;
+    to[other] = from[other] * c + from[first] * s;
+  }
+}
+
+static double cached(const Node* node, const Value* cache, int scale, int64_t head, int64_t index) {
+  if (!node->int8) return ((float*)cache->data)[index];
+  return ((int8_t*)cache->data)[index] *
+         (double)((float*)node->context.inputs[scale].data)[head * node->D + index % node->D];
+}
+
+/* New entries are the rounded keys and values, entries before and, in place, after them are as they were. */
+static void check_cache(const Node* node, int64_t b, int64_t head) {
+  const Value *in = node->context.inputs, *out = node->context.outputs;
+  const int64_t D = node->D, last = ((int32_t*)in[LENGTHS].data)[b], size = size_of(node->int8 ? INT8 : FLOAT);
+  const int64_t kv_width = node->kv_heads * D, row = (b * node->kv_heads + head) * node->T;
+  for (int side = 0; side < 2; side++) {
+    const Value *past = side ? &node->past_value : &node->past_key, *present = &out[1 + side];
+    for (int64_t t = 0; t < node->T; t++) {
+      const int64_t at = (row + t) * D, s = t - (last + 1 - node->S);
+      if (s < 0 || (node->in_place && t > last)) {
+        if (memcmp((char*)past->data + at * size, (char*)present->data + at * size, D * size))
+          fail("CachedAttention: entry %d of the cache changed", (int)t);
+        continue;
+      }
+      if (t > last) continue;
+      double expected[80];
+      const int64_t token = b * node->S + s;
+      const float* from = node->packed ? (float*)in[QUERY].data + token * (node->heads * D + 2 * kv_width) +
+                                             node->heads * D + side * kv_width + head * D
+                                       : (float*)in[side ? VALUE : KEY].data + token * kv_width + head * D;
+      for (int64_t i = 0; i < D; i++) expected[i] = from[i];
+      if (!side) rotated(node, from, t, expected);
+      for (int64_t i = 0; i < D; i++) {
+        double wanted = expected[i], found, limit = 1e-5 * (1 + fabs(wanted));
+        if (node->int8) {
+          wanted /= ((float*)in[KEY_SCALE + side].data)[head * D + i];
+          wanted = fmin(fmax(wanted, -128), 127), limit = 0.5 + 1e-3;
+          found = ((int8_t*)present->data)[at + i];
+        } else {
+          found = ((float*)present->data)[at + i];
+        }
+        if (!(fabs(found - wanted) <= limit)) fail("CachedAttention: cache entry %g, expected %g", found, wanted);
+      }
+    }
+  }
+}
+
+static void check_attention(Node* node) {
+  if (node->values == NON_FINITE) return;
+  const Value *in = node->context.inputs, *out = node->context.outputs;
+  const int64_t D = node->D, group = node->heads / node->kv_heads;
+  const int64_t stride = node->packed ? (node->heads + 2 * node->kv_heads) * D : node->heads * D;
+  for (int64_t b = 0; b < node->B; b++)
+    for (int64_t head = 0; head < node->kv_heads; head++) check_cache(node, b, head);
+  const int64_t step = node->heads > 30 ? 13 : 1;
+  for (int64_t b = 0; b < node->B; b++)
+    for (int64_t s = 0; s < node->S; s++)
+      for (int64_t h = 0; h < node->heads; h += step) {
+        const int64_t head = h / group, position = ((int32_t*)in[LENGTHS].data)[b] + 1 - node->S + s;
+        const int64_t row = (b * node->kv_heads + head) * node->T;
+        double query[80], scores[160], y[80] = {0}, max = -INFINITY, sum = 0, largest = 0;
+        rotated(node, (float*)in[QUERY].data + (b * node->S + s) * stride + h * D, position, query);
+        const int64_t first = node->window && position + 1 > node->window ? position + 1 - node->window : 0;
+        for (int64_t t = first; t <= position; t++) {
+          double score = 0;
+          for (int64_t i = 0; i < D; i++) score += query[i] * cached(node, &out[1], KEY_SCALE, head, (row + t) * D + i);
+          score *= node->scale;
+          if (node->softcap > 0) score = node->softcap * tanh(score / node->softcap);
+          scores[t] = score, max = fmax(max, score);
+        }
+        for (int64_t t = first; t <= position; t++) sum += exp(scores[t] - max);
+        for (int64_t t = first; t <= position; t++)
+          for (int64_t i = 0; i < D; i++) {
+            const double value = cached(node, &out[2], VALUE_SCALE, head, (row + t) * D + i);
+            y[i] += exp(scores[t] - max) / sum * value, largest = fmax(largest, fabs(value));
+          }
+        const float* found = (float*)out[0].data + ((b * node->S + s) * node->heads + h) * D;
+        for (int64_t i = 0; i < D; i++)
+          if (!(fabs(found[i] - y[i]) <= 2e-5 * largest))
+            fail("CachedAttention: B %d S %d T %d D %d int8 %d window %d: token %d, head %d: %.9g, expected %.9g",
+                 (int)node->B, (int)node->S, (int)node->T, (int)D, (int)node->int8, (int)node->window, (int)s, (int)h,
+                 found[i], y[i]);
+      }
+}
+
+/* --- malformed nodes -------------------------------------------------------------------------------------------- */
+
+static int64_t malformed_int(const char* name) {
+  if (!strcmp(name, "local_window_size")) return PICK(-1, INT64_MIN);
+  return PICK(0, -1, INT64_MIN, INT64_MAX, INT64_C(1) << 40, INT64_C(1) << 31, -32);
+}
+
+static int is_optional(const char* attribute) {
+  return !strncmp(attribute, "do_", 3) || !strncmp(attribute, "rotary", 6) || !strcmp(attribute, "epsilon") ||
+         !strcmp(attribute, "softcap") || !strcmp(attribute, "local_window_size");
+}
+
+/* Breaks one thing of a node; says what, or NULL if the thing cannot be broken. */
+static const char* malform(Node* node, int64_t thing) {
+  Context* context = &node->context;
+  if (thing < MOST_INPUTS) {
+    Value* value = &context->inputs[thing];
+    const int64_t kinds = node->changed[thing], kind = PICK(LAST_AXIS, LAST_AXIS, TYPE, PRESENCE, ALIGNMENT);
+    if (!value->present || !(kinds & kind) || !elements_of(value)) return NULL;
+    const Value before = *value;
+    const int bound = node->in_place && (thing == PAST_KEY || thing == PAST_VALUE); /* its memory is an output's, too */
+    if (kind == LAST_AXIS) {
+      int64_t* axis = &value->dims[value->rank - 1];
+      *axis += *axis > 1 && one_in(2) ? -1 : 1;
+      const Value shape = *value;
+      new_value(value, shape.type, shape.rank, shape.dims);
+      if (value->data) memset(value->data, 0, elements_of(value) * size_of(value->type));
+      if (!bound) free(before.block);
+      return "another last axis";
+    }
+    if (kind == TYPE) {
+      value->type = value->type == INT64 ? FLOAT : INT64;
+      return "another type";
+    }
+    if (kind == PRESENCE) {
+      value->present = 0;
+      return "an absent input";
+    }
+    const size_t bytes = elements_of(value) * size_of(value->type);
+    value->block = malloc(bytes + 1);
+    value->data = (char*)value->block + 1;
+    memset(value->data, 0, bytes);
+    if (!bound) free(before.block);
+    return "data that is not aligned";
+  }
+  if (thing == MOST_INPUTS) {
+    Attribute* attribute = &node->info.attributes[random_int(0, (int64_t)node->info.count - 1)];
+    if (!is_optional(attribute->name) && one_in(4) &&
+        (strcmp(attribute->name, "symmetric") || strcmp(node->what, "BlockGather"))) {
+      attribute->name = "absent";
+      return "a missing attribute";
+    }
+    if (!strcmp(attribute->name, "half_scales")) {
+      attribute->i = !attribute->i;
+      return "another half_scales";
+    }
+    if (!strncmp(attribute->name, "do_", 3) || !strncmp(attribute->name, "rotary", 6) ||
+        !strcmp(attribute->name, "symmetric"))
+      return NULL;
+    if (attribute->is_float) {
+      const float bad[] = {NAN, -1.0f, -INFINITY};
+      attribute->f = bad[random_int(0, 2)];
+    } else {
+      attribute->i = malformed_int(attribute->name);
+    }
+    return "a malformed attribute";
+  }
+  if (!strcmp(node->what, "CachedAttention")) {
+    const int64_t lengths[] = {node->T, INT32_MAX, INT32_MIN, -2, node->S - 2};
+    ((int32_t*)context->inputs[LENGTHS].data)[random_int(0, node->B - 1)] = (int32_t)lengths[random_int(0, 4)];
+    return "a malformed length";
+  }
+  if (!strcmp(node->what, "BlockGather") && elements_of(&context->inputs[0])) {
+    const int64_t N = node->weights.N, ids[] = {N, -N - 1, INT64_MIN, INT64_MAX};
+    ((int64_t*)context->inputs[0].data)[0] = ids[random_int(0, 3)];
+    return "a malformed id";
+  }
+  return NULL;
+}
+
+/* --- cases ------------------------------------------------------------------------------------------------------ */
+
+static Node new_node(int64_t op) {
+  return op < 4 ? new_linear(one_in(150) ? 32768 : 0) : op == 4 ? new_gather() : new_attention();
+}
+static void check_node(Node* node) {
+  if (!strcmp(node->what, "CachedAttention"))
+    check_attention(node);
+  else if (!strcmp(node->what, "BlockGather"))
+    check_gather(node);
+  else
+    check_linear(node);
+}
+
+/* An input, or what follows them in `malform`. */
+static int64_t random_thing(const Node* node) {
+  const int64_t inputs = (int64_t)node->context.input_count, thing = random_int(0, inputs + 1);
+  return thing < inputs ? thing : MOST_INPUTS + thing - inputs;
+}
+
+static void run_case(int64_t counts[4]) {
+  if (one_in(100)) {
+    Node node = new_linear(32784);
+    expect_status(&node, run_node(node.op, &node.info, &node.context), "a block whose sums overflow");
+    release_node(&node);
+    counts[1]++;
+    return;
+  }
+  Node node = new_node(random_int(0, 7));
+  const int64_t way = random_int(0, 9);
+  use_threads = one_in(12);
+  if (way < 5) {
+    expect_success(&node, run_node(node.op, &node.info, &node.context));
+    check_node(&node);
+    counts[0]++;
+  } else if (way < 8) {
+    const char* why = NULL;
+    for (int tries = 0; !why && tries < 8; tries++) why = malform(&node, random_thing(&node));
+    Status* status = run_node(node.op, &node.info, &node.context);
+    if (why)
+      expect_status(&node, status, why);
+    else
+      expect_success(&node, status);
+    counts[why ? 1 : 0]++;
+  } else if (way == 8) {
+    fail_call = random_int(0, 45);
+    Status* status = run_node(node.op, &node.info, &node.context);
+    if (fail_call >= 0) /* the node makes fewer calls */
+      expect_success(&node, status);
+    else if (!status && (!failed_name || !is_optional(failed_name)))
+      fail("%s: a failing call was ignored", node.what);
+    else if (status)
+      drop_status(status);
+    fail_call = -1;
+    counts[2]++;
+  } else {
+    fail_allocation = random_int(0, 2);
+    Status* status = run_node(node.op, &node.info, &node.context);
+    if (fail_allocation < 0) expect_status(&node, status, "a failed allocation");
+    if (fail_allocation >= 0) expect_success(&node, status);
+    fail_allocation = -1;
+    counts[3]++;
+  }
+  release_node(&node);
+  if (live_statuses) fail("%s: %d statuses leak", node.what, (int)live_statuses);
+}
+
+/* Every failing call of the registration, and a runtime that is too old. */
+static void check_registration(void) {
+  for (fail_call = 0; fail_call < 16;) {
+    const int64_t call = fail_call;
+    Status* status = register_library(API_VERSION);
+    fail_call = call + 1;
+    if (!status) {
+      release_library();
+      if (call < 9) fail("registration: a failing call %d was accepted", (int)call);
+    } else {
+      drop_status(status);
+    }
+  }
+  fail_call = -1;
+  Status* status = register_library(API_VERSION - 1);
+  if (!status) fail("registration: an older runtime was accepted");
+  drop_status(status);
+  if (live_domains || live_statuses) fail("registration: domains or statuses leak");
+}
+
+static uint64_t seed;
+static int64_t running_case = -1;
+void __sanitizer_set_death_callback(void (*callback)(void));
+static void print_case(void) {
+  fprintf(stderr, "seed %llu, case %lld\n", (unsigned long long)seed, (long long)running_case);
+}
+
+static void* run_in_thread(void* counts) {
+  run_case(counts);
+  return NULL;
+}
+
+int main(int count, char** arguments) {
+  if (count != 3) fail("usage: fuzz SEED CASES");
+  seed = strtoull(arguments[1], NULL, 10);
+  const int64_t cases = strtoll(arguments[2], NULL, 10);
+  __sanitizer_set_death_callback(print_case);
+  check_registration();
+  Status* status = register_library(API_VERSION);
+  if (status) fail("registration: %s", message_of(status));
+  int64_t counts[4] = {0};
+  for (int64_t i = 0; i < cases; i++) {
+    seed_random(seed * 1000003 + (uint64_t)i);
+    running_case = i;
+    pthread_t thread; /* of its own, so that no case finds the scratch memory of another */
+    if (pthread_create(&thread, NULL, run_in_thread, counts)) fail("no thread");
+    pthread_join(thread, NULL);
+  }
+  release_library();
+  printf("seed %llu: %lld valid, %lld malformed, %lld with a failing call, %lld with a failing allocation\n",
+         (unsigned long long)seed, (long long)counts[0], (long long)counts[1], (long long)counts[2],
+         (long long)counts[3]);
+  return 0;
+}

@@ -1,0 +1,67 @@
+/* A stand-in for ONNX Runtime: the entries of its API that the kernels use, over tensors in heap blocks of their exact
+   sizes, so that AddressSanitizer sees a read past any end. Any call can be made to fail. */
+#ifndef TAPEOUT_RUNTIME_H
+#define TAPEOUT_RUNTIME_H
+
+#include "ort.h"
+
+#define MOST_INPUTS     10
+#define MOST_OUTPUTS    3
+#define MOST_ATTRIBUTES 8
+
+struct Value {
+  int present, type;
+  size_t rank;
+  int64_t dims[9];
+  void* block; /* the heap block that `data` lies in */
+  void* data;
+};
+
+typedef struct {
+  const char* name;
+  int is_float;
+  int64_t i;
+  float f;
+} Attribute;
+
+struct Info {
+  size_t count;
+  Attribute attributes[MOST_ATTRIBUTES];
+};
+
+struct Context {
+  size_t input_count;
+  Value inputs[MOST_INPUTS], outputs[MOST_OUTPUTS];
+};
+
+/* What the next calls do. */
+extern int64_t fail_call;       /* the API call that fails, counted down; negative: none */
+extern const char* failed_name; /* of the attribute that the failing call was for, if any */
+extern int64_t fail_allocation; /* the same for allocations of the kernels */
+extern int use_threads;         /* a parallel for runs on threads, or on the calling one in a random order */
+extern int64_t live_statuses, live_domains;
+
+/* The operator of a name and type of its input `input`, from the library's own registration. */
+const Op* find_op(const char* name, size_t input, int type);
+/* Registers the library with an API of at most `version`. */
+Status* register_library(uint32_t version);
+void release_library(void);
+
+const char* message_of(const Status* status);
+void drop_status(Status* status);
+
+int64_t elements_of(const Value* value);
+void new_value(Value* value, int type, size_t rank, const int64_t* dims);
+void release_value(Value* value);
+void release_context(Context* context);
+
+/* Creates the kernel of a node, runs it once and destroys it. */
+Status* run_node(const Op* op, const Info* info, Context* context);
+
+uint64_t next_random(void);
+int64_t random_int(int64_t first, int64_t last);
+void seed_random(uint64_t seed);
+
+_Noreturn void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
+
+#endif

@@ -1,0 +1,140 @@
+"""The kernels under AddressSanitizer and UndefinedBehaviorSanitizer, on random nodes, valid and malformed.
+
+Longer runs: ``TAPEOUT_FUZZ_CASES=200000 TAPEOUT_FUZZ_SEED=7 pytest tests/sanitizers``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from engines.native import LEVELS, Level, compiler
+from tests.sanitizers import build
+
+pytestmark = pytest.mark.usefixtures("sanitizers")
+
+SEED = int(os.environ.get("TAPEOUT_FUZZ_SEED", "1"))
+CASES = int(os.environ.get("TAPEOUT_FUZZ_CASES", "1000"))
+PLANTED_CASES = 3000  # at most: the first finding ends a run
+LEAST = LEVELS[-1]
+
+
+@pytest.fixture(scope="module")
+def sanitizers() -> None:
+    build.require_sanitizers()
+
+
+def fuzz(program: Path, seed: int, cases: int) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([program, str(seed), str(cases)], capture_output=True, text=True)
+
+
+def test_random_nodes_are_computed_or_refused(level: Level, tmp_path: Path) -> None:
+    objects = build.compile_kernels(compiler.SOURCE, tmp_path, level) | build.compile_host(tmp_path, level)
+    done = fuzz(build.link(objects, tmp_path / "fuzz"), SEED, CASES)
+    print(f"{level.name}: {done.stdout.strip()}")
+    assert done.returncode == 0, done.stderr[-6000:]
+    counts = [int(count) for count in re.findall(r"(\d+) (?:valid|malformed|with)", done.stdout)]
+    assert sum(counts) == CASES
+    assert min(counts) > CASES // 50  # every way of running a node is taken
+
+
+@dataclass(frozen=True)
+class Defect:
+    """A change of one file of the kernels that the fuzzer must find."""
+
+    file: str
+    before: str
+    after: str
+    found: str  # in what the fuzzer or a sanitizer prints
+
+
+DEFECTS = {
+    "the size of past values is not checked": Defect(
+        "cached_attention.c",
+        "!holds(&in[PAST_VALUE], past->type, past->elements)",
+        "0",
+        "heap-buffer-overflow|accepted",
+    ),
+    "the size of sines is not checked": Defect(
+        "cached_attention.c", "!holds(sines, FLOAT, cosines->elements)", "!sines->present", "overflow|accepted"
+    ),
+    "a length may exceed the cache": Defect(
+        "cached_attention.c", "w->last[b] >= positions ||", "", "AddressSanitizer|accepted"
+    ),
+    "a length overflows 32 bits": Defect(
+        "cached_attention.c", "w->last[b] + (int64_t)1 < w->S", "w->last[b] + 1 < w->S", "signed integer overflow"
+    ),
+    "keys after a token are not left out": Defect(
+        "cached_attention.c", "if (end <= 0) return 0;", "", "runtime error|expected"
+    ),
+    "a buffer of a unit is too small": Defect(
+        "cached_attention.c", "4 * KEYS * w->D * 2 +", "4 * KEYS * w->D +", "heap-buffer-overflow"
+    ),
+    "a query sees one key too few": Defect(
+        "cached_attention.c",
+        "const int64_t end = position + 1 - start",
+        "const int64_t end = position - start",
+        "expected",
+    ),
+    "a failed allocation is used": Defect(
+        "cached_attention.c", "if (!memory) return 0;", "", "null pointer|SEGV|overflow|unknown-crash"
+    ),
+    "columns of padding are written": Defect(
+        "block_linear.c", "left >= TILE ? TILE : left > 0 ? left : 0,", "TILE,", "heap-buffer-overflow|expected"
+    ),
+    "a bias is read beyond its end": Defect(
+        "block_linear.c", "load_first(w->bias + column, count)", "load(w->bias + column)", "heap-buffer-overflow"
+    ),
+    "a prefetch goes beyond the weights": Defect(
+        "block_linear.c", "groups > 1 && tile + width < w->tiles", "groups > 1", "heap-buffer-overflow"
+    ),
+    "two bits of 6-bit codes are exchanged": Defect(
+        "block_linear.c", "if (s % 4 == 3) high >>= 2;", "if (s % 4 == 3) high >>= 1;", "expected"
+    ),
+    "the sums of NaN overflow": Defect(
+        "block_linear.c", "largest <= FLT_MAX && inverse <= FLT_MAX", "1", "signed integer overflow"
+    ),
+    "blocks may be of any size": Defect("block_linear.c", "found.block > LARGEST_BLOCK", "0", "accepted"),
+    "the last of equal logits is chosen": Defect(
+        "block_linear.c", "found[part].value > max.value", "found[part].value >= max.value", "chose"
+    ),
+    "an id may be one too large": Defect("block_gather.c", "w.ids[i] >= k->N", "w.ids[i] > k->N", "accepted|overflow"),
+    "zero points are not checked": Defect(
+        "block_gather.c", "(zero_points.present && !holds(&zero_points, UINT8, blocks))", "0", "overflow|accepted"
+    ),
+    "a status leaks": Defect(
+        "ort.h", "  release_status(api, status);\n  return status ? otherwise", "  return status ? otherwise", "leak"
+    ),
+    "a failing call is ignored": Defect(
+        "ort.h", "TRY(data_of(api, value, &tensor->data));", "", "null pointer|missing"
+    ),
+    "a domain leaks": Defect("library.c", "if (status) ((void (*)(Domain*))api[RELEASE_DOMAIN])(domain);", "", "leak"),
+}
+
+
+@pytest.fixture(scope="module")
+def whole(sanitizers: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    """Objects of the kernels as they are, and of the host."""
+    folder = tmp_path_factory.mktemp("whole")
+    yield build.compile_kernels(compiler.SOURCE, folder, LEAST) | build.compile_host(folder, LEAST)
+
+
+@pytest.mark.parametrize("defect", DEFECTS.values(), ids=DEFECTS)
+def test_a_planted_defect_is_found(defect: Defect, whole: dict[str, Path], tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(compiler.SOURCE, source)
+    text = (source / defect.file).read_text()
+    assert text.count(defect.before) >= 1, f"{defect.file} no longer has: {defect.before}"
+    (source / defect.file).write_text(text.replace(defect.before, defect.after))
+    changed = None if defect.file.endswith(".h") else frozenset({defect.file})
+    objects = whole | build.compile_kernels(source, tmp_path, LEAST, changed)
+    done = fuzz(build.link(objects, tmp_path / "fuzz"), SEED, PLANTED_CASES)
+    assert done.returncode != 0, f"not found in {PLANTED_CASES} cases: {done.stdout}"
+    assert re.search(defect.found, done.stderr), done.stderr[-3000:]
