@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,7 +21,7 @@ import typer.core
 from tapeout.errors import ArtifactError, ExitCode, TapeoutError
 
 if TYPE_CHECKING:
-    from pipeline.registry.promotion import Move
+    from rich.console import RenderableType
 
 INTERRUPTED = 130
 
@@ -106,14 +107,12 @@ def gate(artifacts: Artifacts = Path("artifacts"), params: Params = Path("params
 
     Example, as the last step of a CI job: `tapeout gate`
     """
-    from pipeline.cli.tables import console, verdict
+    from pipeline.cli.tables import verdict
     from pipeline.cli.verdict import load_verdict
 
     found = load_verdict(artifacts, params)
-    if as_json:
-        _print_json({"digest": found.digest, "exit_code": int(found.record.exit_code)} | _dump(found.record))
-    else:
-        console().print(verdict(found.record))
+    record = found.record.model_dump(mode="json")
+    _show({"digest": found.digest, "exit_code": int(found.record.exit_code)} | record, verdict(found.record), as_json)
     raise typer.Exit(found.record.exit_code)
 
 
@@ -167,7 +166,8 @@ def promote(
     from tapeout.recipe import load_recipe
 
     name = load_recipe(params).register_.model_name
-    _print_move(move(name, version=version, expect_champion=expect_champion, bundle=bundle), as_json)
+    done = move(name, version=version, expect_champion=expect_champion, bundle=bundle)
+    _show(asdict(done), done.message, as_json)
 
 
 @app.command(rich_help_panel="Judge and release")
@@ -179,7 +179,8 @@ def rollback(params: Params = Path("params.yaml"), as_json: Json = False) -> Non
     from pipeline.registry.promotion import rollback as move
     from tapeout.recipe import load_recipe
 
-    _print_move(move(load_recipe(params).register_.model_name), as_json)
+    done = move(load_recipe(params).register_.model_name)
+    _show(asdict(done), done.message, as_json)
 
 
 @app.command(rich_help_panel="Explain")
@@ -204,14 +205,10 @@ def inspect(
     Example: `tapeout inspect artifacts/candidate`
     """
     from pipeline.cli.explain import explain
+    from pipeline.cli.tables import explanation
 
     found = explain(path)
-    if as_json:
-        _print_json(asdict(found))
-    else:
-        from pipeline.cli.tables import console, explanation
-
-        console().print(explanation(found))
+    _show(asdict(found), explanation(found), as_json)
     if found.problems:
         raise typer.Exit(ExitCode.BROKEN)
 
@@ -225,13 +222,7 @@ def plan(artifacts: Artifacts = Path("artifacts"), params: Params = Path("params
     from pipeline.cli import plan as command
     from tapeout.recipe import load_recipe
 
-    record, shown = command.run(artifacts, load_recipe(params))
-    if as_json:
-        _print_json(record)
-    else:
-        from pipeline.cli.tables import console
-
-        console().print(shown)
+    _show(*command.run(artifacts, load_recipe(params)), as_json)
 
 
 @app.command(rich_help_panel="Explain")
@@ -250,15 +241,8 @@ def costs(
     from pipeline.cli import costs as command
     from tapeout.recipe import load_recipe
 
-    record, shown = command.run(
-        artifacts, load_recipe(params), command.parse_rows(rows), lambda text: print(text, file=sys.stderr)
-    )
-    if as_json:
-        _print_json(record)
-    else:
-        from pipeline.cli.tables import console
-
-        console().print(shown)
+    say = partial(print, file=sys.stderr)
+    _show(*command.run(artifacts, load_recipe(params), command.parse_rows(rows), say), as_json)
 
 
 @app.command(rich_help_panel="Explain")
@@ -268,15 +252,11 @@ def doctor(params: Params = Path("params.yaml"), as_json: Json = False) -> None:
     Example: `tapeout doctor`
     """
     from pipeline.cli.doctor import diagnose
+    from pipeline.cli.tables import diagnosis
     from tapeout.recipe import load_recipe
 
     found = diagnose(load_recipe(params), Path())
-    if as_json:
-        _print_json({"healthy": found.healthy} | asdict(found))
-    else:
-        from pipeline.cli.tables import console, diagnosis
-
-        console().print(diagnosis(found))
+    _show({"healthy": found.healthy} | asdict(found), diagnosis(found), as_json)
     raise typer.Exit(ExitCode.PASS if found.healthy else ExitCode.BROKEN)
 
 
@@ -392,16 +372,11 @@ def message(error: Exception) -> str:
     )
 
 
-def _print_move(move: Move, as_json: bool) -> None:
+def _show(record: Any, shown: RenderableType, as_json: bool) -> None:
+    """Print a result: for a script, or for a reader."""
     if as_json:
-        _print_json(asdict(move))
+        print(json.dumps(record, indent=1, default=str, allow_nan=False))
     else:
-        print(move.message)
+        from pipeline.cli.tables import console
 
-
-def _dump(record: Any) -> dict[str, Any]:
-    return record.model_dump(mode="json")
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=1, default=str, allow_nan=False))
+        console().print(shown)

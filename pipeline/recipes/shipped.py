@@ -10,7 +10,7 @@ from typing import Any
 from tapeout.errors import RecipeError
 from tapeout.recipe import load_recipe
 
-FOLDER = Path(__file__).parent / "recipes"
+FOLDER = Path(__file__).parent
 
 
 def names() -> dict[str, str]:

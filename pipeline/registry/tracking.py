@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
-import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -65,7 +63,7 @@ def connect(*, write: bool) -> Generator[MlflowClient]:
         if uri.startswith(("http://", "https://")):
             # Any answer will do: it is the absence of one that MLflow takes minutes to report.
             requests.get(f"{uri.rstrip('/')}/health", timeout=10)
-        with _locked(uri) if write else _unlocked():
+        with _locked(database) if write and (database := sqlite_path(uri)) else nullcontext():
             yield _client(uri)
     except requests.RequestException as error:
         raise RegistryError(
@@ -105,37 +103,25 @@ def sqlite_path(uri: str) -> Path | None:
 
 
 @contextmanager
-def _unlocked() -> Generator[None]:
-    yield
+def _locked(database: Path) -> Generator[None]:
+    """Held by one process at a time, and freed when that process ends, however it ends."""
+    from filelock import FileLock, Timeout
 
-
-@contextmanager
-def _locked(uri: str) -> Generator[None]:
-    database = sqlite_path(uri)
-    if database is None:
-        yield
-        return
     path = database.with_name(f"{database.name}.lock")
     try:
-        stream = path.open("a")
+        path.touch()  # FileLock would create a folder that is missing
     except OSError as error:
         raise RegistryError(
             f"cannot write {path}: {error.strerror}",
             expected="a writable folder for the registry's database",
             remedy="create the folder or correct MLFLOW_TRACKING_URI",
         ) from error
-    with stream:
-        deadline = time.monotonic() + LOCK_SECONDS
-        while True:
-            try:
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise RegistryError(
-                        f"another process has held {path} for {LOCK_SECONDS:.0f} seconds",
-                        expected="one register, promote or rollback at a time",
-                        remedy="wait for it to finish, or stop it; the lock ends with its process",
-                    ) from None
-                time.sleep(0.05)
-        yield  # closing the stream frees the lock, also when this process dies
+    try:
+        with FileLock(path, timeout=LOCK_SECONDS):
+            yield
+    except Timeout as error:
+        raise RegistryError(
+            f"another process has held {path} for {LOCK_SECONDS:.0f} seconds",
+            expected="one register, promote or rollback at a time",
+            remedy="wait for it to finish, or stop it; the lock ends with its process",
+        ) from error

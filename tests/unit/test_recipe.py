@@ -41,6 +41,11 @@ def test_params_yaml_says_every_parameter_and_what_the_code_says(tmp_path: Path)
     assert leaves(yaml.safe_load((ROOT / "params.yaml").read_text())).keys() == leaves(shipped).keys()
 
 
+def test_shipped_recipes_are_found_with_their_sentence() -> None:
+    assert {"default", "auto", "w4-rtn", "starved"} <= shipped.names().keys()
+    assert all(len(sentence) > 10 for sentence in shipped.names().values())
+
+
 @pytest.mark.parametrize("name", shipped.names())
 def test_a_shipped_recipe_is_valid_and_default_leads_back(name: str, tmp_path: Path) -> None:
     changed = tmp_path / "params.yaml"
