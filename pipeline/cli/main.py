@@ -163,8 +163,8 @@ def promote(
 
     Example: `tapeout promote`
     """
+    from pipeline.recipe import load_recipe
     from pipeline.registry.promotion import promote as move
-    from tapeout.recipe import load_recipe
 
     name = load_recipe(params).register_.model_name
     _print_move(move(name, version=version, expect_champion=expect_champion, bundle=bundle), as_json)
@@ -176,8 +176,8 @@ def rollback(params: Params = Path("params.yaml"), as_json: Json = False) -> Non
 
     Example: `tapeout rollback`
     """
+    from pipeline.recipe import load_recipe
     from pipeline.registry.promotion import rollback as move
-    from tapeout.recipe import load_recipe
 
     _print_move(move(load_recipe(params).register_.model_name), as_json)
 
@@ -223,7 +223,7 @@ def plan(artifacts: Artifacts = Path("artifacts"), params: Params = Path("params
     Example: `tapeout plan`
     """
     from pipeline.cli import plan as command
-    from tapeout.recipe import load_recipe
+    from pipeline.recipe import load_recipe
 
     record, shown = command.run(artifacts, load_recipe(params))
     if as_json:
@@ -248,7 +248,7 @@ def costs(
     Example: `tapeout costs --rows 1,32`
     """
     from pipeline.cli import costs as command
-    from tapeout.recipe import load_recipe
+    from pipeline.recipe import load_recipe
 
     record, shown = command.run(
         artifacts, load_recipe(params), command.parse_rows(rows), lambda text: print(text, file=sys.stderr)
@@ -268,7 +268,7 @@ def doctor(params: Params = Path("params.yaml"), as_json: Json = False) -> None:
     Example: `tapeout doctor`
     """
     from pipeline.cli.doctor import diagnose
-    from tapeout.recipe import load_recipe
+    from pipeline.recipe import load_recipe
 
     found = diagnose(load_recipe(params), Path())
     if as_json:
@@ -300,7 +300,7 @@ def build(
     """
     from pipeline.cli import build as command
     from pipeline.cli.tables import console
-    from tapeout.recipe import load_recipe
+    from pipeline.recipe import load_recipe
 
     name, capabilities = command.parse_target(target)
     recipe = load_recipe(params)

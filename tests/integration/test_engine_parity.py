@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from evals.reports import ParityItem
 
 from engines.bundle import EngineBundle
 from engines.compile import build
@@ -16,7 +17,6 @@ from engines.native import unsupported
 from engines.probe import Probe
 from engines.protocol import FloatArray
 from evals.parity import compare
-from evals.reports import ParityItem
 from evals.text import kl_divergences
 from pipeline.export.export import export
 from quantization.calibrate import calibrate

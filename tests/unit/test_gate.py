@@ -12,11 +12,6 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-
-from evals.evidence import Evidence, ProofSummary, SpeedSample, SpeedSummary, load_evidence
-from evals.gate import gate, judge
 from evals.reports import (
     EvalReport,
     ParityItem,
@@ -27,6 +22,11 @@ from evals.reports import (
     TextItem,
     write_items,
 )
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from evals.evidence import Evidence, ProofSummary, SpeedSample, SpeedSummary, load_evidence
+from evals.gate import gate, judge
 from evals.verdict import COLUMNS, Outcome, Verdict, combine
 from tapeout.artifact import ArtifactRef, create, load
 from tapeout.errors import EvidenceError, ExitCode

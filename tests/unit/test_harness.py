@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from datasets import Dataset
+from evals.reports import EvalReport, TaskItem, TextItem, read_items
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lm_eval.api.instance import Instance
@@ -16,7 +17,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from evals.harness import EngineLM, beginning_of_text, encode
 from evals.quality import evaluate, task_items, task_metrics, text_metrics
-from evals.reports import EvalReport, TaskItem, TextItem, read_items
 from evals.tasks import choose_documents, definition_path, load_task, share_out
 from evals.text import log_likelihoods
 from tapeout.artifact import ArtifactRef, load

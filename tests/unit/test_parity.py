@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from evals.reports import ParityItem, ParityReport, read_items
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.protocol import FloatArray
 from evals.parity import ITEMS_FILE, compare, parity, parity_metrics
-from evals.reports import ParityItem, ParityReport, read_items
 from evals.text import token_hash
 from tapeout import artifact
 from tapeout.errors import EvidenceError

@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+from evals.reports import ShadowItem, read_items
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evals.generation import Response, greedy
-from evals.reports import ShadowItem, read_items
 from evals.shadow import first_divergence, shadow, shadow_items, shadow_metrics
 from evals.text import compare
 from tapeout.artifact import ArtifactRef
