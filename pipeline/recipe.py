@@ -16,6 +16,8 @@ from evals.kinds import kinds
 from tapeout import recipe
 from tapeout.recipe import Section, read_recipe
 
+KINDS = kinds()
+
 
 class Register(Section):
     model_name: str = "tapeout-default"
@@ -25,10 +27,10 @@ class Register(Section):
 def _with_evidence() -> type[recipe.Recipe]:
     """The foundation's recipe and one section per name that a kind declares; kinds that share a name share it."""
     parts: dict[str, list[type[Section]]] = {}
-    for kind in kinds():
+    for kind in KINDS:
         for name, part in kind.sections.items():
             parts.setdefault(name, []).append(part)
-    parts = {**dict(sorted(parts.items())), "gate": [kind.bounds for kind in kinds() if kind.bounds is not Bounds]}
+    parts = {**dict(sorted(parts.items())), "gate": [kind.bounds for kind in KINDS if kind.bounds is not Bounds]}
     # Fields of the last base come first.
     composed = {name: create_model(name.capitalize(), __base__=tuple(reversed(found))) for name, found in parts.items()}
     fields: dict[str, Any] = {name: (part, part()) for name, part in composed.items()}
@@ -39,7 +41,12 @@ class Recipe(_with_evidence()):
     register_: Register = Field(default=Register(), alias="register")
 
     def conflicts(self) -> list[str]:
-        return [*super().conflicts(), *(problem for kind in kinds() for problem in kind.conflicts(self))]
+        return [*super().conflicts(), *(problem for kind in KINDS for problem in kind.conflicts(self))]
+
+    @property
+    def datasets(self) -> list[str]:
+        """What calibration and evidence read below ``data.source``."""
+        return [self.calibrate.dataset, *(name for kind in KINDS for name in kind.datasets(self))]
 
 
 def load_recipe(path: Path = Path("params.yaml")) -> Recipe:

@@ -217,7 +217,8 @@ def example_blocks(verdict: Verdict) -> tuple[Block, ...]:
             "roofline": roofline,
         },
         table=speed_table(numbers),
-        metrics={"roofline.candidate_share": roofline.candidate_share},
+        metrics={f"decode.batch_{batch}.candidate_tokens_s": value for batch, _, value in tokens_s}
+        | {"roofline.candidate_share": roofline.candidate_share},
         plots={
             "throughput.csv": Rows(
                 ("batch", "engine", "tokens_s", "itl_ms"),

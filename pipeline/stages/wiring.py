@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evals.kinds import kinds
-from pipeline.recipe import Recipe, load_recipe
+from pipeline.recipe import KINDS, Recipe, load_recipe
 from tapeout import artifact
 from tapeout.artifact import Artifact
 from tapeout.errors import ArtifactError, RecipeError, RegistryError, TapeoutError
@@ -380,7 +379,7 @@ STAGES: dict[str, Callable[[Recipe], None]] = {
     "build-baseline": _build_baseline,
     "build-candidate": _build_candidate,
     "incumbent": _incumbent,
-    **{kind.stage: _measure(kind) for kind in kinds() if kind.stage},
+    **{kind.stage: _measure(kind) for kind in KINDS if kind.stage},
     "gate": _gate,
     "report": _report,
     "register": _register,

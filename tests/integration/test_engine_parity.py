@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from evals.reports import ParityItem
 
 from engines.bundle import EngineBundle
 from engines.compile import build
@@ -16,6 +15,7 @@ from engines.load import load
 from engines.native import unsupported
 from engines.probe import Probe
 from engines.protocol import FloatArray
+from evals.kinds.parity import ParityItem
 from evals.parity import compare
 from evals.text import kl_divergences
 from pipeline.export.export import export

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
+from pipeline.recipe import Recipe
 from pipeline.stages import wiring
-from tapeout.recipe import Recipe
 from tests.stage_reads import ROOT, Reads, code, leaves, recording
 
 
@@ -21,12 +21,14 @@ def reads_of(stage: Callable[[Recipe], None], monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_value_a_section_written_down_and_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
     def stage(recipe: Recipe) -> None:
+        from evals.kinds.shadow import ShadowSettings
+        from evals.kinds.text import TextBounds
         from evals.shadow import first_divergence
         from pipeline.report import svg as svg
 
         first_divergence([], [])
-        assert recipe.gate.max_kl and recipe.plan.kv_cache.dtype and recipe.register_.model_name
-        recipe.shadow.model_dump()
+        assert recipe.section(TextBounds).max_kl and recipe.plan.kv_cache.dtype and recipe.register_.model_name
+        recipe.section(ShadowSettings).model_dump()
 
     reads = reads_of(stage, monkeypatch)
     shadow = {"shadow.prompts", "shadow.max_new_tokens", "shadow.datasets"}
@@ -44,5 +46,7 @@ def test_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_code_is_what_a_module_imports_but_for_types_of_artifacts_that_others_write() -> None:
     importlib.import_module("evals.shadow")  # so that its nouns are known
-    assert code({"evals.shadow"}, None) == {"evals.shadow", "evals.generation", "evals.text"}
-    assert code({"evals.shadow"}, "ShadowReport") == {"evals.shadow", "evals.generation", "evals.text", "evals.reports"}
+    measures = {"evals.shadow", "evals.generation", "evals.text", "evals.items", "tapeout.fingerprint"}
+    assert code({"evals.shadow"}, None) == measures
+    kind = {"evals.kinds.shadow", "evals.kind", "evals.block", "evals.check", "evals.rules"}
+    assert code({"evals.shadow"}, "ShadowReport") == measures | kind

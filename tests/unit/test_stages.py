@@ -10,9 +10,9 @@ import yaml
 from pydantic import BaseModel
 
 from engines.load import known_targets, target_module
+from pipeline.recipe import Recipe
 from pipeline.stages.wiring import STAGES, run
 from tapeout.errors import RecipeError
-from tapeout.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
 DVC: dict[str, Any] = yaml.safe_load((ROOT / "dvc.yaml").read_text())
