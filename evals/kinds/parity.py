@@ -124,19 +124,14 @@ RULES: tuple[Rule[ParityItem], ...] = (
 def _worst(items: Sequence[ParityItem], condition: Condition) -> Check:
     """A largest value that is too large fails at once: further documents can only raise it."""
     worst = max(items, key=lambda item: item.worst_error)
-    if worst.worst_error > condition.bound:
-        outcome, side = Outcome.FAIL, "more than"
-    else:
-        outcome, side = Outcome.PASS, "within"
-    reason = f"{worst.worst_linear} is off by {worst.worst_error:.2g}, {side} {condition.bound:g}"
-    reason += "; every other linear is off by less"
-    if outcome is Outcome.PASS and (too_few := condition.too_few(len(items))):
-        outcome, reason = Outcome.INCONCLUSIVE, too_few
+    failed, too_few = worst.worst_error > condition.bound, condition.too_few(len(items))
+    side = "more than" if failed else "within"
+    found = f"{worst.worst_linear} is off by {worst.worst_error:.2g}, {side} {condition.bound:g}"
     return Check(
         name=condition.name,
         title=condition.title,
-        outcome=outcome,
-        reason=reason,
+        outcome=Outcome.FAIL if failed else Outcome.INCONCLUSIVE if too_few else Outcome.PASS,
+        reason=too_few if too_few and not failed else f"{found}; every other linear is off by less",
         direction=condition.direction,
         value=worst.worst_error,
         bound=condition.bound,

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field
 
 from evals.block import QUALITY, Block, Interval, Intervals, Table
-from evals.check import Fact, Findings, Slice
+from evals.check import Findings, Slice
 from evals.kind import Bounds, Context, Evidence, EvidenceRecord, Kind, Report
 from evals.rules import Rule, broken
 from tapeout.artifact import Frozen, Roles
@@ -120,42 +121,26 @@ class Tasks(Kind[EvalReport, TaskItem, TaskBounds]):
 
         items, confidence = report.items, bounds.confidence
         n, lost, gained = len(items), *discordant(items)
-        margin = -bounds.accuracy_margin
-        accuracy = Condition(
-            "accuracy",
-            "accuracy, candidate - baseline, pooled",
-            "at_least",
-            margin,
-            "items",
-            bounds.min_items,
-            confidence,
-        )
-        flips = Condition(
-            "flips",
-            "answers whose correctness changed",
-            "at_most",
-            bounds.max_flips,
-            "items",
-            bounds.min_items,
-            confidence,
-        )
-        correct = (sum(item.baseline_correct for item in items), sum(item.candidate_correct for item in items))
+        margin, most = -bounds.accuracy_margin, bounds.max_flips
+        condition = partial(Condition, units="items", minimum=bounds.min_items, confidence=confidence)
+        accuracy = condition("accuracy", "accuracy, candidate - baseline, pooled", "at_least", margin)
+        flips = condition("flips", "answers whose correctness changed", "at_most", most)
+        correct = {
+            "baseline": sum(item.baseline_correct for item in items),
+            "candidate": sum(item.candidate_correct for item in items),
+        }
         changed = sum(item.baseline_choice != item.candidate_choice for item in items)
-        facts: tuple[Fact, ...] = (
-            share_fact("baseline_accuracy", "baseline accuracy, pooled", correct[0], n, confidence),
-            share_fact("candidate_accuracy", "candidate accuracy, pooled", correct[1], n, confidence),
-            share_fact("changed_choices", "answers changed, right or wrong", changed, n, confidence),
-        )
         return Findings(
             checks=(
                 accuracy.check(
                     paired_difference(lost, gained, n, confidence), variance=null_variance(lost, gained, n, margin)
                 ),
-                flips.check(
-                    proportion(lost + gained, n, confidence), variance=bounds.max_flips * (1 - bounds.max_flips)
-                ),
+                flips.check(proportion(lost + gained, n, confidence), variance=most * (1 - most)),
             ),
-            facts=facts,
+            facts=(
+                *(share_fact(f"{e}_accuracy", f"{e} accuracy, pooled", c, n, confidence) for e, c in correct.items()),
+                share_fact("changed_choices", "answers changed, right or wrong", changed, n, confidence),
+            ),
             slices=tuple(
                 _slice(task, [item for item in items if item.task == task], confidence)
                 for task in sorted({item.task for item in items})
@@ -166,10 +151,10 @@ class Tasks(Kind[EvalReport, TaskItem, TaskBounds]):
         pooled = verdict.check("accuracy")
         if not verdict.slices or pooled.value is None or pooled.bound is None:
             return self.absent
-        bounds = [pooled.value if limit is None else limit for limit in (pooled.lower, pooled.upper)]
+        lower, upper = (pooled.value if limit is None else limit for limit in (pooled.lower, pooled.upper))
         rows = (
             *(Interval(s.task, s.difference, s.lower, s.upper, s.items) for s in verdict.slices),
-            Interval("pooled", pooled.value, bounds[0], bounds[1], pooled.n or 0, pooled=True),
+            Interval("pooled", pooled.value, lower, upper, pooled.n or 0, pooled=True),
         )
         return Block(
             QUALITY,
@@ -178,13 +163,9 @@ class Tasks(Kind[EvalReport, TaskItem, TaskBounds]):
             },
             table=slice_table(verdict.slices),
             metrics={
-                f"accuracy.{s.task}.{which}": value
+                f"accuracy.{s.task}.{name.removesuffix('_accuracy')}": getattr(s, name)
                 for s in verdict.slices
-                for which, value in (
-                    ("baseline", s.baseline_accuracy),
-                    ("candidate", s.candidate_accuracy),
-                    ("difference", s.difference),
-                )
+                for name in ("baseline_accuracy", "candidate_accuracy", "difference")
             },
         )
 
@@ -201,12 +182,7 @@ RULES: tuple[Rule[TaskItem], ...] = (
     ),
     (
         "choose or want an answer that does not exist",
-        lambda i: (
-            not all(
-                0 <= choice < len(i.baseline_loglikelihoods)
-                for choice in (i.gold, i.baseline_choice, i.candidate_choice)
-            )
-        ),
+        lambda i: {i.gold, i.baseline_choice, i.candidate_choice} - set(range(len(i.baseline_loglikelihoods))) != set(),
     ),
     (
         "are marked right or wrong against their own choice",
@@ -243,19 +219,13 @@ def _slice(task: str, items: Sequence[TaskItem], confidence: float) -> Slice:
 
 
 def slice_table(slices: Sequence[Slice]) -> Table:
+    def cells(s: Slice) -> tuple[str, ...]:
+        accuracies = (f"{share:.2%}" for share in (s.baseline_accuracy, s.candidate_accuracy))
+        return (s.task, f"{s.items:,}", *accuracies, str(s.lost), str(s.gained))
+
     return Table(
         ("Task", "n", "Baseline", "Candidate", "Lost", "Gained"),
-        tuple(
-            (
-                s.task,
-                f"{s.items:,}",
-                f"{s.baseline_accuracy:.2%}",
-                f"{s.candidate_accuracy:.2%}",
-                str(s.lost),
-                str(s.gained),
-            )
-            for s in slices
-        ),
+        tuple(map(cells, slices)),
         "Lost: questions only the baseline answers rightly. Gained: questions only the candidate does.",
     )
 
