@@ -22,6 +22,7 @@ from engines.bundle import EngineBundle, IOContract
 from engines.native import LEVELS
 from evals.check import Check, Outcome
 from evals.kind import Bounds
+from evals.kinds import kinds
 from evals.verdict import Verdict
 from pipeline.cli.doctor import Finding, Status, diagnose, processor
 from pipeline.cli.explain import explain, fields
@@ -69,7 +70,7 @@ def write_verdict(artifacts: Path, outcome: Outcome) -> None:
     """A verdict, what it judged, the reports it rests on, and the recipe with its bounds."""
     judged = {name: write_source(artifacts / name, name) for name in ("candidate", "baseline")}
     reports: dict[str, str] = {}
-    for name in ("quantized", "evaluation", "shadow", "parity", "benchmark"):
+    for name in dict.fromkeys(kind.role for kind in kinds() if kind.role and kind.needed != "never"):
         noun = type(name, (Source,), {"noun": name, "__module__": __name__})
         with create(artifacts / name, noun) as report:
             (report.folder / "items.jsonl").write_text(name)
