@@ -6,7 +6,6 @@ is the pair. Prompts are random tokens of a fixed seed: speed does not depend on
 
 from __future__ import annotations
 
-import json
 import resource
 import subprocess
 import sys
@@ -18,11 +17,13 @@ from statistics import median
 
 import numpy as np
 
+from engines.bundle import EngineBundle
 from engines.protocol import Engine
-from evals.reports import Benchmark, EngineNumbers, SpeedSample
-from tapeout.artifact import Artifact, Parents, create, load
+from evals.items import write_metrics
+from evals.kinds.speed import Benchmark, EngineNumbers, SpeedSample, SpeedSettings
+from tapeout.artifact import Artifact, create, load
 from tapeout.errors import EvidenceError
-from tapeout.recipe import Benchmark as Settings
+from tapeout.fingerprint import Fingerprint
 
 PREFILL_TRIALS = 15  # a repeat is their median: one prefill is short, and easily disturbed
 # Threads of an engine that has just run spin on for some 20 ms, on the cores of the one that is timed next: 128 tokens
@@ -33,23 +34,20 @@ BANDWIDTH_TRIALS = 25
 
 
 def benchmark(
-    settings: Settings,
+    settings: SpeedSettings,
     baseline: Engine,
     candidate: Engine,
     *,
-    folders: Mapping[str, Path],
-    read_bytes: Mapping[str, int],
-    bundle_bytes: Mapping[str, int],
+    bundles: Mapping[str, Artifact[EngineBundle]],
     threads: int,
     seed: int,
+    executed_on: Fingerprint,
     folder: Path,
-    parents: Parents,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Artifact[Benchmark]:
     """Write a :class:`Benchmark` with ``metrics.json`` (flat numbers).
 
-    ``folders``, ``read_bytes`` and ``bundle_bytes`` are keyed ``baseline`` and ``candidate``; ``read_bytes`` is what
-    one decode step of one row must read at least: the weights.
+    ``bundles``: of ``baseline`` and ``candidate``. A decode step at batch 1 reads at least ``step_bytes`` of weights.
     """
     engines = {"baseline": baseline, "candidate": candidate}
     progress("read bandwidth")
@@ -82,9 +80,10 @@ def benchmark(
             prefill_tokens_per_s=len(prompt) / median(prefill[name]),
             itl_ms={b: 1e3 * median(decode[name, b]) for b in batches},
             decode_tokens_per_s={b: b / median(decode[name, b]) for b in batches},
-            peak_memory_mb=peak_memory_mb(folders[name], settings.prompt_tokens, settings.new_tokens, threads),
-            bundle_mb=bundle_bytes[name] / 1e6,
-            roofline_share=read_bytes[name] / median(decode[name, min(batches)]) / bandwidth,
+            peak_memory_mb=peak_memory_mb(bundles[name].folder, settings.prompt_tokens, settings.new_tokens, threads),
+            kv_token_bytes=bundles[name].record.io.kv_token_bytes,
+            bundle_mb=sum(file.size_bytes for file in bundles[name].files.values()) / 1e6,
+            roofline_share=bundles[name].record.step_bytes / median(decode[name, min(batches)]) / bandwidth,
             cost_per_million_tokens=settings.price_per_hour
             / 3600
             * 1e6
@@ -118,11 +117,11 @@ def benchmark(
         new_tokens=settings.new_tokens,
         read_bandwidth_gb_s=bandwidth / 1e9,
         price_per_hour=settings.price_per_hour,
+        executed_on=executed_on,
     )
     with create(folder, Benchmark) as draft:
-        text = json.dumps(benchmark_metrics(record), indent=1, allow_nan=False)
-        (draft.folder / "metrics.json").write_text(text + "\n")
-        draft.finish(record, parents=parents)
+        write_metrics(draft.folder, benchmark_metrics(record))
+        draft.finish(record, parents=bundles)
     return load(folder, Benchmark)
 
 
@@ -134,19 +133,19 @@ def _prefill_seconds(engine: Engine, prompt: list[int]) -> float:
 
 
 def _step_seconds(engine: Engine, prompt: list[int], batch: int, steps: int) -> float:
-    """Median seconds of one decode step of ``batch`` rows that hold the prompt and grow by one token a step."""
+    """Median seconds of one decode step of ``batch`` sequences that hold the prompt and grow by one token a step."""
     time.sleep(REST_SECONDS)
     engine.prefill(0, prompt)
     for slot in range(1, batch):
         engine.copy_slot(0, slot, len(prompt))
     tokens = [prompt[-1]] * batch
     seconds: list[float] = []
-    for step in range(Settings.warmup_tokens + steps):
+    for step in range(SpeedSettings.warmup_tokens + steps):
         lengths = [len(prompt) + step] * batch
         start = time.perf_counter()
         tokens = engine.decode_greedy(tokens, lengths).tolist()
         seconds.append(time.perf_counter() - start)
-    return median(seconds[Settings.warmup_tokens :])
+    return median(seconds[SpeedSettings.warmup_tokens :])
 
 
 def read_bandwidth(threads: int) -> float:

@@ -1,4 +1,4 @@
-"""A measured value held against a bound: PASS, FAIL, or INCONCLUSIVE and how much more evidence would decide.
+"""A measured value compared with a bound: PASS, FAIL, or INCONCLUSIVE and how much more evidence would decide.
 
 A condition holds when the confidence bound of its value, not the mean, lies on the good side; fails when even the
 opposite bound lies on the bad side; else it is inconclusive. "Not significantly worse" is never a pass: with little
@@ -8,20 +8,19 @@ evidence nothing is significant.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from evals.statistics import Estimate, required_units
-from evals.verdict import Check, Outcome
-
-Direction = Literal["at_least", "at_most"]
+from evals.check import Check, Direction, Fact, Outcome
+from evals.rules import Scored
+from evals.statistics import Estimate, clustered_proportion, proportion, ratio_of_sums, required_units
 
 
 @dataclass(frozen=True)
 class Condition:
-    """What is demanded of one value.
+    """What is required of one value.
 
-    ``units``: what the independent units of its evidence are called, and ``minimum`` how many there must be.
+    ``units``: the name of the independent units of its evidence; ``minimum``: how many there must be.
     """
 
     name: str
@@ -35,7 +34,7 @@ class Condition:
     def check(
         self, estimate: Estimate, *, n: int | None = None, variance: float | None = None, gap: float | None = None
     ) -> Check:
-        """The condition held against what was measured.
+        """The check of a measured value.
 
         ``n``: tokens, where a unit is a cluster of them. ``variance`` and ``gap`` plan how many more units would
         decide, where those of the estimate are not the right ones.
@@ -89,3 +88,17 @@ class Condition:
 def finite(value: float) -> float | None:
     """None for what a verdict cannot hold: JSON knows no infinity."""
     return value if math.isfinite(value) else None
+
+
+def divergence_checks(
+    items: Sequence[Scored], tokens: Sequence[int], kl: Condition, agreement: Condition
+) -> tuple[Check, Check]:
+    """Mean KL and top-token agreement per token, each item one cluster of ``tokens`` correlated positions."""
+    divergence = ratio_of_sums([item.kl_sum for item in items], tokens, kl.confidence)
+    agree = clustered_proportion([item.agree for item in items], tokens, agreement.confidence)
+    return kl.check(divergence, n=sum(tokens)), agreement.check(agree, n=sum(tokens))
+
+
+def share_fact(name: str, title: str, count: int, n: int, confidence: float) -> Fact:
+    share = proportion(count, n, confidence)
+    return Fact(name=name, title=title, value=share.value, lower=share.lower, upper=share.upper)

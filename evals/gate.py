@@ -1,7 +1,7 @@
-"""The gate: a pure function from evidence and bounds to a verdict, and the stage that writes it down.
+"""The gate: a pure function from evidence and bounds to a verdict, and the stage that writes the verdict.
 
-What evidence is refused says evals/soundness.py; what is demanded of the rest, evals/checks.py; when a demand is
-met, missed or undecided, evals/conditions.py.
+evals/soundness.py says which evidence is refused, the files of evals/kinds what is required of the rest, and
+evals/conditions.py when a requirement is met, missed or undecided.
 """
 
 from __future__ import annotations
@@ -11,57 +11,51 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from engines.bundle import EngineBundle
-from evals import checks, facts
-from evals.evidence import Evidence
+from evals.check import Outcome, combine
+from evals.items import write_metrics
+from evals.kind import Bounds, Evidence
+from evals.kinds import kinds
 from evals.soundness import require_sound
-from evals.verdict import Check, Fact, Outcome, Slice, Verdict, combine
+from evals.verdict import Verdict
 from tapeout.artifact import Artifact, ArtifactRef, create, load
-from tapeout.recipe import Gate
 
 
-def judge(evidence: Evidence, bounds: Gate) -> Verdict:
-    """Judge sound evidence; :class:`tapeout.errors.EvidenceError` lists every problem of evidence that is not."""
+def judge(evidence: Evidence, bounds: Bounds) -> Verdict:
+    """Judge sound evidence; :class:`tapeout.errors.EvidenceError` lists every problem of evidence that is not.
+
+    ``bounds``: section ``gate`` of the recipe, with the bounds of every kind.
+    """
     require_sound(evidence)
-    found: list[Check] = [checks.executed(evidence), checks.quantized(evidence)]
-    slices: tuple[Slice, ...] = ()
-    noted: list[Fact] = []
-    if evidence.quality is not None:
-        found += [*checks.task_checks(evidence.task_items, bounds), *checks.text_checks(evidence.text_items, bounds)]
-        slices = facts.task_slices(evidence.task_items, bounds.confidence)
-        noted += facts.task_facts(evidence.task_items, bounds.confidence)
-    if evidence.shadow is not None:
-        found += checks.shadow_checks(evidence.shadow_items, evidence.shadow, bounds)
-        noted += facts.shadow_facts(evidence.shadow_items, bounds.confidence)
-    if evidence.parity is not None:
-        found += checks.parity_checks(evidence.parity_items, bounds)
-    if evidence.speed is not None:
-        found += checks.speed_checks(evidence.speed, bounds)
+    found = [kind.findings(evidence, bounds) for kind in kinds()]
+    checks = tuple(check for part in found for check in part.checks)
+    champion = next((part.champion for part in found if part.champion), None)
     return Verdict(
-        outcome=combine(check.outcome for check in found),
-        checks=tuple(found),
-        slices=slices,
-        facts=tuple(noted),
-        bounds=bounds,
+        outcome=combine(check.outcome for check in checks),
+        checks=checks,
+        slices=tuple(row for part in found for row in part.slices),
+        facts=tuple(fact for part in found for fact in part.facts),
+        bounds=bounds.model_dump(mode="json"),
         baseline=evidence.baseline,
         candidate=evidence.candidate,
-        quantized=evidence.quantized,
-        champion=evidence.shadow.champion if evidence.shadow else None,
-        champion_is_baseline=evidence.shadow.champion_is_baseline if evidence.shadow else False,
+        built_from=evidence.built_from,
+        champion=champion.digest if champion else None,
+        champion_is_baseline=champion.is_baseline if champion else False,
         target=evidence.target,
-        executed_on=evidence.executed_on,
-        evidence=dict(sorted(evidence.digests.items())),
+        executed_on=next((part.executed_on for part in found if part.executed_on), None),
+        evidence=dict(sorted((report.ref.noun, report.ref.digest) for report in evidence.reports.values())),
     )
 
 
-def gate(evidence: Evidence, bounds: Gate, folder: Path) -> Artifact[Verdict]:
+def gate(evidence: Evidence, bounds: Bounds, folder: Path) -> Artifact[Verdict]:
     """Write the Verdict artifact: its record, ``verdict.json``, ``junit.xml`` for CI, ``metrics.json`` for DVC.
 
     The verdict is written whatever its outcome; the caller turns ``record.exit_code`` into the process's own.
     """
     verdict = judge(evidence, bounds)
     with create(folder, Verdict) as draft:
-        _write_json(draft.folder / "verdict.json", verdict.model_dump(mode="json"))
-        _write_json(draft.folder / "metrics.json", verdict.metrics())
+        text = json.dumps(verdict.model_dump(mode="json"), indent=1, allow_nan=False)
+        (draft.folder / "verdict.json").write_text(text + "\n")
+        write_metrics(draft.folder, verdict.metrics())
         ElementTree.ElementTree(junit(verdict)).write(
             draft.folder / "junit.xml", encoding="utf-8", xml_declaration=True
         )
@@ -70,14 +64,10 @@ def gate(evidence: Evidence, bounds: Gate, folder: Path) -> Artifact[Verdict]:
             parents={
                 "baseline": ArtifactRef(EngineBundle.noun, verdict.baseline),
                 "candidate": ArtifactRef(EngineBundle.noun, verdict.candidate),
-                **{_role(noun): ArtifactRef(noun, digest) for noun, digest in verdict.evidence.items()},
+                **{kind.role: report.ref for kind in kinds() if (report := kind.given(evidence))},
             },
         )
     return load(folder, Verdict)
-
-
-def _role(noun: str) -> str:
-    return next(role for role, nouns in Verdict.parent_roles.items() if noun in nouns)
 
 
 def junit(verdict: Verdict) -> ElementTree.Element:
@@ -97,7 +87,3 @@ def junit(verdict: Verdict) -> ElementTree.Element:
         elif check.outcome is Outcome.INCONCLUSIVE:
             ElementTree.SubElement(case, "error", message=check.reason, type="INCONCLUSIVE")
     return suite
-
-
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n")

@@ -7,7 +7,6 @@ plain functions here, so this module needs neither torch nor the checkpoint form
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,13 +16,14 @@ import numpy as np
 from tqdm import tqdm
 
 from engines.protocol import FloatArray
-from evals.reports import ParityItem, ParityReport, write_items
+from evals.items import write_items, write_metrics
+from evals.kinds.parity import KIND, ParityItem, ParityReport
 from evals.text import kl_divergences, token_hash
 from tapeout import artifact
 from tapeout.artifact import Artifact, Parents
 from tapeout.errors import EvidenceError
+from tapeout.fingerprint import Fingerprint
 
-ITEMS_FILE = "parity_items.jsonl"
 Probe = Callable[[Sequence[int]], tuple[FloatArray, dict[str, FloatArray]]]
 
 
@@ -43,21 +43,22 @@ def parity(
     *,
     head: str,
     candidate: str,
-    quantized: str,
+    built_from: str,
+    executed_on: Fingerprint,
     parents: Parents,
 ) -> Artifact[ParityReport]:
-    """Write the ParityReport; ``head`` is the output head's parameter, ``candidate`` and ``quantized`` are digests."""
+    """Write the ParityReport; ``head``: the output head's parameter; ``candidate``, ``built_from``: digests."""
     items = compare(probe, reference, documents, head=head)
     with artifact.create(folder, ParityReport) as draft:
-        write_items(draft.folder / ITEMS_FILE, items)
-        (draft.folder / "metrics.json").write_text(json.dumps(parity_metrics(items), indent=1) + "\n")
-        record = ParityReport(candidate=candidate, quantized=quantized, documents=len(items))
+        write_items(draft.folder / KIND.items_file, items)
+        write_metrics(draft.folder, parity_metrics(items))
+        record = ParityReport(candidate=candidate, built_from=built_from, documents=len(items), executed_on=executed_on)
         draft.finish(record, parents=parents)
     return artifact.load(folder, ParityReport)
 
 
 def compare(probe: Probe, reference: Reference, documents: Sequence[Sequence[int]], *, head: str) -> list[ParityItem]:
-    """KL(reference || engine) in nats and top-token agreement at every position of every document, in order.
+    """KL(reference || engine) in nats and top-token agreement at every position of every document.
 
     ``probe(tokens)`` gives the engine's logits ``[S, V]`` and each linear's output. The output head is not locked: its
     logits are what is compared. :class:`EvidenceError` when there is nothing to compare, when shapes differ, or when
@@ -106,12 +107,12 @@ def _compare_document(probe: Probe, reference: Reference, tokens: Sequence[int],
 
 
 def _require_errors(errors: Mapping[str, float]) -> None:
-    """A product the reference cannot compute leaves no trace in the logits, where the engine's output stands for it."""
+    """A linear that the reference cannot compute does not show in the logits: the engine's output replaces it there."""
     if not errors:
         raise EvidenceError(
-            "the engine's graph has no product to compare but the output head",
+            "the engine's graph has no linear to compare but the output head",
             expected="the output of every linear",
-            remedy="build the bundle again: its record names the products",
+            remedy="build the bundle again: its record names the linears",
         )
     for name, error in errors.items():
         if not math.isfinite(error):

@@ -1,41 +1,25 @@
-"""Portable evidence: a lowered graph, precision and all, against the float engine, with none of the target's hardware.
-
-It shows what lowering and precision do to the answers. It cannot show what a compiler makes of the graph, so it never
-stands in for a run on the target: a verdict about an engine that was only compiled stays INCONCLUSIVE.
-"""
+"""Measures portable evidence (evals/kinds/portable.py), and judges an engine that was only compiled by it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
 
-import numpy as np
-
+from engines.bundle import EngineBundle, PortableEvidence
+from engines.lowered import LoweredGraph
 from engines.protocol import Engine
-from evals.reports import write_items
-from evals.text import text_items
+from evals.gate import gate
+from evals.items import read_items, write_items
+from evals.kind import Bounds, Evidence, Report
+from evals.kinds import portable, proof
+from evals.kinds.portable import PortableReport
+from evals.kinds.proof import ProofSummary
+from evals.kinds.text import TextItem, text_items
+from evals.verdict import Verdict
 from tapeout import artifact
-from tapeout.artifact import Artifact, Parents, Record, Roles
+from tapeout.artifact import Artifact, Parents
 from tapeout.errors import EvidenceError
-
-ITEMS_FILE = "text_items.jsonl"
-
-
-class PortableReport(Record):
-    """Means over every predicted position of the documents; the items lie in ``text_items.jsonl``."""
-
-    noun: ClassVar[str] = "PortableReport"
-    remedy: ClassVar[str] = "run `tapeout build`"
-    parent_roles: ClassVar[Roles] = {"baseline": ("EngineBundle",), "lowered": ("LoweredGraph",)}
-
-    lowered: str  # digest of the LoweredGraph that was run on ONNX Runtime's CPU kernels
-    baseline: str  # digest of the float engine it was compared with
-    documents: int
-    tokens: int
-    kl: float  # nats
-    top_token: float
-    perplexity_ratio: float  # lowered / baseline
 
 
 def portable_report(
@@ -53,15 +37,63 @@ def portable_report(
     tokens = sum(item.tokens for item in items)
     drift = sum(item.candidate_nll - item.baseline_nll for item in items) / tokens
     with artifact.create(folder, PortableReport) as draft:
-        write_items(draft.folder / ITEMS_FILE, items)
+        write_items(draft.folder / portable.KIND.items_file, items)
         record = PortableReport(
-            lowered=lowered.digest,
+            built_from=lowered.digest,
             baseline=baseline.digest,
             documents=len(items),
             tokens=tokens,
             kl=sum(item.kl_sum for item in items) / tokens,
             top_token=sum(item.agree for item in items) / tokens,
-            perplexity_ratio=float(np.exp(drift)),
+            perplexity_ratio=math.exp(drift),
         )
         draft.finish(record, parents=parents)
     return artifact.load(folder, PortableReport)
+
+
+def recorded(report: Artifact[PortableReport]) -> PortableEvidence:
+    """The report in short, as the bundle's record holds it."""
+    found = report.record
+    return PortableEvidence(
+        report=report.digest,
+        documents=found.documents,
+        tokens=found.tokens,
+        kl=found.kl,
+        top_token=found.top_token,
+        perplexity_ratio=found.perplexity_ratio,
+    )
+
+
+def portable_verdict(
+    lowered: Artifact[LoweredGraph],
+    bundle: Artifact[EngineBundle],
+    report: Artifact[PortableReport],
+    bounds: Bounds,
+    folder: Path,
+) -> Artifact[Verdict]:
+    """The gate's verdict on a compiled engine without evidence from its hardware: at best INCONCLUSIVE."""
+    compiled, graph = bundle.record.compiled, lowered.record
+    assert compiled is not None
+    reasons = _unproven(graph)
+    summary = ProofSummary(ok=not reasons, reasons=reasons, bits_per_weight=graph.bits_per_weight)
+    items = read_items(report.folder / portable.KIND.items_file, TextItem)
+    evidence = Evidence(
+        baseline=report.record.baseline,
+        candidate=bundle.digest,
+        built_from=lowered.ref,
+        target=compiled.capability,
+        fingerprint=bundle.record.fingerprint,
+        reports={
+            proof.KIND.name: Report(lowered.ref, summary),
+            portable.KIND.name: Report(report.ref, report.record, items),
+        },
+    )
+    return gate(evidence, bounds, folder)
+
+
+def _unproven(lowered: LoweredGraph) -> tuple[str, ...]:
+    """Linears inside the layers that are not in the precision the bundle is named after; 16-bit builds claim none."""
+    if lowered.precision not in ("int4", "fp8"):
+        return ()
+    left = sorted(name for name, how in lowered.plan.items() if lowered.precision not in how and name != "lm_head")
+    return (f"{len(left)} linears are not in {lowered.precision}: {', '.join(left[:3])}",) if left else ()

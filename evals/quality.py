@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -16,12 +15,13 @@ from tokenizers import Tokenizer
 
 from engines.protocol import Engine
 from evals.harness import EngineLM, beginning_of_text, encode
-from evals.reports import EvalReport, TaskItem, TextItem, write_items
+from evals.items import write_items, write_metrics
+from evals.kinds.tasks import EvalReport, TaskItem, TaskSettings
+from evals.kinds.text import TextItem, TextSettings, text_items
 from evals.tasks import LocalTask, choose_documents, load_task
-from evals.text import text_items
 from tapeout.artifact import Artifact, Parents, create, load
 from tapeout.errors import EvidenceError
-from tapeout.recipe import Recipe
+from tapeout.fingerprint import Fingerprint
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,8 @@ PAIRING_KEYS = ("doc_id", "doc_hash", "prompt_hash", "target_hash")
 
 
 def evaluate(
-    recipe: Recipe,
+    settings: TaskSettings,
+    text: TextSettings,
     baseline: Engine,
     candidate: Engine,
     *,
@@ -37,6 +38,8 @@ def evaluate(
     end_of_text: int,
     data: Path,
     heldout_texts: Sequence[str],
+    seed: int,
+    executed_on: Fingerprint,
     folder: Path,
     parents: Parents,
 ) -> Artifact[EvalReport]:
@@ -52,21 +55,21 @@ def evaluate(
         EngineLM(engine, tokenizer, end_of_text=end_of_text, beginning=beginning, name=name)
         for engine, name in ((baseline, "baseline"), (candidate, "candidate"))
     )
-    tasks = {name: load_task(name, data) for name in recipe.evaluate.tasks}
+    tasks = {name: load_task(name, data) for name in settings.tasks}
     sizes = {name: len(task.task_docs) for name, task in tasks.items()}
-    chosen = choose_documents(sizes, recipe.evaluate.items, recipe.seed)
+    chosen = choose_documents(sizes, settings.items, seed)
     answered = [item for name, numbers in chosen.items() for item in task_items(tasks[name], numbers, left, right)]
     for lm in (left, right):
         rate = lm.tokens / lm.seconds if lm.seconds else 0.0
         log.info("%s: %d calls, %d tokens, %.0f tokens/s", lm.name, lm.calls, lm.tokens, rate)
-    documents = [encode(tokenizer, text, beginning)[: recipe.evaluate.document_tokens] for text in heldout_texts]
+    documents = [encode(tokenizer, words, beginning)[: text.document_tokens] for words in heldout_texts]
     scored = text_items(baseline, candidate, documents)
 
     with create(folder, EvalReport) as draft:
         write_items(draft.folder / "task_items.jsonl", answered)
         write_items(draft.folder / "text_items.jsonl", scored)
         metrics = {**task_metrics(answered), **text_metrics(scored)}
-        (draft.folder / "metrics.json").write_text(json.dumps(metrics, indent=1, allow_nan=False) + "\n")
+        write_metrics(draft.folder, metrics)
         draft.finish(
             EvalReport(
                 baseline=baseline.digest,
@@ -75,6 +78,7 @@ def evaluate(
                 documents=len(scored),
                 versions={name: version(name) for name in ("lm-eval", "tokenizers", "datasets", "numpy")},
                 beginning_of_text=beginning,
+                executed_on=executed_on,
             ),
             parents=parents,
         )

@@ -6,28 +6,29 @@ measure the gate reads, because one early divergence does not make every later t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
 from engines.protocol import Engine
 from evals.generation import Response, greedy
-from evals.reports import ShadowItem, ShadowReport, write_items
+from evals.items import write_items, write_metrics
+from evals.kinds.shadow import ShadowItem, ShadowReport, ShadowSettings
 from evals.text import compare, token_hash
 from tapeout.artifact import Artifact, Parents, create, load
 from tapeout.errors import EvidenceError
-from tapeout.recipe import Recipe
+from tapeout.fingerprint import Fingerprint
 
 
 def shadow(
-    recipe: Recipe,
+    settings: ShadowSettings,
     champion: Engine,
     candidate: Engine,
     *,
     prompts: Sequence[Sequence[int]],
     stop_tokens: Collection[int],
     champion_is_baseline: bool,
+    executed_on: Fingerprint,
     folder: Path,
     parents: Parents,
 ) -> Artifact[ShadowReport]:
@@ -36,20 +37,19 @@ def shadow(
     ``prompts``: chat-formatted token ids. ``champion_is_baseline``: no champion is registered, and the float engine
     stands in for it. Greedy, so the same engines and prompts give the same digest.
     """
-    items = shadow_items(
-        champion, candidate, prompts, max_new_tokens=recipe.shadow.max_new_tokens, stop_tokens=stop_tokens
-    )
+    limit = settings.max_new_tokens
+    items = shadow_items(champion, candidate, prompts, max_new_tokens=limit, stop_tokens=stop_tokens)
     with create(folder, ShadowReport) as draft:
         write_items(draft.folder / "shadow_items.jsonl", items)
-        text = json.dumps(shadow_metrics(items), indent=1, allow_nan=False)
-        (draft.folder / "metrics.json").write_text(text + "\n")
+        write_metrics(draft.folder, shadow_metrics(items))
         draft.finish(
             ShadowReport(
                 champion=champion.digest,
                 candidate=candidate.digest,
                 champion_is_baseline=champion_is_baseline,
                 prompts=len(items),
-                max_new_tokens=recipe.shadow.max_new_tokens,
+                max_new_tokens=limit,
+                executed_on=executed_on,
             ),
             parents=parents,
         )

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.protocol import Engine, FloatArray
-from evals.reports import TextItem
 from tapeout.artifact import canonical_json
 from tapeout.errors import EvidenceError
 
@@ -138,30 +137,3 @@ def _compare_rows(baseline: FloatArray, candidate: FloatArray, targets: Sequence
                 remedy="rebuild the engine; `tapeout inspect` shows its scales and kernels",
             )
     return result
-
-
-def text_items(baseline: Engine, candidate: Engine, documents: Sequence[Sequence[int]]) -> list[TextItem]:
-    """Score held-out documents (token ids, at least two each), one at a time, through both engines."""
-    from tqdm import tqdm
-
-    items: list[TextItem] = []
-    for number, tokens in enumerate(tqdm(documents, desc="held-out text", unit="doc", disable=None)):
-        if len(tokens) < 2:
-            raise EvidenceError(
-                f"held-out document {number} has {len(tokens)} token(s)",
-                expected="at least 2: one to read and one to predict",
-                remedy="choose longer documents",
-            )
-        result = compare(baseline, candidate, tokens)
-        items.append(
-            TextItem(
-                doc_hash=token_hash(tokens),
-                tokens=len(result.kl),
-                kl_sum=float(result.kl.sum()),
-                kl_max=float(result.kl.max()),
-                agree=int(result.agree.sum()),
-                baseline_nll=float(result.baseline_nll.sum()),
-                candidate_nll=float(result.candidate_nll.sum()),
-            )
-        )
-    return items

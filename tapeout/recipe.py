@@ -1,16 +1,16 @@
-"""params.yaml as a frozen, validated ``Recipe``. Unknown keys are errors that name the nearest valid key.
+"""How params.yaml is parsed and validated, and the sections that quantization and engines read.
 
-Only this module parses and validates parameters; nothing downstream checks them again (docs/recipes.md
-documents every one, and a test compares that page with this module). What one parameter promises and another
-cannot keep is refused here too. Bounds that ask for more evidence than is gathered are not: the verdict says so.
+``pipeline.recipe`` adds the other sections and loads the file. Unknown keys are errors that name the nearest valid
+key. Nothing downstream checks parameters again. Contradictions between sections are refused too. Bounds that ask for
+more evidence than is gathered are not: the verdict says so.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 import yaml
 from pydantic import (
@@ -37,9 +37,12 @@ AUTO, WRITTEN = "(auto)", "(written)"  # the two forms of what a plan chooses, w
 
 
 class Section(Frozen):
-    """A section of the recipe. A number without end would stop the run where it is written down, hours later."""
+    """A section of the recipe. Infinite numbers are refused here: records cannot hold them."""
 
     model_config = ConfigDict(allow_inf_nan=False)
+
+
+S = TypeVar("S", bound=Section)
 
 
 class ModelSource(Section):
@@ -180,64 +183,9 @@ class Build(Section):
         return name
 
 
-class Benchmark(Section):
-    warmup_tokens: ClassVar[int] = 3  # decoded before ``new_tokens``, untimed
-
-    prompt_tokens: Count = 128
-    new_tokens: Count = 32
-    batches: Annotated[tuple[Count, ...], Field(min_length=1)] = (1, 4, 16)
-    repeats: Count = 7
-    price_per_hour: float = Field(default=0.10, gt=0)  # US dollars for this machine
-
-    @field_validator("batches")
-    @classmethod
-    def _different(cls, batches: tuple[int, ...]) -> tuple[int, ...]:
-        if len(set(batches)) < len(batches):
-            raise ValueError("a batch that is named twice would count its repeats twice")
-        return batches
-
-
-class Evaluate(Section):
-    tasks: Annotated[tuple[str, ...], Field(min_length=1)] = ("arc_easy", "piqa", "openbookqa", "winogrande", "sciq")
-    items: Count = 2500  # pooled over the tasks, shared out by size
-    documents: Count = 64
-    document_tokens: Count = 256
-    parity_documents: Count = 32  # of the same documents, for engine against quantized torch model
-
-
-class Shadow(Section):
-    prompts: Count = 200
-    max_new_tokens: Count = 48
-    datasets: Annotated[tuple[str, ...], Field(min_length=1)] = ("nq_open", "trivia_qa")
-
-
-class Gate(Section):
-    """Bounds the verdict is judged by. A bound is compared with the 95 % confidence bound, not the mean."""
-
-    confidence: float = Field(default=0.95, gt=0.5, lt=1)
-    accuracy_margin: Fraction = 0.02
-    min_items: Count = 2500
-    max_flips: Fraction = 0.12
-    max_kl: float = Field(default=0.03, gt=0)
-    min_top_token: Fraction = 0.91
-    max_perplexity_ratio: float = Field(default=1.05, gt=1)
-    min_documents: Count = 30
-    min_shadow_prompts: Count = 200
-    min_shadow_agreement: Fraction = 0.90
-    max_shadow_kl: float = Field(default=0.04, gt=0)
-    max_parity_kl: float = Field(default=1e-3, gt=0)
-    min_parity_top_token: Fraction = 0.995
-    max_parity_error: float = Field(default=0.01, gt=0)  # relative, of any one product on any document
-    min_speed_ratio: float = Field(default=1.0, gt=0)
-    min_repeats: Count = 3  # paired repeats per batch and phase
-
-
-class Register(Section):
-    model_name: str = "tapeout-default"
-    experiment: str = "tapeout"
-
-
 class Recipe(Section):
+    """The sections that every recipe has. ``pipeline.recipe`` adds those of evidence and of the registry."""
+
     model: ModelSource
     data: DataSource
     seed: int = 0
@@ -246,55 +194,51 @@ class Recipe(Section):
     plan: Plan = Plan()
     quantize: Quantize = Quantize()
     build: Build = Build()
-    benchmark: Benchmark = Benchmark()
-    evaluate: Evaluate = Evaluate()
-    shadow: Shadow = Shadow()
-    gate: Gate = Gate()
-    register_: Register = Field(default=Register(), alias="register")
 
-    @model_validator(mode="after")
-    def _sections_agree(self) -> Recipe:
-        """Every contradiction between two sections, at once."""
-        positions, timed = self.export.max_positions, self.benchmark
-        needs = {
-            "calibrate.tokens": self.calibrate.tokens,
-            "evaluate.document_tokens": self.evaluate.document_tokens,
-            f"benchmark.prompt_tokens and new_tokens, with {timed.warmup_tokens} to warm up": timed.prompt_tokens
-            + timed.warmup_tokens
-            + timed.new_tokens,
-            "shadow.max_new_tokens, with a prompt of one": self.shadow.max_new_tokens + 1,
-        }
-        if self.plan.kernels == "auto":  # of a plan that is written out nothing is timed
-            needs["plan.context"] = self.plan.context
-        problems = [
-            f"{name}: {tokens} positions, but export.max_positions is {positions}"
+    def section(self, kind: type[S]) -> S:
+        """The section of this type, or of one composed from it."""
+        for name, info in type(self).model_fields.items():
+            if isinstance(info.annotation, type) and issubclass(info.annotation, kind):
+                return getattr(self, name)
+        raise KeyError(f"a recipe has no section of type {kind.__name__}")
+
+    def too_long(self, needs: Mapping[str, int]) -> list[str]:
+        """The parameters whose sequences have more positions than ``export.max_positions``."""
+        return [
+            f"{name}: {tokens} positions, but export.max_positions is {self.export.max_positions}"
             for name, tokens in needs.items()
-            if tokens > positions
+            if tokens > self.export.max_positions
         ]
-        if self.evaluate.parity_documents > self.evaluate.documents:
-            problems.append(
-                f"evaluate.parity_documents is {self.evaluate.parity_documents} of {self.evaluate.documents} documents"
-            )
-        # An engine would open with more slots than it was built with. But its speed and its price at a batch that it
-        # does not hold as it ships would be those of another engine.
-        if max(timed.batches) > self.build.slots:
-            problems.append(f"benchmark.batches reach {max(timed.batches)}, but build.slots is {self.build.slots}")
-        if self.plan.kernels == "auto" and self.plan.goal == "throughput" and self.build.slots < THROUGHPUT_STREAMS:
+
+    def conflicts(self) -> list[str]:
+        """What one section promises and another cannot keep."""
+        needs = {"calibrate.tokens": self.calibrate.tokens}
+        if self.plan.kernels != "auto":  # nothing is timed or searched
+            return self.too_long(needs)
+        problems = self.too_long(needs | {"plan.context": self.plan.context})
+        if self.plan.goal == "throughput" and self.build.slots < THROUGHPUT_STREAMS:
             problems.append(
                 f"plan.goal is throughput, of {THROUGHPUT_STREAMS} streams at once, but build.slots is "
                 f"{self.build.slots}"
             )
-        if self.plan.kernels == "auto" and 2 * self.plan.rows > self.calibrate.holdout_rows:
+        if 2 * self.plan.rows > self.calibrate.holdout_rows:
             problems.append(
                 f"plan.rows is {self.plan.rows} to measure on and as many others to check on, but of calibrate.rows "
                 f"{self.calibrate.holdout_rows} are held out"
             )
-        if problems:
+        return problems
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> Self:
+        if problems := self.conflicts():
             raise ValueError("; ".join(problems))
         return self
 
 
-def load_recipe(path: Path = Path("params.yaml")) -> Recipe:
+R = TypeVar("R", bound=Recipe)
+
+
+def read_recipe(path: Path, kind: type[R]) -> R:
     """Read and validate; :class:`RecipeError` lists every problem at once."""
     try:
         raw = yaml.safe_load(path.read_bytes().decode("utf-8"))
@@ -328,9 +272,9 @@ def load_recipe(path: Path = Path("params.yaml")) -> Recipe:
             remedy="write `section: {parameter: value}`, as in docs/recipes.md",
         )
     try:
-        return Recipe.model_validate(raw)
+        return kind.model_validate(raw)
     except ValidationError as error:
-        lines = [_explain(problem) for problem in error.errors()]
+        lines = [_explain(problem, kind) for problem in error.errors()]
         raise RecipeError(
             f"{path}: " + "; ".join(lines),
             expected="the keys and values in docs/recipes.md",
@@ -338,11 +282,11 @@ def load_recipe(path: Path = Path("params.yaml")) -> Recipe:
         ) from error
 
 
-def _explain(problem: Any) -> str:
+def _explain(problem: Any, recipe: type[BaseModel]) -> str:
     loc = [part for part in problem["loc"] if part not in (WRITTEN, AUTO)]
     where = ".".join(str(part) for part in loc)
     if problem["type"] == "extra_forbidden":
-        valid = sorted(_valid_keys(loc[:-1]))
+        valid = sorted(_valid_keys(loc[:-1], recipe))
         near = difflib.get_close_matches(str(loc[-1]), valid, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(valid)}"
         return f"unknown key {where!r} ({hint})"
@@ -351,8 +295,7 @@ def _explain(problem: Any) -> str:
     return f"{where}: {problem['msg']} (found {problem.get('input')!r})"
 
 
-def _valid_keys(loc: Sequence[Any]) -> list[str]:
-    model: type[BaseModel] = Recipe
+def _valid_keys(loc: Sequence[Any], model: type[BaseModel]) -> list[str]:
     for part in loc:
         if not isinstance(part, int):
             fields = {f.alias or name: f for name, f in model.model_fields.items()}

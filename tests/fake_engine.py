@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 
 from engines.protocol import FloatArray, TokenArray
+from tapeout.fingerprint import Fingerprint
+
+MACHINE = Fingerprint(machine="x86_64", features=("avx2",), libraries={"onnxruntime": "1.0"})
 
 
 class HistoryEngine:

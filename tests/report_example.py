@@ -6,23 +6,35 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from evals.verdict import Check, Fact, Outcome, Slice, Verdict
-from pipeline.report.data import (
-    BatchRow,
+from evals.block import (
+    QUALITY,
+    QUANTIZATION,
+    SPEED,
+    Bars,
+    Block,
     Divergence,
     FactRow,
-    LayerRow,
-    LineageRow,
-    Planned,
-    ReportData,
+    Interval,
+    Intervals,
     Roofline,
-    SpeedRow,
+    Rows,
+    fact_metrics,
 )
+from evals.check import Check, Fact, Outcome, Slice
+from evals.kind import Bounds
+from evals.kinds import kinds
+from evals.kinds.speed import BATCH_AXIS, speed_table
+from evals.kinds.tasks import slice_table
+from evals.kinds.text import divergence_block
+from evals.verdict import Verdict
+from pipeline.recipe import Recipe
+from pipeline.report.data import LayerRow, LineageRow, Planned, ReportData
 from quantization.frontier import Frontier, FrontierPoint
-from tapeout.recipe import Gate, Recipe
+from tapeout.artifact import ArtifactRef
 
 BASELINE, CANDIDATE, QUANTIZED = "b" * 64, "c" * 64, "9" * 64
 RECIPE = Recipe.model_validate({"model": {"source": "file:model"}, "data": {"source": "file:data"}})
+BOUNDS = RECIPE.section(Bounds)
 
 
 def example_verdict(outcome: Outcome = Outcome.PASS, **changes: Any) -> Verdict:
@@ -83,10 +95,10 @@ def example_verdict(outcome: Outcome = Outcome.PASS, **changes: Any) -> Verdict:
         checks=checks,
         slices=slices,
         facts=(Fact(name="ppl", title="Perplexity ratio", value=1.0123, lower=1.008, upper=1.0166),),
-        bounds=Gate(),
+        bounds=BOUNDS.model_dump(mode="json"),
         baseline=BASELINE,
         candidate=CANDIDATE,
-        quantized=QUANTIZED,
+        built_from=ArtifactRef("QuantizedModel", QUANTIZED),
         champion=BASELINE,
         champion_is_baseline=True,
         target="ort-cpu",
@@ -143,39 +155,9 @@ def example_report(verdict: Verdict | None = None) -> ReportData:
     return ReportData(
         model_name="tapeout-default",
         verdict=verdict or example_verdict(),
-        divergence=Divergence(
-            documents=tuple(0.0185 * math.exp(0.5 * math.sin(7.1 * i) + 0.2 * math.cos(3 * i)) for i in range(64)),
-            mean=0.0185,
-            upper=0.0204,
-            bound=0.03,
-        ),
+        blocks=example_blocks(verdict or example_verdict()),
         plan=plan,
         layers=tuple(layers),
-        weights=(
-            FactRow("bits_per_weight", "Bits per weight", 6.21, note="embeddings included"),
-            FactRow("size_mb", "Weights", "104 MB", note="538 MB in float"),
-            FactRow("kv", "KV cache", "int8 per channel", note="11.5 KB per token"),
-        ),
-        batches=(
-            BatchRow(1, 62.1, 171.4, 16.1, 5.83),
-            BatchRow(4, 171.0, 402.3, 23.4, 9.94),
-            BatchRow(16, 372.5, 731.9, 43.0, 21.9),
-        ),
-        speed=(
-            SpeedRow("ttft", "Time to first token, 128 tokens", "ms", 210.0, 96.4, "lower"),
-            SpeedRow("prefill", "Prefill", "tokens/s", 610.0, 1328.0, "higher"),
-            SpeedRow("peak_memory", "Peak memory", "MB", 1204.0, 402.0, "lower"),
-            SpeedRow("bundle", "Bundle", "MB", 541.0, 121.0, "lower"),
-            SpeedRow("cost", "Cost per million tokens", "USD", 0.0746, 0.038, "lower"),
-        ),
-        roofline=Roofline(bandwidth_gb_s=38.7, baseline_gb_s=33.4, candidate_gb_s=17.9),
-        shadow=(
-            FactRow("prompts", "Prompts replayed", 200),
-            FactRow("agreement", "Same token, teacher-forced", 0.9471, "fraction"),
-            FactRow("exact", "Identical responses", 0.415, "fraction"),
-            FactRow("kl", "Mean KL", 0.0213, "nats"),
-            FactRow("length", "Response length", 1.013, "ratio", "candidate over champion"),
-        ),
         kernels={"MatMulNBits": 121, "GroupQueryAttention": 30, "SkipSimplifiedLayerNormalization": 60},
         lineage=tuple(
             LineageRow(
@@ -192,7 +174,76 @@ def example_report(verdict: Verdict | None = None) -> ReportData:
     )
 
 
+def example_blocks(verdict: Verdict) -> tuple[Block, ...]:
+    pooled = next((check for check in verdict.checks if check.name == "accuracy"), None)
+    weights = (
+        FactRow("bits_per_weight", "Bits per weight", 6.21, note="embeddings included"),
+        FactRow("size_mb", "Weights", "104 MB", note="538 MB in float"),
+        FactRow("kv", "KV cache", "int8 per channel", note="11.5 KB per token"),
+    )
+    shadow = (
+        FactRow("prompts", "Prompts replayed", 200),
+        FactRow("agreement", "Same token, teacher-forced", 0.9471, "fraction"),
+        FactRow("exact", "Identical responses", 0.415, "fraction"),
+        FactRow("kl", "Mean KL", 0.0213, "nats"),
+        FactRow("length", "Response length", 1.013, "ratio", "candidate over champion"),
+    )
+    intervals = [Interval(s.task, s.difference, s.lower, s.upper, s.items) for s in verdict.slices]
+    if pooled:
+        intervals.append(Interval("pooled", pooled.value, pooled.lower, pooled.upper, pooled.n, pooled=True))  # type: ignore[arg-type]
+    divergence = Divergence(
+        documents=tuple(0.0185 * math.exp(0.5 * math.sin(7.1 * i) + 0.2 * math.cos(3 * i)) for i in range(64)),
+        mean=0.0185,
+        upper=0.0204,
+        bound=0.03,
+    )
+    roofline = Roofline(bandwidth_gb_s=38.7, baseline_gb_s=33.4, candidate_gb_s=17.9)
+    tokens_s = (("1", 62.1, 171.4), ("4", 171.0, 402.3), ("16", 372.5, 731.9))
+    itl_ms = (("1", 16.1, 5.83), ("4", 23.4, 9.94), ("16", 43.0, 21.9))
+    numbers = [
+        ("Time to first token, 128 tokens", "ms", False, 210.0, 96.4),
+        ("Prefill", "tokens/s", True, 610.0, 1328.0),
+        ("Peak memory", "MB", False, 1204.0, 402.0),
+        ("Bundle", "MB", False, 541.0, 121.0),
+        ("Cost per million tokens", "USD", False, 0.0746, 0.038),
+    ]
+    memory = tuple((title, base, cand) for title, unit, _, base, cand in numbers if unit == "MB")
+    speed = Block(
+        SPEED,
+        charts={
+            "throughput": Bars("Decode throughput by batch", "tokens/s", tokens_s, True, BATCH_AXIS),
+            "latency": Bars("Inter-token latency by batch", "ms", itl_ms, False, BATCH_AXIS),
+            "memory": Bars("Memory and size", "MB", memory, False),
+            "roofline": roofline,
+        },
+        table=speed_table(numbers),
+        metrics={f"decode.batch_{batch}.candidate_tokens_s": value for batch, _, value in tokens_s}
+        | {"roofline.candidate_share": roofline.candidate_share},
+        plots={
+            "throughput.csv": Rows(
+                ("batch", "engine", "tokens_s", "itl_ms"),
+                tuple(
+                    (batch, engine, tokens[at], itl[at])
+                    for (batch, *tokens), (_, *itl) in zip(tokens_s, itl_ms, strict=True)
+                    for at, engine in enumerate(("baseline", "candidate"))
+                ),
+            )
+        },
+    )
+    accuracy = Intervals(
+        "Accuracy: candidate minus baseline", tuple(intervals), verdict.bounds["accuracy_margin"], verdict.confidence
+    )
+    return (
+        Block(QUANTIZATION, facts=weights, metrics=fact_metrics("weights", weights)),
+        Block(QUALITY, charts={"accuracy": accuracy}, table=slice_table(verdict.slices)),
+        divergence_block(divergence),
+        Block(QUALITY, "Shadow traffic", facts=shadow, metrics=fact_metrics("shadow", shadow)),
+        speed,
+    )
+
+
 def without_evidence() -> ReportData:
     """What a starved run leaves: a verdict and nothing to draw."""
     verdict = example_verdict(Outcome.INCONCLUSIVE, slices=(), facts=(), champion=None, executed_on=None)
-    return replace(ReportData("tapeout-default", verdict), recipe={"seed": 0})
+    absent = tuple(kind.absent for kind in kinds() if kind.absent)
+    return replace(ReportData("tapeout-default", verdict, absent), recipe={"seed": 0})

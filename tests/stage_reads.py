@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from pipeline.recipe import Recipe, load_recipe
 from pipeline.stages import wiring
-from tapeout.recipe import Recipe, Section, load_recipe
+from tapeout.recipe import Section
 
 
 @contextmanager

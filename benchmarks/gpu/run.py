@@ -23,11 +23,11 @@ from benchmarks.peers.corpus import Corpus, read_corpus
 from engines.bundle import EngineBundle
 from engines.load import load
 from engines.protocol import Engine
-from evals.text import text_items
+from evals.kinds.text import TextSettings, text_items
+from pipeline.recipe import load_recipe
 from tapeout import artifact
 from tapeout.artifact import Artifact, Frozen
 from tapeout.errors import EvidenceError, ExitCode, TapeoutError
-from tapeout.recipe import load_recipe
 
 # Largest difference of an engine's KL from its lowered graph's: GPU kernels sum in another order, in 16 bits.
 KL_SHARE, KL_FLOOR = 0.2, 2e-3
@@ -183,7 +183,7 @@ def run(options: argparse.Namespace, progress: Callable[[str], None]) -> list[Gp
         prompt_tokens=options.prompt_tokens,
         prefill_tokens=tuple(options.prefill_tokens),
         documents=options.documents,
-        document_tokens=load_recipe(options.params).evaluate.document_tokens,
+        document_tokens=load_recipe(options.params).section(TextSettings).document_tokens,
     )
     reference = load(options.reference, slots=1)
     times = timings(engines, batches, corpus, rounds=options.rounds, new_tokens=options.new_tokens, progress=progress)

@@ -26,11 +26,11 @@ from benchmarks.peers.systems import OURS, PEERS, System
 from engines.bundle import EngineBundle
 from evals.benchmark import read_bandwidth
 from evals.text import kl_divergences
+from pipeline.recipe import load_recipe
 from pipeline.sources.source import Source
 from tapeout import artifact
 from tapeout.errors import EvidenceError, ExitCode, TapeoutError
 from tapeout.portable_graph import PortableGraph
-from tapeout.recipe import load_recipe
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from engines.bundle import EngineBundle, PassReport, PortableEvidence
+from engines.bundle import EngineBundle, PassReport
 from engines.load import target_module
 from tapeout import artifact
 from tapeout.artifact import Artifact, ArtifactRef, Parents
@@ -23,7 +23,7 @@ from tapeout.recipe import Recipe
 
 if TYPE_CHECKING:
     from engines.lowered import LoweredGraph
-    from evals.portable import PortableReport
+    from evals.kinds.portable import PortableReport
     from evals.verdict import Verdict
     from quantization.checkpoint import QuantizedModel
     from quantization.compressed_tensors import Checkpoint
@@ -117,6 +117,9 @@ def build(request: Request, console: Any) -> None:
     A capability that the compiler refuses does not keep the others from being built; its :class:`BuildError` is raised
     at the end.
     """
+    from evals.kind import Bounds
+    from evals.portable import portable_verdict, recorded
+
     module: Any = target_module(request.target)
     if not hasattr(module, "compile_for"):
         raise BuildError(
@@ -150,7 +153,7 @@ def build(request: Request, console: Any) -> None:
                     request.bundle_folder(capability),
                     capability=capability,
                     batches=request.batches,
-                    evidence=_recorded(report),
+                    evidence=recorded(report) if report else None,
                     timing_cache=request.timing_cache(capability),
                     progress=progress,
                 )
@@ -158,7 +161,12 @@ def build(request: Request, console: Any) -> None:
                 refused.append(error)
                 continue
             seconds = time.monotonic() - start
-        built.append(Built(bundle, _verdict(request, lowered, bundle, report), seconds))
+        verdict = None
+        if report is not None:
+            folder = request.bundle_folder(capability)
+            bounds = request.recipe.section(Bounds)
+            verdict = portable_verdict(lowered, bundle, report, bounds, folder.with_name(f"{folder.name}-verdict"))
+        built.append(Built(bundle, verdict, seconds))
     if built:
         console.print(bundle_table(built))
     if refused:
@@ -364,75 +372,22 @@ def _evidence(request: Request, lowered: Artifact[LoweredGraph], console: Any) -
     return report
 
 
-def _recorded(report: Artifact[PortableReport] | None) -> PortableEvidence | None:
-    if report is None:
-        return None
-    found = report.record
-    return PortableEvidence(
-        report=report.digest,
-        documents=found.documents,
-        tokens=found.tokens,
-        kl=found.kl,
-        top_token=found.top_token,
-        perplexity_ratio=found.perplexity_ratio,
-    )
-
-
 def _documents(request: Request) -> list[list[int]]:
     """Held-out documents as token ids, the ones `dvc repro` evaluates on."""
     from tokenizers import Tokenizer
 
+    from evals.kinds.text import TextSettings
     from pipeline.sources.corpus import calibration_and_heldout
     from pipeline.sources.source import Source
 
     recipe = request.recipe
     source = artifact.load(request.artifacts / "source", Source)
-    settings = recipe.calibrate
+    settings, text = recipe.calibrate, recipe.section(TextSettings)
     _, heldout = calibration_and_heldout(
-        source, settings.dataset, settings.column, settings.rows, recipe.evaluate.documents, recipe.seed
+        source, settings.dataset, settings.column, settings.rows, text.documents, recipe.seed
     )
     tokenizer: Any = Tokenizer.from_file(str(request.artifacts / "graph" / "tokenizer.json"))
-    return [tokenizer.encode(text).ids[: recipe.evaluate.document_tokens] for text in heldout[: request.documents]]
-
-
-def _verdict(
-    request: Request,
-    lowered: Artifact[LoweredGraph],
-    bundle: Artifact[EngineBundle],
-    report: Artifact[PortableReport] | None,
-) -> Artifact[Verdict] | None:
-    """The gate's own verdict, with no evidence from the hardware: at best INCONCLUSIVE."""
-    from evals.evidence import Evidence, ProofSummary
-    from evals.gate import gate
-
-    compiled = bundle.record.compiled
-    if report is None or compiled is None:
-        return None
-    reasons = _unproven(lowered.record.precision, lowered.record.plan)
-    evidence = Evidence(
-        baseline=report.record.baseline,
-        candidate=bundle.digest,
-        quantized=lowered.digest,
-        target=compiled.capability,
-        executed_on=compiled.executed_on,
-        proof=ProofSummary(
-            quantized=lowered.digest,
-            ok=not reasons,
-            reasons=reasons,
-            bits_per_weight=lowered.record.bits_per_weight,
-        ),
-        digests={"LoweredGraph": lowered.digest, "PortableReport": report.digest},
-    )
-    folder = request.bundle_folder(compiled.capability)
-    return gate(evidence, request.recipe.gate, folder.with_name(f"{folder.name}-verdict"))
-
-
-def _unproven(precision: str, plan: Mapping[str, str]) -> tuple[str, ...]:
-    """Linears inside the layers that are not in the precision the bundle is named after; 16-bit builds claim none."""
-    if precision not in ("int4", "fp8"):
-        return ()
-    left = sorted(name for name, kernel in plan.items() if precision not in kernel and name != "lm_head")
-    return (f"{len(left)} linears are not in {precision}: {', '.join(left[:3])}",) if left else ()
+    return [tokenizer.encode(words).ids[: text.document_tokens] for words in heldout[: request.documents]]
 
 
 def _bar(console: Any) -> Progress:

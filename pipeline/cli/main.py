@@ -162,8 +162,8 @@ def promote(
 
     Example: `tapeout promote`
     """
+    from pipeline.recipe import load_recipe
     from pipeline.registry.promotion import promote as move
-    from tapeout.recipe import load_recipe
 
     name = load_recipe(params).register_.model_name
     done = move(name, version=version, expect_champion=expect_champion, bundle=bundle)
@@ -176,8 +176,8 @@ def rollback(params: Params = Path("params.yaml"), as_json: Json = False) -> Non
 
     Example: `tapeout rollback`
     """
+    from pipeline.recipe import load_recipe
     from pipeline.registry.promotion import rollback as move
-    from tapeout.recipe import load_recipe
 
     done = move(load_recipe(params).register_.model_name)
     _show(asdict(done), done.message, as_json)
@@ -220,7 +220,7 @@ def plan(artifacts: Artifacts = Path("artifacts"), params: Params = Path("params
     Example: `tapeout plan`
     """
     from pipeline.cli import plan as command
-    from tapeout.recipe import load_recipe
+    from pipeline.recipe import load_recipe
 
     _show(*command.run(artifacts, load_recipe(params)), as_json)
 
@@ -239,7 +239,7 @@ def costs(
     Example: `tapeout costs --rows 1,32`
     """
     from pipeline.cli import costs as command
-    from tapeout.recipe import load_recipe
+    from pipeline.recipe import load_recipe
 
     say = partial(print, file=sys.stderr)
     _show(*command.run(artifacts, load_recipe(params), command.parse_rows(rows), say), as_json)
@@ -253,7 +253,7 @@ def doctor(params: Params = Path("params.yaml"), as_json: Json = False) -> None:
     """
     from pipeline.cli.doctor import diagnose
     from pipeline.cli.tables import diagnosis
-    from tapeout.recipe import load_recipe
+    from pipeline.recipe import load_recipe
 
     found = diagnose(load_recipe(params), Path())
     _show({"healthy": found.healthy} | asdict(found), diagnosis(found), as_json)
@@ -280,7 +280,7 @@ def build(
     """
     from pipeline.cli import build as command
     from pipeline.cli.tables import console
-    from tapeout.recipe import load_recipe
+    from pipeline.recipe import load_recipe
 
     name, capabilities = command.parse_target(target)
     recipe = load_recipe(params)

@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from evals.verdict import COLUMNS, Outcome, Verdict
+from evals.check import Outcome
+from evals.verdict import COLUMNS, Verdict
 from pipeline.cli.doctor import Diagnosis, Status
 from pipeline.cli.explain import Explanation, Parent, fields
 

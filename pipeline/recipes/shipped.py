@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pipeline.recipe import load_recipe
 from tapeout.errors import RecipeError
-from tapeout.recipe import load_recipe
 
 FOLDER = Path(__file__).parent
 

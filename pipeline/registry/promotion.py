@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from evals.verdict import Outcome, Verdict
+from evals.check import Outcome
+from evals.verdict import Verdict
 from pipeline.registry.tracking import connect
 from pipeline.registry.versions import (
     CHALLENGER,

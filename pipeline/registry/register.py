@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evals.verdict import Verdict
+from pipeline.recipe import Recipe
 from pipeline.registry.release import Release
 from pipeline.registry.tracking import connect, public_uri, sqlite_path, tracking_uri
 from pipeline.registry.versions import (
@@ -30,7 +31,6 @@ from pipeline.registry.versions import (
 from pipeline.report.data import flatten
 from tapeout.artifact import Artifact, create, load
 from tapeout.errors import RegistryError
-from tapeout.recipe import Recipe
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from evals.verdict import Outcome
+from evals.check import Outcome
 from tapeout.artifact import Record, Roles
 
 

@@ -1,7 +1,7 @@
 """What the HTML report, the plots and the MLflow run show: plain rows, filled from the artifacts by the stages.
 
-Plain numbers only, so that the report can be drawn, tested and compared without any engine. Fractions are
-0..1 (never percent), KL is in nats per token, sizes in MB (10^6 bytes), times as the field name says.
+Plain numbers only, so that the report can be drawn, tested and compared without any engine. The rows of evidence are
+blocks (evals/block.py).
 """
 
 from __future__ import annotations
@@ -9,27 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
+from evals.block import Block
 from evals.verdict import Verdict
 from quantization.frontier import Frontier
-
-Unit = Literal["fraction", "nats", "ratio", "number"]
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """KL(baseline || candidate), one mean per held-out document, with the pooled mean and its upper bound."""
-
-    documents: tuple[float, ...]
-    mean: float
-    upper: float
-    bound: float
 
 
 @dataclass(frozen=True)
 class Planned:
-    """The kernel plan as it is read: how it came about, a row a unit, and, of a chosen one, what else there was."""
+    """The precision plan: a summary, one row per unit and, where the plan was chosen, its frontier."""
 
     summary: str
     columns: tuple[str, ...]
@@ -39,7 +28,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One linear group of the plan: its format and its relative output error, plain rounding and as kept.
+    """One linear of the plan: its scheme and its relative output error, rounded to nearest and as kept.
 
     ``layer`` is None outside the blocks (embeddings, lm_head). ``bits`` is 32 for a linear left in float.
     """
@@ -55,66 +44,6 @@ class LayerRow:
 
 
 @dataclass(frozen=True)
-class BatchRow:
-    """Decode speed at one batch size: all rows together in tokens/s, and the time between tokens of one row."""
-
-    batch: int
-    baseline_tokens_s: float
-    candidate_tokens_s: float
-    baseline_itl_ms: float
-    candidate_itl_ms: float
-
-
-@dataclass(frozen=True)
-class SpeedRow:
-    """Any other measured number of both engines."""
-
-    name: str
-    title: str
-    unit: str
-    baseline: float
-    candidate: float
-    better: Literal["lower", "higher"]
-
-    @property
-    def ratio(self) -> float | None:
-        """How many times better the candidate is; None where the measure is zero."""
-        top, bottom = (self.baseline, self.candidate) if self.better == "lower" else (self.candidate, self.baseline)
-        return top / bottom if bottom else None
-
-
-@dataclass(frozen=True)
-class Roofline:
-    """Single-stream decode against the machine's measured read bandwidth.
-
-    ``*_gb_s``: weight bytes read per second at batch 1. A share is achieved over measured bandwidth, 0..1.
-    """
-
-    bandwidth_gb_s: float
-    baseline_gb_s: float
-    candidate_gb_s: float
-
-    @property
-    def baseline_share(self) -> float:
-        return self.baseline_gb_s / self.bandwidth_gb_s
-
-    @property
-    def candidate_share(self) -> float:
-        return self.candidate_gb_s / self.bandwidth_gb_s
-
-
-@dataclass(frozen=True)
-class FactRow:
-    """A number with its explanation, already a fraction, count or text."""
-
-    name: str
-    title: str
-    value: float | str
-    unit: Unit = "number"
-    note: str = ""
-
-
-@dataclass(frozen=True)
 class LineageRow:
     """One artifact: where it lies, its digest, the digests of what it was made from, and library versions."""
 
@@ -127,18 +56,13 @@ class LineageRow:
 
 @dataclass(frozen=True)
 class ReportData:
-    """Everything the report shows, in the order it is shown. Empty tuples and None say "not measured"."""
+    """Everything the report shows. ``blocks``: what each kind of evidence shows, in their order."""
 
     model_name: str
     verdict: Verdict
-    divergence: Divergence | None = None
+    blocks: tuple[Block, ...] = ()
     plan: Planned | None = None
     layers: tuple[LayerRow, ...] = ()
-    weights: tuple[FactRow, ...] = ()
-    batches: tuple[BatchRow, ...] = ()
-    speed: tuple[SpeedRow, ...] = ()
-    roofline: Roofline | None = None
-    shadow: tuple[FactRow, ...] = ()
     kernels: Mapping[str, int] = field(default_factory=dict[str, int])
     lineage: tuple[LineageRow, ...] = ()
     recipe: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -177,26 +101,5 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 def _numbers(data: ReportData) -> Iterator[tuple[str, float | None]]:
     for name, value in data.verdict.metrics().items():
         yield f"verdict.{name}", value
-    for part in data.verdict.slices:
-        yield f"accuracy.{part.task}.baseline", part.baseline_accuracy
-        yield f"accuracy.{part.task}.candidate", part.candidate_accuracy
-        yield f"accuracy.{part.task}.difference", part.difference
-    if data.divergence:
-        yield "kl.mean", data.divergence.mean
-        yield "kl.upper", data.divergence.upper
-    for batch in data.batches:
-        yield f"decode.batch_{batch.batch}.baseline_tokens_s", batch.baseline_tokens_s
-        yield f"decode.batch_{batch.batch}.candidate_tokens_s", batch.candidate_tokens_s
-        yield f"decode.batch_{batch.batch}.baseline_itl_ms", batch.baseline_itl_ms
-        yield f"decode.batch_{batch.batch}.candidate_itl_ms", batch.candidate_itl_ms
-    for row in data.speed:
-        yield f"speed.{row.name}.baseline", row.baseline
-        yield f"speed.{row.name}.candidate", row.candidate
-    if data.roofline:
-        yield "roofline.bandwidth_gb_s", data.roofline.bandwidth_gb_s
-        yield "roofline.baseline_share", data.roofline.baseline_share
-        yield "roofline.candidate_share", data.roofline.candidate_share
-    for prefix, facts in (("weights", data.weights), ("shadow", data.shadow)):
-        for fact in facts:
-            if not isinstance(fact.value, str):
-                yield f"{prefix}.{fact.name}", fact.value
+    for block in data.blocks:
+        yield from block.metrics.items()

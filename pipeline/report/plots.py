@@ -11,26 +11,21 @@ import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from evals.verdict import Verdict
+from evals.block import Bars, Chart, Divergence, Intervals, Roofline, Rows
 from pipeline.report import frontier
-from pipeline.report.data import BatchRow, Divergence, LayerRow, ReportData, Roofline, SpeedRow
+from pipeline.report.data import LayerRow, ReportData
 from pipeline.report.svg import Canvas, Scale, label, ticks
 from quantization.frontier import HEADER, cells
 from tapeout.errors import EvidenceError
 
 WIDTH = 480.0
-BATCH_AXIS = "sequences decoded together"
-POOLED_ACCURACY = "accuracy"  # the check of the verdict that judges all tasks together
-Pair = tuple[str, float, float]  # label, baseline, candidate
 
 
 def charts(data: ReportData) -> dict[str, str]:
     """Every chart there is evidence for, by file name without suffix, in the order of the report."""
     drawn: dict[str, str] = {}
-    if data.verdict.slices:
-        drawn["accuracy"] = accuracy(data.verdict)
-    if data.divergence and data.divergence.documents:
-        drawn["kl"] = kl_distribution(data.divergence)
+    for block in data.blocks:
+        drawn |= {name: draw(chart) for name, chart in block.charts.items()}
     if data.plan and data.plan.frontier:
         drawn["frontier"] = frontier.chart(data.plan.frontier)
     if data.layers:
@@ -38,37 +33,36 @@ def charts(data: ReportData) -> dict[str, str]:
         units = dict.fromkeys(row.unit for row in data.layers if row.layer is not None)
         for unit in units:
             drawn[f"layer-error-{unit}"] = layer_error(data.layers, unit)
-    if data.batches:
-        drawn["throughput"] = throughput(data.batches)
-        drawn["latency"] = latency(data.batches)
-    memory = [row for row in data.speed if row.unit == "MB"]
-    if memory:
-        drawn["memory"] = memory_use(memory)
-    if data.roofline:
-        drawn["roofline"] = roofline(data.roofline)
     return drawn
 
 
-def accuracy(verdict: Verdict) -> str:
-    """Paired accuracy difference of each task and pooled, with confidence bounds, zero and the margin."""
-    rows = [(s.task, s.difference, s.lower, s.upper, f"n={s.items}", False) for s in verdict.slices]
-    for check in verdict.checks:
-        if check.name == POOLED_ACCURACY and check.value is not None:
-            limits = [check.value if limit is None else limit for limit in (check.lower, check.upper)]
-            rows.append(("pooled", check.value, limits[0], limits[1], f"n={check.n}", True))
-    margin = verdict.bounds.accuracy_margin
-    _require_finite("accuracy", (number for _, *numbers, _, _ in rows for number in numbers))
-    name, difference, lower, upper, *_ = rows[-1] if rows[-1][-1] else min(rows, key=lambda row: row[1])
+def draw(chart: Chart) -> str:
+    match chart:
+        case Intervals():
+            return intervals(chart)
+        case Divergence():
+            return kl_distribution(chart)
+        case Bars():
+            return bars(chart)
+        case Roofline():
+            return roofline(chart)
+
+
+def intervals(chart: Intervals) -> str:
+    """Paired differences, one a row and pooled, with confidence bounds, zero and the margin."""
+    rows, margin = chart.rows, chart.margin
+    _require_finite(chart.title, (number for row in rows for number in (row.value, row.lower, row.upper)))
+    said = rows[-1] if rows[-1].pooled else min(rows, key=lambda row: row.value)
     canvas = Canvas(
         WIDTH,
         76 + 28 * len(rows),
-        "Accuracy: candidate minus baseline",
-        f"{name}: {_points(difference)} points, bounds {_points(lower)} to {_points(upper)} at "
-        f"{100 * verdict.bounds.confidence:g} % confidence each; the margin is {_points(-margin)}.",
+        chart.title,
+        f"{said.label}: {_points(said.value)} points, bounds {_points(said.lower)} to {_points(said.upper)} at "
+        f"{100 * chart.confidence:g} % confidence each; the margin is {_points(-margin)}.",
     )
-    low, high = min(-margin, *(row[2] for row in rows)), max(margin / 2, *(row[3] for row in rows))
+    low, high = min(-margin, *(row.lower for row in rows)), max(margin / 2, *(row.upper for row in rows))
     pad = (high - low) * 0.06
-    left = min(240.0, 20 + 7.2 * max(len(row[0]) for row in rows))
+    left = min(240.0, 20 + 7.2 * max(len(row.label) for row in rows))
     x = Scale(low - pad, high + pad, left, WIDTH - 56)
     top, bottom = 52.0, 52.0 + 28 * len(rows)
     for tick in ticks(x.low * 100, x.high * 100):
@@ -77,14 +71,15 @@ def accuracy(verdict: Verdict) -> str:
     canvas.text(WIDTH, bottom + 18, "points", "soft", "end")
     canvas.line(x(-margin), top - 6, x(-margin), bottom, "limit")
     canvas.text(x(-margin) + 4, top - 8, f"margin {-margin * 100:g}", "soft limit-text")
-    for i, (task, difference, lower, upper, tip, pooled) in enumerate(rows):
+    for i, row in enumerate(rows):
         y = top + 28 * i + 14
-        canvas.text(0, y + 4, task, "title" if pooled else "")
-        canvas.line(x(lower), y, x(upper), y, "whisker candidate")
-        for end in (lower, upper):
+        canvas.text(0, y + 4, row.label, "title" if row.pooled else "")
+        canvas.line(x(row.lower), y, x(row.upper), y, "whisker candidate")
+        for end in (row.lower, row.upper):
             canvas.line(x(end), y - 5, x(end), y + 5, "whisker candidate")
-        canvas.circle(x(difference), y, 6 if pooled else 4.5, "candidate", f"{task}: {_points(difference)}, {tip}")
-        canvas.text(WIDTH, y + 4, _points(difference), "soft", "end")
+        tip = f"{row.label}: {_points(row.value)}, n={row.n}"
+        canvas.circle(x(row.value), y, 6 if row.pooled else 4.5, "candidate", tip)
+        canvas.text(WIDTH, y + 4, _points(row.value), "soft", "end")
     return canvas.render()
 
 
@@ -194,20 +189,28 @@ def bits_by_layer(layers: Sequence[LayerRow]) -> str:
     return canvas.render()
 
 
-def throughput(batches: Sequence[BatchRow]) -> str:
-    pairs = [(str(row.batch), row.baseline_tokens_s, row.candidate_tokens_s) for row in batches]
-    return _bar_pairs("Decode throughput by batch", "tokens/s", pairs, higher_is_better=True, axis=BATCH_AXIS)
-
-
-def latency(batches: Sequence[BatchRow]) -> str:
-    pairs = [(str(row.batch), row.baseline_itl_ms, row.candidate_itl_ms) for row in batches]
-    return _bar_pairs("Inter-token latency by batch", "ms", pairs, higher_is_better=False, axis=BATCH_AXIS)
-
-
-def memory_use(rows: Sequence[SpeedRow]) -> str:
-    return _bar_pairs(
-        "Memory and size", "MB", [(r.title, r.baseline, r.candidate) for r in rows], higher_is_better=False
-    )
+def bars(chart: Bars) -> str:
+    """Baseline and candidate side by side for each label, with the values on the bars."""
+    title, unit, pairs = chart.title, chart.unit, chart.pairs
+    _require_finite(title, (value for _, *values in pairs for value in values))
+    said = "; ".join(f"{name}: baseline {label(base)}, candidate {label(cand)} {unit}" for name, base, cand in pairs)
+    canvas = Canvas(WIDTH, 236, title, f"{'Higher' if chart.higher_is_better else 'Lower'} is better. {said}.")
+    high = max(max(base, cand) for _, base, cand in pairs) or 1.0
+    y = _y_axis(canvas, 0, high * 1.12, top=46, bottom=200, left=52)
+    better = "higher is better" if chart.higher_is_better else "lower is better"
+    canvas.legend([("bar baseline", "baseline"), ("bar candidate", "candidate")], 52, 36)
+    canvas.text(WIDTH, 234, chart.axis, "soft", "end")
+    canvas.text(WIDTH, 36, f"{unit}, {better}", "soft", "end")
+    slot = (WIDTH - 60) / len(pairs)
+    bar = min(44.0, slot * 0.36)
+    for i, (name, *values) in enumerate(pairs):
+        middle = 56 + slot * (i + 0.5)
+        canvas.text(middle, 218, name, "soft", "middle")
+        for j, (style, value) in enumerate(zip(("baseline", "candidate"), values, strict=True)):
+            left = middle - bar - 1 + j * (bar + 2)
+            canvas.rect(left, y(value), bar, 200 - y(value), f"bar {style}", f"{name} {style}: {label(value)} {unit}")
+            canvas.text(left + bar / 2, y(value) - 4, label(value), "soft", "middle")
+    return canvas.render()
 
 
 def roofline(roof: Roofline) -> str:
@@ -252,62 +255,25 @@ def roofline(roof: Roofline) -> str:
 def write_dvc_rows(data: ReportData, folder: Path) -> tuple[Path, ...]:
     """``kl.csv``, ``layers.csv`` and others for ``dvc plots``; a file without rows has its header only."""
     points = data.plan.frontier.points if data.plan and data.plan.frontier else ()
-    documents = sorted(data.divergence.documents) if data.divergence else []
-    tables: dict[str, tuple[list[str], list[tuple[object, ...]]]] = {
-        "kl.csv": (
-            ["kl", "share_of_documents"],
-            [(value, (i + 1) / len(documents)) for i, value in enumerate(documents)],
-        ),
-        "frontier.csv": (list(HEADER), [cells(point) for point in points]),
-        "layers.csv": (
-            ["index", "group", "layer", "unit", "bits", "bits_per_weight", "error_before", "error_after"],
-            [
+    tables = {
+        "frontier.csv": Rows(HEADER, tuple(cells(point) for point in points)),
+        "layers.csv": Rows(
+            ("index", "group", "layer", "unit", "bits", "bits_per_weight", "error_before", "error_after"),
+            tuple(
                 (i, row.group, row.layer, row.unit, row.bits, row.bits_per_weight, row.error_before, row.error_after)
                 for i, row in enumerate(data.layers)
-            ],
-        ),
-        "throughput.csv": (
-            ["batch", "engine", "tokens_s", "itl_ms"],
-            [
-                row
-                for b in data.batches
-                for row in (
-                    (b.batch, "baseline", b.baseline_tokens_s, b.baseline_itl_ms),
-                    (b.batch, "candidate", b.candidate_tokens_s, b.candidate_itl_ms),
-                )
-            ],
+            ),
         ),
     }
+    for block in data.blocks:
+        tables |= block.plots
     folder.mkdir(parents=True, exist_ok=True)
-    for name, (header, rows) in tables.items():
+    for name, table in tables.items():
         with (folder / name).open("w", newline="") as stream:
             writer = csv.writer(stream, lineterminator="\n")
-            writer.writerow(header)
-            writer.writerows(rows)
+            writer.writerow(table.header)
+            writer.writerows(table.rows)
     return tuple(folder / name for name in tables)
-
-
-def _bar_pairs(title: str, unit: str, pairs: Sequence[Pair], *, higher_is_better: bool, axis: str = "") -> str:
-    """Baseline and candidate side by side for each label, values written on the bars; ``axis`` says what labels are."""
-    _require_finite(title, (value for _, *values in pairs for value in values))
-    said = "; ".join(f"{name}: baseline {label(base)}, candidate {label(cand)} {unit}" for name, base, cand in pairs)
-    canvas = Canvas(WIDTH, 236, title, f"{'Higher' if higher_is_better else 'Lower'} is better. {said}.")
-    high = max(max(base, cand) for _, base, cand in pairs) or 1.0
-    y = _y_axis(canvas, 0, high * 1.12, top=46, bottom=200, left=52)
-    better = "higher is better" if higher_is_better else "lower is better"
-    canvas.legend([("bar baseline", "baseline"), ("bar candidate", "candidate")], 52, 36)
-    canvas.text(WIDTH, 234, axis, "soft", "end")
-    canvas.text(WIDTH, 36, f"{unit}, {better}", "soft", "end")
-    slot = (WIDTH - 60) / len(pairs)
-    bar = min(44.0, slot * 0.36)
-    for i, (name, *values) in enumerate(pairs):
-        middle = 56 + slot * (i + 0.5)
-        canvas.text(middle, 218, name, "soft", "middle")
-        for j, (style, value) in enumerate(zip(("baseline", "candidate"), values, strict=True)):
-            left = middle - bar - 1 + j * (bar + 2)
-            canvas.rect(left, y(value), bar, 200 - y(value), f"bar {style}", f"{name} {style}: {label(value)} {unit}")
-            canvas.text(left + bar / 2, y(value) - 4, label(value), "soft", "middle")
-    return canvas.render()
 
 
 def _y_axis(

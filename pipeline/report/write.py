@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import jinja2
 from markupsafe import Markup
 
-from evals.verdict import Check, Outcome, Verdict
+from evals.block import QUANTIZATION, Block, Cell, FactRow
+from evals.check import Check, Outcome
+from evals.verdict import Verdict
 from pipeline.report import plots, svg
-from pipeline.report.data import FactRow, ReportData, flat_metrics, flatten
+from pipeline.report.data import ReportData, flat_metrics, flatten
 
 _LAYOUT = {Outcome.PASS: "pass", Outcome.FAIL: "fail", Outcome.INCONCLUSIVE: "unsure"}
 
@@ -30,6 +33,7 @@ def render(data: ReportData) -> str:
     )
     environment.filters |= {
         "number": _number,
+        "cell": _cell,
         "limits": _limits,
         "fact": _fact,
         "short": _short,
@@ -41,10 +45,20 @@ def render(data: ReportData) -> str:
         verdict=data.verdict,
         headline=headline(data.verdict),
         outcome_style=_LAYOUT,
+        sections=_sections(data.blocks),
+        quantization=QUANTIZATION,
         charts={name: Markup(chart) for name, chart in plots.charts(data).items()},
         chart_style=Markup(svg.STYLE),
         recipe=flatten(data.recipe),
     )
+
+
+def _sections(blocks: Sequence[Block]) -> dict[str, list[Block]]:
+    """Blocks by the heading they stand under, in the order of the first of each."""
+    found: dict[str, list[Block]] = {}
+    for block in blocks:
+        found.setdefault(block.section, []).append(block)
+    return found
 
 
 def write(data: ReportData, folder: Path) -> Path:
@@ -68,7 +82,7 @@ def headline(verdict: Verdict) -> str:
     """One sentence: why the outcome is what it is."""
     total = len(verdict.checks)
     if verdict.outcome is Outcome.PASS:
-        return f"All {total} checks hold at {_percent(verdict.bounds.confidence)} confidence."
+        return f"All {total} checks hold at {_percent(verdict.confidence)} confidence."
     deciding = [check for check in verdict.checks if check.outcome is verdict.outcome]
     if not deciding:
         return "No check was made, and missing evidence never passes."
@@ -89,6 +103,10 @@ def _number(value: float | None) -> str:
     if value is None:
         return "–"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _cell(value: Cell) -> str:
+    return value if isinstance(value, str) else _number(value)
 
 
 def _limits(check: Check) -> str:

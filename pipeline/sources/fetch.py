@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
+from pipeline.recipe import Recipe
 from pipeline.sources.locations import Fetched, explained_os_errors, fetch_source
 from pipeline.sources.source import FOLDERS, Source, folder_of
 from tapeout.artifact import Artifact, create, load
 from tapeout.errors import SourceError
-from tapeout.recipe import Recipe
 
 # What a checkpoint's folder may hold beside its *.safetensors. Not optimizer states, pickles or other exports.
 CHECKPOINT_SUFFIXES = {".json", ".jinja", ".model", ".txt", ".tiktoken", ".md"}
@@ -30,7 +30,7 @@ def fetch(recipe: Recipe, folder: Path) -> Artifact[Source]:
     Of the data, every data set with a short name is kept, and those the recipe names must be there. So a recipe that
     turns to another known task finds its data, and the artifact stays the same.
     """
-    needed = [recipe.calibrate.dataset, *recipe.evaluate.tasks, *recipe.shadow.datasets]
+    needed = recipe.datasets
     folders = {*FOLDERS.values(), *map(folder_of, needed)}
     with explained_os_errors(folder), create(folder, Source) as draft:
         model = fetch_source(

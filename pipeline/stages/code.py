@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import ast
 import hashlib
-from collections.abc import Iterable, Mapping
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 
 import grimp
@@ -21,48 +21,73 @@ WIRING = "pipeline.stages.wiring"
 LOADER = "engines.load"  # imports the recipe's target by its name
 DATA_SUFFIXES = (".c", ".h", ".j2")
 # Messages do not change what is computed, and parameters are dependencies themselves (`params` in dvc.yaml).
-UNCOUNTED = frozenset({"tapeout.errors", "tapeout.recipe"})
+UNCOUNTED = frozenset({"tapeout.errors", "tapeout.recipe", "pipeline.recipe"})
+# Whoever imports one of these packages reaches all of its modules, which it finds by listing its folder.
+REGISTRIES = ("evals.kinds",)
+
+Stage = Callable[..., None]  # a function of ``wiring.py``, or its ``_measure`` bound to a kind of evidence
 
 
-def code_hashes(functions: Mapping[str, str], target: str) -> dict[str, dict[str, str]]:
-    """By stage: its function and every file that it can reach, with the sha256 of each.
+def code_hashes(stages: Mapping[str, Stage], target: str) -> dict[str, dict[str, str]]:
+    """By stage: the functions of ``wiring.py`` and every file that it can reach, with the sha256 of each.
 
-    ``functions``: the name of each stage's function. ``target``: the one whose engines the recipe builds.
+    ``target``: the one whose engines the recipe builds.
     """
     graph = grimp.build_graph(*PACKAGES, exclude_type_checking_imports=True, cache_dir=None)
-    dynamic = {LOADER: f"engines.targets.{target.replace('-', '_')}"}
+    dynamic = {LOADER: [f"engines.targets.{target.replace('-', '_')}"]}
+    dynamic |= {name: sorted(graph.find_children(name)) for name in REGISTRIES}
     wiring = ast.parse(_source(WIRING).read_text())
-    return {
-        stage: {
-            f"{WIRING}:{function}": _sha256(_statements(_reached_functions(wiring, function))),
-            **_files(_closure(graph, _imports(graph, wiring, function), dynamic)),
+    hashes: dict[str, dict[str, str]] = {}
+    for stage, function in stages.items():
+        names, modules = _entry(function)
+        reached = _reached(wiring, names)
+        roots = modules | _imports(graph, wiring, reached.values())
+        hashes[stage] = {
+            f"{WIRING}:{names[0]}": _sha256(_statements(reached.values())),
+            **_files(_closure(graph, roots, dynamic)),
         }
-        for stage, function in functions.items()
-    }
+    return hashes
 
 
-def _reached_functions(wiring: ast.Module, function: str) -> list[ast.FunctionDef]:
-    """A function of the module, and those of the same module that it uses, directly or not."""
+def _entry(function: Stage) -> tuple[list[str], set[str]]:
+    """Where a stage begins: functions of ``wiring.py``, and modules.
+
+    A kind of evidence begins in its own module, and reaches the methods of ``Measurement`` that it names there.
+    """
+    if not isinstance(function, partial):
+        return [function.__name__], set()
+    module = type(function.args[0]).__module__
+    tree = ast.parse(_source(module).read_text())
+    return [function.func.__name__, *sorted(_methods_of("context", tree))], {module}
+
+
+def _methods_of(name: str, tree: ast.AST) -> set[str]:
+    """The methods of ``Measurement`` that are used on a variable of this name."""
+    found = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name))
+    return {f"Measurement.{node.attr}" for node in found if isinstance(node.value, ast.Name) and node.value.id == name}
+
+
+def _reached(wiring: ast.Module, names: Iterable[str]) -> dict[str, ast.FunctionDef]:
+    """These functions of the module, and those of the same module that they use, directly or not."""
     known = {node.name: node for node in wiring.body if isinstance(node, ast.FunctionDef)}
+    for node in wiring.body:
+        if isinstance(node, ast.ClassDef):
+            known |= {f"{node.name}.{inner.name}": inner for inner in node.body if isinstance(inner, ast.FunctionDef)}
     found: dict[str, ast.FunctionDef] = {}
-    waiting = [function]
+    waiting = list(names)
     while waiting:
         name = waiting.pop()
         if name in known and name not in found:
-            found[name] = known[name]
-            waiting += sorted({node.id for node in ast.walk(known[name]) if isinstance(node, ast.Name)})
-    return list(found.values())
+            found[name] = function = known[name]
+            used = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+            waiting += sorted(used | _methods_of("self", function))
+    return dict(sorted(found.items()))
 
 
-def _imports(graph: grimp.ImportGraph, wiring: ast.Module, function: str) -> set[str]:
-    """Modules of ours that are imported at the top of the module or in the functions that ``function`` reaches."""
+def _imports(graph: grimp.ImportGraph, wiring: ast.Module, functions: Iterable[ast.FunctionDef]) -> set[str]:
+    """Modules of ours that are imported at the top of the module or in these functions."""
     top = [node for node in wiring.body if isinstance(node, ast.ImportFrom)]
-    inner = [
-        node
-        for reached in _reached_functions(wiring, function)
-        for node in ast.walk(reached)
-        if isinstance(node, ast.ImportFrom)
-    ]
+    inner = [node for function in functions for node in ast.walk(function) if isinstance(node, ast.ImportFrom)]
     names = {(node.module or "", alias.name) for node in (*top, *inner) for alias in node.names}
     return {
         name
@@ -72,16 +97,21 @@ def _imports(graph: grimp.ImportGraph, wiring: ast.Module, function: str) -> set
     }
 
 
-def _closure(graph: grimp.ImportGraph, roots: Iterable[str], dynamic: Mapping[str, str]) -> set[str]:
+def _closure(graph: grimp.ImportGraph, roots: Iterable[str], dynamic: Mapping[str, Sequence[str]]) -> set[str]:
     """The modules and all they import. Importing a module runs the packages it lies in, so they count too."""
     found: set[str] = set()
+    imported: set[str] = set()  # by name, and not only because a module in it is
     waiting = list(roots)
     while waiting:
         module = waiting.pop()
-        if module and module not in found | UNCOUNTED:
-            found.add(module)
-            waiting += [*graph.find_modules_directly_imported_by(module), module.rpartition(".")[0]]
-            waiting += [dynamic[module]] if module in dynamic else []
+        if module in imported | UNCOUNTED:
+            continue
+        imported.add(module)
+        parents = [module.rsplit(".", level)[0] for level in range(1, module.count(".") + 1)]
+        for part in {module, *parents} - found - UNCOUNTED:
+            found.add(part)
+            waiting += graph.find_modules_directly_imported_by(part)
+        waiting += dynamic.get(module, ())
     return found
 
 

@@ -9,22 +9,31 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.recipe import KINDS, Recipe, load_recipe
 from tapeout import artifact
 from tapeout.artifact import Artifact
 from tapeout.errors import ArtifactError, RecipeError, RegistryError, TapeoutError
 from tapeout.portable_graph import PortableGraph
-from tapeout.recipe import Recipe, load_recipe
 
 if TYPE_CHECKING:
     from engines.bundle import EngineBundle
+    from engines.probe import Probe
+    from engines.protocol import Engine
+    from evals.kind import Kind, S
     from pipeline.sources.source import Source
     from quantization.calibration import Calibration
+    from quantization.checkpoint import QuantizedModel
+    from quantization.reference import QuantizedReference
+    from tapeout.fingerprint import Fingerprint
 
 ARTIFACTS = Path("artifacts")
 INCUMBENT = ARTIFACTS / "incumbent.json"
+TOKENIZER = "tokenizer.json"
 
 
 def run(name: str, recipe_path: Path) -> None:
@@ -66,7 +75,7 @@ def _environment(recipe: Recipe) -> None:
     from pipeline.stages.code import code_hashes
     from pipeline.stages.environment import libraries, machine
 
-    hashes = code_hashes({stage: function.__name__ for stage, function in STAGES.items()}, recipe.build.target)
+    hashes = code_hashes(STAGES, recipe.build.target)
     files = {"libraries": libraries(), "machine": machine(), **{f"code/{name}": code for name, code in hashes.items()}}
     (ARTIFACTS / "environment" / "code").mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
@@ -177,76 +186,6 @@ def _build_candidate(recipe: Recipe) -> None:
     )
 
 
-def _parity(recipe: Recipe) -> None:
-    from engines.probe import Probe
-    from evals.parity import parity
-    from quantization.checkpoint import QuantizedModel
-    from quantization.reference import QuantizedReference
-
-    quantized = artifact.load(ARTIFACTS / "quantized", QuantizedModel)
-    bundle = _bundle(ARTIFACTS / "candidate")
-    _, heldout = _texts(recipe)
-    documents = [ids[: recipe.evaluate.document_tokens] for ids in _encode(heldout[: recipe.evaluate.parity_documents])]
-    parity(
-        Probe(bundle, threads=recipe.build.threads),
-        QuantizedReference(quantized.folder, int8_activations=True),
-        documents,
-        ARTIFACTS / "parity",
-        head=next(group.members[0] for group in _graph().record.groups if group.name == "lm_head"),
-        candidate=bundle.digest,
-        quantized=quantized.digest,
-        parents={"candidate": bundle, "quantized": quantized},
-    )
-
-
-def _benchmark(recipe: Recipe) -> None:
-    from engines.load import load
-    from engines.threads import physical_cores
-    from evals.benchmark import benchmark
-
-    folders = {name: ARTIFACTS / name for name in ("baseline", "candidate")}
-    bundles = {name: _bundle(folder) for name, folder in folders.items()}
-    threads = recipe.build.threads or physical_cores()
-    slots = max(recipe.benchmark.batches)
-    engines = {name: load(folder, threads=threads, slots=slots) for name, folder in folders.items()}
-    benchmark(
-        recipe.benchmark,
-        engines["baseline"],
-        engines["candidate"],
-        folders=folders,
-        read_bytes={name: bundle.record.step_bytes for name, bundle in bundles.items()},
-        bundle_bytes={name: sum(f.size_bytes for f in bundle.files.values()) for name, bundle in bundles.items()},
-        threads=threads,
-        seed=recipe.seed,
-        folder=ARTIFACTS / "benchmark",
-        parents=bundles,
-        progress=_say("benchmark"),
-    )
-
-
-def _evaluate(recipe: Recipe) -> None:
-    from engines.load import load
-    from evals.quality import evaluate
-
-    source = _source()
-    baseline, candidate = (
-        load(ARTIFACTS / name, threads=recipe.build.threads, slots=1) for name in ("baseline", "candidate")
-    )
-    _, heldout = _texts(recipe)
-    bundle = _bundle(ARTIFACTS / "candidate")
-    evaluate(
-        recipe,
-        baseline,
-        candidate,
-        tokenizer_file=bundle.folder / "tokenizer.json",
-        end_of_text=bundle.record.stop_tokens[0],
-        data=source.folder / source.record.data_entry,
-        heldout_texts=heldout,
-        folder=ARTIFACTS / "evaluation",
-        parents={"baseline": _bundle(ARTIFACTS / "baseline"), "candidate": bundle, "source": source},
-    )
-
-
 def _incumbent(recipe: Recipe) -> None:
     """Which registered engine the candidate must be compared with, as a file the shadow stage depends on."""
     from pipeline.registry.register import incumbent
@@ -256,76 +195,22 @@ def _incumbent(recipe: Recipe) -> None:
     INCUMBENT.write_text(json.dumps(content) + "\n")
 
 
-def _shadow(recipe: Recipe) -> None:
-    from engines.load import load
-    from evals.shadow import shadow
-    from pipeline.sources.corpus import chat_prompts
-
-    incumbent = json.loads(INCUMBENT.read_text())
-    source, bundle = _source(), _bundle(ARTIFACTS / "candidate")
-    place = Path(incumbent["location"]) if incumbent else ARTIFACTS / "baseline"
-    try:
-        champion = load(place, threads=recipe.build.threads, slots=recipe.build.slots)
-        tokenizer = artifact.identify(place)[2]["tokenizer.json"].sha256
-        if tokenizer != bundle.files["tokenizer.json"].sha256:
-            raise ArtifactError(f"{place} has another tokenizer than the candidate")
-    except TapeoutError as error:
-        if incumbent is None:
-            raise
-        raise RegistryError(
-            f"the registered champion of {recipe.register_.model_name} cannot be replayed here: {error.found}",
-            expected="a champion of the same model that runs on this machine",
-            remedy="give another model or machine its own register.model_name, or `tapeout rollback` first",
-        ) from error
-    candidate = load(ARTIFACTS / "candidate", threads=recipe.build.threads, slots=recipe.build.slots)
-    questions = chat_prompts(source, recipe.shadow.datasets, recipe.shadow.prompts, recipe.seed)
-    shadow(
-        recipe,
-        champion,
-        candidate,
-        prompts=_chat(bundle, questions),
-        stop_tokens=bundle.record.stop_tokens,
-        champion_is_baseline=incumbent is None,
-        folder=ARTIFACTS / "shadow",
-        parents={"champion": _bundle(place), "candidate": bundle, "source": source},
-    )
-
-
 def _gate(recipe: Recipe) -> None:
-    from evals.evidence import ProofSummary, SpeedSummary, load_evidence
+    from evals.evidence import load_evidence
     from evals.gate import gate
-    from evals.reports import Benchmark
-    from quantization.checkpoint import QuantizedModel
+    from evals.kind import Bounds
 
     baseline, candidate = _bundle(ARTIFACTS / "baseline"), _bundle(ARTIFACTS / "candidate")
-    quantized = artifact.load(ARTIFACTS / "quantized", QuantizedModel)
-    timed = artifact.load(ARTIFACTS / "benchmark", Benchmark)
-    proof = quantized.record.proof
     evidence = load_evidence(
+        ARTIFACTS,
+        recipe,
         baseline=baseline.digest,
         candidate=candidate.digest,
-        quantized=quantized.digest,
+        built_from=candidate.parents["quantized"],
         target=candidate.record.target,
-        # A compiled engine says itself where it ran; others only load on the machine they were built for.
-        executed_on=candidate.record.compiled.executed_on if candidate.record.compiled else candidate.record.target,
-        proof=ProofSummary(
-            quantized=candidate.parents["quantized"].digest,
-            ok=proof.passed,
-            reasons=proof.reasons,
-            bits_per_weight=proof.bits_per_weight,
-        ),
-        speed=SpeedSummary(
-            baseline=timed.record.baseline.digest,
-            candidate=timed.record.candidate.digest,
-            batches=recipe.benchmark.batches,
-            samples=timed.record.samples,
-        ),
-        digests={"Benchmark": timed.digest, "QuantizedModel": quantized.digest},
-        evaluation=ARTIFACTS / "evaluation",
-        shadow=ARTIFACTS / "shadow",
-        parity=ARTIFACTS / "parity",
+        fingerprint=candidate.record.fingerprint,
     )
-    gate(evidence, recipe.gate, ARTIFACTS / "verdict")
+    gate(evidence, recipe.section(Bounds), ARTIFACTS / "verdict")
 
 
 def _report(recipe: Recipe) -> None:
@@ -333,6 +218,11 @@ def _report(recipe: Recipe) -> None:
     from pipeline.report.write import write
 
     write(gather(recipe, ARTIFACTS), ARTIFACTS / "report")
+
+
+def _measure(kind: Kind[Any, Any, Any], recipe: Recipe) -> None:
+    """The stage of a kind of evidence."""
+    kind.measure(Measurement(recipe, kind.stage), ARTIFACTS / kind.role)
 
 
 def _register(recipe: Recipe) -> None:
@@ -367,12 +257,12 @@ def _bundle(folder: Path) -> Artifact[EngineBundle]:
     return artifact.load(folder, EngineBundle)
 
 
-def _texts(recipe: Recipe, heldout: int | None = None) -> tuple[list[str], list[str]]:
-    """Calibration texts and held-out texts (``evaluate.documents`` unless told), disjoint, from one column."""
+def _texts(recipe: Recipe, heldout: int) -> tuple[list[str], list[str]]:
+    """Calibration texts and so many held-out texts, disjoint, from one column."""
     from pipeline.sources.corpus import calibration_and_heldout
 
-    settings, count = recipe.calibrate, recipe.evaluate.documents if heldout is None else heldout
-    return calibration_and_heldout(_source(), settings.dataset, settings.column, settings.rows, count, recipe.seed)
+    settings = recipe.calibrate
+    return calibration_and_heldout(_source(), settings.dataset, settings.column, settings.rows, heldout, recipe.seed)
 
 
 def _calibrated_rows(recipe: Recipe) -> list[list[int]]:
@@ -387,15 +277,99 @@ def _encode(texts: Sequence[str]) -> list[list[int]]:
     return [tokenizer.encode(text).ids for text in texts]
 
 
-def _chat(bundle: Artifact[EngineBundle], questions: Sequence[str]) -> list[list[int]]:
-    from tokenizers import Tokenizer
+@dataclass(frozen=True)
+class Measurement:
+    """See :class:`evals.kind.Context`."""
 
-    from runtime.chat import ChatTemplate
+    recipe: Recipe
+    stage: str
 
-    tokenizer: Any = Tokenizer.from_file(str(bundle.folder / "tokenizer.json"))
-    template = ChatTemplate.load(bundle.folder)
-    prompts = [template.render([{"role": "user", "content": question}]) for question in questions]
-    return [tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in prompts]
+    @property
+    def seed(self) -> int:
+        return self.recipe.seed
+
+    @property
+    def threads(self) -> int:
+        from engines.threads import physical_cores
+
+        return self.recipe.build.threads or physical_cores()
+
+    def section(self, kind: type[S]) -> S:
+        return self.recipe.section(kind)
+
+    def source(self) -> Artifact[Source]:
+        return _source()
+
+    def bundle(self, role: str) -> Artifact[EngineBundle]:
+        return _bundle(ARTIFACTS / role)
+
+    def engine(self, role: str, *, slots: int | None = None) -> Engine:
+        return self._open(ARTIFACTS / role, slots)
+
+    def _open(self, folder: Path, slots: int | None) -> Engine:
+        from engines.load import load
+
+        return load(folder, threads=self.threads, slots=slots or self.recipe.build.slots)
+
+    def champion(self) -> tuple[Artifact[EngineBundle], Engine, bool]:
+        incumbent = json.loads(INCUMBENT.read_text())
+        folder = Path(incumbent["location"]) if incumbent else ARTIFACTS / "baseline"
+        try:
+            champion = self._open(folder, None)
+            bundle = _bundle(folder)
+            if bundle.files[TOKENIZER].sha256 != self.bundle("candidate").files[TOKENIZER].sha256:
+                raise ArtifactError(f"{folder} has another tokenizer than the candidate")
+        except TapeoutError as error:
+            if incumbent is None:
+                raise
+            raise RegistryError(
+                f"the registered champion of {self.recipe.register_.model_name} cannot be replayed here: {error.found}",
+                expected="a champion of the same model that runs on this machine",
+                remedy="give another model or machine its own register.model_name, or `tapeout rollback` first",
+            ) from error
+        return bundle, champion, incumbent is None
+
+    def executed_on(self) -> Fingerprint:
+        from engines.load import fingerprint_here, target_module
+
+        return fingerprint_here(target_module(self.bundle("candidate").record.target))
+
+    def heldout_texts(self, count: int) -> list[str]:
+        return _texts(self.recipe, count)[1]
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return _encode(texts)
+
+    def chat_prompts(self, datasets: Sequence[str], count: int) -> list[list[int]]:
+        from tokenizers import Tokenizer
+
+        from pipeline.sources.corpus import chat_prompts
+        from runtime.chat import ChatTemplate
+
+        folder = self.bundle("candidate").folder
+        tokenizer: Any = Tokenizer.from_file(str(folder / TOKENIZER))
+        template = ChatTemplate.load(folder)
+        questions = chat_prompts(_source(), datasets, count, self.seed)
+        prompts = [template.render([{"role": "user", "content": question}]) for question in questions]
+        return [tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in prompts]
+
+    def probe(self) -> Probe:
+        from engines.probe import Probe
+
+        return Probe(self.bundle("candidate"), threads=self.threads)
+
+    def reference(self) -> tuple[Artifact[QuantizedModel], QuantizedReference]:
+        from quantization.checkpoint import QuantizedModel
+        from quantization.reference import QuantizedReference
+
+        quantized = artifact.load(ARTIFACTS / "quantized", QuantizedModel)
+        return quantized, QuantizedReference(quantized.folder, int8_activations=True)
+
+    def head(self) -> str:
+        return next(group.members[0] for group in _graph().record.groups if group.name == "lm_head")
+
+    def say(self, step: str) -> None:
+        _say(self.stage)(step)
 
 
 STAGES: dict[str, Callable[[Recipe], None]] = {
@@ -408,11 +382,8 @@ STAGES: dict[str, Callable[[Recipe], None]] = {
     "quantize": _quantize,
     "build-baseline": _build_baseline,
     "build-candidate": _build_candidate,
-    "parity": _parity,
-    "benchmark": _benchmark,
-    "evaluate": _evaluate,
     "incumbent": _incumbent,
-    "shadow": _shadow,
+    **{kind.stage: partial(_measure, kind) for kind in KINDS if kind.stage},
     "gate": _gate,
     "report": _report,
     "register": _register,

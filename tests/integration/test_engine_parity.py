@@ -15,8 +15,8 @@ from engines.load import load
 from engines.native import unsupported
 from engines.probe import Probe
 from engines.protocol import FloatArray
+from evals.kinds.parity import ParityItem
 from evals.parity import compare
-from evals.reports import ParityItem
 from evals.text import kl_divergences
 from pipeline.export.export import export
 from quantization.calibrate import calibrate

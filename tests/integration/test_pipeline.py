@@ -17,7 +17,8 @@ import yaml
 
 from engines import timing
 from engines.bundle import EngineBundle
-from evals.verdict import Outcome, Verdict
+from evals.check import Outcome
+from evals.verdict import Verdict
 from pipeline.cli.explain import explain
 from pipeline.recipes import shipped
 from pipeline.stages import wiring

@@ -20,14 +20,17 @@ import pytest
 from engines import native
 from engines.bundle import EngineBundle, IOContract
 from engines.native import LEVELS
-from evals.verdict import Check, Outcome, Verdict
+from evals.check import Check, Outcome
+from evals.kind import Bounds
+from evals.kinds import kinds
+from evals.verdict import Verdict
 from pipeline.cli.doctor import Finding, Status, diagnose, processor
 from pipeline.cli.explain import explain, fields
 from pipeline.cli.main import app, main
+from pipeline.recipe import load_recipe
 from tapeout.artifact import ArtifactRef, Parents, Record, Roles, create, load
 from tapeout.errors import ExitCode
 from tapeout.fingerprint import Fingerprint
-from tapeout.recipe import Gate
 from tests.unit.test_generate import Scripted, characters
 
 COMMANDS = [
@@ -65,9 +68,9 @@ def write_source(folder: Path, text: str = "weights", parents: Parents | None = 
 
 def write_verdict(artifacts: Path, outcome: Outcome) -> None:
     """A verdict, what it judged, the reports it rests on, and the recipe with its bounds."""
-    judged = {name: write_source(artifacts / name, name) for name in ("candidate", "baseline", "quantized")}
+    judged = {name: write_source(artifacts / name, name) for name in ("candidate", "baseline")}
     reports: dict[str, str] = {}
-    for name in ("evaluation", "shadow", "parity", "benchmark"):
+    for name in dict.fromkeys(kind.role for kind in kinds() if kind.role and kind.needed != "never"):
         noun = type(name, (Source,), {"noun": name, "__module__": __name__})
         with create(artifacts / name, noun) as report:
             (report.folder / "items.jsonl").write_text(name)
@@ -83,8 +86,9 @@ def write_verdict(artifacts: Path, outcome: Outcome) -> None:
         checks=(check,),
         slices=(),
         facts=(),
-        bounds=Gate(),
+        bounds=load_recipe(artifacts.parent / "params.yaml").section(Bounds).model_dump(mode="json"),
         **judged,
+        built_from=ArtifactRef("quantized", reports["quantized"]),
         champion=None,
         champion_is_baseline=True,
         target="ort-cpu",

@@ -13,7 +13,8 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from pipeline.cli.main import app
-from tapeout.recipe import KVCache, Recipe, Rule
+from pipeline.recipe import Recipe
+from tapeout.recipe import KVCache, Rule
 from tapeout.schemes import Scheme
 
 ROOT = Path(__file__).parents[2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,27 +16,40 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from evals.evidence import Evidence, ProofSummary, SpeedSample, SpeedSummary, load_evidence
+from evals.check import Outcome, combine
+from evals.evidence import load_evidence
 from evals.gate import gate, judge
-from evals.reports import (
-    EvalReport,
-    ParityItem,
-    ParityReport,
-    ShadowItem,
-    ShadowReport,
-    TaskItem,
-    TextItem,
-    write_items,
-)
-from evals.verdict import COLUMNS, Outcome, Verdict, combine
+from evals.items import write_items
+from evals.kind import Bounds, Evidence, Report
+from evals.kinds import kinds
+from evals.kinds.parity import ParityItem, ParityReport
+from evals.kinds.portable import PortableReport
+from evals.kinds.proof import ProofSummary
+from evals.kinds.shadow import ShadowItem, ShadowReport
+from evals.kinds.speed import Benchmark, EngineNumbers, SpeedSample, SpeedSummary
+from evals.kinds.tasks import EvalReport, TaskItem
+from evals.kinds.text import TextItem
+from evals.verdict import COLUMNS, Verdict
+from pipeline.recipe import Recipe
+from quantization.checkpoint import KVScheme, QuantizedModel
+from quantization.proof import Proof
 from tapeout.artifact import ArtifactRef, create, load
-from tapeout.errors import EvidenceError, ExitCode
-from tapeout.recipe import Gate
+from tapeout.errors import ArtifactError, EvidenceError, ExitCode
+from tests.fake_engine import MACHINE
 
 BASELINE, CANDIDATE, QUANTIZED, CHAMPION = "b" * 64, "c" * 64, "9" * 64, "d" * 64
 SEVERITY = {Outcome.PASS: 0, Outcome.INCONCLUSIVE: 1, Outcome.FAIL: 2}
-SMALL = Gate(min_items=100, min_documents=10, min_shadow_prompts=10)
-NOUNS = ("EvalReport", "ShadowReport", "ParityReport", "Benchmark")
+SOURCES = {"model": {"source": "file:model"}, "data": {"source": "file:data"}}
+OTHER_MACHINE = MACHINE.model_copy(update={"features": ("avx512f",)})
+
+
+def gate_section(**bounds: float) -> Bounds:
+    """Section ``gate`` of a recipe."""
+    return Recipe.model_validate({**SOURCES, "gate": bounds}).section(Bounds)
+
+
+DEFAULT = gate_section()
+SMALL = gate_section(min_items=100, min_documents=10, min_shadow_prompts=10)
 
 
 def task_item(number: int, baseline: bool, candidate: bool, task: str = "arc") -> TaskItem:
@@ -131,11 +145,21 @@ def timed(*samples: SpeedSample) -> tuple[SpeedSample, ...]:
     return (*samples, PREFILL)
 
 
-def summary(samples: tuple[SpeedSample, ...], batches: tuple[int, ...] | None = None) -> SpeedSummary:
+def report(noun: str, record: Any, items: tuple[Any, ...] = ()) -> Report[Any, Any]:
+    return Report(ArtifactRef(noun, f"digest of {noun}"), record, items)
+
+
+def benchmark(samples: tuple[SpeedSample, ...], batches: tuple[int, ...] | None = None) -> dict[str, Report[Any, Any]]:
     """A benchmark asked for these batches, or for those whose decoding it timed."""
     decoded = dict.fromkeys(sample.batch for sample in samples if sample.phase == "decode")
-    batches = batches or tuple(decoded) or (1,)
-    return SpeedSummary(baseline=BASELINE, candidate=CANDIDATE, batches=batches, samples=samples)
+    batches = (tuple(decoded) or (1,)) if batches is None else batches
+    summary = SpeedSummary(baseline=BASELINE, candidate=CANDIDATE, batches=batches, executed_on=MACHINE)
+    return {"speed": report("Benchmark", summary, samples)}
+
+
+def proof(**changes: Any) -> Report[Any, Any]:
+    summary = ProofSummary(ok=True, reasons=(), bits_per_weight=6.2)
+    return Report(ArtifactRef("QuantizedModel", QUANTIZED), summary.model_copy(update=changes))
 
 
 def make(
@@ -152,39 +176,55 @@ def make(
     shadow = shadow_items() if shadow is None else shadow
     parity = parity_items() if parity is None else parity
     samples = timed(speed(1.5, 1.6, 1.55)) if samples is None else samples
+    evaluation = EvalReport(
+        baseline=BASELINE,
+        candidate=CANDIDATE,
+        tasks={task: sum(item.task == task for item in tasks) for task in {item.task for item in tasks}},
+        documents=len(texts),
+        versions={},
+        executed_on=MACHINE,
+    )
+    replayed = ShadowReport(
+        champion=BASELINE,
+        candidate=CANDIDATE,
+        champion_is_baseline=True,
+        prompts=len(shadow),
+        max_new_tokens=48,
+        executed_on=MACHINE,
+    )
+    compared = ParityReport(candidate=CANDIDATE, built_from=QUANTIZED, documents=len(parity), executed_on=MACHINE)
     whole = Evidence(
         baseline=BASELINE,
         candidate=CANDIDATE,
-        quantized=QUANTIZED,
+        built_from=ArtifactRef("QuantizedModel", QUANTIZED),
         target="cpu",
-        executed_on="cpu",
-        proof=ProofSummary(quantized=QUANTIZED, ok=True, reasons=(), bits_per_weight=6.2),
-        quality=EvalReport(
-            baseline=BASELINE,
-            candidate=CANDIDATE,
-            tasks={task: sum(item.task == task for item in tasks) for task in {item.task for item in tasks}},
-            documents=len(texts),
-            versions={},
-        ),
-        task_items=tasks,
-        text_items=texts,
-        shadow=ShadowReport(
-            champion=BASELINE, candidate=CANDIDATE, champion_is_baseline=True, prompts=len(shadow), max_new_tokens=48
-        ),
-        shadow_items=shadow,
-        parity=ParityReport(candidate=CANDIDATE, quantized=QUANTIZED, documents=len(parity)),
-        parity_items=parity,
-        speed=summary(samples),
-        digests={noun: f"digest of {noun}" for noun in NOUNS} | {"QuantizedModel": QUANTIZED},
+        fingerprint=MACHINE,
+        reports={
+            "proof": proof(),
+            "tasks": report("EvalReport", evaluation, tasks),
+            "text": report("EvalReport", evaluation, texts),
+            "shadow": report("ShadowReport", replayed, shadow),
+            "parity": report("ParityReport", compared, parity),
+            **benchmark(samples),
+        },
     )
     return replace(whole, **changes)
+
+
+def with_reports(evidence: Evidence, **changes: Report[Any, Any]) -> Evidence:
+    return replace(evidence, reports={**evidence.reports, **changes})
+
+
+def without(*names: str) -> Evidence:
+    evidence = make()
+    return replace(evidence, reports={name: r for name, r in evidence.reports.items() if name not in names})
 
 
 # outcomes
 
 
 def test_good_evidence_passes_with_every_check():
-    verdict = judge(make(), Gate())
+    verdict = judge(make(), DEFAULT)
     assert {check.name: check.outcome for check in verdict.checks} == dict.fromkeys(
         [
             "executed",
@@ -242,11 +282,10 @@ BOUNDARIES: list[tuple[str, Evidence, Outcome]] = [
     ("decode_speed_b1", make(samples=timed(speed(0.9, 1.3, 1.1))), Outcome.INCONCLUSIVE),
     ("decode_speed_b1", make(samples=timed(speed(0.9, 0.8, 0.7))), Outcome.FAIL),
     ("decode_speed_b16", make(samples=timed(speed(2.0, 2.0, 2.0), speed(0.9, 0.8, 0.7, batch=16))), Outcome.FAIL),
-    ("executed", make(executed_on=None), Outcome.INCONCLUSIVE),
-    ("executed", make(target="sm89", executed_on="sm120"), Outcome.INCONCLUSIVE),
+    ("executed", make(target="sm89", fingerprint=OTHER_MACHINE), Outcome.INCONCLUSIVE),
     (
         "quantized",
-        make(proof=ProofSummary(quantized=QUANTIZED, ok=False, reasons=("scales are all one",), bits_per_weight=32)),
+        with_reports(make(), proof=proof(ok=False, reasons=("scales are all one",), bits_per_weight=32.0)),
         Outcome.FAIL,
     ),
 ]
@@ -256,7 +295,7 @@ BOUNDARIES: list[tuple[str, Evidence, Outcome]] = [
     ("name", "evidence", "outcome"), BOUNDARIES, ids=[f"{name}-{outcome}" for name, _, outcome in BOUNDARIES]
 )
 def test_boundaries(name: str, evidence: Evidence, outcome: Outcome):
-    verdict = judge(evidence, Gate())
+    verdict = judge(evidence, DEFAULT)
     check = verdict.check(name)
     assert check.outcome is outcome, check.reason
     assert SEVERITY[verdict.outcome] >= SEVERITY[outcome]
@@ -282,32 +321,32 @@ STARVED = {
 @pytest.mark.parametrize("kind", STARVED)
 def test_starved_evidence_is_inconclusive_and_says_how_much_is_missing(kind: str):
     name, evidence, reason = STARVED[kind]
-    verdict = judge(evidence, Gate())
+    verdict = judge(evidence, DEFAULT)
     assert verdict.check(name).reason == reason
     assert (verdict.outcome, verdict.exit_code) == (Outcome.INCONCLUSIVE, ExitCode.INCONCLUSIVE)
 
 
 def test_too_few_items_do_not_fail_either():
-    check = judge(make(task_items(n=100, lost=60, gained=0)), Gate()).check("accuracy")
+    check = judge(make(task_items(n=100, lost=60, gained=0)), DEFAULT).check("accuracy")
     assert check.outcome is Outcome.INCONCLUSIVE
 
 
 def test_a_product_that_is_off_fails_however_few_documents_show_it():
     """Unlike a mean, a largest error only grows with more documents."""
-    check = judge(make(parity=parity_items(n=5, worst=0.02)), Gate()).check("parity_error")
+    check = judge(make(parity=parity_items(n=5, worst=0.02)), DEFAULT).check("parity_error")
     assert check.outcome is Outcome.FAIL
     assert check.reason.startswith("layers.3.mlp.down_proj.weight is off by 0.02, more than 0.01")
 
 
 def test_one_document_bounds_nothing_even_if_one_is_enough():
-    verdict = judge(make(texts=text_items(n=1)), Gate(min_documents=1))
+    verdict = judge(make(texts=text_items(n=1)), gate_section(min_documents=1))
     assert verdict.check("kl").outcome is Outcome.INCONCLUSIVE
     assert verdict.check("kl").upper is None
     json.dumps(verdict.model_dump(mode="json"), allow_nan=False)
 
 
 def test_inconclusive_says_how_many_more_would_decide():
-    reason = judge(make(task_items(lost=75, gained=40)), Gate()).check("accuracy").reason
+    reason = judge(make(task_items(lost=75, gained=40)), DEFAULT).check("accuracy").reason
     said = re.fullmatch(
         r"-0.02 lies between the 95 % bounds -0.02\d+ and -0.00\d+: about ([\d,]+) more items would decide", reason
     )
@@ -324,27 +363,59 @@ def test_heavy_damage_fails():
         text_items(kl=0.345, agree=0.685, worse_by=0.35),
         shadow_items(kl=0.3, agree=0.7),
     )
-    verdict = judge(damaged, Gate())
+    verdict = judge(damaged, DEFAULT)
     failed = {check.name for check in verdict.checks if check.outcome is Outcome.FAIL}
     assert failed == {"accuracy", "flips", "kl", "top_token", "perplexity", "shadow_kl", "shadow_agreement"}
     assert (verdict.outcome, verdict.exit_code) == (Outcome.FAIL, ExitCode.GATE_FAILED)
 
 
+def compiled(**reports: Report[Any, Any]) -> Evidence:
+    """Of an engine that was compiled and never executed."""
+    return make(target="sm89", reports={"proof": proof(), **reports})
+
+
 def test_compiled_but_never_executed_is_inconclusive():
-    compiled = Evidence(
-        baseline=BASELINE,
-        candidate=CANDIDATE,
-        quantized=QUANTIZED,
-        target="sm89",
-        executed_on=None,
-        proof=ProofSummary(quantized=QUANTIZED, ok=True, reasons=(), bits_per_weight=4.5),
-        digests={"QuantizedModel": QUANTIZED},
-    )
-    verdict = judge(compiled, Gate())
-    assert verdict.outcome is Outcome.INCONCLUSIVE
+    verdict = judge(compiled(), DEFAULT)
+    assert verdict.outcome is Outcome.INCONCLUSIVE and verdict.executed_on is None
     assert verdict.check("executed").reason == (
         "not executed on sm89; missing: EvalReport, ShadowReport, ParityReport, Benchmark"
     )
+
+
+def portable(**changes: Any) -> Report[Any, Any]:
+    items = text_items(3)
+    fields: dict[str, Any] = {"built_from": QUANTIZED, "baseline": BASELINE, "documents": 3, "tokens": 600}
+    fields |= {"kl": 0.01, "top_token": 0.95, "perplexity_ratio": 1.005}
+    return report("PortableReport", PortableReport(**fields | changes), items)
+
+
+def test_evidence_from_another_processor_informs_and_decides_nothing():
+    verdict = judge(compiled(portable=portable()), DEFAULT)
+    assert [check.name for check in verdict.checks] == ["executed", "quantized"]
+    assert {fact.name: fact.value for fact in verdict.facts}["portable_kl"] == 0.01
+    assert verdict.evidence["PortableReport"] == "digest of PortableReport"
+    with pytest.raises(EvidenceError, match="PortableReport's QuantizedModel is dddd"):
+        judge(compiled(portable=portable(built_from=CHAMPION)), DEFAULT)
+
+
+@pytest.mark.parametrize("name", ["tasks", "shadow", "parity", "speed"])
+def test_a_report_taken_on_another_machine_does_not_pass(name: str):
+    shares = ("tasks", "text") if name == "tasks" else (name,)
+    evidence = make()
+    for kind in shares:
+        evidence = with_report(kind, evidence, executed_on=OTHER_MACHINE)
+    verdict = judge(evidence, DEFAULT)
+    check = verdict.check("executed")
+    assert (check.outcome, verdict.outcome) == (Outcome.INCONCLUSIVE, Outcome.INCONCLUSIVE)
+    noun = evidence.reports[name].ref.noun
+    assert check.reason.startswith(f"not executed on cpu; {noun}: the candidate was built for other hardware")
+    assert "lacks avx2" in check.reason and verdict.executed_on != "cpu"
+
+
+def test_reports_of_other_libraries_do_not_pass():
+    elsewhere = MACHINE.model_copy(update={"libraries": {"onnxruntime": "0.9"}})
+    check = judge(with_report("parity", executed_on=elsewhere), DEFAULT).check("executed")
+    assert check.outcome is Outcome.INCONCLUSIVE and "onnxruntime is 0.9, not 1.0" in check.reason
 
 
 def test_fail_outweighs_inconclusive_and_nothing_is_not_a_pass():
@@ -355,7 +426,7 @@ def test_fail_outweighs_inconclusive_and_nothing_is_not_a_pass():
 
 
 def test_slices_and_facts_inform_without_deciding():
-    verdict = judge(make(task_items(lost=60, gained=40)), Gate())
+    verdict = judge(make(task_items(lost=60, gained=40)), DEFAULT)
     assert [(part.task, part.items) for part in verdict.slices] == [("arc", 2000), ("piqa", 500)]
     assert sum(part.lost for part in verdict.slices) == 60
     assert all(part.lower <= part.difference <= part.upper for part in verdict.slices)
@@ -369,19 +440,23 @@ def test_slices_and_facts_inform_without_deciding():
 
 
 def with_item(kind: str, **changes: Any) -> Evidence:
-    """Sound evidence, but for one changed item of ``task_items``, ``text_items``, ..."""
+    """Sound evidence, but for one changed item of a kind."""
     evidence = make()
-    items = getattr(evidence, kind)
-    return replace(evidence, **{kind: (items[0].model_copy(update=changes), *items[1:])})
+    first, *others = evidence.reports[kind].items
+    items = (first.model_copy(update=changes), *others)
+    return with_reports(evidence, **{kind: replace(evidence.reports[kind], items=items)})
 
 
-def with_report(kind: str, **changes: Any) -> Evidence:
+def with_report(kind: str, evidence: Evidence | None = None, **changes: Any) -> Evidence:
+    evidence = evidence or make()
+    found = evidence.reports[kind]
+    return with_reports(evidence, **{kind: replace(found, record=found.record.model_copy(update=changes))})
+
+
+def with_digest(kind: str, digest: str) -> Evidence:
     evidence = make()
-    return replace(evidence, **{kind: getattr(evidence, kind).model_copy(update=changes)})
-
-
-def with_proof(**changes: Any) -> Evidence:
-    return make(proof=make().proof.model_copy(update=changes))
+    found = evidence.reports[kind]
+    return with_reports(evidence, **{kind: replace(found, ref=ArtifactRef(found.ref.noun, digest))})
 
 
 def with_sample(baseline: tuple[float, ...], candidate: tuple[float, ...]) -> Evidence:
@@ -389,7 +464,6 @@ def with_sample(baseline: tuple[float, ...], candidate: tuple[float, ...]) -> Ev
     return make(samples=timed(sample))
 
 
-SOUND = make()
 REFUSALS: dict[str, tuple[Evidence, str]] = {
     "no task items": (make(tasks=()), "EvalReport has no task items"),
     "no text items": (make(texts=()), "EvalReport has no text items"),
@@ -399,82 +473,90 @@ REFUSALS: dict[str, tuple[Evidence, str]] = {
     "only prefill": (make(samples=timed()), "Benchmark has no decode samples at batch 1"),
     "only decode": (make(samples=(speed(1.0, 1.0, 1.0),)), "Benchmark has no prefill samples"),
     "a batch left out": (
-        make(speed=summary(timed(speed(1.0), speed(1.0, batch=4)), batches=(1, 4, 16))),
+        with_reports(make(), **benchmark(timed(speed(1.0), speed(1.0, batch=4)), batches=(1, 4, 16))),
         "Benchmark has no decode samples at batch 16",
     ),
     "prefill at a batch is no decode": (
-        make(speed=summary((speed(1.0), speed(1.0, phase="prefill", batch=4)), batches=(1, 4))),
+        with_reports(make(), **benchmark((speed(1.0), speed(1.0, phase="prefill", batch=4)), batches=(1, 4))),
         "Benchmark has no decode samples at batch 4",
     ),
     "no batch wanted": (
-        make(speed=SpeedSummary(baseline=BASELINE, candidate=CANDIDATE, batches=(), samples=timed())),
+        with_reports(make(), **benchmark(timed(), batches=())),
         "Benchmark was asked for no batch",
     ),
     "no evaluation": (
-        make(quality=None, task_items=(), text_items=()),
+        without("tasks", "text"),
         "EvalReport is missing although the engine was executed",
     ),
-    "no benchmark": (make(speed=None), "Benchmark is missing although the engine was executed"),
-    "items without report": (make(quality=None), "task items without their EvalReport"),
-    "no digest": (make(digests={"QuantizedModel": QUANTIZED}), "no digest of EvalReport"),
+    "no benchmark": (without("speed"), "Benchmark is missing although the engine was executed"),
+    "tasks without text": (without("text"), "EvalReport is missing although the engine was executed"),
+    "no proof": (without("proof"), "QuantizedModel is missing"),
+    "no digest": (with_digest("shadow", ""), "no digest of ShadowReport"),
+    "two evaluations": (with_digest("text", "another"), "two different artifacts EvalReport"),
     "same engine": (make(baseline=CANDIDATE), "baseline and candidate are the same engine"),
     "unnamed engine": (make(candidate=""), "candidate has no digest"),
-    "foreign baseline": (with_report("quality", baseline=CHAMPION), "EvalReport's baseline is dddddddddddd…, not bbbb"),
-    "foreign candidate": (with_report("quality", candidate=CHAMPION), "EvalReport's candidate is dddd"),
+    "foreign baseline": (with_report("tasks", baseline=CHAMPION), "EvalReport's baseline is dddddddddddd…, not bbbb"),
+    "foreign candidate": (with_report("tasks", candidate=CHAMPION), "EvalReport's candidate is dddd"),
     "foreign shadow": (with_report("shadow", candidate=CHAMPION), "ShadowReport's candidate is dddd"),
     "foreign parity": (with_report("parity", candidate=CHAMPION), "ParityReport's candidate is dddd"),
-    "foreign weights": (with_report("parity", quantized=CHAMPION), "ParityReport's quantized model is dddd"),
+    "foreign weights": (with_report("parity", built_from=CHAMPION), "ParityReport's QuantizedModel is dddd"),
     "foreign speed": (with_report("speed", baseline=CHAMPION), "Benchmark's baseline is dddd"),
-    "foreign proof": (with_proof(quantized=CHAMPION), "the proof of quantization is dddd"),
-    "foreign digest": (
-        make(digests={**SOUND.digests, "QuantizedModel": CHAMPION}),
-        "the QuantizedModel is dddddddddddd…, not 9999",
+    "foreign proof": (
+        with_digest("proof", CHAMPION),
+        "the proof of quantization is of QuantizedModel dddddddddddd…, not of QuantizedModel 9999",
+    ),
+    "a lowered graph for a quantized model": (
+        make(built_from=ArtifactRef("LoweredGraph", QUANTIZED)),
+        "is of QuantizedModel 999999999999…, not of LoweredGraph 9999",
     ),
     "self replay": (
         with_report("shadow", champion=CANDIDATE, champion_is_baseline=False),
         "replayed the candidate against itself",
     ),
     "champion mislabelled": (with_report("shadow", champion=CHAMPION), "champion dddddddddddd… is the baseline"),
-    "fewer items than claimed": (with_report("quality", tasks={"arc": 2000, "piqa": 501}), "task piqa: 500 items"),
-    "unclaimed task": (with_report("quality", tasks={"arc": 2000}), "task piqa: 500 items, but EvalReport claims 0"),
-    "fewer documents": (with_report("quality", documents=65), "EvalReport has 64 text items, but claims 65"),
+    "fewer items than claimed": (with_report("tasks", tasks={"arc": 2000, "piqa": 501}), "task piqa: 500 items"),
+    "unclaimed task": (with_report("tasks", tasks={"arc": 2000}), "task piqa: 500 items, but EvalReport claims 0"),
+    "fewer documents": (with_report("text", documents=65), "EvalReport has 64 text items, but claims 65"),
     "fewer prompts": (with_report("shadow", prompts=199), "ShadowReport has 200 prompts, but claims 199"),
     "fewer parity": (with_report("parity", documents=41), "ParityReport has 40 documents, but claims 41"),
-    "item twice": (with_item("task_items", doc_id=5), "task item piqa/5 more than once"),
-    "document twice": (with_item("text_items", doc_hash="text1"), "document text1 more than once"),
-    "prompt twice": (with_item("shadow_items", prompt_hash="shadow1"), "prompt shadow1 more than once"),
-    "parity twice": (with_item("parity_items", doc_hash="p1"), "parity document p1 more than once"),
+    "item twice": (with_item("tasks", doc_id=5), "task item piqa/5 more than once"),
+    "document twice": (with_item("text", doc_hash="text1"), "document text1 more than once"),
+    "prompt twice": (with_item("shadow", prompt_hash="shadow1"), "prompt shadow1 more than once"),
+    "parity twice": (with_item("parity", doc_hash="p1"), "parity document p1 more than once"),
     "batch twice": (make(samples=timed(speed(1.0), speed(1.0))), "speed sample decode at batch 1 more than once"),
-    "no hash": (with_item("task_items", prompt_hash=""), "1 of 2500 task items lack a pairing hash: piqa/0"),
-    "NaN answer": (with_item("task_items", candidate_loglikelihoods=(math.nan, -1.0)), "non-finite log-likelihoods"),
-    "lost option": (with_item("task_items", candidate_loglikelihoods=(-1.0,)), "no log-likelihoods, or unequally"),
+    "no hash": (with_item("tasks", prompt_hash=""), "1 of 2500 task items lack a pairing hash: piqa/0"),
+    "NaN answer": (with_item("tasks", candidate_loglikelihoods=(math.nan, -1.0)), "non-finite log-likelihoods"),
+    "lost option": (with_item("tasks", candidate_loglikelihoods=(-1.0,)), "no log-likelihoods, or unequally"),
     "no options": (
-        with_item("task_items", baseline_loglikelihoods=(), candidate_loglikelihoods=()),
+        with_item("tasks", baseline_loglikelihoods=(), candidate_loglikelihoods=()),
         "no log-likelihoods, or unequally",
     ),
-    "choice out of range": (with_item("task_items", candidate_choice=2), "an answer that does not exist"),
-    "wrong mark": (with_item("task_items", candidate_correct=True), "marked right or wrong against their own choice"),
-    "no tokens": (with_item("text_items", tokens=0, agree=0), "text items have no tokens"),
-    "too much agreement": (with_item("text_items", agree=201), "agree on more tokens than they have"),
-    "negative agreement": (with_item("parity_items", agree=-1), "agree on more tokens than they have, or on fewer"),
-    "NaN KL": (with_item("text_items", kl_sum=math.nan), "text items have a non-finite or negative KL: text0"),
-    "infinite KL": (with_item("shadow_items", kl_sum=math.inf), "shadow items have a non-finite or negative KL"),
-    "negative KL": (with_item("parity_items", kl_sum=-0.1), "parity items have a non-finite or negative KL"),
-    "mean above max": (with_item("text_items", kl_max=0.001), "text items have a mean KL above their largest"),
-    "NaN max": (with_item("parity_items", kl_max=math.nan), "parity items have a mean KL above their largest"),
-    "NaN likelihood": (with_item("text_items", candidate_nll=math.nan), "non-finite or negative log-likelihood"),
-    "negative likelihood": (with_item("text_items", baseline_nll=-5.0), "non-finite or negative log-likelihood"),
-    "long response": (with_item("shadow_items", candidate_tokens=49), "an impossible response length"),
-    "exact, yet divergent": (with_item("shadow_items", first_divergence=3), "an exact match that diverges"),
-    "exact, yet longer": (with_item("shadow_items", candidate_tokens=41), "an exact match of unequal length"),
-    "late divergence": (with_item("shadow_items", exact_match=False, first_divergence=41), "diverge behind the end"),
+    "choice out of range": (with_item("tasks", candidate_choice=2), "an answer that does not exist"),
+    "wrong mark": (with_item("tasks", candidate_correct=True), "marked right or wrong against their own choice"),
+    "no tokens": (with_item("text", tokens=0, agree=0), "text items have no tokens"),
+    "too much agreement": (with_item("text", agree=201), "agree on more tokens than they have"),
+    "negative agreement": (with_item("parity", agree=-1), "agree on more tokens than they have, or on fewer"),
+    "NaN KL": (with_item("text", kl_sum=math.nan), "text items have a non-finite or negative KL: text0"),
+    "infinite KL": (with_item("shadow", kl_sum=math.inf), "shadow items have a non-finite or negative KL"),
+    "negative KL": (with_item("parity", kl_sum=-0.1), "parity items have a non-finite or negative KL"),
+    "mean above max": (with_item("text", kl_max=0.001), "text items have a mean KL above their largest"),
+    "NaN max": (with_item("parity", kl_max=math.nan), "parity items have a mean KL above their largest"),
+    "NaN likelihood": (with_item("text", candidate_nll=math.nan), "non-finite or negative log-likelihood"),
+    "negative likelihood": (with_item("text", baseline_nll=-5.0), "non-finite or negative log-likelihood"),
+    "long response": (with_item("shadow", candidate_tokens=49), "an impossible response length"),
+    "exact, yet divergent": (with_item("shadow", first_divergence=3), "an exact match that diverges"),
+    "exact, yet longer": (with_item("shadow", candidate_tokens=41), "an exact match of unequal length"),
+    "late divergence": (with_item("shadow", exact_match=False, first_divergence=41), "diverge behind the end"),
     "unpaired repeats": (with_sample((1.0, 2.0), (1.0,)), "speed samples have unpaired repeats: decode at batch 1"),
     "no repeats": (with_sample((), ()), "have no repeats"),
     "zero speed": (with_sample((0.0,), (1.0,)), "a non-finite or non-positive speed"),
     "NaN speed": (with_sample((1.0,), (math.nan,)), "a non-finite or non-positive speed"),
-    "proof against itself": (with_proof(reasons=("scales are all one",)), "ok=True with 1 reasons against it"),
-    "unexplained failure": (with_proof(ok=False), "ok=False with 0 reasons against it"),
-    "NaN bits": (with_proof(bits_per_weight=math.nan), "claims nan bits per weight"),
+    "proof against itself": (
+        with_report("proof", reasons=("scales are all one",)),
+        "ok=True with 1 reasons against it",
+    ),
+    "unexplained failure": (with_report("proof", ok=False), "ok=False with 0 reasons against it"),
+    "NaN bits": (with_report("proof", bits_per_weight=math.nan), "claims nan bits per weight"),
 }
 
 
@@ -482,23 +564,25 @@ REFUSALS: dict[str, tuple[Evidence, str]] = {
 def test_unsound_evidence_is_refused(kind: str):
     evidence, message = REFUSALS[kind]
     with pytest.raises(EvidenceError) as refusal:
-        judge(evidence, Gate())
+        judge(evidence, DEFAULT)
     assert message in str(refusal.value)
     assert "remedy" in str(refusal.value)
 
 
 def test_every_problem_is_listed_at_once():
-    evidence = replace(with_item("text_items", kl_sum=math.nan), baseline=CHAMPION, speed=None)
+    broken = with_item("text", kl_sum=math.nan)
+    reports = {name: r for name, r in broken.reports.items() if name != "speed"}
+    evidence = replace(broken, baseline=CHAMPION, reports=reports)
     with pytest.raises(EvidenceError) as refusal:
-        judge(evidence, Gate())
+        judge(evidence, DEFAULT)
     text = str(refusal.value)
-    assert "5 problems" in text
-    for part in ("Benchmark is missing", "digest of Benchmark", "EvalReport's baseline", "non-finite", "its champion"):
+    assert "4 problems" in text
+    for part in ("Benchmark is missing", "EvalReport's baseline", "non-finite", "its champion"):
         assert part in text
 
 
 def test_rounding_below_zero_is_no_problem():
-    assert judge(with_item("parity_items", kl_sum=-1e-7), Gate()).outcome is Outcome.PASS
+    assert judge(with_item("parity", kl_sum=-1e-7), DEFAULT).outcome is Outcome.PASS
 
 
 # what must hold for any evidence
@@ -517,65 +601,51 @@ def test_order_of_evidence_changes_nothing(random: Any):
         parity_items(20),
         samples=timed(speed(1.0, 2.0, 1.1), speed(1.3, 1.2, 1.4, batch=4)),
     )
-    other = replace(
-        evidence,
-        **{name: shuffled(getattr(evidence, name)) for name in ("task_items", "text_items", "shadow_items")},
-        parity_items=shuffled(evidence.parity_items),
-        speed=summary(tuple(reversed(evidence.speed.samples)), (1, 4)),  # type: ignore[union-attr]
-    )
+    reports = {name: replace(r, items=shuffled(r.items)) for name, r in evidence.reports.items()}
+    other = replace(evidence, reports=reports)
     assert judge(other, SMALL) == judge(evidence, SMALL)
+
+
+def with_items(evidence: Evidence, kind: str, change: Callable[[Any], Any]) -> Evidence:
+    found = evidence.reports[kind]
+    return with_reports(evidence, **{kind: replace(found, items=tuple(map(change, found.items)))})
 
 
 def lose_answers(count: int) -> Callable[[Evidence], Evidence]:
     def worsen(evidence: Evidence) -> Evidence:
-        kept = [i for i, item in enumerate(evidence.task_items) if item.baseline_correct and item.candidate_correct]
-        lost = set(kept[:count])
-        update = {"candidate_choice": 1, "candidate_correct": False}
-        items = (item.model_copy(update=update) if i in lost else item for i, item in enumerate(evidence.task_items))
-        return replace(evidence, task_items=tuple(items))
+        right = [i for i in evidence.reports["tasks"].items if i.baseline_correct and i.candidate_correct]
+        lost, update = {item.doc_id for item in right[:count]}, {"candidate_choice": 1, "candidate_correct": False}
+        return with_items(evidence, "tasks", lambda i: i.model_copy(update=update) if i.doc_id in lost else i)
 
     return worsen
 
 
 def scale_kl(factor: float) -> Callable[[Evidence], Evidence]:
-    def worsen(evidence: Evidence) -> Evidence:
-        def items(kind: str) -> tuple[Any, ...]:
-            scaled: list[Any] = []
-            for item in getattr(evidence, kind):
-                update = {"kl_sum": item.kl_sum * factor}
-                if kind != "shadow_items":
-                    update["kl_max"] = item.kl_max * factor
-                scaled.append(item.model_copy(update=update))
-            return tuple(scaled)
+    def scaled(item: Any) -> Any:
+        fields = {"kl_sum", "kl_max"} & type(item).model_fields.keys()
+        return item.model_copy(update={name: getattr(item, name) * factor for name in fields})
 
-        return replace(evidence, **{kind: items(kind) for kind in ("text_items", "shadow_items", "parity_items")})
+    def worsen(evidence: Evidence) -> Evidence:
+        for kind in ("text", "shadow", "parity"):
+            evidence = with_items(evidence, kind, scaled)
+        return evidence
 
     return worsen
 
 
 def raise_nll(nats_per_token: float) -> Callable[[Evidence], Evidence]:
-    def worsen(evidence: Evidence) -> Evidence:
-        items = (
-            item.model_copy(update={"candidate_nll": item.candidate_nll + nats_per_token * item.tokens})
-            for item in evidence.text_items
-        )
-        return replace(evidence, text_items=tuple(items))
+    def raised(item: TextItem) -> TextItem:
+        return item.model_copy(update={"candidate_nll": item.candidate_nll + nats_per_token * item.tokens})
 
-    return worsen
+    return lambda evidence: with_items(evidence, "text", raised)
 
 
 def slow_down(factor: float) -> Callable[[Evidence], Evidence]:
-    def worsen(evidence: Evidence) -> Evidence:
-        assert evidence.speed is not None
-        samples = tuple(
-            sample.model_copy(
-                update={"candidate_tokens_per_s": tuple(speed / factor for speed in sample.candidate_tokens_per_s)}
-            )
-            for sample in evidence.speed.samples
-        )
-        return replace(evidence, speed=evidence.speed.model_copy(update={"samples": samples}))
+    def slowed(sample: SpeedSample) -> SpeedSample:
+        speeds = tuple(speed / factor for speed in sample.candidate_tokens_per_s)
+        return sample.model_copy(update={"candidate_tokens_per_s": speeds})
 
-    return worsen
+    return lambda evidence: with_items(evidence, "speed", slowed)
 
 
 HARM = st.one_of(
@@ -619,7 +689,7 @@ def test_starved_evidence_never_passes(items: int, documents: int, starved: str)
         if starved == "items"
         else make(texts=text_items(documents, kl=0, agree=1, worse_by=0))
     )
-    assert judge(evidence, Gate()).outcome is Outcome.INCONCLUSIVE
+    assert judge(evidence, DEFAULT).outcome is Outcome.INCONCLUSIVE
 
 
 @given(st.integers(1, 200))
@@ -629,14 +699,14 @@ def test_fewer_reports_never_help(keep: int):
     items = task_items(300, 2, 2)
     outcome = judge(make(items[: keep + 4], text_items(12), shadow_items(12)), SMALL).check("accuracy").outcome
     assert outcome is not Outcome.FAIL
-    assert (outcome is Outcome.INCONCLUSIVE) or keep + 4 >= SMALL.min_items
+    assert (outcome is Outcome.INCONCLUSIVE) or keep + 4 >= 100
 
 
 # the written verdict
 
 
 def test_table_has_a_row_per_check_and_words_in_every_reason():
-    verdict = judge(make(task_items(lost=75, gained=40), executed_on=None), Gate())
+    verdict = judge(make(task_items(lost=75, gained=40)), DEFAULT)
     rows = verdict.explain()
     assert len(rows) == len(verdict.checks)
     assert {len(row) for row in rows} == {len(COLUMNS)}
@@ -648,10 +718,11 @@ def test_table_has_a_row_per_check_and_words_in_every_reason():
 
 def test_gate_writes_record_json_junit_and_metrics(tmp_path: Path):
     evidence = make(task_items(lost=75, gained=40), samples=timed(speed(0.5, 0.6, 0.7)))
-    artifact = gate(evidence, Gate(), tmp_path / "verdict")
+    artifact = gate(evidence, DEFAULT, tmp_path / "verdict")
     artifact.verify()
-    assert artifact.record == judge(evidence, Gate())
+    assert artifact.record == judge(evidence, DEFAULT)
     assert artifact.parents["evaluation"] == ArtifactRef("EvalReport", "digest of EvalReport")
+    assert artifact.parents["quantized"] == ArtifactRef("QuantizedModel", QUANTIZED)
     assert Verdict.model_validate_json((artifact.folder / "verdict.json").read_text()) == artifact.record
     metrics = json.loads((artifact.folder / "metrics.json").read_text())
     assert metrics["kl"] == pytest.approx(0.01)
@@ -664,50 +735,102 @@ def test_gate_writes_record_json_junit_and_metrics(tmp_path: Path):
 
 
 def test_same_evidence_gives_the_same_digest(tmp_path: Path):
-    assert gate(make(), Gate(), tmp_path / "a").digest == gate(make(), Gate(), tmp_path / "b").digest
+    assert gate(make(), DEFAULT, tmp_path / "a").digest == gate(make(), DEFAULT, tmp_path / "b").digest
 
 
-def write_reports(folder: Path, evidence: Evidence) -> dict[str, Path]:
-    assert evidence.quality and evidence.shadow and evidence.parity
-    with create(folder / "evaluation", EvalReport) as draft:
-        write_items(draft.folder / "task_items.jsonl", evidence.task_items)
-        write_items(draft.folder / "text_items.jsonl", evidence.text_items)
-        draft.finish(evidence.quality, parents={})
-    with create(folder / "shadow", ShadowReport) as draft:
-        write_items(draft.folder / "shadow_items.jsonl", evidence.shadow_items)
-        draft.finish(evidence.shadow, parents={})
-    with create(folder / "parity", ParityReport) as draft:
-        write_items(draft.folder / "parity_items.jsonl", evidence.parity_items)
-        draft.finish(evidence.parity, parents={})
-    return {name: folder / name for name in ("evaluation", "shadow", "parity")}
+def numbers(digest: str) -> EngineNumbers:
+    return EngineNumbers(
+        digest=digest,
+        ttft_ms=60.0,
+        prefill_tokens_per_s=2000.0,
+        itl_ms={1: 10.0},
+        decode_tokens_per_s={1: 100.0},
+        peak_memory_mb=400.0,
+        kv_token_bytes=1024,
+        bundle_mb=120.0,
+        roofline_share=0.5,
+        cost_per_million_tokens=0.04,
+    )
 
 
-def read_back(folders: dict[str, Path]) -> Evidence:
-    source = make()
+def quantized_model() -> QuantizedModel:
+    counts: dict[str, Any] = {"quantized_tensors": 1, "planned_tensors": 1, "size_bytes": 1, "size_ratio": 0.4}
+    return QuantizedModel(
+        method="awq",
+        linears=(),
+        kv_cache=KVScheme(dtype="float32", granularity="per_channel"),
+        proof=Proof(**counts, bits_per_weight=6.2, planned_bits_per_weight=6.2, reasons=()),
+        source_bytes=1,
+        notes=(),
+    )
+
+
+def write_reports(folder: Path, evidence: Evidence) -> None:
+    """The artifacts that a gate reads, as their stages leave them."""
+    for kind in kinds():
+        if kind.items_file and (found := evidence.reports.get(kind.name)):
+            (folder / kind.role).mkdir(parents=True, exist_ok=True)
+            write_items(folder / kind.role / kind.items_file, found.items)
+    for name in ("tasks", "shadow", "parity"):
+        kind = next(kind for kind in kinds() if kind.name == name)
+        with create(folder / kind.role, kind.report) as draft:
+            for path in (folder / kind.role).glob("*.jsonl"):
+                shutil.copy(path, draft.folder)
+            draft.finish(evidence.reports[name].record, parents={})
+    with create(folder / "benchmark", Benchmark) as draft:
+        sizes = {"threads": 1, "prompt_tokens": 1, "new_tokens": 1, "read_bandwidth_gb_s": 10.0, "price_per_hour": 0.1}
+        both = {"baseline": numbers(BASELINE), "candidate": numbers(CANDIDATE)}
+        draft.finish(
+            Benchmark(**both, **sizes, samples=evidence.reports["speed"].items, executed_on=MACHINE),  # type: ignore[arg-type]
+            parents={},
+        )
+    with create(folder / "quantized", QuantizedModel) as draft:
+        draft.finish(quantized_model(), parents={})
+
+
+def read_back(folder: Path) -> Evidence:
+    quantized = load(folder / "quantized", QuantizedModel).ref
     return load_evidence(
+        folder,
+        Recipe.model_validate({**SOURCES, "benchmark": {"batches": [1]}}),
         baseline=BASELINE,
         candidate=CANDIDATE,
-        quantized=QUANTIZED,
+        built_from=quantized,
         target="cpu",
-        executed_on="cpu",
-        proof=source.proof,
-        speed=source.speed,
-        digests={"Benchmark": "digest of Benchmark", "QuantizedModel": QUANTIZED},
-        **folders,
+        fingerprint=MACHINE,
     )
 
 
 def test_evidence_is_read_from_the_reports_folders(tmp_path: Path):
-    folders = write_reports(tmp_path, make(task_items(200, 0, 0)))
-    evidence = read_back(folders)
-    assert evidence.task_items == task_items(200, 0, 0)
-    assert evidence.digests["ShadowReport"] == load(folders["shadow"], ShadowReport).digest
+    given = make(task_items(200, 0, 0))
+    write_reports(tmp_path, given)
+    digest = load(tmp_path / "quantized", QuantizedModel).digest
+    write_reports(tmp_path, with_report("parity", given, built_from=digest))
+    evidence = read_back(tmp_path)
+    assert evidence.reports["tasks"].items == task_items(200, 0, 0)
+    assert evidence.reports["shadow"].ref == load(tmp_path / "shadow", ShadowReport).ref
     assert judge(evidence, SMALL).outcome is Outcome.PASS
 
 
 def test_edited_items_are_refused(tmp_path: Path):
-    folders = write_reports(tmp_path, make(task_items(200, 0, 0)))
-    path = folders["parity"] / "parity_items.jsonl"
+    write_reports(tmp_path, make(task_items(200, 0, 0)))
+    path = tmp_path / "parity" / "parity_items.jsonl"
     path.write_text(path.read_text().replace('"agree": 200', '"agree": 199', 1))
-    with pytest.raises(Exception, match=r"parity_items.jsonl has sha256"):
-        read_back(folders)
+    with pytest.raises(ArtifactError, match=r"parity_items.jsonl has sha256"):
+        read_back(tmp_path)
+
+
+def test_each_kind_shows_its_report_and_every_number_of_it_is_a_metric(tmp_path: Path):
+    evidence = make()
+    write_reports(tmp_path, evidence)
+    verdict = judge(evidence, DEFAULT)
+    blocks = {kind.name: kind.block(tmp_path / kind.role, verdict) for kind in kinds() if kind.name in evidence.reports}
+    assert blocks["parity"] is None  # its checks say everything
+    shown = {name: block for name, block in blocks.items() if block}
+    charts = {name for block in shown.values() for name in block.charts}
+    assert charts == {"accuracy", "kl", "throughput", "latency", "memory", "roofline"}
+    assert all(block.metrics for block in shown.values())
+    metrics = shown["speed"].metrics
+    assert metrics["roofline.candidate_share"] == pytest.approx(0.5)
+    assert metrics["speed.prefill.candidate"] == 2000.0 and metrics["decode.batch_1.baseline_itl_ms"] == 10.0
+    assert shown["tasks"].metrics["accuracy.arc.difference"] == verdict.slices[0].difference

@@ -15,14 +15,15 @@ from lm_eval.api.instance import Instance
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from evals.harness import EngineLM, beginning_of_text, encode
+from evals.items import read_items
+from evals.kinds.tasks import EvalReport, TaskItem, TaskSettings
+from evals.kinds.text import TextItem, TextSettings
 from evals.quality import evaluate, task_items, task_metrics, text_metrics
-from evals.reports import EvalReport, TaskItem, TextItem, read_items
 from evals.tasks import choose_documents, definition_path, load_task, share_out
 from evals.text import log_likelihoods
 from tapeout.artifact import ArtifactRef, load
 from tapeout.errors import EvidenceError, RecipeError
-from tapeout.recipe import Recipe
-from tests.fake_engine import HistoryEngine, TorchEngine
+from tests.fake_engine import MACHINE, HistoryEngine, TorchEngine
 
 TOKENS = st.lists(st.integers(0, 31), min_size=1, max_size=6)
 
@@ -220,12 +221,6 @@ def tiny_model() -> Any:
     return AutoModelForCausalLM.from_pretrained(tiny_checkpoint())
 
 
-def _recipe(**evaluate_section: Any) -> Recipe:
-    return Recipe.model_validate(
-        {"model": {"source": "file:x"}, "data": {"source": "file:y"}, "evaluate": evaluate_section}
-    )
-
-
 @pytest.mark.parametrize("name, metric", [("sciq", "acc_norm"), ("winogrande", "acc")])
 def test_loglikelihoods_match_lm_evals_own_transformers_model(
     name: str, metric: str, data: Path, tiny_model: Any, tiny_checkpoint: Path
@@ -294,13 +289,16 @@ def test_evaluate_writes_the_same_report_twice(
 ) -> None:
     def run(name: str) -> Any:
         return evaluate(
-            _recipe(tasks=["sciq", "winogrande"], items=20, document_tokens=40),
+            TaskSettings(tasks=("sciq", "winogrande"), items=20),
+            TextSettings(document_tokens=40),
             HistoryEngine(1024, max_tokens=512),
             HistoryEngine(1024, max_tokens=512, noise=0.2),
             tokenizer_file=tiny_checkpoint / "tokenizer.json",
             end_of_text=2,
             data=data,
             heldout_texts=tiny_texts(3, 1),
+            seed=0,
+            executed_on=MACHINE,
             folder=tmp_path / name,
             parents={name: ArtifactRef("EngineBundle", name) for name in ("baseline", "candidate")},
         )

@@ -12,11 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.protocol import FloatArray
-from evals.parity import ITEMS_FILE, compare, parity, parity_metrics
-from evals.reports import ParityItem, ParityReport, read_items
+from evals.items import read_items
+from evals.kinds.parity import KIND, ParityItem, ParityReport
+from evals.parity import compare, parity, parity_metrics
 from evals.text import token_hash
 from tapeout import artifact
 from tapeout.errors import EvidenceError
+from tests.fake_engine import MACHINE
 
 VOCAB, WIDTH = 32, 8
 HEAD = "head.weight"
@@ -99,10 +101,10 @@ def test_a_fault_in_the_head_moves_the_locked_logits() -> None:
 
 def test_the_report_names_both_sides_and_keeps_every_item(tmp_path: Path) -> None:
     engine, reference, documents = TwoLayers("first.weight", 0.1), TwoLayers(), [[1, 2, 3], [4, 5]]
-    digests: dict[str, Any] = {"candidate": "cd" * 32, "quantized": "ab" * 32}
+    digests: dict[str, Any] = {"candidate": "cd" * 32, "built_from": "ab" * 32, "executed_on": MACHINE}
     report = parity(engine.probe, reference, documents, tmp_path / "parity", head=HEAD, parents={}, **digests)
     assert report.record == ParityReport(documents=2, **digests)
-    items = read_items(report.folder / ITEMS_FILE, ParityItem)
+    items = read_items(report.folder / KIND.items_file, ParityItem)
     assert list(items) == compare(engine.probe, reference, documents, head=HEAD)
     assert parity_metrics(items)["worst_error"] == max(i.worst_error for i in items)
     assert artifact.load(tmp_path / "parity", ParityReport).digest == report.digest
@@ -135,7 +137,7 @@ class NothingInside(TwoLayers):
         (TwoLayers(vocab=VOCAB + 1), [[1, 2]], r"\(2, 32\) logits from the engine, \(2, 33\)"),
         (NotANumber(), [[1, 2, 3, 4]], "reference returned NaN or infinite logits at position 2"),
         (NotANumberInside(), [[1, 2, 3, 4]], r"the error of second\.weight is nan"),
-        (NothingInside(), [[1, 2, 3, 4]], "no product to compare but the output head"),
+        (NothingInside(), [[1, 2, 3, 4]], "no linear to compare but the output head"),
     ],
 )
 def test_refuses_what_it_cannot_compare(
@@ -149,7 +151,8 @@ def test_refuses_what_it_cannot_compare(
             tmp_path / "parity",
             head=HEAD,
             candidate="",
-            quantized="",
+            built_from="",
+            executed_on=MACHINE,
             parents={},
         )
     assert not (tmp_path / "parity").exists()

@@ -9,9 +9,13 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from evals.kinds.shadow import ShadowBounds, ShadowSettings
+from evals.kinds.tasks import TaskBounds, TaskSettings
+from evals.kinds.text import TextBounds
+from pipeline.recipe import Recipe, load_recipe
 from pipeline.recipes import shipped
 from tapeout.errors import RecipeError
-from tapeout.recipe import KVCache, Recipe, load_recipe
+from tapeout.recipe import KVCache
 
 ROOT = Path(__file__).parents[2]
 MINIMAL: dict[str, Any] = {"model": {"source": "file:/m"}, "data": {"source": "file:/d"}}
@@ -103,7 +107,7 @@ def test_defaults_fill_what_is_not_said(tmp_path: Path) -> None:
         ({"plan": {"embeddings": "auto", "kv_cache": "auto"}}, "plan: auto for embeddings and kv_cache, but kernels"),
         ({"plan": {"embeddings": "auto"}}, "plan: auto for embeddings, but kernels are written out"),
         ({"evaluate": {"tasks": []}}, "evaluate.tasks"),
-        ({"benchmark": {"batches": [4, 4]}}, "benchmark.batches: a batch that is named twice"),
+        ({"benchmark": {"batches": [4, 4]}}, "benchmark.batches: contains duplicates: 4, 4"),
         ({"gate": {"max_kl": float("inf")}}, "gate.max_kl: Input should be a finite number"),
     ],
 )
@@ -154,7 +158,8 @@ def test_too_little_evidence_is_for_the_verdict_to_say(tmp_path: Path) -> None:
         shadow={"prompts": 3},
         benchmark={"repeats": 1},
     )
-    assert starved.evaluate.items < starved.gate.min_items and starved.shadow.prompts < starved.gate.min_shadow_prompts
+    assert starved.section(TaskSettings).items < starved.section(TaskBounds).min_items
+    assert starved.section(ShadowSettings).prompts < starved.section(ShadowBounds).min_shadow_prompts
 
 
 def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
@@ -168,7 +173,7 @@ def test_a_recipe_does_not_change_after_validation(tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match="frozen"):
         found.seed = 3  # type: ignore[misc]
     with pytest.raises(ValidationError, match="frozen"):
-        found.gate.max_kl = 9.0  # type: ignore[misc]
+        found.section(TextBounds).max_kl = 9.0  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(

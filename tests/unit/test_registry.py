@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from evals.verdict import Outcome, Verdict
+from evals.check import Outcome
+from evals.verdict import Verdict
 from pipeline.registry import promotion, tracking, versions
 from pipeline.registry.promotion import promote, rollback
 from pipeline.registry.register import champion, incumbent, register

@@ -15,9 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evals.verdict import Check, Outcome
+from evals.block import Bars, Divergence, Roofline
+from evals.check import Check, Outcome
 from pipeline.report import plots, svg
-from pipeline.report.data import BatchRow, Divergence, LayerRow, Roofline, flat_metrics
+from pipeline.report.data import LayerRow, flat_metrics
 from pipeline.report.write import headline, render, write
 from tapeout.errors import EvidenceError
 from tests.report_example import example_report, example_verdict, without_evidence
@@ -115,7 +116,7 @@ def test_the_headline_gives_the_reason(outcome: Outcome, words: str) -> None:
 
 
 def test_a_confidence_is_not_rounded_up() -> None:
-    bounds = example_verdict().bounds.model_copy(update={"confidence": 0.999})
+    bounds = {**example_verdict().bounds, "confidence": 0.999}
     verdict = example_verdict(bounds=bounds)
     assert headline(verdict) == "All 3 checks hold at 99.9 % confidence."
     page = render(example_report(verdict))
@@ -187,7 +188,7 @@ def test_an_error_chart_counts_linears_and_layers_and_names_each_dot() -> None:
 
 
 def test_bars_are_as_long_as_their_values() -> None:
-    chart = ElementTree.fromstring(plots.throughput([BatchRow(1, 100.0, 300.0, 10.0, 3.0)]))
+    chart = ElementTree.fromstring(plots.bars(Bars("Throughput", "tokens/s", (("1", 100.0, 300.0),), True)))
     bars = [node for node in chart.iter() if "bar " in (node.get("class") or "") and float(node.get("y", "0")) > 40]
     heights = [float(bar.get("height", "0")) for bar in bars]
     assert heights[1] == pytest.approx(3 * heights[0], rel=0.01)
@@ -220,8 +221,8 @@ def test_ticks_lie_in_range_and_are_even(low: float, length: float) -> None:
 
 
 def test_numbers_that_are_not_finite_are_refused_or_said() -> None:
-    with pytest.raises(EvidenceError, match=r"throughput.* holds nan"):
-        plots.throughput([BatchRow(1, math.nan, 1.0, 1.0, 1.0)])
+    with pytest.raises(EvidenceError, match=r"Throughput holds nan"):
+        plots.bars(Bars("Throughput", "tokens/s", (("1", math.nan, 1.0),), True))
     chart = plots.kl_distribution(Divergence((0.01, math.inf), 0.01, 0.02, 0.03))
     assert "1 documents without a finite KL are not drawn" in chart
 

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evals.generation import Response, greedy
-from evals.reports import ShadowItem, read_items
+from evals.items import read_items
+from evals.kinds.shadow import ShadowItem, ShadowSettings
 from evals.shadow import first_divergence, shadow, shadow_items, shadow_metrics
 from evals.text import compare
 from tapeout.artifact import ArtifactRef
 from tapeout.errors import EvidenceError
-from tapeout.recipe import Recipe
-from tests.fake_engine import HistoryEngine
+from tests.fake_engine import MACHINE, HistoryEngine
 
 PROMPTS = st.lists(st.lists(st.integers(0, 31), min_size=1, max_size=12), min_size=1, max_size=12)
 
@@ -108,17 +108,15 @@ def test_shadow_without_prompts_is_refused() -> None:
 
 
 def test_shadow_writes_the_same_artifact_twice(tmp_path: Path) -> None:
-    recipe = Recipe.model_validate(
-        {"model": {"source": "file:x"}, "data": {"source": "file:y"}, "shadow": {"max_new_tokens": 6}}
-    )
     one, two = (
         shadow(
-            recipe,
+            ShadowSettings(max_new_tokens=6),
             HistoryEngine(),
             HistoryEngine(noise=0.3),
             prompts=[[1, 2], [3]],
             stop_tokens=[0],
             champion_is_baseline=True,
+            executed_on=MACHINE,
             folder=tmp_path / name,
             parents={"candidate": ArtifactRef("EngineBundle", "a")},
         )

@@ -18,13 +18,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.recipe import Recipe
 from pipeline.sources.fetch import fetch
 from pipeline.sources.locations import FileSource, HubSource, UrlSource, WheelSource, fetch_source, parse
 from pipeline.sources.source import Source
 from tapeout.artifact import load
 from tapeout.cache import cache_folder
 from tapeout.errors import SourceError, TapeoutError
-from tapeout.recipe import Recipe
 from tests.file_server import Site, hub_site, serve
 
 CONTENT = bytes(range(256)) * 20_000  # 5 MB: several chunks

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.recipe import Recipe
 from pipeline.stages import wiring
-from tapeout.recipe import Recipe
 from tests.stage_reads import leaves, recording
 
 PARAMS = Path(__file__).parents[2] / "params.yaml"
@@ -23,8 +23,11 @@ def reads_of(stage: Callable[[Recipe], None], monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_value_and_a_section_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
     def stage(recipe: Recipe) -> None:
-        assert recipe.gate.max_kl and recipe.plan.kv_cache.dtype and recipe.register_.model_name
-        recipe.shadow.model_dump()
+        from evals.kinds.shadow import ShadowSettings
+        from evals.kinds.text import TextBounds
+
+        assert recipe.section(TextBounds).max_kl and recipe.plan.kv_cache.dtype and recipe.register_.model_name
+        recipe.section(ShadowSettings).model_dump()
 
     shadow = {"shadow.prompts", "shadow.max_new_tokens", "shadow.datasets"}
     assert reads_of(stage, monkeypatch) == {"gate.max_kl", "plan.kv_cache", "register.model_name", *shadow}

@@ -9,9 +9,9 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+from pipeline.recipe import Recipe
 from pipeline.stages.wiring import STAGES, run
 from tapeout.errors import RecipeError
-from tapeout.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
 CODE = "artifacts/environment/code"

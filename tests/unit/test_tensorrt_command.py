@@ -16,8 +16,9 @@ import engines.targets
 from engines.bundle import EngineBundle
 from engines.compile import build
 from engines.lowered import LoweredGraph
-from evals.portable import PortableReport
-from evals.verdict import Outcome, Verdict
+from evals.check import Outcome
+from evals.kinds.portable import PortableReport
+from evals.verdict import Verdict
 from pipeline.cli import build as command
 from pipeline.cli.main import main
 from quantization.calibration import Calibration, statistics_file

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evals.text import CHUNK_TOKENS, compare, kl_divergences, log_likelihoods, text_items, token_hash
+from evals.kinds.text import text_items
+from evals.text import CHUNK_TOKENS, compare, kl_divergences, log_likelihoods, token_hash
 from tapeout.errors import EvidenceError
 from tests.fake_engine import HistoryEngine
 

@@ -1,0 +1,184 @@
+"""What a kind of evidence is: its report, its soundness rules, its checks and bounds, and how it is shown.
+
+``evals/kinds`` holds one file per kind. The gate, the recipe and the HTML report iterate over them and name none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar, cast
+
+from pydantic import Field
+
+from evals.block import Block
+from evals.check import Findings
+from evals.items import read_items
+from tapeout.artifact import Artifact, ArtifactRef, Frozen, Record, load
+from tapeout.fingerprint import Fingerprint
+from tapeout.recipe import Count, Recipe, Section
+
+if TYPE_CHECKING:
+    from engines.bundle import EngineBundle
+    from engines.protocol import Engine
+    from evals.parity import Probe, Reference
+    from evals.verdict import Verdict
+
+S = TypeVar("S", bound=Section)
+
+
+class Bounds(Section):
+    """A part of section ``gate``. A bound is compared with the confidence bound of a value, not with its mean."""
+
+    confidence: float = Field(default=0.95, gt=0.5, lt=1)
+
+
+class DocumentBounds(Bounds):
+    min_documents: Count = 30
+
+
+class Executed(Frozen):
+    """Was measured by running the engines."""
+
+    executed_on: Fingerprint  # of the machine and the libraries that the candidate ran on
+
+
+class EvidenceRecord(Executed, Record):
+    """A report that was measured by running the engines."""
+
+
+R = TypeVar("R", bound=Frozen)
+I = TypeVar("I", bound=Frozen)  # noqa: E741
+B = TypeVar("B", bound=Bounds)
+
+
+@dataclass(frozen=True)
+class Report(Generic[R, I]):
+    """A report as the gate reads it. ``ref``: noun and digest of its artifact."""
+
+    ref: ArtifactRef
+    record: R
+    items: tuple[I, ...] = ()
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that the gate may look at.
+
+    ``reports``: by the name of their kind. Reports of an engine are missing only if it was not executed.
+    """
+
+    baseline: str  # bundle digests
+    candidate: str
+    built_from: ArtifactRef  # what the candidate was built from: a QuantizedModel, or a LoweredGraph
+    target: str  # what the candidate was built for, such as "ort-cpu" or "sm89"
+    fingerprint: Fingerprint  # of the hardware and the libraries that it was built for
+    reports: Mapping[str, Report[Any, Any]]
+
+    @property
+    def judged(self) -> dict[str, tuple[str, str]]:
+        """By the field in which a report names it: a title, and the digest."""
+        return {
+            "baseline": ("baseline", self.baseline),
+            "candidate": ("candidate", self.candidate),
+            "built_from": (self.built_from.noun, self.built_from.digest),
+        }
+
+
+class Context(Protocol):
+    """What a kind can measure with: the engines, texts and settings of one run. ``role``: baseline or candidate."""
+
+    @property
+    def seed(self) -> int: ...
+    @property
+    def threads(self) -> int: ...
+    def section(self, kind: type[S]) -> S: ...
+    def source(self) -> Artifact[Any]: ...
+    def bundle(self, role: str) -> Artifact[EngineBundle]: ...
+    def engine(self, role: str, *, slots: int | None = None) -> Engine:
+        """``slots``: as built unless given."""
+        ...
+
+    def champion(self) -> tuple[Artifact[EngineBundle], Engine, bool]:
+        """The registered champion, or the baseline and True where there is none."""
+        ...
+
+    def executed_on(self) -> Fingerprint:
+        """Of this machine, by what selects the candidate's kernels."""
+        ...
+
+    def heldout_texts(self, count: int) -> list[str]:
+        """Documents that calibration did not see."""
+        ...
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]: ...
+    def chat_prompts(self, datasets: Sequence[str], count: int) -> list[list[int]]: ...
+    def probe(self) -> Probe: ...
+    def reference(self) -> tuple[Artifact[Any], Reference]:
+        """The quantized model that the candidate was built from, and the same as a torch model."""
+        ...
+
+    def head(self) -> str:
+        """Parameter name of the output head."""
+        ...
+
+    def say(self, step: str) -> None: ...
+
+
+class Kind(Generic[R, I, B]):
+    """One kind of evidence. A file of ``evals/kinds`` holds one instance, ``KIND``.
+
+    ``role``: its folder below ``artifacts/``, and its role among the parents of a verdict. Kinds that are measured
+    together share one. ``needed``: always, once the engine was executed, or never.
+    """
+
+    order: ClassVar[int]  # of checks, facts and blocks
+    name: ClassVar[str]
+    role: ClassVar[str] = ""
+    needed: ClassVar[Literal["always", "executed", "never"]] = "executed"
+    stage: ClassVar[str] = ""  # the stage that writes the report; empty: another kind's, or none
+    sections: ClassVar[Mapping[str, type[Section]]] = {}  # of the recipe, by name
+    nouns: ClassVar[tuple[str, ...]] = ()  # of its report
+    items_file: ClassVar[str] = ""
+    report: type[R]
+    item: type[I]
+    bounds: type[B]
+    absent: ClassVar[Block | None] = None  # shown where there is no report
+
+    def conflicts(self, recipe: Recipe) -> list[str]:
+        """What its sections promise and the rest of the recipe cannot keep."""
+        return []
+
+    def datasets(self, recipe: Recipe) -> Sequence[str]:
+        """The data sets that it reads below ``data.source``."""
+        return ()
+
+    def measure(self, context: Context, folder: Path) -> None:
+        """Write the report. Only for kinds that have a stage."""
+        raise NotImplementedError(self.stage)
+
+    def load(self, folder: Path, recipe: Recipe) -> Report[R, I]:
+        """Read the report and hash its files again."""
+        found = load(folder, cast(type[Record], self.report))
+        found.verify()
+        return Report(found.ref, cast(R, found.record), read_items(folder / self.items_file, self.item))
+
+    def given(self, evidence: Evidence) -> Report[R, I] | None:
+        return evidence.reports.get(self.name)
+
+    def problems(self, report: Report[R, I], evidence: Evidence) -> list[str]:
+        """Why this report cannot be judged."""
+        return []
+
+    def findings(self, evidence: Evidence, bounds: Bounds) -> Findings:
+        report = self.given(evidence)
+        assert isinstance(bounds, self.bounds)
+        return Findings() if report is None else self.judge(report, evidence, bounds)
+
+    def judge(self, report: Report[R, I], evidence: Evidence, bounds: B) -> Findings:
+        raise NotImplementedError(self.name)
+
+    def block(self, folder: Path, verdict: Verdict) -> Block | None:
+        """What the HTML report shows of it, from the report's folder. None: its checks say everything."""
+        return None

@@ -1,0 +1,46 @@
+"""Execution: every report was taken on the hardware that the candidate was built for.
+
+The evidence is in the other reports: each records the fingerprint of the machine on which the candidate ran.
+"""
+
+from __future__ import annotations
+
+from evals.check import Check, Findings, Outcome
+from evals.kind import Bounds, Evidence, Executed, Kind
+from tapeout.artifact import Frozen
+from tapeout.errors import FingerprintError
+from tapeout.fingerprint import Fingerprint, require_match
+
+
+class Execution(Kind[Frozen, Frozen, Bounds]):
+    order, name, needed = 10, "execution", "never"
+    bounds = Bounds
+
+    def findings(self, evidence: Evidence, bounds: Bounds) -> Findings:
+        from evals.kinds import missing
+
+        target = evidence.target
+        runs = {r.ref.noun: r.record.executed_on for r in evidence.reports.values() if isinstance(r.record, Executed)}
+        foreign = [reason for noun, ran in runs.items() for reason in _differences(evidence, noun, ran)]
+        absent = missing(evidence)
+        ran_there = bool(runs) and not foreign and not absent
+        reasons = [*foreign, *([f"missing: {', '.join(absent)}"] if absent else [])]
+        check = Check(
+            name="executed",
+            title=f"executed on {target}",
+            outcome=Outcome.PASS if ran_there else Outcome.INCONCLUSIVE,
+            reason=f"ran on {target}" if ran_there else "; ".join([f"not executed on {target}", *reasons]),
+        )
+        elsewhere = ", ".join(dict.fromkeys(f"{ran.machine} ({' '.join(ran.features)})" for ran in runs.values()))
+        return Findings((check,), executed_on=target if ran_there else elsewhere or None)
+
+
+def _differences(evidence: Evidence, noun: str, ran: Fingerprint) -> list[str]:
+    try:
+        require_match(evidence.fingerprint, ran, f"{noun}: the candidate")
+    except FingerprintError as error:
+        return [error.found]
+    return []
+
+
+KIND = Execution()

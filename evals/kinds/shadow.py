@@ -1,0 +1,174 @@
+"""Shadow: chat prompts replayed through the champion and the candidate (``evals/shadow.py`` measures it)."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from pydantic import Field
+
+from evals.block import QUALITY, Block, FactRow, fact_metrics
+from evals.check import Champion, Fact, Findings
+from evals.kind import Bounds, Context, Evidence, EvidenceRecord, Kind, Report
+from evals.rules import Rule, broken, counted, short, token_rules
+from tapeout.artifact import Frozen, Roles, load
+from tapeout.recipe import Count, Fraction, Recipe, Section
+
+if TYPE_CHECKING:
+    from evals.verdict import Verdict
+
+
+class ShadowItem(Frozen):
+    """One replayed prompt.
+
+    Teacher-forced numbers (``agree``, ``kl_sum``) are over the ``champion_tokens`` positions of the champion's own
+    response: both engines are fed its tokens, so one divergence is not counted again at every later position.
+    Responses include the stop token they ended with, if they did: to stop is a decision too.
+    """
+
+    prompt_hash: str
+    prompt_tokens: int
+    champion_tokens: int
+    candidate_tokens: int
+    agree: int
+    kl_sum: float
+    exact_match: bool
+    first_divergence: int | None  # token index in the free-running responses; None when they are identical
+    champion_stopped: bool  # ended by a stop token rather than by the length limit
+    candidate_stopped: bool
+
+
+class ShadowReport(EvidenceRecord):
+    noun: ClassVar[str] = "ShadowReport"
+    remedy: ClassVar[str] = "run `dvc repro shadow`"
+    schema_version: ClassVar[int] = 3
+    parent_roles: ClassVar[Roles] = {
+        "champion": ("EngineBundle",),
+        "candidate": ("EngineBundle",),
+        "source": ("Source",),
+    }
+
+    champion: str
+    candidate: str
+    champion_is_baseline: bool  # no registered champion: the float engine stood in
+    prompts: int
+    max_new_tokens: int
+
+
+class ShadowSettings(Section):
+    prompts: Count = 200
+    max_new_tokens: Count = 48
+    datasets: Annotated[tuple[str, ...], Field(min_length=1)] = ("nq_open", "trivia_qa")
+
+
+class ShadowBounds(Bounds):
+    min_shadow_prompts: Count = 200
+    min_shadow_agreement: Fraction = 0.90
+    max_shadow_kl: float = Field(default=0.04, gt=0)
+
+
+class Shadow(Kind[ShadowReport, ShadowItem, ShadowBounds]):
+    order, name, role, stage = 50, "shadow", "shadow", "shadow"
+    nouns, items_file = ("ShadowReport",), "shadow_items.jsonl"
+    sections: ClassVar = {"shadow": ShadowSettings}
+    report, item, bounds = ShadowReport, ShadowItem, ShadowBounds
+    absent = Block(QUALITY, "Shadow traffic", missing="No traffic was replayed.")
+
+    def conflicts(self, recipe: Recipe) -> list[str]:
+        longest = recipe.section(ShadowSettings).max_new_tokens
+        return recipe.too_long({"shadow.max_new_tokens, with a prompt of one": longest + 1})
+
+    def datasets(self, recipe: Recipe) -> tuple[str, ...]:
+        return recipe.section(ShadowSettings).datasets
+
+    def measure(self, context: Context, folder: Path) -> None:
+        from evals.shadow import shadow
+
+        settings, source, bundle = context.section(ShadowSettings), context.source(), context.bundle("candidate")
+        champion, engine, is_baseline = context.champion()
+        shadow(
+            settings,
+            engine,
+            context.engine("candidate"),
+            prompts=context.chat_prompts(settings.datasets, settings.prompts),
+            stop_tokens=bundle.record.stop_tokens,
+            champion_is_baseline=is_baseline,
+            executed_on=context.executed_on(),
+            folder=folder,
+            parents={"champion": champion, "candidate": bundle, "source": source},
+        )
+
+    def problems(self, report: Report[ShadowReport, ShadowItem], evidence: Evidence) -> list[str]:
+        record, items = report.record, report.items
+        problems = counted("ShadowReport", "prompts", len(items), record.prompts)
+        if record.champion == evidence.candidate:
+            problems.append("ShadowReport replayed the candidate against itself")
+        if record.champion_is_baseline != (record.champion == evidence.baseline):
+            claim = "is" if record.champion_is_baseline else "is not"
+            problems.append(f"ShadowReport says its champion {short(record.champion)} {claim} the baseline")
+        return problems + broken(
+            "shadow item", items, lambda i: i.prompt_hash, _rules(record.max_new_tokens), key="prompt"
+        )
+
+    def judge(self, report: Report[ShadowReport, ShadowItem], evidence: Evidence, bounds: ShadowBounds) -> Findings:
+        from evals.conditions import Condition, divergence_checks, finite, share_fact
+        from evals.statistics import ratio_of_sums
+
+        items, confidence = report.items, bounds.confidence
+        condition = partial(Condition, units="prompts", minimum=bounds.min_shadow_prompts, confidence=confidence)
+        answers = f"the {'float engine' if report.record.champion_is_baseline else 'champion'}'s answers"
+        champion_tokens = [item.champion_tokens for item in items]
+        length = ratio_of_sums([item.candidate_tokens for item in items], champion_tokens, confidence)
+        exact = sum(item.exact_match for item in items)
+        same_end = sum(item.champion_stopped == item.candidate_stopped for item in items)
+        return Findings(
+            checks=divergence_checks(
+                items,
+                champion_tokens,
+                condition("shadow_kl", f"mean KL on {answers}, nats", "at_most", bounds.max_shadow_kl),
+                condition("shadow_agreement", f"same top token on {answers}", "at_least", bounds.min_shadow_agreement),
+            ),
+            facts=(
+                share_fact("exact_match", "answers identical", exact, len(items), confidence),
+                share_fact("same_ending", "answers that both stop, or both do not", same_end, len(items), confidence),
+                Fact(
+                    name="length_ratio",
+                    title="answer length, candidate / champion",
+                    value=length.value,
+                    lower=finite(length.lower),
+                    upper=finite(length.upper),
+                ),
+            ),
+            champion=Champion(digest=report.record.champion, is_baseline=report.record.champion_is_baseline),
+        )
+
+    def block(self, folder: Path, verdict: Verdict) -> Block:
+        report = load(folder, ShadowReport).record
+        champion = "the registered champion"
+        if report.champion_is_baseline:
+            champion = "the float engine: no champion is registered"
+        facts = (
+            FactRow("prompts", "Prompts replayed", report.prompts, note=f"against {champion}"),
+            FactRow("max_new_tokens", "Longest answer, tokens", report.max_new_tokens),
+        )
+        return Block(QUALITY, "Shadow traffic", facts=facts, metrics=fact_metrics("shadow", facts))
+
+
+def _rules(limit: int) -> tuple[Rule[ShadowItem], ...]:
+    return (
+        *token_rules(lambda item: item.champion_tokens),
+        ("have an impossible response length", lambda i: not (1 <= i.candidate_tokens <= limit >= i.champion_tokens)),
+        ("are an exact match that diverges, or neither", lambda i: i.exact_match != (i.first_divergence is None)),
+        ("are an exact match of unequal length", lambda i: i.exact_match and i.champion_tokens != i.candidate_tokens),
+        (
+            "diverge behind the end of a response",
+            lambda i: (
+                i.first_divergence is not None
+                and not 0 <= i.first_divergence <= min(i.champion_tokens, i.candidate_tokens)
+            ),
+        ),
+    )
+
+
+KIND = Shadow()

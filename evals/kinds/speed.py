@@ -1,0 +1,271 @@
+"""Speed: latency, throughput and memory of both engines on this machine (``evals/benchmark.py`` measures them)."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field, field_validator
+
+from evals.block import SPEED, Bars, Block, Roofline, Rows, Table
+from evals.check import Check, Findings
+from evals.kind import Bounds, Context, Evidence, EvidenceRecord, Executed, Kind, Report
+from evals.rules import Rule, broken
+from tapeout.artifact import Frozen, Roles, load
+from tapeout.recipe import Count, Recipe, Section
+
+if TYPE_CHECKING:
+    from evals.verdict import Verdict
+
+ENGINES = ("baseline", "candidate")
+BATCH_AXIS = "sequences decoded together"
+
+
+class SpeedSample(Frozen):
+    """Throughput of both engines at one batch, measured in turn: entry i of both tuples is one paired repeat."""
+
+    batch: int
+    phase: Literal["decode", "prefill"]
+    baseline_tokens_per_s: tuple[float, ...]
+    candidate_tokens_per_s: tuple[float, ...]
+
+
+class EngineNumbers(Frozen):
+    """Medians over the repeats of one engine. Dictionaries are keyed by batch.
+
+    ``roofline_share``: weight bytes over measured read bandwidth, as a share of the step time at the smallest batch.
+    ``cost_per_million_tokens``: US dollars per million generated tokens at the fastest batch.
+    """
+
+    digest: str
+    ttft_ms: float
+    prefill_tokens_per_s: float
+    itl_ms: dict[int, float]
+    decode_tokens_per_s: dict[int, float]
+    peak_memory_mb: float
+    kv_token_bytes: int
+    bundle_mb: float
+    roofline_share: float
+    cost_per_million_tokens: float
+
+
+class Benchmark(EvidenceRecord):
+    noun: ClassVar[str] = "Benchmark"
+    remedy: ClassVar[str] = "run `dvc repro benchmark`"
+    schema_version: ClassVar[int] = 3
+    parent_roles: ClassVar[Roles] = {"baseline": ("EngineBundle",), "candidate": ("EngineBundle",)}
+
+    baseline: EngineNumbers
+    candidate: EngineNumbers
+    samples: tuple[SpeedSample, ...]
+    threads: int
+    prompt_tokens: int
+    new_tokens: int
+    read_bandwidth_gb_s: float
+    price_per_hour: float
+
+
+class SpeedSummary(Executed):
+    """A Benchmark as the gate reads it: the bundles (digests) that were timed; its items are the samples.
+
+    ``batches``: at which the recipe wants decoding timed. Prefill is timed once, one prompt at a time.
+    """
+
+    baseline: str
+    candidate: str
+    batches: tuple[int, ...]
+
+
+class SpeedSettings(Section):
+    warmup_tokens: ClassVar[int] = 3  # decoded before ``new_tokens``, untimed
+
+    prompt_tokens: Count = 128
+    new_tokens: Count = 32
+    batches: Annotated[tuple[Count, ...], Field(min_length=1)] = (1, 4, 16)
+    repeats: Count = 7
+    price_per_hour: float = Field(default=0.10, gt=0)  # US dollars for this machine
+
+    @field_validator("batches")
+    @classmethod
+    def _different(cls, batches: tuple[int, ...]) -> tuple[int, ...]:
+        if len(set(batches)) < len(batches):
+            raise ValueError(f"contains duplicates: {', '.join(map(str, batches))}")
+        return batches
+
+
+class SpeedBounds(Bounds):
+    min_speed_ratio: float = Field(default=1.0, gt=0)
+    min_repeats: Count = 3  # paired repeats per batch and phase
+
+
+class Speed(Kind[SpeedSummary, SpeedSample, SpeedBounds]):
+    order, name, role, stage = 70, "speed", "benchmark", "benchmark"
+    nouns = ("Benchmark",)
+    sections: ClassVar = {"benchmark": SpeedSettings}
+    report, item, bounds = SpeedSummary, SpeedSample, SpeedBounds
+    absent = Block(SPEED, missing="No benchmark was recorded.")
+
+    def conflicts(self, recipe: Recipe) -> list[str]:
+        timed = recipe.section(SpeedSettings)
+        positions = timed.prompt_tokens + timed.warmup_tokens + timed.new_tokens
+        name = f"benchmark.prompt_tokens and new_tokens, with {timed.warmup_tokens} to warm up"
+        problems = recipe.too_long({name: positions})
+        # An engine can be opened with more slots than it was built with. But then its speed is that of another engine.
+        if max(timed.batches) > recipe.build.slots:
+            problems.append(f"benchmark.batches reach {max(timed.batches)}, but build.slots is {recipe.build.slots}")
+        return problems
+
+    def measure(self, context: Context, folder: Path) -> None:
+        from evals.benchmark import benchmark
+
+        settings, bundles = context.section(SpeedSettings), {role: context.bundle(role) for role in ENGINES}
+        slots = max(settings.batches)
+        baseline, candidate = (context.engine(role, slots=slots) for role in ENGINES)
+        benchmark(
+            settings,
+            baseline,
+            candidate,
+            bundles=bundles,
+            threads=context.threads,
+            seed=context.seed,
+            executed_on=context.executed_on(),
+            folder=folder,
+            progress=context.say,
+        )
+
+    def load(self, folder: Path, recipe: Recipe) -> Report[SpeedSummary, SpeedSample]:
+        found = load(folder, Benchmark)
+        found.verify()
+        timed = found.record
+        summary = SpeedSummary(
+            baseline=timed.baseline.digest,
+            candidate=timed.candidate.digest,
+            batches=recipe.section(SpeedSettings).batches,
+            executed_on=timed.executed_on,
+        )
+        return Report(found.ref, summary, timed.samples)
+
+    def problems(self, report: Report[SpeedSummary, SpeedSample], evidence: Evidence) -> list[str]:
+        batches = report.record.batches
+        problems = [] if batches else ["Benchmark was asked for no batch"]
+        decoded = {sample.batch for sample in report.items if sample.phase == "decode"}
+        if all(sample.phase != "prefill" for sample in report.items):
+            problems.append("Benchmark has no prefill samples")
+        problems += [f"Benchmark has no decode samples at batch {batch}" for batch in batches if batch not in decoded]
+        return problems + broken("speed sample", report.items, lambda s: f"{s.phase} at batch {s.batch}", RULES)
+
+    def judge(self, report: Report[SpeedSummary, SpeedSample], evidence: Evidence, bounds: SpeedBounds) -> Findings:
+        """One check for each phase and batch that was timed; :meth:`problems` refuses a report that lacks one."""
+        samples = sorted(report.items, key=lambda sample: (sample.phase, sample.batch))
+        return Findings(tuple(_check(sample, bounds) for sample in samples))
+
+    def block(self, folder: Path, verdict: Verdict) -> Block:
+        return speed_block(load(folder, Benchmark).record)
+
+
+RULES: tuple[Rule[SpeedSample], ...] = (
+    ("have no batch", lambda s: s.batch < 1),
+    ("have no repeats", lambda s: not s.baseline_tokens_per_s or not s.candidate_tokens_per_s),
+    ("have unpaired repeats", lambda s: len(s.baseline_tokens_per_s) != len(s.candidate_tokens_per_s)),
+    (
+        "have a non-finite or non-positive speed",
+        lambda s: not all(math.isfinite(v) and v > 0 for v in (*s.baseline_tokens_per_s, *s.candidate_tokens_per_s)),
+    ),
+)
+
+
+def _check(sample: SpeedSample, bounds: SpeedBounds) -> Check:
+    """Repeats are paired: what slows the machine for a while slows both engines and does not change the ratio."""
+    from evals.conditions import Condition
+    from evals.statistics import median_bounds
+
+    ratios = [c / b for c, b in zip(sample.candidate_tokens_per_s, sample.baseline_tokens_per_s, strict=True)]
+    condition = Condition(
+        name=f"{sample.phase}_speed_b{sample.batch}",
+        title=f"{sample.phase} tokens/s at batch {sample.batch}, candidate / baseline",
+        direction="at_least",
+        bound=bounds.min_speed_ratio,
+        units="repeats",
+        minimum=bounds.min_repeats,
+        confidence=bounds.confidence,
+    )
+    return condition.check(median_bounds(ratios, bounds.confidence))
+
+
+def speed_block(timed: Benchmark) -> Block:
+    old, new, bandwidth = timed.baseline, timed.candidate, timed.read_bandwidth_gb_s
+    both, batches = {"baseline": old, "candidate": new}, sorted(new.itl_ms)
+    titles = {  # of single numbers: title, unit, and whether higher is better
+        "ttft_ms": (f"Time to first token, {timed.prompt_tokens} tokens", "ms", False),
+        "prefill_tokens_per_s": ("Prefill", "tokens/s", True),
+        "peak_memory_mb": ("Peak memory", "MB", False),
+        "kv_token_bytes": ("KV cache a token", "bytes", False),
+        "bundle_mb": ("Bundle on disk", "MB", False),
+        "cost_per_million_tokens": ("Cost of a million tokens", f"US$ at {timed.price_per_hour:.2f} an hour", False),
+    }
+    values = {name: (float(getattr(old, name)), float(getattr(new, name))) for name in titles}
+    memory = tuple((title, *values[name]) for name, (title, unit, _) in titles.items() if unit == "MB")
+    roofline = Roofline(bandwidth, old.roofline_share * bandwidth, new.roofline_share * bandwidth)
+    metrics: dict[str, float | None] = {
+        "roofline.bandwidth_gb_s": bandwidth,
+        "roofline.baseline_share": roofline.baseline_share,
+        "roofline.candidate_share": roofline.candidate_share,
+    }
+    for role, numbers in both.items():
+        for batch in batches:
+            metrics[f"decode.batch_{batch}.{role}_tokens_s"] = numbers.decode_tokens_per_s[batch]
+            metrics[f"decode.batch_{batch}.{role}_itl_ms"] = numbers.itl_ms[batch]
+        for name in titles:
+            metrics[f"speed.{name.removesuffix('_tokens_per_s')}.{role}"] = getattr(numbers, name)
+    return Block(
+        SPEED,
+        charts={
+            "throughput": Bars(
+                "Decode throughput by batch",
+                "tokens/s",
+                tuple((str(b), old.decode_tokens_per_s[b], new.decode_tokens_per_s[b]) for b in batches),
+                higher_is_better=True,
+                axis=BATCH_AXIS,
+            ),
+            "latency": Bars(
+                "Inter-token latency by batch",
+                "ms",
+                tuple((str(b), old.itl_ms[b], new.itl_ms[b]) for b in batches),
+                higher_is_better=False,
+                axis=BATCH_AXIS,
+            ),
+            "memory": Bars("Memory and size", "MB", memory, higher_is_better=False),
+            "roofline": roofline,
+        },
+        table=speed_table([(*titles[name], *values[name]) for name in titles]),
+        machine={"Threads": str(timed.threads)},
+        metrics=metrics,
+        plots={
+            "throughput.csv": Rows(
+                ("batch", "engine", "tokens_s", "itl_ms"),
+                tuple((b, role, n.decode_tokens_per_s[b], n.itl_ms[b]) for b in batches for role, n in both.items()),
+            )
+        },
+    )
+
+
+def speed_table(rows: list[tuple[str, str, bool, float, float]]) -> Table:
+    """``rows``: title, unit, whether higher is better, baseline, candidate."""
+
+    def factor(higher: bool, baseline: float, candidate: float) -> str:
+        """How many times better the candidate is; a dash where the measure is zero."""
+        top, bottom = (candidate, baseline) if higher else (baseline, candidate)
+        return f"{top / bottom:.2f}×" if bottom else "–"
+
+    return Table(
+        ("Measure", "Baseline", "Candidate", "Better by"),
+        tuple(
+            (f"{title} ({unit}, {'higher' if higher else 'lower'} is better)", base, cand, factor(higher, base, cand))
+            for title, unit, higher, base, cand in rows
+        ),
+        "Medians of all repeats. The checks above compare repeat by repeat, so their ratios differ a little.",
+    )
+
+
+KIND = Speed()

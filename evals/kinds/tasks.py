@@ -1,0 +1,233 @@
+"""Tasks: lm-eval questions that both engines answer. Accuracy is judged paired, pooled over all items.
+
+``evals/quality.py`` measures it, together with held-out text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from pydantic import Field
+
+from evals.block import QUALITY, Block, Interval, Intervals, Table
+from evals.check import Findings, Slice
+from evals.kind import Bounds, Context, Evidence, EvidenceRecord, Kind, Report
+from evals.rules import Rule, broken
+from tapeout.artifact import Frozen, Roles
+from tapeout.recipe import Count, Fraction, Recipe, Section
+
+if TYPE_CHECKING:
+    from evals.verdict import Verdict
+
+
+class TaskItem(Frozen):
+    """One multiple-choice question answered by both engines, by the task's own definition."""
+
+    task: str
+    doc_id: int
+    doc_hash: str
+    prompt_hash: str
+    target_hash: str
+    metric: str  # "acc" or "acc_norm"
+    gold: int
+    baseline_choice: int
+    candidate_choice: int
+    baseline_correct: bool
+    candidate_correct: bool
+    baseline_loglikelihoods: tuple[float, ...]
+    candidate_loglikelihoods: tuple[float, ...]
+
+
+class EvalReport(EvidenceRecord):
+    """Of tasks and of held-out text: the same engines score both in one stage."""
+
+    noun: ClassVar[str] = "EvalReport"
+    remedy: ClassVar[str] = "run `dvc repro evaluate`"
+    schema_version: ClassVar[int] = 3
+    parent_roles: ClassVar[Roles] = {
+        "baseline": ("EngineBundle",),
+        "candidate": ("EngineBundle",),
+        "source": ("Source",),
+    }
+
+    baseline: str  # bundle digests
+    candidate: str
+    tasks: dict[str, int]  # items per task
+    documents: int
+    versions: dict[str, str]
+    beginning_of_text: int | None = None  # the token put before every text; None: the tokenizer adds none
+
+
+class TaskSettings(Section):
+    tasks: Annotated[tuple[str, ...], Field(min_length=1)] = ("arc_easy", "piqa", "openbookqa", "winogrande", "sciq")
+    items: Count = 2500  # pooled over the tasks, shared out by size
+
+
+class TaskBounds(Bounds):
+    accuracy_margin: Fraction = 0.02
+    min_items: Count = 2500
+    max_flips: Fraction = 0.12
+
+
+class Tasks(Kind[EvalReport, TaskItem, TaskBounds]):
+    order, name, role, stage = 30, "tasks", "evaluation", "evaluate"
+    nouns, items_file = ("EvalReport",), "task_items.jsonl"
+    sections: ClassVar = {"evaluate": TaskSettings}
+    report, item, bounds = EvalReport, TaskItem, TaskBounds
+    absent = Block(QUALITY, missing="No accuracy evidence was recorded.")
+
+    def datasets(self, recipe: Recipe) -> tuple[str, ...]:
+        return recipe.section(TaskSettings).tasks
+
+    def measure(self, context: Context, folder: Path) -> None:
+        from evals.kinds.text import TextSettings
+        from evals.quality import evaluate
+
+        source, bundle, texts = context.source(), context.bundle("candidate"), context.section(TextSettings)
+        evaluate(
+            context.section(TaskSettings),
+            texts,
+            context.engine("baseline", slots=1),
+            context.engine("candidate", slots=1),
+            tokenizer_file=bundle.folder / "tokenizer.json",
+            end_of_text=bundle.record.stop_tokens[0],
+            data=source.folder / source.record.data_entry,
+            heldout_texts=context.heldout_texts(texts.documents),
+            seed=context.seed,
+            executed_on=context.executed_on(),
+            folder=folder,
+            parents={"baseline": context.bundle("baseline"), "candidate": bundle, "source": source},
+        )
+
+    def problems(self, report: Report[EvalReport, TaskItem], evidence: Evidence) -> list[str]:
+        items, claimed = report.items, report.record.tasks
+        counts = Counter(item.task for item in items)
+        problems = [] if items else ["EvalReport has no task items"]
+        problems += [
+            f"task {task}: {counts[task]} items, but EvalReport claims {claimed.get(task, 0)}"
+            for task in sorted(counts.keys() | claimed.keys())
+            if counts[task] != claimed.get(task, 0)
+        ]
+        return problems + broken("task item", items, lambda i: f"{i.task}/{i.doc_id}", RULES)
+
+    def judge(self, report: Report[EvalReport, TaskItem], evidence: Evidence, bounds: TaskBounds) -> Findings:
+        from evals.conditions import Condition, share_fact
+        from evals.statistics import null_variance, paired_difference, proportion
+
+        items, confidence = report.items, bounds.confidence
+        n, lost, gained = len(items), *discordant(items)
+        margin, most = -bounds.accuracy_margin, bounds.max_flips
+        condition = partial(Condition, units="items", minimum=bounds.min_items, confidence=confidence)
+        accuracy = condition("accuracy", "accuracy, candidate - baseline, pooled", "at_least", margin)
+        flips = condition("flips", "answers whose correctness changed", "at_most", most)
+        correct = {
+            "baseline": sum(item.baseline_correct for item in items),
+            "candidate": sum(item.candidate_correct for item in items),
+        }
+        changed = sum(item.baseline_choice != item.candidate_choice for item in items)
+        return Findings(
+            checks=(
+                accuracy.check(
+                    paired_difference(lost, gained, n, confidence), variance=null_variance(lost, gained, n, margin)
+                ),
+                flips.check(proportion(lost + gained, n, confidence), variance=most * (1 - most)),
+            ),
+            facts=(
+                *(share_fact(f"{e}_accuracy", f"{e} accuracy, pooled", c, n, confidence) for e, c in correct.items()),
+                share_fact("changed_choices", "answers changed, right or wrong", changed, n, confidence),
+            ),
+            slices=tuple(
+                _slice(task, [item for item in items if item.task == task], confidence)
+                for task in sorted({item.task for item in items})
+            ),
+        )
+
+    def block(self, folder: Path, verdict: Verdict) -> Block | None:
+        pooled = verdict.check("accuracy")
+        if not verdict.slices or pooled.value is None or pooled.bound is None:
+            return self.absent
+        lower, upper = (pooled.value if limit is None else limit for limit in (pooled.lower, pooled.upper))
+        rows = (
+            *(Interval(s.task, s.difference, s.lower, s.upper, s.items) for s in verdict.slices),
+            Interval("pooled", pooled.value, lower, upper, pooled.n or 0, pooled=True),
+        )
+        return Block(
+            QUALITY,
+            charts={
+                "accuracy": Intervals("Accuracy: candidate minus baseline", rows, -pooled.bound, verdict.confidence)
+            },
+            table=slice_table(verdict.slices),
+            metrics={
+                f"accuracy.{s.task}.{name.removesuffix('_accuracy')}": getattr(s, name)
+                for s in verdict.slices
+                for name in ("baseline_accuracy", "candidate_accuracy", "difference")
+            },
+        )
+
+
+RULES: tuple[Rule[TaskItem], ...] = (
+    ("lack a pairing hash", lambda i: not (i.doc_hash and i.prompt_hash and i.target_hash)),
+    (
+        "have non-finite log-likelihoods",
+        lambda i: not all(map(math.isfinite, (*i.baseline_loglikelihoods, *i.candidate_loglikelihoods))),
+    ),
+    (
+        "have no log-likelihoods, or unequally many",
+        lambda i: not len(i.baseline_loglikelihoods) == len(i.candidate_loglikelihoods) > 0,
+    ),
+    (
+        "choose or want an answer that does not exist",
+        lambda i: {i.gold, i.baseline_choice, i.candidate_choice} - set(range(len(i.baseline_loglikelihoods))) != set(),
+    ),
+    (
+        "are marked right or wrong against their own choice",
+        lambda i: (
+            i.baseline_correct != (i.baseline_choice == i.gold) or i.candidate_correct != (i.candidate_choice == i.gold)
+        ),
+    ),
+)
+
+
+def discordant(items: Sequence[TaskItem]) -> tuple[int, int]:
+    """How many items only the baseline answers correctly, and only the candidate."""
+    lost = sum(item.baseline_correct and not item.candidate_correct for item in items)
+    gained = sum(item.candidate_correct and not item.baseline_correct for item in items)
+    return lost, gained
+
+
+def _slice(task: str, items: Sequence[TaskItem], confidence: float) -> Slice:
+    from evals.statistics import paired_difference
+
+    lost, gained = discordant(items)
+    difference = paired_difference(lost, gained, len(items), confidence)
+    return Slice(
+        task=task,
+        items=len(items),
+        baseline_accuracy=sum(item.baseline_correct for item in items) / len(items),
+        candidate_accuracy=sum(item.candidate_correct for item in items) / len(items),
+        difference=difference.value,
+        lower=difference.lower,
+        upper=difference.upper,
+        lost=lost,
+        gained=gained,
+    )
+
+
+def slice_table(slices: Sequence[Slice]) -> Table:
+    def cells(s: Slice) -> tuple[str, ...]:
+        accuracies = (f"{share:.2%}" for share in (s.baseline_accuracy, s.candidate_accuracy))
+        return (s.task, f"{s.items:,}", *accuracies, str(s.lost), str(s.gained))
+
+    return Table(
+        ("Task", "n", "Baseline", "Candidate", "Lost", "Gained"),
+        tuple(map(cells, slices)),
+        "Lost: questions only the baseline answers rightly. Gained: questions only the candidate does.",
+    )
+
+
+KIND = Tasks()

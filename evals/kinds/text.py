@@ -1,0 +1,161 @@
+"""Text: perplexity, KL and top-token agreement of both engines on held-out documents.
+
+It is measured in one stage with the tasks (``evals/quality.py``), and its items lie in the same report.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field
+
+from evals.block import QUALITY, Block, Divergence, Rows
+from evals.check import Findings
+from evals.items import read_items
+from evals.kind import DocumentBounds, Evidence, Kind, Report
+from evals.kinds.tasks import EvalReport
+from evals.rules import Rule, broken, counted, mean_above_largest, sum_of_nats, token_rules
+from tapeout.artifact import Frozen
+from tapeout.errors import EvidenceError
+from tapeout.recipe import Count, Fraction, Recipe, Section
+
+if TYPE_CHECKING:
+    from engines.protocol import Engine
+    from evals.verdict import Verdict
+
+
+class TextItem(Frozen):
+    """One held-out document scored by both engines; the document is the cluster of the statistics.
+
+    ``kl_sum``: summed KL(baseline || candidate) in nats over ``tokens`` predicted positions.
+    ``nll``: summed negative log-likelihood in nats of the document's own next tokens.
+    """
+
+    doc_hash: str
+    tokens: int
+    kl_sum: float
+    kl_max: float
+    agree: int  # positions where both engines rank the same token first
+    baseline_nll: float
+    candidate_nll: float
+
+
+class TextSettings(Section):
+    documents: Count = 64
+    document_tokens: Count = 256
+
+
+class TextBounds(DocumentBounds):
+    max_kl: float = Field(default=0.03, gt=0)
+    min_top_token: Fraction = 0.91
+    max_perplexity_ratio: float = Field(default=1.05, gt=1)
+
+
+class Text(Kind[EvalReport, TextItem, TextBounds]):
+    order, name, role = 40, "text", "evaluation"
+    nouns, items_file = ("EvalReport",), "text_items.jsonl"
+    sections: ClassVar = {"evaluate": TextSettings}
+    report, item, bounds = EvalReport, TextItem, TextBounds
+    absent = Block(QUALITY, missing="No held-out text was scored.")
+
+    def conflicts(self, recipe: Recipe) -> list[str]:
+        return recipe.too_long({"evaluate.document_tokens": recipe.section(TextSettings).document_tokens})
+
+    def problems(self, report: Report[EvalReport, TextItem], evidence: Evidence) -> list[str]:
+        return [
+            *counted("EvalReport", "text items", len(report.items), report.record.documents),
+            *text_problems(report.items),
+        ]
+
+    def judge(self, report: Report[EvalReport, TextItem], evidence: Evidence, bounds: TextBounds) -> Findings:
+        from evals.conditions import Condition, divergence_checks
+        from evals.statistics import perplexity_ratio
+
+        items, highest = report.items, bounds.max_perplexity_ratio
+        condition = partial(Condition, units="documents", minimum=bounds.min_documents, confidence=bounds.confidence)
+        tokens = [item.tokens for item in items]
+        baseline, candidate = ([item.baseline_nll for item in items], [item.candidate_nll for item in items])
+        ratio = perplexity_ratio(baseline, candidate, tokens, bounds.confidence)
+        gap = (math.log(ratio.value) if ratio.value > 0 else -math.inf) - math.log(highest)  # it can underflow to zero
+        return Findings(
+            (
+                *divergence_checks(
+                    items,
+                    tokens,
+                    condition("kl", "mean KL on held-out text, nats", "at_most", bounds.max_kl),
+                    condition("top_token", "same top token on held-out text", "at_least", bounds.min_top_token),
+                ),
+                # The estimate's variance is of the logarithm, so the gap is too.
+                condition("perplexity", "perplexity, candidate / baseline", "at_most", highest).check(
+                    ratio, n=sum(tokens), gap=gap
+                ),
+            )
+        )
+
+    def block(self, folder: Path, verdict: Verdict) -> Block | None:
+        kl = verdict.check("kl")
+        if kl.value is None or kl.upper is None or kl.bound is None:
+            return self.absent
+        means = tuple(item.kl_sum / item.tokens for item in read_items(folder / self.items_file, TextItem))
+        return divergence_block(Divergence(means, kl.value, kl.upper, kl.bound))
+
+
+TEXT_RULES: tuple[Rule[TextItem], ...] = (
+    *token_rules(lambda item: item.tokens),
+    (
+        "have a non-finite or negative log-likelihood",
+        lambda i: not all(sum_of_nats(nll, i.tokens) for nll in (i.baseline_nll, i.candidate_nll)),
+    ),
+    ("have a mean KL above their largest", mean_above_largest),
+)
+
+
+def text_problems(items: tuple[TextItem, ...]) -> list[str]:
+    return broken("text item", items, lambda i: i.doc_hash, TEXT_RULES, key="document")
+
+
+def divergence_block(kl: Divergence) -> Block:
+    documents = sorted(kl.documents)
+    shares = tuple((value, (i + 1) / len(documents)) for i, value in enumerate(documents))
+    return Block(
+        QUALITY,
+        charts={"kl": kl},
+        metrics={"kl.mean": kl.mean, "kl.upper": kl.upper},
+        plots={"kl.csv": Rows(("kl", "share_of_documents"), shares)},
+    )
+
+
+def text_items(baseline: Engine, candidate: Engine, documents: Sequence[Sequence[int]]) -> list[TextItem]:
+    """Score held-out documents (token ids, at least two each), one at a time, through both engines."""
+    from tqdm import tqdm
+
+    from evals.text import compare, token_hash
+
+    items: list[TextItem] = []
+    for number, tokens in enumerate(tqdm(documents, desc="held-out text", unit="doc", disable=None)):
+        if len(tokens) < 2:
+            raise EvidenceError(
+                f"held-out document {number} has {len(tokens)} token(s)",
+                expected="at least 2: one to read and one to predict",
+                remedy="choose longer documents",
+            )
+        result = compare(baseline, candidate, tokens)
+        items.append(
+            TextItem(
+                doc_hash=token_hash(tokens),
+                tokens=len(result.kl),
+                kl_sum=float(result.kl.sum()),
+                kl_max=float(result.kl.max()),
+                agree=int(result.agree.sum()),
+                baseline_nll=float(result.baseline_nll.sum()),
+                candidate_nll=float(result.candidate_nll.sum()),
+            )
+        )
+    return items
+
+
+KIND = Text()
