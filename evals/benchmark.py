@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
+from typing import Literal
 
 import numpy as np
 
@@ -53,10 +54,10 @@ def benchmark(
     progress("read bandwidth")
     bandwidth = read_bandwidth(threads)
     prompt = np.random.default_rng(seed).integers(1, baseline.vocab_size, settings.prompt_tokens).tolist()
-    batches = [b for b in settings.batches if b <= min(e.slots for e in engines.values())]
-    if len(batches) < len(settings.batches):
+    batches, slots = settings.batches, min(engine.slots for engine in engines.values())
+    if max(batches) > slots:
         raise EvidenceError(
-            f"benchmark.batches {list(settings.batches)} is more than the engines' {baseline.slots} slots",
+            f"benchmark.batches {list(batches)} is more than the engines' {slots} slots",
             expected="batches within build.slots",
             remedy="raise build.slots or lower benchmark.batches",
         )
@@ -73,45 +74,34 @@ def benchmark(
             for name, engine in engines.items():
                 decode[name, batch].append(_step_seconds(engine, prompt, batch, settings.new_tokens))
     progress("peak memory")
-    numbers = {
-        name: EngineNumbers(
-            digest=engine.digest,
+
+    def numbers(name: str) -> EngineNumbers:
+        bundle, step = bundles[name], {batch: median(decode[name, batch]) for batch in batches}
+        speeds = {batch: batch / step[batch] for batch in batches}
+        return EngineNumbers(
+            digest=engines[name].digest,
             ttft_ms=1e3 * median(prefill[name]),
             prefill_tokens_per_s=len(prompt) / median(prefill[name]),
-            itl_ms={b: 1e3 * median(decode[name, b]) for b in batches},
-            decode_tokens_per_s={b: b / median(decode[name, b]) for b in batches},
-            peak_memory_mb=peak_memory_mb(bundles[name].folder, settings.prompt_tokens, settings.new_tokens, threads),
-            kv_token_bytes=bundles[name].record.io.kv_token_bytes,
-            bundle_mb=sum(file.size_bytes for file in bundles[name].files.values()) / 1e6,
-            roofline_share=bundles[name].record.step_bytes / median(decode[name, min(batches)]) / bandwidth,
-            cost_per_million_tokens=settings.price_per_hour
-            / 3600
-            * 1e6
-            / max(b / median(decode[name, b]) for b in batches),
+            itl_ms={batch: 1e3 * step[batch] for batch in batches},
+            decode_tokens_per_s=speeds,
+            peak_memory_mb=peak_memory_mb(bundle.folder, settings.prompt_tokens, settings.new_tokens, threads),
+            kv_token_bytes=bundle.record.io.kv_token_bytes,
+            bundle_mb=sum(file.size_bytes for file in bundle.files.values()) / 1e6,
+            roofline_share=bundle.record.step_bytes / step[min(batches)] / bandwidth,
+            cost_per_million_tokens=settings.price_per_hour / 3600 * 1e6 / max(speeds.values()),
         )
-        for name, engine in engines.items()
-    }
-    samples = [
-        SpeedSample(
-            batch=1,
-            phase="prefill",
-            baseline_tokens_per_s=tuple(len(prompt) / s for s in prefill["baseline"]),
-            candidate_tokens_per_s=tuple(len(prompt) / s for s in prefill["candidate"]),
-        ),
-        *(
-            SpeedSample(
-                batch=batch,
-                phase="decode",
-                baseline_tokens_per_s=tuple(batch / s for s in decode["baseline", batch]),
-                candidate_tokens_per_s=tuple(batch / s for s in decode["candidate", batch]),
-            )
-            for batch in batches
-        ),
-    ]
+
+    def sample(phase: Literal["decode", "prefill"], batch: int) -> SpeedSample:
+        """Prefill is timed one prompt at a time."""
+        tokens = len(prompt) if phase == "prefill" else batch
+        times = {name: prefill[name] if phase == "prefill" else decode[name, batch] for name in engines}
+        speeds = {f"{name}_tokens_per_s": tuple(tokens / s for s in seconds) for name, seconds in times.items()}
+        return SpeedSample(batch=batch, phase=phase, **speeds)
+
     record = Benchmark(
-        baseline=numbers["baseline"],
-        candidate=numbers["candidate"],
-        samples=tuple(samples),
+        baseline=numbers("baseline"),
+        candidate=numbers("candidate"),
+        samples=(sample("prefill", 1), *(sample("decode", batch) for batch in batches)),
         threads=threads,
         prompt_tokens=settings.prompt_tokens,
         new_tokens=settings.new_tokens,

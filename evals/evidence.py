@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from evals.kind import Evidence
-from evals.kinds import kinds
+from evals.known import kinds
 from tapeout.artifact import ArtifactRef
 from tapeout.fingerprint import Fingerprint
 from tapeout.recipe import Recipe

@@ -14,7 +14,7 @@ from engines.bundle import EngineBundle
 from evals.check import Outcome, combine
 from evals.items import write_metrics
 from evals.kind import Bounds, Evidence
-from evals.kinds import kinds
+from evals.known import kinds
 from evals.soundness import require_sound
 from evals.verdict import Verdict
 from tapeout.artifact import Artifact, ArtifactRef, create, load

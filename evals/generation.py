@@ -18,8 +18,8 @@ class Response:
 
 
 @dataclass
-class _Row:
-    """One live sequence; its slot is its place in the list of live rows."""
+class _Sequence:
+    """One live sequence; its slot is its place in the list of live sequences."""
 
     prompt: int
     length: int  # KV positions its slot holds
@@ -37,8 +37,8 @@ def greedy(
 ) -> list[Response]:
     """Answer every prompt with the likeliest token each time, in the order of the prompts.
 
-    Live rows always fill slots 0..B-1: a row that ends is replaced by the next waiting prompt, or by the last live
-    row once none waits. The schedule depends on the prompts and answers alone, so a run can be repeated exactly.
+    Live sequences always fill slots 0..B-1: one that ends is replaced by the next waiting prompt, or by the last live
+    sequence once none waits. The schedule depends on the prompts and answers alone, so a run can be repeated exactly.
     ``finished`` may end a response early by its tokens so far; that counts as stopped.
     :class:`EvidenceError` for an empty prompt and for one that leaves no room for ``max_new_tokens``.
     """
@@ -54,40 +54,42 @@ def greedy(
             )
     stops = frozenset(stop_tokens)
     responses: dict[int, Response] = {}
-    live: list[_Row] = []
+    live: list[_Sequence] = []
     waiting = iter(range(len(prompts)))
     bar = tqdm(total=len(prompts), desc=progress, unit="prompt", disable=None if progress else True)
 
-    def accept(row: _Row, token: int) -> bool:
+    def accept(sequence: _Sequence, token: int) -> bool:
         """Append a token; True when that ends the response."""
-        row.tokens.append(token)
-        stopped = token in stops or (finished is not None and finished(row.tokens))
-        if not stopped and len(row.tokens) < max_new_tokens:
+        sequence.tokens.append(token)
+        stopped = token in stops or (finished is not None and finished(sequence.tokens))
+        if not stopped and len(sequence.tokens) < max_new_tokens:
             return False
-        responses[row.prompt] = Response(tuple(row.tokens), stopped)
+        responses[sequence.prompt] = Response(tuple(sequence.tokens), stopped)
         bar.update()
         return True
 
-    def admit(slot: int) -> _Row | None:
+    def admit(slot: int) -> _Sequence | None:
         """Prefill waiting prompts into the slot until one has more than its first token to say."""
         for number in waiting:
-            row = _Row(number, len(prompts[number]))
-            if not accept(row, int(engine.prefill(slot, prompts[number])[0].argmax())):
-                return row
+            sequence = _Sequence(number, len(prompts[number]))
+            if not accept(sequence, int(engine.prefill(slot, prompts[number])[0].argmax())):
+                return sequence
         return None
 
-    while len(live) < engine.slots and (row := admit(len(live))) is not None:
-        live.append(row)
+    while len(live) < engine.slots and (sequence := admit(len(live))) is not None:
+        live.append(sequence)
     while live:
-        chosen = engine.decode_greedy([row.tokens[-1] for row in live], [row.length for row in live])
+        chosen = engine.decode_greedy(
+            [sequence.tokens[-1] for sequence in live], [sequence.length for sequence in live]
+        )
         for slot in reversed(range(len(live))):
             live[slot].length += 1
             if not accept(live[slot], int(chosen[slot])):
                 continue
-            if (row := admit(slot)) is not None:
-                live[slot] = row
+            if (sequence := admit(slot)) is not None:
+                live[slot] = sequence
                 continue
-            # Rows behind this slot were dealt with before it, so the last one's state is settled.
+            # Sequences behind this slot were dealt with before it, so the last one's state is settled.
             last = live.pop()
             if slot < len(live):
                 engine.copy_slot(len(live), slot, last.length)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from evals.kind import Bounds, Evidence, Report
 from evals.kinds import portable, proof
 from evals.kinds.portable import PortableReport
 from evals.kinds.proof import ProofSummary
-from evals.kinds.text import TextItem, text_items
+from evals.kinds.text import TextItem, text_items, text_metrics
 from evals.verdict import Verdict
 from tapeout import artifact
 from tapeout.artifact import Artifact, Parents
@@ -34,18 +33,17 @@ def portable_report(
     if not documents:
         raise EvidenceError("no documents to compare", expected="at least one", remedy="raise --documents")
     items = text_items(baseline, lowered, documents)
-    tokens = sum(item.tokens for item in items)
-    drift = sum(item.candidate_nll - item.baseline_nll for item in items) / tokens
+    means = text_metrics(items)
     with artifact.create(folder, PortableReport) as draft:
         write_items(draft.folder / portable.KIND.items_file, items)
         record = PortableReport(
             built_from=lowered.digest,
             baseline=baseline.digest,
             documents=len(items),
-            tokens=tokens,
-            kl=sum(item.kl_sum for item in items) / tokens,
-            top_token=sum(item.agree for item in items) / tokens,
-            perplexity_ratio=math.exp(drift),
+            tokens=sum(item.tokens for item in items),
+            kl=means["kl_mean"],
+            top_token=means["top_token_agreement"],
+            perplexity_ratio=means["perplexity_ratio"],
         )
         draft.finish(record, parents=parents)
     return artifact.load(folder, PortableReport)
@@ -53,15 +51,8 @@ def portable_report(
 
 def recorded(report: Artifact[PortableReport]) -> PortableEvidence:
     """The report in short, as the bundle's record holds it."""
-    found = report.record
-    return PortableEvidence(
-        report=report.digest,
-        documents=found.documents,
-        tokens=found.tokens,
-        kl=found.kl,
-        top_token=found.top_token,
-        perplexity_ratio=found.perplexity_ratio,
-    )
+    shared = PortableEvidence.model_fields.keys() - {"report"}
+    return PortableEvidence(report=report.digest, **report.record.model_dump(include=shared))
 
 
 def portable_verdict(

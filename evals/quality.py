@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -17,7 +16,7 @@ from engines.protocol import Engine
 from evals.harness import EngineLM, beginning_of_text, encode
 from evals.items import write_items, write_metrics
 from evals.kinds.tasks import EvalReport, TaskItem, TaskSettings
-from evals.kinds.text import TextItem, TextSettings, text_items
+from evals.kinds.text import TextSettings, text_items, text_metrics
 from evals.tasks import LocalTask, choose_documents, load_task
 from tapeout.artifact import Artifact, Parents, create, load
 from tapeout.errors import EvidenceError
@@ -156,21 +155,3 @@ def task_metrics(items: Sequence[TaskItem]) -> dict[str, float]:
         metrics[f"baseline_{task}"] = sum(item.baseline_correct for item in own) / len(own)
         metrics[f"candidate_{task}"] = sum(item.candidate_correct for item in own) / len(own)
     return metrics
-
-
-def text_metrics(items: Sequence[TextItem]) -> dict[str, float]:
-    """Means over all predicted positions: KL in nats, top-token agreement, perplexities and their ratio."""
-    metrics: dict[str, float] = {"documents": len(items)}
-    if not items:
-        return metrics
-    tokens = sum(item.tokens for item in items)
-    baseline_nll = sum(item.baseline_nll for item in items) / tokens
-    candidate_nll = sum(item.candidate_nll for item in items) / tokens
-    return metrics | {
-        "kl_mean": sum(item.kl_sum for item in items) / tokens,
-        "kl_max": max(item.kl_max for item in items),
-        "top_token_agreement": sum(item.agree for item in items) / tokens,
-        "baseline_perplexity": math.exp(baseline_nll),
-        "candidate_perplexity": math.exp(candidate_nll),
-        "perplexity_ratio": math.exp(candidate_nll - baseline_nll),
-    }

@@ -7,7 +7,7 @@ then it cannot pass. Each kind of evidence adds the rules of its own report.
 from __future__ import annotations
 
 from evals.kind import Evidence, Executed
-from evals.kinds import kinds, missing
+from evals.known import kinds, missing
 from evals.rules import short
 from tapeout.errors import EvidenceError
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from evals.check import Check, Fact, Outcome, Slice
-from evals.kinds import kinds
+from evals.known import kinds
 from tapeout.artifact import ArtifactRef, Record, Roles
 from tapeout.errors import ExitCode
 

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import Field, create_model
 
 from evals.kind import Bounds
-from evals.kinds import kinds
+from evals.known import kinds
 from tapeout import recipe
 from tapeout.recipe import Section, read_recipe
 

@@ -22,10 +22,10 @@ from evals.block import (
 )
 from evals.check import Check, Fact, Outcome, Slice
 from evals.kind import Bounds
-from evals.kinds import kinds
 from evals.kinds.speed import BATCH_AXIS, speed_table
 from evals.kinds.tasks import slice_table
 from evals.kinds.text import divergence_block
+from evals.known import kinds
 from evals.verdict import Verdict
 from pipeline.recipe import Recipe
 from pipeline.report.data import LayerRow, LineageRow, Planned, ReportData

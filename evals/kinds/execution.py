@@ -17,7 +17,7 @@ class Execution(Kind[Frozen, Frozen, Bounds]):
     bounds = Bounds
 
     def findings(self, evidence: Evidence, bounds: Bounds) -> Findings:
-        from evals.kinds import missing
+        from evals.known import missing
 
         target = evidence.target
         runs = {r.ref.noun: r.record.executed_on for r in evidence.reports.values() if isinstance(r.record, Executed)}

@@ -158,4 +158,22 @@ def text_items(baseline: Engine, candidate: Engine, documents: Sequence[Sequence
     return items
 
 
+def text_metrics(items: Sequence[TextItem]) -> dict[str, float]:
+    """Means over all predicted positions: KL in nats, top-token agreement, perplexities and their ratio."""
+    metrics: dict[str, float] = {"documents": len(items)}
+    if not items:
+        return metrics
+    tokens = sum(item.tokens for item in items)
+    baseline_nll = sum(item.baseline_nll for item in items) / tokens
+    candidate_nll = sum(item.candidate_nll for item in items) / tokens
+    return metrics | {
+        "kl_mean": sum(item.kl_sum for item in items) / tokens,
+        "kl_max": max(item.kl_max for item in items),
+        "top_token_agreement": sum(item.agree for item in items) / tokens,
+        "baseline_perplexity": math.exp(baseline_nll),
+        "candidate_perplexity": math.exp(candidate_nll),
+        "perplexity_ratio": math.exp(candidate_nll - baseline_nll),
+    }
+
+
 KIND = Text()

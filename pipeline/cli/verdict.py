@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from evals.kind import Bounds
-from evals.kinds import kinds
+from evals.known import kinds
 from evals.verdict import Verdict
 from pipeline.recipe import load_recipe
 from tapeout.artifact import Artifact, identify, load, verify_files

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from engines.bundle import EngineBundle
-from evals.kinds import kinds
+from evals.known import kinds
 from evals.verdict import Verdict
 from pipeline.recipe import Recipe
 from pipeline.report.data import LayerRow, LineageRow, Planned, ReportData

@@ -97,10 +97,6 @@ class Canvas:
         inside = f"<title>{escape(tip)}</title>" if tip else ""
         self.marks.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" class="{style}">{inside}</circle>')
 
-    def polyline(self, points: list[tuple[float, float]], style: str) -> None:
-        joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        self.marks.append(f'<polyline points="{joined}" class="{style}"/>')
-
     def text(self, x: float, y: float, text: str, style: str = "", anchor: str = "start") -> None:
         self.marks.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{style}">{escape(text)}</text>')
 

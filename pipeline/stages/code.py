@@ -22,8 +22,8 @@ LOADER = "engines.load"  # imports the recipe's target by its name
 DATA_SUFFIXES = (".c", ".h", ".j2")
 # Messages do not change what is computed, and parameters are dependencies themselves (`params` in dvc.yaml).
 UNCOUNTED = frozenset({"tapeout.errors", "tapeout.recipe", "pipeline.recipe"})
-# Whoever imports one of these packages reaches all of its modules, which it finds by listing its folder.
-REGISTRIES = ("evals.kinds",)
+# Modules that find others by listing a package: whoever imports them reaches all of it.
+REGISTRIES = {"evals.known": "evals.kinds"}
 
 Stage = Callable[..., None]  # a function of ``wiring.py``, or its ``_measure`` bound to a kind of evidence
 
@@ -35,7 +35,7 @@ def code_hashes(stages: Mapping[str, Stage], target: str) -> dict[str, dict[str,
     """
     graph = grimp.build_graph(*PACKAGES, exclude_type_checking_imports=True, cache_dir=None)
     dynamic = {LOADER: [f"engines.targets.{target.replace('-', '_')}"]}
-    dynamic |= {name: sorted(graph.find_children(name)) for name in REGISTRIES}
+    dynamic |= {module: sorted(graph.find_children(package)) for module, package in REGISTRIES.items()}
     wiring = ast.parse(_source(WIRING).read_text())
     hashes: dict[str, dict[str, str]] = {}
     for stage, function in stages.items():

@@ -22,7 +22,7 @@ from engines.bundle import EngineBundle, IOContract
 from engines.native import LEVELS
 from evals.check import Check, Outcome
 from evals.kind import Bounds
-from evals.kinds import kinds
+from evals.known import kinds
 from evals.verdict import Verdict
 from pipeline.cli.doctor import Finding, Status, diagnose, processor
 from pipeline.cli.explain import explain, fields

@@ -21,7 +21,6 @@ from evals.evidence import load_evidence
 from evals.gate import gate, judge
 from evals.items import write_items
 from evals.kind import Bounds, Evidence, Report
-from evals.kinds import kinds
 from evals.kinds.parity import ParityItem, ParityReport
 from evals.kinds.portable import PortableReport
 from evals.kinds.proof import ProofSummary
@@ -29,6 +28,7 @@ from evals.kinds.shadow import ShadowItem, ShadowReport
 from evals.kinds.speed import Benchmark, EngineNumbers, SpeedSample, SpeedSummary
 from evals.kinds.tasks import EvalReport, TaskItem
 from evals.kinds.text import TextItem
+from evals.known import kinds
 from evals.verdict import COLUMNS, Verdict
 from pipeline.recipe import Recipe
 from quantization.checkpoint import KVScheme, QuantizedModel

@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from evals.harness import EngineLM, beginning_of_text, encode
 from evals.items import read_items
 from evals.kinds.tasks import EvalReport, TaskItem, TaskSettings
-from evals.kinds.text import TextItem, TextSettings
-from evals.quality import evaluate, task_items, task_metrics, text_metrics
+from evals.kinds.text import TextItem, TextSettings, text_metrics
+from evals.quality import evaluate, task_items, task_metrics
 from evals.tasks import choose_documents, definition_path, load_task, share_out
 from evals.text import log_likelihoods
 from tapeout.artifact import ArtifactRef, load
