@@ -55,7 +55,7 @@ def compile_object(source: Path, target: Path, level: Level, *flags: str) -> Pat
 def compile_kernels(source: Path, folder: Path, level: Level, only: frozenset[str] | None = None) -> dict[str, Path]:
     """Objects of the kernels by the names of their files; ``only`` some of them."""
     # -O0: what is optimized away is not checked, and the unrolled loops compile 20 times as fast
-    flags = ("-O0", "-include", str(HERE / "checked_prefetch.h"))
+    flags = ("-O0", "-include", str(HERE / "checked_intrinsics.h"))
     return {
         path.name: compile_object(path, folder / f"{path.stem}.o", level, *flags)
         for path in sorted(source.glob("*.c"))

@@ -18,8 +18,6 @@ import pytest
 from engines.native import LEVELS, Level, compiler
 from tests.sanitizers import build
 
-pytestmark = pytest.mark.usefixtures("sanitizers")
-
 SEED = int(os.environ.get("TAPEOUT_FUZZ_SEED", "1"))
 CASES = int(os.environ.get("TAPEOUT_FUZZ_CASES", "1000"))
 PLANTED_CASES = 3000  # at most: the first finding ends a run
@@ -31,10 +29,21 @@ def sanitizers() -> None:
     build.require_sanitizers()
 
 
+@pytest.mark.parametrize(("ci", "outcome"), [("true", pytest.fail.Exception), ("", pytest.skip.Exception)])
+def test_a_missing_tool_fails_in_ci_and_skips_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, ci: str, outcome: type[BaseException]
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("CI", ci)
+    with pytest.raises(outcome, match="gcc is not installed"):
+        build.require_sanitizers()
+
+
 def fuzz(program: Path, seed: int, cases: int) -> subprocess.CompletedProcess[str]:
     return subprocess.run([program, str(seed), str(cases)], capture_output=True, text=True)
 
 
+@pytest.mark.usefixtures("sanitizers")
 def test_random_nodes_are_computed_or_refused(level: Level, tmp_path: Path) -> None:
     objects = build.compile_kernels(compiler.SOURCE, tmp_path, level) | build.compile_host(tmp_path, level)
     done = fuzz(build.link(objects, tmp_path / "fuzz"), SEED, CASES)
@@ -91,6 +100,18 @@ DEFECTS = {
     ),
     "a bias is read beyond its end": Defect(
         "block_linear.c", "load_first(w->bias + column, count)", "load(w->bias + column)", "heap-buffer-overflow"
+    ),
+    "a masked load reads one lane too many": Defect(
+        "vector.h",
+        "  Mask mask = first_lanes(count);\n  const float* next",
+        "  Mask mask = first_lanes(count + 1);\n  const float* next",
+        "heap-buffer-overflow",
+    ),
+    "a masked store writes one lane too many": Defect(
+        "vector.h",
+        "  Mask mask = first_lanes(count);\n  _mm256_maskstore_ps",
+        "  Mask mask = first_lanes(count + 1);\n  _mm256_maskstore_ps",
+        "heap-buffer-overflow|expected",
     ),
     "a prefetch goes beyond the weights": Defect(
         "block_linear.c", "groups > 1 && tile + width < w->tiles", "groups > 1", "heap-buffer-overflow"
