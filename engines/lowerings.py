@@ -16,8 +16,7 @@ class Linears:
     """``passes``: modules of ``engines/passes``; the first that runs here takes a linear.
 
     On ort-cpu, group-quantized codes are ``native_bits`` wide in kernels of our own (BlockLinear, BlockGather) and
-    ``stock_bits`` in ONNX Runtime's own operators. Codes of fewer bits are widened: the same weights to the bit, in more
-    bytes.
+    ``stock_bits`` in ONNX Runtime's own operators. Codes of fewer bits are widened: the same weights, in more bytes.
     """
 
     passes: tuple[str, ...]

@@ -2,8 +2,8 @@
 
     Linear(x) over codes   ->   BlockLinear(x, codes, scales[, zero points][, bias])
 
-What it computes is what MatMulNBits does at accuracy level 4: inputs rounded to int8 for every token and block. Codes of
-4, 6 and 8 bits are packed as the kernel reads them (engines/native/source/block_linear.c):
+What it computes is what MatMulNBits does at accuracy level 4: inputs rounded to int8 for every token and block. Codes
+of 4, 6 and 8 bits are packed as the kernel reads them (engines/native/source/block_linear.c):
 
 tile   16 output channels, the lanes of a vector; N is padded to whole pairs of tiles
 step   4 input channels: a step of a tile is 64 codes, lane by lane
