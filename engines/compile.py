@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from engines.bundle import EngineBundle, IOContract, KVLayer, LoweredRecord, PassReport
 from engines.load import fingerprint_here, target_module
 from engines.lowered import LoweredGraph
-from engines.passes.base import Lowering, PassResult, Weights
+from engines.passes.base import QDQ, Lowering, PassResult, Weights
 from tapeout import artifact
 from tapeout.artifact import Artifact, Parents
 from tapeout.errors import BuildError
@@ -112,6 +112,7 @@ def lower_graph(
     precision: str,
     slots: int,
     activation_max: Mapping[str, float],
+    qdq: QDQ,
     parents: Parents,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Artifact[LoweredGraph]:
@@ -131,6 +132,7 @@ def lower_graph(
         float_type=float_type,
         precision=precision,
         activation_max=dict(activation_max),
+        qdq=qdq,
     )
     reports = lower(lowering, passes, progress)
     own = next((r for r in reports if r.name == f"{precision}_linears"), None)

@@ -1,9 +1,9 @@
-"""Calibrate: run rows of text through the float checkpoint and keep what quantization needs to know of it.
+"""Calibrate: run samples of text through the float checkpoint and keep what quantization needs to know of it.
 
-Statistics are sums, updated row by row, so memory does not grow with the text. It grows with the square of the
-channels, so at most ``calibrate.layers_per_pass`` layers are watched at once and the rows are read again for the next.
+Statistics are sums, updated sample by sample, so memory does not grow with the text. It grows with the square of the
+channels, so at most ``calibrate.layers_per_pass`` layers are watched at once; the next pass reads the samples again.
 
-B, S  batch (1) and tokens of a row      K  input channels of a group      H, D  KV heads and head size
+B, S  batch (1) and tokens of a sample      K  input channels of a group      H, D  KV heads and head size
 """
 
 from __future__ import annotations
@@ -22,61 +22,62 @@ from torch import Tensor
 
 from quantization.attention_hook import kv_function
 from quantization.calibration import (
-    ROWS_FILE,
+    SAMPLES_FILE,
     Calibration,
-    CalibrationRow,
+    CalibrationSample,
     layer_file,
-    row_hash,
-    rows_hash,
+    sample_hash,
+    samples_hash,
     statistics_file,
 )
 from tapeout import artifact
 from tapeout.artifact import Artifact
 from tapeout.errors import QuantizationError, SourceError
 from tapeout.portable_graph import LinearGroup, PortableGraph
-from tapeout.recipe import Recipe
+from tapeout.recipe import Calibrate
 
 MIN_TOKENS = 8
 GRAM_BLOCK = 256  # a Gram matrix is summed in row blocks from the diagonal on: 5/8 of the work at 1,024 channels
 
 
 def calibrate(
-    recipe: Recipe, graph: Artifact[PortableGraph], texts: Sequence[str], folder: Path
+    settings: Calibrate, graph: Artifact[PortableGraph], texts: Sequence[str], folder: Path
 ) -> Artifact[Calibration]:
-    """Write the Calibration of ``graph`` over exactly ``calibrate.rows`` texts; see calibration.py for its content.
+    """Write the Calibration of ``graph`` over exactly ``calibrate.samples`` texts; see calibration.py for its content.
 
-    :class:`SourceError` for rows that are too few, too short or repeated, :class:`QuantizationError` for a model
+    :class:`SourceError` for samples that are too few, too short or repeated, :class:`QuantizationError` for a model
     that computes NaN or infinity or does not reach one of its linears.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(graph.folder)
-    rows = _tokenize(tokenizer, texts, recipe)
-    fit_rows = len(rows) - recipe.calibrate.holdout_rows
+    samples = _tokenize(tokenizer, texts, settings)
+    fit_samples = len(samples) - settings.holdout_samples
     model: Any = AutoModelForCausalLM.from_pretrained(graph.folder, dtype=torch.float32).eval()
-    passes = list(_passes(graph.record, recipe.calibrate.layers_per_pass))
+    passes = list(_passes(graph.record, settings.layers_per_pass))
     described = [
-        CalibrationRow(row_hash=row_hash(row), tokens=len(row), holdout=i >= fit_rows) for i, row in enumerate(rows)
+        CalibrationSample(sample_hash=sample_hash(sample), tokens=len(sample), holdout=i >= fit_samples)
+        for i, sample in enumerate(samples)
     ]
     with artifact.create(folder, Calibration) as draft, Progress(*Progress.get_default_columns()) as progress:
         (draft.folder / "statistics").mkdir()
-        task = progress.add_task("calibrating", total=len(passes) * len(rows))
+        task = progress.add_task("calibrating", total=len(passes) * len(samples))
         written: list[str] = []
         for watched in passes:
             with _observe(model, graph.record, watched) as observer:
-                for number, row in enumerate(rows):
-                    observer.read(row, holdout=number >= fit_rows)
+                for number, sample in enumerate(samples):
+                    observer.read(sample, holdout=number >= fit_samples)
                     progress.advance(task)
             for file in watched.files:
                 save_file(observer.results(file), draft.folder / file)
                 written.append(file)
-        (draft.folder / ROWS_FILE).write_text("".join(row.model_dump_json() + "\n" for row in described))
+        (draft.folder / SAMPLES_FILE).write_text("".join(sample.model_dump_json() + "\n" for sample in described))
         record = Calibration(
-            rows_hash=rows_hash(described),
-            rows=len(rows),
-            holdout_rows=len(rows) - fit_rows,
-            tokens_per_row=recipe.calibrate.tokens,
-            tokens=sum(map(len, rows)),
+            samples_hash=samples_hash(described),
+            samples=len(samples),
+            holdout_samples=len(samples) - fit_samples,
+            tokens_per_sample=settings.tokens,
+            tokens=sum(map(len, samples)),
             layers=graph.record.layers,
             statistics=tuple(sorted(written)),
             versions={name: version(name) for name in ("torch", "transformers", "tokenizers")},
@@ -87,7 +88,7 @@ def calibrate(
 
 @dataclass(frozen=True)
 class _Watched:
-    """What one pass over the rows keeps statistics of."""
+    """What one pass over the samples keeps statistics of."""
 
     files: tuple[str, ...]
     layers: frozenset[int]
@@ -109,32 +110,31 @@ def _layer_files(graph: PortableGraph) -> set[str]:
     return {layer_file(layer) for layer in range(graph.layers)}
 
 
-def _tokenize(tokenizer: Any, texts: Sequence[str], recipe: Recipe) -> list[list[int]]:
-    """Token ids of each row, cut at ``calibrate.tokens``; special tokens as the tokenizer adds them."""
-    wanted = recipe.calibrate
-    if len(texts) != wanted.rows or len(texts) < 2:
+def _tokenize(tokenizer: Any, texts: Sequence[str], wanted: Calibrate) -> list[list[int]]:
+    """Token ids of each sample, cut at ``calibrate.tokens``; special tokens as the tokenizer adds them."""
+    if len(texts) != wanted.samples or len(texts) < 2:
         raise SourceError(
-            f"{len(texts)} rows of calibration text",
-            expected=f"calibrate.rows = {wanted.rows}, and at least 2: one to fit on and one held out",
-            remedy="set calibrate.rows to what the data set has, or choose another data set",
+            f"{len(texts)} samples of calibration text",
+            expected=f"calibrate.samples = {wanted.samples}, and at least 2: one to fit on and one held out",
+            remedy="set calibrate.samples to what the data set has, or choose another data set",
         )
-    rows = [list(tokenizer(text, truncation=True, max_length=wanted.tokens)["input_ids"]) for text in texts]
+    samples = [list(tokenizer(text, truncation=True, max_length=wanted.tokens)["input_ids"]) for text in texts]
     first_seen: dict[tuple[int, ...], int] = {}
-    for number, row in enumerate(rows):
-        if len(row) < MIN_TOKENS:
+    for number, sample in enumerate(samples):
+        if len(sample) < MIN_TOKENS:
             raise SourceError(
-                f"calibration row {number} has {len(row)} tokens",
+                f"calibration sample {number} has {len(sample)} tokens",
                 expected=f"at least {MIN_TOKENS}",
-                remedy="choose a column with longer text, or leave short rows out",
+                remedy="choose a column with longer text, or leave short samples out",
             )
-        twin = first_seen.setdefault(tuple(row), number)
+        twin = first_seen.setdefault(tuple(sample), number)
         if twin != number:
             raise SourceError(
-                f"calibration rows {twin} and {number} hold the same {len(row)} tokens",
-                expected="different rows: a repeated one weighs double, and held out it proves nothing",
-                remedy="drop repeated rows before choosing",
+                f"calibration samples {twin} and {number} hold the same {len(sample)} tokens",
+                expected="different samples: a repeated one weighs double, and held out it proves nothing",
+                remedy="drop repeated samples before choosing",
             )
-    return rows
+    return samples
 
 
 class _GroupSums:
@@ -192,11 +192,11 @@ class _KVRange:
 
 
 class _AllSeen(Exception):  # noqa: N818 - not an error: the rest of the forward pass is not needed
-    """Everything watched has been seen in this row."""
+    """Everything watched has been seen in this sample."""
 
 
 class _Observer:
-    """Feeds rows to the model and collects what its hooks see."""
+    """Feeds samples to the model and collects what its hooks see."""
 
     def __init__(self, model: Any, graph: PortableGraph, watched: _Watched) -> None:
         self.model, self.watched = model, watched
@@ -206,17 +206,17 @@ class _Observer:
         self.missing: set[str] = set()
         self.holdout = False
 
-    def read(self, row: Sequence[int], *, holdout: bool) -> None:
+    def read(self, sample: Sequence[int], *, holdout: bool) -> None:
         self.holdout = holdout
         self.missing = {*self.groups, *(_cache_name(layer) for layer in self.caches)}
         try:
             with torch.inference_mode():
-                self.model(input_ids=torch.tensor([row]), use_cache=False)
+                self.model(input_ids=torch.tensor([sample]), use_cache=False)
         except _AllSeen:
             return
         raise QuantizationError(
             f"the model ran without reaching {', '.join(sorted(self.missing))}",
-            expected="every linear of the exported graph, once a row",
+            expected="every linear of the exported graph, once per sample",
             remedy="export the model again; if it persists, its modules do not match its graph",
         )
 
@@ -253,14 +253,14 @@ class _Observer:
     def _mark(self, name: str) -> None:
         if name not in self.missing:
             raise QuantizationError(
-                f"{name} was reached twice in one row",
+                f"{name} was reached twice in one sample",
                 expected="once: layers that share one module cannot have statistics of their own",
                 remedy="choose a dense decoder without shared layers",
             )
         self.missing.remove(name)
 
     def _stop_early(self) -> None:
-        """Skip what follows the last watched input: layers of the next pass, or the product of the output head."""
+        """Skip what follows the last watched input: layers of the next pass, or the matmul of the output head."""
         if not self.missing:
             raise _AllSeen
 

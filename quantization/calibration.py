@@ -1,17 +1,17 @@
-"""Calibration: which rows of text were read, and what the linears and the KV cache saw while reading them.
+"""Calibration: which samples of text were read, and what the linears and the KV cache saw while reading them.
 
 The folder holds, in safetensors, all float32 (K: input channels of a group; D: head size):
 
 ``statistics/layer-NNN.safetensors``, one per layer, and ``statistics/head.safetensors`` for groups outside layers
-    ``GROUP.gram``, ``GROUP.gram_holdout``  ``[K, K]``  mean over tokens of ``x xᵀ``, over the fit rows and over the
-        held-out rows (the last quarter): what is fitted on one is judged on the other
-    ``GROUP.mean_abs``, ``GROUP.max_abs``  ``[K]``  mean and maximum of ``|x|`` over the fit rows
-    ``layers.N.k_absmax``, ``layers.N.v_absmax``  ``[kv_heads, D]``  maximum over every token of every row; keys are
+    ``GROUP.gram``, ``GROUP.gram_holdout``  ``[K, K]``  mean over tokens of ``x xᵀ``, over the fit samples and over the
+        held-out samples (the last quarter): what is fitted on one is judged on the other
+    ``GROUP.mean_abs``, ``GROUP.max_abs``  ``[K]``  mean and maximum of ``|x|`` over the fit samples
+    ``layers.N.k_absmax``, ``layers.N.v_absmax``  ``[kv_heads, D]``  maximum over every token of every sample; keys are
         taken after the rotary embedding, as the cache stores them
     ``layers.N.k_pair_absmax``  ``[kv_heads, D]``  maximum of ``sqrt(k_d² + k_e²)``, e being the channel the rotary
         embedding turns d into: a bound on both that no position can exceed. ``|k_d|`` where d is not rotated
-``rows.jsonl``
-    a ``CalibrationRow`` per row, never its text
+``samples.jsonl``
+    a ``CalibrationSample`` per sample, never its text
 """
 
 from __future__ import annotations
@@ -22,26 +22,27 @@ from typing import ClassVar
 
 from tapeout.artifact import Frozen, Record, Roles, canonical_json
 
-ROWS_FILE = "rows.jsonl"
+SAMPLES_FILE = "samples.jsonl"
 HEAD_FILE = "statistics/head.safetensors"
 
 
-class CalibrationRow(Frozen):
-    row_hash: str
+class CalibrationSample(Frozen):
+    sample_hash: str
     tokens: int
     holdout: bool
 
 
 class Calibration(Record):
     noun: ClassVar[str] = "Calibration"
+    schema_version: ClassVar[int] = 2
     remedy: ClassVar[str] = "run `dvc repro calibrate`"
     parent_roles: ClassVar[Roles] = {"graph": ("PortableGraph",)}
 
-    rows_hash: str  # sha256 of the row hashes, in order
-    rows: int
-    holdout_rows: int  # the last ones
-    tokens_per_row: int  # rows are cut here; shorter ones are used whole
-    tokens: int  # in all rows together
+    samples_hash: str  # sha256 of the sample hashes, in order
+    samples: int
+    holdout_samples: int  # the last ones
+    tokens_per_sample: int  # samples are cut here; shorter ones are used whole
+    tokens: int  # in all samples together
     layers: int
     statistics: tuple[str, ...]  # files, one per layer and the head's
     versions: dict[str, str]
@@ -66,11 +67,11 @@ def statistics_file(group: str) -> str:
     return layer_file(int(parts[1])) if parts[0] == "layers" else HEAD_FILE
 
 
-def row_hash(tokens: Sequence[int]) -> str:
-    """sha256 of the token ids as canonical JSON, so a row can be matched with evaluated documents."""
+def sample_hash(tokens: Sequence[int]) -> str:
+    """sha256 of the token ids as canonical JSON, so a sample can be matched with evaluated documents."""
     return hashlib.sha256(canonical_json([int(token) for token in tokens])).hexdigest()
 
 
-def rows_hash(rows: Sequence[CalibrationRow]) -> str:
-    """One hash for exactly these rows in this order."""
-    return hashlib.sha256(canonical_json([row.row_hash for row in rows])).hexdigest()
+def samples_hash(samples: Sequence[CalibrationSample]) -> str:
+    """One hash for exactly these samples in this order."""
+    return hashlib.sha256(canonical_json([sample.sample_hash for sample in samples])).hexdigest()

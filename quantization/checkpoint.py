@@ -18,32 +18,28 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from quantization.proof import Proof
-from quantization.rounding import Activations, FloatArray
+from quantization.rounding import FloatArray
 from tapeout.artifact import Frozen, Record, Roles
 from tapeout.errors import QuantizationError
+from tapeout.schemes import Scheme
 
 KV_SCALES = "kv_scales.safetensors"
-Method = Literal["float", "rtn", "scale_fit", "gptq"]
 
 
 class LinearReport(Frozen):
     """How one linear was quantized. Errors are mean squared output errors over the mean squared output, on
-    calibration rows that no choice was fitted to; ``error_rtn`` is what rounding to nearest would have given. With
-    int8 activations both include the rounding of the inputs.
+    calibration samples that no choice was fitted to; ``error_rtn`` is what RTN would have given. With int8 activations
+    both include the rounding of the inputs.
 
-    ``bits`` is 32 for a linear left in float. For a table no Gram matrix exists for (an untied embedding) the errors
-    are those of its weights.
+    For an embedding that is not tied, of whose inputs there is no Gram matrix, the errors are those of its weights.
     """
 
     name: str
     group: str
     out_features: int
     in_features: int
-    bits: Literal[4, 6, 8, 32]
-    group_size: int
-    symmetric: bool
-    method: Method
-    activations: Activations = "float"
+    scheme: Scheme
+    method: str  # "float", or a module of quantization/methods
     input_scale: str  # "identity", or the AWQ or SmoothQuant candidate that was folded into the producer
     error_rtn: float
     error: float
@@ -86,6 +82,7 @@ class KVScales:
 
 class QuantizedModel(Record):
     noun: ClassVar[str] = "QuantizedModel"
+    schema_version: ClassVar[int] = 2
     remedy: ClassVar[str] = "run `dvc repro quantize`"
     parent_roles: ClassVar[Roles] = {
         "graph": ("PortableGraph",),
@@ -93,7 +90,7 @@ class QuantizedModel(Record):
         "plan": ("PrecisionPlan",),
     }
 
-    method: Literal["awq", "rtn"]
+    candidates: tuple[str, ...]  # methods that were compared
     linears: tuple[LinearReport, ...]  # every linear, then the embedding and the output head
     kv_cache: KVScheme
     proof: Proof
@@ -103,7 +100,9 @@ class QuantizedModel(Record):
     @property
     def summary(self) -> str:
         """The plan in a few words, such as ``w4:30 w8:121 w8a8:60 kv-int8``: how many tensors have how many bits."""
-        counts = Counter((linear.bits, "a8" if linear.activations == "int8" else "") for linear in self.linears)
+        counts = Counter(
+            (s.bits, "a8" if s.activations == "int8" else "") for s in (linear.scheme for linear in self.linears)
+        )
         return " ".join(
             [*(f"w{bits}{inputs}:{n}" for (bits, inputs), n in sorted(counts.items())), f"kv-{self.kv_cache.dtype}"]
         )

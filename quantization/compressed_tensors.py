@@ -1,4 +1,4 @@
-"""The published checkpoint format, compressed-tensors: read lazily, written layer by layer.
+"""Checkpoints in the published layout of compressed-tensors: read lazily, written layer by layer.
 
 Two of its encodings are used, each module's named in ``config.json`` (compressed-tensors 0.20, ``compressors/``):
 
@@ -7,13 +7,15 @@ Two of its encodings are used, each module's named in ``config.json`` (compresse
   along the output channels).
 - ``int-quantized`` for linears with static int8 activations: ``X.weight`` (int8), ``X.weight_scale`` ``[N, 1]`` and
   ``X.input_scale`` (float32 ``[1]``, the step of the symmetric grid of its inputs).
-- ``int-quantized`` for the token embedding and the output head: ``X.weight`` (int8, codes less the midpoint, a byte
-  each in 4 and 6 bits too) and ``X.weight_scale``; ``num_bits`` in ``config.json`` says how many bits there are.
+- ``int-quantized`` for the token embedding and lm_head: ``X.weight`` (int8, codes less the midpoint, a byte each in
+  fewer bits too) and ``X.weight_scale``; ``num_bits`` in ``config.json`` says how many bits there are.
   transformers 5.23 cannot load a packed embedding, and ties two modules only by a parameter that is called ``weight``.
-  A tied table is stored once; its scales (3 % of it) once for each of the two modules.
+  A tied embedding is stored once; its scales (3 % of it) once for each of the two modules.
+
+``quantization/formats`` says how the codes of each kind of scheme lie in these tensors.
 
 transformers 5.23 with compressed-tensors 0.20 does not load *packed zero points* (on the meta device their shape is
-taken for the unpacked one), so only symmetric formats load there; compressed-tensors itself and this reader take both.
+taken for the unpacked one), so only symmetric schemes load there; compressed-tensors itself and this reader take both.
 
 The reader needs numpy alone, so that a compiler or a serving machine can open a checkpoint without torch.
 """
@@ -28,20 +30,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from pydantic import ValidationError
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from quantization.rounding import Bits, FloatArray, Format, QuantizedLinear, pack, unpack
+from quantization.formats import BYTES, AnyArray, decode_bytes, encode_bytes, format_of, inferred_bits, integers
+from quantization.rounding import FloatArray, QuantizedLinear
 from tapeout.errors import QuantizationError
+from tapeout.schemes import Scheme
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "input_scale")
 KV_PARTS = ("k_scale", "v_scale")  # of attention modules, when the KV cache has one scale per tensor
-_BITS: tuple[Bits, ...] = (4, 6, 8)
-
-AnyArray = NDArray[Any]
 
 
 class Checkpoint:
@@ -51,7 +52,7 @@ class Checkpoint:
         self.folder = folder
         self._files = _locate(folder)
         self._open: dict[str, Any] = {}
-        self._num_bits: list[tuple[str, int]] | None = None  # of int-quantized modules, by regular expression
+        self._num_bits: list[tuple[str, int]] | None = None  # of quantized modules, by regular expression
 
     def names(self) -> tuple[str, ...]:
         """Parameter names, ``X.weight`` for quantized ones too, sorted."""
@@ -68,27 +69,37 @@ class Checkpoint:
         if not self.is_quantized(name):
             return self.tensor(name)
         module = _module(name)
-        if name in self._files:
-            stored = self._int_bits(module)
-            codes = (self._read(name).astype(np.int16) + (1 << (stored - 1))).astype(np.uint8)
-            scales = self._read(f"{module}.weight_scale").astype(np.float32)
-            given = f"{module}.input_scale"
-            input_scale = float(self._read(given).reshape(-1)[0]) if given in self._files else None
-            return QuantizedLinear(codes, scales, None, stored, codes.shape[1] // scales.shape[1], input_scale)
-        rows, columns = (int(n) for n in self._read(f"{module}.weight_shape"))
-        words = self._read(f"{module}.weight_packed")
-        scales = self._read(f"{module}.weight_scale").astype(np.float32)
-        bits: Bits | None = next((b for b in _BITS if -(-columns * b // 32) == words.shape[1]), None)
-        if bits is None or words.shape[0] != rows or columns % scales.shape[1]:
-            raise QuantizationError(
-                f"{name} {[rows, columns]} has {list(words.shape)} packed words and {list(scales.shape)} scales",
-                expected=f"one of {_BITS} bits a weight in whole groups",
+        parts = {part: f"{module}.{part}" for part in ("weight", *PARTS)}
+        tensors = {part: self._read(stored) for part, stored in parts.items() if stored in self._files}
+        bits, scales = self._bits(module), tensors["weight_scale"]
+        if "weight" in tensors:
+            columns = tensors["weight"].shape[1]
+            bits = bits or 8
+        else:
+            rows, columns = (int(n) for n in tensors["weight_shape"])
+            words = tensors["weight_packed"].shape
+            bits = bits or inferred_bits(columns, words[1])
+            if bits is None or words != (rows, -(-columns * bits // 32)) or columns % scales.shape[1]:
+                raise QuantizationError(
+                    f"{name} {[rows, columns]} has {list(words)} packed words and {list(scales.shape)} scales",
+                    expected="bits that a format of quantization/formats has, in whole groups",
+                )
+        try:
+            scheme = Scheme.model_validate(
+                {
+                    "bits": bits,
+                    "group_size": columns // scales.shape[1],
+                    "symmetric": "weight_zero_point" not in tensors,
+                    "activations": "int8" if "input_scale" in tensors else "float",
+                }
             )
-        zero_points = None
-        if f"{module}.weight_zero_point" in self._files:
-            packed = self._read(f"{module}.weight_zero_point")
-            zero_points = np.ascontiguousarray(unpack(np.ascontiguousarray(packed.T), bits, rows).T)
-        return QuantizedLinear(unpack(words, bits, columns), scales, zero_points, bits, columns // scales.shape[1])
+        except ValidationError as error:
+            raise QuantizationError(
+                f"{module} in {bits} bits with {scales.shape[1]} scales for {columns} input channels",
+                expected="a scheme of tapeout/schemes.py",
+            ) from error
+        embedding = "weight" in tensors and "input_scale" not in tensors
+        return decode_bytes(tensors, scheme) if embedding else format_of(scheme).decode(tensors, scheme)
 
     def weight(self, name: str) -> FloatArray:
         """The same weight in float32, whichever way it is stored."""
@@ -99,9 +110,9 @@ class Checkpoint:
         """An unquantized tensor as float32, in its own shape."""
         return self._read(name).astype(np.float32, copy=False)
 
-    def size(self, name: str) -> int:
-        """Number of values in an unquantized tensor, from the header alone."""
-        return math.prod(self._file_of(name).get_slice(name).get_shape())
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of an unquantized tensor, from the header alone."""
+        return tuple(self._file_of(name).get_slice(name).get_shape())
 
     def stored_bytes(self, name: str) -> int:
         """Bytes of a parameter in the file, with its scales and zero points; read from the header alone."""
@@ -112,14 +123,11 @@ class Checkpoint:
         entry = self._file_of(name).get_slice(name)
         return math.prod(entry.get_shape()) * int(re.sub(r"\D", "", entry.get_dtype())) // 8
 
-    def _int_bits(self, module: str) -> Bits:
-        """Of an int-quantized module: 8, unless ``config.json`` says otherwise."""
+    def _bits(self, module: str) -> int | None:
+        """What ``config.json`` says; None where it says nothing of the module."""
         if self._num_bits is None:
             self._num_bits = _num_bits_of(self.folder / "config.json")
-        bits = next((bits for pattern, bits in self._num_bits if re.match(pattern, module)), 8)
-        if bits not in _BITS:
-            raise QuantizationError(f"{module} in {bits} bits", expected=f"one of {_BITS} bits a weight")
-        return bits
+        return next((bits for pattern, bits in self._num_bits if re.match(pattern, module)), None)
 
     def _read(self, name: str) -> AnyArray:
         return self._file_of(name).get_tensor(name)
@@ -161,15 +169,31 @@ class CheckpointWriter:
         self._pending_bytes += array.nbytes
         self._total_bytes += array.nbytes
 
-    def add_linear(self, name: str, linear: QuantizedLinear) -> None:
-        encode = encode_packed if linear.input_scale is None else encode_static
-        for part, array in encode(name, linear).items():
-            self.add(part, array)
+    def add_linear(self, name: str, linear: QuantizedLinear | FloatArray) -> None:
+        if isinstance(linear, QuantizedLinear):
+            self._add_parts(name, format_of(linear.scheme).encode(linear))
+        else:
+            self.add(name, linear)
 
-    def add_table(self, name: str, table: QuantizedLinear, *, tied_to: str | None = None) -> None:
-        """A symmetric embedding or output head; ``tied_to`` is the parameter that is the same table."""
-        for part, array in encode_table(name, table, tied_to=tied_to).items():
-            self.add(part, array)
+    def add_embedding(self, name: str, embedding: QuantizedLinear | FloatArray, *, tied_to: str | None = None) -> None:
+        """A symmetric or float embedding or lm_head; ``tied_to`` is the parameter that shares its weight."""
+        if not isinstance(embedding, QuantizedLinear):
+            self.add(name, embedding)
+            return
+        if embedding.zero_points is not None:
+            raise QuantizationError(
+                f"{name} in {embedding.scheme.name}",
+                expected="embeddings and output heads that are symmetric, or in float",
+                remedy="set plan.embeddings.symmetric: true",
+            )
+        parts = encode_bytes(embedding)
+        self._add_parts(name, parts)
+        if tied_to is not None:
+            self._add_parts(tied_to, {"weight_scale": parts["weight_scale"]})
+
+    def _add_parts(self, name: str, parts: Mapping[str, AnyArray]) -> None:
+        for part, array in parts.items():
+            self.add(f"{_module(name)}.{part}", array)
 
     def finish(self) -> None:
         self._flush()
@@ -193,94 +217,31 @@ class CheckpointWriter:
         self._pending, self._pending_bytes = {}, 0
 
 
-def encode_packed(name: str, linear: QuantizedLinear) -> dict[str, AnyArray]:
-    """The stored tensors of one linear, ``pack-quantized``."""
-    module = _module(name)
-    parts: dict[str, AnyArray] = {
-        f"{module}.weight_packed": pack(linear.codes, linear.bits),
-        f"{module}.weight_scale": _stored_scales(linear.scales),
-        f"{module}.weight_shape": np.array(linear.codes.shape, np.int64),
-    }
-    if linear.zero_points is not None:
-        packed = pack(np.ascontiguousarray(linear.zero_points.T), linear.bits)
-        parts[f"{module}.weight_zero_point"] = np.ascontiguousarray(packed.T)
-    return parts
-
-
-def encode_static(name: str, linear: QuantizedLinear) -> dict[str, AnyArray]:
-    """The stored tensors of a linear with static int8 activations, ``int-quantized``."""
-    module = _module(name)
-    return {
-        name: _signed(linear),
-        f"{module}.weight_scale": _stored_scales(linear.scales),
-        f"{module}.input_scale": np.array([linear.input_scale], np.float32),
-    }
-
-
-def _signed(linear: QuantizedLinear) -> AnyArray:
-    return (linear.codes.astype(np.int16) - linear.format.midpoint).astype(np.int8)
-
-
-def encode_table(name: str, table: QuantizedLinear, *, tied_to: str | None = None) -> dict[str, AnyArray]:
-    """The stored tensors of an embedding or output head, ``int-quantized``."""
-    if table.zero_points is not None:
-        raise QuantizationError(
-            f"{name} in {table.format}",
-            expected="embeddings and output heads that are symmetric, or in float",
-            remedy="set plan.embeddings.symmetric: true",
-        )
-    scales = _stored_scales(table.scales)
-    parts: dict[str, AnyArray] = {
-        name: _signed(table),
-        f"{_module(name)}.weight_scale": scales,
-    }
-    if tied_to is not None:
-        parts[f"{_module(tied_to)}.weight_scale"] = scales
-    return parts
-
-
-def _stored_scales(scales: FloatArray) -> AnyArray:
-    half = scales.astype(np.float16)
-    return half if np.array_equal(half.astype(np.float32), scales) else scales
-
-
 def quantization_config(
-    linears: Mapping[str, Format], tables: Mapping[str, Format], ignored: Iterable[str]
+    linears: Mapping[str, Scheme], embeddings: Mapping[str, Scheme], ignored: Iterable[str]
 ) -> dict[str, Any]:
-    """``quantization_config`` of ``config.json``: one group per format, its modules named by regular expressions.
+    """``quantization_config`` of ``config.json``: one group per way to store, its modules as regular expressions.
 
-    ``linears`` and ``tables`` map parameter names to formats; ``ignored`` are the modules left in float.
+    ``linears`` and ``embeddings`` map parameter names to schemes; ``ignored`` are the modules left in float.
     """
-    by_format: dict[tuple[str, Format], list[str]] = {}
-    for encoding, formats in (("pack-quantized", linears), ("int-quantized", tables)):
-        for name, fmt in formats.items():
-            stored = "int-quantized" if fmt.activations == "int8" else encoding
-            by_format.setdefault((stored, fmt), []).append(_module(name))
-    encodings = {encoding for encoding, _ in by_format}
+    groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
+    for name, scheme in linears.items():
+        stored = {"format": format_of(scheme).layout, **format_of(scheme).arguments(scheme)}
+        groups.setdefault(json.dumps(stored), (stored, []))[1].append(_module(name))
+    for name, scheme in embeddings.items():
+        stored = {"format": BYTES, "weights": integers(scheme) | {"strategy": "group", "group_size": scheme.group_size}}
+        groups.setdefault(json.dumps(stored), (stored, []))[1].append(_module(name))
+    encodings = {stored["format"] for stored, _ in groups.values()}
     return {
         "quant_method": "compressed-tensors",
         "format": encodings.pop() if len(encodings) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "ignore": module_patterns(_module(name) for name in ignored),
         "config_groups": {
-            f"group_{number}": {
-                "targets": module_patterns(modules),
-                "format": encoding,
-                **_arguments(fmt),
-            }
-            for number, ((encoding, fmt), modules) in enumerate(
-                sorted(by_format.items(), key=lambda item: (item[0][0], str(item[0][1])))
-            )
+            f"group_{number}": {"targets": module_patterns(modules), **stored}
+            for number, (_, (stored, modules)) in enumerate(sorted(groups.items()))
         },
     }
-
-
-def _arguments(fmt: Format) -> dict[str, Any]:
-    weights: dict[str, Any] = {"num_bits": fmt.bits, "type": "int", "symmetric": fmt.symmetric}
-    if fmt.activations == "float":
-        return {"weights": {**weights, "strategy": "group", "group_size": fmt.group_size}}
-    inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}
-    return {"weights": {**weights, "strategy": "channel"}, "input_activations": inputs}
 
 
 def module_patterns(modules: Iterable[str]) -> list[str]:
@@ -304,7 +265,7 @@ def module_patterns(modules: Iterable[str]) -> list[str]:
 
 
 def _num_bits_of(config: Path) -> list[tuple[str, int]]:
-    """Of what is int-quantized, by regular expression. :class:`QuantizationError` for groups that do not say it."""
+    """Of quantized modules, by regular expression. :class:`QuantizationError` for groups that do not say it."""
     if not config.is_file():
         return []
     groups = (json.loads(config.read_text()).get("quantization_config") or {}).get("config_groups") or {}
@@ -312,7 +273,6 @@ def _num_bits_of(config: Path) -> list[tuple[str, int]]:
         return [
             (target.removeprefix("re:") if target.startswith("re:") else f"{re.escape(target)}$", bits)
             for group in groups.values()
-            if group.get("format") == "int-quantized"
             for bits in [int(group["weights"]["num_bits"])]
             for target in group["targets"]
         ]

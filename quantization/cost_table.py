@@ -1,4 +1,4 @@
-"""The products of a model, merged as engines run them, and what its units cost under what they may get."""
+"""The shapes of a model's linears, merged as engines run them, and what its units cost under what they may get."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from quantization.kv_cache import BITS
-from quantization.units import HEAD, fitted, menu_for, resolve, table_kernels, tables_of
+from quantization.units import HEAD, embedding_schemes, embeddings_of, menu_for, resolve
 from tapeout.portable_graph import LinearGroup, PortableGraph
 from tapeout.recipe import THROUGHPUT_STREAMS, KVCache, Plan
 from tapeout.schemes import Scheme
 
-# Share of tokens by the rows of their step: as many tokens are read, 128 at a time, as are written.
+# Share of tokens by the tokens of their step: as many tokens are read, 128 at a time, as are written.
 WORKLOADS = {"latency": {1: 0.5, 128: 0.5}, "throughput": {THROUGHPUT_STREAMS: 0.5, 128: 0.5}}
 
-Shape = tuple[int, int]  # (K, N) of a merged product
-SCALE_BYTES = 4  # of a channel of keys or values; one a tensor is written to every channel
+Shape = tuple[int, int]  # (K, N) of a merged linear
+SCALE_BYTES = 4  # of a channel of keys or values; one per tensor is written to every channel
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a unit under one kernel. ``seconds``: of all of it, by the rows of a step; only those that were timed."""
+    """Of a unit under one scheme. ``seconds``: of all of it, by the tokens of a step; only those that were timed."""
 
     bytes: int
     seconds: Mapping[int, float]
@@ -28,26 +28,26 @@ class Cost:
 
 @dataclass(frozen=True)
 class CostTable:
-    """What products cost on the target, by shape and the kernel's name, and attention. Seconds are of one, by rows."""
+    """What linears cost on the target, by shape and scheme name, and attention. Seconds are of one, by step size."""
 
     target: str
     threads: int
-    slots: int  # a step of more rows is prefill, of which the head computes one
+    slots: int  # a step of more tokens is prefill, of which lm_head computes one
     context: int  # tokens in the KV cache of each sequence
     bytes: Mapping[Shape, Mapping[str, int]]
     seconds: Mapping[Shape, Mapping[str, Mapping[int, float]]]
-    attention: Mapping[str, Mapping[int, float]]  # of one layer, by a cache's dtype and rows
+    attention: Mapping[str, Mapping[int, float]]  # of one layer, by a cache's dtype and tokens of a step
 
-    def linears(self, groups: Sequence[LinearGroup], kernel: Scheme) -> Cost:
+    def linears(self, groups: Sequence[LinearGroup], scheme: Scheme) -> Cost:
         """Of groups that are all of one shape."""
-        size = self.bytes[shape_of(groups[0])][fitted(kernel, groups[0].in_features).name]
-        return Cost(len(groups) * size, self.linears_seconds(groups, kernel))
+        size = self.bytes[shape_of(groups[0])][scheme.fitted(groups[0].in_features).name]
+        return Cost(len(groups) * size, self.linears_seconds(groups, scheme))
 
-    def tables(self, graph: PortableGraph, kernel: Scheme) -> Cost:
-        """Of the token embedding and the head: a tied table counts once."""
+    def embeddings(self, graph: PortableGraph, scheme: Scheme) -> Cost:
+        """Of the token embedding and lm_head: a tied one counts once."""
         head = head_of(graph)
-        size = self.bytes[shape_of(head)][fitted(kernel, head.in_features).name]
-        return Cost(len(tables_of(graph)) * size, self.tables_seconds(graph, kernel))
+        size = self.bytes[shape_of(head)][scheme.fitted(head.in_features).name]
+        return Cost(len(embeddings_of(graph)) * size, self.embeddings_seconds(graph, scheme))
 
     def cache(self, graph: PortableGraph, settings: KVCache) -> Cost:
         """Codes and scales of ``slots`` sequences of ``context`` tokens, and attention of all layers over them."""
@@ -56,23 +56,23 @@ class CostTable:
         scales = channels * SCALE_BYTES if settings.dtype in BITS else 0
         return Cost(
             self.slots * self.context * channels * bits // 8 + scales,
-            {rows: graph.layers * taken for rows, taken in self.attention.get(settings.dtype, {}).items()},
+            {tokens: graph.layers * taken for tokens, taken in self.attention.get(settings.dtype, {}).items()},
         )
 
-    def linears_seconds(self, groups: Sequence[LinearGroup], kernel: Scheme) -> dict[int, float]:
-        """By rows; nothing for a kernel that was not timed."""
-        taken = self.seconds[shape_of(groups[0])].get(fitted(kernel, groups[0].in_features).name, {})
-        return {rows: len(groups) * seconds for rows, seconds in taken.items()}
+    def linears_seconds(self, groups: Sequence[LinearGroup], scheme: Scheme) -> dict[int, float]:
+        """By tokens of a step; nothing for a scheme that was not timed."""
+        taken = self.seconds[shape_of(groups[0])].get(scheme.fitted(groups[0].in_features).name, {})
+        return {tokens: len(groups) * seconds for tokens, seconds in taken.items()}
 
-    def tables_seconds(self, graph: PortableGraph, kernel: Scheme) -> dict[int, float]:
-        """By rows, as far as they were timed. Prefill computes one row of the head; gathering costs nothing."""
-        head = self.linears_seconds([head_of(graph)], kernel)
-        computed = {rows: rows if rows <= self.slots else 1 for rows in head}
-        return {rows: head[count] for rows, count in computed.items() if count in head}
+    def embeddings_seconds(self, graph: PortableGraph, scheme: Scheme) -> dict[int, float]:
+        """By tokens of a step, as far as timed. Prefill computes one position of lm_head; a gather is free."""
+        head = self.linears_seconds([head_of(graph)], scheme)
+        computed = {tokens: tokens if tokens <= self.slots else 1 for tokens in head}
+        return {tokens: head[count] for tokens, count in computed.items() if count in head}
 
 
 def workload_of(plan: Plan) -> dict[int, float]:
-    """Rows of a step: share of tokens."""
+    """Tokens of a step: share of all tokens."""
     return WORKLOADS.get(plan.goal, plan.workload)
 
 
@@ -84,16 +84,16 @@ def head_of(graph: PortableGraph) -> LinearGroup:
     return next(group for group in graph.groups if group.name == HEAD)
 
 
-def products_of(graph: PortableGraph, plan: Plan) -> dict[Shape, tuple[Scheme, ...]]:
-    """Every shape there is, with the kernels that its linears may get."""
-    written = None if plan.kernels == "auto" else resolve(graph, plan.kernels)
+def schemes_by_shape(graph: PortableGraph, plan: Plan) -> dict[Shape, tuple[Scheme, ...]]:
+    """Every shape there is, with the schemes that its linears may get."""
+    written = None if plan.schemes == "auto" else resolve(graph, plan.schemes)
     found: dict[Shape, dict[Scheme, None]] = {}
     for group in graph.groups:
         if group.name == HEAD:
-            wanted = table_kernels(plan.embeddings, group.in_features)
+            wanted = embedding_schemes(plan.embeddings, group.in_features)
         elif written is None:
             wanted = menu_for(group.in_features)
         else:
-            wanted = (fitted(written[group.name], group.in_features),)
+            wanted = (written[group.name].fitted(group.in_features),)
         found.setdefault(shape_of(group), {}).update(dict.fromkeys(wanted))
-    return {shape: tuple(kernels) for shape, kernels in found.items()}
+    return {shape: tuple(schemes) for shape, schemes in found.items()}

@@ -1,4 +1,4 @@
-"""The frontier of kernel plans: the best one at every KL, as a table with the chosen plan marked."""
+"""The frontier of precision plans: the best one at every KL, as a table with the chosen plan marked."""
 
 from __future__ import annotations
 

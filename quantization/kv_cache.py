@@ -4,7 +4,7 @@ H  key/value heads    D  head size
 
 Keys are stored after the rotary embedding, which turns each pair of channels by the position's angle: over positions
 a channel reaches the pair's norm, whatever calibration happened to see. So both channels of a pair get the threshold
-of their norm (``k_pair_absmax``), and a sequence longer than any calibration row cannot clip by rotation alone.
+of their norm (``k_pair_absmax``), and a sequence longer than any calibration sample cannot clip by rotation alone.
 Scale 0 cannot occur: a channel that is always zero gets the smallest threshold that is still a normal number.
 
 Codes are symmetric, ``-128 .. 127`` or ``-8 .. 7``. Eight bits reach the threshold. Four reach a little over half of it

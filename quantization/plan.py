@@ -32,7 +32,7 @@ class Part(Frozen):
 
 class UnitPlan(Part):
     groups: tuple[str, ...]  # as the PortableGraph names them
-    kernel: Scheme  # as it was asked for; a group size that does not divide the inputs shrinks
+    scheme: Scheme  # as it was asked for; a group size that does not divide the inputs shrinks
 
 
 class CachePlan(Part):
@@ -43,7 +43,7 @@ class Search(Frozen):
     """How a plan was chosen: what was asked for, what it stands on, and what was measured of whole plans."""
 
     goal: str
-    workload: dict[int, float]  # rows of a step: share of tokens
+    workload: dict[int, float]  # tokens of a step: share of all tokens
     max_kl: float
     max_bytes: int | None
     target: str
@@ -53,12 +53,13 @@ class Search(Frozen):
     predicted_kl: float  # the sum over units, embeddings and KV cache among them
     joint_kl: float  # of all of them at once
     rounds: tuple[Round, ...]  # plans that were measured as a whole; this one is among them
-    exact: bool  # no plan was left out of the search
-    rows: tuple[str, ...]  # hashes of the calibration rows that whole plans were measured on
+    exact: bool  # no plan is better by these figures
+    samples: tuple[str, ...]  # hashes of the calibration samples that whole plans were measured on
 
 
 class PrecisionPlan(Record):
     noun: ClassVar[str] = "PrecisionPlan"
+    schema_version: ClassVar[int] = 2
     remedy: ClassVar[str] = "run `dvc repro plan`"
     parent_roles: ClassVar[Roles] = {
         "graph": ("PortableGraph",),
@@ -72,38 +73,39 @@ class PrecisionPlan(Record):
     search: Search | None  # None: the plan is written in the recipe
 
     @property
-    def kernels(self) -> dict[str, Scheme]:
+    def schemes(self) -> dict[str, Scheme]:
         """By group."""
-        return {group: unit.kernel for unit in self.units for group in unit.groups}
+        return {group: unit.scheme for unit in self.units for group in unit.groups}
 
 
 def summary(plan: PrecisionPlan) -> str:
     """How the plan came about, in a few sentences."""
     search = plan.search
     if search is None:
-        return "Written in the recipe; nothing was measured of it. `kernels: auto` chooses by measurement."
+        return "Written in the recipe; nothing was measured of it. `schemes: auto` chooses by measurement."
     shares = ", ".join(
-        f"{share:.0%} at {rows} {'row' if rows == 1 else 'rows'}" for rows, share in sorted(search.workload.items())
+        f"{share:.0%} at {tokens} {'token' if tokens == 1 else 'tokens'} a step"
+        for tokens, share in sorted(search.workload.items())
     )
     goal = "for the fewest bytes" if search.goal == "memory" else f"for the least time per token ({shares})"
     return (
         f"Chosen {goal} on {search.target} with {search.threads} threads, with a KL of at most {search.max_kl:g} and a "
         f"KV cache for {search.slots} sequences of {search.context} tokens. "
-        f"The KLs of units sum to {search.predicted_kl:.4f}; all kernels at once have {search.joint_kl:.4f}, on "
-        f"{len(search.rows)} rows of text that no unit was measured on."
+        f"The KLs of units sum to {search.predicted_kl:.4f}; all schemes at once have {search.joint_kl:.4f}, on "
+        f"{len(search.samples)} samples that no unit was measured on."
     )
 
 
-COLUMNS = ("unit", "kernel", "µs/token", "MB", "KL", "why")
+COLUMNS = ("unit", "scheme", "µs/token", "MB", "KL", "why")
 
 
 def table(plan: PrecisionPlan) -> list[tuple[str, ...]]:
-    """A row a unit, then embeddings, KV cache and the sum of what was counted; ``COLUMNS`` names the cells."""
+    """A row per unit, then embeddings, KV cache and the sum of what was counted; ``COLUMNS`` names the cells."""
 
-    def row(part: Part, kernel: str) -> tuple[str, ...]:
+    def row(part: Part, scheme: str) -> tuple[str, ...]:
         return (
             part.name,
-            kernel,
+            scheme,
             "" if part.seconds is None else f"{part.seconds * 1e6:.1f}",
             "" if part.bytes is None else f"{part.bytes / 1e6:.2f}",
             "" if part.kl is None else f"{part.kl:.5f}",
@@ -119,5 +121,5 @@ def table(plan: PrecisionPlan) -> list[tuple[str, ...]]:
         kl=None if search is None else search.predicted_kl,
         reason="" if search is None else f"{search.joint_kl:.5f} at once, of {search.max_kl:g}",
     )
-    rows = [row(unit, unit.kernel.name) for unit in units]
+    rows = [row(unit, unit.scheme.name) for unit in units]
     return [*rows, row(cache, cache.settings.name), row(together, "")]

@@ -1,6 +1,6 @@
-"""Make the PrecisionPlan: the rules as they are written, or the best kernels for a workload within a budget of quality.
+"""Make the PrecisionPlan: the rules as they are written, or the best schemes for a workload within a budget of quality.
 
-Units are chosen by the sum of their KLs. What all chosen kernels cost together is then measured, on calibration rows
+Units are chosen by the sum of their KLs. What all choices cost together is then measured, on calibration samples
 that no sensitivity was measured on; the budget of the sum is corrected by what was found, and the choice made again.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quantization import frontier
-from quantization.calibration import Calibration, row_hash
+from quantization.calibration import Calibration, sample_hash
 from quantization.cost_table import Cost, CostTable, workload_of
 from quantization.frontier import FrontierPoint
 from quantization.plan import (
@@ -37,9 +37,9 @@ from quantization.units import (
     HEAD,
     Unit,
     caches,
+    embedding_schemes,
     menu_for,
     resolve,
-    table_kernels,
     units_of,
     written_units,
 )
@@ -47,26 +47,27 @@ from tapeout import artifact
 from tapeout.artifact import Artifact
 from tapeout.errors import QuantizationError
 from tapeout.portable_graph import PortableGraph
-from tapeout.recipe import KVCache, Plan, Recipe
+from tapeout.recipe import KVCache, Plan, Quantize
 from tapeout.schemes import FLOAT, Scheme
 
 EMBEDDINGS, KV_CACHE = "embeddings", "KV cache"  # units beside those of linears
-TABLES = (EMBEDDING, HEAD)
+EMBEDDING_GROUPS = (EMBEDDING, HEAD)
 AS_WRITTEN = "written in the recipe"
-CHECK_ROWS = 2  # times plan.rows, as far as there are so many: one KL of a whole plan decides
+CHECK_SAMPLES = 2  # times plan.samples, as far as there are so many: one KL of a whole plan decides
 
 
 def make_plan(
-    recipe: Recipe,
+    wanted: Plan,
+    settings: Quantize,
     graph: Artifact[PortableGraph],
     calibration: Artifact[Calibration],
     sensitivity: Artifact[Sensitivity],
     costs: CostTable,
-    rows: Sequence[Sequence[int]],
+    samples: Sequence[Sequence[int]],
     folder: Path,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Artifact[PrecisionPlan]:
-    """Write the PrecisionPlan to ``folder``. ``rows``: token ids of all that was calibrated on.
+    """Write the PrecisionPlan to ``folder``. ``samples``: token ids of all that was calibrated on.
 
     :class:`QuantizationError` for sensitivities of another graph or calibration, and for budgets no plan keeps to.
     """
@@ -77,11 +78,10 @@ def make_plan(
             expected=f"graph {graph.digest[:12]} and calibration {calibration.digest[:12]}",
             remedy="run `dvc repro sensitivity`",
         )
-    wanted = recipe.plan
     with artifact.create(folder, PrecisionPlan) as draft:
-        if wanted.kernels == "auto":
-            heldout = held_out(calibration, rows)
-            record, points = _chosen(recipe, graph, calibration, sensitivity.record, costs, heldout, progress)
+        if wanted.schemes == "auto":
+            heldout = held_out(calibration, samples)
+            record, points = _chosen(wanted, settings, graph, calibration, sensitivity.record, costs, heldout, progress)
             (draft.folder / FRONTIER_FILE).write_text(frontier.table(points))
         else:
             record = _written(wanted, graph.record, costs)
@@ -91,43 +91,44 @@ def make_plan(
 
 
 def write_plan(wanted: Plan, graph: Artifact[PortableGraph], folder: Path) -> Artifact[PrecisionPlan]:
-    """A plan of rules alone, for a build that asks for its own: a unit a group, nothing weighed.
+    """A plan of rules alone, for a build that asks for its own: a unit per group, nothing measured.
 
     :class:`QuantizationError` for a linear that no rule matches.
     """
-    assert wanted.kernels != "auto"
-    units = (_unit(name, (name,), kernel) for name, kernel in resolve(graph.record, wanted.kernels).items())
+    assert wanted.schemes != "auto"
+    units = (_unit(name, (name,), scheme) for name, scheme in resolve(graph.record, wanted.schemes).items())
     with artifact.create(folder, PrecisionPlan) as draft:
         draft.finish(_as_written(wanted, units), parents={"graph": graph})
     return artifact.load(folder, PrecisionPlan)
 
 
 def _written(wanted: Plan, graph: PortableGraph, costs: CostTable) -> PrecisionPlan:
-    assert wanted.kernels != "auto" and wanted.embeddings != "auto"
-    kernels, units = resolve(graph, wanted.kernels), list[UnitPlan]()
-    for unit in written_units(graph, kernels):
-        groups, kernel = tuple(group.name for group in unit.groups), kernels[unit.groups[0].name]
-        units.append(_unit(unit.name, groups, kernel, costs.linears(unit.groups, kernel).bytes))
-    return _as_written(wanted, units, costs.tables(graph, wanted.embeddings).bytes)
+    assert wanted.schemes != "auto" and wanted.embeddings != "auto"
+    schemes, units = resolve(graph, wanted.schemes), list[UnitPlan]()
+    for unit in written_units(graph, schemes):
+        groups, scheme = tuple(group.name for group in unit.groups), schemes[unit.groups[0].name]
+        units.append(_unit(unit.name, groups, scheme, costs.linears(unit.groups, scheme).bytes))
+    return _as_written(wanted, units, costs.embeddings(graph, wanted.embeddings).bytes)
 
 
-def _as_written(wanted: Plan, units: Iterable[UnitPlan], tables: int | None = None) -> PrecisionPlan:
-    """``tables``: bytes of embedding and head."""
+def _as_written(wanted: Plan, units: Iterable[UnitPlan], embedding_bytes: int | None = None) -> PrecisionPlan:
+    """``embedding_bytes``: of embedding and lm_head."""
     assert wanted.embeddings != "auto" and wanted.kv_cache != "auto"
     return PrecisionPlan(
         units=tuple(units),
-        embeddings=_unit(EMBEDDINGS, TABLES, wanted.embeddings, tables),
+        embeddings=_unit(EMBEDDINGS, EMBEDDING_GROUPS, wanted.embeddings, embedding_bytes),
         kv_cache=CachePlan(name=KV_CACHE, settings=wanted.kv_cache, reason=AS_WRITTEN),
         search=None,
     )
 
 
-def _unit(name: str, groups: tuple[str, ...], kernel: Scheme, size: int | None = None) -> UnitPlan:
-    return UnitPlan(name=name, groups=groups, kernel=kernel, bytes=size, reason=AS_WRITTEN)
+def _unit(name: str, groups: tuple[str, ...], scheme: Scheme, size: int | None = None) -> UnitPlan:
+    return UnitPlan(name=name, groups=groups, scheme=scheme, bytes=size, reason=AS_WRITTEN)
 
 
 def _chosen(
-    recipe: Recipe,
+    wanted: Plan,
+    settings: Quantize,
     graph: Artifact[PortableGraph],
     calibration: Artifact[Calibration],
     sensitivity: Sensitivity,
@@ -135,16 +136,16 @@ def _chosen(
     heldout: Sequence[Sequence[int]],
     progress: Callable[[str], None],
 ) -> tuple[PrecisionPlan, tuple[FrontierPoint, ...]]:
-    wanted, workload = recipe.plan, Workload(shares=workload_of(recipe.plan))
+    workload = Workload(shares=workload_of(wanted))
     minimize: Goal = "bytes" if wanted.goal == "memory" else "seconds"
     menus = _Menus.of(wanted, graph.record)
     options = _options(menus, graph.record, sensitivity, costs)
-    check = heldout[wanted.rows : wanted.rows * (1 + CHECK_ROWS)]
-    whole = _Whole(recipe, graph, calibration, menus, check)
+    check = heldout[wanted.samples : wanted.samples * (1 + CHECK_SAMPLES)]
+    whole = _Whole(settings, graph, calibration, menus, check)
 
     def joint_kl(chosen: Chosen) -> float:
         progress(f"a plan of predicted KL {chosen.kl:.4f} is measured as a whole")
-        return whole.kl({choice.unit: choice.kernel for choice in chosen.choices})
+        return whole.kl({choice.unit: choice.option for choice in chosen.choices})
 
     settled = settle(options, workload, Limits(wanted.max_kl, wanted.max_bytes), minimize, joint_kl=joint_kl)
     chosen = settled.chosen
@@ -159,18 +160,20 @@ def _chosen(
         return choice.model_dump(include={"bytes", "seconds", "kl"}) | {"name": choice.unit, "reason": why}
 
     choices = {choice.unit: choice for choice in chosen.choices}
-    tables, cache = choices[EMBEDDINGS], choices[KV_CACHE]
+    embeddings, cache = choices[EMBEDDINGS], choices[KV_CACHE]
     record = PrecisionPlan(
         units=tuple(
             UnitPlan(
                 groups=tuple(group.name for group in unit.groups),
-                kernel=menus.kernel(name, choices[name].kernel),
+                scheme=menus.scheme(name, choices[name].option),
                 **part(choices[name]),
             )
             for name, unit in menus.units.items()
         ),
-        embeddings=UnitPlan(groups=TABLES, kernel=menus.kernel(EMBEDDINGS, tables.kernel), **part(tables)),
-        kv_cache=CachePlan(settings=menus.cache(cache.kernel), **part(cache)),
+        embeddings=UnitPlan(
+            groups=EMBEDDING_GROUPS, scheme=menus.scheme(EMBEDDINGS, embeddings.option), **part(embeddings)
+        ),
+        kv_cache=CachePlan(settings=menus.cache(cache.option), **part(cache)),
         search=Search(
             goal=wanted.goal,
             workload=workload.shares,
@@ -184,7 +187,7 @@ def _chosen(
             joint_kl=settled.round.joint_kl,
             rounds=settled.rounds,
             exact=chosen.exact,
-            rows=tuple(row_hash(row) for row in check),
+            samples=tuple(sample_hash(sample) for sample in check),
         ),
     )
     return record, _points(best_plans(options, workload, minimize), chosen)
@@ -192,21 +195,21 @@ def _chosen(
 
 @dataclass(frozen=True)
 class _Menus:
-    """What each unit may get: linears by the unit's name, the tables, and the KV cache."""
+    """What each unit may get: linears by the unit's name, the embeddings, and the KV cache."""
 
     units: Mapping[str, Unit]
-    kernels: Mapping[str, tuple[Scheme, ...]]  # of units and of the tables
+    schemes: Mapping[str, tuple[Scheme, ...]]  # of units and of the embeddings
     caches: tuple[KVCache, ...]
 
     @classmethod
     def of(cls, wanted: Plan, graph: PortableGraph) -> _Menus:
         units = {unit.name: unit for unit in units_of(graph, wanted.band)}
-        kernels = {name: menu_for(unit.columns) for name, unit in units.items()}
-        tables = table_kernels(wanted.embeddings, graph.hidden_size)
-        return cls(units, kernels | {EMBEDDINGS: tables}, caches(wanted.kv_cache, graph.head_size))
+        schemes = {name: menu_for(unit.columns) for name, unit in units.items()}
+        embeddings = embedding_schemes(wanted.embeddings, graph.hidden_size)
+        return cls(units, schemes | {EMBEDDINGS: embeddings}, caches(wanted.kv_cache, graph.head_size))
 
-    def kernel(self, unit: str, name: str) -> Scheme:
-        return next(kernel for kernel in self.kernels[unit] if kernel.name == name)
+    def scheme(self, unit: str, name: str) -> Scheme:
+        return next(scheme for scheme in self.schemes[unit] if scheme.name == name)
 
     def cache(self, name: str) -> KVCache:
         return next(cache for cache in self.caches if cache.name == name)
@@ -218,12 +221,12 @@ def _options(
     """What may be chosen for each unit. :class:`QuantizationError` for what was not measured."""
     measured = {unit.name: unit.kl for unit in sensitivity.units}
     found: dict[str, list[Option]] = {}
-    for name, kernels in menus.kernels.items():
+    for name, schemes in menus.schemes.items():
         if name == EMBEDDINGS:
-            priced = {kernel.name: costs.tables(graph, kernel) for kernel in kernels}
+            priced = {scheme.name: costs.embeddings(graph, scheme) for scheme in schemes}
             found[name] = _measured(name, priced, sensitivity.embeddings)
         else:
-            priced = {kernel.name: costs.linears(menus.units[name].groups, kernel) for kernel in kernels}
+            priced = {scheme.name: costs.linears(menus.units[name].groups, scheme) for scheme in schemes}
             found[name] = _measured(name, priced, measured.get(name, {}))
     kept = {cache.name: costs.cache(graph, cache) for cache in menus.caches}
     return found | {KV_CACHE: _measured(KV_CACHE, kept, sensitivity.kv_cache)}
@@ -238,7 +241,7 @@ def _measured(unit: str, priced: Mapping[str, Cost], kl: Mapping[str, float]) ->
             remedy="run `dvc repro sensitivity`",
         )
     return [
-        Option(kernel=name, seconds=dict(cost.seconds), bytes=cost.bytes, kl=kl[name]) for name, cost in priced.items()
+        Option(name=name, seconds=dict(cost.seconds), bytes=cost.bytes, kl=kl[name]) for name, cost in priced.items()
     ]
 
 
@@ -247,40 +250,40 @@ class _Whole:
 
     def __init__(
         self,
-        recipe: Recipe,
+        settings: Quantize,
         graph: Artifact[PortableGraph],
         calibration: Artifact[Calibration],
         menus: _Menus,
-        rows: Sequence[Sequence[int]],
+        samples: Sequence[Sequence[int]],
     ) -> None:
         self._menus = menus
-        self._rounding = QuickRounding(graph, calibration, recipe.quantize)
-        self._simulation = Simulation(graph, rows, ())
-        self._rounded: dict[str, tuple[str, dict[str, Simulated]]] = {}  # by unit: a kernel, and groups under it
+        self._rounding = QuickRounding(graph, calibration, settings)
+        self._simulation = Simulation(graph, samples, ())
+        self._rounded: dict[str, tuple[str, dict[str, Simulated]]] = {}  # by unit: a scheme, and groups under it
 
     def kl(self, chosen: Mapping[str, str]) -> float:
         """Of the name of what each unit gets; what was rounded last is kept for a plan that differs in some units."""
-        for name in self._menus.kernels:
+        for name in self._menus.schemes:
             if self._rounded.get(name, ("",))[0] != chosen[name]:
-                self._rounded[name] = (chosen[name], self._groups(name, self._menus.kernel(name, chosen[name])))
+                self._rounded[name] = (chosen[name], self._groups(name, self._menus.scheme(name, chosen[name])))
         changed = {name: group for _, groups in self._rounded.values() for name, group in groups.items()}
         return self._simulation.kl(changed, kv=self._rounding.kv_cache(self._menus.cache(chosen[KV_CACHE])))
 
-    def _groups(self, unit: str, kernel: Scheme) -> dict[str, Simulated]:
+    def _groups(self, unit: str, scheme: Scheme) -> dict[str, Simulated]:
         if unit == EMBEDDINGS:
-            return self._rounding.tables(kernel)
-        if kernel == FLOAT:
+            return self._rounding.embeddings(scheme)
+        if scheme == FLOAT:
             return {}
-        return self._rounding.rounded(self._rounding.prepare(self._menus.units[unit].groups), kernel)
+        return self._rounding.rounded(self._rounding.prepare(self._menus.units[unit].groups), scheme)
 
 
 def reason(choice: Choice, options: Sequence[Option], workload: Workload, minimize: Goal) -> str:
-    """Why not a cheaper kernel: what the next one would save, and what it would spend."""
+    """Why not a cheaper option: what the next one would save, and what it would spend."""
 
     def value(option: Option) -> float:
         return option.bytes if minimize == "bytes" else workload.cost(option)
 
-    mine = next(value(option) for option in options if option.kernel == choice.kernel)
+    mine = next(value(option) for option in options if option.name == choice.option)
     cheaper = [option for option in options if value(option) < mine]
     if len(options) == 1:
         return "the only one there is for its size"
@@ -289,7 +292,7 @@ def reason(choice: Choice, options: Sequence[Option], workload: Workload, minimi
     least = min(cheaper, key=lambda option: (option.kl, value(option)))
     saved = mine - value(least)
     said = f"{saved / 1e6:.2f} MB" if minimize == "bytes" else f"{saved * 1e6:.1f} µs"
-    return f"{least.kernel} would save {said} and spend {least.kl - choice.kl:.4f} more KL"
+    return f"{least.name} would save {said} and spend {least.kl - choice.kl:.4f} more KL"
 
 
 def _points(plans: Sequence[Chosen], chosen: Chosen) -> tuple[FrontierPoint, ...]:

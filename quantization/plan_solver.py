@@ -1,26 +1,30 @@
-"""Which kernel each unit gets: the best choice of all that keep to a budget of quality (KL) and one of bytes.
+"""The knapsack of a precision plan: the best choice of one option per unit within a budget of KL and one of bytes.
 
-A unit is a set of linears that take the same kernel, or the tables, or the KV cache; each of its options has a cost in
-seconds under a workload, bytes, and a KL measured with everything else in float. KL is taken to add up over units,
-which is an assumption: who uses a plan must measure its KL as a whole. Choosing is a multiple-choice knapsack, solved
-exactly over the Pareto frontier of (KL, bytes, cost), unit by unit (Kellerer, Pferschy, Pisinger 2004, Knapsack
-Problems, section 11.2).
+A unit is a set of linears that take the same scheme, or the embeddings, or the KV cache; each of its options has a cost
+in seconds under a workload, bytes, and a KL measured with everything else in float. KL is taken to add up over units,
+which is an assumption: who uses a plan must measure its KL as a whole. Choosing is a multiple-choice knapsack
+(Kellerer, Pferschy, Pisinger 2004, Knapsack Problems, chapter 11), solved to optimality by HiGHS
+(``scipy.optimize.milp``).
 """
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal
+
+import numpy as np
 
 from tapeout.artifact import Frozen
 from tapeout.errors import QuantizationError
 
 Goal = Literal["seconds", "bytes"]
-FRONTIER_POINTS = 20_000  # beyond this many, some are left out, and the plan says so
-FRONTIER_SHOWN = 200  # of a frontier that is drawn
+FRONTIER_SHOWN = 100  # plans of a frontier that is drawn
+SOLVER_SECONDS = 60.0  # of one plan; one that may not be the best says so
+SLACK = 1e-6  # of a budget, left to the tolerances of HiGHS, which else cuts off plans that meet it exactly
+VALUE_RANGE = 1e3  # of the objective: HiGHS takes a difference of 1e-6 for none
+OPTIMAL, INFEASIBLE = 0, 2  # statuses of scipy.optimize.milp
 ROUNDS = 6  # plans that are measured as a whole
 NEAR = 0.95  # of the limit: a KL between is not worth another round
 SHORTER = 0.98  # by which the aim shrinks each time a corrected budget still led beyond the limit
@@ -28,57 +32,47 @@ ROUNDING = 1e-12  # of a budget: a plan that meets it exactly must not fail by t
 
 
 class Option(Frozen):
-    """One kernel for one unit. ``seconds`` by row count: all of the unit, once."""
+    """What a unit may get. ``seconds``, by the tokens of a step, are of all of the unit, once."""
 
-    kernel: str
+    name: str
     seconds: dict[int, float]
     bytes: int
     kl: float
 
 
 class Workload(Frozen):
-    """Share of all tokens by the rows they are computed with: 1 for single-stream decode, 128 for prefill, ..."""
+    """Share of all tokens by the tokens of their step: 1 for single-stream decode, 128 for prefill, ..."""
 
     shares: dict[int, float]
 
     def cost(self, option: Option) -> float:
-        """Seconds per token of the workload: a step over r rows serves r tokens."""
+        """Seconds per token of the workload."""
         missing = self.shares.keys() - option.seconds.keys()
         if missing:
             raise QuantizationError(
-                f"{option.kernel} was not timed at {sorted(missing)} rows",
-                expected="costs at every row count of the workload",
-                remedy="measure these row counts, or leave them out of the workload",
+                f"{option.name} was not timed at {sorted(missing)} tokens",
+                expected="costs at every step size of the workload",
+                remedy="measure these step sizes, or leave them out of the workload",
             )
-        return sum(share * option.seconds[rows] / rows for rows, share in self.shares.items())
+        return sum(share * option.seconds[tokens] / tokens for tokens, share in self.shares.items())
 
 
 class Choice(Frozen):
     unit: str
-    kernel: str
+    option: str
     seconds: float  # per token
     bytes: int
     kl: float
 
 
 class Chosen(Frozen):
-    """``seconds``, ``bytes`` and ``kl`` are sums over the choices. ``exact``: no plan was left out of the search."""
+    """``seconds``, ``bytes`` and ``kl`` are sums over the choices. ``exact``: no plan is better."""
 
     choices: tuple[Choice, ...]
     seconds: float
     bytes: int
     kl: float
     exact: bool
-
-
-class _Point(NamedTuple):
-    """A plan of the units so far: what it spends of the budgets that are set, and what is to be least."""
-
-    kl: float
-    bytes: int
-    value: float
-    choice: int  # of the last unit
-    before: _Point | None
 
 
 @dataclass(frozen=True)
@@ -96,35 +90,41 @@ def choose(
 
     :class:`QuantizationError` when a unit has no option, a figure is negative or not finite, or no plan fits.
 
-    >>> fast = Option(kernel="int8", seconds={1: 1.0}, bytes=1, kl=0.02)
-    >>> safe = Option(kernel="fp32", seconds={1: 3.0}, bytes=4, kl=0.0)
+    >>> fast = Option(name="int8", seconds={1: 1.0}, bytes=1, kl=0.02)
+    >>> safe = Option(name="fp32", seconds={1: 3.0}, bytes=4, kl=0.0)
     >>> plan = choose({"qkv": [fast, safe], "o": [safe]}, Workload(shares={1: 1.0}), Limits(kl=0.03))
-    >>> [c.kernel for c in plan.choices], plan.seconds
+    >>> [c.option for c in plan.choices], plan.seconds
     (['int8', 'fp32'], 4.0)
     """
-    chosen = {unit: [_choice(unit, option, workload) for option in options] for unit, options in units.items()}
-    for unit, choices in chosen.items():
-        if not choices:
-            raise QuantizationError(f"{unit} has no kernel", expected="at least one option for each unit")
-    points, exact = _frontier(chosen, limits, minimize)
-    if not points:
-        raise _unreachable(chosen, limits)
-    return _plan(chosen, min(points, key=lambda point: (point.value, point.kl)), exact)
+    plan = _Knapsack(units, workload, minimize).solved(limits)
+    if plan is None:
+        raise _unreachable(units, limits)
+    return plan
 
 
 def frontier(units: Mapping[str, Sequence[Option]], workload: Workload, minimize: Goal = "seconds") -> list[Chosen]:
-    """The best plan at every KL there is one for, in order of KL; of very many, evenly spaced ones and the last."""
-    chosen = {unit: [_choice(unit, option, workload) for option in options] for unit, options in units.items()}
-    points, exact = _frontier(chosen, Limits(kl=math.inf), minimize)
-    shown = points[:: -(-len(points) // FRONTIER_SHOWN)]
-    if shown[-1] is not points[-1]:
-        shown.append(points[-1])
-    return [_plan(chosen, point, exact) for point in shown]
+    """The best plans, in order of KL, at evenly spaced budgets of KL: from the least there is to the most that is worth
+    spending.
+    """
+    knapsack = _Knapsack(units, workload, minimize)
+    most = knapsack.solved(Limits())
+    assert most is not None
+    plans = [most]
+    least = math.fsum(min(option.kl for option in options) for options in units.values())
+    for budget in np.linspace(most.kl, least, FRONTIER_SHOWN)[1:]:
+        if plans[-1].kl <= budget:
+            continue
+        plan = knapsack.solved(Limits(float(budget)))
+        assert plan is not None
+        if getattr(plan, minimize) <= getattr(plans[-1], minimize):
+            plans.pop()
+        plans.append(plan)
+    return plans[::-1]
 
 
 class Round(Frozen):
     """A plan that was tried. ``budget`` bounded the sum of KLs; ``predicted_kl`` is that sum, and ``joint_kl`` was
-    measured of all kernels at once. ``seconds`` per token and ``bytes`` are of the chosen units.
+    measured of all choices at once. ``seconds`` per token and ``bytes`` are of the chosen units.
     """
 
     budget: float
@@ -167,10 +167,10 @@ def settle(
             if not rounds:
                 raise
             break  # no sum is small enough for what whole plans were found to cost
-        kernels = tuple(choice.kernel for choice in chosen.choices)
-        if kernels in seen:
+        options = tuple(choice.option for choice in chosen.choices)
+        if options in seen:
             break
-        seen.add(kernels)
+        seen.add(options)
         joint = joint_kl(chosen)
         rounds.append(
             Round(budget=budget, predicted_kl=chosen.kl, joint_kl=joint, seconds=chosen.seconds, bytes=chosen.bytes)
@@ -192,88 +192,98 @@ def settle(
     return Settled(*best, tuple(rounds))
 
 
-def _frontier(chosen: Mapping[str, Sequence[Choice]], limits: Limits, minimize: Goal) -> tuple[list[_Point], bool]:
-    """Of all plans within the limits, those that no other beats, in order of KL; and whether none was left out."""
-    kl_limit = 0.0 if limits.kl is None else limits.kl * (1 + ROUNDING)
-    bytes_limit = 0 if limits.bytes is None else limits.bytes
+class _Knapsack:
+    """One binary variable per option of each unit."""
 
-    def spent(choice: Choice) -> tuple[float, int]:
-        return (0.0 if limits.kl is None else choice.kl, 0 if limits.bytes is None else choice.bytes)
+    def __init__(self, units: Mapping[str, Sequence[Option]], workload: Workload, minimize: Goal) -> None:
+        for unit, options in units.items():
+            if not options:
+                raise QuantizationError(f"{unit} has no option", expected="at least one option for each unit")
+        self._choices = [_choice(unit, option, workload) for unit, options in units.items() for option in options]
+        starts = np.cumsum([0, *(len(options) for options in units.values())])
+        self._units = np.repeat(np.arange(len(units)), np.diff(starts))
+        spent = {part: np.array([getattr(c, part) for c in self._choices]) for part in ("seconds", "bytes", "kl")}
+        self._least = {part: math.fsum(np.minimum.reduceat(values, starts[:-1])) for part, values in spent.items()}
+        # What an option spends beyond the least of its unit: what is left of a budget is shared out among these.
+        self._beyond = {p: v - np.minimum.reduceat(v, starts[:-1])[self._units] for p, v in spent.items()}
+        self._minimize = minimize
 
-    # What the units to come spend at least: a partial plan that cannot be completed is dropped at once.
-    least = [tuple(min(spent(c)[part] for c in choices) for part in (0, 1)) for choices in chosen.values()]
-    points, exact = [_Point(0.0, 0, 0.0, -1, None)], True
-    for number, choices in enumerate(chosen.values()):
-        kl_left = kl_limit - math.fsum(kl for kl, _ in least[number + 1 :])
-        bytes_left = bytes_limit - sum(size for _, size in least[number + 1 :])
-        reached: list[_Point] = []
-        for index, choice in enumerate(choices):
-            kl, size = spent(choice)
-            value = getattr(choice, minimize)
-            reached.extend(
-                _Point(point.kl + kl, point.bytes + size, point.value + value, index, point)
-                for point in points
-                if point.kl + kl <= kl_left + ROUNDING * kl_limit and point.bytes + size <= bytes_left
-            )
-        points = _pareto(reached)
-        if len(points) > FRONTIER_POINTS:
-            # Each that stays is a real plan, so the budgets hold; the one that spends least is the first.
-            points, exact = points[:: -(-len(points) // FRONTIER_POINTS)], False
-    return points, exact
+    def solved(self, limits: Limits) -> Chosen | None:
+        """The plan of the least value within the limits and, of these, of the least KL; None where there is none."""
+        budgets = {"kl": limits.kl, "bytes": limits.bytes}
+        plan = self._best(self._minimize, budgets)
+        if plan is None:
+            return None
+        same = self._best("kl", budgets | {self._minimize: getattr(plan, self._minimize)})
+        return plan if same is None or same.kl >= plan.kl else same.model_copy(update={"exact": plan.exact})
 
+    def _best(self, minimize: str, budgets: Mapping[str, float | None]) -> Chosen | None:
+        left = {p: limit * (1 + ROUNDING) - self._least[p] for p, limit in budgets.items() if limit is not None}
+        if min(left.values(), default=0.0) < 0:
+            return None
+        refused: list[Any] = []  # plans that only meet a budget within the tolerance of HiGHS
+        while True:
+            chosen, picked = self._solution(minimize, left, refused)
+            if chosen is None or all(getattr(chosen, p) <= self._least[p] + value for p, value in left.items()):
+                return chosen
+            refused.append(picked)
 
-def _pareto(points: list[_Point]) -> list[_Point]:
-    """Those that no other equals or beats in KL, bytes and value at once, in order of KL."""
-    kept: list[_Point] = []
-    sizes: list[int] = []  # of the points so far, those that are best in bytes and value: bytes rise, values fall
-    values: list[float] = []
-    for point in sorted(points, key=lambda p: p[:3]):
-        place = bisect.bisect_right(sizes, point.bytes)
-        if place and values[place - 1] <= point.value:
-            continue
-        kept.append(point)
-        start = bisect.bisect_left(sizes, point.bytes)
-        end = start
-        while end < len(sizes) and values[end] >= point.value:
-            end += 1
-        sizes[start:end], values[start:end] = [point.bytes], [point.value]
-    return kept
+    def _solution(self, minimize: str, left: Mapping[str, float], refused: Sequence[Any]) -> tuple[Chosen | None, Any]:
+        """The best plan but for those ``refused``, and which options it takes."""
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import csr_array
 
-
-def _plan(chosen: Mapping[str, Sequence[Choice]], point: _Point, exact: bool) -> Chosen:
-    picked: list[Choice] = []
-    step: _Point | None = point
-    for choices in reversed(list(chosen.values())):
-        assert step is not None
-        picked.append(choices[step.choice])
-        step = step.before
-    picked.reverse()
-    return Chosen(
-        choices=tuple(picked),
-        seconds=math.fsum(c.seconds for c in picked),
-        bytes=sum(c.bytes for c in picked),
-        kl=math.fsum(c.kl for c in picked),
-        exact=exact,
-    )
+        count = len(self._choices)
+        allowed = np.all([self._beyond[part] <= value for part, value in left.items()] or [True], axis=0)
+        constraints = [LinearConstraint(csr_array((np.ones(count), (self._units, np.arange(count)))), 1, 1)]
+        constraints += [
+            LinearConstraint((np.where(allowed, self._beyond[part], 0) / value)[None], -np.inf, 1 + SLACK)
+            for part, value in left.items()
+            if value
+        ]
+        constraints += [LinearConstraint(plan[None], -np.inf, plan.sum() - 1) for plan in refused]
+        value = self._beyond[minimize]
+        limits: Any = (np.zeros(count), np.broadcast_to(allowed, count).astype(float))
+        result: Any = milp(
+            value * (VALUE_RANGE / (value.max() or 1.0)),
+            integrality=np.ones(count),
+            bounds=Bounds(*limits),
+            constraints=constraints,
+            options={"mip_rel_gap": 0.0, "time_limit": SOLVER_SECONDS},
+        )
+        if result.x is None:
+            if result.status == INFEASIBLE:
+                return None, None
+            raise QuantizationError(f"HiGHS found no plan: {result.message}", expected=f"one in {SOLVER_SECONDS:g} s")
+        picked = np.rint(result.x)
+        choices = [choice for choice, taken in zip(self._choices, picked, strict=True) if taken]
+        chosen = Chosen(
+            choices=tuple(choices),
+            seconds=math.fsum(c.seconds for c in choices),
+            bytes=sum(c.bytes for c in choices),
+            kl=math.fsum(c.kl for c in choices),
+            exact=result.status == OPTIMAL,
+        )
+        return chosen, picked
 
 
 def _choice(unit: str, option: Option, workload: Workload) -> Choice:
     seconds = workload.cost(option)
     if not all(math.isfinite(value) and value >= 0 for value in (seconds, option.bytes, option.kl)):
         raise QuantizationError(
-            f"{unit} with {option.kernel}: {seconds} s, {option.bytes} bytes, KL {option.kl}",
+            f"{unit} with {option.name}: {seconds} s, {option.bytes} bytes, KL {option.kl}",
             expected="finite figures, none negative",
             remedy="measure it again",
         )
-    return Choice(unit=unit, kernel=option.kernel, seconds=seconds, bytes=option.bytes, kl=option.kl)
+    return Choice(unit=unit, option=option.name, seconds=seconds, bytes=option.bytes, kl=option.kl)
 
 
-def _unreachable(chosen: Mapping[str, Sequence[Choice]], limits: Limits) -> QuantizationError:
+def _unreachable(units: Mapping[str, Sequence[Option]], limits: Limits) -> QuantizationError:
     needs = [
-        f"{what} {limit:g}, of which the most sparing kernels need {sum(min(values) for values in spent):g}"
+        f"{what} {limit:g}, of which the most sparing options need {sum(min(values) for values in spent):g}"
         for what, limit, spent in (
-            ("KL", limits.kl, [[c.kl for c in choices] for choices in chosen.values()]),
-            ("bytes", limits.bytes, [[c.bytes for c in choices] for choices in chosen.values()]),
+            ("KL", limits.kl, [[option.kl for option in options] for options in units.values()]),
+            ("bytes", limits.bytes, [[option.bytes for option in options] for options in units.values()]),
         )
         if limit is not None
     ]

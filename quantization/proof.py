@@ -6,17 +6,19 @@ failed calibration, one code everywhere, NaN. Every such reason is listed; none 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
 from quantization.compressed_tensors import Checkpoint
-from quantization.rounding import Format, QuantizedLinear
+from quantization.rounding import QuantizedLinear
 from tapeout.artifact import Frozen
+from tapeout.schemes import Scheme
 
 BF16_BYTES = 2
 BITS_TOLERANCE = 1.05  # stored bits over planned ones: shapes and float32 scales where float16 would not do
-_ROWS_AT_ONCE = 8192
+_OUTPUTS_AT_ONCE = 8192
 
 
 class TensorCensus(Frozen):
@@ -24,6 +26,7 @@ class TensorCensus(Frozen):
 
     name: str
     weights: int
+    columns: int  # input channels
     stored_bytes: int
     bits: int
     distinct_codes: int = 0
@@ -53,19 +56,26 @@ class Proof(Frozen):
 def take_census(checkpoint: Checkpoint, name: str) -> TensorCensus:
     """Read one parameter back from the file."""
     if not checkpoint.is_quantized(name):
-        weights = checkpoint.size(name)
-        return TensorCensus(name=name, weights=weights, stored_bytes=checkpoint.stored_bytes(name), bits=32)
+        shape = checkpoint.shape(name)
+        return TensorCensus(
+            name=name,
+            weights=math.prod(shape),
+            columns=shape[-1] if shape else 1,
+            stored_bytes=checkpoint.stored_bytes(name),
+            bits=32,
+        )
     linear = checkpoint.linear(name)
     assert isinstance(linear, QuantizedLinear)
     scales = linear.scales
-    seen = np.zeros(1 << linear.bits, np.bool_)
-    for start in range(0, linear.codes.shape[0], _ROWS_AT_ONCE):
-        seen[np.unique(linear.codes[start : start + _ROWS_AT_ONCE])] = True
+    seen = np.zeros(linear.scheme.levels, np.bool_)
+    for start in range(0, linear.codes.shape[0], _OUTPUTS_AT_ONCE):
+        seen[np.unique(linear.codes[start : start + _OUTPUTS_AT_ONCE])] = True
     return TensorCensus(
         name=name,
         weights=linear.codes.size,
+        columns=linear.codes.shape[1],
         stored_bytes=checkpoint.stored_bytes(name),
-        bits=linear.bits,
+        bits=linear.scheme.bits,
         distinct_codes=int(seen.sum()),
         scales=scales.size,
         scales_not_finite=int((~np.isfinite(scales)).sum()),
@@ -75,29 +85,29 @@ def take_census(checkpoint: Checkpoint, name: str) -> TensorCensus:
     )
 
 
-def prove(census: Sequence[TensorCensus], planned: Mapping[str, Format], *, in_bytes: Collection[str] = ()) -> Proof:
-    """Judge the census of every stored parameter against the planned formats, by parameter name.
+def prove(census: Sequence[TensorCensus], planned: Mapping[str, Scheme], *, in_bytes: Collection[str] = ()) -> Proof:
+    """Judge the census of every stored parameter against the planned schemes, by parameter name.
 
     ``in_bytes``: those whose codes take a byte each in the file, however few bits they have.
 
-    >>> float_only = TensorCensus(name="w", weights=64, stored_bytes=256, bits=32)
-    >>> prove([float_only], {"w": Format(4, 32, symmetric=True)}).reasons[0]
-    'w was planned as int4 g32 sym but is stored in float'
+    >>> float_only = TensorCensus(name="w", weights=64, columns=64, stored_bytes=256, bits=32)
+    >>> prove([float_only], {"w": Scheme(bits=4, symmetric=True)}).reasons[0]
+    'w was planned as 4-bit g32 but is stored in float'
     """
     by_name = {entry.name: entry for entry in census}
     reasons: list[str] = []
     if not planned:
         reasons.append("no tensor was planned to be quantized")
-    for name, fmt in planned.items():
+    for name, scheme in planned.items():
         entry = by_name.get(name)
         if entry is None:
-            reasons.append(f"{name} was planned as {fmt} but is not stored")
-        elif entry.bits != fmt.bits:
+            reasons.append(f"{name} was planned as {scheme.name} but is not stored")
+        elif entry.bits != scheme.bits:
             stored = "in float" if entry.bits == 32 else f"in {entry.bits} bits"
-            reasons.append(f"{name} was planned as {fmt} but is stored {stored}")
-        elif (entry.input_scale is not None) != (fmt.activations == "int8"):
+            reasons.append(f"{name} was planned as {scheme.name} but is stored {stored}")
+        elif (entry.input_scale is not None) != (scheme.activations == "int8"):
             found = "without" if entry.input_scale is None else "with"
-            reasons.append(f"{name} was planned as {fmt} but is stored {found} an input scale")
+            reasons.append(f"{name} was planned as {scheme.name} but is stored {found} an input scale")
         else:
             reasons.extend(f"{name} {problem}" for problem in _problems(entry))
     reasons.extend(
@@ -110,10 +120,11 @@ def prove(census: Sequence[TensorCensus], planned: Mapping[str, Format], *, in_b
     weights = sum(entry.weights for entry in chosen)
     bits = 8 * sum(entry.stored_bytes for entry in chosen) / weights if weights else 32.0
 
-    def bits_of(name: str) -> float:
-        return planned[name].bits_per_weight + (8 - planned[name].bits if name in in_bytes else 0)
+    def bits_of(entry: TensorCensus) -> float:
+        scheme = planned[entry.name]
+        return scheme.bits_per_weight(entry.columns) + (8 - scheme.bits if entry.name in in_bytes else 0)
 
-    planned_bits = sum(bits_of(entry.name) * entry.weights for entry in chosen) / weights if weights else 32.0
+    planned_bits = sum(bits_of(entry) * entry.weights for entry in chosen) / weights if weights else 32.0
     if weights and bits > planned_bits * BITS_TOLERANCE:
         reasons.append(f"{bits:.2f} bits per weight are stored, {planned_bits:.2f} were planned")
     size = sum(entry.stored_bytes for entry in census)

@@ -1,10 +1,9 @@
 """The quantize stage: a float checkpoint and its calibration become a QuantizedModel, one layer at a time.
 
-Every linear is rounded to nearest first; that is the comparison. Then, per group of linears that share an input, AWQ
-input scales are searched; under each of identity and the best of them, group scales are fitted and GPTQ is run on
-them. What is kept has the lowest output error on calibration rows none of these was fitted to (DESIGN rule 3).
+For each group of linears that share an input, the methods of ``quantize.candidates`` are compared by output error on
+held-out calibration samples (search.py). RTN is always among them, so that no method is kept that does harm.
 
-A scale ``s`` on a linear's input is undone by its producer. Where the producer is a quantized linear, its rows are
+A scale ``s`` on a linear's input is undone by its producer. Where the producer is a quantized linear, its outputs are
 divided by ``s`` after rounding: that divides their group scales and leaves the codes alone, so the order in which
 groups are treated does not matter.
 """
@@ -23,43 +22,35 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from threadpoolctl import threadpool_limits
 
-from quantization import awq
+from quantization import input_scale
 from quantization.calibration import Calibration
 from quantization.checkpoint import KVScales, KVScheme, LinearReport, QuantizedModel
-from quantization.compressed_tensors import (
-    Checkpoint,
-    CheckpointWriter,
-    open_checkpoint,
-    quantization_config,
-)
-from quantization.embedding_rounding import round_table
-from quantization.group_search import float_report, quantize_group
+from quantization.compressed_tensors import Checkpoint, CheckpointWriter, open_checkpoint, quantization_config
 from quantization.kv_cache import BITS
 from quantization.plan import PrecisionPlan
 from quantization.proof import prove, take_census
-from quantization.rounding import (
-    FloatArray,
-    QuantizedLinear,
-    storable,
-)
-from quantization.statistics import kv_scales, read_statistics
+from quantization.rounding import FloatArray, QuantizedLinear, storable
+from quantization.search import Found, search
+from quantization.statistics import every_channel_alike, kv_scales, read_statistics
 from quantization.units import (
     EMBEDDING,
     HEAD,
-    Formats,
+    Schemes,
     by_layer,
-    formats,
-    formats_of,
+    embedding_scheme,
+    embeddings_of,
+    fitted_schemes,
     head_with,
     out_by_in,
-    planned_formats,
+    quantized_ones,
     sink_of,
-    tables_of,
+    stored_schemes,
 )
 from tapeout.artifact import Artifact, create, load
 from tapeout.errors import QuantizationError
 from tapeout.portable_graph import LinearGroup, PortableGraph, ScaleSink
-from tapeout.recipe import KVCache, Quantize, Recipe
+from tapeout.recipe import KVCache, Quantize
+from tapeout.schemes import FLOAT, Scheme
 
 _PROGRESS = (
     TextColumn("{task.description}"),
@@ -82,7 +73,7 @@ class LayerResult:
 
 
 def quantize(
-    recipe: Recipe,
+    settings: Quantize,
     graph: Artifact[PortableGraph],
     calibration: Artifact[Calibration],
     plan: Artifact[PrecisionPlan],
@@ -93,7 +84,7 @@ def quantize(
     :class:`QuantizationError` for a calibration or a plan of another graph, weights or statistics that are not finite,
     and a result that its proof says is not a quantized model.
     """
-    settings, kv_cache = recipe.quantize, plan.record.kv_cache.settings
+    kv_cache = plan.record.kv_cache.settings
     for made, how, remedy in ((calibration, "calibrated", "calibrate"), (plan, "planned", "plan")):
         if (parent := made.parents.get("graph")) != graph.ref:
             raise QuantizationError(
@@ -102,7 +93,7 @@ def quantize(
                 remedy=f"run `dvc repro {remedy}`",
             )
     source = open_checkpoint(graph.folder)
-    stored, notes = formats(graph.record, plan.record.kernels, plan.record.embeddings.kernel)
+    stored, notes = fitted_schemes(graph.record, plan.record.schemes, plan.record.embeddings.scheme)
     layers = by_layer(graph.record)
     reports: list[LinearReport] = []
     cache: dict[str, FloatArray] = {}
@@ -110,7 +101,7 @@ def quantize(
         writer = CheckpointWriter(draft.folder)
         written: set[str] = set()
         with (
-            threadpool_limits(1),  # two layers side by side: products inside one must not fight for the same cores
+            threadpool_limits(1),  # two layers side by side: matmuls inside one must not compete for the same cores
             Progress(*_PROGRESS) as progress,
             ThreadPoolExecutor(LAYERS_AT_ONCE) as pool,
         ):
@@ -122,7 +113,7 @@ def quantize(
                 )
                 for (layer, groups), result in zip(batch, results, strict=True):
                     for name, tensor in sorted(result.tensors.items()):
-                        _write(writer, name, tensor)
+                        writer.add_linear(name, tensor)
                     written.update(result.tensors)
                     reports.extend(result.reports)
                     if kv_cache.dtype in BITS and layer.startswith("layers."):
@@ -132,8 +123,9 @@ def quantize(
                             for part, array in _published_kv_scales(groups, layer, scales).items():
                                 writer.add(part, array)
                     progress.advance(task)
-        for name, tied_to in tables_of(graph.record).items():
-            report = _write_table(writer, source, name, tied_to, stored, calibration, graph.record, settings)
+        for name, tied_to in embeddings_of(graph.record).items():
+            weight, report = _quantize_embedding(graph.record, source, name, calibration, stored, settings)
+            writer.add_embedding(name, weight, tied_to=tied_to)
             written.add(name)
             reports.append(report)
         for name in source.names():
@@ -147,17 +139,20 @@ def quantize(
 
         result = open_checkpoint(draft.folder)
         census = [take_census(result, name) for name in result.names()]
-        proof = prove(census, planned_formats(graph.record, stored), in_bytes=tables_of(graph.record))
+        linears, embeddings = map(quantized_ones, stored_schemes(graph.record, stored))
+        kept = embeddings_of(graph.record)  # of tied parameters one lies in the file
+        planned = linears | {name: scheme for name, scheme in embeddings.items() if name in kept}
+        proof = prove(census, planned, in_bytes=kept)
         if not proof.passed:
             raise QuantizationError(
                 "this is not a quantized model: " + "; ".join(proof.reasons[:10]),
                 expected="every planned tensor quantized, with fitted, finite scales",
-                remedy="compare plan.kernels with the units that `tapeout inspect artifacts/graph` lists",
+                remedy="compare plan.schemes with the units that `tapeout inspect artifacts/graph` lists",
             )
         for note in notes:
             Console().print(f"note: {note}")
         record = QuantizedModel(
-            method=settings.method,
+            candidates=settings.candidates,
             linears=tuple(reports),
             kv_cache=KVScheme(dtype=kv_cache.dtype, granularity=kv_cache.granularity),
             proof=proof,
@@ -173,29 +168,29 @@ def _quantize_layer(
     source: Checkpoint,
     groups: list[LinearGroup],
     calibration: Artifact[Calibration],
-    stored: Formats,
+    stored: Schemes,
     settings: Quantize,
 ) -> LayerResult:
     result = LayerResult()
     folds: list[tuple[FloatArray, ScaleSink]] = []
     for group in groups:
-        fmt = stored[group.name]
+        scheme = stored[group.name]
         weights = [out_by_in(source.tensor(name), group) for name in group.members]
-        if fmt is None:
+        found = None
+        if scheme == FLOAT:
             result.tensors.update(zip(group.members, weights, strict=True))
-            result.reports.extend(float_report(group, i) for i in range(len(weights)))
-            continue
-        statistics = read_statistics(calibration, group)
-        sink = sink_of(group, graph)
-        scale, linears, reports = quantize_group(group, weights, statistics, fmt, settings, sink)
-        result.tensors.update(zip(group.members, linears, strict=True))
-        result.reports.extend(reports)
-        if sink is not None and not scale.is_identity:
-            folds.append((scale.values, sink))
+        else:
+            sink = sink_of(group, graph)
+            found = search(weights, scheme, read_statistics(calibration, group), settings, sink)
+            result.tensors.update(zip(group.members, (member.linear for member in found.members), strict=True))
+            if sink is not None and not found.scale.is_identity:
+                folds.append((found.scale.values, sink))
+        for at, (name, weight) in enumerate(zip(group.members, weights, strict=True)):
+            result.reports.append(_report(name, group.name, weight, scheme, found, at))
     for scale, sink in folds:
         _fold(result, source, scale, sink)
         if sink.kind == "linear" and sink.head_size:
-            result.value_scale = awq.producer_scale(scale, sink)
+            result.value_scale = input_scale.producer_scale(scale, sink)
     for group in groups:
         for name in group.members:
             kept = result.tensors[name]
@@ -207,57 +202,52 @@ def _quantize_layer(
 def _fold(result: LayerResult, source: Checkpoint, scale: FloatArray, sink: ScaleSink) -> None:
     producer = result.tensors.get(sink.weight)
     if isinstance(producer, QuantizedLinear):
-        folded = awq.absorb(producer.scales, scale, sink)
+        folded = input_scale.absorb(producer.scales, scale, sink)
         result.tensors[sink.weight] = replace(producer, scales=storable(folded))
     else:
-        result.tensors[sink.weight] = awq.absorb(
+        result.tensors[sink.weight] = input_scale.absorb(
             source.tensor(sink.weight) if producer is None else producer, scale, sink
         )
     if sink.bias is not None:
         bias = result.tensors.get(sink.bias)
         assert not isinstance(bias, QuantizedLinear)
-        result.tensors[sink.bias] = awq.absorb_bias(source.tensor(sink.bias) if bias is None else bias, scale, sink)
+        result.tensors[sink.bias] = input_scale.absorb_bias(
+            source.tensor(sink.bias) if bias is None else bias, scale, sink
+        )
 
 
-def _write(writer: CheckpointWriter, name: str, tensor: QuantizedLinear | FloatArray) -> None:
-    if isinstance(tensor, QuantizedLinear):
-        writer.add_linear(name, tensor)
-    else:
-        writer.add(name, tensor)
-
-
-def _write_table(
-    writer: CheckpointWriter,
+def _quantize_embedding(
+    graph: PortableGraph,
     source: Checkpoint,
     name: str,
-    tied_to: str | None,
-    stored: Formats,
     calibration: Artifact[Calibration],
-    graph: PortableGraph,
+    stored: Schemes,
     settings: Quantize,
+) -> tuple[QuantizedLinear | FloatArray, LinearReport]:
+    """The embedding or lm_head."""
+    weight, head = source.tensor(name), head_with(graph, name)
+    scheme, group = embedding_scheme(graph, stored, name), EMBEDDING if head is None else HEAD
+    if scheme == FLOAT:
+        return weight, _report(name, group, weight, scheme, None, 0)
+    inputs = every_channel_alike(weight.shape[1]) if head is None else read_statistics(calibration, head)
+    found = search([weight], scheme, inputs, settings)
+    return found.members[0].linear, _report(name, group, weight, scheme, found, 0)
+
+
+def _report(
+    name: str, group: str, weight: FloatArray, scheme: Scheme, found: Found | None, member: int
 ) -> LinearReport:
-    weight = source.tensor(name)
-    fmt = stored[EMBEDDING] if name == graph.embedding else stored[HEAD]
-    head = head_with(graph, name)
-    rounded = None
-    if fmt is None:
-        writer.add(name, weight)
-    else:
-        statistics = None if head is None else read_statistics(calibration, head)
-        rounded = round_table(weight, fmt, statistics, settings)
-        writer.add_table(name, rounded.linear, tied_to=tied_to)
+    """``found`` None: the weight stays in float."""
     return LinearReport(
         name=name,
-        group=EMBEDDING if head is None else HEAD,
+        group=group,
         out_features=weight.shape[0],
         in_features=weight.shape[1],
-        bits=32 if fmt is None else fmt.bits,
-        group_size=0 if fmt is None else fmt.group_size,
-        symmetric=True,
-        method="float" if rounded is None else rounded.method,
-        input_scale="identity",
-        error_rtn=0.0 if rounded is None else rounded.error_rtn,
-        error=0.0 if rounded is None else rounded.error,
+        scheme=scheme,
+        method="float" if found is None else found.members[member].method,
+        input_scale="identity" if found is None else found.scale.label,
+        error_rtn=0.0 if found is None else found.errors_rtn[member],
+        error=0.0 if found is None else found.members[member].error,
     )
 
 
@@ -275,15 +265,16 @@ def _copy_companions(source: Path, target: Path) -> None:
             shutil.copyfile(path, target / path.name)
 
 
-def _write_config(graph: Artifact[PortableGraph], stored: Formats, kv_cache: KVCache, target: Path) -> None:
+def _write_config(graph: Artifact[PortableGraph], stored: Schemes, kv_cache: KVCache, target: Path) -> None:
     config: dict[str, Any] = json.loads((graph.folder / "config.json").read_text())
-    linears, tables, ignored = formats_of(graph.record, stored)
+    linears, embeddings = stored_schemes(graph.record, stored)
+    ignored = [name for name, scheme in (linears | embeddings).items() if scheme == FLOAT]
     kv_cache_scheme = None
     if kv_cache.dtype in BITS and kv_cache.granularity == "per_tensor":
         bits = BITS[kv_cache.dtype]
         kv_cache_scheme = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}
     config["quantization_config"] = {
-        **quantization_config(linears, tables, ignored),
+        **quantization_config(quantized_ones(linears), quantized_ones(embeddings), ignored),
         "kv_cache_scheme": kv_cache_scheme,
     }
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")

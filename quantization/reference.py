@@ -82,7 +82,7 @@ class QuantizedReference:
         if missing:
             raise QuantizationError(
                 f"{type(self.model).__name__} has no linear {min(missing)}",
-                expected="every product of the engine",
+                expected="every linear of the engine",
                 remedy="build the engine from this checkpoint",
             )
         return logits, errors

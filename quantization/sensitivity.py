@@ -1,4 +1,4 @@
-"""Sensitivity: what each kernel costs in quality, unit by unit, with everything else in float."""
+"""Sensitivity: what each scheme costs in quality, unit by unit, with everything else in float."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tapeout.artifact import Frozen, Record, Roles
 
 
 class UnitSensitivity(Frozen):
-    """Mean KL(float, changed) in nats per position, by kernel; a kernel that changes nothing has 0."""
+    """Mean KL(float, changed) in nats per position, by scheme; one that changes nothing has 0."""
 
     name: str
     groups: tuple[str, ...]
@@ -19,12 +19,13 @@ class UnitSensitivity(Frozen):
 
 class Sensitivity(Record):
     noun: ClassVar[str] = "Sensitivity"
+    schema_version: ClassVar[int] = 2
     remedy: ClassVar[str] = "run `dvc repro sensitivity`"
     parent_roles: ClassVar[Roles] = {"graph": ("PortableGraph",), "calibration": ("Calibration",)}
 
     asked: bool  # False: the plan is written out, so nothing was measured
-    rows: tuple[str, ...] = ()  # hashes of the calibration rows it was measured on; all of them were held out
-    positions: int = 0  # in all rows together, whose distributions were compared
+    samples: tuple[str, ...] = ()  # hashes of the calibration samples it was measured on; all of them were held out
+    positions: int = 0  # in all samples together, whose distributions were compared
     units: tuple[UnitSensitivity, ...] = ()
-    embeddings: dict[str, float] = Field(default={})  # of the embedding and the output head together, by their kernel
+    embeddings: dict[str, float] = Field(default={})  # of the embedding and lm_head together, by their scheme
     kv_cache: dict[str, float] = Field(default={})  # by how it is kept

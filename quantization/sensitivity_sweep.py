@@ -1,7 +1,7 @@
-"""Sweep: every kernel of the menu on every unit of a model, one at a time, everything else in float.
+"""Sweep: every scheme of the menu on every unit of a model, one at a time, everything else in float.
 
-A unit's kernels are measured from the unit's first layer on; what lies before it is the same for all of them. The
-token embedding and the head are one unit with a menu of their own, the KV cache is another; where the recipe writes
+A unit's schemes are measured from the unit's first layer on; what lies before it is the same for all of them. The
+token embedding and lm_head are one unit with a menu of their own, the KV cache is another; where the recipe writes
 one of the two out, that alone is measured.
 """
 
@@ -12,45 +12,45 @@ from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from quantization.calibration import Calibration, row_hash
+from quantization.calibration import Calibration, sample_hash
 from quantization.quick_rounding import QuickRounding
 from quantization.sensitivity import Sensitivity, UnitSensitivity
 from quantization.simulate import Simulation
 from quantization.statistics import held_out
-from quantization.units import caches, menu_for, table_kernels, units_of
+from quantization.units import caches, embedding_schemes, menu_for, units_of
 from tapeout import artifact
 from tapeout.artifact import Artifact
 from tapeout.portable_graph import PortableGraph
-from tapeout.recipe import Recipe
+from tapeout.recipe import Plan, Quantize
 from tapeout.schemes import FLOAT
 
 _PROGRESS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 
 
 def sweep(
-    recipe: Recipe,
+    wanted: Plan,
+    settings: Quantize,
     graph: Artifact[PortableGraph],
     calibration: Artifact[Calibration],
-    rows: Sequence[Sequence[int]],
+    samples: Sequence[Sequence[int]],
     folder: Path,
 ) -> Artifact[Sensitivity]:
-    """Write the Sensitivity to ``folder``. ``rows``: token ids of all that was calibrated on.
+    """Write the Sensitivity to ``folder``. ``samples``: token ids of all that was calibrated on.
 
-    Where the recipe's plan is written out nothing is measured, and the record says so.
+    Where the plan is written out nothing is measured, and the record says so.
     """
-    wanted = recipe.plan
     parents = {"graph": graph, "calibration": calibration}
-    if wanted.kernels != "auto":
+    if wanted.schemes != "auto":
         with artifact.create(folder, Sensitivity) as draft:
             draft.finish(Sensitivity(asked=False), parents=parents)
         return artifact.load(folder, Sensitivity)
-    chosen = held_out(calibration, rows)[: wanted.rows]
+    chosen = held_out(calibration, samples)[: wanted.samples]
     units = units_of(graph.record, wanted.band)
-    work = [(unit, [kernel for kernel in menu_for(unit.columns) if kernel != FLOAT]) for unit in units]
-    tables = table_kernels(wanted.embeddings, graph.record.hidden_size)
+    work = [(unit, [scheme for scheme in menu_for(unit.columns) if scheme != FLOAT]) for unit in units]
+    embeddings = embedding_schemes(wanted.embeddings, graph.record.hidden_size)
     kept = caches(wanted.kv_cache, graph.record.head_size)
-    count = sum(len(kernels) for _, kernels in work) + len(tables) + len(kept)
-    rounding = QuickRounding(graph, calibration, recipe.quantize)
+    count = sum(len(schemes) for _, schemes in work) + len(embeddings) + len(kept)
+    rounding = QuickRounding(graph, calibration, settings)
     measured: list[UnitSensitivity] = []
     with artifact.create(folder, Sensitivity) as draft, Progress(*_PROGRESS) as progress:
         task = progress.add_task("measuring sensitivity", total=count)
@@ -61,20 +61,20 @@ def sweep(
                 total = len(work) + 2
                 progress.console.print(f"measuring sensitivity: {name} ({number} of {total})", highlight=False)
 
-        for number, (unit, kernels) in enumerate(work, 1):
+        for number, (unit, schemes) in enumerate(work, 1):
             say(unit.name, number)
             kls = {FLOAT.name: 0.0}
             prepared = rounding.prepare(unit.groups)
-            for kernel in kernels:
-                changed = rounding.rounded(prepared, kernel)
-                kls[kernel.name] = simulation.kl(changed, first_layer=unit.first_layer)
+            for scheme in schemes:
+                changed = rounding.rounded(prepared, scheme)
+                kls[scheme.name] = simulation.kl(changed, first_layer=unit.first_layer)
                 progress.advance(task)
             measured.append(UnitSensitivity(name=unit.name, groups=tuple(group.name for group in unit.groups), kl=kls))
         say("embeddings", len(work) + 1)
-        embeddings: dict[str, float] = {}
-        for kernel in tables:
-            changed = rounding.tables(kernel)
-            embeddings[kernel.name] = simulation.kl(changed) if changed else 0.0
+        embedding_kls: dict[str, float] = {}
+        for scheme in embeddings:
+            changed = rounding.embeddings(scheme)
+            embedding_kls[scheme.name] = simulation.kl(changed) if changed else 0.0
             progress.advance(task)
         say("KV cache", len(work) + 2)
         kv_cache: dict[str, float] = {}
@@ -84,10 +84,10 @@ def sweep(
             progress.advance(task)
         record = Sensitivity(
             asked=True,
-            rows=tuple(row_hash(row) for row in chosen),
+            samples=tuple(sample_hash(sample) for sample in chosen),
             positions=simulation.positions,
             units=tuple(measured),
-            embeddings=embeddings,
+            embeddings=embedding_kls,
             kv_cache=kv_cache,
         )
         draft.finish(record, parents=parents)

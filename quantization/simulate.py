@@ -1,4 +1,4 @@
-"""The float model with chosen linears computed as their kernels would: what a kernel costs in quality, measured.
+"""The float model with chosen linears computed as their schemes say: what a scheme costs in quality, measured.
 
 Weights are decoded and put into the stock modules, inputs are rounded in front of them, keys and values on their way
 into attention. What lies before the first changed layer is not computed again: its result is kept from the float run.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quantization.attention_hook import KVFunction, kv_function
-from quantization.awq import InputScale
+from quantization.input_scale import InputScale
 from quantization.reference import InputGrid, input_hook
 from quantization.rounding import FloatArray, QuantizedLinear
 from quantization.units import EMBEDDING, HEAD
@@ -26,12 +26,14 @@ from tapeout.artifact import Artifact
 from tapeout.errors import QuantizationError
 from tapeout.portable_graph import LinearGroup, PortableGraph
 
-POSITIONS = 64  # of a row whose distributions are compared, evenly spaced: the head is a fifth of a small model's work
+POSITIONS = (
+    64  # of a sample whose distributions are compared, evenly spaced: the head is a fifth of a small model's work
+)
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """The linears of one group as a kernel computes them."""
+    """The linears of one group as a scheme has them."""
 
     weights: tuple[FloatArray, ...]  # of the members, decoded, [N, K]
     round_inputs: Callable[[Tensor], Tensor] | None
@@ -48,20 +50,22 @@ def simulated(linears: Sequence[QuantizedLinear], scale: InputScale) -> Simulate
 
 
 class Simulation:
-    """Holds the float model and what it says of ``rows`` of token ids."""
+    """Holds the float model and what it says of ``samples`` of token ids."""
 
-    def __init__(self, graph: Artifact[PortableGraph], rows: Sequence[Sequence[int]], starts: Collection[int]) -> None:
+    def __init__(
+        self, graph: Artifact[PortableGraph], samples: Sequence[Sequence[int]], starts: Collection[int]
+    ) -> None:
         """``starts``: layers that a changed part may begin with."""
         from transformers import AutoModelForCausalLM
 
-        self.rows = [torch.tensor([list(row)]) for row in rows]
+        self._samples = [torch.tensor([list(sample)]) for sample in samples]
         self._model: Any = AutoModelForCausalLM.from_pretrained(graph.folder, dtype=torch.float32).eval()
         self._head: Any = self._model.get_output_embeddings()
         self._layers = _layers_of(self._model, graph.record)
         self._modules = {group.name: self._modules_of(group) for group in graph.record.groups}
         self._transposed = {group.name for group in graph.record.groups if group.transposed}
         self._modules[EMBEDDING] = [self._model.get_input_embeddings()]
-        self._before = {start: list[Any]() for start in starts if start}  # what layer start - 1 returned, by row
+        self._before = {start: list[Any]() for start in starts if start}  # what layer start - 1 returned, by sample
         self._float = self._float_run()
         self.positions = sum(len(exact.share) for exact in self._float)
 
@@ -84,19 +88,19 @@ class Simulation:
         ]
         try:
             with torch.inference_mode():
-                return [Distributions.of(self._run(number, None)) for number in range(len(self.rows))]
+                return [Distributions.of(self._run(number, None)) for number in range(len(self._samples))]
         finally:
             for handle in handles:
                 handle.remove()
 
     def _run(self, number: int, kv: KVFunction | None) -> Tensor:
-        """Logits ``[S, V]`` at the compared positions of a row."""
-        row = self.rows[number]
-        compared = torch.linspace(0, row.shape[1] - 1, min(row.shape[1], POSITIONS)).long()
+        """Logits ``[S, V]`` at the compared positions of a sample."""
+        sample = self._samples[number]
+        compared = torch.linspace(0, sample.shape[1] - 1, min(sample.shape[1], POSITIONS)).long()
         handle = self._head.register_forward_pre_hook(lambda _module, inputs: (inputs[0][:, compared], *inputs[1:]))
         try:
             with kv_function(self._model, kv or _as_it_is):
-                return self._model(input_ids=row, use_cache=False).logits[0]
+                return self._model(input_ids=sample, use_cache=False).logits[0]
         finally:
             handle.remove()
 
@@ -135,7 +139,7 @@ class Simulation:
 
 @dataclass(frozen=True)
 class Distributions:
-    """What the float model says at the compared positions of a row."""
+    """What the float model says at the compared positions of a sample."""
 
     share: Tensor  # p, [S, V]
     mass: Tensor  # its sum [S]: one, but for the rounding of V numbers
@@ -151,7 +155,7 @@ class Distributions:
         """KL(p, softmax(logits)) ``[S]``, exact to about 1e-6.
 
         It is the difference of two sums of about the size of the logits, so what is small in them counts: a mass that
-        is taken to be one, or a matrix product that drops the tail of the vocabulary, makes KLs of 1e-4 from nothing.
+        is taken to be one, or a matmul that drops the tail of the vocabulary, makes KLs of 1e-4 from nothing.
         """
         return self.negentropy - (self.share * logits).sum(-1) + self.mass * logits.logsumexp(-1)
 
@@ -179,5 +183,5 @@ def _layers_of(model: Any, graph: PortableGraph) -> Any:
     raise QuantizationError(
         f"{type(model).__name__} has no list of {graph.layers} layers that holds {first}",
         expected="a decoder whose layers are one list of modules",
-        remedy="write the rules of plan.kernels out, which needs no sensitivities",
+        remedy="write the rules of plan.schemes out, which needs no sensitivities",
     )

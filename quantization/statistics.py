@@ -12,7 +12,7 @@ import numpy as np
 from safetensors import safe_open
 
 from quantization import kv_cache
-from quantization.calibration import ROWS_FILE, Calibration, CalibrationRow, row_hash, statistics_file
+from quantization.calibration import SAMPLES_FILE, Calibration, CalibrationSample, sample_hash, statistics_file
 from quantization.rounding import FloatArray
 from tapeout.artifact import Artifact
 from tapeout.errors import QuantizationError
@@ -45,6 +45,12 @@ def read_statistics(calibration: Artifact[Calibration], group: LinearGroup) -> S
     return Statistics(gram, holdout, mean_abs, max_abs)
 
 
+def every_channel_alike(columns: int) -> Statistics:
+    """Of inputs that are one channel at a time, as those of an embedding are."""
+    alike = np.eye(columns, dtype=np.float32)
+    return Statistics(alike, alike, np.ones(columns, np.float32), np.ones(columns, np.float32))
+
+
 def kv_scales(
     layer: str, calibration: Artifact[Calibration], settings: KVCache, value_scale: FloatArray | None = None
 ) -> dict[str, FloatArray]:
@@ -63,15 +69,15 @@ def kv_scales(
     }
 
 
-def held_out(calibration: Artifact[Calibration], rows: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-    """The held-out ones of calibration's rows of token ids, in order. :class:`QuantizationError` for other rows."""
-    lines = (calibration.folder / ROWS_FILE).read_text().splitlines()
-    described = [CalibrationRow.model_validate_json(line) for line in lines]
-    cut = [row[: calibration.record.tokens_per_row] for row in rows]
-    if [row_hash(row) for row in cut] != [row.row_hash for row in described]:
+def held_out(calibration: Artifact[Calibration], samples: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    """The held-out ones of the calibration samples, as token ids, in order. :class:`QuantizationError` for others."""
+    lines = (calibration.folder / SAMPLES_FILE).read_text().splitlines()
+    described = [CalibrationSample.model_validate_json(line) for line in lines]
+    cut = [sample[: calibration.record.tokens_per_sample] for sample in samples]
+    if [sample_hash(sample) for sample in cut] != [sample.sample_hash for sample in described]:
         raise QuantizationError(
-            f"{len(rows)} rows that are not the {len(described)} of {calibration.folder}",
-            expected="the rows that were calibrated on, tokenized as they were then",
+            f"{len(samples)} samples that are not the {len(described)} of {calibration.folder}",
+            expected="the samples that were calibrated on, tokenized as they were then",
             remedy="run `dvc repro calibrate`",
         )
-    return [row for row, known in zip(cut, described, strict=True) if known.holdout]
+    return [sample for sample, known in zip(cut, described, strict=True) if known.holdout]

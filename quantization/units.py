@@ -1,35 +1,28 @@
-"""Which parameter is stored in which format: the kernel of every group of a graph, as rules or a planner gave it."""
+"""Which tensor gets which scheme: units of linears, what each may get, and the scheme of every group of a graph."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import numpy as np
 
-from quantization.rounding import (
-    SMALLEST_GROUP,
-    FloatArray,
-    Format,
-    QuantizedLinear,
-    fitting_group_size,
-    round_to_nearest,
-)
+from quantization.rounding import FloatArray
 from tapeout.errors import QuantizationError
 from tapeout.portable_graph import LinearGroup, PortableGraph, ScaleSink
 from tapeout.recipe import Cache, Embeddings, KVCache, Rule
-from tapeout.schemes import MENU, TABLE_MENU, Scheme
+from tapeout.schemes import EMBEDDING_MENU, FLOAT, MENU, SMALLEST_GROUP, Scheme
 
 EMBEDDING = "embedding"
 HEAD = "lm_head"
 CACHE_MENU = (KVCache(dtype="float32"), KVCache(dtype="int8"), KVCache(dtype="int4"))
-Formats = dict[str, Format | None]  # by group name, and EMBEDDING; None leaves a group in float
+Schemes = dict[str, Scheme]  # by group name, and EMBEDDING; fitted
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Groups of one kind and shape in neighbouring layers, which take one kernel: ``layers.5-9.gate_up``."""
+    """Groups of one kind and shape in neighbouring layers, which take one scheme: ``layers.5-9.gate_up``."""
 
     name: str
     groups: tuple[LinearGroup, ...]
@@ -81,25 +74,25 @@ def _runs(groups: Sequence[LinearGroup]) -> list[list[LinearGroup]]:
     return runs
 
 
-def written_units(graph: PortableGraph, kernels: Mapping[str, Scheme]) -> tuple[Unit, ...]:
+def written_units(graph: PortableGraph, schemes: Mapping[str, Scheme]) -> tuple[Unit, ...]:
     """Every linear but the head, in units as large as a plan that is written out has them."""
     found: dict[tuple[Scheme, str, int, tuple[int, ...]], list[LinearGroup]] = {}
     for group in graph.groups:
         if group.name != HEAD:
-            key = (kernels[group.name], kind_of(group), group.in_features, group.out_features)
+            key = (schemes[group.name], kind_of(group), group.in_features, group.out_features)
             found.setdefault(key, []).append(group)
     return tuple(unit_of(run) for groups in found.values() for run in _runs(groups))
 
 
 def menu_for(columns: int, menu: Sequence[Scheme] = MENU) -> tuple[Scheme, ...]:
-    """The kernels of a menu that weights of ``columns`` inputs can have, fitted to them, each once."""
-    fitting = [kernel for kernel in menu if not kernel.in_blocks or columns % SMALLEST_GROUP == 0]
-    return tuple(dict.fromkeys(fitted(kernel, columns) for kernel in fitting))
+    """The schemes of a menu that weights of ``columns`` inputs can have, fitted to them, each once."""
+    fitting = [scheme for scheme in menu if scheme.group_size is None or columns % SMALLEST_GROUP == 0]
+    return tuple(dict.fromkeys(scheme.fitted(columns) for scheme in fitting))
 
 
-def table_kernels(wanted: Embeddings, columns: int) -> tuple[Scheme, ...]:
-    """What the token embedding and the head, of ``columns`` channels, may get: the menu, or the one that is written."""
-    return menu_for(columns, TABLE_MENU) if wanted == "auto" else (fitted(wanted, columns),)
+def embedding_schemes(wanted: Embeddings, columns: int) -> tuple[Scheme, ...]:
+    """What the embedding and lm_head, of ``columns`` channels, may get: the menu, or the one that is written."""
+    return menu_for(columns, EMBEDDING_MENU) if wanted == "auto" else (wanted.fitted(columns),)
 
 
 def caches(wanted: Cache, head_size: int) -> tuple[KVCache, ...]:
@@ -109,40 +102,15 @@ def caches(wanted: Cache, head_size: int) -> tuple[KVCache, ...]:
     return tuple(cache for cache in CACHE_MENU if cache.dtype != "int4" or head_size % 2 == 0)
 
 
-def fitted(kernel: Scheme, columns: int) -> Scheme:
-    """The kernel with a group size that divides the columns. :class:`QuantizationError` if none does."""
-    if not kernel.in_blocks:
-        return kernel
-    return kernel.model_copy(update={"group_size": fitting_group_size(kernel.group_size, columns)})
-
-
-def format_of(kernel: Scheme, columns: int) -> Format | None:
-    """How a weight of ``columns`` input channels is stored for a fitted kernel; None: in float."""
-    if kernel.bits == 32:
-        return None
-    if kernel.activations == "int8":
-        return Format(kernel.bits, columns, symmetric=True, activations="int8")
-    return Format(kernel.bits, kernel.group_size, kernel.symmetric, positive=kernel.positive_scales)
-
-
-def stored_plainly(kernel: Scheme, weight: FloatArray) -> QuantizedLinear | FloatArray:
-    """A weight ``[N, K]`` as a checkpoint holds it for a fitted kernel, good enough for its size and its speed."""
-    fmt = format_of(kernel, weight.shape[1])
-    if fmt is None:
-        return weight
-    linear = round_to_nearest(weight, fmt)
-    return replace(linear, input_scale=1 / 32) if fmt.activations == "int8" else linear
-
-
 def resolve(graph: PortableGraph, rules: Sequence[Rule]) -> dict[str, Scheme]:
-    """The kernel that the rules give every group but the head, as written: the first that matches decides."""
+    """The scheme that the rules give every group but the head, as written: the first that matches decides."""
 
     def matching(name: str) -> Scheme:
         for rule in rules:
             if fnmatchcase(name, rule.match):
-                return rule.kernel
+                return rule.scheme
         raise QuantizationError(
-            f"no rule of plan.kernels matches {name}",
+            f"no rule of plan.schemes matches {name}",
             expected="a rule for every group of linears",
             remedy='end the rules with one that matches "*"',
         )
@@ -150,23 +118,24 @@ def resolve(graph: PortableGraph, rules: Sequence[Rule]) -> dict[str, Scheme]:
     return {group.name: matching(group.name) for group in graph.groups if group.name != HEAD}
 
 
-def formats(graph: PortableGraph, kernels: Mapping[str, Scheme], embeddings: Scheme) -> tuple[Formats, list[str]]:
-    """The format of every group and of ``embedding``; notes say where a group size had to shrink."""
-    found: Formats = {}
+def fitted_schemes(
+    graph: PortableGraph, schemes: Mapping[str, Scheme], embeddings: Scheme
+) -> tuple[Schemes, list[str]]:
+    """The scheme of every group and of ``embedding``; notes say where a group size had to shrink."""
+    found: Schemes = {}
     shrunk: dict[str, list[str]] = {}
     columns = {group.name: group.in_features for group in graph.groups} | {EMBEDDING: graph.hidden_size}
     for name, width in columns.items():
-        wanted = embeddings if name in (HEAD, EMBEDDING) else kernels[name]
-        kernel = fitted(wanted, width)
-        if kernel != wanted:
-            text = f"groups of {kernel.group_size} instead of {wanted.group_size}, which does not divide {width} inputs"
-            shrunk.setdefault(text, []).append(name)
-        found[name] = format_of(kernel, width)
+        wanted = embeddings if name in (HEAD, EMBEDDING) else schemes[name]
+        found[name] = wanted.fitted(width)
+        if found[name] != wanted:
+            text = f"groups of {found[name].group_size} instead of {wanted.group_size}, which does not divide {width}"
+            shrunk.setdefault(f"{text} inputs", []).append(name)
     return found, [f"{', '.join(names)}: {text}" for text, names in shrunk.items()]
 
 
 def out_by_in(weight: FloatArray, group: LinearGroup) -> FloatArray:
-    """A float weight the other way round where the source stores it ``[in, out]``."""
+    """A float weight, transposed where the source stores it ``[in, out]``."""
     return np.ascontiguousarray(weight.T) if group.transposed else weight
 
 
@@ -190,43 +159,33 @@ def by_layer(graph: PortableGraph) -> list[tuple[str, list[LinearGroup]]]:
     return list(layers.items())
 
 
-def tables_of(graph: PortableGraph) -> dict[str, str | None]:
-    """The embedding and, if it has a table of its own, the head; each with the parameter tied to it."""
+def embeddings_of(graph: PortableGraph) -> dict[str, str | None]:
+    """The embedding and, if it is not tied, lm_head; each with the parameter that is tied to it."""
     heads = [group.members[0] for group in graph.groups if group.name == HEAD]
     if graph.tied_embeddings:
         return {graph.embedding: "lm_head.weight"}
     return {graph.embedding: None, **dict.fromkeys(heads)}
 
 
-def head_with(graph: PortableGraph, table: str) -> LinearGroup | None:
-    """The head that a table is; None for an embedding of its own."""
-    return next((group for group in graph.groups if group.name == HEAD and table in group.members), None)
+def head_with(graph: PortableGraph, name: str) -> LinearGroup | None:
+    """The head whose weight this parameter is; None for an embedding that is not tied."""
+    return next((group for group in graph.groups if group.name == HEAD and name in group.members), None)
 
 
-def planned_formats(graph: PortableGraph, stored: Formats) -> dict[str, Format]:
-    linears, tables, _ = formats_of(graph, stored)
-    kept = tables_of(graph)
-    return {**linears, **{name: fmt for name, fmt in tables.items() if name in kept}}
+def embedding_scheme(graph: PortableGraph, stored: Schemes, name: str) -> Scheme:
+    """Of the embedding or of lm_head."""
+    return stored[EMBEDDING] if name == graph.embedding else stored[HEAD]
 
 
-def formats_of(graph: PortableGraph, stored: Formats) -> tuple[dict[str, Format], dict[str, Format], list[str]]:
-    """Formats of linears and of tables by parameter name, and the names of linears left in float."""
-    linears: dict[str, Format] = {}
-    ignored: list[str] = []
-    for group in graph.groups:
-        fmt = stored[group.name]
-        if group.name == HEAD:
-            continue
-        if fmt is None:
-            ignored.extend(group.members)
-        else:
-            linears.update(dict.fromkeys(group.members, fmt))
-    tables: dict[str, Format] = {}
-    for name, tied_to in tables_of(graph).items():
-        fmt = stored[EMBEDDING] if name == graph.embedding else stored[HEAD]
+def stored_schemes(graph: PortableGraph, stored: Schemes) -> tuple[Schemes, Schemes]:
+    """Of linears, and of the embedding and lm_head, by parameter name. Tied parameters are both there."""
+    linears = {name: stored[group.name] for group in graph.groups if group.name != HEAD for name in group.members}
+    embeddings: Schemes = {}
+    for name, tied_to in embeddings_of(graph).items():
         both = [name] if tied_to is None else [name, tied_to]
-        if fmt is None:
-            ignored.extend(both)
-        else:
-            tables.update(dict.fromkeys(both, fmt))
-    return linears, tables, ignored
+        embeddings.update(dict.fromkeys(both, embedding_scheme(graph, stored, name)))
+    return linears, embeddings
+
+
+def quantized_ones(schemes: Schemes) -> Schemes:
+    return {name: scheme for name, scheme in schemes.items() if scheme != FLOAT}

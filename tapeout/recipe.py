@@ -21,6 +21,7 @@ from pydantic import (
     Tag,
     ValidationError,
     field_validator,
+    model_serializer,
     model_validator,
 )
 
@@ -28,7 +29,9 @@ from tapeout.artifact import Frozen
 from tapeout.errors import RecipeError
 from tapeout.schemes import Scheme
 
-TARGETS = Path(__file__).parents[1] / "engines" / "targets"
+ROOT = Path(__file__).parents[1]
+TARGETS, METHODS = ROOT / "engines" / "targets", ROOT / "quantization" / "methods"
+BASELINE = "rtn"  # of quantize.candidates
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -67,27 +70,37 @@ class Export(Section):
 class Calibrate(Section):
     dataset: str = "boolq"
     column: str = "passage"
-    rows: Annotated[int, Field(ge=2)] = 128  # one at least to fit on, and one held out
-    tokens: Annotated[int, Field(ge=8)] = 256  # per row; fewer say nothing of attention
+    samples: Annotated[int, Field(ge=2)] = 128  # one at least to fit on, and one held out
+    tokens: Annotated[int, Field(ge=8)] = 256  # per sample; fewer say nothing of attention
     layers_per_pass: Count = 64  # bounds memory: statistics of this many layers are held at once
 
     @property
-    def holdout_rows(self) -> int:
+    def holdout_samples(self) -> int:
         """The last quarter: what is fitted on the others is judged on these."""
-        return max(1, self.rows // 4)
+        return max(1, self.samples // 4)
 
 
-class Rule(Scheme):
-    """The first rule whose ``match`` (glob over ``layers.N.unit``) fits a linear decides its kernel.
+class Rule(Section):
+    """The first rule whose ``match`` (glob over ``layers.N.unit``) fits a linear decides its scheme. In a recipe the
+    scheme's fields stand beside ``match``.
 
     Units: ``qkv``, ``o``, ``gate_up``, ``down``, and ``linear.NAME`` for anything else inside a layer.
     """
 
     match: str
+    scheme: Scheme
 
-    @property
-    def kernel(self) -> Scheme:
-        return Scheme(**self.model_dump(exclude={"match"}))
+    @model_validator(mode="before")
+    @classmethod
+    def _nested(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or isinstance(data.get("scheme"), Scheme):
+            return data
+        fields = dict(data)
+        return {name: fields.pop(name) for name in ("match",) if name in fields} | {"scheme": fields}
+
+    @model_serializer
+    def _flat(self) -> dict[str, Any]:
+        return {"match": self.match, **self.scheme.model_dump()}
 
 
 class KVCache(Section):
@@ -106,44 +119,44 @@ class KVCache(Section):
 
 _FORM = Discriminator(lambda value: AUTO if isinstance(value, str) else WRITTEN)
 Auto = Annotated[Literal["auto"], Tag(AUTO)]
-Kernels = Annotated[Auto | Annotated[tuple[Rule, ...], Tag(WRITTEN)], _FORM]
+Schemes = Annotated[Auto | Annotated[tuple[Rule, ...], Tag(WRITTEN)], _FORM]
 Embeddings = Annotated[Auto | Annotated[Scheme, Tag(WRITTEN)], _FORM]
 Cache = Annotated[Auto | Annotated[KVCache, Tag(WRITTEN)], _FORM]
 
 
 class Plan(Section):
-    """Which kernel computes what. Below ``context`` stands what ``kernels: auto`` asks for."""
+    """Which tensor gets which scheme. Below ``context`` stands what ``schemes: auto`` asks for."""
 
     # 6 bits where a byte less costs little and there are most of them (docs/benchmarks/plans.md).
-    kernels: Kernels = (
-        Rule(match="layers.*.gate_up", bits=6, group_size=64, symmetric=True),
-        Rule(match="*", bits=8, group_size=64, symmetric=True),
+    schemes: Schemes = (
+        Rule(match="layers.*.gate_up", scheme=Scheme(bits=6, group_size=64, symmetric=True)),
+        Rule(match="*", scheme=Scheme(bits=8, group_size=64, symmetric=True)),
     )
     embeddings: Embeddings = Scheme(bits=6, group_size=32, symmetric=True)  # and lm_head
     kv_cache: Cache = KVCache()
     context: Count = 512  # tokens in the KV cache of a sequence, where its bytes count and attention is timed
     goal: Literal["workload", "latency", "throughput", "memory"] = "workload"
-    workload: dict[Count, Fraction] = Field(default={1: 0.25, 16: 0.25, 128: 0.5})  # rows of a step: share of tokens
+    workload: dict[Count, Fraction] = Field(default={1: 0.25, 16: 0.25, 128: 0.5})  # tokens of a step: share of all
     max_kl: float = Field(default=0.02, gt=0)
-    max_bytes: Count | None = None  # of the products' weights, the tables, and the KV cache of build.slots contexts
-    band: Count = 5  # neighbouring layers that take one kernel
-    rows: Count = 6  # held-out calibration rows that sensitivities are measured on
+    max_bytes: Count | None = None  # of all weights, embeddings, and the KV cache of build.slots contexts
+    band: Count = 5  # neighbouring layers that take one scheme
+    samples: Count = 6  # held-out calibration samples that sensitivities are measured on
 
-    @field_validator("kernels")
+    @field_validator("schemes")
     @classmethod
-    def _something(cls, kernels: Kernels) -> Kernels:
-        if not kernels:
+    def _something(cls, schemes: Schemes) -> Schemes:
+        if not schemes:
             raise ValueError('no rule; write auto, or one that matches "*"')
-        return kernels
+        return schemes
 
     @field_validator("embeddings")
     @classmethod
-    def _tables_are_weight_only(cls, kernel: Embeddings) -> Embeddings:
-        if kernel != "auto" and kernel.activations != "float":
-            raise ValueError("activations must be float: a table is gathered, and its head shares it")
-        if kernel != "auto" and kernel.bits != 32 and not kernel.symmetric:
-            raise ValueError("symmetric must be true: a table with zero points loads nowhere else")
-        return kernel
+    def _embeddings_are_weight_only(cls, scheme: Embeddings) -> Embeddings:
+        if scheme != "auto" and scheme.activations != "float":
+            raise ValueError("activations must be float: an embedding is gathered, and lm_head shares it")
+        if scheme != "auto" and not scheme.symmetric:
+            raise ValueError("symmetric must be true: an embedding with zero points loads nowhere else")
+        return scheme
 
     @field_validator("workload")
     @classmethod
@@ -153,19 +166,31 @@ class Plan(Section):
         return shares
 
     @model_validator(mode="after")
-    def _chosen_beside_kernels(self) -> Plan:
+    def _chosen_beside_schemes(self) -> Plan:
         chosen = [name for name in ("embeddings", "kv_cache") if getattr(self, name) == "auto"]
-        if self.kernels != "auto" and chosen:
+        if self.schemes != "auto" and chosen:
             raise ValueError(
-                f"auto for {' and '.join(chosen)}, but kernels are written out; write all of them out, or let kernels "
+                f"auto for {' and '.join(chosen)}, but schemes are written out; write all of them out, or let schemes "
                 "be auto too"
             )
         return self
 
 
 class Quantize(Section):
-    method: Literal["awq", "rtn"] = "awq"
+    candidates: tuple[str, ...] = (BASELINE, "scale_fit", "gptq", "awq", "smoothquant")  # quantization/methods
     scale_grid: Count = 20  # AWQ and SmoothQuant exponents tried between 0 and 1, besides doing nothing
+
+    @field_validator("candidates")
+    @classmethod
+    def _known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        # By its file, not by import: parameters are read below the methods, and without loading any.
+        known = sorted(path.stem for path in METHODS.glob("[!_]*.py"))
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise ValueError(f"no method {', '.join(unknown)}; expected some of {', '.join(known)}")
+        if BASELINE not in names or len(set(names)) < len(names):
+            raise ValueError(f"{BASELINE} must be among them, which the others are compared with, and none twice")
+        return names
 
 
 class Build(Section):
@@ -213,7 +238,7 @@ class Recipe(Section):
     def conflicts(self) -> list[str]:
         """What one section promises and another cannot keep."""
         needs = {"calibrate.tokens": self.calibrate.tokens}
-        if self.plan.kernels != "auto":  # nothing is timed or searched
+        if self.plan.schemes != "auto":  # nothing is timed or searched
             return self.too_long(needs)
         problems = self.too_long(needs | {"plan.context": self.plan.context})
         if self.plan.goal == "throughput" and self.build.slots < THROUGHPUT_STREAMS:
@@ -221,10 +246,10 @@ class Recipe(Section):
                 f"plan.goal is throughput, of {THROUGHPUT_STREAMS} streams at once, but build.slots is "
                 f"{self.build.slots}"
             )
-        if 2 * self.plan.rows > self.calibrate.holdout_rows:
+        if 2 * self.plan.samples > self.calibrate.holdout_samples:
             problems.append(
-                f"plan.rows is {self.plan.rows} to measure on and as many others to check on, but of calibrate.rows "
-                f"{self.calibrate.holdout_rows} are held out"
+                f"plan.samples is {self.plan.samples} to measure on and as many others to check on, but of "
+                f"calibrate.samples {self.calibrate.holdout_samples} are held out"
             )
         return problems
 
@@ -284,9 +309,9 @@ def read_recipe(path: Path, kind: type[R]) -> R:
 
 def _explain(problem: Any, recipe: type[BaseModel]) -> str:
     loc = [part for part in problem["loc"] if part not in (WRITTEN, AUTO)]
-    where = ".".join(str(part) for part in loc)
+    where = ".".join(str(part) for part in loc if part != "scheme")
     if problem["type"] == "extra_forbidden":
-        valid = sorted(_valid_keys(loc[:-1], recipe))
+        valid = sorted(_valid_keys(loc[:-1], recipe) + (["match"] if "scheme" in loc else []))
         near = difflib.get_close_matches(str(loc[-1]), valid, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(valid)}"
         return f"unknown key {where!r} ({hint})"

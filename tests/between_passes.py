@@ -22,12 +22,10 @@ from engines.bundle import GREEDY, NEXT_TOKENS
 from engines.passes import block_linears
 from engines.passes.base import CONTRIB, Lowering, initializer, replace
 from engines.passes.fixed_kv_cache import WRITE_POSITIONS
-from engines.passes.float_linears import group_name, is_head
-from engines.passes.fp8_linears import LARGEST
-from engines.passes.half_precision import scales_as_stored
-from engines.passes.linears import biases_of, is_linear, weights_of
+from engines.passes.linears import biases_of, group_name, is_head, is_linear, weights_of
 from engines.sessions import cpu_options
 from engines.targets.ort_cpu import library
+from quantization.qdq import fp8_input_scale
 from tapeout.graph_analysis import is_attention
 
 FloatArray = NDArray[np.float32]
@@ -83,7 +81,7 @@ def _write_linear(model: ir.Model, lowering: Lowering, node: ir.Node, coming: st
     elif coming == "fp8_linears" and lowering.precision == "fp8" and not is_head(lowering, node):
         largest = lowering.activation_max[group_name(lowering, node)]
         grid = (
-            plain("step", scales_as_stored(np.array(largest / LARGEST, np.float32))),
+            plain("step", fp8_input_scale(largest)),
             plain("zero", np.array(0, ml_dtypes.float8_e4m3fn)),
         )
         x = add("DequantizeLinear", add("QuantizeLinear", x, *grid), *grid)

@@ -8,10 +8,12 @@ from typing import Any
 from engines.compile import lower_graph
 from engines.lowered import LoweredGraph
 from engines.targets.tensorrt import PASSES
+from quantization import qdq
 from quantization.compressed_tensors import open_checkpoint
-from quantization.rounding import Format, fitting_group_size, round_to_nearest
+from quantization.rounding import round_to_nearest
 from tapeout.artifact import Artifact
 from tapeout.portable_graph import PortableGraph
+from tapeout.schemes import Scheme
 from tests.lowering import FixedWeights
 
 SLOTS = 4
@@ -25,6 +27,7 @@ def lowered(graph: Artifact[PortableGraph], folder: Path, precision: str, **chan
         "precision": precision,
         "slots": SLOTS,
         "activation_max": {group.name: LARGEST_INPUT for group in graph.record.groups},
+        "qdq": qdq,
         "parents": {"graph": graph},
     }
     weights = four_bits(graph) if precision == "int4" else open_checkpoint(graph.folder)
@@ -35,7 +38,7 @@ def four_bits(graph: Artifact[PortableGraph]) -> FixedWeights:
     checkpoint = open_checkpoint(graph.folder)
     tensors = {name: checkpoint.linear(name) for name in checkpoint.names()}
     for group in graph.record.groups:
-        fmt = Format(4, fitting_group_size(32, group.in_features), symmetric=True)
+        fmt = Scheme(bits=4, group_size=32, symmetric=True).fitted(group.in_features)
         if group.name != "lm_head":
             tensors |= {name: round_to_nearest(checkpoint.weight(name), fmt) for name in group.members}
     return FixedWeights(tensors)

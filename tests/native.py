@@ -21,7 +21,8 @@ from engines.native import DOMAIN
 from engines.passes import block_linears, cached_attention, embedding
 from engines.sessions import cpu_options
 from engines.targets.ort_cpu import library
-from quantization.rounding import Format, QuantizedLinear
+from quantization.rounding import QuantizedLinear
+from tapeout.schemes import Scheme
 from tests.lowering import model_of, named, parameter, value
 
 Array = NDArray[Any]
@@ -38,7 +39,7 @@ def without_native_operators(patch: pytest.MonkeyPatch) -> str:
     return STOCK
 
 
-def random_linear(rows: int, columns: int, fmt: Format, *, half: bool = True, seed: int = 0) -> QuantizedLinear:
+def random_linear(rows: int, columns: int, fmt: Scheme, *, half: bool = True, seed: int = 0) -> QuantizedLinear:
     """Any codes, scales of either sign and any zero points. Not ``half``: scales that float16 cannot hold."""
     rng = np.random.default_rng(seed)
     groups = columns // fmt.group_size
@@ -47,7 +48,7 @@ def random_linear(rows: int, columns: int, fmt: Format, *, half: bool = True, se
         scales = scales.astype(np.float16).astype(np.float32)
     zero_points = None if fmt.symmetric else rng.integers(0, fmt.levels, (rows, groups)).astype(np.uint8)
     codes = rng.integers(0, fmt.levels, (rows, columns)).astype(np.uint8)
-    return QuantizedLinear(codes, scales, zero_points, fmt.bits, fmt.group_size)
+    return QuantizedLinear(codes, scales, zero_points, fmt)
 
 
 def linear_session(
@@ -66,7 +67,7 @@ def linear_session(
     if kind == "HeadLinear":
         inputs.append(value("greedy", [], ir.DataType.BOOL))
     holder = model_of([], [])
-    codes, scales, zero_points = block_linears.table(holder, "linear", linear, [linear])
+    codes, scales, zero_points = block_linears.stacked(holder, "linear", [linear])
     rest: list[ir.Value | None] = [] if weight is None else [parameter("norm.weight", weight)]
     rest += [codes, scales, zero_points, None if bias is None else parameter("linear.bias", bias)]
     while rest[-1] is None:
@@ -77,7 +78,7 @@ def linear_session(
 
 def gather_session(table: QuantizedLinear) -> Run:
     """A session of one BlockGather: takes ids, returns embeddings."""
-    codes, scales, zero_points = block_linears.table(model_of([], []), "table", table, [table])
+    codes, scales, zero_points = block_linears.stacked(model_of([], []), "table", [table])
     rest = [codes, scales] if zero_points is None else [codes, scales, zero_points]
     known = {"N": len(table.codes)} | block_linears.attributes(table, scales)
     return _session("BlockGather", [value("ids", ["batch", "tokens"], ir.DataType.INT64)], rest, known, 1)
@@ -116,7 +117,7 @@ def expected(
     ``slack``: the relative error of ``x``, where the operator makes it itself. An input within it of the middle between
     two codes may fall on either.
     """
-    zero_points = linear.format.midpoint if linear.zero_points is None else linear.zero_points[:, :, None]
+    zero_points = linear.scheme.midpoint if linear.zero_points is None else linear.zero_points[:, :, None]
     weights = linear.codes.reshape(*linear.scales.shape, -1).astype(np.float64) - zero_points  # [N, B, block]
     blocks = x.reshape(len(x), -1, linear.group_size)
     largest = np.abs(blocks).max(axis=2, keepdims=True)

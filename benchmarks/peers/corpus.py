@@ -47,7 +47,7 @@ def read_corpus(
 
     settings = recipe.calibrate
     calibration, heldout = calibration_and_heldout(
-        artifact.load(source, Source), settings.dataset, settings.column, settings.rows, documents, recipe.seed
+        artifact.load(source, Source), settings.dataset, settings.column, settings.samples, documents, recipe.seed
     )
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     beginning = beginning_of_text(tokenizer)

@@ -1,9 +1,9 @@
 """What every pass shares: its signature, its report, and small graph surgery.
 
 A pass is a function ``(Lowering) -> PassResult``. It changes ``lowering.model`` in place. ``PassResult.matched`` counts
-its rewrites, ``PassResult.declined`` says why it left something that looked like its pattern, or rewrote less of it than it
-might have. These are sentences for users: each begins with what it is about, a linear group, a layer, a parameter, or
-an operator and its output. A pass that matched nothing says at least what there was nothing of.
+its rewrites, ``PassResult.declined`` says why it left something that looked like its pattern, or rewrote less of it
+than it might have. These are sentences for users: each begins with what it is about, a linear group, a layer, a
+parameter, or an operator and its output. A pass that matched nothing says at least what there was nothing of.
 """
 
 from __future__ import annotations
@@ -30,6 +30,14 @@ class Weights(Protocol):
     def linear(self, name: str) -> Any: ...
     def weight(self, name: str) -> NDArray[np.float32]: ...
     def tensor(self, name: str) -> NDArray[np.float32]: ...
+
+
+class QDQ(Protocol):
+    """Arithmetic of graphs with QuantizeLinear and DequantizeLinear (quantization.qdq)."""
+
+    def fp8_weight(self, weight: NDArray[np.float32]) -> tuple[NDArray[Any], NDArray[np.float32]]: ...
+    def fp8_input_scale(self, largest: float) -> NDArray[np.float32]: ...
+    def positive_int4(self, parts: Sequence[Any]) -> tuple[NDArray[np.int8], NDArray[np.float32], int]: ...
 
 
 class _OutByIn:
@@ -66,6 +74,7 @@ class Lowering:
     float_type: str = "fp32"  # fp16 or bf16
     precision: str = "fp32"  # of linears: the float type, int4 or fp8
     activation_max: dict[str, float] = field(default_factory=dict)  # group -> largest |input| while calibrating
+    qdq: QDQ | None = None  # for int4 and fp8
 
     def __post_init__(self) -> None:
         transposed = frozenset(name for g in self.graph.groups if g.transposed for name in g.members)

@@ -1,9 +1,9 @@
-"""Linears over codes become BlockLinear, a kernel of our own: bound by memory at one row and by arithmetic at many.
+"""Linears over codes become BlockLinear, a kernel of our own: bandwidth-bound at one token and compute-bound at many.
 
     Linear(x) over codes   ->   BlockLinear(x, codes, scales[, zero points][, bias])
 
-What it computes is what MatMulNBits does at accuracy level 4: inputs rounded to int8 for every row and block. Codes of
-4, 6 and 8 bits are packed as the kernel reads them (engines/native/source/block_linear.c):
+What it computes is what MatMulNBits does at accuracy level 4: inputs rounded to int8 for every token and block. Codes
+of 4, 6 and 8 bits are packed as the kernel reads them (engines/native/source/block_linear.c):
 
 tile   16 output channels, the lanes of a vector; N is padded to whole pairs of tiles
 step   4 input channels: a step of a tile is 64 codes, lane by lane
@@ -16,19 +16,32 @@ Scales and zero points follow tile by tile, ``[tiles, blocks, 16]``; scales are 
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from engines.bundle import LinearOutput
+from engines.lowerings import lowering_of
 from engines.native import DOMAIN, unsupported
-from engines.passes.base import Lowering, PassResult, initializer, new_value, replace
-from engines.passes.float_linears import label_of
-from engines.passes.linear_kernels import one_format, stacked_bias
-from engines.passes.linears import biases_of, is_linear, out_features_of, weights_of
+from engines.passes.base import Lowering, PassResult, initializer, new_value
+from engines.passes.linears import (
+    Quantized,
+    all_quantized,
+    described,
+    is_linear,
+    label_of,
+    one_scheme,
+    out_features_of,
+    put,
+    stacked_bias,
+    trimmed,
+    weights_of,
+)
 
+TARGET = "ort-cpu"
 TILE, STEP = 16, 4  # output channels, input channels
 LANES = 16  # a group is a multiple of
 
@@ -44,10 +57,7 @@ def run(lowering: Lowering) -> PassResult:
     for node in nodes:
         parts = [lowering.weights.linear(name) for name in weights_of(node)]
         label = label_of(lowering, node)
-        if not all(hasattr(part, "codes") for part in parts):
-            declined.append(f"{label}: it is not quantized; left to the next kernel pass")
-            continue
-        reason = unfit(parts[0])
+        reason = unfit(parts[0]) if all_quantized(parts) else "it is not quantized"
         if reason:
             declined.append(f"{label}: {reason}; left to the next kernel pass")
             continue
@@ -58,64 +68,67 @@ def run(lowering: Lowering) -> PassResult:
     return PassResult(matched, tuple(declined))
 
 
-def _lower(lowering: Lowering, node: ir.Node, label: str, parts: list[Any]) -> None:
-    one_format(label, parts)
-    first, model = parts[0], lowering.model
-    inputs: list[ir.Value | None] = [node.inputs[0], *table(model, label, first, parts)]
-    inputs.append(stacked_bias(lowering, label, biases_of(node)))
-    while inputs[-1] is None:
-        inputs.pop()
-    product = ir.node(
+def _lower(lowering: Lowering, node: ir.Node, label: str, parts: list[Quantized]) -> None:
+    one_scheme(label, parts)
+    bits = lowering_of(parts[0].scheme, TARGET).native_bits
+    wide = [widened(part, bits) for part in parts]
+    codes, scales, zero_points = stacked(lowering.model, label, wide)
+    linear = ir.node(
         "BlockLinear",
-        inputs,
-        attributes={"N": sum(out_features_of(node))} | attributes(first, inputs[2]),
+        trimmed([node.inputs[0], codes, scales, zero_points, stacked_bias(lowering, node)]),
+        attributes={"N": sum(out_features_of(node))} | attributes(wide[0], scales),
         domain=DOMAIN,
         outputs=[new_value(f"{label}.matmul", node.outputs[0])],
     )
-    symmetry = "sym" if first.zero_points is None else "asym"
-    lowering.plan[label] = f"BlockLinear {first.bits}-bit g{first.group_size} {symmetry}"
-    replace(model, [node], [product], {node.outputs[0]: product.outputs[0]})
-    lowering.linear_outputs.append(
-        LinearOutput(
-            value=product.outputs[0].name or "", weights=tuple(weights_of(node)), rows=tuple(out_features_of(node))
-        )
-    )
+    put(lowering, node, [linear], f"BlockLinear {described(parts[0])}{in_more_bits(parts[0], bits)}")
 
 
-def unfit(linear: Any) -> str:
+def unfit(linear: Quantized) -> str:
     """Why native kernels cannot take these codes, as a clause; empty where they can."""
     size, columns = linear.group_size, linear.codes.shape[1]
+    if not lowering_of(linear.scheme, TARGET).native_bits:
+        return f"native kernels take no weights in {linear.scheme.name}"
     if size % LANES or columns % size:
         return f"groups of {size} of {columns} input channels, where native kernels take multiples of {LANES}"
     return ""
 
 
-def table(model: ir.Model, label: str, first: Any, parts: list[Any]) -> list[ir.Value | None]:
-    """Codes, scales and zero points of stacked parts, packed; zero points are None where there are none."""
+def widened(linear: Any, bits: int) -> Any:
+    """The same weight to the bit, in codes of ``bits``."""
+    if bits == linear.scheme.bits:
+        return linear
+    scheme: Any = linear.scheme.model_copy(update={"bits": bits})
+    up = 0 if linear.zero_points is not None else scheme.midpoint - linear.scheme.midpoint
+    return dataclasses.replace(linear, codes=linear.codes + np.uint8(up), scheme=scheme)
+
+
+def in_more_bits(linear: Quantized, bits: int) -> str:
+    """For a bundle's record."""
+    return "" if linear.scheme.bits == bits else f", stored in {bits} bits"
+
+
+def stacked(model: ir.Model, label: str, parts: Sequence[Quantized]) -> tuple[ir.Value, ir.Value, ir.Value | None]:
+    """Codes, scales and zero points of linears that are stacked along their outputs, packed; None: no zero points."""
     codes = np.concatenate([part.codes for part in parts])
     scales = np.concatenate([part.scales for part in parts]).astype(np.float32)
-    zero_points = None
-    if first.zero_points is not None:
-        stacked = np.concatenate([part.zero_points for part in parts])
-        zero_points = initializer(model, f"{label}.zero_points", by_tile(stacked))
+    zero_points = [part.zero_points for part in parts if part.zero_points is not None]
     half = scales.astype(np.float16)
     exact = bool(np.array_equal(half.astype(np.float32), scales))
-    return [
-        initializer(model, f"{label}.codes", packed(codes, first.bits)),
+    return (
+        initializer(model, f"{label}.codes", packed(codes, parts[0].scheme.bits)),
         initializer(model, f"{label}.scales", by_tile(half if exact else scales)),
-        zero_points,
-    ]
+        initializer(model, f"{label}.zero_points", by_tile(np.concatenate(zero_points))) if zero_points else None,
+    )
 
 
-def attributes(first: Any, scales: ir.Value | None) -> dict[str, int]:
-    """What the kernels must know of a table beside its tensors."""
-    assert scales is not None
+def attributes(linear: Quantized, scales: ir.Value) -> dict[str, int]:
+    """What the kernels must know of codes beside the tensors."""
     return {
-        "K": first.codes.shape[1],
-        "bits": first.bits,
-        "block_size": first.group_size,
+        "K": linear.codes.shape[1],
+        "bits": linear.scheme.bits,
+        "block_size": linear.group_size,
         "half_scales": int(scales.dtype == ir.DataType.FLOAT16),
-        "symmetric": int(first.zero_points is None),
+        "symmetric": int(linear.scheme.symmetric),
     }
 
 

@@ -2,7 +2,7 @@
 
     Linear(x)   ->   MatMul(x, Transpose(weight)) [+ bias]
 
-The weight is not transposed in the file: a compiler folds the Transpose into the product, and a tied output head
+The weight is not transposed in the file: a compiler folds the Transpose into the matmul, and a tied output head
 stays the same tensor as the embedding.
 """
 
@@ -12,9 +12,8 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from engines.bundle import LinearOutput
-from engines.passes.base import Lowering, PassResult, constant, new_value, replace
-from engines.passes.linears import biases_of, is_linear, out_features_of, weights_of
+from engines.passes.base import Lowering, PassResult, constant, new_value
+from engines.passes.linears import biases_of, is_linear, label_of, put, weights_of
 
 
 def run(lowering: Lowering) -> PassResult:
@@ -26,9 +25,8 @@ def run(lowering: Lowering) -> PassResult:
         else:
             weight = _stacked(lowering, names)
         transposed = ir.node("Transpose", [weight], attributes={"perm": [1, 0]})
-        product = ir.node("MatMul", [node.inputs[0], transposed.outputs[0]])
-        finish(lowering, node, [transposed, product])
-        lowering.plan[label_of(lowering, node)] = "MatMul float"
+        matmul = ir.node("MatMul", [node.inputs[0], transposed.outputs[0]])
+        finish(lowering, node, [transposed, matmul], "MatMul float")
     return PassResult(len(nodes), () if nodes else ("no linear was left to it",))
 
 
@@ -43,39 +41,15 @@ def stacked_weight(lowering: Lowering, names: list[str]) -> NDArray[np.float32]:
     return np.concatenate([lowering.weights.weight(name) for name in names], axis=0)
 
 
-def label_of(lowering: Lowering, node: ir.Node) -> str:
-    """What a product is called: its group where it is all of it, else the weight."""
-    names = weights_of(node)
-    group = lowering.group_of(names[0])
-    return group.name if group is not None and len(group.members) == len(names) else names[0]
-
-
-def group_name(lowering: Lowering, node: ir.Node) -> str:
-    """The group a product belongs to, or its weight where it belongs to none."""
-    name = weights_of(node)[0]
-    group = lowering.group_of(name)
-    return group.name if group is not None else name
-
-
-def is_head(lowering: Lowering, node: ir.Node) -> bool:
-    """Whether a product is the output head, or anything else outside the layers."""
-    return not group_name(lowering, node).startswith("layers.")
-
-
-def finish(lowering: Lowering, node: ir.Node, nodes: list[ir.Node]) -> None:
+def finish(lowering: Lowering, node: ir.Node, nodes: list[ir.Node], kind: str) -> None:
     """Add the biases behind the last of ``nodes``, and let them take the linear's place."""
     label = label_of(lowering, node)
     biases = biases_of(node)
-    product = nodes[-1].outputs[0]
+    result = nodes[-1].outputs[0]
     final = new_value(f"{label}.matmul", node.outputs[0])
-    product.name, product.shape, product.type = final.name, final.shape, final.type
+    result.name, result.shape, result.type = final.name, final.shape, final.type
     if any(biases):
         values = np.concatenate([lowering.weights.tensor(name) for name in biases])
         bias = constant(lowering.model, f"{label}.bias", values)
-        nodes = [*nodes, ir.node("Add", [product, bias], outputs=[new_value(f"{label}.biased", node.outputs[0])])]
-    replace(lowering.model, [node], nodes, {node.outputs[0]: nodes[-1].outputs[0]})
-    lowering.linear_outputs.append(
-        LinearOutput(
-            value=nodes[-1].outputs[0].name or "", weights=tuple(weights_of(node)), rows=tuple(out_features_of(node))
-        )
-    )
+        nodes = [*nodes, ir.node("Add", [result, bias], outputs=[new_value(f"{label}.biased", node.outputs[0])])]
+    put(lowering, node, nodes, kind)

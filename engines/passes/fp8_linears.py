@@ -1,29 +1,23 @@
-"""Linears with weights and activations in FP8 (E4M3), as Q/DQ around the product.
+"""Linears with weights and activations in FP8 (E4M3), as Q/DQ around the matmul.
 
     Linear(x)   ->   MatMul(DequantizeLinear(QuantizeLinear(x, scale)), Transpose(DequantizeLinear(codes, scales)))
 
 Runs for ``precision: fp8`` only, on float weights. Weights have one scale per output channel. Activations have one
 static scale per linear group, from calibration: the largest ``|x|`` seen falls on the largest FP8 value, and what is
-larger saturates. So no scale depends on a request, nor on its neighbours in a batch (DESIGN rule 1). Seventeen binades
-of range make outliers harmless that INT8 could not hold.
+larger saturates. So no scale depends on a request, nor on its neighbours in a batch. Seventeen binades of range make
+outliers harmless that INT8 could not hold. The arithmetic is that of quantization/qdq.py.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
 from engines.passes.base import Lowering, PassResult, constant, initializer, new_value
-from engines.passes.float_linears import finish, group_name, is_head, label_of, stacked_weight
-from engines.passes.half_precision import scales_as_stored
-from engines.passes.linears import is_linear, weights_of
+from engines.passes.float_linears import finish, stacked_weight
+from engines.passes.linears import group_name, is_head, is_linear, label_of, weights_of
 from tapeout.errors import BuildError
-
-LARGEST = 448.0  # of E4M3 without infinities (arXiv:2209.05433)
 
 
 def run(lowering: Lowering) -> PassResult:
@@ -40,18 +34,6 @@ def run(lowering: Lowering) -> PassResult:
     return PassResult(matched, tuple(notes))
 
 
-def quantize_rows(weight: NDArray[np.float32]) -> tuple[NDArray[Any], NDArray[np.float32]]:
-    """``weight [N, K]`` as FP8 codes ``[N, K]`` and float16-representable scales ``[N]``; a row of zeros has scale > 0.
-
-    >>> codes, scales = quantize_rows(np.array([[448.0, -1.5]], np.float32))
-    >>> (codes.astype(np.float32) * scales[:, None]).tolist()
-    [[448.0, -1.5]]
-    """
-    scales = scales_as_stored(np.abs(weight).max(axis=1) / np.float32(LARGEST))
-    scaled = np.clip(weight / scales[:, None], -LARGEST, LARGEST)
-    return scaled.astype(ml_dtypes.float8_e4m3fn), scales
-
-
 def _activation_scale(lowering: Lowering, label: str) -> NDArray[np.float32]:
     largest = lowering.activation_max.get(label)
     if largest is None or not np.isfinite(largest) or largest <= 0:
@@ -60,14 +42,14 @@ def _activation_scale(lowering: Lowering, label: str) -> NDArray[np.float32]:
             expected="a positive largest |x| for every linear that computes in FP8",
             remedy="run `dvc repro calibrate` for this model, or choose --precision int4 or fp16",
         )
-    return scales_as_stored(np.array(largest / LARGEST, np.float32))
+    assert lowering.qdq is not None
+    return lowering.qdq.fp8_input_scale(largest)
 
 
 def _lower(lowering: Lowering, node: ir.Node, label: str) -> None:
-    model = lowering.model
-    codes, scales = quantize_rows(stacked_weight(lowering, weights_of(node)))
-    x = node.inputs[0]
-    assert x is not None
+    model, x = lowering.model, node.inputs[0]
+    assert x is not None and lowering.qdq is not None
+    codes, scales = lowering.qdq.fp8_weight(stacked_weight(lowering, weights_of(node)))
     stored = initializer(model, f"{label}.codes", codes)
     x_scale = constant(
         model, f"{group_name(lowering, node)}.input_scale", _activation_scale(lowering, group_name(lowering, node))
@@ -80,6 +62,5 @@ def _lower(lowering: Lowering, node: ir.Node, label: str) -> None:
     )
     weight.outputs[0].shape, weight.outputs[0].type = stored.shape, ir.TensorType(ir.DataType.FLOAT)
     transposed = ir.node("Transpose", [weight.outputs[0]], attributes={"perm": [1, 0]})
-    product = ir.node("MatMul", [wide.outputs[0], transposed.outputs[0]])
-    finish(lowering, node, [narrow, wide, weight, transposed, product])
-    lowering.plan[label] = "MatMul fp8"
+    matmul = ir.node("MatMul", [wide.outputs[0], transposed.outputs[0]])
+    finish(lowering, node, [narrow, wide, weight, transposed, matmul], "MatMul fp8")

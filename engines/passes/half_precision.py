@@ -54,15 +54,6 @@ def run(lowering: Lowering) -> PassResult:
     return PassResult(changed)
 
 
-def scales_as_stored(scales: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Scales that the 16-bit type holds exactly: rounded to float16 before codes are chosen for them, and never zero.
-
-    A block of zeros would ask for zero, whose quotients are no numbers.
-    """
-    tiny = np.float32(np.finfo(np.float16).smallest_normal)
-    return np.maximum(scales.astype(np.float16).astype(np.float32), tiny)
-
-
 def _narrow(name: str, values: NDArray[Any], element: Any) -> NDArray[Any]:
     with np.errstate(over="ignore"):
         narrowed = values.astype(element)

@@ -1,8 +1,8 @@
-"""Linears of one group (Q/K/V, gate/up) become one product: the input is read once, and one kernel is launched.
+"""Linears of one group (Q/K/V, gate/up) become one linear: the input is read once, and one kernel is launched.
 
     Linear(x, q), Linear(x, k), Linear(x, v)   ->   Split(Linear(x, [q, k, v]))
 
-Attention takes the merged product whole where it can, so that its Split disappears again (grouped_query_attention).
+Attention takes the merged result whole where it can, so that its Split disappears again (grouped_query_attention).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _merge(lowering: Lowering, name: str, nodes: list[ir.Node]) -> None:
             ir.AttrStrings("biases", [b for n in nodes for b in biases_of(n)]),
             ir.AttrInt64s("out_features", sizes),
         ],
-        outputs=[new_value(f"{name}.product")],
+        outputs=[new_value(f"{name}.merged")],
     )
     like = nodes[0].outputs[0]
     if like.shape is not None:

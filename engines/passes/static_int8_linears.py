@@ -1,9 +1,9 @@
-"""Linears with a static input scale become integer products: two to three times the arithmetic of block kernels.
+"""Linears with a static input scale become integer matmuls: two to three times the arithmetic of block kernels.
 
     Linear(x) over codes with an input scale
         ->   MatMulIntegerToFloat(QuantizeLinear(x, scale, 128), codes [K, N], scale, scales [N], 128[, zero][, bias])
 
-The scale is one constant from calibration, so rows of different requests share nothing that depends on them. Inputs
+The scale is one constant from calibration, so tokens of different requests share nothing that depends on them. Inputs
 are uint8 around 128: with int8 ones ONNX Runtime 1.31 has no vector kernel on x86 and is hundreds of times slower.
 Linears without an input scale are left to the next kernel pass.
 """
@@ -16,11 +16,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from engines.bundle import LinearOutput
-from engines.passes.base import CONTRIB, Lowering, PassResult, initializer, new_value, replace
-from engines.passes.float_linears import label_of
-from engines.passes.linear_kernels import stacked_bias
-from engines.passes.linears import biases_of, is_linear, out_features_of, weights_of
+from engines.passes.base import CONTRIB, Lowering, PassResult, initializer, new_value
+from engines.passes.linears import is_linear, label_of, put, stacked_bias, trimmed, weights_of
 from tapeout.errors import BuildError
 from tapeout.fingerprint import cpu_features
 
@@ -29,7 +26,7 @@ EXACT_FEATURES = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
 
 
 def run(lowering: Lowering) -> PassResult:
-    matched, declined, signed = 0, list[str](), products_of_signed_weights_are_exact()
+    matched, declined, signed = 0, list[str](), signed_weights_are_exact()
     for node in [n for n in lowering.model.graph if is_linear(n)]:
         parts = [lowering.weights.linear(name) for name in weights_of(node)]
         scales = {getattr(part, "input_scale", None) for part in parts}
@@ -42,7 +39,7 @@ def run(lowering: Lowering) -> PassResult:
             raise BuildError(
                 f"{label_of(lowering, node)} reads one input with scales {sorted(map(str, scales))}",
                 expected="one input scale for linears that read the same input",
-                remedy="let one rule of plan.kernels match the whole group",
+                remedy="let one rule of plan.schemes match the whole group",
             )
         _lower(lowering, node, parts, signed=signed)
         matched += 1
@@ -50,7 +47,7 @@ def run(lowering: Lowering) -> PassResult:
     return PassResult(matched, tuple(declined) if matched else ("no linear has a static scale for its inputs",))
 
 
-def products_of_signed_weights_are_exact() -> bool:
+def signed_weights_are_exact() -> bool:
     """False on x86 without VNNI, where uint8 · int8 adds pairs in saturating 16 bits; uint8 · uint8 does not."""
     return platform.machine() not in ("x86_64", "AMD64") or bool(EXACT_FEATURES.intersection(cpu_features()))
 
@@ -63,24 +60,15 @@ def _lower(lowering: Lowering, node: ir.Node, parts: list[Any], *, signed: bool)
     scale = initializer(model, f"{label}.input_scale", np.array(parts[0].input_scale, np.float32))
     middle = initializer(model, f"{label}.input_zero", np.array(MIDPOINT, np.uint8))
     rounded = ir.node("QuantizeLinear", [node.inputs[0], scale, middle], outputs=[new_value(f"{label}.inputs")])
-    inputs: list[ir.Value | None] = [
+    inputs = [
         rounded.outputs[0],
         initializer(model, f"{label}.codes", codes),
         scale,
         initializer(model, f"{label}.scales", np.concatenate([part.scales[:, 0] for part in parts]).astype(np.float32)),
         middle,
         None if signed else middle,
-        stacked_bias(lowering, label, biases_of(node)),
+        stacked_bias(lowering, node),
     ]
-    while inputs[-1] is None:
-        inputs.pop()
-    product = ir.node(
-        "MatMulIntegerToFloat", inputs, domain=CONTRIB, outputs=[new_value(f"{label}.matmul", node.outputs[0])]
-    )
-    lowering.plan[label] = "MatMulIntegerToFloat 8-bit, static int8 input"
-    replace(model, [node], [rounded, product], {node.outputs[0]: product.outputs[0]})
-    lowering.linear_outputs.append(
-        LinearOutput(
-            value=product.outputs[0].name or "", weights=tuple(weights_of(node)), rows=tuple(out_features_of(node))
-        )
-    )
+    output = new_value(f"{label}.matmul", node.outputs[0])
+    linear = ir.node("MatMulIntegerToFloat", trimmed(inputs), domain=CONTRIB, outputs=[output])
+    put(lowering, node, [rounded, linear], "MatMulIntegerToFloat 8-bit, static int8 input")

@@ -20,6 +20,7 @@ from tapeout.artifact import Artifact, ArtifactRef, Parents
 from tapeout.errors import ArtifactError, BuildError
 from tapeout.portable_graph import PortableGraph
 from tapeout.recipe import Recipe
+from tapeout.schemes import FLOAT, Scheme
 
 if TYPE_CHECKING:
     from engines.lowered import LoweredGraph
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from quantization.rounding import QuantizedLinear
 
 
-INT4_BLOCK = 64  # input channels per scale, as the compiler's own kernels have it; fewer where a linear's width asks
+# Groups of 64 are what the compiler's own kernels have; they shrink where a linear's width asks.
+INT4 = Scheme(bits=4, group_size=64, symmetric=True, positive_scales=True)
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ def explain(request: Request) -> list[PassReport]:
 
     from engines.compile import lower
     from engines.passes.base import Lowering
+    from quantization import qdq
     from quantization.checkpoint import KVScales
     from quantization.compressed_tensors import open_checkpoint
 
@@ -107,6 +110,7 @@ def explain(request: Request) -> list[PassReport]:
         float_type="bf16" if request.precision == "bf16" else "fp16",
         precision=request.precision,
         activation_max=_activation_max(request, graph)[0],
+        qdq=qdq,
     )
     return list(lower(lowering, module.PASSES, lambda _: None))
 
@@ -262,16 +266,15 @@ def _four_bits(request: Request, graph: Artifact[PortableGraph]) -> Artifact[Qua
     from quantization.calibration import Calibration
     from quantization.plan_search import write_plan
     from quantization.quantize import quantize
-    from tapeout.recipe import KVCache, Plan, Rule, Scheme
+    from tapeout.recipe import KVCache, Plan, Quantize, Rule
 
     plan = Plan(
-        kernels=(Rule(match="*", bits=4, group_size=INT4_BLOCK, symmetric=True, positive_scales=True),),
-        embeddings=Scheme(bits=32),
+        schemes=(Rule(match="*", scheme=INT4),),
+        embeddings=FLOAT,
         kv_cache=KVCache(dtype="float32"),
     )
-    settings = request.recipe.quantize.model_copy(update={"method": "awq"})
     return quantize(
-        request.recipe.model_copy(update={"quantize": settings, "plan": plan}),
+        Quantize(scale_grid=request.recipe.quantize.scale_grid),
         graph,
         artifact.load(request.artifacts / "calibration", Calibration),
         write_plan(plan, graph, request.folder / "plan"),
@@ -287,11 +290,10 @@ class _Nearest:
         self.weight, self.tensor = checkpoint.weight, checkpoint.tensor
 
     def linear(self, name: str) -> QuantizedLinear:
-        from quantization.rounding import Format, fitting_group_size, round_to_nearest
+        from quantization.rounding import round_to_nearest
 
         weight = self._checkpoint.weight(name)
-        size = fitting_group_size(INT4_BLOCK, weight.shape[1])
-        return round_to_nearest(weight, Format(4, size, symmetric=True, positive=True))
+        return round_to_nearest(weight, INT4.fitted(weight.shape[1]))
 
 
 def _activation_max(request: Request, graph: Artifact[PortableGraph]) -> tuple[dict[str, float], Parents]:
@@ -321,6 +323,7 @@ def _activation_max(request: Request, graph: Artifact[PortableGraph]) -> tuple[d
 
 def _lower(request: Request, console: Any) -> Artifact[LoweredGraph]:
     from engines.compile import lower_graph
+    from quantization import qdq
 
     graph = _graph(request)
     largest, calibrated = _activation_max(request, graph)
@@ -334,6 +337,7 @@ def _lower(request: Request, console: Any) -> Artifact[LoweredGraph]:
             precision=request.precision,
             slots=request.recipe.build.slots,
             activation_max=largest,
+            qdq=qdq,
             parents={**parents, **calibrated},
             progress=lambda step: status.update(f"lowering: {step}"),
         )
@@ -384,7 +388,7 @@ def _documents(request: Request) -> list[list[int]]:
     source = artifact.load(request.artifacts / "source", Source)
     settings, text = recipe.calibrate, recipe.section(TextSettings)
     _, heldout = calibration_and_heldout(
-        source, settings.dataset, settings.column, settings.rows, text.documents, recipe.seed
+        source, settings.dataset, settings.column, settings.samples, text.documents, recipe.seed
     )
     tokenizer: Any = Tokenizer.from_file(str(request.artifacts / "graph" / "tokenizer.json"))
     return [tokenizer.encode(words).ids[: text.document_tokens] for words in heldout[: request.documents]]

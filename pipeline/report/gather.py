@@ -15,6 +15,7 @@ from quantization.frontier import Frontier, read
 from quantization.plan import COLUMNS, FRONTIER_FILE, PrecisionPlan, summary, table
 from tapeout import artifact
 from tapeout.artifact import RECORD, Artifact, read_payload
+from tapeout.schemes import FLOAT
 
 MADE = ("source", "graph", "calibration", "sensitivity", "plan", "quantized", "baseline", "candidate")
 
@@ -60,19 +61,15 @@ def _plan(plan: Artifact[PrecisionPlan]) -> Planned:
 
 def _layer(linear: LinearReport) -> LayerRow:
     found = re.fullmatch(r"layers\.(\d+)\.(.+)", linear.group)
-    symmetry = "symmetric" if linear.symmetric else "asymmetric"
-    per_group = 32.0 + (0 if linear.symmetric else linear.bits)  # a float32 scale and a zero point, as the engine holds
+    scheme = linear.scheme
+    scale = 32.0 + (0 if scheme.symmetric else scheme.bits)  # float32, and a zero point, as the engine holds them
     return LayerRow(
         group=linear.name,
         layer=int(found.group(1)) if found else None,
         unit=found.group(2) if found else linear.group,
-        format="float32"
-        if linear.bits == 32
-        else f"int8 per channel, static int8 inputs, {linear.method}"
-        if linear.activations == "int8"
-        else f"int{linear.bits} g{linear.group_size} {symmetry}, {linear.method}",
-        bits=linear.bits,
-        bits_per_weight=float(linear.bits) if linear.bits == 32 else linear.bits + per_group / linear.group_size,
+        format=scheme.name if scheme == FLOAT else f"{scheme.name}, {linear.method}",
+        bits=scheme.bits,
+        bits_per_weight=32.0 if scheme == FLOAT else scheme.bits + scale / (scheme.group_size or linear.in_features),
         error_before=linear.error_rtn,
         error_after=linear.error,
     )

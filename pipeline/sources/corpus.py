@@ -68,7 +68,7 @@ def calibration_and_heldout(
             f"{dataset}.{column} has {len(texts)} different texts of at least {min_chars} characters, "
             f"enough for {len(calibration)} calibration and {len(judged)} held-out texts",
             expected=f"{rows} and {heldout}",
-            remedy="lower calibrate.rows or evaluate.documents, or choose a larger calibrate.dataset",
+            remedy="lower calibrate.samples or evaluate.documents, or choose a larger calibrate.dataset",
         )
     return calibration, judged
 

@@ -23,7 +23,11 @@ DATA_SUFFIXES = (".c", ".h", ".j2")
 # Messages do not change what is computed, and parameters are dependencies themselves (`params` in dvc.yaml).
 UNCOUNTED = frozenset({"tapeout.errors", "tapeout.recipe", "pipeline.recipe"})
 # Modules that find others by listing a package: whoever imports them reaches all of it.
-REGISTRIES = {"evals.known": "evals.kinds"}
+REGISTRIES = {
+    "evals.known": "evals.kinds",
+    "quantization.formats": "quantization.formats",
+    "quantization.methods": "quantization.methods",
+}
 
 Stage = Callable[..., None]  # a function of ``wiring.py``, or its ``_measure`` bound to a kind of evidence
 

@@ -8,15 +8,16 @@ from engines import attention_costs, linear_costs
 from engines.linear_costs import Shape
 from engines.threads import physical_cores
 from engines.timing import Seconds, streamed_bytes
-from quantization.cost_table import CostTable, products_of, workload_of
+from quantization.cost_table import CostTable, schemes_by_shape, workload_of
+from quantization.formats import stored_by_rtn
 from quantization.plan import PrecisionPlan, UnitPlan
-from quantization.units import caches, stored_plainly
+from quantization.units import caches
 from tapeout.errors import RecipeError
 from tapeout.portable_graph import PortableGraph
 from tapeout.recipe import Recipe
 
 TIMED_TARGET = "ort-cpu"
-CHOSEN = {"kernels": "auto", "embeddings": "auto", "kv_cache": "auto"}  # of a plan: everything that can be
+CHOSEN = {"schemes": "auto", "embeddings": "auto", "kv_cache": "auto"}  # of a plan: everything that can be
 
 
 def cost_table(
@@ -29,29 +30,29 @@ def cost_table(
     """
     if measure and recipe.build.target != TIMED_TARGET:
         raise RecipeError(
-            f"plan.kernels: auto for {recipe.build.target}",
+            f"plan.schemes: auto for {recipe.build.target}",
             expected=f"{TIMED_TARGET}, whose products are timed on this machine",
-            remedy="write the rules of plan.kernels out",
+            remedy="write the rules of plan.schemes out",
         )
     threads = recipe.build.threads or physical_cores()
     rows = sorted({1, *workload_of(recipe.plan)})  # prefill computes one row of the head
     sizes: dict[tuple[int, int], dict[str, int]] = {}
     seconds: dict[tuple[int, int], Seconds] = {}
-    wanted = products_of(graph, recipe.plan)
+    wanted = schemes_by_shape(graph, recipe.plan)
     # Figures are kept for kernels that were timed together; a plan that is written out finds those of a chosen one.
     compared = recipe.plan if measure else recipe.plan.model_copy(update=CHOSEN)
-    together, context = products_of(graph, compared), min(recipe.plan.context, graph.max_positions)
+    together, context = schemes_by_shape(graph, compared), min(recipe.plan.context, graph.max_positions)
     streamed = streamed_bytes(sum(group.in_features * sum(group.out_features) for group in graph.groups))
     for number, ((columns, outputs), kernels) in enumerate(wanted.items(), 1):
         shape = Shape(columns, outputs)
         if measure:
             progress(f"costs of {columns} x {outputs} at {', '.join(map(str, rows))} rows ({number} of {len(wanted)})")
-        sizes[columns, outputs] = {k.name: linear_costs.product_bytes(shape, k, stored_plainly) for k in kernels}
+        sizes[columns, outputs] = {k.name: linear_costs.product_bytes(shape, k, stored_by_rtn) for k in kernels}
         seconds[columns, outputs] = linear_costs.costs(
             shape,
             together[columns, outputs],
             rows,
-            stored_plainly,
+            stored_by_rtn,
             streamed=streamed,
             threads=threads,
             only_kept=not measure,
@@ -87,14 +88,16 @@ def timed(plan: PrecisionPlan, recipe: Recipe, graph: PortableGraph) -> Precisio
         return sum(share * seconds[rows] / rows for rows, share in workload.items())
 
     def of(unit: UnitPlan) -> Mapping[int, float]:
-        return table.linears_seconds([groups[name] for name in unit.groups], unit.kernel)
+        return table.linears_seconds([groups[name] for name in unit.groups], unit.scheme)
 
     tables, cache = plan.embeddings, plan.kv_cache
     kept = table.cache(graph, cache.settings)
     return plan.model_copy(
         update={
             "units": tuple(unit.model_copy(update={"seconds": per_token(of(unit))}) for unit in plan.units),
-            "embeddings": tables.model_copy(update={"seconds": per_token(table.tables_seconds(graph, tables.kernel))}),
+            "embeddings": tables.model_copy(
+                update={"seconds": per_token(table.embeddings_seconds(graph, tables.scheme))}
+            ),
             "kv_cache": cache.model_copy(update={"seconds": per_token(kept.seconds), "bytes": kept.bytes}),
         }
     )

@@ -111,13 +111,15 @@ def _calibrate(recipe: Recipe) -> None:
     from quantization.calibrate import calibrate
 
     texts, _ = _texts(recipe, heldout=0)
-    calibrate(recipe, _graph(), texts, ARTIFACTS / "calibration")
+    calibrate(recipe.calibrate, _graph(), texts, ARTIFACTS / "calibration")
 
 
 def _sensitivity(recipe: Recipe) -> None:
     from quantization.sensitivity_sweep import sweep
 
-    sweep(recipe, _graph(), _calibration(), _calibrated_rows(recipe), ARTIFACTS / "sensitivity")
+    sweep(
+        recipe.plan, recipe.quantize, _graph(), _calibration(), _calibration_samples(recipe), ARTIFACTS / "sensitivity"
+    )
 
 
 def _plan(recipe: Recipe) -> None:
@@ -127,12 +129,13 @@ def _plan(recipe: Recipe) -> None:
 
     graph, say = _graph(), _say("plan")
     make_plan(
-        recipe,
+        recipe.plan,
+        recipe.quantize,
         graph,
         _calibration(),
         artifact.load(ARTIFACTS / "sensitivity", Sensitivity),
-        cost_table(recipe, graph.record, measure=recipe.plan.kernels == "auto", progress=say),
-        _calibrated_rows(recipe),
+        cost_table(recipe, graph.record, measure=recipe.plan.schemes == "auto", progress=say),
+        _calibration_samples(recipe),
         ARTIFACTS / "plan",
         progress=say,
     )
@@ -143,7 +146,7 @@ def _quantize(recipe: Recipe) -> None:
     from quantization.quantize import quantize
 
     plan = artifact.load(ARTIFACTS / "plan", PrecisionPlan)
-    quantize(recipe, _graph(), _calibration(), plan, ARTIFACTS / "quantized")
+    quantize(recipe.quantize, _graph(), _calibration(), plan, ARTIFACTS / "quantized")
 
 
 def _build_baseline(recipe: Recipe) -> None:
@@ -262,12 +265,12 @@ def _texts(recipe: Recipe, heldout: int) -> tuple[list[str], list[str]]:
     from pipeline.sources.corpus import calibration_and_heldout
 
     settings = recipe.calibrate
-    return calibration_and_heldout(_source(), settings.dataset, settings.column, settings.rows, heldout, recipe.seed)
+    return calibration_and_heldout(_source(), settings.dataset, settings.column, settings.samples, heldout, recipe.seed)
 
 
-def _calibrated_rows(recipe: Recipe) -> list[list[int]]:
-    """Token ids of the calibration rows, where the plan is chosen by them; a plan that is written out asks for none."""
-    return _encode(_texts(recipe, heldout=0)[0]) if recipe.plan.kernels == "auto" else []
+def _calibration_samples(recipe: Recipe) -> list[list[int]]:
+    """Token ids of the calibration samples, where the plan is chosen by them; a written plan asks for none."""
+    return _encode(_texts(recipe, heldout=0)[0]) if recipe.plan.schemes == "auto" else []
 
 
 def _encode(texts: Sequence[str]) -> list[list[int]]:

@@ -97,9 +97,9 @@ def recipe(name: str) -> Recipe:
     return Recipe(
         model=ModelSource(source="file:model"),
         data=DataSource(source="file:data"),
-        calibrate=Calibrate(rows=8, tokens=48),
-        plan=Plan(kernels=RULES[name], kv_cache=KVCache(dtype="int8" if name in INT8_KV else "float32")),
-        quantize=Quantize(method="rtn"),  # which codes does not matter here
+        calibrate=Calibrate(samples=8, tokens=48),
+        plan=Plan(schemes=RULES[name], kv_cache=KVCache(dtype="int8" if name in INT8_KV else "float32")),
+        quantize=Quantize(candidates=("rtn",)),  # which codes does not matter here
     )
 
 
@@ -124,7 +124,9 @@ def models(
         tokenizer: Any = AutoTokenizer.from_pretrained(tiny_checkpoint)
         texts = [tokenizer(text).input_ids for text in tiny_texts(2 * PROMPTS, 5)]
         prompts = [(texts[2 * i] + texts[2 * i + 1])[:length] for i, length in enumerate(lengths(LONGEST))]
-        return Model(graph, calibrate(recipe("8-bit"), graph, tiny_texts(8, 1), folder / "calibration"), prompts)
+        return Model(
+            graph, calibrate(recipe("8-bit").calibrate, graph, tiny_texts(8, 1), folder / "calibration"), prompts
+        )
 
     def odd() -> Model:
         folder = tmp_path_factory.mktemp("odd")
@@ -135,7 +137,7 @@ def models(
         prompts = [
             draw.integers(3, FAMILIES[ODD].vocab_size, length).tolist() for length in lengths(MAX_POSITIONS - STEPS)
         ]
-        return Model(graph, calibrate(recipe("8-bit"), graph, texts, folder / "calibration"), prompts)
+        return Model(graph, calibrate(recipe("8-bit").calibrate, graph, texts, folder / "calibration"), prompts)
 
     def get(name: str) -> Model:
         if name not in made:
@@ -151,7 +153,7 @@ def make_bundle(model: Model, name: str, folder: Path) -> Artifact[EngineBundle]
     if name != "float":
         source = "mix" if name == "int8 KV" else name
         plan = written_plan(recipe(source), model.graph, folder / "plan")
-        quantized = quantize(recipe(source), model.graph, model.calibration, plan, folder / "quantized")
+        quantized = quantize(recipe(source).quantize, model.graph, model.calibration, plan, folder / "quantized")
         checkpoint = model.graph.folder if name == "int8 KV" else quantized.folder
         scales = load_file(quantized.folder / KV_SCALES) if name in INT8_KV else {}
     return build(

@@ -65,13 +65,13 @@ def made(
     recipe = Recipe(
         model=ModelSource(source="file:model"),
         data=DataSource(source="file:data"),
-        calibrate=Calibrate(rows=32, tokens=128),
-        plan=Plan(kernels=MIXED, embeddings=TABLES, kv_cache=KVCache(dtype=cache)),
+        calibrate=Calibrate(samples=32, tokens=128),
+        plan=Plan(schemes=MIXED, embeddings=TABLES, kv_cache=KVCache(dtype=cache)),
     )
     graph = export(tiny_checkpoint, "", folder / "graph", max_positions=512, tolerance=1e-3, seed=0, parents={})
-    calibration = calibrate(recipe, graph, tiny_texts(44, 9)[:32], folder / "calibration")
+    calibration = calibrate(recipe.calibrate, graph, tiny_texts(44, 9)[:32], folder / "calibration")
     plan = written_plan(recipe, graph, folder / "plan")
-    quantized = quantize(recipe, graph, calibration, plan, folder / "quantized")
+    quantized = quantize(recipe.quantize, graph, calibration, plan, folder / "quantized")
     kv = KVScales.read(quantized.folder)
     with pytest.MonkeyPatch.context() as patch:
         if operators == "stock":

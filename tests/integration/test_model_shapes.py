@@ -62,9 +62,9 @@ def recipe(tokens: int = TOKENS) -> Recipe:
     return Recipe(
         model=ModelSource(source="file:model"),
         data=DataSource(source="file:data"),
-        calibrate=Calibrate(rows=ROWS, tokens=tokens),
+        calibrate=Calibrate(samples=ROWS, tokens=tokens),
         plan=Plan(
-            kernels=(
+            schemes=(
                 Rule(match="layers.0.o", bits=4, group_size=32, symmetric=True),
                 Rule(match="layers.1.qkv", bits=8, group_size=64, symmetric=True),
                 Rule(match="layers.0.gate_up", bits=6, group_size=64, symmetric=True),
@@ -95,9 +95,9 @@ class Made:
 
 def make(name: str, folder: Path) -> Made:
     graph = export_family(name, folder)
-    calibration = calibrate(recipe(), graph, texts(words(name, ROWS, TOKENS, 1)), folder / "calibration")
+    calibration = calibrate(recipe().calibrate, graph, texts(words(name, ROWS, TOKENS, 1)), folder / "calibration")
     plan = written_plan(recipe(), graph, folder / "plan")
-    quantized = quantize(recipe(), graph, calibration, plan, folder / "quantized")
+    quantized = quantize(recipe().quantize, graph, calibration, plan, folder / "quantized")
     bundle = build(
         graph,
         open_checkpoint(quantized.folder),
@@ -166,7 +166,7 @@ def assert_key_thresholds_hold_at_later_positions(made: Made, folder: Path) -> N
     from transformers import AutoModelForCausalLM
 
     rows = words(made.name, ROWS, SEEN, 4)
-    calibration = calibrate(recipe(SEEN), made.graph, texts(rows), folder / "short")
+    calibration = calibrate(recipe(SEEN).calibrate, made.graph, texts(rows), folder / "short")
     found = load_file(calibration.folder / layer_file(0))
     keys = later_keys(AutoModelForCausalLM.from_pretrained(made.graph.folder), rows)
     assert (keys <= found["layers.0.k_pair_absmax"] * 1.0001).all()

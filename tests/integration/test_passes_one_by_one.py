@@ -24,11 +24,12 @@ from engines.compile import lower
 from engines.load import known_targets, target_module
 from engines.passes import grouped_query_attention, silu
 from engines.passes.base import Lowering, PassResult
-from engines.passes.fp8_linears import quantize_rows
+from quantization import qdq
 from quantization.compressed_tensors import open_checkpoint
-from quantization.rounding import Format, QuantizedLinear, fitting_group_size, round_to_nearest
+from quantization.rounding import QuantizedLinear, round_to_nearest
 from tapeout.artifact import Artifact
 from tapeout.portable_graph import LinearGroup, PortableGraph
+from tapeout.schemes import STATIC_INT8, Scheme
 from tests.between_passes import FloatArray, GraphRunner, written_out
 from tests.families import export_family
 from tests.lowering import FixedWeights
@@ -160,6 +161,7 @@ def lowering_of(graph: Artifact[PortableGraph], precision: str) -> Lowering:
         record.max_positions,
         float_type="fp16",
         precision=precision,
+        qdq=qdq,
     )
     lowering.activation_max = {group.name: 4.0 + n for n, group in enumerate(record.groups)}
     if precision == "quantized":
@@ -181,27 +183,28 @@ def tensors_of(graph: Artifact[PortableGraph], precision: str) -> dict[str, Any]
         for name in group.members:
             weight = tensors[name].T if group.transposed else tensors[name]  # [out, in]
             if precision == "fp8" and group.name != "lm_head":
-                codes, scales = quantize_rows(weight)
+                codes, scales = qdq.fp8_weight(weight)
                 decoded = codes.astype(np.float32) * scales[:, None]  # quantized again, these are themselves
                 tensors[name] = decoded.T if group.transposed else decoded
             elif precision == "int4" and group.name != "lm_head":
-                size = fitting_group_size(32, group.in_features)
-                tensors[name] = round_to_nearest(weight, Format(4, size, symmetric=True, positive=True))
+                int4 = Scheme(bits=4, group_size=32, symmetric=True, positive_scales=True)
+                tensors[name] = round_to_nearest(weight, int4.fitted(group.in_features))
             elif precision == "quantized":
                 tensors[name] = mixed(group, weight, step=(4 + number) / 127)
     if precision == "quantized" and not isinstance(tensors[record.embedding], QuantizedLinear):
-        tensors[record.embedding] = round_to_nearest(tensors[record.embedding], Format(8, 16, symmetric=True))
+        tensors[record.embedding] = round_to_nearest(
+            tensors[record.embedding], Scheme(bits=8, group_size=16, symmetric=True)
+        )
     return tensors
 
 
 def mixed(group: LinearGroup, weight: NDArray[np.float32], *, step: float) -> QuantizedLinear:
     """A weight ``[out, in]`` in a format that depends on what its group is for, so that there is one of every kind."""
-    unit, size = group.name.rpartition(".")[2], fitting_group_size(32, group.in_features)
+    unit = group.name.rpartition(".")[2]
     if unit == "o":
-        fmt = Format(8, group.in_features, symmetric=True, activations="int8")
-        return replace(round_to_nearest(weight, fmt), input_scale=step)
-    four_bits = {"qkv": Format(4, size, symmetric=False), "down": Format(4, size, symmetric=True)}
-    return round_to_nearest(weight, four_bits.get(unit, Format(8, size, symmetric=True)))
+        return replace(round_to_nearest(weight, STATIC_INT8), input_scale=step)
+    schemes = {"qkv": Scheme(bits=4), "down": Scheme(bits=4, symmetric=True)}
+    return round_to_nearest(weight, schemes.get(unit, Scheme(bits=8, symmetric=True)).fitted(group.in_features))
 
 
 @pytest.fixture(scope="module")

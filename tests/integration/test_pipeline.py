@@ -43,7 +43,7 @@ def params(checkpoint: Path, data: Path) -> dict[str, object]:
         "export": {"max_positions": 512},
         "calibrate": {"rows": 24, "tokens": 128},
         "plan": {
-            "kernels": "auto",
+            "schemes": "auto",
             "embeddings": "auto",
             "kv_cache": "auto",
             "context": 256,
@@ -130,11 +130,11 @@ def test_the_chosen_plan_is_what_the_engine_computes(project: Path) -> None:
     plan = artifact.load(project / "artifacts" / "plan", PrecisionPlan)
     bundle = artifact.load(project / "artifacts" / "candidate", EngineBundle)
     assert plan.record.search is not None and plan.record.search.joint_kl <= 0.0003
-    for group, kernel in plan.record.kernels.items():
+    for group, kernel in plan.record.schemes.items():
         built = bundle.record.plan[group]
         assert ("static int8" in built) == (kernel.activations == "int8")
         assert kernel.activations == "int8" or f"{kernel.bits}-bit" in built or "fp32" in built
-    tables = plan.record.embeddings.kernel
+    tables = plan.record.embeddings.scheme
     for group in ("embedding", "lm_head"):
         assert (f"{tables.bits}-bit" if tables.bits < 32 else "fp32") in bundle.record.plan[group]
     assert bundle.record.io.kv_dtype == plan.record.kv_cache.settings.dtype

@@ -3,13 +3,22 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quantization import awq
-from quantization.rounding import Format, round_to_nearest
-from quantization.scale_fit import output_error
+from quantization import input_scale
+from quantization.input_scale import InputScale
+from quantization.methods import awq
+from quantization.problem import Problem
+from quantization.rounding import output_error, round_to_nearest
+from quantization.statistics import Statistics
 from tapeout.portable_graph import ScaleSink
+from tapeout.schemes import Scheme
 
 RANDOM = np.random.default_rng(0)
-INT4 = Format(4, 32, symmetric=True)
+INT4 = Scheme(bits=4, group_size=32, symmetric=True)
+
+
+def searched(weight: np.ndarray, gram: np.ndarray, mean_abs: np.ndarray) -> InputScale | None:
+    inputs = Statistics(gram, gram, mean_abs=mean_abs, max_abs=mean_abs)
+    return awq.propose(Problem.of([weight], INT4, inputs, ScaleSink(kind="norm", weight="n.weight"), 20))
 
 
 def normal(*shape: int) -> np.ndarray:
@@ -26,7 +35,7 @@ def test_a_scale_folded_into_a_norm_is_undone_exactly(offset: float) -> None:
     x, gain, bias, weight, scale = normal(5, 64), normal(64), normal(64), normal(8, 64), positive(64)
     sink = ScaleSink(kind="norm", weight="n.weight", bias="n.bias", offset=offset)
     before = (x * (gain + offset) + bias) @ weight.T
-    folded = x * (awq.absorb(gain, scale, sink) + offset) + awq.absorb_bias(bias, scale, sink)
+    folded = x * (input_scale.absorb(gain, scale, sink) + offset) + input_scale.absorb_bias(bias, scale, sink)
     np.testing.assert_allclose(folded @ (weight * scale).T, before, rtol=1e-4, atol=1e-4)
 
 
@@ -43,7 +52,7 @@ def test_a_scale_folded_into_values_is_tied_over_the_query_heads_that_share_them
         return np.repeat(value, repeat, axis=1).reshape(tokens, -1) @ consumer.T
 
     before = output(producer, bias, consumer)
-    folded, folded_bias = awq.absorb(producer, candidate, sink), awq.absorb_bias(bias, candidate, sink)
+    folded, folded_bias = input_scale.absorb(producer, candidate, sink), input_scale.absorb_bias(bias, candidate, sink)
     after = output(folded, folded_bias, consumer * candidate)
     np.testing.assert_allclose(after, before, rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(folded[:10], producer[:10])
@@ -77,8 +86,8 @@ def test_the_search_finds_a_scale_for_salient_channels_and_it_lowers_the_error()
     magnitude[[3, 40]] = 50
     inputs = normal(2000, 64) * magnitude
     gram = inputs.T @ inputs / 2000
-    found = awq.search([weight], gram, np.abs(inputs).mean(axis=0), INT4, 20)
-    assert not found.is_identity
+    found = searched(weight, gram, np.abs(inputs).mean(axis=0))
+    assert found is not None
     plain = output_error(round_to_nearest(weight, INT4).dequantize() - weight, gram)
     scaled = round_to_nearest(weight * found.values, INT4).dequantize() / found.values
     assert output_error(scaled - weight, gram) < 0.5 * plain
@@ -89,5 +98,4 @@ def test_the_search_keeps_the_identity_where_every_scale_hurts() -> None:
     weight = np.zeros((64, 32), np.float32)
     weight[:, :] = RANDOM.integers(-7, 8, (64, 32))
     weight[:, 0] = -8  # exactly on the grid: rounding errs nowhere
-    found = awq.search([weight], np.eye(32, dtype=np.float32), positive(32), INT4, 20)
-    assert found.is_identity
+    assert searched(weight, np.eye(32, dtype=np.float32), positive(32)) is None

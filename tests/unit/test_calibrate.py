@@ -13,7 +13,7 @@ import torch
 from safetensors.numpy import load_file
 
 from quantization.calibrate import calibrate
-from quantization.calibration import HEAD_FILE, ROWS_FILE, Calibration, layer_file, row_hash
+from quantization.calibration import HEAD_FILE, SAMPLES_FILE, Calibration, layer_file, sample_hash
 from tapeout.artifact import Artifact
 from tapeout.errors import QuantizationError, SourceError
 from tapeout.portable_graph import PortableGraph
@@ -28,7 +28,7 @@ def recipe(rows: int = ROWS, layers_per_pass: int = 64) -> Recipe:
     return Recipe(
         model=ModelSource(source="file:model"),
         data=DataSource(source="file:data"),
-        calibrate=Calibrate(rows=rows, tokens=TOKENS, layers_per_pass=layers_per_pass),
+        calibrate=Calibrate(samples=rows, tokens=TOKENS, layers_per_pass=layers_per_pass),
     )
 
 
@@ -43,7 +43,9 @@ def calibration(
 ) -> Artifact[Calibration]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("quantization.calibrate.GRAM_BLOCK", 96)  # so that the small Gram matrices have uneven blocks
-        return calibrate(recipe(), graph, tiny_texts(ROWS, 1), tmp_path_factory.mktemp("calibration") / "calibration")
+        return calibrate(
+            recipe().calibrate, graph, tiny_texts(ROWS, 1), tmp_path_factory.mktemp("calibration") / "calibration"
+        )
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +66,12 @@ def rows(tiny_checkpoint: Path, tiny_texts: Texts) -> list[list[int]]:
 def test_keeps_which_rows_were_read_but_not_their_text(
     calibration: Artifact[Calibration], graph: Artifact[PortableGraph], rows: list[list[int]]
 ) -> None:
-    lines = [json.loads(line) for line in (calibration.folder / ROWS_FILE).read_text().splitlines()]
+    lines = [json.loads(line) for line in (calibration.folder / SAMPLES_FILE).read_text().splitlines()]
     assert lines == [
-        {"row_hash": row_hash(row), "tokens": TOKENS, "holdout": number >= 6} for number, row in enumerate(rows)
+        {"sample_hash": sample_hash(row), "tokens": TOKENS, "holdout": number >= 6} for number, row in enumerate(rows)
     ]
     record = calibration.record
-    assert (record.rows, record.holdout_rows, record.tokens, record.layers) == (8, 2, 8 * TOKENS, 4)
+    assert (record.samples, record.holdout_samples, record.tokens, record.layers) == (8, 2, 8 * TOKENS, 4)
     assert calibration.parents == {"graph": graph.ref}
     assert set(record.statistics) == {HEAD_FILE, *map(layer_file, range(4))}
 
@@ -150,8 +152,8 @@ def test_the_pair_norm_bounds_keys_at_positions_never_read(
 
 
 def test_several_passes_give_the_same_files(graph: Artifact[PortableGraph], tiny_texts: Texts, tmp_path: Path) -> None:
-    one = calibrate(recipe(), graph, tiny_texts(ROWS, 1), tmp_path / "one")
-    several = calibrate(recipe(layers_per_pass=3), graph, tiny_texts(ROWS, 1), tmp_path / "several")
+    one = calibrate(recipe().calibrate, graph, tiny_texts(ROWS, 1), tmp_path / "one")
+    several = calibrate(recipe(layers_per_pass=3).calibrate, graph, tiny_texts(ROWS, 1), tmp_path / "several")
     assert one.files == several.files
     assert one.digest == several.digest
 
@@ -161,12 +163,12 @@ def test_refuses_rows_that_are_too_few_too_short_or_repeated(
 ) -> None:
     texts = tiny_texts(4, 1)
     for wrong, message in [
-        (texts[:3], "3 rows"),
+        (texts[:3], "3 samples"),
         ([*texts[:3], "Yes."], "row 3 has"),
-        ([*texts[:3], texts[0]], "rows 0 and 3 hold the same"),
+        ([*texts[:3], texts[0]], "samples 0 and 3 hold the same"),
     ]:
         with pytest.raises(SourceError, match=message):
-            calibrate(recipe(rows=4), graph, wrong, tmp_path / "calibration")
+            calibrate(recipe(rows=4).calibrate, graph, wrong, tmp_path / "calibration")
     assert not (tmp_path / "calibration").exists()
 
 
@@ -182,7 +184,7 @@ def test_a_model_that_computes_nan_is_refused_by_layer(
     AutoTokenizer.from_pretrained(tiny_checkpoint).save_pretrained(tmp_path / "broken")
     graph = llama_graph(tmp_path / "broken", tmp_path / "graph")
     with pytest.raises(QuantizationError, match=r"layers\.2\.down\.gram holds"):
-        calibrate(recipe(), graph, tiny_texts(ROWS, 1), tmp_path / "calibration")
+        calibrate(recipe().calibrate, graph, tiny_texts(ROWS, 1), tmp_path / "calibration")
     assert not (tmp_path / "calibration").exists()
 
 

@@ -14,10 +14,11 @@ from engines.native import LIBRARY
 from engines.passes import linear_kernels, linears, silu
 from engines.passes.block_linears import packed
 from quantization.compressed_tensors import open_checkpoint
-from quantization.rounding import Format, round_to_nearest
+from quantization.rounding import round_to_nearest
 from tapeout.artifact import Artifact
 from tapeout.errors import BuildError
 from tapeout.portable_graph import PortableGraph
+from tapeout.schemes import Scheme
 from tests.families import LAYERS, VOCAB_SIZE, export_family
 from tests.lowering import FixedWeights, linear, lowering, model_of, named, op, parameter, value
 
@@ -78,7 +79,7 @@ def test_a_tied_table_is_stored_once_and_read_by_both_ends(
     graph: Artifact[PortableGraph], tmp_path: Path, operators_of: str
 ) -> None:
     checkpoint = open_checkpoint(graph.folder)
-    table = round_to_nearest(checkpoint.weight(EMBEDDING), Format(8, 32, symmetric=True))
+    table = round_to_nearest(checkpoint.weight(EMBEDDING), Scheme(bits=8, group_size=32, symmetric=True))
     tensors = {name: checkpoint.linear(name) for name in checkpoint.names()}
     bundle = build(
         graph,

@@ -3,24 +3,24 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
 
 from quantization.compressed_tensors import (
     CheckpointWriter,
-    encode_packed,
-    encode_table,
     module_patterns,
     open_checkpoint,
     quantization_config,
 )
-from quantization.rounding import Bits, Format, QuantizedLinear, pack, round_to_nearest
+from quantization.formats import encode_bytes, format_of
+from quantization.rounding import QuantizedLinear, round_to_nearest
 from tapeout.errors import QuantizationError
+from tapeout.schemes import STATIC_INT8, Scheme
 
-BITS: tuple[Bits, ...] = get_args(Bits)
-FORMATS = [Format(b, g, s) for b in BITS for g in (16, 32, 64) for s in (True, False)]
+BITS = (4, 6, 8)
+FORMATS = [Scheme(bits=b, group_size=g, symmetric=s) for b in BITS for g in (16, 32, 64) for s in (True, False)]
 
 
 def weight(rows: int = 12, columns: int = 192, seed: int = 0) -> np.ndarray:
@@ -28,7 +28,7 @@ def weight(rows: int = 12, columns: int = 192, seed: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
-def test_what_is_written_is_what_is_read(tmp_path: Path, fmt: Format) -> None:
+def test_what_is_written_is_what_is_read(tmp_path: Path, fmt: Scheme) -> None:
     linear = round_to_nearest(weight(rows=13), fmt)
     writer = CheckpointWriter(tmp_path)
     writer.add_linear("a.weight", linear)
@@ -37,17 +37,17 @@ def test_what_is_written_is_what_is_read(tmp_path: Path, fmt: Format) -> None:
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.names() == ("a.weight", "norm.weight")
     read = checkpoint.linear("a.weight")
-    assert isinstance(read, QuantizedLinear) and read.format == fmt
+    assert isinstance(read, QuantizedLinear) and read.scheme == fmt
     np.testing.assert_array_equal(read.codes, linear.codes)
     np.testing.assert_array_equal(read.scales, linear.scales)
     np.testing.assert_array_equal(checkpoint.weight("a.weight"), linear.dequantize())
     assert checkpoint.tensor("norm.weight").tolist() == [1] * 5
-    stored = sum(part.nbytes for part in encode_packed("a.weight", linear).values())
+    stored = sum(part.nbytes for part in format_of(linear.scheme).encode(linear).values())
     assert checkpoint.stored_bytes("a.weight") == stored
 
 
 def test_a_linear_with_static_inputs_is_written_read_and_described(tmp_path: Path) -> None:
-    fmt = Format(8, 192, symmetric=True, activations="int8")
+    fmt = STATIC_INT8
     linear = replace(round_to_nearest(weight(), fmt), input_scale=0.03)
     writer = CheckpointWriter(tmp_path)
     writer.add_linear("a.weight", linear)
@@ -55,7 +55,7 @@ def test_a_linear_with_static_inputs_is_written_read_and_described(tmp_path: Pat
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.names() == ("a.weight",) and checkpoint.is_quantized("a.weight")
     read = checkpoint.linear("a.weight")
-    assert isinstance(read, QuantizedLinear) and read.format == fmt
+    assert isinstance(read, QuantizedLinear) and read.scheme == fmt
     assert read.input_scale == pytest.approx(0.03, rel=1e-6)
     np.testing.assert_array_equal(read.dequantize(), linear.dequantize())
     config = quantization_config({"a.weight": fmt}, {}, [])["config_groups"]["group_0"]
@@ -64,14 +64,14 @@ def test_a_linear_with_static_inputs_is_written_read_and_described(tmp_path: Pat
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
-def test_the_official_decompressor_decodes_the_same_weight(fmt: Format) -> None:
+def test_the_official_decompressor_decodes_the_same_weight(fmt: Scheme) -> None:
     """Also what transformers cannot load: packed zero points."""
     import torch
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
     linear = round_to_nearest(weight(), fmt)
-    parts = {name.removeprefix("a."): torch.from_numpy(v) for name, v in encode_packed("a.weight", linear).items()}
+    parts = {name: torch.from_numpy(v) for name, v in format_of(linear.scheme).encode(linear).items()}
     parts["weight_scale"] = parts["weight_scale"].float()
     args = QuantizationArgs(num_bits=fmt.bits, symmetric=fmt.symmetric, strategy="group", group_size=fmt.group_size)
     compressor: Any = BaseCompressor.get_value_from_registry("pack-quantized")
@@ -81,15 +81,14 @@ def test_the_official_decompressor_decodes_the_same_weight(fmt: Format) -> None:
 
 @pytest.mark.parametrize("columns", [16, 48, 80, 192])  # 80 codes of 6 bits end within a word
 @pytest.mark.parametrize("bits", BITS)
-def test_words_are_those_the_official_compressor_packs(bits: Bits, columns: int) -> None:
+def test_words_are_those_the_official_compressor_packs(bits: int, columns: int) -> None:
     import torch
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 
-    linear = round_to_nearest(weight(columns=columns), Format(bits, 16, symmetric=True))
+    linear = round_to_nearest(weight(columns=columns), Scheme(bits=bits, group_size=16, symmetric=True))
     signed = torch.from_numpy(linear.codes.astype(np.int16) - (1 << (bits - 1))).to(torch.int8)
-    words = encode_packed("a.weight", linear)["a.weight_packed"]
+    words = format_of(linear.scheme).encode(linear)["weight_packed"]
     np.testing.assert_array_equal(words, pack_to_int32(signed, bits).numpy())
-    np.testing.assert_array_equal(words, pack(linear.codes, bits))
     read = unpack_from_int32(torch.from_numpy(words), bits, torch.Size(linear.codes.shape))
     np.testing.assert_array_equal(read.numpy(), signed.numpy())
 
@@ -98,42 +97,45 @@ def test_words_are_those_the_official_compressor_packs(bits: Bits, columns: int)
 def test_bits_are_told_by_the_number_of_words(tmp_path: Path, columns: int) -> None:
     """A checkpoint's tensors do not say how many bits a code has."""
     writer = CheckpointWriter(tmp_path)
-    linears = {bits: round_to_nearest(weight(columns=columns), Format(bits, 16, symmetric=False)) for bits in BITS}
+    linears = {
+        bits: round_to_nearest(weight(columns=columns), Scheme(bits=bits, group_size=16, symmetric=False))
+        for bits in BITS
+    }
     for bits, linear in linears.items():
         writer.add_linear(f"in{bits}.weight", linear)
     writer.finish()
     checkpoint = open_checkpoint(tmp_path)
     for bits, linear in linears.items():
         read = checkpoint.linear(f"in{bits}.weight")
-        assert isinstance(read, QuantizedLinear) and read.format == linear.format
+        assert isinstance(read, QuantizedLinear) and read.scheme == linear.scheme
         np.testing.assert_array_equal(read.dequantize(), linear.dequantize())
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_a_table_is_stored_once_a_byte_a_code_and_its_scales_for_both_names(tmp_path: Path, bits: Bits) -> None:
-    table = round_to_nearest(weight(rows=40), Format(bits, 64, symmetric=True))
+def test_a_table_is_stored_once_a_byte_a_code_and_its_scales_for_both_names(tmp_path: Path, bits: int) -> None:
+    table = round_to_nearest(weight(rows=40), Scheme(bits=bits, group_size=64, symmetric=True))
     writer = CheckpointWriter(tmp_path)
-    writer.add_table("embed.weight", table, tied_to="lm_head.weight")
+    writer.add_embedding("embed.weight", table, tied_to="lm_head.weight")
     writer.finish()
-    config = quantization_config({}, dict.fromkeys(("embed.weight", "lm_head.weight"), table.format), [])
+    config = quantization_config({}, dict.fromkeys(("embed.weight", "lm_head.weight"), table.scheme), [])
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.names() == ("embed.weight",)
     assert not checkpoint.is_quantized("lm_head.weight")
     read = checkpoint.linear("embed.weight")
-    assert isinstance(read, QuantizedLinear) and read.format == table.format
+    assert isinstance(read, QuantizedLinear) and read.scheme == table.scheme
     np.testing.assert_array_equal(read.codes, table.codes)
     np.testing.assert_array_equal(checkpoint.weight("embed.weight"), table.dequantize())
     assert checkpoint.stored_bytes("embed.weight") == 40 * 192 + 40 * 3 * 2
 
 
 def test_without_a_config_a_table_has_eight_bits_and_other_bits_than_ours_are_refused(tmp_path: Path) -> None:
-    table = round_to_nearest(weight(rows=40), Format(8, 64, symmetric=True))
+    table = round_to_nearest(weight(rows=40), Scheme(bits=8, group_size=64, symmetric=True))
     writer = CheckpointWriter(tmp_path)
-    writer.add_table("embed.weight", table)
+    writer.add_embedding("embed.weight", table)
     writer.finish()
     np.testing.assert_array_equal(open_checkpoint(tmp_path).weight("embed.weight"), table.dequantize())
-    config = quantization_config({}, {"embed.weight": table.format}, [])
+    config = quantization_config({}, {"embed.weight": table.scheme}, [])
     config["config_groups"]["group_0"]["weights"]["num_bits"] = 3
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
     with pytest.raises(QuantizationError, match="embed in 3 bits"):
@@ -142,9 +144,9 @@ def test_without_a_config_a_table_has_eight_bits_and_other_bits_than_ours_are_re
 
 @pytest.mark.parametrize("said", [None, {"config_groups": None}, {"config_groups": {}}])
 def test_a_config_that_says_nothing_of_bits_is_as_none(tmp_path: Path, said: Any) -> None:
-    table = round_to_nearest(weight(rows=40), Format(8, 64, symmetric=True))
+    table = round_to_nearest(weight(rows=40), Scheme(bits=8, group_size=64, symmetric=True))
     writer = CheckpointWriter(tmp_path)
-    writer.add_table("embed.weight", table)
+    writer.add_embedding("embed.weight", table)
     writer.finish()
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": said}))
     np.testing.assert_array_equal(open_checkpoint(tmp_path).weight("embed.weight"), table.dequantize())
@@ -152,11 +154,11 @@ def test_a_config_that_says_nothing_of_bits_is_as_none(tmp_path: Path, said: Any
 
 @pytest.mark.parametrize("damage", [{"weights": None}, {"weights": {}}, {"targets": None}])
 def test_groups_that_do_not_say_what_they_are_for_are_told(tmp_path: Path, damage: dict[str, Any]) -> None:
-    table = round_to_nearest(weight(rows=40), Format(8, 64, symmetric=True))
+    table = round_to_nearest(weight(rows=40), Scheme(bits=8, group_size=64, symmetric=True))
     writer = CheckpointWriter(tmp_path)
-    writer.add_table("embed.weight", table)
+    writer.add_embedding("embed.weight", table)
     writer.finish()
-    config = quantization_config({}, {"embed.weight": table.format}, [])
+    config = quantization_config({}, {"embed.weight": table.scheme}, [])
     config["config_groups"]["group_0"].update(damage)
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
     with pytest.raises(QuantizationError, match="a group of quantization_config"):
@@ -164,25 +166,28 @@ def test_groups_that_do_not_say_what_they_are_for_are_told(tmp_path: Path, damag
 
 
 def test_a_target_by_name_is_that_module_alone(tmp_path: Path) -> None:
-    tables = {f"layers.{n}.weight": round_to_nearest(weight(seed=n), Format(8, 64, symmetric=True)) for n in (1, 10)}
+    tables = {
+        f"layers.{n}.weight": round_to_nearest(weight(seed=n), Scheme(bits=8, group_size=64, symmetric=True))
+        for n in (1, 10)
+    }
     writer = CheckpointWriter(tmp_path)
     for name, table in tables.items():
-        writer.add_table(name, table)
+        writer.add_embedding(name, table)
     writer.finish()
     group = {"targets": ["layers.1"], "format": "int-quantized", "weights": {"num_bits": 4}}
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"config_groups": {"group_0": group}}}))
     read = open_checkpoint(tmp_path).linear("layers.10.weight")
-    assert isinstance(read, QuantizedLinear) and read.bits == 8
+    assert isinstance(read, QuantizedLinear) and read.scheme.bits == 8
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_the_official_decompressor_decodes_the_same_table(bits: Bits) -> None:
+def test_the_official_decompressor_decodes_the_same_table(bits: int) -> None:
     import torch
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
-    table = round_to_nearest(weight(), Format(bits, 64, symmetric=True))
-    parts = {name.removeprefix("a."): torch.from_numpy(v) for name, v in encode_table("a.weight", table).items()}
+    table = round_to_nearest(weight(), Scheme(bits=bits, group_size=64, symmetric=True))
+    parts = {name: torch.from_numpy(v) for name, v in encode_bytes(table).items()}
     parts["weight_scale"] = parts["weight_scale"].float()
     args = QuantizationArgs(num_bits=bits, symmetric=True, strategy="group", group_size=64)
     compressor: Any = BaseCompressor.get_value_from_registry("int-quantized")
@@ -191,8 +196,10 @@ def test_the_official_decompressor_decodes_the_same_table(bits: Bits) -> None:
 
 
 def test_a_table_with_zero_points_is_refused() -> None:
-    with pytest.raises(QuantizationError, match=r"embed\.weight in int8 g32 asym"):
-        CheckpointWriter(Path()).add_table("embed.weight", round_to_nearest(weight(), Format(8, 32, symmetric=False)))
+    with pytest.raises(QuantizationError, match=r"embed\.weight in 8-bit g32 asym"):
+        CheckpointWriter(Path()).add_embedding(
+            "embed.weight", round_to_nearest(weight(), Scheme(bits=8, group_size=32, symmetric=False))
+        )
 
 
 def test_large_checkpoints_are_sharded_with_an_index(tmp_path: Path) -> None:
@@ -213,16 +220,17 @@ def test_large_checkpoints_are_sharded_with_an_index(tmp_path: Path) -> None:
 
 
 def test_scales_beyond_float16_are_stored_in_float32() -> None:
-    small = round_to_nearest(weight() * np.float32(1e-9), Format(4, 32, symmetric=True))
-    assert encode_packed("a.weight", small)["a.weight_scale"].dtype == np.float32
-    plain = round_to_nearest(weight(), Format(4, 32, symmetric=True))
-    assert encode_packed("a.weight", plain)["a.weight_scale"].dtype == np.float16
+    small = round_to_nearest(weight() * np.float32(1e-9), Scheme(bits=4, group_size=32, symmetric=True))
+    assert format_of(small.scheme).encode(small)["weight_scale"].dtype == np.float32
+    plain = round_to_nearest(weight(), Scheme(bits=4, group_size=32, symmetric=True))
+    assert format_of(plain.scheme).encode(plain)["weight_scale"].dtype == np.float16
 
 
 def test_damaged_or_missing_tensors_are_named(tmp_path: Path) -> None:
     with pytest.raises(QuantizationError, match="neither"):
         open_checkpoint(tmp_path)
-    parts = encode_packed("a.weight", round_to_nearest(weight(), Format(4, 32, symmetric=True)))
+    linear = round_to_nearest(weight(), Scheme(bits=4, group_size=32, symmetric=True))
+    parts = {f"a.{part}": array for part, array in format_of(linear.scheme).encode(linear).items()}
     writer = CheckpointWriter(tmp_path)
     for name, array in parts.items():
         writer.add(name, array[:, :3] if name.endswith("packed") else array)
@@ -248,7 +256,7 @@ def test_patterns_match_their_modules_and_no_others() -> None:
 
 
 def test_the_config_names_one_group_per_format() -> None:
-    four, eight = Format(4, 32, symmetric=True), Format(8, 64, symmetric=True)
+    four, eight = Scheme(bits=4, group_size=32, symmetric=True), Scheme(bits=8, group_size=64, symmetric=True)
     config = quantization_config({"a.weight": four, "b.weight": eight}, {"e.weight": eight}, ["c.weight"])
     assert config["format"] == "mixed-precision"
     assert config["ignore"] == ["re:^c$"]

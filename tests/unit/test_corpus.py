@@ -82,7 +82,7 @@ def test_repeated_passages_count_once(source: Artifact[Source]) -> None:
     assert sorted(calibration + heldout) == sorted(passage(i) for i in range(50))
     with pytest.raises(SourceError, match="50 different texts") as caught:
         calibration_and_heldout(source, "boolq", "passage", rows=30, heldout=21, seed=0)
-    assert "calibrate.rows" in caught.value.remedy
+    assert "calibrate.samples" in caught.value.remedy
 
 
 def test_the_choice_depends_on_the_seed_alone(source: Artifact[Source]) -> None:

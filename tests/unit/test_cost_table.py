@@ -20,7 +20,7 @@ from quantization.units import CACHE_MENU, menu_for
 from tapeout.artifact import Artifact
 from tapeout.portable_graph import PortableGraph
 from tapeout.recipe import Build, DataSource, KVCache, ModelSource, Plan, Recipe
-from tapeout.schemes import TABLE_MENU, Scheme
+from tapeout.schemes import EMBEDDING_MENU, Scheme
 from tests.graphs import llama_graph
 
 HEAD = (128, 1024)
@@ -50,16 +50,16 @@ def test_bytes_of_a_cache_are_those_of_its_buffers_and_scales(
 def test_attention_counts_once_a_layer_and_a_prompt_one_row_of_the_head(graph: Artifact[PortableGraph]) -> None:
     head = {"8-bit g64": {1: 1.0, 8: 4.0, 128: 50.0}}
     table = CostTable("ort-cpu", 1, 8, 64, {HEAD: {"8-bit g64": 100}}, {HEAD: head}, {"int8": {8: 0.5}})
-    assert table.tables(graph.record, EIGHT_BITS).seconds == {1: 1.0, 8: 4.0, 128: 1.0}
-    assert table.tables(graph.record, EIGHT_BITS).bytes == 100
+    assert table.embeddings(graph.record, EIGHT_BITS).seconds == {1: 1.0, 8: 4.0, 128: 1.0}
+    assert table.embeddings(graph.record, EIGHT_BITS).bytes == 100
     assert table.cache(graph.record, KVCache()).seconds == {8: 0.5 * graph.record.layers}
     assert table.cache(graph.record, KVCache(granularity="per_tensor")).seconds == {8: 0.5 * graph.record.layers}
     *linears, tied = graph.record.groups
     groups = (*linears, tied.model_copy(update={"members": ("lm_head.weight",)}))
     untied = graph.record.model_copy(update={"tied_embeddings": False, "groups": groups})
-    assert table.tables(untied, EIGHT_BITS).bytes == 200
+    assert table.embeddings(untied, EIGHT_BITS).bytes == 200
     part = CostTable("ort-cpu", 1, 8, 64, {HEAD: {"8-bit g64": 100}}, {HEAD: {"8-bit g64": {128: 50.0}}}, {})
-    assert not part.tables(graph.record, EIGHT_BITS).seconds  # a row alone was not timed
+    assert not part.embeddings(graph.record, EIGHT_BITS).seconds  # a row alone was not timed
 
 
 def recipe(**settings: Any) -> Recipe:
@@ -86,8 +86,8 @@ def test_a_written_plan_gets_the_times_of_a_chosen_one(
         return {part.name: part.seconds for part in parts}
 
     assert set(seconds().values()) == {None}
-    chosen = cost_table(recipe(kernels="auto", embeddings="auto", kv_cache="auto"), graph.record, measure=True)
-    assert chosen.seconds[HEAD].keys() == {kernel.name for kernel in menu_for(128, TABLE_MENU)}
+    chosen = cost_table(recipe(schemes="auto", embeddings="auto", kv_cache="auto"), graph.record, measure=True)
+    assert chosen.seconds[HEAD].keys() == {kernel.name for kernel in menu_for(128, EMBEDDING_MENU)}
     assert chosen.attention.keys() == {cache.dtype for cache in CACHE_MENU}
     found = seconds()
     head, cache = chosen.seconds[HEAD]["6-bit g32"], chosen.attention["int8"]

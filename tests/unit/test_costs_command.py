@@ -10,7 +10,7 @@ from engines import timing
 from pipeline.cli.main import app
 from quantization.units import CACHE_MENU, menu_for
 from tapeout.errors import RecipeError
-from tapeout.schemes import TABLE_MENU
+from tapeout.schemes import EMBEDDING_MENU
 from tests.graphs import llama_graph
 
 PARAMS = """
@@ -43,7 +43,7 @@ def test_every_kernel_is_timed_on_every_shape_at_every_row_count(folder: Path) -
     found = json.loads(ask(folder, "--rows", "8,1", "--json"))
     assert found["rows"] == [1, 8] and found["threads"] == 1
     head = next(product for product in found["products"] if (product["columns"], product["outputs"]) == (128, 1024))
-    assert list(head["kernels"]) == [kernel.name for kernel in menu_for(128, TABLE_MENU)]
+    assert list(head["kernels"]) == [kernel.name for kernel in menu_for(128, EMBEDDING_MENU)]
     assert all(kernel["bytes"] > 0 for product in found["products"] for kernel in product["kernels"].values())
     assert list(found["attention"]["kernels"]) == [cache.dtype for cache in CACHE_MENU]
     parts = [*found["products"], found["attention"]]

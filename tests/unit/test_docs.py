@@ -14,8 +14,8 @@ from pydantic_core import PydanticUndefined
 
 from pipeline.cli.main import app
 from pipeline.recipe import Recipe
-from tapeout.recipe import KVCache, Rule
-from tapeout.schemes import Scheme
+from tapeout.recipe import METHODS, KVCache, Rule
+from tapeout.schemes import KINDS, Scheme
 
 ROOT = Path(__file__).parents[2]
 RECIPES = (ROOT / "docs/recipes.md").read_text()
@@ -37,7 +37,8 @@ def parameters(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[tu
             yield name, None, None
         elif Rule in parts(field.annotation):
             yield name, None, None
-            yield from parameters(Rule, f"{name}[].")
+            yield f"{name}[].match", str, PydanticUndefined
+            yield from parameters(Scheme, f"{name}[].")
         elif KVCache in parts(field.annotation):
             yield name, None, None
             yield from parameters(KVCache, f"{name}.")
@@ -76,8 +77,18 @@ def test_every_parameter_is_documented_and_no_other() -> None:
 def test_defaults_and_choices_are_those_of_the_code(name: str, annotation: Any, default: Any) -> None:
     kind, stated, _ = documented()[name]
     assert stated == written(default)
-    if get_origin(annotation) is Literal:
+    if name.endswith("[].bits"):
+        assert set(map(int, re.split(r", | or ", kind))) == {known.bits for known in KINDS.values()}
+    elif type(None) in get_args(annotation) and any(get_origin(part) is Literal for part in get_args(annotation)):
+        sizes = next(part for part in get_args(annotation) if get_origin(part) is Literal)
+        assert re.split(r", | or ", kind) == [str(choice) for choice in get_args(sizes)]
+    elif get_origin(annotation) is Literal:
         assert re.split(r", | or ", kind) == [str(choice) for choice in get_args(annotation)]
+
+
+def test_every_method_is_documented_and_no_other() -> None:
+    section = RECIPES.split("## quantize")[1].split("## build")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == {path.stem for path in METHODS.glob("[!_]*.py")}
 
 
 def test_yaml_in_the_recipe_page_is_valid() -> None:

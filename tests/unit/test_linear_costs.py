@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from engines import linear_costs, timing
 from engines.linear_costs import Shape
 from engines.timing import Seconds
-from quantization.rounding import Format, round_to_nearest
+from quantization.rounding import round_to_nearest
 from tapeout.fingerprint import Fingerprint
 from tapeout.schemes import FLOAT, MENU, STATIC_INT8, Scheme
 
@@ -23,8 +23,8 @@ def stored(kernel: Scheme, weight: NDArray[np.float32]) -> Any:
     if kernel == FLOAT:
         return weight
     if kernel == STATIC_INT8:
-        return replace(round_to_nearest(weight, Format(8, weight.shape[1], True, "int8")), input_scale=0.03)
-    return round_to_nearest(weight, Format(kernel.bits, kernel.group_size, kernel.symmetric))
+        return replace(round_to_nearest(weight, STATIC_INT8), input_scale=0.03)
+    return round_to_nearest(weight, Scheme(bits=kernel.bits, group_size=kernel.group_size, symmetric=kernel.symmetric))
 
 
 def test_every_kernel_of_the_menu_has_a_name_of_its_own_and_is_what_the_passes_write(operators_of: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,12 +11,12 @@ from hypothesis import strategies as st
 
 from engines.native import Level
 from quantization.reference import round_activations
-from quantization.rounding import Bits, Format
+from tapeout.schemes import Scheme
 from tests.native import Matrix, Run, check, expected, gather_session, linear_session, random_linear
 
 pytestmark = pytest.mark.usefixtures("level")
 
-BITS: tuple[Bits, ...] = get_args(Bits)
+BITS = (4, 6, 8)
 TOKENS = (1, 2, 5, 6, 7, 13, 64)
 MADE = 3e-6  # relative error of activations that an operator computes itself
 EPSILON = 0.03
@@ -38,8 +37,8 @@ def bias(outputs: int) -> Matrix:
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
 @pytest.mark.parametrize("bits", BITS)
-def test_a_linear_equals_its_reference(bits: Bits, block: int, symmetric: bool, outputs: int, half: bool) -> None:
-    linear = random_linear(outputs, 3 * block, Format(bits, block, symmetric), half=half)
+def test_a_linear_equals_its_reference(bits: int, block: int, symmetric: bool, outputs: int, half: bool) -> None:
+    linear = random_linear(outputs, 3 * block, Scheme(bits=bits, group_size=block, symmetric=symmetric), half=half)
     assert np.array_equal(linear.scales, linear.scales.astype(np.float16)) == half
     for added in (None, bias(outputs)):
         run = linear_session("BlockLinear", linear, bias=added)
@@ -51,16 +50,16 @@ def test_a_linear_equals_its_reference(bits: Bits, block: int, symmetric: bool, 
 def test_the_reference_is_that_of_the_quantized_model() -> None:
     import torch
 
-    linear = random_linear(37, 192, Format(6, 64, symmetric=False))
+    linear = random_linear(37, 192, Scheme(bits=6, group_size=64, symmetric=False))
     x = random_matrix(13, 192)
     rounded = round_activations(torch.from_numpy(x), 64).numpy().astype(np.float64)
     np.testing.assert_allclose(rounded @ linear.dequantize().astype(np.float64).T, expected(x, linear)[0], rtol=1e-4)
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_ties_fall_on_even_codes(bits: Bits) -> None:
+def test_ties_fall_on_even_codes(bits: int) -> None:
     """127 · x / 127 is exact for these: halves stay halves."""
-    linear = random_linear(32, 32, Format(bits, 32, symmetric=False))
+    linear = random_linear(32, 32, Scheme(bits=bits, group_size=32, symmetric=False))
     x = np.arange(-8, 8, 0.5, dtype=np.float32)[None]
     x[0, -1] = 127
     check(linear_session("BlockLinear", linear)(x)[0], expected(np.rint(x), linear))
@@ -68,8 +67,8 @@ def test_ties_fall_on_even_codes(bits: Bits) -> None:
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", BITS)
-def test_the_largest_codes_and_inputs_do_not_overflow(bits: Bits, symmetric: bool) -> None:
-    linear = random_linear(16, 1024, Format(bits, 256, symmetric))
+def test_the_largest_codes_and_inputs_do_not_overflow(bits: int, symmetric: bool) -> None:
+    linear = random_linear(16, 1024, Scheme(bits=bits, group_size=256, symmetric=symmetric))
     linear.codes[:] = (1 << bits) - 1
     for size in (1.0, -1.0, 3e38 / 1e6):
         x = np.full((2, 1024), size, np.float32)
@@ -78,10 +77,10 @@ def test_the_largest_codes_and_inputs_do_not_overflow(bits: Bits, symmetric: boo
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", BITS)
-def test_sums_of_the_smallest_and_largest_codes_are_exact(bits: Bits, symmetric: bool) -> None:
+def test_sums_of_the_smallest_and_largest_codes_are_exact(bits: int, symmetric: bool) -> None:
     """Inputs of 127 and -127 are codes themselves, scales are one: results are whole, and float32 holds them."""
     rng = np.random.default_rng(bits)
-    linear = random_linear(96, 256, Format(bits, 256, symmetric))
+    linear = random_linear(96, 256, Scheme(bits=bits, group_size=256, symmetric=symmetric))
     linear.scales[:] = 1
     linear.codes[:] = rng.choice([0, (1 << bits) - 1], linear.codes.shape)
     linear.codes[:2] = [[0], [(1 << bits) - 1]]  # all neighbours alike
@@ -93,14 +92,14 @@ def test_sums_of_the_smallest_and_largest_codes_are_exact(bits: Bits, symmetric:
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_sums_of_the_longest_block_do_not_overflow_and_longer_ones_are_refused(bits: Bits) -> None:
+def test_sums_of_the_longest_block_do_not_overflow_and_longer_ones_are_refused(bits: int) -> None:
     for symmetric in (True, False):
-        linear = random_linear(3, 32768, Format(bits, 32768, symmetric))
+        linear = random_linear(3, 32768, Scheme(bits=bits, group_size=32768, symmetric=symmetric))
         linear.codes[:] = (1 << bits) - 1
         x = np.full((2, 32768), 1.0, np.float32)
         x[1] = -1
         check(linear_session("BlockLinear", linear)(x)[0], expected(x, linear))
-    linear = random_linear(3, 32768 + 16, Format(bits, 32768 + 16, symmetric=True))
+    linear = random_linear(3, 32768 + 16, Scheme(bits=bits, group_size=32768 + 16, symmetric=True))
     with pytest.raises(Exception, match="sums over more than 32768 channels overflow"):
         linear_session("BlockLinear", linear)
 
@@ -109,7 +108,7 @@ def test_sums_of_the_longest_block_do_not_overflow_and_longer_ones_are_refused(b
 def test_a_long_prompt_is_computed_in_chunks_of_the_same_bits(kind: str) -> None:
     """More quantized activations than a thread's scratch memory has room for."""
     columns, count = 4096, 1500
-    linear = random_linear(20, columns, Format(4, 32, symmetric=False))
+    linear = random_linear(20, columns, Scheme(bits=4, group_size=32, symmetric=False))
     width = 2 * columns if kind == "GatedLinear" else columns
     arrays: list[np.ndarray] = [random_matrix(count, width, n) for n in range(1 + (kind == "ResidualNormLinear"))]
     weight = random_matrix(1, columns, 5)[0] if kind == "ResidualNormLinear" else None
@@ -124,7 +123,7 @@ def test_a_long_prompt_is_computed_in_chunks_of_the_same_bits(kind: str) -> None
 
 @pytest.mark.parametrize("rank", [1, 2, 3, 4])
 def test_leading_axes_are_kept(rank: int) -> None:
-    linear = random_linear(24, 64, Format(6, 32, symmetric=True))
+    linear = random_linear(24, 64, Scheme(bits=6, group_size=32, symmetric=True))
     x = random_matrix(24, 64).reshape(2, 3, 4, 64)[(0,) * (4 - rank)]
     y = linear_session("BlockLinear", linear, rank=rank)(x)[0]
     assert y.shape == (*x.shape[:-1], 24)
@@ -132,7 +131,7 @@ def test_leading_axes_are_kept(rank: int) -> None:
 
 
 def test_no_tokens_give_no_outputs() -> None:
-    linear = random_linear(24, 64, Format(4, 32, symmetric=True))
+    linear = random_linear(24, 64, Scheme(bits=4, group_size=32, symmetric=True))
     assert linear_session("BlockLinear", linear)(np.zeros((0, 64), np.float32))[0].shape == (0, 24)
 
 
@@ -140,7 +139,7 @@ def all_kinds(threads: int = 1) -> list[tuple[Run, int, int]]:
     """One session of every operator with its number of inputs and their width; tiles beyond a whole number of parts."""
     found: list[tuple[Run, int, int]] = []
     for bits, symmetric in ((4, True), (6, False), (8, True), (4, False)):
-        linear = random_linear(295, 192, Format(bits, 64, symmetric), seed=bits)
+        linear = random_linear(295, 192, Scheme(bits=bits, group_size=64, symmetric=symmetric), seed=bits)
         norm = random_matrix(1, 192, 5)[0]
         found += [
             (linear_session("BlockLinear", linear, bias=bias(295), threads=threads), 1, 192),
@@ -192,8 +191,8 @@ def test_one_session_runs_on_several_threads_at_once(kinds: list[tuple[Run, int,
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", BITS)
-def test_a_token_of_zeros_gives_the_bias(bits: Bits, symmetric: bool) -> None:
-    linear = random_linear(40, 64, Format(bits, 32, symmetric))
+def test_a_token_of_zeros_gives_the_bias(bits: int, symmetric: bool) -> None:
+    linear = random_linear(40, 64, Scheme(bits=bits, group_size=32, symmetric=symmetric))
     x = random_matrix(7, 64)
     x[3] = 0
     x[4, :32] = 0  # one block of two
@@ -203,7 +202,7 @@ def test_a_token_of_zeros_gives_the_bias(bits: Bits, symmetric: bool) -> None:
 
 
 def test_activations_too_small_to_divide_by_count_as_zeros() -> None:
-    linear = random_linear(40, 64, Format(8, 32, symmetric=True))
+    linear = random_linear(40, 64, Scheme(bits=8, group_size=32, symmetric=True))
     x = np.full((1, 64), 1e-40, np.float32)
     x[0, 5] = -2e-39
     assert not linear_session("BlockLinear", linear)(x)[0].any()
@@ -231,7 +230,7 @@ LOGITS, GREEDY = np.array(False), np.array(True)
 @pytest.mark.parametrize("outputs", [1, 16, 53, 295, 1024])
 @pytest.mark.parametrize("count", [1, 2, 6, 33])
 def test_a_head_gives_logits_or_where_they_are_largest(outputs: int, count: int) -> None:
-    linear = random_linear(outputs, 64, Format(8, 32, symmetric=True))
+    linear = random_linear(outputs, 64, Scheme(bits=8, group_size=32, symmetric=True))
     x, head = random_matrix(count, 64), linear_session("HeadLinear", linear, bias=bias(outputs), threads=2)
     logits, none = head(x, LOGITS)
     np.testing.assert_array_equal(logits, linear_session("BlockLinear", linear, bias=bias(outputs))(x)[0])
@@ -242,7 +241,7 @@ def test_a_head_gives_logits_or_where_they_are_largest(outputs: int, count: int)
 
 
 def test_of_equal_logits_a_head_chooses_the_first() -> None:
-    linear = random_linear(300, 64, Format(8, 32, symmetric=True))
+    linear = random_linear(300, 64, Scheme(bits=8, group_size=32, symmetric=True))
     same = replace(linear, codes=linear.codes[[7] * 300], scales=linear.scales[[7] * 300])
     assert linear_session("HeadLinear", same)(random_matrix(5, 64), GREEDY)[1].tolist() == [0] * 5
     rising = np.zeros(300, np.float32)
@@ -252,7 +251,7 @@ def test_of_equal_logits_a_head_chooses_the_first() -> None:
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_a_head_chooses_no_id_for_a_token_that_is_not_finite(poison: float) -> None:
-    head = linear_session("HeadLinear", random_linear(300, 64, Format(8, 32, symmetric=True)))
+    head = linear_session("HeadLinear", random_linear(300, 64, Scheme(bits=8, group_size=32, symmetric=True)))
     x = random_matrix(4, 64)
     clean = head(x, GREEDY)[1]
     x[2, 5] = poison
@@ -272,8 +271,8 @@ def normed(x: np.ndarray, weight: Matrix) -> np.ndarray:
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("count", TOKENS)
-def test_a_gate_before_a_linear(bits: Bits, symmetric: bool, count: int) -> None:
-    linear = random_linear(37, 128, Format(bits, 32, symmetric))
+def test_a_gate_before_a_linear(bits: int, symmetric: bool, count: int) -> None:
+    linear = random_linear(37, 128, Scheme(bits=bits, group_size=32, symmetric=symmetric))
     x = np.random.default_rng(count).standard_normal((count, 256)).astype(np.float32)
     x[:, :128:5] *= 30  # gates that are as good as open or shut
     x[0, :3] = -200, 200, 0
@@ -284,8 +283,11 @@ def test_a_gate_before_a_linear(bits: Bits, symmetric: bool, count: int) -> None
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("count", TOKENS)
-def test_a_norm_before_a_linear(bits: Bits, symmetric: bool, count: int) -> None:
-    linear, weight = random_linear(37, 128, Format(bits, 32, symmetric)), random_matrix(1, 128, 3)[0]
+def test_a_norm_before_a_linear(bits: int, symmetric: bool, count: int) -> None:
+    linear, weight = (
+        random_linear(37, 128, Scheme(bits=bits, group_size=32, symmetric=symmetric)),
+        random_matrix(1, 128, 3)[0],
+    )
     a, b = random_matrix(count, 128, 4), random_matrix(count, 128, 5)
     a[0] = 0  # what is left is the epsilon
     (y,) = linear_session("NormLinear", linear, weight=weight, bias=bias(37), epsilon=EPSILON)(a)
@@ -297,9 +299,9 @@ def test_a_norm_before_a_linear(bits: Bits, symmetric: bool, count: int) -> None
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", BITS)
-def test_embeddings_are_read_by_ids_from_either_end(bits: Bits, symmetric: bool) -> None:
+def test_embeddings_are_read_by_ids_from_either_end(bits: int, symmetric: bool) -> None:
     for half in (True, False):
-        table = random_linear(53, 96, Format(bits, 32, symmetric), half=half)
+        table = random_linear(53, 96, Scheme(bits=bits, group_size=32, symmetric=symmetric), half=half)
         ids = np.array([[0, 52, 17, -1], [-53, 16, 15, 0]], np.int64)
         np.testing.assert_array_equal(gather_session(table)(ids)[0], table.dequantize()[ids])
         assert gather_session(table)(ids[:, :0])[0].shape == (2, 0, 96)
@@ -307,14 +309,14 @@ def test_embeddings_are_read_by_ids_from_either_end(bits: Bits, symmetric: bool)
 
 @pytest.mark.parametrize("bad", [53, -54, 2**40, -(2**63)])
 def test_an_id_outside_the_embedding_is_an_error(bad: int) -> None:
-    run = gather_session(random_linear(53, 96, Format(4, 32, symmetric=True)))
+    run = gather_session(random_linear(53, 96, Scheme(bits=4, group_size=32, symmetric=True)))
     with pytest.raises(Exception, match="BlockGather: an id is outside the embedding"):
         run(np.array([[0, bad, 1]], np.int64))
 
 
 @pytest.mark.parametrize(("kind", "columns"), [("BlockLinear", 80), ("BlockLinear", 32), ("GatedLinear", 64)])
 def test_inputs_of_another_width_are_an_error(kind: str, columns: int) -> None:
-    run = linear_session(kind, random_linear(24, 64, Format(4, 32, symmetric=True)))
+    run = linear_session(kind, random_linear(24, 64, Scheme(bits=4, group_size=32, symmetric=True)))
     with pytest.raises(Exception, match="the input does not have K columns"):
         run(np.zeros((2, columns), np.float32))
 
@@ -322,4 +324,4 @@ def test_inputs_of_another_width_are_an_error(kind: str, columns: int) -> None:
 @pytest.mark.parametrize("wrong", [{"bits": 5}, {"block_size": 8}, {"block_size": 24}, {"K": 72}, {"N": 0}], ids=str)
 def test_an_unsupported_format_is_an_error_when_the_session_starts(wrong: dict[str, int]) -> None:
     with pytest.raises(Exception, match="unsupported N, K, block_size or bits"):
-        linear_session("BlockLinear", random_linear(24, 64, Format(4, 32, symmetric=True)), **wrong)
+        linear_session("BlockLinear", random_linear(24, 64, Scheme(bits=4, group_size=32, symmetric=True)), **wrong)

@@ -18,21 +18,22 @@ from engines.load import load
 from engines.protocol import Engine, FloatArray
 from engines.targets.ort_cpu.engine import OrtCpuEngine
 from quantization.compressed_tensors import open_checkpoint
-from quantization.rounding import Format, round_to_nearest
+from quantization.rounding import round_to_nearest
 from tapeout import artifact
 from tapeout.artifact import Artifact
 from tapeout.errors import ArtifactError, BuildError, FingerprintError
 from tapeout.portable_graph import PortableGraph
+from tapeout.schemes import Scheme
 from tests.families import LAYERS, MAX_POSITIONS, VOCAB_SIZE, export_family
 from tests.lowering import FixedWeights
 
 SLOTS = 9
 FORMATS = {
-    "qkv": Format(8, 32, symmetric=True),
-    "gate_up": Format(4, 32, symmetric=True),
-    "lm_head": Format(8, 64, True),
+    "qkv": Scheme(bits=8, group_size=32, symmetric=True),
+    "gate_up": Scheme(bits=4, group_size=32, symmetric=True),
+    "lm_head": Scheme(bits=8, group_size=64, symmetric=True),
 }
-OTHERS = Format(4, 32, symmetric=False)
+OTHERS = Scheme(bits=4, group_size=32, symmetric=False)
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(3, VOCAB_SIZE, n).tolist() for n in (3, 40, 1, 17, 26, 9, 2, 33)]
 

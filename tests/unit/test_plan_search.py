@@ -12,7 +12,7 @@ import pytest
 
 from quantization.calibrate import calibrate
 from quantization.calibration import Calibration
-from quantization.cost_table import CostTable, products_of, workload_of
+from quantization.cost_table import CostTable, schemes_by_shape, workload_of
 from quantization.plan import COLUMNS, FRONTIER_FILE, PLAN_FILE, PrecisionPlan, summary, table
 from quantization.plan_search import make_plan, reason
 from quantization.plan_solver import Chosen, Limits, Option, Settled, Workload, choose, settle
@@ -23,12 +23,12 @@ from tapeout.artifact import Artifact, ArtifactRef, create, load
 from tapeout.errors import QuantizationError
 from tapeout.portable_graph import PortableGraph
 from tapeout.recipe import Calibrate, DataSource, KVCache, ModelSource, Plan, Recipe, Rule
-from tapeout.schemes import FLOAT, MENU, TABLE_MENU, Scheme
+from tapeout.schemes import EMBEDDING_MENU, FLOAT, MENU, Scheme
 from tests.graphs import llama_graph
 
 ONE_ROW = Workload(shares={1: 1.0})
 # Faster is worse, in even steps: a plan of n units can have any KL up to 4n thousandths.
-OPTIONS = [Option(kernel=f"k{n}", seconds={1: 10.0 - n}, bytes=10 - n, kl=n / 1000) for n in range(5)]
+OPTIONS = [Option(name=f"k{n}", seconds={1: 10.0 - n}, bytes=10 - n, kl=n / 1000) for n in range(5)]
 UNITS = {f"unit {n}": OPTIONS for n in range(6)}
 
 
@@ -50,7 +50,7 @@ def test_a_plan_that_was_tried_is_not_measured_again() -> None:
     asked: list[tuple[str, ...]] = []
 
     def joint(chosen: Chosen) -> float:
-        asked.append(tuple(choice.kernel for choice in chosen.choices))
+        asked.append(tuple(choice.option for choice in chosen.choices))
         return 0.0111 if chosen.kl > 0.0095 else 0.0089  # the limit lies between two plans
 
     found = settled(joint)
@@ -58,7 +58,7 @@ def test_a_plan_that_was_tried_is_not_measured_again() -> None:
 
 
 def test_plans_that_keep_missing_the_limit_by_little_are_given_less() -> None:
-    fine = [Option(kernel=str(n), seconds={1: 400.0 - n}, bytes=1, kl=n / 1e5) for n in range(0, 400, 2)]
+    fine = [Option(name=str(n), seconds={1: 400.0 - n}, bytes=1, kl=n / 1e5) for n in range(0, 400, 2)]
 
     def joint(chosen: Chosen) -> float:
         return 0.01001 if chosen.kl > 0.0085 else 1.1 * chosen.kl
@@ -76,12 +76,12 @@ def test_no_plan_within_the_limit_is_told_with_the_least_that_was_found() -> Non
 
 def test_the_reason_names_the_next_faster_kernel_and_what_it_would_spend() -> None:
     fast, slow, slowest = (
-        Option(kernel="4-bit g32", seconds={1: 1e-6}, bytes=1_000_000, kl=0.004),
-        Option(kernel="static int8", seconds={1: 2e-6}, bytes=2_000_000, kl=0.001),
-        Option(kernel="fp32", seconds={1: 9e-6}, bytes=8_000_000, kl=0.0),
+        Option(name="4-bit g32", seconds={1: 1e-6}, bytes=1_000_000, kl=0.004),
+        Option(name="static int8", seconds={1: 2e-6}, bytes=2_000_000, kl=0.001),
+        Option(name="fp32", seconds={1: 9e-6}, bytes=8_000_000, kl=0.0),
     )
     picked = choose({"o": [fast, slow, slowest]}, ONE_ROW, Limits(kl=0.002)).choices[0]
-    assert picked.kernel == "static int8"
+    assert picked.option == "static int8"
     options = [fast, slow, slowest]
     assert reason(picked, options, ONE_ROW, "seconds") == "4-bit g32 would save 1.0 µs and spend 0.0030 more KL"
     assert reason(picked, options, ONE_ROW, "bytes") == "4-bit g32 would save 1.00 MB and spend 0.0030 more KL"
@@ -103,7 +103,7 @@ FIGURES = {  # seconds and size
     "4-bit g32": (2.0, 5),
     "4-bit g128": (1.9, 4),
 }
-assert set(FIGURES) == {kernel.name for kernel in (*MENU, *TABLE_MENU)}
+assert set(FIGURES) == {kernel.name for kernel in (*MENU, *EMBEDDING_MENU)}
 
 
 # Tables and cache as a recipe writes them out:
@@ -114,15 +114,15 @@ def recipe(**settings: Any) -> Recipe:
     return Recipe(
         model=ModelSource(source="file:m"),
         data=DataSource(source="file:d"),
-        calibrate=Calibrate(rows=24, tokens=96),
+        calibrate=Calibrate(samples=24, tokens=96),
         plan=Plan(
             **{
-                "kernels": "auto",
+                "schemes": "auto",
                 "embeddings": "auto",
                 "kv_cache": "auto",
                 "context": 64,
                 "band": 2,
-                "rows": 2,
+                "samples": 2,
                 "workload": {1: 1.0},
                 "max_kl": 2e-4,
             }
@@ -136,7 +136,7 @@ def costs(graph: PortableGraph, plan: Plan) -> CostTable:
     speeds = {"float32": 3e-6, "int8": 1e-6, "int4": 4e-6}
     attention = {dtype: dict.fromkeys(workload_of(plan), seconds) for dtype, seconds in speeds.items()}
     found = CostTable("ort-cpu", 2, 4, plan.context, {}, {}, attention)
-    for (columns, outputs), kernels in products_of(graph, plan).items():
+    for (columns, outputs), kernels in schemes_by_shape(graph, plan).items():
         weights = columns * outputs
         figures = {kernel.name: FIGURES.get(kernel.name, (4.0, 9)) for kernel in kernels}
         found.bytes[columns, outputs] = {name: weights * size // 8 for name, (_, size) in figures.items()}
@@ -161,13 +161,20 @@ def inputs(
     texts = tiny_texts(24, 5)
     tokenizer: Any = AutoTokenizer.from_pretrained(tiny_checkpoint)
     rows = [tokenizer(text).input_ids for text in texts]
-    calibration = calibrate(recipe(), graph, texts, folder / "calibration")
-    return graph, calibration, sweep(recipe(), graph, calibration, rows, folder / "sensitivity"), rows
+    calibration = calibrate(recipe().calibrate, graph, texts, folder / "calibration")
+    return (
+        graph,
+        calibration,
+        sweep(recipe().plan, recipe().quantize, graph, calibration, rows, folder / "sensitivity"),
+        rows,
+    )
 
 
 def planned(inputs: Inputs, wanted: Recipe, folder: Path) -> Artifact[PrecisionPlan]:
     graph, calibration, sensitivity, rows = inputs
-    return make_plan(wanted, graph, calibration, sensitivity, costs(graph.record, wanted.plan), rows, folder)
+    return make_plan(
+        wanted.plan, wanted.quantize, graph, calibration, sensitivity, costs(graph.record, wanted.plan), rows, folder
+    )
 
 
 def test_a_chosen_plan_keeps_to_its_budget_as_a_whole(inputs: Inputs, tmp_path: Path) -> None:
@@ -178,16 +185,16 @@ def test_a_chosen_plan_keeps_to_its_budget_as_a_whole(inputs: Inputs, tmp_path: 
     parts = (*units, found.record.embeddings, found.record.kv_cache)
     assert sum(part.kl or 0 for part in parts) == pytest.approx(search.predicted_kl)
     assert sum(part.bytes or 0 for part in parts) in {r.bytes for r in search.rounds}
-    assert len({unit.kernel for unit in units}) > 1, "the budget neither binds nor frees: this shows nothing"
-    assert set(search.rows).isdisjoint(inputs[2].record.rows) and len(search.rows) == 4
+    assert len({unit.scheme for unit in units}) > 1, "the budget neither binds nor frees: this shows nothing"
+    assert set(search.samples).isdisjoint(inputs[2].record.samples) and len(search.samples) == 4
     assert (search.predicted_kl, search.joint_kl) in {(r.predicted_kl, r.joint_kl) for r in search.rounds}
     assert found.parents["sensitivity"] == inputs[2].ref
     assert "KV cache for 4 sequences of 64 tokens" in summary(found.record)
-    kernels = found.record.kernels
+    kernels = found.record.schemes
     assert kernels.keys() == {group.name for group in inputs[0].record.groups} - {"lm_head"}
 
     text = (found.folder / PLAN_FILE).read_text()
-    assert all(f"| {unit.name} | {unit.kernel.name} |" in text and unit.reason in text for unit in units)
+    assert all(f"| {unit.name} | {unit.scheme.name} |" in text and unit.reason in text for unit in units)
     assert {len(row) for row in table(found.record)} == {len(COLUMNS)}
     points = list(csv.DictReader((found.folder / FRONTIER_FILE).open()))
     assert [p["chosen"] for p in points].count("1") == 1
@@ -216,9 +223,9 @@ def test_tables_and_cache_are_chosen_like_any_unit(inputs: Inputs, tmp_path: Pat
         return planned(inputs, recipe(**settings), tmp_path / folder).record
 
     exact, loose, small = made("a", max_kl=1e-7), made("b", max_kl=1.0), made("c", max_kl=1.0, goal="memory")
-    assert exact.embeddings.kernel == FLOAT and exact.kv_cache.settings.dtype == "float32"
+    assert exact.embeddings.scheme == FLOAT and exact.kv_cache.settings.dtype == "float32"
     for plan, dtype in ((loose, "int8"), (small, "int4")):  # the fastest attention, and the fewest bytes
-        assert plan.embeddings.kernel == TABLE_MENU[-1] and plan.kv_cache.settings == KVCache(dtype=dtype)
+        assert plan.embeddings.scheme == EMBEDDING_MENU[-1] and plan.kv_cache.settings == KVCache(dtype=dtype)
         assert plan.embeddings.kl == inputs[2].record.embeddings["4-bit g32"]
         assert plan.kv_cache.kl == inputs[2].record.kv_cache[f"{dtype} per channel"]
     assert loose.embeddings.reason == loose.kv_cache.reason == "the fastest there is"
@@ -231,8 +238,8 @@ def test_tables_and_cache_are_chosen_like_any_unit(inputs: Inputs, tmp_path: Pat
 
 def test_what_is_written_out_beside_chosen_kernels_stays(inputs: Inputs, tmp_path: Path) -> None:
     found = planned(inputs, recipe(max_kl=1.0, **FIXED), tmp_path / "plan").record
-    assert found.search is not None and {unit.kernel.name for unit in found.units} == {"4-bit g128"}
-    assert found.embeddings.kernel == FIXED["embeddings"] and found.kv_cache.settings == FIXED["kv_cache"]
+    assert found.search is not None and {unit.scheme.name for unit in found.units} == {"4-bit g128"}
+    assert found.embeddings.scheme == FIXED["embeddings"] and found.kv_cache.settings == FIXED["kv_cache"]
     assert found.embeddings.reason == found.kv_cache.reason == "written in the recipe"
     assert (found.embeddings.kl or 0) > 0 and (found.kv_cache.kl or 0) > 0
     with pytest.raises(QuantizationError, match="no sensitivity of embeddings to 4-bit g16"):
@@ -241,7 +248,7 @@ def test_what_is_written_out_beside_chosen_kernels_stays(inputs: Inputs, tmp_pat
 
 
 def test_a_budget_that_tables_and_cache_use_up_is_refused(inputs: Inputs, tmp_path: Path) -> None:
-    with pytest.raises(QuantizationError, match="no plan within KL 1e-09, of which the most sparing kernels need"):
+    with pytest.raises(QuantizationError, match="no plan within KL 1e-09, of which the most sparing options need"):
         planned(inputs, recipe(max_kl=1e-9, **FIXED), tmp_path / "plan")
     with pytest.raises(QuantizationError, match=r"no plan within KL .* and bytes"):
         planned(inputs, recipe(max_bytes=1000), tmp_path / "plan")
@@ -264,7 +271,7 @@ def test_sensitivities_of_other_inputs_or_kernels_are_refused(inputs: Inputs, tm
 
 
 RULES = (Rule(match="layers.*.o", bits=4, group_size=32), Rule(match="*", bits=8, activations="int8"))
-WRITTEN: dict[str, Any] = {"kernels": RULES} | FIXED
+WRITTEN: dict[str, Any] = {"schemes": RULES} | FIXED
 
 
 def test_a_written_plan_comes_through_as_it_is(inputs: Inputs, tmp_path: Path) -> None:
@@ -275,8 +282,8 @@ def test_a_written_plan_comes_through_as_it_is(inputs: Inputs, tmp_path: Path) -
     nothing = load(tmp_path / "sensitivity", Sensitivity)
     found = planned((graph, calibration, nothing, []), wanted, tmp_path / "plan")
     assert found.record.search is None
-    assert found.record.kernels == resolve(graph.record, RULES)
-    assert [(u.name, u.kernel) for u in found.record.units if u.name.endswith(".o")] == [
+    assert found.record.schemes == resolve(graph.record, RULES)
+    assert [(u.name, u.scheme) for u in found.record.units if u.name.endswith(".o")] == [
         ("layers.0-3.o", Scheme(bits=4, group_size=32))
     ]
     assert (
@@ -290,11 +297,11 @@ def test_a_written_plan_comes_through_as_it_is(inputs: Inputs, tmp_path: Path) -
 
 def test_every_product_is_asked_about_with_the_kernels_it_may_get(inputs: Inputs) -> None:
     record = inputs[0].record
-    auto = products_of(record, recipe().plan)
+    auto = schemes_by_shape(record, recipe().plan)
     assert set(auto) == {(128, 256), (128, 128), (128, 512), (256, 128), (128, 1024)}
     assert {kernel.name for kernel in auto[128, 512]} == {kernel.name for kernel in MENU}
-    assert auto[128, 1024] == TABLE_MENU  # the head
-    half = products_of(record, recipe(embeddings=WRITTEN["embeddings"]).plan)
+    assert auto[128, 1024] == EMBEDDING_MENU  # the head
+    half = schemes_by_shape(record, recipe(embeddings=WRITTEN["embeddings"]).plan)
     assert [kernel.name for kernel in half[128, 1024]] == ["8-bit g64"]
-    written = products_of(record, recipe(**WRITTEN).plan)
+    written = schemes_by_shape(record, recipe(**WRITTEN).plan)
     assert [kernel.name for kernel in written[128, 128]] == ["4-bit g32 asym"]

@@ -7,15 +7,16 @@ import pytest
 
 from quantization.compressed_tensors import CheckpointWriter, open_checkpoint
 from quantization.proof import TensorCensus, prove, take_census
-from quantization.rounding import Format, round_to_nearest
+from quantization.rounding import round_to_nearest
+from tapeout.schemes import STATIC_INT8, Scheme
 
-INT4 = Format(4, 32, symmetric=True)
+INT4 = Scheme(bits=4, group_size=32, symmetric=True)
 PLANNED = {"w": INT4}
-GOOD = TensorCensus(name="w", weights=6400, stored_bytes=3600, bits=4, distinct_codes=16, scales=200)
+GOOD = TensorCensus(name="w", weights=6400, columns=64, stored_bytes=3600, bits=4, distinct_codes=16, scales=200)
 
 
 def test_a_quantized_checkpoint_passes_and_says_how_small_it_is() -> None:
-    norm = TensorCensus(name="norm", weights=64, stored_bytes=256, bits=32)
+    norm = TensorCensus(name="norm", weights=64, columns=64, stored_bytes=256, bits=32)
     proof = prove([GOOD, norm], PLANNED)
     assert proof.passed and proof.reasons == ()
     assert proof.bits_per_weight == pytest.approx(4.5) == proof.planned_bits_per_weight
@@ -34,7 +35,7 @@ def test_a_quantized_checkpoint_passes_and_says_how_small_it_is() -> None:
         ({"bits": 8, "stored_bytes": 6800}, "stored in 8 bits"),
         ({"stored_bytes": 6400}, "8.00 bits per weight are stored, 4.50 were planned"),
         ({"stored_bytes": 12800}, "1.00 times the size"),
-        ({"name": "other"}, "w was planned as int4 g32 sym but is not stored"),
+        ({"name": "other"}, "w was planned as 4-bit g32 but is not stored"),
         ({"name": "other"}, "other is stored in 4 bits but was not planned"),
     ],
 )
@@ -51,7 +52,7 @@ def test_codes_that_take_a_byte_are_expected_to() -> None:
 
 
 def test_nothing_planned_is_not_a_quantized_model() -> None:
-    proof = prove([TensorCensus(name="w", weights=10, stored_bytes=40, bits=32)], {})
+    proof = prove([TensorCensus(name="w", weights=10, columns=10, stored_bytes=40, bits=32)], {})
     assert "no tensor was planned to be quantized" in proof.reasons
 
 
@@ -72,13 +73,14 @@ def test_the_census_counts_what_lies_in_the_file(tmp_path: Path) -> None:
     assert census == TensorCensus(
         name="w.weight",
         weights=512,
+        columns=64,
         stored_bytes=256 + 32 + 16,
         bits=4,
         distinct_codes=16,
         scales=16,
         scales_one=2,
     )
-    assert take_census(checkpoint, "f") == TensorCensus(name="f", weights=15, stored_bytes=60, bits=32)
+    assert take_census(checkpoint, "f") == TensorCensus(name="f", weights=15, columns=5, stored_bytes=60, bits=32)
 
 
 @pytest.mark.parametrize(
@@ -86,9 +88,9 @@ def test_the_census_counts_what_lies_in_the_file(tmp_path: Path) -> None:
     [(None, "stored without an input scale"), (0.0, "has an input scale of 0"), (float("inf"), "input scale of inf")],
 )
 def test_static_inputs_need_a_scale(input_scale: float | None, reason: str) -> None:
-    planned = {"w": Format(8, 64, symmetric=True, activations="int8")}
+    planned = {"w": STATIC_INT8}
     good = TensorCensus(
-        name="w", weights=6400, stored_bytes=6600, bits=8, distinct_codes=200, scales=100, input_scale=0.1
+        name="w", weights=6400, columns=64, stored_bytes=6600, bits=8, distinct_codes=200, scales=100, input_scale=0.1
     )
     assert prove([good], planned).passed
     proof = prove([good.model_copy(update={"input_scale": input_scale})], planned)

@@ -45,7 +45,7 @@ def recipe(
     return Recipe(
         model=ModelSource(source="file:m"),
         data=DataSource(source="file:d"),
-        plan=Plan(kernels=rules, embeddings=embeddings, kv_cache=kv_cache),
+        plan=Plan(schemes=rules, embeddings=embeddings, kv_cache=kv_cache),
         quantize=Quantize(**settings),
     )
 
@@ -54,7 +54,7 @@ def quantized(
     recipe: Recipe, graph: Artifact[PortableGraph], calibration: Artifact[Calibration], folder: Path
 ) -> Artifact[QuantizedModel]:
     plan = written_plan(recipe, graph, folder.with_name(f"{folder.name}-plan"))
-    return quantize(recipe, graph, calibration, plan, folder)
+    return quantize(recipe.quantize, graph, calibration, plan, folder)
 
 
 def groups() -> tuple[LinearGroup, ...]:
@@ -183,10 +183,10 @@ def make_inputs(folder: Path, *, tied: bool) -> tuple[Artifact[PortableGraph], A
     with create(folder / "calibration", Calibration) as draft:
         write_statistics(model, graph.record, draft.folder)
         calibration = Calibration(
-            rows_hash="0",
-            rows=8,
-            holdout_rows=2,
-            tokens_per_row=64,
+            samples_hash="0",
+            samples=8,
+            holdout_samples=2,
+            tokens_per_sample=64,
             tokens=512,
             layers=LAYERS,
             statistics=(),
@@ -299,7 +299,7 @@ def test_transformers_loads_tables_of_fewer_bits(inputs: Inputs, tmp_path: Path,
     torch.testing.assert_close(logits(loaded), ours, rtol=0, atol=1e-5)
     assert divergence(logits(float_model(graph)), ours) > 1e-4  # that is not the float table
     report = next(report for report in model.record.linears if report.name == graph.record.embedding)
-    assert report.bits == bits and report.error < report.error_rtn
+    assert report.scheme.bits == bits and report.error < report.error_rtn
 
 
 def test_every_linear_is_at_least_as_good_as_rounding_to_nearest_and_most_are_better(
@@ -307,8 +307,8 @@ def test_every_linear_is_at_least_as_good_as_rounding_to_nearest_and_most_are_be
 ) -> None:
     graph, calibration = inputs
     model = quantized(recipe(INT4_ASYMMETRIC), graph, calibration, tmp_path / "awq")
-    plain = quantized(recipe(INT4_ASYMMETRIC, method="rtn"), graph, calibration, tmp_path / "rtn")
-    linears = [report for report in model.record.linears if report.bits == 4]
+    plain = quantized(recipe(INT4_ASYMMETRIC, candidates=("rtn",)), graph, calibration, tmp_path / "rtn")
+    linears = [report for report in model.record.linears if report.scheme.bits == 4]
     by_group: dict[str, list[float]] = {}
     for report in linears:
         sums = by_group.setdefault(report.group, [0.0, 0.0])
@@ -316,7 +316,7 @@ def test_every_linear_is_at_least_as_good_as_rounding_to_nearest_and_most_are_be
         sums[1] += report.error_rtn
     assert len(linears) == 7 * LAYERS
     assert sum(report.error < 0.9 * report.error_rtn for report in linears) > len(linears) / 2
-    assert {report.error_rtn for report in linears} == {r.error for r in plain.record.linears if r.bits == 4}
+    assert {report.error_rtn for report in linears} == {r.error for r in plain.record.linears if r.scheme.bits == 4}
     assert any(report.input_scale != "identity" for report in linears), "the model has salient channels"
     reference = logits(float_model(graph))
     assert divergence(reference, logits(decoded(graph, model))) < 0.8 * divergence(
@@ -373,8 +373,12 @@ def test_the_record_tells_formats_sizes_and_fallbacks(inputs: Inputs, tmp_path: 
     graph, calibration = inputs
     rules = (Rule(match="*.qkv", bits=32), Rule(match="*", bits=4, group_size=64, symmetric=True))
     record = quantized(recipe(rules), graph, calibration, tmp_path / "q").record
-    sizes = {r.group.partition("layers.")[2][2:]: (r.bits, r.group_size) for r in record.linears if "." in r.group}
-    assert sizes == {"qkv": (32, 0), "o": (4, 64), "gate_up": (4, 64), "down": (4, 32)}
+    sizes = {
+        r.group.partition("layers.")[2][2:]: (r.scheme.bits, r.scheme.group_size)
+        for r in record.linears
+        if "." in r.group
+    }
+    assert sizes == {"qkv": (32, None), "o": (4, 64), "gate_up": (4, 64), "down": (4, 32)}
     assert record.notes == (
         "layers.0.down, layers.1.down: groups of 32 instead of 64, which does not divide 160 inputs",
     )
@@ -403,7 +407,9 @@ def test_static_int8_inputs_are_what_transformers_and_our_reference_round_to(inp
     assert 10 * divergence(logits(loaded), ours) < divergence(exact, ours) < 0.05
 
     record = model.record
-    by_unit = {r.group.rpartition(".")[2]: r.activations for r in record.linears if r.group.startswith("layers.")}
+    by_unit = {
+        r.group.rpartition(".")[2]: r.scheme.activations for r in record.linears if r.group.startswith("layers.")
+    }
     assert by_unit == {"qkv": "int8", "o": "int8", "gate_up": "int8", "down": "float"}
     assert "w8a8:12" in record.summary and record.proof.passed
     assert all(r.error <= r.error_rtn for r in record.linears)
@@ -433,7 +439,7 @@ def test_float_embeddings_stay_float(inputs: Inputs, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ((Rule(match="*.o", bits=4),), "no rule of plan.kernels matches layers.0.qkv"),
+        ((Rule(match="*.o", bits=4),), "no rule of plan.schemes matches layers.0.qkv"),
         ((Rule(match="*", bits=32),), "this is not a quantized model: "),
     ],
 )
@@ -464,7 +470,7 @@ def test_a_plan_of_another_graph_is_refused(inputs: Inputs, tmp_path: Path) -> N
     plan = written_plan(recipe(), graph, tmp_path / "plan")
     foreign = Artifact(plan.folder, plan.record, plan.files, {"graph": ArtifactRef("PortableGraph", "f" * 64)}, "0")
     with pytest.raises(QuantizationError, match="was planned on graph ffffffffffff"):
-        quantize(recipe(), graph, calibration, foreign, tmp_path / "q")
+        quantize(recipe().quantize, graph, calibration, foreign, tmp_path / "q")
 
 
 def _spoil_weight(graph: Path, calibration: Path) -> None:

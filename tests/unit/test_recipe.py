@@ -69,8 +69,8 @@ def test_a_shipped_recipe_can_be_laid_over_any_other(first: str, tmp_path: Path)
 
 
 def test_defaults_fill_what_is_not_said(tmp_path: Path) -> None:
-    found = recipe(tmp_path, quantize={"method": "rtn"})
-    assert found.quantize.method == "rtn" and found.plan.kv_cache == KVCache(dtype="int8")
+    found = recipe(tmp_path, quantize={"candidates": ["rtn"]})
+    assert found.quantize.candidates == ("rtn",) and found.plan.kv_cache == KVCache(dtype="int8")
     assert found.register_.model_name == "tapeout-default"
 
 
@@ -81,31 +81,44 @@ def test_defaults_fill_what_is_not_said(tmp_path: Path) -> None:
         ({"registr": {}}, "unknown key 'registr' (did you mean 'register'?)"),
         ({"gate": {"max_KL": 0.1}}, "unknown key 'gate.max_KL' (did you mean 'max_kl'?)"),
         ({"plan": {"kv_cache": {"dtyp": "int8"}}}, "(did you mean 'dtype'?)"),
-        ({"plan": {"kernels": [{"match": "*", "bits": 4, "activations": "int8"}]}}, "int8 needs bits: 8"),
+        ({"plan": {"schemes": [{"match": "*", "bits": 4, "activations": "int8"}]}}, "int8 needs bits: 8"),
         ({"plan": {"embeddings": {"bits": 8, "activations": "int8"}}}, "plan.embeddings: activations must be float"),
-        ({"plan": {"kernels": [{"match": "*", "bits": 4, "positive_scales": True}]}}, "needs symmetric: true"),
-        ({"plan": {"kernels": "fast"}}, "plan.kernels: Input should be 'auto' (found 'fast')"),
+        ({"plan": {"schemes": [{"match": "*", "bits": 4, "positive_scales": True}]}}, "needs symmetric: true"),
+        ({"plan": {"schemes": "fast"}}, "plan.schemes: Input should be 'auto' (found 'fast')"),
         ({"plan": {"workload": {1: 0.5, 16: 0.4}}}, "plan.workload: shares of all tokens sum to 1, found 0.9"),
         ({"plan": {"workload": {0: 1.0}}}, "plan.workload"),
         ({"plan": {"goal": "speed"}}, "plan.goal"),
-        ({"plan": {"kernels": "auto", "goal": "throughput"}}, "of 32 streams at once, but build.slots is 16"),
-        ({"plan": {"kernels": [{"match": "*", "bits": 8, "groupsize": 32}]}}, "(did you mean 'group_size'?)"),
+        ({"plan": {"schemes": "auto", "goal": "throughput"}}, "of 32 streams at once, but build.slots is 16"),
+        ({"plan": {"schemes": [{"match": "*", "bits": 8, "groupsize": 32}]}}, "(did you mean 'group_size'?)"),
         ({"build": {"zzz": 1}}, "valid keys: "),
-        ({"plan": {"kernels": [{"match": "*", "bits": 3}]}}, "plan.kernels.0.bits"),
-        ({"calibrate": {"rows": 0}}, "calibrate.rows"),
+        (
+            {"plan": {"schemes": [{"match": "*", "bits": 3}]}},
+            "plan.schemes.0.bits: expected one of 4, 6, 8, 32, found 3",
+        ),
+        (
+            {"plan": {"schemes": [{"mach": "*", "bits": 8}]}},
+            "unknown key 'plan.schemes.0.mach' (did you mean 'match'?)",
+        ),
+        ({"plan": {"schemes": [{"match": "*", "bits": 8, "group_size": None}]}}, "group_size: 8 bits need one"),
+        (
+            {"quantize": {"candidates": ["rtn", "magic"]}},
+            "quantize.candidates: no method magic; expected some of awq, ",
+        ),
+        ({"quantize": {"candidates": ["gptq"]}}, "quantize.candidates: rtn must be among them"),
+        ({"calibrate": {"samples": 0}}, "calibrate.samples"),
         ({"gate": {"confidence": 1.5}}, "gate.confidence"),
         ({"model": {"source": "file:/m", "sha256": "abc"}}, "model.sha256"),
         ({"model": {}}, "model.source"),
         ({"build": {"target": "abacus"}}, "build.target: no target 'abacus'; expected one of ort-cpu, "),
-        ({"calibrate": {"rows": 1}}, "calibrate.rows"),
+        ({"calibrate": {"samples": 1}}, "calibrate.samples"),
         ({"plan": {"embeddings": {"match": "layers.*", "bits": 8}}}, "unknown key 'plan.embeddings.match'"),
-        ({"plan": {"kernels": []}}, "plan.kernels: no rule; write auto"),
+        ({"plan": {"schemes": []}}, "plan.schemes: no rule; write auto"),
         ({"plan": {"embeddings": "8-bit"}}, "plan.embeddings: Input should be 'auto' (found '8-bit')"),
         ({"plan": {"kv_cache": "int8"}}, "plan.kv_cache: Input should be 'auto' (found 'int8')"),
         ({"plan": {"context": 0}}, "plan.context"),
         ({"plan": {"embeddings": {"bits": 8}}}, "plan.embeddings: symmetric must be true"),
-        ({"plan": {"embeddings": "auto", "kv_cache": "auto"}}, "plan: auto for embeddings and kv_cache, but kernels"),
-        ({"plan": {"embeddings": "auto"}}, "plan: auto for embeddings, but kernels are written out"),
+        ({"plan": {"embeddings": "auto", "kv_cache": "auto"}}, "plan: auto for embeddings and kv_cache, but schemes"),
+        ({"plan": {"embeddings": "auto"}}, "plan: auto for embeddings, but schemes are written out"),
         ({"evaluate": {"tasks": []}}, "evaluate.tasks"),
         ({"benchmark": {"batches": [4, 4]}}, "benchmark.batches: contains duplicates: 4, 4"),
         ({"gate": {"max_kl": float("inf")}}, "gate.max_kl: Input should be a finite number"),
@@ -122,13 +135,16 @@ def test_mistakes_name_the_place_and_the_nearest_key(tmp_path: Path, sections: d
     ("sections", "message"),
     [
         ({"evaluate": {"documents": 8, "parity_documents": 9}}, "evaluate.parity_documents is 9 of 8 documents"),
-        ({"plan": {"kernels": "auto", "rows": 17}}, "plan.rows is 17 to measure on and as many others to check on"),
+        (
+            {"plan": {"schemes": "auto", "samples": 17}},
+            "plan.samples is 17 to measure on and as many others to check on",
+        ),
         ({"build": {"slots": 15}}, "benchmark.batches reach 16, but build.slots is 15"),
         ({"export": {"max_positions": 255}}, "calibrate.tokens: 256 positions, but export.max_positions is 255"),
         ({"export": {"max_positions": 255}}, "evaluate.document_tokens: 256 positions"),
         ({"benchmark": {"new_tokens": 1918}}, "with 3 to warm up: 2049 positions, but export.max_positions is 2048"),
         (
-            {"plan": {"kernels": "auto", "context": 2049}},
+            {"plan": {"schemes": "auto", "context": 2049}},
             "plan.context: 2049 positions, but export.max_positions is 2048",
         ),
         ({"shadow": {"max_new_tokens": 2048}}, "shadow.max_new_tokens, with a prompt of one: 2049 positions"),
@@ -164,8 +180,8 @@ def test_too_little_evidence_is_for_the_verdict_to_say(tmp_path: Path) -> None:
 
 def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as caught:
-        recipe(tmp_path, quantise={}, calibrate={"rows": -1}, sed=3)
-    assert all(word in caught.value.found for word in ("quantise", "calibrate.rows", "did you mean 'seed'"))
+        recipe(tmp_path, quantise={}, calibrate={"samples": -1}, sed=3)
+    assert all(word in caught.value.found for word in ("quantise", "calibrate.samples", "did you mean 'seed'"))
 
 
 def test_a_recipe_does_not_change_after_validation(tmp_path: Path) -> None:

@@ -20,11 +20,12 @@ from quantization import kv_cache
 from quantization.checkpoint import KV_SCALES, KVScales
 from quantization.compressed_tensors import CheckpointWriter, open_checkpoint
 from quantization.reference import QuantizedReference, round_activations, round_to_grid
-from quantization.rounding import Format, QuantizedLinear, round_to_nearest
+from quantization.rounding import QuantizedLinear, round_to_nearest
 from tapeout.errors import QuantizationError
+from tapeout.schemes import Scheme
 
-LINEAR = Format(4, 32, symmetric=False)
-TABLE = Format(8, 64, symmetric=True)
+LINEAR = Scheme(bits=4, group_size=32, symmetric=False)
+TABLE = Scheme(bits=8, group_size=64, symmetric=True)
 Texts = Callable[[int, int], list[str]]
 
 
@@ -38,7 +39,7 @@ def folder(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     for name in source.names():
         weight = source.tensor(name)
         if "embed" in name:
-            writer.add_table(name, round_to_nearest(weight, TABLE), tied_to="lm_head.weight")
+            writer.add_embedding(name, round_to_nearest(weight, TABLE), tied_to="lm_head.weight")
         elif weight.ndim == 2:
             writer.add_linear(name, round_to_nearest(weight, LINEAR))
         else:
@@ -151,7 +152,7 @@ def test_missing_weights_are_refused(folder: Path, tmp_path: Path) -> None:
 def mat_mul_n_bits(inputs: np.ndarray, linear: QuantizedLinear) -> np.ndarray:
     """ONNX Runtime's product at accuracy level 4, which quantizes the inputs itself."""
     rows, columns = linear.codes.shape
-    per_byte = 8 // linear.bits
+    per_byte = 8 // linear.scheme.bits
 
     def packed(codes: np.ndarray) -> np.ndarray:
         codes = np.pad(codes, ((0, 0), (0, -codes.shape[1] % per_byte)))
@@ -171,7 +172,7 @@ def mat_mul_n_bits(inputs: np.ndarray, linear: QuantizedLinear) -> np.ndarray:
         domain="com.microsoft",
         K=columns,
         N=rows,
-        bits=linear.bits,
+        bits=linear.scheme.bits,
         block_size=linear.group_size,
         accuracy_level=4,
     )
@@ -201,7 +202,7 @@ def test_activations_are_rounded_as_onnxruntime_does(
     inputs[:, 5] *= 50  # an outlier channel, as real activations have
     inputs[0, group_size : 2 * group_size] = 0
     weight = generator.normal(size=(96, 512)).astype(np.float32)
-    linear = round_to_nearest(weight, Format(bits, group_size, symmetric=symmetric))
+    linear = round_to_nearest(weight, Scheme(bits=bits, group_size=group_size, symmetric=symmetric))
     rounded = round_activations(torch.from_numpy(inputs), group_size).numpy().astype(np.float64)
     expected = rounded @ linear.dequantize().astype(np.float64).T
     actual = mat_mul_n_bits(inputs, linear)

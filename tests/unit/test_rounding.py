@@ -5,23 +5,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantization.gptq import gptq, inverse_factor
+from quantization.formats import Packed, formats
+from quantization.methods.gptq import gptq, inverse_factor
+from quantization.methods.scale_fit import fit_scales
 from quantization.rounding import (
-    Format,
     assemble,
     fit_range,
-    fitting_group_size,
     nearest_codes,
-    pack,
+    output_error,
     round_to,
     round_to_nearest,
-    unpack,
 )
-from quantization.scale_fit import fit_scales, output_error
 from tapeout.errors import QuantizationError
+from tapeout.schemes import Scheme
 
-formats = st.builds(
-    Format, bits=st.sampled_from([4, 8]), group_size=st.sampled_from([16, 32, 64]), symmetric=st.booleans()
+schemes = st.builds(
+    Scheme, bits=st.sampled_from([4, 8]), group_size=st.sampled_from([16, 32, 64]), symmetric=st.booleans()
 )
 
 
@@ -37,23 +36,23 @@ def correlated_gram(columns: int, seed: int = 0) -> np.ndarray:
     return (inputs.T @ inputs / len(inputs)).astype(np.float32)
 
 
-@given(seed=st.integers(0, 10_000), fmt=formats)
+@given(seed=st.integers(0, 10_000), fmt=schemes)
 @settings(max_examples=60, deadline=None)
-def test_rounding_errs_by_half_a_step_at_most(seed: int, fmt: Format) -> None:
+def test_rounding_errs_by_half_a_step_at_most(seed: int, fmt: Scheme) -> None:
     weight = weights(seed)
     linear = round_to_nearest(weight, fmt)
     step = np.repeat(np.abs(linear.scales), fmt.group_size, axis=1)
     # One step where the far end of a full-range symmetric grid clips (-8..7), and where a zero point was rounded.
     assert (np.abs(linear.dequantize() - weight) <= 1.01 * step).all()
     assert np.median(np.abs(linear.dequantize() - weight) / step) < 0.3
-    assert linear.format == fmt
+    assert linear.scheme == fmt
 
 
 @given(seed=st.integers(0, 10_000), bits=st.sampled_from([4, 8]))
 @settings(max_examples=40, deadline=None)
 def test_a_symmetric_grid_holds_the_extreme_of_either_sign_on_its_lowest_code(seed: int, bits: int) -> None:
     weight = weights(seed, rows=4, columns=32)
-    linear = round_to_nearest(weight, Format(bits, 32, symmetric=True))
+    linear = round_to_nearest(weight, Scheme(bits=bits, group_size=32, symmetric=True))
     extreme = np.abs(weight).argmax(axis=1)
     rows = np.arange(4)
     assert (linear.codes[rows, extreme] == 0).all()
@@ -65,9 +64,12 @@ def test_a_symmetric_grid_holds_the_extreme_of_either_sign_on_its_lowest_code(se
 @settings(max_examples=40, deadline=None)
 def test_positive_scales_clip_nothing_and_widen_steps_by_no_more_than_that_needs(seed: int, bits: int) -> None:
     weight = weights(seed, rows=4, columns=64)
-    fmt = Format(bits, 32, symmetric=True, positive=True)
-    linear, either = round_to_nearest(weight, fmt), round_to_nearest(weight, Format(bits, 32, symmetric=True))
-    assert (linear.scales > 0).all() and linear.format == fmt == either.format
+    fmt = Scheme(bits=bits, group_size=32, symmetric=True, positive_scales=True)
+    linear, either = (
+        round_to_nearest(weight, fmt),
+        round_to_nearest(weight, Scheme(bits=bits, group_size=32, symmetric=True)),
+    )
+    assert (linear.scales > 0).all() and linear.scheme == fmt
     assert (linear.scales <= np.abs(either.scales) * fmt.midpoint / (fmt.midpoint - 1) * 1.001).all()
     step = np.repeat(linear.scales, 32, axis=1)
     assert (np.abs(linear.dequantize() - weight) <= 0.6 * step).all()
@@ -81,20 +83,20 @@ def test_zero_groups_and_zero_weights_decode_to_exactly_zero(bits: int, symmetri
     weight = weights(3, columns=64)
     weight[:, :32] = 0
     weight[:, 40] = 0
-    decoded = round_to_nearest(weight, Format(bits, 32, symmetric)).dequantize()
+    decoded = round_to_nearest(weight, Scheme(bits=bits, group_size=32, symmetric=symmetric)).dequantize()
     assert (decoded[:, :32] == 0).all() and (decoded[:, 40] == 0).all()
     assert np.isfinite(decoded).all()
 
 
 def test_one_sided_groups_keep_zero_on_the_grid() -> None:
     weight = np.abs(weights(5, columns=32)) + 1
-    linear = round_to_nearest(weight, Format(4, 32, symmetric=False))
+    linear = round_to_nearest(weight, Scheme(bits=4, group_size=32, symmetric=False))
     assert linear.zero_points is not None and (linear.zero_points == 0).all()
 
 
 def test_scales_too_small_for_float16_are_not_flushed_to_zero() -> None:
     weight = weights(1) * np.float32(1e-9)
-    linear = round_to_nearest(weight, Format(4, 32, symmetric=True))
+    linear = round_to_nearest(weight, Scheme(bits=4, group_size=32, symmetric=True))
     assert (linear.scales != 0).all()
     assert output_error(linear.dequantize() - weight, np.eye(128, dtype=np.float32)) < 0.02 * float((weight**2).sum())
 
@@ -103,16 +105,16 @@ def test_weights_that_are_not_finite_are_refused() -> None:
     weight = weights(0)
     weight[1, 2] = np.nan
     with pytest.raises(QuantizationError, match="1 weights are NaN"):
-        round_to_nearest(weight, Format(4, 32, symmetric=True))
+        round_to_nearest(weight, Scheme(bits=4, group_size=32, symmetric=True))
 
 
 def test_a_group_size_that_does_not_divide_falls_back_to_one_that_does() -> None:
-    assert fitting_group_size(128, 576) == 64
-    assert fitting_group_size(256, 1536) == 256
+    assert Scheme(bits=4, group_size=128).fitted(576).group_size == 64
+    assert Scheme(bits=4, group_size=256).fitted(1536).group_size == 256
     with pytest.raises(QuantizationError, match="bits: 32"):
-        fitting_group_size(64, 100)
+        Scheme(bits=4, group_size=64).fitted(100)
     with pytest.raises(QuantizationError):
-        round_to_nearest(weights(0, columns=48), Format(4, 32, symmetric=True))
+        round_to_nearest(weights(0, columns=48), Scheme(bits=4, group_size=32, symmetric=True))
 
 
 @given(seed=st.integers(0, 1000), bits=st.sampled_from([4, 6, 8]), rows=st.integers(1, 5), columns=st.integers(1, 70))
@@ -122,15 +124,17 @@ def test_packing_is_that_of_compressed_tensors_and_reverses(seed: int, bits: int
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
     codes = np.random.default_rng(seed).integers(0, 1 << bits, (rows, columns)).astype(np.uint8)
-    packed = pack(codes, bits)
+    fmt = formats()[f"int{bits}"]
+    assert isinstance(fmt, Packed)
+    packed = fmt.words(codes)
     signed = torch.from_numpy(codes.astype(np.int16) - (1 << (bits - 1))).to(torch.int8)
     np.testing.assert_array_equal(packed, pack_to_int32(signed, bits).numpy())
-    np.testing.assert_array_equal(unpack(packed, bits, columns), codes)
+    np.testing.assert_array_equal(fmt.codes(packed, columns), codes)
 
 
-@given(seed=st.integers(0, 1000), fmt=formats)
+@given(seed=st.integers(0, 1000), fmt=schemes)
 @settings(max_examples=20, deadline=None)
-def test_fitted_scales_are_never_worse_by_the_importance_they_were_fitted_to(seed: int, fmt: Format) -> None:
+def test_fitted_scales_are_never_worse_by_the_importance_they_were_fitted_to(seed: int, fmt: Scheme) -> None:
     weight = weights(seed)
     importance = np.random.default_rng(seed).exponential(1, 128).astype(np.float32) ** 3
     metric = np.diag(importance)
@@ -144,13 +148,13 @@ def test_fitted_scales_are_never_worse_by_the_importance_they_were_fitted_to(see
 def test_fitted_scales_survive_inputs_that_never_fire() -> None:
     importance = np.ones(128, np.float32)
     importance[:64] = 0
-    grid = fit_scales(weights(2), importance, Format(4, 32, symmetric=True))
+    grid = fit_scales(weights(2), importance, Scheme(bits=4, group_size=32, symmetric=True))
     assert np.isfinite(grid.scales).all() and (grid.scales != 0).all()
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_gptq_lowers_the_output_error_on_correlated_inputs(symmetric: bool) -> None:
-    fmt = Format(4, 32, symmetric)
+    fmt = Scheme(bits=4, group_size=32, symmetric=symmetric)
     weight, gram = weights(4, rows=32, columns=192), correlated_gram(192)
     grid = fit_range(weight, fmt)
     plain = output_error(round_to(weight, grid, fmt).dequantize() - weight, gram)
@@ -159,7 +163,7 @@ def test_gptq_lowers_the_output_error_on_correlated_inputs(symmetric: bool) -> N
 
 
 def test_gptq_on_uncorrelated_inputs_is_rounding_to_nearest() -> None:
-    fmt = Format(4, 32, symmetric=False)
+    fmt = Scheme(bits=4, group_size=32, symmetric=False)
     weight = weights(6, columns=160)
     grid = fit_range(weight, fmt)
     result = gptq(weight, inverse_factor(np.diag(np.linspace(1, 9, 160)).astype(np.float32)), grid, fmt)
@@ -179,7 +183,7 @@ def test_gptq_copes_with_inputs_that_never_fire() -> None:
     gram = correlated_gram(64)
     gram[10:20] = 0
     gram[:, 10:20] = 0
-    fmt = Format(4, 32, symmetric=True)
+    fmt = Scheme(bits=4, group_size=32, symmetric=True)
     weight = weights(7, columns=64)
     result = gptq(weight, inverse_factor(gram), fit_range(weight, fmt), fmt)
     assert np.isfinite(result.dequantize()).all()

@@ -21,7 +21,7 @@ from tapeout.artifact import Artifact
 from tapeout.errors import QuantizationError
 from tapeout.portable_graph import PortableGraph
 from tapeout.recipe import Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize, Recipe
-from tapeout.schemes import FLOAT, MENU, TABLE_MENU, Scheme
+from tapeout.schemes import EMBEDDING_MENU, FLOAT, MENU, Scheme
 from tests.graphs import llama_graph
 
 KINDS = ("8-bit g128", "4-bit g32", "4-bit g128")
@@ -36,6 +36,11 @@ class Inputs(NamedTuple):
     rows: list[list[int]]
 
 
+def swept(inputs: Inputs, folder: Path) -> Artifact[Sensitivity]:
+    recipe, graph, calibration, rows = inputs
+    return sweep(recipe.plan, recipe.quantize, graph, calibration, rows, folder)
+
+
 @pytest.fixture(scope="module")
 def inputs(
     tiny_checkpoint: Path, tiny_texts: Callable[[int, int], list[str]], tmp_path_factory: pytest.TempPathFactory
@@ -46,8 +51,8 @@ def inputs(
     recipe = Recipe(
         model=ModelSource(source="file:m"),
         data=DataSource(source="file:d"),
-        calibrate=Calibrate(rows=24, tokens=96),
-        plan=Plan(kernels="auto", embeddings="auto", kv_cache="auto", band=2, rows=3),
+        calibrate=Calibrate(samples=24, tokens=96),
+        plan=Plan(schemes="auto", embeddings="auto", kv_cache="auto", band=2, samples=3),
     )
     graph = llama_graph(tiny_checkpoint, folder / "graph")
     texts = tiny_texts(24, 5)
@@ -55,19 +60,19 @@ def inputs(
     return Inputs(
         recipe,
         graph,
-        calibrate(recipe, graph, texts, folder / "calibration"),
+        calibrate(recipe.calibrate, graph, texts, folder / "calibration"),
         [tokenizer(text).input_ids for text in texts],
     )
 
 
 @pytest.fixture(scope="module")
 def measured(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Artifact[Sensitivity]:
-    return sweep(*inputs, tmp_path_factory.mktemp("out") / "sensitivity")
+    return swept(inputs, tmp_path_factory.mktemp("out") / "sensitivity")
 
 
 def test_float_costs_nothing_and_fewer_bits_cost_more(inputs: Inputs, measured: Artifact[Sensitivity]) -> None:
     record = measured.record
-    assert record.asked and record.positions == 3 * 64 and len(record.rows) == 3
+    assert record.asked and record.positions == 3 * 64 and len(record.samples) == 3
     assert [unit.name for unit in record.units] == [unit.name for unit in units_of(inputs.graph.record, 2)]
     for unit in record.units:
         columns = 256 if unit.name.endswith("down") else 128
@@ -75,7 +80,7 @@ def test_float_costs_nothing_and_fewer_bits_cost_more(inputs: Inputs, measured: 
         assert unit.kl["fp32"] == 0 < min(kl for name, kl in unit.kl.items() if name != "fp32")
     eight, four, coarse = (sum(unit.kl[name] for unit in record.units) for name in KINDS)
     assert 1.5 * eight < four < coarse
-    assert list(record.embeddings) == [kernel.name for kernel in menu_for(128, TABLE_MENU)]
+    assert list(record.embeddings) == [kernel.name for kernel in menu_for(128, EMBEDDING_MENU)]
     eight, six, fine, four = (record.embeddings[name] for name in TABLES)
     assert record.embeddings["fp32"] == 0 < eight < fine < six < four
     assert list(record.kv_cache) == ["float32", "int8 per channel", "int4 per channel"]
@@ -86,19 +91,19 @@ def test_float_costs_nothing_and_fewer_bits_cost_more(inputs: Inputs, measured: 
 
 
 def test_the_same_inputs_give_the_same_digest(inputs: Inputs, measured: Artifact[Sensitivity], tmp_path: Path) -> None:
-    assert sweep(*inputs, tmp_path / "again").digest == measured.digest
+    assert swept(inputs, tmp_path / "again").digest == measured.digest
 
 
 def test_a_written_plan_asks_for_nothing(inputs: Inputs, tmp_path: Path) -> None:
     written = inputs.recipe.model_copy(update={"plan": Plan()})
-    found = sweep(written, inputs.graph, inputs.calibration, [], tmp_path / "sensitivity")
+    found = swept(inputs._replace(recipe=written, rows=[]), tmp_path / "sensitivity")
     assert found.record == Sensitivity(asked=False)
 
 
 def test_tables_and_cache_that_are_written_out_are_measured_alone(inputs: Inputs, tmp_path: Path) -> None:
     fixed = {"embeddings": Scheme(bits=4, group_size=16, symmetric=True), "kv_cache": KVCache(granularity="per_tensor")}
     written = inputs.recipe.model_copy(update={"plan": inputs.recipe.plan.model_copy(update=fixed | {"rows": 1})})
-    found = sweep(written, *inputs[1:], tmp_path / "sensitivity").record
+    found = swept(inputs._replace(recipe=written), tmp_path / "sensitivity").record
     assert list(found.embeddings) == ["4-bit g16"] and list(found.kv_cache) == ["int8 per tensor"]
     assert min(*found.embeddings.values(), *found.kv_cache.values()) > 0
 
@@ -162,8 +167,8 @@ def test_a_changed_unit_costs_what_the_whole_model_says_in_torch(inputs: Inputs,
 
 def test_tables_and_cache_are_rounded_as_the_recipe_says(inputs: Inputs, simulation: Simulation) -> None:
     rounding = QuickRounding(inputs.graph, inputs.calibration, inputs.recipe.quantize)
-    eight, four = (rounding.tables(Scheme(bits=bits, group_size=64, symmetric=True)) for bits in (8, 4))
-    assert set(eight) == {"embedding", "lm_head"} and rounding.tables(FLOAT) == {}
+    eight, four = (rounding.embeddings(Scheme(bits=bits, group_size=64, symmetric=True)) for bits in (8, 4))
+    assert set(eight) == {"embedding", "lm_head"} and rounding.embeddings(FLOAT) == {}
     assert 0 < simulation.kl(eight) < 0.2 * simulation.kl(four)
     assert rounding.kv_cache(KVCache(dtype="float32")) is None
     per = [rounding.kv_cache(KVCache(granularity=granularity)) for granularity in ("per_channel", "per_tensor")]
@@ -172,7 +177,7 @@ def test_tables_and_cache_are_rounded_as_the_recipe_says(inputs: Inputs, simulat
 
 
 def test_rounding_to_nearest_searches_for_nothing(inputs: Inputs, simulation: Simulation) -> None:
-    plain = inputs._replace(recipe=inputs.recipe.model_copy(update={"quantize": Quantize(method="rtn")}))
+    plain = inputs._replace(recipe=inputs.recipe.model_copy(update={"quantize": Quantize(candidates=("rtn",))}))
     kls = [simulation.kl(changed(which, "layers.0-1.down")) for which in (inputs, plain)]
     assert kls[0] < kls[1]
 
@@ -187,6 +192,6 @@ def rows_with_another_token(rows: Sequence[Sequence[int]]) -> list[Sequence[int]
 
 @pytest.mark.parametrize("change", [rows_without_one, rows_with_another_token])
 def test_rows_that_were_not_calibrated_on_are_refused(inputs: Inputs, change: Any, tmp_path: Path) -> None:
-    with pytest.raises(QuantizationError, match="rows that are not the 24 of"):
-        sweep(inputs.recipe, inputs.graph, inputs.calibration, change(inputs.rows), tmp_path / "sensitivity")
+    with pytest.raises(QuantizationError, match="samples that are not the 24 of"):
+        swept(inputs._replace(rows=change(inputs.rows)), tmp_path / "sensitivity")
     assert not (tmp_path / "sensitivity").exists()

@@ -3,12 +3,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quantization import awq, smoothquant
-from quantization.rounding import FloatArray, Format, round_to_nearest
+from quantization.input_scale import InputScale, identity
+from quantization.methods import smoothquant
+from quantization.problem import Problem, input_step
+from quantization.rounding import FloatArray, round_to_nearest
+from quantization.statistics import Statistics
 from tapeout.errors import QuantizationError
+from tapeout.portable_graph import ScaleSink
+from tapeout.schemes import STATIC_INT8
 
 RANDOM = np.random.default_rng(0)
-STATIC = Format(8, 64, symmetric=True, activations="int8")
+STATIC = STATIC_INT8
+NORM = ScaleSink(kind="norm", weight="n.weight")
 
 
 def normal(*shape: int) -> FloatArray:
@@ -25,41 +31,46 @@ def gram_of(x: FloatArray) -> FloatArray:
     return (x.T @ x / len(x)).astype(np.float32)
 
 
-def measured(x: FloatArray, weight: FloatArray, scale: awq.InputScale) -> float:
+def measured(x: FloatArray, weight: FloatArray, scale: InputScale) -> float:
     """The same error, run instead of predicted."""
-    step = smoothquant.input_step(np.abs(x).max(axis=0), scale)
+    step = input_step(np.abs(x).max(axis=0), scale)
     rounded = np.clip(np.rint(x / scale.values / np.float32(step)), -128, 127) * step
     decoded = round_to_nearest(weight * scale.values, STATIC).dequantize()
     return float(((rounded @ decoded.T - x @ weight.T) ** 2).sum(axis=1).mean())
 
 
-def predicted(x: FloatArray, weight: FloatArray, scale: awq.InputScale) -> float:
-    gram = gram_of(x)
-    noise = smoothquant.input_noise(np.abs(x).max(axis=0), np.diag(gram), scale)
-    return smoothquant.noisy_error(round_to_nearest(weight * scale.values, STATIC), weight, scale, gram, noise)
+def predicted(x: FloatArray, weight: FloatArray, scale: InputScale) -> float:
+    problem = problem_of(x, weight, 1).under(scale)
+    return problem.error(round_to_nearest(weight * scale.values, STATIC), weight, gram_of(x))
+
+
+def problem_of(x: FloatArray, weight: FloatArray, steps: int) -> Problem:
+    gram, magnitude = gram_of(x), np.abs(x)
+    inputs = Statistics(gram, gram, mean_abs=magnitude.mean(axis=0), max_abs=magnitude.max(axis=0))
+    return Problem.of([weight], STATIC, inputs, NORM, steps)
 
 
 @pytest.mark.parametrize("factor", [1, 20, 80])
 def test_the_predicted_error_is_the_measured_one(factor: float) -> None:
     x, weight = outliers(factor=factor), normal(96, 64)
     largest, weight_max = np.abs(x).max(axis=0), np.abs(weight).max(axis=0)
-    for scale in (awq.identity(64), *smoothquant.candidates(largest, weight_max, 4)):
+    for scale in (identity(64), *smoothquant.candidates(largest, weight_max, 4)):
         assert predicted(x, weight, scale) == pytest.approx(measured(x, weight, scale), rel=0.15), scale.label
 
 
 def test_outliers_move_into_the_weights_and_the_error_falls() -> None:
     x, weight = outliers(), normal(96, 64)
-    found = smoothquant.search([weight], gram_of(x), np.abs(x).max(axis=0), STATIC, 20)
-    assert not found.is_identity
+    found = smoothquant.propose(problem_of(x, weight, 20))
+    assert found is not None
     assert found.values[3] > 5 * np.median(found.values)
-    assert measured(x, weight, found) < 0.1 * measured(x, weight, awq.identity(64))
+    assert measured(x, weight, found) < 0.1 * measured(x, weight, identity(64))
 
 
 def test_no_candidate_found_is_worse_than_doing_nothing() -> None:
     weight = normal(32, 64) * RANDOM.uniform(0.01, 10, 64).astype(np.float32)
     x = (normal(500, 64) / np.abs(weight).max(axis=0)).astype(np.float32)
-    found = smoothquant.search([weight], gram_of(x), np.abs(x).max(axis=0), STATIC, 10)
-    assert predicted(x, weight, found) <= predicted(x, weight, awq.identity(64))
+    found = smoothquant.propose(problem_of(x, weight, 10)) or identity(64)
+    assert predicted(x, weight, found) <= predicted(x, weight, identity(64))
 
 
 def test_a_silent_channel_neither_blows_up_nor_hides_the_others() -> None:
@@ -71,6 +82,5 @@ def test_a_silent_channel_neither_blows_up_nor_hides_the_others() -> None:
 
 def test_inputs_that_were_never_seen_have_no_grid() -> None:
     with pytest.raises(QuantizationError, match="not all zero"):
-        smoothquant.input_step(np.zeros(64, np.float32), awq.identity(64))
-    zeros = np.zeros((64, 64), np.float32)
-    assert smoothquant.search([normal(8, 64)], zeros, zeros[0], STATIC, 5).is_identity
+        input_step(np.zeros(64, np.float32), identity(64))
+    assert smoothquant.propose(problem_of(np.zeros((8, 64), np.float32), normal(8, 64), 5)) is None

@@ -111,10 +111,10 @@ def calibrate(graph: artifact.Artifact[PortableGraph], folder: Path) -> None:
             (draft.folder / name).parent.mkdir(exist_ok=True)
             save_file(tensors, draft.folder / name)
         record = Calibration(
-            rows_hash="0",
-            rows=1,
-            holdout_rows=1,
-            tokens_per_row=1,
+            samples_hash="0",
+            samples=1,
+            holdout_samples=1,
+            tokens_per_sample=1,
             tokens=1,
             layers=graph.record.layers,
             statistics=tuple(files),

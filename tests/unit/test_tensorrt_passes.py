@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from engines.passes.fp8_linears import quantize_rows
-from engines.passes.int4_linears import signed_codes
 from engines.portable import PortableEngine
+from quantization.qdq import fp8_weight, positive_int4
 from quantization.rounding import QuantizedLinear
 from tapeout.artifact import Artifact
 from tapeout.errors import BuildError
 from tapeout.portable_graph import PortableGraph
+from tapeout.schemes import Scheme
 from tests.families import export_family
 from tests.lowered import lowered
 
@@ -153,24 +153,29 @@ weights = st.integers(0, 2**32 - 1).map(
 @given(weights)
 @settings(max_examples=30, deadline=None)
 def test_fp8_rows_keep_their_relative_precision(weight: NDArray[np.float32]) -> None:
-    codes, scales = quantize_rows(weight)
+    codes, scales = fp8_weight(weight)
     restored = codes.astype(np.float32) * scales[:, None]
     # Three mantissa bits: half a unit in the last place is 1/16; below the smallest normal, half of its last step.
     assert (np.abs(restored - weight) <= np.maximum(np.abs(weight) / 16, scales[:, None] * 2**-10) * 1.001).all()
 
 
 def test_zero_weights_have_positive_scales() -> None:
-    codes, scales = quantize_rows(np.zeros((2, 16), np.float32))
+    codes, scales = fp8_weight(np.zeros((2, 16), np.float32))
     assert not codes.astype(np.float32).any() and (scales > 0).all()
-    tiny = QuantizedLinear(np.full((1, 16), 9, np.uint8), np.array([[1e-9]], np.float32), None, 4, 16)
-    assert (signed_codes([tiny])[1].astype(np.float16) > 0).all()
+    tiny = QuantizedLinear(
+        np.full((1, 16), 9, np.uint8),
+        np.array([[1e-9]], np.float32),
+        None,
+        Scheme(bits=4, group_size=16, symmetric=True),
+    )
+    assert (positive_int4([tiny])[1].astype(np.float16) > 0).all()
 
 
 def test_negative_scales_are_negated_and_what_that_loses_is_counted() -> None:
     codes = np.array([[0, 8, 15, 9] * 4], np.uint8)
-    linear = QuantizedLinear(codes, np.array([[-0.5]], np.float32), None, 4, 16)
-    signed, scales, note = signed_codes([linear])
+    linear = QuantizedLinear(codes, np.array([[-0.5]], np.float32), None, Scheme(bits=4, group_size=16, symmetric=True))
+    signed, scales, count = positive_int4([linear])
     restored = signed * scales
     lost = codes[0] == 0
     np.testing.assert_array_equal(restored[0, ~lost], linear.dequantize()[0, ~lost])
-    assert (restored[0, lost] == 3.5).all() and note.startswith("4 of 16 codes lost a step")
+    assert (restored[0, lost] == 3.5).all() and count == 4

@@ -9,14 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quantization.formats import stored_by_rtn
 from quantization.units import (
-    fitted,
-    format_of,
-    formats,
+    fitted_schemes,
     menu_for,
     resolve,
     sink_of,
-    stored_plainly,
     unit_of,
     units_of,
     written_units,
@@ -98,11 +96,11 @@ def test_runs_of_layers_are_cut_where_one_is_missing(graph: Artifact[PortableGra
 
 def test_group_sizes_that_do_not_divide_shrink_and_are_told(graph: Artifact[PortableGraph]) -> None:
     kernels = resolve(graph.record, [Rule(match="*", bits=4, group_size=256, symmetric=True)])
-    stored, notes = formats(graph.record, kernels, Scheme(bits=32))
-    assert stored["layers.0.down"] == format_of(kernels["layers.0.down"], 256)
+    stored, notes = fitted_schemes(graph.record, kernels, Scheme(bits=32))
+    assert stored["layers.0.down"] == kernels["layers.0.down"]
     shrunk = stored["layers.0.qkv"]
-    assert shrunk is not None and shrunk.group_size == 128
-    assert stored["lm_head"] is None and stored["embedding"] is None
+    assert shrunk.group_size == 128
+    assert stored["lm_head"] == stored["embedding"] == FLOAT
     assert len(notes) == 1 and "groups of 128 instead of 256, which does not divide 128 inputs" in notes[0]
 
 
@@ -113,8 +111,8 @@ def test_the_menu_fits_every_width_and_offers_nothing_twice(columns: int) -> Non
     assert {FLOAT, STATIC_INT8} <= set(kernels)
     weight = np.random.default_rng(0).standard_normal((4, columns)).astype(np.float32)
     for kernel in kernels:
-        assert fitted(kernel, columns) == kernel
-        stored = stored_plainly(kernel, weight)
+        assert kernel.fitted(columns) == kernel
+        stored = stored_by_rtn(kernel, weight)
         decoded = stored if isinstance(stored, np.ndarray) else stored.dequantize()
         assert np.abs(decoded - weight).max() < (1e-9 if kernel == FLOAT else 0.5)
 

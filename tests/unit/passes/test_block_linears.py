@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -13,14 +13,15 @@ from engines.native import DOMAIN
 from engines.passes import block_linears, linear_kernels, linears, merge_linears, static_int8_linears
 from engines.passes.base import attribute
 from engines.passes.block_linears import STEP, TILE, tiles_of
-from quantization.rounding import Bits, Format, QuantizedLinear
+from quantization.rounding import QuantizedLinear
 from tapeout.errors import BuildError
+from tapeout.schemes import STATIC_INT8, Scheme
 from tests.lowering import apply, group, linear, lowering, model_of, named, op, operators, run, value
 from tests.native import check, expected, random_linear
 
 RNG = np.random.default_rng(0)
-BITS: tuple[Bits, ...] = get_args(Bits)
-SYMMETRIC = Format(4, 32, symmetric=True)
+BITS: tuple[int, ...] = (4, 6, 8)
+SYMMETRIC = Scheme(bits=4, group_size=32, symmetric=True)
 
 
 def product(members: dict[str, int], *, columns: int = 64, biased: bool = False) -> ir.Model:
@@ -44,9 +45,9 @@ def inputs(tokens: int, columns: int = 64) -> NDArray[np.float32]:
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", BITS)
-def test_a_quantized_product_is_one_native_node(bits: Bits, symmetric: bool, biased: bool, half: bool) -> None:
+def test_a_quantized_product_is_one_native_node(bits: int, symmetric: bool, biased: bool, half: bool) -> None:
     model = product({"block.fc": 37}, biased=biased)
-    weight = random_linear(37, 64, Format(bits, 32, symmetric), half=half)
+    weight = random_linear(37, 64, Scheme(bits=bits, group_size=32, symmetric=symmetric), half=half)
     lowered = lowering(model, {"block.fc.weight": weight})
     bias = lowered.weights.tensor("block.fc.bias") if biased else None
     outcome = apply(lowered, linears, block_linears)
@@ -65,7 +66,7 @@ def test_a_quantized_product_is_one_native_node(bits: Bits, symmetric: bool, bia
 @pytest.mark.usefixtures("native_operators")
 def test_it_computes_what_the_stock_product_computes(request: pytest.FixtureRequest) -> None:
     x = inputs(5)
-    weight = random_linear(37, 64, Format(4, 32, symmetric=False))
+    weight = random_linear(37, 64, Scheme(bits=4, group_size=32, symmetric=False))
     results: list[NDArray[Any]] = []
     for kernel in ("BlockLinear", "MatMulNBits"):
         model = product({"block.fc": 37})
@@ -78,8 +79,10 @@ def test_it_computes_what_the_stock_product_computes(request: pytest.FixtureRequ
 
 @pytest.mark.usefixtures("native_operators")
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("fmt", [Format(4, 32, symmetric=False), Format(6, 64, symmetric=True)], ids=str)
-def test_a_merged_product_stacks_its_members(fmt: Format, biased: bool) -> None:
+@pytest.mark.parametrize(
+    "fmt", [Scheme(bits=4, group_size=32, symmetric=False), Scheme(bits=6, group_size=64, symmetric=True)], ids=str
+)
+def test_a_merged_product_stacks_its_members(fmt: Scheme, biased: bool) -> None:
     members = {"block.q": 32, "block.k": 10, "block.v": 17}  # bounds of members within a tile
     model = product(members, biased=biased)
     weights = {
@@ -103,16 +106,24 @@ def test_a_merged_product_stacks_its_members(fmt: Format, biased: bool) -> None:
 
 
 @pytest.mark.usefixtures("native_operators")
-@pytest.mark.parametrize("other", [Format(4, 32, False), Format(4, 64, True), Format(6, 32, True)], ids=str)
-def test_formats_that_differ_within_a_merged_product_are_refused(other: Format) -> None:
+@pytest.mark.parametrize(
+    "other",
+    [
+        Scheme(bits=4, group_size=32, symmetric=False),
+        Scheme(bits=4, group_size=64, symmetric=True),
+        Scheme(bits=6, group_size=32, symmetric=True),
+    ],
+    ids=str,
+)
+def test_formats_that_differ_within_a_merged_product_are_refused(other: Scheme) -> None:
     members = {"block.gate": 32, "block.up": 32}
     model = product(members)
     tensors = {"block.gate.weight": random_linear(32, 64, SYMMETRIC), "block.up.weight": random_linear(32, 64, other)}
     lowered = lowering(model, tensors, groups=[group("layers.0.gate_up", *members)])
-    with pytest.raises(BuildError, match=r"layers\.0\.gate_up mixes formats .* in one merged product") as caught:
+    with pytest.raises(BuildError, match=r"layers\.0\.gate_up mixes .* in one merged linear") as caught:
         apply(lowered, linears, merge_linears, block_linears)
-    assert caught.value.expected == "one format for linears that read the same input"
-    assert caught.value.remedy == "let one rule of plan.kernels match the whole group"
+    assert caught.value.expected == "one scheme for linears that read the same input"
+    assert caught.value.remedy == "let one rule of plan.schemes match the whole group"
 
 
 @pytest.mark.usefixtures("native_operators")
@@ -137,7 +148,7 @@ def test_a_merged_product_of_codes_and_floats_is_left_and_then_refused() -> None
     )
     outcome = apply(lowered, linears, merge_linears, block_linears)
     assert outcome.declined == ("layers.0.gate_up: it is not quantized; left to the next kernel pass",)
-    with pytest.raises(BuildError, match=r"layers\.0\.gate_up mixes quantized and float weights"):
+    with pytest.raises(BuildError, match=r"layers\.0\.gate_up mixes 4-bit g32 and float"):
         apply(lowered, linear_kernels)
 
 
@@ -164,8 +175,8 @@ def test_where_they_do_not_run_every_linear_is_left_and_that_is_said(stock_opera
 @pytest.mark.usefixtures("native_operators")
 def test_a_static_scale_for_the_inputs_is_taken_before() -> None:
     model = product({"block.fc": 37})
-    codes = random_linear(37, 64, Format(8, 64, symmetric=True))
-    static = QuantizedLinear(codes.codes, codes.scales, None, 8, 64, input_scale=0.03)
+    codes = random_linear(37, 64, Scheme(bits=8, group_size=64, symmetric=True))
+    static = QuantizedLinear(codes.codes, codes.scales[:, :1], None, STATIC_INT8, input_scale=0.03)
     lowered = lowering(model, {"block.fc.weight": static})
     assert apply(lowered, linears, static_int8_linears, block_linears).declined == ("no linear in the graph",)
     assert "MatMulIntegerToFloat" in operators(model)
@@ -185,7 +196,7 @@ def code_at(tile: NDArray[np.uint8], lane: int, column: int, bits: int) -> int:
 
 @settings(max_examples=40, deadline=None)
 @given(rows=st.integers(1, 35), steps=st.integers(1, 5), bits=st.sampled_from(BITS), seed=st.integers(0, 99))
-def test_packing_keeps_every_code_where_the_kernel_reads_it(rows: int, steps: int, bits: Bits, seed: int) -> None:
+def test_packing_keeps_every_code_where_the_kernel_reads_it(rows: int, steps: int, bits: int, seed: int) -> None:
     codes = np.random.default_rng(seed).integers(0, 1 << bits, (rows, 16 * steps)).astype(np.uint8)
     packed = block_linears.packed(codes, bits)
     tiles = tiles_of(rows)

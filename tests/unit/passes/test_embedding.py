@@ -5,7 +5,8 @@ import onnx_ir as ir
 import pytest
 
 from engines.passes import block_linears, embedding
-from quantization.rounding import Bits, Format, round_to_nearest
+from quantization.rounding import round_to_nearest
+from tapeout.schemes import Scheme
 from tests.lowering import apply, lowering, model_of, named, op, operators, parameter, run, value
 
 RNG = np.random.default_rng(0)
@@ -19,12 +20,17 @@ def graph() -> ir.Model:
     return model_of([ids], [named("rows", op("Neg", [rows], rows.shape))])
 
 
-def formats(*bits: Bits) -> list[Format]:
-    return [Format(b, size, symmetric) for b in bits for size in (32, 64) for symmetric in (True, False)]
+def formats(*bits: int) -> list[Scheme]:
+    return [
+        Scheme(bits=b, group_size=size, symmetric=symmetric)
+        for b in bits
+        for size in (32, 64)
+        for symmetric in (True, False)
+    ]
 
 
 @pytest.mark.parametrize("fmt", formats(4, 6, 8), ids=str)
-def test_a_quantized_table_is_read_row_by_row(fmt: Format, native_operators: None) -> None:
+def test_a_quantized_table_is_read_row_by_row(fmt: Scheme, native_operators: None) -> None:
     table = round_to_nearest(TABLE, fmt)
     model = graph()
     lowered = lowering(model, {"embed.weight": table})
@@ -37,7 +43,7 @@ def test_a_quantized_table_is_read_row_by_row(fmt: Format, native_operators: Non
 
 @pytest.mark.parametrize("fmt", formats(4, 6, 8), ids=str)
 def test_where_native_operators_do_not_run_a_stock_one_reads_it_and_that_is_said(
-    fmt: Format, stock_operators: str
+    fmt: Scheme, stock_operators: str
 ) -> None:
     table = round_to_nearest(TABLE, fmt)
     model = graph()
@@ -52,12 +58,12 @@ def test_where_native_operators_do_not_run_a_stock_one_reads_it_and_that_is_said
 
 
 def test_the_native_table_and_a_tied_head_hold_the_same_bytes(native_operators: None) -> None:
-    table = round_to_nearest(TABLE, Format(6, 32, symmetric=False))
+    table = round_to_nearest(TABLE, Scheme(bits=6, group_size=32, symmetric=False))
     model = graph()
     apply(lowering(model, {"embed.weight": table}), embedding)
     head = model_of([], [])
     for value_, expected in zip(
-        block_linears.table(head, "embedding", table, [table]),
+        block_linears.stacked(head, "embedding", [table]),
         (model.graph.initializers[f"embedding.{part}"] for part in ("codes", "scales", "zero_points")),
         strict=True,
     ):
@@ -71,7 +77,7 @@ def test_a_float_table_stays_and_that_is_said() -> None:
     outcome = apply(lowered, embedding)
     assert (outcome.matched, outcome.declined) == (
         0,
-        ("embed.weight: it is not quantized; its rows are read as floats",),
+        ("embed.weight: it is not quantized; it is gathered in float",),
     )
     assert operators(model) == ["Gather", "Neg"]
     assert lowered.plan == {"embedding": "Gather fp32"}
@@ -80,5 +86,5 @@ def test_a_float_table_stays_and_that_is_said() -> None:
 def test_a_table_that_nothing_gathers_is_said() -> None:
     x = value("x", ["rows", 64])
     model = model_of([x], [named("y", op("Neg", [x], ["rows", 64]))])
-    lowered = lowering(model, {"embed.weight": round_to_nearest(TABLE, Format(8, 32, symmetric=True))})
+    lowered = lowering(model, {"embed.weight": round_to_nearest(TABLE, Scheme(bits=8, group_size=32, symmetric=True))})
     assert apply(lowered, embedding).declined == ("embed.weight: no Gather reads it; its codes are left unused",)

@@ -8,7 +8,7 @@ import pytest
 
 from engines.bundle import GREEDY, NEXT_TOKENS
 from engines.passes import block_linears, greedy_head, linears
-from quantization.rounding import Format
+from tapeout.schemes import Scheme
 from tests.lowering import apply, group, linear, lowering, model_of, named, op, operators, run, value
 from tests.native import random_linear
 
@@ -18,7 +18,7 @@ OUTSIDE = "logits are not what a native product returns; tokens are chosen outsi
 
 def lowered(logits: ir.Value, x: ir.Value) -> tuple[ir.Model, tuple[int, tuple[str, ...]]]:
     model = model_of([x], [named("logits", logits)])
-    codes = {"block.head.weight": random_linear(53, 64, Format(8, 32, symmetric=True))}
+    codes = {"block.head.weight": random_linear(53, 64, Scheme(bits=8, group_size=32, symmetric=True))}
     made = lowering(model, codes, groups=[group("lm_head", "block.head", in_features=64, out_features=53)])
     apply(made, linears, block_linears)
     before = run(model, {"x": X})["logits"]

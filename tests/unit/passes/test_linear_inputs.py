@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from engines.passes import block_linears, linear_inputs, linears, norms, silu
 from engines.passes.base import CONTRIB
-from quantization.rounding import Format
+from tapeout.schemes import Scheme
 from tests.lowering import apply, group, linear, lowering, model_of, named, op, operators, parameter, run, value
 from tests.native import random_linear
 
@@ -22,7 +22,10 @@ WEIGHT = RNG.standard_normal(WIDTH).astype(np.float32)
 FEEDS = {name: RNG.standard_normal((2, 3, WIDTH)).astype(np.float32) for name in ("a", "b")}
 FEEDS["x"] = RNG.standard_normal((2, 3, 2 * WIDTH)).astype(np.float32)
 EPSILON = 0.03  # large enough to be seen in the result
-CODES = {name: random_linear(24, WIDTH, Format(6, 32, symmetric=True), seed=n) for n, name in enumerate(("fc", "up"))}
+CODES = {
+    name: random_linear(24, WIDTH, Scheme(bits=6, group_size=32, symmetric=True), seed=n)
+    for n, name in enumerate(("fc", "up"))
+}
 GROUPS = [group("layers.0.fc", "block.fc"), group("layers.0.up", "block.up")]
 
 
@@ -213,7 +216,7 @@ def test_every_product_is_taken_by_what_is_before_it() -> None:
     """A whole gated block: the norm before its first product, the gate before its second."""
     a, b = value("a", SHAPE), value("b", SHAPE)
     stream = op("Add", [a, b], SHAPE)
-    wide = random_linear(2 * WIDTH, WIDTH, Format(4, 32, symmetric=False))
+    wide = random_linear(2 * WIDTH, WIDTH, Scheme(bits=4, group_size=32, symmetric=False))
     first = linear(norm(stream), "block.gate_up", np.zeros((2 * WIDTH, WIDTH), np.float32))
     gate, up = halves(first)
     y = product(op("Mul", [silu_of(gate), up], SHAPE))

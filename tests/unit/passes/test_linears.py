@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from engines.passes import float_linears, linear_kernels, linears
-from quantization.rounding import Format, round_to_nearest
+from quantization.rounding import round_to_nearest
 from tapeout.graph_analysis import find_linears
+from tapeout.schemes import Scheme
 from tests.lowering import apply, group, linear, lowering, model_of, named, op, operators, parameter, run, value
 
 RNG = np.random.default_rng(0)
@@ -56,7 +57,7 @@ def test_a_weight_that_is_stored_the_other_way_is_a_linear_like_any(kernels: Mod
     model = model_of([x], [named("y", op("Add", [y, parameter("block.fc.bias", B)], ["batch", "tokens", 24]))])
     (found,) = find_linears(model.graph)
     assert found.transposed and found.shape == (24, 32)
-    codes = round_to_nearest(W, Format(8, 32, symmetric=True))
+    codes = round_to_nearest(W, Scheme(bits=8, group_size=32, symmetric=True))
     groups = [group("block", "block.fc", out_features=24).model_copy(update={"transposed": True})]
     lowered = lowering(model, {"block.fc.weight": codes} if quantized else {}, groups=groups)
     outcome = apply(lowered, linears)
@@ -74,4 +75,4 @@ def test_a_product_with_what_is_no_parameter_is_left_and_said() -> None:
     model = model_of([x, other], [named("y", op("MatMul", [x, other], ["batch", "tokens", 24]))])
     outcome = apply(lowering(model), linears)
     assert outcome.matched == 0 and operators(model) == ["MatMul"]
-    assert outcome.declined == ("MatMul y: its weight is no parameter; kept in float",)
+    assert outcome.declined == ("MatMul y: its weight is not a parameter; kept in float",)

@@ -7,8 +7,9 @@ import onnx_ir as ir
 import pytest
 
 from engines.passes import linear_kernels, linears, merge_linears, static_int8_linears
-from quantization.rounding import Format, QuantizedLinear, round_to_nearest
+from quantization.rounding import QuantizedLinear, round_to_nearest
 from tapeout.errors import BuildError
+from tapeout.schemes import STATIC_INT8, Scheme
 from tests.lowering import apply, group, linear, lowering, model_of, named, op, operators, run, value
 
 RNG = np.random.default_rng(0)
@@ -18,7 +19,7 @@ STEP = 0.04
 def static(rows: int, columns: int, step: float = STEP) -> QuantizedLinear:
     """Scales of either sign, as rounding makes them; the largest codes, which saturate where kernels do."""
     weight = RNG.choice([-1, 1, 0.3], (rows, columns)).astype(np.float32)
-    fmt = Format(8, columns, symmetric=True, activations="int8")
+    fmt = STATIC_INT8
     return replace(round_to_nearest(weight, fmt), input_scale=step)
 
 
@@ -42,9 +43,9 @@ def rounded(x: np.ndarray, step: float = STEP) -> np.ndarray:
 def test_a_product_computes_what_its_codes_say(
     columns: int, biased: bool, signed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if signed and not static_int8_linears.products_of_signed_weights_are_exact():
+    if signed and not static_int8_linears.signed_weights_are_exact():
         pytest.skip("this processor's kernels saturate, and the pass avoids them")
-    monkeypatch.setattr(static_int8_linears, "products_of_signed_weights_are_exact", lambda: signed)
+    monkeypatch.setattr(static_int8_linears, "signed_weights_are_exact", lambda: signed)
     model = product(columns, {"block.fc": 37}, biased=biased)
     weight = static(37, columns)
     lowered = lowering(model, {"block.fc.weight": weight})
@@ -71,7 +72,9 @@ def test_a_merged_product_reads_one_rounded_input_and_others_keep_their_kernels(
     members = {"block.q": 32, "block.k": 16, "block.v": 16}
     model = product(64, {**members, "block.o": 24}, biased=True)
     weights: dict[str, QuantizedLinear] = {f"{name}.weight": static(rows, 64) for name, rows in members.items()}
-    other = round_to_nearest(RNG.standard_normal((24, 64)).astype(np.float32), Format(8, 32, symmetric=True))
+    other = round_to_nearest(
+        RNG.standard_normal((24, 64)).astype(np.float32), Scheme(bits=8, group_size=32, symmetric=True)
+    )
     lowered = lowering(
         model, {**weights, "block.o.weight": other}, groups=[group("layers.0.qkv", *members, biased=True)]
     )

@@ -1,18 +1,35 @@
+"""The search over candidates, on embeddings and heads; linears are in test_quantize.py."""
+
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
-from quantization import embedding_rounding
-from quantization.embedding_rounding import round_table
-from quantization.rounding import Bits, Format, round_to_nearest
-from quantization.scale_fit import output_error
-from quantization.statistics import Statistics
+from quantization import search
+from quantization.rounding import FloatArray, output_error, round_to_nearest
+from quantization.search import Rounded
+from quantization.statistics import Statistics, every_channel_alike
 from tapeout.recipe import Quantize
+from tapeout.schemes import Scheme
 
-AWQ, RTN = Quantize(method="awq"), Quantize(method="rtn")
+EVERY, RTN = Quantize(), Quantize(candidates=("rtn",))
 RNG = np.random.default_rng(0)
 TABLE = RNG.standard_normal((70, 64)).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Searched(Rounded):
+    error_rtn: float
+
+
+def searched(scheme: Scheme, inputs: Statistics, settings: Quantize = EVERY, weight: FloatArray = TABLE) -> Searched:
+    """One weight, without a producer that could take an input scale."""
+    found = search.search([weight], scheme, inputs, settings)
+    assert found.scale.is_identity
+    kept = found.members[0]
+    return Searched(kept.method, kept.linear, kept.error, found.errors_rtn[0])
 
 
 @pytest.fixture
@@ -28,29 +45,29 @@ def head() -> Statistics:
 
 
 @pytest.mark.parametrize("bits", [4, 6, 8])
-def test_a_head_loses_much_less_of_its_output_than_to_nearest(bits: Bits, head: Statistics) -> None:
-    fmt = Format(bits, 32, symmetric=True)
-    found = round_table(TABLE, fmt, head, AWQ)
+def test_a_head_loses_much_less_of_its_output_than_to_nearest(bits: int, head: Statistics) -> None:
+    fmt = Scheme(bits=bits, group_size=32, symmetric=True)
+    found = searched(fmt, head)
     energy = output_error(TABLE, head.holdout)
-    assert found.method == "gptq" and found.error < 0.5 * found.error_rtn and found.linear.format == fmt
+    assert found.method == "gptq" and found.error < 0.5 * found.error_rtn and found.linear.scheme == fmt
     assert found.error == pytest.approx(output_error(found.linear.dequantize() - TABLE, head.holdout) / energy)
     nearest = round_to_nearest(TABLE, fmt).dequantize()
     assert found.error_rtn == pytest.approx(output_error(nearest - TABLE, head.holdout) / energy)
 
 
 def test_zero_points_are_kept_for_whoever_refuses_them(head: Statistics) -> None:
-    fmt = Format(8, 32, symmetric=False)
-    found = round_table(TABLE, fmt, head, AWQ)
-    assert found.linear.format == fmt
+    fmt = Scheme(bits=8, group_size=32, symmetric=False)
+    found = searched(fmt, head)
+    assert found.linear.scheme == fmt
     error = output_error(found.linear.dequantize() - TABLE, head.holdout) / output_error(TABLE, head.holdout)
     assert found.error == pytest.approx(error)
 
 
 def test_slices_of_a_table_are_those_of_the_whole(head: Statistics, monkeypatch: pytest.MonkeyPatch) -> None:
-    fmt = Format(4, 32, symmetric=True)
-    whole = round_table(TABLE, fmt, head, AWQ)
-    monkeypatch.setattr(embedding_rounding, "ROWS", 16)
-    parts = round_table(TABLE, fmt, head, AWQ)
+    fmt = Scheme(bits=4, group_size=32, symmetric=True)
+    whole = searched(fmt, head)
+    monkeypatch.setattr(search, "OUTPUTS_AT_ONCE", 16)
+    parts = searched(fmt, head)
     assert parts.method == whole.method and parts.error == pytest.approx(whole.error)
     np.testing.assert_array_equal(parts.linear.scales, whole.linear.scales)
     # Sums are added in another order, which may tip a weight that lies halfway.
@@ -58,14 +75,14 @@ def test_slices_of_a_table_are_those_of_the_whole(head: Statistics, monkeypatch:
 
 
 def test_an_embedding_of_its_own_is_judged_by_its_weights() -> None:
-    fmt = Format(4, 32, symmetric=True)
-    found = round_table(TABLE, fmt, None, AWQ)
+    fmt = Scheme(bits=4, group_size=32, symmetric=True)
+    found = searched(fmt, every_channel_alike(64))
     assert found.error == pytest.approx(float(((found.linear.dequantize() - TABLE) ** 2).sum() / (TABLE**2).sum()))
     assert found.method == "scale_fit" and found.error < found.error_rtn
 
 
 def test_rounding_to_nearest_is_what_was_asked_for(head: Statistics) -> None:
-    fmt = Format(6, 32, symmetric=True)
-    found = round_table(TABLE, fmt, head, RTN)
+    fmt = Scheme(bits=6, group_size=32, symmetric=True)
+    found = searched(fmt, head, RTN)
     np.testing.assert_array_equal(found.linear.codes, round_to_nearest(TABLE, fmt).codes)
     assert found.method == "rtn" and found.error == found.error_rtn

@@ -1,22 +1,40 @@
 """GPTQ: round one input channel at a time and let the channels not yet rounded make up for the error.
 
-Static groups with activation order (reference A6): scales come from the unpermuted weight, so the result is an
-ordinary grouped format. Source: Frantar et al. 2022, arXiv:2210.17323, algorithm 1; ``gptq.py`` of IST-DASLab/gptq.
+Static groups with activation order (``--static-groups --act-order`` of IST-DASLab/gptq): scales come from the
+unpermuted weight, so the result is an ordinary grouped scheme. Source: Frantar et al. 2022, arXiv:2210.17323,
+algorithm 1. The grid is that of the scale fit.
 
 N  output channels    K  input channels    g  group size
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from quantization.rounding import FloatArray, Format, Grid, QuantizedLinear, assemble
+from quantization.rounding import FloatArray, Grid, QuantizedLinear, assemble
+from tapeout.schemes import Scheme
 
-BLOCK = 128  # input channels whose errors are carried on one by one; beyond it, in one product
+if TYPE_CHECKING:
+    from quantization.problem import Problem
+
+BLOCK = 128  # input channels whose errors are carried on one by one; beyond it, in one matmul
 DAMPING = 0.01  # of the mean diagonal, as in the reference implementation
 
+Factor = tuple[FloatArray, np.ndarray]
 
-def inverse_factor(gram: FloatArray, damping: float = DAMPING) -> tuple[FloatArray, np.ndarray]:
+
+def propose(problem: Problem) -> list[QuantizedLinear] | None:
+    factor = problem.factor
+    if factor is None:
+        return None
+    return [
+        gptq(weight, factor, grid, problem.scheme) for weight, grid in zip(problem.scaled(), problem.grids, strict=True)
+    ]
+
+
+def inverse_factor(gram: FloatArray, damping: float = DAMPING) -> Factor:
     """The upper Cholesky factor ``U`` of the inverse damped Gram matrix (``inv = Uᵀ U``), in the returned order.
 
     The order puts the channels with the largest activations first. ``numpy.linalg.LinAlgError`` if the matrix is
@@ -38,12 +56,12 @@ def inverse_factor(gram: FloatArray, damping: float = DAMPING) -> tuple[FloatArr
     raise np.linalg.LinAlgError(f"the damped Gram matrix is not positive definite (LAPACK info {info})")
 
 
-def gptq(weight: FloatArray, factor: tuple[FloatArray, np.ndarray], grid: Grid, fmt: Format) -> QuantizedLinear:
+def gptq(weight: FloatArray, factor: Factor, grid: Grid, scheme: Scheme) -> QuantizedLinear:
     """Codes for ``weight`` ``[N, K]`` on ``grid``, given :func:`inverse_factor` of its inputs' Gram matrix."""
     upper, order = factor
     columns = weight.shape[1]
     remaining = np.ascontiguousarray(weight.T[order])  # [K, N]: a channel is a contiguous row
-    group = order // fmt.group_size
+    group = order // (columns // grid.scales.shape[1])
     scales, zero_points = grid.scales.T, grid.zero_points.T  # [G, N]
     codes = np.empty_like(remaining)
     for start in range(0, columns, BLOCK):
@@ -51,7 +69,7 @@ def gptq(weight: FloatArray, factor: tuple[FloatArray, np.ndarray], grid: Grid, 
         errors = np.empty((end - start, weight.shape[0]), np.float32)
         for channel in range(start, end):
             scale, zero_point = scales[group[channel]], zero_points[group[channel]]
-            code = np.clip(np.rint(remaining[channel] / scale) + zero_point, 0, fmt.levels - 1)
+            code = np.clip(np.rint(remaining[channel] / scale) + zero_point, 0, scheme.levels - 1)
             codes[channel] = code
             error = (remaining[channel] - (code - zero_point) * scale) / upper[channel, channel]
             remaining[channel + 1 : end] -= np.outer(upper[channel, channel + 1 : end], error)
@@ -59,4 +77,4 @@ def gptq(weight: FloatArray, factor: tuple[FloatArray, np.ndarray], grid: Grid, 
         remaining[end:] -= upper[start:end, end:].T @ errors
     unordered = np.empty_like(codes)
     unordered[order] = codes
-    return assemble(np.ascontiguousarray(unordered.T), grid, fmt)
+    return assemble(np.ascontiguousarray(unordered.T), grid, scheme)

@@ -1,0 +1,132 @@
+"""What a quantization method works on: weights that read one input, their scheme, and what calibration saw.
+
+N  output channels    K  input channels    s  [K], the input scale    noise  [K], in the units of the unscaled x
+
+The inputs of a static int8 scheme are rounded too. Rounding to steps of size d adds noise of variance d² / 12, but no
+more than the channel's own power: a channel that is always rounded to zero loses just that. Methods see the noise in
+the Gram matrix; what remains of it is charged to every candidate alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from quantization.input_scale import InputScale, identity
+from quantization.methods import gptq, scale_fit
+from quantization.rounding import FloatArray, Grid, QuantizedLinear, output_error, round_to_nearest
+from quantization.statistics import Statistics
+from tapeout.errors import QuantizationError
+from tapeout.portable_graph import ScaleSink
+from tapeout.schemes import Scheme
+
+LARGEST_CODE = 127  # symmetric int8; -128 is left to inputs beyond what calibration saw
+SEARCH_OUTPUTS = 256  # looked at in the search of an input scale, evenly spaced
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """``scale``: weights are multiplied by it before rounding, and inputs divided. Methods must not change arrays."""
+
+    weights: Sequence[FloatArray]  # [N, K] each, not scaled
+    scheme: Scheme  # fitted to K
+    statistics: Statistics  # of the inputs, not scaled
+    scale: InputScale
+    sink: ScaleSink | None = None  # where the inverse of an input scale can go; None: nowhere
+    steps: int = 1  # input scales that a search tries besides the identity
+
+    @classmethod
+    def of(
+        cls, weights: Sequence[FloatArray], scheme: Scheme, statistics: Statistics, sink: ScaleSink | None, steps: int
+    ) -> Problem:
+        return cls(weights, scheme, statistics, identity(len(statistics.gram)), sink, steps)
+
+    def under(self, scale: InputScale) -> Problem:
+        return replace(self, scale=scale)
+
+    def scaled(self) -> Iterator[FloatArray]:
+        """The weights that are rounded, one at a time: a whole embedding is gigabytes."""
+        return (weight * self.scale.values for weight in self.weights)
+
+    @cached_property
+    def noise(self) -> FloatArray | None:
+        """Variance that rounding adds to each channel of x; None where inputs stay in float."""
+        if self.scheme.activations == "float":
+            return None
+        return input_noise(self.statistics.max_abs, np.diag(self.statistics.gram), self.scale)
+
+    @cached_property
+    def gram(self) -> FloatArray:
+        """Of the scaled inputs that the weights will meet, noise and all."""
+        return self._noisy(self.statistics.gram) / np.outer(self.scale.values, self.scale.values)
+
+    @cached_property
+    def importance(self) -> FloatArray:
+        return np.ascontiguousarray(np.diag(self.gram))
+
+    @cached_property
+    def grids(self) -> list[Grid]:
+        """Of each weight: scales fitted to what its inputs make important."""
+        return [scale_fit.fit_scales(weight, self.importance, self.scheme) for weight in self.scaled()]
+
+    @cached_property
+    def factor(self) -> gptq.Factor | None:
+        """None for inputs that are not correlated, or of too few dimensions."""
+        if np.count_nonzero(self.gram) > np.count_nonzero(self.importance):
+            with suppress(np.linalg.LinAlgError):
+                return gptq.inverse_factor(self.gram)
+        return None
+
+    def best_scale(self, candidates: Iterable[InputScale]) -> InputScale | None:
+        """The input scale with the lowest error of RTN on what scales are fitted to; None if that is the present one.
+
+        Some output channels are looked at; what is kept is judged on all of them.
+        """
+        stacked = np.concatenate(list(self.weights))
+        sample = np.ascontiguousarray(stacked[:: max(1, stacked.shape[0] // SEARCH_OUTPUTS)])
+
+        def error(tried: Problem) -> float:
+            rounded = round_to_nearest(sample * tried.scale.values, self.scheme)
+            return tried.error(rounded, sample, self.statistics.gram)
+
+        best = min([self, *map(self.under, candidates)], key=error)
+        return None if best is self else best.scale
+
+    def error(self, linear: QuantizedLinear, weight: FloatArray, gram: FloatArray) -> float:
+        """Mean over tokens of the squared output error ``‖Ŵ(x + n) - W x‖²`` for independent noise n."""
+        decoded = linear.dequantize() / self.scale.values
+        noise = 0.0 if self.noise is None else float((decoded**2 @ self.noise).sum(dtype=np.float64))
+        return output_error(decoded - weight, gram) + noise
+
+    def held_out_error(self, linear: QuantizedLinear, weight: FloatArray) -> float:
+        """What methods are compared by: how far ``linear`` errs on noisy inputs that no method was fitted to."""
+        return output_error(linear.dequantize() / self.scale.values - weight, self._held_out)
+
+    @cached_property
+    def _held_out(self) -> FloatArray:
+        return self._noisy(self.statistics.holdout)
+
+    def _noisy(self, gram: FloatArray) -> FloatArray:
+        return gram if self.noise is None else gram + np.diag(self.noise)
+
+
+def input_step(max_abs: FloatArray, scale: InputScale) -> float:
+    """Step of the static grid for ``x / s``; a float32 value. :class:`QuantizationError` if no input was ever seen."""
+    step = np.float32((max_abs / scale.values).max() / LARGEST_CODE)
+    if not 0 < step < np.inf:
+        raise QuantizationError(
+            f"inputs of magnitude {float(max_abs.max())}",
+            expected="finite inputs that are not all zero",
+            remedy="run `dvc repro calibrate`, or let a rule without int8 activations match this linear",
+        )
+    return float(step)
+
+
+def input_noise(max_abs: FloatArray, power: FloatArray, scale: InputScale) -> FloatArray:
+    """Variance that rounding adds to each channel of x, ``[K]``; ``power`` is the mean of x² (a Gram's diagonal)."""
+    step = input_step(max_abs, scale) * scale.values
+    return np.minimum(step**2 / 12, power).astype(np.float32)

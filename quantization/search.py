@@ -1,0 +1,136 @@
+"""The search for how one group of weights is quantized: every candidate against round to nearest, on held-out samples.
+
+Under each input scale that a candidate proposes, and under none, all others round every member; each member keeps the
+rounding of lowest output error, and the group keeps the input scale of the lowest sum. One search serves linears, those
+with static int8 inputs, the embedding and lm_head: the last two have no producer that could take an input scale, and an
+embedding that is not tied has no inputs but one channel at a time, so every channel counts alike. On the default model
+a tied embedding of 6 bits costs a KL of 0.0041 this way, in groups of 64 as of 32; by RTN 0.0109 and 0.0067
+(docs/negative-results.md).
+
+N  output channels (of an embedding: vocabulary size)      K  input channels
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from quantization.input_scale import InputScale
+from quantization.methods import method
+from quantization.problem import Problem, input_step
+from quantization.rounding import FloatArray, QuantizedLinear, output_error
+from quantization.statistics import Statistics
+from tapeout.errors import QuantizationError
+from tapeout.portable_graph import ScaleSink
+from tapeout.recipe import BASELINE, Quantize
+from tapeout.schemes import Scheme
+
+OUTPUTS_AT_ONCE = 8192  # output channels in a slice: a vocabulary of 128k times 4,096 channels is 2 GB in float
+_TINY = 1e-30  # added to the energy of an output, which may be zero
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """One weight by one method. ``error``: mean squared output error on held-out samples."""
+
+    method: str
+    linear: QuantizedLinear
+    error: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a group became. Errors are relative to the mean squared output; ``errors_rtn`` are those of RTN."""
+
+    scale: InputScale
+    members: list[Rounded]
+    errors_rtn: list[float]
+
+
+def search(
+    weights: Sequence[FloatArray],
+    scheme: Scheme,
+    statistics: Statistics,
+    settings: Quantize,
+    sink: ScaleSink | None = None,
+) -> Found:
+    """Quantize ``weights`` ``[N, K]``, which read one input, to a scheme that is fitted to K.
+
+    ``sink``: where the inverse of an input scale can go. :class:`QuantizationError` for errors that are not finite.
+    """
+    slices = [
+        weight[start : start + OUTPUTS_AT_ONCE]
+        for weight in weights
+        for start in range(0, len(weight), OUTPUTS_AT_ONCE)
+    ]
+    owners = [member for member, weight in enumerate(weights) for _ in range(0, len(weight), OUTPUTS_AT_ONCE)]
+    problem = Problem.of(slices, scheme, statistics, sink, settings.scale_grid)
+    names, tried, found = list(settings.candidates), [problem], list[list[list[Rounded]]]()
+    for current in tried:  # grows by the input scales that are proposed
+        options: list[list[Rounded]] = [[] for _ in weights]
+        for name in tuple(names):
+            proposal = method(name).propose(current)
+            if isinstance(proposal, InputScale):
+                names.remove(name)
+                tried.append(problem.under(proposal))
+            elif proposal is not None:
+                for member, option in enumerate(_joined(name, proposal, current, owners)):
+                    options[member].append(option)
+        found.append(options)
+    kept = [[min(options, key=lambda option: option.error) for options in members] for members in found]
+    charged = [_charged(members, current, weights) for members, current in zip(kept, tried, strict=True)]
+    best = min(range(len(tried)), key=lambda number: sum(member.error for member in charged[number]))
+    first = [next(option for option in options if option.method == BASELINE) for options in found[0]]
+    energies = [_TINY] * len(weights)
+    for member, part in zip(owners, slices, strict=True):
+        energies[member] += output_error(part, statistics.holdout)
+    return Found(
+        tried[best].scale,
+        [replace(m, error=m.error / energy) for m, energy in zip(charged[best], energies, strict=True)],
+        [m.error / energy for m, energy in zip(_charged(first, problem, weights), energies, strict=True)],
+    )
+
+
+def _joined(name: str, parts: list[QuantizedLinear], problem: Problem, owners: Sequence[int]) -> list[Rounded]:
+    """The slices of each member, put together."""
+    errors = [0.0] * (owners[-1] + 1)
+    members: list[list[QuantizedLinear]] = [[] for _ in errors]
+    for part, weight, member in zip(parts, problem.weights, owners, strict=True):
+        members[member].append(part)
+        errors[member] += problem.held_out_error(part, weight)
+    if not np.isfinite(errors).all():
+        raise QuantizationError(
+            f"{name} gives an output error of {max(errors)}",
+            expected="a finite one",
+            remedy="run `dvc repro calibrate`",
+        )
+    return [Rounded(name, _stacked(linears), error) for linears, error in zip(members, errors, strict=True)]
+
+
+def _charged(members: list[Rounded], problem: Problem, weights: Sequence[FloatArray]) -> list[Rounded]:
+    """With what remains of the noise of rounded inputs, and with their step; as they are where inputs stay in float."""
+    if problem.noise is None:
+        return members
+    step = input_step(problem.statistics.max_abs, problem.scale)
+    return [
+        Rounded(
+            member.method,
+            replace(member.linear, input_scale=step),
+            problem.error(member.linear, weight, problem.statistics.holdout),
+        )
+        for member, weight in zip(members, weights, strict=True)
+    ]
+
+
+def _stacked(linears: list[QuantizedLinear]) -> QuantizedLinear:
+    if len(linears) == 1:
+        return linears[0]
+    zero_points = [linear.zero_points for linear in linears if linear.zero_points is not None]
+    return replace(
+        linears[0],
+        codes=np.concatenate([linear.codes for linear in linears]),
+        scales=np.concatenate([linear.scales for linear in linears]),
+        zero_points=np.concatenate(zero_points) if zero_points else None,
+    )
