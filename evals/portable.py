@@ -12,12 +12,18 @@ from typing import ClassVar
 
 import numpy as np
 
+from engines.bundle import EngineBundle, PortableEvidence
+from engines.lowered import LoweredGraph
 from engines.protocol import Engine
+from evals.evidence import Evidence, ProofSummary
+from evals.gate import gate
 from evals.reports import write_items
 from evals.text import text_items
+from evals.verdict import Verdict
 from tapeout import artifact
 from tapeout.artifact import Artifact, Record
 from tapeout.errors import EvidenceError
+from tapeout.recipe import Gate
 
 ITEMS_FILE = "text_items.jsonl"
 
@@ -64,3 +70,54 @@ def portable_report(
         )
         draft.finish(record, parents=parents)
     return artifact.load(folder, PortableReport)
+
+
+def recorded(report: Artifact[PortableReport]) -> PortableEvidence:
+    """The report in short, as the bundle's record holds it."""
+    found = report.record
+    return PortableEvidence(
+        report=report.digest,
+        documents=found.documents,
+        tokens=found.tokens,
+        kl=found.kl,
+        top_token=found.top_token,
+        perplexity_ratio=found.perplexity_ratio,
+    )
+
+
+def portable_verdict(
+    lowered: Artifact[LoweredGraph],
+    bundle: Artifact[EngineBundle],
+    report: Artifact[PortableReport],
+    bounds: Gate,
+    folder: Path,
+) -> Artifact[Verdict]:
+    """The gate's verdict on a compiled engine without evidence from its hardware: at best INCONCLUSIVE.
+
+    The candidate was built from the QuantizedModel among its parents; a 16-bit or FP8 build has none, and what it was
+    built from is the lowered graph itself.
+    """
+    compiled = bundle.record.compiled
+    assert compiled is not None
+    reasons = _unproven(lowered.record)
+    quantized = lowered.parents.get("QuantizedModel", lowered.digest)
+    evidence = Evidence(
+        baseline=report.record.baseline,
+        candidate=bundle.digest,
+        quantized=quantized,
+        target=compiled.capability,
+        executed_on=compiled.executed_on,
+        proof=ProofSummary(
+            quantized=quantized, ok=not reasons, reasons=reasons, bits_per_weight=lowered.record.bits_per_weight
+        ),
+        digests={"QuantizedModel": quantized, "LoweredGraph": lowered.digest, "PortableReport": report.digest},
+    )
+    return gate(evidence, bounds, folder)
+
+
+def _unproven(lowered: LoweredGraph) -> tuple[str, ...]:
+    """Linears inside the layers that are not in the precision the bundle is named after; 16-bit builds claim none."""
+    if lowered.precision in ("fp16", "bf16"):
+        return ()
+    left = sorted(name for name, how in lowered.plan.items() if lowered.precision not in how and name != "lm_head")
+    return (f"{len(left)} linears are not in {lowered.precision}: {', '.join(left[:3])}",) if left else ()

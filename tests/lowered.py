@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from engines.compile import lower_graph
+from engines.compile import build
+from engines.load import hardware_target
 from engines.lowered import LoweredGraph
-from engines.targets.tensorrt import PASSES
 from quantization.compressed_tensors import open_checkpoint
 from quantization.rounding import Format, fitting_group_size, round_to_nearest
 from tapeout.artifact import Artifact
@@ -21,14 +21,15 @@ LARGEST_INPUT = 8.0  # of every linear group, where activations are quantized
 def lowered(graph: Artifact[PortableGraph], folder: Path, precision: str, **changes: Any) -> Artifact[LoweredGraph]:
     """By TensorRT's passes; for ``int4`` with the layers' linears rounded to nearest in symmetric groups."""
     arguments: dict[str, Any] = {
-        "passes": PASSES,
+        "target": hardware_target("tensorrt"),
         "precision": precision,
         "slots": SLOTS,
+        "kv_scales": {},
         "activation_max": {group.name: LARGEST_INPUT for group in graph.record.groups},
         "parents": {"PortableGraph": graph.digest},
     }
     weights = four_bits(graph) if precision == "int4" else open_checkpoint(graph.folder)
-    return lower_graph(graph, weights, folder, **(arguments | changes))
+    return build(graph, weights, folder, **(arguments | changes))
 
 
 def four_bits(graph: Artifact[PortableGraph]) -> FixedWeights:

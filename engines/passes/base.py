@@ -1,9 +1,9 @@
 """What every pass shares: its signature, its report, and small graph surgery.
 
 A pass is a function ``(Lowering) -> PassResult``. It changes ``lowering.model`` in place. ``PassResult.matched`` counts
-its rewrites, ``PassResult.declined`` says why it left something that looked like its pattern, or rewrote less of it than it
-might have. These are sentences for users: each begins with what it is about, a linear group, a layer, a parameter, or
-an operator and its output. A pass that matched nothing says at least what there was nothing of.
+its rewrites; ``PassResult.declined`` says why it left something that looked like its pattern, or rewrote only part of
+it. These are sentences for users: each begins with its subject, a linear group, a layer, a parameter, or an operator
+and its output. A pass that matched nothing says at least what the graph has none of.
 """
 
 from __future__ import annotations
@@ -80,6 +80,14 @@ class Lowering:
 class PassResult:
     matched: int
     declined: tuple[str, ...] = ()
+
+
+class Pass(Protocol):
+    """A module with this function."""
+
+    __name__: str
+
+    def run(self, lowering: Lowering) -> PassResult: ...
 
 
 def new_value(name: str, like: ir.Value | None = None) -> ir.Value:

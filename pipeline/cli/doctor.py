@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING
 
 from engines import native
 from engines.bundle import EngineBundle
-from engines.load import fingerprint_here, target_module
+from engines.load import require_runnable
 from engines.native.compiler import COMPILER
 from pipeline.registry.tracking import public_uri, sqlite_path, tracking_uri
 from tapeout.artifact import load
 from tapeout.errors import TapeoutError
-from tapeout.fingerprint import cpu_features, require_match
+from tapeout.fingerprint import cpu_features
 
 if TYPE_CHECKING:
     from tapeout.recipe import Recipe
@@ -315,11 +315,11 @@ def bundle(folder: Path) -> Finding:
     """Whether a bundle that lies here may be opened on this machine."""
     subject = f"run {folder}"
     try:
-        record = load(folder, EngineBundle).record
-        require_match(record.fingerprint, fingerprint_here(target_module(record.target)), str(folder))
+        found = load(folder, EngineBundle)
+        require_runnable(found)
     except TapeoutError as error:
         return Finding(subject, Status.BROKEN, f"no: {error.found}", error.remedy)
-    return Finding(subject, Status.OK, f"yes: {record.target}, {record.precision}")
+    return Finding(subject, Status.OK, f"yes: {found.record.target}, {found.record.precision}")
 
 
 def _ability(subject: str, needs: Iterable[Finding]) -> Finding:

@@ -109,7 +109,7 @@ def _sensitivity(recipe: Recipe) -> None:
 
 
 def _plan(recipe: Recipe) -> None:
-    from pipeline.stages.kernel_costs import cost_table
+    from pipeline.stages.cost_table import cost_table
     from quantization.plan_search import make_plan
     from quantization.sensitivity import Sensitivity
 
@@ -136,6 +136,7 @@ def _quantize(recipe: Recipe) -> None:
 
 def _build_baseline(recipe: Recipe) -> None:
     from engines.compile import build
+    from engines.load import graph_target
     from quantization.compressed_tensors import open_checkpoint
 
     graph = _graph()
@@ -143,7 +144,7 @@ def _build_baseline(recipe: Recipe) -> None:
         graph,
         open_checkpoint(graph.folder),
         ARTIFACTS / "baseline",
-        target=recipe.build.target,
+        target=graph_target(recipe.build.target),
         precision="float32",
         slots=recipe.build.slots,
         kv_scales={},
@@ -154,6 +155,7 @@ def _build_baseline(recipe: Recipe) -> None:
 
 def _build_candidate(recipe: Recipe) -> None:
     from engines.compile import build
+    from engines.load import graph_target
     from quantization.checkpoint import KVScales, QuantizedModel
     from quantization.compressed_tensors import open_checkpoint
 
@@ -164,7 +166,7 @@ def _build_candidate(recipe: Recipe) -> None:
         graph,
         open_checkpoint(quantized.folder),
         ARTIFACTS / "candidate",
-        target=recipe.build.target,
+        target=graph_target(recipe.build.target),
         precision=quantized.record.summary,
         slots=recipe.build.slots,
         kv_scales=kv.scales,
@@ -175,7 +177,7 @@ def _build_candidate(recipe: Recipe) -> None:
 
 
 def _parity(recipe: Recipe) -> None:
-    from engines.probe import Probe
+    from engines.load import find_target, open_probe
     from evals.parity import parity
     from quantization.checkpoint import QuantizedModel
     from quantization.reference import QuantizedReference
@@ -185,8 +187,10 @@ def _parity(recipe: Recipe) -> None:
     _, heldout = _texts(recipe)
     documents = [ids[: recipe.evaluate.document_tokens] for ids in _encode(heldout[: recipe.evaluate.parity_documents])]
     parity(
-        Probe(bundle, threads=recipe.build.threads),
-        QuantizedReference(quantized.folder, int8_activations=True),
+        open_probe(bundle, threads=recipe.build.threads),
+        QuantizedReference(
+            quantized.folder, int8_activations=find_target(bundle.record.target).capabilities.int8_activations
+        ),
         documents,
         ARTIFACTS / "parity",
         head=next(group.members[0] for group in _graph().record.groups if group.name == "lm_head"),

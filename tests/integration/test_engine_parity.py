@@ -11,9 +11,8 @@ import pytest
 
 from engines.bundle import EngineBundle
 from engines.compile import build
-from engines.load import load
+from engines.load import find_target, load, open_probe
 from engines.native import unsupported
-from engines.probe import Probe
 from engines.protocol import FloatArray
 from evals.parity import compare
 from evals.reports import ParityItem
@@ -80,7 +79,7 @@ def made(
             graph,
             open_checkpoint(quantized.folder),
             folder / "bundle",
-            target="ort-cpu",
+            target=find_target("ort-cpu"),
             precision="mixed",
             slots=3,
             kv_scales=kv.scales,
@@ -100,7 +99,7 @@ def test_the_engine_computes_what_the_quantized_checkpoint_says(
     made: tuple[Artifact[QuantizedModel], Artifact[EngineBundle]], documents: list[list[int]]
 ) -> None:
     quantized, bundle = made
-    probe, head = Probe(bundle), "model.embed_tokens.weight"
+    probe, head = open_probe(bundle), "model.embed_tokens.weight"
     exact = compare(probe, QuantizedReference(quantized.folder, int8_activations=True), documents, head=head)
     loose = compare(probe, QuantizedReference(quantized.folder), documents, head=head)
     assert mean_kl(exact) < 1e-5  # 5e-7 when this was written; the gate's bound is 1e-3

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from engines.compile import build
-from engines.load import load
+from engines.load import find_target, load
 from engines.native import unsupported
 from engines.protocol import Engine, FloatArray
 from pipeline.export.export import bind_weights, load_checkpoint, tied_parameters
@@ -59,7 +59,7 @@ def test_a_family_keeps_its_logits_in_the_graph_and_in_the_engine(name: str, tmp
         graph,
         open_checkpoint(graph.folder),
         tmp_path / "bundle",
-        target="ort-cpu",
+        target=find_target("ort-cpu"),
         precision="float32",
         slots=len(PROMPTS),
         kv_scales={},

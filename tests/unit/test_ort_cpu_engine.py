@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from engines.bundle import EngineBundle
 from engines.compile import build
-from engines.load import load
+from engines.load import find_target, load
 from engines.protocol import Engine, FloatArray
 from engines.targets.ort_cpu.engine import OrtCpuEngine
 from quantization.compressed_tensors import open_checkpoint
@@ -67,7 +67,7 @@ def bundle(
         # A 4-bit cache makes much of a value that falls the other way, so nothing else rounds beside it.
         quantized_weights(graph) if quantized and bits == 8 else open_checkpoint(graph.folder),
         tmp_path_factory.mktemp("bundle") / request.param,
-        target="ort-cpu",
+        target=find_target("ort-cpu"),
         precision=request.param,
         slots=SLOTS,
         kv_scales=scales,

@@ -11,20 +11,22 @@ import contextlib
 import functools
 import importlib
 from collections import Counter
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnx
 
-from engines.bundle import CompiledEngine, EngineBundle, PortableEvidence, Profile
+from engines.bundle import CompiledEngine, EngineBundle, Profile
 from engines.compile import MODEL_FILE, copy_text_files
 from engines.lowered import LoweredGraph
 from engines.passes.fixed_kv_cache import WRITE_POSITIONS
-from tapeout import artifact, fingerprint
+from engines.target import Compilation, Progress
+from tapeout import artifact
 from tapeout.artifact import Artifact
 from tapeout.errors import BuildError
-from tapeout.fingerprint import Fingerprint
+
+if TYPE_CHECKING:
+    from engines.targets.tensorrt import TensorRT
 
 ENGINE_FILE = "engine.plan"
 PREFILL_TOKENS = 128  # the prompt length prefill kernels are chosen for
@@ -34,8 +36,6 @@ REMEDIES = {
     "fp8": "choose --precision int4 or fp16 for it; FP8 needs sm89 or later",
     "bf16": "choose --precision fp16 for it; BF16 needs sm80 or later",
 }
-
-Progress = Callable[[str, int, int], None]  # phase, steps done, steps in all
 
 
 def load_module(name: str) -> Any:
@@ -82,37 +82,24 @@ def require_capability(module: Any, capability: str) -> None:
 
 
 def compile_bundle(
-    module_name: str,
-    lowered: Artifact[LoweredGraph],
-    folder: Path,
-    *,
-    target: str,
-    libraries: tuple[str, ...],
-    capability: str,
-    batches: Sequence[int],
-    evidence: PortableEvidence | None,
-    timing_cache: Path | None,
-    progress: Progress,
+    target: TensorRT, lowered: Artifact[LoweredGraph], folder: Path, wanted: Compilation
 ) -> Artifact[EngineBundle]:
-    """Compile and write one bundle. :class:`BuildError` carries the compiler's own reason.
-
-    ``batches``: decode buckets. ``evidence``: of the lowered graph, to be recorded with it. ``timing_cache``: file in
-    which a builder that measures kernels keeps its timings.
-    """
-    module = load_module(module_name)
-    builder = _Build(module, lowered, capability, tuple(batches), progress)
-    plan = builder.run(timing_cache)
+    """See :meth:`engines.target.HardwareTarget.compile`."""
+    module = load_module(target.module)
+    builder = _Build(module, lowered, wanted)
+    plan = builder.run()
+    evidence = wanted.evidence
     with artifact.create(folder, EngineBundle) as draft:
         (draft.folder / ENGINE_FILE).write_bytes(plan)
         copy_text_files(lowered.folder, draft.folder)
-        here = fingerprint.current(libraries)
+        here = target.fingerprint()
         draft.finish(
             EngineBundle(
                 **lowered.record.said(),
-                target=target,
-                fingerprint=Fingerprint(machine=here.machine, features=(capability,), libraries=here.libraries),
+                target=target.name,
+                fingerprint=here.model_copy(update={"features": (wanted.hardware,)}),
                 compiled=CompiledEngine(
-                    capability=capability,
+                    capability=wanted.hardware,
                     executed_on=None,
                     engine_bytes=plan.nbytes,
                     network=builder.census(),
@@ -133,33 +120,26 @@ def compile_bundle(
 class _Build:
     """One run of the compiler. The objects of its API must outlive each other, so they are kept here."""
 
-    def __init__(
-        self,
-        module: Any,
-        lowered: Artifact[LoweredGraph],
-        capability: str,
-        batches: tuple[int, ...],
-        progress: Progress,
-    ) -> None:
-        self._module, self._lowered, self._capability = module, lowered, capability
-        require_capability(module, capability)
+    def __init__(self, module: Any, lowered: Artifact[LoweredGraph], wanted: Compilation) -> None:
+        self._module, self._lowered, self._wanted = module, lowered, wanted
+        require_capability(module, wanted.hardware)
         self.log: Any = _logger(module)
         self.log.forget()
         self._builder = module.Builder(self.log)
         self._network = self._builder.create_network(0)
-        self._monitor: Any = _monitor(module, progress)
+        self._monitor: Any = _monitor(module, wanted.progress)
         limit = lowered.record.io.max_tokens
         self.profiles = (
             Profile(batch=1, min_tokens=1, opt_tokens=min(PREFILL_TOKENS, limit), max_tokens=limit),
-            *(Profile(batch=b, min_tokens=1, opt_tokens=1, max_tokens=1) for b in sorted({1, *batches})),
+            *(Profile(batch=b, min_tokens=1, opt_tokens=1, max_tokens=1) for b in sorted({1, *wanted.batches})),
         )
 
-    def run(self, timing_cache: Path | None) -> memoryview:
+    def run(self) -> memoryview:
         """The serialized engine, in the compiler's own memory."""
         self._parse()
         config = self._config()
-        if capabilities(self._module):
-            timing_cache = None  # nothing is timed where the GPU need not be there; TensorRT-RTX says it ignores one
+        # Nothing is timed where the GPU need not be present; TensorRT-RTX ignores a timing cache.
+        timing_cache = None if capabilities(self._module) else self._wanted.timing_cache
         if timing_cache is not None:
             cache = config.create_timing_cache(timing_cache.read_bytes() if timing_cache.is_file() else b"")
             config.set_timing_cache(cache, False)
@@ -169,7 +149,7 @@ class _Build:
         if plan is None:
             precision = self._lowered.record.precision
             raise BuildError(
-                f"{self._module.__name__} cannot compile {precision} for {self._capability}: {self.log.reason()}",
+                f"{self._module.__name__} cannot compile {precision} for {self._wanted.hardware}: {self.log.reason()}",
                 expected="a precision that this GPU has",
                 remedy=REMEDIES.get(precision, "see the compiler's reason above"),
             )
@@ -218,7 +198,7 @@ class _Build:
         config = self._builder.create_builder_config()
         if capabilities(self._module):
             config.num_compute_capabilities = 1
-            config.set_compute_capability(getattr(self._module.ComputeCapability, self._capability.upper()), 0)
+            config.set_compute_capability(getattr(self._module.ComputeCapability, self._wanted.hardware.upper()), 0)
         config.progress_monitor = self._monitor
         flags = self._module.BuilderFlag
         if hasattr(flags, "REQUIRE_USER_ALLOCATION"):
