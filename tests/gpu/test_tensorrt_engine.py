@@ -52,8 +52,8 @@ def tokens_of(engine: Any) -> list[int]:
 def test_the_engine_computes_the_lowered_graph(pair: Pair, family: str, precision: str) -> None:
     engine, reference = pair(family, precision)
     tokens = tokens_of(engine)
-    expected = reference.prefill(0, tokens, rows=range(TOKENS))
-    actual = engine.prefill(0, tokens, rows=range(TOKENS))
+    expected = reference.prefill(0, tokens, positions=range(TOKENS))
+    actual = engine.prefill(0, tokens, positions=range(TOKENS))
     assert np.abs(actual - expected).max() < 0.02 * np.abs(expected).max()
     engine.close()
 
@@ -61,7 +61,7 @@ def test_the_engine_computes_the_lowered_graph(pair: Pair, family: str, precisio
 def test_ragged_decode_in_a_captured_graph_is_a_prefill_in_steps(pair: Pair) -> None:
     engine, _ = pair("llama", "fp16")
     tokens = tokens_of(engine)
-    whole = engine.prefill(3, tokens, rows=range(TOKENS))
+    whole = engine.prefill(3, tokens, positions=range(TOKENS))
     lengths = [4, 9, 1]
     for slot, length in enumerate(lengths):
         engine.prefill(slot, tokens[:length])

@@ -124,7 +124,7 @@ def test_chunks_and_ragged_decode_are_what_the_checkpoint_says_too(
     wanted: list[FloatArray] = []
     for slot, (tokens, length) in enumerate(zip(rows, lengths, strict=True)):
         for start, end in ((0, 33), (33, 40), (40, length)):
-            found.append(engine.prefill(slot, tokens[start:end], start=start, rows=range(end - start)))
+            found.append(engine.prefill(slot, tokens[start:end], start=start, positions=range(end - start)))
         wanted.append(expected[slot][:length])
     for step in range(12):
         at = [length + step for length in lengths]

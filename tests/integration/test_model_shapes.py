@@ -149,7 +149,7 @@ def assert_decodes_what_it_prefills(made: Made) -> None:
     (document,) = words(made.name, 1, DOCUMENT_TOKENS, 3)
     engine = load(made.bundle.folder, threads=1)
     try:
-        expected = engine.prefill(0, document, rows=range(DECODED, DOCUMENT_TOKENS))
+        expected = engine.prefill(0, document, positions=range(DECODED, DOCUMENT_TOKENS))
         steps: list[np.ndarray] = []
         for start in range(DECODED, DOCUMENT_TOKENS, DECODED):
             engine.prefill(1, document[:start])

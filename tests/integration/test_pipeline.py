@@ -179,6 +179,8 @@ def test_dvc_knows_the_code_a_stage_runs(name: str, project: Path, reads: dict[s
     run = code(reads[name].modules, json.loads(record.read_text())["noun"] if record.is_file() else None)
     assert run - {module for path in listed for module in modules_at(path)} == set(), "dvc.yaml lacks these"
     for path in listed:
+        if path == "engines/targets":  # whole, so that a new target needs no change of dvc.yaml
+            continue
         there = modules_at(path)
         assert len(there & run) > len(there) / 2 or not there, f"{path} is listed, but not or hardly read"
 

@@ -62,8 +62,11 @@ class TensorRTEngine:
         compiled = bundle.record.compiled
         if compiled is None:
             raise BuildError(f"{bundle.folder} holds no compiled engine", remedy="run `tapeout build`")
+        io = bundle.record.io
+        self.digest, self.slots = bundle.digest, slots or io.slots
+        self.vocab_size, self.max_tokens = io.vocab_size, io.max_tokens
         self._cuda: Any = cuda
-        self._bundle, self._compiled = bundle, compiled
+        self._io = io
         self._module = load_module(module_name)
         self._log = self._module.Logger(self._module.Logger.WARNING)
         self._runtime = self._module.Runtime(self._log)
@@ -74,14 +77,13 @@ class TensorRTEngine:
                 expected=f"an engine for {compiled.capability} and these libraries",
                 remedy="run `tapeout build` with the libraries installed here",
             )
-        self._slots = slots or bundle.record.io.slots
         self._stream: Any = checked(cuda.cudaStreamCreate())
         self._allocations: list[int] = []
         self._runtime_cache: Any = None
-        rows = self._slots + max(p.batch for p in compiled.profiles) - 1
+        rows = self.slots + max(p.batch for p in compiled.profiles) - 1
         self._row_bytes = {
-            f"{layer}.{part}": shape.heads * bundle.record.io.max_tokens * shape.head_size * HALF_BYTES
-            for layer, shape in enumerate(bundle.record.io.kv_layers)
+            f"{layer}.{part}": shape.heads * io.max_tokens * shape.head_size * HALF_BYTES
+            for layer, shape in enumerate(io.kv_layers)
             for part in ("key", "value")
         }
         self._cache = {name: self._allocate(size * rows) for name, size in self._row_bytes.items()}
@@ -90,29 +92,13 @@ class TensorRTEngine:
         self._scratch = self._allocate(self._scratch_bytes)
         self._steps = [self._step(index, profile, compiled) for index, profile in enumerate(compiled.profiles)]
 
-    @property
-    def digest(self) -> str:
-        return self._bundle.digest
-
-    @property
-    def vocab_size(self) -> int:
-        return self._bundle.record.io.vocab_size
-
-    @property
-    def slots(self) -> int:
-        return self._slots
-
-    @property
-    def max_tokens(self) -> int:
-        return self._bundle.record.io.max_tokens
-
     def prefill(
-        self, slot: int, tokens: Sequence[int], *, start: int = 0, rows: Sequence[int] | None = None
+        self, slot: int, tokens: Sequence[int], *, start: int = 0, positions: Sequence[int] | None = None
     ) -> FloatArray:
-        inputs = prefill_inputs(self, slot, tokens, start, rows)
-        step, wanted = self._steps[0], len(inputs.rows)
+        inputs = prefill_inputs(self, slot, tokens, start, positions)
+        step, wanted = self._steps[0], len(inputs.logit_positions)
         if not wanted:  # a profile's shapes begin at one row
-            inputs = replace(inputs, rows=np.array([len(tokens) - 1], np.int64))
+            inputs = replace(inputs, logit_positions=np.array([len(tokens) - 1], np.int64))
         self._feed(step, inputs)
         self._bind(step, inputs, slot)
         self._launch(step)
@@ -155,7 +141,7 @@ class TensorRTEngine:
     def copy_slot(self, source: int, target: int, length: int) -> None:
         check_copy(self, source, target, length)
         kind = self._cuda.cudaMemcpyKind.cudaMemcpyDeviceToDevice
-        for layer, shape in enumerate(self._bundle.record.io.kv_layers):
+        for layer, shape in enumerate(self._io.kv_layers):
             pitch = self.max_tokens * shape.head_size * HALF_BYTES
             width = length * shape.head_size * HALF_BYTES
             for part in ("key", "value"):
@@ -195,7 +181,7 @@ class TensorRTEngine:
             self._stream = None
 
     def _cache_file(self) -> Path:
-        return cache_folder() / "runtime" / f"{self._bundle.digest[:16]}.bin"
+        return cache_folder() / "runtime" / f"{self.digest[:16]}.bin"
 
     def _step(self, index: int, profile: Profile, compiled: CompiledEngine) -> _Step:
         context = self._context(eager=profile.max_tokens == 1)
@@ -209,7 +195,7 @@ class TensorRTEngine:
             "logit_positions": tokens,
             WRITE_POSITIONS: profile.batch,
         }
-        inputs = {name: self._allocate(8 * sizes[name]) for name in self._bundle.record.io.inputs}
+        inputs = {name: self._allocate(8 * sizes[name]) for name in self._io.inputs}
         return _Step(context, profile, inputs, self._allocate(4 * tokens * self.vocab_size), {})
 
     def _context(self, *, eager: bool) -> Any:
@@ -269,7 +255,7 @@ class TensorRTEngine:
                 step.context.set_input_shape(name, value.shape)
                 step.context.set_tensor_address(name, step.inputs[name])
         step.context.set_tensor_address("logits", step.logits)
-        for layer, shape in enumerate(self._bundle.record.io.kv_layers):
+        for layer, shape in enumerate(self._io.kv_layers):
             for part in ("key", "value"):
                 name = f"{layer}.{part}"
                 address = self._cache[name] + first * self._row_bytes[name]
@@ -303,7 +289,7 @@ def _small(inputs: StepInputs) -> dict[str, Int64Array]:
     """What a step is fed besides its caches, by the names of the graph's inputs."""
     return {
         "input_ids": inputs.ids,
-        "position_ids": inputs.positions,
-        "logit_positions": inputs.rows,
+        "position_ids": inputs.position_ids,
+        "logit_positions": inputs.logit_positions,
         WRITE_POSITIONS: inputs.starts,
     }
