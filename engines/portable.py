@@ -23,7 +23,7 @@ from tapeout.errors import BuildError
 
 
 class PortableEngine:
-    """See :class:`engines.protocol.Engine`. ``max_tokens`` may be less than the graph's, since attention computes all of it."""
+    """See :class:`engines.protocol.Engine`. ``max_tokens`` may be less than the graph's, to save time."""
 
     def __init__(
         self, lowered: Artifact[LoweredGraph], *, max_tokens: int | None = None, slots: int = 1, threads: int = 0

@@ -35,17 +35,15 @@ NEEDED_MEMORY_BYTES = 6 * GIB  # the default recipe's promise
 NEEDED_DISK_BYTES = 4 * GIB  # artifacts, their DVC cache and the download cache of the default recipe
 PROBE_TIMEOUT_S = 20
 
-# Names as tapeout.fingerprint reads them -> the name people know, for what speeds up quantized kernels.
+# Features of tapeout.fingerprint that speed up quantized kernels, by the names people know.
 INSTRUCTION_SETS = {
     "avx2": "AVX2",
     "avx512f": "AVX-512",
     "avx_vnni": "AVX-VNNI",
     "avx512_vnni": "AVX-512 VNNI",
-    "avx512_bf16": "AVX-512 BF16",
     "amx_int8": "AMX INT8",
-    "amx_bf16": "AMX BF16",
     "asimddp": "NEON dot product",
-    "i8mm": "NEON int8 matrix product",
+    "i8mm": "NEON int8 matrix multiplication",
     "sve": "SVE",
 }
 # Any of these multiplies int8 in one instruction; without one, quantized kernels fall back to slower sequences.
