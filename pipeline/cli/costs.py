@@ -94,7 +94,7 @@ def _title(text: str) -> Text:
 
 def _table(sizes: Mapping[str, int], seconds: Mapping[str, Mapping[int, float]], rows: Sequence[int]) -> Table:
     found = Table(box=SIMPLE_HEAD, pad_edge=False)
-    found.add_column("kernel")
+    found.add_column("scheme")
     for column in ("MB", *(f"{count} rows" if count > 1 else "1 row, µs" for count in rows)):
         found.add_column(column, justify="right")
     for name, by_rows in seconds.items():

@@ -1,6 +1,6 @@
-"""What this machine can build and run, what is missing, and how to get it. Looks, and changes nothing.
+"""``tapeout doctor``: what this machine can build and run, what is missing, and how to get it. Changes nothing.
 
-Every finding is a plain value, so that the command prints it, a script reads it as JSON and a test checks it.
+Every finding is a plain value: the command prints it, a script reads it as JSON, a test checks it.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ INSTRUCTION_SETS = {
     "i8mm": "NEON int8 matrix multiplication",
     "sve": "SVE",
 }
-# Any of these multiplies int8 in one instruction; without one, quantized kernels fall back to slower sequences.
+# Each multiplies int8 in one instruction; without any, quantized kernels use slower sequences.
 INT8_DOT_PRODUCTS = ("avx_vnni", "avx512_vnni", "amx_int8", "asimddp", "i8mm")
 
 RUN_PACKAGES = ("onnxruntime", "onnx", "tokenizers", "jinja2", "numpy")
 BUILD_PACKAGES = ("torch", "transformers", "onnxscript", "compressed-tensors", "datasets", "lm-eval", "dvc", "mlflow")
 TENSORRT_PACKAGES = ("tensorrt", "tensorrt-rtx-cu13-bindings")
-# What graphs are lowered to where native kernels do not run; norms and float products everywhere.
+# What graphs are lowered to where native kernels do not run; norms everywhere.
 ENGINE_OPERATORS = ("GroupQueryAttention", "MatMulNBits", "GatherBlockQuantized", "SkipSimplifiedLayerNormalization")
 
 
 class Status(StrEnum):
     OK = "ok"
-    LIMITED = "limited"  # works, with the drawback that is named
-    MISSING = "missing"  # something that the default recipe needs
-    BROKEN = "broken"  # something that is here and cannot be used
-    ABSENT = "absent"  # something that nothing here needs
+    LIMITED = "limited"  # works, with the drawback that is stated
+    MISSING = "missing"  # the default recipe needs it
+    BROKEN = "broken"  # present, but it cannot be used
+    ABSENT = "absent"  # not needed
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
-        """The default recipe can be built, and the engines that lie here can be run."""
+        """The default recipe can be built, and the engines that are here can be run."""
         return not {finding.status for finding in self.abilities} & {Status.MISSING, Status.BROKEN}
 
     def sections(self) -> Mapping[str, tuple[Finding, ...]]:
@@ -155,7 +155,7 @@ def disk(folder: Path) -> Finding:
 
 
 def gpu() -> Finding:
-    """NVIDIA GPUs as the driver's own tool names them; nothing here needs one."""
+    """NVIDIA GPUs as ``nvidia-smi`` lists them; nothing here needs one."""
     tool = shutil.which("nvidia-smi")
     unused = "not needed: this version builds and runs ort-cpu engines"
     if tool is None:
@@ -200,7 +200,7 @@ def optional_package(name: str) -> Finding:
 
 
 def operators() -> Finding:
-    """Ask the installed ONNX Runtime itself whether it has CPU kernels for the operators that engines use."""
+    """Whether the installed ONNX Runtime has CPU kernels for the operators that engines use."""
     try:
         # A compiled module without type information.
         from onnxruntime.capi import onnxruntime_pybind11_state as ort  # pyright: ignore[reportAttributeAccessIssue]
@@ -222,7 +222,7 @@ def operators() -> Finding:
 def native_kernels(level: native.Level | None) -> Finding:
     """``level``: as :func:`engines.native.level` gives it."""
     if level is None:
-        remedy = "engines run on ONNX Runtime's own operators, which are slower; weights in 6 bits take up 8"
+        remedy = "engines run on ONNX Runtime's own operators, which are slower; 6-bit weights take 8 bits"
         return Finding("native kernels", Status.LIMITED, native.unsupported(), remedy)
     try:
         version = metadata.version(COMPILER)
@@ -232,7 +232,7 @@ def native_kernels(level: native.Level | None) -> Finding:
 
 
 def registry(uri: str) -> Finding:
-    """The MLflow registry that ``register`` and ``promote`` will speak to."""
+    """The MLflow registry that ``register`` and ``promote`` use."""
     subject, shown = "MLflow registry", public_uri(uri)
     database = sqlite_path(uri)
     if database is not None:
@@ -310,7 +310,7 @@ def _answers(subject: str, url: str, text: str) -> Finding:
 
 
 def bundle(folder: Path) -> Finding:
-    """Whether a bundle that lies here may be opened on this machine."""
+    """Whether a bundle can be opened on this machine."""
     subject = f"run {folder}"
     try:
         found = load(folder, EngineBundle)

@@ -1,8 +1,8 @@
-"""A LoweredGraph to an engine for one compute capability; the GPU need not be there where the module can do without.
+"""Compiles a LoweredGraph to an engine for one compute capability. TensorRT for RTX needs no GPU for it.
 
-Shapes: one optimization profile for prefill (one row, 1 to max_tokens tokens) and one for each decode batch bucket
-(that many rows, one token each; a bucket of one is always there). KV buffers are
-``[batch, kv_heads, max_tokens, head_size]`` and updated in place.
+One optimization profile is for prefill (batch 1, 1 to max_tokens tokens), and one for each decode batch bucket (one
+token each); there is always a bucket of one. KV buffers are ``[batch, kv_heads, max_tokens, head_size]`` and updated in
+place.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 ENGINE_FILE = "engine.plan"
 PREFILL_TOKENS = 128  # the prompt length prefill kernels are chosen for
-# What the parser must have made of each layer's cache and attention, and of rotary nodes where there are any.
+# Layers that the parser must make of the nodes for KV caches, attention and rotary embedding.
 NATIVE = {"KV_CACHE_UPDATE": "TensorScatter", "ATTENTION_INPUT": "Attention", "ROTARY_EMBEDDING": "RotaryEmbedding"}
 REMEDIES = {
     "fp8": "choose --precision int4 or fp16 for it; FP8 needs sm89 or later",
@@ -52,7 +52,7 @@ def load_module(name: str) -> Any:
 
 
 def capabilities(module: Any) -> tuple[str, ...]:
-    """Compute capabilities this module can compile for with no such GPU present; empty: only for the one present."""
+    """Compute capabilities this module can compile for with no GPU present; empty: only for the GPU that is present."""
     known = getattr(module, "ComputeCapability", None)
     if known is None:
         return ()
@@ -118,7 +118,7 @@ def compile_bundle(
 
 
 class _Build:
-    """One run of the compiler. The objects of its API must outlive each other, so they are kept here."""
+    """One run of the compiler. Keeps the objects of its API alive as long as each other."""
 
     def __init__(self, module: Any, lowered: Artifact[LoweredGraph], wanted: Compilation) -> None:
         self._module, self._lowered, self._wanted = module, lowered, wanted
@@ -179,7 +179,7 @@ class _Build:
         self._require_native()
 
     def _require_native(self) -> None:
-        """Caches, attention and rotary became layers of their own, and no attention lost its mask on the way."""
+        """Caches, attention and rotary embedding became native layers, and every attention kept its mask."""
         layers, nodes = self.census(), self._lowered.record.census
         for layer, node in NATIVE.items():
             if layers.get(layer, 0) != nodes.get(node, 0):
@@ -202,36 +202,36 @@ class _Build:
         config.progress_monitor = self._monitor
         flags = self._module.BuilderFlag
         if hasattr(flags, "REQUIRE_USER_ALLOCATION"):
-            config.set_flag(flags.REQUIRE_USER_ALLOCATION)  # or steps could not be captured as CUDA graphs
+            config.set_flag(flags.REQUIRE_USER_ALLOCATION)  # needed to capture steps as CUDA graphs
         for shapes in self.profiles:
             profile = self._builder.create_optimization_profile()
             for i in range(self._network.num_inputs):
                 tensor = self._network.get_input(i)
                 low, best, high = (
-                    _shape(tensor.name, tuple(tensor.shape), shapes.batch, tokens, rows)
-                    # Logits of every token may be wanted, but of one row each is what serving wants.
-                    for tokens, rows in ((shapes.min_tokens, 1), (shapes.opt_tokens, 1), (shapes.max_tokens,) * 2)
+                    _shape(tensor.name, tuple(tensor.shape), shapes.batch, tokens, logits)
+                    # Logits of every token may be wanted, but serving wants those of one token.
+                    for tokens, logits in ((shapes.min_tokens, 1), (shapes.opt_tokens, 1), (shapes.max_tokens,) * 2)
                 )
                 profile.set_shape(tensor.name, low, best, high)
             config.add_optimization_profile(profile)
         return config
 
 
-def _shape(name: str, shape: tuple[int, ...], batch: int, tokens: int, rows: int) -> tuple[int, ...]:
-    """Shape of an input in a profile: ``tokens`` fed and ``rows`` logits wanted in each sequence of the batch."""
+def _shape(name: str, shape: tuple[int, ...], batch: int, tokens: int, logits: int) -> tuple[int, ...]:
+    """Shape of an input in a profile: in each sequence ``tokens`` are fed and the logits of ``logits`` wanted."""
     if name in ("input_ids", "position_ids"):
         return (batch, tokens)
     if name == "logit_positions":
-        return (batch * rows,)
+        return (batch * logits,)
     if name == WRITE_POSITIONS:
         return (batch,)
     return (batch, *shape[1:])
 
 
 def _fixed_buffers(path: Path, max_tokens: int) -> bytes:
-    """The model's bytes, weights left in their file, with the length of its KV buffers written in.
+    """The model without its weights, with a static length of its KV buffers, as a KV_CACHE_UPDATE layer needs it.
 
-    A KV_CACHE_UPDATE layer wants it static; in the artifact it is a name, so that evidence may take shorter ones.
+    In the artifact the length is symbolic, so that portable evidence can use shorter buffers.
     """
     model = onnx.load(str(path), load_external_data=False)
     for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
@@ -247,7 +247,7 @@ def _attentions(module: Any, network: Any) -> list[tuple[str, bool]]:
     for i in range(network.num_layers):
         layer = network.get_layer(i)
         if layer.type.name == "ATTENTION_INPUT":
-            # The binding hands out the base class; NVIDIA's own tools reach a layer's own members in this way.
+            # The binding returns the base class; NVIDIA's own tools reach a layer's members in this way.
             layer.__class__ = module.IAttentionInputLayer
             found.append((layer.name, layer.attention.mask is not None))
     return found
@@ -255,10 +255,10 @@ def _attentions(module: Any, network: Any) -> list[tuple[str, bool]]:
 
 @functools.cache
 def _logger(module: Any) -> Any:
-    """One for all builds: while anything made with an earlier logger lives, the library speaks to that one alone."""
+    """One logger for all builds: the library keeps using the first as long as any object made with it lives."""
 
     class Log(module.ILogger):
-        """Keeps what the compiler says of one build; nothing is printed."""
+        """Keeps the compiler's messages of one build; nothing is printed."""
 
         def __init__(self) -> None:
             super().__init__()
