@@ -168,20 +168,4 @@ def _record(shape: Shape, names: Sequence[str]) -> PortableGraph:
         )
         for name in names
     ]
-    return PortableGraph(
-        architecture="linears",
-        layers=0,
-        hidden_size=shape.columns,
-        heads=0,
-        kv_heads=0,
-        head_size=0,
-        vocab_size=0,
-        tied_embeddings=False,
-        embedding="",
-        rotary="none",
-        max_positions=1,
-        groups=tuple(groups),
-        stop_tokens=(),
-        max_relative_error=0.0,
-        versions={},
-    )
+    return PortableGraph.model_construct(groups=tuple(groups), max_positions=1)  # kernel passes read no more of it

@@ -1,8 +1,8 @@
 """Native operators for ONNX Runtime on CPU, in C: each fuses several of its operators into one pass over memory.
 
-``source/`` has the kernels, ``compiler`` compiles them to a library, passes that import ``DOMAIN`` put them into graphs.
-A bundle holds the library it was judged with. The sources are compiled for one of ``LEVELS`` of x86-64 processors; on
-others ONNX Runtime's own operators run.
+``source/`` has the kernels, ``compiler`` compiles them, passes that import ``DOMAIN`` put them into graphs. A bundle
+holds the library it was judged with. The sources are compiled for one of ``LEVELS`` of x86-64 processors; on others
+ONNX Runtime's own operators run.
 """
 
 from __future__ import annotations
