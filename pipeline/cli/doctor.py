@@ -26,10 +26,12 @@ from pipeline.registry.tracking import public_uri, sqlite_path, tracking_uri
 from tapeout.artifact import load
 from tapeout.errors import TapeoutError
 from tapeout.fingerprint import cpu_features
+from tapeout.recipe import Build
 
 if TYPE_CHECKING:
     from tapeout.recipe import Recipe
 
+DEFAULT_TARGET = Build().target
 GIB = 1 << 30
 NEEDED_MEMORY_BYTES = 6 * GIB  # the default recipe's promise
 NEEDED_DISK_BYTES = 4 * GIB  # artifacts, their DVC cache and the download cache of the default recipe
@@ -106,8 +108,8 @@ def diagnose(recipe: Recipe | None, folder: Path) -> Diagnosis:
     sources = () if recipe is None else (recipe.model.source, recipe.data.source)
     services = (*(source(name) for name in sources), registry(tracking_uri()))
     abilities = (
-        _ability("run an ort-cpu engine", run),
-        _ability("build an ort-cpu engine from the recipe", (*machine, *run, *build, *services)),
+        _ability(f"run an {DEFAULT_TARGET} engine", run),
+        _ability(f"build an {DEFAULT_TARGET} engine from the recipe", (*machine, *run, *build, *services)),
     )
     built = tuple(
         bundle(folder / "artifacts" / name)
@@ -157,7 +159,7 @@ def disk(folder: Path) -> Finding:
 def gpu() -> Finding:
     """NVIDIA GPUs as ``nvidia-smi`` lists them; nothing here needs one."""
     tool = shutil.which("nvidia-smi")
-    unused = "not needed: this version builds and runs ort-cpu engines"
+    unused = f"not needed: this version builds and runs {DEFAULT_TARGET} engines"
     if tool is None:
         return Finding("NVIDIA GPU", Status.ABSENT, "no driver", unused)
     query = [tool, "--query-gpu=name,compute_cap,memory.total,driver_version", "--format=csv,noheader"]
