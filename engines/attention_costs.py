@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from engines import timing
 from engines.compile import CACHE_TYPES
-from engines.passes.base import INTERNAL, Lowering, constant
+from engines.passes.base import INTERNAL, Lowering, constant, sizes
 from engines.passes.linears import OP
 from engines.target import Target
 from engines.timing import Seconds
@@ -32,11 +32,6 @@ from tapeout.portable_graph import PortableGraph
 # not matter whether its cache comes from memory.
 MOST_COPIES = 512
 ROTATED = 16  # attention with rotary embedding takes heads of a multiple of it; in others it is a node before, untimed
-ELEMENTS = {
-    "float32": np.dtype(np.float32),
-    "int8": np.dtype(np.int8),
-    "int4": np.dtype(np.uint8),
-}  # two codes per byte
 
 
 @dataclass(frozen=True)
@@ -98,7 +93,7 @@ class _Attention:
     def __init__(
         self, target: Target[Any], graph: PortableGraph, dtype: str, step: Step, streamed: int, threads: int
     ) -> None:
-        element = ELEMENTS[dtype]
+        element = CACHE_TYPES[dtype].numpy()
         columns = graph.head_size // 2 if dtype == "int4" else graph.head_size
         shape = (step.streams, graph.kv_heads, step.context, columns)
         self.copies = min(max(1, MOST_COPIES // step.tokens), -(-streamed // (2 * math.prod(shape) * element.itemsize)))
@@ -213,8 +208,7 @@ def _exported(graph: PortableGraph, copies: int, context: int) -> ir.Model:
                     *(["batch", "tokens", int(count) * size] for count in counts), axis=2)  # fmt: skip
         states: list[ir.Value] = []
         for number, (part, count) in enumerate(zip(parts, counts.tolist(), strict=True)):
-            sizes = constant(model, f"heads.{count}", np.array([0, 0, count, size], np.int64))
-            (rows,) = add("Reshape", [part, sizes], ["batch", "tokens", count, size])
+            (rows,) = add("Reshape", [part, sizes(model, 0, 0, count, size)], ["batch", "tokens", count, size])
             (rotated,) = add("Transpose", [rows], ["batch", count, "tokens", size], perm=[0, 2, 1, 3])
             if graph.rotary != "none" and size % ROTATED == 0 and number < 2:
                 interleaved = int(graph.rotary == "interleaved")
@@ -230,8 +224,7 @@ def _exported(graph: PortableGraph, copies: int, context: int) -> ir.Model:
         for part, value in zip(("key", "value"), present, strict=True):
             value.name = f"present.{copy}.{part}"
         (rows,) = add("Transpose", [output], ["batch", "tokens", heads, size], perm=[0, 2, 1, 3])
-        flat = constant(model, "flat", np.array([0, 0, heads * size], np.int64))
-        (joined,) = add("Reshape", [rows, flat], ["batch", "tokens", heads * size])
+        (joined,) = add("Reshape", [rows, sizes(model, 0, 0, heads * size)], ["batch", "tokens", heads * size])
         (y,) = add("Identity", [joined], ["batch", "tokens", heads * size])
         y.name = f"y{copy}"
         model.graph.inputs.extend(past)
