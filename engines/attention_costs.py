@@ -1,8 +1,8 @@
-"""What attention costs on this machine: measured seconds of a layer by how the KV cache is kept (engines/timing.py).
+"""What attention costs on this machine: measured seconds of a layer by dtype of the KV cache (engines/timing.py).
 
 What is timed is what the target's own passes make of one layer's attention as it is exported, rotary embedding
-included, behind one product for queries, keys and values that is not timed. It sees the whole cache. What a graph's
-record does not tell is left out: a window, a soft cap, channels that are not rotated. Copies have caches of their own.
+included, behind one linear for queries, keys and values that is not timed. It attends to the whole cache. What a
+graph's record does not tell is left out: a window, a soft cap, partial rotary. Copies have caches of their own.
 
 B  streams      S  tokens of each      T  tokens in the cache      H, G, D  heads, key/value heads, head size
 """
@@ -10,8 +10,7 @@ B  streams      S  tokens of each      T  tokens in the cache      H, G, D  head
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,24 +20,23 @@ from numpy.typing import NDArray
 
 from engines import timing
 from engines.compile import CACHE_TYPES
-from engines.passes.base import INTERNAL, Lowering, constant
+from engines.passes.base import INTERNAL, Lowering, constant, sizes
 from engines.passes.linears import OP
-from engines.targets import ort_cpu
+from engines.target import Target
 from engines.timing import Seconds
 from tapeout.attention_function import ATTENTION_DOMAIN, attention_function
 from tapeout.errors import BuildError
 from tapeout.portable_graph import PortableGraph
 
-# A longer graph takes longer to load than to time, and so small a cache hardly counts. A prompt has fewer copies by as
-# many tokens as it has: it computes so much with what it reads that it does not matter where that comes from.
+# More copies take longer to load than to time. A prompt of S tokens has S times fewer: it is compute-bound, so it does
+# not matter whether its cache comes from memory.
 MOST_COPIES = 512
-ROTATED = 16  # channels: attention that rotates takes heads of a multiple of it; others are rotated before, untimed
-ELEMENTS = {"float32": np.dtype(np.float32), "int8": np.dtype(np.int8), "int4": np.dtype(np.uint8)}  # two codes a byte
+ROTATED = 16  # attention with rotary embedding takes heads of a multiple of it; in others it is a node before, untimed
 
 
 @dataclass(frozen=True)
 class Step:
-    """``streams`` of ``tokens`` each, the last of which are in a cache that then holds ``context`` of each stream."""
+    """``streams`` of ``tokens`` each. Their cache holds ``context`` tokens of each stream, the new ones included."""
 
     streams: int
     tokens: int
@@ -46,11 +44,12 @@ class Step:
 
     @classmethod
     def of(cls, rows: int, slots: int, context: int) -> Step:
-        """Up to ``slots`` rows are streams that decode a token each; more are one prompt, or the last part of it."""
+        """Up to ``slots`` rows are streams that decode one token each; more are one prompt, or the last part of it."""
         return cls(rows, 1, context) if rows <= slots else cls(1, rows, max(context, rows))
 
 
 def costs(
+    target: Target[Any],
     graph: PortableGraph,
     dtypes: Sequence[str],
     rows: Sequence[int],
@@ -61,10 +60,10 @@ def costs(
     threads: int = 0,
     only_kept: bool = False,
 ) -> Seconds:
-    """Seconds of one layer's attention by a cache's dtype, from the cache of figures where this machine has them.
+    """Seconds of one layer's attention by dtype of its KV cache, from the cache of times where this machine has them.
 
-    ``slots``, ``context``: see :meth:`Step.of`. ``streamed``: bytes of caches that a sample reads. ``only_kept``: what
-    is not there is left out, not measured.
+    ``slots``, ``context``: see :meth:`Step.of`. ``streamed``: bytes of KV caches that a sample reads. ``only_kept``:
+    times that are not in the cache are left out.
     """
 
     def described(count: int) -> dict[str, Any]:
@@ -80,59 +79,50 @@ def costs(
         seconds: Seconds = {dtype: {} for dtype in dtypes}
         for count in counts:
             step = Step.of(count, slots, context)
-            runs = {dtype: _Attention(graph, dtype, step, streamed, threads).sample for dtype in dtypes}
+            runs = {dtype: _Attention(target, graph, dtype, step, streamed, threads).sample for dtype in dtypes}
             for dtype, least in timing.fastest(runs).items():
                 seconds[dtype][count] = least
         return seconds
 
-    return timing.kept(dtypes, rows, described, measured, threads=threads, only_kept=only_kept)
+    return timing.kept(dtypes, rows, described, measured, target=target, threads=threads, only_kept=only_kept)
 
 
 class _Attention:
-    """A session over copies of one layer's attention, which share their input and their output but no cache."""
+    """Copies of one layer's attention, which share their input and their output but no cache."""
 
-    def __init__(self, graph: PortableGraph, dtype: str, step: Step, streamed: int, threads: int) -> None:
-        element = ELEMENTS[dtype]
+    def __init__(
+        self, target: Target[Any], graph: PortableGraph, dtype: str, step: Step, streamed: int, threads: int
+    ) -> None:
+        element = CACHE_TYPES[dtype].numpy()
         columns = graph.head_size // 2 if dtype == "int4" else graph.head_size
         shape = (step.streams, graph.kv_heads, step.context, columns)
         self.copies = min(max(1, MOST_COPIES // step.tokens), -(-streamed // (2 * math.prod(shape) * element.itemsize)))
-        self._session = timing.session_of(attention_model(graph, dtype, self.copies, step.context), threads)
-        self._binding = self._session.io_binding()
-        self._bound: list[NDArray[Any]] = []
         rng = np.random.default_rng(0)
         width = (graph.heads + 2 * graph.kv_heads) * graph.head_size
-        fed = {
+        arrays: dict[str, NDArray[Any]] = {
             "qkv": rng.standard_normal((step.streams, step.tokens, width)).astype(np.float32),
             "seqlens_k": np.full(step.streams, step.context - 1, np.int32),
             "total_sequence_length": np.array(step.context, np.int32),
         }
-        for value in self._session.get_inputs():
-            if value.name in fed:
-                self._bind(self._binding.bind_input, value.name, fed[value.name])
         output = np.empty((step.streams, step.tokens, graph.heads * graph.head_size), np.float32)
         for copy in range(self.copies):
             for part in ("key", "value"):
-                # Written, not just asked for: pages of zeros would all be one.
+                # Written, not only allocated: unwritten pages of zeros are one page of memory.
                 buffer = rng.integers(0, 8, shape).astype(element)
-                self._bind(self._binding.bind_input, f"past_key_values.{copy}.{part}", buffer)
-                self._bind(self._binding.bind_output, f"present.{copy}.{part}", buffer)
-            self._bind(self._binding.bind_output, f"y{copy}", output)
+                arrays[f"past_key_values.{copy}.{part}"] = arrays[f"present.{copy}.{part}"] = buffer
+            arrays[f"y{copy}"] = output
+        self._timer = target.timer(attention_model(target, graph, dtype, self.copies, step.context), threads)
+        self._timer.bind(arrays)
 
     def sample(self) -> float:
         """Seconds of one layer, over one run of all copies."""
-        start = time.perf_counter()
-        self._session.run_with_iobinding(self._binding)
-        return (time.perf_counter() - start) / self.copies
-
-    def _bind(self, bind: Callable[..., None], name: str, array: NDArray[Any]) -> None:
-        bind(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
-        self._bound.append(array)
+        return self._timer.seconds() / self.copies
 
 
-def attention_model(graph: PortableGraph, dtype: str, copies: int, context: int) -> ir.Model:
+def attention_model(target: Target[Any], graph: PortableGraph, dtype: str, copies: int, context: int) -> ir.Model:
     """``copies`` attentions of one input ``qkv [B, S, (H+2G)·D]`` to ``y0 [B, S, H·D]`` and on, lowered by the target.
 
-    :class:`BuildError` if no pass takes it, or makes another cache of it than was asked for.
+    :class:`BuildError` if no pass takes it, or they make another cache than ``dtype``.
     """
     kv_scales = (
         {}
@@ -146,14 +136,14 @@ def attention_model(graph: PortableGraph, dtype: str, copies: int, context: int)
     model = _exported(graph, copies, context)
     bare = graph.model_copy(update={"groups": ()})
     lowering = Lowering(model, bare, _NoWeights(), context, kv_scales, 4 if dtype == "int4" else 8)
-    for step in ort_cpu.ATTENTION_PASSES:
+    for step in target.passes().attention:
         step.run(lowering)
         model.graph.sort()
-    product = next(node for node in model.graph if node.domain == INTERNAL)
-    qkv = _value("qkv", product.outputs[0].shape)
-    ir.convenience.replace_all_uses_with(product.outputs[0], qkv)
+    linear = next(node for node in model.graph if node.domain == INTERNAL)
+    qkv = _value("qkv", linear.outputs[0].shape)
+    ir.convenience.replace_all_uses_with(linear.outputs[0], qkv)
     model.graph.inputs.append(qkv)
-    model.graph.remove(product, safe=True)
+    model.graph.remove(linear, safe=True)
     for value in list(model.graph.inputs):
         if not value.uses():
             model.graph.inputs.remove(value)
@@ -166,9 +156,9 @@ def attention_model(graph: PortableGraph, dtype: str, copies: int, context: int)
     found = {value.dtype for value in model.graph.inputs if (value.name or "").startswith("past_")}
     if found != {CACHE_TYPES[dtype]} or any(node.domain == INTERNAL for node in model.graph):
         raise BuildError(
-            f"the passes of ort-cpu make caches of {', '.join(map(str, found)) or 'nothing'} for {dtype}",
+            f"the passes of {target.name} make caches of {', '.join(map(str, found)) or 'nothing'} for {dtype}",
             expected=f"attention over {CACHE_TYPES[dtype]}",
-            remedy="write plan.kv_cache out",
+            remedy="set plan.kv_cache to a dtype that the target supports",
         )
     return model
 
@@ -183,7 +173,7 @@ class _NoWeights:
 
 
 def _exported(graph: PortableGraph, copies: int, context: int) -> ir.Model:
-    """Attention as ``pipeline.export.export`` writes it, after products were merged: all copies read one of them."""
+    """Attention as ``pipeline.export.export`` writes it, after Q, K and V were merged: all copies read one linear."""
     heads, kv_heads, size = graph.heads, graph.kv_heads, graph.head_size
     x, mask, positions = (
         _value("x", ["batch", "tokens", 1]),
@@ -218,14 +208,13 @@ def _exported(graph: PortableGraph, copies: int, context: int) -> ir.Model:
                     *(["batch", "tokens", int(count) * size] for count in counts), axis=2)  # fmt: skip
         states: list[ir.Value] = []
         for number, (part, count) in enumerate(zip(parts, counts.tolist(), strict=True)):
-            sizes = constant(model, f"heads.{count}", np.array([0, 0, count, size], np.int64))
-            (rows,) = add("Reshape", [part, sizes], ["batch", "tokens", count, size])
-            (turned,) = add("Transpose", [rows], ["batch", count, "tokens", size], perm=[0, 2, 1, 3])
+            (rows,) = add("Reshape", [part, sizes(model, 0, 0, count, size)], ["batch", "tokens", count, size])
+            (rotated,) = add("Transpose", [rows], ["batch", count, "tokens", size], perm=[0, 2, 1, 3])
             if graph.rotary != "none" and size % ROTATED == 0 and number < 2:
                 interleaved = int(graph.rotary == "interleaved")
-                inputs = [turned, *tables, positions]
-                (turned,) = add("RotaryEmbedding", inputs, ["batch", count, "tokens", size], interleaved=interleaved)
-            states.append(turned)
+                inputs = [rotated, *tables, positions]
+                (rotated,) = add("RotaryEmbedding", inputs, ["batch", count, "tokens", size], interleaved=interleaved)
+            states.append(rotated)
         buffer = ["batch", kv_heads, "past", size]
         past = [_value(f"past_key_values.{copy}.{part}", buffer) for part in ("key", "value")]
         output, *present = add(
@@ -235,8 +224,7 @@ def _exported(graph: PortableGraph, copies: int, context: int) -> ir.Model:
         for part, value in zip(("key", "value"), present, strict=True):
             value.name = f"present.{copy}.{part}"
         (rows,) = add("Transpose", [output], ["batch", "tokens", heads, size], perm=[0, 2, 1, 3])
-        flat = constant(model, "flat", np.array([0, 0, heads * size], np.int64))
-        (joined,) = add("Reshape", [rows, flat], ["batch", "tokens", heads * size])
+        (joined,) = add("Reshape", [rows, sizes(model, 0, 0, heads * size)], ["batch", "tokens", heads * size])
         (y,) = add("Identity", [joined], ["batch", "tokens", heads * size])
         y.name = f"y{copy}"
         model.graph.inputs.extend(past)

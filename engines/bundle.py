@@ -1,4 +1,4 @@
-"""EngineBundle: everything needed to run a model on one target, and what it was made of and for."""
+"""EngineBundle: everything needed to run a model on one target, and what it was built from and for."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class KVLayer(Frozen):
 
 
 class IOContract(Frozen):
-    """What a runner must bind. KV buffers are ``[slots, heads, max_tokens, head_size]`` of ``kv_dtype``, in place.
+    """What an engine must bind. KV buffers are ``[slots, heads, max_tokens, head_size]`` of ``kv_dtype``, in place.
 
     An ``int4`` buffer is uint8 and has ``head_size / 2`` columns: channel 2i in the low half of byte i, 2i + 1 in the
     high half, each as its code + 8.
@@ -43,16 +43,16 @@ class IOContract(Frozen):
 
     @property
     def kv_element(self) -> str:
-        """What numpy calls an element of a KV buffer."""
+        """numpy's name of a KV buffer's element."""
         return "uint8" if self.kv_dtype == "int4" else self.kv_dtype
 
     def kv_shape(self, layer: KVLayer, rows: int, tokens: int) -> tuple[int, int, int, int]:
-        """Of a layer's buffer of keys, or of values."""
+        """Shape of a layer's buffer of keys, or of values."""
         return rows, layer.heads, tokens, layer.head_size // 2 if self.kv_dtype == "int4" else layer.head_size
 
     @property
     def kv_token_bytes(self) -> int:
-        """What keys and values of one token take in all layers."""
+        """Bytes of the keys and values of one token in all layers."""
         return sum(2 * layer.heads * layer.head_size for layer in self.kv_layers) * KV_BITS[self.kv_dtype] // 8
 
 
@@ -60,15 +60,15 @@ class Profile(Frozen):
     """Shapes one optimization profile of a compiled engine covers."""
 
     batch: int
-    min_tokens: int  # fed in one step, per row
+    min_tokens: int  # fed in one step, per batch entry
     opt_tokens: int
     max_tokens: int
 
 
 class PortableEvidence(Frozen):
-    """What the lowered graph answered on ONNX Runtime's CPU kernels against the float engine, on held-out text.
+    """The lowered graph on ONNX Runtime's CPU kernels against the float engine, on held-out text.
 
-    It shows what lowering and precision do to the answers, not what the compiler did.
+    It shows what lowering and precision do to the outputs, not what the compiler did.
     """
 
     report: str  # digest of the PortableReport, which has every document
@@ -80,19 +80,19 @@ class PortableEvidence(Frozen):
 
 
 class CompiledEngine(Frozen):
-    """What a vendor's compiler made of the graph, for hardware that need not have been present."""
+    """What a vendor's compiler made of the graph. Its hardware need not have been present."""
 
     capability: str  # compute capability it was compiled for, such as "sm89"
     executed_on: str | None  # hardware it has run on; None: compiled only, so no verdict about it can be PASS
     engine_bytes: int
     network: dict[str, int]  # layer type -> layers, as the compiler's parser made them
     profiles: tuple[Profile, ...]
-    warnings: tuple[str, ...]  # the compiler's own, once each
+    warnings: tuple[str, ...]  # of the compiler, once each
     portable: PortableEvidence | None
 
 
 class LinearOutput(Frozen):
-    """A product of the lowered graph: its output value, and the parameters stacked in it with their output rows."""
+    """A linear of the lowered graph: its output value, and the parameters merged in it with their output channels."""
 
     value: str
     weights: tuple[str, ...]
@@ -100,7 +100,7 @@ class LinearOutput(Frozen):
 
 
 class LoweredRecord(Record):
-    """What is said of every lowered graph, whether it runs as it is or is compiled further."""
+    """The record of a lowered graph, whether it runs as it is or is compiled further."""
 
     parent_roles: ClassVar[Roles] = {
         "graph": ("PortableGraph",),
@@ -113,13 +113,13 @@ class LoweredRecord(Record):
     census: dict[str, int]  # operator -> nodes
     passes: tuple[PassReport, ...]
     weight_bytes: int
-    step_bytes: int  # weights one decode step of one row reads: all but the embedding's other rows
-    plan: dict[str, str]  # linear group -> kernel
+    step_bytes: int  # weights that a decode step at batch 1 reads: all but the embedding
+    plan: dict[str, str]  # linear group -> operator and scheme
     linear_outputs: tuple[LinearOutput, ...]
     stop_tokens: tuple[int, ...]
 
     def said(self) -> dict[str, Any]:
-        """These fields by name, for the record of what is made from this graph."""
+        """These fields by name, for the record of what is built from this graph."""
         return {name: getattr(self, name) for name in LoweredRecord.model_fields}
 
 

@@ -1,4 +1,4 @@
-"""Compile: a portable graph and a checkpoint's tensors to an engine bundle, by the target's list of named passes."""
+"""Build: a portable graph and a checkpoint's tensors, lowered by the target's passes and written as its artifact."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from engines.bundle import EngineBundle, IOContract, KVLayer, LoweredRecord, PassReport
-from engines.load import fingerprint_here, target_module
-from engines.lowered import LoweredGraph
-from engines.passes.base import QDQ, Lowering, PassResult, Weights
+from engines.bundle import IOContract, KVLayer, LoweredRecord, PassReport
+from engines.graph_check import check
+from engines.passes.base import QDQ, Lowering, Pass, Weights
+from engines.target import Made, Target
 from tapeout import artifact
 from tapeout.artifact import Artifact, Parents
 from tapeout.errors import BuildError
@@ -24,33 +23,17 @@ from tapeout.portable_graph import PortableGraph
 
 MODEL_FILE = "model.onnx"
 WEIGHTS_FILE = "weights.bin"
-PRECISIONS = ("fp16", "bf16", "int4", "fp8")
-KV_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
-CACHE_TYPES = {"float32": ir.DataType.FLOAT, "int8": ir.DataType.INT8, "int4": ir.DataType.UINT8}  # by kv_dtype
+FLOAT_KV_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # by float type
+CACHE_TYPES = {  # by kv_dtype
+    "float32": ir.DataType.FLOAT,
+    "float16": ir.DataType.FLOAT16,
+    "bfloat16": ir.DataType.BFLOAT16,
+    "int8": ir.DataType.INT8,
+    "int4": ir.DataType.UINT8,
+}
 ALIGNMENT_BYTES = 4096  # so that the runtime can map each tensor where it lies
 INLINE_BYTES = 1024
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json")
-
-
-def lower(lowering: Lowering, passes: Sequence[Any], progress: Callable[[str], None]) -> tuple[PassReport, ...]:
-    """Run the passes in order; the graph is sorted and checked after each, so that a fault names its pass."""
-    reports: list[PassReport] = []
-    for step in passes:
-        name = step.__name__.rpartition(".")[2]
-        progress(name)
-        before = sum(1 for _ in lowering.model.graph.all_nodes())
-        outcome: PassResult = step.run(lowering)
-        lowering.model.graph.sort()
-        reports.append(
-            PassReport(
-                name=name,
-                matched=outcome.matched,
-                declined=outcome.declined,
-                nodes_before=before,
-                nodes_after=sum(1 for _ in lowering.model.graph.all_nodes()),
-            )
-        )
-    return tuple(reports)
 
 
 def build(
@@ -58,107 +41,91 @@ def build(
     weights: Weights,
     folder: Path,
     *,
-    target: str,
+    target: Target[Made],
     precision: str,
     slots: int,
     kv_scales: Mapping[str, NDArray[np.float32]],
     kv_bits: int = 8,
+    activation_max: Mapping[str, float] | None = None,
+    qdq: QDQ | None = None,
     parents: Parents,
     progress: Callable[[str], None] = lambda _: None,
-) -> Artifact[EngineBundle]:
-    """Write the bundle. ``kv_scales``: ``layers.N.k_scale|v_scale`` ``[kv_heads, head_size]``; empty: float cache.
+) -> Artifact[Made]:
+    """Lower the graph and write it as the target's artifact: a bundle that runs, or what its compiler is given.
 
-    ``kv_bits``: of the codes that the scales are for, 8 or 4. :class:`BuildError` if the target cannot hold them.
+    ``kv_scales``: ``layers.N.k_scale|v_scale`` ``[kv_heads, head_size]``; empty: float cache. ``kv_bits``: of the codes
+    that the scales are for. ``activation_max``: largest calibrated ``|x|`` per linear group; it and ``qdq`` are for
+    precisions that need them. :class:`BuildError` if the target cannot hold such a cache, or no linear can take the
+    precision.
     """
-    module = target_module(target)
-    if hasattr(module, "compile_for"):
-        raise BuildError(
-            f"{target} compiles for named hardware, which a recipe does not name",
-            expected="a target whose lowered graph is what runs, such as ort-cpu",
-            remedy=f"`tapeout build --target {target}:…` compiles for it (docs/targets.md)",
-        )
-    lowering = Lowering(
-        ir.load(graph.folder / MODEL_FILE), graph.record, weights, graph.record.max_positions, dict(kv_scales), kv_bits
+    lowering = lowering_for(
+        target, graph, weights, precision, kv_scales=kv_scales, kv_bits=kv_bits, activation_max=activation_max, qdq=qdq
     )
-    reports = lower(lowering, module.PASSES, progress)
-    kv_dtype = f"int{kv_bits}" if kv_scales else "float32"
-    _require_cache(lowering.model, kv_dtype, target)
-    with artifact.create(folder, EngineBundle) as draft:
-        lowered = write_lowered(
-            lowering,
-            reports,
-            graph,
-            draft.folder,
-            precision=precision,
-            slots=slots,
-            kv_dtype=kv_dtype,
-            progress=progress,
-        )
-        complete: Callable[[ir.Model, Path], None] | None = getattr(module, "complete", None)
-        if complete is not None:
-            complete(lowering.model, draft.folder)
-        draft.finish(
-            EngineBundle(**lowered.said(), target=target, fingerprint=fingerprint_here(module)), parents=parents
-        )
-    return artifact.load(folder, EngineBundle)
+    reports = lower(lowering, target.passes().every, progress)
+    kv_dtype = f"int{kv_bits}" if kv_scales else FLOAT_KV_DTYPES[lowering.float_type]
+    _require_cache(lowering.model, kv_dtype, target.name)
+    _require_precision(reports, precision)
+    with artifact.create(folder, target.noun) as draft:
+        progress("writing the weights")
+        lowered = _write(lowering, reports, graph, draft.folder, precision=precision, slots=slots, kv_dtype=kv_dtype)
+        draft.finish(target.complete(lowered, lowering.model, draft.folder), parents=parents)
+    return artifact.load(folder, target.noun)
 
 
-def lower_graph(
+def lowering_for(
+    target: Target[Made],
     graph: Artifact[PortableGraph],
     weights: Weights,
-    folder: Path,
-    *,
-    passes: Sequence[Any],
     precision: str,
-    slots: int,
-    activation_max: Mapping[str, float],
-    qdq: QDQ,
-    parents: Parents,
-    progress: Callable[[str], None] = lambda _: None,
-) -> Artifact[LoweredGraph]:
-    """Write what a target compiles for named hardware, lowered by its ``passes``.
-
-    ``activation_max``: largest calibrated ``|x|`` per linear group; needed for ``fp8``. :class:`BuildError` if the
-    precision is unknown or no linear of the model can take it.
-    """
-    if precision not in PRECISIONS:
-        raise BuildError(f"precision {precision!r}", expected=f"one of {', '.join(PRECISIONS)}")
-    float_type = "bf16" if precision == "bf16" else "fp16"
-    lowering = Lowering(
+    *,
+    kv_scales: Mapping[str, NDArray[np.float32]],
+    kv_bits: int = 8,
+    activation_max: Mapping[str, float] | None = None,
+    qdq: QDQ | None = None,
+) -> Lowering:
+    """What the target's passes start from."""
+    return Lowering(
         ir.load(graph.folder / MODEL_FILE),
         graph.record,
         weights,
         graph.record.max_positions,
-        float_type=float_type,
+        dict(kv_scales),
+        kv_bits,
+        float_type=target.capabilities.precision(precision).float_type,
         precision=precision,
-        activation_max=dict(activation_max),
+        activation_max=dict(activation_max or {}),
         qdq=qdq,
     )
-    reports = lower(lowering, passes, progress)
-    own = next((r for r in reports if r.name == f"{precision}_linears"), None)
-    if own is not None and not own.matched:
-        raise BuildError(
-            f"no linear could be lowered to {precision}: {own.declined[0]}",
-            expected="at least one",
-            remedy="choose --precision fp16, or a checkpoint whose linears fit (docs/targets.md)",
-        )
-    with artifact.create(folder, LoweredGraph) as draft:
-        lowered = write_lowered(
-            lowering,
-            reports,
-            graph,
-            draft.folder,
-            precision=precision,
-            slots=slots,
-            kv_dtype=KV_DTYPES[float_type],
-            progress=progress,
-        )
-        bits = round(bits_per_weight(lowering.model), 4)
-        draft.finish(LoweredGraph(**lowered.said(), bits_per_weight=bits), parents=parents)
-    return artifact.load(folder, LoweredGraph)
 
 
-def write_lowered(
+def lower(lowering: Lowering, passes: Sequence[Pass], progress: Callable[[str], None]) -> tuple[PassReport, ...]:
+    """Run the passes in order. The graph is sorted and checked after each; an error names the pass."""
+    reports: list[PassReport] = []
+    for step in passes:
+        name = step.__name__.rpartition(".")[2]
+        progress(name)
+        before = _count(lowering.model)
+        result = step.run(lowering)
+        lowering.model.graph.sort()
+        check(lowering.model, name)
+        reports.append(
+            PassReport(
+                name=name,
+                matched=result.matched,
+                declined=result.declined,
+                nodes_before=before,
+                nodes_after=_count(lowering.model),
+            )
+        )
+    return tuple(reports)
+
+
+def _count(model: ir.Model) -> int:
+    """Nodes, those of branches included."""
+    return sum(1 for _ in model.graph.all_nodes())
+
+
+def _write(
     lowering: Lowering,
     reports: tuple[PassReport, ...],
     graph: Artifact[PortableGraph],
@@ -167,10 +134,8 @@ def write_lowered(
     precision: str,
     slots: int,
     kv_dtype: str,
-    progress: Callable[[str], None],
 ) -> LoweredRecord:
-    """Write a graph that the passes are done with, its weights and the text files; returns what records say of it."""
-    progress("writing the weights")
+    """Write the lowered graph, its weights and the text files."""
     model = lowering.model
     bind_parameters(lowering)
     weight_bytes = write_weights(model, folder / WEIGHTS_FILE)
@@ -197,16 +162,17 @@ def write_lowered(
 
 
 def copy_text_files(source: Path, folder: Path) -> None:
-    """What text in and text out needs beside the engine, as far as the model has it."""
+    """Copy what tokenizing and chat need beside the engine, as far as the model has it."""
     for name in TEXT_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
 
 
 def bind_parameters(lowering: Lowering) -> None:
-    """Give every parameter the graph still names its value from the checkpoint: norms, biases, position tables.
+    """Give every parameter that is left in the graph its value from the checkpoint: norms, biases, position embeddings.
 
-    What no node reads any more is dropped, inputs too: positions, say, once rotary embedding is inside attention.
+    Inputs and initializers without a consumer are dropped: position ids, say, once attention applies the rotary
+    embedding.
     """
     graph = lowering.model.graph
     for value in list(graph.inputs):
@@ -220,7 +186,7 @@ def bind_parameters(lowering: Lowering) -> None:
 
 
 def write_weights(model: ir.Model, path: Path) -> int:
-    """Move every large initializer to one file, equal bytes once; returns the file's size in bytes."""
+    """Move every large initializer to one file, equal bytes once; returns the file's size."""
     placed: dict[str, int] = {}
     with path.open("wb") as stream:
         for name, value in model.graph.initializers.items():
@@ -247,7 +213,7 @@ def write_weights(model: ir.Model, path: Path) -> int:
 
 
 def step_bytes(model: ir.Model) -> int:
-    """Bytes of every initializer that a step reads whole; a gathered table gives one row, which is not counted."""
+    """Bytes of every initializer that a step reads whole. Gathering from an embedding reads few rows: not counted."""
     return sum(
         value.const_value.nbytes
         for value in model.graph.initializers.values()
@@ -255,30 +221,25 @@ def step_bytes(model: ir.Model) -> int:
     )
 
 
-def bits_per_weight(model: ir.Model) -> float:
-    """Mean bits of a weight of the products, their scales included, as the graph stores them."""
-    size_bytes = values = 0
-    for node in model.graph:
-        if node.op_type != "MatMul":
-            continue
-        parts = [node.inputs[1]]
-        while (producer := parts[0].producer() if parts[0] is not None else None) is not None:
-            parts = list(producer.inputs)  # through a Transpose and a DequantizeLinear
-        tensors = [v.const_value for v in parts if v is not None and v.const_value is not None]
-        if tensors:
-            size_bytes += sum(tensor.nbytes for tensor in tensors)
-            values += tensors[0].size
-    return 8 * size_bytes / max(values, 1)
+def _require_precision(reports: Sequence[PassReport], precision: str) -> None:
+    """:class:`BuildError` where the pass of a precision found no linear for it."""
+    own = next((report for report in reports if report.name == f"{precision}_linears"), None)
+    if own is not None and not own.matched:
+        raise BuildError(
+            f"no linear could be lowered to {precision}: {own.declined[0]}",
+            expected="at least one",
+            remedy="choose --precision fp16, or a checkpoint whose linears fit (docs/targets.md)",
+        )
 
 
 def _require_cache(model: ir.Model, kv_dtype: str, target: str) -> None:
-    """:class:`BuildError` where the target's passes made no such cache of any layer."""
+    """:class:`BuildError` where the target's passes made another KV cache."""
     for value in model.graph.inputs:
         if (value.name or "").startswith("past_") and value.dtype != CACHE_TYPES[kv_dtype]:
             raise BuildError(
                 f"{value.name} is {value.dtype} after the passes of {target}",
                 expected=f"{CACHE_TYPES[kv_dtype]}, for a KV cache in {kv_dtype}",
-                remedy="set plan.kv_cache.dtype to float32, or build for ort-cpu",
+                remedy="set plan.kv_cache.dtype to float32, or build for a target with such a cache",
             )
 
 

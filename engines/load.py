@@ -1,45 +1,60 @@
-"""The one way to open a bundle: evaluation, shadow replay and serving all come through here."""
+"""Finds targets by name, and opens bundles: evaluation, shadow replay and serving all open them here."""
 
 from __future__ import annotations
 
 import importlib
+import pkgutil
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
+from engines import targets
 from engines.bundle import EngineBundle
 from engines.protocol import Engine
-from tapeout import artifact, fingerprint
+from engines.target import GraphTarget, HardwareTarget, Probe, Target
+from tapeout import artifact
 from tapeout.artifact import Artifact
 from tapeout.errors import BuildError
-from tapeout.fingerprint import Fingerprint
-
-
-class Target(Protocol):
-    """What a folder under ``engines/targets`` offers (see docs/targets.md, also for the parts that are optional)."""
-
-    LIBRARIES: tuple[str, ...]
-    PASSES: tuple[Any, ...]
-
-    def open_engine(self, bundle: Artifact[EngineBundle], *, threads: int, slots: int | None) -> Engine: ...
-
-
-def target_module(name: str) -> Target:
-    """The target's package, imported only when it is asked for."""
-    try:
-        return cast(Target, importlib.import_module(f"engines.targets.{name.replace('-', '_')}"))
-    except ModuleNotFoundError as error:
-        raise BuildError(f"no target {name!r}", expected=f"one of {', '.join(known_targets())}") from error
+from tapeout.fingerprint import require_match
 
 
 def known_targets() -> tuple[str, ...]:
-    """The folders beside this file's ``targets/__init__.py``, by the names users give them."""
-    folders = (Path(__file__).parent / "targets").iterdir()
-    return tuple(sorted(p.name.replace("_", "-") for p in folders if (p / "__init__.py").exists()))
+    """The modules of ``engines/targets``, by the names users give them."""
+    return tuple(sorted(module.name.replace("_", "-") for module in pkgutil.iter_modules(targets.__path__)))
 
 
-def fingerprint_here(target: Target) -> Fingerprint:
-    """This machine's, by the libraries and features that select the target's kernels."""
-    return fingerprint.current(target.LIBRARIES, getattr(target, "features", fingerprint.cpu_features))
+def find_target(name: str) -> Target[Any]:
+    """The target of this name. Its module is imported only now."""
+    if name not in known_targets():
+        raise BuildError(f"no target {name!r}", expected=f"one of {', '.join(known_targets())}")
+    return importlib.import_module(f"engines.targets.{name.replace('-', '_')}").TARGET
+
+
+def graph_target(name: str) -> GraphTarget:
+    """:class:`BuildError` for a target that compiles for named hardware: a recipe names none."""
+    target = find_target(name)
+    if not isinstance(target, GraphTarget):
+        raise BuildError(
+            f"{name} compiles for named hardware, and a recipe names none",
+            expected=f"a target whose lowered graph is what runs: {', '.join(_of_kind(GraphTarget))}",
+            remedy=f"`tapeout build --target {name}:…` compiles for it (docs/targets.md)",
+        )
+    return target
+
+
+def hardware_target(name: str) -> HardwareTarget:
+    """:class:`BuildError` for a target that has no compiler."""
+    target = find_target(name)
+    if not isinstance(target, HardwareTarget):
+        raise BuildError(
+            f"{name} has no compile step",
+            expected=f"a target that compiles for named hardware: {', '.join(_of_kind(HardwareTarget))}",
+            remedy="`dvc repro build-candidate` builds it; --explain shows how it is lowered",
+        )
+    return target
+
+
+def _of_kind(kind: type[Target[Any]]) -> list[str]:
+    return [name for name in known_targets() if isinstance(find_target(name), kind)]
 
 
 def load(folder: Path, *, threads: int = 0, slots: int | None = None) -> Engine:
@@ -48,6 +63,15 @@ def load(folder: Path, *, threads: int = 0, slots: int | None = None) -> Engine:
     ``threads``: 0 means every physical core. ``slots``: sequences held at once; default as built.
     """
     bundle = artifact.load(folder, EngineBundle)
-    target = target_module(bundle.record.target)
-    fingerprint.require_match(bundle.record.fingerprint, fingerprint_here(target), str(folder))
-    return target.open_engine(bundle, threads=threads, slots=slots)
+    require_runnable(bundle)
+    return find_target(bundle.record.target).open(bundle, threads=threads, slots=slots)
+
+
+def require_runnable(bundle: Artifact[EngineBundle]) -> None:
+    """:class:`FingerprintError` on hardware or libraries other than those the bundle was built and judged on."""
+    require_match(bundle.record.fingerprint, find_target(bundle.record.target).fingerprint(), str(bundle.folder))
+
+
+def open_probe(bundle: Artifact[EngineBundle], *, threads: int = 0) -> Probe:
+    """The output of every linear, for comparing a bundle with a reference layer by layer."""
+    return find_target(bundle.record.target).probe(bundle, threads=threads)

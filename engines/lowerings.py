@@ -1,6 +1,7 @@
-"""How each target computes weights of each kind of scheme. Passes read their part of it; a new kind is a new row.
+"""How each family of passes computes weights of each kind of scheme. Passes read their row; a new kind is a new row.
 
-A target decodes what it has no kernel for, and says so. A :class:`Refusal` says why a target cannot take a kind at all.
+A target has a family if it runs its passes. A family decodes what it has no kernel for. A :class:`Refusal` says why a
+family cannot take a kind at all.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from tapeout.schemes import Refusal, Scheme
 class Linears:
     """``passes``: modules of ``engines/passes``; the first that runs here takes a linear.
 
-    On ort-cpu, group-quantized codes are ``native_bits`` wide in kernels of our own (BlockLinear, BlockGather) and
+    For ONNX Runtime, group-quantized codes are ``native_bits`` wide in kernels of our own (BlockLinear, BlockGather) and
     ``stock_bits`` in ONNX Runtime's own operators. Codes of fewer bits are widened: the same weights, in more bytes.
     """
 
@@ -32,8 +33,8 @@ def _blocks(native_bits: int, stock_bits: int) -> Linears:
 _GATHERED = Refusal("int8-static", "an embedding is gathered; it has no input to round")
 
 
-def _row(ort_cpu: Linears | Refusal, tensorrt: Linears | Refusal) -> dict[str, Linears | Refusal]:
-    return {"ort-cpu": ort_cpu, "tensorrt": tensorrt, "tensorrt-rtx": tensorrt}
+def _row(onnxruntime: Linears | Refusal, tensorrt: Linears | Refusal) -> dict[str, Linears | Refusal]:
+    return {"onnxruntime": onnxruntime, "tensorrt": tensorrt}
 
 
 _DECODED = Linears(("float_linears",))
@@ -48,13 +49,13 @@ LOWERINGS = {
 }
 
 
-def lowering_of(scheme: Scheme, target: str) -> Linears:
-    """:class:`BuildError` where the target refuses the kind."""
-    found = LOWERINGS[scheme.kind][target]
+def lowering_of(scheme: Scheme, family: str) -> Linears:
+    """:class:`BuildError` where the passes of this family refuse the kind."""
+    found = LOWERINGS[scheme.kind][family]
     if isinstance(found, Refusal):
         raise BuildError(
-            f"{target} takes no weights in {scheme.name}: {found.reason}",
-            expected="a scheme that the target has",
+            f"passes for {family} take no weights in {scheme.name}: {found.reason}",
+            expected="a scheme that they have",
             remedy="choose another in plan.schemes, or another target",
         )
     return found

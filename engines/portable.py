@@ -1,7 +1,7 @@
-"""Runs a LoweredGraph on ONNX Runtime's CPU kernels: what a compiler was given, computed by someone else.
+"""Runs a LoweredGraph, which is what a compiler is given, on ONNX Runtime's CPU kernels.
 
-Slow, and for evidence only: it shows what the lowering and its precision do to the answers (Q/DQ included), not what
-the compiled engine will do. BF16 has no kernels there.
+It is slow and for evidence only: it shows what lowering and precision do to the outputs (Q/DQ included), not what the
+compiled engine does. ONNX Runtime has no BF16 kernels on CPU.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from engines.compile import MODEL_FILE
 from engines.lowered import LoweredGraph
 from engines.passes.fixed_kv_cache import WRITE_POSITIONS
 from engines.protocol import FloatArray, TokenArray
+from engines.sessions import CPU, cpu_options
 from engines.step_inputs import StepInputs, check_copy, decode_inputs, prefill_inputs
-from engines.threads import physical_cores
 from tapeout.artifact import Artifact
 from tapeout.errors import BuildError
 
 
 class PortableEngine:
-    """See :class:`engines.protocol.Engine`. ``max_tokens`` may be less than the graph's: attention costs its length."""
+    """See :class:`engines.protocol.Engine`. ``max_tokens`` may be less than the graph's, to save time."""
 
     def __init__(
         self, lowered: Artifact[LoweredGraph], *, max_tokens: int | None = None, slots: int = 1, threads: int = 0
@@ -35,44 +35,24 @@ class PortableEngine:
                 expected="fp16, int4 or fp8: ONNX Runtime has no BF16 kernels on CPU",
                 remedy="take evidence from the fp16 build",
             )
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = threads or physical_cores()
-        options.log_severity_level = 3
+        options = cpu_options(threads, None)
         # Fusing Q/DQ pairs into integer kernels would round where the compiled engine does not.
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
         options.add_session_config_entry("session.disable_quant_qdq", "1")
-        self._session = ort.InferenceSession(
-            str(lowered.folder / MODEL_FILE), options, providers=["CPUExecutionProvider"]
-        )
-        self._lowered = lowered
-        self._max_tokens = min(max_tokens or io.max_tokens, io.max_tokens)
-        self._slots = slots
+        self._session = ort.InferenceSession(str(lowered.folder / MODEL_FILE), options, providers=CPU)
+        self.digest, self.vocab_size, self.slots = lowered.digest, io.vocab_size, slots
+        self.max_tokens = min(max_tokens or io.max_tokens, io.max_tokens)
+        self._inputs = io.inputs
         self._cache: dict[str, NDArray[np.float16]] = {
-            f"{layer}.{part}": np.zeros((slots, shape.heads, self._max_tokens, shape.head_size), np.float16)
+            f"{layer}.{part}": np.zeros((slots, shape.heads, self.max_tokens, shape.head_size), np.float16)
             for layer, shape in enumerate(io.kv_layers)
             for part in ("key", "value")
         }
 
-    @property
-    def digest(self) -> str:
-        return self._lowered.digest
-
-    @property
-    def vocab_size(self) -> int:
-        return self._lowered.record.io.vocab_size
-
-    @property
-    def slots(self) -> int:
-        return self._slots
-
-    @property
-    def max_tokens(self) -> int:
-        return self._max_tokens
-
     def prefill(
-        self, slot: int, tokens: Sequence[int], *, start: int = 0, rows: Sequence[int] | None = None
+        self, slot: int, tokens: Sequence[int], *, start: int = 0, positions: Sequence[int] | None = None
     ) -> FloatArray:
-        return self._run(slot, prefill_inputs(self, slot, tokens, start, rows))
+        return self._run(slot, prefill_inputs(self, slot, tokens, start, positions))
 
     def decode(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> FloatArray:
         return self._run(first_slot, decode_inputs(self, tokens, lengths, first_slot))
@@ -92,12 +72,12 @@ class PortableEngine:
         small = {
             "input_ids": step.ids,
             WRITE_POSITIONS: step.starts,
-            "position_ids": step.positions,
-            "logit_positions": step.rows,
+            "position_ids": step.position_ids,
+            "logit_positions": step.logit_positions,
         }
-        logits = np.empty((len(step.rows), self.vocab_size), np.float32)
+        logits = np.empty((len(step.logit_positions), self.vocab_size), np.float32)
         binding = self._session.io_binding()
-        for name in self._lowered.record.io.inputs:
+        for name in self._inputs:
             binding.bind_cpu_input(name, small[name])
         for name, buffer in self._cache.items():
             window = buffer[first : first + len(step.ids)]

@@ -1,10 +1,15 @@
-"""How ONNX Runtime is started for bundles on CPU, wherever one of their graphs is run."""
+"""How ONNX Runtime is started on CPU: for bundles, and for small models that are timed."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import onnx_ir as ir
 import onnxruntime as ort
+from numpy.typing import NDArray
 
 from engines.bundle import EngineBundle
 from engines.native import LIBRARY, level_of, unsupported
@@ -13,9 +18,11 @@ from tapeout.artifact import Artifact, verify_files
 from tapeout.errors import BuildError
 from tapeout.fingerprint import cpu_features
 
+CPU = ["CPUExecutionProvider"]
+
 
 def library_of(bundle: Artifact[EngineBundle]) -> Path | None:
-    """The bundle's own kernels, if it has any. They are code, so no other file of their name will do."""
+    """The bundle's native kernels, if it has any. They are code, so their hash is verified."""
     if LIBRARY not in bundle.files:
         return None
     verify_files(bundle.folder, {LIBRARY: bundle.files[LIBRARY]})
@@ -27,7 +34,7 @@ def library_of(bundle: Artifact[EngineBundle]) -> Path | None:
 
 
 def cpu_options(threads: int, library: Path | None) -> ort.SessionOptions:
-    """``threads``: 0 means every physical core. ``library``: of the kernels of our own that the graph names."""
+    """``threads``: 0 means every physical core. ``library``: native kernels that the graph uses."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads or physical_cores()
     options.inter_op_num_threads = 1
@@ -40,8 +47,34 @@ def cpu_options(threads: int, library: Path | None) -> ort.SessionOptions:
     return options
 
 
+class SessionTimer:
+    """See :class:`engines.target.Timer`."""
+
+    def __init__(self, model: ir.Model, threads: int, library: Path | None) -> None:
+        options = cpu_options(threads, library)
+        # Threads spin within a run, as the engine's do, but not on into the run of another session.
+        options.add_session_config_entry("session.force_spinning_stop", "1")
+        self._session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=CPU)
+
+    def bind(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        self._arrays = dict(arrays)  # their memory is bound by address
+        self._binding = self._session.io_binding()
+        for bind, values in (
+            (self._binding.bind_input, self._session.get_inputs()),
+            (self._binding.bind_output, self._session.get_outputs()),
+        ):
+            for value in values:
+                array = self._arrays[value.name]
+                bind(value.name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+
+    def seconds(self) -> float:
+        start = time.perf_counter()
+        self._session.run_with_iobinding(self._binding)
+        return time.perf_counter() - start
+
+
 def _cannot_run(library: Path, reason: str) -> BuildError:
-    """Instead of an illegal instruction."""
+    """Raised before the library is loaded, which would end in an illegal instruction."""
     return BuildError(
         f"{library} cannot run here: {reason}", expected="the processor it was built for", remedy="build it here"
     )

@@ -1,8 +1,8 @@
-"""How kernels are timed on this machine: in turn with those they are compared with; figures are kept by fingerprint.
+"""How alternatives are timed on this machine: in turn with each other; times are kept by the target's fingerprint.
 
-Each figure is its fastest sample: whatever else the machine does only adds. A sample runs over copies with data of
-their own: together they are several times the processor's cache, so data comes from memory as it does in a model; that
-of a model that fits into the cache does not.
+A time is that of the fastest sample, since other work on the machine only adds. A sample runs copies that have data of
+their own. Together they are several times the last-level cache, so data comes from memory as it does in a model; the
+data of a model that fits into the cache does not.
 """
 
 from __future__ import annotations
@@ -14,22 +14,17 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import onnx_ir as ir
-import onnxruntime as ort
-
-from engines.sessions import cpu_options
-from engines.targets import ort_cpu
+from engines.target import Target
 from engines.threads import physical_cores
-from tapeout import fingerprint
 from tapeout.artifact import canonical_json
+from tapeout.cache import cache_folder
 
-CACHE = Path.home() / ".cache" / "tapeout" / "costs"
-ROUNDS = 7  # samples of each kernel, taken in turn
+ROUNDS = 7  # samples of each alternative, taken in turn
 STREAMED_CACHES = 4  # most data of one sample, in sizes of the last-level cache
 USUAL_CACHE_BYTES = 32 << 20  # where the system does not tell
-METHOD = 3  # counted up when figures taken before do not compare with those taken now
+METHOD = 3  # counted up when times taken before do not compare with those taken now
 
-Seconds = dict[str, dict[int, float]]  # kernel name -> rows of a step -> seconds
+Seconds = dict[str, dict[int, float]]  # alternative -> rows of a step -> seconds
 
 
 def kept(
@@ -38,20 +33,21 @@ def kept(
     described: Callable[[int], Mapping[str, Any]],
     measure: Callable[[Collection[int]], Seconds],
     *,
+    target: Target[Any],
     threads: int,
     only_kept: bool,
 ) -> Seconds:
-    """Figures of ``names`` at ``rows``, from the cache where this machine has them; ``measure`` is asked for others.
+    """Times of ``names`` at ``rows``, from the cache where this machine has them; ``measure`` takes the others.
 
-    ``described``: what is measured at a row count, all that figures depend on but machine, libraries, threads and
-    method. ``only_kept``: what is not there is left out, not measured.
+    ``described``: what is measured at a row count: all that times depend on but target, machine, threads and method.
+    ``only_kept``: times that are not in the cache are left out, not measured.
     """
     threads = threads or physical_cores()
-    paths = {count: CACHE / f"{_key(described(count), threads)}.json" for count in rows}
+    paths = {count: _folder() / f"{_key(described(count), target, threads)}.json" for count in rows}
     missing = [count for count, path in paths.items() if not path.is_file()]
     if missing and not only_kept:
         measured = measure(missing)
-        CACHE.mkdir(parents=True, exist_ok=True)
+        _folder().mkdir(parents=True, exist_ok=True)
         for count in missing:
             _keep(paths[count], {name: by_rows[count] for name, by_rows in measured.items()})
     found: Seconds = {name: {} for name in names}
@@ -63,14 +59,18 @@ def kept(
     return found
 
 
-def _key(described: Mapping[str, Any], threads: int) -> str:
-    library = ort_cpu.library()
+def _folder() -> Path:
+    return cache_folder() / "costs"
+
+
+def _key(described: Mapping[str, Any], target: Target[Any], threads: int) -> str:
     content = {
         **described,
         "method": METHOD,
-        "fingerprint": fingerprint.current(ort_cpu.LIBRARIES).model_dump(mode="json"),
+        "target": target.name,
+        "fingerprint": target.fingerprint().model_dump(mode="json"),
+        "kernels": target.kernels(),
         "threads": threads,
-        "library": "" if library is None else library.parent.name,
     }
     return hashlib.sha256(canonical_json(content)).hexdigest()
 
@@ -82,7 +82,7 @@ def _keep(path: Path, seconds: Mapping[str, float]) -> None:
 
 
 def fastest(samples: Mapping[str, Callable[[], float]]) -> dict[str, float]:
-    """Of each kernel's samples, taken in turn, so that a change of the machine's load strikes all kernels alike."""
+    """Seconds of each alternative, sampled in turn, so that a change of the machine's load affects all alike."""
     taken: dict[str, list[float]] = {name: [] for name in samples}
     for number in range(ROUNDS + 1):
         for name, sample in samples.items():
@@ -92,21 +92,13 @@ def fastest(samples: Mapping[str, Callable[[], float]]) -> dict[str, float]:
     return {name: min(times) for name, times in taken.items()}
 
 
-def session_of(model: ir.Model, threads: int) -> ort.InferenceSession:
-    options = cpu_options(threads, ort_cpu.library())
-    # Threads spin within a run, as the engine's do, but not on into the run of another session.
-    options.add_session_config_entry("session.force_spinning_stop", "1")
-    serialized = ir.to_proto(model).SerializeToString()
-    return ort.InferenceSession(serialized, options, providers=["CPUExecutionProvider"])
-
-
 def streamed_bytes(weights: int) -> int:
-    """What a sample reads on behalf of a model of so many weights: several caches full, but no more than the model."""
+    """Bytes a sample reads, for a model with so many weights: several caches full, but no more than the model."""
     return min(STREAMED_CACHES * last_level_cache_bytes(), weights)
 
 
 def last_level_cache_bytes(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
-    """Of the first core, as Linux tells it."""
+    """Of the first core, from Linux."""
     sizes = [re.fullmatch(r"(\d+)([KM]?)\s*", path.read_text()) for path in folder.glob("index*/size")]
     units = {"": 1, "K": 1 << 10, "M": 1 << 20}
     return max((int(found[1]) * units[found[2]] for found in sizes if found), default=USUAL_CACHE_BYTES)

@@ -136,7 +136,7 @@ class EngineLM(TemplateLM):
 
     def _prefill(self, tokens: Sequence[int], start: int, rows: Sequence[int]) -> FloatArray:
         began = time.perf_counter()
-        logits = self.engine.prefill(0, tokens, start=start, rows=rows)
+        logits = self.engine.prefill(0, tokens, start=start, positions=rows)
         self.seconds += time.perf_counter() - began
         self.calls += 1
         self.tokens += len(tokens)

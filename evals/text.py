@@ -103,8 +103,8 @@ def compare(baseline: Engine, candidate: Engine, tokens: Sequence[int], *, first
         end = min(fed, max(start + CHUNK_TOKENS, first))
         rows = range(max(first - 1 - start, 0), end - start)
         targets = [tokens[start + row + 1] for row in rows]
-        left = baseline.prefill(0, tokens[start:end], start=start, rows=rows)
-        right = candidate.prefill(0, tokens[start:end], start=start, rows=rows)
+        left = baseline.prefill(0, tokens[start:end], start=start, positions=rows)
+        right = candidate.prefill(0, tokens[start:end], start=start, positions=rows)
         parts.append(_compare_rows(left, right, targets))
         start = end
     return Comparison(

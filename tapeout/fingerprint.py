@@ -20,28 +20,30 @@ class Fingerprint(Frozen):
     libraries: dict[str, str]
 
 
-# Instruction sets ONNX Runtime's CPU kernels dispatch on (onnxruntime/core/mlas/lib/platform.cpp).
+# What selects kernels, as Linux calls it: of ONNX Runtime (onnxruntime/core/mlas/lib/platform.cpp) and our own
+# (engines/native). More features than these make no difference, so a bundle opens where there are more.
 FEATURES = (
-    *("avx", "avx2", "fma", "f16c"),
-    *("avx512f", "avx512bw", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_int8", "amx_bf16"),
+    *("avx", "avx2", "fma", "f16c", "avx_vnni", "avx_vnni_int8", "avx_ne_convert"),
+    *("avx512f", "avx512bw", "avx512_vnni", "amx_int8"),
     *("asimddp", "i8mm", "sve", "bf16"),
 )
 
 
 def cpu_features() -> tuple[str, ...]:
-    """Those of ``FEATURES`` this processor has, from the kernel's own list; empty where there is none to read."""
+    """Those of ``FEATURES`` that this processor has, as Linux lists them; empty on other systems.
+
+    Not from archspec 0.2.7: on a virtual machine whose processor it has no name for, ``archspec.cpu.host()`` gives the
+    features of ``x86_64_v4``, without the ``avx512_vnni`` that the processor has.
+    """
     path = Path("/proc/cpuinfo")
-    if not path.exists():
-        return ()
-    for line in path.read_text().splitlines():
-        if line.startswith(("flags", "Features")):
-            present = set(line.partition(":")[2].split())
-            return tuple(feature for feature in FEATURES if feature in present)
-    return ()
+    lines = path.read_text().splitlines() if path.exists() else []
+    found = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    present = set(found.partition(":")[2].split())
+    return tuple(feature for feature in FEATURES if feature in present)
 
 
 def current(libraries: tuple[str, ...], features: Callable[[], tuple[str, ...]] = cpu_features) -> Fingerprint:
-    """This machine's. ``features`` are what selects the target's kernels; a library that is missing is left out."""
+    """This machine's. ``features``: what selects the target's kernels. A library that is missing is left out."""
     return Fingerprint(machine=platform.machine(), features=features(), libraries=dict(_installed(libraries)))
 
 
@@ -52,12 +54,12 @@ def _installed(libraries: tuple[str, ...]) -> Iterator[tuple[str, str]]:
 
 
 def cpu_only(features: tuple[str, ...]) -> bool:
-    """Whether all of these are a CPU's, not the compute capability of a GPU."""
+    """Whether none of these is the compute capability of a GPU."""
     return not any(feature.startswith("sm") for feature in features)
 
 
 def require_match(built: Fingerprint, here: Fingerprint, where: str) -> None:
-    """Refuse a bundle built for other hardware or libraries: its evidence was not taken on what would run here."""
+    """:class:`FingerprintError` for other hardware or libraries: the bundle's evidence was not taken on these."""
     differences: list[str] = []
     if built.machine != here.machine:
         differences.append(f"machine is {here.machine}, not {built.machine}")

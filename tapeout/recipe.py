@@ -8,6 +8,7 @@ more evidence than is gathered are not: the verdict says so.
 from __future__ import annotations
 
 import difflib
+import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args
@@ -194,15 +195,15 @@ class Quantize(Section):
 
 
 class Build(Section):
-    target: str = "ort-cpu"  # a folder of engines/targets (docs/targets.md)
+    target: str = "ort-cpu"  # a module of engines/targets (docs/targets.md)
     slots: Count = 16
     threads: Annotated[int, Field(ge=0)] = 0  # 0: every physical core
 
     @field_validator("target")
     @classmethod
     def _known(cls, name: str) -> str:
-        # By its folder, not by import: parameters are read below the engines, and without loading any.
-        known = sorted(p.parent.name.replace("_", "-") for p in TARGETS.glob("*/__init__.py"))
+        # By its file's name, not by import: parameters are read below the engines, and without loading any.
+        known = sorted(module.name.replace("_", "-") for module in pkgutil.iter_modules([str(TARGETS)]))
         if name not in known:
             raise ValueError(f"no target {name!r}; expected one of {', '.join(known)}")
         return name

@@ -40,14 +40,14 @@ class HistoryEngine:
         return self.table[state]
 
     def prefill(
-        self, slot: int, tokens: Sequence[int], *, start: int = 0, rows: Sequence[int] | None = None
+        self, slot: int, tokens: Sequence[int], *, start: int = 0, positions: Sequence[int] | None = None
     ) -> FloatArray:
         assert len(tokens) > 0 and 0 <= start <= len(self.held[slot]), "continues positions that were never written"
         assert start + len(tokens) <= self.max_tokens
         self.calls.append(("prefill", len(tokens)))
         held = self.held[slot] = self.held[slot][:start] + [int(token) for token in tokens]
-        wanted = [len(tokens) - 1] if rows is None else list(rows)
-        return np.stack([self.logits_after(held[: start + row + 1]) for row in wanted])
+        wanted = [len(tokens) - 1] if positions is None else list(positions)
+        return np.stack([self.logits_after(held[: start + position + 1]) for position in wanted])
 
     def decode(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> FloatArray:
         assert len(tokens) == len(lengths) > 0
@@ -81,14 +81,14 @@ class TorchEngine:
         self.caches: list[Any] = [DynamicCache(config=model.config) for _ in range(slots)]
 
     def prefill(
-        self, slot: int, tokens: Sequence[int], *, start: int = 0, rows: Sequence[int] | None = None
+        self, slot: int, tokens: Sequence[int], *, start: int = 0, positions: Sequence[int] | None = None
     ) -> FloatArray:
         import torch
 
         cache = self.caches[slot]
         assert start <= cache.get_seq_length() and start + len(tokens) <= self.max_tokens
         _crop(cache, start)
-        wanted = [len(tokens) - 1] if rows is None else list(rows)
+        wanted = [len(tokens) - 1] if positions is None else list(positions)
         with torch.inference_mode():
             output = self.model(
                 input_ids=torch.tensor([list(tokens)]),

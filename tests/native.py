@@ -9,6 +9,7 @@ M  tokens     N  output channels     K  input channels     B  blocks of K
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
 
-from engines.native import DOMAIN
+from engines.native import DOMAIN, compiler
 from engines.passes import block_linears, cached_attention, embedding
 from engines.sessions import cpu_options
 from engines.targets.ort_cpu import library
@@ -30,6 +31,16 @@ Matrix = NDArray[np.float32]
 Run = Callable[..., list[Array]]
 STOCK = "native kernels are left out of this test"
 ROUNDING = 2.0**-24  # of one float32 operation, relative
+
+
+def own_cache(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """``$TAPEOUT_CACHE`` is ``folder``. It shares the compiled kernels of every test, which saves some seconds."""
+    kept = compiler.cache()
+    kept.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "kernels").exists():
+        (folder / "kernels").symlink_to(kept)
+    patch.setenv("TAPEOUT_CACHE", str(folder))
 
 
 def without_native_operators(patch: pytest.MonkeyPatch) -> str:

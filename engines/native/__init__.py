@@ -1,8 +1,8 @@
-"""Operators of our own for ONNX Runtime on CPU, in C: what its operators do on the way, done in one pass over memory.
+"""Native operators for ONNX Runtime on CPU, in C: each fuses several of its operators into one pass over memory.
 
-``source/`` has the kernels, ``compiler`` makes a library of them, the passes that import ``DOMAIN`` put them into
-graphs, and a bundle holds the library it was judged with. The same sources are compiled for one of ``LEVELS`` of x86-64
-processors; elsewhere ONNX Runtime's own operators run.
+``source/`` has the kernels, ``compiler`` compiles them, passes that import ``DOMAIN`` put them into graphs. A bundle
+holds the library it was judged with. The sources are compiled for one of ``LEVELS`` of x86-64 processors; on others
+ONNX Runtime's own operators run.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Level:
     """Processors that one library is for."""
 
     name: str
-    needed: tuple[str, ...]  # what tells them, of tapeout.fingerprint.FEATURES
+    needed: tuple[str, ...]  # features of tapeout.fingerprint.FEATURES
     flags: tuple[str, ...]  # for the compiler
 
 
-_PLAIN = "-bmi-bmi2-lzcnt-movbe"  # which nothing tells us, so they are not used
+_PLAIN = "-bmi-bmi2-lzcnt-movbe"  # FEATURES has none of these, so they are not used
 
-# Best first. A processor with what tells the first level has avx512dq, avx512vl and the like, too.
+# Best first. A processor with the features of the first level also has avx512dq, avx512vl and the like.
 LEVELS = (
     Level(
         "AVX-512 VNNI",
@@ -40,14 +40,14 @@ LEVELS = (
 
 
 def level() -> Level | None:
-    """The best that this processor has; None where the kernels cannot run."""
+    """The best level of this processor; None where the kernels cannot run."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return None
     return level_of(cpu_features())
 
 
 def level_of(features: tuple[str, ...]) -> Level | None:
-    """The best of a processor with these features."""
+    """The best level of a processor with these features."""
     return next((known for known in LEVELS if set(known.needed) <= set(features)), None)
 
 

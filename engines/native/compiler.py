@@ -1,6 +1,6 @@
-"""Makes a library of ``source/*.c`` with a compiler that comes as a wheel, so that none need be on the machine.
+"""Compiles ``source/*.c`` to a library, with a compiler that is installed as a wheel.
 
-The compiler is pinned and told all about its target, so the same sources give the same bytes on any machine.
+The compiler is pinned and its options name the processor, so the same sources give the same bytes on any machine.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from importlib import metadata
 from pathlib import Path
 
 from engines.native import LIBRARY, Level
+from tapeout.cache import cache_folder
 from tapeout.errors import BuildError
 
-CACHE = Path.home() / ".cache" / "tapeout" / "kernels"
 SOURCE = Path(__file__).parent / "source"
 COMPILER = "ziglang"
 FLAGS = (
@@ -35,7 +35,7 @@ def library(level: Level) -> Path:
             remedy='pip install ".[pipeline]"',
         )
     flags = (*FLAGS, *level.flags)
-    path = CACHE / _key(flags) / LIBRARY
+    path = cache() / _key(flags) / LIBRARY
     try:
         if not path.is_file():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,9 +44,13 @@ def library(level: Level) -> Path:
         raise BuildError(
             f"kernels cannot be compiled into {path.parent}: {error}",
             expected="a folder to write to",
-            remedy="fix its permissions, or set HOME to a folder of your own",
+            remedy="fix its permissions, or set TAPEOUT_CACHE to another folder",
         ) from error
     return path
+
+
+def cache() -> Path:
+    return cache_folder() / "kernels"
 
 
 def _key(flags: tuple[str, ...]) -> str:
@@ -57,7 +61,7 @@ def _key(flags: tuple[str, ...]) -> str:
 
 
 def _compile(path: Path, flags: tuple[str, ...]) -> None:
-    with tempfile.TemporaryDirectory(dir=path.parent) as own:  # others may be compiling the same
+    with tempfile.TemporaryDirectory(dir=path.parent) as own:  # other processes may compile the same
         partial = Path(own) / path.name
         sources = sorted(file.name for file in SOURCE.glob("*.c"))
         done = subprocess.run(
@@ -65,7 +69,7 @@ def _compile(path: Path, flags: tuple[str, ...]) -> None:
             cwd=SOURCE,
             capture_output=True,
             text=True,
-            env=os.environ | {"ZIG_GLOBAL_CACHE_DIR": str(CACHE / "compiler")},
+            env=os.environ | {"ZIG_GLOBAL_CACHE_DIR": str(cache() / "compiler")},
         )
         if done.returncode:
             raise BuildError(

@@ -1,9 +1,9 @@
 """What every pass shares: its signature, its report, and small graph surgery.
 
 A pass is a function ``(Lowering) -> PassResult``. It changes ``lowering.model`` in place. ``PassResult.matched`` counts
-its rewrites, ``PassResult.declined`` says why it left something that looked like its pattern, or rewrote less of it
-than it might have. These are sentences for users: each begins with what it is about, a linear group, a layer, a
-parameter, or an operator and its output. A pass that matched nothing says at least what there was nothing of.
+its rewrites; ``PassResult.declined`` says why it left something that looked like its pattern, or rewrote only part of
+it. These are sentences for users: each begins with its subject, a linear group, a layer, a parameter, or an operator
+and its output. A pass that matched nothing says at least what the graph has none of.
 """
 
 from __future__ import annotations
@@ -91,6 +91,14 @@ class PassResult:
     declined: tuple[str, ...] = ()
 
 
+class Pass(Protocol):
+    """A module with this function."""
+
+    __name__: str
+
+    def run(self, lowering: Lowering) -> PassResult: ...
+
+
 def new_value(name: str, like: ir.Value | None = None) -> ir.Value:
     value = ir.Value(name=name)
     if like is not None:
@@ -111,28 +119,39 @@ def initializer(model: ir.Model, name: str, array: NDArray[Any]) -> ir.Value:
 
 
 def constant(model: ir.Model, name: str, array: NDArray[Any]) -> ir.Value:
-    """The initializer of this name, made by the first and shared by all who ask for it."""
+    """The initializer of this name, made once and shared."""
     return model.graph.initializers.get(name) or initializer(model, name, array)
 
 
 def replace(model: ir.Model, old: Sequence[ir.Node], new: Sequence[ir.Node], outputs: dict[ir.Value, ir.Value]) -> None:
-    """Put ``new`` before the first of ``old``'s last consumers, move uses of ``outputs``' keys, drop dead nodes.
+    """Insert ``new`` before the last of ``old``, give the consumers of ``outputs``' keys its values, drop dead nodes.
 
-    Nodes of ``old`` that still have users stay. Names of graph outputs are kept.
+    Nodes of ``old`` that still have consumers stay. Names of graph outputs are kept.
     """
-    graph = model.graph
-    graph.insert_before(old[-1], list(new))
+    model.graph.insert_before(old[-1], list(new))
     for before, after in outputs.items():
-        if before in graph.outputs:
-            after.name, before.name = before.name, f"{before.name}.replaced"
-            after.shape, after.type = before.shape, before.type
-            graph.outputs[graph.outputs.index(before)] = after
-        ir.convenience.replace_all_uses_with(before, after)
+        if before.is_graph_output():
+            take_over([before], [after])
+        else:
+            before.replace_all_uses_with(after)
     remove_dead(model, old)
 
 
+def take_over(old: Sequence[ir.Value], new: Sequence[ir.Value]) -> None:
+    """``new`` values get names, shapes, types, consumers and places among the graph's outputs of ``old`` ones."""
+    for before, after in zip(old, new, strict=True):
+        after.name, before.name = before.name, f"{before.name}.replaced"
+        after.shape, after.type = before.shape, before.type
+        before.replace_all_uses_with(after, replace_graph_outputs=True)
+
+
+def sizes(model: ir.Model, *numbers: int) -> ir.Value:
+    """A shape for Reshape, shared by all who need the same."""
+    return constant(model, f"shape.{'.'.join(map(str, numbers))}", np.array(numbers, np.int64))
+
+
 def remove_dead(model: ir.Model, candidates: Sequence[ir.Node]) -> None:
-    """Remove candidates without users, then their producers that lost their last user."""
+    """Remove candidates without consumers, then their producers that lost their last consumer."""
     stack = list(candidates)
     while stack:
         node = stack.pop()
@@ -148,7 +167,7 @@ def remove_dead(model: ir.Model, candidates: Sequence[ir.Node]) -> None:
 
 
 def parameter_behind(value: ir.Value) -> str:
-    """The parameter a value is, or is computed from: what a user can find in the checkpoint. Else the value's name."""
+    """The parameter that a value is or is computed from, as users find it in the checkpoint; else the value's name."""
     stack, name = [value], value.name or ""
     while stack:
         current = stack.pop()

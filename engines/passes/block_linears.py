@@ -41,7 +41,7 @@ from engines.passes.linears import (
     weights_of,
 )
 
-TARGET = "ort-cpu"
+FAMILY = "onnxruntime"
 TILE, STEP = 16, 4  # output channels, input channels
 LANES = 16  # a group is a multiple of
 
@@ -70,7 +70,7 @@ def run(lowering: Lowering) -> PassResult:
 
 def _lower(lowering: Lowering, node: ir.Node, label: str, parts: list[Quantized]) -> None:
     one_scheme(label, parts)
-    bits = lowering_of(parts[0].scheme, TARGET).native_bits
+    bits = lowering_of(parts[0].scheme, FAMILY).native_bits
     wide = [widened(part, bits) for part in parts]
     codes, scales, zero_points = stacked(lowering.model, label, wide)
     linear = ir.node(
@@ -86,7 +86,7 @@ def _lower(lowering: Lowering, node: ir.Node, label: str, parts: list[Quantized]
 def unfit(linear: Quantized) -> str:
     """Why native kernels cannot take these codes, as a clause; empty where they can."""
     size, columns = linear.group_size, linear.codes.shape[1]
-    if not lowering_of(linear.scheme, TARGET).native_bits:
+    if not lowering_of(linear.scheme, FAMILY).native_bits:
         return f"native kernels take no weights in {linear.scheme.name}"
     if size % LANES or columns % size:
         return f"groups of {size} of {columns} input channels, where native kernels take multiples of {LANES}"

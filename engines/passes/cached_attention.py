@@ -1,12 +1,12 @@
-"""GroupQueryAttention becomes an operator of our own, one for prompts and single tokens alike.
+"""GroupQueryAttention becomes a native operator, one for prompts and single tokens alike.
 
     GroupQueryAttention(qkv, past…, seqlens_k, total_sequence_length, cos, sin[, scales])
         ->  CachedAttention(qkv, past…, seqlens_k, cos, sin[, scales])
 
-ONNX Runtime 1.31 decodes an int8 cache again for every block of queries, and scales each key and value back before it
-multiplies; engines/native/source/cached_attention.c multiplies codes by codes. It takes any number of tokens of any
-number of rows, so a prompt needs no branch of its own (prompt_attention.py), and what a token attends to comes out the
-same to the bit however a prompt was cut and whatever else was in the batch.
+ONNX Runtime 1.31 dequantizes an int8 cache again for every block of queries; engines/native/source/cached_attention.c
+multiplies codes by codes. It takes any number of tokens of any number of batch entries, so a prompt needs no branch of
+its own (prompt_attention.py), and the output of a token is the same to the bit however a prompt was cut and whatever
+else was in the batch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from engines.native import DOMAIN, unsupported
-from engines.passes.base import Lowering, PassResult, attribute
+from engines.passes.base import Lowering, PassResult, attribute, take_over
 
 HEAD_SIZES, LARGEST_HEAD = 16, 512  # a head is a multiple of the first: the lanes of a vector
 CACHE_ATTRIBUTES = ("k_quant_type", "v_quant_type", "kv_cache_bit_width")  # the cache itself says as much
@@ -66,11 +66,6 @@ def _replace(model: ir.Model, node: ir.Node) -> None:
         domain=DOMAIN,
         num_outputs=len(node.outputs),
     )
-    for before, after in zip(node.outputs, lowered.outputs, strict=True):
-        after.name, before.name = before.name, f"{before.name}.replaced"
-        after.shape, after.type = before.shape, before.type
-        if before in model.graph.outputs:
-            model.graph.outputs[model.graph.outputs.index(before)] = after
-    ir.convenience.replace_all_uses_with(node.outputs, lowered.outputs)
+    take_over(node.outputs, lowered.outputs)
     model.graph.insert_before(node, lowered)
     model.graph.remove(node, safe=True)

@@ -14,7 +14,7 @@ from engines.lowerings import lowering_of
 from engines.native import DOMAIN, unsupported
 from engines.passes import block_linears
 from engines.passes.base import CONTRIB, Lowering, PassResult, initializer, new_value, replace
-from engines.passes.block_linears import TARGET, in_more_bits, widened
+from engines.passes.block_linears import FAMILY, in_more_bits, widened
 from engines.passes.linear_kernels import pack
 from engines.passes.linears import Quantized, is_quantized
 from tapeout.errors import BuildError
@@ -33,7 +33,7 @@ def run(lowering: Lowering) -> PassResult:
         return PassResult(0, (f"{name}: it is not quantized; it is gathered in float",))
     if not nodes:
         return PassResult(0, (f"{name}: no Gather reads it; its codes are left unused",))
-    known = lowering_of(weight.scheme, TARGET)
+    known = lowering_of(weight.scheme, FAMILY)
     if known.embedding is not None:
         raise BuildError(
             f"{name} in {weight.scheme.name}: {known.embedding.reason}",

@@ -5,15 +5,15 @@
             present_value = TensorScatter(past_value, v, write_positions)
             Attention(q, present_key, present_value, seen)                     ATTENTION
 
-The graph inputs change: the padding mask gives way to ``write_positions [B]`` (int64: the position at which each
-row's first token is written), and caches become buffers ``[B, kv_heads, max_tokens, head_size]``. Rows are right
-padded, each with its own length, so causality and length are one condition: a query at position p sees keys
-``0 .. p``, or ``p-window+1 .. p`` in a sliding window. ``seen`` says so explicitly; all layers of one window share it.
+The graph inputs change: ``write_positions [B]`` (int64: where each batch entry's first token is written) replaces the
+padding mask, and caches become buffers ``[B, kv_heads, max_tokens, head_size]``. Batch entries are right padded, each
+with its own length, so causality and length are one condition: a query at position p sees keys ``0 .. p``, or
+``p-window+1 .. p`` in a sliding window. ``seen`` is that mask; all layers of one window share it.
 
-Attention-24 could say the same by ``nonpad_kv_seqlen`` and ``is_causal``, and ONNX Runtime computes that rightly. The
-parser of TensorRT-RTX 1.7.1 accepts it without a word, drops the lengths and aligns the causal mask to the upper left
-(``IAttention.key_value_lengths`` is None, ``causal_kind`` UPPER_LEFT): such an engine would let each decoded token see
-the first key alone.
+Attention-24 can express the same by ``nonpad_kv_seqlen`` and ``is_causal``, and ONNX Runtime computes that correctly.
+The parser of TensorRT-RTX 1.7.1 accepts it without a warning, drops the lengths and aligns the causal mask to the upper
+left (``IAttention.key_value_lengths`` is None, ``causal_kind`` UPPER_LEFT): with such an engine each decoded token sees
+only the first key.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from engines.passes.base import Lowering, PassResult, attribute, constant, remove_dead
+from engines.passes.base import Lowering, PassResult, attribute, constant, remove_dead, sizes
 from tapeout.graph_analysis import is_attention
 
 OPSET = 24  # of TensorScatter, and of Attention with nonpad_kv_seqlen
@@ -43,7 +43,7 @@ def run(lowering: Lowering) -> PassResult:
 
 
 def _lower(lowering: Lowering, layer: int, node: ir.Node, write: ir.Value, masks: dict[int, ir.Value]) -> str:
-    """Replace one node; the returned text says what kept it from a native layer, if anything."""
+    """Replace one node. Returns what prevents a native layer, if anything."""
     model = lowering.model
     query, key, value, _, past_key, past_value = node.inputs
     assert past_key is not None and past_key.shape is not None and past_value is not None
@@ -104,11 +104,8 @@ def _written_out(
     def number(name: str, value: float) -> ir.Value:
         return constant(model, f"attention.{name}.{value:g}", np.array(value, np.float32))
 
-    def shape(*sizes: int) -> ir.Value:
-        return constant(model, f"shape.{'.'.join(map(str, sizes))}", np.array(sizes, np.int64))
-
     group_axis = constant(model, "axes.2", np.array([2], np.int64))
-    grouped = add("Reshape", query, shape(0, kv_heads, heads // kv_heads, -1, head_size))  # [B, Hkv, g, S, D]
+    grouped = add("Reshape", query, sizes(model, 0, kv_heads, heads // kv_heads, -1, head_size))  # [B, Hkv, g, S, D]
     keys, values = (add("Unsqueeze", cache, group_axis) for cache in caches)
     scores = add("MatMul", add("Mul", grouped, number("scale", scale / softcap)),
                  add("Transpose", keys, perm=[0, 1, 2, 4, 3]))  # fmt: skip
@@ -116,7 +113,7 @@ def _written_out(
     visible = add("Unsqueeze", seen, group_axis)
     visible.type = seen.type
     weights = add("Softmax", add("Where", visible, capped, number("hidden", HIDDEN)), axis=-1)
-    add("Reshape", add("MatMul", weights, values), shape(0, heads, -1, head_size))
+    add("Reshape", add("MatMul", weights, values), sizes(model, 0, heads, -1, head_size))
     return nodes
 
 

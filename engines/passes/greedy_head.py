@@ -1,10 +1,10 @@
-"""A native output head finds the likeliest tokens while it is computed; greedy decoding then writes no logits at all.
+"""A native lm_head finds the likeliest tokens while it computes logits; greedy decoding then writes no logits at all.
 
     logits = BlockLinear(x, ...)   ->   logits, next_tokens = HeadLinear(x, greedy, ...)
 
-A new input ``greedy`` says which of the two is wanted; the other has no rows. Where a soft cap or a scale follows the
-head, or ONNX Runtime's own product is the head, tokens are chosen from logits outside the graph: ONNX Runtime 1.31
-would compute an ArgMax in every run, wanted or not.
+A new input ``greedy`` says which of the two is wanted; the other is empty. Where a soft cap or a scale follows
+lm_head, or it is not a native linear, tokens are chosen from logits outside the graph: ONNX Runtime 1.31 would compute
+an ArgMax in every run, wanted or not.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ def run(lowering: Lowering) -> PassResult:
     graph = lowering.model.graph
     logits = next((output for output in graph.outputs if output.name == "logits"), None)
     if logits is None or logits.shape is None or len(logits.shape) != 2:
-        return PassResult(0, ("logits are not given by rows that were asked for; tokens are chosen outside the graph",))
+        return PassResult(0, ("logits are not selected by position; tokens are chosen outside the graph",))
     head = logits.producer()
     if head is None or (head.domain, head.op_type) != (DOMAIN, "BlockLinear"):
-        return PassResult(0, ("logits are not what a native product returns; tokens are chosen outside the graph",))
+        return PassResult(0, ("logits are not the output of a native linear; tokens are chosen outside the graph",))
     greedy = ir.Value(name=GREEDY, shape=ir.Shape([]), type=ir.TensorType(ir.DataType.BOOL))
     graph.inputs.append(greedy)
     fused = ir.node(

@@ -3,15 +3,14 @@
     Attention(Rotary(Transpose(Reshape(q))), Rotary(…k), Transpose(Reshape(v)), mask, past…)
         ->  GroupQueryAttention(q, k, v, past…, seqlens_k, total_sequence_length, cos, sin[, scales])
 
-Where q, k and v are the parts of one merged product, the product is handed over packed and the Split is gone. The
-graph inputs change: the padding mask gives way to ``seqlens_k [B]`` (valid positions - 1, int32) and
-``total_sequence_length`` (int32 scalar), and caches become fixed buffers. Rows of a batch are therefore right
-padded, each with its own length.
+Where q, k and v are the parts of one merged linear, its output is passed packed and the Split is removed. The graph
+inputs change: ``seqlens_k [B]`` (valid positions - 1, int32) and ``total_sequence_length`` (int32 scalar) replace the
+padding mask, and caches become fixed buffers. Batch entries are right padded, each with its own length.
 
-A cache of codes has its scales per channel as an input, one number everywhere where the recipe says per tensor. Codes
-of 8 bits are int8. Codes of 4 bits go two to a byte of uint8, so buffers have half as many columns: channel 2i in the
-low half of byte i, channel 2i + 1 in the high half, each as ``clip(round(x / scale), -8, 7) + 8``, ties to even. That
-is what the CPU kernel of ONNX Runtime 1.31 writes and reads; its schema says only that a byte holds two values.
+A quantized cache has its scales per channel as an input; a scale per tensor is repeated. Codes of 8 bits are int8.
+Codes of 4 bits are packed two per byte of uint8, so buffers have half as many columns: channel 2i in the low half of
+byte i, channel 2i + 1 in the high half, each as ``clip(round(x / scale), -8, 7) + 8``, ties to even. That is what the
+CPU kernel of ONNX Runtime 1.31 writes and reads; its schema says only that a byte holds two values.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from engines.passes.base import (
     only_use,
     producer_of,
     remove_dead,
+    sizes,
 )
 from engines.passes.linears import is_linear
 from tapeout.errors import BuildError
@@ -57,7 +57,7 @@ def _input(model: ir.Model, name: str, dtype: ir.DataType, shape: list[str | int
 
 
 def _lower(lowering: Lowering, layer: int, node: ir.Node, seqlens: ir.Value, total: ir.Value) -> list[str]:
-    """Replace one node; the returned texts say what could not be folded into it."""
+    """Replace one node. Returns what could not be folded into it."""
     model = lowering.model
     query, key, value, _, past_key, past_value = node.inputs
     assert query is not None and key is not None and value is not None
@@ -131,7 +131,7 @@ def _lower(lowering: Lowering, layer: int, node: ir.Node, seqlens: ir.Value, tot
 
 
 def _cache(lowering: Lowering, layer: int, head_size: int) -> tuple[ir.DataType, int]:
-    """Type and columns of a cache of codes. :class:`BuildError` for two channels a byte where a head's are odd."""
+    """Type and columns of a quantized cache. :class:`BuildError` for 4 bits and an odd number of channels."""
     if lowering.kv_bits == 8:
         return ir.DataType.INT8, head_size
     if head_size % 2:
@@ -169,14 +169,14 @@ def _flatten(model: ir.Model, value: ir.Value, width: int, created: list[ir.Node
         back = ir.node("Transpose", [value], attributes={"perm": [0, 2, 1, 3]})
         created.append(back)
         rows = back.outputs[0]
-    shape = constant(model, f"shape.0.0.{width}", np.array([0, 0, width], np.int64))
+    shape = sizes(model, 0, 0, width)
     flat = ir.node("Reshape", [rows, shape])
     created.append(flat)
     return flat.outputs[0]
 
 
 def _packed(flat: list[ir.Value]) -> ir.Value | None:
-    """The merged product whose three parts are exactly q, k and v."""
+    """The output of the merged linear whose three parts are exactly q, k and v."""
     split = producer_of(flat[0], "Split")
     if split is None or len(split.outputs) != 3 or any(a is not b for a, b in zip(split.outputs, flat, strict=True)):
         return None
@@ -205,7 +205,7 @@ def _unflatten(model: ir.Model, node: ir.Node, flat: ir.Value, heads: int, head_
     flat.type = rows.type
     if rows.shape is not None:
         flat.shape = ir.Shape([*rows.shape[:2], heads * head_size])
-    target = constant(model, f"shape.0.0.{heads}.{head_size}", np.array([0, 0, heads, head_size], np.int64))
+    target = sizes(model, 0, 0, heads, head_size)
     restored = ir.node("Reshape", [flat, target], outputs=[new_value(f"{flat.name}.heads", rows)])
     model.graph.insert_after(transpose, restored)
     ir.convenience.replace_all_uses_with(rows, restored.outputs[0])

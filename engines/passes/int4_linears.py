@@ -21,7 +21,7 @@ from engines.passes.base import Lowering, PassResult, initializer
 from engines.passes.float_linears import finish
 from engines.passes.linears import Quantized, all_quantized, is_head, is_linear, label_of, weights_of
 
-TARGET, NAME = "tensorrt", "int4_linears"  # the row of engines/lowerings.py; tensorrt-rtx has the same
+FAMILY, NAME = "tensorrt", "int4_linears"  # the row of engines/lowerings.py; tensorrt-rtx has the same
 
 
 def run(lowering: Lowering) -> PassResult:
@@ -47,7 +47,7 @@ def _unfit(parts: list[Any]) -> str:
     if not all_quantized(parts):
         return "float weights in the checkpoint"
     schemes = {(part.scheme.kind, part.group_size) for part in parts}
-    if len(schemes) > 1 or NAME not in lowering_of(parts[0].scheme, TARGET).passes:
+    if len(schemes) > 1 or NAME not in lowering_of(parts[0].scheme, FAMILY).passes:
         return f"its checkpoint has {' and '.join(sorted({part.scheme.name for part in parts}))}"
     if any(part.zero_points is not None for part in parts):
         return "asymmetric codes, and TensorRT takes no zero points"

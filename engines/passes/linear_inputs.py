@@ -1,10 +1,10 @@
-"""What comes right before a native product is done while it rounds its inputs, and is never written to memory.
+"""The norm or gate right before a native linear is fused into it, so its output is never written to memory.
 
     s = a + b, norm(s, w), BlockLinear                ->   ResidualNormLinear(a, b, w, ...), which returns s, too
     norm(x, w), BlockLinear                           ->   NormLinear(x, w, ...)
     silu(first half of x) * second half, BlockLinear  ->   GatedLinear(x, ...)
 
-Norms are root-mean-square norms. What has other users as well stays a node of its own.
+Norms are RMSNorm. A norm or gate with other consumers stays a node of its own.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ def run(lowering: Lowering) -> PassResult:
             declined.append(f"{(codes.name or '').removesuffix('.codes')}: {reason}")
         else:
             matched += 1
-    return PassResult(matched, tuple(declined) if nodes else ("no native product in the graph",))
+    return PassResult(matched, tuple(declined) if nodes else ("no native linear in the graph",))
 
 
 def _norm(model: ir.Model, node: ir.Node, x: ir.Value) -> str:
-    """Take the norm before a product into it; the returned text says why not."""
+    """Fuse the norm before a linear into it. Returns why not."""
     skip, plain = (producer_of(x, f"{prefix}SimplifiedLayerNormalization") for prefix in ("Skip", ""))
     norm = skip or plain
     if norm is None or x is not norm.outputs[0]:  # its other output is the sum before it
         return "neither a norm nor a gate right before it"
     if only_use(x) is not node:
-        return "others read the norm before it, too"
+        return "the norm has other consumers"
     if skip is not None and len(skip.inputs) > 3:
         return "the sum before its norm has a bias"
     weight = norm.inputs[-1]
     if weight is None or weight.shape is None or list(weight.shape) != [attribute(node, "K", 0)]:
-        return "its norm has not a weight for every input channel"
+        return "its norm has no weight for every input channel"
     epsilon = attribute(norm, "epsilon", 1e-5)
     if skip is None:
         _fuse(model, node, norm, "NormLinear", [norm.inputs[0], norm.inputs[1]], epsilon)
@@ -58,9 +58,9 @@ def _norm(model: ir.Model, node: ir.Node, x: ir.Value) -> str:
 
 
 def _gate(model: ir.Model, node: ir.Node, x: ir.Value, product: ir.Node) -> str:
-    """Take the gated activation before a product into it; the returned text says why not."""
+    """Fuse the gated activation before a linear into it. Returns why not."""
     if only_use(x) is not node:
-        return "others read the gated activation before it, too"
+        return "the gated activation has other consumers"
     gate, up = product.inputs
     assert gate is not None and up is not None
     activation = producer_of(gate, "QuickGelu")
@@ -72,13 +72,13 @@ def _gate(model: ir.Model, node: ir.Node, x: ir.Value, product: ir.Node) -> str:
     assert source is not None
     split = producer_of(source, "Split")
     if split is None or len(split.outputs) != 2 or split.outputs[0] is not source or split.outputs[1] is not up:
-        return "its gate and what it gates are not the halves of one product"
+        return "gate and up are not the halves of one linear"
     halves = split.inputs[0]
     assert halves is not None
     if halves.shape is None or attribute(split, "axis", 0) not in (-1, len(halves.shape) - 1):
-        return "its gate and what it gates are split along another axis"
+        return "gate and up are split along another axis"
     if any(part.shape is None or part.shape[-1] != attribute(node, "K", 0) for part in split.outputs):
-        return "its gate and what it gates are not the halves of one product"
+        return "gate and up are not the halves of one linear"
     _fuse(model, node, product, "GatedLinear", [halves])
     return ""
 
@@ -92,7 +92,7 @@ def _fuse(
     epsilon: float | None = None,
     total: ir.Value | None = None,
 ) -> None:
-    """``total``: the sum before a norm, where others may read it."""
+    """``total``: the sum before a norm, which may have other consumers."""
     attributes = dict(node.attributes)
     if epsilon is not None:
         attributes["epsilon"] = ir.AttrFloat32("epsilon", epsilon)

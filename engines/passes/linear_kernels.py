@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from engines.lowerings import lowering_of
 from engines.passes.base import CONTRIB, Lowering, PassResult, initializer, new_value
-from engines.passes.block_linears import TARGET, in_more_bits, widened
+from engines.passes.block_linears import FAMILY, in_more_bits, widened
 from engines.passes.linears import (
     Quantized,
     all_quantized,
@@ -51,7 +51,7 @@ def _lower(lowering: Lowering, node: ir.Node) -> None:
     if not all_quantized(parts):
         put(lowering, node, _float(lowering, label, node, parts), "MatMul fp32")
         return
-    bits = lowering_of(parts[0].scheme, TARGET).stock_bits
+    bits = lowering_of(parts[0].scheme, FAMILY).stock_bits
     nodes = [_nbits(lowering, label, node, [widened(part, bits) for part in parts])]
     put(lowering, node, nodes, f"MatMulNBits {described(parts[0])}{in_more_bits(parts[0], bits)}")
 

@@ -1,4 +1,4 @@
-"""RMS norms become ONNX Runtime's kernels, each with the residual sum before it where there is one.
+"""Norms become ONNX Runtime's kernels, each with the residual sum before it where there is one.
 
 s = Add(a, b); RMSNormalization(s, w)   ->   SkipSimplifiedLayerNormalization(a, b, w), which also returns s
 RMSNormalization(x, w)                  ->   SimplifiedLayerNormalization(x, w)
@@ -51,7 +51,7 @@ def run(lowering: Lowering) -> PassResult:
 
 
 def _fuse_sum(model: ir.Model, node: ir.Node, x: ir.Value, weight: ir.Value, bias: list[ir.Value | None]) -> str:
-    """Fuse the sum that feeds a norm; the returned text says why not."""
+    """Fuse the sum that feeds a norm. Returns why not."""
     add = producer_of(x, "Add")
     if add is None:
         return "no residual sum before it"

@@ -1,14 +1,14 @@
-"""Prompts are attended to by float products over the cache; only a few tokens at once by GroupQueryAttention.
+"""Attention of prompts becomes float matmuls over the cache; a few tokens at once stay in GroupQueryAttention.
 
     GroupQueryAttention(qkv, past, …)   ->   If(more than a few tokens, prompt, GroupQueryAttention(qkv, past, …))
     prompt:  TensorScatter(past, rotated and rounded k, v);  Attention(rotated q, cast of all of it, causal mask)
 
-ONNX Runtime 1.31 decodes an int8 cache again for every block of queries: on the default model 1,024 tokens take
+ONNX Runtime 1.31 dequantizes an int8 cache again for every block of queries: on the default model 1,024 tokens take
 1,040 ms in GroupQueryAttention and 145 ms here, 128 tokens 21 and 4 (docs/negative-results.md). Both branches compute
-the same function of the same cache, so it does not matter how a prompt is cut into pieces. A cache of codes is not
-scaled back: the scales of keys go into the queries, those of values into the result. GroupQueryAttention is as slow
-over 4-bit codes as over 8-bit ones, two to three times what it takes to pack and unpack them here with elementary
-operators (grouped_query_attention.py says what a byte holds). An ``If`` costs under a microsecond.
+the same function of the same cache, so it does not matter how a prompt is cut into pieces. Scales are not applied to
+the cache: those of keys are applied to the queries, those of values to the output. GroupQueryAttention is as slow over
+4-bit codes as over 8-bit ones; packing and unpacking them here with elementary operators is two to three times as fast
+(grouped_query_attention.py describes the bytes). An ``If`` costs under a microsecond.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from engines.passes.base import CONTRIB, Lowering, PassResult, attribute, constant
+from engines.passes.base import CONTRIB, Lowering, PassResult, attribute, constant, sizes, take_over
 
 OPSET = 24  # of TensorScatter
 # Up to here the branch's many small nodes cost more than they save: after 60 positions, 4 tokens of the default model
@@ -50,7 +50,7 @@ class _Branch:
 
 
 class _Step:
-    """What all layers of a prompt share: the condition, where it starts and ends, positions, and a mask per window."""
+    """What all layers share: whether this is a prompt, where it starts and ends, positions, and a mask per window."""
 
     def __init__(self, lowering: Lowering, nodes: Sequence[ir.Node]) -> None:
         model = lowering.model
@@ -146,18 +146,13 @@ def _branch(lowering: Lowering, step: _Step, layer: int, node: ir.Node) -> None:
         },
         num_outputs=len(types),
     )
-    for before, after in zip(node.outputs, chosen.outputs, strict=True):
-        after.name, before.name = before.name, f"{before.name}.moved"
-        after.shape, after.type = before.shape, before.type
-        if before in graph.outputs:
-            graph.outputs[graph.outputs.index(before)] = after
-    ir.convenience.replace_all_uses_with(node.outputs, chosen.outputs)
+    take_over(node.outputs, chosen.outputs)
     graph.insert_before(node, chosen)
     graph.remove(node, safe=True)
 
 
 def _prompt(lowering: Lowering, step: _Step, layer: int, node: ir.Node) -> tuple[_Branch, list[ir.Value]]:
-    """The branch for many tokens of one row, and its outputs: attention and both caches, as of ``node``."""
+    """The branch for many tokens of one sequence, and its outputs: attention and both caches, as of ``node``."""
     model, branch = lowering.model, _Branch(f"layers.{layer}.prompt")
     heads, kv_heads = attribute(node, "num_heads", 0), attribute(node, "kv_num_heads", 0)
     query, key, value, past_key, past_value, _, _, cos, sin, *_ = (*node.inputs, None, None)
@@ -186,18 +181,17 @@ def _prompt(lowering: Lowering, step: _Step, layer: int, node: ir.Node) -> tuple
         )
 
     def per_head(name: str, count: int, scale: NDArray[np.float32] | None) -> ir.Value | None:
-        """Scales ``[KV heads, head size]`` for ``count`` heads, repeated for the queries of a group."""
+        """Scales ``[KV heads, head size]`` for ``count`` heads: each is repeated for the queries of its group."""
         if scale is None:
             return None
         repeated = np.repeat(scale.reshape(kv_heads, size), count // kv_heads, axis=0).astype(np.float32)
         return constant(model, f"layers.{layer}.{name}", np.ascontiguousarray(repeated))
 
     def split_heads(name: str, rows: ir.Value | None, count: int) -> ir.Value:
-        shape = constant(model, f"shape.0.0.{count}.{size}", np.array([0, 0, count, size], np.int64))
-        return branch(f"{name}.heads", "Reshape", [rows, shape])
+        return branch(f"{name}.heads", "Reshape", [rows, sizes(model, 0, 0, count, size)])
 
     def cached(name: str, rows: ir.Value | None, past: ir.Value | None, scale: ir.Value | None) -> list[ir.Value]:
-        """The cache with the new rows in place, and all of it so far as float codes ``[1, heads, T, size]``."""
+        """The cache with the new tokens, and all of it so far as float codes ``[1, heads, T, size]``."""
         states = split_heads(name, rows, kv_heads)
         if scale is not None:
             states = branch(f"{name}.scaled", "Div", [states, scale])
@@ -230,20 +224,20 @@ def _prompt(lowering: Lowering, step: _Step, layer: int, node: ir.Node) -> tuple
     attention = branch("attention.heads", "Transpose", [attention], perm=[0, 2, 1, 3])
     if v_scale is not None:
         attention = branch("attention.scaled", "Mul", [attention, per_head("result_scale", heads, v_scale)])
-    flat = constant(model, f"shape.0.0.{heads * size}", np.array([0, 0, heads * size], np.int64))
-    return branch, [branch("attention", "Reshape", [attention, flat]), present_key, present_value]
+    attention = branch("attention", "Reshape", [attention, sizes(model, 0, 0, heads * size)])
+    return branch, [attention, present_key, present_value]
 
 
 def _packed(lowering: Lowering, branch: _Branch, name: str, codes: ir.Value, heads: int, size: int) -> ir.Value:
     """uint4 codes ``[1, S, heads, size]`` as bytes ``[1, S, heads, size / 2]``: the first plus 16 times the second."""
     model = lowering.model
     floats = branch(f"{name}.codes", "Cast", [codes], to=ir.DataType.FLOAT)
-    # Two columns and no other axes: with more, MatMul makes a product of every head of every token.
-    pairs = branch(f"{name}.pairs", "Reshape", [floats, constant(model, "shape.-1.2", np.array([-1, 2], np.int64))])
+    # Two axes only: with more, MatMul runs once for every head of every token.
+    pairs = branch(f"{name}.pairs", "Reshape", [floats, sizes(model, -1, 2)])
     places = constant(model, "prompt.places", np.array([[1], [16]], np.float32))
     sums = branch(f"{name}.sums", "MatMul", [pairs, places])
-    shape = constant(model, f"shape.1.-1.{heads}.{size // 2}", np.array([1, -1, heads, size // 2], np.int64))
-    return branch(f"{name}.packed", "Reshape", [branch(f"{name}.bytes", "Cast", [sums], to=ir.DataType.UINT8), shape])
+    codes = branch(f"{name}.bytes", "Cast", [sums], to=ir.DataType.UINT8)
+    return branch(f"{name}.packed", "Reshape", [codes, sizes(model, 1, -1, heads, size // 2)])
 
 
 def _unpacked(lowering: Lowering, branch: _Branch, name: str, packed: ir.Value, heads: int, size: int) -> ir.Value:
@@ -256,7 +250,7 @@ def _unpacked(lowering: Lowering, branch: _Branch, name: str, packed: ir.Value, 
     halves = [
         branch(f"{name}.{half}.column", "Unsqueeze", [value, last]) for half, value in (("low", low), ("high", high))
     ]
-    shape = constant(model, f"shape.0.{heads}.-1.{size}", np.array([0, heads, -1, size], np.int64))
-    codes = branch(f"{name}.unsigned", "Reshape", [branch(f"{name}.halves", "Concat", halves, axis=4), shape])
+    joined = branch(f"{name}.halves", "Concat", halves, axis=4)
+    codes = branch(f"{name}.unsigned", "Reshape", [joined, sizes(model, 0, heads, -1, size)])
     unit = constant(model, "prompt.unit", np.array(1, np.float32))
     return branch(f"{name}.floats", "DequantizeLinear", [codes, unit, eight])

@@ -1,9 +1,9 @@
-"""Rotary cosines and sines become constant tables over positions, computed by the graph's own subgraph.
+"""Rotary cosines and sines become constant caches over positions, computed by the graph's own subgraph.
 
     RotaryEmbedding(x, Cos(position · frequency), Sin(…))   ->   RotaryEmbedding(x, cos_table, sin_table) {table}
 
-The subgraph that makes them is evaluated once for every position, so any scaling rule (linear, llama3, yarn) is
-taken over exactly, with no code per rule.
+The subgraph is evaluated once for every position, so any RoPE scaling (linear, llama3, yarn) is kept exactly, with no
+code for any of them.
 """
 
 from __future__ import annotations
@@ -40,11 +40,9 @@ def run(lowering: Lowering) -> PassResult:
         if table is None:
             declined.append(f"{_label(node)}: its cosines and sines are paired differently elsewhere")
             continue
-        node.replace_input_with(1, table[0])
-        node.replace_input_with(2, table[1])
-        positions = next((i for i in model.graph.inputs if i.name == POSITIONS), None)
         node.resize_inputs(4)
-        node.replace_input_with(3, positions)
+        for place, value in enumerate((*table, next((i for i in model.graph.inputs if i.name == POSITIONS), None)), 1):
+            node.replace_input_with(place, value)
         matched += 1
         remove_dead(model, [p for p in (cos.producer(), sin.producer()) if p is not None])
     return PassResult(matched, tuple(declined) if nodes else ("no RotaryEmbedding in the graph",))
@@ -58,39 +56,12 @@ def _evaluate(model: ir.Model, values: list[ir.Value], positions: int) -> list[N
     """The values at positions ``0 .. positions-1``, ``[positions, width]``; None if they need another input."""
     import onnxruntime as ort
 
-    needed: set[int] = set()
-    stack = list(values)
-    constants: set[ir.Value] = set()
-    while stack:
-        value = stack.pop()
-        if value.is_initializer():
-            if value.const_value is None:
-                return None
-            constants.add(value)
-            continue
-        node = value.producer()
-        if node is None:
-            if value.name != POSITIONS:
-                return None
-            continue
-        if id(node) not in needed:
-            needed.add(id(node))
-            stack.extend(i for i in node.inputs if i is not None)
-    proto = ir.to_proto(model)
-    names = {v.name for v in values}
-    kept = [n for n, node in zip(proto.graph.node, model.graph, strict=True) if id(node) in needed]
-    inputs = [i for i in proto.graph.input if i.name == POSITIONS]
-    keep_initializers = {c.name for c in constants}
-    initializers = [i for i in proto.graph.initializer if i.name in keep_initializers]
-    import onnx
-
-    outputs = [onnx.helper.make_empty_tensor_value_info(str(name)) for name in names]
-    small = onnx.helper.make_model(
-        onnx.helper.make_graph(kept, "rotary", inputs, outputs, initializers),
-        opset_imports=list(proto.opset_import),
-        ir_version=min(proto.ir_version, 11),
-    )
-    session = ort.InferenceSession(small.SerializeToString(), providers=["CPUExecutionProvider"])
+    ids = [value for value in model.graph.inputs if value.name == POSITIONS]
+    try:
+        angles = ir.Model(ir.convenience.extract(model.graph, ids, values), ir_version=min(model.ir_version, 11))
+    except ValueError:
+        return None
+    session = ort.InferenceSession(ir.to_proto(angles).SerializeToString(), providers=["CPUExecutionProvider"])
     feed = {POSITIONS: np.arange(positions, dtype=np.int64)[None]}
-    results = session.run([v.name for v in values], feed)
+    results = session.run([value.name for value in values], feed)
     return [np.ascontiguousarray(np.asarray(r, np.float32).reshape(positions, -1)) for r in results]

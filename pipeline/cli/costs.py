@@ -1,4 +1,4 @@
-"""``tapeout costs``: what every kernel costs on this machine, for the products and the attention of a model."""
+"""``tapeout costs``: what every scheme costs on this machine, for the linears and the attention of a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.stages.kernel_costs import CHOSEN, TIMED_TARGET, cost_table
+from pipeline.stages.cost_table import CHOSEN, cost_table
 from quantization.cost_table import CostTable, shape_of
 from quantization.units import HEAD, kind_of
 from tapeout import artifact
@@ -35,13 +35,7 @@ def parse_rows(text: str) -> tuple[int, ...]:
 def run(
     artifacts: Path, recipe: Recipe, rows: Sequence[int], progress: Callable[[str], None]
 ) -> tuple[dict[str, Any], RenderableType]:
-    """Measured where they were not before, for a script (seconds and bytes) and for people (microseconds)."""
-    if recipe.build.target != TIMED_TARGET:
-        raise RecipeError(
-            f"build.target: {recipe.build.target}",
-            expected=f"{TIMED_TARGET}, whose kernels are timed on this machine",
-            remedy=f"ask with a recipe that has build.target: {TIMED_TARGET}",
-        )
+    """The cost table, for a script (seconds and bytes) and for people (microseconds). Times are measured once."""
     graph = artifact.load(artifacts / "graph", PortableGraph).record
     every = CHOSEN | {"goal": "workload", "workload": {count: 1 / len(rows) for count in rows}}
     asked = recipe.model_copy(update={"plan": recipe.plan.model_copy(update=every)})
@@ -73,7 +67,7 @@ def _record(table: CostTable, rows: Sequence[int]) -> dict[str, Any]:
 
 
 def _at(rows: Sequence[int], seconds: Mapping[int, float]) -> dict[int, float]:
-    """Of the row counts that were asked for: a head is timed at one row besides."""
+    """Of the row counts that were asked for; lm_head is also timed at one row."""
     return {count: seconds[count] for count in rows}
 
 
@@ -100,7 +94,7 @@ def _title(text: str) -> Text:
 
 def _table(sizes: Mapping[str, int], seconds: Mapping[str, Mapping[int, float]], rows: Sequence[int]) -> Table:
     found = Table(box=SIMPLE_HEAD, pad_edge=False)
-    found.add_column("kernel")
+    found.add_column("scheme")
     for column in ("MB", *(f"{count} rows" if count > 1 else "1 row, µs" for count in rows)):
         found.add_column(column, justify="right")
     for name, by_rows in seconds.items():

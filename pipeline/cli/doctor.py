@@ -1,6 +1,6 @@
-"""What this machine can build and run, what is missing, and how to get it. Looks, and changes nothing.
+"""``tapeout doctor``: what this machine can build and run, what is missing, and how to get it. Changes nothing.
 
-Every finding is a plain value, so that the command prints it, a script reads it as JSON and a test checks it.
+Every finding is a plain value: the command prints it, a script reads it as JSON, a test checks it.
 """
 
 from __future__ import annotations
@@ -20,50 +20,50 @@ from typing import TYPE_CHECKING
 
 from engines import native
 from engines.bundle import EngineBundle
-from engines.load import fingerprint_here, target_module
+from engines.load import require_runnable
 from engines.native.compiler import COMPILER
 from pipeline.registry.tracking import public_uri, sqlite_path, tracking_uri
 from tapeout.artifact import load
 from tapeout.errors import TapeoutError
-from tapeout.fingerprint import cpu_features, require_match
+from tapeout.fingerprint import cpu_features
+from tapeout.recipe import Build
 
 if TYPE_CHECKING:
     from tapeout.recipe import Recipe
 
+DEFAULT_TARGET = Build().target
 GIB = 1 << 30
 NEEDED_MEMORY_BYTES = 6 * GIB  # the default recipe's promise
 NEEDED_DISK_BYTES = 4 * GIB  # artifacts, their DVC cache and the download cache of the default recipe
 PROBE_TIMEOUT_S = 20
 
-# Names as tapeout.fingerprint reads them -> the name people know, for what speeds up quantized kernels.
+# Features of tapeout.fingerprint that speed up quantized kernels, by the names people know.
 INSTRUCTION_SETS = {
     "avx2": "AVX2",
     "avx512f": "AVX-512",
     "avx_vnni": "AVX-VNNI",
     "avx512_vnni": "AVX-512 VNNI",
-    "avx512_bf16": "AVX-512 BF16",
     "amx_int8": "AMX INT8",
-    "amx_bf16": "AMX BF16",
     "asimddp": "NEON dot product",
-    "i8mm": "NEON int8 matrix product",
+    "i8mm": "NEON int8 matrix multiplication",
     "sve": "SVE",
 }
-# Any of these multiplies int8 in one instruction; without one, quantized kernels fall back to slower sequences.
+# Each multiplies int8 in one instruction; without any, quantized kernels use slower sequences.
 INT8_DOT_PRODUCTS = ("avx_vnni", "avx512_vnni", "amx_int8", "asimddp", "i8mm")
 
 RUN_PACKAGES = ("onnxruntime", "onnx", "tokenizers", "jinja2", "numpy")
 BUILD_PACKAGES = ("torch", "transformers", "onnxscript", "compressed-tensors", "datasets", "lm-eval", "dvc", "mlflow")
 TENSORRT_PACKAGES = ("tensorrt", "tensorrt-rtx-cu13-bindings")
-# What graphs are lowered to where native kernels do not run; norms and float products everywhere.
+# What graphs are lowered to where native kernels do not run; norms everywhere.
 ENGINE_OPERATORS = ("GroupQueryAttention", "MatMulNBits", "GatherBlockQuantized", "SkipSimplifiedLayerNormalization")
 
 
 class Status(StrEnum):
     OK = "ok"
-    LIMITED = "limited"  # works, with the drawback that is named
-    MISSING = "missing"  # something that the default recipe needs
-    BROKEN = "broken"  # something that is here and cannot be used
-    ABSENT = "absent"  # something that nothing here needs
+    LIMITED = "limited"  # works, with the drawback that is stated
+    MISSING = "missing"  # the default recipe needs it
+    BROKEN = "broken"  # present, but it cannot be used
+    ABSENT = "absent"  # not needed
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
-        """The default recipe can be built, and the engines that lie here can be run."""
+        """The default recipe can be built, and the engines that are here can be run."""
         return not {finding.status for finding in self.abilities} & {Status.MISSING, Status.BROKEN}
 
     def sections(self) -> Mapping[str, tuple[Finding, ...]]:
@@ -108,8 +108,8 @@ def diagnose(recipe: Recipe | None, folder: Path) -> Diagnosis:
     sources = () if recipe is None else (recipe.model.source, recipe.data.source)
     services = (*(source(name) for name in sources), registry(tracking_uri()))
     abilities = (
-        _ability("run an ort-cpu engine", run),
-        _ability("build an ort-cpu engine from the recipe", (*machine, *run, *build, *services)),
+        _ability(f"run an {DEFAULT_TARGET} engine", run),
+        _ability(f"build an {DEFAULT_TARGET} engine from the recipe", (*machine, *run, *build, *services)),
     )
     built = tuple(
         bundle(folder / "artifacts" / name)
@@ -157,9 +157,9 @@ def disk(folder: Path) -> Finding:
 
 
 def gpu() -> Finding:
-    """NVIDIA GPUs as the driver's own tool names them; nothing here needs one."""
+    """NVIDIA GPUs as ``nvidia-smi`` lists them; nothing here needs one."""
     tool = shutil.which("nvidia-smi")
-    unused = "not needed: this version builds and runs ort-cpu engines"
+    unused = f"not needed: this version builds and runs {DEFAULT_TARGET} engines"
     if tool is None:
         return Finding("NVIDIA GPU", Status.ABSENT, "no driver", unused)
     query = [tool, "--query-gpu=name,compute_cap,memory.total,driver_version", "--format=csv,noheader"]
@@ -202,7 +202,7 @@ def optional_package(name: str) -> Finding:
 
 
 def operators() -> Finding:
-    """Ask the installed ONNX Runtime itself whether it has CPU kernels for the operators that engines use."""
+    """Whether the installed ONNX Runtime has CPU kernels for the operators that engines use."""
     try:
         # A compiled module without type information.
         from onnxruntime.capi import onnxruntime_pybind11_state as ort  # pyright: ignore[reportAttributeAccessIssue]
@@ -224,7 +224,7 @@ def operators() -> Finding:
 def native_kernels(level: native.Level | None) -> Finding:
     """``level``: as :func:`engines.native.level` gives it."""
     if level is None:
-        remedy = "engines run on ONNX Runtime's own operators, which are slower; weights in 6 bits take up 8"
+        remedy = "engines run on ONNX Runtime's own operators, which are slower; 6-bit weights take 8 bits"
         return Finding("native kernels", Status.LIMITED, native.unsupported(), remedy)
     try:
         version = metadata.version(COMPILER)
@@ -234,7 +234,7 @@ def native_kernels(level: native.Level | None) -> Finding:
 
 
 def registry(uri: str) -> Finding:
-    """The MLflow registry that ``register`` and ``promote`` will speak to."""
+    """The MLflow registry that ``register`` and ``promote`` use."""
     subject, shown = "MLflow registry", public_uri(uri)
     database = sqlite_path(uri)
     if database is not None:
@@ -312,14 +312,14 @@ def _answers(subject: str, url: str, text: str) -> Finding:
 
 
 def bundle(folder: Path) -> Finding:
-    """Whether a bundle that lies here may be opened on this machine."""
+    """Whether a bundle can be opened on this machine."""
     subject = f"run {folder}"
     try:
-        record = load(folder, EngineBundle).record
-        require_match(record.fingerprint, fingerprint_here(target_module(record.target)), str(folder))
+        found = load(folder, EngineBundle)
+        require_runnable(found)
     except TapeoutError as error:
         return Finding(subject, Status.BROKEN, f"no: {error.found}", error.remedy)
-    return Finding(subject, Status.OK, f"yes: {record.target}, {record.precision}")
+    return Finding(subject, Status.OK, f"yes: {found.record.target}, {found.record.precision}")
 
 
 def _ability(subject: str, needs: Iterable[Finding]) -> Finding:

@@ -278,27 +278,26 @@ def build(
 
     Example: `tapeout build --target tensorrt-rtx:sm89,sm120 --precision fp8`
     """
+    from engines.load import find_target
     from pipeline.cli import build as command
     from pipeline.cli.tables import console
     from pipeline.recipe import load_recipe
+    from pipeline.stages import hardware
 
     name, capabilities = command.parse_target(target)
     recipe = load_recipe(params)
-    request = command.Request(
+    request = hardware.Request(
         artifacts=artifacts,
         recipe=recipe,
-        target=name,
-        capabilities=capabilities,
         precision=precision,
         checkpoint=checkpoint,
         batches=command.parse_batches(batches, recipe.build.slots),
         documents=documents,
     )
-    out = console()
     if explain:
-        out.print(command.pass_table(command.explain(request)))
+        console().print(command.pass_table(hardware.explain(request, find_target(name))))
     else:
-        command.build(request, out)
+        command.build(request, name, capabilities, console())
 
 
 @app.command(rich_help_panel="Build")

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.stages.kernel_costs import timed
+from pipeline.stages.cost_table import timed
 from quantization.plan import COLUMNS, PrecisionPlan, summary, table
 from tapeout import artifact
 from tapeout.portable_graph import PortableGraph

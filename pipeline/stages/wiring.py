@@ -22,8 +22,8 @@ from tapeout.portable_graph import PortableGraph
 
 if TYPE_CHECKING:
     from engines.bundle import EngineBundle
-    from engines.probe import Probe
     from engines.protocol import Engine
+    from engines.target import Probe
     from evals.kind import Kind, S
     from pipeline.sources.source import Source
     from quantization.calibration import Calibration
@@ -123,7 +123,7 @@ def _sensitivity(recipe: Recipe) -> None:
 
 
 def _plan(recipe: Recipe) -> None:
-    from pipeline.stages.kernel_costs import cost_table
+    from pipeline.stages.cost_table import cost_table
     from quantization.plan_search import make_plan
     from quantization.sensitivity import Sensitivity
 
@@ -151,6 +151,7 @@ def _quantize(recipe: Recipe) -> None:
 
 def _build_baseline(recipe: Recipe) -> None:
     from engines.compile import build
+    from engines.load import graph_target
     from quantization.compressed_tensors import open_checkpoint
 
     graph = _graph()
@@ -158,7 +159,7 @@ def _build_baseline(recipe: Recipe) -> None:
         graph,
         open_checkpoint(graph.folder),
         ARTIFACTS / "baseline",
-        target=recipe.build.target,
+        target=graph_target(recipe.build.target),
         precision="float32",
         slots=recipe.build.slots,
         kv_scales={},
@@ -169,6 +170,7 @@ def _build_baseline(recipe: Recipe) -> None:
 
 def _build_candidate(recipe: Recipe) -> None:
     from engines.compile import build
+    from engines.load import graph_target
     from quantization.checkpoint import KVScales, QuantizedModel
     from quantization.compressed_tensors import open_checkpoint
 
@@ -179,7 +181,7 @@ def _build_candidate(recipe: Recipe) -> None:
         graph,
         open_checkpoint(quantized.folder),
         ARTIFACTS / "candidate",
-        target=recipe.build.target,
+        target=graph_target(recipe.build.target),
         precision=quantized.record.summary,
         slots=recipe.build.slots,
         kv_scales=kv.scales,
@@ -333,9 +335,9 @@ class Measurement:
         return bundle, champion, incumbent is None
 
     def executed_on(self) -> Fingerprint:
-        from engines.load import fingerprint_here, target_module
+        from engines.load import find_target
 
-        return fingerprint_here(target_module(self.bundle("candidate").record.target))
+        return find_target(self.bundle("candidate").record.target).fingerprint()
 
     def heldout_texts(self, count: int) -> list[str]:
         return _texts(self.recipe, count)[1]
@@ -357,16 +359,18 @@ class Measurement:
         return [tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in prompts]
 
     def probe(self) -> Probe:
-        from engines.probe import Probe
+        from engines.load import open_probe
 
-        return Probe(self.bundle("candidate"), threads=self.threads)
+        return open_probe(self.bundle("candidate"), threads=self.threads)
 
     def reference(self) -> tuple[Artifact[QuantizedModel], QuantizedReference]:
+        from engines.load import find_target
         from quantization.checkpoint import QuantizedModel
         from quantization.reference import QuantizedReference
 
         quantized = artifact.load(ARTIFACTS / "quantized", QuantizedModel)
-        return quantized, QuantizedReference(quantized.folder, int8_activations=True)
+        target = find_target(self.bundle("candidate").record.target)
+        return quantized, QuantizedReference(quantized.folder, int8_activations=target.capabilities.int8_activations)
 
     def head(self) -> str:
         return next(group.members[0] for group in _graph().record.groups if group.name == "lm_head")

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from engines.load import load, target_module
-from engines.lowered import LoweredGraph
+from engines.load import hardware_target, load
 from engines.portable import PortableEngine
-from engines.targets.tensorrt import features
-from tapeout.artifact import Artifact
+from engines.target import Compilation
 from tests.families import export_family
 from tests.lowered import SLOTS, lowered
 
-GPU = features()
+GPU = hardware_target("tensorrt").features()
 pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("tensorrt_rtx_bindings") is None and importlib.util.find_spec("tensorrt") is None,
@@ -40,23 +37,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     def get(family: str, precision: str) -> tuple[Any, PortableEngine]:
         folder = tmp_path_factory.mktemp(f"{family}-{precision}")
         source = lowered(export_family(family, folder), folder / "lowered", precision)
-        module: Any = target_module(TARGET)
-        build(module, source, folder / "bundle")
+        hardware_target(TARGET).compile(source, folder / "bundle", Compilation(GPU[0], (1, SLOTS)))
         return load(folder / "bundle"), PortableEngine(source, max_tokens=TOKENS + 8, slots=SLOTS)
 
     return get
-
-
-def build(module: Any, source: Artifact[LoweredGraph], folder: Path) -> None:
-    module.compile_for(
-        source,
-        folder,
-        capability=GPU[0],
-        batches=(1, SLOTS),
-        evidence=None,
-        timing_cache=None,
-        progress=lambda *_: None,
-    )
 
 
 def tokens_of(engine: Any) -> list[int]:
@@ -68,8 +52,8 @@ def tokens_of(engine: Any) -> list[int]:
 def test_the_engine_computes_the_lowered_graph(pair: Pair, family: str, precision: str) -> None:
     engine, reference = pair(family, precision)
     tokens = tokens_of(engine)
-    expected = reference.prefill(0, tokens, rows=range(TOKENS))
-    actual = engine.prefill(0, tokens, rows=range(TOKENS))
+    expected = reference.prefill(0, tokens, positions=range(TOKENS))
+    actual = engine.prefill(0, tokens, positions=range(TOKENS))
     assert np.abs(actual - expected).max() < 0.02 * np.abs(expected).max()
     engine.close()
 
@@ -77,7 +61,7 @@ def test_the_engine_computes_the_lowered_graph(pair: Pair, family: str, precisio
 def test_ragged_decode_in_a_captured_graph_is_a_prefill_in_steps(pair: Pair) -> None:
     engine, _ = pair("llama", "fp16")
     tokens = tokens_of(engine)
-    whole = engine.prefill(3, tokens, rows=range(TOKENS))
+    whole = engine.prefill(3, tokens, positions=range(TOKENS))
     lengths = [4, 9, 1]
     for slot, length in enumerate(lengths):
         engine.prefill(slot, tokens[:length])

@@ -23,7 +23,7 @@ from safetensors.numpy import load_file
 
 from engines.bundle import EngineBundle
 from engines.compile import build
-from engines.load import load
+from engines.load import find_target, load
 from engines.protocol import Engine, FloatArray
 from pipeline.export.export import export
 from quantization.calibrate import calibrate
@@ -160,7 +160,7 @@ def make_bundle(model: Model, name: str, folder: Path) -> Artifact[EngineBundle]
         model.graph,
         open_checkpoint(checkpoint),
         folder / "bundle",
-        target="ort-cpu",
+        target=find_target("ort-cpu"),
         precision=name,
         slots=SLOTS,
         kv_scales=scales,

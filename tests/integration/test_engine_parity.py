@@ -11,9 +11,8 @@ import pytest
 
 from engines.bundle import EngineBundle
 from engines.compile import build
-from engines.load import load
+from engines.load import find_target, load, open_probe
 from engines.native import unsupported
-from engines.probe import Probe
 from engines.protocol import FloatArray
 from evals.kinds.parity import ParityItem
 from evals.parity import compare
@@ -80,7 +79,7 @@ def made(
             graph,
             open_checkpoint(quantized.folder),
             folder / "bundle",
-            target="ort-cpu",
+            target=find_target("ort-cpu"),
             precision="mixed",
             slots=3,
             kv_scales=kv.scales,
@@ -100,7 +99,7 @@ def test_the_engine_computes_what_the_quantized_checkpoint_says(
     made: tuple[Artifact[QuantizedModel], Artifact[EngineBundle]], documents: list[list[int]]
 ) -> None:
     quantized, bundle = made
-    probe, head = Probe(bundle), "model.embed_tokens.weight"
+    probe, head = open_probe(bundle), "model.embed_tokens.weight"
     exact = compare(probe, QuantizedReference(quantized.folder, int8_activations=True), documents, head=head)
     loose = compare(probe, QuantizedReference(quantized.folder), documents, head=head)
     assert mean_kl(exact) < 1e-5  # 5e-7 when this was written; the gate's bound is 1e-3
@@ -125,7 +124,7 @@ def test_chunks_and_ragged_decode_are_what_the_checkpoint_says_too(
     wanted: list[FloatArray] = []
     for slot, (tokens, length) in enumerate(zip(rows, lengths, strict=True)):
         for start, end in ((0, 33), (33, 40), (40, length)):
-            found.append(engine.prefill(slot, tokens[start:end], start=start, rows=range(end - start)))
+            found.append(engine.prefill(slot, tokens[start:end], start=start, positions=range(end - start)))
         wanted.append(expected[slot][:length])
     for step in range(12):
         at = [length + step for length in lengths]

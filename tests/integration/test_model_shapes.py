@@ -18,8 +18,7 @@ from torch import Tensor
 
 from engines.bundle import EngineBundle
 from engines.compile import build
-from engines.load import load
-from engines.probe import Probe
+from engines.load import find_target, load, open_probe
 from evals.parity import compare
 from quantization.attention_hook import kv_function
 from quantization.calibrate import calibrate
@@ -102,7 +101,7 @@ def make(name: str, folder: Path) -> Made:
         graph,
         open_checkpoint(quantized.folder),
         folder / "bundle",
-        target="ort-cpu",
+        target=find_target("ort-cpu"),
         precision="mix",
         slots=2,
         kv_scales=load_file(quantized.folder / KV_SCALES),
@@ -138,7 +137,7 @@ def assert_computes_what_the_checkpoint_says(made: Made) -> None:
     documents = words(made.name, DOCUMENTS, DOCUMENT_TOKENS, 2)
     head = next(group.members[0] for group in made.graph.record.groups if group.name == "lm_head")
     reference = QuantizedReference(made.quantized.folder, int8_activations=True)
-    items = compare(Probe(made.bundle, threads=1), reference, documents, head=head)
+    items = compare(open_probe(made.bundle, threads=1), reference, documents, head=head)
     tokens = sum(item.tokens for item in items)
     assert sum(item.kl_sum for item in items) < 1e-5 * tokens  # the bounds of test_engine_parity.py
     assert sum(item.agree for item in items) > 0.995 * tokens
@@ -150,7 +149,7 @@ def assert_decodes_what_it_prefills(made: Made) -> None:
     (document,) = words(made.name, 1, DOCUMENT_TOKENS, 3)
     engine = load(made.bundle.folder, threads=1)
     try:
-        expected = engine.prefill(0, document, rows=range(DECODED, DOCUMENT_TOKENS))
+        expected = engine.prefill(0, document, positions=range(DECODED, DOCUMENT_TOKENS))
         steps: list[np.ndarray] = []
         for start in range(DECODED, DOCUMENT_TOKENS, DECODED):
             engine.prefill(1, document[:start])

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from engines.bundle import PassReport
 from engines.compile import lower
-from engines.load import known_targets, target_module
+from engines.load import find_target, known_targets
 from engines.passes import grouped_query_attention, silu
 from engines.passes.base import Lowering, PassResult
 from quantization import qdq
@@ -230,7 +230,7 @@ def test_after_each_pass_the_graph_computes_the_same(
 ) -> None:
     if target == "ort-cpu":
         request.getfixturevalue("stock_operators" if precision.endswith("stock") else "native_operators")
-    reports = compare_each(lowering_of(graphs(family), precision.partition(",")[0]), target_module(target).PASSES)
+    reports = compare_each(lowering_of(graphs(family), precision.partition(",")[0]), find_target(target).passes().every)
     idle = {report.name for report in reports if not report.matched}
     assert idle == (IDLE[precision] | IDLE.get(family, set())) & {report.name for report in reports}
     assert all(report.declined for report in reports if not report.matched)
@@ -255,12 +255,12 @@ def test_a_pass_that_changes_what_is_computed_is_named(
         return outcome
 
     broken = SimpleNamespace(__name__=step.__name__, run=run)
-    passes = [broken if known is step else known for known in target_module("ort-cpu").PASSES]
+    passes = [broken if known is step else known for known in find_target("ort-cpu").passes().every]
     name = step.__name__.rpartition(".")[2]
     with pytest.raises(AssertionError, match=name):
         compare_each(lowering_of(graphs("llama-odd-sizes"), "float"), passes)
 
 
 def test_the_passes_of_every_target_are_compared() -> None:
-    compared = {step for target, _ in CASES for step in target_module(target).PASSES}
-    assert {step for target in known_targets() for step in target_module(target).PASSES} == compared
+    compared = {step for target, _ in CASES for step in find_target(target).passes().every}
+    assert {step for target in known_targets() for step in find_target(target).passes().every} == compared

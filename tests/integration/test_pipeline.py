@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import yaml
 
-from engines import timing
 from engines.bundle import EngineBundle
 from evals.check import Outcome
 from evals.verdict import Verdict
@@ -24,6 +23,7 @@ from pipeline.recipes import shipped
 from pipeline.stages import wiring
 from quantization.plan import PrecisionPlan
 from tapeout import artifact
+from tests.native import own_cache
 from tests.stage_reads import leaves, recording
 
 ROOT = Path(__file__).parents[2]
@@ -105,8 +105,7 @@ def project(
     (folder / "params.yaml").write_text(yaml.safe_dump(params(tiny_checkpoint, folder / "data"), sort_keys=False))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setenv("TAPEOUT_CACHE", str(folder / "cache"))
-        patch.setattr(timing, "CACHE", folder / "costs")
+        own_cache(patch, folder.with_name("cache"))
         patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder / 'mlflow.db'}")
         for name in wiring.STAGES:
             with recording() as reads[name]:
@@ -118,7 +117,7 @@ def judged(project: Path, recipe: str, folder: Path, patch: pytest.MonkeyPatch) 
     """The verdict on a copy of the project with a shipped recipe laid over its parameters."""
     shutil.copytree(project, folder, copy_function=shutil.copy2)
     patch.chdir(folder)
-    patch.setattr(timing, "CACHE", folder / "costs")
+    own_cache(patch, project.with_name("cache"))
     patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder / 'mlflow.db'}")
     (folder / "params.yaml").write_text(shipped.overlay(recipe, folder / "params.yaml"))
     for name in AFTER_CALIBRATE:

@@ -14,11 +14,14 @@ from numpy.typing import NDArray
 
 from engines import attention_costs, timing
 from engines.attention_costs import Step, attention_model
+from engines.load import find_target
 from tapeout.portable_graph import PortableGraph
 from tests.lowering import run
+from tests.native import own_cache
 
 Array = NDArray[np.float32]
 CONTEXT = 24
+TARGET = find_target("ort-cpu")
 KEPT = ("float32", "int8", "int4")
 
 
@@ -71,7 +74,7 @@ def test_every_copy_is_attention_over_a_cache_of_its_own(streams: int, tokens: i
         for number, part in enumerate(("key", "value"))
     }
     found = run(
-        attention_model(graph("none"), "float32", 2, CONTEXT),
+        attention_model(TARGET, graph("none"), "float32", 2, CONTEXT),
         feeds
         | {
             "qkv": qkv,
@@ -88,7 +91,7 @@ def test_every_copy_is_attention_over_a_cache_of_its_own(streams: int, tokens: i
 @pytest.mark.parametrize("rotary", ["half", "interleaved", "none"])
 @pytest.mark.parametrize("dtype", KEPT)
 def test_attention_is_what_the_passes_write(dtype: str, rotary: Rotary, operators_of: str) -> None:
-    model = attention_model(graph(rotary), dtype, 3, CONTEXT)
+    model = attention_model(TARGET, graph(rotary), dtype, 3, CONTEXT)
     operators = {node.op_type for node in model.graph}
     assert "RotaryEmbedding" not in operators and "Identity" not in operators
     if operators_of == "native" and dtype != "int4":
@@ -101,7 +104,7 @@ def test_attention_is_what_the_passes_write(dtype: str, rotary: Rotary, operator
 
 
 def test_every_way_to_keep_the_cache_is_timed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "CACHE", tmp_path)
+    own_cache(monkeypatch, tmp_path / "cache")
     asked: list[int] = []
     fastest = timing.fastest
 
@@ -113,7 +116,7 @@ def test_every_way_to_keep_the_cache_is_timed_once(tmp_path: Path, monkeypatch: 
 
     def seconds(rows: list[int], *, slots: int = 4, context: int = CONTEXT, only_kept: bool = False) -> timing.Seconds:
         return attention_costs.costs(
-            graph(), KEPT, rows, slots=slots, context=context, streamed=1 << 14, threads=1, only_kept=only_kept
+            TARGET, graph(), KEPT, rows, slots=slots, context=context, streamed=1 << 14, threads=1, only_kept=only_kept
         )
 
     assert seconds([1, 20], only_kept=True) == {dtype: {} for dtype in KEPT}
@@ -132,9 +135,9 @@ def test_heads_that_attention_does_not_rotate_are_timed_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head_size: int
 ) -> None:
     """ONNX Runtime refuses to rotate heads that are no multiple of 16 channels, when it runs."""
-    monkeypatch.setattr(timing, "CACHE", tmp_path)
+    own_cache(monkeypatch, tmp_path / "cache")
     found = attention_costs.costs(
-        graph(head_size=head_size), KEPT, [1, 20], slots=4, context=CONTEXT, streamed=1 << 14, threads=1
+        TARGET, graph(head_size=head_size), KEPT, [1, 20], slots=4, context=CONTEXT, streamed=1 << 14, threads=1
     )
     assert all(by_rows.keys() == {1, 20} and min(by_rows.values()) > 0 for by_rows in found.values())
 

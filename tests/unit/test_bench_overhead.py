@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.overhead import arguments, overhead, recorded_runs, run
 from engines.compile import build
+from engines.load import find_target
 from quantization.compressed_tensors import open_checkpoint
 from tapeout.errors import EvidenceError
 from tests.families import export_family
@@ -20,7 +21,7 @@ def test_every_path_is_measured_and_the_session_class_is_restored(tmp_path: Path
         graph,
         open_checkpoint(graph.folder),
         tmp_path / "bundle",
-        target="ort-cpu",
+        target=find_target("ort-cpu"),
         precision="float32",
         slots=1,
         kv_scales={},

@@ -459,7 +459,7 @@ def test_doctor_asks_the_target_what_selects_its_kernels(here: Path, monkeypatch
     from engines.targets import tensorrt
     from pipeline.cli.doctor import bundle as examine
 
-    monkeypatch.setattr(tensorrt, "features", lambda: ("sm80",))
+    monkeypatch.setattr(tensorrt.TARGET, "features", lambda: ("sm80",))
     write_bundle(here / "artifacts/candidate", "tensorrt", ("sm89",))
     finding = examine(here / "artifacts/candidate")
     assert finding.status is Status.BROKEN and "lacks sm89" in finding.found and "also has sm80" in finding.found

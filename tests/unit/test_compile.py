@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 
 from engines.compile import ALIGNMENT_BYTES, build, lower, write_weights
-from engines.load import load, target_module
+from engines.graph_check import structure
+from engines.load import find_target, load
 from engines.native import LIBRARY
 from engines.passes import linear_kernels, linears, silu
+from engines.passes.base import Lowering, PassResult
 from engines.passes.block_linears import packed
 from quantization.compressed_tensors import open_checkpoint
 from quantization.rounding import round_to_nearest
@@ -33,13 +37,13 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Artifact[PortableGraph]:
 def test_a_float_bundle_says_what_it_is(graph: Artifact[PortableGraph], tmp_path: Path, operators_of: str) -> None:
     native = operators_of == "native"
     said: list[str] = []
-    arguments = {"target": "ort-cpu", "precision": "float32", "slots": 3, "kv_scales": {}}
+    arguments = {"target": find_target("ort-cpu"), "precision": "float32", "slots": 3, "kv_scales": {}}
     weights = open_checkpoint(graph.folder)
     bundle = build(graph, weights, tmp_path / "a", parents={"graph": graph}, progress=said.append, **arguments)
     record = bundle.record
     assert [report.name for report in record.passes] == said[: len(record.passes)]
     assert [report.name for report in record.passes] == [
-        step.__name__.rpartition(".")[2] for step in target_module("ort-cpu").PASSES
+        step.__name__.rpartition(".")[2] for step in find_target("ort-cpu").passes().every
     ]
     matched = {report.name: report.matched for report in record.passes}
     assert matched == {
@@ -85,7 +89,7 @@ def test_a_tied_table_is_stored_once_and_read_by_both_ends(
         graph,
         FixedWeights({**tensors, EMBEDDING: table}),
         tmp_path / "bundle",
-        target="ort-cpu",
+        target=find_target("ort-cpu"),
         precision="mixed",
         slots=1,
         kv_scales={},
@@ -105,12 +109,6 @@ def test_a_tied_table_is_stored_once_and_read_by_both_ends(
         engine.close()
 
 
-def test_a_target_that_does_not_exist_names_those_that_do(graph: Artifact[PortableGraph], tmp_path: Path) -> None:
-    with pytest.raises(BuildError, match="no target 'abacus'") as caught:
-        target_module("abacus")
-    assert "ort-cpu" in caught.value.expected
-
-
 def test_every_pass_reports_its_matches_and_the_nodes_it_left() -> None:
     x = value("x", ["rows", 32])
     y = linear(x, "block.fc", np.ones((24, 32), np.float32))
@@ -122,6 +120,46 @@ def test_every_pass_reports_its_matches_and_the_nodes_it_left() -> None:
         ("silu", 1, 3, 2),
         ("linear_kernels", 1, 2, 2),
     ]
+
+
+def consumes_nothing(model: ir.Model) -> None:
+    """A consumer whose producer was removed."""
+    node = next(n for n in model.graph if n.op_type == "Add")
+    node.replace_input_with(0, ir.Value(name="gone", shape=ir.Shape(["rows", 32])))
+
+
+def mistypes(model: ir.Model) -> None:
+    model.graph.outputs[0].type = ir.TensorType(ir.DataType.INT64)
+
+
+def misshapes(model: ir.Model) -> None:
+    model.graph.outputs[0].shape = ir.Shape(["rows", 7])
+
+
+def misspells(model: ir.Model) -> None:
+    next(n for n in model.graph if n.op_type == "Add").op_type = "Ad"
+
+
+@pytest.mark.parametrize("fault", [consumes_nothing, mistypes, misshapes, misspells])
+def test_a_pass_that_leaves_an_invalid_graph_is_named(fault: Callable[[ir.Model], None]) -> None:
+    def run(lowered: Lowering) -> PassResult:
+        fault(lowered.model)
+        return PassResult(1)
+
+    x = value("x", ["rows", 32])
+    total = op("Add", [x, parameter("block.bias", np.ones(512, np.float32)[:32])], ["rows", 32])
+    lowered = lowering(model_of([x], [named("y", total)]))
+    planted = SimpleNamespace(__name__="engines.passes.planted", run=run)
+    with pytest.raises(BuildError, match="invalid after the pass planted"):
+        lower(lowered, (silu, planted), lambda _: None)
+
+
+def test_the_check_reads_no_weights() -> None:
+    x = value("x", ["rows", 512])
+    model = model_of([x], [named("y", op("Add", [x, parameter("block.bias", np.ones(512, np.float32))]))])
+    before = list(model.graph.inputs), dict(model.graph.initializers)
+    assert not structure(model).graph.initializer
+    assert (list(model.graph.inputs), dict(model.graph.initializers)) == before
 
 
 def test_large_tensors_lie_aligned_equal_ones_once_and_small_ones_stay_inside(tmp_path: Path) -> None:

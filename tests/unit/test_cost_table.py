@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engines import timing
 from engines.bundle import IOContract, KVLayer
-from pipeline.stages.kernel_costs import cost_table, timed
+from pipeline.stages.cost_table import cost_table, timed
 from quantization.cost_table import CostTable
 from quantization.plan import Part
 from quantization.plan_search import write_plan
@@ -22,6 +22,7 @@ from tapeout.portable_graph import PortableGraph
 from tapeout.recipe import Build, DataSource, KVCache, ModelSource, Plan, Recipe
 from tapeout.schemes import EMBEDDING_MENU, Scheme
 from tests.graphs import llama_graph
+from tests.native import own_cache
 
 HEAD = (128, 1024)
 EIGHT_BITS = Scheme(bits=8, group_size=64, symmetric=True)
@@ -74,7 +75,7 @@ def recipe(**settings: Any) -> Recipe:
 def test_a_written_plan_gets_the_times_of_a_chosen_one(
     graph: Artifact[PortableGraph], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timing, "CACHE", tmp_path / "costs")
+    own_cache(monkeypatch, tmp_path / "cache")
     monkeypatch.setattr(timing, "ROUNDS", 1)
     written = recipe()
     plan = write_plan(written.plan, graph, tmp_path / "plan").record

@@ -12,6 +12,7 @@ from quantization.units import CACHE_MENU, menu_for
 from tapeout.errors import RecipeError
 from tapeout.schemes import EMBEDDING_MENU
 from tests.graphs import llama_graph
+from tests.native import own_cache
 
 PARAMS = """
 model: {source: "file:m"}
@@ -24,7 +25,7 @@ benchmark: {batches: [1]}
 
 @pytest.fixture
 def folder(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(timing, "CACHE", tmp_path / "costs")
+    own_cache(monkeypatch, tmp_path / "cache")
     monkeypatch.setattr(timing, "ROUNDS", 1)
     llama_graph(tiny_checkpoint, tmp_path / "graph")
     (tmp_path / "params.yaml").write_text(PARAMS)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from engines.compile import build
-from engines.load import load
+from engines.load import find_target, load
 from engines.native import unsupported
 from engines.protocol import Engine, FloatArray
 from pipeline.export.export import bind_weights, load_checkpoint, tied_parameters
@@ -43,7 +43,7 @@ def prefill_in_chunks(engine: Engine, slot: int, tokens: Sequence[int], chunks: 
     parts: list[FloatArray] = []
     start = 0
     for size in chunks:
-        parts.append(engine.prefill(slot, tokens[start : start + size], start=start, rows=range(size)))
+        parts.append(engine.prefill(slot, tokens[start : start + size], start=start, positions=range(size)))
         start += size
     return np.concatenate(parts)
 
@@ -59,7 +59,7 @@ def test_a_family_keeps_its_logits_in_the_graph_and_in_the_engine(name: str, tmp
         graph,
         open_checkpoint(graph.folder),
         tmp_path / "bundle",
-        target="ort-cpu",
+        target=find_target("ort-cpu"),
         precision="float32",
         slots=len(PROMPTS),
         kv_scales={},
@@ -73,7 +73,7 @@ def test_a_family_keeps_its_logits_in_the_graph_and_in_the_engine(name: str, tmp
     engine = load(bundle.folder, threads=1)
     try:
         for slot, (length, row) in enumerate(zip(PROMPTS, tokens, strict=True)):
-            logits = engine.prefill(slot, row[:length], rows=range(length))
+            logits = engine.prefill(slot, row[:length], positions=range(length))
             assert relative_error(logits, expected[slot][:length]) < TOLERANCE
         for step in range(DECODED):  # rows of different lengths together
             lengths = [length + step for length in PROMPTS]

@@ -52,9 +52,9 @@ class Scripted:
         return logits
 
     def prefill(
-        self, slot: int, tokens: Sequence[int], *, start: int = 0, rows: Sequence[int] | None = None
+        self, slot: int, tokens: Sequence[int], *, start: int = 0, positions: Sequence[int] | None = None
     ) -> FloatArray:
-        assert start == 0 and rows is None
+        assert start == 0 and positions is None
         self.slot, self.prompt, self.positions = slot, len(tokens), len(tokens)
         return self._logits()
 

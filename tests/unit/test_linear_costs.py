@@ -11,11 +11,14 @@ from numpy.typing import NDArray
 
 from engines import linear_costs, timing
 from engines.linear_costs import Shape
+from engines.load import find_target
 from engines.timing import Seconds
 from quantization.rounding import round_to_nearest
 from tapeout.fingerprint import Fingerprint
 from tapeout.schemes import FLOAT, MENU, STATIC_INT8, Scheme
+from tests.native import own_cache
 
+TARGET = find_target("ort-cpu")
 FOUR_BITS, EIGHT_BITS = (Scheme(bits=bits, group_size=32, symmetric=True) for bits in (4, 8))
 
 
@@ -31,7 +34,7 @@ def test_every_kernel_of_the_menu_has_a_name_of_its_own_and_is_what_the_passes_w
     weight = np.random.default_rng(0).standard_normal((8, 256)).astype(np.float32)
     operators: dict[str, set[str]] = {}
     for kernel in MENU:
-        model = linear_costs.product_model(stored(kernel, weight), Shape(256, 8), 3)
+        model = linear_costs.linear_model(TARGET, stored(kernel, weight), Shape(256, 8), 3)
         assert [value.name for value in model.graph.outputs] == ["y0", "y1", "y2"]
         operators[kernel.name] = {node.op_type for node in model.graph}
     assert len(operators) == len(MENU)
@@ -43,45 +46,48 @@ def test_every_kernel_of_the_menu_has_a_name_of_its_own_and_is_what_the_passes_w
 
 def test_every_kernel_is_timed_at_every_row_count() -> None:
     kernels = (FLOAT, FOUR_BITS, STATIC_INT8)
-    found = linear_costs.measure(Shape(64, 32), kernels, (1, 3), stored, threads=1, streamed=1 << 16)
+    found = linear_costs.measure(TARGET, Shape(64, 32), kernels, (1, 3), stored, threads=1, streamed=1 << 16)
     assert list(found) == ["fp32", "4-bit g32", "static int8"]
     assert all(list(by_rows) == [1, 3] and min(by_rows.values()) > 0 for by_rows in found.values())
 
 
 def test_weights_of_a_sample_are_different_and_as_many_as_are_to_be_streamed() -> None:
     weight = np.random.default_rng(0).standard_normal((32, 64)).astype(np.float32)
-    model = linear_costs.product_model(stored(EIGHT_BITS, weight), Shape(64, 32), 4)
+    model = linear_costs.linear_model(TARGET, stored(EIGHT_BITS, weight), Shape(64, 32), 4)
     codes = [value.const_value.numpy().tobytes() for name, value in model.graph.initializers.items() if "codes" in name]  # type: ignore[union-attr]
     assert len(codes) == len(set(codes)) == 4
 
 
 def test_bytes_are_those_of_codes_and_scales(operators_of: str) -> None:
     scales = 2 * {"native": 2, "stock": 4}[operators_of]  # native ones stay float16
-    assert linear_costs.product_bytes(Shape(64, 32), EIGHT_BITS, stored) == 32 * (64 + scales)
-    assert linear_costs.product_bytes(Shape(64, 32), FOUR_BITS, stored) == 32 * (32 + scales)
-    assert linear_costs.product_bytes(Shape(64, 8), FLOAT, stored) == 8 * 64 * 4
+    assert linear_costs.linear_bytes(TARGET, Shape(64, 32), EIGHT_BITS, stored) == 32 * (64 + scales)
+    assert linear_costs.linear_bytes(TARGET, Shape(64, 32), FOUR_BITS, stored) == 32 * (32 + scales)
+    assert linear_costs.linear_bytes(TARGET, Shape(64, 8), FLOAT, stored) == 8 * 64 * 4
 
 
 def test_six_bits_are_three_quarters_of_eight_where_native_kernels_read_them(operators_of: str) -> None:
     six = Scheme(bits=6, group_size=32, symmetric=True)
-    expected = {"native": 32 * (48 + 2 * 2), "stock": linear_costs.product_bytes(Shape(64, 32), EIGHT_BITS, stored)}
-    assert linear_costs.product_bytes(Shape(64, 32), six, stored) == expected[operators_of]
+    expected = {
+        "native": 32 * (48 + 2 * 2),
+        "stock": linear_costs.linear_bytes(TARGET, Shape(64, 32), EIGHT_BITS, stored),
+    }
+    assert linear_costs.linear_bytes(TARGET, Shape(64, 32), six, stored) == expected[operators_of]
 
 
 def test_a_machine_measures_once_and_another_one_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, tuple[int, ...]]] = []
 
     def measure(
-        shape: Shape, kernels: Sequence[Scheme], rows: Collection[int], store: Any, *, threads: int, streamed: int
+        target: Any, shape: Shape, kernels: Sequence[Scheme], rows: Collection[int], store: Any, **_: int
     ) -> Seconds:
         asked.append((shape.columns, tuple(rows)))
         return {kernel.name: {count: count * 1e-3 for count in rows} for kernel in kernels}
 
     monkeypatch.setattr(linear_costs, "measure", measure)
-    monkeypatch.setattr(timing, "CACHE", tmp_path)
+    own_cache(monkeypatch, tmp_path / "cache")
 
     def ask(columns: int, rows: tuple[int, ...], kernels: tuple[Scheme, ...] = (FLOAT,)) -> Seconds:
-        return linear_costs.costs(Shape(columns, 8), kernels, rows, stored, streamed=1 << 16, threads=1)
+        return linear_costs.costs(TARGET, Shape(columns, 8), kernels, rows, stored, streamed=1 << 16, threads=1)
 
     assert ask(16, (1, 4)) == ask(16, (1, 4)) == {"fp32": {1: 1e-3, 4: 4e-3}}
     assert ask(16, (1, 8)) == {"fp32": {1: 1e-3, 8: 8e-3}}
@@ -89,7 +95,7 @@ def test_a_machine_measures_once_and_another_one_again(tmp_path: Path, monkeypat
     ask(32, (1,), (FLOAT, STATIC_INT8))
     assert asked == [(16, (1, 4)), (16, (8,)), (32, (1,)), (32, (1,))]
     other = Fingerprint(machine="other", features=(), libraries={})
-    monkeypatch.setattr(timing.fingerprint, "current", lambda _: other)
+    monkeypatch.setattr(TARGET, "fingerprint", lambda: other)
     ask(16, (1,))
     assert asked[-1] == (16, (1,)) and len(asked) == 5
 

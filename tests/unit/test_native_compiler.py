@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from engines import native, sessions
+from engines.bundle import IOContract, LoweredRecord
 from engines.native import DOMAIN, LEVELS, LIBRARY, Level, compiler, unsupported
 from engines.sessions import cpu_options
 from engines.targets import ort_cpu
@@ -26,18 +27,29 @@ COMPILES = pytest.mark.skipif(
     (platform.system(), platform.machine()) != ("Linux", "x86_64"), reason="kernels are made on Linux on x86-64"
 )
 BEST, _, LEAST = LEVELS
+LOWERED = LoweredRecord(
+    precision="float32",
+    io=IOContract(inputs=(), kv_dtype="float32", kv_layers=(), max_tokens=1, slots=1, vocab_size=1),
+    census={},
+    passes=(),
+    weight_bytes=0,
+    step_bytes=0,
+    plan={},
+    linear_outputs=(),
+    stop_tokens=(),
+)
 SMALL = '__attribute__((visibility("default"))) int answer(void) { return 42; }'
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache of libraries. The compiler's own is that of every test, which spares each some seconds."""
-    kept = compiler.CACHE / "compiler"
-    folder = tmp_path / "kernels"
-    folder.mkdir()
+    kept = compiler.cache() / "compiler"
+    folder = tmp_path / "cache" / "kernels"
+    folder.mkdir(parents=True)
     kept.mkdir(parents=True, exist_ok=True)
     (folder / "compiler").symlink_to(kept)
-    monkeypatch.setattr(compiler, "CACHE", folder)
+    monkeypatch.setenv("TAPEOUT_CACHE", str(folder.parent))
     return folder
 
 
@@ -65,9 +77,9 @@ def test_the_same_sources_give_the_same_bytes_anywhere(
     copy = tmp_path / "elsewhere" / "source"
     shutil.copytree(compiler.SOURCE, copy)
     monkeypatch.setattr(compiler, "SOURCE", copy)
-    monkeypatch.setattr(compiler, "CACHE", tmp_path / "other")
+    monkeypatch.setenv("TAPEOUT_CACHE", str(tmp_path / "other"))
     second = compiler.library(BEST)
-    assert first.parent.parent == cache and second.parent.parent == tmp_path / "other"
+    assert first.parent.parent == cache and second.parent.parent == tmp_path / "other" / "kernels"
     assert first.parent.name == second.parent.name and first.name == LIBRARY
     assert first.read_bytes() == second.read_bytes()
 
@@ -244,7 +256,8 @@ def test_a_bundle_holds_the_library_only_where_its_graph_names_an_operator(
         folder = tmp_path / op_type
         folder.mkdir()
         x = value("x", ["rows", 16])
-        ort_cpu.complete(model_of([x], [named("y", op(op_type, [x], domain=domain))]), folder)
+        model = model_of([x], [named("y", op(op_type, [x], domain=domain))])
+        ort_cpu.TARGET.complete(LOWERED, model, folder)
         assert [path.name for path in folder.iterdir()] == held
 
 

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from engines.bundle import EngineBundle
 from engines.compile import build
-from engines.load import load
+from engines.load import find_target, load
 from engines.protocol import Engine, FloatArray
 from engines.targets.ort_cpu.engine import OrtCpuEngine
 from quantization.compressed_tensors import open_checkpoint
 from quantization.rounding import round_to_nearest
 from tapeout import artifact
 from tapeout.artifact import Artifact
-from tapeout.errors import ArtifactError, BuildError, FingerprintError
+from tapeout.errors import ArtifactError, FingerprintError, RequestError
 from tapeout.portable_graph import PortableGraph
 from tapeout.schemes import Scheme
 from tests.families import LAYERS, MAX_POSITIONS, VOCAB_SIZE, export_family
@@ -68,7 +68,7 @@ def bundle(
         # A 4-bit cache makes much of a value that falls the other way, so nothing else rounds beside it.
         quantized_weights(graph) if quantized and bits == 8 else open_checkpoint(graph.folder),
         tmp_path_factory.mktemp("bundle") / request.param,
-        target="ort-cpu",
+        target=find_target("ort-cpu"),
         precision=request.param,
         slots=SLOTS,
         kv_scales=scales,
@@ -109,11 +109,11 @@ def alone(engine: Engine) -> list[list[FloatArray]]:
     return [greedy(engine, [prompt], 5)[0] for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("rows", [[], [0, 0], [0]])
-def test_a_step_after_a_piece_of_one_token_is_fed_anew(engine: Engine, rows: list[int]) -> None:
+@pytest.mark.parametrize("positions", [[], [0, 0], [0]])
+def test_a_step_after_a_piece_of_one_token_is_fed_anew(engine: Engine, positions: list[int]) -> None:
     engine.prefill(0, [5])
     expected = engine.decode([7], [1])
-    engine.prefill(0, [5], rows=rows)
+    engine.prefill(0, [5], positions=positions)
     np.testing.assert_array_equal(engine.decode([7], [1]), expected)
     assert engine.decode_greedy([7], [1]).tolist() == expected.argmax(axis=1).tolist()
 
@@ -130,23 +130,23 @@ def test_a_row_does_not_depend_on_its_neighbours(engine: Engine, alone: list[lis
 @given(data=st.data())
 def test_chunks_of_any_size_are_one_prefill(engine: Engine, data: st.DataObject) -> None:
     tokens = PROMPTS[1]
-    whole = engine.prefill(0, tokens, rows=range(len(tokens)))
+    whole = engine.prefill(0, tokens, positions=range(len(tokens)))
     parts: list[FloatArray] = []
     start = 0
     while start < len(tokens):
         size = data.draw(st.integers(1, len(tokens) - start))
-        parts.append(engine.prefill(1, tokens[start : start + size], start=start, rows=range(size)))
+        parts.append(engine.prefill(1, tokens[start : start + size], start=start, positions=range(size)))
         start += size
     assert_same(np.concatenate(parts), whole)
 
 
 def test_rows_are_logits_of_the_tokens_asked_for_in_that_order(engine: Engine) -> None:
     tokens = PROMPTS[3]
-    every = engine.prefill(0, tokens, rows=range(len(tokens)))
+    every = engine.prefill(0, tokens, positions=range(len(tokens)))
     assert every.shape == (len(tokens), VOCAB_SIZE) and every.dtype == np.float32
-    assert_same(engine.prefill(0, tokens, rows=[4, 0, 4]), every[[4, 0, 4]])
+    assert_same(engine.prefill(0, tokens, positions=[4, 0, 4]), every[[4, 0, 4]])
     assert_same(engine.prefill(0, tokens), every[-1:])
-    assert engine.prefill(0, tokens, rows=[]).shape == (0, VOCAB_SIZE)
+    assert engine.prefill(0, tokens, positions=[]).shape == (0, VOCAB_SIZE)
 
 
 def test_what_stood_behind_the_start_is_overwritten(engine: Engine) -> None:
@@ -203,13 +203,13 @@ def test_the_engine_says_what_its_bundle_says(engine: Engine, bundle: Artifact[E
     ids=["prefill", "decode", "copy_slot"],
 )
 def test_a_call_that_cannot_be_meant_is_refused(engine: Engine, call: Callable[[Engine], object]) -> None:
-    with pytest.raises(BuildError):  # which calls: test_step_inputs.py
+    with pytest.raises(RequestError):  # which calls: test_step_inputs.py
         call(engine)
 
 
 def test_every_position_of_a_slot_can_be_used(engine: Engine) -> None:
     tokens = np.random.default_rng(1).integers(3, VOCAB_SIZE, MAX_POSITIONS).tolist()
-    whole = engine.prefill(0, tokens, rows=[MAX_POSITIONS - 1])
+    whole = engine.prefill(0, tokens, positions=[MAX_POSITIONS - 1])
     engine.prefill(1, tokens[:-1])
     assert_same(engine.decode(tokens[-1:], [MAX_POSITIONS - 1], first_slot=1), whole)
 

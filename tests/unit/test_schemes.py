@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engines.load import find_target, known_targets
 from engines.lowerings import LOWERINGS, Linears, lowering_of
 from engines.passes import linears
 from quantization.formats import format_of, formats, stored_by_rtn
@@ -45,22 +46,23 @@ def test_no_table_knows_a_kind_that_is_not_there() -> None:
     assert formats().keys() == LOWERINGS.keys() == KINDS.keys()
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("target", known_targets())
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_target_has_passes_or_a_reason(kind: str, folder: str) -> None:
-    entry = LOWERINGS[kind][folder.replace("_", "-")]
-    if isinstance(entry, Refusal):
-        assert entry.reason
-        return
-    passes = [step.__name__.rpartition(".")[2] for step in import_module(f"engines.targets.{folder}").PASSES]
-    places = [passes.index(name) for name in entry.passes]
-    assert places and places == sorted(places)
+def test_a_target_has_passes_or_a_reason(kind: str, target: str) -> None:
+    passes = [step.__name__.rpartition(".")[2] for step in find_target(target).passes().every]
+    refusals = [entry for entry in LOWERINGS[kind].values() if isinstance(entry, Refusal)]
+    assert all(refusal.reason for refusal in refusals)
+    families = [entry.passes for entry in LOWERINGS[kind].values() if isinstance(entry, Linears)]
+    own = [names for names in families if set(names) <= set(passes)]
+    assert own or refusals, f"{target} runs the passes of no family"
+    for names in own:
+        assert sorted(names, key=passes.index) == list(names)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_passes_of_ort_cpu_compute_what_the_codes_say(kind: str, symmetric: bool) -> None:
-    entry = LOWERINGS[kind]["ort-cpu"]
+    entry = LOWERINGS[kind]["onnxruntime"]
     assert isinstance(entry, Linears)
     weight = RNG.standard_normal((32, 64)).astype(np.float32)
     stored = stored_by_rtn(scheme(kind, symmetric=symmetric), weight)
@@ -78,9 +80,9 @@ def test_the_passes_of_ort_cpu_compute_what_the_codes_say(kind: str, symmetric: 
 
 
 def test_a_refusal_is_told_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(LOWERINGS["int4"], "ort-cpu", Refusal("int4", "codes this small were never measured"))
-    with pytest.raises(BuildError, match="ort-cpu takes no weights in 4-bit g32: codes this small"):
-        lowering_of(Scheme(bits=4, symmetric=True), "ort-cpu")
+    monkeypatch.setitem(LOWERINGS["int4"], "onnxruntime", Refusal("int4", "codes this small were never measured"))
+    with pytest.raises(BuildError, match="passes for onnxruntime take no weights in 4-bit g32: codes this small"):
+        lowering_of(Scheme(bits=4, symmetric=True), "onnxruntime")
 
 
 def test_a_kind_without_groups_has_one_form() -> None:

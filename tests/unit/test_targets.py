@@ -1,4 +1,4 @@
-"""A target is one folder: found by its name, lowered by its passes, opened by its own engine."""
+"""A target is one module: found by its name, lowered by its passes, opened by its own engine."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import pytest
 
 import engines.targets
 from engines.compile import build
-from engines.load import known_targets, load, target_module
+from engines.load import find_target, graph_target, hardware_target, known_targets, load, open_probe
 from engines.passes import fixed_kv_cache, linears, rotary_tables
+from engines.target import Passes, Target
 from quantization.compressed_tensors import open_checkpoint
 from tapeout.errors import BuildError, FingerprintError
 from tests.families import LAYERS, export_family
@@ -22,17 +23,14 @@ DOCUMENTED = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "do
 ENGINE = "from engines.targets.ort_cpu.engine import OrtCpuEngine as MyEngine\n"
 FEATURES = """
 
-FEATURES = ["chip-1"]
-
-
-def features():
-    return tuple(FEATURES)
+MyChip.chip = "chip-1"
+MyChip.features = lambda self: (self.chip,)
 """
 
 
 @pytest.fixture
 def custom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[str]:
-    """The folder ``my_chip`` of docs/targets.md on the path of ``engines.targets``, as if it lay beside the others."""
+    """The module ``my_chip`` of docs/targets.md on the path of ``engines.targets``, as if it lay beside the others."""
     folder = tmp_path / "targets" / "my_chip"
     folder.mkdir(parents=True)
     (written,) = DOCUMENTED
@@ -44,13 +42,13 @@ def custom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[str]:
         sys.modules.pop(name, None)
 
 
-def test_one_folder_is_a_target(custom: str, tmp_path: Path) -> None:
+def test_one_module_is_a_target(custom: str, tmp_path: Path) -> None:
     graph = export_family("llama", tmp_path)
     bundle = build(
         graph,
         open_checkpoint(graph.folder),
         tmp_path / "bundle",
-        target=custom,
+        target=graph_target(custom),
         precision="float32",
         slots=2,
         kv_scales={},
@@ -59,7 +57,9 @@ def test_one_folder_is_a_target(custom: str, tmp_path: Path) -> None:
     assert bundle.record.passes[0].name == "rotary_tables"
     assert set(bundle.record.fingerprint.libraries) == {"numpy"}
     assert load(tmp_path / "bundle").prefill(0, [3, 4, 5]).shape == (1, graph.record.vocab_size)
-    target_module(custom).FEATURES[:] = ["chip-2"]  # type: ignore[attr-defined]
+    with pytest.raises(BuildError, match="my-chip has no parity probe"):
+        open_probe(bundle)
+    find_target(custom).chip = "chip-2"  # type: ignore[attr-defined]
     with pytest.raises(FingerprintError, match="lacks chip-1"):
         load(tmp_path / "bundle")
 
@@ -68,14 +68,14 @@ def test_a_target_whose_passes_make_no_such_cache_is_refused(
     custom: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graph = export_family("llama", tmp_path)
-    monkeypatch.setattr(target_module(custom), "PASSES", (rotary_tables, linears, fixed_kv_cache), raising=False)
+    monkeypatch.setattr(find_target(custom), "passes", lambda: Passes((rotary_tables, linears, fixed_kv_cache)))
     shape = (graph.record.kv_heads, graph.record.head_size)
     with pytest.raises(BuildError, match=rf"past_key_values\.0\.key is FLOAT after the passes of {custom}") as refused:
         build(
             graph,
             open_checkpoint(graph.folder),
             tmp_path / "bundle",
-            target=custom,
+            target=graph_target(custom),
             precision="float32",
             slots=2,
             kv_scales={f"layers.{n}.{part}_scale": np.ones(shape, np.float32) for n in range(LAYERS) for part in "kv"},
@@ -86,26 +86,33 @@ def test_a_target_whose_passes_make_no_such_cache_is_refused(
     assert not (tmp_path / "bundle").exists()
 
 
-def test_the_targets_are_the_folders() -> None:
-    assert known_targets() == ("ort-cpu", "tensorrt", "tensorrt-rtx")
+def test_the_targets_are_the_modules() -> None:
+    names = {path.stem.replace("_", "-") for path in Path(engines.targets.__path__[0]).glob("[!_]*")}
+    assert set(known_targets()) == names >= {"ort-cpu", "tensorrt", "tensorrt-rtx"}
+    for name in known_targets():
+        assert find_target(name).name == name
 
 
-def test_an_unknown_target_is_told_the_known_ones() -> None:
-    with pytest.raises(BuildError) as refused:
-        target_module("abacus")
-    assert refused.value.expected == "one of ort-cpu, tensorrt, tensorrt-rtx"
+def test_an_unknown_target_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(BuildError, match="no target 'abacus'") as refused:
+        find_target("abacus")
+    assert refused.value.expected == f"one of {', '.join(known_targets())}"
 
 
-def test_a_recipe_cannot_ask_for_hardware_it_does_not_name(tmp_path: Path) -> None:
-    graph = export_family("llama", tmp_path)
-    with pytest.raises(BuildError, match="compiles for named hardware"):
-        build(
-            graph,
-            open_checkpoint(graph.folder),
-            tmp_path / "bundle",
-            target="tensorrt-rtx",
-            precision="float32",
-            slots=2,
-            kv_scales={},
-            parents={},
-        )
+def test_a_recipe_names_no_hardware_and_a_compiler_needs_some() -> None:
+    with pytest.raises(BuildError, match="tensorrt-rtx compiles for named hardware") as refused:
+        graph_target("tensorrt-rtx")
+    assert "ort-cpu" in refused.value.expected
+    with pytest.raises(BuildError, match="ort-cpu has no compile step") as refused:
+        hardware_target("ort-cpu")
+    assert refused.value.expected.endswith("tensorrt, tensorrt-rtx")
+
+
+@pytest.mark.parametrize("name", known_targets())
+def test_what_a_target_declares_it_implements(name: str) -> None:
+    target = find_target(name)
+    declared = {"probe": target.capabilities.parity_probe, "timer": target.capabilities.timed}
+    assert {method: getattr(type(target), method) is not getattr(Target, method) for method in declared} == declared
+    passes = target.passes()
+    assert set(passes.attention) | set(passes.linears) <= set(passes.every)
+    assert target.capabilities.timed <= bool(passes.attention and passes.linears)

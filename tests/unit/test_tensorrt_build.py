@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from engines.bundle import EngineBundle
-from engines.load import load, target_module
+from engines.load import hardware_target, load
 from engines.lowered import LoweredGraph
+from engines.target import Compilation
 from tapeout import artifact
 from tapeout.artifact import Artifact
 from tapeout.errors import BuildError, FingerprintError
@@ -48,9 +49,7 @@ def lowered(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 def compiled(source: Artifact[LoweredGraph], folder: Path, capability: str, **changes: Any) -> Artifact[EngineBundle]:
-    module: Any = target_module("tensorrt-rtx")
-    arguments: dict[str, Any] = {"batches": (1,), "evidence": None, "timing_cache": None, "progress": lambda *_: None}
-    return module.compile_for(source, folder, capability=capability, **(arguments | changes))
+    return hardware_target("tensorrt-rtx").compile(source, folder, Compilation(capability, (1,), **changes))
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -94,11 +93,11 @@ def test_fp8_is_refused_where_the_gpu_has_none_with_the_compilers_reason(lowered
 
 
 def test_unknown_hardware_is_refused_with_the_list_before_anything_is_done() -> None:
-    module: Any = target_module("tensorrt-rtx")
+    target = hardware_target("tensorrt-rtx")
     with pytest.raises(BuildError) as refused:
-        module.require("sm90")
+        target.require("sm90")
     assert "sm89, sm120" in refused.value.expected
-    module.require("sm120")
+    target.require("sm120")
 
 
 def test_a_bundle_does_not_open_where_its_gpu_is_not(lowered: Made, tmp_path: Path) -> None:

@@ -15,12 +15,14 @@ from safetensors.numpy import save_file
 import engines.targets
 from engines.bundle import EngineBundle
 from engines.compile import build
+from engines.load import find_target
 from engines.lowered import LoweredGraph
 from evals.check import Outcome
 from evals.kinds.portable import PortableReport
 from evals.verdict import Verdict
 from pipeline.cli import build as command
 from pipeline.cli.main import main
+from pipeline.stages import hardware
 from quantization.calibration import Calibration, statistics_file
 from quantization.checkpoint import KVScheme, QuantizedModel
 from quantization.compressed_tensors import open_checkpoint
@@ -33,38 +35,47 @@ MATRIX = yaml.safe_load((ROOT / "pipeline/targets/dvc.yaml").read_text())["stage
 # Its compiler makes a file of the lowered graph's name, and knows no chip called "b0".
 TARGET = """
 from engines.bundle import CompiledEngine, EngineBundle
-from engines.targets.tensorrt import PASSES
+from engines.target import HardwareTarget
+from engines.targets.tensorrt import TARGET as TENSORRT
 from tapeout import artifact
-from tapeout.fingerprint import Fingerprint
 from tapeout.errors import BuildError
 
-LIBRARIES = ()
 
+class MyChip(HardwareTarget):
+    name = "my-chip"
+    capabilities = TENSORRT.capabilities
 
-def compile_for(lowered, folder, *, capability, batches, evidence, timing_cache, progress):
-    if capability == "b0":
-        raise BuildError("mychipc cannot compile for b0: no such wires", remedy="choose a1")
-    progress("wiring", 1, 1)
-    with artifact.create(folder, EngineBundle) as draft:
-        (draft.folder / "engine.bin").write_text(lowered.digest)
-        draft.finish(
-            EngineBundle(
+    def passes(self):
+        return TENSORRT.passes()
+
+    def open(self, bundle, *, threads, slots):
+        raise NotImplementedError
+
+    def compile(self, lowered, folder, wanted):
+        if wanted.hardware == "b0":
+            raise BuildError("mychipc cannot compile for b0: no such wires", remedy="choose a1")
+        wanted.progress("wiring", 1, 1)
+        with artifact.create(folder, EngineBundle) as draft:
+            (draft.folder / "engine.bin").write_text(lowered.digest)
+            record = EngineBundle(
                 **lowered.record.said(),
-                target="my-chip",
-                fingerprint=Fingerprint(machine="any", features=(capability,), libraries={}),
+                target=self.name,
+                fingerprint=self.fingerprint(),
                 compiled=CompiledEngine(
-                    capability=capability,
+                    capability=wanted.hardware,
                     executed_on=None,
                     engine_bytes=64,
                     network={"WIRE": 3},
                     profiles=(),
                     warnings=(),
-                    portable=evidence,
+                    portable=wanted.evidence,
                 ),
-            ),
-            parents={"lowered": lowered},
-        )
-    return artifact.load(folder, EngineBundle)
+            )
+            draft.finish(record, parents={"lowered": lowered})
+        return artifact.load(folder, EngineBundle)
+
+
+TARGET = MyChip()
 """
 
 
@@ -81,7 +92,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         graph,
         open_checkpoint(graph.folder),
         artifacts / "baseline",
-        target="ort-cpu",
+        target=find_target("ort-cpu"),
         precision="float32",
         slots=2,
         kv_scales={},
@@ -130,13 +141,15 @@ def here(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gene
     for path in (project / "artifacts").iterdir():
         (tmp_path / "artifacts" / path.name).symlink_to(path)
     (tmp_path / "params.yaml").write_text((project / "params.yaml").read_text())
-    folder = tmp_path / "targets" / "my_chip"
-    folder.mkdir(parents=True)
-    (folder / "__init__.py").write_text(TARGET)
-    monkeypatch.setattr(engines.targets, "__path__", [*engines.targets.__path__, str(folder.parent)])
+    folder = tmp_path / "targets"
+    folder.mkdir()
+    (folder / "my_chip.py").write_text(TARGET)
+    monkeypatch.setattr(engines.targets, "__path__", [*engines.targets.__path__, str(folder)])
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(1)
-    monkeypatch.setattr(command, "_documents", lambda _: [rng.integers(3, VOCAB_SIZE, 12).tolist() for _ in range(3)])
+    monkeypatch.setattr(
+        hardware, "heldout_documents", lambda _: [rng.integers(3, VOCAB_SIZE, 12).tolist() for _ in range(3)]
+    )
     yield tmp_path
     sys.modules.pop("engines.targets.my_chip", None)
 

@@ -70,7 +70,7 @@ def test_the_lowered_graph_computes_the_model(
     tokens = tokens_for(graph)
     expected = float_logits(graph, tokens)
     engine = PortableEngine(lowered(graph, tmp_path / "lowered", precision), max_tokens=TOKENS)
-    actual = engine.prefill(0, tokens, rows=range(TOKENS))
+    actual = engine.prefill(0, tokens, positions=range(TOKENS))
     error = np.abs(actual - expected).max() / np.abs(expected).max()
     assert error < TOLERANCE[precision]
     if precision != "fp16":
@@ -84,7 +84,7 @@ def test_chunks_steps_and_neighbours_change_nothing(
     graph = graphs(family)
     tokens = tokens_for(graph)
     engine = PortableEngine(lowered(graph, tmp_path / "lowered", "fp16"), max_tokens=TOKENS + 2, slots=3)
-    whole = engine.prefill(0, tokens, rows=range(TOKENS))
+    whole = engine.prefill(0, tokens, positions=range(TOKENS))
     engine.prefill(1, tokens[:9])
     np.testing.assert_allclose(engine.prefill(1, tokens[9:], start=9), whole[-1:], atol=2e-2)
     # Slot 0 is one step from the end of the text, slot 1 somewhere in its middle, slot 2 at its start.

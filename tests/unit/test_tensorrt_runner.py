@@ -21,7 +21,7 @@ from engines.portable import PortableEngine
 from engines.protocol import Engine
 from engines.targets.tensorrt.engine import TensorRTEngine
 from tapeout.artifact import Artifact
-from tapeout.errors import BuildError
+from tapeout.errors import RequestError
 from tests.families import MAX_POSITIONS, VOCAB_SIZE, export_family
 from tests.host_gpu import MODULE, HostCuda, host_bundle, install
 from tests.lowered import lowered as lowered_graph
@@ -69,8 +69,8 @@ def same(actual: Any, expected: Any) -> None:
 def test_prefill_in_chunks_with_the_rows_asked_for(pair: Pair) -> None:
     text = tokens(20)
     for engine in (pair.engine, pair.plain):
-        assert engine.prefill(SLOTS - 1, text[:11], rows=[]).shape == (0, VOCAB_SIZE)
-    rest: dict[str, Any] = {"start": 11, "rows": [8, 0, 8]}
+        assert engine.prefill(SLOTS - 1, text[:11], positions=[]).shape == (0, VOCAB_SIZE)
+    rest: dict[str, Any] = {"start": 11, "positions": [8, 0, 8]}
     same(pair.engine.prefill(SLOTS - 1, text[11:], **rest), pair.plain.prefill(SLOTS - 1, text[11:], **rest))
 
 
@@ -142,7 +142,7 @@ def test_a_call_that_cannot_be_meant_is_refused(pair: Pair) -> None:
         lambda: engine.decode([3], [0]),
         lambda: engine.copy_slot(0, -1, 1),
     ):
-        with pytest.raises(BuildError):  # which calls: test_step_inputs.py
+        with pytest.raises(RequestError):  # which calls: test_step_inputs.py
             call()
 
 

@@ -43,7 +43,7 @@ class Ours:
         return Decoded(time.perf_counter() - start, new_tokens, history)
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        return self._engine.prefill(0, tokens, rows=range(len(tokens)))
+        return self._engine.prefill(0, tokens, positions=range(len(tokens)))
 
 
 if __name__ == "__main__":

@@ -1,85 +1,111 @@
-"""ONNX Runtime on CPU: GroupQueryAttention over in-place KV buffers, block-quantized products.
+"""ONNX Runtime on CPU: attention over KV buffers that are updated in place, linears over block-quantized weights.
 
-``LIBRARIES`` enter the fingerprint; ``PASSES`` lower the portable graph, ``KERNEL_PASSES`` among them its linears and
-``ATTENTION_PASSES`` attention; ``complete`` adds the kernels of our own that a graph names; ``open_engine`` runs a
-bundle.
+Native kernels run where the processor allows, ONNX Runtime's own operators elsewhere.
 """
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from engines.target import Capabilities, GraphTarget, Passes
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from engines.bundle import EngineBundle
+    from engines.bundle import EngineBundle, LoweredRecord
+    from engines.passes.base import Pass
     from engines.protocol import Engine
+    from engines.target import Probe, Timer
     from tapeout.artifact import Artifact
-
-LIBRARIES = ("onnxruntime",)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in ("PASSES", "ATTENTION_PASSES", "KERNEL_PASSES"):
-        raise AttributeError(name)
-    from engines.passes import (
-        block_linears,
-        cached_attention,
-        embedding,
-        greedy_head,
-        grouped_query_attention,
-        linear_inputs,
-        linear_kernels,
-        linears,
-        logit_positions,
-        merge_linears,
-        norms,
-        prompt_attention,
-        rotary_tables,
-        silu,
-        static_int8_linears,
-    )
-
-    attention = (grouped_query_attention, cached_attention, prompt_attention)
-    kernels = (static_int8_linears, block_linears, linear_kernels)
-    if name != "PASSES":
-        return kernels if name == "KERNEL_PASSES" else attention
-    return (
-        rotary_tables,
-        linears,
-        merge_linears,
-        *attention,
-        norms,
-        silu,
-        logit_positions,
-        *kernels,
-        greedy_head,
-        linear_inputs,
-        embedding,
-    )
 
 
 def library() -> Path | None:
-    """The kernels of our own, compiled; None where they would not run."""
+    """The native kernels, compiled; None where they cannot run."""
     from engines.native import compiler, level
 
     here = level()
     return compiler.library(here) if here else None
 
 
-def complete(model: ir.Model, folder: Path) -> None:
-    """Put into a bundle's folder what its graph needs beside itself."""
-    from engines import native
+class OrtCpu(GraphTarget):
+    name = "ort-cpu"
+    capabilities = Capabilities(
+        libraries=("onnxruntime",),
+        kv_dtypes=("float32", "int8", "int4"),
+        parity_probe=True,
+        int8_activations=True,
+        timed=True,
+    )
 
-    if native.DOMAIN in {node.domain for node in model.graph.all_nodes()}:
+    def passes(self) -> Passes:
+        from engines.passes import (
+            block_linears,
+            cached_attention,
+            embedding,
+            greedy_head,
+            grouped_query_attention,
+            linear_inputs,
+            linear_kernels,
+            linears,
+            logit_positions,
+            merge_linears,
+            norms,
+            prompt_attention,
+            rotary_tables,
+            silu,
+            static_int8_linears,
+        )
+
+        attention: tuple[Pass, ...] = (grouped_query_attention, cached_attention, prompt_attention)
+        kernels: tuple[Pass, ...] = (static_int8_linears, block_linears, linear_kernels)
+        return Passes(
+            (
+                rotary_tables,
+                linears,
+                merge_linears,
+                *attention,
+                norms,
+                silu,
+                logit_positions,
+                *kernels,
+                greedy_head,
+                linear_inputs,
+                embedding,
+            ),
+            attention=attention,
+            linears=kernels,
+        )
+
+    def complete(self, lowered: LoweredRecord, model: ir.Model, folder: Path) -> EngineBundle:
+        """Adds the library of native kernels where the graph uses one."""
+        from engines import native
+
+        if native.DOMAIN in {node.domain for node in model.graph.all_nodes()}:
+            compiled = library()
+            assert compiled is not None  # or no pass would have used its operators
+            shutil.copyfile(compiled, folder / native.LIBRARY)
+        return super().complete(lowered, model, folder)
+
+    def open(self, bundle: Artifact[EngineBundle], *, threads: int, slots: int | None) -> Engine:
+        from engines.targets.ort_cpu.engine import OrtCpuEngine
+
+        return OrtCpuEngine(bundle, threads=threads, slots=slots)
+
+    def probe(self, bundle: Artifact[EngineBundle], *, threads: int) -> Probe:
+        from engines.probe import OrtProbe
+
+        return OrtProbe(bundle, threads=threads)
+
+    def timer(self, model: ir.Model, threads: int) -> Timer:
+        from engines.sessions import SessionTimer
+
+        return SessionTimer(model, threads, library())
+
+    def kernels(self) -> str:
         compiled = library()
-        assert compiled is not None  # or no pass would have named its operators
-        shutil.copyfile(compiled, folder / native.LIBRARY)
+        return "" if compiled is None else compiled.parent.name
 
 
-def open_engine(bundle: Artifact[EngineBundle], *, threads: int, slots: int | None) -> Engine:
-    from engines.targets.ort_cpu.engine import OrtCpuEngine
-
-    return OrtCpuEngine(bundle, threads=threads, slots=slots)
+TARGET = OrtCpu()

@@ -1,9 +1,9 @@
 """Runs an ``ort-cpu`` bundle: one session, KV buffers in place, bindings kept between steps.
 
-The KV buffers are arrays of zeros as ``IOContract`` has them, which cost no memory until touched. A
-step binds a window of neighbouring slots by address, as past and as present alike, so nothing is copied; the bindings
-of each window are made once and used again. What a step feeds is written where the step before it lay, and bound again
-only where its shape is another: after a step every line of Python is out of the processor's caches, and costs tenfold.
+The KV buffers are arrays of zeros as ``IOContract`` has them; pages cost no memory until they are written. A step binds
+a window of neighbouring slots by address, as past and as present, so nothing is copied. Bindings are made once per
+window. Input buffers are reused and rebound only when the shape changes: after a step, Python's code and data are out
+of the processor's caches, and a line of it costs ten times as much.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from numpy.typing import NDArray
 
 from engines.bundle import GREEDY, NEXT_TOKENS, EngineBundle
 from engines.protocol import FloatArray, TokenArray
-from engines.sessions import cpu_options, library_of
+from engines.sessions import CPU, cpu_options, library_of
 from engines.step_inputs import StepInputs, check_copy, check_decode, prefill_inputs
 from tapeout.artifact import Artifact
 from tapeout.errors import RequestError
 
-# A prompt is fed in pieces: attention then skips most of what causality hides, and a long prompt needs no more memory
-# than a short one. Which size matters little (attention over 1,024 tokens: 144 ms in pieces of 64, 147 of 256).
+# A prompt is fed in pieces: attention then skips most of what the causal mask hides, and a long prompt needs no more
+# memory than a short one. The size matters little (attention over 1,024 tokens: 144 ms in pieces of 64, 147 of 256).
 PROMPT_TOKENS = 256
 
 
 @dataclass
 class _Window:
-    """Bindings for rows ``first .. first+rows-1`` of the KV buffers, and the arrays bound beside them by name."""
+    """Bindings for neighbouring slots of the KV buffers, and the other bound arrays by name."""
 
     binding: ort.IOBinding
     bound: dict[str, NDArray[Any]]
-    fed: int = 0  # tokens a row that the arrays are for
+    fed: int = 0  # tokens per entry that the arrays are for
 
     def array(
         self, bind: Callable[..., None], name: str, shape: tuple[int, ...], dtype: Any = np.int64
     ) -> NDArray[Any]:
-        """What lies at an input or output of the next run; ``bind`` is the binding's own for either."""
+        """The array of an input or output of the next run; ``bind`` is ``bind_input`` or ``bind_output``."""
         array = self.bound.get(name)
         if array is None or array.shape != shape:
             array = self.bound[name] = np.empty(shape, dtype)
@@ -53,45 +53,26 @@ class OrtCpuEngine:
     """See :class:`engines.protocol.Engine`."""
 
     def __init__(self, bundle: Artifact[EngineBundle], *, threads: int = 0, slots: int | None = None) -> None:
-        self._bundle = bundle
         io = bundle.record.io
         options = cpu_options(threads, library_of(bundle))
-        self._session = ort.InferenceSession(
-            str(bundle.folder / "model.onnx"), options, providers=["CPUExecutionProvider"]
-        )
-        self._slots = slots or io.slots
-        self._vocab_size, self._max_tokens = io.vocab_size, io.max_tokens
+        self._session = ort.InferenceSession(str(bundle.folder / "model.onnx"), options, providers=CPU)
+        self.digest, self.slots = bundle.digest, slots or io.slots
+        self.vocab_size, self.max_tokens = io.vocab_size, io.max_tokens
         self._element: Any = np.dtype(io.kv_element).type
         self._cache: dict[str, NDArray[Any]] = {}
         for layer, shape in enumerate(io.kv_layers):
             for part in ("key", "value"):
-                self._cache[f"{layer}.{part}"] = _zeros(io.kv_shape(shape, self._slots, io.max_tokens), self._element)
+                self._cache[f"{layer}.{part}"] = _zeros(io.kv_shape(shape, self.slots, io.max_tokens), self._element)
         self._windows: dict[tuple[int, int, str], _Window] = {}
         self._wants_positions = "position_ids" in io.inputs
         self._gives_either = GREEDY in io.inputs
         self._wants_total = "total_sequence_length" in io.inputs  # as ONNX Runtime's own attention does
 
-    @property
-    def digest(self) -> str:
-        return self._bundle.digest
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def slots(self) -> int:
-        return self._slots
-
-    @property
-    def max_tokens(self) -> int:
-        return self._max_tokens
-
     def prefill(
-        self, slot: int, tokens: Sequence[int], *, start: int = 0, rows: Sequence[int] | None = None
+        self, slot: int, tokens: Sequence[int], *, start: int = 0, positions: Sequence[int] | None = None
     ) -> FloatArray:
-        step = prefill_inputs(self, slot, tokens, start, rows)
-        logits = np.empty((len(step.rows), self.vocab_size), np.float32)
+        step = prefill_inputs(self, slot, tokens, start, positions)
+        logits = np.empty((len(step.logit_positions), self.vocab_size), np.float32)
         for piece, places in step.pieces(PROMPT_TOKENS):
             logits[places] = self._logits(self._feed(slot, piece), len(places))
         return logits
@@ -106,11 +87,11 @@ class OrtCpuEngine:
             self._session.run_with_iobinding(window.binding)
         else:
             logits = self.decode(tokens, lengths, first_slot=first_slot)
-            chosen = logits.argmax(axis=1)  # stops at what is no number
+            chosen = logits.argmax(axis=1)  # of a NaN, if there is one
             chosen[~np.isfinite(logits[np.arange(len(tokens)), chosen])] = -1
         if chosen.min() < 0:
             raise RequestError(
-                f"row {int(chosen.argmin())} of a step has no finite largest logit",
+                f"batch entry {int(chosen.argmin())} of a step has no finite largest logit",
                 expected="finite logits",
                 remedy="rebuild the bundle; `tapeout inspect` shows which quantized layers have the largest errors",
             )
@@ -138,28 +119,28 @@ class OrtCpuEngine:
         return window
 
     def _logits(self, window: _Window, rows: int) -> FloatArray:
-        logits = np.empty((rows, self.vocab_size), np.float32)  # handed over, so bound anew
+        logits = np.empty((rows, self.vocab_size), np.float32)  # the caller keeps it, so it is bound anew
         window.binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
         self._session.run_with_iobinding(window.binding)
         return logits
 
     def _feed(self, slot: int, step: StepInputs) -> _Window:
-        """A window of one row with all inputs of the step; its logits are to be bound."""
+        """A window of one slot with all inputs of the step. The caller binds its logits."""
         window = self._window(slot, 1, "logits")
         self._lay_out(window, 1, step.ids.shape[1], "logits")
         bound, last = window.bound, int(step.starts[0]) + step.ids.shape[1] - 1
-        window.array(window.binding.bind_input, "logit_positions", step.rows.shape)[:] = step.rows
+        window.array(window.binding.bind_input, "logit_positions", step.logit_positions.shape)[:] = step.logit_positions
         bound["input_ids"][:] = step.ids
-        bound["seqlens_k"][:] = last  # positions of the rows' last tokens
+        bound["seqlens_k"][:] = last  # position of the last token
         if self._wants_total:
             bound["total_sequence_length"][...] = last + 1
         if self._wants_positions:
-            bound["position_ids"][:] = step.positions
-        window.fed = 0  # rows whose logits are wanted may be any; a decode step lays them out again
+            bound["position_ids"][:] = step.position_ids
+        window.fed = 0  # wanted logits differ from step to step; a decode step lays the inputs out again
         return window
 
     def _feed_one_each(self, first: int, tokens: Sequence[int], lengths: Sequence[int], wanted: str) -> _Window:
-        """A window with a token of each row; of the graph's outputs beside the cache, ``wanted`` is to be bound."""
+        """A window with one token of each entry. The caller binds the output ``wanted``, logits or next tokens."""
         check_decode(self, tokens, lengths, first)
         rows = len(tokens)
         window = self._window(first, rows, wanted)
@@ -176,7 +157,7 @@ class OrtCpuEngine:
         return window
 
     def _lay_out(self, window: _Window, rows: int, fed: int, wanted: str) -> None:
-        """Bind what does not depend on how many rows' logits are wanted, for steps of ``fed`` tokens a row."""
+        """Bind what does not depend on how many logits are wanted, for steps of ``fed`` tokens per entry."""
         bind, window.fed = window.binding.bind_input, fed
         window.array(bind, "input_ids", (rows, fed))
         window.array(bind, "seqlens_k", (rows,), np.int32)
@@ -192,7 +173,7 @@ def _zeros(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
     """Zeros whose memory is taken page by page as it is written.
 
     ``numpy.zeros`` asks the operating system for huge pages, and a slot's first token then takes 2 MB in every layer:
-    with 32 slots of 192 tokens the default model held 900 MB so, and holds 370 without, at the same speed.
+    with 32 slots of 192 tokens the default model held 900 MB with them, and holds 370 without, at the same speed.
     """
     pages = mmap.mmap(-1, math.prod(shape) * np.dtype(dtype).itemsize)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):

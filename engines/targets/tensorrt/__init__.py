@@ -1,108 +1,89 @@
 """TensorRT: strongly typed, native attention, rotary and KV-cache-update layers, an engine per compute capability.
 
 One code path over two modules with the same API: ``tensorrt`` where it is installed, and ``tensorrt_rtx_bindings``
-(:mod:`engines.targets.tensorrt_rtx`), which compiles for a GPU that is not there. ``LIBRARIES`` and ``features`` enter
-the fingerprint; ``PASSES`` lower the portable graph; ``compile_for`` makes bundles; ``open_engine`` runs one.
+(:mod:`engines.targets.tensorrt_rtx`), which compiles for a GPU that is not present.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from engines.target import Capabilities, Compilation, HardwareTarget, Passes, Precision
+from tapeout.schemes import Scheme
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
-    from engines.bundle import EngineBundle, PortableEvidence
+    from engines.bundle import EngineBundle
     from engines.lowered import LoweredGraph
     from engines.protocol import Engine
-    from engines.targets.tensorrt.compiler import Progress
     from tapeout.artifact import Artifact
 
+PRECISIONS = {
+    "fp16": Precision(),
+    "bf16": Precision(float_type="bf16"),
+    # Groups as the compiler's own kernels have them, smaller where a linear's width asks for it. Its documentation
+    # allows positive scales only.
+    "int4": Precision(weights=Scheme(bits=4, group_size=64, symmetric=True, positive_scales=True)),
+    "fp8": Precision(activation_ranges=True),
+}
 
-@dataclass(frozen=True)
-class TensorRT:
+
+class TensorRT(HardwareTarget):
     """A target over one of the modules."""
 
-    name: str  # of the target
-    module: str  # to import
-    libraries: tuple[str, ...]  # distributions
+    def __init__(self, name: str, module: str, libraries: tuple[str, ...]) -> None:
+        self.name, self.module = name, module
+        self.capabilities = Capabilities(libraries, kv_dtypes=("float16", "bfloat16"), precisions=PRECISIONS)
 
-    def require(self, capability: str) -> None:
-        """:class:`BuildError` if this module cannot compile for it, before anything else is done."""
-        from engines.targets.tensorrt.compiler import load_module, require_capability
-
-        require_capability(load_module(self.module), capability)
-
-    def compile_for(
-        self,
-        lowered: Artifact[LoweredGraph],
-        folder: Path,
-        *,
-        capability: str,
-        batches: Sequence[int],
-        evidence: PortableEvidence | None,
-        timing_cache: Path | None,
-        progress: Progress,
-    ) -> Artifact[EngineBundle]:
-        from engines.targets.tensorrt.compiler import compile_bundle
-
-        return compile_bundle(
-            self.module,
-            lowered,
-            folder,
-            target=self.name,
-            libraries=self.libraries,
-            capability=capability,
-            batches=batches,
-            evidence=evidence,
-            timing_cache=timing_cache,
-            progress=progress,
+    def passes(self) -> Passes:
+        from engines.passes import (
+            fixed_kv_cache,
+            float_linears,
+            fp8_linears,
+            half_precision,
+            int4_linears,
+            linears,
+            logit_positions,
+            rotary_tables,
         )
 
-    def open_engine(self, bundle: Artifact[EngineBundle], *, threads: int, slots: int | None) -> Engine:
+        # The compiler merges Q/K/V and gate/up: merged here, the engine of a 3-profile build was 25 % larger.
+        return Passes(
+            (
+                rotary_tables,
+                linears,
+                fixed_kv_cache,
+                logit_positions,
+                int4_linears,
+                fp8_linears,
+                float_linears,
+                half_precision,
+            )
+        )
+
+    def features(self) -> tuple[str, ...]:
+        """The compute capability of the first GPU, or nothing where there is none."""
+        from engines.targets.tensorrt.hardware import capability
+
+        found = capability()
+        return () if found is None else (found,)
+
+    def require(self, hardware: str) -> None:
+        from engines.targets.tensorrt.compiler import load_module, require_capability
+
+        require_capability(load_module(self.module), hardware)
+
+    def compile(self, lowered: Artifact[LoweredGraph], folder: Path, wanted: Compilation) -> Artifact[EngineBundle]:
+        from engines.targets.tensorrt.compiler import compile_bundle
+
+        return compile_bundle(self, lowered, folder, wanted)
+
+    def open(self, bundle: Artifact[EngineBundle], *, threads: int, slots: int | None) -> Engine:
         """``threads`` has no meaning on a GPU and is ignored."""
         from engines.targets.tensorrt.engine import TensorRTEngine
 
         return TensorRTEngine(self.module, bundle, slots=slots)
 
 
-LIBRARIES = ("tensorrt",)
-_TARGET = TensorRT("tensorrt", "tensorrt", LIBRARIES)
-require, compile_for, open_engine = _TARGET.require, _TARGET.compile_for, _TARGET.open_engine
-
-
-def __getattr__(name: str) -> Any:
-    if name != "PASSES":
-        raise AttributeError(name)
-    from engines.passes import (
-        fixed_kv_cache,
-        float_linears,
-        fp8_linears,
-        half_precision,
-        int4_linears,
-        linears,
-        logit_positions,
-        rotary_tables,
-    )
-
-    # Q/K/V and gate/up are left to the compiler to merge: merged here, the engine of a 3-profile build was 25 % larger.
-    return (
-        rotary_tables,
-        linears,
-        fixed_kv_cache,
-        logit_positions,
-        int4_linears,
-        fp8_linears,
-        float_linears,
-        half_precision,
-    )
-
-
-def features() -> tuple[str, ...]:
-    """What selects kernels here: the compute capability of the first GPU, or nothing where there is none."""
-    from engines.targets.tensorrt.hardware import capability
-
-    found = capability()
-    return () if found is None else (found,)
+TARGET = TensorRT("tensorrt", "tensorrt", ("tensorrt",))

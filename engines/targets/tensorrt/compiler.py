@@ -1,8 +1,8 @@
-"""A LoweredGraph to an engine for one compute capability; the GPU need not be there where the module can do without.
+"""Compiles a LoweredGraph to an engine for one compute capability. TensorRT for RTX needs no GPU for it.
 
-Shapes: one optimization profile for prefill (one row, 1 to max_tokens tokens) and one for each decode batch bucket
-(that many rows, one token each; a bucket of one is always there). KV buffers are
-``[batch, kv_heads, max_tokens, head_size]`` and updated in place.
+One optimization profile is for prefill (batch 1, 1 to max_tokens tokens), and one for each decode batch bucket (one
+token each); there is always a bucket of one. KV buffers are ``[batch, kv_heads, max_tokens, head_size]`` and updated in
+place.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ import contextlib
 import functools
 import importlib
 from collections import Counter
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnx
 
-from engines.bundle import CompiledEngine, EngineBundle, PortableEvidence, Profile
+from engines.bundle import CompiledEngine, EngineBundle, Profile
 from engines.compile import MODEL_FILE, copy_text_files
 from engines.lowered import LoweredGraph
 from engines.passes.fixed_kv_cache import WRITE_POSITIONS
-from tapeout import artifact, fingerprint
+from engines.target import Compilation, Progress
+from tapeout import artifact
 from tapeout.artifact import Artifact, ArtifactRef
 from tapeout.errors import BuildError
-from tapeout.fingerprint import Fingerprint
+
+if TYPE_CHECKING:
+    from engines.targets.tensorrt import TensorRT
 
 ENGINE_FILE = "engine.plan"
 PREFILL_TOKENS = 128  # the prompt length prefill kernels are chosen for
-# What the parser must have made of each layer's cache and attention, and of rotary nodes where there are any.
+# Layers that the parser must make of the nodes for KV caches, attention and rotary embedding.
 NATIVE = {"KV_CACHE_UPDATE": "TensorScatter", "ATTENTION_INPUT": "Attention", "ROTARY_EMBEDDING": "RotaryEmbedding"}
 REMEDIES = {
     "fp8": "choose --precision int4 or fp16 for it; FP8 needs sm89 or later",
     "bf16": "choose --precision fp16 for it; BF16 needs sm80 or later",
 }
-
-Progress = Callable[[str, int, int], None]  # phase, steps done, steps in all
 
 
 def load_module(name: str) -> Any:
@@ -52,7 +52,7 @@ def load_module(name: str) -> Any:
 
 
 def capabilities(module: Any) -> tuple[str, ...]:
-    """Compute capabilities this module can compile for with no such GPU present; empty: only for the one present."""
+    """Compute capabilities this module can compile for with no GPU present; empty: only for the GPU that is present."""
     known = getattr(module, "ComputeCapability", None)
     if known is None:
         return ()
@@ -82,37 +82,24 @@ def require_capability(module: Any, capability: str) -> None:
 
 
 def compile_bundle(
-    module_name: str,
-    lowered: Artifact[LoweredGraph],
-    folder: Path,
-    *,
-    target: str,
-    libraries: tuple[str, ...],
-    capability: str,
-    batches: Sequence[int],
-    evidence: PortableEvidence | None,
-    timing_cache: Path | None,
-    progress: Progress,
+    target: TensorRT, lowered: Artifact[LoweredGraph], folder: Path, wanted: Compilation
 ) -> Artifact[EngineBundle]:
-    """Compile and write one bundle. :class:`BuildError` carries the compiler's own reason.
-
-    ``batches``: decode buckets. ``evidence``: of the lowered graph, to be recorded with it. ``timing_cache``: file in
-    which a builder that measures kernels keeps its timings.
-    """
-    module = load_module(module_name)
-    builder = _Build(module, lowered, capability, tuple(batches), progress)
-    plan = builder.run(timing_cache)
+    """See :meth:`engines.target.HardwareTarget.compile`."""
+    module = load_module(target.module)
+    builder = _Build(module, lowered, wanted)
+    plan = builder.run()
+    evidence = wanted.evidence
     with artifact.create(folder, EngineBundle) as draft:
         (draft.folder / ENGINE_FILE).write_bytes(plan)
         copy_text_files(lowered.folder, draft.folder)
-        here = fingerprint.current(libraries)
+        here = target.fingerprint()
         draft.finish(
             EngineBundle(
                 **lowered.record.said(),
-                target=target,
-                fingerprint=Fingerprint(machine=here.machine, features=(capability,), libraries=here.libraries),
+                target=target.name,
+                fingerprint=here.model_copy(update={"features": (wanted.hardware,)}),
                 compiled=CompiledEngine(
-                    capability=capability,
+                    capability=wanted.hardware,
                     executed_on=None,
                     engine_bytes=plan.nbytes,
                     network=builder.census(),
@@ -131,35 +118,28 @@ def compile_bundle(
 
 
 class _Build:
-    """One run of the compiler. The objects of its API must outlive each other, so they are kept here."""
+    """One run of the compiler. Keeps the objects of its API alive as long as each other."""
 
-    def __init__(
-        self,
-        module: Any,
-        lowered: Artifact[LoweredGraph],
-        capability: str,
-        batches: tuple[int, ...],
-        progress: Progress,
-    ) -> None:
-        self._module, self._lowered, self._capability = module, lowered, capability
-        require_capability(module, capability)
+    def __init__(self, module: Any, lowered: Artifact[LoweredGraph], wanted: Compilation) -> None:
+        self._module, self._lowered, self._wanted = module, lowered, wanted
+        require_capability(module, wanted.hardware)
         self.log: Any = _logger(module)
         self.log.forget()
         self._builder = module.Builder(self.log)
         self._network = self._builder.create_network(0)
-        self._monitor: Any = _monitor(module, progress)
+        self._monitor: Any = _monitor(module, wanted.progress)
         limit = lowered.record.io.max_tokens
         self.profiles = (
             Profile(batch=1, min_tokens=1, opt_tokens=min(PREFILL_TOKENS, limit), max_tokens=limit),
-            *(Profile(batch=b, min_tokens=1, opt_tokens=1, max_tokens=1) for b in sorted({1, *batches})),
+            *(Profile(batch=b, min_tokens=1, opt_tokens=1, max_tokens=1) for b in sorted({1, *wanted.batches})),
         )
 
-    def run(self, timing_cache: Path | None) -> memoryview:
+    def run(self) -> memoryview:
         """The serialized engine, in the compiler's own memory."""
         self._parse()
         config = self._config()
-        if capabilities(self._module):
-            timing_cache = None  # nothing is timed where the GPU need not be there; TensorRT-RTX says it ignores one
+        # Nothing is timed where the GPU need not be present; TensorRT-RTX ignores a timing cache.
+        timing_cache = None if capabilities(self._module) else self._wanted.timing_cache
         if timing_cache is not None:
             cache = config.create_timing_cache(timing_cache.read_bytes() if timing_cache.is_file() else b"")
             config.set_timing_cache(cache, False)
@@ -169,7 +149,7 @@ class _Build:
         if plan is None:
             precision = self._lowered.record.precision
             raise BuildError(
-                f"{self._module.__name__} cannot compile {precision} for {self._capability}: {self.log.reason()}",
+                f"{self._module.__name__} cannot compile {precision} for {self._wanted.hardware}: {self.log.reason()}",
                 expected="a precision that this GPU has",
                 remedy=REMEDIES.get(precision, "see the compiler's reason above"),
             )
@@ -199,7 +179,7 @@ class _Build:
         self._require_native()
 
     def _require_native(self) -> None:
-        """Caches, attention and rotary became layers of their own, and no attention lost its mask on the way."""
+        """Caches, attention and rotary embedding became native layers, and every attention kept its mask."""
         layers, nodes = self.census(), self._lowered.record.census
         for layer, node in NATIVE.items():
             if layers.get(layer, 0) != nodes.get(node, 0):
@@ -218,40 +198,40 @@ class _Build:
         config = self._builder.create_builder_config()
         if capabilities(self._module):
             config.num_compute_capabilities = 1
-            config.set_compute_capability(getattr(self._module.ComputeCapability, self._capability.upper()), 0)
+            config.set_compute_capability(getattr(self._module.ComputeCapability, self._wanted.hardware.upper()), 0)
         config.progress_monitor = self._monitor
         flags = self._module.BuilderFlag
         if hasattr(flags, "REQUIRE_USER_ALLOCATION"):
-            config.set_flag(flags.REQUIRE_USER_ALLOCATION)  # or steps could not be captured as CUDA graphs
+            config.set_flag(flags.REQUIRE_USER_ALLOCATION)  # needed to capture steps as CUDA graphs
         for shapes in self.profiles:
             profile = self._builder.create_optimization_profile()
             for i in range(self._network.num_inputs):
                 tensor = self._network.get_input(i)
                 low, best, high = (
-                    _shape(tensor.name, tuple(tensor.shape), shapes.batch, tokens, rows)
-                    # Logits of every token may be wanted, but of one row each is what serving wants.
-                    for tokens, rows in ((shapes.min_tokens, 1), (shapes.opt_tokens, 1), (shapes.max_tokens,) * 2)
+                    _shape(tensor.name, tuple(tensor.shape), shapes.batch, tokens, logits)
+                    # Logits of every token may be wanted, but serving wants those of one token.
+                    for tokens, logits in ((shapes.min_tokens, 1), (shapes.opt_tokens, 1), (shapes.max_tokens,) * 2)
                 )
                 profile.set_shape(tensor.name, low, best, high)
             config.add_optimization_profile(profile)
         return config
 
 
-def _shape(name: str, shape: tuple[int, ...], batch: int, tokens: int, rows: int) -> tuple[int, ...]:
-    """Shape of an input in a profile: ``tokens`` fed and ``rows`` logits wanted in each sequence of the batch."""
+def _shape(name: str, shape: tuple[int, ...], batch: int, tokens: int, logits: int) -> tuple[int, ...]:
+    """Shape of an input in a profile: in each sequence ``tokens`` are fed and the logits of ``logits`` wanted."""
     if name in ("input_ids", "position_ids"):
         return (batch, tokens)
     if name == "logit_positions":
-        return (batch * rows,)
+        return (batch * logits,)
     if name == WRITE_POSITIONS:
         return (batch,)
     return (batch, *shape[1:])
 
 
 def _fixed_buffers(path: Path, max_tokens: int) -> bytes:
-    """The model's bytes, weights left in their file, with the length of its KV buffers written in.
+    """The model without its weights, with a static length of its KV buffers, as a KV_CACHE_UPDATE layer needs it.
 
-    A KV_CACHE_UPDATE layer wants it static; in the artifact it is a name, so that evidence may take shorter ones.
+    In the artifact the length is symbolic, so that portable evidence can use shorter buffers.
     """
     model = onnx.load(str(path), load_external_data=False)
     for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
@@ -267,7 +247,7 @@ def _attentions(module: Any, network: Any) -> list[tuple[str, bool]]:
     for i in range(network.num_layers):
         layer = network.get_layer(i)
         if layer.type.name == "ATTENTION_INPUT":
-            # The binding hands out the base class; NVIDIA's own tools reach a layer's own members in this way.
+            # The binding returns the base class; NVIDIA's own tools reach a layer's members in this way.
             layer.__class__ = module.IAttentionInputLayer
             found.append((layer.name, layer.attention.mask is not None))
     return found
@@ -275,10 +255,10 @@ def _attentions(module: Any, network: Any) -> list[tuple[str, bool]]:
 
 @functools.cache
 def _logger(module: Any) -> Any:
-    """One for all builds: while anything made with an earlier logger lives, the library speaks to that one alone."""
+    """One logger for all builds: the library keeps using the first as long as any object made with it lives."""
 
     class Log(module.ILogger):
-        """Keeps what the compiler says of one build; nothing is printed."""
+        """Keeps the compiler's messages of one build; nothing is printed."""
 
         def __init__(self) -> None:
             super().__init__()

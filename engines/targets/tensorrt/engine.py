@@ -1,16 +1,17 @@
 """Runs a compiled bundle on the GPU it was compiled for. Written against the API; **not executed yet on any GPU**.
 
 One execution context per optimization profile: prefill, and each decode bucket. KV buffers are device arrays
-``[rows, kv_heads, max_tokens, head_size]`` for ``slots`` sequences and as many rows more as the largest bucket needs
-behind the last slot; a step binds the rows from ``first_slot`` on, as past and as present alike, so the cache is
-updated where it lies. A decode step of B rows runs in the smallest bucket that holds B; the rows behind B are slots
-too, so each is fed token 0 at its own next free position, which nothing reads before it is overwritten. Where such a
-neighbour is full, the step is cut into buckets that fit exactly.
+``[rows, kv_heads, max_tokens, head_size]``: a row for each slot, and as many more as the largest bucket needs after the
+last slot. A step binds the rows from ``first_slot`` on, as past and as present, so the cache is updated in place. A
+decode step of B entries runs in the smallest bucket that holds B. The bucket's other rows are slots, too, so each is
+fed token 0 at its own next free position, which is overwritten before anything reads it. If such a neighbour is full,
+the step is split into buckets that fit exactly.
 
 After its first step, each (bucket, first slot) is captured as a CUDA graph and replayed: its inputs and logits have
 fixed addresses, so a step is small copies, one launch and one copy back. A graph keeps the kernels it was captured
-with, so decode contexts make theirs for the bucket's shape at once; prefill, whose shapes are many, starts with general
-kernels and changes to special ones as they get ready. Steps never overlap, so all contexts share one scratch memory.
+with, so decode contexts compile kernels for the bucket's shape at once. Prefill has many shapes: it starts with general
+kernels and switches to specialized ones when they are ready. Steps never overlap, so all contexts share one scratch
+memory.
 """
 
 from __future__ import annotations
@@ -32,13 +33,12 @@ from tapeout.artifact import Artifact
 from tapeout.cache import cache_folder
 from tapeout.errors import BuildError
 
-HALF_BYTES = 2
-"""Bytes of a cached value: the KV cache is fp16 or bf16."""
+HALF_BYTES = 2  # of a value in the KV cache, which is fp16 or bf16
 
 
 @dataclass
 class _Step:
-    """A context and the device buffers of its small inputs and of its logits; ``graph`` once it was captured."""
+    """A context, the device buffers of its small inputs and logits, and the captured graphs by first slot."""
 
     context: Any
     profile: Profile
@@ -62,8 +62,11 @@ class TensorRTEngine:
         compiled = bundle.record.compiled
         if compiled is None:
             raise BuildError(f"{bundle.folder} holds no compiled engine", remedy="run `tapeout build`")
+        io = bundle.record.io
+        self.digest, self.slots = bundle.digest, slots or io.slots
+        self.vocab_size, self.max_tokens = io.vocab_size, io.max_tokens
         self._cuda: Any = cuda
-        self._bundle, self._compiled = bundle, compiled
+        self._io = io
         self._module = load_module(module_name)
         self._log = self._module.Logger(self._module.Logger.WARNING)
         self._runtime = self._module.Runtime(self._log)
@@ -74,14 +77,13 @@ class TensorRTEngine:
                 expected=f"an engine for {compiled.capability} and these libraries",
                 remedy="run `tapeout build` with the libraries installed here",
             )
-        self._slots = slots or bundle.record.io.slots
         self._stream: Any = checked(cuda.cudaStreamCreate())
         self._allocations: list[int] = []
         self._runtime_cache: Any = None
-        rows = self._slots + max(p.batch for p in compiled.profiles) - 1
+        rows = self.slots + max(p.batch for p in compiled.profiles) - 1
         self._row_bytes = {
-            f"{layer}.{part}": shape.heads * bundle.record.io.max_tokens * shape.head_size * HALF_BYTES
-            for layer, shape in enumerate(bundle.record.io.kv_layers)
+            f"{layer}.{part}": shape.heads * io.max_tokens * shape.head_size * HALF_BYTES
+            for layer, shape in enumerate(io.kv_layers)
             for part in ("key", "value")
         }
         self._cache = {name: self._allocate(size * rows) for name, size in self._row_bytes.items()}
@@ -90,29 +92,13 @@ class TensorRTEngine:
         self._scratch = self._allocate(self._scratch_bytes)
         self._steps = [self._step(index, profile, compiled) for index, profile in enumerate(compiled.profiles)]
 
-    @property
-    def digest(self) -> str:
-        return self._bundle.digest
-
-    @property
-    def vocab_size(self) -> int:
-        return self._bundle.record.io.vocab_size
-
-    @property
-    def slots(self) -> int:
-        return self._slots
-
-    @property
-    def max_tokens(self) -> int:
-        return self._bundle.record.io.max_tokens
-
     def prefill(
-        self, slot: int, tokens: Sequence[int], *, start: int = 0, rows: Sequence[int] | None = None
+        self, slot: int, tokens: Sequence[int], *, start: int = 0, positions: Sequence[int] | None = None
     ) -> FloatArray:
-        inputs = prefill_inputs(self, slot, tokens, start, rows)
-        step, wanted = self._steps[0], len(inputs.rows)
-        if not wanted:  # a profile's shapes begin at one row
-            inputs = replace(inputs, rows=np.array([len(tokens) - 1], np.int64))
+        inputs = prefill_inputs(self, slot, tokens, start, positions)
+        step, wanted = self._steps[0], len(inputs.logit_positions)
+        if not wanted:  # a profile's smallest shape has one
+            inputs = replace(inputs, logit_positions=np.array([len(tokens) - 1], np.int64))
         self._feed(step, inputs)
         self._bind(step, inputs, slot)
         self._launch(step)
@@ -132,7 +118,7 @@ class TensorRTEngine:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _decode(self, step: _Step, tokens: Int64Array, first_slot: int) -> FloatArray:
-        """Feed ``tokens [rows, 1]`` in a bucket of at least as many rows."""
+        """Feed ``tokens [B, 1]`` in a bucket of at least B rows."""
         batch, size = len(tokens), step.profile.batch
         ids = np.zeros((size, 1), np.int64)
         ids[:batch] = tokens
@@ -141,7 +127,7 @@ class TensorRTEngine:
         self._feed(step, inputs)
         if first_slot in step.graphs:
             checked(self._cuda.cudaGraphLaunch(step.graphs[first_slot], self._stream))
-        else:  # as it is, which also prepares its kernels; the capture after it runs nothing
+        else:  # run once, which also prepares the kernels; capturing runs nothing
             self._bind(step, inputs, first_slot)
             self._launch(step)
             checked(self._cuda.cudaStreamSynchronize(self._stream))
@@ -155,7 +141,7 @@ class TensorRTEngine:
     def copy_slot(self, source: int, target: int, length: int) -> None:
         check_copy(self, source, target, length)
         kind = self._cuda.cudaMemcpyKind.cudaMemcpyDeviceToDevice
-        for layer, shape in enumerate(self._bundle.record.io.kv_layers):
+        for layer, shape in enumerate(self._io.kv_layers):
             pitch = self.max_tokens * shape.head_size * HALF_BYTES
             width = length * shape.head_size * HALF_BYTES
             for part in ("key", "value"):
@@ -177,7 +163,7 @@ class TensorRTEngine:
         self._lengths[target] = length
 
     def close(self) -> None:
-        """Keep the just-in-time kernels for the next start, and give the device's memory back."""
+        """Keep the just-in-time kernels for the next start, and free the device's memory."""
         if self._runtime_cache is not None:
             path = self._cache_file()
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -195,7 +181,7 @@ class TensorRTEngine:
             self._stream = None
 
     def _cache_file(self) -> Path:
-        return cache_folder() / "runtime" / f"{self._bundle.digest[:16]}.bin"
+        return cache_folder() / "runtime" / f"{self.digest[:16]}.bin"
 
     def _step(self, index: int, profile: Profile, compiled: CompiledEngine) -> _Step:
         context = self._context(eager=profile.max_tokens == 1)
@@ -209,7 +195,7 @@ class TensorRTEngine:
             "logit_positions": tokens,
             WRITE_POSITIONS: profile.batch,
         }
-        inputs = {name: self._allocate(8 * sizes[name]) for name in self._bundle.record.io.inputs}
+        inputs = {name: self._allocate(8 * sizes[name]) for name in self._io.inputs}
         return _Step(context, profile, inputs, self._allocate(4 * tokens * self.vocab_size), {})
 
     def _context(self, *, eager: bool) -> Any:
@@ -239,9 +225,9 @@ class TensorRTEngine:
         return address
 
     def _bucket(self, batch: int, first_slot: int) -> tuple[_Step, int]:
-        """A decode bucket and how many of the ``batch`` rows it takes: all if its other rows have room, else its size.
+        """A decode bucket, and how many of the batch it takes: all if its other rows have room, else its size.
 
-        There is always a bucket of one row, whose only row has room.
+        There is always a bucket of one, which fits exactly.
         """
         smaller: list[_Step] = []
         for step in self._steps[1:]:  # by size
@@ -263,13 +249,13 @@ class TensorRTEngine:
                 checked(self._cuda.cudaMemcpy(step.inputs[name], value.ctypes.data, value.nbytes, kind))
 
     def _bind(self, step: _Step, inputs: StepInputs, first: int) -> None:
-        """Tell the context the shapes of a step over the rows from ``first`` on, and where everything lies."""
+        """Set the shapes and addresses of a step over the rows from ``first`` on."""
         for name, value in _small(inputs).items():
             if name in step.inputs:
                 step.context.set_input_shape(name, value.shape)
                 step.context.set_tensor_address(name, step.inputs[name])
         step.context.set_tensor_address("logits", step.logits)
-        for layer, shape in enumerate(self._bundle.record.io.kv_layers):
+        for layer, shape in enumerate(self._io.kv_layers):
             for part in ("key", "value"):
                 name = f"{layer}.{part}"
                 address = self._cache[name] + first * self._row_bytes[name]
@@ -300,10 +286,10 @@ class TensorRTEngine:
 
 
 def _small(inputs: StepInputs) -> dict[str, Int64Array]:
-    """What a step is fed besides its caches, by the names of the graph's inputs."""
+    """A step's inputs besides the caches, by the names of the graph's inputs."""
     return {
         "input_ids": inputs.ids,
-        "position_ids": inputs.positions,
-        "logit_positions": inputs.rows,
+        "position_ids": inputs.position_ids,
+        "logit_positions": inputs.logit_positions,
         WRITE_POSITIONS: inputs.starts,
     }

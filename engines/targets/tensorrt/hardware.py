@@ -1,4 +1,4 @@
-"""Which GPU is here, asked of the CUDA driver through ``cuda-bindings``; None on a machine without one."""
+"""The GPU of this machine, as the CUDA driver reports it through ``cuda-bindings``."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from tests.lowering import apply, group, linear, lowering, model_of, named, op, 
 from tests.native import random_linear
 
 X = np.random.default_rng(0).standard_normal((5, 64)).astype(np.float32)
-OUTSIDE = "logits are not what a native product returns; tokens are chosen outside the graph"
+OUTSIDE = "logits are not the output of a native linear; tokens are chosen outside the graph"
 
 
 def lowered(logits: ir.Value, x: ir.Value) -> tuple[ir.Model, tuple[int, tuple[str, ...]]]:

@@ -108,7 +108,7 @@ def test_a_product_that_is_an_output_keeps_its_name(residual: bool) -> None:
 @pytest.mark.parametrize("residual", [False, True])
 def test_a_norm_that_two_products_read_stays(residual: bool) -> None:
     a, b = value("a", SHAPE), value("b", SHAPE)
-    said = [f"layers.0.{name}: others read the norm before it, too" for name in ("fc", "up")]
+    said = [f"layers.0.{name}: the norm has other consumers" for name in ("fc", "up")]
     shared = norm(op("Add", [a, b], SHAPE) if residual else a)
     model = model_of([a, b], [read("y", product(shared)), read("z", product(shared, "up"))])
     kind = "SkipSimplifiedLayerNormalization" if residual else "SimplifiedLayerNormalization"
@@ -119,7 +119,7 @@ def test_a_norm_that_is_an_output_stays() -> None:
     a = value("a", SHAPE)
     shared = norm(a)
     model = model_of([a], [read("y", product(shared)), named("z", shared)])
-    said = ["layers.0.fc: others read the norm before it, too"]
+    said = ["layers.0.fc: the norm has other consumers"]
     check(model, 0, said, ["BlockLinear", "SimplifiedLayerNormalization"])
 
 
@@ -177,7 +177,7 @@ def test_a_gated_activation_that_others_read_stays() -> None:
     x = value("x", ["batch", "tokens", 2 * WIDTH])
     gate, up = halves(x)
     made = op("Mul", [silu_of(gate), up], SHAPE)
-    said = ["layers.0.fc: others read the gated activation before it, too"]
+    said = ["layers.0.fc: the gated activation has other consumers"]
     check(
         model_of([x], [read("y", product(made)), read("z", made)]),
         0,
@@ -207,7 +207,7 @@ def test_a_gate_that_is_not_the_first_half_stays(source: str) -> None:
     a, b, x = value("a", SHAPE), value("b", SHAPE), value("x", ["batch", "tokens", 2 * WIDTH])
     first, second = halves(x)
     gate, up = {"two inputs": (a, b), "second half": (second, first), "same half": (first, first)}[source]
-    said = ["layers.0.fc: its gate and what it gates are not the halves of one product"]
+    said = ["layers.0.fc: gate and up are not the halves of one linear"]
     model = model_of([a, b, x], [read("y", product(op("Mul", [silu_of(gate), up], SHAPE)))])
     check(model, 0, said, ["BlockLinear", "Mul", "QuickGelu"] + ["Split"] * (source != "two inputs"))
 
@@ -238,4 +238,4 @@ def test_a_graph_without_native_products_is_said(request: pytest.FixtureRequest)
     model = model_of([a], [read("y", product(norm(a)))])
     lowered = lowering(model, {"block.fc.weight": CODES["fc"]})
     outcome = apply(lowered, linears, norms, block_linears, linear_inputs)
-    assert (outcome.matched, outcome.declined) == (0, ("no native product in the graph",))
+    assert (outcome.matched, outcome.declined) == (0, ("no native linear in the graph",))

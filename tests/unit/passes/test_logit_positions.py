@@ -40,5 +40,5 @@ def test_without_a_head_every_row_is_computed_and_that_is_said() -> None:
     model = graph(capped=False)
     lowered = lowering(model, groups=[group("layers.0.o", "lm_head", out_features=53)])
     outcome = apply(lowered, linears, logit_positions)
-    assert outcome.matched == 0 and "not the output head" in outcome.declined[0]
+    assert outcome.matched == 0 and "not lm_head" in outcome.declined[0]
     assert [i.name for i in model.graph.inputs] == ["x"]

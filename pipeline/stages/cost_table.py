@@ -1,11 +1,14 @@
-"""What the products and the attention of a model cost on this machine, as the planner wants to know it."""
+"""The cost table of a model: what its linears and its attention cost on this machine, as the plan solver needs it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from engines import attention_costs, linear_costs
 from engines.linear_costs import Shape
+from engines.load import find_target, known_targets
+from engines.target import Target
 from engines.threads import physical_cores
 from engines.timing import Seconds, streamed_bytes
 from quantization.cost_table import CostTable, schemes_by_shape, workload_of
@@ -16,30 +19,37 @@ from tapeout.errors import RecipeError
 from tapeout.portable_graph import PortableGraph
 from tapeout.recipe import Recipe
 
-TIMED_TARGET = "ort-cpu"
-CHOSEN = {"schemes": "auto", "embeddings": "auto", "kv_cache": "auto"}  # of a plan: everything that can be
+CHOSEN = {"schemes": "auto", "embeddings": "auto", "kv_cache": "auto"}  # all of a plan that can be chosen
+
+
+def timed_target(recipe: Recipe) -> Target[Any]:
+    """The recipe's target; :class:`RecipeError` if it times no kernels."""
+    target = find_target(recipe.build.target)
+    if not target.capabilities.timed:
+        timed = [name for name in known_targets() if find_target(name).capabilities.timed]
+        raise RecipeError(
+            f"build.target: {target.name}, which times no kernels on this machine",
+            expected=f"one of {', '.join(timed)}",
+            remedy="write the rules of plan.schemes out, or choose such a target",
+        )
+    return target
 
 
 def cost_table(
     recipe: Recipe, graph: PortableGraph, *, measure: bool, progress: Callable[[str], None] = lambda _: None
 ) -> CostTable:
-    """Bytes of every product, and its seconds under every kernel it may get; seconds of attention likewise.
+    """Bytes and seconds of every linear under every scheme it may get; seconds of attention likewise.
 
-    ``measure`` False: seconds as far as they were measured here before. :class:`RecipeError` for a target whose
-    products are not timed on this machine.
+    ``measure`` False: seconds as far as they were measured here before. :class:`RecipeError` if it is True and the
+    target times no kernels.
     """
-    if measure and recipe.build.target != TIMED_TARGET:
-        raise RecipeError(
-            f"plan.schemes: auto for {recipe.build.target}",
-            expected=f"{TIMED_TARGET}, whose products are timed on this machine",
-            remedy="write the rules of plan.schemes out",
-        )
+    target = timed_target(recipe) if measure else find_target(recipe.build.target)
     threads = recipe.build.threads or physical_cores()
-    rows = sorted({1, *workload_of(recipe.plan)})  # prefill computes one row of the head
+    rows = sorted({1, *workload_of(recipe.plan)})  # prefill computes one row of lm_head
     sizes: dict[tuple[int, int], dict[str, int]] = {}
     seconds: dict[tuple[int, int], Seconds] = {}
     wanted = schemes_by_shape(graph, recipe.plan)
-    # Figures are kept for kernels that were timed together; a plan that is written out finds those of a chosen one.
+    # Times are kept for schemes that were timed together; a plan that is written out finds those of a chosen one.
     compared = recipe.plan if measure else recipe.plan.model_copy(update=CHOSEN)
     together, context = schemes_by_shape(graph, compared), min(recipe.plan.context, graph.max_positions)
     streamed = streamed_bytes(sum(group.in_features * sum(group.out_features) for group in graph.groups))
@@ -47,8 +57,9 @@ def cost_table(
         shape = Shape(columns, outputs)
         if measure:
             progress(f"costs of {columns} x {outputs} at {', '.join(map(str, rows))} rows ({number} of {len(wanted)})")
-        sizes[columns, outputs] = {k.name: linear_costs.product_bytes(shape, k, stored_by_rtn) for k in kernels}
+        sizes[columns, outputs] = {k.name: linear_costs.linear_bytes(target, shape, k, stored_by_rtn) for k in kernels}
         seconds[columns, outputs] = linear_costs.costs(
+            target,
             shape,
             together[columns, outputs],
             rows,
@@ -59,8 +70,9 @@ def cost_table(
         )
     dtypes = [cache.dtype for cache in caches(compared.kv_cache, graph.head_size)]
     if measure:
-        progress(f"costs of attention over {context} tokens, kept as {', '.join(dtypes)}")
+        progress(f"costs of attention over {context} tokens, in {', '.join(dtypes)}")
     attention = attention_costs.costs(
+        target,
         graph,
         dtypes,
         sorted(workload_of(recipe.plan)),
@@ -70,12 +82,12 @@ def cost_table(
         threads=threads,
         only_kept=not measure,
     )
-    return CostTable(recipe.build.target, threads, recipe.build.slots, context, sizes, seconds, attention)
+    return CostTable(target.name, threads, recipe.build.slots, context, sizes, seconds, attention)
 
 
 def timed(plan: PrecisionPlan, recipe: Recipe, graph: PortableGraph) -> PrecisionPlan:
-    """A plan that was written out, with the times of its kernels as far as they were measured here before, and the
-    bytes that its KV cache takes in the recipe's engine.
+    """A plan that was written out, with the times of its schemes as far as they were measured here before, and the
+    bytes of its KV cache in the recipe's engine.
     """
     if plan.search is not None:
         return plan

@@ -1,0 +1,157 @@
+"""What a target is: how it lowers a graph, compiles it, opens a bundle, probes it for parity and times its kernels.
+
+A module in ``engines/targets`` is a target. It defines ``TARGET``, a :class:`GraphTarget` or a :class:`HardwareTarget`;
+``engines.load`` finds it by the module's name. Backends are imported inside the methods that need them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from engines.bundle import EngineBundle, LoweredRecord, PortableEvidence
+from engines.lowered import LoweredGraph, bits_per_weight
+from engines.protocol import Engine, FloatArray
+from tapeout import fingerprint
+from tapeout.artifact import Artifact
+from tapeout.errors import BuildError
+from tapeout.fingerprint import Fingerprint
+from tapeout.schemes import Scheme
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+    from numpy.typing import NDArray
+
+    from engines.passes.base import Pass
+
+Made = TypeVar("Made", bound=LoweredRecord)
+Progress = Callable[[str, int, int], None]  # phase, steps done, steps in all
+Probe = Callable[[Sequence[int]], tuple[FloatArray, dict[str, FloatArray]]]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A precision that ``tapeout build --precision`` can name, and what it needs."""
+
+    float_type: str = "fp16"  # of everything that is not quantized, and of the KV cache
+    weights: Scheme | None = None  # linears must be stored in this scheme
+    activation_ranges: bool = False  # the largest calibrated |x| of each linear group
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a target declares. Callers ask this, never the target's class or attributes."""
+
+    libraries: tuple[str, ...]  # distributions whose versions enter the fingerprint
+    kv_dtypes: tuple[str, ...]
+    precisions: Mapping[str, Precision] = field(default_factory=dict[str, Precision])  # empty: the plan decides
+    parity_probe: bool = False  # ``probe`` is implemented
+    int8_activations: bool = False  # linears over blocks of codes round their input to int8, by row and block
+    timed: bool = False  # ``timer`` is implemented, so a plan can be chosen for this target
+
+    def precision(self, name: str) -> Precision:
+        """:class:`BuildError` for a precision that the target does not declare."""
+        if not self.precisions:
+            return Precision(float_type="fp32")
+        if name not in self.precisions:
+            raise BuildError(f"precision {name!r}", expected=f"one of {', '.join(self.precisions)}")
+        return self.precisions[name]
+
+
+@dataclass(frozen=True)
+class Passes:
+    """``every``: the passes of a build, in order. ``attention`` and ``linears``: those of them that are timed."""
+
+    every: tuple[Pass, ...]
+    attention: tuple[Pass, ...] = ()
+    linears: tuple[Pass, ...] = ()
+
+
+class Timer(Protocol):
+    """A small model that is loaded and can be run over and over."""
+
+    def bind(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Inputs are read from, and outputs written to, the arrays of their names. Other names are ignored."""
+        ...
+
+    def seconds(self) -> float:
+        """One run."""
+        ...
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """What a compiler is asked for. ``batches``: decode buckets. ``timing_cache``: file for measured kernel timings."""
+
+    hardware: str  # compute capability, such as "sm89"
+    batches: tuple[int, ...]
+    evidence: PortableEvidence | None = None
+    timing_cache: Path | None = None
+    progress: Progress = lambda phase, done, total: None
+
+
+class Target(ABC, Generic[Made]):
+    """Use :class:`GraphTarget` where the lowered graph is what runs, else :class:`HardwareTarget`."""
+
+    name: str
+    capabilities: Capabilities
+    noun: type[Made]  # of what a build writes
+
+    @abstractmethod
+    def passes(self) -> Passes: ...
+
+    @abstractmethod
+    def complete(self, lowered: LoweredRecord, model: ir.Model, folder: Path) -> Made:
+        """The record of a lowered graph in ``folder``, after any further file was added there."""
+
+    @abstractmethod
+    def open(self, bundle: Artifact[EngineBundle], *, threads: int, slots: int | None) -> Engine:
+        """See :func:`engines.load.load`, which checks the fingerprint before."""
+
+    def features(self) -> tuple[str, ...]:
+        """What selects kernels on this machine. A bundle opens only where it is the same."""
+        return fingerprint.cpu_features()
+
+    def fingerprint(self) -> Fingerprint:
+        return fingerprint.current(self.capabilities.libraries, self.features)
+
+    def probe(self, bundle: Artifact[EngineBundle], *, threads: int) -> Probe:
+        """Gives logits ``[S, V]`` of one document and each linear's output ``[S, out]`` by parameter name."""
+        raise BuildError(
+            f"{self.name} has no parity probe", expected="a target that declares one", remedy="see docs/targets.md"
+        )
+
+    def timer(self, model: ir.Model, threads: int) -> Timer:
+        raise BuildError(f"{self.name} times no kernels", expected="a target that does", remedy="see docs/targets.md")
+
+    def kernels(self) -> str:
+        """Version of the target's own kernels; measured times are kept under it."""
+        return ""
+
+
+class GraphTarget(Target[EngineBundle]):
+    """The lowered graph is what runs, on the machine it is built on."""
+
+    noun = EngineBundle
+
+    def complete(self, lowered: LoweredRecord, model: ir.Model, folder: Path) -> EngineBundle:
+        return EngineBundle(**lowered.said(), target=self.name, fingerprint=self.fingerprint())
+
+
+class HardwareTarget(Target[LoweredGraph]):
+    """The lowered graph is compiled for named hardware, which need not be present."""
+
+    noun = LoweredGraph
+
+    def complete(self, lowered: LoweredRecord, model: ir.Model, folder: Path) -> LoweredGraph:
+        return LoweredGraph(**lowered.said(), bits_per_weight=round(bits_per_weight(model), 4))
+
+    def require(self, hardware: str) -> None:
+        """:class:`BuildError` for hardware that cannot be compiled for, before any other work is done."""
+
+    @abstractmethod
+    def compile(self, lowered: Artifact[LoweredGraph], folder: Path, wanted: Compilation) -> Artifact[EngineBundle]:
+        """Compile and write one bundle. :class:`BuildError` gives the compiler's own reason."""
