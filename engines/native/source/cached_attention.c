@@ -585,7 +585,7 @@ static void attend(void* state, size_t index) {
   const char *keys = w->present_key + cache * w->T * size, *values = w->present_value + cache * w->T * size;
   int64_t from = k->window ? unit.first + 1 - k->window : 0;
   from = from > 0 ? from / KEYS * KEYS : 0;
-  /* While decoding, the next unit is prefetched: ONNX Runtime hands a thread adjacent indexes, whatever their number. */
+  /* While decoding, the next unit is prefetched: ONNX Runtime gives a thread a run of adjacent indexes as a rule. */
   const int64_t next = cache + 1;
   const int64_t next_tokens = w->units == 1 && next < caches ? w->last[next / k->kv_heads] + (int64_t)1 : 0;
   for (int64_t start = from; start < total; start += KEYS) {
