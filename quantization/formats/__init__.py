@@ -72,9 +72,10 @@ def stored_by_rtn(scheme: Scheme, weight: FloatArray) -> QuantizedLinear | Float
 
 
 def inferred_bits(columns: int, words: int) -> int | None:
-    """How many bits a packed code has, by the words of a row; None where no format packs so."""
+    """How many bits a packed code has, by the words of ``columns`` codes; None where not exactly one format fits."""
     packed = (fmt for fmt in formats().values() if isinstance(fmt, Packed))
-    return next((fmt.bits for fmt in packed if fmt.words_of(columns) == words), None)
+    fitting = [fmt.bits for fmt in packed if fmt.words_of(columns) == words]
+    return fitting[0] if len(fitting) == 1 else None
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,7 @@ def test_refuses_rows_that_are_too_few_too_short_or_repeated(
     texts = tiny_texts(4, 1)
     for wrong, message in [
         (texts[:3], "3 samples"),
-        ([*texts[:3], "Yes."], "row 3 has"),
+        ([*texts[:3], "Yes."], "sample 3 has"),
         ([*texts[:3], texts[0]], "samples 0 and 3 hold the same"),
     ]:
         with pytest.raises(SourceError, match=message):

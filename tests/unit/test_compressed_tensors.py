@@ -94,8 +94,8 @@ def test_words_are_those_the_official_compressor_packs(bits: int, columns: int) 
 
 
 @pytest.mark.parametrize("columns", range(16, 208, 16))
-def test_bits_are_told_by_the_number_of_words(tmp_path: Path, columns: int) -> None:
-    """A checkpoint's tensors do not say how many bits a code has."""
+def test_bits_are_told_by_the_config(tmp_path: Path, columns: int) -> None:
+    """A checkpoint's tensors do not say how many bits a code has; of few columns several formats make as many words."""
     writer = CheckpointWriter(tmp_path)
     linears = {
         bits: round_to_nearest(weight(columns=columns), Scheme(bits=bits, group_size=16, symmetric=False))
@@ -104,6 +104,8 @@ def test_bits_are_told_by_the_number_of_words(tmp_path: Path, columns: int) -> N
     for bits, linear in linears.items():
         writer.add_linear(f"in{bits}.weight", linear)
     writer.finish()
+    config = quantization_config({f"in{bits}.weight": linear.scheme for bits, linear in linears.items()}, {}, [])
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
     checkpoint = open_checkpoint(tmp_path)
     for bits, linear in linears.items():
         read = checkpoint.linear(f"in{bits}.weight")

@@ -93,7 +93,7 @@ def test_defaults_fill_what_is_not_said(tmp_path: Path) -> None:
         ({"build": {"zzz": 1}}, "valid keys: "),
         (
             {"plan": {"schemes": [{"match": "*", "bits": 3}]}},
-            "plan.schemes.0.bits: expected one of 4, 6, 8, 32, found 3",
+            "plan.schemes.0.bits: expected one of 4, ",
         ),
         (
             {"plan": {"schemes": [{"mach": "*", "bits": 8}]}},

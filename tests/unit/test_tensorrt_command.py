@@ -28,6 +28,7 @@ from quantization.checkpoint import KVScheme, QuantizedModel
 from quantization.compressed_tensors import open_checkpoint
 from tapeout import artifact
 from tapeout.portable_graph import PortableGraph
+from tapeout.recipe import Quantize
 from tests.families import VOCAB_SIZE, export_family
 
 ROOT = Path(__file__).parents[2]
@@ -191,12 +192,12 @@ def test_int4_weights_are_quantized_on_the_calibration(here: Path) -> None:
     assert main(["build", "--target", "my-chip:a1", "--precision", "int4"]) == 0
     folder = here / "artifacts/targets/int4"
     quantized = artifact.load(folder / "quantized", QuantizedModel)
-    formats = {(linear.bits, linear.group_size, linear.symmetric) for linear in quantized.record.linears}
-    assert formats == {(4, 64, True), (4, 32, True), (32, 0, True)}  # 96 inputs have no whole groups of 64
-    assert quantized.record.method == "awq"
+    schemes = {linear.scheme.name for linear in quantized.record.linears}
+    assert schemes == {"4-bit g64", "4-bit g32", "fp32"}  # 96 inputs have no whole groups of 64
+    assert quantized.record.candidates == Quantize().candidates
     bundle = artifact.load(folder / "my-chip-a1", EngineBundle).record
     assert artifact.load(folder / "lowered", LoweredGraph).parents["quantized"] == quantized.ref
-    assert bundle.census["DequantizeLinear"] == sum(linear.bits == 4 for linear in quantized.record.linears)
+    assert bundle.census["DequantizeLinear"] == sum(linear.scheme.bits == 4 for linear in quantized.record.linears)
     assert bundle.compiled is not None and bundle.compiled.portable is not None and bundle.compiled.portable.kl > 1e-6
     # Their scales are positive, so the pass has nothing to report but the head.
     declined = next(report.declined for report in bundle.passes if report.name == "int4_linears")
