@@ -204,8 +204,8 @@ def inspect(
 
     Example: `tapeout inspect artifacts/candidate`
     """
-    from pipeline.cli.explain import explain
     from pipeline.cli.tables import explanation
+    from tapeout.lineage import explain
 
     found = explain(path)
     _show(asdict(found), explanation(found), as_json)
@@ -379,4 +379,5 @@ def _show(record: Any, shown: RenderableType, as_json: bool) -> None:
     else:
         from pipeline.cli.tables import console
 
-        console().print(shown)
+        plain = isinstance(shown, str)
+        console().print(shown, markup=not plain, soft_wrap=plain)

@@ -15,7 +15,7 @@ from rich.tree import Tree
 
 from evals.verdict import COLUMNS, Outcome, Verdict
 from pipeline.cli.doctor import Diagnosis, Status
-from pipeline.cli.explain import Explanation, Parent, fields
+from tapeout.lineage import Explanation, Parent, fields
 
 OUTCOME_STYLE = {Outcome.PASS: "bold green", Outcome.FAIL: "bold red", Outcome.INCONCLUSIVE: "bold yellow"}
 STATUS_STYLE = {

@@ -18,11 +18,11 @@ import yaml
 from engines import timing
 from engines.bundle import EngineBundle
 from evals.verdict import Outcome, Verdict
-from pipeline.cli.explain import explain
 from pipeline.recipes import shipped
 from pipeline.stages import wiring
 from quantization.plan import PrecisionPlan
 from tapeout import artifact
+from tapeout.lineage import explain
 from tests.stage_reads import leaves, recording
 
 ROOT = Path(__file__).parents[2]

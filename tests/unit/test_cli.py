@@ -22,11 +22,11 @@ from engines.bundle import EngineBundle, IOContract
 from engines.native import LEVELS
 from evals.verdict import Check, Outcome, Verdict
 from pipeline.cli.doctor import Finding, Status, diagnose, processor
-from pipeline.cli.explain import explain, fields
 from pipeline.cli.main import app, main
 from tapeout.artifact import ArtifactRef, Parents, Record, Roles, create, load
 from tapeout.errors import ExitCode
 from tapeout.fingerprint import Fingerprint
+from tapeout.lineage import explain, fields
 from tapeout.recipe import Gate
 from tests.unit.test_generate import Scripted, characters
 
