@@ -45,6 +45,7 @@ COMMANDS = [
     "recipe",
     "build",
 ]
+ROOT = Path(__file__).parents[2]
 CODES = {Outcome.PASS: 0, Outcome.FAIL: 1, Outcome.INCONCLUSIVE: 3}
 
 
@@ -332,7 +333,12 @@ def test_a_reader_that_leaves_is_not_a_failed_gate(here: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=here, stdout=writing, stderr=subprocess.PIPE, check=False
+        [sys.executable, "-c", program],
+        cwd=here,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        check=False,
     )
     os.close(writing)
     assert done.returncode == ExitCode.BROKEN
