@@ -1,7 +1,7 @@
 """Messages to prompt text through the bundle's own chat template.
 
 The environment is the one transformers renders with (``utils/chat_template_utils.py``): sandboxed, since a template
-is a stranger's program; a test compares the two.
+is code from an untrusted author; a test compares the two.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class ChatTemplate:
                 **(self._special_tokens | _plain(variables)),
             )
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
-            # A template is a program: whatever it trips over is about these messages and this template.
+            # A template is a program: any error in it is about these messages and this template.
             raise RequestError(f"the chat template refused the messages: {error}") from error
 
 
@@ -103,7 +103,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
 
 class _GenerationBlock(Extension):
-    """``{% generation %}`` marks the assistant's words for training; for serving it is transparent."""
+    """``{% generation %}`` marks the assistant's text for training; serving ignores it."""
 
     tags = {"generation"}  # noqa: RUF012  the base class declares it so
 
@@ -113,7 +113,7 @@ class _GenerationBlock(Extension):
 
 
 def _plain(value: Any) -> Any:
-    """A deep copy made of JSON types only, so that a template never holds an object with methods of consequence."""
+    """A deep copy of JSON types only, so that a template never gets an object with methods that have side effects."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):

@@ -22,7 +22,7 @@ class Detokenizer:
         added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token for token, entry in added.items() if entry.special)
         self._context: list[int] = []  # tokens of the last piece
-        self._pending: list[int] = []  # tokens whose text is not out yet
+        self._pending: list[int] = []  # tokens whose text is still held back
 
     def push(self, token: int) -> str:
         """The text that this token completes; empty while a character is unfinished."""
@@ -36,7 +36,7 @@ class Detokenizer:
         return text
 
     def finish(self) -> str:
-        """What is still held back: bytes that never became a character read as U+FFFD."""
+        """The text that is still held back: bytes that never became a character read as U+FFFD."""
         text = self._new_text() if self._pending else ""
         self._context, self._pending = [], []
         return text

@@ -1,6 +1,6 @@
 """One request on one engine: prompt tokens in, a stream of text pieces out.
 
-Serving many requests at once is the scheduler's work; this is the whole path of a single one.
+Serving many requests at once is the scheduler's task; this is the whole path of a single one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class GenerationSettings:
 
 @dataclass(frozen=True)
 class Piece:
-    """Text that is now certain, and how many tokens the response has by now. The last piece says why it ended."""
+    """New text, and the number of tokens of the response so far. The last piece has a finish reason."""
 
     text: str
     tokens: int
@@ -60,7 +60,7 @@ def generate(
     outside = [token for token in prompt if not 0 <= token < engine.vocab_size]
     if outside:
         raise RequestError(f"the prompt holds token {outside[0]}", expected=f"ids below {engine.vocab_size}")
-    # The last new token is never fed back, so it needs no place in the slot.
+    # The last new token is never fed back, so it needs no position in the slot.
     room = engine.max_tokens - len(prompt) + 1
     if settings.max_new_tokens > room:
         remedy = f"ask for at most {room} new tokens" if room > 0 else "shorten the prompt"
@@ -107,7 +107,7 @@ def _last_text(detokenizer: Detokenizer, matcher: StopMatcher) -> str:
 
 
 class StopMatcher:
-    """Finds stop strings in text that arrives in pieces, and holds back only what could still become one.
+    """Finds stop strings in streamed text, and holds back only text that could still become one.
 
     >>> matcher = StopMatcher(("</end>",))
     >>> matcher.push("a <b> </"), matcher.push("end> c"), matcher.matched
@@ -120,7 +120,7 @@ class StopMatcher:
         self.matched = False
 
     def push(self, text: str) -> str:
-        """The text that is certain to stand before any stop string; nothing once one has matched."""
+        """The text that certainly precedes any stop string; empty after a match."""
         if self.matched:
             return ""
         text = self._held + text
@@ -135,12 +135,12 @@ class StopMatcher:
         return text[: len(text) - keep]
 
     def finish(self) -> str:
-        """What was held back and turned out to be no stop string."""
+        """The text that was held back and is not a stop string."""
         text, self._held = self._held, ""
         return text
 
     @staticmethod
     def _overlap(text: str, stop: str) -> int:
-        """Length of the longest beginning of ``stop`` that ``text`` ends with."""
+        """Length of the longest prefix of ``stop`` that ``text`` ends with."""
         longest = min(len(stop) - 1, len(text))
         return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,6 +1,6 @@
 """From logits to the next token: greedy, temperature, top-k, top-p, min-p and repetition penalty.
 
-B  rows sampled together      V  vocabulary size
+B  requests sampled together      V  vocabulary size
 
 Each request owns a :class:`Sampler` with its own seeded generator, so the tokens it draws depend on its seed and its
 logits alone, never on its batch neighbours. The filters and their order (penalty, temperature, top-k, top-p, min-p)
@@ -30,8 +30,8 @@ NUCLEUS_GUESS = 1024
 class SamplingSettings:
     """How one request turns logits into tokens. The defaults are greedy decoding.
 
-    ``top_k`` 0, ``top_p`` 1, ``min_p`` 0 and ``repetition_penalty`` 1 switch the filter off. ``seed`` None takes fresh
-    entropy from the operating system.
+    ``top_k`` 0, ``top_p`` 1, ``min_p`` 0 and ``repetition_penalty`` 1 switch the filter off. ``seed`` None draws the
+    seed from the operating system.
     """
 
     temperature: float = 0.0
@@ -68,7 +68,7 @@ class Sampler:
 
     @property
     def draws_argmax(self) -> bool:
-        """True when the raw logits' argmax is the answer, so a batch of such rows needs one pass."""
+        """True when the raw logits' argmax is the answer, so a batch of such requests needs one pass."""
         return self.settings.temperature == 0 and self._seen is None
 
     def draw(self, logits: FloatArray) -> int:
@@ -94,19 +94,19 @@ class Sampler:
 def sample(logits: FloatArray, samplers: Sequence[Sampler]) -> list[int]:
     """The next token of each of B requests from logits ``[B, V]``.
 
-    Raises :class:`RequestError` naming the row when logits hold NaN or plus infinity, or mask every token.
+    Raises :class:`RequestError` naming the request when logits hold NaN or plus infinity, or mask every token.
     """
     if logits.shape[0] != len(samplers):
-        raise RequestError(f"{logits.shape[0]} rows of logits", expected=f"{len(samplers)}, one for each request")
-    best: list[int] = np.argmax(logits, axis=1).tolist()  # stops at the first NaN, so it also finds broken rows
-    for row, token in enumerate(best):
-        if not isfinite(top := float(logits[row, token])):
+        raise RequestError(f"logits of {logits.shape[0]} requests", expected=f"{len(samplers)}")
+    best: list[int] = np.argmax(logits, axis=1).tolist()  # stops at the first NaN, so it also finds broken logits
+    for index, token in enumerate(best):
+        if not isfinite(top := float(logits[index, token])):
             raise RequestError(
-                f"the largest logit of row {row} is {top} (token {token})",
+                f"the largest logit of request {index} is {top} (token {token})",
                 expected="finite logits",
                 remedy="rebuild the bundle; `tapeout inspect` shows which quantized layers have the largest errors",
             )
-    return [best[row] if sampler.draws_argmax else sampler.draw(logits[row]) for row, sampler in enumerate(samplers)]
+    return [best[i] if sampler.draws_argmax else sampler.draw(logits[i]) for i, sampler in enumerate(samplers)]
 
 
 def candidates(scores: Float64Array, settings: SamplingSettings) -> tuple[IntArray, Float64Array]:
@@ -130,7 +130,7 @@ def candidates(scores: Float64Array, settings: SamplingSettings) -> tuple[IntArr
 
 
 def _descending(weights: Float64Array, settings: SamplingSettings) -> IntArray:
-    """Token ids by falling weight: the ``top_k``, or enough of them to hold a ``top_p`` share of all weight."""
+    """Token ids by descending weight: the ``top_k``, or enough of them to hold a ``top_p`` share of all weight."""
     count = min(settings.top_k or NUCLEUS_GUESS, len(weights))
     # Every token at or above the count-th largest weight, ties included; then a stable sort of those few.
     edge = np.partition(weights, len(weights) - count)[len(weights) - count]

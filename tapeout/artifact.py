@@ -74,7 +74,7 @@ class ArtifactRef:
 
 @dataclass(frozen=True)
 class Artifact(Generic[R]):
-    """A loaded artifact: where it lies, what it says, and what it came from."""
+    """A loaded artifact: its folder, its record, and its parents."""
 
     folder: Path
     record: R
@@ -110,7 +110,7 @@ def canonical_json(value: Any) -> bytes:
 
 @dataclass
 class Draft(Generic[R]):
-    """An artifact being written. Call :meth:`finish` once, last."""
+    """An artifact that is being written. Call :meth:`finish` once, as the last step."""
 
     folder: Path
     noun: type[R]
@@ -140,7 +140,7 @@ class Draft(Generic[R]):
 
 @contextmanager
 def create(folder: Path, noun: type[R]) -> Generator[Draft[R]]:
-    """Write an artifact as a whole. On any error or interrupt the place it would take is left as it was."""
+    """Write an artifact as a whole. An error or interrupt leaves the folder as it was."""
     partial = folder.with_name(f".{folder.name}.partial")
     try:
         if partial.exists():
@@ -234,7 +234,7 @@ def verify_files(folder: Path, files: Mapping[str, FileEntry], *, remedy: str = 
 
 
 def read_payload(folder: Path) -> dict[str, Any]:
-    """The raw content of ``record.json``: for tools that explain any artifact without knowing its type."""
+    """The raw content of ``record.json``: for tools that show any artifact without knowing its type."""
     path, remedy = folder / RECORD, "run `dvc repro`"
     if not path.is_file():
         raise ArtifactError(

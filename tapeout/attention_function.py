@@ -3,7 +3,7 @@
 Inputs: query ``[B, H, S, D]``, key and value ``[B, Hkv, S, D]`` (rotary already applied), attention_mask ``[B, P+S]``
 (int64, 0 hides a position), past key and value ``[B, Hkv, P, D]``. Outputs: ``[B, H, S, D]`` and the grown cache.
 Attributes: ``scale``; ``softcap`` (0: none); ``window`` (0: none; else a query sees itself and window-1 before it).
-Causality is by index: query s stands at P+s.
+Causality is by index: query s has position P+s.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@
       BuildError            a graph cannot be lowered to a target
       FingerprintError      a bundle was built for other hardware or libraries
       EvidenceError         reports are empty, unequal, non-finite or of another engine
-      RegistryError         the registry refused or changed under us
+      RegistryError         the registry refused, or another process changed it
       RequestError          a generation request is invalid, too long or got broken logits
 """
 

@@ -1,6 +1,6 @@
-"""What the graph itself says about a model: which linears share an input, what each is for, what can absorb scales.
+"""Read from the graph which linears share an input, what each is for, and what can absorb their input scales.
 
-Read from dataflow, not from a table of architectures: a linear whose output reaches an attention node is part of
+The dataflow decides, not a table of architectures: a linear whose output reaches an attention node is part of
 ``qkv``; one that reads an attention output is ``o``; one whose input comes from a single other group is ``down``,
 and that group is ``gate_up``. Only layer numbers come from parameter names.
 """
@@ -8,7 +8,7 @@ and that group is ``gate_up``. Only layer numbers come from parameter names.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,7 +21,7 @@ NORMS = ("RMSNormalization", "LayerNormalization")
 
 @dataclass(frozen=True)
 class Linear:
-    """A product with a parameter, and the bias added to it, if any."""
+    """A matmul with a parameter, and the bias added to it, if any."""
 
     matmul: ir.Node
     weight: ir.Value  # [out, in], or [in, out] where ``transposed``
@@ -43,9 +43,16 @@ class Linear:
     @property
     def shape(self) -> tuple[int, int]:
         """``(out, in)``."""
-        assert self.weight.shape is not None
-        out_features, in_features = reversed(list(self.weight.shape)) if self.transposed else self.weight.shape
-        return int(out_features), int(in_features)  # type: ignore[arg-type]
+        first, second = size(self.weight, 0), size(self.weight, 1)
+        return (second, first) if self.transposed else (first, second)
+
+
+def size(value: ir.Value | None, axis: int) -> int:
+    """A dimension that is a number, not a symbol such as ``batch``."""
+    assert value is not None and value.shape is not None
+    dimension = value.shape[axis]
+    assert isinstance(dimension, int), f"{value.name} has {dimension} on axis {axis}"
+    return dimension
 
 
 def is_attention(node: ir.Node | None) -> bool:
@@ -58,7 +65,7 @@ def is_parameter(value: ir.Value | None) -> bool:
 
 
 def find_linears(graph: ir.Graph) -> list[Linear]:
-    """Every product with a parameter, in graph order, with an ``Add`` of a vector parameter as its bias.
+    """Every matmul with a parameter, in graph order, with an ``Add`` of a vector parameter as its bias.
 
     ``MatMul(x, Transpose(weight))`` over ``[out, in]``, or ``MatMul(x, weight)`` over ``[in, out]``.
     """
@@ -77,45 +84,45 @@ def find_linears(graph: ir.Graph) -> list[Linear]:
     return linears
 
 
-def _bias(product: ir.Value) -> tuple[ir.Value | None, ir.Value]:
-    uses = list(product.uses())
+def _bias(output: ir.Value) -> tuple[ir.Value | None, ir.Value]:
+    uses = list(output.uses())
     if len(uses) == 1 and uses[0].node.op_type == "Add":
         add = uses[0].node
         other = add.inputs[1 - uses[0].idx]
         if is_parameter(other) and other is not None and other.shape is not None and len(other.shape) == 1:
             return other, add.outputs[0]
-    return None, product
+    return None, output
 
 
 def find_rotary(model: ir.Model) -> Literal["half", "interleaved", "none"]:
-    """How key channels are paired by the rotary embedding, or ``none`` where nothing turns them.
+    """How the rotary embedding pairs key channels, or ``none`` if the model has no rotary embedding.
 
-    A RotaryEmbedding node says so itself. Where the exporter left its arithmetic, ``x·cos + rotate(x)·sin``, the part
-    of the key that is negated does: every other channel, or half of them.
+    A RotaryEmbedding node has it as an attribute. Where the exporter left the arithmetic, ``x·cos + rotate(x)·sin``, the
+    negated part of the key shows it: every other channel, or one half of the channels.
     """
     for node in model.graph:
         if node.op_type == "RotaryEmbedding":
             attribute = node.attributes.get("interleaved")
             return "interleaved" if attribute is not None and attribute.as_int() else "half"
-    products = {id(linear.output) for linear in find_linears(model.graph)}
+    projected = {id(linear.output) for linear in find_linears(model.graph)}
     for node in model.graph:
         if not is_attention(node) or node.inputs[1] is None:
             continue
-        for step in _before(node.inputs[1], products):
+        for step in _before(node.inputs[1], projected):
             part = step.inputs[0].producer() if step.op_type == "Neg" and step.inputs[0] is not None else None
             if part is not None and part.op_type in ("Slice", "Split"):
                 return "interleaved" if _stride(part) == 2 else "half"
     return "none"
 
 
-def _before(value: ir.Value, products: set[int]) -> Iterator[ir.Node]:
-    """The nodes that make ``value`` of the outputs of linears, nearest first."""
+def _before(value: ir.Value, projected: set[int]) -> Iterator[ir.Node]:
+    """The nodes between the outputs of linears (``projected``) and ``value``, nearest first."""
     seen: set[int] = set()
     stack = [value]
     while stack:
         current = stack.pop()
         node = current.producer()
-        if id(current) in products or node is None or id(node) in seen:
+        if id(current) in projected or node is None or id(node) in seen:
             continue
         seen.add(id(node))
         yield node
@@ -173,9 +180,10 @@ def find_groups(model: ir.Model, aliases: dict[str, str]) -> tuple[LinearGroup, 
 
 
 def _unit(linear: Linear, by_output: dict[int, Linear], graph: ir.Graph) -> str | None:
-    if _reaches_output(linear.output, graph):
+    logits = graph.outputs[0]
+    if linear.output is logits or _reaches(linear.output, lambda node: logits in node.outputs):
         return "lm_head"
-    if _reaches_attention(linear.output):
+    if _reaches(linear.output, is_attention):
         return "qkv"
     sources = list(_sources(linear.input, by_output))
     if any(isinstance(source, ir.Node) for source in sources):
@@ -198,21 +206,8 @@ def _stem(parameter: str) -> str:
     return parameter.removesuffix(".weight").rpartition(".")[2]
 
 
-def _reaches_output(value: ir.Value, graph: ir.Graph) -> bool:
-    return _reaches(
-        value, lambda node: any(output in graph.outputs[:1] for output in node.outputs), value in graph.outputs[:1]
-    )
-
-
-def _reaches_attention(value: ir.Value) -> bool:
-    return _reaches(value, is_attention, False)
-
-
-def _reaches(value: ir.Value, found: object, already: bool) -> bool:
-    """Whether a node for which ``found`` holds follows ``value`` with no product, norm of a stream or sum between."""
-    if already:
-        return True
-    assert callable(found)
+def _reaches(value: ir.Value, found: Callable[[ir.Node], bool]) -> bool:
+    """Whether a node for which ``found`` holds follows ``value`` with no matmul, attention or residual sum between."""
     seen: set[int] = set()
     stack = [value]
     while stack:
@@ -225,7 +220,7 @@ def _reaches(value: ir.Value, found: object, already: bool) -> bool:
             if node.op_type in ("MatMul", "Gemm") or is_attention(node):
                 continue
             if node.op_type == "Add" and not any(_is_rotary_term(i) for i in node.inputs):
-                continue  # a residual sum: what follows belongs to the stream
+                continue  # a residual sum: what follows belongs to the residual stream
             stack.extend(node.outputs)
     return False
 
@@ -239,7 +234,7 @@ def _is_rotary_term(value: ir.Value | None) -> bool:
 
 
 def _sources(value: ir.Value, by_output: dict[int, Linear]) -> Iterator[Linear | ir.Node | None]:
-    """Where a linear's input comes from: linears, attention nodes, or None for the embedding or the stream."""
+    """Where a linear's input comes from: linears, attention nodes, or None for the embedding or the residual stream."""
     seen: set[int] = set()
     stack = [value]
     while stack:
@@ -263,7 +258,7 @@ def _sources(value: ir.Value, by_output: dict[int, Linear]) -> Iterator[Linear |
 
 
 def _data_inputs(node: ir.Node) -> Iterable[ir.Value]:
-    """The inputs that carry activations: not shapes, axes or tables."""
+    """The inputs that carry activations: not shapes, axes or rotary tables."""
     first_only = ("Reshape", "Transpose", "Slice", "Split", "RotaryEmbedding", "Unsqueeze", "Squeeze", *NORMS)
     inputs = node.inputs[:1] if node.op_type in first_only else node.inputs
     return [value for value in inputs if value is not None]
@@ -287,8 +282,8 @@ def _scale_sink(members: list[Linear], by_output: dict[int, Linear]) -> ScaleSin
 
 
 def _only_feeds(value: ir.Value, members: list[Linear]) -> bool:
-    products = {id(linear.matmul) for linear in members}
-    return all(id(use.node) in products for use in value.uses())
+    matmuls = {id(linear.matmul) for linear in members}
+    return all(id(use.node) in matmuls for use in value.uses())
 
 
 def _norm_sink(norm: ir.Node) -> ScaleSink | None:
@@ -314,7 +309,7 @@ def _linear_sink(value: ir.Value, by_output: dict[int, Linear]) -> ScaleSink | N
     node, rows = value.producer(), None
     if value.producer() is not None and id(value) not in by_output and node is not None:
         if node.op_type == "Split" and node.inputs[0] is not None:
-            sizes = [int(o.shape[-1]) for o in node.outputs if o.shape is not None]  # type: ignore[arg-type]
+            sizes = [size(output, -1) for output in node.outputs]
             index = list(node.outputs).index(value)
             rows = (sum(sizes[:index]), sum(sizes[: index + 1]))
             value = node.inputs[0]
@@ -360,12 +355,12 @@ def _value_sink(value: ir.Value, members: list[Linear], by_output: dict[int, Lin
         if step.op_type not in ("Reshape", "Transpose"):
             break
         source = step.inputs[0]
-    if source is None or query is None or past is None or query.shape is None or past.shape is None:
+    if source is None:
         return None
     sink = _linear_sink(source, by_output)
     if sink is None or len(members) != 1:
         return None
-    heads, kv_heads, head_size = (int(n) for n in (query.shape[1], past.shape[1], past.shape[3]))  # type: ignore[arg-type]
+    heads, kv_heads, head_size = size(query, 1), size(past, 1), size(past, 3)
     rows = sink.rows or (0, kv_heads * head_size)
     if rows[1] - rows[0] != kv_heads * head_size or members[0].shape[1] != heads * head_size:
         return None

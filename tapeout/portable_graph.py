@@ -13,7 +13,7 @@ from tapeout.artifact import Frozen, Record, Roles
 
 
 class ScaleSink(Frozen):
-    """The parameter that can absorb the inverse of an input scale, so that the product stays the same.
+    """The parameter that can absorb the inverse of an input scale, so that the output stays the same.
 
     ``kind``: ``norm`` (its weight, and bias if any, are divided per channel) or ``linear`` (its output rows
     ``rows[0]:rows[1]`` are divided; biases too).
@@ -32,12 +32,12 @@ class ScaleSink(Frozen):
 
 
 class LinearGroup(Frozen):
-    """Linears that read the same tensor: they share one format, one input statistic and one input scale.
+    """Linears that read the same tensor: they share one scheme, one input statistic and one input scale.
 
     ``name``: ``layers.N.qkv``, ``layers.N.o``, ``layers.N.gate_up``, ``layers.N.down``, or ``layers.N.NAME`` for
     anything else; ``lm_head`` for the output head.
     ``members``: parameter names of the weights (each ``[out, in]``), in the order they are merged.
-    ``transposed``: the float checkpoint stores them ``[in, out]``, as gpt2's does. Quantized ones are never stored so.
+    ``transposed``: the float checkpoint stores them ``[in, out]``, as gpt2's does. Quantized ones are always ``[out, in]``.
     """
 
     name: str

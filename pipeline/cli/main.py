@@ -1,4 +1,4 @@
-"""The ``tapeout`` command. Reads options and delegates; what is heavy is imported when a command needs it.
+"""The ``tapeout`` command. It reads options and delegates; heavy modules are imported when a command needs them.
 
 Exit codes: 0 pass, 1 gate failed, 2 something broke, 3 inconclusive, 130 interrupted.
 """
@@ -28,9 +28,9 @@ INTERRUPTED = 130
 
 class Commands(typer.core.TyperGroup):
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; if the reader of its output left, as in ``tapeout inspect … | head``, say only by exit code.
+        """Run the command; if the reader of its output closed the pipe (``tapeout inspect … | head``), only exit with 2.
 
-        Left to itself, the framework would exit with 1, which here means that the gate failed.
+        By default the framework would exit with 1, which here means that the gate failed.
         """
         try:
             try:
@@ -38,7 +38,7 @@ class Commands(typer.core.TyperGroup):
             finally:
                 sys.stdout.flush()
         except BrokenPipeError:
-            # Whatever is still buffered has nowhere to go, and must not fail again when the interpreter exits.
+            # Buffered output cannot be written any more, and must not fail again when the interpreter exits.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(ExitCode.BROKEN) from None
 
@@ -65,7 +65,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON for a script to r
 def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")] = False,
 ) -> None:
-    pass  # main() reads --debug, because it must hold for errors on the way here too
+    pass  # main() reads --debug, because it also applies to errors before this function
 
 
 @app.command(rich_help_panel="Use an engine")
@@ -135,7 +135,7 @@ def summary(artifacts: Artifacts = Path("artifacts")) -> None:
 
 
 def next_commands(code: ExitCode) -> list[str]:
-    """What someone who has just read this verdict will want to do."""
+    """Useful commands after this verdict."""
     tries = ['tapeout generate "Why is the sky blue?"   stream text from the engine that was judged']
     if code is ExitCode.PASS:
         tries.append("tapeout promote                           make it the champion in the registry")
@@ -156,7 +156,7 @@ def promote(
     params: Params = Path("params.yaml"),
     as_json: Json = False,
 ) -> None:
-    """Make a version champion: only with a PASS verdict about it, and only if the champion it was compared with stands.
+    """Make a version champion: only with a PASS verdict about it, and only if the champion it was compared with is unchanged.
 
     The former champion becomes `rollback`.
 
@@ -200,12 +200,12 @@ def inspect(
     path: Annotated[Path, typer.Argument(help="An artifact's folder, or its record.json.")],
     as_json: Json = False,
 ) -> None:
-    """Explain any artifact: what it is, from what it was made, with which versions, and whether its files are intact.
+    """Explain any artifact: what it is, its parents, its versions, and whether its files are intact.
 
     Example: `tapeout inspect artifacts/candidate`
     """
-    from pipeline.cli.explain import explain
     from pipeline.cli.tables import explanation
+    from tapeout.lineage import explain
 
     found = explain(path)
     _show(asdict(found), explanation(found), as_json)
@@ -215,7 +215,7 @@ def inspect(
 
 @app.command(rich_help_panel="Explain")
 def plan(artifacts: Artifacts = Path("artifacts"), params: Params = Path("params.yaml"), as_json: Json = False) -> None:
-    """Print the kernel plan: unit, kernel, time, bytes, KL, and why. `dvc repro plan` makes it.
+    """Print the precision plan: unit, scheme, time, bytes, KL, and the reason. `dvc repro plan` makes it.
 
     Example: `tapeout plan`
     """
@@ -227,14 +227,14 @@ def plan(artifacts: Artifacts = Path("artifacts"), params: Params = Path("params
 
 @app.command(rich_help_panel="Explain")
 def costs(
-    rows: Annotated[str, typer.Option(help="Rows of a step: streams that decode together, or tokens of a prompt.")] = (
-        "1,4,8,16,32,128,512"
-    ),
+    rows: Annotated[
+        str, typer.Option(help="Tokens of a step: sequences that decode together, or tokens of a prompt.")
+    ] = ("1,4,8,16,32,128,512"),
     artifacts: Artifacts = Path("artifacts"),
     params: Params = Path("params.yaml"),
     as_json: Json = False,
 ) -> None:
-    """Time every kernel that a plan may choose, on this machine and the shapes of this model; figures are kept.
+    """Time every scheme that a plan may choose, on this machine and the shapes of this model; results are kept.
 
     Example: `tapeout costs --rows 1,32`
     """
@@ -274,7 +274,7 @@ def build(
     artifacts: Artifacts = Path("artifacts"),
     params: Params = Path("params.yaml"),
 ) -> None:
-    """Compile for hardware that need not be here, one bundle each under artifacts/targets; or explain a lowering.
+    """Compile for hardware that this machine may lack, one bundle each under artifacts/targets; or explain a lowering.
 
     Example: `tapeout build --target tensorrt-rtx:sm89,sm120 --precision fp8`
     """
@@ -305,7 +305,7 @@ def stage(
     name: Annotated[str, typer.Argument(help="A stage of dvc.yaml, such as export or quantize.")],
     params: Params = Path("params.yaml"),
 ) -> None:
-    """Run one stage on the artifacts that are there. `dvc repro` is what runs only the stages that need it.
+    """Run one stage on the artifacts that exist. `dvc repro` runs only the stages that need it.
 
     Example: `tapeout stage export`
     """
@@ -378,4 +378,5 @@ def _show(record: Any, shown: RenderableType, as_json: bool) -> None:
     else:
         from pipeline.cli.tables import console
 
-        console().print(shown)
+        plain = isinstance(shown, str)
+        console().print(shown, markup=not plain, soft_wrap=plain)

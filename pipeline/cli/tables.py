@@ -1,4 +1,4 @@
-"""How verdicts, artifacts and diagnoses look in a terminal."""
+"""Verdicts, artifacts and diagnoses as terminal output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.tree import Tree
 from evals.check import Outcome
 from evals.verdict import COLUMNS, Verdict
 from pipeline.cli.doctor import Diagnosis, Status
-from pipeline.cli.explain import Explanation, Parent, fields
+from tapeout.lineage import Explanation, Parent, fields
 
 OUTCOME_STYLE = {Outcome.PASS: "bold green", Outcome.FAIL: "bold red", Outcome.INCONCLUSIVE: "bold yellow"}
 STATUS_STYLE = {
@@ -28,12 +28,12 @@ STATUS_STYLE = {
 }
 SHOWN_ROWS = 12
 SHOWN_ITEMS = 8
-PLAIN_WIDTH = 160  # in a log file or a pipe, where rich would assume 80 and fold every row
+PLAIN_WIDTH = 160  # in a log file or a pipe, where rich would assume 80 and fold every line
 
 
 class Terminal(Console):
     def on_broken_pipe(self) -> None:
-        raise  # the library would exit with 1, which here means that the gate failed
+        raise  # rich would exit with 1, which here means that the gate failed
 
 
 def console() -> Terminal:
@@ -115,7 +115,7 @@ def _rows(name: str, rows: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
     columns = list(dict.fromkeys(key for row in rows for key in row))
     values = [short(row["value"]) for row in rows] if columns == ["name", "value"] else []
     if len(values) > SHOWN_ROWS and len(set(values)) <= SHOWN_ROWS:
-        # A long mapping with few values, such as the kernel of each linear, is told by counts.
+        # A long mapping with few values, such as the scheme of each linear, is shown as counts.
         columns, rows = ["count", "value"], [{"count": n, "value": value} for value, n in Counter(values).most_common()]
     table = Table(title=name, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for column in columns:

@@ -1,4 +1,4 @@
-"""The verdict in the artifacts folder, refused unless it is about what lies beside it, whole and unchanged."""
+"""The verdict in the artifacts folder, refused unless it judged the artifacts beside it, whole and unchanged."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def load_verdict(artifacts: Path, params: Path | None = None) -> Artifact[Verdic
             verify_files(artifacts / folder, files)
     if params is not None and load_recipe(params).section(Bounds).model_dump(mode="json") != found.record.bounds:
         raise EvidenceError(
-            f"the verdict was judged by other bounds than {params} holds",
+            f"the verdict was judged by other bounds than those in {params}",
             expected="a verdict by the bounds of the recipe",
             remedy="run `dvc repro gate`",
         )

@@ -1,4 +1,4 @@
-"""Whether an exported graph computes what transformers does: prefill, cached decoding and a padded batch."""
+"""Compare an exported graph with transformers: prefill, decoding with a cache, and a padded batch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 def largest_error(model: Any, path: Path, *, seed: int = 0, steps: int = 4) -> float:
     """Largest relative logit error of the graph on ONNX Runtime against transformers' own attention.
 
-    Runs a prefill, ``steps`` decode steps over the cache, and all of it for a ragged batch of three prompts with
-    left padding. Relative to the largest absolute reference logit of the row.
+    Runs a prefill and ``steps`` decode steps over the cache for a batch of three prompts of different lengths with left
+    padding. Relative to the largest absolute reference logit of the position.
     """
     import onnxruntime as ort
 
@@ -31,9 +31,9 @@ def largest_error(model: Any, path: Path, *, seed: int = 0, steps: int = 4) -> f
     width = max(lengths)
     ids = np.ones((len(prompts), width), np.int64)
     mask = np.zeros((len(prompts), width), np.int64)
-    for row, (tokens, length) in enumerate(zip(prompts, lengths, strict=True)):
-        ids[row, width - length :] = tokens[:length]
-        mask[row, width - length :] = 1
+    for entry, (tokens, length) in enumerate(zip(prompts, lengths, strict=True)):
+        ids[entry, width - length :] = tokens[:length]
+        mask[entry, width - length :] = 1
     positions = np.maximum(np.cumsum(mask, axis=1) - 1, 0)
     past: dict[str, NDArray[Any]] = {
         i.name: np.zeros((len(prompts), i.shape[1], 0, i.shape[3]), np.float32)
@@ -47,10 +47,10 @@ def largest_error(model: Any, path: Path, *, seed: int = 0, steps: int = 4) -> f
         known = {i.name for i in session.get_inputs()}
         outputs = dict(zip(names, session.run(names, {k: v for k, v in feeds.items() if k in known}), strict=True))
         logits = np.asarray(outputs["logits"])
-        for row, length in enumerate(lengths):
+        for entry, length in enumerate(lengths):
             first = 0 if step == 0 else length + step - 1
-            expected = reference[row][first : length + step]
-            actual = logits[row, logits.shape[1] - len(expected) :]
+            expected = reference[entry][first : length + step]
+            actual = logits[entry, logits.shape[1] - len(expected) :]
             worst = max(worst, _relative_error(actual, expected))
         past = {
             f"past_key_values.{n.removeprefix('present.')}": np.asarray(v) for n, v in outputs.items() if n != "logits"

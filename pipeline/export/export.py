@@ -1,7 +1,7 @@
-"""Export: a checkpoint to a PortableGraph, whose parameters lie in the safetensors file beside it.
+"""Export: a checkpoint to a PortableGraph, whose parameters are stored in the safetensors file beside it.
 
 The traced graph (:mod:`pipeline.export.trace`) holds no weights of its own, and is kept only if it computes
-what transformers does (:mod:`pipeline.export.check`).
+what transformers computes (:mod:`pipeline.export.check`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from pipeline.export.check import largest_error
 from pipeline.export.trace import KVShape, trace
 from tapeout import artifact
 from tapeout.artifact import Parents
-from tapeout.attention_function import ATTENTION_DOMAIN
 from tapeout.errors import ExportError
-from tapeout.graph_analysis import find_groups, find_rotary
+from tapeout.graph_analysis import find_groups, find_rotary, is_attention, size
 from tapeout.portable_graph import PortableGraph
 
 MODEL_FILE = "model.onnx"
@@ -171,10 +170,5 @@ def _stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
 
 
 def _cache_shapes(model: ir.Model) -> list[KVShape]:
-    shapes: list[KVShape] = []
-    for node in model.graph:
-        if (node.domain, node.op_type) == (ATTENTION_DOMAIN, "Attention"):
-            query, past = node.inputs[0], node.inputs[4]
-            assert query is not None and query.shape is not None and past is not None and past.shape is not None
-            shapes.append(KVShape(*(int(n) for n in (query.shape[1], past.shape[1], past.shape[3]))))  # type: ignore[arg-type]
-    return shapes
+    attention = [node.inputs for node in model.graph if is_attention(node)]
+    return [KVShape(size(inputs[0], 1), size(inputs[4], 1), size(inputs[4], 3)) for inputs in attention]

@@ -1,8 +1,8 @@
 """Registered bundles, kept by content: a build may overwrite ``artifacts/candidate``, never what a registry points to.
 
 A bundle lies at ``$TAPEOUT_STORE/<digest>`` (default ``bundles/``), hard-linked where the file system allows, so that
-keeping it costs no space while the artifact it came from exists. It is gathered in a hidden sibling folder and takes
-its place once every file has been hashed: what was kept is what was judged, and a copy that was cut short is no copy.
+keeping it costs no space while the artifact it came from exists. It is copied to a hidden sibling folder, which is
+renamed once every file has been hashed: the kept bundle is the judged bundle, and an interrupted copy never counts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tapeout.errors import ArtifactError
 
 
 def keep(bundle: Artifact[EngineBundle]) -> Artifact[EngineBundle]:
-    """The same bundle where it stays; nothing is written if it is there already, and whole.
+    """The same bundle in the store; nothing is written if it is already there, and whole.
 
     :class:`ArtifactError` when a file of the bundle has changed since it was written, or the place cannot be written.
     """
@@ -45,7 +45,7 @@ def keep(bundle: Artifact[EngineBundle]) -> Artifact[EngineBundle]:
 
 
 def _is_whole(folder: Path, digest: str) -> bool:
-    """Whether this very bundle lies there with every file at its size; ``promote`` hashes them again."""
+    """Whether the store holds this bundle with every file at its size; ``promote`` hashes them again."""
     try:
         return artifact.load(folder, EngineBundle).digest == digest
     except ArtifactError:

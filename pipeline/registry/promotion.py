@@ -37,7 +37,7 @@ Kind = Literal["promote", "rollback"]
 
 @dataclass(frozen=True)
 class Move:
-    """What a promotion or rollback left behind. ``changed`` is False when there was nothing to do."""
+    """The result of a promotion or rollback. ``changed`` is False when there was nothing to do."""
 
     model_name: str
     champion: int
@@ -56,17 +56,17 @@ def promote(
     """Make ``version`` (default: the challenger) champion; the former champion becomes ``rollback``.
 
     Compare-and-set: refused with :class:`RegistryError` unless the verdict in the version's run is intact, says PASS,
-    agrees with the version's tags, the bundle still hashes to what was judged, and the champion is still the engine
-    the gate compared with (none, where the float engine stood in). ``expect_champion`` adds a condition of the
-    caller's: the digest of the present champion, or ``"none"``. ``bundle`` is where the bundle lies on this machine,
-    if not where it was registered from.
+    agrees with the version's tags, the bundle still has the digest that was judged, and the champion is still the engine
+    the gate compared with (none, if that was the float engine). ``expect_champion`` adds a condition: the digest of the
+    present champion, or ``"none"``. ``bundle`` is the bundle's folder on this machine, if it is not where it was
+    registered from.
 
-    MLflow sets aliases one call at a time. So the move is first written down as a tag of the registered model, then
-    done, then the tag removed: whoever comes after a crash between the calls finishes the move first. On one machine
-    with SQLite a lock file keeps a second promoter waiting. Against a server there is no lock: the champion is read
-    again just before it is moved and again afterwards, and a promoter that finds another's result there fails and
-    says so; two that interleave within those few milliseconds can end with the later one's champion although it was
-    compared with the earlier one's predecessor, so let one CI job at a time promote.
+    MLflow sets aliases one call at a time. So the move is first recorded as a tag of the registered model, then done,
+    then the tag is removed: after a crash between the calls, the next command finishes the move first. On one machine
+    with SQLite, a lock file makes a second promotion wait. A server has no lock: the champion is read just before it is
+    moved and again afterwards, and a promotion that finds another's result there fails. Two promotions that interleave
+    within those few milliseconds can end with the later one's champion although it was compared with the earlier one's
+    predecessor, so let one CI job at a time promote.
     """
     with connect(write=True) as client:
         finished = _finish_pending(client, model_name)
@@ -94,7 +94,7 @@ def promote(
 def rollback(model_name: str) -> Move:
     """Swap ``champion`` and ``rollback``; a second rollback undoes the first.
 
-    Nothing is judged again: the version was champion before, and a way back must not depend on old evidence.
+    Nothing is judged again: the version was champion before, and a rollback must not depend on old evidence.
     :class:`RegistryError` when there is nothing to go back to. A rollback that was interrupted is finished, not undone.
     """
     with connect(write=True) as client:
@@ -180,7 +180,7 @@ def _engine(digest: str) -> str:
 
 
 def _require_bundle(folder: Path, digest: str, number: int) -> None:
-    """Hash the whole bundle again: what is promoted must be what was judged."""
+    """Hash the whole bundle again: the promoted bundle must be the judged one."""
     remedy = "run `dvc repro build-candidate`, or say where the bundle lies on this machine"
     try:
         body = read_payload(folder)
@@ -204,7 +204,7 @@ def _require_bundle(folder: Path, digest: str, number: int) -> None:
 
 
 def _move(client: MlflowClient, name: str, kind: Kind, before: Aliases, after: Aliases) -> None:
-    """Write the move down, do it, forget it. Safe to stop anywhere: :func:`_finish_pending` does the rest."""
+    """Record the move, do it, remove the record. Safe to stop anywhere: :func:`_finish_pending` does the rest."""
     plan = {"kind": kind, "before": {alias: before.get(alias) for alias in after}, "after": dict(after)}
     client.set_registered_model_tag(name, PENDING, json.dumps(plan, sort_keys=True))
     now = aliases(client, name)
@@ -214,7 +214,7 @@ def _move(client: MlflowClient, name: str, kind: Kind, before: Aliases, after: A
 
 def _apply(client: MlflowClient, name: str, after: Aliases) -> None:
     now = aliases(client, name)
-    # The way back first: at no moment is there a new champion without one.
+    # The rollback alias first: a new champion always has one.
     for alias in (ROLLBACK, CHAMPION):
         target = after[alias]
         if target is not None and now.get(alias) != target:

@@ -1,8 +1,8 @@
 """Register a judged bundle in MLflow, and find the one in service.
 
 A model version holds no weights: its source is a small manifest with the bundle's digest and location. Its tags say
-what was judged, on which evidence and against whom, and the verdict itself lies in the version's run, so promotion
-needs nothing from the machine that registered it but the bundle.
+what was judged, on which evidence and against which champion. The verdict itself is in the version's run, so promotion
+needs only the bundle from the machine that registered it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from mlflow.entities import Run
     from mlflow.entities.model_registry import ModelVersion
 
-KEY = "tapeout.release"  # one digest of all that is registered: found again, nothing is registered twice
+KEY = "tapeout.release"  # one digest of all that is registered, so that nothing is registered twice
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ def register(
 
     ``report`` is the folder ``report.write`` left: ``report.html``, ``metrics.json`` and ``plots/``. A FAIL or
     INCONCLUSIVE verdict is registered too, so that a refusal keeps its evidence; ``promotion.promote`` refuses it.
-    Every step looks for its own result first: run again, with the same digests, nothing changes; run again after a
-    crash, the missing steps are done. :class:`RegistryError` when the verdict judged another bundle.
+    Every step looks for its own result first: a second call with the same digests changes nothing; a call after a crash
+    does the missing steps. :class:`RegistryError` when the verdict judged another bundle.
     """
     if verdict.record.candidate != bundle.digest:
         raise RegistryError(
@@ -204,7 +204,7 @@ def _version(client: MlflowClient, name: str, tags: Mapping[str, str], run_id: s
     same = [v for v in client.search_model_versions(f"tags.`{KEY}` = '{tags[KEY]}'") if v.name == name]
     if same:
         return min(same, key=lambda version: int(version.version))
-    # A server takes sources only inside the run they belong to (mlflow#8011), so the manifest lies there.
+    # A server accepts sources only inside the run that they belong to (mlflow/mlflow issue 8011), so the manifest is there.
     source = f"runs:/{run_id}/{_source(digest)}"
     description = f"{tags['tapeout.outcome']}: engine bundle {digest[:12]}; why is in report.html of its run"
     return client.create_model_version(name, source, run_id=run_id, tags=dict(tags), description=description)

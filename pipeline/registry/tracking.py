@@ -1,4 +1,4 @@
-"""One quiet connection to MLflow: whose address it is, what its errors mean, and who may write at a time."""
+"""One quiet connection to MLflow: its address, its errors, and its lock for writers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 DEFAULT_URI = "sqlite:///mlflow.db"
 LOCK_SECONDS = 60.0
 
-# MLflow's own defaults retry an absent server for minutes, phone home, and print links between our lines.
+# By default MLflow retries an absent server for minutes, sends telemetry, and prints links between our lines.
 _QUIET = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "true",
@@ -61,7 +61,7 @@ def connect(*, write: bool) -> Generator[MlflowClient]:
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
         if uri.startswith(("http://", "https://")):
-            # Any answer will do: it is the absence of one that MLflow takes minutes to report.
+            # Any answer will do: MLflow takes minutes to report that there is none.
             requests.get(f"{uri.rstrip('/')}/health", timeout=10)
         with _locked(database) if write and (database := sqlite_path(uri)) else nullcontext():
             yield _client(uri)

@@ -1,4 +1,4 @@
-"""Model versions as the registry keeps them: aliases, tags, and clear words for what is not there."""
+"""Model versions as the registry keeps them: aliases, tags, and clear errors for missing ones."""
 
 from __future__ import annotations
 

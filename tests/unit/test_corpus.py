@@ -78,10 +78,10 @@ def test_an_absent_data_set_or_split_says_what_there_is(source: Artifact[Source]
 
 
 def test_repeated_passages_count_once(source: Artifact[Source]) -> None:
-    calibration, heldout = calibration_and_heldout(source, "boolq", "passage", rows=30, heldout=20, seed=0)
+    calibration, heldout = calibration_and_heldout(source, "boolq", "passage", samples=30, heldout=20, seed=0)
     assert sorted(calibration + heldout) == sorted(passage(i) for i in range(50))
     with pytest.raises(SourceError, match="50 different texts") as caught:
-        calibration_and_heldout(source, "boolq", "passage", rows=30, heldout=21, seed=0)
+        calibration_and_heldout(source, "boolq", "passage", samples=30, heldout=21, seed=0)
     assert "calibrate.samples" in caught.value.remedy
 
 
@@ -97,12 +97,12 @@ def test_the_choice_depends_on_the_seed_alone(source: Artifact[Source]) -> None:
 
 def test_short_texts_and_wrong_columns_are_refused(source: Artifact[Source]) -> None:
     with pytest.raises(SourceError, match="0 different texts"):
-        calibration_and_heldout(source, "boolq", "question", rows=1, heldout=0, seed=0)
+        calibration_and_heldout(source, "boolq", "question", samples=1, heldout=0, seed=0)
     with pytest.raises(SourceError, match="no column 'text'") as caught:
-        calibration_and_heldout(source, "boolq", "text", rows=1, heldout=0, seed=0)
+        calibration_and_heldout(source, "boolq", "text", samples=1, heldout=0, seed=0)
     assert "passage" in caught.value.expected
     with pytest.raises(SourceError, match="holds bool"):
-        calibration_and_heldout(source, "boolq", "answer", rows=1, heldout=0, seed=0)
+        calibration_and_heldout(source, "boolq", "answer", samples=1, heldout=0, seed=0)
 
 
 def test_a_passage_cut_from_a_calibration_article_does_not_judge(tmp_path: Path) -> None:

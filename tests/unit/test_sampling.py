@@ -119,20 +119,20 @@ def test_masked_tokens_are_never_drawn() -> None:
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
-def test_broken_logits_are_an_error_that_names_the_row(broken: float) -> None:
+def test_broken_logits_are_an_error_that_names_the_request(broken: float) -> None:
     logits = np.zeros((3, 10), dtype=np.float32)
     logits[1, 4] = broken
-    with pytest.raises(RequestError, match=r"row 1 is (nan|inf) \(token 4\)"):
+    with pytest.raises(RequestError, match=r"request 1 is (nan|inf) \(token 4\)"):
         sample(logits, [Sampler(SamplingSettings(), 10) for _ in range(3)])
 
 
 def test_logits_that_mask_everything_are_an_error() -> None:
-    with pytest.raises(RequestError, match="row 0 is -inf"):
+    with pytest.raises(RequestError, match="request 0 is -inf"):
         sample(np.full((1, 10), -np.inf, dtype=np.float32), [Sampler(SamplingSettings(), 10)])
 
 
-def test_rows_and_requests_must_match() -> None:
-    with pytest.raises(RequestError, match="2 rows"):
+def test_logits_and_requests_must_match() -> None:
+    with pytest.raises(RequestError, match="2 requests"):
         sample(np.zeros((2, 10), dtype=np.float32), [Sampler(SamplingSettings(), 10)])
 
 

@@ -1,6 +1,6 @@
-"""What any artifact is, from what it was made and with which versions, read from the records alone.
+"""What any artifact is, what it was made from and with which versions, read from the records alone.
 
-Knows no noun: a record is shown as its fields, so a new kind of artifact needs no change here.
+It knows no noun: a record is shown as its fields, so a new kind of artifact needs no change here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tapeout.errors import ArtifactError
 
 @dataclass(frozen=True)
 class Parent:
-    """One ancestor. ``folder`` None: the record names it, but no artifact beside this one has that digest."""
+    """One ancestor. ``folder`` is None if no artifact beside this one has that digest."""
 
     role: str
     noun: str
@@ -98,7 +98,7 @@ def _problems(folder: Path, body: Mapping[str, Any]) -> list[str]:
 
 
 def fields(record: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
-    """A record for reading: single values by dotted name, and whatever has rows as tables.
+    """A record for display: single values by dotted name, and lists and mappings of values as tables.
 
     >>> fields({"layers": 2, "versions": {"onnx": "1"}, "checks": [{"n": 3}]})
     ({'layers': 2}, {'versions': [{'name': 'onnx', 'value': '1'}], 'checks': [{'n': 3}]})
@@ -125,7 +125,7 @@ def fields(record: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[di
 def _no_artifact(folder: Path) -> ArtifactError:
     below = sorted(record.parent.name for record in folder.glob(f"*/{RECORD}"))
     if below:
-        return ArtifactError(f"{folder} is no artifact", expected=f"one of those in it: {', '.join(below)}")
+        return ArtifactError(f"{folder} is not an artifact", expected=f"one of those in it: {', '.join(below)}")
     return ArtifactError(
         f"no {RECORD} in {folder}",
         expected="an artifact's folder, such as artifacts/candidate",
