@@ -49,17 +49,17 @@ class EvidenceRecord(Executed, Record):
 
 
 R = TypeVar("R", bound=Frozen)
-I = TypeVar("I", bound=Frozen)  # noqa: E741
+T = TypeVar("T", bound=Frozen)  # an item
 B = TypeVar("B", bound=Bounds)
 
 
 @dataclass(frozen=True)
-class Report(Generic[R, I]):
+class Report(Generic[R, T]):
     """A report as the gate reads it. ``ref``: noun and digest of its artifact."""
 
     ref: ArtifactRef
     record: R
-    items: tuple[I, ...] = ()
+    items: tuple[T, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Context(Protocol):
     def say(self, step: str) -> None: ...
 
 
-class Kind(Generic[R, I, B]):
+class Kind(Generic[R, T, B]):
     """One kind of evidence. A file of ``evals/kinds`` holds one instance, ``KIND``.
 
     ``role``: its folder below ``artifacts/``, and its role among the parents of a verdict. Kinds that are measured
@@ -142,7 +142,7 @@ class Kind(Generic[R, I, B]):
     nouns: ClassVar[tuple[str, ...]] = ()  # of its report
     items_file: ClassVar[str] = ""
     report: type[R]
-    item: type[I]
+    item: type[T]
     bounds: type[B]
     absent: ClassVar[Block | None] = None  # shown where there is no report
 
@@ -158,16 +158,16 @@ class Kind(Generic[R, I, B]):
         """Write the report. Only for kinds that have a stage."""
         raise NotImplementedError(self.stage)
 
-    def load(self, folder: Path, recipe: Recipe) -> Report[R, I]:
+    def load(self, folder: Path, recipe: Recipe) -> Report[R, T]:
         """Read the report and hash its files again."""
         found = load(folder, cast(type[Record], self.report))
         found.verify()
         return Report(found.ref, cast(R, found.record), read_items(folder / self.items_file, self.item))
 
-    def given(self, evidence: Evidence) -> Report[R, I] | None:
+    def given(self, evidence: Evidence) -> Report[R, T] | None:
         return evidence.reports.get(self.name)
 
-    def problems(self, report: Report[R, I], evidence: Evidence) -> list[str]:
+    def problems(self, report: Report[R, T], evidence: Evidence) -> list[str]:
         """Why this report cannot be judged."""
         return []
 
@@ -176,7 +176,7 @@ class Kind(Generic[R, I, B]):
         assert isinstance(bounds, self.bounds)
         return Findings() if report is None else self.judge(report, evidence, bounds)
 
-    def judge(self, report: Report[R, I], evidence: Evidence, bounds: B) -> Findings:
+    def judge(self, report: Report[R, T], evidence: Evidence, bounds: B) -> Findings:
         raise NotImplementedError(self.name)
 
     def block(self, folder: Path, verdict: Verdict) -> Block | None:
