@@ -16,7 +16,7 @@ from tapeout.schemes import Refusal, Scheme
 class Linears:
     """``passes``: modules of ``engines/passes``; the first that runs here takes a linear.
 
-    For ONNX Runtime, group-quantized codes are ``native_bits`` wide in kernels of our own (BlockLinear, BlockGather) and
+    For ONNX Runtime, group-quantized codes are ``native_bits`` wide in native kernels (BlockLinear, BlockGather) and
     ``stock_bits`` in ONNX Runtime's own operators. Codes of fewer bits are widened: the same weights, in more bytes.
     """
 

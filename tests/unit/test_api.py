@@ -66,5 +66,5 @@ def test_names_are_those_that_type_checkers_see() -> None:
     assert sorted(typed | {"__version__"}) == NAMES
     assert set(NAMES) <= set(dir(tapeout))
     assert all(getattr(tapeout, name) is not None for name in NAMES)
-    with pytest.raises(AttributeError, match="no attribute 'lod'; it offers .*load"):
-        tapeout.lod  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(AttributeError, match=r"no attribute 'lod'; it offers .*load"):
+        _ = tapeout.lod  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
