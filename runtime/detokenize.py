@@ -1,7 +1,7 @@
 """Token ids to text, piece by piece, never half a character.
 
-A character can span several tokens, and the text of a token can depend on the token before it (a leading space). So each
-step decodes a short window that starts with the previous piece, and holds text back while it ends inside a character.
+A character can span several tokens, and the text of a token can depend on the token before it (a leading space). So
+each step decodes a short window that starts with the previous piece, and holds back text that ends inside a character.
 
 ``tokenizers.decoders.DecodeStream`` does the same, but version 0.23.3 raises "Invalid prefix encountered" where a
 byte-fallback tokenizer (Llama 2, Mistral, Gemma) gets byte tokens that are not UTF-8; a sampled response may hold them.

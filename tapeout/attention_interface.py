@@ -14,8 +14,8 @@ _numbers = itertools.count()
 def attention_replaced(model: Any, attention: Callable[..., Any], mask: Callable[..., Any]) -> Generator[None]:
     """Run ``model`` with ``attention`` in place of its own, and ``mask`` to make what attention gets as mask.
 
-    Both follow transformers' ``AttentionInterface`` and ``AttentionMaskInterface``, which look them up by name. Each use
-    registers a name of its own, so that models in one process never call each other's functions.
+    Both follow transformers' ``AttentionInterface`` and ``AttentionMaskInterface``, which look them up by name. Each
+    use registers a name of its own, so that models in one process never call each other's functions.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 

@@ -97,7 +97,7 @@ def _bias(output: ir.Value) -> tuple[ir.Value | None, ir.Value]:
 def find_rotary(model: ir.Model) -> Literal["half", "interleaved", "none"]:
     """How the rotary embedding pairs key channels, or ``none`` if the model has no rotary embedding.
 
-    A RotaryEmbedding node has it as an attribute. Where the exporter left the arithmetic, ``x·cos + rotate(x)·sin``, the
+    A RotaryEmbedding node has it as an attribute. Where the exporter left the arithmetic ``x·cos + rotate(x)·sin``, the
     negated part of the key shows it: every other channel, or one half of the channels.
     """
     for node in model.graph:

@@ -37,7 +37,7 @@ class LinearGroup(Frozen):
     ``name``: ``layers.N.qkv``, ``layers.N.o``, ``layers.N.gate_up``, ``layers.N.down``, or ``layers.N.NAME`` for
     anything else; ``lm_head`` for the output head.
     ``members``: parameter names of the weights (each ``[out, in]``), in the order they are merged.
-    ``transposed``: the float checkpoint stores them ``[in, out]``, as gpt2's does. Quantized ones are always ``[out, in]``.
+    ``transposed``: the float checkpoint stores them ``[in, out]``, as gpt2's does. Quantized ones are never transposed.
     """
 
     name: str

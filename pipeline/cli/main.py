@@ -28,7 +28,7 @@ INTERRUPTED = 130
 
 class Commands(typer.core.TyperGroup):
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; if the reader of its output closed the pipe (``tapeout inspect … | head``), only exit with 2.
+        """Run the command; if the reader of its output closed the pipe (``tapeout inspect … | head``), exit with 2.
 
         By default the framework would exit with 1, which here means that the gate failed.
         """
@@ -156,7 +156,7 @@ def promote(
     params: Params = Path("params.yaml"),
     as_json: Json = False,
 ) -> None:
-    """Make a version champion: only with a PASS verdict about it, and only if the champion it was compared with is unchanged.
+    """Make a version champion: only with a PASS verdict, and only if the champion it was compared with is unchanged.
 
     The former champion becomes `rollback`.
 

@@ -55,7 +55,7 @@ def promote(
     """Make ``version`` (default: the challenger) champion; the former champion becomes ``rollback``.
 
     Compare-and-set: refused with :class:`RegistryError` unless the verdict in the version's run is intact, says PASS,
-    agrees with the version's tags, the bundle still has the digest that was judged, and the champion is still the engine
+    agrees with the version's tags, the bundle still has the judged digest, and the champion is still the engine
     the gate compared with (none, if that was the float engine). ``expect_champion`` adds a condition: the digest of the
     present champion, or ``"none"``. ``bundle`` is the bundle's folder on this machine, if it is not where it was
     registered from.

@@ -204,7 +204,7 @@ def _version(client: MlflowClient, name: str, tags: Mapping[str, str], run_id: s
     same = [v for v in client.search_model_versions(f"tags.`{KEY}` = '{tags[KEY]}'") if v.name == name]
     if same:
         return min(same, key=lambda version: int(version.version))
-    # A server accepts sources only inside the run that they belong to (mlflow/mlflow issue 8011), so the manifest is there.
+    # An MLflow server accepts only sources inside the run that they belong to, so the manifest is there.
     source = f"runs:/{run_id}/{_source(digest)}"
     description = f"{tags['tapeout.outcome']}: engine bundle {digest[:12]}; why is in report.html of its run"
     return client.create_model_version(name, source, run_id=run_id, tags=dict(tags), description=description)

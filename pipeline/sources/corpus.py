@@ -49,8 +49,8 @@ def calibration_and_heldout(
     """``samples`` texts to calibrate on and ``heldout`` others to evaluate on, from one column.
 
     Repeated texts count once and those under ``min_chars`` not at all; the rest is shuffled by ``seed``. The
-    calibration texts are its beginning, the held-out texts come from its end, so that neither set changes when the other's
-    count does, except for held-out texts that share ``OVERLAP_WORDS`` words in a row with a calibration text:
+    calibration texts are its beginning, the held-out texts come from its end, so that neither set changes with the
+    other's count, except for held-out texts that share ``OVERLAP_WORDS`` words in a row with a calibration text:
     those are skipped (BoolQ cuts several passages from one article). :class:`SourceError` if too few remain.
     """
     texts = [text for text in _texts(source, dataset, column) if len(text) >= min_chars]

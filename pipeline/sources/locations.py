@@ -123,7 +123,7 @@ def parse(source: str) -> HubSource | WheelSource | FileSource | UrlSource:
 
 @dataclass(frozen=True)
 class _Offer:
-    """A source that can be read: how to open each wanted file, by its relative path; ``name`` if it is a single file."""
+    """A source that can be read: how to open each wanted file, by its relative path; ``name``: of a single file."""
 
     files: Mapping[str, Callable[[], IO[bytes]]]
     offered: tuple[str, ...]

@@ -48,7 +48,7 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Hashes]:
 
 
 def stale(clean: tuple[Path, Hashes], path: str, *, old: str = "", new: str = "\nADDED = 1\n") -> set[str]:
-    """The stages of ``STALE`` whose hash changes with an edit of one file: ``old`` becomes ``new``, or ``new`` is appended."""
+    """The stages of ``STALE`` whose hash changes with one edit: ``old`` becomes ``new``, or ``new`` is appended."""
     folder, before = clean
     file = folder / path
     text = file.read_text()
