@@ -37,9 +37,8 @@ def code_hashes(stages: Mapping[str, Stage], target: str) -> dict[str, dict[str,
 
     ``target``: the one whose engines the recipe builds.
     """
-    graph = grimp.build_graph(*PACKAGES, exclude_type_checking_imports=True, cache_dir=None)
-    dynamic = {LOADER: [f"engines.targets.{target.replace('-', '_')}"]}
-    dynamic |= {module: sorted(graph.find_children(package)) for module, package in REGISTRIES.items()}
+    graph = _graph()
+    dynamic = _found_by_listing(graph, target)
     wiring = ast.parse(_source(WIRING).read_text())
     hashes: dict[str, dict[str, str]] = {}
     for stage, function in stages.items():
@@ -51,6 +50,25 @@ def code_hashes(stages: Mapping[str, Stage], target: str) -> dict[str, dict[str,
             **_files(_closure(graph, roots, dynamic)),
         }
     return hashes
+
+
+def module_hashes(module: str, target: str) -> dict[str, str]:
+    """Every file that a module can reach, with the sha256 of each: for a command that is no stage."""
+    graph = _graph()
+    return _files(_closure(graph, {module}, _found_by_listing(graph, target)))
+
+
+@cache
+def _graph() -> grimp.ImportGraph:
+    return grimp.build_graph(*PACKAGES, exclude_type_checking_imports=True, cache_dir=None)
+
+
+def _found_by_listing(graph: grimp.ImportGraph, target: str) -> dict[str, list[str]]:
+    """What modules import by name: the loader one target, a registry a whole package."""
+    return {
+        LOADER: [f"engines.targets.{target.replace('-', '_')}"],
+        **{module: sorted(graph.find_children(package)) for module, package in REGISTRIES.items()},
+    }
 
 
 def _entry(function: Stage) -> tuple[list[str], set[str]]:

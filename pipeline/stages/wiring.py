@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 ARTIFACTS = Path("artifacts")
 INCUMBENT = ARTIFACTS / "incumbent.json"
 TOKENIZER = "tokenizer.json"
+HARDWARE_TARGET = "tensorrt-rtx"  # of pipeline/targets/dvc.yaml
 
 
 def run(name: str, recipe_path: Path) -> None:
@@ -72,10 +73,11 @@ def _say(stage: str) -> Callable[[str], None]:
 
 def _environment(recipe: Recipe) -> None:
     """What other stages depend on besides artifacts and parameters, as files whose change makes them stale."""
-    from pipeline.stages.code import code_hashes
+    from pipeline.stages.code import code_hashes, module_hashes
     from pipeline.stages.environment import libraries, machine
 
     hashes = code_hashes(STAGES, recipe.build.target)
+    hashes["hardware"] = module_hashes("pipeline.stages.hardware", HARDWARE_TARGET)
     files = {"libraries": libraries(), "machine": machine(), **{f"code/{name}": code for name, code in hashes.items()}}
     (ARTIFACTS / "environment" / "code").mkdir(parents=True, exist_ok=True)
     for name, content in files.items():

@@ -69,7 +69,8 @@ def test_every_package_and_every_room_of_the_pipeline_has_its_layer() -> None:
     assert contract["type"] == "layers"
     layers = {name.strip() for layer in contract["layers"] for name in layer.split("|")}
     rooms = {f"pipeline.{path.parent.name}" for path in (ROOT / "pipeline").glob("*/__init__.py")}
-    assert layers == {*PACKAGES, *rooms} - {"pipeline"}
+    modules = {f"pipeline.{path.stem}" for path in (ROOT / "pipeline").glob("*.py") if path.stem != "__init__"}
+    assert layers == {*PACKAGES, *rooms, *modules} - {"pipeline"}
 
 
 def commands_of(target: str) -> list[list[str]]:
