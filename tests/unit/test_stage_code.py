@@ -67,7 +67,7 @@ def test_the_same_code_gives_the_same_hashes_wherever_it_lies(clean: tuple[Path,
 
 
 def test_arithmetic_of_quantization(clean: tuple[Path, Hashes]) -> None:
-    assert stale(clean, "quantization/awq.py") == {"sensitivity", "plan", "quantize"}
+    assert stale(clean, "quantization/methods/awq.py") == {"sensitivity", "plan", "quantize"}
 
 
 def test_the_report_alone(clean: tuple[Path, Hashes]) -> None:
@@ -96,11 +96,11 @@ def test_the_function_of_a_stage_and_one_that_several_share(clean: tuple[Path, H
 
 
 def test_comments_docstrings_and_types_only_change_nothing(clean: tuple[Path, Hashes]) -> None:
-    assert stale(clean, "quantization/awq.py", new="\n# a comment\n") == set()
-    source = (ROOT / "quantization/awq.py").read_text()
+    assert stale(clean, "quantization/methods/awq.py", new="\n# a comment\n") == set()
+    source = (ROOT / "quantization/methods/awq.py").read_text()
     docstring = re.match(r'"""(.+)', source)
     assert docstring is not None
-    assert stale(clean, "quantization/awq.py", old=docstring[0], new='"""Another docstring.') == set()
+    assert stale(clean, "quantization/methods/awq.py", old=docstring[0], new='"""Another docstring.') == set()
     for name in ("fetch", "export"):  # both name EngineBundle and Calibration for the type checker alone
         assert not [path for path in clean[1][name] if path.startswith(("engines/", "quantization/"))]
 
@@ -110,8 +110,8 @@ def test_the_target_of_the_recipe_and_no_other(clean: tuple[Path, Hashes]) -> No
     assert stale(clean, "engines/targets/ort_cpu/engine.py") >= ENGINES
     other = hashes(clean[0], "tensorrt-rtx")
     for name in ENGINES:
-        assert "engines/targets/tensorrt_rtx/__init__.py" in other[name]
-        assert "engines/targets/tensorrt_rtx/__init__.py" not in clean[1][name]
+        assert "engines/targets/tensorrt_rtx.py" in other[name]
+        assert "engines/targets/tensorrt_rtx.py" not in clean[1][name]
     assert {"ort-cpu", "tensorrt-rtx"} <= set(known_targets())
 
 
