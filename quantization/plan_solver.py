@@ -20,7 +20,7 @@ from tapeout.artifact import Frozen
 from tapeout.errors import QuantizationError
 
 Goal = Literal["seconds", "bytes"]
-FRONTIER_SHOWN = 100  # plans of a frontier that is drawn
+FRONTIER_SHOWN = 50  # plans of a frontier that is drawn
 SOLVER_SECONDS = 60.0  # of one plan; one that may not be the best says so
 SLACK = 1e-6  # of a budget, left to the tolerances of HiGHS, which else cuts off plans that meet it exactly
 VALUE_RANGE = 1e3  # of the objective: HiGHS takes a difference of 1e-6 for none
@@ -114,7 +114,7 @@ def frontier(units: Mapping[str, Sequence[Option]], workload: Workload, minimize
     for budget in np.linspace(most.kl, least, FRONTIER_SHOWN)[1:]:
         if plans[-1].kl <= budget:
             continue
-        plan = knapsack.solved(Limits(float(budget)))
+        plan = knapsack.best(minimize, {"kl": float(budget)})
         assert plan is not None
         if getattr(plan, minimize) <= getattr(plans[-1], minimize):
             plans.pop()
@@ -211,13 +211,14 @@ class _Knapsack:
     def solved(self, limits: Limits) -> Chosen | None:
         """The plan of the least value within the limits and, of these, of the least KL; None where there is none."""
         budgets = {"kl": limits.kl, "bytes": limits.bytes}
-        plan = self._best(self._minimize, budgets)
+        plan = self.best(self._minimize, budgets)
         if plan is None:
             return None
-        same = self._best("kl", budgets | {self._minimize: getattr(plan, self._minimize)})
+        same = self.best("kl", budgets | {self._minimize: getattr(plan, self._minimize)})
         return plan if same is None or same.kl >= plan.kl else same.model_copy(update={"exact": plan.exact})
 
-    def _best(self, minimize: str, budgets: Mapping[str, float | None]) -> Chosen | None:
+    def best(self, minimize: str, budgets: Mapping[str, float | None]) -> Chosen | None:
+        """A plan of the least ``minimize`` within the budgets of what they name; None where there is none."""
         left = {p: limit * (1 + ROUNDING) - self._least[p] for p, limit in budgets.items() if limit is not None}
         if min(left.values(), default=0.0) < 0:
             return None
