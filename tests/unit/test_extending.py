@@ -1,0 +1,54 @@
+"""docs/extending.md lists the plug-ins that there are, and names files that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from engines.load import known_targets
+from engines.lowerings import LOWERINGS
+from evals.known import kinds
+from quantization.formats import formats
+from quantization.methods import method
+from tapeout.recipe import Quantize
+from tapeout.schemes import KINDS
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/extending.md").read_text()
+
+
+def listed(title: str) -> list[str]:
+    """The names after ``Title:`` at the beginning of a line."""
+    line = re.search(rf"^{title}: (.+)\.$", PAGE, re.MULTILINE)
+    assert line is not None, f"the page has no list of {title}"
+    return re.findall(r"`([^`]+)`", line[1])
+
+
+def modules(folder: str) -> list[str]:
+    return sorted(path.stem for path in (ROOT / folder).glob("*.py") if path.stem != "__init__")
+
+
+def test_methods() -> None:
+    assert listed("Methods") == modules("quantization/methods") == sorted(Quantize().candidates)
+    assert all(callable(method(name).propose) for name in listed("Methods"))
+
+
+def test_kinds_of_schemes() -> None:
+    assert listed("Kinds of schemes") == sorted(KINDS) == sorted(formats()) == sorted(LOWERINGS)
+
+
+def test_kinds_of_evidence() -> None:
+    assert listed("Kinds of evidence") == modules("evals/kinds") == sorted(kind.name for kind in kinds())
+
+
+def test_targets() -> None:
+    assert listed("Targets") == sorted(known_targets())
+
+
+@pytest.mark.parametrize(
+    "path", sorted(set(re.findall(r"`((?:tapeout|quantization|engines|evals|tests)/[^`]+)`", PAGE)))
+)
+def test_paths_exist(path: str) -> None:
+    assert (ROOT / path).exists()
