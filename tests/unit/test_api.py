@@ -9,6 +9,7 @@ import pytest
 
 import tapeout
 from engines.compile import build
+from engines.load import graph_target
 from quantization.compressed_tensors import open_checkpoint
 from tapeout.errors import ArtifactError, RequestError
 from tests.families import export_family
@@ -25,7 +26,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         graph,
         open_checkpoint(graph.folder),
         folder / "bundle",
-        target="ort-cpu",
+        target=graph_target("ort-cpu"),
         precision="float32",
         slots=2,
         kv_scales={},

@@ -756,7 +756,7 @@ def numbers(digest: str) -> EngineNumbers:
 def quantized_model() -> QuantizedModel:
     counts: dict[str, Any] = {"quantized_tensors": 1, "planned_tensors": 1, "size_bytes": 1, "size_ratio": 0.4}
     return QuantizedModel(
-        method="awq",
+        candidates=("rtn",),
         linears=(),
         kv_cache=KVScheme(dtype="float32", granularity="per_channel"),
         proof=Proof(**counts, bits_per_weight=6.2, planned_bits_per_weight=6.2, reasons=()),

@@ -123,9 +123,9 @@ import sys
 import numpy as np
 import tests.native as kernels
 from pathlib import Path
-from quantization.rounding import Format
+from tapeout.schemes import Scheme
 kernels.library = lambda: Path(sys.argv[1])
-linear = kernels.random_linear(40, 64, Format(8, 32, symmetric=True))
+linear = kernels.random_linear(40, 64, Scheme(bits=8, group_size=32, symmetric=True))
 x, weight = np.ones((3, 64), np.float32), np.ones(64, np.float32)
 (y,) = kernels.linear_session("NormLinear", linear, weight=weight, epsilon=3.0)(x)
 kernels.check(y, kernels.expected(x / 2, linear, slack=3e-6))
@@ -147,9 +147,11 @@ def test_a_session_notices_a_moved_entry(moved: str, tmp_path: Path, monkeypatch
         place = f"  {moved} = {PLACES[moved]},"
         assert place in HEADER
         (source / "ort.h").write_text(HEADER.replace(place, f"  {moved} = {PLACES[moved] + 1},"))
-        (tmp_path / "compiler").symlink_to(compiler.CACHE / "compiler")
+        kept = compiler.cache() / "compiler"  # what the compiler itself keeps
+        (tmp_path / "kernels").mkdir()
+        (tmp_path / "kernels" / "compiler").symlink_to(kept)
         monkeypatch.setattr(compiler, "SOURCE", source)
-        monkeypatch.setattr(compiler, "CACHE", tmp_path)
+        monkeypatch.setenv("TAPEOUT_CACHE", str(tmp_path))
         monkeypatch.setattr(compiler, "FLAGS", tuple("-O0" if flag == "-O3" else flag for flag in compiler.FLAGS))
     done = session(compiler.library(native.LEVELS[-1]))
     assert (done.returncode == 0) == (not moved), done.stderr[-2000:]
