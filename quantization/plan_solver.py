@@ -21,7 +21,7 @@ from tapeout.errors import QuantizationError
 
 Goal = Literal["seconds", "bytes"]
 FRONTIER_SHOWN = 50  # plans of a frontier that is drawn
-SOLVER_SECONDS = 60.0  # of one plan; one that may not be the best says so
+SOLVER_SECONDS = 10.0  # of one plan; one that is not proven to be the best in this time says so
 SLACK = 1e-6  # of a budget, left to the tolerances of HiGHS, which else cuts off plans that meet it exactly
 VALUE_RANGE = 1e3  # of the objective: HiGHS takes a difference of 1e-6 for none
 OPTIMAL, INFEASIBLE = 0, 2  # statuses of scipy.optimize.milp
