@@ -87,7 +87,7 @@ def _lower(lowering: Lowering, layer: int, node: ir.Node, seqlens: ir.Value, tot
     notes = [note] if note else []
     packed = _packed(flat)
     if packed is None and any(_is_part_of_linear(part) for part in flat):
-        notes.append("more happens to queries or keys than rotation, so one product is split before attention")
+        notes.append("more happens to queries or keys than rotation, so one linear is split before attention")
     inputs: list[ir.Value | None] = [packed, None, None] if packed is not None else [*flat]
     inputs += [past_key, past_value, seqlens, total, cos, sin]
     attributes = {

@@ -13,9 +13,9 @@ def run(lowering: Lowering) -> PassResult:
     for sigmoid in sigmoids:
         x, gate = sigmoid.inputs[0], sigmoid.outputs[0]
         for use in list(gate.uses()):
-            product = use.node
-            if product.op_type == "Mul" and product.inputs[1 - use.idx] is x:
-                output = product.outputs[0]
+            mul = use.node
+            if mul.op_type == "Mul" and mul.inputs[1 - use.idx] is x:
+                output = mul.outputs[0]
                 fused = ir.node(
                     "QuickGelu",
                     [x],
@@ -23,7 +23,7 @@ def run(lowering: Lowering) -> PassResult:
                     domain=CONTRIB,
                     outputs=[new_value(f"{output.name}.silu", output)],
                 )
-                replace(model, [product], [fused], {output: fused.outputs[0]})
+                replace(model, [mul], [fused], {output: fused.outputs[0]})
                 matched += 1
             else:
                 declined.append(f"Sigmoid {gate.name}: what multiplies it is not its own input; kept as it is")

@@ -21,14 +21,14 @@ from tapeout.recipe import Recipe
 
 
 def parse_rows(text: str) -> tuple[int, ...]:
-    """Row counts as written, ``1,8,128``. :class:`RecipeError` if they are not.
+    """Numbers of matrix rows as written, ``1,8,128``. :class:`RecipeError` if they are not.
 
     >>> parse_rows("128, 1")
     (1, 128)
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) for part in parts):
-        raise RecipeError(f"--rows {text}", expected="row counts, such as 1,8,128")
+        raise RecipeError(f"--rows {text}", expected="numbers of matrix rows, such as 1,8,128")
     return tuple(sorted({int(part) for part in parts}))
 
 
@@ -48,11 +48,11 @@ def _record(table: CostTable, rows: Sequence[int]) -> dict[str, Any]:
         "target": table.target,
         "threads": table.threads,
         "rows": list(rows),
-        "products": [
+        "linears": [
             {
                 "columns": columns,
                 "outputs": outputs,
-                "kernels": {
+                "schemes": {
                     name: {"bytes": size, "seconds": _at(rows, table.seconds[columns, outputs][name])}
                     for name, size in sizes.items()
                 },
@@ -61,13 +61,13 @@ def _record(table: CostTable, rows: Sequence[int]) -> dict[str, Any]:
         ],
         "attention": {
             "context": table.context,
-            "kernels": {name: {"seconds": _at(rows, seconds)} for name, seconds in table.attention.items()},
+            "schemes": {name: {"seconds": _at(rows, seconds)} for name, seconds in table.attention.items()},
         },
     }
 
 
 def _at(rows: Sequence[int], seconds: Mapping[int, float]) -> dict[int, float]:
-    """Of the row counts that were asked for; lm_head is also timed at one row."""
+    """Of the numbers of rows that were asked for; lm_head is also timed at one row."""
     return {count: seconds[count] for count in rows}
 
 
@@ -82,7 +82,7 @@ def _shown(table: CostTable, graph: PortableGraph, rows: Sequence[int]) -> Rende
         users = ", ".join(f"{count} {kind}" for kind, count in kinds[columns, outputs].items())
         seconds = table.seconds[columns, outputs]
         found += (_title(f"{columns} x {outputs}: {users}"), _table(sizes, seconds, rows))
-    streams = f"up to {table.slots} rows are streams, more are a prompt"
+    streams = f"up to {table.slots} rows are sequences that decode, more are a prompt"
     found.append(_title(f"attention of a layer over {table.context} tokens; {streams}"))
     return Group(*found, _table({}, table.attention, rows))
 

@@ -43,12 +43,12 @@ def test_every_kernel_is_timed_on_every_shape_at_every_row_count(folder: Path) -
     """Whatever the recipe has written out; a second time nothing is measured again."""
     found = json.loads(ask(folder, "--rows", "8,1", "--json"))
     assert found["rows"] == [1, 8] and found["threads"] == 1
-    head = next(product for product in found["products"] if (product["columns"], product["outputs"]) == (128, 1024))
-    assert list(head["kernels"]) == [kernel.name for kernel in menu_for(128, EMBEDDING_MENU)]
-    assert all(kernel["bytes"] > 0 for product in found["products"] for kernel in product["kernels"].values())
-    assert list(found["attention"]["kernels"]) == [cache.dtype for cache in CACHE_MENU]
-    parts = [*found["products"], found["attention"]]
-    seconds = [kernel["seconds"] for part in parts for kernel in part["kernels"].values()]
+    head = next(product for product in found["linears"] if (product["columns"], product["outputs"]) == (128, 1024))
+    assert list(head["schemes"]) == [kernel.name for kernel in menu_for(128, EMBEDDING_MENU)]
+    assert all(kernel["bytes"] > 0 for product in found["linears"] for kernel in product["schemes"].values())
+    assert list(found["attention"]["schemes"]) == [cache.dtype for cache in CACHE_MENU]
+    parts = [*found["linears"], found["attention"]]
+    seconds = [kernel["seconds"] for part in parts for kernel in part["schemes"].values()]
     assert all(list(by_rows) == ["1", "8"] and min(by_rows.values()) > 0 for by_rows in seconds)
     assert json.loads(ask(folder, "--rows", "1,8", "--json")) == found
 
@@ -68,7 +68,7 @@ def test_targets_whose_kernels_are_not_timed_here_are_refused(folder: Path) -> N
 
 def test_only_what_was_asked_for_is_told(folder: Path) -> None:
     found = json.loads(ask(folder, "--rows", "8", "--json"))
-    kernels = [kernel for product in found["products"] for kernel in product["kernels"].values()]
+    kernels = [kernel for product in found["linears"] for kernel in product["schemes"].values()]
     assert all(list(kernel["seconds"]) == ["8"] for kernel in kernels)
 
 
