@@ -76,4 +76,4 @@ def test_only_what_was_asked_for_is_told(folder: Path) -> None:
 def test_rows_that_are_none_are_refused(folder: Path, rows: str) -> None:
     with pytest.raises(RecipeError, match="--rows") as caught:
         ask(folder, "--rows", rows)
-    assert caught.value.expected == "row counts, such as 1,8,128"
+    assert caught.value.expected == "numbers of matrix rows, such as 1,8,128"
