@@ -21,7 +21,8 @@ import numpy as np
 from engines.bundle import EngineBundle
 from engines.protocol import Engine
 from evals.items import write_metrics
-from evals.kinds.speed import Benchmark, EngineNumbers, SpeedSample, SpeedSettings
+from evals.kind import Context
+from evals.kinds.speed import ENGINES, Benchmark, EngineNumbers, SpeedSample, SpeedSettings
 from tapeout.artifact import Artifact, create, load
 from tapeout.errors import EvidenceError
 from tapeout.fingerprint import Fingerprint
@@ -32,6 +33,24 @@ PREFILL_TRIALS = 15  # a repeat is their median: one prefill is short, and easil
 REST_SECONDS = 0.1
 BANDWIDTH_BYTES = 256 << 20
 BANDWIDTH_TRIALS = 25
+
+
+def measure(context: Context, folder: Path) -> None:
+    """The stage of `evals/kinds/speed.py`."""
+    settings, bundles = context.section(SpeedSettings), {role: context.bundle(role) for role in ENGINES}
+    slots = max(settings.batches)
+    baseline, candidate = (context.engine(role, slots=slots) for role in ENGINES)
+    benchmark(
+        settings,
+        baseline,
+        candidate,
+        bundles=bundles,
+        threads=context.threads,
+        seed=context.seed,
+        executed_on=context.executed_on(),
+        folder=folder,
+        progress=context.say,
+    )
 
 
 def benchmark(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, Protocol
 
 from tapeout.artifact import Frozen
 
@@ -73,6 +73,16 @@ class Fact(Frozen):
     value: float
     lower: float | None = None
     upper: float | None = None
+
+
+class Judged(Protocol):
+    """A verdict, as far as report blocks read it."""
+
+    @property
+    def slices(self) -> tuple[Slice, ...]: ...
+    @property
+    def confidence(self) -> float: ...
+    def check(self, name: str) -> Check: ...
 
 
 class Champion(Frozen):

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar, cast
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, Typ
 from pydantic import Field
 
 from evals.block import Block
-from evals.check import Findings
+from evals.check import Findings, Judged
 from evals.items import read_items
 from tapeout.artifact import Artifact, ArtifactRef, Frozen, Record, load
 from tapeout.fingerprint import Fingerprint
@@ -21,9 +21,7 @@ from tapeout.recipe import Count, Recipe, Section
 
 if TYPE_CHECKING:
     from engines.bundle import EngineBundle
-    from engines.protocol import Engine
-    from evals.parity import Probe, Reference
-    from evals.verdict import Verdict
+    from engines.protocol import Engine, FloatArray
 
 S = TypeVar("S", bound=Section)
 
@@ -86,6 +84,19 @@ class Evidence:
         }
 
 
+Probe = Callable[[Sequence[int]], tuple["FloatArray", dict[str, "FloatArray"]]]  # logits, and each linear's output
+
+
+class Reference(Protocol):
+    """The quantized model that an engine was built from."""
+
+    def __call__(self, tokens: Sequence[int]) -> FloatArray: ...
+
+    def locked(
+        self, tokens: Sequence[int], outputs: Mapping[str, FloatArray]
+    ) -> tuple[FloatArray, dict[str, float]]: ...
+
+
 class Context(Protocol):
     """What a kind can measure with: the engines, texts and settings of one run. ``role``: baseline or candidate."""
 
@@ -138,6 +149,7 @@ class Kind(Generic[R, T, B]):
     role: ClassVar[str] = ""
     needed: ClassVar[Literal["always", "executed", "never"]] = "executed"
     stage: ClassVar[str] = ""  # the stage that writes the report; empty: another kind's, or none
+    verb: ClassVar[str] = ""  # module whose ``measure(context, folder)`` is that stage; it may be the kind's own
     sections: ClassVar[Mapping[str, type[Section]]] = {}  # of the recipe, by name
     nouns: ClassVar[tuple[str, ...]] = ()  # of its report
     items_file: ClassVar[str] = ""
@@ -153,10 +165,6 @@ class Kind(Generic[R, T, B]):
     def datasets(self, recipe: Recipe) -> Sequence[str]:
         """The data sets that it reads below ``data.source``."""
         return ()
-
-    def measure(self, context: Context, folder: Path) -> None:
-        """Write the report. Only for kinds that have a stage."""
-        raise NotImplementedError(self.stage)
 
     def load(self, folder: Path, recipe: Recipe) -> Report[R, T]:
         """Read the report and hash its files again."""
@@ -179,6 +187,6 @@ class Kind(Generic[R, T, B]):
     def judge(self, report: Report[R, T], evidence: Evidence, bounds: B) -> Findings:
         raise NotImplementedError(self.name)
 
-    def block(self, folder: Path, verdict: Verdict) -> Block | None:
+    def block(self, folder: Path, verdict: Judged) -> Block | None:
         """What the HTML report shows of it, from the report's folder. None: its checks say everything."""
         return None

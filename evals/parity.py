@@ -8,31 +8,41 @@ plain functions here, so this module needs neither torch nor the checkpoint form
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from tqdm import tqdm
 
 from engines.protocol import FloatArray
 from evals.items import write_items, write_metrics
-from evals.kinds.parity import KIND, ParityItem, ParityReport
+from evals.kind import Context, Probe, Reference
+from evals.kinds.parity import KIND, ParityItem, ParityReport, ParitySettings
+from evals.kinds.text import TextSettings
 from evals.text import kl_divergences, token_hash
 from tapeout import artifact
 from tapeout.artifact import Artifact, Parents
 from tapeout.errors import EvidenceError
 from tapeout.fingerprint import Fingerprint
 
-Probe = Callable[[Sequence[int]], tuple[FloatArray, dict[str, FloatArray]]]
 
-
-class Reference(Protocol):
-    def __call__(self, tokens: Sequence[int]) -> FloatArray: ...
-
-    def locked(
-        self, tokens: Sequence[int], outputs: Mapping[str, FloatArray]
-    ) -> tuple[FloatArray, dict[str, float]]: ...
+def measure(context: Context, folder: Path) -> None:
+    """The stage of `evals/kinds/parity.py`."""
+    text, count = context.section(TextSettings), context.section(ParitySettings).parity_documents
+    quantized, reference = context.reference()
+    documents = context.encode(context.heldout_texts(text.documents)[:count])
+    candidate = context.bundle("candidate")
+    parity(
+        context.probe(),
+        reference,
+        [ids[: text.document_tokens] for ids in documents],
+        folder,
+        head=context.head(),
+        candidate=candidate.digest,
+        built_from=quantized.digest,
+        executed_on=context.executed_on(),
+        parents={"candidate": candidate, "quantized": quantized},
+    )
 
 
 def parity(

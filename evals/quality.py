@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from engines.protocol import Engine
 from evals.harness import EngineLM, beginning_of_text, encode
 from evals.items import write_items, write_metrics
+from evals.kind import Context
 from evals.kinds.tasks import EvalReport, TaskItem, TaskSettings
 from evals.kinds.text import TextSettings, text_items, text_metrics
 from evals.tasks import LocalTask, choose_documents, load_task
@@ -25,6 +26,25 @@ from tapeout.fingerprint import Fingerprint
 log = logging.getLogger(__name__)
 
 PAIRING_KEYS = ("doc_id", "doc_hash", "prompt_hash", "target_hash")
+
+
+def measure(context: Context, folder: Path) -> None:
+    """The stage of `evals/kinds/tasks.py`."""
+    source, bundle, texts = context.source(), context.bundle("candidate"), context.section(TextSettings)
+    evaluate(
+        context.section(TaskSettings),
+        texts,
+        context.engine("baseline", slots=1),
+        context.engine("candidate", slots=1),
+        tokenizer_file=bundle.folder / "tokenizer.json",
+        end_of_text=bundle.record.stop_tokens[0],
+        data=source.folder / source.record.data_entry,
+        heldout_texts=context.heldout_texts(texts.documents),
+        seed=context.seed,
+        executed_on=context.executed_on(),
+        folder=folder,
+        parents={"baseline": context.bundle("baseline"), "candidate": bundle, "source": source},
+    )
 
 
 def evaluate(

@@ -13,11 +13,29 @@ from pathlib import Path
 from engines.protocol import Engine
 from evals.generation import Response, greedy
 from evals.items import write_items, write_metrics
+from evals.kind import Context
 from evals.kinds.shadow import ShadowItem, ShadowReport, ShadowSettings
 from evals.text import compare, token_hash
 from tapeout.artifact import Artifact, Parents, create, load
 from tapeout.errors import EvidenceError
 from tapeout.fingerprint import Fingerprint
+
+
+def measure(context: Context, folder: Path) -> None:
+    """The stage of `evals/kinds/shadow.py`."""
+    settings, source, bundle = context.section(ShadowSettings), context.source(), context.bundle("candidate")
+    champion, engine, is_baseline = context.champion()
+    shadow(
+        settings,
+        engine,
+        context.engine("candidate"),
+        prompts=context.chat_prompts(settings.datasets, settings.prompts),
+        stop_tokens=bundle.record.stop_tokens,
+        champion_is_baseline=is_baseline,
+        executed_on=context.executed_on(),
+        folder=folder,
+        parents={"champion": champion, "candidate": bundle, "source": source},
+    )
 
 
 def shadow(

@@ -9,21 +9,21 @@ the Gram matrix; what remains of it is charged to every candidate alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 
 from quantization.input_scale import InputScale, identity
-from quantization.methods import gptq, scale_fit
-from quantization.rounding import FloatArray, Grid, QuantizedLinear, output_error, round_to_nearest
+from quantization.rounding import FloatArray, QuantizedLinear, output_error, round_to_nearest
 from quantization.statistics import Statistics
 from tapeout.errors import QuantizationError
 from tapeout.portable_graph import ScaleSink
 from tapeout.schemes import Scheme
 
+T = TypeVar("T")
 LARGEST_CODE = 127  # symmetric int8; -128 is left to inputs beyond what calibration saw
 SEARCH_OUTPUTS = 256  # looked at in the search of an input scale, evenly spaced
 
@@ -38,6 +38,7 @@ class Problem:
     scale: InputScale
     sink: ScaleSink | None = None  # where the inverse of an input scale can go; None: nowhere
     steps: int = 1  # input scales that a search tries besides the identity
+    _kept: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, repr=False)
 
     @classmethod
     def of(
@@ -68,18 +69,11 @@ class Problem:
     def importance(self) -> FloatArray:
         return np.ascontiguousarray(np.diag(self.gram))
 
-    @cached_property
-    def grids(self) -> list[Grid]:
-        """Of each weight: scales fitted to what its inputs make important."""
-        return [scale_fit.fit_scales(weight, self.importance, self.scheme) for weight in self.scaled()]
-
-    @cached_property
-    def factor(self) -> gptq.Factor | None:
-        """None for inputs that are not correlated, or of too few dimensions."""
-        if np.count_nonzero(self.gram) > np.count_nonzero(self.importance):
-            with suppress(np.linalg.LinAlgError):
-                return gptq.inverse_factor(self.gram)
-        return None
+    def once(self, compute: Callable[[Problem], T]) -> T:
+        """What several methods need, computed for the first of them."""
+        if compute not in self._kept:
+            self._kept[compute] = compute(self)
+        return self._kept[compute]
 
     def best_scale(self, candidates: Iterable[InputScale]) -> InputScale | None:
         """The input scale with the lowest error of RTN on what scales are fitted to; None if that is the present one.

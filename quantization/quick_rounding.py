@@ -57,8 +57,11 @@ class Prepared:
             scale = search_scale(problem) if name in self.candidates else None
             if scale is not None:
                 problem = problem.under(scale)
-        if scheme.bits <= GPTQ_BITS and "gptq" in self.candidates and problem.factor is not None:
-            factor = problem.factor
+        if (
+            scheme.bits <= GPTQ_BITS
+            and "gptq" in self.candidates
+            and (factor := problem.once(gptq.factor_of)) is not None
+        ):
             linears = [gptq.gptq(weight, factor, fit_range(weight, scheme), scheme) for weight in problem.scaled()]
         else:
             linears = [round_to_nearest(weight, scheme) for weight in problem.scaled()]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
 from evals.check import Check, Findings, Outcome
-from evals.kind import Context, DocumentBounds, Evidence, EvidenceRecord, Kind, Report
+from evals.kind import DocumentBounds, Evidence, EvidenceRecord, Kind, Report
 from evals.kinds.text import TextSettings
 from evals.rules import Rule, broken, counted, mean_above_largest, token_rules
 from tapeout.artifact import Frozen, Roles
@@ -62,6 +61,7 @@ class ParityBounds(DocumentBounds):
 
 class Parity(Kind[ParityReport, ParityItem, ParityBounds]):
     order, name, role, stage = 60, "parity", "parity", "parity"
+    verb = "evals.parity"
     nouns, items_file = ("ParityReport",), "parity_items.jsonl"
     sections: ClassVar = {"evaluate": ParitySettings}
     report, item, bounds = ParityReport, ParityItem, ParityBounds
@@ -69,25 +69,6 @@ class Parity(Kind[ParityReport, ParityItem, ParityBounds]):
     def conflicts(self, recipe: Recipe) -> list[str]:
         wanted, there = recipe.section(ParitySettings).parity_documents, recipe.section(TextSettings).documents
         return [f"evaluate.parity_documents is {wanted} of {there} documents"] if wanted > there else []
-
-    def measure(self, context: Context, folder: Path) -> None:
-        from evals.parity import parity
-
-        text, count = context.section(TextSettings), context.section(ParitySettings).parity_documents
-        quantized, reference = context.reference()
-        documents = context.encode(context.heldout_texts(text.documents)[:count])
-        candidate = context.bundle("candidate")
-        parity(
-            context.probe(),
-            reference,
-            [ids[: text.document_tokens] for ids in documents],
-            folder,
-            head=context.head(),
-            candidate=candidate.digest,
-            built_from=quantized.digest,
-            executed_on=context.executed_on(),
-            parents={"candidate": candidate, "quantized": quantized},
-        )
 
     def problems(self, report: Report[ParityReport, ParityItem], evidence: Evidence) -> list[str]:
         return [

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from evals.block import QUANTIZATION, Block, FactRow, fact_metrics
-from evals.check import Check, Findings, Outcome
+from evals.check import Check, Findings, Judged, Outcome
 from evals.kind import Bounds, Evidence, Kind, Report
 from evals.rules import short
 from tapeout.artifact import Frozen, load
 from tapeout.recipe import Recipe
-
-if TYPE_CHECKING:
-    from evals.verdict import Verdict
 
 
 class ProofSummary(Frozen):
@@ -61,7 +57,7 @@ class Proof(Kind[ProofSummary, Frozen, Bounds]):
         )
         return Findings((check,))
 
-    def block(self, folder: Path, verdict: Verdict) -> Block:
+    def block(self, folder: Path, verdict: Judged) -> Block:
         from quantization.checkpoint import QuantizedModel
 
         model = load(folder, QuantizedModel).record

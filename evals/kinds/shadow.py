@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from evals.block import QUALITY, Block, FactRow, fact_metrics
-from evals.check import Champion, Fact, Findings
-from evals.kind import Bounds, Context, Evidence, EvidenceRecord, Kind, Report
+from evals.check import Champion, Fact, Findings, Judged
+from evals.kind import Bounds, Evidence, EvidenceRecord, Kind, Report
 from evals.rules import Rule, broken, counted, short, token_rules
 from tapeout.artifact import Frozen, Roles, load
 from tapeout.recipe import Count, Fraction, Recipe, Section
-
-if TYPE_CHECKING:
-    from evals.verdict import Verdict
 
 
 class ShadowItem(Frozen):
@@ -70,6 +67,7 @@ class ShadowBounds(Bounds):
 
 class Shadow(Kind[ShadowReport, ShadowItem, ShadowBounds]):
     order, name, role, stage = 50, "shadow", "shadow", "shadow"
+    verb = "evals.shadow"
     nouns, items_file = ("ShadowReport",), "shadow_items.jsonl"
     sections: ClassVar = {"shadow": ShadowSettings}
     report, item, bounds = ShadowReport, ShadowItem, ShadowBounds
@@ -81,23 +79,6 @@ class Shadow(Kind[ShadowReport, ShadowItem, ShadowBounds]):
 
     def datasets(self, recipe: Recipe) -> tuple[str, ...]:
         return recipe.section(ShadowSettings).datasets
-
-    def measure(self, context: Context, folder: Path) -> None:
-        from evals.shadow import shadow
-
-        settings, source, bundle = context.section(ShadowSettings), context.source(), context.bundle("candidate")
-        champion, engine, is_baseline = context.champion()
-        shadow(
-            settings,
-            engine,
-            context.engine("candidate"),
-            prompts=context.chat_prompts(settings.datasets, settings.prompts),
-            stop_tokens=bundle.record.stop_tokens,
-            champion_is_baseline=is_baseline,
-            executed_on=context.executed_on(),
-            folder=folder,
-            parents={"champion": champion, "candidate": bundle, "source": source},
-        )
 
     def problems(self, report: Report[ShadowReport, ShadowItem], evidence: Evidence) -> list[str]:
         record, items = report.record, report.items
@@ -143,7 +124,7 @@ class Shadow(Kind[ShadowReport, ShadowItem, ShadowBounds]):
             champion=Champion(digest=report.record.champion, is_baseline=report.record.champion_is_baseline),
         )
 
-    def block(self, folder: Path, verdict: Verdict) -> Block:
+    def block(self, folder: Path, verdict: Judged) -> Block:
         report = load(folder, ShadowReport).record
         champion = "the registered champion"
         if report.champion_is_baseline:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
 from evals.block import SPEED, Bars, Block, Roofline, Rows, Table
-from evals.check import Check, Findings
-from evals.kind import Bounds, Context, Evidence, EvidenceRecord, Executed, Kind, Report
+from evals.check import Check, Findings, Judged
+from evals.kind import Bounds, Evidence, EvidenceRecord, Executed, Kind, Report
 from evals.rules import Rule, broken
 from tapeout.artifact import Frozen, Roles, load
 from tapeout.recipe import Count, Recipe, Section
-
-if TYPE_CHECKING:
-    from evals.verdict import Verdict
 
 ENGINES = ("baseline", "candidate")
 BATCH_AXIS = "sequences decoded together"
@@ -101,6 +98,7 @@ class SpeedBounds(Bounds):
 
 class Speed(Kind[SpeedSummary, SpeedSample, SpeedBounds]):
     order, name, role, stage = 70, "speed", "benchmark", "benchmark"
+    verb = "evals.benchmark"
     nouns = ("Benchmark",)
     sections: ClassVar = {"benchmark": SpeedSettings}
     report, item, bounds = SpeedSummary, SpeedSample, SpeedBounds
@@ -115,24 +113,6 @@ class Speed(Kind[SpeedSummary, SpeedSample, SpeedBounds]):
         if max(timed.batches) > recipe.build.slots:
             problems.append(f"benchmark.batches reach {max(timed.batches)}, but build.slots is {recipe.build.slots}")
         return problems
-
-    def measure(self, context: Context, folder: Path) -> None:
-        from evals.benchmark import benchmark
-
-        settings, bundles = context.section(SpeedSettings), {role: context.bundle(role) for role in ENGINES}
-        slots = max(settings.batches)
-        baseline, candidate = (context.engine(role, slots=slots) for role in ENGINES)
-        benchmark(
-            settings,
-            baseline,
-            candidate,
-            bundles=bundles,
-            threads=context.threads,
-            seed=context.seed,
-            executed_on=context.executed_on(),
-            folder=folder,
-            progress=context.say,
-        )
 
     def load(self, folder: Path, recipe: Recipe) -> Report[SpeedSummary, SpeedSample]:
         found = load(folder, Benchmark)
@@ -160,7 +140,7 @@ class Speed(Kind[SpeedSummary, SpeedSample, SpeedBounds]):
         samples = sorted(report.items, key=lambda sample: (sample.phase, sample.batch))
         return Findings(tuple(_check(sample, bounds) for sample in samples))
 
-    def block(self, folder: Path, verdict: Verdict) -> Block:
+    def block(self, folder: Path, verdict: Judged) -> Block:
         return speed_block(load(folder, Benchmark).record)
 
 

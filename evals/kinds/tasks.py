@@ -10,19 +10,16 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from evals.block import QUALITY, Block, Interval, Intervals, Table
-from evals.check import Findings, Slice
-from evals.kind import Bounds, Context, Evidence, EvidenceRecord, Kind, Report
+from evals.check import Findings, Judged, Slice
+from evals.kind import Bounds, Evidence, EvidenceRecord, Kind, Report
 from evals.rules import Rule, broken
 from tapeout.artifact import Frozen, Roles
 from tapeout.recipe import Count, Fraction, Recipe, Section
-
-if TYPE_CHECKING:
-    from evals.verdict import Verdict
 
 
 class TaskItem(Frozen):
@@ -76,6 +73,7 @@ class TaskBounds(Bounds):
 
 class Tasks(Kind[EvalReport, TaskItem, TaskBounds]):
     order, name, role, stage = 30, "tasks", "evaluation", "evaluate"
+    verb = "evals.quality"
     nouns, items_file = ("EvalReport",), "task_items.jsonl"
     sections: ClassVar = {"evaluate": TaskSettings}
     report, item, bounds = EvalReport, TaskItem, TaskBounds
@@ -83,26 +81,6 @@ class Tasks(Kind[EvalReport, TaskItem, TaskBounds]):
 
     def datasets(self, recipe: Recipe) -> tuple[str, ...]:
         return recipe.section(TaskSettings).tasks
-
-    def measure(self, context: Context, folder: Path) -> None:
-        from evals.kinds.text import TextSettings
-        from evals.quality import evaluate
-
-        source, bundle, texts = context.source(), context.bundle("candidate"), context.section(TextSettings)
-        evaluate(
-            context.section(TaskSettings),
-            texts,
-            context.engine("baseline", slots=1),
-            context.engine("candidate", slots=1),
-            tokenizer_file=bundle.folder / "tokenizer.json",
-            end_of_text=bundle.record.stop_tokens[0],
-            data=source.folder / source.record.data_entry,
-            heldout_texts=context.heldout_texts(texts.documents),
-            seed=context.seed,
-            executed_on=context.executed_on(),
-            folder=folder,
-            parents={"baseline": context.bundle("baseline"), "candidate": bundle, "source": source},
-        )
 
     def problems(self, report: Report[EvalReport, TaskItem], evidence: Evidence) -> list[str]:
         items, claimed = report.items, report.record.tasks
@@ -147,7 +125,7 @@ class Tasks(Kind[EvalReport, TaskItem, TaskBounds]):
             ),
         )
 
-    def block(self, folder: Path, verdict: Verdict) -> Block | None:
+    def block(self, folder: Path, verdict: Judged) -> Block | None:
         pooled = verdict.check("accuracy")
         if not verdict.slices or pooled.value is None or pooled.bound is None:
             return self.absent

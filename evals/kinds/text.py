@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import Field
 
 from evals.block import QUALITY, Block, Divergence, Rows
-from evals.check import Findings
+from evals.check import Findings, Judged
 from evals.items import read_items
 from evals.kind import DocumentBounds, Evidence, Kind, Report
 from evals.kinds.tasks import EvalReport
@@ -25,7 +25,6 @@ from tapeout.recipe import Count, Fraction, Recipe, Section
 
 if TYPE_CHECKING:
     from engines.protocol import Engine
-    from evals.verdict import Verdict
 
 
 class TextItem(Frozen):
@@ -96,7 +95,7 @@ class Text(Kind[EvalReport, TextItem, TextBounds]):
             )
         )
 
-    def block(self, folder: Path, verdict: Verdict) -> Block | None:
+    def block(self, folder: Path, verdict: Judged) -> Block | None:
         kl = verdict.check("kl")
         if kl.value is None or kl.upper is None or kl.bound is None:
             return self.absent

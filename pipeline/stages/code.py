@@ -74,11 +74,12 @@ def _found_by_listing(graph: grimp.ImportGraph, target: str) -> dict[str, list[s
 def _entry(function: Stage) -> tuple[list[str], set[str]]:
     """Where a stage begins: functions of ``wiring.py``, and modules.
 
-    A kind of evidence begins in its own module, and reaches the methods of ``Measurement`` that it names there.
+    A kind of evidence begins in the module that measures it, and reaches the methods of ``Measurement`` that are named
+    there.
     """
     if not isinstance(function, partial):
         return [function.__name__], set()
-    module = type(function.args[0]).__module__
+    module = function.args[0].verb
     tree = ast.parse(_source(module).read_text())
     return [function.func.__name__, *sorted(_methods_of("context", tree))], {module}
 

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -229,7 +230,7 @@ def _report(recipe: Recipe) -> None:
 
 def _measure(kind: Kind[Any, Any, Any], recipe: Recipe) -> None:
     """The stage of a kind of evidence."""
-    kind.measure(Measurement(recipe, kind.stage), ARTIFACTS / kind.role)
+    import_module(kind.verb).measure(Measurement(recipe, kind.stage), ARTIFACTS / kind.role)
 
 
 def _register(recipe: Recipe) -> None:

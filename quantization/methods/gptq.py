@@ -9,10 +9,12 @@ N  output channels    K  input channels    g  group size
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from quantization.methods.scale_fit import grids
 from quantization.rounding import FloatArray, Grid, QuantizedLinear, assemble
 from tapeout.schemes import Scheme
 
@@ -26,12 +28,19 @@ Factor = tuple[FloatArray, np.ndarray]
 
 
 def propose(problem: Problem) -> list[QuantizedLinear] | None:
-    factor = problem.factor
+    factor = problem.once(factor_of)
     if factor is None:
         return None
-    return [
-        gptq(weight, factor, grid, problem.scheme) for weight, grid in zip(problem.scaled(), problem.grids, strict=True)
-    ]
+    fitted = zip(problem.scaled(), problem.once(grids), strict=True)
+    return [gptq(weight, factor, grid, problem.scheme) for weight, grid in fitted]
+
+
+def factor_of(problem: Problem) -> Factor | None:
+    """None for inputs that are not correlated, or of too few dimensions."""
+    if np.count_nonzero(problem.gram) > np.count_nonzero(problem.importance):
+        with suppress(np.linalg.LinAlgError):
+            return inverse_factor(problem.gram)
+    return None
 
 
 def inverse_factor(gram: FloatArray, damping: float = DAMPING) -> Factor:

@@ -35,9 +35,13 @@ SHRINKS = tuple(round(1.0 - 0.04 * step, 2) for step in range(10))
 
 
 def propose(problem: Problem) -> list[QuantizedLinear]:
-    return [
-        round_to(weight, grid, problem.scheme) for weight, grid in zip(problem.scaled(), problem.grids, strict=True)
-    ]
+    fitted = zip(problem.scaled(), problem.once(grids), strict=True)
+    return [round_to(weight, grid, problem.scheme) for weight, grid in fitted]
+
+
+def grids(problem: Problem) -> list[Grid]:
+    """Of each weight: scales fitted to what its inputs make important."""
+    return [fit_scales(weight, problem.importance, problem.scheme) for weight in problem.scaled()]
 
 
 def fit_scales(weight: FloatArray, importance: FloatArray, scheme: Scheme) -> Grid:

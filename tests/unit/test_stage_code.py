@@ -135,7 +135,7 @@ def test_only_the_loader_imports_modules_of_ours_by_name() -> None:
     }
     # A vendor's module, and what users import: no stage goes through either.
     outside = {"engines/targets/tensorrt/compiler.py", "tapeout/__init__.py"}
-    finders = [module.replace(".", "/") for module in (LOADER, *REGISTRIES)]
+    finders = [module.replace(".", "/") for module in (LOADER, WIRING, *REGISTRIES)]
     known = {f"{path}/__init__.py" if (ROOT / path).is_dir() else f"{path}.py" for path in finders}
     assert found == known | outside
     assert all((ROOT / f"{name.replace('.', '/')}.py").is_file() for name in (LOADER, WIRING, *UNCOUNTED))
