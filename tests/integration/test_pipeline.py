@@ -41,7 +41,7 @@ def params(checkpoint: Path, data: Path) -> dict[str, object]:
         "model": {"source": f"file:{checkpoint}"},
         "data": {"source": f"file:{data}"},
         "export": {"max_positions": 512},
-        "calibrate": {"rows": 24, "tokens": 128},
+        "calibrate": {"samples": 24, "tokens": 128},
         "plan": {
             "schemes": "auto",
             "embeddings": "auto",
@@ -50,7 +50,7 @@ def params(checkpoint: Path, data: Path) -> dict[str, object]:
             "workload": {1: 0.5, 8: 0.5},
             "max_kl": 0.0003,
             "band": 2,
-            "rows": 2,
+            "samples": 2,
         },
         "build": {"slots": 8, "threads": 1},
         "benchmark": {"prompt_tokens": 32, "new_tokens": 8, "batches": [1, 4], "repeats": 3},

@@ -75,6 +75,6 @@ def link(objects: dict[str, Path], program: Path) -> Path:
 
 
 def _run(command: list[str]) -> None:
-    cache = {"ZIG_GLOBAL_CACHE_DIR": str(compiler.CACHE / "compiler")}
+    cache = {"ZIG_GLOBAL_CACHE_DIR": str(compiler.cache() / "compiler")}
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | cache)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr[-3000:]}"

@@ -56,7 +56,7 @@ def test_every_kernel_is_timed_on_every_shape_at_every_row_count(folder: Path) -
 def test_people_see_who_uses_a_shape(folder: Path) -> None:
     shown = ask(folder, "--rows", "1")
     assert "128 x 1024: 1 head" in shown and "4 qkv" in shown and "1 row, µs" in shown
-    assert "attention of a layer over 32 tokens; up to 4 rows are streams, more are a prompt" in shown
+    assert "attention of a layer over 32 tokens; up to 4 rows are sequences that decode, more are a prompt" in shown
 
 
 def test_targets_whose_kernels_are_not_timed_here_are_refused(folder: Path) -> None:
