@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers of xdist share the cores
@@ -16,6 +17,10 @@ from engines.native import LEVELS, Level
 from tapeout.fingerprint import cpu_features
 from tests import tiny
 from tests.native import without_native_operators
+
+# Timing is never asserted: on a loaded machine a first example can take longer than any deadline.
+settings.register_profile("tapeout", deadline=None)
+settings.load_profile("tapeout")
 
 
 @pytest.fixture(scope="session")
