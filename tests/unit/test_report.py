@@ -89,8 +89,8 @@ def test_absent_evidence_is_said_not_drawn() -> None:
         "No traffic",
         "No benchmark",
         "No quantization plan",
-        "No kernel plan",
-        "No kernel plan",
+        "No precision plan",
+        "No precision plan",
     ):
         assert phrase in page
     assert "<svg" not in page and "nothing was replayed" in page
