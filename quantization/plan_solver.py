@@ -9,8 +9,11 @@ which is an assumption: who uses a plan must measure its KL as a whole. Choosing
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -245,13 +248,14 @@ class _Knapsack:
         constraints += [LinearConstraint(plan[None], -np.inf, plan.sum() - 1) for plan in refused]
         value = self._beyond[minimize]
         limits: Any = (np.zeros(count), np.broadcast_to(allowed, count).astype(float))
-        result: Any = milp(
-            value * (VALUE_RANGE / (value.max() or 1.0)),
-            integrality=np.ones(count),
-            bounds=Bounds(*limits),
-            constraints=constraints,
-            options={"mip_rel_gap": 0.0, "time_limit": SOLVER_SECONDS},
-        )
+        with _silent():
+            result: Any = milp(
+                value * (VALUE_RANGE / (value.max() or 1.0)),
+                integrality=np.ones(count),
+                bounds=Bounds(*limits),
+                constraints=constraints,
+                options={"mip_rel_gap": 0.0, "time_limit": SOLVER_SECONDS},
+            )
         if result.x is None:
             if result.status == INFEASIBLE:
                 return None, None
@@ -266,6 +270,26 @@ class _Knapsack:
             exact=result.status == OPTIMAL,
         )
         return chosen, picked
+
+
+@contextmanager
+def _silent() -> Generator[None]:
+    """Discard what C code prints on standard output.
+
+    When HiGHS repairs a solution it calls printf, whatever its options say (those of scipy's ``disp`` included), and with
+    presolve on or off. The C library keeps such lines in a buffer of its own, so it is flushed before and after.
+    """
+    flush = ctypes.CDLL(None).fflush
+    flush(None)
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        flush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _choice(unit: str, option: Option, workload: Workload) -> Choice:

@@ -180,7 +180,7 @@ def bars(systems: Sequence[Measured], bandwidth_bytes_per_s: float) -> list[Bar]
             if ours.budget_bytes is not None:
                 bound = ours.budget_bytes + MEMORY_BYTES
                 peak = ours.peak_bytes
-                found.append(Bar(ours.name, name, "peak memory, MB", peak / 1e6, bound / 1e6, None, peak <= bound))
+                found.append(Bar(ours.name, name, "peak memory, MB", peak / 1e6, bound / 1e6, None, 0 < peak <= bound))
     return found
 
 

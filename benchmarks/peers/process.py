@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -79,14 +80,24 @@ class PeerProcess:
         self._signal(signal.SIGCONT)
 
     def peak_memory_bytes(self) -> int:
-        """Largest resident memory so far, summed over the peer's process and its children."""
-        parent = psutil.Process(self._process.pid)
-        return sum(_peak_bytes(process.pid) for process in (parent, *parent.children(recursive=True)))
+        """Largest resident memory so far, summed over the peer's process and its children.
+
+        :class:`PeerFailedError` if the peer has ended. Children that have ended count nothing.
+        """
+        try:
+            children = psutil.Process(self._process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            children = []
+        peaks = [_peak_bytes(pid) for pid in (self._process.pid, *(child.pid for child in children))]
+        if not peaks[0]:
+            raise PeerFailedError(f"{self.adapter} ended before its memory was read", remedy=f"read {self._log}")
+        return sum(peaks)
 
     def close(self) -> None:
         self.resume()
         assert self._process.stdin is not None
-        self._process.stdin.close()  # the peer ends when its input is closed
+        with suppress(BrokenPipeError):  # of a command that it ended before
+            self._process.stdin.close()  # the peer ends when its input is closed
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:
@@ -99,5 +110,9 @@ class PeerProcess:
 
 
 def _peak_bytes(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
+    """Peak resident memory of a process; 0 if it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM")), 0)

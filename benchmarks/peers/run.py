@@ -147,7 +147,11 @@ class Harness:
                 rate = tokens / answer["seconds"]
                 self.speeds.setdefault((name, workload), []).append(rate)
                 self.progress(f"round {number + 1} of {self.options.rounds}, {workload}: {name} {rate:,.0f} tokens/s")
-        self.peaks = {name: process.peak_memory_bytes() for name, process in self.processes.items()}
+        for name, process in self.processes.items():
+            try:
+                self.peaks[name] = process.peak_memory_bytes()
+            except PeerFailedError as error:
+                self._fail(name, error)
 
     def compare(self, corpus: Corpus, reference: PeerProcess) -> None:
         """KL and top-token agreement of every system against the float reference, document by document.

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +31,7 @@ from benchmarks.peers.judge import (
     schedule,
     speed_bar,
 )
+from benchmarks.peers.process import PeerFailedError, PeerProcess
 from benchmarks.peers.report import Run, page, plot, write
 from benchmarks.peers.run import arguments, our_systems
 from benchmarks.peers.systems import OURS, PEERS
@@ -245,6 +250,28 @@ def test_bundles_are_named_on_the_command_line() -> None:
     }
     with pytest.raises(EvidenceError, match="NAME=FOLDER"):
         our_systems(["artifacts/candidate"])
+
+
+@pytest.mark.parametrize("reaped", [False, True], ids=["zombie", "reaped"])
+def test_a_peer_that_ends_is_reported_wherever_it_is_noticed(tmp_path: Path, reaped: bool) -> None:
+    peer = PeerProcess("ours", Path(sys.executable), tmp_path / "log")
+    with peer:
+        assert peer.peak_memory_bytes() > 0
+        pid = peer._process.pid  # pyright: ignore[reportPrivateUsage]
+        os.killpg(pid, signal.SIGKILL)
+        while "State:\tZ" not in Path(f"/proc/{pid}/status").read_text():
+            time.sleep(0.01)
+        if reaped:
+            peer.pause()
+        with pytest.raises(PeerFailedError, match="ended before its memory was read"):
+            peer.peak_memory_bytes()
+        with pytest.raises(PeerFailedError, match="ours ended during the command prefill"):
+            peer.ask("prefill", tokens=[1])
+
+
+def test_an_engine_whose_memory_was_not_read_does_not_meet_its_bound() -> None:
+    found = bars([measured("ours", 0.01, 150, ours=True, budget_bytes=10**8).model_copy(update={"peak_bytes": 0})], 40)
+    assert not next(bar for bar in found if bar.what == "peak memory, MB").met
 
 
 @pytest.mark.parametrize("system", PEERS, ids=lambda system: system.name)

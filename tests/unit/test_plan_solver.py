@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
 from random import Random
@@ -150,6 +151,31 @@ def test_the_workload_decides_between_options_of_few_and_of_many_tokens() -> Non
 
     assert option({1: 1.0}) == "4-bit" and option({32: 1.0}) == "int8"
     assert option({1: 0.5, 32: 0.5}) == "4-bit"  # a token of single-stream decode costs as much as a whole step
+
+
+@pytest.mark.parametrize("seed", [221, 375, 619])  # where HiGHS repairs a solution, and prints that it does
+def test_nothing_is_printed(capfd: pytest.CaptureFixture[str], seed: int) -> None:
+    random = Random(seed)
+    units: dict[str, list[Option]] = {}
+    for n in range(10):
+        size = random.randrange(10**3, 10**7)
+        units[f"unit {n}"] = [
+            Option(
+                name=str(bits),
+                seconds={1: size * bits * random.uniform(0.9, 1.1) * 1e-9},
+                bytes=size * bits // 8,
+                kl=random.uniform(0.5, 2) * 10 ** (-bits / 2),
+            )
+            for bits in (4, 6, 8, 16)
+        ]
+    kls = [[option.kl for option in options] for options in units.values()]
+    least, most = math.fsum(map(min, kls)), math.fsum(map(max, kls))
+    libc = ctypes.CDLL(None)
+    libc.printf(b"before\n")  # into the buffer of the C library
+    choose(units, ONE_ROW, Limits(kl=least + (most - least) * random.random()))
+    libc.printf(b"after\n")
+    libc.fflush(None)
+    assert capfd.readouterr().out == "before\nafter\n"
 
 
 def test_what_was_not_measured_is_refused() -> None:
