@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from engines.bundle import IOContract, KVLayer, LoweredRecord, PassReport
 from engines.graph_check import check
-from engines.passes.base import QDQ, Lowering, Pass, Weights
+from engines.passes.base import QDQ, Lowering, Pass, Weights, dimension
 from engines.target import Made, Target
 from tapeout import artifact
 from tapeout.artifact import Artifact, Parents
@@ -246,8 +246,4 @@ def _require_cache(model: ir.Model, kv_dtype: str, target: str) -> None:
 def kv_layers(model: ir.Model, kv_dtype: str) -> tuple[KVLayer, ...]:
     keys = [i for i in model.graph.inputs if (i.name or "").endswith(".key")]
     packed = 2 if kv_dtype == "int4" else 1
-    return tuple(
-        KVLayer(heads=int(k.shape[1]), head_size=packed * int(k.shape[3]))  # type: ignore[arg-type]
-        for k in keys
-        if k.shape is not None
-    )
+    return tuple(KVLayer(heads=dimension(k, 1), head_size=packed * dimension(k, 3)) for k in keys)

@@ -276,8 +276,8 @@ class _Knapsack:
 def _silent() -> Generator[None]:
     """Discard what C code prints on standard output.
 
-    When HiGHS repairs a solution it calls printf, whatever its options say (those of scipy's ``disp`` included), and with
-    presolve on or off. The C library keeps such lines in a buffer of its own, so it is flushed before and after.
+    HiGHS calls printf when it repairs a solution, whatever its options say, presolve on or off. The C library keeps
+    such lines in a buffer of its own, so that is flushed before and after.
     """
     flush = ctypes.CDLL(None).fflush
     flush(None)

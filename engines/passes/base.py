@@ -145,6 +145,14 @@ def take_over(old: Sequence[ir.Value], new: Sequence[ir.Value]) -> None:
         before.replace_all_uses_with(after, replace_graph_outputs=True)
 
 
+def dimension(value: ir.Value | None, axis: int) -> int:
+    """A size of a value that the graph fixes."""
+    assert value is not None and value.shape is not None
+    size = value.shape[axis]
+    assert isinstance(size, int), f"{value.name} has {size} elements along axis {axis}"
+    return size
+
+
 def sizes(model: ir.Model, *numbers: int) -> ir.Value:
     """A shape for Reshape, shared by all who need the same."""
     return constant(model, f"shape.{'.'.join(map(str, numbers))}", np.array(numbers, np.int64))

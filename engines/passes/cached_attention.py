@@ -14,7 +14,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from engines.native import DOMAIN, unsupported
-from engines.passes.base import Lowering, PassResult, attribute, take_over
+from engines.passes.base import Lowering, PassResult, attribute, dimension, take_over
 
 HEAD_SIZES, LARGEST_HEAD = 16, 512  # a head is a multiple of the first: the lanes of a vector
 CACHE_ATTRIBUTES = ("k_quant_type", "v_quant_type", "kv_cache_bit_width")  # the cache itself says as much
@@ -46,11 +46,11 @@ def _unfit(node: ir.Node) -> str:
     if unknown or any(extra is not None for extra in node.inputs[9:12]):  # positions, a bias, sinks
         return f"inputs or attributes that there is no kernel for{': ' * bool(unknown)}{', '.join(unknown)}"
     past = node.inputs[3]
-    assert past is not None and past.shape is not None
+    assert past is not None
     if past.dtype not in (ir.DataType.FLOAT, ir.DataType.INT8):
         bits = attribute(node, "kv_cache_bit_width", 8)
         return f"a cache of {bits}-bit codes, where there are kernels for float and int8"
-    size = int(past.shape[3])  # type: ignore[arg-type]
+    size = dimension(past, 3)
     if size % HEAD_SIZES or size > LARGEST_HEAD:
         return f"heads of {size} channels, where kernels take multiples of {HEAD_SIZES} up to {LARGEST_HEAD}"
     return ""

@@ -21,7 +21,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from engines.passes.base import Lowering, PassResult, attribute, constant, remove_dead, sizes
+from engines.passes.base import Lowering, PassResult, attribute, constant, dimension, remove_dead, sizes
 from tapeout.graph_analysis import is_attention
 
 OPSET = 24  # of TensorScatter, and of Attention with nonpad_kv_seqlen
@@ -46,8 +46,8 @@ def _lower(lowering: Lowering, layer: int, node: ir.Node, write: ir.Value, masks
     """Replace one node. Returns what prevents a native layer, if anything."""
     model = lowering.model
     query, key, value, _, past_key, past_value = node.inputs
-    assert past_key is not None and past_key.shape is not None and past_value is not None
-    kv_heads, head_size = int(past_key.shape[1]), int(past_key.shape[3])  # type: ignore[arg-type]
+    assert past_key is not None and past_value is not None
+    kv_heads, head_size = dimension(past_key, 1), dimension(past_key, 3)
     buffer = ["batch", kv_heads, "max_tokens", head_size]
     window, softcap = int(attribute(node, "window", 0)), float(attribute(node, "softcap", 0.0))
     scatters: list[ir.Node] = []
@@ -91,8 +91,8 @@ def _written_out(
     softcap: float,
 ) -> list[ir.Node]:
     """``softmax(softcap * tanh(scale / softcap * q kᵀ), where seen) v``, key heads shared by groups of query heads."""
-    assert query is not None and query.shape is not None
-    heads = int(query.shape[1])  # type: ignore[arg-type]
+    assert query is not None
+    heads = dimension(query, 1)
     nodes: list[ir.Node] = []
 
     def add(op: str, *inputs: ir.Value | None, **attributes: int | list[int]) -> ir.Value:

@@ -24,6 +24,7 @@ from engines.passes.base import (
     PassResult,
     attribute,
     constant,
+    dimension,
     new_value,
     only_use,
     producer_of,
@@ -61,9 +62,8 @@ def _lower(lowering: Lowering, layer: int, node: ir.Node, seqlens: ir.Value, tot
     model = lowering.model
     query, key, value, _, past_key, past_value = node.inputs
     assert query is not None and key is not None and value is not None
-    assert past_key is not None and past_value is not None and query.shape is not None and past_key.shape is not None
-    heads, kv_heads = int(query.shape[1]), int(past_key.shape[1])  # type: ignore[arg-type]
-    head_size = int(past_key.shape[3])  # type: ignore[arg-type]
+    assert past_key is not None and past_value is not None
+    heads, kv_heads, head_size = dimension(query, 1), dimension(past_key, 1), dimension(past_key, 3)
 
     cos = sin = None
     note = "no rotary node right before it; what turns its queries and keys, if anything, stays in the graph"

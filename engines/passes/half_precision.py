@@ -31,7 +31,8 @@ def run(lowering: Lowering) -> PassResult:
         if value.dtype != ir.DataType.FLOAT:
             continue
         tensor = value.const_value
-        values = lowering.weights.weight(name) if isinstance(tensor, ir.ExternalTensor) else tensor.numpy()  # type: ignore[union-attr]
+        assert tensor is not None
+        values = lowering.weights.weight(name) if isinstance(tensor, ir.ExternalTensor) else tensor.numpy()
         value.const_value = ir.tensor(_narrow(name, values, element), dtype=dtype, name=name)
         value.type = ir.TensorType(dtype)
         changed += 1

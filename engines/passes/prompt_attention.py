@@ -14,13 +14,14 @@ the cache: those of keys are applied to the queries, those of values to the outp
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from engines.passes.base import CONTRIB, Lowering, PassResult, attribute, constant, sizes, take_over
+from engines.passes.base import CONTRIB, Lowering, PassResult, attribute, constant, dimension, sizes, take_over
 
 OPSET = 24  # of TensorScatter
 # Up to here the branch's many small nodes cost more than they save: after 60 positions, 4 tokens of the default model
@@ -36,9 +37,9 @@ class _Branch:
         self.prefix, self.nodes = prefix, list[ir.Node]()
 
     def __call__(
-        self, name: str, op_type: str, inputs: Sequence[ir.Value | None], *, domain: str = "", **attributes: object
+        self, name: str, op_type: str, inputs: Sequence[ir.Value | None], *, domain: str = "", **attributes: Any
     ) -> ir.Value:
-        node = ir.node(op_type, inputs, attributes=attributes, domain=domain)  # type: ignore[arg-type]
+        node = ir.node(op_type, inputs, attributes=attributes, domain=domain)
         node.outputs[0].name = f"{self.prefix}.{name}"
         self.nodes.append(node)
         return node.outputs[0]
@@ -156,9 +157,9 @@ def _prompt(lowering: Lowering, step: _Step, layer: int, node: ir.Node) -> tuple
     model, branch = lowering.model, _Branch(f"layers.{layer}.prompt")
     heads, kv_heads = attribute(node, "num_heads", 0), attribute(node, "kv_num_heads", 0)
     query, key, value, past_key, past_value, _, _, cos, sin, *_ = (*node.inputs, None, None)
-    assert query is not None and past_key is not None and past_key.shape is not None
+    assert query is not None and past_key is not None
     four_bits = past_key.dtype == ir.DataType.UINT8
-    size = int(past_key.shape[3]) * (2 if four_bits else 1)  # type: ignore[arg-type]
+    size = dimension(past_key, 3) * (2 if four_bits else 1)
     if key is None:
         parts = constant(model, f"split.{heads}.{kv_heads}.{size}", size * np.array([heads, kv_heads, kv_heads]))
         split = ir.node("Split", [query, parts], attributes={"axis": 2}, num_outputs=3)

@@ -2,7 +2,8 @@
 
 A stage reaches what its function in ``wiring.py`` imports, what that imports in turn, and the files of these packages
 that are not Python (C sources, page templates). Imports inside functions count, imports for types only do not.
-Comments and docstrings are no part of a hash.
+Comments and docstrings are no part of a hash. The recipe's modules count by what they give a stage: its resolved
+parameters (``environment.py``) and the constants of ``tapeout.recipe``.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ PACKAGES = ("tapeout", "pipeline", "quantization", "engines", "evals", "runtime"
 WIRING = "pipeline.stages.wiring"
 LOADER = "engines.load"  # imports the recipe's target by its name
 DATA_SUFFIXES = (".c", ".h", ".j2")
-# Messages do not change what is computed, and parameters are dependencies themselves (`params` in dvc.yaml).
-UNCOUNTED = frozenset({"tapeout.errors", "tapeout.recipe", "pipeline.recipe"})
+# Messages do not change what is computed.
+UNCOUNTED = frozenset({"tapeout.errors", "pipeline.recipe"})
+RECIPE = "tapeout.recipe"  # its assignments count; its classes and functions do not, nor what it imports
 # Modules that find others by listing a package: whoever imports them reaches all of it.
 REGISTRIES = {
     "evals.known": "evals.kinds",
@@ -133,15 +135,16 @@ def _closure(graph: grimp.ImportGraph, roots: Iterable[str], dynamic: Mapping[st
         parents = [module.rsplit(".", level)[0] for level in range(1, module.count(".") + 1)]
         for part in {module, *parents} - found - UNCOUNTED:
             found.add(part)
-            waiting += graph.find_modules_directly_imported_by(part)
+            waiting += graph.find_modules_directly_imported_by(part) if part != RECIPE else ()
         waiting += dynamic.get(module, ())
     return found
 
 
 def _files(modules: Iterable[str]) -> dict[str, str]:
     hashes: dict[str, str] = {}
-    for path in (_source(module) for module in sorted(modules)):
-        hashes[str(path.relative_to(ROOT))] = _python_hash(path)
+    for module in sorted(modules):
+        path = _source(module)
+        hashes[str(path.relative_to(ROOT))] = _python_hash(path, assignments_only=module == RECIPE)
         if path.name == "__init__.py":
             hashes |= {str(data.relative_to(ROOT)): _sha256(data.read_bytes()) for data in _data(path.parent)}
     return hashes
@@ -158,8 +161,10 @@ def _package(path: Path) -> Path:
 
 
 @cache
-def _python_hash(path: Path) -> str:
-    return _sha256(_statements(ast.parse(path.read_text()).body))
+def _python_hash(path: Path, *, assignments_only: bool) -> str:
+    body = ast.parse(path.read_text()).body
+    counted = [node for node in body if isinstance(node, ast.Assign | ast.AnnAssign) or not assignments_only]
+    return _sha256(_statements(counted))
 
 
 def _statements(body: Iterable[ast.stmt]) -> bytes:

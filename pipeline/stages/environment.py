@@ -1,13 +1,23 @@
-"""What artifacts depend on besides files and parameters: library versions and what the machine can execute."""
+"""What artifacts depend on besides files: library versions, what the machine can execute, and resolved parameters."""
 
 from __future__ import annotations
 
 import contextlib
 import platform
+from collections.abc import Mapping, Sequence
 from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
 
 from engines.native.compiler import COMPILER
+from pipeline.recipe import Recipe
 from tapeout.fingerprint import cpu_features
+from tapeout.recipe import Section
+
+ROOT = Path(__file__).parents[2]
 
 LIBRARIES = (
     *("torch", "transformers", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "numpy", "gguf", "datasets"),
@@ -27,3 +37,68 @@ def machine() -> dict[str, object]:
     from engines.threads import physical_cores
 
     return {"machine": platform.machine(), "cpu_features": list(cpu_features()), "cores": physical_cores()}
+
+
+def listed(pipeline: str, stage: str) -> list[str]:
+    """The parameters that a ``dvc.yaml`` lists for a stage; those of the whole recipe where it lists the file."""
+    names: list[Any] = yaml.safe_load((ROOT / pipeline).read_text())["stages"][stage].get("params", [])
+    whole = [info.alias or name for name, info in Recipe.model_fields.items()]
+    return [part for name in names for part in (whole if isinstance(name, dict) else [name])]
+
+
+def resolved(recipe: Recipe, names: Sequence[str]) -> dict[str, object]:
+    """Parameters as stages get them, with defaults filled in, and the properties of sections that read them.
+
+    DVC compares what params.yaml says. A default that it does not say, and a property that is computed otherwise than
+    before, change only what this returns.
+    """
+    fields = {info.alias or name: name for name, info in Recipe.model_fields.items()}
+    found: dict[str, object] = {}
+    for name in names:
+        key, _, part = name.partition(".")
+        section = getattr(recipe, fields[key])
+        if isinstance(section, Section):
+            values = {**_fields(section, part), **_properties(section, part)}
+            found |= {f"{key}.{value}": values[value] for value in values}
+        else:
+            found[name] = section
+        if key == "data":  # what lies there is fetched for all sections
+            found |= _properties(recipe)
+    return found
+
+
+def _fields(section: BaseModel, only: str = "") -> dict[str, object]:
+    return {name: _plain(getattr(section, name)) for name in type(section).model_fields if only in ("", name)}
+
+
+def _properties(section: Section, only: str = "") -> dict[str, object]:
+    """The properties of our classes, not of pydantic's; only those that read one field, if it is given."""
+    read = set[str]()
+
+    class Recorder:
+        def __getattr__(self, name: str) -> Any:
+            read.add(name)
+            return getattr(section, name)
+
+    found: dict[str, object] = {}
+    ours = [kind for kind in type(section).__mro__ if issubclass(kind, Section)]
+    for name in sorted({name for kind in ours for name, value in vars(kind).items() if isinstance(value, property)}):
+        read.clear()
+        value = _plain(getattr(type(section), name).fget(Recorder()))
+        if only in ("", *read):
+            found[name] = value
+    return found
+
+
+def _plain(value: Any) -> object:
+    match value:
+        case Section():
+            return {**_fields(value), **_properties(value)}
+        case BaseModel():
+            return _fields(value)
+        case Mapping():
+            return {str(key): _plain(inner) for key, inner in value.items()}
+        case tuple() | list():
+            return [_plain(inner) for inner in value]
+        case _:
+            return value

@@ -75,11 +75,14 @@ def _say(stage: str) -> Callable[[str], None]:
 def _environment(recipe: Recipe) -> None:
     """What other stages depend on besides artifacts and parameters, as files whose change makes them stale."""
     from pipeline.stages.code import code_hashes, module_hashes
-    from pipeline.stages.environment import libraries, machine
+    from pipeline.stages.environment import libraries, listed, machine, resolved
 
     hashes = code_hashes(STAGES, recipe.build.target)
+    parameters = {name: listed("dvc.yaml", name) for name in STAGES}
     hashes["hardware"] = module_hashes("pipeline.stages.hardware", HARDWARE_TARGET)
-    files = {"libraries": libraries(), "machine": machine(), **{f"code/{name}": code for name, code in hashes.items()}}
+    parameters["hardware"] = listed("pipeline/targets/dvc.yaml", "engines")
+    code = {name: {"code": hashes[name], "recipe": resolved(recipe, parameters[name])} for name in hashes}
+    files = {"libraries": libraries(), "machine": machine(), **{f"code/{name}": code[name] for name in code}}
     (ARTIFACTS / "environment" / "code").mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         path = ARTIFACTS / "environment" / f"{name}.json"

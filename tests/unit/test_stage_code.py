@@ -1,4 +1,4 @@
-"""A stage becomes stale when code it can reach changes, and no other stage does."""
+"""A stage becomes stale when code it can reach or a resolved parameter changes, and no other stage does."""
 
 from __future__ import annotations
 
@@ -13,25 +13,34 @@ import pytest
 import yaml
 
 from engines.load import known_targets
-from pipeline.stages.code import DATA_SUFFIXES, LOADER, PACKAGES, REGISTRIES, UNCOUNTED, WIRING, code_hashes
+from pipeline.recipe import Recipe
+from pipeline.stages.code import DATA_SUFFIXES, LOADER, PACKAGES, RECIPE, REGISTRIES, UNCOUNTED, WIRING, code_hashes
 from pipeline.stages.wiring import STAGES
+from tapeout.recipe import Recipe as FoundationRecipe
+from tapeout.recipe import Section
 
 ROOT = Path(__file__).parents[2]
 # The others run every time.
 DVC = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
 STALE = {name for name, stage in DVC.items() if not stage.get("always_changed")}
-Hashes = dict[str, dict[str, str]]
+WHOLE_RECIPE = {"report"}  # the stage of STALE that lists all parameters
+Hashes = dict[str, dict[str, dict[str, object]]]  # by stage: "code" and "recipe"
+# The recipe leaves out every default.
 PROGRAM = """
 import json, sys
+from pathlib import Path
+from pipeline.recipe import load_recipe
 from pipeline.stages.code import code_hashes
+from pipeline.stages.environment import listed, resolved
 from pipeline.stages.wiring import STAGES
-print(json.dumps(code_hashes(STAGES, sys.argv[1])))
+recipe, code = load_recipe(Path("bare.yaml")), code_hashes(STAGES, sys.argv[1])
+print(json.dumps({s: {"code": code[s], "recipe": resolved(recipe, listed("dvc.yaml", s))} for s in STAGES}))
 """
 ENGINES = {"build-baseline", "build-candidate", "benchmark", "evaluate", "shadow"}
 
 
 def hashes(folder: Path, target: str = "ort-cpu") -> Hashes:
-    """Of the code in ``folder``, in a process that imports it from there."""
+    """Of the code in ``folder`` and of a recipe, in a process that imports it from there."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, target], cwd=folder, capture_output=True, text=True, check=True
     )
@@ -44,6 +53,8 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Hashes]:
     folder = tmp_path_factory.mktemp("code")
     for package in PACKAGES:
         shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "dvc.yaml", folder)
+    (folder / "bare.yaml").write_text(yaml.safe_dump({"model": {"source": "file:/m"}, "data": {"source": "file:/d"}}))
     return folder, hashes(folder)
 
 
@@ -63,7 +74,7 @@ def stale(clean: tuple[Path, Hashes], path: str, *, old: str = "", new: str = "\
 
 def test_the_same_code_gives_the_same_hashes_wherever_it_lies(clean: tuple[Path, Hashes]) -> None:
     here = code_hashes(STAGES, "ort-cpu")
-    assert here == clean[1] and list(here) == list(STAGES)
+    assert here == {name: stage["code"] for name, stage in clean[1].items()} and list(here) == list(STAGES)
 
 
 def test_arithmetic_of_quantization(clean: tuple[Path, Hashes]) -> None:
@@ -102,7 +113,7 @@ def test_comments_docstrings_and_types_only_change_nothing(clean: tuple[Path, Ha
     assert docstring is not None
     assert stale(clean, "quantization/methods/awq.py", old=docstring[0], new='"""Another docstring.') == set()
     for name in ("fetch", "export"):  # both name EngineBundle and Calibration for the type checker alone
-        assert not [path for path in clean[1][name] if path.startswith(("engines/", "quantization/"))]
+        assert not [path for path in clean[1][name]["code"] if path.startswith(("engines/", "quantization/"))]
 
 
 def test_the_target_of_the_recipe_and_no_other(clean: tuple[Path, Hashes]) -> None:
@@ -110,8 +121,8 @@ def test_the_target_of_the_recipe_and_no_other(clean: tuple[Path, Hashes]) -> No
     assert stale(clean, "engines/targets/ort_cpu/engine.py") >= ENGINES
     other = hashes(clean[0], "tensorrt-rtx")
     for name in ENGINES:
-        assert "engines/targets/tensorrt_rtx.py" in other[name]
-        assert "engines/targets/tensorrt_rtx.py" not in clean[1][name]
+        assert "engines/targets/tensorrt_rtx.py" in other[name]["code"]
+        assert "engines/targets/tensorrt_rtx.py" not in clean[1][name]["code"]
     assert {"ort-cpu", "tensorrt-rtx"} <= set(known_targets())
 
 
@@ -119,7 +130,7 @@ def test_every_file_a_package_ships_counts_for_some_stage_or_is_known_not_to(cle
     """A new kind of file that code reads must be listed in ``DATA_SUFFIXES``."""
     files = {p for name in PACKAGES for p in (ROOT / name).rglob("*") if p.is_file() and "__pycache__" not in p.parts}
     shipped = {path for path in files if path.suffix not in (".py", ".pyi") and path.name != "py.typed"}
-    counted = {path for stage in clean[1].values() for path in stage}
+    counted = {path for stage in clean[1].values() for path in stage["code"]}
     not_python = {ROOT / path for path in counted if ":" not in path and not path.endswith(".py")}
     assert not_python == {path for path in shipped if path.suffix in DATA_SUFFIXES}
     assert {path.suffix for path in shipped} - set(DATA_SUFFIXES) == {".yaml"}  # recipes that ship, and GPU engines
@@ -138,4 +149,43 @@ def test_only_the_loader_imports_modules_of_ours_by_name() -> None:
     finders = [module.replace(".", "/") for module in (LOADER, WIRING, *REGISTRIES)]
     known = {f"{path}/__init__.py" if (ROOT / path).is_dir() else f"{path}.py" for path in finders}
     assert found == known | outside
-    assert all((ROOT / f"{name.replace('.', '/')}.py").is_file() for name in (LOADER, WIRING, *UNCOUNTED))
+    assert all((ROOT / f"{name.replace('.', '/')}.py").is_file() for name in (LOADER, WIRING, RECIPE, *UNCOUNTED))
+
+
+def test_a_default_that_a_recipe_leaves_out(clean: tuple[Path, Hashes]) -> None:
+    recipe = "tapeout/recipe.py"
+    assert stale(clean, recipe, old="ge=8)] = 256", new="ge=8)] = 255") == {"calibrate", *WHOLE_RECIPE}
+    assert stale(clean, recipe, old="band: Count = 5", new="band: Count = 6") == {
+        *{"sensitivity", "plan"},
+        *WHOLE_RECIPE,
+    }
+    changed = stale(clean, "evals/kinds/shadow.py", old='"trivia_qa")', new='"boolq")')
+    assert changed >= {"fetch", "shadow"} and not changed & {"export", "calibrate", "plan", "quantize"}
+
+
+def test_a_property_that_is_computed_otherwise(clean: tuple[Path, Hashes]) -> None:
+    holdout = stale(clean, "tapeout/recipe.py", old="self.samples // 4", new="self.samples // 8")
+    assert holdout == {"calibrate", "sensitivity", "plan", "evaluate", "parity", *WHOLE_RECIPE}
+    name = stale(clean, "tapeout/recipe.py", old="replace('_', ' ')", new="replace('_', '-')")
+    assert name == {"sensitivity", "plan", *WHOLE_RECIPE}
+    assert stale(clean, "pipeline/recipe.py", old="[self.calibrate.dataset, *", new="[*") == {"fetch", *WHOLE_RECIPE}
+
+
+def test_a_constant_of_the_recipe_but_not_how_it_is_validated(clean: tuple[Path, Hashes]) -> None:
+    recipe = "tapeout/recipe.py"
+    assert stale(clean, recipe, old="STREAMS = 32", new="STREAMS = 64") >= {"sensitivity", "plan", "quantize"}
+    assert stale(clean, recipe, old='"; ".join(problems)', new='", ".join(problems)') == set()
+
+
+def test_a_section_gives_stages_only_fields_and_properties() -> None:
+    """The resolved values hold nothing else of it. What reads the whole recipe is listed here, and only checks it."""
+    checks = {"section", "too_long", "conflicts"}
+    waiting, seen = [Section, Recipe], set[type[Section]]()
+    while waiting:
+        section = waiting.pop()
+        seen.add(section)
+        waiting += [kind for kind in section.__subclasses__() if kind not in seen]
+        methods = {name for name, value in vars(section).items() if callable(value) and not name.startswith("_")}
+        allowed = checks if issubclass(section, FoundationRecipe) else set[str]()
+        assert methods - {"model_post_init"} <= allowed, section
+    assert len(seen) > 20
