@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import platform
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,12 +19,13 @@ from benchmarks.peers.judge import (
     paired_ratio,
     roofline_share,
 )
-from pipeline.report.svg import Canvas, Scale, label, standalone, ticks
+from pipeline.report.vega import BASELINE, CANDIDATE, FAIL, RULE, Spec, draw, rule, standalone
 from tapeout.artifact import Frozen
 from tapeout.errors import EvidenceError
 
 KL_FLOOR = 1e-6  # position of a KL of zero on the logarithmic axis
-WIDTH, PANEL_HEIGHT = 720.0, 250.0
+PANEL_WIDTH, PANEL_HEIGHT = 460, 250
+LINE = 16  # height of a line of text
 
 
 class Run(Frozen):
@@ -209,42 +209,54 @@ def plot(run: Run) -> str:
     systems = [m for m in run.systems if m.kl is not None]
     if not panels or not systems:
         raise EvidenceError("no engine has both a decode speed and a KL", expected="at least one to draw")
-    logs = [math.log10(max(m.kl or 0.0, KL_FLOOR)) for m in systems]
-    low, high = math.floor(min(logs)), math.ceil(max(*logs, math.log10(NEAR_LOSSLESS_KL)) + 0.01)
-    canvas = Canvas(
-        WIDTH,
-        40 + PANEL_HEIGHT * len(panels),
+    return draw(
+        {"vconcat": [_panel(workload, systems) for workload in panels], "autosize": "pad", "width": None},
         "Speed against KL from the float model",
         "; ".join(_domination(run, workload).removeprefix("- ") for workload in panels),
     )
-    canvas.legend([("candidate", "Tapeout"), ("baseline", "other engines")], 0, 34)
-    x = Scale(low, high, 56, WIDTH - 190)
-    for i, workload in enumerate(panels):
-        _panel(canvas, workload, systems, x, top=62 + PANEL_HEIGHT * i)
-    return canvas.render()
 
 
-def _panel(canvas: Canvas, workload: Workload, systems: Sequence[Measured], x: Scale, top: float) -> None:
+def _panel(workload: Workload, systems: Sequence[Measured]) -> Spec:
     points = [(m, speed) for m in systems if (speed := m.speed(workload)) is not None]
-    bottom = top + PANEL_HEIGHT - 60
-    y = Scale(0, 1.1 * max((speed for _, speed in points), default=1.0), bottom, top)
-    for tick in ticks(y.low, y.high):
-        canvas.line(x.start, y(tick), x.end, y(tick), "axis" if tick == 0 else "grid")
-        canvas.text(x.start - 6, y(tick) + 4, label(tick), "soft", "end")
-    for power in range(int(x.low), int(x.high) + 1):
-        canvas.line(x(power), top, x(power), bottom, "grid")
-        canvas.text(x(power), bottom + 16, label(10.0**power), "soft", "middle")
-    canvas.text(x.start, top - 8, f"{workload}: tokens/s", "title")
-    canvas.text(x.end, bottom + 32, "KL, nats per token; lower is better", "soft", "end")
-    limit = x(math.log10(NEAR_LOSSLESS_KL))
-    canvas.line(limit, top, limit, bottom, "limit")
-    labels: list[float] = []
+    top = 1.1 * max((speed for _, speed in points), default=1.0)
+    values: list[Spec] = []
     for m, speed in sorted(points, key=lambda point: -point[1]):
-        point_x, point_y = x(math.log10(max(m.kl or 0.0, KL_FLOOR))), y(speed)
-        style = "candidate" if m.ours else "baseline"
-        canvas.circle(point_x, point_y, 6 if m.ours else 4.5, style, f"{m.name}: {speed:,.0f} tokens/s, KL {m.kl:.2g}")
         # The names are a column beside the panel, fastest first. A name that would overlap the last one moves down.
-        label_y = max(point_y + 4, labels[-1] + 14) if labels else max(point_y + 4, top + 4)
-        labels.append(label_y)
-        canvas.line(point_x, point_y, x.end + 4, label_y - 4, "grid")
-        canvas.text(x.end + 8, label_y, m.name, "title tiny" if m.ours else "soft tiny")
+        name_y = min(speed, values[-1]["name_y"] - top * LINE / PANEL_HEIGHT) if values else speed
+        found = {"name": m.name, "kl": max(m.kl or 0.0, KL_FLOOR), "speed": speed, "name_y": name_y}
+        tip = f"{m.name}: {speed:,.0f} tokens/s, KL {m.kl:.2g}"
+        values.append(found | {"kind": "Tapeout" if m.ours else "other engines", "tip": tip})
+    x: Spec = {"field": "kl", "type": "quantitative", "title": "KL, nats per token; lower is better"}
+    x |= {"scale": {"type": "log"}, "axis": {"format": "~e"}}
+    y: Spec = {"type": "quantitative", "title": None, "scale": {"domain": [0, top], "nice": False}}
+    kind: Spec = {"field": "kind", "scale": {"domain": ["Tapeout", "other engines"], "range": [CANDIDATE, BASELINE]}}
+    return {
+        "title": f"{workload}: tokens/s",
+        "width": PANEL_WIDTH,
+        "height": PANEL_HEIGHT,
+        "data": {"values": values},
+        "layer": [
+            rule(NEAR_LOSSLESS_KL, FAIL, strokeDash=[5, 4]),
+            {
+                "mark": {"type": "rule", "color": RULE, "strokeWidth": 1},
+                "encoding": {
+                    "x": x,
+                    "y": y | {"field": "speed"},
+                    "x2": {"value": PANEL_WIDTH + 4},
+                    "y2": {"field": "name_y"},
+                },
+            },
+            {
+                "mark": {"type": "point", "size": 70},
+                "encoding": {"x": x, "y": y | {"field": "speed"}, "color": kind, "description": {"field": "tip"}},
+            },
+            {
+                "mark": {"type": "text", "align": "left"},
+                "encoding": {
+                    "x": {"value": PANEL_WIDTH + 8},
+                    "y": y | {"field": "name_y"},
+                    "text": {"field": "name"},
+                },
+            },
+        ],
+    }

@@ -5,25 +5,28 @@ The page holds no clock time, so the same evidence gives the same bytes.
 
 from __future__ import annotations
 
+import csv
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jinja2
 from markupsafe import Markup
 
-from evals.block import QUANTIZATION, Block, Cell, FactRow
+from evals.block import QUANTIZATION, Block, Cell, FactRow, Rows
 from evals.check import Check, Outcome
 from evals.verdict import Verdict
-from pipeline.report import plots, svg
+from pipeline.report.charts import charts
 from pipeline.report.data import ReportData, flat_metrics, flatten
+from pipeline.report.vega import STYLE, standalone
+from quantization.frontier import HEADER, cells
 
 _LAYOUT = {Outcome.PASS: "pass", Outcome.FAIL: "fail", Outcome.INCONCLUSIVE: "unsure"}
 
 
-def render(data: ReportData) -> str:
-    """The whole page. :class:`EvidenceError` when a number that would be drawn is not finite."""
+def render(data: ReportData, drawn: Mapping[str, str]) -> str:
+    """The whole page with its charts."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -47,8 +50,8 @@ def render(data: ReportData) -> str:
         outcome_style=_LAYOUT,
         sections=_sections(data.blocks),
         quantization=QUANTIZATION,
-        charts={name: Markup(chart) for name, chart in plots.charts(data).items()},
-        chart_style=Markup(svg.STYLE),
+        charts={name: Markup(chart) for name, chart in drawn.items()},
+        chart_style=Markup(STYLE),
         recipe=flatten(data.recipe),
     )
 
@@ -64,18 +67,38 @@ def _sections(blocks: Sequence[Block]) -> dict[str, list[Block]]:
 def write(data: ReportData, folder: Path) -> Path:
     """Write ``report.html``, ``metrics.json`` and ``plots/`` (an SVG per chart, a CSV per ``dvc plots`` table).
 
-    Returns the page. What an earlier report left in the folder is replaced as a whole.
+    Returns the page. What an earlier report left in the folder is replaced as a whole. :class:`EvidenceError` when a
+    number that would be drawn is not finite.
     """
-    page = render(data)
+    drawn = charts(data)
+    page = render(data, drawn)
     if folder.exists():
         shutil.rmtree(folder)
     (folder / "plots").mkdir(parents=True)
-    for name, chart in plots.charts(data).items():
-        (folder / "plots" / f"{name}.svg").write_text(svg.standalone(chart))
-    plots.write_dvc_rows(data, folder / "plots")
+    for name, chart in drawn.items():
+        (folder / "plots" / f"{name}.svg").write_text(standalone(chart))
+    for name, table in _tables(data).items():
+        with (folder / "plots" / name).open("w", newline="") as stream:
+            writer = csv.writer(stream, lineterminator="\n")
+            writer.writerow(table.header)
+            writer.writerows(table.rows)
     (folder / "metrics.json").write_text(json.dumps(flat_metrics(data), indent=1, allow_nan=False) + "\n")
     (folder / "report.html").write_text(page)
     return folder / "report.html"
+
+
+def _tables(data: ReportData) -> dict[str, Rows]:
+    """The same rows for ``dvc plots``, by file name; a file without rows has its header only."""
+    points = data.plan.frontier.points if data.plan and data.plan.frontier else ()
+    columns = ("group", "layer", "unit", "bits", "bits_per_weight", "error_before", "error_after")
+    layers = [tuple(getattr(row, column) for column in columns) for row in data.layers]
+    tables = {
+        "frontier.csv": Rows(HEADER, tuple(cells(point) for point in points)),
+        "layers.csv": Rows(("index", *columns), tuple((i, *row) for i, row in enumerate(layers))),
+    }
+    for block in data.blocks:
+        tables |= block.plots
+    return tables
 
 
 def headline(verdict: Verdict) -> str:
