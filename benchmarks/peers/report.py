@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
+
+import altair as alt
 
 from benchmarks.peers.judge import (
     FOUR_BIT_LIMIT,
@@ -19,13 +23,14 @@ from benchmarks.peers.judge import (
     paired_ratio,
     roofline_share,
 )
-from pipeline.report.vega import BASELINE, CANDIDATE, FAIL, RULE, Spec, draw, rule, standalone
+from pipeline.report.vega import BASELINE, CANDIDATE, FAIL, RULE, draw, rows, rule, standalone
 from tapeout.artifact import Frozen
 from tapeout.errors import EvidenceError
 
 KL_FLOOR = 1e-6  # position of a KL of zero on the logarithmic axis
 PANEL_WIDTH, PANEL_HEIGHT = 460, 250
 LINE = 16  # height of a line of text
+KINDS = {True: "Tapeout", False: "other engines"}  # by whether an engine is ours
 
 
 class Run(Frozen):
@@ -210,53 +215,34 @@ def plot(run: Run) -> str:
     if not panels or not systems:
         raise EvidenceError("no engine has both a decode speed and a KL", expected="at least one to draw")
     return draw(
-        {"vconcat": [_panel(workload, systems) for workload in panels], "autosize": "pad", "width": None},
+        alt.vconcat(*(_panel(workload, systems) for workload in panels), autosize="pad"),
         "Speed against KL from the float model",
         "; ".join(_domination(run, workload).removeprefix("- ") for workload in panels),
     )
 
 
-def _panel(workload: Workload, systems: Sequence[Measured]) -> Spec:
+def _panel(workload: Workload, systems: Sequence[Measured]) -> alt.LayerChart:
     points = [(m, speed) for m in systems if (speed := m.speed(workload)) is not None]
     top = 1.1 * max((speed for _, speed in points), default=1.0)
-    values: list[Spec] = []
+    values: list[tuple[Any, ...]] = []
+    name_y = math.inf
     for m, speed in sorted(points, key=lambda point: -point[1]):
         # The names are a column beside the panel, fastest first. A name that would overlap the last one moves down.
-        name_y = min(speed, values[-1]["name_y"] - top * LINE / PANEL_HEIGHT) if values else speed
-        found = {"name": m.name, "kl": max(m.kl or 0.0, KL_FLOOR), "speed": speed, "name_y": name_y}
+        name_y = min(speed, name_y - top * LINE / PANEL_HEIGHT)
         tip = f"{m.name}: {speed:,.0f} tokens/s, KL {m.kl:.2g}"
-        values.append(found | {"kind": "Tapeout" if m.ours else "other engines", "tip": tip})
-    x: Spec = {"field": "kl", "type": "quantitative", "title": "KL, nats per token; lower is better"}
-    x |= {"scale": {"type": "log"}, "axis": {"format": "~e"}}
-    y: Spec = {"type": "quantitative", "title": None, "scale": {"domain": [0, top], "nice": False}}
-    kind: Spec = {"field": "kind", "scale": {"domain": ["Tapeout", "other engines"], "range": [CANDIDATE, BASELINE]}}
-    return {
-        "title": f"{workload}: tokens/s",
-        "width": PANEL_WIDTH,
-        "height": PANEL_HEIGHT,
-        "data": {"values": values},
-        "layer": [
-            rule(NEAR_LOSSLESS_KL, FAIL, strokeDash=[5, 4]),
-            {
-                "mark": {"type": "rule", "color": RULE, "strokeWidth": 1},
-                "encoding": {
-                    "x": x,
-                    "y": y | {"field": "speed"},
-                    "x2": {"value": PANEL_WIDTH + 4},
-                    "y2": {"field": "name_y"},
-                },
-            },
-            {
-                "mark": {"type": "point", "size": 70},
-                "encoding": {"x": x, "y": y | {"field": "speed"}, "color": kind, "description": {"field": "tip"}},
-            },
-            {
-                "mark": {"type": "text", "align": "left"},
-                "encoding": {
-                    "x": {"value": PANEL_WIDTH + 8},
-                    "y": y | {"field": "name_y"},
-                    "text": {"field": "name"},
-                },
-            },
-        ],
-    }
+        values.append((m.name, max(m.kl or 0.0, KL_FLOOR), speed, name_y, KINDS[m.ours], tip))
+    base = alt.Chart(
+        rows("name kl speed name_y kind tip", values),
+        title=f"{workload}: tokens/s",
+        width=PANEL_WIDTH,
+        height=PANEL_HEIGHT,
+    )
+    x = alt.X("kl:Q", title="KL, nats per token; lower is better").scale(type="log").axis(format="~e")
+    y = alt.Y("speed:Q", title=None).scale(domain=[0, top], nice=False)
+    colors = alt.Scale(domain=[KINDS[True], KINDS[False]], range=[CANDIDATE, BASELINE])
+    return alt.layer(
+        rule(NEAR_LOSSLESS_KL, FAIL, strokeDash=[5, 4]),
+        base.mark_rule(color=RULE, strokeWidth=1).encode(x, y, x2=alt.value(PANEL_WIDTH + 4), y2="name_y"),
+        base.mark_point(size=70).encode(x, y, alt.Color("kind:N", scale=colors), description="tip:N"),
+        base.mark_text(align="left").encode(alt.Y("name_y:Q"), x=alt.value(PANEL_WIDTH + 8), text="name:N"),
+    )

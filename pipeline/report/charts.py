@@ -6,15 +6,16 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
+import altair as alt
+
 from evals.block import Bars, Chart, Divergence, Intervals, Roofline
 from pipeline.report.data import LayerRow, ReportData
-from pipeline.report.vega import BASELINE, CANDIDATE, INK, PAGE, SOFT, Spec, draw, limit, number, rule
+from pipeline.report.vega import BASELINE, CANDIDATE, INK, PAGE, SOFT, draw, limit, number, rows, rule
 from quantization.frontier import Frontier
 from tapeout.errors import EvidenceError
 
 BINS = 24  # of a histogram
-ENGINES: Spec = {"domain": ["baseline", "candidate"], "range": [BASELINE, CANDIDATE]}
-TIP: Spec = {"description": {"field": "tip"}}
+ENGINES = alt.Scale(domain=["baseline", "candidate"], range=[BASELINE, CANDIDATE])
 
 
 def charts(data: ReportData) -> dict[str, str]:
@@ -45,40 +46,29 @@ def chart_of(chart: Chart) -> str:
 
 def intervals(chart: Intervals) -> str:
     """Paired differences, each and pooled, with confidence bounds, zero and the margin."""
-    rows, margin = chart.rows, chart.margin
-    _require_finite(chart.title, (number for row in rows for number in (row.value, row.lower, row.upper)))
-    said = rows[-1] if rows[-1].pooled else min(rows, key=lambda row: row.value)
+    margin = chart.margin
+    _require_finite(chart.title, (value for row in chart.rows for value in (row.value, row.lower, row.upper)))
+    said = chart.rows[-1] if chart.rows[-1].pooled else min(chart.rows, key=lambda row: row.value)
     values = [
-        {
-            "label": f"{row.label} {_points(row.value)}",
-            "value": 100 * row.value,
-            "lower": 100 * row.lower,
-            "upper": 100 * row.upper,
-            "size": 120 if row.pooled else 60,
-            "tip": f"{row.label}: {_points(row.value)}, n={row.n}",
-        }
-        for row in rows
+        (f"{row.label} {_points(row.value)}", 100 * row.value, 100 * row.lower, 100 * row.upper, row.pooled, row.n)
+        for row in chart.rows
     ]
-    x: Spec = {"type": "quantitative", "title": "points", "scale": {"nice": False, "padding": 12}}
-    y: Spec = {"field": "label", "sort": None, "title": None, "axis": {"grid": False, "labelColor": INK}}
-    spec: Spec = {
-        "data": {"values": values},
-        "height": {"step": 28},
-        "layer": [
-            rule(0, SOFT, strokeWidth=1),
-            *limit(-100 * margin, f"margin {-100 * margin:g}"),
-            {
-                "mark": {"type": "errorbar", "ticks": {"size": 10, "thickness": 2}, "color": CANDIDATE, "thickness": 2},
-                "encoding": {"x": x | {"field": "lower"}, "x2": {"field": "upper"}, "y": y},
-            },
-            {
-                "mark": {"type": "point", "color": CANDIDATE},
-                "encoding": {"x": x | {"field": "value"}, "y": y, "size": {"field": "size", "scale": None}, **TIP},
-            },
-        ],
-    }
+    base = alt.Chart(rows("label value lower upper pooled n", values), height=alt.Step(28)).encode(
+        alt.Y("label:N", sort=None, title=None).axis(grid=False, labelColor=INK)
+    )
+    x = alt.X(title="points", type="quantitative", scale=alt.Scale(nice=False, padding=12))
+    whiskers = base.mark_errorbar(color=CANDIDATE, thickness=2, ticks=alt.TickConfig(size=10, thickness=2))
+    size = alt.condition("datum.pooled", alt.value(120), alt.value(60))
+    drawn = alt.layer(
+        rule(0, SOFT, strokeWidth=1),
+        limit(-100 * margin, f"margin {-100 * margin:g}"),
+        whiskers.encode(x.field("lower"), alt.X2("upper")),
+        base.transform_calculate(tip="datum.label + ', n=' + datum.n")
+        .mark_point(color=CANDIDATE)
+        .encode(x.field("value"), size=size, description="tip:N"),
+    )
     return draw(
-        spec,
+        drawn,
         chart.title,
         f"{said.label}: {_points(said.value)} points, bounds {_points(said.lower)} to {_points(said.upper)} at "
         f"{100 * chart.confidence:g} % confidence each; the margin is {_points(-margin)}.",
@@ -97,27 +87,22 @@ def kl_distribution(divergence: Divergence, bins: int = BINS) -> str:
     for value in values:
         counts[min(bins - 1, max(0, int(value / high * bins)))] += 1
     edges = [high * i / bins for i in range(bins + 1)]
-    shown = [
-        {"low": low, "high": up, "count": count, "tip": f"{count} documents from {low:.4f} to {up:.4f} nats"}
+    values = [
+        (low, up, count, f"{count} documents from {low:.4f} to {up:.4f} nats")
         for (low, up), count in zip(pairwise(edges), counts, strict=True)
     ]
-    x: Spec = {"field": "low", "type": "quantitative", "title": f"nats per token{note}", "axis": {"grid": False}}
-    y: Spec = {"field": "count", "type": "quantitative", "title": "documents", "axis": {"tickMinStep": 1}}
-    spec: Spec = {
-        "height": 150,
-        "layer": [
-            {
-                "data": {"values": shown},
-                "mark": {"type": "bar", "color": CANDIDATE, "binSpacing": 1},
-                "encoding": {"x": x | {"bin": "binned"}, "x2": {"field": "high"}, "y": y, **TIP},
-            },
-            *(rule(value, INK) for value in (divergence.mean, divergence.upper)),
-            *limit(divergence.bound, f"limit {divergence.bound:g}"),
-        ],
-    }
+    x = alt.X("low:Q", bin="binned", title=f"nats per token{note}").axis(grid=False)
+    y = alt.Y("count:Q", title="documents").axis(tickMinStep=1)
+    bar = alt.Chart(rows("low up count tip", values), height=150).mark_bar(color=CANDIDATE, binSpacing=1)
+    drawn = alt.layer(
+        bar.encode(x, y, alt.X2("up"), description="tip:N"),
+        rule(divergence.mean, INK),
+        rule(divergence.upper, INK),
+        limit(divergence.bound, f"limit {divergence.bound:g}"),
+    )
     figures = f"mean {divergence.mean:.4f} and its upper bound {divergence.upper:.4f}"
     return draw(
-        spec,
+        drawn,
         "KL from the float engine, by document",
         f"{len(values)} documents{note}; mean {divergence.mean:.4f} nats per token, upper bound "
         f"{divergence.upper:.4f}, limit {divergence.bound:g}.",
@@ -127,58 +112,34 @@ def kl_distribution(divergence: Divergence, bins: int = BINS) -> str:
 
 def layer_error(layers: Sequence[LayerRow], unit: str) -> str:
     """Squared output error over squared output of every linear of one unit (qkv, o, ...): nearest, and as kept."""
-    rows = [row for row in layers if row.unit == unit and row.layer is not None]
-    if not rows:
+    found = [row for row in layers if row.unit == unit and row.layer is not None]
+    if not found:
         raise EvidenceError(f"no layer of the plan has a unit {unit!r}", expected="a unit named in the plan")
-    _require_finite("layer error", (v for row in rows for v in (row.error_before, row.error_after)))
-    worst = max(rows, key=lambda row: row.error_after)
-    before, after = "before: round to nearest", "after: as kept"
+    _require_finite("layer error", (v for row in found for v in (row.error_before, row.error_after)))
+    worst = max(found, key=lambda row: row.error_after)
     values = [
-        {
-            "layer": row.layer,
-            "kind": kind,
-            "error": error,
-            "after": row.error_after,
-            "tip": f"{row.group} {row.format}: {row.error_before:.3g} before, {row.error_after:.3g} after",
-        }
-        for row in rows
-        for kind, error in ((before, row.error_before), (after, row.error_after))
+        (
+            *(row.layer, row.error_before, row.error_after),
+            f"{row.group} {row.format}: {row.error_before:.3g} before, {row.error_after:.3g} after",
+        )
+        for row in found
     ]
-    kinds: Spec = {"domain": [before, after]}
-    y: Spec = {"field": "error", "type": "quantitative", "title": None}
-    spec: Spec = {
-        "data": {"values": values},
-        "height": 140,
-        "encoding": {
-            "x": {
-                "field": "layer",
-                "type": "quantitative",
-                "title": "layer",
-                "axis": {"grid": False},
-                "scale": {"nice": False, "padding": 8},
-            }
-        },
-        "layer": [
-            {
-                "transform": [{"filter": f"datum.kind == '{before}'"}],
-                "mark": {"type": "rule", "color": SOFT, "strokeWidth": 1},
-                "encoding": {"y": y, "y2": {"field": "after"}},
-            },
-            {
-                "mark": {"type": "point", "size": 40, "strokeWidth": 1.5},
-                "encoding": {
-                    "y": y,
-                    "fill": {"field": "kind", "scale": kinds | {"range": [PAGE, CANDIDATE]}},
-                    "stroke": {"field": "kind", "scale": kinds | {"range": [BASELINE, CANDIDATE]}},
-                    **TIP,
-                },
-            },
-        ],
-    }
+    base = alt.Chart(rows("layer before after tip", values), height=140).encode(
+        alt.X("layer:Q").axis(grid=False).scale(nice=False, padding=8)
+    )
+    fill, stroke = (alt.Scale(domain=["before", "after"], range=[color, CANDIDATE]) for color in (PAGE, BASELINE))
+    legend = alt.Legend(labelExpr="{before: 'before: round to nearest', after: 'after: as kept'}[datum.label]")
+    dots = base.transform_fold(["before", "after"]).mark_point(size=40, strokeWidth=1.5)
+    drawn = base.mark_rule(color=SOFT, strokeWidth=1).encode(alt.Y("before:Q"), alt.Y2("after")) + dots.encode(
+        alt.Y("value:Q", title=None),
+        alt.Fill("key:N", scale=fill, legend=legend),
+        alt.Stroke("key:N", scale=stroke, legend=legend),
+        description="tip:N",
+    )
     return draw(
-        spec,
+        drawn,
         f"{unit}: squared error over squared output",
-        f"{len(rows)} linears in {len({row.layer for row in rows})} layers; the largest kept error is "
+        f"{len(found)} linears in {len({row.layer for row in found})} layers; the largest kept error is "
         f"{worst.error_after:.3g} in {worst.group}, {worst.error_before:.3g} before.",
     )
 
@@ -188,43 +149,30 @@ def bits_by_layer(layers: Sequence[LayerRow]) -> str:
     present = sorted({row.bits for row in layers})
     names = {bits: f"{bits} bits" if bits < 32 else "float" for bits in present}
     styles = ["b4" if bits <= 4 else "b8" if bits <= 8 else "b32" for bits in present]
-    on = {"b4": "var(--on-b4)", "b8": "var(--on-b8)", "b32": INK}
+    digits = {"b4": "var(--on-b4)", "b8": "var(--on-b8)", "b32": INK}
     cells: dict[tuple[int, str, int], list[str]] = {}
     for row in layers:
         if row.layer is not None:
             cells.setdefault((row.layer, row.unit, row.bits), []).append(f"{row.group}: {row.format}")
-    values = [
-        {"layer": layer, "unit": unit, "bits": str(bits), "kind": names[bits], "tip": "; ".join(tips)}
-        for (layer, unit, bits), tips in cells.items()
-    ]
-    columns = sorted({row.layer for row in layers if row.layer is not None})
-    kind: Spec = {"field": "kind", "sort": None}
-    domain: Spec = {"domain": list(names.values())}
-    cell: Spec = {
-        "mark": {"type": "rect", "stroke": PAGE},
-        "encoding": {"color": kind | {"scale": domain | {"range": [f"var(--{style})" for style in styles]}}, **TIP},
-    }
-    digits: Spec = {
-        "mark": {"type": "text", "fontSize": 10},
-        "encoding": {
-            "text": {"field": "bits"},
-            "color": kind | {"scale": domain | {"range": [on[style] for style in styles]}, "legend": None},
-        },
-    }
-    axis: Spec = {"labelAngle": 0, "values": columns[:: math.ceil(len(columns) / 8)]}
-    spec: Spec = {
-        "data": {"values": values},
-        "height": {"step": 22},
-        "encoding": {
-            "x": {"field": "layer", "type": "ordinal", "title": "layer", "axis": axis},
-            "y": {"field": "unit", "sort": None, "title": None, "axis": {"labelColor": INK}},
-        },
-        "layer": [cell, digits] if len(columns) <= 48 else [cell],
-        "resolve": {"scale": {"color": "independent"}},
-    }
+    values = [(layer, unit, bits, names[bits], "; ".join(tips)) for (layer, unit, bits), tips in cells.items()]
+    columns = sorted({layer for layer, _, _ in cells})
+    shown = columns[:: math.ceil(len(columns) / 8)]
+    base = alt.Chart(rows("layer unit bits kind tip", values), height=alt.Step(22)).encode(
+        alt.X("layer:O").axis(labelAngle=0, values=shown), alt.Y("unit:N", sort=None, title=None).axis(labelColor=INK)
+    )
+
+    def kind(colors: list[str]) -> alt.Color:
+        return alt.Color("kind:N", scale=alt.Scale(domain=[*names.values()], range=colors))
+
+    strip = base.mark_rect(stroke=PAGE).encode(kind([f"var(--{style})" for style in styles]), description="tip:N")
+    text = base.mark_text(fontSize=10).encode(kind([digits[style] for style in styles]).legend(None), text="bits:N")
     share = ", ".join(f"{sum(row.bits == bits for row in layers)} linears in {bits} bits" for bits in present)
-    outside = [f"{row.group}: {row.format}" for row in layers if row.layer is None]
-    return draw(spec, "Bits by layer", f"{share}.", subtitle=outside)
+    return draw(
+        alt.layer(strip, *[text] * (len(columns) <= 48)).resolve_scale(color="independent"),
+        "Bits by layer",
+        f"{share}.",
+        subtitle=[f"{row.group}: {row.format}" for row in layers if row.layer is None],
+    )
 
 
 def bars(chart: Bars) -> str:
@@ -233,62 +181,44 @@ def bars(chart: Bars) -> str:
     _require_finite(title, (value for _, *values in pairs for value in values))
     said = "; ".join(f"{name}: baseline {number(base)}, candidate {number(cand)} {unit}" for name, base, cand in pairs)
     values = [
-        {
-            "label": label,
-            "engine": engine,
-            "value": value,
-            "text": number(value),
-            "tip": f"{label} {engine}: {number(value)} {unit}",
-        }
+        (label, engine, value, number(value), f"{label} {engine}: {number(value)} {unit}")
         for label, *both in pairs
-        for engine, value in zip(ENGINES["domain"], both, strict=True)
+        for engine, value in zip(("baseline", "candidate"), both, strict=True)
     ]
+    base = alt.Chart(rows("label engine value text tip", values), height=150).encode(
+        alt.X("label:N", sort=None, title=chart.axis or None).axis(labelAngle=0),
+        alt.Y("value:Q", title=None),
+        alt.XOffset("engine:N", sort=None),
+    )
+    bar = base.mark_bar().encode(alt.Color("engine:N", scale=ENGINES), description="tip:N")
     better = "higher" if chart.higher_is_better else "lower"
-    spec: Spec = {
-        "data": {"values": values},
-        "height": 150,
-        "encoding": {
-            "x": {"field": "label", "sort": None, "title": chart.axis or None, "axis": {"labelAngle": 0}},
-            "xOffset": {"field": "engine", "sort": None},
-            "y": {"field": "value", "type": "quantitative", "title": None},
-        },
-        "layer": [
-            {"mark": "bar", "encoding": {"color": {"field": "engine", "scale": ENGINES}, **TIP}},
-            {"mark": {"type": "text", "dy": -6}, "encoding": {"text": {"field": "text"}}},
-        ],
-    }
-    return draw(spec, title, f"{better.title()} is better. {said}.", subtitle=[f"{unit}, {better} is better"])
+    return draw(
+        bar + base.mark_text(dy=-6).encode(text="text:N"),
+        title,
+        f"{better.title()} is better. {said}.",
+        subtitle=[f"{unit}, {better} is better"],
+    )
 
 
 def roofline(roof: Roofline) -> str:
     """Weight bytes read per second at batch 1, against what this machine can read."""
     _require_finite("roofline", (roof.bandwidth_gb_s, roof.baseline_gb_s, roof.candidate_gb_s))
-    measured = (
-        ("baseline", roof.baseline_gb_s, roof.baseline_share),
-        ("candidate", roof.candidate_gb_s, roof.candidate_share),
-    )
     values = [
-        {"engine": name, "rate": rate, "label": f"{name}: {rate:.1f} GB/s, {share:.0%}"}
-        for name, rate, share in measured
+        (name, rate, f"{name}: {rate:.1f} GB/s, {share:.0%}")
+        for name, rate, share in (
+            ("baseline", roof.baseline_gb_s, roof.baseline_share),
+            ("candidate", roof.candidate_gb_s, roof.candidate_share),
+        )
     ]
-    spec: Spec = {
-        "data": {"values": values},
-        "height": {"step": 34},
-        "layer": [
-            {
-                "mark": {"type": "bar", "size": 24},
-                "encoding": {
-                    "x": {"field": "rate", "type": "quantitative", "title": "GB/s"},
-                    "y": {"field": "label", "sort": None, "title": None, "axis": {"grid": False, "labelColor": INK}},
-                    "color": {"field": "engine", "scale": ENGINES, "legend": None},
-                    "description": {"field": "label"},
-                },
-            },
-            rule(roof.bandwidth_gb_s, INK),
-        ],
-    }
+    bar = alt.Chart(rows("engine rate label", values), height=alt.Step(34)).mark_bar(size=24)
+    drawn = bar.encode(
+        alt.X("rate:Q", title="GB/s"),
+        alt.Y("label:N", sort=None, title=None).axis(grid=False, labelColor=INK),
+        alt.Color("engine:N", scale=ENGINES, legend=None),
+        description="label:N",
+    ) + rule(roof.bandwidth_gb_s, INK)
     return draw(
-        spec,
+        drawn,
         "Single-stream decode against read bandwidth",
         f"The candidate reads {roof.candidate_gb_s:.1f} GB/s, {roof.candidate_share:.0%} of the measured "
         f"{roof.bandwidth_gb_s:.1f} GB/s; the baseline {roof.baseline_gb_s:.1f} GB/s, {roof.baseline_share:.0%}.",
@@ -301,45 +231,24 @@ def frontier(found: Frontier) -> str:
     unit, title, field = ("MB", "Bytes", "megabytes") if found.by_bytes else ("µs per token", "Time", "microseconds")
     chosen = next(point for point in found.points if point.chosen)
     values = [
-        {
-            "kl": point.kl,
-            "value": getattr(point, field),
-            "size": 120 if point.chosen else 25,
-            "kind": "chosen" if point.chosen else "other",
-            "tip": f"KL {point.kl:.4f}: {number(point.microseconds)} µs per token, {number(point.megabytes)} MB",
-        }
+        (
+            *(point.kl, getattr(point, field), point.chosen),
+            f"KL {point.kl:.4f}: {number(point.microseconds)} µs per token, {number(point.megabytes)} MB",
+        )
         for point in sorted(found.points, key=lambda point: point.chosen)
         if point.kl <= max(2 * found.limit, chosen.kl)
     ]
-    spec: Spec = {
-        "data": {"values": values},
-        "height": 170,
-        "layer": [
-            *limit(found.limit, f"limit {found.limit:g}"),
-            {
-                "mark": "point",
-                "encoding": {
-                    "x": {
-                        "field": "kl",
-                        "type": "quantitative",
-                        "title": "KL, nats per token, summed over units",
-                        "axis": {"grid": False},
-                    },
-                    "y": {"field": "value", "type": "quantitative", "title": None, "scale": {"zero": False}},
-                    "size": {"field": "size", "scale": None},
-                    "color": {
-                        "field": "kind",
-                        "scale": {"domain": ["chosen", "other"], "range": [CANDIDATE, BASELINE]},
-                        "legend": None,
-                    },
-                    **TIP,
-                },
-            },
-        ],
-    }
+    points = alt.Chart(rows("kl value chosen tip", values), height=170).mark_point()
+    drawn = limit(found.limit, f"limit {found.limit:g}") + points.encode(
+        alt.X("kl:Q", title="KL, nats per token, summed over units").axis(grid=False),
+        alt.Y("value:Q", title=None).scale(zero=False),
+        color=alt.condition("datum.chosen", alt.value(CANDIDATE), alt.value(BASELINE)),
+        size=alt.condition("datum.chosen", alt.value(120), alt.value(25)),
+        description="tip:N",
+    )
     value = number(getattr(chosen, field))
     return draw(
-        spec,
+        drawn,
         f"{title} against quality",
         f"The chosen plan: {value} {unit} at a predicted KL of {chosen.kl:.4f}; the limit is {found.limit:g}.",
         subtitle=[unit, " "],

@@ -1,4 +1,4 @@
-"""Draws Vega-Lite specifications as SVG text whose colours follow the reader's light or dark scheme.
+"""Draws Altair charts as SVG text whose colours follow the reader's light or dark scheme.
 
 ``vl-convert`` computes the marks offline. Colours are CSS variables, texts stay texts, and what a mark is called
 (``description``) becomes the tooltip that browsers show.
@@ -7,11 +7,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+import altair as alt
+import vl_convert
+
 WIDTH = 480  # units: charts beside each other on a desk and below each other on a phone stay readable
-Spec = dict[str, Any]
 
 # Contrast (WCAG): text at least 4.5:1 on what is behind it, marks 3:1 on the page; cells of the bit strip carry digits.
 STYLE = """
@@ -26,9 +29,9 @@ INK, SOFT, RULE, PAGE, FAIL = (f"var(--{name})" for name in ("ink", "soft", "rul
 BASELINE, CANDIDATE = "var(--baseline)", "var(--candidate)"
 _FONT = 'system-ui,-apple-system,"Segoe UI",Roboto,sans-serif'
 MEASURED, SHOWN = 14, 12  # text sizes: room for readers whose font is wider than the one that texts are measured in
-_TEXT: Spec = {"labelColor": SOFT, "titleColor": SOFT, "titleFontWeight": "normal"}
+_TEXT: dict[str, Any] = {"labelColor": SOFT, "titleColor": SOFT, "titleFontWeight": "normal"}
 _TEXT |= {f"{part}FontSize": MEASURED for part in ("label", "title")}
-_CONFIG: Spec = {
+_CONFIG: dict[str, Any] = {
     "axis": {**_TEXT, "domain": False, "ticks": False, "gridColor": RULE, "labelPadding": 6, "tickCount": 5},
     "axisX": {"titleAnchor": "end"},
     "axisY": {"titleAngle": 0, "titleAlign": "left", "titleAnchor": "end", "titleY": -8},
@@ -54,20 +57,12 @@ _COMPACT = {
 }
 
 
-def draw(spec: Spec, title: str, description: str, *, subtitle: list[str] | None = None) -> str:
+def draw(chart: alt.TopLevelMixin, title: str, description: str, *, subtitle: Sequence[str] = ()) -> str:
     """SVG text for a page. ``description`` is what a screen reader says; make it hold the result."""
-    import vl_convert
-
-    whole = {
-        "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
-        "config": _CONFIG,
-        "title": {"text": title, "subtitle": subtitle or []},
-        "width": WIDTH,
-        "autosize": {"type": "fit-x", "contains": "padding"},
-        "padding": 4,
-        **spec,
-    }
-    drawn = vl_convert.vegalite_to_svg(whole, allowed_base_urls=[])
+    head = {"text": title, "subtitle": list(subtitle)}
+    fit = {"width": WIDTH, "autosize": {"type": "fit-x", "contains": "padding"}}
+    spec = fit | chart.to_dict() | {"config": _CONFIG, "title": head, "padding": 4}
+    drawn = vl_convert.vegalite_to_svg(spec, allowed_base_urls=[])
     size = re.search(r'viewBox="[^"]*"', drawn)
     assert size is not None
     body = drawn[drawn.index(">") + 1 :]
@@ -86,22 +81,19 @@ def standalone(svg: str) -> str:
     return f'{head}>\n<style>{STYLE}</style>\n<rect width="100%" height="100%" fill="var(--page)"/>\n{body}'
 
 
-def rule(value: float, color: str, axis: str = "x", **mark: Any) -> Spec:
-    """A line through the whole chart at a value."""
-    return {
-        "data": {"values": [{}]},
-        "mark": {"type": "rule", "color": color, **mark},
-        "encoding": {axis: {"datum": value}},
-    }
+def rows(columns: str, values: Sequence[Sequence[Any]]) -> alt.InlineData:
+    return alt.InlineData([dict(zip(columns.split(), row, strict=True)) for row in values])
 
 
-def limit(value: float, text: str) -> list[Spec]:
+def rule(value: float, color: str, **mark: Any) -> alt.Chart:
+    """A vertical line through the whole chart at a value."""
+    return alt.Chart(alt.InlineData([{}])).mark_rule(color=color, **mark).encode(x=alt.datum(value))
+
+
+def limit(value: float, text: str) -> alt.LayerChart:
     """A line that must not be crossed, with its label above."""
-    label = {"type": "text", "color": FAIL, "baseline": "bottom", "dy": -3, "text": text}
-    return [
-        rule(value, FAIL, strokeDash=[5, 4]),
-        {"data": {"values": [{}]}, "mark": label, "encoding": {"x": {"datum": value}, "y": {"value": 0}}},
-    ]
+    label = alt.Chart(alt.InlineData([{}])).mark_text(color=FAIL, baseline="bottom", dy=-3, text=text)
+    return rule(value, FAIL, strokeDash=[5, 4]) + label.encode(x=alt.datum(value), y=alt.value(0))
 
 
 def number(value: float) -> str:
