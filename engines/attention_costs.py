@@ -4,7 +4,7 @@ What is timed is what the target's own passes make of one layer's attention as i
 included, behind one linear for queries, keys and values that is not timed. It attends to the whole cache. What a
 graph's record does not tell is left out: a window, a soft cap, partial rotary. Copies have caches of their own.
 
-B  streams      S  tokens of each      T  tokens in the cache      H, G, D  heads, key/value heads, head size
+B  sequences      S  tokens of each      T  tokens in the cache      H, G, D  heads, key/value heads, head size
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ ROTATED = 16  # attention with rotary embedding takes heads of a multiple of it;
 
 @dataclass(frozen=True)
 class Step:
-    """``streams`` of ``tokens`` each. Their cache holds ``context`` tokens of each stream, the new ones included."""
+    """``tokens`` of each of ``sequences``. The cache holds ``context`` tokens of each, the new ones included."""
 
-    streams: int
+    sequences: int
     tokens: int
     context: int
 
     @classmethod
-    def of(cls, rows: int, slots: int, context: int) -> Step:
-        """Up to ``slots`` rows are streams that decode one token each; more are one prompt, or the last part of it."""
-        return cls(rows, 1, context) if rows <= slots else cls(1, rows, max(context, rows))
+    def of(cls, tokens: int, slots: int, context: int) -> Step:
+        """Up to ``slots`` tokens are of as many sequences that decode; more are of one prompt, or of its last part."""
+        return cls(tokens, 1, context) if tokens <= slots else cls(1, tokens, max(context, tokens))
 
 
 def costs(
     target: Target[Any],
     graph: PortableGraph,
     dtypes: Sequence[str],
-    rows: Sequence[int],
+    tokens: Sequence[int],
     *,
     slots: int,
     context: int,
@@ -71,7 +71,7 @@ def costs(
         return {
             "streamed": streamed,
             "attention": [graph.heads, graph.kv_heads, graph.head_size, graph.rotary],
-            "step": [step.streams, step.tokens, step.context],
+            "step": [step.sequences, step.tokens, step.context],
             "dtypes": list(dtypes),
         }
 
@@ -84,7 +84,7 @@ def costs(
                 seconds[dtype][count] = least
         return seconds
 
-    return timing.kept(dtypes, rows, described, measured, target=target, threads=threads, only_kept=only_kept)
+    return timing.kept(dtypes, tokens, described, measured, target=target, threads=threads, only_kept=only_kept)
 
 
 class _Attention:
@@ -95,16 +95,16 @@ class _Attention:
     ) -> None:
         element = CACHE_TYPES[dtype].numpy()
         columns = graph.head_size // 2 if dtype == "int4" else graph.head_size
-        shape = (step.streams, graph.kv_heads, step.context, columns)
+        shape = (step.sequences, graph.kv_heads, step.context, columns)
         self.copies = min(max(1, MOST_COPIES // step.tokens), -(-streamed // (2 * math.prod(shape) * element.itemsize)))
         rng = np.random.default_rng(0)
         width = (graph.heads + 2 * graph.kv_heads) * graph.head_size
         arrays: dict[str, NDArray[Any]] = {
-            "qkv": rng.standard_normal((step.streams, step.tokens, width)).astype(np.float32),
-            "seqlens_k": np.full(step.streams, step.context - 1, np.int32),
+            "qkv": rng.standard_normal((step.sequences, step.tokens, width)).astype(np.float32),
+            "seqlens_k": np.full(step.sequences, step.context - 1, np.int32),
             "total_sequence_length": np.array(step.context, np.int32),
         }
-        output = np.empty((step.streams, step.tokens, graph.heads * graph.head_size), np.float32)
+        output = np.empty((step.sequences, step.tokens, graph.heads * graph.head_size), np.float32)
         for copy in range(self.copies):
             for part in ("key", "value"):
                 # Written, not only allocated: unwritten pages of zeros are one page of memory.
@@ -208,8 +208,8 @@ def _exported(graph: PortableGraph, copies: int, context: int) -> ir.Model:
                     *(["batch", "tokens", int(count) * size] for count in counts), axis=2)  # fmt: skip
         states: list[ir.Value] = []
         for number, (part, count) in enumerate(zip(parts, counts.tolist(), strict=True)):
-            (rows,) = add("Reshape", [part, sizes(model, 0, 0, count, size)], ["batch", "tokens", count, size])
-            (rotated,) = add("Transpose", [rows], ["batch", count, "tokens", size], perm=[0, 2, 1, 3])
+            (heads_last,) = add("Reshape", [part, sizes(model, 0, 0, count, size)], ["batch", "tokens", count, size])
+            (rotated,) = add("Transpose", [heads_last], ["batch", count, "tokens", size], perm=[0, 2, 1, 3])
             if graph.rotary != "none" and size % ROTATED == 0 and number < 2:
                 interleaved = int(graph.rotary == "interleaved")
                 inputs = [rotated, *tables, positions]
@@ -223,8 +223,8 @@ def _exported(graph: PortableGraph, copies: int, context: int) -> ir.Model:
         )  # fmt: skip
         for part, value in zip(("key", "value"), present, strict=True):
             value.name = f"present.{copy}.{part}"
-        (rows,) = add("Transpose", [output], ["batch", "tokens", heads, size], perm=[0, 2, 1, 3])
-        (joined,) = add("Reshape", [rows, sizes(model, 0, 0, heads * size)], ["batch", "tokens", heads * size])
+        (attended,) = add("Transpose", [output], ["batch", "tokens", heads, size], perm=[0, 2, 1, 3])
+        (joined,) = add("Reshape", [attended, sizes(model, 0, 0, heads * size)], ["batch", "tokens", heads * size])
         (y,) = add("Identity", [joined], ["batch", "tokens", heads * size])
         y.name = f"y{copy}"
         model.graph.inputs.extend(past)

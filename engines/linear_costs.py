@@ -1,9 +1,9 @@
-"""What a linear costs on this machine: measured seconds by scheme, shape and rows of the input (engines/timing.py).
+"""What a linear costs on this machine: measured seconds by scheme, shape and tokens of a step (engines/timing.py).
 
 The plan solver compares schemes by these. What is timed is what the target's own passes make of a linear alone, without
 the norm or gate that a native kernel may fuse, over copies with weights of their own.
 
-M  rows of the input      K  input channels      N  output channels
+M  tokens of a step      K  input channels      N  output channels
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def costs(
     target: Target[Any],
     shape: Shape,
     schemes: Sequence[Scheme],
-    rows: Sequence[int],
+    tokens: Sequence[int],
     store: Store,
     *,
     streamed: int,
@@ -59,7 +59,7 @@ def costs(
         return {
             "streamed": streamed,
             "shape": [shape.columns, shape.outputs],
-            "rows": count,
+            "tokens": count,
             # Times compare within one measurement, so all its schemes are part of the key.
             "schemes": [scheme.model_dump(mode="json") for scheme in schemes],
         }
@@ -68,24 +68,24 @@ def costs(
         return measure(target, shape, schemes, counts, store, threads=threads, streamed=streamed)
 
     names = [scheme.name for scheme in schemes]
-    return timing.kept(names, rows, described, measured, target=target, threads=threads, only_kept=only_kept)
+    return timing.kept(names, tokens, described, measured, target=target, threads=threads, only_kept=only_kept)
 
 
 def measure(
     target: Target[Any],
     shape: Shape,
     schemes: Sequence[Scheme],
-    rows: Collection[int],
+    tokens: Collection[int],
     store: Store,
     *,
     threads: int,
     streamed: int,
 ) -> Seconds:
-    """Time every scheme at every row count. ``streamed``: bytes of weights that a sample reads."""
+    """Time every scheme at every number of tokens. ``streamed``: bytes of weights that a sample reads."""
     weight = np.random.default_rng(0).standard_normal((shape.outputs, shape.columns)).astype(np.float32)
     runs = {scheme.name: _Linears(target, store(scheme, weight), shape, streamed, threads) for scheme in schemes}
     seconds: Seconds = {name: {} for name in runs}
-    for count in rows:
+    for count in tokens:
         for name, least in timing.fastest({name: partial(run.sample, count) for name, run in runs.items()}).items():
             seconds[name][count] = least
     return seconds
@@ -99,10 +99,10 @@ class _Linears:
         self.copies = -(-streamed // _model_bytes(target, stored, shape))
         self.timer = target.timer(linear_model(target, stored, shape, self.copies), threads)
 
-    def sample(self, rows: int) -> float:
+    def sample(self, tokens: int) -> float:
         """Seconds of one linear, over one run of all copies."""
-        x = np.random.default_rng(0).standard_normal((rows, self.shape.columns)).astype(np.float32)
-        y = np.empty((rows, self.shape.outputs), np.float32)
+        x = np.random.default_rng(0).standard_normal((tokens, self.shape.columns)).astype(np.float32)
+        y = np.empty((tokens, self.shape.outputs), np.float32)
         self.timer.bind({"x": x} | {f"y{copy}": y for copy in range(self.copies)})
         return self.timer.seconds() / self.copies
 
@@ -122,7 +122,7 @@ def linear_model(target: Target[Any], stored: Any, shape: Shape, copies: int) ->
     """``copies`` linears of one input ``x [M, K]`` to ``y0 [M, N]`` and on, lowered by the target's own passes."""
 
     def value(name: str, width: int) -> ir.Value:
-        return ir.Value(name=name, shape=ir.Shape(["rows", width]), type=ir.TensorType(ir.DataType.FLOAT))
+        return ir.Value(name=name, shape=ir.Shape(["tokens", width]), type=ir.TensorType(ir.DataType.FLOAT))
 
     x, names = value("x", shape.columns), [f"w{copy}" for copy in range(copies)]
     nodes = [

@@ -24,12 +24,12 @@ STREAMED_CACHES = 4  # most data of one sample, in sizes of the last-level cache
 USUAL_CACHE_BYTES = 32 << 20  # where the system does not tell
 METHOD = 3  # counted up when times taken before do not compare with those taken now
 
-Seconds = dict[str, dict[int, float]]  # alternative -> rows of a step -> seconds
+Seconds = dict[str, dict[int, float]]  # alternative -> tokens of a step -> seconds
 
 
 def kept(
     names: Iterable[str],
-    rows: Sequence[int],
+    tokens: Sequence[int],
     described: Callable[[int], Mapping[str, Any]],
     measure: Callable[[Collection[int]], Seconds],
     *,
@@ -37,19 +37,20 @@ def kept(
     threads: int,
     only_kept: bool,
 ) -> Seconds:
-    """Times of ``names`` at ``rows``, from the cache where this machine has them; ``measure`` takes the others.
+    """Times of ``names`` at ``tokens``, from the cache where this machine has them; ``measure`` takes the others.
 
-    ``described``: what is measured at a row count: all that times depend on but target, machine, threads and method.
+    ``described``: what is measured at a number of tokens: all that times depend on, but target, machine, threads and
+    method.
     ``only_kept``: times that are not in the cache are left out, not measured.
     """
     threads = threads or physical_cores()
-    paths = {count: _folder() / f"{_key(described(count), target, threads)}.json" for count in rows}
+    paths = {count: _folder() / f"{_key(described(count), target, threads)}.json" for count in tokens}
     missing = [count for count, path in paths.items() if not path.is_file()]
     if missing and not only_kept:
         measured = measure(missing)
         _folder().mkdir(parents=True, exist_ok=True)
         for count in missing:
-            _keep(paths[count], {name: by_rows[count] for name, by_rows in measured.items()})
+            _keep(paths[count], {name: by_tokens[count] for name, by_tokens in measured.items()})
     found: Seconds = {name: {} for name in names}
     for count, path in paths.items():
         if only_kept and not path.is_file():

@@ -259,7 +259,11 @@ class _Knapsack:
         if result.x is None:
             if result.status == INFEASIBLE:
                 return None, None
-            raise QuantizationError(f"HiGHS found no plan: {result.message}", expected=f"one in {SOLVER_SECONDS:g} s")
+            raise QuantizationError(
+                f"HiGHS found no plan: {result.message}",
+                expected=f"one in {SOLVER_SECONDS:g} s",
+                remedy="run it again with less other work on the machine, or write plan.schemes out",
+            )
         picked = np.rint(result.x)
         choices = [choice for choice, taken in zip(self._choices, picked, strict=True) if taken]
         chosen = Chosen(

@@ -221,7 +221,7 @@ def plot(run: Run) -> str:
     )
 
 
-def _panel(workload: Workload, systems: Sequence[Measured]) -> alt.LayerChart:
+def _panel(workload: Workload, systems: Sequence[Measured]) -> alt.LayerChart | alt.FacetChart:
     points = [(m, speed) for m in systems if (speed := m.speed(workload)) is not None]
     top = 1.1 * max((speed for _, speed in points), default=1.0)
     values: list[tuple[Any, ...]] = []

@@ -20,40 +20,40 @@ from tapeout.portable_graph import PortableGraph
 from tapeout.recipe import Recipe
 
 
-def parse_rows(text: str) -> tuple[int, ...]:
-    """Numbers of matrix rows as written, ``1,8,128``. :class:`RecipeError` if they are not.
+def parse_tokens(text: str) -> tuple[int, ...]:
+    """Numbers of tokens as written, ``1,8,128``. :class:`RecipeError` if they are not.
 
-    >>> parse_rows("128, 1")
+    >>> parse_tokens("128, 1")
     (1, 128)
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) for part in parts):
-        raise RecipeError(f"--rows {text}", expected="numbers of matrix rows, such as 1,8,128")
+        raise RecipeError(f"--tokens {text}", expected="numbers of tokens of a step, such as 1,8,128")
     return tuple(sorted({int(part) for part in parts}))
 
 
 def run(
-    artifacts: Path, recipe: Recipe, rows: Sequence[int], progress: Callable[[str], None]
+    artifacts: Path, recipe: Recipe, tokens: Sequence[int], progress: Callable[[str], None]
 ) -> tuple[dict[str, Any], RenderableType]:
     """The cost table, for a script (seconds and bytes) and for people (microseconds). Times are measured once."""
     graph = artifact.load(artifacts / "graph", PortableGraph).record
-    every = CHOSEN | {"goal": "workload", "workload": {count: 1 / len(rows) for count in rows}}
+    every = CHOSEN | {"goal": "workload", "workload": {count: 1 / len(tokens) for count in tokens}}
     asked = recipe.model_copy(update={"plan": recipe.plan.model_copy(update=every)})
     table = cost_table(asked, graph, measure=True, progress=progress)
-    return _record(table, rows), _shown(table, graph, rows)
+    return _record(table, tokens), _shown(table, graph, tokens)
 
 
-def _record(table: CostTable, rows: Sequence[int]) -> dict[str, Any]:
+def _record(table: CostTable, tokens: Sequence[int]) -> dict[str, Any]:
     return {
         "target": table.target,
         "threads": table.threads,
-        "rows": list(rows),
+        "tokens": list(tokens),
         "linears": [
             {
                 "columns": columns,
                 "outputs": outputs,
                 "schemes": {
-                    name: {"bytes": size, "seconds": _at(rows, table.seconds[columns, outputs][name])}
+                    name: {"bytes": size, "seconds": _at(tokens, table.seconds[columns, outputs][name])}
                     for name, size in sizes.items()
                 },
             }
@@ -61,17 +61,17 @@ def _record(table: CostTable, rows: Sequence[int]) -> dict[str, Any]:
         ],
         "attention": {
             "context": table.context,
-            "schemes": {name: {"seconds": _at(rows, seconds)} for name, seconds in table.attention.items()},
+            "schemes": {name: {"seconds": _at(tokens, seconds)} for name, seconds in table.attention.items()},
         },
     }
 
 
-def _at(rows: Sequence[int], seconds: Mapping[int, float]) -> dict[int, float]:
-    """Of the numbers of rows that were asked for; lm_head is also timed at one row."""
-    return {count: seconds[count] for count in rows}
+def _at(tokens: Sequence[int], seconds: Mapping[int, float]) -> dict[int, float]:
+    """Of the numbers of tokens that were asked for; lm_head is also timed at one."""
+    return {count: seconds[count] for count in tokens}
 
 
-def _shown(table: CostTable, graph: PortableGraph, rows: Sequence[int]) -> RenderableType:
+def _shown(table: CostTable, graph: PortableGraph, tokens: Sequence[int]) -> RenderableType:
     kinds: dict[tuple[int, int], dict[str, int]] = {}
     for group in graph.groups:
         count = kinds.setdefault(shape_of(group), {})
@@ -81,10 +81,10 @@ def _shown(table: CostTable, graph: PortableGraph, rows: Sequence[int]) -> Rende
     for (columns, outputs), sizes in table.bytes.items():
         users = ", ".join(f"{count} {kind}" for kind, count in kinds[columns, outputs].items())
         seconds = table.seconds[columns, outputs]
-        found += (_title(f"{columns} x {outputs}: {users}"), _table(sizes, seconds, rows))
-    streams = f"up to {table.slots} rows are sequences that decode, more are a prompt"
-    found.append(_title(f"attention of a layer over {table.context} tokens; {streams}"))
-    return Group(*found, _table({}, table.attention, rows))
+        found += (_title(f"{columns} x {outputs}: {users}"), _table(sizes, seconds, tokens))
+    phases = f"up to {table.slots} tokens are of sequences that decode, more are of a prompt"
+    found.append(_title(f"attention of a layer over a context of {table.context}; {phases}"))
+    return Group(*found, _table({}, table.attention, tokens))
 
 
 def _title(text: str) -> Text:
@@ -92,12 +92,12 @@ def _title(text: str) -> Text:
     return Text(text, style="bold")
 
 
-def _table(sizes: Mapping[str, int], seconds: Mapping[str, Mapping[int, float]], rows: Sequence[int]) -> Table:
+def _table(sizes: Mapping[str, int], seconds: Mapping[str, Mapping[int, float]], tokens: Sequence[int]) -> Table:
     found = Table(box=SIMPLE_HEAD, pad_edge=False)
     found.add_column("scheme")
-    for column in ("MB", *(f"{count} rows" if count > 1 else "1 row, µs" for count in rows)):
+    for column in ("MB", *(f"{count} tokens" if count > 1 else "1 token, µs" for count in tokens)):
         found.add_column(column, justify="right")
-    for name, by_rows in seconds.items():
+    for name, by_tokens in seconds.items():
         size = f"{sizes[name] / 1e6:.2f}" if name in sizes else ""
-        found.add_row(name, size, *(f"{by_rows[count] * 1e6:,.1f}" for count in rows))
+        found.add_row(name, size, *(f"{by_tokens[count] * 1e6:,.1f}" for count in tokens))
     return found

@@ -227,7 +227,7 @@ def plan(artifacts: Artifacts = Path("artifacts"), params: Params = Path("params
 
 @app.command(rich_help_panel="Explain")
 def costs(
-    rows: Annotated[
+    tokens: Annotated[
         str, typer.Option(help="Tokens of a step: sequences that decode together, or tokens of a prompt.")
     ] = ("1,4,8,16,32,128,512"),
     artifacts: Artifacts = Path("artifacts"),
@@ -236,13 +236,13 @@ def costs(
 ) -> None:
     """Time every scheme that a plan may choose, on this machine and the shapes of this model; results are kept.
 
-    Example: `tapeout costs --rows 1,32`
+    Example: `tapeout costs --tokens 1,32`
     """
     from pipeline.cli import costs as command
     from pipeline.recipe import load_recipe
 
     say = partial(print, file=sys.stderr)
-    _show(*command.run(artifacts, load_recipe(params), command.parse_rows(rows), say), as_json)
+    _show(*command.run(artifacts, load_recipe(params), command.parse_tokens(tokens), say), as_json)
 
 
 @app.command(rich_help_panel="Explain")

@@ -29,8 +29,13 @@ INK, SOFT, RULE, PAGE, FAIL = (f"var(--{name})" for name in ("ink", "soft", "rul
 BASELINE, CANDIDATE = "var(--baseline)", "var(--candidate)"
 _FONT = 'system-ui,-apple-system,"Segoe UI",Roboto,sans-serif'
 MEASURED, SHOWN = 14, 12  # text sizes: room for readers whose font is wider than the one that texts are measured in
-_TEXT: dict[str, Any] = {"labelColor": SOFT, "titleColor": SOFT, "titleFontWeight": "normal"}
-_TEXT |= {f"{part}FontSize": MEASURED for part in ("label", "title")}
+_TEXT: dict[str, Any] = {
+    "labelColor": SOFT,
+    "labelFontSize": MEASURED,
+    "titleColor": SOFT,
+    "titleFontSize": MEASURED,
+    "titleFontWeight": "normal",
+}
 _CONFIG: dict[str, Any] = {
     "axis": {**_TEXT, "domain": False, "ticks": False, "gridColor": RULE, "labelPadding": 6, "tickCount": 5},
     "axisX": {"titleAnchor": "end"},
@@ -90,7 +95,7 @@ def rule(value: float, color: str, **mark: Any) -> alt.Chart:
     return alt.Chart(alt.InlineData([{}])).mark_rule(color=color, **mark).encode(x=alt.datum(value))
 
 
-def limit(value: float, text: str) -> alt.LayerChart:
+def limit(value: float, text: str) -> alt.LayerChart | alt.FacetChart:
     """A line that must not be crossed, with its label above."""
     label = alt.Chart(alt.InlineData([{}])).mark_text(color=FAIL, baseline="bottom", dy=-3, text=text)
     return rule(value, FAIL, strokeDash=[5, 4]) + label.encode(x=alt.datum(value), y=alt.value(0))

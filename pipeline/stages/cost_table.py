@@ -23,12 +23,12 @@ CHOSEN = {"schemes": "auto", "embeddings": "auto", "kv_cache": "auto"}  # all of
 
 
 def timed_target(recipe: Recipe) -> Target[Any]:
-    """The recipe's target; :class:`RecipeError` if it times no kernels."""
+    """The recipe's target; :class:`RecipeError` if it times no schemes."""
     target = find_target(recipe.build.target)
     if not target.capabilities.timed:
         timed = [name for name in known_targets() if find_target(name).capabilities.timed]
         raise RecipeError(
-            f"build.target: {target.name}, which times no kernels on this machine",
+            f"build.target: {target.name}, which times no schemes on this machine",
             expected=f"one of {', '.join(timed)}",
             remedy="write the rules of plan.schemes out, or choose such a target",
         )
@@ -41,11 +41,11 @@ def cost_table(
     """Bytes and seconds of every linear under every scheme it may get; seconds of attention likewise.
 
     ``measure`` False: seconds as far as they were measured here before. :class:`RecipeError` if it is True and the
-    target times no kernels.
+    target times no schemes.
     """
     target = timed_target(recipe) if measure else find_target(recipe.build.target)
     threads = recipe.build.threads or physical_cores()
-    rows = sorted({1, *workload_of(recipe.plan)})  # prefill computes one row of lm_head
+    tokens = sorted({1, *workload_of(recipe.plan)})  # prefill computes one position of lm_head
     sizes: dict[tuple[int, int], dict[str, int]] = {}
     seconds: dict[tuple[int, int], Seconds] = {}
     wanted = schemes_by_shape(graph, recipe.plan)
@@ -53,16 +53,18 @@ def cost_table(
     compared = recipe.plan if measure else recipe.plan.model_copy(update=CHOSEN)
     together, context = schemes_by_shape(graph, compared), min(recipe.plan.context, graph.max_positions)
     streamed = streamed_bytes(sum(group.in_features * sum(group.out_features) for group in graph.groups))
-    for number, ((columns, outputs), kernels) in enumerate(wanted.items(), 1):
+    for number, ((columns, outputs), schemes) in enumerate(wanted.items(), 1):
         shape = Shape(columns, outputs)
         if measure:
-            progress(f"costs of {columns} x {outputs} at {', '.join(map(str, rows))} rows ({number} of {len(wanted)})")
-        sizes[columns, outputs] = {k.name: linear_costs.linear_bytes(target, shape, k, stored_by_rtn) for k in kernels}
+            progress(
+                f"costs of {columns} x {outputs} at {', '.join(map(str, tokens))} tokens ({number} of {len(wanted)})"
+            )
+        sizes[columns, outputs] = {s.name: linear_costs.linear_bytes(target, shape, s, stored_by_rtn) for s in schemes}
         seconds[columns, outputs] = linear_costs.costs(
             target,
             shape,
             together[columns, outputs],
-            rows,
+            tokens,
             stored_by_rtn,
             streamed=streamed,
             threads=threads,
@@ -97,7 +99,7 @@ def timed(plan: PrecisionPlan, recipe: Recipe, graph: PortableGraph) -> Precisio
     def per_token(seconds: Mapping[int, float]) -> float | None:
         if not workload.keys() <= seconds.keys():
             return None
-        return sum(share * seconds[rows] / rows for rows, share in workload.items())
+        return sum(share * seconds[tokens] / tokens for tokens, share in workload.items())
 
     def of(unit: UnitPlan) -> Mapping[int, float]:
         return table.linears_seconds([groups[name] for name in unit.groups], unit.scheme)

@@ -49,25 +49,25 @@ def graph(rotary: Rotary = "half", head_size: int = 16) -> PortableGraph:
 
 
 def attended(qkv: Array, keys: Array, values: Array) -> Array:
-    """One stream's last tokens ``[S, (4+2+2)*16]`` without rotary embedding, over a cache ``[2, T, 16]``."""
+    """One sequence's last tokens ``[S, (4+2+2)*16]`` without rotary embedding, over a cache ``[2, T, 16]``."""
     count = len(qkv)
     query, key, value = np.split(qkv.reshape(count, 8, 16), [4, 6], axis=1)
     keys, values = keys.copy(), values.copy()
     keys[:, -count:], values[:, -count:] = key.swapaxes(0, 1), value.swapaxes(0, 1)
     hidden = np.triu(np.ones((count, CONTEXT), bool), CONTEXT - count + 1)
-    rows: list[Array] = []
+    outputs: list[Array] = []
     for head in range(4):
         scores = np.where(hidden, -np.inf, query[:, head] @ keys[head // 2].T / 4)
         weights = np.exp(scores - scores.max(1, keepdims=True))
-        rows.append(weights / weights.sum(1, keepdims=True) @ values[head // 2])
-    return np.concatenate(rows, axis=1)
+        outputs.append(weights / weights.sum(1, keepdims=True) @ values[head // 2])
+    return np.concatenate(outputs, axis=1)
 
 
-@pytest.mark.parametrize(("streams", "tokens"), [(3, 1), (1, 20)])
-def test_every_copy_is_attention_over_a_cache_of_its_own(streams: int, tokens: int, operators_of: str) -> None:
+@pytest.mark.parametrize(("sequences", "tokens"), [(3, 1), (1, 20)])
+def test_every_copy_is_attention_over_a_cache_of_its_own(sequences: int, tokens: int, operators_of: str) -> None:
     rng = np.random.default_rng(0)
-    qkv = rng.standard_normal((streams, tokens, 128)).astype(np.float32)
-    caches = rng.standard_normal((2, 2, streams, 2, CONTEXT, 16)).astype(np.float32)
+    qkv = rng.standard_normal((sequences, tokens, 128)).astype(np.float32)
+    caches = rng.standard_normal((2, 2, sequences, 2, CONTEXT, 16)).astype(np.float32)
     feeds = {
         f"past_key_values.{copy}.{part}": caches[copy, number]
         for copy in range(2)
@@ -78,14 +78,14 @@ def test_every_copy_is_attention_over_a_cache_of_its_own(streams: int, tokens: i
         feeds
         | {
             "qkv": qkv,
-            "seqlens_k": np.full(streams, CONTEXT - 1, np.int32),
+            "seqlens_k": np.full(sequences, CONTEXT - 1, np.int32),
             "total_sequence_length": np.array(CONTEXT, np.int32),
         },
     )
     for copy in range(2):
-        for stream in range(streams):
-            expected = attended(qkv[stream], caches[copy, 0, stream], caches[copy, 1, stream])
-            np.testing.assert_allclose(found[f"y{copy}"][stream], expected, rtol=1e-4, atol=1e-5)
+        for sequence in range(sequences):
+            expected = attended(qkv[sequence], caches[copy, 0, sequence], caches[copy, 1, sequence])
+            np.testing.assert_allclose(found[f"y{copy}"][sequence], expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("rotary", ["half", "interleaved", "none"])
@@ -114,14 +114,24 @@ def test_every_way_to_keep_the_cache_is_timed_once(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(timing, "fastest", counted)
 
-    def seconds(rows: list[int], *, slots: int = 4, context: int = CONTEXT, only_kept: bool = False) -> timing.Seconds:
+    def seconds(
+        tokens: list[int], *, slots: int = 4, context: int = CONTEXT, only_kept: bool = False
+    ) -> timing.Seconds:
         return attention_costs.costs(
-            TARGET, graph(), KEPT, rows, slots=slots, context=context, streamed=1 << 14, threads=1, only_kept=only_kept
+            TARGET,
+            graph(),
+            KEPT,
+            tokens,
+            slots=slots,
+            context=context,
+            streamed=1 << 14,
+            threads=1,
+            only_kept=only_kept,
         )
 
     assert seconds([1, 20], only_kept=True) == {dtype: {} for dtype in KEPT}
     found = seconds([1, 20])
-    assert list(found) == list(KEPT) and all(min(by_rows.values()) > 0 for by_rows in found.values())
+    assert list(found) == list(KEPT) and all(min(by_tokens.values()) > 0 for by_tokens in found.values())
     assert seconds([1, 20]) == found == seconds([1, 20], only_kept=True)
     assert seconds([1, 20], slots=2) == found, "both steps stay what they are"
     assert asked == [3, 3]
@@ -139,13 +149,15 @@ def test_heads_that_attention_does_not_rotate_are_timed_too(
     found = attention_costs.costs(
         TARGET, graph(head_size=head_size), KEPT, [1, 20], slots=4, context=CONTEXT, streamed=1 << 14, threads=1
     )
-    assert all(by_rows.keys() == {1, 20} and min(by_rows.values()) > 0 for by_rows in found.values())
+    assert all(by_tokens.keys() == {1, 20} and min(by_tokens.values()) > 0 for by_tokens in found.values())
 
 
-@given(rows=st.integers(1, 64), slots=st.integers(1, 64), context=st.integers(1, 64))
-def test_a_step_computes_its_rows_and_leaves_the_cache_that_was_asked_for(rows: int, slots: int, context: int) -> None:
-    step = Step.of(rows, slots, context)
-    assert step.streams * step.tokens == rows
-    assert step.streams == 1 or step.tokens == 1
-    assert step.streams <= slots and step.tokens <= step.context
-    assert step.context == context or step.context == rows > context
+@given(tokens=st.integers(1, 64), slots=st.integers(1, 64), context=st.integers(1, 64))
+def test_a_step_computes_its_tokens_and_leaves_the_cache_that_was_asked_for(
+    tokens: int, slots: int, context: int
+) -> None:
+    step = Step.of(tokens, slots, context)
+    assert step.sequences * step.tokens == tokens
+    assert step.sequences == 1 or step.tokens == 1
+    assert step.sequences <= slots and step.tokens <= step.context
+    assert step.context == context or step.context == tokens > context

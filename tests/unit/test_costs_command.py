@@ -41,39 +41,42 @@ def ask(folder: Path, *words: str) -> str:
 
 def test_every_kernel_is_timed_on_every_shape_at_every_row_count(folder: Path) -> None:
     """Whatever the recipe has written out; a second time nothing is measured again."""
-    found = json.loads(ask(folder, "--rows", "8,1", "--json"))
-    assert found["rows"] == [1, 8] and found["threads"] == 1
+    found = json.loads(ask(folder, "--tokens", "8,1", "--json"))
+    assert found["tokens"] == [1, 8] and found["threads"] == 1
     head = next(product for product in found["linears"] if (product["columns"], product["outputs"]) == (128, 1024))
     assert list(head["schemes"]) == [kernel.name for kernel in menu_for(128, EMBEDDING_MENU)]
     assert all(kernel["bytes"] > 0 for product in found["linears"] for kernel in product["schemes"].values())
     assert list(found["attention"]["schemes"]) == [cache.dtype for cache in CACHE_MENU]
     parts = [*found["linears"], found["attention"]]
     seconds = [kernel["seconds"] for part in parts for kernel in part["schemes"].values()]
-    assert all(list(by_rows) == ["1", "8"] and min(by_rows.values()) > 0 for by_rows in seconds)
-    assert json.loads(ask(folder, "--rows", "1,8", "--json")) == found
+    assert all(list(by_tokens) == ["1", "8"] and min(by_tokens.values()) > 0 for by_tokens in seconds)
+    assert json.loads(ask(folder, "--tokens", "1,8", "--json")) == found
 
 
 def test_people_see_who_uses_a_shape(folder: Path) -> None:
-    shown = ask(folder, "--rows", "1")
-    assert "128 x 1024: 1 head" in shown and "4 qkv" in shown and "1 row, µs" in shown
-    assert "attention of a layer over 32 tokens; up to 4 rows are sequences that decode, more are a prompt" in shown
+    shown = ask(folder, "--tokens", "1")
+    assert "128 x 1024: 1 head" in shown and "4 qkv" in shown and "1 token, µs" in shown
+    assert (
+        "attention of a layer over a context of 32; up to 4 tokens are of sequences that decode, more are of a prompt"
+        in shown
+    )
 
 
 def test_targets_whose_kernels_are_not_timed_here_are_refused(folder: Path) -> None:
     recipe = (folder / "params.yaml").read_text().replace("{slots: 4,", "{target: tensorrt-rtx, slots: 4,")
     (folder / "params.yaml").write_text(recipe)
     with pytest.raises(RecipeError, match=r"build\.target: tensorrt-rtx"):
-        ask(folder, "--rows", "1")
+        ask(folder, "--tokens", "1")
 
 
 def test_only_what_was_asked_for_is_told(folder: Path) -> None:
-    found = json.loads(ask(folder, "--rows", "8", "--json"))
+    found = json.loads(ask(folder, "--tokens", "8", "--json"))
     kernels = [kernel for product in found["linears"] for kernel in product["schemes"].values()]
     assert all(list(kernel["seconds"]) == ["8"] for kernel in kernels)
 
 
-@pytest.mark.parametrize("rows", ["", "0", "1,x", "1,,2", "²"])
-def test_rows_that_are_none_are_refused(folder: Path, rows: str) -> None:
-    with pytest.raises(RecipeError, match="--rows") as caught:
-        ask(folder, "--rows", rows)
-    assert caught.value.expected == "numbers of matrix rows, such as 1,8,128"
+@pytest.mark.parametrize("tokens", ["", "0", "1,x", "1,,2", "²"])
+def test_numbers_of_tokens_that_are_none_are_refused(folder: Path, tokens: str) -> None:
+    with pytest.raises(RecipeError, match="--tokens") as caught:
+        ask(folder, "--tokens", tokens)
+    assert caught.value.expected == "numbers of tokens of a step, such as 1,8,128"

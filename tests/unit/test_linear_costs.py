@@ -22,21 +22,21 @@ TARGET = find_target("ort-cpu")
 FOUR_BITS, EIGHT_BITS = (Scheme(bits=bits, group_size=32, symmetric=True) for bits in (4, 8))
 
 
-def stored(kernel: Scheme, weight: NDArray[np.float32]) -> Any:
-    if kernel == FLOAT:
+def stored(scheme: Scheme, weight: NDArray[np.float32]) -> Any:
+    if scheme == FLOAT:
         return weight
-    if kernel == STATIC_INT8:
+    if scheme == STATIC_INT8:
         return replace(round_to_nearest(weight, STATIC_INT8), input_scale=0.03)
-    return round_to_nearest(weight, Scheme(bits=kernel.bits, group_size=kernel.group_size, symmetric=kernel.symmetric))
+    return round_to_nearest(weight, Scheme(bits=scheme.bits, group_size=scheme.group_size, symmetric=scheme.symmetric))
 
 
 def test_every_kernel_of_the_menu_has_a_name_of_its_own_and_is_what_the_passes_write(operators_of: str) -> None:
     weight = np.random.default_rng(0).standard_normal((8, 256)).astype(np.float32)
     operators: dict[str, set[str]] = {}
-    for kernel in MENU:
-        model = linear_costs.linear_model(TARGET, stored(kernel, weight), Shape(256, 8), 3)
+    for scheme in MENU:
+        model = linear_costs.linear_model(TARGET, stored(scheme, weight), Shape(256, 8), 3)
         assert [value.name for value in model.graph.outputs] == ["y0", "y1", "y2"]
-        operators[kernel.name] = {node.op_type for node in model.graph}
+        operators[scheme.name] = {node.op_type for node in model.graph}
     assert len(operators) == len(MENU)
     product = {"native": "BlockLinear", "stock": "MatMulNBits"}[operators_of]
     assert operators.pop("fp32") == {"MatMul"}
@@ -45,10 +45,10 @@ def test_every_kernel_of_the_menu_has_a_name_of_its_own_and_is_what_the_passes_w
 
 
 def test_every_kernel_is_timed_at_every_row_count() -> None:
-    kernels = (FLOAT, FOUR_BITS, STATIC_INT8)
-    found = linear_costs.measure(TARGET, Shape(64, 32), kernels, (1, 3), stored, threads=1, streamed=1 << 16)
+    schemes = (FLOAT, FOUR_BITS, STATIC_INT8)
+    found = linear_costs.measure(TARGET, Shape(64, 32), schemes, (1, 3), stored, threads=1, streamed=1 << 16)
     assert list(found) == ["fp32", "4-bit g32", "static int8"]
-    assert all(list(by_rows) == [1, 3] and min(by_rows.values()) > 0 for by_rows in found.values())
+    assert all(list(by_tokens) == [1, 3] and min(by_tokens.values()) > 0 for by_tokens in found.values())
 
 
 def test_weights_of_a_sample_are_different_and_as_many_as_are_to_be_streamed() -> None:
@@ -78,16 +78,16 @@ def test_a_machine_measures_once_and_another_one_again(tmp_path: Path, monkeypat
     asked: list[tuple[int, tuple[int, ...]]] = []
 
     def measure(
-        target: Any, shape: Shape, kernels: Sequence[Scheme], rows: Collection[int], store: Any, **_: int
+        target: Any, shape: Shape, schemes: Sequence[Scheme], tokens: Collection[int], store: Any, **_: int
     ) -> Seconds:
-        asked.append((shape.columns, tuple(rows)))
-        return {kernel.name: {count: count * 1e-3 for count in rows} for kernel in kernels}
+        asked.append((shape.columns, tuple(tokens)))
+        return {scheme.name: {count: count * 1e-3 for count in tokens} for scheme in schemes}
 
     monkeypatch.setattr(linear_costs, "measure", measure)
     own_cache(monkeypatch, tmp_path / "cache")
 
-    def ask(columns: int, rows: tuple[int, ...], kernels: tuple[Scheme, ...] = (FLOAT,)) -> Seconds:
-        return linear_costs.costs(TARGET, Shape(columns, 8), kernels, rows, stored, streamed=1 << 16, threads=1)
+    def ask(columns: int, tokens: tuple[int, ...], schemes: tuple[Scheme, ...] = (FLOAT,)) -> Seconds:
+        return linear_costs.costs(TARGET, Shape(columns, 8), schemes, tokens, stored, streamed=1 << 16, threads=1)
 
     assert ask(16, (1, 4)) == ask(16, (1, 4)) == {"fp32": {1: 1e-3, 4: 4e-3}}
     assert ask(16, (1, 8)) == {"fp32": {1: 1e-3, 8: 8e-3}}
