@@ -295,7 +295,7 @@ def test_it_equals_the_stock_operator(case: Case, tokens: int, past: list[int]) 
 
 @pytest.mark.parametrize("case", [Case(), Case(codes=False), Case(window=40), Case(heads=3, kv_heads=3)], ids=str)
 @pytest.mark.parametrize("tokens", [1, 2, 30])
-def test_a_row_is_the_same_to_the_bit_in_any_batch(case: Case, tokens: int) -> None:
+def test_a_sequence_is_the_same_to_the_bit_in_any_batch(case: Case, tokens: int) -> None:
     step = step_of(case, tokens, [0, 17, 64, 101])
     together = run(case, step)[0]
     for row in range(4):
@@ -358,7 +358,7 @@ def test_queries_of_zeros_average_the_values() -> None:
     check(Case(), step, run(Case(), step))
 
 
-def test_what_lies_behind_a_row_is_not_read() -> None:
+def test_what_lies_behind_a_sequence_is_not_read() -> None:
     case = Case(codes=False)
     step = step_of(case, 2, [70, 3])
     expected = run(case, step)[0]
@@ -369,7 +369,7 @@ def test_what_lies_behind_a_row_is_not_read() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "last"), [(1, MAX_TOKENS), (5, 3)])
-def test_a_row_out_of_bounds_is_an_error(tokens: int, last: int) -> None:
+def test_a_sequence_out_of_bounds_is_an_error(tokens: int, last: int) -> None:
     step = replace(step_of(Case(), tokens, [0]), last=np.array([last], np.int32))
     with pytest.raises(Exception, match="shorter than its new tokens or longer than its cache"):
         run(Case(), step)

@@ -20,15 +20,15 @@ from tapeout.portable_graph import PortableGraph
 from tapeout.recipe import Calibrate, DataSource, ModelSource, Recipe
 from tests.graphs import llama_graph
 
-ROWS, TOKENS = 8, 48
+SAMPLES, TOKENS = 8, 48
 Texts = Callable[[int, int], list[str]]
 
 
-def recipe(rows: int = ROWS, layers_per_pass: int = 64) -> Recipe:
+def recipe(samples: int = SAMPLES, layers_per_pass: int = 64) -> Recipe:
     return Recipe(
         model=ModelSource(source="file:model"),
         data=DataSource(source="file:data"),
-        calibrate=Calibrate(samples=rows, tokens=TOKENS, layers_per_pass=layers_per_pass),
+        calibrate=Calibrate(samples=samples, tokens=TOKENS, layers_per_pass=layers_per_pass),
     )
 
 
@@ -44,7 +44,7 @@ def calibration(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("quantization.calibrate.GRAM_BLOCK", 96)  # so that the small Gram matrices have uneven blocks
         return calibrate(
-            recipe().calibrate, graph, tiny_texts(ROWS, 1), tmp_path_factory.mktemp("calibration") / "calibration"
+            recipe().calibrate, graph, tiny_texts(SAMPLES, 1), tmp_path_factory.mktemp("calibration") / "calibration"
         )
 
 
@@ -56,19 +56,20 @@ def model(tiny_checkpoint: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def rows(tiny_checkpoint: Path, tiny_texts: Texts) -> list[list[int]]:
+def samples(tiny_checkpoint: Path, tiny_texts: Texts) -> list[list[int]]:
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(tiny_checkpoint)
-    return [tokenizer(text).input_ids[:TOKENS] for text in tiny_texts(ROWS, 1)]
+    return [tokenizer(text).input_ids[:TOKENS] for text in tiny_texts(SAMPLES, 1)]
 
 
-def test_keeps_which_rows_were_read_but_not_their_text(
-    calibration: Artifact[Calibration], graph: Artifact[PortableGraph], rows: list[list[int]]
+def test_keeps_which_samples_were_read_but_not_their_text(
+    calibration: Artifact[Calibration], graph: Artifact[PortableGraph], samples: list[list[int]]
 ) -> None:
     lines = [json.loads(line) for line in (calibration.folder / SAMPLES_FILE).read_text().splitlines()]
     assert lines == [
-        {"sample_hash": sample_hash(row), "tokens": TOKENS, "holdout": number >= 6} for number, row in enumerate(rows)
+        {"sample_hash": sample_hash(sample), "tokens": TOKENS, "holdout": number >= 6}
+        for number, sample in enumerate(samples)
     ]
     record = calibration.record
     assert (record.samples, record.holdout_samples, record.tokens, record.layers) == (8, 2, 8 * TOKENS, 4)
@@ -106,13 +107,13 @@ def test_every_group_and_cache_has_its_statistics(
     ],
 )
 def test_inputs_match_a_plain_forward_pass(
-    calibration: Artifact[Calibration], model: Any, rows: list[list[int]], group: str, module: str, file: str
+    calibration: Artifact[Calibration], model: Any, samples: list[list[int]], group: str, module: str, file: str
 ) -> None:
     inputs: list[torch.Tensor] = []
     handle = model.get_submodule(module).register_forward_hook(lambda _, args, __: inputs.append(args[0][0].double()))
     with torch.inference_mode():
-        for row in rows:
-            model(torch.tensor([row]))
+        for sample in samples:
+            model(torch.tensor([sample]))
     handle.remove()
     fit, holdout = torch.cat(inputs[:6]).numpy(), torch.cat(inputs[6:]).numpy()
     found = load_file(calibration.folder / file)
@@ -123,13 +124,13 @@ def test_inputs_match_a_plain_forward_pass(
 
 
 def test_cache_ranges_match_the_models_own_cache(
-    calibration: Artifact[Calibration], model: Any, rows: list[list[int]]
+    calibration: Artifact[Calibration], model: Any, samples: list[list[int]]
 ) -> None:
     found = load_file(calibration.folder / layer_file(1))
     keys, values = [], []
     with torch.inference_mode():
-        for row in rows:
-            cache = model(torch.tensor([row]), use_cache=True).past_key_values.layers[1]
+        for sample in samples:
+            cache = model(torch.tensor([sample]), use_cache=True).past_key_values.layers[1]
             keys.append(cache.keys[0].numpy())
             values.append(cache.values[0].numpy())
     key, value = np.concatenate(keys, axis=1), np.concatenate(values, axis=1)  # [2, tokens, 32]
@@ -140,25 +141,27 @@ def test_cache_ranges_match_the_models_own_cache(
 
 
 def test_the_pair_norm_bounds_keys_at_positions_never_read(
-    calibration: Artifact[Calibration], model: Any, rows: list[list[int]]
+    calibration: Artifact[Calibration], model: Any, samples: list[list[int]]
 ) -> None:
     """Rotation moves length between two channels of a pair, never beyond its norm: here 200 positions further on."""
     found = load_file(calibration.folder / layer_file(0))  # its keys depend on a token and its position alone
     with torch.inference_mode():
-        for row in rows:
-            positions = torch.arange(200, 200 + len(row))[None]
-            key = model(torch.tensor([row]), position_ids=positions, use_cache=True).past_key_values.layers[0].keys[0]
+        for sample in samples:
+            positions = torch.arange(200, 200 + len(sample))[None]
+            key = (
+                model(torch.tensor([sample]), position_ids=positions, use_cache=True).past_key_values.layers[0].keys[0]
+            )
             assert (key.abs().amax(1).numpy() <= found["layers.0.k_pair_absmax"] * 1.0001).all()
 
 
 def test_several_passes_give_the_same_files(graph: Artifact[PortableGraph], tiny_texts: Texts, tmp_path: Path) -> None:
-    one = calibrate(recipe().calibrate, graph, tiny_texts(ROWS, 1), tmp_path / "one")
-    several = calibrate(recipe(layers_per_pass=3).calibrate, graph, tiny_texts(ROWS, 1), tmp_path / "several")
+    one = calibrate(recipe().calibrate, graph, tiny_texts(SAMPLES, 1), tmp_path / "one")
+    several = calibrate(recipe(layers_per_pass=3).calibrate, graph, tiny_texts(SAMPLES, 1), tmp_path / "several")
     assert one.files == several.files
     assert one.digest == several.digest
 
 
-def test_refuses_rows_that_are_too_few_too_short_or_repeated(
+def test_refuses_samples_that_are_too_few_too_short_or_repeated(
     graph: Artifact[PortableGraph], tiny_texts: Texts, tmp_path: Path
 ) -> None:
     texts = tiny_texts(4, 1)
@@ -168,7 +171,7 @@ def test_refuses_rows_that_are_too_few_too_short_or_repeated(
         ([*texts[:3], texts[0]], "samples 0 and 3 hold the same"),
     ]:
         with pytest.raises(SourceError, match=message):
-            calibrate(recipe(rows=4).calibrate, graph, wrong, tmp_path / "calibration")
+            calibrate(recipe(samples=4).calibrate, graph, wrong, tmp_path / "calibration")
     assert not (tmp_path / "calibration").exists()
 
 
@@ -184,7 +187,7 @@ def test_a_model_that_computes_nan_is_refused_by_layer(
     AutoTokenizer.from_pretrained(tiny_checkpoint).save_pretrained(tmp_path / "broken")
     graph = llama_graph(tmp_path / "broken", tmp_path / "graph")
     with pytest.raises(QuantizationError, match=r"layers\.2\.down\.gram holds"):
-        calibrate(recipe().calibrate, graph, tiny_texts(ROWS, 1), tmp_path / "calibration")
+        calibrate(recipe().calibrate, graph, tiny_texts(SAMPLES, 1), tmp_path / "calibration")
     assert not (tmp_path / "calibration").exists()
 
 

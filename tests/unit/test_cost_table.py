@@ -48,7 +48,7 @@ def test_bytes_of_a_cache_are_those_of_its_buffers_and_scales(
     assert found.bytes == 2 * record.layers * (buffer + scales) and not found.seconds
 
 
-def test_attention_counts_once_a_layer_and_a_prompt_one_row_of_the_head(graph: Artifact[PortableGraph]) -> None:
+def test_attention_counts_once_a_layer_and_a_prompt_one_position_of_the_head(graph: Artifact[PortableGraph]) -> None:
     head = {"8-bit g64": {1: 1.0, 8: 4.0, 128: 50.0}}
     table = CostTable("ort-cpu", 1, 8, 64, {HEAD: {"8-bit g64": 100}}, {HEAD: head}, {"int8": {8: 0.5}})
     assert table.embeddings(graph.record, EIGHT_BITS).seconds == {1: 1.0, 8: 4.0, 128: 1.0}

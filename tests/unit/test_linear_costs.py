@@ -44,7 +44,7 @@ def test_every_kernel_of_the_menu_has_a_name_of_its_own_and_is_what_the_passes_w
     assert all(written == {product} for written in operators.values()) and "4-bit g32" in operators
 
 
-def test_every_kernel_is_timed_at_every_row_count() -> None:
+def test_every_scheme_is_timed_at_every_number_of_tokens() -> None:
     schemes = (FLOAT, FOUR_BITS, STATIC_INT8)
     found = linear_costs.measure(TARGET, Shape(64, 32), schemes, (1, 3), stored, threads=1, streamed=1 << 16)
     assert list(found) == ["fp32", "4-bit g32", "static int8"]

@@ -119,7 +119,9 @@ def test_a_step_after_a_piece_of_one_token_is_fed_anew(engine: Engine, positions
 
 
 @pytest.mark.parametrize("batch", range(2, len(PROMPTS) + 1))
-def test_a_row_does_not_depend_on_its_neighbours(engine: Engine, alone: list[list[FloatArray]], batch: int) -> None:
+def test_a_sequence_does_not_depend_on_its_neighbours(
+    engine: Engine, alone: list[list[FloatArray]], batch: int
+) -> None:
     order = np.random.default_rng(batch).permutation(len(PROMPTS))[:batch]
     together = greedy(engine, [PROMPTS[i] for i in order], 5, first_slot=SLOTS - batch)
     for index, row in zip(order, together, strict=True):
@@ -140,7 +142,7 @@ def test_chunks_of_any_size_are_one_prefill(engine: Engine, data: st.DataObject)
     assert_same(np.concatenate(parts), whole)
 
 
-def test_rows_are_logits_of_the_tokens_asked_for_in_that_order(engine: Engine) -> None:
+def test_logits_are_of_the_tokens_asked_for_in_that_order(engine: Engine) -> None:
     tokens = PROMPTS[3]
     every = engine.prefill(0, tokens, positions=range(len(tokens)))
     assert every.shape == (len(tokens), VOCAB_SIZE) and every.dtype == np.float32

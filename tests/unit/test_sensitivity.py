@@ -33,12 +33,12 @@ class Inputs(NamedTuple):
     recipe: Recipe
     graph: Artifact[PortableGraph]
     calibration: Artifact[Calibration]
-    rows: list[list[int]]
+    samples: list[list[int]]
 
 
 def swept(inputs: Inputs, folder: Path) -> Artifact[Sensitivity]:
-    recipe, graph, calibration, rows = inputs
-    return sweep(recipe.plan, recipe.quantize, graph, calibration, rows, folder)
+    recipe, graph, calibration, samples = inputs
+    return sweep(recipe.plan, recipe.quantize, graph, calibration, samples, folder)
 
 
 @pytest.fixture(scope="module")
@@ -96,13 +96,13 @@ def test_the_same_inputs_give_the_same_digest(inputs: Inputs, measured: Artifact
 
 def test_a_written_plan_asks_for_nothing(inputs: Inputs, tmp_path: Path) -> None:
     written = inputs.recipe.model_copy(update={"plan": Plan()})
-    found = swept(inputs._replace(recipe=written, rows=[]), tmp_path / "sensitivity")
+    found = swept(inputs._replace(recipe=written, samples=[]), tmp_path / "sensitivity")
     assert found.record == Sensitivity(asked=False)
 
 
 def test_tables_and_cache_that_are_written_out_are_measured_alone(inputs: Inputs, tmp_path: Path) -> None:
     fixed = {"embeddings": Scheme(bits=4, group_size=16, symmetric=True), "kv_cache": KVCache(granularity="per_tensor")}
-    written = inputs.recipe.model_copy(update={"plan": inputs.recipe.plan.model_copy(update=fixed | {"rows": 1})})
+    written = inputs.recipe.model_copy(update={"plan": inputs.recipe.plan.model_copy(update=fixed | {"samples": 1})})
     found = swept(inputs._replace(recipe=written), tmp_path / "sensitivity").record
     assert list(found.embeddings) == ["4-bit g16"] and list(found.kv_cache) == ["int8 per tensor"]
     assert min(*found.embeddings.values(), *found.kv_cache.values()) > 0
@@ -110,7 +110,7 @@ def test_tables_and_cache_that_are_written_out_are_measured_alone(inputs: Inputs
 
 @pytest.fixture(scope="module")
 def simulation(inputs: Inputs) -> Simulation:
-    return Simulation(inputs.graph, held_out(inputs.calibration, inputs.rows)[:3], {0, 2})
+    return Simulation(inputs.graph, held_out(inputs.calibration, inputs.samples)[:3], {0, 2})
 
 
 def changed(inputs: Inputs, *units: str, kernel: Scheme = FOUR_BITS) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def test_a_changed_unit_costs_what_the_whole_model_says_in_torch(inputs: Inputs,
     from transformers import AutoModelForCausalLM
 
     unit = changed(inputs, "layers.0-1.o")
-    rows = held_out(inputs.calibration, inputs.rows)[:3]
+    samples = held_out(inputs.calibration, inputs.samples)[:3]
     total = count = 0.0
     models: list[Any] = [AutoModelForCausalLM.from_pretrained(inputs.graph.folder).eval() for _ in range(2)]
     for layer in (0, 1):
@@ -157,9 +157,9 @@ def test_a_changed_unit_costs_what_the_whole_model_says_in_torch(inputs: Inputs,
         module.weight.data = torch.from_numpy(group.weights[0]).float()
         module.register_forward_pre_hook(lambda _m, args, group=group: (group.round_inputs(args[0]),))
     with torch.no_grad():
-        for row in rows:
-            kept = torch.linspace(0, len(row) - 1, 64).long()
-            exact, other = (model(torch.tensor([list(row)])).logits[0, kept].log_softmax(-1) for model in models)
+        for sample in samples:
+            kept = torch.linspace(0, len(sample) - 1, 64).long()
+            exact, other = (model(torch.tensor([list(sample)])).logits[0, kept].log_softmax(-1) for model in models)
             total += float((exact.exp() * (exact - other)).sum())
             count += len(kept)
     assert simulation.kl(unit) == pytest.approx(total / count, rel=1e-3, abs=5e-7)  # float32 sums over a vocabulary
@@ -182,16 +182,16 @@ def test_rounding_to_nearest_searches_for_nothing(inputs: Inputs, simulation: Si
     assert kls[0] < kls[1]
 
 
-def rows_without_one(rows: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-    return list(rows[:-1])
+def samples_without_one(samples: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    return list(samples[:-1])
 
 
-def rows_with_another_token(rows: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-    return [[rows[0][0] + 1, *rows[0][1:]], *rows[1:]]
+def samples_with_another_token(samples: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    return [[samples[0][0] + 1, *samples[0][1:]], *samples[1:]]
 
 
-@pytest.mark.parametrize("change", [rows_without_one, rows_with_another_token])
-def test_rows_that_were_not_calibrated_on_are_refused(inputs: Inputs, change: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", [samples_without_one, samples_with_another_token])
+def test_samples_that_were_not_calibrated_on_are_refused(inputs: Inputs, change: Any, tmp_path: Path) -> None:
     with pytest.raises(QuantizationError, match="samples that are not the 24 of"):
-        swept(inputs._replace(rows=change(inputs.rows)), tmp_path / "sensitivity")
+        swept(inputs._replace(samples=change(inputs.samples)), tmp_path / "sensitivity")
     assert not (tmp_path / "sensitivity").exists()

@@ -106,20 +106,20 @@ class OrtCpuEngine:
         self._windows.clear()
         self._cache.clear()
 
-    def _window(self, first: int, rows: int, wanted: str) -> _Window:
-        window = self._windows.get((first, rows, wanted))
+    def _window(self, first: int, entries: int, wanted: str) -> _Window:
+        window = self._windows.get((first, entries, wanted))
         if window is None:
             binding = self._session.io_binding()
             for name, buffer in self._cache.items():
-                part = buffer[first : first + rows]
+                part = buffer[first : first + entries]
                 for bind, prefix in ((binding.bind_input, "past_key_values"), (binding.bind_output, "present")):
                     bind(f"{prefix}.{name}", "cpu", 0, self._element, part.shape, part.ctypes.data)
             window = _Window(binding, {})
-            self._windows[(first, rows, wanted)] = window
+            self._windows[(first, entries, wanted)] = window
         return window
 
-    def _logits(self, window: _Window, rows: int) -> FloatArray:
-        logits = np.empty((rows, self.vocab_size), np.float32)  # the caller keeps it, so it is bound anew
+    def _logits(self, window: _Window, entries: int) -> FloatArray:
+        logits = np.empty((entries, self.vocab_size), np.float32)  # the caller keeps it, so it is bound anew
         window.binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
         self._session.run_with_iobinding(window.binding)
         return logits
@@ -142,11 +142,11 @@ class OrtCpuEngine:
     def _feed_one_each(self, first: int, tokens: Sequence[int], lengths: Sequence[int], wanted: str) -> _Window:
         """A window with one token of each entry. The caller binds the output ``wanted``, logits or next tokens."""
         check_decode(self, tokens, lengths, first)
-        rows = len(tokens)
-        window = self._window(first, rows, wanted)
+        entries = len(tokens)
+        window = self._window(first, entries, wanted)
         if window.fed != 1:
-            self._lay_out(window, rows, 1, wanted)
-            window.array(window.binding.bind_input, "logit_positions", (rows,))[:] = np.arange(rows)
+            self._lay_out(window, entries, 1, wanted)
+            window.array(window.binding.bind_input, "logit_positions", (entries,))[:] = np.arange(entries)
         bound = window.bound
         bound["input_ids"][:, 0] = tokens
         bound["seqlens_k"][:] = lengths
@@ -156,15 +156,15 @@ class OrtCpuEngine:
             bound["position_ids"][:, 0] = lengths
         return window
 
-    def _lay_out(self, window: _Window, rows: int, fed: int, wanted: str) -> None:
+    def _lay_out(self, window: _Window, entries: int, fed: int, wanted: str) -> None:
         """Bind what does not depend on how many logits are wanted, for steps of ``fed`` tokens per entry."""
         bind, window.fed = window.binding.bind_input, fed
-        window.array(bind, "input_ids", (rows, fed))
-        window.array(bind, "seqlens_k", (rows,), np.int32)
+        window.array(bind, "input_ids", (entries, fed))
+        window.array(bind, "seqlens_k", (entries,), np.int32)
         if self._wants_total:
             window.array(bind, "total_sequence_length", (), np.int32)
         if self._wants_positions:
-            window.array(bind, "position_ids", (rows, fed))
+            window.array(bind, "position_ids", (entries, fed))
         if self._gives_either:
             window.array(bind, GREEDY, (), np.bool_)[...] = wanted == NEXT_TOKENS
 

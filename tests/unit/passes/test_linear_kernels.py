@@ -83,7 +83,7 @@ def test_a_quantized_product_computes_what_its_codes_say(
         np.testing.assert_allclose(actual, expected, atol=1e-3 * np.abs(expected).max())
 
 
-def test_rows_of_a_batch_do_not_share_an_activation_scale() -> None:
+def test_tokens_of_a_batch_do_not_share_an_activation_scale() -> None:
     model = product(64, {"block.fc": 37}, biased=False)
     lowered = lowering(model, {"block.fc.weight": random_linear(37, 64, Scheme(bits=4, group_size=32, symmetric=True))})
     apply(lowered, linears, linear_kernels)

@@ -22,7 +22,7 @@ def graph(*, capped: bool) -> ir.Model:
     return model_of([x], [named("logits", logits)])
 
 
-def test_the_head_reads_only_the_rows_asked_for() -> None:
+def test_the_head_reads_only_the_positions_asked_for() -> None:
     for capped in (False, True):
         model = graph(capped=capped)
         before = run(model, {"x": X})["logits"].reshape(6, 53)
@@ -36,7 +36,7 @@ def test_the_head_reads_only_the_rows_asked_for() -> None:
         np.testing.assert_allclose(after, before[ROWS], rtol=1e-5, atol=1e-5)
 
 
-def test_without_a_head_every_row_is_computed_and_that_is_said() -> None:
+def test_without_a_head_every_position_is_computed_and_that_is_said() -> None:
     model = graph(capped=False)
     lowered = lowering(model, groups=[group("layers.0.o", "lm_head", out_features=53)])
     outcome = apply(lowered, linears, logit_positions)

@@ -58,7 +58,7 @@ def test_a_product_computes_what_its_codes_say(
         np.testing.assert_allclose(-run(model, {"x": x})["block.fc"], expected, atol=1e-5 * np.abs(expected).max())
 
 
-def test_rows_of_a_batch_do_not_influence_each_other() -> None:
+def test_tokens_of_a_batch_do_not_influence_each_other() -> None:
     model = product(64, {"block.fc": 37}, biased=False)
     apply(lowering(model, {"block.fc.weight": static(37, 64)}), linears, static_int8_linears)
     x = RNG.standard_normal((4, 1, 64)).astype(np.float32)
