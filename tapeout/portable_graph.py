@@ -58,7 +58,7 @@ class PortableGraph(Record):
     architecture: str  # transformers class name
     layers: int
     hidden_size: int
-    heads: int
+    heads: int  # of the first attention, as the next two: costs are estimated as if all layers were like it
     kv_heads: int
     head_size: int
     vocab_size: int

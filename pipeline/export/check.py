@@ -27,8 +27,8 @@ from tapeout.attention_interface import attention_replaced
 from tapeout.graph_analysis import is_attention, size
 
 LENGTHS, STEPS = (9, 14, 21), 4  # tokens of the first prompts, and decode steps after them
-SPREAD_WORK = 2e11  # floating-point operations of the tokens at spread positions: about two seconds on two cores
-SPREAD_TOKENS = (48, 320)  # at least and at most
+SPREAD_WORK = 1e11  # floating-point operations of a sequence at spread positions: about a second on two cores
+SPREAD_TOKENS = (32, 160)  # at least and at most
 PIECE = 5  # tokens fed at a late start, and one decode step after them
 # Parts of names in a configuration that tell of lengths; the values are positions to look at.
 THRESHOLDS = ("position", "window", "chunk", "floor", "length", "context", "block")
@@ -53,6 +53,7 @@ class _Layer:
     kv_heads: int
     head_size: int
     scale: float
+    softcap: float
     window: int
 
 
@@ -68,6 +69,7 @@ class _Graph:
                 size(node.inputs[4], 1),
                 size(node.inputs[4], 3),
                 node.attributes["scale"].as_float(),
+                node.attributes["softcap"].as_float(),
                 node.attributes["window"].as_int(),
             )
             for node in nodes
@@ -182,14 +184,17 @@ def _thresholds(model: Any, graph: _Graph) -> set[int]:
 
 
 def _cache_scales(model: Any, graph: _Graph, generator: np.random.Generator) -> dict[str, float]:
-    """What random keys and values are multiplied by: scores of about one, and values as large as the model's own."""
+    """What random keys and values are multiplied by: scores of about one, and values as large as the model's own.
+
+    Where scores have a soft cap, the largest ones come near it.
+    """
     ids = np.array([_tokens(model, LENGTHS[0], generator)], np.int64)
     _, cache = graph.run(ids, np.ones_like(ids), np.arange(LENGTHS[0])[None], graph.empty(1))
     scales: dict[str, float] = {}
     for n, layer in enumerate(graph.layers):
         keys, values = cache[f"past_key_values.{n}.key"], cache[f"past_key_values.{n}.value"]
         norm = float(np.sqrt((keys**2).sum(-1).mean()))
-        scales[f"past_key_values.{n}.key"] = 1 / max(layer.scale * norm, 1e-6)
+        scales[f"past_key_values.{n}.key"] = max(1.0, layer.softcap / 8) / max(layer.scale * norm, 1e-6)
         scales[f"past_key_values.{n}.value"] = float(np.sqrt((values**2).mean()))
     return scales
 
@@ -232,9 +237,11 @@ def _tokens(model: Any, count: int, generator: np.random.Generator) -> list[int]
 
 def _reference(model: Any, tokens: Sequence[int], places: Tokens | None = None) -> NDArray[np.float32]:
     """Logits of one call of the unchanged model; ``places``: positions other than ``0, 1, ...``."""
-    ids = torch.tensor([tokens])
+    ids = torch.tensor(np.asarray(tokens, np.int64))[None]
     # With a mask given, transformers does not take a gap between positions for the start of another sequence.
-    given = {} if places is None else {"position_ids": torch.tensor(places)[None], "attention_mask": torch.ones_like(ids)}
+    given = (
+        {} if places is None else {"position_ids": torch.tensor(places)[None], "attention_mask": torch.ones_like(ids)}
+    )
     with torch.no_grad():
         return model(input_ids=ids, use_cache=False, **given).logits[0].numpy()
 
@@ -273,9 +280,16 @@ def _reference_after(model: Any, tokens: Sequence[int], cache: Cache, graph: _Gr
 
     places = torch.arange(start, start + len(tokens))[None]
     with torch.no_grad(), attention_replaced(model, attention, sdpa_mask):
-        return model(
-            input_ids=torch.tensor([tokens]), position_ids=places, past_key_values=_length_only(start), use_cache=False
-        ).logits[0].numpy()
+        return (
+            model(
+                input_ids=torch.tensor([tokens]),
+                position_ids=places,
+                past_key_values=_length_only(start),
+                use_cache=False,
+            )
+            .logits[0]
+            .numpy()
+        )
 
 
 def _length_only(length: int) -> Any:

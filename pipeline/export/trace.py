@@ -215,7 +215,7 @@ def trace(model: Any, progress: Callable[[str], None] = lambda _: None) -> ir.Mo
     int64), ``past_key_values.N.key|value [B, kv_heads, P, head_size]``; outputs ``logits [B, S, V]`` and
     ``present.N.key|value [B, kv_heads, P+S, head_size]``.
     """
-    _refuse_experts(model)
+    _refuse_unsupported(model)
     state = _Trace(longest(model))
     with attention_replaced(model, state.attention, state.make_mask):
         progress("tracing")
@@ -231,23 +231,34 @@ def trace(model: Any, progress: Callable[[str], None] = lambda _: None) -> ir.Mo
 def longest(model: Any) -> int:
     """The longest sequence that the model's configuration allows; positions after it are never computed."""
     found = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if not isinstance(found, int) or "position_ids" not in inspect.signature(model.forward).parameters:
+    if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ExportError(
-            f"{type(model).__name__} takes no position_ids, or has no max_position_embeddings",
-            expected="a decoder that gets the position of each token, up to a known length",
+            f"{type(model).__name__} takes no position_ids",
+            expected="a decoder that gets the position of each token",
             remedy="choose another decoder; recurrent models and position biases (ALiBi) are not supported",
+        )
+    if not isinstance(found, int) or found < 2:
+        raise ExportError(
+            f"max_position_embeddings of {found} in the configuration of {type(model).__name__}",
+            expected="the length of the longest sequence, at least 2",
+            remedy="add max_position_embeddings to config.json, as the model's authors state it",
         )
     return found
 
 
-def _refuse_experts(model: Any) -> None:
-    """A router chooses experts by the data, which a graph of fixed linears cannot hold."""
+def _refuse_unsupported(model: Any) -> None:
+    """Refuse what a graph of linears and attention cannot hold: routers of experts, and state beside the KV cache."""
     for name, module in model.named_modules():
+        kind = ""
         if name.rpartition(".")[2] == "experts" or type(module).__name__.endswith("Experts"):
+            kind = "is a mixture of experts"
+        elif isinstance(module, torch.nn.Conv1d):
+            kind = "keeps a state beside its KV cache: it mixes tokens by a convolution"
+        if kind:
             raise ExportError(
-                f"{type(model).__name__} is a mixture of experts ({name})",
-                expected="a dense decoder",
-                remedy="choose a dense model; experts are not supported",
+                f"{type(model).__name__} {kind} ({name})",
+                expected="a dense decoder whose tokens meet in attention only",
+                remedy="choose a dense model; mixtures of experts, recurrent and hybrid models are not supported",
             )
 
 

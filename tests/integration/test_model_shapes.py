@@ -6,7 +6,6 @@ engine of every family is compared with transformers in tests/unit/test_export.p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,12 @@ import torch
 from safetensors.numpy import load_file
 from torch import Tensor
 
-from engines.bundle import EngineBundle
-from engines.compile import build
-from engines.load import find_target, load, open_probe
-from evals.parity import compare
+from engines.load import load
 from quantization.attention_hook import kv_function
 from quantization.calibrate import calibrate
 from quantization.calibration import layer_file
-from quantization.checkpoint import KV_SCALES, QuantizedModel
-from quantization.compressed_tensors import open_checkpoint
-from quantization.quantize import quantize
-from quantization.reference import QuantizedReference
-from tapeout.artifact import Artifact
-from tapeout.portable_graph import PortableGraph
-from tapeout.recipe import Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize, Recipe, Rule
-from tests.families import FAMILIES, LAYERS, MAX_POSITIONS, export_family
-from tests.plans import written_plan
+from tests.families import FAMILIES, LAYERS, MAX_POSITIONS
+from tests.family_engines import ROWS, Made, difference_from_checkpoint, make, recipe, texts, words
 
 SHAPES = (
     "llama-group-of-8",  # heads of 128 channels, eight queries to each KV head, a head of its own
@@ -46,7 +35,6 @@ SHAPES = (
     "opt",  # learned positions
     "gpt2",  # weights stored [in, out]
 )
-ROWS, TOKENS = 8, 48
 SEEN = 16  # positions of calibration rows where thresholds at later ones are looked at
 DOCUMENT_TOKENS, DOCUMENTS = 60, 4
 # Relative to a row's largest logit, as tests/integration/test_batch_invariance.py explains: one row alone has other
@@ -54,60 +42,6 @@ DOCUMENT_TOKENS, DOCUMENTS = 60, 4
 # rounded too, 1.2e-2 in one row of a hundred, and the rest as before.
 REASSOCIATED, FLIPPED = 2e-5, 3e-2
 DECODED = 6  # tokens after each prefill: what was rounded the other way once stays in the cache
-
-
-def recipe(tokens: int = TOKENS) -> Recipe:
-    """Every kind of product: static int8, blocks of 8, 6 and 4 bits; tables in 6 bits, int8 keys and values."""
-    return Recipe(
-        model=ModelSource(source="file:model"),
-        data=DataSource(source="file:data"),
-        calibrate=Calibrate(samples=ROWS, tokens=tokens),
-        plan=Plan(
-            schemes=(
-                Rule(match="layers.0.o", bits=4, group_size=32, symmetric=True),
-                Rule(match="layers.1.qkv", bits=8, group_size=64, symmetric=True),
-                Rule(match="layers.0.gate_up", bits=6, group_size=64, symmetric=True),
-                Rule(match="layers.*.down", bits=8, group_size=128, symmetric=True),
-                Rule(match="*", bits=8, activations="int8"),
-            ),
-            kv_cache=KVCache(dtype="int8"),
-        ),
-        quantize=Quantize(scale_grid=4),
-    )
-
-
-def words(name: str, rows: int, tokens: int, seed: int) -> list[list[int]]:
-    return np.random.default_rng(seed).integers(3, FAMILIES[name].vocab_size, (rows, tokens)).tolist()
-
-
-def texts(rows: list[list[int]]) -> list[str]:
-    return [" ".join(f"w{word}" for word in row) for row in rows]
-
-
-@dataclass(frozen=True)
-class Made:
-    name: str
-    graph: Artifact[PortableGraph]
-    quantized: Artifact[QuantizedModel]
-    bundle: Artifact[EngineBundle]
-
-
-def make(name: str, folder: Path) -> Made:
-    graph = export_family(name, folder)
-    calibration = calibrate(recipe().calibrate, graph, texts(words(name, ROWS, TOKENS, 1)), folder / "calibration")
-    plan = written_plan(recipe(), graph, folder / "plan")
-    quantized = quantize(recipe().quantize, graph, calibration, plan, folder / "quantized")
-    bundle = build(
-        graph,
-        open_checkpoint(quantized.folder),
-        folder / "bundle",
-        target=find_target("ort-cpu"),
-        precision="mix",
-        slots=2,
-        kv_scales=load_file(quantized.folder / KV_SCALES),
-        parents={},
-    )
-    return Made(name, graph, quantized, bundle)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -134,14 +68,7 @@ def assert_planned_kernels(made: Made) -> None:
 
 
 def assert_computes_what_the_checkpoint_says(made: Made) -> None:
-    documents = words(made.name, DOCUMENTS, DOCUMENT_TOKENS, 2)
-    head = next(group.members[0] for group in made.graph.record.groups if group.name == "lm_head")
-    reference = QuantizedReference(made.quantized.folder, int8_activations=True)
-    items = compare(open_probe(made.bundle, threads=1), reference, documents, head=head)
-    tokens = sum(item.tokens for item in items)
-    assert sum(item.kl_sum for item in items) < 1e-5 * tokens  # the bounds of test_engine_parity.py
-    assert sum(item.agree for item in items) > 0.995 * tokens
-    assert max(item.worst_error for item in items) < 0.01  # the gate's bound
+    assert difference_from_checkpoint(made, DOCUMENTS, DOCUMENT_TOKENS) == ""
 
 
 def assert_decodes_what_it_prefills(made: Made) -> None:
