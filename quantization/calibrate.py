@@ -299,18 +299,24 @@ def _reader(model: Any, group: LinearGroup) -> torch.nn.Module:
 def _pair_norm(graph: PortableGraph, config: Any) -> Callable[[Tensor], Tensor]:
     """``[..., D]`` keys to the norm of each channel and its rotary partner, same shape.
 
-    Models that rotate only the first part of a head (``partial_rotary_factor``) pair channels within that part.
+    Models that rotate only the first part of a head (``partial_rotary_factor``) pair channels within that part, those
+    with latent attention within the last (``qk_rope_head_dim``).
     """
     part = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
 
+    last = getattr(config, "qk_rope_head_dim", 0)
+
     def norm(key: Tensor) -> Tensor:
         size = key.shape[-1]
-        rotated, channel = int(size * part), torch.arange(size)
-        partner = channel.clone()
+        rotated = last or int(size * part)
+        first = size - last if last else 0
+        channel = torch.arange(rotated)
+        partner = torch.arange(size)
         if graph.rotary == "half":
-            partner[:rotated] = (channel[:rotated] + rotated // 2) % rotated
+            partner[first : first + rotated] = first + (channel + rotated // 2) % rotated
         elif graph.rotary == "interleaved":
-            partner[:rotated] = channel[:rotated] ^ 1
-        return torch.where(partner == channel, key.abs(), torch.hypot(key, key[..., partner]))
+            partner[first : first + rotated] = first + (channel ^ 1)
+        alone = partner == torch.arange(size)
+        return torch.where(alone, key.abs(), torch.hypot(key, key[..., partner]))
 
     return norm

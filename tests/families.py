@@ -99,8 +99,8 @@ FAMILIES: Mapping[str, Family] = {
 LATENT: Mapping[str, Any] = {  # multi-head latent attention, its keys and values of one size
     **{k: v for k, v in DENSE.items() if k not in ("num_key_value_heads", "head_dim")},
     "num_key_value_heads": 4,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
@@ -154,7 +154,7 @@ MORE_FAMILIES: Mapping[str, Family] = {
     "bitnet": Family("bitnet"),
     "cohere": Family("cohere", rotary="interleaved"),
     "cwm": Family("cwm", {"sliding_window": 8}),
-    "deepseek_v3-dense": Family("deepseek_v3", {"first_k_dense_replace": LAYERS}, LATENT, rotary="interleaved"),
+    "deepseek_v3-dense": Family("deepseek_v3", {"first_k_dense_replace": LAYERS}, LATENT),
     "diffllama": Family("diffllama"),
     "doge": Family("doge"),
     "ernie4_5": Family("ernie4_5", rotary="interleaved"),
@@ -173,6 +173,12 @@ MORE_FAMILIES: Mapping[str, Family] = {
         },
     ),
     "gemma4": Family("gemma4_text", {}, GEMMA4),
+    "gemma4-per-layer-inputs": Family(
+        "gemma4_text", {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB_SIZE}, GEMMA4
+    ),
+    "gemma4-shared-caches": Family(
+        "gemma4_text", {"layer_types": ["full_attention"] * LAYERS, "num_kv_shared_layers": 1}, GEMMA4
+    ),
     "glm": Family("glm", rotary="interleaved"),
     "gpt_bigcode": Family("gpt_bigcode", {}, GPT, rotary="none"),
     "granite": Family("granite", {**SCALED, "logits_scaling": 1.0}),
@@ -218,7 +224,7 @@ MORE_FAMILIES: Mapping[str, Family] = {
     "seed_oss": Family("seed_oss"),
     "smollm3": Family("smollm3", {"no_rope_layers": [1, 0]}),
     "vaultgemma": Family("vaultgemma", {"sliding_window": 8}),
-    "youtu": Family("youtu", {}, LATENT, rotary="interleaved"),
+    "youtu": Family("youtu", {}, LATENT),
     # Refused. Sizes are those of a real model of the family, reduced.
     "afmoe": Family("afmoe", EXPERTS),
     "bamba": Family("bamba", {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 32}),

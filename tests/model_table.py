@@ -47,8 +47,9 @@ def examine(family: str) -> Row:
             graph = export_family(family, folder)
         except TapeoutError as error:
             return Row(family, f"refused: {error.found}")
-        bundle = build_float(graph, folder / "float", slots=len(PROMPTS))
-        errors = largest_errors(bundle, load_checkpoint(graph.folder), family)
+        errors = largest_errors(
+            build_float(graph, folder / "float", slots=len(PROMPTS)), load_checkpoint(graph.folder), family
+        )
         wrong = [f"{use} differs by {error:.0e}" for use, error in errors.items() if not error < TOLERANCE]
         decoded = "; ".join(wrong) or "yes"
         try:

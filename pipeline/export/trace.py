@@ -133,7 +133,7 @@ class _Trace:
         return output.transpose(1, 2), None
 
     def _window_of(self, mask: torch.Tensor | None, name: str, causal: bool) -> int:
-        """The window of the mask that an attention gets. Without a mask, transformers computes plain causal attention."""
+        """The window of the mask that an attention gets. Without a mask, transformers' attention is plainly causal."""
         known = next((window for made, window in self.masks if made is mask), None)
         if known is not None:
             return known

@@ -19,7 +19,9 @@ from engines.load import load
 from quantization.attention_hook import kv_function
 from quantization.calibrate import calibrate
 from quantization.calibration import layer_file
-from tests.families import FAMILIES, LAYERS, MAX_POSITIONS
+from tapeout.artifact import Artifact
+from tapeout.portable_graph import PortableGraph
+from tests.families import FAMILIES, LAYERS, MAX_POSITIONS, export_family
 from tests.family_engines import ROWS, Made, difference_from_checkpoint, make, recipe, texts, words
 
 SHAPES = (
@@ -51,7 +53,15 @@ def test_a_model_of_this_shape_is_quantized_whole_and_computed_right(name: str, 
     assert_computes_what_the_checkpoint_says(made)
     assert_decodes_what_it_prefills(made)
     if FAMILIES[name].rotary != "none":
-        assert_key_thresholds_hold_at_later_positions(made, tmp_path)
+        assert_key_thresholds_hold_at_later_positions(made.graph, name, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["minicpm3", "youtu"])
+def test_key_thresholds_of_latent_attention_hold_at_later_positions(name: str, tmp_path: Path) -> None:
+    """Its heads are rotated in their last part, as halves, or as a complex product."""
+    graph = export_family(name, tmp_path)
+    assert graph.record.rotary == "half"
+    assert_key_thresholds_hold_at_later_positions(graph, name, tmp_path)
 
 
 def assert_planned_kernels(made: Made) -> None:
@@ -87,14 +97,14 @@ def assert_decodes_what_it_prefills(made: Made) -> None:
     assert relative.max() <= FLIPPED and np.median(relative) <= REASSOCIATED
 
 
-def assert_key_thresholds_hold_at_later_positions(made: Made, folder: Path) -> None:
+def assert_key_thresholds_hold_at_later_positions(graph: Artifact[PortableGraph], name: str, folder: Path) -> None:
     """Rotation moves length between two channels of a pair, wherever they lie in the head, never beyond its norm."""
     from transformers import AutoModelForCausalLM
 
-    rows = words(made.name, ROWS, SEEN, 4)
-    calibration = calibrate(recipe(SEEN).calibrate, made.graph, texts(rows), folder / "short")
+    rows = words(name, ROWS, SEEN, 4)
+    calibration = calibrate(recipe(SEEN).calibrate, graph, texts(rows), folder / "short")
     found = load_file(calibration.folder / layer_file(0))
-    keys = later_keys(AutoModelForCausalLM.from_pretrained(made.graph.folder), rows)
+    keys = later_keys(AutoModelForCausalLM.from_pretrained(graph.folder), rows)
     assert (keys <= found["layers.0.k_pair_absmax"] * 1.0001).all()
     assert (keys > found["layers.0.k_absmax"] * 1.01).any()  # the channels by themselves did grow
 
