@@ -7,6 +7,7 @@ type differ in what they exercise. Vocabularies are odd, so that nothing downstr
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -177,7 +178,14 @@ MORE_FAMILIES: Mapping[str, Family] = {
         "gemma4_text", {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB_SIZE}, GEMMA4
     ),
     "gemma4-shared-caches": Family(
-        "gemma4_text", {"layer_types": ["full_attention"] * LAYERS, "num_kv_shared_layers": 1}, GEMMA4
+        "gemma4_text",
+        {
+            "layer_types": ["full_attention"] * LAYERS,
+            "num_kv_shared_layers": 1,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+        },
+        GEMMA4,
     ),
     "glm": Family("glm", rotary="interleaved"),
     "gpt_bigcode": Family("gpt_bigcode", {}, GPT, rotary="none"),
@@ -301,7 +309,7 @@ def random_model(name: str, *, seed: int = 0, **settings: Any) -> Any:
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
-        **{**family.sizes, **family.settings, **settings},
+        **deepcopy({**family.sizes, **family.settings, **settings}),
     )
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)

@@ -27,23 +27,23 @@ def fix_rotary(model: Any, positions: int) -> RotaryFactors:
     The configuration then holds the chosen factors only, so that the exported checkpoint means the same model to
     whoever loads it. Returns which were chosen; ``fixed``: the scaling never depended on the sequence.
     """
-    chosen: RotaryFactors = "fixed"
+    chosen: set[RotaryFactors] = set()
     for module in model.modules():
-        types = getattr(module, "rope_type", None)
+        types: Any = getattr(module, "rope_type", None)
         if types is None or not hasattr(module, "config"):
             continue
         for layer_type, rope_type in types.items() if isinstance(types, dict) else [(None, types)]:
             if rope_type == "longrope":
-                chosen = _choose_factors(module, layer_type, positions)
+                chosen.add(_choose_factors(module, layer_type, positions))
             elif "dynamic" in rope_type:
                 _refuse_growth(module, positions)
             else:
                 continue
-            if layer_type is None:
-                module.rope_type = "default"  # transformers changes no frequencies of this type
+            if layer_type is None:  # transformers changes no frequencies of type default
+                module.rope_type = "default"
             else:
-                module.rope_type[layer_type] = "default"
-    return chosen
+                types[layer_type] = "default"
+    return "long" if "long" in chosen else "short" if chosen else "fixed"
 
 
 def _choose_factors(module: Any, layer_type: str | None, positions: int) -> RotaryFactors:

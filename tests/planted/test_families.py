@@ -14,7 +14,7 @@ from pipeline.export.check import Difference, largest_difference
 from pipeline.export.export import MODEL_FILE
 from pipeline.export.trace import trace
 from tapeout.errors import ExportError
-from tapeout.graph_analysis import is_attention
+from tapeout.graph_analysis import find_groups, is_attention
 from tests.families import export_model, random_model
 from tests.lowering import parameter
 
@@ -259,3 +259,21 @@ def test_a_router_of_experts() -> None:
     with pytest.raises(ExportError, match="is a mixture of experts") as caught:
         trace(random_model("mixtral"))
     assert "\x1b" not in str(caught.value)
+
+
+def test_a_weight_that_two_linears_read(tmp_path: Path) -> None:
+    model = random_model("llama")
+    first, second = model.model.layers
+    second.mlp.up_proj = first.mlp.up_proj
+    with pytest.raises(ExportError, match=r"2 linears read model\.layers\.0\.mlp\.up_proj\.weight"):
+        export_model(model, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["granite", "granite-scaled-logits", "hyperclovax", "minicpm3"])
+def test_a_scaled_residual_taken_for_a_rotary_embedding(name: str) -> None:
+    """Each projection is in its own group, and the head is one linear; whole engines are in docs/models.md."""
+    groups = {group.name: group.members for group in find_groups(trace(random_model(name)), {})}
+    for layer in range(2):
+        for unit, part in (("o", "self_attn.o_proj"), ("down", "mlp.down_proj")):
+            assert groups[f"layers.{layer}.{unit}"] == (f"model.layers.{layer}.{part}.weight",)
+    assert groups["lm_head"] == ("lm_head.weight",)
