@@ -179,16 +179,17 @@ def _mirror(gram: Tensor) -> Tensor:
 
 
 class _KVRange:
-    """Running maxima over the keys and values ``[1, H, S, D]`` of one layer."""
+    """Running maxima over the keys and values ``[1, H, S, D]`` of one layer; layers may differ in H and D."""
 
-    def __init__(self, heads: int, head_size: int, pair: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, pair: Callable[[Tensor], Tensor]) -> None:
         self.pair = pair
-        self.maxima = {name: torch.zeros(heads, head_size) for name in ("k_absmax", "v_absmax", "k_pair_absmax")}
+        self.maxima: dict[str, Tensor] = {}
 
     def add(self, key: Tensor, value: Tensor) -> None:
         seen = {"k_absmax": key.abs(), "v_absmax": value.abs(), "k_pair_absmax": self.pair(key)}
         for name, magnitude in seen.items():
-            torch.maximum(self.maxima[name], magnitude.amax((0, 2)), out=self.maxima[name])
+            largest = magnitude.amax((0, 2))
+            self.maxima[name] = torch.maximum(self.maxima.get(name, largest), largest)
 
 
 class _AllSeen(Exception):  # noqa: N818 - not an error: the rest of the forward pass is not needed
@@ -202,7 +203,7 @@ class _Observer:
         self.model, self.watched = model, watched
         pair = _pair_norm(graph, model.config.get_text_config())
         self.groups = {group.name: _GroupSums(group.in_features) for group in watched.groups}
-        self.caches = {layer: _KVRange(graph.kv_heads, graph.head_size, pair) for layer in sorted(watched.layers)}
+        self.caches = {layer: _KVRange(pair) for layer in sorted(watched.layers)}
         self.missing: set[str] = set()
         self.holdout = False
 
@@ -298,14 +299,24 @@ def _reader(model: Any, group: LinearGroup) -> torch.nn.Module:
 def _pair_norm(graph: PortableGraph, config: Any) -> Callable[[Tensor], Tensor]:
     """``[..., D]`` keys to the norm of each channel and its rotary partner, same shape.
 
-    Models that rotate only the first part of a head (``partial_rotary_factor``) pair channels within that part.
+    Models that rotate only the first part of a head (``partial_rotary_factor``) pair channels within that part, those
+    with latent attention within the last (``qk_rope_head_dim``).
     """
-    rotated = int(graph.head_size * (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0))
-    channel = torch.arange(graph.head_size)
-    partner = channel.clone()
-    if graph.rotary == "half":
-        partner[:rotated] = (channel[:rotated] + rotated // 2) % rotated
-    elif graph.rotary == "interleaved":
-        partner[:rotated] = channel[:rotated] ^ 1
-    alone = partner == channel
-    return lambda key: torch.where(alone, key.abs(), torch.hypot(key, key[..., partner]))
+    part = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
+
+    last = getattr(config, "qk_rope_head_dim", 0)
+
+    def norm(key: Tensor) -> Tensor:
+        size = key.shape[-1]
+        rotated = last or int(size * part)
+        first = size - last if last else 0
+        channel = torch.arange(rotated)
+        partner = torch.arange(size)
+        if graph.rotary == "half":
+            partner[first : first + rotated] = first + (channel + rotated // 2) % rotated
+        elif graph.rotary == "interleaved":
+            partner[first : first + rotated] = first + (channel ^ 1)
+        alone = partner == torch.arange(size)
+        return torch.where(alone, key.abs(), torch.hypot(key, key[..., partner]))
+
+    return norm

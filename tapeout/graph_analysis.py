@@ -8,12 +8,14 @@ and that group is ``gate_up``. Only layer numbers come from parameter names.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 import onnx_ir as ir
 
+from tapeout.errors import ExportError
 from tapeout.portable_graph import LinearGroup, ScaleSink
 
 NORMS = ("RMSNormalization", "LayerNormalization")
@@ -98,7 +100,8 @@ def find_rotary(model: ir.Model) -> Literal["half", "interleaved", "none"]:
     """How the rotary embedding pairs key channels, or ``none`` if the model has no rotary embedding.
 
     A RotaryEmbedding node has it as an attribute. Where the exporter left the arithmetic, ``x·cos + rotate(x)·sin``,
-    the negated part of the key shows it: every other channel, or one half of the channels.
+    the negated part of the key shows it: every other channel, or one half of the channels. Where it is written as a
+    complex product, the difference and the sum are concatenated as halves, or stacked as pairs.
     """
     for node in model.graph:
         if node.op_type == "RotaryEmbedding":
@@ -112,6 +115,12 @@ def find_rotary(model: ir.Model) -> Literal["half", "interleaved", "none"]:
             part = step.inputs[0].producer() if step.op_type == "Neg" and step.inputs[0] is not None else None
             if part is not None and part.op_type in ("Slice", "Split"):
                 return "interleaved" if _stride(part) == 2 else "half"
+            if step.op_type == "Concat":
+                parts = [value.producer() for value in step.inputs if value is not None]
+                stacked = all(p is not None and p.op_type == "Unsqueeze" for p in parts)
+                before = [p.inputs[0].producer() if stacked and p and p.inputs[0] else p for p in parts]
+                if [p.op_type for p in before if p is not None] == ["Sub", "Add"]:
+                    return "interleaved" if stacked else "half"
     return "none"
 
 
@@ -143,7 +152,10 @@ def find_groups(model: ir.Model, aliases: dict[str, str]) -> tuple[LinearGroup, 
     graph = model.graph
     linears = find_linears(graph)
     by_output = {id(linear.output): linear for linear in linears}
-    units = {id(linear): _unit(linear, by_output, graph) for linear in linears}
+    dependent = Dependent(graph)
+    units = {id(linear): _unit(linear, by_output, graph, dependent) for linear in linears}
+    _require_own_weights(linears)
+    _require_one_head([linear for linear in linears if units[id(linear)] == "lm_head"])
     # The group before a "down" is "gate_up": known only once the downs are.
     feeding = {
         id(source)
@@ -179,11 +191,31 @@ def find_groups(model: ir.Model, aliases: dict[str, str]) -> tuple[LinearGroup, 
     )
 
 
-def _unit(linear: Linear, by_output: dict[int, Linear], graph: ir.Graph) -> str | None:
+def _require_own_weights(linears: list[Linear]) -> None:
+    """A weight has one input statistic and one scheme, so one linear may read it."""
+    for name, count in Counter(linear.name for linear in linears).items():
+        if count > 1:
+            raise ExportError(
+                f"{count} linears read {name}",
+                expected="a weight of its own for each linear",
+                remedy="choose a decoder whose layers share no weights",
+            )
+
+
+def _require_one_head(heads: list[Linear]) -> None:
+    if len(heads) != 1:
+        raise ExportError(
+            f"{len(heads)} linears compute the logits ({', '.join(head.name for head in heads) or 'none'})",
+            expected="one: lm_head",
+            remedy="choose a decoder whose logits are the output of one linear",
+        )
+
+
+def _unit(linear: Linear, by_output: dict[int, Linear], graph: ir.Graph, dependent: Dependent) -> str | None:
     logits = graph.outputs[0]
-    if linear.output is logits or _reaches(linear.output, lambda node: logits in node.outputs):
+    if linear.output is logits or _reaches(linear.output, lambda node: logits in node.outputs, dependent):
         return "lm_head"
-    if _reaches(linear.output, is_attention):
+    if _reaches(linear.output, is_attention, dependent):
         return "qkv"
     sources = list(_sources(linear.input, by_output))
     if any(isinstance(source, ir.Node) for source in sources):
@@ -206,7 +238,7 @@ def _stem(parameter: str) -> str:
     return parameter.removesuffix(".weight").rpartition(".")[2]
 
 
-def _reaches(value: ir.Value, found: Callable[[ir.Node], bool]) -> bool:
+def _reaches(value: ir.Value, found: Callable[[ir.Node], bool], dependent: Dependent) -> bool:
     """Whether a node for which ``found`` holds follows ``value`` with no matmul, attention or residual sum between."""
     seen: set[int] = set()
     stack = [value]
@@ -217,20 +249,51 @@ def _reaches(value: ir.Value, found: Callable[[ir.Node], bool]) -> bool:
             seen.add(id(node))
             if found(node):
                 return True
-            if node.op_type in ("MatMul", "Gemm") or is_attention(node):
+            if node.op_type in ("MatMul", "Gemm") or is_attention(node) or dependent.is_residual_sum(node):
                 continue
-            if node.op_type == "Add" and not any(_is_rotary_term(i) for i in node.inputs):
-                continue  # a residual sum: what follows belongs to the residual stream
             stack.extend(node.outputs)
     return False
 
 
-def _is_rotary_term(value: ir.Value | None) -> bool:
-    """One side of an unfused rotary ``x·cos + rotate(x)·sin``, or a bias."""
-    if value is None:
-        return False
-    producer = value.producer()
-    return is_parameter(value) or (producer is not None and producer.op_type == "Mul")
+class Dependent:
+    """Which values of a graph depend on the tokens, and which on their positions alone."""
+
+    def __init__(self, graph: ir.Graph) -> None:
+        inputs = {value.name: value for value in graph.inputs}
+        self.on_tokens = _dependent(inputs.get("input_ids"))
+        self.on_positions = _dependent(inputs.get("position_ids")) - self.on_tokens
+
+    def is_residual_sum(self, node: ir.Node) -> bool:
+        """A sum of two values that depend on the tokens, but not the ``x·cos + rotate(x)·sin`` of a rotary embedding.
+
+        Only a rotary embedding multiplies both sides by values of the positions alone. A bias, an epsilon or a table
+        of positions does not depend on the tokens. A scaled residual does, whatever it is multiplied by.
+        """
+        return (
+            node.op_type == "Add"
+            and all(id(value) in self.on_tokens for value in node.inputs)
+            and not all(self._is_turned(value) for value in node.inputs)
+        )
+
+    def _is_turned(self, value: ir.Value | None) -> bool:
+        producer = value.producer() if value is not None else None
+        return (
+            producer is not None
+            and producer.op_type == "Mul"
+            and any(id(factor) in self.on_positions for factor in producer.inputs)
+        )
+
+
+def _dependent(value: ir.Value | None) -> set[int]:
+    """The ids of ``value`` and of all that is computed from it."""
+    seen: set[int] = set()
+    stack = [value] if value is not None else []
+    while stack:
+        current = stack.pop()
+        if id(current) not in seen:
+            seen.add(id(current))
+            stack.extend(output for node, _ in current.uses() for output in node.outputs)
+    return seen
 
 
 def _sources(value: ir.Value, by_output: dict[int, Linear]) -> Iterator[Linear | ir.Node | None]:

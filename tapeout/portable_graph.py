@@ -51,19 +51,22 @@ class LinearGroup(Frozen):
 
 class PortableGraph(Record):
     noun: ClassVar[str] = "PortableGraph"
+    schema_version: ClassVar[int] = 3
     remedy: ClassVar[str] = "run `dvc repro export`"
     parent_roles: ClassVar[Roles] = {"source": ("Source",)}
 
     architecture: str  # transformers class name
     layers: int
     hidden_size: int
-    heads: int
+    heads: int  # of the first attention, as the next two: costs are estimated as if all layers were like it
     kv_heads: int
     head_size: int
     vocab_size: int
     tied_embeddings: bool
     embedding: str  # parameter name of the token embedding, [vocab, hidden]
     rotary: Literal["half", "interleaved", "none"]
+    # which factors of longrope hold for every sequence (pipeline/export/rotary.py); fixed: there is one set only
+    rotary_factors: Literal["fixed", "short", "long"] = "fixed"
     max_positions: int
     groups: tuple[LinearGroup, ...]
     stop_tokens: tuple[int, ...]

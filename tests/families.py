@@ -7,6 +7,7 @@ type differ in what they exercise. Vocabularies are odd, so that nothing downstr
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -95,19 +96,220 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
-def random_model(name: str, *, seed: int = 0) -> Any:
-    """The family's causal language model in float32, its weights drawn so that every part matters to the logits."""
+# Families that only the table of docs/models.md covers (tests/model_table.py).
+LATENT: Mapping[str, Any] = {  # multi-head latent attention, its keys and values of one size
+    **{k: v for k, v in DENSE.items() if k not in ("num_key_value_heads", "head_dim")},
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+LONGROPE: Mapping[str, Any] = {
+    "original_max_position_embeddings": 24,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 100.0,
+        "short_factor": [1.0 + 0.05 * n for n in range(8)],
+        "long_factor": [2.0 + 0.5 * n for n in range(8)],
+        "original_max_position_embeddings": 24,
+    },
+}
+SCALED: Mapping[str, Any] = {
+    "embedding_multiplier": 2.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.3,
+}
+EXPERTS: Mapping[str, Any] = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+GEMMA4: Mapping[str, Any] = {
+    **DENSE,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "hidden_size_per_layer_input": 0,
+}
+PLAIN: Mapping[str, Any] = {k: v for k, v in DENSE.items() if k not in ("num_key_value_heads", "head_dim")}
+
+MORE_FAMILIES: Mapping[str, Family] = {
+    "llama-yarn": Family(
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 100.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
+    ),
+    "llama-linear-scaling": Family(
+        "llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0}}
+    ),
+    "llama-dynamic-scaling": Family(
+        "llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}}
+    ),
+    "phi3-longrope": Family("phi3", LONGROPE),
+    "apertus": Family("apertus"),
+    "arcee": Family("arcee"),
+    "biogpt": Family("biogpt", {}, PLAIN, rotary="none"),
+    "bitnet": Family("bitnet"),
+    "cohere": Family("cohere", rotary="interleaved"),
+    "cwm": Family("cwm", {"sliding_window": 8}),
+    "deepseek_v3-dense": Family("deepseek_v3", {"first_k_dense_replace": LAYERS}, LATENT),
+    "diffllama": Family("diffllama"),
+    "doge": Family("doge"),
+    "ernie4_5": Family("ernie4_5", rotary="interleaved"),
+    "exaone4": Family("exaone4", {"sliding_window": 8, "sliding_window_pattern": 2}),
+    "gemma": Family("gemma"),
+    "gemma3n": Family(
+        "gemma3n_text",
+        {
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "num_kv_shared_layers": 0,
+            "laurel_rank": 8,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "activation_sparsity_pattern": [0.0] * LAYERS,
+        },
+    ),
+    "gemma4": Family("gemma4_text", {}, GEMMA4),
+    "gemma4-per-layer-inputs": Family(
+        "gemma4_text", {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB_SIZE}, GEMMA4
+    ),
+    "gemma4-shared-caches": Family(
+        "gemma4_text",
+        {
+            "layer_types": ["full_attention"] * LAYERS,
+            "num_kv_shared_layers": 1,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+        },
+        GEMMA4,
+    ),
+    "glm": Family("glm", rotary="interleaved"),
+    "gpt_bigcode": Family("gpt_bigcode", {}, GPT, rotary="none"),
+    "granite": Family("granite", {**SCALED, "logits_scaling": 1.0}),
+    "granite-scaled-logits": Family("granite", {**SCALED, "logits_scaling": 3.0}),
+    "granite-no-scaling": Family("granite"),
+    "granitemoehybrid-dense": Family(
+        "granitemoehybrid",
+        {
+            **SCALED,
+            "num_local_experts": 0,
+            "layer_types": ["attention"] * LAYERS,
+            "shared_intermediate_size": 96,
+            "position_embedding_type": "rope",
+        },
+    ),
+    "helium": Family("helium", rotary="interleaved"),
+    "hunyuan_v1_dense": Family("hunyuan_v1_dense"),
+    "hyperclovax": Family("hyperclovax", {**SCALED, "logits_scaling": 1.0}),
+    "internlm3": Family("internlm3"),
+    "iquestcoder": Family("iquestcoder"),
+    "jais2": Family("jais2"),
+    "minicpm3": Family("minicpm3", {"scale_emb": 2.0, "scale_depth": 1.4, "dim_model_base": 32}, LATENT),
+    "ministral": Family("ministral", {"sliding_window": 8}),
+    "ministral3": Family(
+        "ministral3",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 100.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "llama_4_scaling_beta": 0.1,
+            }
+        },
+    ),
+    "modernbert-decoder": Family("modernbert-decoder", {"local_attention": 8}, PLAIN),
+    "nanochat": Family("nanochat"),
+    "nemotron": Family("nemotron"),
+    "olmo": Family("olmo"),
+    "olmo3": Family("olmo3", {"sliding_window": 8}),
+    "persimmon": Family("persimmon", {}, PLAIN),
+    "qwen2-sliding": Family("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    "seed_oss": Family("seed_oss"),
+    "smollm3": Family("smollm3", {"no_rope_layers": [1, 0]}),
+    "vaultgemma": Family("vaultgemma", {"sliding_window": 8}),
+    "youtu": Family("youtu", {}, LATENT),
+    # Refused. Sizes are those of a real model of the family, reduced.
+    "afmoe": Family("afmoe", EXPERTS),
+    "bamba": Family("bamba", {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 32}),
+    "bloom": Family("bloom", {}, {"hidden_size": 64, "n_layer": LAYERS, "n_head": 4}),
+    "codegen": Family("codegen", {"rotary_dim": 8}, {**GPT, "n_ctx": MAX_POSITIONS}),
+    "deepseek_v2": Family("deepseek_v2", {"n_routed_experts": 4, "first_k_dense_replace": 1}, LATENT),
+    "ernie4_5_moe": Family("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2}),
+    "falcon": Family("falcon", {}, {**PLAIN, "num_kv_heads": 4}),
+    "falcon-alibi": Family("falcon", {"alibi": True}, {**PLAIN, "num_kv_heads": 4}),
+    "falcon_h1": Family("falcon_h1", {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}),
+    "falcon_mamba": Family("falcon_mamba", {}, {"hidden_size": 64, "num_hidden_layers": LAYERS, "state_size": 4}),
+    "gpt_neo": Family(
+        "gpt_neo",
+        {"attention_types": [[["global", "local"], 1]], "window_size": 8},
+        {"hidden_size": 64, "num_layers": LAYERS, "num_heads": 4, "max_position_embeddings": MAX_POSITIONS},
+    ),
+    "gpt_oss": Family("gpt_oss", {**EXPERTS, "sliding_window": 8}),
+    "gptj": Family("gptj", {"rotary_dim": 8}, GPT),
+    "granite_swa": Family("granite_swa", {"sliding_window": 8}),
+    "granitemoe": Family("granitemoe", EXPERTS),
+    "jamba": Family("jamba", {**EXPERTS, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}),
+    "lfm2": Family("lfm2", {"layer_types": ["conv", "full_attention"]}),
+    "llama4": Family("llama4_text", {**EXPERTS, "intermediate_size_mlp": 96}),
+    "mamba": Family("mamba", {}, {"hidden_size": 64, "num_hidden_layers": LAYERS, "state_size": 4}),
+    "mamba2": Family(
+        "mamba2", {"num_heads": 8, "head_dim": 16}, {"hidden_size": 64, "num_hidden_layers": LAYERS, "state_size": 4}
+    ),
+    "minicpm3-uneven-heads": Family("minicpm3", {"v_head_dim": 8}, LATENT),
+    "minimax": Family("minimax", {**EXPERTS, "layer_types": ["full_attention"] * LAYERS}),
+    "mixtral": Family("mixtral", EXPERTS),
+    "mpt": Family("mpt", {}, {"d_model": 64, "n_heads": 4, "n_layers": LAYERS, "max_seq_len": MAX_POSITIONS}),
+    "nemotron_h": Family("nemotron_h", {"hybrid_override_pattern": "M*", "mamba_num_heads": 4, "mamba_head_dim": 16}),
+    "olmoe": Family("olmoe", EXPERTS),
+    "phimoe": Family("phimoe", EXPERTS),
+    "qwen2_moe": Family("qwen2_moe", {**EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}),
+    "qwen3_5": Family("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"]}),
+    "qwen3_moe": Family("qwen3_moe", {**EXPERTS, "moe_intermediate_size": 32}),
+    "qwen3_next": Family("qwen3_next", {**EXPERTS, "layer_types": ["linear_attention", "full_attention"]}),
+    "recurrent_gemma": Family("recurrent_gemma", {"block_types": ["recurrent", "attention"], "lru_width": 64}),
+    "rwkv": Family("rwkv", {}, {"hidden_size": 64, "num_hidden_layers": LAYERS, "context_length": MAX_POSITIONS}),
+    "xglm": Family(
+        "xglm",
+        {},
+        {
+            "d_model": 64,
+            "ffn_dim": 96,
+            "num_layers": LAYERS,
+            "attention_heads": 4,
+            "max_position_embeddings": MAX_POSITIONS,
+        },
+    ),
+    "zamba2": Family("zamba2", {"layers_block_type": ["mamba", "hybrid"], "mamba_headdim": 16, "n_mamba_heads": 8}),
+}
+
+ALL_FAMILIES: Mapping[str, Family] = {**FAMILIES, **MORE_FAMILIES}
+
+
+def vocab_size(name: str) -> int:
+    return ALL_FAMILIES[name].vocab_size
+
+
+def random_model(name: str, *, seed: int = 0, **settings: Any) -> Any:
+    """The family's causal language model in float32, its weights drawn so that every part matters to the logits.
+
+    ``settings``: of its configuration, beyond those of the family.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    family = FAMILIES[name]
+    family = ALL_FAMILIES[name]
     config: Any = AutoConfig.for_model(
         family.model_type,
         vocab_size=family.vocab_size,
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
-        **{**family.sizes, **family.settings},
+        **deepcopy({**family.sizes, **family.settings, **settings}),
     )
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
@@ -138,10 +340,17 @@ def save_checkpoint(model: Any, folder: Path) -> Path:
     return folder
 
 
-def export_family(name: str, folder: Path, *, tolerance: float = 1e-3) -> Artifact[PortableGraph]:
-    """The family's portable graph in ``folder / "graph"``, by way of a checkpoint in ``folder / "checkpoint"``."""
+def export_model(
+    model: Any, folder: Path, *, max_positions: int = MAX_POSITIONS, tolerance: float = 1e-3
+) -> Artifact[PortableGraph]:
+    """The model's portable graph in ``folder / "graph"``, by way of a checkpoint in ``folder / "checkpoint"``."""
     from pipeline.export.export import export
 
-    checkpoint = save_checkpoint(random_model(name), folder / "checkpoint")
+    checkpoint = save_checkpoint(model, folder / "checkpoint")
     graph = folder / "graph"
-    return export(checkpoint, "", graph, max_positions=MAX_POSITIONS, tolerance=tolerance, seed=0, parents={})
+    return export(checkpoint, "", graph, max_positions=max_positions, tolerance=tolerance, seed=0, parents={})
+
+
+def export_family(name: str, folder: Path, *, tolerance: float = 1e-3) -> Artifact[PortableGraph]:
+    """The family's portable graph, as :func:`export_model` makes it."""
+    return export_model(random_model(name), folder, tolerance=tolerance)

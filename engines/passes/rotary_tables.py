@@ -3,7 +3,8 @@
     RotaryEmbedding(x, Cos(position · frequency), Sin(…))   ->   RotaryEmbedding(x, cos_table, sin_table) {table}
 
 The subgraph is evaluated once for every position, so any RoPE scaling (linear, llama3, yarn) is kept exactly, with no
-code for any of them.
+code for any of them. It must give a position the same values alone as among all others: angles that depend on the
+largest position of a call, say, have no table.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def _label(node: ir.Node) -> str:
 
 
 def _evaluate(model: ir.Model, values: list[ir.Value], positions: int) -> list[NDArray[np.float32]] | None:
-    """The values at positions ``0 .. positions-1``, ``[positions, width]``; None if they need another input."""
+    """The values at positions ``0 .. positions-1``, ``[positions, width]``; None if they depend on anything else."""
     import onnxruntime as ort
 
     ids = [value for value in model.graph.inputs if value.name == POSITIONS]
@@ -62,6 +63,14 @@ def _evaluate(model: ir.Model, values: list[ir.Value], positions: int) -> list[N
     except ValueError:
         return None
     session = ort.InferenceSession(ir.to_proto(angles).SerializeToString(), providers=["CPUExecutionProvider"])
-    feed = {POSITIONS: np.arange(positions, dtype=np.int64)[None]}
-    results = session.run([value.name for value in values], feed)
-    return [np.ascontiguousarray(np.asarray(r, np.float32).reshape(positions, -1)) for r in results]
+
+    def at(places: NDArray[np.int64]) -> list[NDArray[np.float32]]:
+        results = session.run([value.name for value in values], {POSITIONS: places[None]})
+        return [np.ascontiguousarray(np.asarray(r, np.float32).reshape(len(places), -1)) for r in results]
+
+    tables = at(np.arange(positions, dtype=np.int64))
+    for place in {0, positions // 2, positions - 1}:
+        alone = at(np.array([place], np.int64))
+        if not all(np.allclose(one[0], table[place], atol=1e-6) for one, table in zip(alone, tables, strict=True)):
+            return None
+    return tables

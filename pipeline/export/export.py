@@ -16,8 +16,9 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from pipeline.export.check import largest_error
-from pipeline.export.trace import KVShape, trace
+from pipeline.export.check import largest_difference
+from pipeline.export.rotary import fix_rotary
+from pipeline.export.trace import KVShape, longest, trace
 from tapeout import artifact
 from tapeout.artifact import Parents
 from tapeout.errors import ExportError
@@ -117,6 +118,8 @@ def export(
     model = load_checkpoint(checkpoint, entry)
     gguf = {"gguf_file": entry} if entry.endswith(".gguf") else {}
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, **gguf)
+    positions = min(max_positions, longest(model))
+    factors = fix_rotary(model, positions)
     graph_model = trace(model, progress)
     with artifact.create(folder, PortableGraph) as draft:
         progress("writing the weights")
@@ -129,10 +132,11 @@ def export(
             node.metadata_props.clear()  # the exporter's stack traces, with paths of this machine
         ir.save(graph_model, draft.folder / MODEL_FILE)
         progress("comparing with transformers")
-        error = largest_error(model, draft.folder / MODEL_FILE, seed=seed)
-        if not error <= tolerance:
+        difference = largest_difference(model, draft.folder / MODEL_FILE, positions=positions, seed=seed)
+        if not difference.error <= tolerance:
             raise ExportError(
-                f"the exported graph's logits differ from transformers by {error:.2e} (relative)",
+                f"the exported graph's logits differ from transformers by {difference.error:.2e} (relative) at "
+                f"{difference.where}",
                 expected=f"at most {tolerance:.0e} (export.tolerance)",
                 remedy="report the model; its graph was not kept",
             )
@@ -149,10 +153,11 @@ def export(
             tied_embeddings=bool(aliases),
             embedding=_parameter_name(model, model.get_input_embeddings().weight),
             rotary=find_rotary(graph_model),
-            max_positions=min(max_positions, int(config.max_position_embeddings)),
+            rotary_factors=factors,
+            max_positions=positions,
             groups=find_groups(graph_model, aliases),
             stop_tokens=_stop_tokens(model, tokenizer),
-            max_relative_error=float(f"{error:.1e}"),
+            max_relative_error=float(f"{difference.error:.1e}"),
             versions={name: version(name) for name in ("torch", "transformers", "onnx", "onnxscript", "onnxruntime")},
         )
         draft.finish(record, parents=parents)

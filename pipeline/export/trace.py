@@ -4,6 +4,10 @@ The model runs unchanged except for its attention, which emits a single operator
 scale, soft cap, window and KV cache. The operator is an ONNX function with a standard-opset body, so the graph runs on
 any ONNX runtime, and each target lowers that one node in its own way.
 
+Nothing that changes attention is dropped. Options of the attention interface are an allow-list, and a model with
+another one (attention sinks, a position bias) is refused. Windows are read from the mask that transformers makes, which
+is what its own attention applies, and a mask that is not causal with at most a window is refused.
+
 Everything else is what ``torch.onnx.export(dynamo=True)`` makes of the module at opset 23; the exporter's own rules
 recognize RMSNormalization and RotaryEmbedding. Parameters are hidden from constant folding, so each
 keeps its checkpoint name and a build can bind other tensors in its place.
@@ -12,6 +16,8 @@ keeps its checkpoint name and a build can bind other tensors in its place.
 from __future__ import annotations
 
 import contextlib
+import inspect
+import re
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +30,22 @@ from tapeout.attention_interface import attention_replaced
 from tapeout.errors import ExportError
 
 OPSET = 23
+# Options of transformers' attention interface that do not change what attention computes outside training.
+HARMLESS = frozenset(
+    {
+        "cache_position",
+        "dropout",  # modules pass 0 in eval mode
+        "logits_to_keep",
+        "output_attentions",
+        "output_hidden_states",
+        "position_ids",  # rotary embeddings are applied before the interface is called
+        "return_dict",
+        "sliding_window",  # of flash attention; the mask says the same
+        "use_cache",
+    }
+)
+MASK_QUERIES = 9  # query positions at which a mask is read, from the first to the last
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass(frozen=True)
@@ -37,17 +59,32 @@ class KVShape:
 
 @dataclass
 class _Trace:
-    """One trace: what the attention function and the wrapper share while the model runs."""
+    """One trace: what the attention and mask functions and the wrapper share while the model runs."""
 
+    positions: int  # the longest sequence of the model
     past: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     mask: torch.Tensor | None = None
     presents: list[torch.Tensor] = field(default_factory=list)
     shapes: list[KVShape] = field(default_factory=list)
+    windows: list[int] = field(default_factory=list)  # of each attention; 0: none
+    masks: list[tuple[torch.Tensor, int]] = field(default_factory=list)  # made in this run, with their windows
 
     def start(self, mask: torch.Tensor | None, past: Sequence[torch.Tensor]) -> None:
-        """Before each run of the model. Without ``past`` the run only collects shapes."""
+        """Before each run of the model. Without ``past`` the run only collects shapes and windows."""
         self.past = list(zip(past[::2], past[1::2], strict=True))
-        self.mask, self.presents, self.shapes = mask, [], []
+        self.mask, self.presents, self.shapes, self.masks = mask, [], [], []
+        if not self.past:
+            self.windows = []
+
+    def make_mask(
+        self, batch_size: int, q_length: int, kv_length: int, *, mask_function: Callable[..., Any], **_: Any
+    ) -> torch.Tensor | None:
+        """transformers' mask interface. In the first run each mask stands for its window; later ones need no mask."""
+        if self.past:
+            return None
+        made = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool)
+        self.masks.append((made, _window(mask_function, self.positions)))
+        return made
 
     def attention(
         self,
@@ -57,13 +94,14 @@ class _Trace:
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
         scaling: float | None = None,
-        sliding_window: int | None = None,
         softcap: float | None = None,
-        **_: Any,
+        is_causal: bool | None = None,
+        **options: Any,
     ) -> tuple[torch.Tensor, None]:
         """transformers' attention interface: ``query [B, heads, S, head]`` in, ``[B, S, heads, head]`` out."""
         layer = len(self.shapes)
         heads, kv_heads, head_size = query.shape[1], key.shape[1], query.shape[3]
+        _refuse_unknown(f"attention {layer} ({type(module).__name__})", options)
         if value.shape[3] != head_size:
             raise ExportError(
                 f"attention {layer} has keys of size {head_size} and values of size {value.shape[3]}",
@@ -72,6 +110,8 @@ class _Trace:
             )
         self.shapes.append(KVShape(int(heads), int(kv_heads), int(head_size)))
         if not self.past:
+            causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            self.windows.append(self._window_of(attention_mask, f"attention {layer} ({type(module).__name__})", causal))
             return torch.zeros_like(query).transpose(1, 2), None
         past_key, past_value = self.past[layer]
         assert self.mask is not None
@@ -83,7 +123,7 @@ class _Trace:
             attrs={
                 "scale": float(scaling if scaling is not None else head_size**-0.5),
                 "softcap": float(softcap or 0.0),
-                "window": int(sliding_window or 0),
+                "window": self.windows[layer],
             },
             dtypes=[query.dtype] * 3,
             shapes=[query.shape, cache, cache],
@@ -91,6 +131,62 @@ class _Trace:
         )
         self.presents += [present_key, present_value]
         return output.transpose(1, 2), None
+
+    def _window_of(self, mask: torch.Tensor | None, name: str, causal: bool) -> int:
+        """The window of the mask that an attention gets. Without a mask, transformers' attention is plainly causal."""
+        known = next((window for made, window in self.masks if made is mask), None)
+        if known is not None:
+            return known
+        if mask is None and causal:
+            return 0
+        raise ExportError(
+            f"{name} {'is not causal' if mask is None else 'gets a mask that transformers did not make'}",
+            expected="causal attention, with a sliding window or without",
+            remedy="choose a causal decoder; bidirectional attention and position biases (ALiBi) are not supported",
+        )
+
+
+def _refuse_unknown(name: str, options: dict[str, Any]) -> None:
+    unknown = sorted(key for key, given in options.items() if given is not None and given is not False)
+    unknown = [key for key in unknown if key not in HARMLESS]
+    if unknown or options.get("dropout"):
+        raise ExportError(
+            f"{name} passes {', '.join(unknown or ['dropout'])} to transformers' attention interface",
+            expected="attention with a scale, a soft cap and a sliding window, and nothing else",
+            remedy="choose another decoder; attention sinks and position biases are not supported",
+        )
+
+
+def _window(allowed: Callable[..., Any], positions: int) -> int:
+    """The sliding window of a mask function of transformers, 0 if it lets a query see all positions before it.
+
+    A query sees itself and ``window - 1`` positions before it. The function is read at queries from the first to the
+    last position, over all keys.
+    """
+    keys = torch.arange(positions)
+    # of one entry and one head; keys after the query are read, too
+    queries = sorted({round(i * (positions - 1) / (MASK_QUERIES - 1)) for i in range(MASK_QUERIES)} | {1 % positions})
+    zero = torch.tensor(0)
+    try:
+        seen = [
+            torch.as_tensor(allowed(zero, zero, torch.tensor(query), keys)).broadcast_to(keys.shape)
+            for query in queries
+        ]
+    except (IndexError, RuntimeError) as error:
+        raise _unsupported_mask("depends on more than positions") from error
+    window = int(seen[-1].sum())
+    band = [(keys <= query) & (keys > query - window) for query in queries]
+    if not all(torch.equal(mask, expected) for mask, expected in zip(seen, band, strict=True)):
+        raise _unsupported_mask("is not a causal band")
+    return 0 if window == positions else window
+
+
+def _unsupported_mask(reason: str) -> ExportError:
+    return ExportError(
+        f"the attention mask {reason}",
+        expected="causal attention, with a sliding window or without",
+        remedy="choose a causal decoder; chunked, bidirectional and prefix attention are not supported",
+    )
 
 
 class _Wrapper(torch.nn.Module):
@@ -119,8 +215,9 @@ def trace(model: Any, progress: Callable[[str], None] = lambda _: None) -> ir.Mo
     int64), ``past_key_values.N.key|value [B, kv_heads, P, head_size]``; outputs ``logits [B, S, V]`` and
     ``present.N.key|value [B, kv_heads, P+S, head_size]``.
     """
-    state = _Trace()
-    with attention_replaced(model, state.attention, mask=lambda *_, **__: None):
+    _refuse_unsupported(model)
+    state = _Trace(longest(model))
+    with attention_replaced(model, state.attention, state.make_mask):
         progress("tracing")
         program = _export_program(model, state)
     graph_model = program.model
@@ -129,6 +226,40 @@ def trace(model: Any, progress: Callable[[str], None] = lambda _: None) -> ir.Mo
     graph_model.functions[("tapeout", "Attention", "")] = attention_function()
     graph_model.opset_imports[ATTENTION_DOMAIN] = 1
     return graph_model
+
+
+def longest(model: Any) -> int:
+    """The longest sequence that the model's configuration allows; positions after it are never computed."""
+    found = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ExportError(
+            f"{type(model).__name__} takes no position_ids",
+            expected="a decoder that gets the position of each token",
+            remedy="choose another decoder; recurrent models and position biases (ALiBi) are not supported",
+        )
+    if not isinstance(found, int) or found < 2:
+        raise ExportError(
+            f"max_position_embeddings of {found} in the configuration of {type(model).__name__}",
+            expected="the length of the longest sequence, at least 2",
+            remedy="add max_position_embeddings to config.json, as the model's authors state it",
+        )
+    return found
+
+
+def _refuse_unsupported(model: Any) -> None:
+    """Refuse what a graph of linears and attention cannot hold: routers of experts, and state beside the KV cache."""
+    for name, module in model.named_modules():
+        kind = ""
+        if name.rpartition(".")[2] == "experts" or type(module).__name__.endswith("Experts"):
+            kind = "is a mixture of experts"
+        elif isinstance(module, torch.nn.Conv1d):
+            kind = "keeps a state beside its KV cache: it mixes tokens by a convolution"
+        if kind:
+            raise ExportError(
+                f"{type(model).__name__} {kind} ({name})",
+                expected="a dense decoder whose tokens meet in attention only",
+                remedy="choose a dense model; mixtures of experts, recurrent and hybrid models are not supported",
+            )
 
 
 def _probe_shapes(model: Any, state: _Trace) -> list[KVShape]:
@@ -141,7 +272,8 @@ def _probe_shapes(model: Any, state: _Trace) -> list[KVShape]:
         raise ExportError(
             f"{type(model).__name__} called the attention interface {len(shapes)} times",
             expected=f"once for each of its {model.config.get_text_config().num_hidden_layers} layers",
-            remedy="recurrent, hybrid and encoder-decoder models are not supported",
+            remedy="recurrent, hybrid and encoder-decoder models, and attention outside transformers' attention "
+            "interface, are not supported",
         )
     return shapes
 
@@ -178,13 +310,19 @@ def _export_program(model: Any, state: _Trace) -> Any:
             raise
         except Exception as error:
             where = modules[-1] if modules else "its top level"
-            reason = str(error).strip().splitlines()
             raise ExportError(
-                f"{type(model).__name__} cannot be exported: module {where} stopped it ({type(error).__name__}: "
-                f"{reason[0] if reason else 'no message'})",
+                f"{type(model).__name__} cannot be exported: module {where} stopped it ({_reason(error)})",
                 expected="a dense decoder whose forward torch.export can trace",
                 remedy="report the module above; the model itself is untouched",
             ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """The first cause of an exception, as one line: torch wraps it in its own, with colors and advice."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = (_ESCAPES.sub("", line).strip() for line in str(error).splitlines())
+    return f"{type(error).__name__}: {next((line for line in lines if line), 'no message')}"
 
 
 @contextlib.contextmanager

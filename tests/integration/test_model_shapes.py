@@ -6,7 +6,6 @@ engine of every family is compared with transformers in tests/unit/test_export.p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,14 @@ import torch
 from safetensors.numpy import load_file
 from torch import Tensor
 
-from engines.bundle import EngineBundle
-from engines.compile import build
-from engines.load import find_target, load, open_probe
-from evals.parity import compare
+from engines.load import load
 from quantization.attention_hook import kv_function
 from quantization.calibrate import calibrate
 from quantization.calibration import layer_file
-from quantization.checkpoint import KV_SCALES, QuantizedModel
-from quantization.compressed_tensors import open_checkpoint
-from quantization.quantize import quantize
-from quantization.reference import QuantizedReference
 from tapeout.artifact import Artifact
 from tapeout.portable_graph import PortableGraph
-from tapeout.recipe import Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize, Recipe, Rule
 from tests.families import FAMILIES, LAYERS, MAX_POSITIONS, export_family
-from tests.plans import written_plan
+from tests.family_engines import ROWS, Made, difference_from_checkpoint, make, recipe, texts, words
 
 SHAPES = (
     "llama-group-of-8",  # heads of 128 channels, eight queries to each KV head, a head of its own
@@ -46,7 +37,6 @@ SHAPES = (
     "opt",  # learned positions
     "gpt2",  # weights stored [in, out]
 )
-ROWS, TOKENS = 8, 48
 SEEN = 16  # positions of calibration rows where thresholds at later ones are looked at
 DOCUMENT_TOKENS, DOCUMENTS = 60, 4
 # Relative to a row's largest logit, as tests/integration/test_batch_invariance.py explains: one row alone has other
@@ -56,60 +46,6 @@ REASSOCIATED, FLIPPED = 2e-5, 3e-2
 DECODED = 6  # tokens after each prefill: what was rounded the other way once stays in the cache
 
 
-def recipe(tokens: int = TOKENS) -> Recipe:
-    """Every kind of product: static int8, blocks of 8, 6 and 4 bits; tables in 6 bits, int8 keys and values."""
-    return Recipe(
-        model=ModelSource(source="file:model"),
-        data=DataSource(source="file:data"),
-        calibrate=Calibrate(samples=ROWS, tokens=tokens),
-        plan=Plan(
-            schemes=(
-                Rule(match="layers.0.o", bits=4, group_size=32, symmetric=True),
-                Rule(match="layers.1.qkv", bits=8, group_size=64, symmetric=True),
-                Rule(match="layers.0.gate_up", bits=6, group_size=64, symmetric=True),
-                Rule(match="layers.*.down", bits=8, group_size=128, symmetric=True),
-                Rule(match="*", bits=8, activations="int8"),
-            ),
-            kv_cache=KVCache(dtype="int8"),
-        ),
-        quantize=Quantize(scale_grid=4),
-    )
-
-
-def words(name: str, rows: int, tokens: int, seed: int) -> list[list[int]]:
-    return np.random.default_rng(seed).integers(3, FAMILIES[name].vocab_size, (rows, tokens)).tolist()
-
-
-def texts(rows: list[list[int]]) -> list[str]:
-    return [" ".join(f"w{word}" for word in row) for row in rows]
-
-
-@dataclass(frozen=True)
-class Made:
-    name: str
-    graph: Artifact[PortableGraph]
-    quantized: Artifact[QuantizedModel]
-    bundle: Artifact[EngineBundle]
-
-
-def make(name: str, folder: Path) -> Made:
-    graph = export_family(name, folder)
-    calibration = calibrate(recipe().calibrate, graph, texts(words(name, ROWS, TOKENS, 1)), folder / "calibration")
-    plan = written_plan(recipe(), graph, folder / "plan")
-    quantized = quantize(recipe().quantize, graph, calibration, plan, folder / "quantized")
-    bundle = build(
-        graph,
-        open_checkpoint(quantized.folder),
-        folder / "bundle",
-        target=find_target("ort-cpu"),
-        precision="mix",
-        slots=2,
-        kv_scales=load_file(quantized.folder / KV_SCALES),
-        parents={},
-    )
-    return Made(name, graph, quantized, bundle)
-
-
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_model_of_this_shape_is_quantized_whole_and_computed_right(name: str, tmp_path: Path) -> None:
     made = make(name, tmp_path)
@@ -117,7 +53,15 @@ def test_a_model_of_this_shape_is_quantized_whole_and_computed_right(name: str, 
     assert_computes_what_the_checkpoint_says(made)
     assert_decodes_what_it_prefills(made)
     if FAMILIES[name].rotary != "none":
-        assert_key_thresholds_hold_at_later_positions(made, tmp_path)
+        assert_key_thresholds_hold_at_later_positions(made.graph, name, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["minicpm3", "youtu"])
+def test_key_thresholds_of_latent_attention_hold_at_later_positions(name: str, tmp_path: Path) -> None:
+    """Its heads are rotated in their last part, as halves, or as a complex product."""
+    graph = export_family(name, tmp_path)
+    assert graph.record.rotary == "half"
+    assert_key_thresholds_hold_at_later_positions(graph, name, tmp_path)
 
 
 def assert_planned_kernels(made: Made) -> None:
@@ -134,14 +78,7 @@ def assert_planned_kernels(made: Made) -> None:
 
 
 def assert_computes_what_the_checkpoint_says(made: Made) -> None:
-    documents = words(made.name, DOCUMENTS, DOCUMENT_TOKENS, 2)
-    head = next(group.members[0] for group in made.graph.record.groups if group.name == "lm_head")
-    reference = QuantizedReference(made.quantized.folder, int8_activations=True)
-    items = compare(open_probe(made.bundle, threads=1), reference, documents, head=head)
-    tokens = sum(item.tokens for item in items)
-    assert sum(item.kl_sum for item in items) < 1e-5 * tokens  # the bounds of test_engine_parity.py
-    assert sum(item.agree for item in items) > 0.995 * tokens
-    assert max(item.worst_error for item in items) < 0.01  # the gate's bound
+    assert difference_from_checkpoint(made, DOCUMENTS, DOCUMENT_TOKENS) == ""
 
 
 def assert_decodes_what_it_prefills(made: Made) -> None:
@@ -160,14 +97,14 @@ def assert_decodes_what_it_prefills(made: Made) -> None:
     assert relative.max() <= FLIPPED and np.median(relative) <= REASSOCIATED
 
 
-def assert_key_thresholds_hold_at_later_positions(made: Made, folder: Path) -> None:
+def assert_key_thresholds_hold_at_later_positions(graph: Artifact[PortableGraph], name: str, folder: Path) -> None:
     """Rotation moves length between two channels of a pair, wherever they lie in the head, never beyond its norm."""
     from transformers import AutoModelForCausalLM
 
-    rows = words(made.name, ROWS, SEEN, 4)
-    calibration = calibrate(recipe(SEEN).calibrate, made.graph, texts(rows), folder / "short")
+    rows = words(name, ROWS, SEEN, 4)
+    calibration = calibrate(recipe(SEEN).calibrate, graph, texts(rows), folder / "short")
     found = load_file(calibration.folder / layer_file(0))
-    keys = later_keys(AutoModelForCausalLM.from_pretrained(made.graph.folder), rows)
+    keys = later_keys(AutoModelForCausalLM.from_pretrained(graph.folder), rows)
     assert (keys <= found["layers.0.k_pair_absmax"] * 1.0001).all()
     assert (keys > found["layers.0.k_absmax"] * 1.01).any()  # the channels by themselves did grow
 

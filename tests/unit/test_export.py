@@ -3,49 +3,20 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from engines.compile import build
-from engines.load import find_target, load
 from engines.native import unsupported
-from engines.protocol import Engine, FloatArray
 from pipeline.export.export import bind_weights, load_checkpoint, tied_parameters
 from pipeline.export.trace import trace
 from quantization.compressed_tensors import open_checkpoint
 from tapeout.errors import ExportError
 from tests.families import FAMILIES, LAYERS, VOCAB_SIZE, export_family, random_model, save_checkpoint
+from tests.family_engines import PROMPTS, build_float, largest_errors
 
 TOLERANCE = 1e-3  # of the issue; what is measured is near 1e-6
-PROMPTS = (5, 13, 22, 31)  # tokens: shorter and longer than the sliding windows of the families
-DECODED = 4
-
-
-def reference(model: Any, tokens: Sequence[int]) -> FloatArray:
-    import torch
-
-    with torch.no_grad():
-        return model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0].numpy()
-
-
-def relative_error(actual: FloatArray, expected: FloatArray) -> float:
-    """Largest error of a row over the row's largest logit."""
-    assert actual.shape == expected.shape and np.isfinite(actual).all()
-    return float((np.abs(actual - expected) / np.abs(expected).max(axis=-1, keepdims=True)).max())
-
-
-def prefill_in_chunks(engine: Engine, slot: int, tokens: Sequence[int], chunks: Sequence[int]) -> FloatArray:
-    """Logits of every token, fed in chunks of these sizes."""
-    parts: list[FloatArray] = []
-    start = 0
-    for size in chunks:
-        parts.append(engine.prefill(slot, tokens[start : start + size], start=start, positions=range(size)))
-        start += size
-    return np.concatenate(parts)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -55,34 +26,10 @@ def test_a_family_keeps_its_logits_in_the_graph_and_in_the_engine(name: str, tmp
     assert graph.record.max_relative_error <= TOLERANCE
     assert graph.record.layers == LAYERS and graph.record.vocab_size == FAMILIES[name].vocab_size
     assert graph.record.rotary == FAMILIES[name].rotary
-    bundle = build(
-        graph,
-        open_checkpoint(graph.folder),
-        tmp_path / "bundle",
-        target=find_target("ort-cpu"),
-        precision="float32",
-        slots=len(PROMPTS),
-        kv_scales={},
-        parents={},
-    )
+    bundle = build_float(graph, tmp_path / "bundle", slots=len(PROMPTS))
     attention = "GroupQueryAttention" if unsupported() else "CachedAttention"
     assert bundle.record.census[attention] == LAYERS
-
-    tokens = [np.random.default_rng(n).integers(3, VOCAB_SIZE, n + DECODED).tolist() for n in PROMPTS]
-    expected = [reference(model, row) for row in tokens]
-    engine = load(bundle.folder, threads=1)
-    try:
-        for slot, (length, row) in enumerate(zip(PROMPTS, tokens, strict=True)):
-            logits = engine.prefill(slot, row[:length], positions=range(length))
-            assert relative_error(logits, expected[slot][:length]) < TOLERANCE
-        for step in range(DECODED):  # rows of different lengths together
-            lengths = [length + step for length in PROMPTS]
-            logits = engine.decode([row[n] for row, n in zip(tokens, lengths, strict=True)], lengths)
-            assert relative_error(logits, np.stack([e[n] for e, n in zip(expected, lengths, strict=True)])) < TOLERANCE
-        chunked = prefill_in_chunks(engine, 0, tokens[3], (9, 2, 1, 17))  # over what the slot held before
-        assert relative_error(chunked, expected[3][:29]) < TOLERANCE
-    finally:
-        engine.close()
+    assert all(error < TOLERANCE for error in largest_errors(bundle, model, name).values())
 
 
 def test_a_head_that_is_not_tied_is_told_from_one_that_is(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.export.check import largest_error
-from tests.families import export_family, random_model
+from pipeline.export.check import largest_difference
+from tests.families import MAX_POSITIONS, export_family, random_model
 
 
 @pytest.fixture(scope="module")
@@ -18,18 +18,24 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_same_weights_agree(graph: Path) -> None:
-    assert largest_error(random_model("llama"), graph) < 1e-4
+    assert largest_difference(random_model("llama"), graph, positions=MAX_POSITIONS).error < 1e-4
+
+
+def test_few_positions_are_enough(graph: Path) -> None:
+    """An engine of two positions has no room for late pieces."""
+    for positions in (2, 3, 8, 9):
+        assert largest_difference(random_model("llama"), graph, positions=positions).error < 1e-4
 
 
 def test_one_weight_slightly_off_is_seen(graph: Path) -> None:
     model = random_model("llama")
     with torch.no_grad():
         model.model.layers[1].self_attn.v_proj.weight.mul_(1.02)
-    assert 1e-4 < largest_error(model, graph) < 1
+    assert 1e-4 < largest_difference(model, graph, positions=MAX_POSITIONS).error < 1
 
 
 def test_a_reference_that_is_not_a_number_does_not_pass(graph: Path) -> None:
     model = random_model("llama")
     with torch.no_grad():
         model.model.norm.weight[0] = math.nan
-    assert largest_error(model, graph) == math.inf
+    assert largest_difference(model, graph, positions=MAX_POSITIONS).error == math.inf

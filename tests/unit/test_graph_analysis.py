@@ -7,6 +7,7 @@ import onnx_ir as ir
 import pytest
 
 from tapeout.attention_function import ATTENTION_DOMAIN
+from tapeout.errors import ExportError
 from tapeout.graph_analysis import find_groups, find_linears, find_rotary
 from tapeout.portable_graph import LinearGroup, ScaleSink
 from tests.lowering import linear, model_of, named, op, parameter, value
@@ -46,7 +47,9 @@ def heads(flat: ir.Value, count: int, name: str) -> ir.Value:
     return op("Transpose", [rows], ["batch", count, "tokens", HEAD], perm=[0, 2, 1, 3])
 
 
-def decoder(*, fused: bool = False, biased: bool = False, gated: bool = True, offset: bool = False) -> ir.Model:
+def decoder(
+    *, fused: bool = False, biased: bool = False, gated: bool = True, offset: bool = False, residual: float = 1.0
+) -> ir.Model:
     """One layer and a head over an embedded stream."""
     ids = value("input_ids", ["batch", "tokens"], ir.DataType.INT64)
     mask = value("attention_mask", ["batch", "total"], ir.DataType.INT64)
@@ -56,6 +59,9 @@ def decoder(*, fused: bool = False, biased: bool = False, gated: bool = True, of
     def fc(source: ir.Value, name: str, rows: int) -> ir.Value:
         columns = int(source.shape[-1])  # type: ignore[index,arg-type]
         return linear(source, f"h.0.{name}", weights(rows, columns), vector(rows) if biased else None)
+
+    def branch(y: ir.Value, name: str) -> ir.Value:
+        return y if residual == 1 else op("Mul", [y, parameter(f"by_{name}", np.array(residual, np.float32))], STREAM)
 
     normed = norm(x, "h.0.n1", offset=offset)
     widths = [HEADS * HEAD, KV_HEADS * HEAD, KV_HEADS * HEAD]
@@ -82,7 +88,7 @@ def decoder(*, fused: bool = False, biased: bool = False, gated: bool = True, of
     rows = op("Transpose", [attended], ["batch", "tokens", HEADS, HEAD], perm=[0, 2, 1, 3])
     flat = op("Reshape", [rows, parameter("shape_o", np.array([0, 0, HEADS * HEAD], np.int64))])
     flat.shape = ir.Shape(["batch", "tokens", HEADS * HEAD])
-    x = op("Add", [x, fc(flat, "d", HIDDEN)], STREAM)
+    x = op("Add", [x, branch(fc(flat, "d", HIDDEN), "d")], STREAM)
     normed = norm(x, "h.0.n2", offset=offset)
     inner = ["batch", "tokens", INNER]
     if not gated:
@@ -93,7 +99,7 @@ def decoder(*, fused: bool = False, biased: bool = False, gated: bool = True, of
         else:
             gate, up = fc(normed, "e", INNER), fc(normed, "f", INNER)
         hidden = op("Mul", [op("Relu", [gate], inner), up], inner)
-    x = op("Add", [x, fc(hidden, "g", HIDDEN)], STREAM)
+    x = op("Add", [branch(fc(hidden, "g", HIDDEN), "g"), x], STREAM)
     logits = named("logits", linear(norm(x, "nf"), "head", weights(VOCAB, HIDDEN)))
     return model_of([ids, mask, positions, *past], [logits])
 
@@ -115,6 +121,41 @@ def test_groups_of_a_gated_block(biased: bool) -> None:
     assert groups["layers.0.qkv"].out_features == (32, 16, 16) and groups["layers.0.down"].in_features == INNER
     expected = ("h.0.a.bias", "h.0.b.bias", "h.0.c.bias") if biased else (None, None, None)
     assert groups["layers.0.qkv"].biases == expected
+
+
+def test_a_scaled_residual_is_no_rotary_embedding() -> None:
+    plain, scaled = by_name(decoder()), by_name(decoder(residual=0.4))
+    assert list(plain) == list(scaled) == ["layers.0.qkv", "layers.0.o", "layers.0.gate_up", "layers.0.down", "lm_head"]
+    assert [group.members for group in plain.values()] == [group.members for group in scaled.values()]
+
+
+def test_a_rotary_embedding_written_out_is_no_residual() -> None:
+    """Linears before it are still those of queries and keys."""
+    model = decoder()
+    positions = next(value for value in model.graph.inputs if value.name == "position_ids")
+    for number, node in enumerate(n for n in list(model.graph) if n.op_type == "RotaryEmbedding"):
+        x = node.inputs[0]
+        assert x is not None
+        tables = [op("Cast", [positions], ["batch", "tokens"], to=ir.DataType.FLOAT.value) for _ in range(2)]
+        turned_by = [op("Mul", [part, table], x.shape) for part, table in zip((x, op("Neg", [x])), tables, strict=True)]
+        written = op("Add", turned_by, x.shape)
+        for made in (*tables, turned_by[1].producer().inputs[0], *turned_by, written):  # type: ignore[union-attr]
+            assert made is not None
+            made_by = made.producer()
+            assert made_by is not None and number < 2
+            model.graph.insert_before(node, made_by)
+        ir.convenience.replace_all_uses_with(node.outputs[0], written)
+        model.graph.remove(node, safe=True)
+    assert by_name(model)["layers.0.qkv"].members == ("h.0.a.weight", "h.0.b.weight", "h.0.c.weight")
+
+
+def test_two_linears_over_one_weight_are_refused() -> None:
+    model = decoder()
+    first = next(node for node in model.graph if node.op_type == "MatMul")
+    again = ir.node("MatMul", list(first.inputs))
+    model.graph.insert_after(first, again)
+    with pytest.raises(ExportError, match=r"2 linears read h\.0\.a\.weight"):
+        find_groups(model, {})
 
 
 def test_fused_projections_are_groups_of_one() -> None:

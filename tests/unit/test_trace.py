@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import onnx_ir as ir
 import pytest
 
-from pipeline.export.trace import trace
+from pipeline.export.trace import _reason, trace
 from tapeout.errors import ExportError
-from tests.families import VOCAB_SIZE, random_model
+from tapeout.graph_analysis import is_attention
+from tests.families import random_model
 
 
 def test_a_module_that_cannot_be_traced_is_named() -> None:
@@ -36,18 +35,34 @@ def test_a_module_that_cannot_be_traced_is_named() -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize("model_type", ["bloom", "gptj"])
-def test_attention_outside_the_interface_is_refused(model_type: str) -> None:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("gptj", "called the attention interface 0 times"),
+        ("bloom", "takes no position_ids"),
+        ("falcon_h1", "keeps a state beside its KV cache"),
+        ("minicpm3-uneven-heads", "keys of size 16 and values of size 8"),
+    ],
+)
+def test_what_a_graph_cannot_hold_is_refused(name: str, found: str) -> None:
+    with pytest.raises(ExportError, match=found):
+        trace(random_model(name))
 
-    rotary = {"rotary_dim": 8} if model_type == "gptj" else {}
-    config: Any = AutoConfig.for_model(
-        model_type, hidden_size=64, n_layer=2, n_head=4, vocab_size=VOCAB_SIZE, bos_token_id=1, eos_token_id=2, **rotary
-    )
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with pytest.raises(ExportError, match="called the attention interface 0 times"):
-        trace(model)
+
+def test_a_message_has_the_first_cause_and_no_colors() -> None:
+    outer = RuntimeError("\x1b[96mFailed to export\x1b[0m\nadvice")
+    outer.__cause__ = ValueError("\n\x1b[31mthe cause\x1b[0m\nmore")
+    assert _reason(outer) == "ValueError: the cause"
+
+
+def test_windows_are_those_of_the_masks() -> None:
+    """The option ``sliding_window`` is for flash attention: transformers' own attention applies the mask alone."""
+    model = random_model("gemma3")
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = None
+    windows = [node.attributes["window"].as_int() for node in trace(model).graph if is_attention(node)]
+    expected = [8 if kind == "sliding_attention" else 0 for kind in model.config.layer_types]
+    assert windows == expected and 8 in windows
 
 
 def test_a_trace_inside_another_leaves_it_alone() -> None:

@@ -79,3 +79,17 @@ def test_angles_that_depend_on_more_than_positions_stay() -> None:
         ("RotaryEmbedding y: its angles depend on more than positions; computed in every step",),
     )
     assert operators(model) == before
+
+
+def test_angles_that_depend_on_the_largest_position_of_a_call_stay() -> None:
+    """A table would hold for every sequence what one of the greatest length gets, as with factors of longrope."""
+    q, positions = value("q", HEADS), value("position_ids", ["batch", "tokens"], ir.DataType.INT64)
+    floats = op("Cast", [positions], ["batch", "tokens"], to=ir.DataType.FLOAT.value)
+    longest = op("ReduceMax", [floats], [1, 1], keepdims=1)
+    scale = op("Max", [longest, parameter("original", np.array(6, np.float32))], [1, 1])
+    turned, *_ = rotary(q, op("Div", [angles(positions, parameter("frequencies", FREQUENCIES)), scale]))
+    turned.shape = ir.Shape(HEADS)
+    model = model_of([q, positions], [named("y", turned)])
+    outcome = apply(lowering(model, max_tokens=16), rotary_tables)
+    assert outcome.matched == 0
+    assert outcome.declined == ("RotaryEmbedding y: its angles depend on more than positions; computed in every step",)
