@@ -1,0 +1,190 @@
+"""The tokenizer of a checkpoint: kept byte for byte, and compared with the one that transformers makes of it.
+
+Engines and evaluation encode with ``tokenizer.json`` alone. transformers may build another tokenizer from the same
+folder: some of its classes replace the pre-tokenizer or the post-processor of the file. Then nobody can say which of
+the two the model was trained with, so a difference is refused with an example.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from pipeline.export.gguf import read_header
+from pipeline.export.tensor_files import few
+from tapeout.errors import ExportError
+
+FILE = "tokenizer.json"
+SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+CONFIG = "tokenizer_config.json"
+# Classes that read the file as it is. transformers 5.23 overrules them for some types of models, such as qwen2.
+AS_IT_IS = ("PreTrainedTokenizerFast", "TokenizersBackend")
+OTHER_FILES = ("vocab.json", "vocab.txt", "merges.txt", *SENTENCEPIECE)
+# Where tokenizers differ: scripts, digits, white space, code, punctuation, case, composed characters, emoji.
+TEXTS = (
+    "The quick brown fox jumps over the lazy dog, doesn't it? I'LL say WE'VE seen it.",
+    " a leading space,  two  spaces,   three\ttabs\t\tand\nnew\n\nlines\r\nand trailing   ",
+    "1 12 123 1234 12345 123456 3.14159 1,000,000 2024-02-29 0x1F 1e-3 ½ ² ٣٤٥",
+    "def f(x: int) -> int:\n    return x**2  # square\n\n\tif (a != b && c <= d) { e[0] += 'x'; }\n",
+    "https://example.org/a_b-c?d=e&f=%20#g user@example.com C:\\path\\file.txt /usr/bin/env",
+    "Größe Straße naïve café cafe\u0301 ﬁnance Ａｂｃ İstanbul Æsir œuvre señor",
+    "Быстрая лиса прыгает. Η γρήγορη αλεπού. השועל המהיר. الثعلب السريع. तेज़ लोमड़ी।",
+    "敏捷的棕色狐狸。素早い茶色の狐。빠른 갈색 여우. สุนัขจิ้งจอกสีน้ำตาล",
+    "🦊 👍🏽 👨‍👩‍👧‍👦 🇺🇳 ❤️ ∑∫√≠≤ → … — “quoted” ‘single’ «guillemets»",
+    "\u200b zero width \u00a0 no-break \u3000 wide \ufeff mark \u0000 null \x1b escape \ufffd",
+    "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa !!!!!!!! ........ -------- ________",
+    "",
+    " ",
+    "x",
+    "word " * 3000,
+)
+
+
+def save_tokenizer(checkpoint: Path, entry: str, folder: Path, rows: int) -> Any:
+    """Write the tokenizer's files into ``folder``; the tokenizer as transformers has it.
+
+    ``rows``: of the embedding. :class:`ExportError` for a tokenizer that is missing, ambiguous or too large.
+    """
+    tokenizer = _load(checkpoint, entry)
+    tokenizer.save_pretrained(folder)
+    kept = checkpoint / FILE
+    if not entry and kept.is_file():
+        shutil.copyfile(kept, folder / FILE)
+    if not (folder / FILE).is_file():
+        raise ExportError(
+            f"{type(tokenizer).__name__} cannot be written as {FILE}",
+            expected=f"a tokenizer that the tokenizers library runs: {FILE}",
+            remedy=f"convert it to {FILE}, and put that beside the weights",
+        )
+    served: Any = _read(folder / FILE)
+    _require_rows(served, rows)
+    _require_same(served, tokenizer)
+    if entry:
+        _require_tokens(served, read_header(checkpoint / entry).tokens, entry)
+    return tokenizer
+
+
+def _load(checkpoint: Path, entry: str) -> Any:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    files = [name for name in (FILE, *OTHER_FILES) if (checkpoint / name).is_file()]
+    if not entry and not files:
+        raise ExportError(
+            f"no tokenizer in {checkpoint}",
+            expected=f"{FILE}, or one of {', '.join(OTHER_FILES)}",
+            remedy="copy the tokenizer's files from the model that this checkpoint was made from",
+        )
+    kind: Any = AutoTokenizer
+    if FILE in files and not entry:
+        _read(checkpoint / FILE)
+        kind = PreTrainedTokenizerFast if _declared_class(checkpoint / CONFIG) in AS_IT_IS else AutoTokenizer
+    options = {"gguf_file": entry} if entry else {}
+    try:
+        return kind.from_pretrained(checkpoint, **options)
+    except Exception as error:  # a library's own words about files that it cannot read
+        sentencepiece = [name for name in files if name in SENTENCEPIECE] if FILE not in files else []
+        raise ExportError(
+            f"transformers cannot read the tokenizer of {checkpoint / entry} ({few(files) or 'in the file'}): "
+            f"{' '.join(str(error).split()) or type(error).__name__}",
+            expected=f"a tokenizer that transformers reads without remote code, best as {FILE}",
+            remedy=f"convert {sentencepiece[0]} with `pip install sentencepiece`, then "
+            "`AutoTokenizer.from_pretrained(folder).save_pretrained(folder)`"
+            if sentencepiece
+            else f"complete the checkpoint with its {FILE}",
+        ) from error
+
+
+def _declared_class(path: Path) -> str | None:
+    try:
+        return json.loads(path.read_text(encoding="utf-8")).get("tokenizer_class")
+    except FileNotFoundError:
+        return None
+    except (ValueError, AttributeError) as error:
+        raise ExportError(
+            f"{path.name} of the checkpoint is not a JSON mapping: {error}", remedy="complete the checkpoint"
+        ) from error
+
+
+def _read(path: Path) -> Any:
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise ExportError(
+            f"{path.name} of the checkpoint cannot be read: {error}",
+            expected="a file of the tokenizers library",
+            remedy="fetch the checkpoint again, or save its tokenizer with a current transformers",
+        ) from error
+
+
+def _require_rows(served: Any, rows: int) -> None:
+    beyond = {token: number for token, number in served.get_vocab(True).items() if number >= rows}
+    if beyond:
+        first = sorted(beyond.items(), key=lambda item: item[1])
+        raise ExportError(
+            f"the tokenizer has ids that the embedding has no row for: {few(f'{t!r} is {n}' for t, n in first)}",
+            expected=f"ids below {rows}",
+            remedy="resize the embedding as the tokenizer's author did, or take the tokenizer of this checkpoint",
+        )
+
+
+def _require_same(served: Any, reference: Any) -> None:
+    """The same vocabulary, the same ids for every text with and without special tokens, and the same text again."""
+    ours, theirs = served.get_vocab(True), reference.get_vocab()
+    if ours != theirs:
+        token = min(t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t))
+        raise _differ(f"token {token!r} is {_id(ours.get(token))}", _id(theirs.get(token)))
+    for text in _texts(reference):
+        for special in (False, True):
+            ids: list[int] = served.encode(text, add_special_tokens=special).ids
+            expected: list[int] = reference(text, add_special_tokens=special).input_ids
+            if ids != expected:
+                raise _differ(*_first_difference(text, ids, expected))
+        decoded = served.decode(ids, skip_special_tokens=False)
+        if decoded != reference.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False):
+            raise _differ(f"the ids of {text[:40]!r} decode to {decoded[:60]!r}", "another text")
+
+
+def _texts(reference: Any) -> Iterator[str]:
+    yield from TEXTS
+    for token in dict.fromkeys([*reference.all_special_tokens, *reference.get_added_vocab()][:256]):
+        yield f"before {token} after{token}{token}end"
+
+
+def _first_difference(text: str, ids: Sequence[int], expected: Sequence[int]) -> tuple[str, str]:
+    at = next((i for i, (a, b) in enumerate(zip(ids, expected, strict=False)) if a != b), min(len(ids), len(expected)))
+    start = max(0, at - 2)
+    return f"{text[:60]!r} is {len(ids)} ids, from the {start}th {list(ids[start : at + 6])}", (
+        f"{len(expected)} ids, {list(expected[start : at + 6])}"
+    )
+
+
+def _differ(found: str, expected: str) -> ExportError:
+    return ExportError(
+        f"{FILE} and the tokenizer that transformers makes of this checkpoint differ: by the file, {found}; by "
+        f"transformers, {expected}",
+        expected="one tokenizer: an engine encodes with the file, the reference with transformers",
+        remedy='if the file is right, set "tokenizer_class": "PreTrainedTokenizerFast" in tokenizer_config.json, and '
+        "add_bos_token and add_eos_token as the file has them; if transformers is right, save its tokenizer over the "
+        "file with save_pretrained",
+    )
+
+
+def _id(number: int | None) -> str:
+    return "no token" if number is None else f"id {number}"
+
+
+def _require_tokens(served: Any, tokens: Sequence[str], entry: str) -> None:
+    """A GGUF file lists its tokens by id."""
+    different = [number for number, token in enumerate(tokens) if served.id_to_token(number) != token]
+    if different:
+        number = different[0]
+        raise ExportError(
+            f"{entry} says that token {number} is {tokens[number]!r}; converted, it is {served.id_to_token(number)!r}",
+            expected=f"its {len(tokens)} tokens, each with its id ({len(different)} differ)",
+            remedy="take the safetensors checkpoint that the file was made from",
+        )
