@@ -157,16 +157,14 @@ def _compressed(left: Left, config: Mapping[str, Any]) -> dict[str, torch.Tensor
             codes = _tensor(packing.codes(words.numpy(), columns))
             if zeros is not None:
                 zeros = _tensor(packing.codes(np.ascontiguousarray(zeros.numpy().T), rows).T)
-            offset = float(1 << (bits - 1)) if zeros is None else zeros
+            offset = torch.tensor(float(1 << (bits - 1))) if zeros is None else zeros
         else:
             codes = _part(left, module, "weight").float()
-            offset = 0.0 if zeros is None else zeros.float()
+            offset = torch.zeros(()) if zeros is None else zeros.float()
         order = _part(left, module, "weight_g_idx") if f"{module}.weight_g_idx" in left else None
         block = weights.get("block_structure")
-        spread = [
-            part if isinstance(part, float) else _spread(part, codes, block, module, order) for part in (offset, scale)
-        ]
-        found[f"{module}.weight"] = (codes - spread[0]) * spread[1]
+        offsets, scales = (_spread(part, codes, block, module, order) for part in (offset, scale))
+        found[f"{module}.weight"] = (codes - offsets) * scales
     return found
 
 

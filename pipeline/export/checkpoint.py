@@ -38,14 +38,11 @@ class LoadedCheckpoint:
 
 
 def load_checkpoint(folder: Path, entry: str = "") -> LoadedCheckpoint:
-    """The model of a checkpoint folder, or of the GGUF file ``entry`` in it; :class:`ExportError` says what is wrong."""
+    """The model of a checkpoint folder, or of the GGUF file ``entry`` in it."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    if entry.endswith(".gguf"):
-        loaded = _load_gguf(folder, entry)
-    else:
-        loaded = _load_folder(folder)
+    loaded = _load_gguf(folder, entry) if entry.endswith(".gguf") else _load_folder(folder)
     _require_finite(loaded.model)
     return loaded
 
@@ -146,8 +143,8 @@ def _require_decoder(config: Any, architectures: Any, where: str) -> Any:
             raise ExportError(
                 f"{CONFIG} of {where} names the architecture {', '.join(map(str, named)) or 'none'}",
                 expected=f"{kind.__name__}, the causal language model of type {config.model_type}",
-                remedy="choose a checkpoint with a language-model head: classifiers, reward models and embedding models "
-                "predict no tokens",
+                remedy="choose a checkpoint with a language-model head: classifiers, reward models and embedding "
+                "models predict no tokens",
             )
     _require_sizes(config, where)
     try:

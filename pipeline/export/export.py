@@ -16,6 +16,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
+from pipeline.export.adapter import merge_adapter
 from pipeline.export.check import largest_error
 from pipeline.export.checkpoint import load_checkpoint
 from pipeline.export.tokenizer import save_tokenizer
@@ -84,16 +85,23 @@ def export(
     entry: str,
     folder: Path,
     *,
+    adapter: Path | None = None,
     max_positions: int,
     tolerance: float,
     seed: int,
     parents: Parents,
     progress: Callable[[str], None] = lambda _: None,
 ) -> artifact.Artifact[PortableGraph]:
-    """Export a checkpoint and check it: max relative logit error of the graph on ONNX Runtime at most ``tolerance``."""
+    """Export a checkpoint and check it: max relative logit error of the graph on ONNX Runtime at most ``tolerance``.
+
+    ``adapter``: the folder of a LoRA adapter, which is merged into the weights first.
+    """
     progress("loading the checkpoint")
     loaded = load_checkpoint(checkpoint, entry)
     model = loaded.model
+    if adapter is not None:
+        progress("merging the adapter")
+        merge_adapter(model, adapter)
     with artifact.create(folder, PortableGraph) as draft:
         progress("comparing the tokenizer with transformers'")
         tokenizer = save_tokenizer(checkpoint, entry, draft.folder, int(model.get_input_embeddings().weight.shape[0]))

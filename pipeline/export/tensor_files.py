@@ -55,7 +55,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         )
     found: dict[str, StoredTensor] = {}
     for name in read:
-        for tensor in _header(folder / name):
+        for tensor in read_header(folder / name):
             if tensor.name in found:
                 raise ExportError(
                     f"{tensor.name} is stored twice: in {found[tensor.name].file.name} and in {name}",
@@ -80,6 +80,21 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     return found
 
 
+def read_header(path: Path) -> list[StoredTensor]:
+    """The tensors of one file; :class:`ExportError` where it is empty, cut off or no safetensors file."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  no mapping
+            return [StoredTensor(path, n, str(s.get_dtype()), tuple(s.get_shape())) for n, s in parts.items()]
+    except (SafetensorError, OSError) as error:
+        size = path.stat().st_size if path.is_file() else 0
+        raise ExportError(
+            f"{path.name} is not a complete safetensors file: {error} ({size} bytes)",
+            expected="a file whose header and tensors are all there",
+            remedy="fetch it again: it is empty, cut off or of another format",
+        ) from error
+
+
 def few(names: Iterable[str]) -> str:
     """The first names, and how many there are.
 
@@ -89,20 +104,6 @@ def few(names: Iterable[str]) -> str:
     listed = list(names)
     more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
     return ", ".join(listed[:3]) + more
-
-
-def _header(path: Path) -> list[StoredTensor]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  no mapping
-            return [StoredTensor(path, n, str(s.get_dtype()), tuple(s.get_shape())) for n, s in parts.items()]
-    except (SafetensorError, OSError) as error:
-        size = path.stat().st_size
-        raise ExportError(
-            f"{path.name} is not a complete safetensors file: {error} ({size} bytes)",
-            expected="a file whose header and tensors are all there",
-            remedy="fetch it again: it is empty, cut off or of another format",
-        ) from error
 
 
 def _index(folder: Path) -> Mapping[str, str]:

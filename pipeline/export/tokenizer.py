@@ -62,6 +62,7 @@ def save_tokenizer(checkpoint: Path, entry: str, folder: Path, rows: int) -> Any
             remedy=f"convert it to {FILE}, and put that beside the weights",
         )
     served: Any = _read(folder / FILE)
+    _require_whole(served)
     _require_rows(served, rows)
     _require_same(served, tokenizer)
     if entry:
@@ -119,6 +120,16 @@ def _read(path: Path) -> Any:
             expected="a file of the tokenizers library",
             remedy="fetch the checkpoint again, or save its tokenizer with a current transformers",
         ) from error
+
+
+def _require_whole(served: Any) -> None:
+    """Some files cut or pad every text, which transformers ignores."""
+    if served.truncation is not None or served.padding is not None:
+        raise ExportError(
+            f"{FILE} cuts or pads every text: truncation {served.truncation}, padding {served.padding}",
+            expected="texts as they are",
+            remedy=f'set "truncation": null and "padding": null in {FILE}',
+        )
 
 
 def _require_rows(served: Any, rows: int) -> None:

@@ -101,7 +101,10 @@ def test_names_of_a_first_release_give_way_to_those_the_graph_carries(tmp_path: 
     np.testing.assert_array_equal(
         stored.weight("lm_head.weight"), open_checkpoint(checkpoint).weight("embed_out.weight")
     )
-    assert load_checkpoint(graph.folder).model.lm_head.weight.shape == (VOCAB_SIZE, 64)  # and transformers still reads it
+    assert load_checkpoint(graph.folder).model.lm_head.weight.shape == (
+        VOCAB_SIZE,
+        64,
+    )  # and transformers still reads it
 
 
 def test_a_graph_that_differs_from_transformers_is_not_kept(tmp_path: Path) -> None:
@@ -112,7 +115,7 @@ def test_a_graph_that_differs_from_transformers_is_not_kept(tmp_path: Path) -> N
 
 
 def test_a_folder_that_holds_no_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match="no config.json"):
+    with pytest.raises(ExportError, match=r"no config\.json"):
         load_checkpoint(tmp_path)
 
 
