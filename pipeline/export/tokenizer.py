@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,7 @@ def save_tokenizer(checkpoint: Path, entry: str, folder: Path, rows: int) -> Any
     _require_whole(served)
     _require_rows(served, rows)
     _require_same(served, tokenizer)
+    _require_ends(served, tokenizer, {} if entry else _read_config(checkpoint / CONFIG))
     if entry:
         _require_tokens(served, read_header(checkpoint / entry).tokens, entry)
     return tokenizer
@@ -83,7 +84,11 @@ def _load(checkpoint: Path, entry: str) -> Any:
     kind: Any = AutoTokenizer
     if FILE in files and not entry:
         _read(checkpoint / FILE)
-        kind = PreTrainedTokenizerFast if _declared_class(checkpoint / CONFIG) in AS_IT_IS else AutoTokenizer
+        kind = (
+            PreTrainedTokenizerFast
+            if _read_config(checkpoint / CONFIG).get("tokenizer_class") in AS_IT_IS
+            else AutoTokenizer
+        )
     options = {"gguf_file": entry} if entry else {}
     try:
         return kind.from_pretrained(checkpoint, **options)
@@ -100,12 +105,12 @@ def _load(checkpoint: Path, entry: str) -> Any:
         ) from error
 
 
-def _declared_class(path: Path) -> str | None:
+def _read_config(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8")).get("tokenizer_class")
+        return dict(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
-        return None
-    except (ValueError, AttributeError) as error:
+        return {}
+    except (ValueError, TypeError) as error:
         raise ExportError(
             f"{path.name} of the checkpoint is not a JSON mapping: {error}", remedy="complete the checkpoint"
         ) from error
@@ -158,6 +163,21 @@ def _require_same(served: Any, reference: Any) -> None:
         decoded = served.decode(ids, skip_special_tokens=False)
         if decoded != reference.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False):
             raise _differ(f"the ids of {text[:40]!r} decode to {decoded[:60]!r}", "another text")
+
+
+def _require_ends(served: Any, reference: Any, config: Mapping[str, Any]) -> None:
+    """``add_bos_token`` and ``add_eos_token`` of tokenizer_config.json, which other programs obey, say the same."""
+    ids: list[int] = served.encode("text").ids
+    for name, token, at in (("bos", reference.bos_token_id, 0), ("eos", reference.eos_token_id, -1)):
+        said, done = config.get(f"add_{name}_token"), bool(ids) and token is not None and ids[at] == token
+        if isinstance(said, bool) and said != done:
+            raise ExportError(
+                f"{CONFIG} says add_{name}_token {str(said).lower()}, and {FILE} "
+                + ("adds it" if done else "does not add it"),
+                expected="one answer: whether a text gets that token decides what the model computes",
+                remedy=f"set add_{name}_token: {str(done).lower()} if {FILE} is as the model was trained, else correct "
+                "its post_processor",
+            )
 
 
 def _texts(reference: Any) -> Iterator[str]:
