@@ -19,9 +19,9 @@ import torch
 from pipeline.export import gguf
 from pipeline.export.tensor_files import StoredTensor, few, stored_tensors
 from quantization.dequantize import dequantized, describe
-from tapeout.errors import ExportError
+from tapeout.errors import ExportError, one_line
 
-CONFIG = "config.json"
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 FLOAT_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
 # Buffers of old releases that transformers computes by itself: masks, positions and rotary frequencies.
 BUFFERS = re.compile(r"(^|\.)(position_ids|inv_freq|masked_bias|attn\.bias|attention\.bias)$")
@@ -64,7 +64,7 @@ def _load_folder(folder: Path) -> LoadedCheckpoint:
         vars(config).pop("compression_config", None)
         source = {"pretrained_model_name_or_path": None, "config": config, "state_dict": tensors}
     model = _filled(architecture if quantization else AutoModelForCausalLM, source, str(folder))
-    if quantization is not None and (folder / "generation_config.json").is_file():
+    if quantization is not None and (folder / GENERATION_CONFIG).is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return LoadedCheckpoint(model, None if quantization is None else describe(quantization))
 
@@ -88,24 +88,34 @@ def _load_gguf(folder: Path, entry: str) -> LoadedCheckpoint:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / CONFIG
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ExportError(
-            f"no {CONFIG} in {folder}", expected="a checkpoint folder", remedy="check model.source"
-        ) from error
-    except ValueError as error:
-        raise ExportError(f"{path} is not JSON: {error}", remedy="complete the checkpoint") from error
-    if not isinstance(config, dict):
-        raise ExportError(f"{path} holds {type(config).__name__}", expected="a mapping", remedy="check model.source")
+    """``config.json``. Files that transformers would leave out when they are damaged are read too."""
+    config = _read_json(folder / CONFIG)
+    if (folder / GENERATION_CONFIG).is_file():
+        _read_json(folder / GENERATION_CONFIG)
     if "transformers_weights" in config:
         raise ExportError(
-            f"{path} names another weights file: transformers_weights is {config['transformers_weights']!r}",
+            f"{CONFIG} of {folder} names another weights file: transformers_weights is "
+            f"{config['transformers_weights']!r}",
             expected="weights in model.safetensors, or in shards with their index",
             remedy="rename the file, and remove transformers_weights",
         )
     return config
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ExportError(
+            f"no {path.name} in {path.parent}", expected="a checkpoint folder", remedy="check model.source"
+        ) from error
+    except ValueError as error:
+        raise ExportError(
+            f"{path} is not JSON: {error}", expected="the file of the checkpoint", remedy="fetch it again"
+        ) from error
+    if not isinstance(content, dict):
+        raise ExportError(f"{path} holds {type(content).__name__}", expected="a mapping", remedy="fetch it again")
+    return content
 
 
 def _config(folder: Path, **options: str) -> Any:
@@ -257,16 +267,6 @@ def _require_finite(model: Any) -> None:
             expected="finite numbers in every tensor",
             remedy="choose another checkpoint: this one is damaged, or its training diverged",
         )
-
-
-def one_line(error: Exception) -> str:
-    """A library's message without terminal colors and line breaks.
-
-    >>> one_line(ValueError("\\x1b[1mbad\\x1b[0m\\n  file"))
-    'bad file'
-    """
-    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
-    return " ".join(text.split()) or type(error).__name__
 
 
 def _text(config: Any) -> Any:

@@ -17,7 +17,8 @@ from tokenizers import Tokenizer
 
 from pipeline.export.gguf import read_header
 from pipeline.export.tensor_files import few
-from tapeout.errors import ExportError
+from runtime.chat import TEMPLATE, ChatTemplate
+from tapeout.errors import ExportError, one_line
 
 FILE = "tokenizer.json"
 SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
@@ -66,6 +67,7 @@ def save_tokenizer(checkpoint: Path, entry: str, folder: Path, rows: int) -> Any
     _require_rows(served, rows)
     _require_same(served, tokenizer)
     _require_ends(served, tokenizer, {} if entry else _read_config(checkpoint / CONFIG))
+    _require_template(folder, tokenizer)
     if entry:
         _require_tokens(served, read_header(checkpoint / entry).tokens, entry)
     return tokenizer
@@ -96,7 +98,7 @@ def _load(checkpoint: Path, entry: str) -> Any:
         sentencepiece = [name for name in files if name in SENTENCEPIECE] if FILE not in files else []
         raise ExportError(
             f"transformers cannot read the tokenizer of {checkpoint / entry} ({few(files) or 'in the file'}): "
-            f"{' '.join(str(error).split()) or type(error).__name__}",
+            f"{one_line(error)}",
             expected=f"a tokenizer that transformers reads without remote code, best as {FILE}",
             remedy=f"convert {sentencepiece[0]} with `pip install sentencepiece`, then "
             "`AutoTokenizer.from_pretrained(folder).save_pretrained(folder)`"
@@ -177,6 +179,27 @@ def _require_ends(served: Any, reference: Any, config: Mapping[str, Any]) -> Non
                 expected="one answer: whether a text gets that token decides what the model computes",
                 remedy=f"set add_{name}_token: {str(done).lower()} if {FILE} is as the model was trained, else correct "
                 "its post_processor",
+            )
+
+
+def _require_template(folder: Path, reference: Any) -> None:
+    """The chat template gives the text that transformers makes with it, or refuses the same messages."""
+    if not (folder / TEMPLATE).is_file():
+        return
+    template = ChatTemplate.load(folder)
+    user, answer = {"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": " 4 <b>\n"}
+    system = {"role": "system", "content": "Be brief."}
+    for messages in ([user], [system, user], [user, answer, user]):
+        try:
+            expected = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception:  # a template is a program, and raises what it likes
+            continue
+        text = template.render(messages)
+        if text != expected:
+            raise ExportError(
+                f"the chat template gives {text[:200]!r}; by transformers it gives {expected[:200]!r}",
+                expected="the text that the model was trained with",
+                remedy="report the template: the two programs must agree on it",
             )
 
 

@@ -21,7 +21,7 @@ import torch
 
 from tapeout.attention_function import ATTENTION_DOMAIN, attention_function
 from tapeout.attention_interface import attention_replaced
-from tapeout.errors import ExportError
+from tapeout.errors import ExportError, one_line
 
 OPSET = 23
 
@@ -178,10 +178,9 @@ def _export_program(model: Any, state: _Trace) -> Any:
             raise
         except Exception as error:
             where = modules[-1] if modules else "its top level"
-            reason = str(error).strip().splitlines()
             raise ExportError(
                 f"{type(model).__name__} cannot be exported: module {where} stopped it ({type(error).__name__}: "
-                f"{reason[0] if reason else 'no message'})",
+                f"{one_line(error)})",
                 expected="a dense decoder whose forward torch.export can trace",
                 remedy="report the module above; the model itself is untouched",
             ) from error

@@ -21,7 +21,7 @@ from pipeline.export.tokenizer import save_tokenizer
 from pipeline.recipe import Recipe, load_recipe
 from pipeline.sources.fetch import fetch
 from quantization.units import resolve
-from tapeout.errors import ExportError, QuantizationError, RecipeError, SourceError
+from tapeout.errors import ExportError, QuantizationError, RecipeError, RequestError, SourceError
 from tapeout.portable_graph import LinearGroup, PortableGraph
 from tapeout.recipe import Rule
 from tests import checkpoints
@@ -150,6 +150,13 @@ def test_the_configuration_names_another_weights_file(folder: Path) -> None:
     refused(folder, "names another weights file")
 
 
+@pytest.mark.parametrize("name", [CONFIG, "generation_config.json"])
+@pytest.mark.parametrize("content", ["{", "[1]", ""])
+def test_a_configuration_file_is_damaged(folder: Path, name: str, content: str) -> None:
+    (folder / name).write_text(content)
+    refused(folder, rf"{re.escape(name)} (is not JSON|holds list)")
+
+
 # --- architectures
 
 
@@ -271,6 +278,14 @@ def test_there_is_no_tokenizer(folder: Path) -> None:
     tokenizer_refused(folder, "no tokenizer in")
     (folder / "tokenizer.model").write_bytes(b"\x0a\x07garbage")
     tokenizer_refused(folder, r"cannot read the tokenizer of .*tokenizer\.model")
+
+
+def test_a_chat_template_that_is_no_template(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint")
+    (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}")
+    (tmp_path / "written").mkdir()
+    with pytest.raises(RequestError, match=r"chat_template\.jinja line 1"):
+        save_tokenizer(folder, "", tmp_path / "written", 1024)
 
 
 def test_nothing_ends_an_answer(folder: Path) -> None:
