@@ -18,6 +18,7 @@ from tapeout.errors import ExportError
 # Metadata that says what the tensors or other keys say too. ``_implied`` compares some of them.
 IMPLIED = frozenset({"vocab_size", "attention.key_length", "attention.value_length", "rope.dimension_count"})
 NEUTRAL = (None, 0, 0.0, False, "", "none")  # of a key that has no place: nothing is asked for
+TOKENS = "tokenizer.ggml.tokens"
 REMEDY = "take the safetensors checkpoint that the file was made from"
 
 
@@ -27,10 +28,6 @@ class Header:
     metadata: dict[str, Any]
     tensors: dict[str, str]  # type by name
 
-    @property
-    def tokens(self) -> list[str]:
-        return self.metadata["tokenizer.ggml.tokens"]
-
 
 def read_header(path: Path) -> Header:
     """:class:`ExportError` for a file that is damaged, or cut off."""
@@ -38,7 +35,7 @@ def read_header(path: Path) -> Header:
     from transformers.integrations.gguf.reader import GgufHeader, read_gguf_metadata
 
     try:
-        metadata, names = read_gguf_metadata(str(path), ("tokenizer.ggml.tokens",))
+        metadata, names = read_gguf_metadata(str(path), (TOKENS,))
         header = GgufHeader.from_file(str(path))
         types = {tensor.name: GGMLQuantizationType(tensor.ggml_type).name for tensor in header.tensors}
         end = max((header.data_start + tensor.offset + tensor.nbytes for tensor in header.tensors), default=0)
@@ -55,9 +52,16 @@ def read_header(path: Path) -> Header:
         raise ExportError(
             f"{path.name} is cut off: {path.stat().st_size} bytes", expected=f"{end}", remedy="fetch it again"
         )
-    if not isinstance(metadata.get("tokenizer.ggml.tokens"), list):
-        raise ExportError(f"{path.name} has no tokenizer", expected="tokenizer.ggml.tokens", remedy=REMEDY)
+    if not isinstance(metadata.get(TOKENS), list):
+        raise ExportError(f"{path.name} has no tokenizer", expected=TOKENS, remedy=REMEDY)
     return Header(metadata["general.architecture"], metadata, types)
+
+
+def tokens(path: Path) -> list[str]:
+    """The tokens of a file that was read before, by id."""
+    from transformers.integrations.gguf.reader import read_gguf_metadata
+
+    return read_gguf_metadata(str(path), (TOKENS,))[0][TOKENS]
 
 
 def require_known(header: Header, config: Any, path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from pipeline.export.gguf import read_header
+from pipeline.export.gguf import tokens
 from pipeline.export.tensor_files import few
 from runtime.chat import TEMPLATE, ChatTemplate
 from tapeout.errors import ExportError, one_line
@@ -69,7 +69,7 @@ def save_tokenizer(checkpoint: Path, entry: str, folder: Path, rows: int) -> Any
     _require_ends(served, tokenizer, {} if entry else _read_config(checkpoint / CONFIG))
     _require_template(folder, tokenizer)
     if entry:
-        _require_tokens(served, read_header(checkpoint / entry).tokens, entry)
+        _require_tokens(served, tokens(checkpoint / entry), entry)
     return tokenizer
 
 
@@ -83,27 +83,27 @@ def _load(checkpoint: Path, entry: str) -> Any:
             expected=f"{FILE}, or one of {', '.join(OTHER_FILES)}",
             remedy="copy the tokenizer's files from the model that this checkpoint was made from",
         )
+    if not entry and all(name in SENTENCEPIECE for name in files):
+        raise ExportError(
+            f"the tokenizer of {checkpoint} is {few(files)} alone, in the format of sentencepiece",
+            expected=FILE,
+            remedy="convert it: `pip install sentencepiece`, then `AutoTokenizer.from_pretrained(folder)"
+            ".save_pretrained(folder)`; or copy the file from the model that this checkpoint was made from",
+        )
     kind: Any = AutoTokenizer
     if FILE in files and not entry:
         _read(checkpoint / FILE)
-        kind = (
-            PreTrainedTokenizerFast
-            if _read_config(checkpoint / CONFIG).get("tokenizer_class") in AS_IT_IS
-            else AutoTokenizer
-        )
+        declared = _read_config(checkpoint / CONFIG).get("tokenizer_class")
+        kind = PreTrainedTokenizerFast if declared in AS_IT_IS else AutoTokenizer
     options = {"gguf_file": entry} if entry else {}
     try:
         return kind.from_pretrained(checkpoint, **options)
     except Exception as error:  # a library's own words about files that it cannot read
-        sentencepiece = [name for name in files if name in SENTENCEPIECE] if FILE not in files else []
         raise ExportError(
             f"transformers cannot read the tokenizer of {checkpoint / entry} ({few(files) or 'in the file'}): "
             f"{one_line(error)}",
             expected=f"a tokenizer that transformers reads without remote code, best as {FILE}",
-            remedy=f"convert {sentencepiece[0]} with `pip install sentencepiece`, then "
-            "`AutoTokenizer.from_pretrained(folder).save_pretrained(folder)`"
-            if sentencepiece
-            else f"complete the checkpoint with its {FILE}",
+            remedy=f"complete the checkpoint with its {FILE}",
         ) from error
 
 
@@ -232,13 +232,13 @@ def _id(number: int | None) -> str:
     return "no token" if number is None else f"id {number}"
 
 
-def _require_tokens(served: Any, tokens: Sequence[str], entry: str) -> None:
+def _require_tokens(served: Any, listed: Sequence[str], entry: str) -> None:
     """A GGUF file lists its tokens by id."""
-    different = [number for number, token in enumerate(tokens) if served.id_to_token(number) != token]
+    different = [number for number, token in enumerate(listed) if served.id_to_token(number) != token]
     if different:
         number = different[0]
         raise ExportError(
-            f"{entry} says that token {number} is {tokens[number]!r}; converted, it is {served.id_to_token(number)!r}",
-            expected=f"its {len(tokens)} tokens, each with its id ({len(different)} differ)",
+            f"{entry} says that token {number} is {listed[number]!r}; converted, it is {served.id_to_token(number)!r}",
+            expected=f"its {len(listed)} tokens, each with its id ({len(different)} differ)",
             remedy="take the safetensors checkpoint that the file was made from",
         )

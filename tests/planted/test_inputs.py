@@ -277,7 +277,9 @@ def test_there_is_no_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     tokenizer_refused(folder, "no tokenizer in")
     (folder / "tokenizer.model").write_bytes(b"\x0a\x07garbage")
-    tokenizer_refused(folder, r"cannot read the tokenizer of .*tokenizer\.model")
+    tokenizer_refused(folder, r"is tokenizer\.model alone, in the format of sentencepiece")
+    (folder / "vocab.json").write_text("{")
+    tokenizer_refused(folder, r"cannot read the tokenizer of .*vocab\.json")
 
 
 def test_a_chat_template_that_is_no_template(tiny_checkpoint: Path, tmp_path: Path) -> None:
