@@ -6,22 +6,33 @@ compares that page with this type.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
 
-from pydantic import Field, create_model
+from pydantic import Field, create_model, field_validator, model_validator
 
+from engines.load import graph_target
 from evals.kind import Bounds
 from evals.known import kinds
 from tapeout import recipe
+from tapeout.errors import BuildError
 from tapeout.recipe import Section, read_recipe
 
 KINDS = kinds()
 
 
 class Register(Section):
-    model_name: str = "tapeout-default"
-    experiment: str = "tapeout"
+    model_name: Annotated[str, Field(max_length=256)] = "tapeout-default"
+    experiment: Annotated[str, Field(max_length=500)] = "tapeout"
+
+    @field_validator("model_name", "experiment")
+    @classmethod
+    def _a_name_for_mlflow(cls, name: str) -> str:
+        """MLflow takes no other names for models; an experiment of such a name works everywhere too."""
+        if re.fullmatch(r"\w[\w .@+-]*", name) is None or name != name.strip():
+            raise ValueError(f"{name!r} is no name; expected letters, digits, '_', '-', '.', '+', '@' and inner spaces")
+        return name
 
 
 def _with_evidence() -> type[recipe.Recipe]:
@@ -40,8 +51,22 @@ def _with_evidence() -> type[recipe.Recipe]:
 class Recipe(_with_evidence()):
     register_: Register = Field(default=Register(), alias="register")
 
+    @model_validator(mode="after")
+    def _lists_name_nothing_twice(self) -> Self:
+        """Repeated tasks, data sets or batches would count twice."""
+        for name, section in self:
+            for field, value in section if isinstance(section, Section) else ():
+                if isinstance(value, tuple) and len(set(map(str, value))) < len(value):
+                    raise ValueError(f"{name.rstrip('_')}.{field}: contains duplicates: {', '.join(map(str, value))}")
+        return self
+
     def conflicts(self) -> list[str]:
-        return [*super().conflicts(), *(problem for kind in KINDS for problem in kind.conflicts(self))]
+        problems = [*super().conflicts(), *(problem for kind in KINDS for problem in kind.conflicts(self))]
+        try:
+            graph_target(self.build.target)
+        except BuildError as error:
+            problems.append(f"build.target: {error.found}; expected {error.expected}; {error.remedy}")
+        return problems
 
     @property
     def datasets(self) -> list[str]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from rich.progress import Progress
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from quantization.attention_hook import kv_function
@@ -48,9 +49,15 @@ def calibrate(
     :class:`SourceError` for samples that are too few, too short or repeated, :class:`QuantizationError` for a model
     that computes NaN or infinity or does not reach one of its linears.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(graph.folder)
+    if settings.tokens > graph.record.max_positions:
+        raise QuantizationError(
+            f"calibrate.tokens is {settings.tokens}, and the graph has {graph.record.max_positions} positions",
+            expected="samples that fit the model",
+            remedy=f"lower calibrate.tokens to at most {graph.record.max_positions}",
+        )
+    tokenizer: Any = Tokenizer.from_file(str(graph.folder / "tokenizer.json"))  # as engines encode
     samples = _tokenize(tokenizer, texts, settings)
     fit_samples = len(samples) - settings.holdout_samples
     model: Any = AutoModelForCausalLM.from_pretrained(graph.folder, dtype=torch.float32).eval()
@@ -118,7 +125,8 @@ def _tokenize(tokenizer: Any, texts: Sequence[str], wanted: Calibrate) -> list[l
             expected=f"calibrate.samples = {wanted.samples}, and at least 2: one to fit on and one held out",
             remedy="set calibrate.samples to what the data set has, or choose another data set",
         )
-    samples = [list(tokenizer(text, truncation=True, max_length=wanted.tokens)["input_ids"]) for text in texts]
+    tokenizer.enable_truncation(wanted.tokens)
+    samples: list[list[int]] = [tokenizer.encode(text).ids for text in texts]
     first_seen: dict[tuple[int, ...], int] = {}
     for number, sample in enumerate(samples):
         if len(sample) < MIN_TOKENS:

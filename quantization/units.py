@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import numpy as np
 
 from quantization.rounding import FloatArray
-from tapeout.errors import QuantizationError
+from tapeout.errors import QuantizationError, RecipeError
 from tapeout.portable_graph import LinearGroup, PortableGraph, ScaleSink
 from tapeout.recipe import Cache, Embeddings, KVCache, Rule
 from tapeout.schemes import EMBEDDING_MENU, FLOAT, MENU, SMALLEST_GROUP, Scheme
 
 EMBEDDING = "embedding"
 HEAD = "lm_head"
+LAYER_UNITS = ("qkv", "o", "gate_up", "down")  # of a layer, where it has them
 CACHE_MENU = (KVCache(dtype="float32"), KVCache(dtype="int8"), KVCache(dtype="int4"))
 Schemes = dict[str, Scheme]  # by group name, and EMBEDDING; fitted
 
@@ -115,7 +116,27 @@ def resolve(graph: PortableGraph, rules: Sequence[Rule]) -> dict[str, Scheme]:
             remedy='end the rules with one that matches "*"',
         )
 
-    return {group.name: matching(group.name) for group in graph.groups if group.name != HEAD}
+    names = [group.name for group in graph.groups if group.name != HEAD]
+    _require_used(rules, {*names, *(f"layers.{n}.{unit}" for n in range(graph.layers) for unit in LAYER_UNITS)})
+    return {name: matching(name) for name in names}
+
+
+def _require_used(rules: Sequence[Rule], names: Collection[str]) -> None:
+    """Refuse a rule that matches nothing, or only what rules before it match. A last ``*`` may be left over.
+
+    ``names``: also of units that a decoder can have and this one has not, so that one recipe fits several models.
+    """
+    for number, rule in enumerate(rules):
+        mine = [name for name in names if fnmatchcase(name, rule.match)]
+        before = [other.match for other in rules[:number]]
+        hidden = [name for name in mine if any(fnmatchcase(name, match) for match in before)]
+        if rule.match != "*" and len(hidden) == len(mine):
+            raise RecipeError(
+                f"rule {rule.match!r} of plan.schemes "
+                + (f"is never used: {', '.join(map(repr, before))} match first" if mine else "matches no unit"),
+                expected=f"a glob over units such as {', '.join(sorted(names)[:5])}",
+                remedy="correct the glob, remove the rule, or move it before the rules that match first",
+            )
 
 
 def fitted_schemes(

@@ -17,6 +17,7 @@
 
 from __future__ import annotations
 
+import re
 from enum import IntEnum
 
 
@@ -46,6 +47,17 @@ class TapeoutError(Exception):
         if remedy:
             lines.append(f"  remedy:   {remedy}")
         super().__init__("\n".join(lines))
+
+
+def one_line(error: Exception, limit: int = 600) -> str:
+    """A library's message for one of ours: without terminal colors and line breaks, and not endless.
+
+    >>> one_line(ValueError("\\x1b[1mbad\\x1b[0m\\n  file"))
+    'bad file'
+    """
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    text = " ".join(text.split()) or type(error).__name__
+    return text if len(text) <= limit else f"{text[:limit]} …"
 
 
 class RecipeError(TapeoutError): ...

@@ -50,9 +50,12 @@ class LinearGroup(Frozen):
 
 
 class PortableGraph(Record):
+    """``dequantized``: how the checkpoint stored weights that are in float32 here; None where they were floats."""
+
     noun: ClassVar[str] = "PortableGraph"
     schema_version: ClassVar[int] = 3
     remedy: ClassVar[str] = "run `dvc repro export`"
+    schema_version: ClassVar[int] = 3  # 3: says whether the checkpoint was quantized
     parent_roles: ClassVar[Roles] = {"source": ("Source",)}
 
     architecture: str  # transformers class name
@@ -70,5 +73,6 @@ class PortableGraph(Record):
     max_positions: int
     groups: tuple[LinearGroup, ...]
     stop_tokens: tuple[int, ...]
+    dequantized: str | None = None
     max_relative_error: float  # logits on ONNX Runtime against transformers, measured at export
     versions: dict[str, str]

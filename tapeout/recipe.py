@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import difflib
 import pkgutil
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
@@ -54,6 +55,14 @@ class ModelSource(Section):
 
     source: str
     sha256: Sha256 | None = None
+    adapter: str | None = None  # a LoRA adapter that is merged into the weights
+    adapter_sha256: Sha256 | None = None
+
+    @model_validator(mode="after")
+    def _pin_of_an_adapter(self) -> Self:
+        if self.adapter_sha256 is not None and self.adapter is None:
+            raise ValueError("adapter_sha256 pins no adapter; name one in model.adapter, or remove the pin")
+        return self
 
 
 class DataSource(Section):
@@ -148,6 +157,11 @@ class Plan(Section):
     def _something(cls, schemes: Schemes) -> Schemes:
         if not schemes:
             raise ValueError('no rule; write auto, or one that matches "*"')
+        for number, rule in enumerate(() if schemes == "auto" else schemes):
+            before = [other.match for other in schemes[:number] if isinstance(other, Rule)]
+            hiding = next((match for match in before if match in ("*", rule.match)), None)
+            if hiding is not None:
+                raise ValueError(f"rule {rule.match!r} is never used: {hiding!r} stands before it and matches as much")
         return schemes
 
     @field_validator("embeddings")
@@ -214,7 +228,7 @@ class Recipe(Section):
 
     model: ModelSource
     data: DataSource
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=1 << 32)] = 0  # what numpy's and torch's generators take
     export: Export = Export()
     calibrate: Calibrate = Calibrate()
     plan: Plan = Plan()
@@ -265,9 +279,12 @@ R = TypeVar("R", bound=Recipe)
 
 
 def read_recipe(path: Path, kind: type[R]) -> R:
-    """Read and validate; :class:`RecipeError` lists every problem at once."""
+    """Read and validate; :class:`RecipeError` lists every problem at once.
+
+    Values have the types that they are written in: ``true`` is no number, and ``"8"`` is text.
+    """
     try:
-        raw = yaml.safe_load(path.read_bytes().decode("utf-8"))
+        raw = _with_tuples(yaml.load(path.read_bytes().decode("utf-8"), _Loader))
     except FileNotFoundError as error:
         raise RecipeError(
             f"no {path}", expected="a recipe", remedy="run in the project's folder, or pass --params"
@@ -281,7 +298,11 @@ def read_recipe(path: Path, kind: type[R]) -> R:
             expected="a recipe, as text",
             remedy="save it as UTF-8, or pass --params FILE",
         ) from error
-    except yaml.YAMLError as error:
+    except _RepeatedKeyError as error:
+        raise RecipeError(
+            f"{path} {error}", expected="every key once", remedy="keep one of the two: the other would be ignored"
+        ) from error
+    except (yaml.YAMLError, RecursionError) as error:
         raise RecipeError(
             f"{path} is not YAML: {error}", expected="a recipe", remedy="correct it there; docs/recipes.md has examples"
         ) from error
@@ -293,12 +314,12 @@ def read_recipe(path: Path, kind: type[R]) -> R:
         )
     if not isinstance(raw, dict):
         raise RecipeError(
-            f"{path} holds {type(raw).__name__}",
+            f"{path} holds {'list' if isinstance(raw, tuple) else type(raw).__name__}",
             expected="a mapping of parameter sections",
             remedy="write `section: {parameter: value}`, as in docs/recipes.md",
         )
     try:
-        return kind.model_validate(raw)
+        return kind.model_validate(raw, strict=True)
     except ValidationError as error:
         lines = [_explain(problem, kind) for problem in error.errors()]
         raise RecipeError(
@@ -306,6 +327,38 @@ def read_recipe(path: Path, kind: type[R]) -> R:
             expected="the keys and values in docs/recipes.md",
             remedy=f"correct {path}",
         ) from error
+
+
+class _RepeatedKeyError(Exception): ...
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with two differences: repeated keys are errors, and ``1e-3`` is a number, as in YAML 1.2."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
+            if not isinstance(key, Hashable):
+                continue  # refused below
+            if key in lines:
+                raise _RepeatedKeyError(f"has {key!r} twice, on line {lines[key]} and on line {line}")
+            lines[key] = line
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def _with_tuples(value: Any) -> Any:
+    """YAML has lists where a recipe has tuples, which do not change."""
+    if isinstance(value, dict):
+        return {key: _with_tuples(item) for key, item in value.items()}
+    return tuple(_with_tuples(item) for item in value) if isinstance(value, list) else value
 
 
 def _explain(problem: Any, recipe: type[BaseModel]) -> str:

@@ -16,8 +16,11 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
+from pipeline.export.adapter import merge_adapter
 from pipeline.export.check import largest_difference
+from pipeline.export.checkpoint import load_checkpoint
 from pipeline.export.rotary import fix_rotary
+from pipeline.export.tokenizer import save_tokenizer
 from pipeline.export.trace import KVShape, longest, trace
 from tapeout import artifact
 from tapeout.artifact import Parents
@@ -27,28 +30,6 @@ from tapeout.portable_graph import PortableGraph
 
 MODEL_FILE = "model.onnx"
 WEIGHTS_FILE = "model.safetensors"
-
-
-def load_checkpoint(folder: Path, entry: str = "") -> Any:
-    """A causal language model in float32 from a checkpoint folder, or from the GGUF file ``entry`` in it."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    gguf = {"gguf_file": entry} if entry.endswith(".gguf") else {}
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **gguf)
-    except (ValueError, KeyError, OSError) as error:
-        raise ExportError(
-            f"transformers cannot load {folder / entry}: {error}",
-            expected="a decoder that transformers.AutoModelForCausalLM knows",
-            remedy="check model.source; a model with remote code is not supported",
-        ) from error
-    # A dequantized GGUF file is a float model: what it was read from must not reach the exported config.
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.hf_quantizer = None
-    return model.eval()
 
 
 def bind_weights(model: ir.Model, weights: Path, aliases: dict[str, str]) -> None:
@@ -105,27 +86,33 @@ def export(
     entry: str,
     folder: Path,
     *,
+    adapter: Path | None = None,
     max_positions: int,
     tolerance: float,
     seed: int,
     parents: Parents,
     progress: Callable[[str], None] = lambda _: None,
 ) -> artifact.Artifact[PortableGraph]:
-    """Export a checkpoint and check it: max relative logit error of the graph on ONNX Runtime at most ``tolerance``."""
-    from transformers import AutoTokenizer
+    """Export a checkpoint and check it: max relative logit error of the graph on ONNX Runtime at most ``tolerance``.
 
+    ``adapter``: the folder of a LoRA adapter, which is merged into the weights first.
+    """
     progress("loading the checkpoint")
-    model = load_checkpoint(checkpoint, entry)
-    gguf = {"gguf_file": entry} if entry.endswith(".gguf") else {}
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint, **gguf)
+    loaded = load_checkpoint(checkpoint, entry)
+    model = loaded.model
+    if adapter is not None:
+        progress("merging the adapter")
+        merge_adapter(model, adapter)
     positions = min(max_positions, longest(model))
     factors = fix_rotary(model, positions)
-    graph_model = trace(model, progress)
     with artifact.create(folder, PortableGraph) as draft:
+        progress("comparing the tokenizer with transformers'")
+        tokenizer = save_tokenizer(checkpoint, entry, draft.folder, int(model.get_input_embeddings().weight.shape[0]))
+        stop_tokens = find_stop_tokens(model, tokenizer)
+        graph_model = trace(model, progress)
         progress("writing the weights")
         # Under the module's own names, which the graph carries, not those of the family's first release.
         model.save_pretrained(draft.folder, max_shard_size="10TB", save_original_format=False)
-        tokenizer.save_pretrained(draft.folder)
         aliases = tied_parameters(model)
         bind_weights(graph_model, draft.folder / WEIGHTS_FILE, aliases)
         for node in graph_model.graph:
@@ -156,7 +143,8 @@ def export(
             rotary_factors=factors,
             max_positions=positions,
             groups=find_groups(graph_model, aliases),
-            stop_tokens=_stop_tokens(model, tokenizer),
+            stop_tokens=stop_tokens,
+            dequantized=loaded.dequantized,
             max_relative_error=float(f"{difference.error:.1e}"),
             versions={name: version(name) for name in ("torch", "transformers", "onnx", "onnxscript", "onnxruntime")},
         )
@@ -168,10 +156,26 @@ def _parameter_name(model: torch.nn.Module, parameter: torch.Tensor) -> str:
     return next(name for name, p in model.named_parameters() if p is parameter)
 
 
-def _stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    configured = model.generation_config.eos_token_id
-    found = set(configured if isinstance(configured, list) else [configured]) | {tokenizer.eos_token_id}
-    return tuple(sorted(int(token) for token in found if token is not None))
+def find_stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """What ends an answer: by the generation config, else by the model's config; and by the tokenizer."""
+    generation = model.generation_config.eos_token_id
+    configured = model.config.get_text_config().eos_token_id if generation is None else generation
+    listed: list[Any] = [*configured] if isinstance(configured, list | tuple) else [configured]
+    found = {token for token in (*listed, tokenizer.eos_token_id) if token is not None}
+    rows = int(model.get_output_embeddings().weight.shape[0])
+    if not found:
+        raise ExportError(
+            "the model has no stop token: neither its generation config nor its tokenizer names an eos token",
+            expected="a token that ends an answer",
+            remedy="set eos_token_id in generation_config.json, or eos_token in tokenizer_config.json",
+        )
+    if wrong := [token for token in found if not isinstance(token, int) or not 0 <= token < rows]:
+        raise ExportError(
+            f"eos_token_id is {wrong[0]!r}",
+            expected=f"token ids below {rows}, the rows of lm_head",
+            remedy="correct eos_token_id in generation_config.json or config.json",
+        )
+    return tuple(sorted(found))
 
 
 def _cache_shapes(model: ir.Model) -> list[KVShape]:

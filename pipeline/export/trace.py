@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import re
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +26,7 @@ import torch
 
 from tapeout.attention_function import ATTENTION_DOMAIN, attention_function
 from tapeout.attention_interface import attention_replaced
-from tapeout.errors import ExportError
+from tapeout.errors import ExportError, one_line
 
 OPSET = 23
 # Options of transformers' attention interface that do not change what attention computes outside training.
@@ -45,7 +44,6 @@ HARMLESS = frozenset(
     }
 )
 MASK_QUERIES = 9  # query positions at which a mask is read, from the first to the last
-_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass(frozen=True)
@@ -317,12 +315,11 @@ def _export_program(model: Any, state: _Trace) -> Any:
             ) from error
 
 
-def _reason(error: BaseException) -> str:
+def _reason(error: Exception) -> str:
     """The first cause of an exception, as one line: torch wraps it in its own, with colors and advice."""
-    while error.__cause__ is not None:
+    while isinstance(error.__cause__, Exception):
         error = error.__cause__
-    lines = (_ESCAPES.sub("", line).strip() for line in str(error).splitlines())
-    return f"{type(error).__name__}: {next((line for line in lines if line), 'no message')}"
+    return f"{type(error).__name__}: {one_line(error)}"
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 artifacts/source/
   model/NAME.gguf  or  model/config.json, model/*.safetensors, tokenizer files
+  adapter/adapter_config.json, adapter/adapter_model.safetensors    where the recipe names an adapter
   data/boolq/none/validation/…    Arrow tables, read by pipeline/sources/corpus.py
 """
 
@@ -22,6 +23,8 @@ from tapeout.errors import SourceError
 # Files of a checkpoint besides its *.safetensors. Not optimizer states, pickles or other exports.
 CHECKPOINT_SUFFIXES = {".json", ".jinja", ".model", ".txt", ".tiktoken", ".md"}
 SAFETENSORS_INDEX = "model.safetensors.index.json"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_FILES = frozenset({ADAPTER_CONFIG, ADAPTER_WEIGHTS, "adapter_model.bin"})
 
 
 def fetch(recipe: Recipe, folder: Path) -> Artifact[Source]:
@@ -37,6 +40,7 @@ def fetch(recipe: Recipe, folder: Path) -> Artifact[Source]:
             recipe.model.source, draft.folder / "model", sha256=recipe.model.sha256, keep=_is_checkpoint_file
         )
         kind = _kind_of(model)
+        adapter = _fetch_adapter(recipe, draft.folder / "adapter")
         data = fetch_source(
             recipe.data.source,
             draft.folder / "data",
@@ -51,6 +55,11 @@ def fetch(recipe: Recipe, folder: Path) -> Artifact[Source]:
             model_kind=kind,
             model_entry=model.path.relative_to(draft.folder).as_posix(),
             model_licenses=model.licenses,
+            adapter_source=adapter and adapter.source,
+            adapter_sha256=adapter and adapter.sha256,
+            adapter_revision=adapter and adapter.revision,
+            adapter_entry=adapter and adapter.path.relative_to(draft.folder).as_posix(),
+            adapter_licenses=adapter.licenses if adapter else (),
             data_source=data.source,
             data_sha256=data.sha256,
             data_revision=data.revision,
@@ -60,6 +69,22 @@ def fetch(recipe: Recipe, folder: Path) -> Artifact[Source]:
         )
         draft.finish(record, parents={})
     return load(folder, Source)
+
+
+def _fetch_adapter(recipe: Recipe, folder: Path) -> Fetched | None:
+    if recipe.model.adapter is None:
+        return None
+    files = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+    adapter = fetch_source(
+        recipe.model.adapter, folder, sha256=recipe.model.adapter_sha256, keep=lambda name: name in files
+    )
+    if lacking := [name for name in files if not (adapter.path / name).is_file()]:
+        raise SourceError(
+            f"{adapter.source} is no LoRA adapter: it has no {' and no '.join(lacking)}",
+            expected=f"{' and '.join(files)} in one folder",
+            remedy="save it with peft as safetensors, or name the folder that holds both in model.adapter",
+        )
+    return adapter
 
 
 def _is_checkpoint_file(name: str) -> bool:
@@ -84,6 +109,21 @@ def _kind_of(model: Fetched) -> Literal["gguf", "safetensors"]:
                 remedy="for a safetensors checkpoint name its folder, not the file",
             )
         return "gguf"
+    adapter = sorted(ADAPTER_FILES.intersection(model.offered))
+    if adapter and (model.path / "config.json").is_file():
+        raise SourceError(
+            f"{model.source} holds an adapter beside the model: {', '.join(adapter)}",
+            expected="a model alone, so that it is clear which weights are meant",
+            remedy="to merge the adapter, move its files to a folder of their own and name that in model.adapter; else "
+            "remove them",
+        )
+    if adapter:
+        raise SourceError(
+            f"{model.source} is a LoRA adapter, not a model: it has {', '.join(adapter)} and no config.json",
+            expected="a checkpoint in model.source",
+            remedy=f"set model.adapter: {model.source}, and model.source to the model that it was trained on"
+            f"{_base_model(model.path / ADAPTER_CONFIG)}",
+        )
     weights = sorted(path.name for path in model.path.glob("*.safetensors"))
     if not weights or not (model.path / "config.json").is_file():
         raise SourceError(
@@ -106,6 +146,14 @@ def _kind_of(model: Fetched) -> Literal["gguf", "safetensors"]:
                 remedy="complete the checkpoint",
             )
     return "safetensors"
+
+
+def _base_model(config: Path) -> str:
+    """The model that an adapter names, in brackets."""
+    try:
+        return f" ({json.loads(config.read_text())['base_model_name_or_path']})"
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def _lacks(model: Fetched, weights: Sequence[str]) -> str:

@@ -32,11 +32,13 @@ class Source(Record):
 
     ``model_revision``: the commit a Hugging Face source resolved to.
     ``model_entry``: what transformers opens, relative to the artifact: one GGUF file or one folder.
+    ``adapter_…``: the same of a LoRA adapter to merge; None where there is none.
     ``data_entry``: the folder that holds the data sets, likewise; ``datasets``: their folders in it.
     """
 
     noun: ClassVar[str] = "Source"
     remedy: ClassVar[str] = "run `dvc repro fetch`"
+    schema_version: ClassVar[int] = 3  # 3: adapters
 
     model_source: str
     model_sha256: str | None
@@ -44,6 +46,11 @@ class Source(Record):
     model_kind: Literal["gguf", "safetensors"]
     model_entry: str
     model_licenses: tuple[str, ...]
+    adapter_source: str | None = None
+    adapter_sha256: str | None = None
+    adapter_revision: str | None = None
+    adapter_entry: str | None = None
+    adapter_licenses: tuple[str, ...] = ()
     data_source: str
     data_sha256: str | None
     data_revision: str | None

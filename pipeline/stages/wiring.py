@@ -105,6 +105,7 @@ def _export(recipe: Recipe) -> None:
         entry.parent if gguf else entry,
         entry.name if gguf else "",
         ARTIFACTS / "graph",
+        adapter=source.folder / source.record.adapter_entry if source.record.adapter_entry else None,
         max_positions=recipe.export.max_positions,
         tolerance=recipe.export.tolerance,
         seed=recipe.seed,

@@ -1,0 +1,277 @@
+"""Load a checkpoint as a causal language model in float32, with every stored tensor in its place.
+
+transformers fills a missing tensor with random numbers, drops a tensor that it does not know, and goes on. Here each is
+an error that names the tensor. What can be refused from ``config.json`` and from the headers of the weights files is
+refused before any weight is read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.export import gguf
+from pipeline.export.tensor_files import StoredTensor, few, stored_tensors
+from quantization.dequantize import dequantized, describe
+from tapeout.errors import ExportError, one_line
+
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+FLOAT_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
+# Buffers of old releases that transformers computes by itself: masks, positions and rotary frequencies.
+BUFFERS = re.compile(r"(^|\.)(position_ids|inv_freq|masked_bias|attn\.bias|attention\.bias)$")
+EXPERTS = frozenset({"experts", "block_sparse_moe", "shared_experts"})  # names of modules
+DECODER = "a dense decoder that transformers.AutoModelForCausalLM knows"
+
+
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """``dequantized``: how the checkpoint stored its weights, where they were quantized; the model is in float32."""
+
+    model: Any
+    dequantized: str | None
+
+
+def load_checkpoint(folder: Path, entry: str = "") -> LoadedCheckpoint:
+    """The model of a checkpoint folder, or of the GGUF file ``entry`` in it."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    loaded = _load_gguf(folder, entry) if entry.endswith(".gguf") else _load_folder(folder)
+    _require_finite(loaded.model)
+    return loaded
+
+
+def _load_folder(folder: Path) -> LoadedCheckpoint:
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    written = _read_config(folder)
+    config = _config(folder)
+    architecture = _require_decoder(config, written.get("architectures"), str(folder))
+    stored = stored_tensors(folder)
+    quantization = written.get("quantization_config") or written.get("compression_config")
+    if quantization is None:
+        _require_floats(stored)
+        source: dict[str, Any] = {"pretrained_model_name_or_path": folder, "use_safetensors": True}
+    else:
+        tensors = dequantized(stored, quantization, tied=bool(_text(config).tie_word_embeddings))
+        vars(config).pop("quantization_config", None)
+        vars(config).pop("compression_config", None)
+        source = {"pretrained_model_name_or_path": None, "config": config, "state_dict": tensors}
+    model = _filled(architecture if quantization else AutoModelForCausalLM, source, str(folder))
+    if quantization is not None and (folder / GENERATION_CONFIG).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return LoadedCheckpoint(model, None if quantization is None else describe(quantization))
+
+
+def _load_gguf(folder: Path, entry: str) -> LoadedCheckpoint:
+    from transformers import AutoModelForCausalLM
+
+    path = folder / entry
+    header = gguf.read_header(path)
+    config = _config(folder, gguf_file=entry)
+    gguf.require_known(header, config, path)
+    _require_decoder(config, None, entry)
+    source = {"pretrained_model_name_or_path": folder, "config": config, "gguf_file": entry}
+    model = _filled(AutoModelForCausalLM, source, entry)
+    gguf.require_used(header, model, path)
+    # The dequantized model is a float model: how the file stored it must not reach the exported config.
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.hf_quantizer = None
+    return LoadedCheckpoint(model, gguf.describe(header))
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """``config.json``. Files that transformers would leave out when they are damaged are read too."""
+    config = _read_json(folder / CONFIG)
+    if (folder / GENERATION_CONFIG).is_file():
+        _read_json(folder / GENERATION_CONFIG)
+    if "transformers_weights" in config:
+        raise ExportError(
+            f"{CONFIG} of {folder} names another weights file: transformers_weights is "
+            f"{config['transformers_weights']!r}",
+            expected="weights in model.safetensors, or in shards with their index",
+            remedy="rename the file, and remove transformers_weights",
+        )
+    return config
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ExportError(
+            f"no {path.name} in {path.parent}", expected="a checkpoint folder", remedy="check model.source"
+        ) from error
+    except ValueError as error:
+        raise ExportError(
+            f"{path} is not JSON: {error}", expected="the file of the checkpoint", remedy="fetch it again"
+        ) from error
+    if not isinstance(content, dict):
+        raise ExportError(f"{path} holds {type(content).__name__}", expected="a mapping", remedy="fetch it again")
+    return content
+
+
+def _config(folder: Path, **options: str) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, **options)
+    except Exception as error:  # a library's own words about a file that it cannot read
+        raise ExportError(
+            f"transformers cannot read the configuration of {folder / options.get('gguf_file', CONFIG)}: "
+            f"{one_line(error)}",
+            expected=DECODER,
+            remedy="check model.source; a model with remote code is not supported",
+        ) from error
+
+
+def _require_decoder(config: Any, architectures: Any, where: str) -> Any:
+    """The model's class. Refused: anything that is no dense causal language model."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if getattr(config, "is_encoder_decoder", False):
+        raise ExportError(
+            f"{where} is an encoder-decoder model ({config.model_type})", expected=DECODER, remedy="choose a decoder"
+        )
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if kind is None:
+        raise ExportError(
+            f"transformers has no causal language model of type {config.model_type} ({where})",
+            expected=DECODER,
+            remedy="choose a decoder",
+        )
+    if architectures is not None or not where.endswith(".gguf"):
+        named = architectures if isinstance(architectures, list) else []
+        if [str(name).casefold() for name in named] != [kind.__name__.casefold()]:
+            raise ExportError(
+                f"{CONFIG} of {where} names the architecture {', '.join(map(str, named)) or 'none'}",
+                expected=f"{kind.__name__}, the causal language model of type {config.model_type}",
+                remedy="choose a checkpoint with a language-model head: classifiers, reward models and embedding "
+                "models predict no tokens",
+            )
+    _require_sizes(config, where)
+    try:
+        with torch.device("meta"):
+            skeleton = kind(config)
+    except Exception as error:  # what a model's own code says of sizes that do not fit
+        raise ExportError(
+            f"{where} describes a {kind.__name__} that cannot be built: {one_line(error)}",
+            expected="a configuration whose sizes fit together",
+            remedy="correct the configuration, or choose another checkpoint",
+        ) from error
+    for name, module in skeleton.named_modules():
+        if name.rpartition(".")[2] in EXPERTS or type(module).__name__.endswith("Experts"):
+            raise ExportError(
+                f"{where} is a mixture of experts ({kind.__name__}, module {name})",
+                expected="a dense decoder",
+                remedy="mixture-of-experts models are not supported; choose a dense one",
+            )
+    return kind
+
+
+def _require_sizes(config: Any, where: str) -> None:
+    """Numbers of heads that transformers divides without looking at the remainder."""
+    text = _text(config)
+    heads, kv_heads = getattr(text, "num_attention_heads", None), getattr(text, "num_key_value_heads", None)
+    hidden = getattr(text, "hidden_size", None)
+    if not isinstance(heads, int) or heads < 1:
+        raise ExportError(f"{where} has num_attention_heads {heads!r}", expected="a number of heads of at least 1")
+    problems: list[str] = []
+    if isinstance(kv_heads, int) and (kv_heads < 1 or heads % kv_heads):
+        problems.append(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+    if getattr(text, "head_dim", None) is None and isinstance(hidden, int) and hidden % heads:
+        problems.append(f"hidden_size {hidden} is no multiple of num_attention_heads {heads}, and there is no head_dim")
+    if problems:
+        raise ExportError(
+            f"{where}: {'; '.join(problems)}",
+            expected="sizes that divide one another",
+            remedy="correct the configuration, or choose another checkpoint",
+        )
+
+
+def _require_floats(stored: Mapping[str, StoredTensor]) -> None:
+    """Codes without their scales would be read as weights."""
+    codes = [name for name, tensor in stored.items() if tensor.dtype not in FLOAT_TYPES and not BUFFERS.search(name)]
+    if codes:
+        raise ExportError(
+            f"{few(f'{name} ({stored[name].dtype})' for name in codes)} are no floats, and {CONFIG} has no "
+            "quantization_config that says how to read them",
+            expected=f"tensors of type {', '.join(sorted(FLOAT_TYPES))}",
+            remedy="choose the float checkpoint, or restore its quantization_config",
+        )
+
+
+def _filled(kind: Any, source: dict[str, Any], where: str) -> Any:
+    """The model with its weights. Refused by name: tensors that are missing, unknown or of another shape."""
+    try:
+        model, report = kind.from_pretrained(
+            **source, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except MemoryError:
+        raise
+    except Exception as error:  # a library's own words about a file that it cannot read
+        raise ExportError(
+            f"transformers cannot load {where}: {one_line(error)}",
+            expected=DECODER,
+            remedy="check model.source: the files may be damaged or incomplete",
+        ) from error
+    if mismatched := sorted(report["mismatched_keys"], key=str):
+        shapes = few(f"{name} {list(stored)} where the model has {list(shape)}" for name, stored, shape in mismatched)
+        raise ExportError(
+            f"tensors of {where} do not have the shapes of its configuration: {shapes}",
+            expected="the configuration that the weights were saved with",
+            remedy="restore that configuration, or choose another checkpoint",
+        )
+    if missing := sorted(report["missing_keys"]):
+        raise ExportError(
+            f"{where} lacks {_count(missing)} of {type(model).__name__}: {few(missing)}",
+            expected="every parameter of the model; only an lm_head that shares the embedding may be left out",
+            remedy="complete the checkpoint; a configuration with too many layers looks the same",
+        )
+    if unexpected := sorted(report["unexpected_keys"]):
+        raise ExportError(
+            f"{where} holds {_count(unexpected)} that {type(model).__name__} does not have: {few(unexpected)}",
+            expected="tensors of this model only",
+            remedy="restore the configuration that they were saved with (too few layers look like this); or choose a "
+            "checkpoint of this architecture",
+        )
+    _require_tied(model, where)
+    return model.eval()
+
+
+def _require_tied(model: Any, where: str) -> None:
+    """transformers unties what a file stores twice with different values, and leaves the configuration as it is."""
+    for target, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if model.get_parameter(target).data_ptr() != model.get_parameter(source).data_ptr():
+            raise ExportError(
+                f"{where} stores {target} and {source} with different values, and its configuration ties them",
+                expected="one tensor, or tie_word_embeddings: false",
+                remedy="set tie_word_embeddings: false in the configuration if both were trained, else remove the "
+                "stale one",
+            )
+
+
+def _require_finite(model: Any) -> None:
+    broken = [name for name, tensor in model.named_parameters() if not bool(torch.isfinite(tensor).all())]
+    broken += [name for name, tensor in model.named_buffers() if not bool(torch.isfinite(tensor).all())]
+    if broken:
+        raise ExportError(
+            f"NaN or infinite weights in {few(broken)}",
+            expected="finite numbers in every tensor",
+            remedy="choose another checkpoint: this one is damaged, or its training diverged",
+        )
+
+
+def _text(config: Any) -> Any:
+    return config.get_text_config()
+
+
+def _count(names: Collection[str]) -> str:
+    return f"{len(names)} tensor{'s' if len(names) != 1 else ''}"

@@ -1,0 +1,124 @@
+"""What a GGUF file holds beyond what transformers reads of it.
+
+transformers 5.23 leaves out tensors and metadata that it has no place for. Some of them change the model: biases, the
+frequency factors of rotary embeddings, rotary scaling. A file that holds any is refused.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.export.tensor_files import few
+from tapeout.errors import ExportError
+
+# Metadata that says what the tensors or other keys say too. ``_implied`` compares some of them.
+IMPLIED = frozenset({"vocab_size", "attention.key_length", "attention.value_length", "rope.dimension_count"})
+NEUTRAL = (None, 0, 0.0, False, "", "none")  # of a key that has no place: nothing is asked for
+TOKENS = "tokenizer.ggml.tokens"
+REMEDY = "take the safetensors checkpoint that the file was made from"
+
+
+@dataclass(frozen=True)
+class Header:
+    architecture: str
+    metadata: dict[str, Any]
+    tensors: dict[str, str]  # type by name
+
+
+def read_header(path: Path) -> Header:
+    """:class:`ExportError` for a file that is damaged, or cut off."""
+    from gguf import GGMLQuantizationType
+    from transformers.integrations.gguf.reader import GgufHeader, read_gguf_metadata
+
+    try:
+        metadata, names = read_gguf_metadata(str(path), (TOKENS,))
+        header = GgufHeader.from_file(str(path))
+        types = {tensor.name: GGMLQuantizationType(tensor.ggml_type).name for tensor in header.tensors}
+        end = max((header.data_start + tensor.offset + tensor.nbytes for tensor in header.tensors), default=0)
+    except (ValueError, KeyError, OverflowError, MemoryError, OSError, struct.error) as error:
+        raise ExportError(
+            f"{path.name} is not a GGUF file that can be read: {error}",
+            expected="a complete GGUF file of version 2 or 3",
+            remedy="fetch it again: it is empty, cut off or of another format",
+        ) from error
+    if len(types) != len(names):
+        twice = [name for name, count in Counter(names).items() if count > 1]
+        raise ExportError(f"{path.name} stores {few(twice)} twice", expected="every tensor once", remedy=REMEDY)
+    if path.stat().st_size < end:
+        raise ExportError(
+            f"{path.name} is cut off: {path.stat().st_size} bytes", expected=f"{end}", remedy="fetch it again"
+        )
+    if not isinstance(metadata.get(TOKENS), list):
+        raise ExportError(f"{path.name} has no tokenizer", expected=TOKENS, remedy=REMEDY)
+    return Header(metadata["general.architecture"], metadata, types)
+
+
+def tokens(path: Path) -> list[str]:
+    """The tokens of a file that was read before, by id."""
+    from transformers.integrations.gguf.reader import read_gguf_metadata
+
+    return read_gguf_metadata(str(path), (TOKENS,))[0][TOKENS]
+
+
+def require_known(header: Header, config: Any, path: Path) -> None:
+    """Refuse metadata of the model that transformers has no place for."""
+    from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
+    from transformers.modeling_gguf_pytorch_utils import GGUF_TO_TRANSFORMERS_MAPPING
+
+    prefix = f"{header.architecture}."
+    said = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
+    if said.get("pooling_type"):
+        raise ExportError(
+            f"{path.name} is an embedding model: it pools its outputs (pooling_type {said['pooling_type']})",
+            expected="a causal language model",
+            remedy="choose a model that predicts tokens",
+        )
+    if int(said.get("expert_count") or 0) > 0:
+        raise ExportError(
+            f"{path.name} is a mixture of {said['expert_count']} experts",
+            expected="a dense decoder",
+            remedy="mixture-of-experts models are not supported; choose a dense one",
+        )
+    if header.architecture in GGUF_CONFIG_ARCHS:
+        return  # read as a whole
+    places = GGUF_TO_TRANSFORMERS_MAPPING["config"]
+    known = {*places.get(header.architecture, {}), *places.get(config.model_type, {})} | IMPLIED
+    unknown = [key for key, value in said.items() if key not in known and value not in NEUTRAL]
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    implied = [key for key in sorted(IMPLIED - {"vocab_size"}) if places.get(header.architecture, {}).get(key) is None]
+    unknown += [key for key in implied if said.get(key) not in (None, head_size)]
+    if unknown:
+        raise ExportError(
+            f"{path.name} says {few(f'{prefix}{key} = {said[key]}' for key in unknown)}, which transformers does not "
+            "read from a GGUF file",
+            expected="metadata that the model's configuration has a place for",
+            remedy=REMEDY,
+        )
+
+
+def require_used(header: Header, model: Any, path: Path) -> None:
+    """Refuse tensors that have no place in the model."""
+    from transformers.integrations.gguf.utils import is_gguf_arch_supported
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+    if is_gguf_arch_supported(header.architecture):
+        return  # the loading report covers them
+    processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config={})
+    places = get_gguf_hf_weights_map(model, processor)
+    if unused := [name for name in header.tensors if name not in places]:
+        reason = " (rotary scaling)" if any(name.startswith("rope_") for name in unused) else ""
+        raise ExportError(
+            f"{path.name} holds {few(unused)}{reason}, which transformers has no place for in {type(model).__name__}",
+            expected="tensors of this model only",
+            remedy=REMEDY,
+        )
+
+
+def describe(header: Header) -> str | None:
+    """The quantized types of the file's tensors, the commonest first; None for a file of floats."""
+    types = Counter(kind for kind in header.tensors.values() if kind not in ("F32", "F16", "BF16", "F64"))
+    return f"GGUF {', '.join(kind for kind, _ in types.most_common())}" if types else None

@@ -1,0 +1,243 @@
+"""Checkpoints that others quantized, as float tensors: the reference of a run is then what these codes stand for.
+
+Read are AutoAWQ (``gemm``), compressed-tensors (``pack-quantized``, ``int-quantized``, ``float-quantized``,
+``naive-quantized``) and block-scaled FP8 (``weight_scale_inv``). Scales of activations and of the KV cache are left
+out: this run finds its own.
+
+Shapes: N output channels, K input channels, G groups of input channels.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from quantization.formats import Packed, formats
+from tapeout.errors import QuantizationError
+
+# AutoAWQ: the i-th code of a word, lowest bits first, belongs to output channel 8j + AWQ_ORDER[i].
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+LAYOUTS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+# Of activations and of the KV cache, and how a packed weight was sorted; none of them is a weight.
+LEFT_OUT = re.compile(r"\.(input|output|[kqv])_(scale|zero_point)$")
+PARTS = ("weight_packed", "weight_scale", "weight_scale_inv", "weight_shape", "weight_zero_point", "weight_g_idx")
+REMEDY = "take the float checkpoint that it was made from"
+
+
+class Stored(Protocol):
+    """A tensor in a file; ``dtype`` as safetensors names it."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    def read(self) -> torch.Tensor: ...
+
+
+def describe(config: Mapping[str, Any]) -> str:
+    """A line for the record.
+
+    >>> describe({"quant_method": "awq", "bits": 4, "group_size": 128})
+    'awq, 4 bits, groups of 128'
+    """
+    parts = [str(config.get("quant_method", "compressed-tensors"))]
+    if "format" in config:
+        parts.append(str(config["format"]))
+    if "bits" in config:
+        parts.append(f"{config['bits']} bits")
+    if "group_size" in config:
+        parts.append(f"groups of {config['group_size']}")
+    return ", ".join(parts)
+
+
+def dequantized(stored: Mapping[str, Stored], config: Any, *, tied: bool) -> dict[str, torch.Tensor]:
+    """Every parameter, quantized ones in float32; :class:`QuantizationError` for what is read in no way.
+
+    ``tied``: lm_head shares the embedding, and may repeat its scales.
+    """
+    method = _method(config)
+    if method is None:
+        raise QuantizationError(
+            f"the checkpoint is quantized by {_shown(config)}",
+            expected="float weights, AutoAWQ (gemm), compressed-tensors or block-scaled FP8",
+            remedy=f"{REMEDY}, or dequantize it with the library that wrote it",
+        )
+    left = dict(stored)
+    found = method(left, config)
+    if tied:
+        _drop_repeated_scales(left, stored)
+    left = {name: tensor for name, tensor in left.items() if not LEFT_OUT.search(name)}
+    codes = [f"{name} ({tensor.dtype})" for name, tensor in left.items() if tensor.dtype not in FLOATS]
+    codes += [name for name in left if name.rpartition(".")[2] in (*PARTS, "qweight", "qzeros", "scales", "g_idx")]
+    if codes:
+        raise QuantizationError(
+            f"{len(codes)} tensors belong to no quantized weight: {', '.join(codes[:3])}",
+            expected="the codes and the scales of every quantized weight",
+            remedy="complete the checkpoint",
+        )
+    return found | {name: tensor.read() for name, tensor in left.items()}
+
+
+Left = dict[str, Stored]  # tensors that no parameter was made of yet
+
+
+def _method(config: Any) -> Callable[[Left, Mapping[str, Any]], dict[str, torch.Tensor]] | None:
+    if not isinstance(config, Mapping):
+        return None
+    name = config.get("quant_method")
+    if name == "awq" and config.get("bits") == 4 and str(config.get("version", "gemm")).lower() == "gemm":
+        return _awq
+    if name == "fp8" and config.get("fmt", "e4m3") == "e4m3":
+        return _fp8
+    sparse = (config.get("sparsity_config") or {}).get("format", "dense") != "dense"
+    plain = config.get("format") in LAYOUTS and not config.get("transform_config") and not sparse
+    return _compressed if name in ("compressed-tensors", None) and plain else None
+
+
+def _shown(config: Any) -> str:
+    if not isinstance(config, Mapping):
+        return repr(config)
+    names = ("quant_method", "bits", "version", "format", "fmt", "transform_config", "sparsity_config")
+    return ", ".join(f"{name} {config[name]}" for name in names if config.get(name)) or "an unknown method"
+
+
+def _awq(left: Left, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """``qweight`` int32 [K, N/8], ``qzeros`` int32 [G, N/8] and ``scales`` [G, N] of every linear."""
+    found: dict[str, torch.Tensor] = {}
+    for name in [name for name in left if name.endswith(".qweight")]:
+        module = name.removesuffix(".qweight")
+        words, zeros, scales = (_part(left, module, part) for part in ("qweight", "qzeros", "scales"))
+        codes, offsets = _awq_codes(words), _awq_codes(zeros)
+        inputs, outputs = codes.shape
+        if scales.shape != offsets.shape or scales.shape[1] != outputs or inputs % scales.shape[0]:
+            raise _unfit(module, words, zeros, scales)
+        group = inputs // scales.shape[0]
+        weight = (codes - offsets.repeat_interleave(group, 0)) * scales.float().repeat_interleave(group, 0)
+        found[f"{module}.weight"] = weight.T.contiguous()
+    return found
+
+
+def _awq_codes(words: torch.Tensor) -> torch.Tensor:
+    """[R, C] words as [R, 8 C] codes in the order of the channels."""
+    shifts = torch.tensor([4 * AWQ_ORDER.index(channel) for channel in range(8)], dtype=torch.int32)
+    codes = (words[:, :, None] >> shifts) & 0xF
+    return codes.reshape(words.shape[0], -1).float()
+
+
+def _fp8(left: Left, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """``weight`` float8 [N, K] and ``weight_scale_inv`` for blocks of it; blocks at the ends may be smaller."""
+    block = config.get("weight_block_size")
+    found: dict[str, torch.Tensor] = {}
+    for name in [name for name in left if name.endswith(".weight_scale_inv")]:
+        module = name.removesuffix(".weight_scale_inv")
+        weight, scale = _part(left, module, "weight").float(), _part(left, module, "weight_scale_inv").float()
+        found[f"{module}.weight"] = weight * _spread(scale, weight, block, module)
+    return found
+
+
+def _compressed(left: Left, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for name in [name for name in left if name.endswith(".weight_scale")]:
+        module = name.removesuffix(".weight_scale")
+        if f"{module}.weight_packed" not in left and f"{module}.weight" not in left:
+            continue  # of a tied lm_head
+        weights = _weights_of(module, config)
+        scale = _part(left, module, "weight_scale").float()
+        zeros = _part(left, module, "weight_zero_point") if f"{module}.weight_zero_point" in left else None
+        if f"{module}.weight_packed" in left:
+            words, shape = _part(left, module, "weight_packed"), _part(left, module, "weight_shape")
+            bits, (rows, columns) = int(weights["num_bits"]), (int(n) for n in shape)
+            packing = next((f for f in formats().values() if isinstance(f, Packed) and f.bits == bits), None)
+            if packing is None or tuple(words.shape) != (rows, packing.words_of(columns)):
+                raise _unfit(f"{module} in {bits} bits", words, shape)
+            codes = _tensor(packing.codes(words.numpy(), columns))
+            if zeros is not None:
+                zeros = _tensor(packing.codes(np.ascontiguousarray(zeros.numpy().T), rows).T)
+            offset = torch.tensor(float(1 << (bits - 1))) if zeros is None else zeros
+        else:
+            codes = _part(left, module, "weight").float()
+            offset = torch.zeros(()) if zeros is None else zeros.float()
+        order = _part(left, module, "weight_g_idx") if f"{module}.weight_g_idx" in left else None
+        block = weights.get("block_structure")
+        offsets, scales = (_spread(part, codes, block, module, order) for part in (offset, scale))
+        found[f"{module}.weight"] = (codes - offsets) * scales
+    return found
+
+
+def _tensor(codes: Any) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(codes).astype(np.float32))
+
+
+def _spread(
+    scale: torch.Tensor,
+    weight: torch.Tensor,
+    block: Sequence[int] | None,
+    module: str,
+    order: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """A scale for every weight, from one per tensor, output channel, group of input channels, or block.
+
+    ``order``: the group of every input channel, where they are no neighbours.
+    """
+    rows, columns = weight.shape
+    if scale.numel() == 1:
+        return scale.reshape(1, 1)
+    if scale.dim() == 1:
+        scale = scale[:, None]
+    if block is not None:
+        scale = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+    elif order is not None:
+        scale = scale[:, order.long()]
+    elif columns % scale.shape[1] == 0:
+        scale = scale.repeat_interleave(columns // scale.shape[1], 1)
+    if tuple(scale.shape) != (rows, columns):
+        raise _unfit(module, weight, scale)
+    return scale
+
+
+def _weights_of(module: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """How ``config_groups`` say that the weight of a module is stored."""
+    for group in (config.get("config_groups") or {}).values():
+        for target in group.get("targets", ()):
+            pattern = target.removeprefix("re:")
+            named = re.match(pattern, module) if target != pattern else module.endswith(target)
+            if (named or target == "Linear") and group.get("weights"):
+                return group["weights"]
+    raise QuantizationError(
+        f"quantization_config does not say how the weight of {module} is stored",
+        expected="a group of config_groups whose targets match it",
+        remedy="complete config.json",
+    )
+
+
+def _part(left: Left, module: str, part: str) -> torch.Tensor:
+    try:
+        return left.pop(f"{module}.{part}").read()
+    except KeyError:
+        raise QuantizationError(
+            f"no {module}.{part}, which its other tensors need",
+            expected="the codes and the scales of every quantized weight",
+            remedy="complete the checkpoint",
+        ) from None
+
+
+def _drop_repeated_scales(left: Left, stored: Mapping[str, Stored]) -> None:
+    """A tied lm_head has no weight of its own, and repeats the scales of the embedding."""
+    for name in [name for name in left if name.endswith(".weight_scale")]:
+        scales = left[name].read()
+        twins = [other for other in stored if other.endswith(".weight_scale") and other != name]
+        if any(torch.equal(scales, stored[other].read()) for other in twins if "embed" in other or "wte" in other):
+            del left[name]
+
+
+def _unfit(what: str, *tensors: torch.Tensor) -> QuantizationError:
+    shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
+    return QuantizationError(
+        f"the tensors of {what} do not fit together: {shapes}",
+        expected="codes and scales of one weight",
+        remedy="complete the checkpoint, or restore its quantization_config",
+    )

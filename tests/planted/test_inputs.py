@@ -1,0 +1,434 @@
+"""What comes in: checkpoints, tokenizers, adapters and recipes that would change the model without a word."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from pipeline.cli.main import main
+from pipeline.export.adapter import merge_adapter
+from pipeline.export.checkpoint import load_checkpoint
+from pipeline.export.export import find_stop_tokens
+from pipeline.export.tokenizer import save_tokenizer
+from pipeline.recipe import Recipe, load_recipe
+from pipeline.sources.fetch import fetch
+from quantization.units import resolve
+from tapeout.errors import ExportError, QuantizationError, RecipeError, RequestError, SourceError
+from tapeout.portable_graph import LinearGroup, PortableGraph
+from tapeout.recipe import Rule
+from tests import checkpoints
+from tests.checkpoints import CONFIG, WEIGHTS, Tensors, change_json, change_weights, gguf_file, shard, write_index
+from tests.families import VOCAB_SIZE
+
+UP = "model.layers.1.mlp.up_proj.weight"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A llama of two layers, its head not tied."""
+    return checkpoints.checkpoint(tmp_path / "checkpoint")
+
+
+def refused(folder: Path, pattern: str, entry: str = "") -> None:
+    with pytest.raises((ExportError, QuantizationError), match=pattern) as caught:
+        load_checkpoint(folder, entry)
+    assert caught.value.expected or caught.value.remedy
+    assert "\x1b" not in str(caught.value)
+
+
+# --- tensors
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("name", [UP, HEAD, EMBEDDING, "model.norm.weight"])
+def test_a_tensor_is_missing(folder: Path, name: str, sharded: bool) -> None:
+    change_weights(folder, lambda tensors: tensors.pop(name))
+    if sharded:
+        shard(folder)
+    refused(folder, rf"lacks 1 tensor of LlamaForCausalLM: {re.escape(name)}")
+
+
+def test_the_configuration_has_too_few_layers(folder: Path) -> None:
+    change_json(folder / CONFIG, num_hidden_layers=1)
+    refused(folder, r"holds 9 tensors that LlamaForCausalLM does not have: model\.layers\.1\.")
+
+
+def test_the_configuration_has_too_many_layers(folder: Path) -> None:
+    change_json(folder / CONFIG, num_hidden_layers=3)
+    refused(folder, r"lacks 9 tensors of LlamaForCausalLM: model\.layers\.2\.")
+
+
+def test_a_tensor_that_the_model_has_no_place_for(folder: Path) -> None:
+    change_weights(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}))
+    refused(folder, r"does not have: model\.layers\.0\.self_attn\.q_proj\.bias")
+
+
+@pytest.mark.parametrize("sizes", [{"intermediate_size": 128}, {"head_dim": 32}, {"vocab_size": 101}])
+def test_shapes_do_not_fit_the_configuration(folder: Path, sizes: dict[str, int]) -> None:
+    change_json(folder / CONFIG, **sizes)
+    refused(folder, r"(mlp|self_attn|embed|lm_head).* \[\d+, \d+\] where the model has \[\d+, \d+\]")
+
+
+@pytest.mark.parametrize("sizes", [{"num_key_value_heads": 3}, {"num_attention_heads": 3, "head_dim": None}])
+def test_heads_do_not_divide(folder: Path, sizes: dict[str, Any]) -> None:
+    change_json(folder / CONFIG, **sizes)
+    refused(folder, "is no multiple of|is not a multiple of|do not have the shapes")
+
+
+def test_the_configuration_ties_a_head_that_is_stored_apart(folder: Path) -> None:
+    change_json(folder / CONFIG, tie_word_embeddings=True)
+    refused(folder, r"lm_head\.weight and model\.embed_tokens\.weight with different values")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_is_not_finite(folder: Path, value: float) -> None:
+    change_weights(folder, lambda tensors: tensors[UP].view(-1)[7:8].fill_(value))
+    refused(folder, rf"NaN or infinite weights in {re.escape(UP)}")
+
+
+def test_codes_lost_the_configuration_that_reads_them(folder: Path) -> None:
+    def to_codes(tensors: Tensors) -> None:
+        tensors[UP] = (tensors[UP] * 100).to(torch.int8)
+
+    change_weights(folder, to_codes)
+    refused(folder, rf"{re.escape(UP)} \(I8\) are no floats, and config\.json has no quantization_config")
+
+
+# --- files
+
+
+@pytest.mark.parametrize("kept", [0, 5, 200, 50_000])
+def test_a_safetensors_file_is_cut_off(folder: Path, kept: int) -> None:
+    content = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(content[:kept])
+    refused(folder, r"model\.safetensors is not a complete safetensors file")
+
+
+def test_a_safetensors_file_holds_something_else(folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes(b"version https://git-lfs.github.com/spec/v1\n" * 20)
+    refused(folder, r"model\.safetensors is not a complete safetensors file")
+
+
+def test_shards_and_their_index_disagree(folder: Path) -> None:
+    index = shard(folder)
+    write_index(folder, index | {"model.extra.weight": index[UP]})
+    refused(folder, r"model\.extra\.weight is in .*, but no file holds it")
+    write_index(folder, {name: file for name, file in index.items() if name != UP})
+    refused(folder, rf"the shards hold {re.escape(UP)}, which model\.safetensors\.index\.json does not list")
+    write_index(folder, index | {UP: "model-00003-of-00003.safetensors"})
+    refused(folder, r"lacks model-00003-of-00003\.safetensors")
+    write_index(folder, index)
+    (folder / WEIGHTS).write_bytes(b"")
+    refused(folder, r"holds both model\.safetensors and the shards")
+
+
+def test_a_tensor_is_stored_in_two_shards(folder: Path) -> None:
+    index = shard(folder)
+    other = next(file for file in index.values() if file != index[UP])
+    tensors = {name: torch.ones(1) for name, file in index.items() if file == other} | {UP: torch.ones(1)}
+    save_file(tensors, folder / other)
+    refused(folder, rf"{re.escape(UP)} is stored twice")
+
+
+def test_weights_lie_beside_those_that_are_read(folder: Path) -> None:
+    save_file({UP: torch.ones(1)}, folder / "model-lora.safetensors")
+    refused(folder, r"holds model-lora\.safetensors, which model\.safetensors does not cover")
+
+
+def test_the_configuration_names_another_weights_file(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder / "other.safetensors")
+    change_json(folder / CONFIG, transformers_weights="other.safetensors")
+    refused(folder, "names another weights file")
+
+
+@pytest.mark.parametrize("name", [CONFIG, "generation_config.json"])
+@pytest.mark.parametrize("content", ["{", "[1]", ""])
+def test_a_configuration_file_is_damaged(folder: Path, name: str, content: str) -> None:
+    (folder / name).write_text(content)
+    refused(folder, rf"{re.escape(name)} (is not JSON|holds list)")
+
+
+# --- architectures
+
+
+@pytest.mark.parametrize("names", [["LlamaForSequenceClassification"], ["LlamaModel"], ["Qwen2ForCausalLM"], None])
+def test_the_checkpoint_is_no_language_model(folder: Path, names: list[str] | None) -> None:
+    change_json(folder / CONFIG, architectures=names)
+    (folder / WEIGHTS).write_bytes(b"")  # refused before a weight is read
+    refused(folder, rf"names the architecture {names[0] if names else 'none'}")
+
+
+def test_an_encoder_decoder(folder: Path) -> None:
+    config = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}
+    (folder / CONFIG).write_text(json.dumps(config))
+    refused(folder, "is an encoder-decoder model")
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "granitemoe"])
+def test_a_mixture_of_experts(folder: Path, family: str) -> None:
+    from transformers import AutoConfig
+
+    config: Any = AutoConfig.for_model(family, num_hidden_layers=4)
+    config.architectures = [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]
+    config.save_pretrained(folder)
+    refused(folder, "is a mixture of experts")
+
+
+# --- quantized checkpoints
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quant_method": "gptq", "bits": 4, "group_size": 128},
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        {"quant_method": "awq", "bits": 4, "version": "gemv"},
+        {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
+        {"quant_method": "compressed-tensors", "format": "pack-quantized", "transform_config": {"a": 1}},
+    ],
+)
+def test_a_quantization_that_is_not_read(folder: Path, config: dict[str, Any]) -> None:
+    change_json(folder / CONFIG, quantization_config=config)
+    refused(folder, rf"is quantized by quant_method {config['quant_method']}")
+
+
+def test_codes_without_their_scales(folder: Path) -> None:
+    def to_codes(tensors: Tensors) -> None:
+        tensors[UP.replace(".weight", ".qweight")] = torch.zeros(64, 12, dtype=torch.int32)
+        tensors[UP.replace(".weight", ".qzeros")] = torch.zeros(2, 12, dtype=torch.int32)
+        del tensors[UP]
+
+    change_weights(folder, to_codes)
+    change_json(folder / CONFIG, quantization_config={"quant_method": "awq", "bits": 4, "group_size": 32})
+    refused(folder, r"no model\.layers\.1\.mlp\.up_proj\.scales")
+
+
+# --- GGUF files
+
+
+def test_a_gguf_file_lacks_a_tensor(tmp_path: Path) -> None:
+    gguf_file(tmp_path / "m.gguf", lambda tensors: tensors.pop("blk.1.ffn_up.weight"))
+    refused(tmp_path, rf"lacks 1 tensor of LlamaForCausalLM: {re.escape(UP)}", "m.gguf")
+
+
+@pytest.mark.parametrize("name", ["rope_freqs.weight", "blk.0.attn_q.bias"])
+def test_a_gguf_file_holds_a_tensor_that_transformers_leaves_out(tmp_path: Path, name: str) -> None:
+    gguf_file(tmp_path / "m.gguf", lambda tensors: tensors.update({name: torch.full((16,), 2.0)}))
+    refused(tmp_path, rf"holds {re.escape(name)}", "m.gguf")
+
+
+def test_a_gguf_file_asks_for_what_transformers_leaves_out(tmp_path: Path) -> None:
+    gguf_file(tmp_path / "m.gguf", rope__scaling__type="yarn", rope__scaling__factor=4.0)
+    refused(tmp_path, r"says llama\.rope\.scaling\.type = yarn, llama\.rope\.scaling\.factor", "m.gguf")
+
+
+@pytest.mark.parametrize("kept", [0, 3, 100, 20_000, 400_000])
+def test_a_gguf_file_is_cut_off(tmp_path: Path, kept: int) -> None:
+    path = gguf_file(tmp_path / "m.gguf")
+    path.write_bytes(path.read_bytes()[:kept])
+    refused(tmp_path, "is not a GGUF file that can be read|is cut off", "m.gguf")
+
+
+# --- tokenizers
+
+
+def tokenizer_refused(folder: Path, pattern: str, rows: int = VOCAB_SIZE) -> None:
+    written = folder.parent / "written"
+    written.mkdir(exist_ok=True)
+    with pytest.raises(ExportError, match=pattern) as caught:
+        save_tokenizer(folder, "", written, rows)
+    assert caught.value.remedy
+
+
+def test_transformers_makes_another_tokenizer_of_the_file(tmp_path: Path) -> None:
+    folder = checkpoints.checkpoint(tmp_path / "checkpoint", "qwen2")
+    change_json(folder / "tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")
+    tokenizer_refused(folder, r"tokenizer\.json and the tokenizer that transformers makes of this checkpoint differ")
+
+
+def test_the_tokenizers_files_disagree_on_the_start_token(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint")
+    change_json(folder / "tokenizer_config.json", add_bos_token=True)
+    tokenizer_refused(folder, r"says add_bos_token true, and tokenizer\.json does not add it", rows=1024)
+
+
+def test_a_tokenizer_that_cuts_texts(folder: Path) -> None:
+    truncation = {"direction": "Right", "max_length": 64, "strategy": "LongestFirst", "stride": 0}
+    change_json(folder / "tokenizer.json", truncation=truncation)
+    tokenizer_refused(folder, "cuts or pads every text")
+
+
+def test_a_tokenizer_larger_than_the_embedding(folder: Path) -> None:
+    tokenizer_refused(folder, r"no row for: 'w201' is 201, 'w202' is 202", rows=201)
+
+
+def test_there_is_no_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text('{"model": ')
+    tokenizer_refused(folder, r"tokenizer\.json of the checkpoint cannot be read")
+    (folder / "tokenizer.json").unlink()
+    tokenizer_refused(folder, "no tokenizer in")
+    (folder / "tokenizer.model").write_bytes(b"\x0a\x07garbage")
+    tokenizer_refused(folder, r"is tokenizer\.model alone, in the format of sentencepiece")
+    (folder / "vocab.json").write_text("{")
+    tokenizer_refused(folder, r"cannot read the tokenizer of .*vocab\.json")
+
+
+def test_a_chat_template_that_is_no_template(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint")
+    (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}")
+    (tmp_path / "written").mkdir()
+    with pytest.raises(RequestError, match=r"chat_template\.jinja line 1"):
+        save_tokenizer(folder, "", tmp_path / "written", 1024)
+
+
+def test_nothing_ends_an_answer(folder: Path) -> None:
+    config = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(config | {"eos_token_id": None}))
+    (folder / "generation_config.json").unlink()
+    change_json(folder / "tokenizer_config.json", eos_token=None)
+    model = load_checkpoint(folder).model
+    (folder / "written").mkdir()
+    tokenizer = save_tokenizer(folder, "", folder / "written", VOCAB_SIZE)
+    with pytest.raises(ExportError, match="has no stop token"):
+        find_stop_tokens(model, tokenizer)
+    model.generation_config.eos_token_id = [2, VOCAB_SIZE]
+    with pytest.raises(ExportError, match=f"eos_token_id is {VOCAB_SIZE}"):
+        find_stop_tokens(model, tokenizer)
+
+
+# --- adapters
+
+
+def sources(folder: Path, **model: str) -> Recipe:
+    return Recipe.model_validate({"model": {"source": f"file:{folder}"} | model, "data": {"source": "file:none"}})
+
+
+def test_an_adapter_is_named_as_the_model(folder: Path, tmp_path: Path) -> None:
+    checkpoints.adapter(tmp_path / "adapter", load_checkpoint(folder).model)
+    with pytest.raises(SourceError, match="is a LoRA adapter, not a model") as caught:
+        fetch(sources(tmp_path / "adapter"), tmp_path / "source")
+    assert "set model.adapter: file:" in caught.value.remedy and "org/tiny" in caught.value.remedy
+
+
+def test_an_adapter_lies_beside_the_model(folder: Path, tmp_path: Path) -> None:
+    checkpoints.adapter(tmp_path / "adapter", load_checkpoint(folder).model)
+    for file in (tmp_path / "adapter").iterdir():
+        file.rename(folder / file.name)
+        with pytest.raises(SourceError, match="holds an adapter beside the model") as caught:
+            fetch(sources(folder), tmp_path / "source")
+        assert "model.adapter" in caught.value.remedy and not (tmp_path / "source").exists()
+
+
+def test_a_folder_is_named_as_an_adapter_and_is_none(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="holds none of the files that are needed"):
+        fetch(sources(folder, adapter=f"file:{folder}"), tmp_path / "source")
+    checkpoints.adapter(tmp_path / "adapter", load_checkpoint(folder).model)
+    (tmp_path / "adapter/adapter_model.safetensors").unlink()
+    with pytest.raises(SourceError, match=r"is no LoRA adapter: it has no adapter_model\.safetensors"):
+        fetch(sources(folder, adapter=f"file:{tmp_path / 'adapter'}"), tmp_path / "source")
+
+
+@pytest.mark.parametrize(
+    ("settings", "pattern"),
+    [
+        ({"use_dora": True}, "use_dora True"),
+        ({"bias": "all"}, "bias all"),
+        ({"peft_type": "IA3"}, "peft_type IA3"),
+        ({"task_type": "SEQ_CLS"}, "task_type SEQ_CLS"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights pissa"),
+        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
+        ({"r": 0}, "r 0"),
+        ({"lora_alpha": None}, "lora_alpha None"),
+        ({"a_setting_of_tomorrow": 1}, "a_setting_of_tomorrow"),
+        ({"target_modules": ["q_proj", "down_proj", "v_proj"]}, "lacks tensors for .*v_proj"),
+        ({"target_modules": ["q_proj"]}, "has tensors for .*down_proj"),
+        ({"r": 8}, r"lora_A\.weight of the adapter is \[4, "),
+    ],
+)
+def test_an_adapter_asks_for_more_than_is_merged(
+    folder: Path, tmp_path: Path, settings: dict[str, Any], pattern: str
+) -> None:
+    model = load_checkpoint(folder).model
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    checkpoints.adapter(tmp_path / "adapter", model, **settings)
+    with pytest.raises(ExportError, match=pattern) as caught:
+        merge_adapter(model, tmp_path / "adapter")
+    assert caught.value.remedy
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("change", "pattern"),
+    [
+        (lambda t: t.pop(min(t)), "holds base_model.*, which cannot be merged"),
+        (lambda t: [t.pop(name) for name in list(t) if "layers.1" in name], r"lacks tensors for model\.layers\.1"),
+        (lambda t: t.update({"base_model.model.lm_head.weight": torch.ones(1)}), "lm_head.weight, which cannot be"),
+        (lambda t: t[min(t)].fill_(float("nan")), "makes NaN or infinite weights of"),
+        (lambda t: t.clear(), "holds no tensor"),
+    ],
+)
+def test_an_adapter_is_incomplete(
+    folder: Path, tmp_path: Path, change: Callable[[Tensors], object], pattern: str
+) -> None:
+    model = load_checkpoint(folder).model
+    tensors = checkpoints.adapter(tmp_path / "adapter", model)
+    change(tensors)
+    save_file(tensors, tmp_path / "adapter/adapter_model.safetensors")
+    with pytest.raises(ExportError, match=pattern):
+        merge_adapter(model, tmp_path / "adapter")
+
+
+# --- recipes
+
+
+@pytest.mark.parametrize(
+    ("lines", "pattern"),
+    [
+        ("seed: 1\nseed: 2", "has 'seed' twice, on line 3 and on line 4"),
+        ("gate: {max_kl: 0.1, max_kl: 9.0}", "has 'max_kl' twice, on line 3"),
+        ("seed: true", "seed: Input should be a valid integer"),
+        ("seed: -1", "seed: Input should be greater than or equal to 0"),
+        ("gate: {max_kl: true}", "gate.max_kl: Input should be a valid number"),
+        ("gate: {max_kl: .nan}", "gate.max_kl: Input should be a finite number"),
+        ("gate: {max_kl: .inf}", "gate.max_kl: Input should be a finite number"),
+        ('gate: {min_items: "9"}', "gate.min_items: Input should be a valid integer"),
+        ('register: {model_name: ""}', "register.model_name: '' is no name"),
+        ("register: {model_name: a/b c}", "register.model_name: 'a/b c' is no name"),
+        ("register: {model_name: 'a:b'}", "register.model_name: 'a:b' is no name"),
+        ("register: {experiment: ''}", "register.experiment: '' is no name"),
+        ("build: {target: tensorrt}", "build.target: tensorrt compiles for named hardware"),
+        ("evaluate: {tasks: [piqa, piqa]}", "evaluate.tasks: contains duplicates"),
+        ("shadow: {datasets: [nq_open, nq_open]}", "shadow.datasets: contains duplicates"),
+        ("plan: {schemes: [{match: '*', bits: 8}, {match: 'layers.*.o', bits: 4}]}", "'layers.*.o' is never used"),
+    ],
+)
+def test_a_recipe_says_something_else_than_it_seems(
+    tmp_path: Path, lines: str, pattern: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "params.yaml"
+    path.write_text(f"model: {{source: 'file:/m'}}\ndata: {{source: 'file:/d'}}\n{lines}\n")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path)
+    assert pattern in caught.value.found
+    assert main(["stage", "fetch", "--params", str(path)]) == 2
+    assert "fault in tapeout" not in capsys.readouterr().err
+
+
+def test_a_rule_of_the_plan_never_matches() -> None:
+    group = LinearGroup(name="layers.0.qkv", members=("w",), biases=(None,), in_features=64, out_features=(64,))
+    graph = PortableGraph.model_construct(layers=1, groups=(group,))
+    for matches in (["layers.*.gateup"], ["layers.1.qkv"], ["layers.0.*", "layers.*.qkv"]):
+        with pytest.raises(RecipeError, match=r"matches no unit|is never used") as caught:
+            resolve(graph, [*(Rule(match=match, bits=8) for match in matches), Rule(match="*", bits=8)])
+        assert matches[-1] in caught.value.found
+    assert resolve(graph, [Rule(match="layers.*.down", bits=4), Rule(match="*", bits=8)])["layers.0.qkv"].bits == 8
