@@ -22,6 +22,7 @@ KINDS = kinds()
 class Register(Section):
     model_name: str = "tapeout-default"
     experiment: str = "tapeout"
+    public_key: str | None = None  # a PEM file; with it, what is not signed by its private key is refused
 
 
 def _with_evidence() -> type[recipe.Recipe]:
