@@ -1,13 +1,12 @@
 """Reads the evidence that the gate may look at, and judges it again where a verdict is to be believed.
 
-Which of it is refused says evals/soundness.py. Here the records are followed from the verdict back to the source: every
-artifact must have been made from the others that lie beside it. Weights are not needed for that, only records, so a registry
-can keep all of it with a verdict (``LINEAGE``) and judge again years later.
+Which of it is refused says evals/soundness.py. Here the records are followed back to the source: every artifact
+must have been made from the others that lie beside it. That takes records (``LINEAGE``) and no weights, so a
+registry can keep all of it with a verdict and judge again years later.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -45,8 +44,8 @@ def measured() -> tuple[str, ...]:
 def load_evidence(artifacts: Path, recipe: Recipe) -> Evidence:
     """Every report that an executed engine needs, and what the engines were made from, from below ``artifacts``.
 
-    The files of reports are hashed again. :class:`EvidenceError` lists every artifact that was made from another one than
-    lies beside it, and every report that was not measured as the recipe asks.
+    The files of reports are hashed again. :class:`EvidenceError` lists every artifact that was made from another one
+    than lies beside it, and every report that was not measured as the recipe asks.
     """
     problems = _lineage(artifacts)
     reports = {kind.name: kind.load(artifacts / kind.role, recipe) for kind in kinds() if kind.needed != "never"}

@@ -1,8 +1,8 @@
 """Policy: by which bounds a verdict is reached, and on evidence of which size and origin.
 
-It is made from the recipe: section ``gate``, the sections that the kinds of evidence declare, the seed, and what held-out
-texts are drawn from. A verdict holds the policy that it was reached by, so a registry can compare it with the policy in
-force. Numbers are kept under dotted names, as ``evaluate.items``.
+It is made from the recipe: section ``gate``, the sections that the kinds of evidence declare, the seed, the data,
+and what held-out texts are drawn from. A verdict holds the policy that it was reached by, so a registry can compare
+it with the policy in force. Parameters have dotted names, such as ``evaluate.items``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The sha256 of a file, computed once per file identity and remembered in the user's cache folder.
 
-The identity is device, inode, size, mtime and ctime. Whoever changes a file can restore its mtime, but not its ctime: the
-kernel sets that on every write, rename and chmod. A file that changed within the last tenth of a second is not
+The identity is device, inode, size, mtime and ctime. Whoever changes a file can restore its mtime, but not its ctime:
+the kernel sets that on every write, rename and chmod. A file that changed within the last tenth of a second is not
 remembered, because a second change could still fall into the same tick of the kernel's clock.
 """
 
@@ -19,6 +19,7 @@ from tapeout.cache import cache_folder
 
 Identity = tuple[int, int, int, int, int]
 _SETTLED_NS = 100_000_000  # longer than a tick of any kernel
+_SMALL_BYTES = 1 << 20  # up to here, a file is hashed faster than it is remembered
 
 
 def sha256_file(path: Path) -> str:
@@ -28,7 +29,7 @@ def sha256_file(path: Path) -> str:
         settled = time.time_ns() - max(before[3:]) > _SETTLED_NS
         found = hashlib.file_digest(stream, "sha256").hexdigest()
         unchanged = before == _identity(os.fstat(stream.fileno()))
-    if settled and unchanged:
+    if settled and unchanged and before[2] > _SMALL_BYTES:
         _remember(path, before, found)
     return found
 

@@ -1,7 +1,7 @@
 """Signed verdicts: an in-toto statement about a bundle in a DSSE envelope, kept as a Sigstore bundle beside it.
 
-The statement (https://in-toto.io/attestation/test-result/v0.1) is about the sha256 of the bundle's ``record.json``, which
-holds the sha256 of every other file. It names the verdict and all evidence by digest, so one signature covers them too.
+The statement (https://in-toto.io/attestation/test-result/v0.1) is about the sha256 of the bundle's ``record.json``,
+which holds the sha256 of every other file. It names verdict and evidence by digest, so one signature covers them too.
 Keys are ECDSA over P-256 in PEM files; the signature is ECDSA with SHA-256 over the envelope's pre-authentication
 encoding (https://github.com/secure-systems-lab/dsse). ``cryptography`` is imported when a key is used, and only then.
 """
@@ -88,9 +88,7 @@ def generate_keys(private: Path, public: Path) -> None:
     secret = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    shown = key.public_key().public_bytes(
-        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
-    )
+    shown = key.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
     try:
         for path, content, mode in ((private, secret, 0o600), (public, shown, 0o644)):
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as stream:

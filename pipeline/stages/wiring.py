@@ -197,7 +197,7 @@ def _incumbent(recipe: Recipe) -> None:
     """Which registered engine the candidate must be compared with, as a file the shadow stage depends on."""
     from pipeline.registry.register import incumbent
 
-    found = incumbent(recipe, _bundle(ARTIFACTS / "candidate").digest)
+    found = incumbent(recipe.register_.model_name, _bundle(ARTIFACTS / "candidate").digest)
     content = None if found is None else {"digest": found.digest, "location": str(found.location)}
     INCUMBENT.write_text(json.dumps(content) + "\n")
 
