@@ -23,9 +23,9 @@ def load_verdict(artifacts: Path, params: Path, *, key: Path | None = None) -> A
     Every file of the engines, the quantized model and the reports is hashed again. ``key``: sign the verdict with it.
     With a public key (``TAPEOUT_PUBLIC_KEY``, or of the recipe), a verdict that is not signed is refused.
     """
-    recipe = load_recipe(params)
     found = load(artifacts / "verdict", Verdict)
     found.verify()
+    recipe = load_recipe(params)
     for name in dict.fromkeys((*ENGINES, *measured())):
         verify(artifacts / name)
     _require_judged(artifacts, found)

@@ -18,6 +18,7 @@ import yaml
 from engines.bundle import EngineBundle
 from evals.check import Outcome
 from evals.verdict import Verdict
+from pipeline.recipe import load_recipe
 from pipeline.recipes import shipped
 from pipeline.stages import wiring
 from quantization.plan import PrecisionPlan
