@@ -65,13 +65,13 @@ def load(folder: Path, *, threads: int = 0, slots: int | None = None, public_key
     ``threads``: 0 means every physical core. ``slots``: sequences held at once; default as built. ``public_key``: the
     bundle must have a signed PASS verdict beside it.
     """
+    before = _identities(artifact.load_record(folder, EngineBundle))  # then verified, then opened
     bundle = artifact.load(folder, EngineBundle)
     if public_key is not None:
         require_signed_pass(bundle, public_key)
     require_runnable(bundle)
-    before = _identities(bundle)
     engine = find_target(bundle.record.target).open(bundle, threads=threads, slots=slots)
-    if changed := sorted(name for name, found in _identities(bundle).items() if found != before[name]):
+    if changed := sorted(name for name, found in _identities(bundle).items() if found != before.get(name)):
         engine.close()
         raise ArtifactError(
             f"{', '.join(changed)} in {folder} changed while the engine was opened",

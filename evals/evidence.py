@@ -20,7 +20,7 @@ from evals.policy import settings_of
 from evals.rules import short
 from evals.verdict import Verdict
 from quantization.calibration import SAMPLES_FILE, CalibrationSample, samples_hash
-from tapeout.artifact import Artifact, Header, load_header, load_record, read_payload
+from tapeout.artifact import Artifact, Header, load_header, load_record
 from tapeout.errors import EvidenceError
 from tapeout.recipe import Recipe
 
@@ -47,7 +47,8 @@ def load_evidence(artifacts: Path, recipe: Recipe) -> Evidence:
     The files of reports are hashed again. :class:`EvidenceError` lists every artifact that was made from another one
     than lies beside it, and every report that was not measured as the recipe asks.
     """
-    problems = _lineage(artifacts)
+    headers = {name: load_header(artifacts / name) for name in dict.fromkeys((*LINEAGE, *measured()))}
+    problems = [problem for name in headers for problem in _parents(name, headers)]
     reports = {kind.name: kind.load(artifacts / kind.role, recipe) for kind in kinds() if kind.needed != "never"}
     for kind in kinds():
         if (report := reports.get(kind.name)) is not None:
@@ -67,7 +68,7 @@ def load_evidence(artifacts: Path, recipe: Recipe) -> Evidence:
         fingerprint=candidate.record.fingerprint,
         reports=reports,
         settings=settings_of(recipe),
-        calibrated_on=_calibrated_on(artifacts / "calibration"),
+        calibrated_on=_calibrated_on(artifacts / "calibration", headers["calibration"]),
     )
 
 
@@ -98,14 +99,9 @@ def _alike(one: Any, other: Any) -> bool:
     return one == other
 
 
-def _lineage(artifacts: Path) -> list[str]:
-    """Where an artifact was made from another one than lies beside it, or does not say what it was made from."""
-    headers = {name: load_header(artifacts / name) for name in dict.fromkeys((*LINEAGE, *measured()))}
-    return [problem for name in headers for problem in _parents(name, headers)]
-
-
 def _parents(name: str, headers: Mapping[str, Header]) -> Iterator[str]:
-    parents = headers[name].parents
+    """Where an artifact was made from another one than lies beside it, or does not say what it was made from."""
+    parents, record = headers[name].parents, headers[name].record
     if name in LINEAGE:
         for role in LINEAGE[name]:
             if role not in parents:
@@ -118,12 +114,14 @@ def _parents(name: str, headers: Mapping[str, Header]) -> Iterator[str]:
                 f"{name} was made from {role} {short(parent.digest)}, "
                 f"not from {short(headers[role].digest)} which lies beside it"
             )
+        if isinstance(named := record.get(role), str) and named != parent.digest:
+            yield f"{name} names {role} {short(named)}, but was made from {short(parent.digest)}"
 
 
-def _calibrated_on(calibration: Path) -> frozenset[str]:
+def _calibrated_on(calibration: Path, header: Header) -> frozenset[str]:
     lines = (calibration / SAMPLES_FILE).read_text().splitlines()
     samples = [CalibrationSample.model_validate_json(line) for line in lines]
-    if samples_hash(samples) != read_payload(calibration)["record"]["samples_hash"]:
+    if samples_hash(samples) != header.record["samples_hash"]:
         raise EvidenceError(
             f"{calibration / SAMPLES_FILE} does not list the samples that were calibrated on",
             expected="the samples of the record",

@@ -215,6 +215,7 @@ class Header:
 
     noun: str
     digest: str
+    record: Mapping[str, Any]  # the noun's own fields
     files: Mapping[str, FileEntry]
     parents: Mapping[str, ArtifactRef]  # by role
 
@@ -257,7 +258,7 @@ def _header(folder: Path, payload: Mapping[str, Any], remedy: str) -> Header:
             raise ArtifactError(
                 f"{folder / RECORD} lists {name!r}", expected="files inside the artifact's folder", remedy=remedy
             )
-    return Header(body["noun"], digest, files, parents)
+    return Header(body["noun"], digest, body["record"], files, parents)
 
 
 def _require_listed_files(folder: Path, files: Mapping[str, FileEntry], remedy: str) -> None:

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -72,12 +73,26 @@ def signature_path(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.sigstore.json")
 
 
+def write_signature(folder: Path, text: str) -> None:
+    """Write what :func:`sign` gave beside an artifact, whole or not at all."""
+    path = signature_path(folder)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    except OSError as error:
+        raise SignatureError(
+            f"cannot write {path}: {error.strerror}", remedy="free disk space or fix the permissions"
+        ) from error
+
+
 def key_from_environment(name: str) -> Path | None:
     return Path(value) if (value := os.environ.get(name)) else None
 
 
 def generate_keys(private: Path, public: Path) -> None:
     """Write a new pair of keys; neither file may exist. Only its owner can read the private one."""
+    _require_cryptography()
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -101,10 +116,10 @@ def generate_keys(private: Path, public: Path) -> None:
 
 def sign(statement: Statement, private_key: Path) -> str:
     """The signed statement as the text of a Sigstore bundle."""
+    key = _private_key(private_key)
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    key = _private_key(private_key)
     payload = canonical_json(statement.model_dump(mode="json", by_alias=True))
     signature = key.sign(_encode(PAYLOAD_TYPE, payload), ec.ECDSA(hashes.SHA256()))
     envelope = {
@@ -120,16 +135,25 @@ def sign(statement: Statement, private_key: Path) -> str:
     return json.dumps(bundle, indent=1) + "\n"
 
 
+def _require_cryptography() -> None:
+    if find_spec("cryptography") is None:
+        raise SignatureError(
+            "the package cryptography is not installed",
+            expected="it beside tapeout, where a key is given",
+            remedy="pip install 'tapeout[signing]'",
+        )
+
+
 def verify_signature(path: Path, public_key: Path) -> Statement:
     """The statement in a signed file. :class:`SignatureError` if it is missing, malformed, or by another key.
 
     Nothing of the payload is parsed before its signature has been verified.
     """
+    key = _public_key(public_key)
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    key = _public_key(public_key)
     if not path.is_file():
         raise SignatureError(f"no signature at {path}", expected=f"one by {public_key}", remedy=_REMEDY)
     try:
@@ -214,6 +238,7 @@ def _hint(key: EllipticCurvePublicKey) -> str:
 
 
 def _private_key(path: Path) -> EllipticCurvePrivateKey:
+    _require_cryptography()
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -227,6 +252,7 @@ def _private_key(path: Path) -> EllipticCurvePrivateKey:
 
 
 def _public_key(path: Path) -> EllipticCurvePublicKey:
+    _require_cryptography()
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 

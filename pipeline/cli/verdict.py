@@ -12,7 +12,7 @@ from pipeline.recipe import load_recipe
 from pipeline.registry.judged import public_key, require_signature, statement
 from tapeout.artifact import Artifact, load, load_header, load_record, verify
 from tapeout.errors import EvidenceError
-from tapeout.signing import sign, signature_path
+from tapeout.signing import sign, signature_path, write_signature
 
 ENGINES = ("baseline", "candidate", "quantized")
 
@@ -39,7 +39,7 @@ def load_verdict(artifacts: Path, params: Path, *, key: Path | None = None) -> A
     candidate = artifacts / "candidate"
     if key is not None:
         bundle = load_record(candidate, EngineBundle)
-        signature_path(candidate).write_text(sign(statement(recipe, found, bundle), key))
+        write_signature(candidate, sign(statement(recipe, found, bundle), key))
     if (trusted := public_key(recipe)) is not None:
         name = recipe.register_.model_name
         require_signature(signature_path(candidate), trusted, name, found.record, found.digest, candidate)

@@ -38,7 +38,7 @@ from pipeline.registry.versions import CHALLENGER, CHAMPION, ROLLBACK, aliases, 
 from pipeline.report.data import flatten
 from tapeout.artifact import Artifact, create, load
 from tapeout.errors import RegistryError, TapeoutError
-from tapeout.signing import PRIVATE_KEY, key_from_environment, sign, signature_path
+from tapeout.signing import PRIVATE_KEY, key_from_environment, sign, write_signature
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -108,7 +108,7 @@ def _signed(recipe: Recipe, verdict: Artifact[Verdict], bundle: Artifact[Any], a
         return ""
     text = sign(statement(recipe, verdict, bundle), key)
     for folder in (artifacts / "candidate", bundle.folder):
-        signature_path(folder).write_text(text)
+        write_signature(folder, text)
     return text
 
 
@@ -138,14 +138,14 @@ def _holder(model_name: str, alias: str) -> RegisteredBundle | None:
         number = aliases(client, model_name).get(alias)
         if number is None:
             return None
-        found = examine(client, model_name, number)
         try:
+            found = examine(client, model_name, number)
             require_pass(found)
         except RegistryError as error:
             raise RegistryError(
-                f"{alias} of {model_name} is a version that did not pass: {error.found}",
-                expected="an engine with a PASS verdict in service",
-                remedy="the alias was set by hand: `tapeout rollback`, or delete the alias in the registry",
+                f"the {alias} of {model_name} cannot be relied on: {error.found}",
+                expected="a version whose logged evidence gives a PASS",
+                remedy=f"`tapeout rollback`, delete the alias {alias} in the registry, or change register.model_name",
             ) from error
         return RegisteredBundle(model_name, number, found.verdict.candidate, found.location)
 

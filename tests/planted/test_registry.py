@@ -250,8 +250,11 @@ def test_the_champion_already_is_checked_too(registry: Registry) -> None:
 
 def test_a_champion_set_by_hand_to_a_version_that_failed(registry: Registry) -> None:
     registry.point("champion", FAILED)
-    registry.refuses(lambda: incumbent(NAME, registry.digests[NEXT]), "champion of .* did not pass")
-    registry.refuses(lambda: champion(NAME), "did not pass")
+    registry.refuses(
+        lambda: incumbent(NAME, registry.digests[NEXT]),
+        "the champion of .* cannot be relied on: version 4 was judged FAIL",
+    )
+    registry.refuses(lambda: champion(NAME), "cannot be relied on")
     registry.refuses(lambda: promote(RECIPE, version=NEXT), "cannot be relied on")
 
 
@@ -486,6 +489,13 @@ def test_an_artifact_of_another_model(tmp_path: Path, name: str) -> None:
         load_evidence(tmp_path, RECIPE)
     edit_record(tmp_path / name, lambda body: body["parents"].pop(role))
     with pytest.raises(EvidenceError, match=f"{name} does not say from which {role} it was made"):
+        load_evidence(tmp_path, RECIPE)
+
+
+def test_a_replay_that_names_another_champion(tmp_path: Path) -> None:
+    judged.write_run(tmp_path, against="d" * 64)
+    edit_record(tmp_path / "shadow", lambda body: body["record"].update(champion="f" * 64))
+    with pytest.raises(EvidenceError, match="shadow names champion f+…, but was made from d+…"):
         load_evidence(tmp_path, RECIPE)
 
 

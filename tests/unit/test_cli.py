@@ -264,7 +264,7 @@ def prompts(here: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             seen.append(characters().decode(list(tokens)))
             return super().prefill(slot, tokens, **rest)
 
-    def opened(folder: Path, *, threads: int, slots: int) -> Recorded:
+    def opened(folder: Path, *, threads: int, slots: int, public_key: Path | None) -> Recorded:
         return Recorded("héllo# never seen")
 
     monkeypatch.setattr("runtime.api.load_engine", opened)

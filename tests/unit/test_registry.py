@@ -142,6 +142,21 @@ def test_promoting_a_candidate_does_not_change_whom_it_is_compared_with(
         assert found is not None and found.digest == one
 
 
+def test_the_champion_judged_again_by_tighter_bounds(
+    client: Any, submit: Callable[..., Artifact[Release]], tmp_path: Path
+) -> None:
+    one = submit("one").record.candidate
+    promote(RECIPE)
+    tight = judged.recipe(gate={"max_kl": 0.02})
+    with pytest.raises(RegistryError, match=r"another policy .* \(looser than in force\)"):
+        promote(tight)
+    artifacts = tmp_path / "run-one"
+    verdict = judged.judge(artifacts, tight)
+    assert register(tight, verdict, load(artifacts / "candidate", EngineBundle), artifacts).record.candidate == one
+    assert promote(tight).champion == 2
+    assert state(client)["aliases"] == {"challenger": 2, "champion": 2}
+
+
 @pytest.mark.parametrize("outcome", [Outcome.FAIL, Outcome.INCONCLUSIVE])
 def test_a_refusal_is_kept_but_never_promoted(
     client: Any, submit: Callable[..., Artifact[Release]], outcome: Outcome
