@@ -13,8 +13,10 @@ from engines.protocol import Engine
 from engines.target import GraphTarget, HardwareTarget, Probe, Target
 from tapeout import artifact
 from tapeout.artifact import Artifact
-from tapeout.errors import BuildError
+from tapeout.errors import ArtifactError, BuildError
+from tapeout.file_hashes import Identity, identity
 from tapeout.fingerprint import require_match
+from tapeout.signing import require_signed_pass
 
 
 def known_targets() -> tuple[str, ...]:
@@ -57,14 +59,31 @@ def _of_kind(kind: type[Target[Any]]) -> list[str]:
     return [name for name in known_targets() if isinstance(find_target(name), kind)]
 
 
-def load(folder: Path, *, threads: int = 0, slots: int | None = None) -> Engine:
-    """Open a bundle for running. Refused on hardware or libraries other than those it was built and judged on.
+def load(folder: Path, *, threads: int = 0, slots: int | None = None, public_key: Path | None = None) -> Engine:
+    """Open a bundle for running. Refused if a file changed, and on other hardware or libraries than it was judged on.
 
-    ``threads``: 0 means every physical core. ``slots``: sequences held at once; default as built.
+    ``threads``: 0 means every physical core. ``slots``: sequences held at once; default as built. ``public_key``: the
+    bundle must have a signed PASS verdict beside it.
     """
+    before = _identities(artifact.load_record(folder, EngineBundle))  # then verified, then opened
     bundle = artifact.load(folder, EngineBundle)
+    if public_key is not None:
+        require_signed_pass(bundle, public_key)
     require_runnable(bundle)
-    return find_target(bundle.record.target).open(bundle, threads=threads, slots=slots)
+    engine = find_target(bundle.record.target).open(bundle, threads=threads, slots=slots)
+    if changed := sorted(name for name, found in _identities(bundle).items() if found != before.get(name)):
+        engine.close()
+        raise ArtifactError(
+            f"{', '.join(changed)} in {folder} changed while the engine was opened",
+            expected="a bundle that nothing writes to",
+            remedy="find what writes there, then open it again",
+        )
+    return engine
+
+
+def _identities(bundle: Artifact[EngineBundle]) -> dict[str, Identity | None]:
+    paths = {name: bundle.folder / name for name in bundle.files}
+    return {name: identity(path) if path.is_file() else None for name, path in paths.items()}
 
 
 def require_runnable(bundle: Artifact[EngineBundle]) -> None:

@@ -35,6 +35,7 @@ def judge(evidence: Evidence, bounds: Bounds) -> Verdict:
         slices=tuple(row for part in found for row in part.slices),
         facts=tuple(fact for part in found for fact in part.facts),
         bounds=bounds.model_dump(mode="json"),
+        settings=dict(evidence.settings),
         baseline=evidence.baseline,
         candidate=evidence.candidate,
         built_from=evidence.built_from,

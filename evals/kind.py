@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar, cast
 
@@ -73,6 +73,8 @@ class Evidence:
     target: str  # what the candidate was built for, such as "ort-cpu" or "sm89"
     fingerprint: Fingerprint  # of the hardware and the libraries that it was built for
     reports: Mapping[str, Report[Any, Any]]
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])  # how the recipe asks for them to be measured
+    calibrated_on: frozenset[str] = frozenset()  # hashes of the token ids of calibration samples
 
     @property
     def judged(self) -> dict[str, tuple[str, str]]:
@@ -171,6 +173,10 @@ class Kind(Generic[R, T, B]):
         found = load(folder, cast(type[Record], self.report))
         found.verify()
         return Report(found.ref, cast(R, found.record), read_items(folder / self.items_file, self.item))
+
+    def deviations(self, report: Report[R, T], recipe: Recipe) -> list[str]:
+        """Where the report was not measured as the recipe asks."""
+        return []
 
     def given(self, evidence: Evidence) -> Report[R, T] | None:
         return evidence.reports.get(self.name)

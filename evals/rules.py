@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 # KL and log-likelihoods are differences of floating-point sums over the vocabulary: one may fall this far below zero.
@@ -58,6 +58,15 @@ def counted(noun: str, what: str, found: int, claimed: int) -> list[str]:
     if not found:
         return [f"{noun} has no {what}"]
     return [f"{noun} has {found} {what}, but claims {claimed}"] if found != claimed else []
+
+
+def differing(noun: str, found: Mapping[str, tuple[int, int]]) -> list[str]:
+    """One line per count that is not as the recipe asks; ``found``: measured, and asked for."""
+    return [
+        f"{noun} was measured with {measured} {what}, not with {asked} as the recipe asks"
+        for what, (measured, asked) in found.items()
+        if measured != asked
+    ]
 
 
 def broken(

@@ -14,7 +14,7 @@ from tapeout.errors import EvidenceError
 
 def require_sound(evidence: Evidence) -> None:
     """Raise :class:`EvidenceError` with every problem found; return only for evidence that may be judged."""
-    problems = [*_identity(evidence), *_engines(evidence)]
+    problems = [*_identity(evidence), *_engines(evidence), *_overlap(evidence)]
     for kind in kinds():
         if (report := kind.given(evidence)) is not None:
             problems += kind.problems(report, evidence)
@@ -56,3 +56,13 @@ def _engines(evidence: Evidence) -> list[str]:
         for what, found, judged in dict.fromkeys(named)
         if found != judged
     ]
+
+
+def _overlap(evidence: Evidence) -> list[str]:
+    """No document may be scored that the candidate was calibrated on."""
+    problems: list[str] = []
+    for name, report in evidence.reports.items():
+        seen = sum(getattr(item, "doc_hash", None) in evidence.calibrated_on for item in report.items)
+        if seen:
+            problems.append(f"{seen} of {len(report.items)} {name} items are documents that calibration saw")
+    return problems

@@ -1,7 +1,7 @@
 """Verdict: every check with its value, bound, confidence bounds, counts, outcome and reason.
 
 A verdict also names what was judged (both engines, and what the candidate was built from), on which evidence
-(digests of the reports) and by which bounds, so that a registry can refuse a verdict about something else.
+(digests of the reports) and by which policy, so that a registry can refuse a verdict about something else.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from evals.check import Check, Fact, Outcome, Slice
 from evals.known import kinds
+from evals.policy import Policy, Settings
 from tapeout.artifact import ArtifactRef, Record, Roles
 from tapeout.errors import ExitCode
 
@@ -19,7 +20,7 @@ COLUMNS = ("outcome", "check", "value", "bound", "confidence bounds", "n", "reas
 class Verdict(Record):
     noun: ClassVar[str] = "Verdict"
     remedy: ClassVar[str] = "run `dvc repro gate`"
-    schema_version: ClassVar[int] = 3
+    schema_version: ClassVar[int] = 4
     parent_roles: ClassVar[Roles] = {
         "baseline": ("EngineBundle",),
         "candidate": ("EngineBundle",),
@@ -31,6 +32,7 @@ class Verdict(Record):
     slices: tuple[Slice, ...]
     facts: tuple[Fact, ...]
     bounds: dict[str, int | float]  # section ``gate`` of the recipe
+    settings: Settings  # how the recipe asked for evidence to be measured
     baseline: str  # bundle digests
     candidate: str
     built_from: ArtifactRef  # what the candidate was built from
@@ -39,6 +41,10 @@ class Verdict(Record):
     target: str  # what the candidate was built for
     executed_on: str | None  # the hardware of the reports; None: the candidate was not executed
     evidence: dict[str, str]  # noun of each report -> its digest
+
+    @property
+    def policy(self) -> Policy:
+        return Policy(bounds=self.bounds, settings=self.settings)
 
     @property
     def confidence(self) -> float:

@@ -14,6 +14,7 @@ from runtime.generate import GenerationSettings, Piece
 from runtime.generate import generate as stream
 from runtime.sampling import SamplingSettings
 from tapeout import artifact
+from tapeout.signing import PUBLIC_KEY, key_from_environment
 
 
 class TextEngine:
@@ -22,8 +23,8 @@ class TextEngine:
     def __init__(self, folder: Path, *, threads: int = 0, slots: int = 1) -> None:
         self.folder = folder
         self.bundle = artifact.load(folder, EngineBundle)
+        self.engine = load_engine(folder, threads=threads, slots=slots, public_key=key_from_environment(PUBLIC_KEY))
         self.tokenizer: Tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self.engine = load_engine(folder, threads=threads, slots=slots)
 
     def encode(self, prompt: str, *, system: str | None = None, raw: bool = False) -> list[int]:
         """Token ids of one user turn in the model's chat format, or of the plain text if ``raw``."""
@@ -59,8 +60,9 @@ class TextEngine:
 
 
 def load(folder: Path | str, *, threads: int = 0, slots: int = 1) -> TextEngine:
-    """Open a bundle. Refused on hardware or libraries other than those that it was built and judged on.
+    """Open a bundle. Refused if a file changed, and on hardware or libraries other than those it was judged on.
 
+    With the environment variable ``TAPEOUT_PUBLIC_KEY``, a bundle without a signed PASS verdict is refused too.
     ``threads``: 0 means every physical core. ``slots``: sequences held at once.
     """
     return TextEngine(Path(folder), threads=threads, slots=slots)

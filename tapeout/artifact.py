@@ -7,8 +7,10 @@ the artifact's place. So an artifact is whole or absent, and an interrupted stag
         (draft.folder / "model.onnx").write_bytes(...)
         draft.finish(PortableGraph(layers=30, ...), parents={"source": source})
 
-    graph = load(Path("artifacts/graph"), PortableGraph)      # checks the record and every file's size
+    graph = load(Path("artifacts/graph"), PortableGraph)      # checks the record and every file's content
     graph.record.layers, graph.folder / "model.onnx", graph.digest
+
+A file's content is hashed once per file identity (tapeout/file_hashes.py), so opening an artifact again is quick.
 
 The digest is the sha256 of the canonical record, which holds the sha256 of every file and, by role, the noun and the
 digest of every parent, and no clock time: the same inputs give the same digest.
@@ -20,15 +22,17 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from tapeout.durable import recover, replace_folder
 from tapeout.errors import ArtifactError
+from tapeout.file_hashes import remembered_sha256, sha256_file
 
 RECORD = "record.json"
 KEYS = frozenset({"noun", "schema_version", "record", "files", "parents", "digest"})
@@ -87,16 +91,11 @@ class Artifact(Generic[R]):
         return ArtifactRef(self.record.noun, self.digest)
 
     def verify(self) -> None:
-        """Hash every file again; :class:`ArtifactError` names the first that changed since it was written."""
+        """Hash every file again, whatever is remembered; :class:`ArtifactError` names the first that changed."""
         verify_files(self.folder, self.files, remedy=self.record.remedy)
 
 
 Parents = Mapping[str, Artifact[Any] | ArtifactRef]  # by role
-
-
-def sha256_file(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def canonical_json(value: Any) -> bytes:
@@ -143,6 +142,7 @@ def create(folder: Path, noun: type[R]) -> Generator[Draft[R]]:
     """Write an artifact as a whole. An error or interrupt leaves the folder as it was."""
     partial = folder.with_name(f".{folder.name}.partial")
     try:
+        recover(folder)
         if partial.exists():
             shutil.rmtree(partial)
         partial.mkdir(parents=True)
@@ -154,11 +154,7 @@ def create(folder: Path, noun: type[R]) -> Generator[Draft[R]]:
         with record.open("w") as stream:
             json.dump(draft.payload, stream, indent=1, allow_nan=False)
             stream.write("\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-        if folder.exists():
-            shutil.rmtree(folder)
-        partial.rename(folder)
+        replace_folder(partial, folder)
     except OSError as error:
         raise ArtifactError(
             f"cannot write {noun.noun} to {folder}: {error.strerror or error}",
@@ -170,7 +166,15 @@ def create(folder: Path, noun: type[R]) -> Generator[Draft[R]]:
 
 
 def load(folder: Path, noun: type[R]) -> Artifact[R]:
-    """Open a finished artifact. File sizes are checked here; :meth:`Artifact.verify` checks content hashes."""
+    """Open a finished artifact, whole and unchanged: every file it lists and no other, with the content it had."""
+    found = load_record(folder, noun)
+    _require_listed_files(folder, found.files, noun.remedy)
+    verify_files(folder, found.files, remedy=noun.remedy, hashed=remembered_sha256)
+    return found
+
+
+def load_record(folder: Path, noun: type[R]) -> Artifact[R]:
+    """The record alone, intact and of this type; its files need not be there."""
     body = read_payload(folder)
     if body["noun"] != noun.noun:
         raise ArtifactError(f"{folder} holds a {body['noun']}", expected=f"a {noun.noun}", remedy=noun.remedy)
@@ -181,7 +185,7 @@ def load(folder: Path, noun: type[R]) -> Artifact[R]:
             expected=f"schema {noun.schema_version}, which this version writes",
             remedy=noun.remedy,
         )
-    _, digest, files = identify(folder, remedy=noun.remedy)
+    header = _header(folder, body, noun.remedy)
     try:
         record = noun.model_validate_json(json.dumps(body["record"]))
     except ValidationError as error:
@@ -190,9 +194,8 @@ def load(folder: Path, noun: type[R]) -> Artifact[R]:
             f"first {'.'.join(map(str, error.errors()[0]['loc']))}",
             remedy=noun.remedy,
         ) from error
-    parents = {role: ArtifactRef(**parent) for role, parent in body["parents"].items()}
-    _check_parents(noun, parents, str(folder / RECORD))
-    return Artifact(folder, record, files, parents, digest)
+    _check_parents(noun, header.parents, str(folder / RECORD))
+    return Artifact(folder, record, header.files, header.parents, header.digest)
 
 
 def _check_parents(noun: type[Record], parents: Mapping[str, ArtifactRef], where: str) -> None:
@@ -206,25 +209,89 @@ def _check_parents(noun: type[Record], parents: Mapping[str, ArtifactRef], where
             )
 
 
-def identify(folder: Path, *, remedy: str = "run `dvc repro`") -> tuple[str, str, Mapping[str, FileEntry]]:
-    """Noun, digest and files of any finished artifact, its record and file sizes checked, without knowing its type."""
-    body = read_payload(folder)
+@dataclass(frozen=True)
+class Header:
+    """What every record says, whatever its noun."""
+
+    noun: str
+    digest: str
+    record: Mapping[str, Any]  # the noun's own fields
+    files: Mapping[str, FileEntry]
+    parents: Mapping[str, ArtifactRef]  # by role
+
+    @property
+    def ref(self) -> ArtifactRef:
+        return ArtifactRef(self.noun, self.digest)
+
+
+def load_header(folder: Path, *, remedy: str = "run `dvc repro`") -> Header:
+    """Noun, digest, files and parents of any artifact, its record checked, without knowing its type."""
+    return _header(folder, read_payload(folder), remedy)
+
+
+def verify(folder: Path, *, remedy: str = "run `dvc repro`") -> Header:
+    """Check any finished artifact without knowing its type: its record, its list of files, and every file's content.
+
+    Every file is hashed again, whatever is remembered.
+    """
+    header = load_header(folder, remedy=remedy)
+    _require_listed_files(folder, header.files, remedy)
+    verify_files(folder, header.files, remedy=remedy)
+    return header
+
+
+def _header(folder: Path, payload: Mapping[str, Any], remedy: str) -> Header:
+    body = dict(payload)
     digest = body.pop("digest")
     if digest != _digest(body):
         raise ArtifactError(f"{folder / RECORD} was edited: its digest does not match", remedy=remedy)
-    files = {name: FileEntry(**entry) for name, entry in body["files"].items()}
+    try:
+        files = {name: FileEntry(**entry) for name, entry in body["files"].items()}
+        parents = {role: ArtifactRef(**parent) for role, parent in body["parents"].items()}
+    except (AttributeError, TypeError) as error:
+        raise ArtifactError(
+            f"{folder / RECORD} does not list files and parents: {error}", expected="a record", remedy=remedy
+        ) from error
+    for name in files:
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or str(path) != name or name in ("", ".", RECORD):
+            raise ArtifactError(
+                f"{folder / RECORD} lists {name!r}", expected="files inside the artifact's folder", remedy=remedy
+            )
+    return Header(body["noun"], digest, body["record"], files, parents)
+
+
+def _require_listed_files(folder: Path, files: Mapping[str, FileEntry], remedy: str) -> None:
+    """Every file that the record lists lies there with its size, and nothing else does."""
     for name, entry in files.items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != entry.size_bytes:
             size = f"{path.stat().st_size} bytes" if path.is_file() else "missing"
             raise ArtifactError(f"{path} is {size}", expected=f"{entry.size_bytes} bytes as recorded", remedy=remedy)
-    return body["noun"], digest, files
+    for root, folders, names in os.walk(folder):
+        links = [name for name in folders if Path(root, name).is_symlink()]
+        for path in (Path(root, name) for name in (*links, *names)):
+            if (name := path.relative_to(folder).as_posix()) not in (*files, RECORD):
+                raise ArtifactError(
+                    f"{path} is not listed in {RECORD}",
+                    expected=f"only the {len(files)} files of the artifact: {', '.join(sorted(files)[:5])} …",
+                    remedy=f"remove {name}, or {remedy}",
+                )
 
 
-def verify_files(folder: Path, files: Mapping[str, FileEntry], *, remedy: str = "run `dvc repro`") -> None:
-    """Hash every file again; :class:`ArtifactError` names the first that changed since it was written."""
+def verify_files(
+    folder: Path,
+    files: Mapping[str, FileEntry],
+    *,
+    remedy: str = "run `dvc repro`",
+    hashed: Callable[[Path], str] = sha256_file,
+) -> None:
+    """Hash every file; :class:`ArtifactError` names the first that changed since it was written."""
     for name, entry in files.items():
-        actual = sha256_file(folder / name)
+        try:
+            actual = hashed(folder / name)
+        except OSError as error:
+            raise ArtifactError(f"{folder / name} cannot be read: {error.strerror}", remedy=remedy) from error
         if actual != entry.sha256:
             raise ArtifactError(
                 f"{folder / name} has sha256 {actual[:12]}…",
@@ -236,6 +303,7 @@ def verify_files(folder: Path, files: Mapping[str, FileEntry], *, remedy: str = 
 def read_payload(folder: Path) -> dict[str, Any]:
     """The raw content of ``record.json``: for tools that show any artifact without knowing its type."""
     path, remedy = folder / RECORD, "run `dvc repro`"
+    recover(folder)
     if not path.is_file():
         raise ArtifactError(
             f"no {RECORD} in {folder}",

@@ -12,6 +12,7 @@
       FingerprintError      a bundle was built for other hardware or libraries
       EvidenceError         reports are empty, unequal, non-finite or of another engine
       RegistryError         the registry refused, or another process changed it
+      SignatureError        a signature is missing, forged or about something else, or a key cannot be used
       RequestError          a generation request is invalid, too long or got broken logits
 """
 
@@ -85,6 +86,9 @@ class EvidenceError(TapeoutError): ...
 
 
 class RegistryError(TapeoutError): ...
+
+
+class SignatureError(TapeoutError): ...
 
 
 class RequestError(TapeoutError): ...

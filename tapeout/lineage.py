@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tapeout.artifact import RECORD, canonical_json, read_payload, sha256_file
+from tapeout.artifact import RECORD, canonical_json, read_payload
 from tapeout.errors import ArtifactError
+from tapeout.file_hashes import sha256_file
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,6 @@ class PortableGraph(Record):
     noun: ClassVar[str] = "PortableGraph"
     schema_version: ClassVar[int] = 3
     remedy: ClassVar[str] = "run `dvc repro export`"
-    schema_version: ClassVar[int] = 3  # 3: says whether the checkpoint was quantized
     parent_roles: ClassVar[Roles] = {"source": ("Source",)}
 
     architecture: str  # transformers class name

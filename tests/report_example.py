@@ -26,6 +26,7 @@ from evals.kinds.speed import BATCH_AXIS, speed_table
 from evals.kinds.tasks import slice_table
 from evals.kinds.text import divergence_block
 from evals.known import kinds
+from evals.policy import settings_of
 from evals.verdict import Verdict
 from pipeline.recipe import Recipe
 from pipeline.report.data import LayerRow, LineageRow, Planned, ReportData
@@ -96,6 +97,7 @@ def example_verdict(outcome: Outcome = Outcome.PASS, **changes: Any) -> Verdict:
         slices=slices,
         facts=(Fact(name="ppl", title="Perplexity ratio", value=1.0123, lower=1.008, upper=1.0166),),
         bounds=BOUNDS.model_dump(mode="json"),
+        settings=settings_of(RECIPE),
         baseline=BASELINE,
         candidate=CANDIDATE,
         built_from=ArtifactRef("QuantizedModel", QUANTIZED),

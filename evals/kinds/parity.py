@@ -12,7 +12,7 @@ from pydantic import Field
 from evals.check import Check, Findings, Outcome
 from evals.kind import DocumentBounds, Evidence, EvidenceRecord, Kind, Report
 from evals.kinds.text import TextSettings
-from evals.rules import Rule, broken, counted, mean_above_largest, token_rules
+from evals.rules import Rule, broken, counted, differing, mean_above_largest, token_rules
 from tapeout.artifact import Frozen, Roles
 from tapeout.recipe import Count, Fraction, Recipe, Section
 
@@ -69,6 +69,10 @@ class Parity(Kind[ParityReport, ParityItem, ParityBounds]):
     def conflicts(self, recipe: Recipe) -> list[str]:
         wanted, there = recipe.section(ParitySettings).parity_documents, recipe.section(TextSettings).documents
         return [f"evaluate.parity_documents is {wanted} of {there} documents"] if wanted > there else []
+
+    def deviations(self, report: Report[ParityReport, ParityItem], recipe: Recipe) -> list[str]:
+        asked = recipe.section(ParitySettings).parity_documents
+        return differing("ParityReport", {"documents": (report.record.documents, asked)})
 
     def problems(self, report: Report[ParityReport, ParityItem], evidence: Evidence) -> list[str]:
         return [

@@ -9,7 +9,7 @@ from evals.block import QUANTIZATION, Block, FactRow, fact_metrics
 from evals.check import Check, Findings, Judged, Outcome
 from evals.kind import Bounds, Evidence, Kind, Report
 from evals.rules import short
-from tapeout.artifact import Frozen, load
+from tapeout.artifact import Frozen, load, load_record
 from tapeout.recipe import Recipe
 
 
@@ -27,9 +27,10 @@ class Proof(Kind[ProofSummary, Frozen, Bounds]):
     report, item, bounds = ProofSummary, Frozen, Bounds
 
     def load(self, folder: Path, recipe: Recipe) -> Report[ProofSummary, Frozen]:
+        """The record says it all, so a registry can judge again without the weights."""
         from quantization.checkpoint import QuantizedModel
 
-        model = load(folder, QuantizedModel)
+        model = load_record(folder, QuantizedModel)
         proof = model.record.proof
         summary = ProofSummary(ok=proof.passed, reasons=proof.reasons, bits_per_weight=proof.bits_per_weight)
         return Report(model.ref, summary)

@@ -11,7 +11,7 @@ from pydantic import Field
 from evals.block import QUALITY, Block, FactRow, fact_metrics
 from evals.check import Champion, Fact, Findings, Judged
 from evals.kind import Bounds, Evidence, EvidenceRecord, Kind, Report
-from evals.rules import Rule, broken, counted, short, token_rules
+from evals.rules import Rule, broken, counted, differing, short, token_rules
 from tapeout.artifact import Frozen, Roles, load
 from tapeout.recipe import Count, Fraction, Recipe, Section
 
@@ -79,6 +79,11 @@ class Shadow(Kind[ShadowReport, ShadowItem, ShadowBounds]):
 
     def datasets(self, recipe: Recipe) -> tuple[str, ...]:
         return recipe.section(ShadowSettings).datasets
+
+    def deviations(self, report: Report[ShadowReport, ShadowItem], recipe: Recipe) -> list[str]:
+        record, asked = report.record, recipe.section(ShadowSettings)
+        found = {"prompts": (record.prompts, asked.prompts)}
+        return differing("ShadowReport", {**found, "new tokens": (record.max_new_tokens, asked.max_new_tokens)})
 
     def problems(self, report: Report[ShadowReport, ShadowItem], evidence: Evidence) -> list[str]:
         record, items = report.record, report.items

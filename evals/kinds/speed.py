@@ -11,8 +11,9 @@ from pydantic import Field, field_validator
 from evals.block import SPEED, Bars, Block, Roofline, Rows, Table
 from evals.check import Check, Findings, Judged
 from evals.kind import Bounds, Evidence, EvidenceRecord, Executed, Kind, Report
-from evals.rules import Rule, broken
+from evals.rules import Rule, broken, differing
 from tapeout.artifact import Frozen, Roles, load
+from tapeout.errors import EvidenceError
 from tapeout.recipe import Count, Recipe, Section
 
 ENGINES = ("baseline", "candidate")
@@ -117,11 +118,16 @@ class Speed(Kind[SpeedSummary, SpeedSample, SpeedBounds]):
     def load(self, folder: Path, recipe: Recipe) -> Report[SpeedSummary, SpeedSample]:
         found = load(folder, Benchmark)
         found.verify()
-        timed = found.record
+        timed, asked = found.record, recipe.section(SpeedSettings)
+        lengths = {name: (getattr(timed, name), getattr(asked, name)) for name in ("prompt_tokens", "new_tokens")}
+        if deviations := differing("Benchmark", lengths):
+            raise EvidenceError(
+                "; ".join(deviations), expected="a benchmark as the recipe asks", remedy="run `dvc repro benchmark`"
+            )
         summary = SpeedSummary(
             baseline=timed.baseline.digest,
             candidate=timed.candidate.digest,
-            batches=recipe.section(SpeedSettings).batches,
+            batches=asked.batches,
             executed_on=timed.executed_on,
         )
         return Report(found.ref, summary, timed.samples)

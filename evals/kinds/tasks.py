@@ -82,6 +82,10 @@ class Tasks(Kind[EvalReport, TaskItem, TaskBounds]):
     def datasets(self, recipe: Recipe) -> tuple[str, ...]:
         return recipe.section(TaskSettings).tasks
 
+    def deviations(self, report: Report[EvalReport, TaskItem], recipe: Recipe) -> list[str]:
+        asked, found = sorted(recipe.section(TaskSettings).tasks), sorted(report.record.tasks)
+        return [] if asked == found else [f"EvalReport is of tasks {', '.join(found)}, not of {', '.join(asked)}"]
+
     def problems(self, report: Report[EvalReport, TaskItem], evidence: Evidence) -> list[str]:
         items, claimed = report.items, report.record.tasks
         counts = Counter(item.task for item in items)

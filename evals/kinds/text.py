@@ -18,7 +18,7 @@ from evals.check import Findings, Judged
 from evals.items import read_items
 from evals.kind import DocumentBounds, Evidence, Kind, Report
 from evals.kinds.tasks import EvalReport
-from evals.rules import Rule, broken, counted, mean_above_largest, sum_of_nats, token_rules
+from evals.rules import Rule, broken, counted, differing, mean_above_largest, sum_of_nats, token_rules
 from tapeout.artifact import Frozen
 from tapeout.errors import EvidenceError
 from tapeout.recipe import Count, Fraction, Recipe, Section
@@ -63,6 +63,9 @@ class Text(Kind[EvalReport, TextItem, TextBounds]):
 
     def conflicts(self, recipe: Recipe) -> list[str]:
         return recipe.too_long({"evaluate.document_tokens": recipe.section(TextSettings).document_tokens})
+
+    def deviations(self, report: Report[EvalReport, TextItem], recipe: Recipe) -> list[str]:
+        return differing("EvalReport", {"documents": (report.record.documents, recipe.section(TextSettings).documents)})
 
     def problems(self, report: Report[EvalReport, TextItem], evidence: Evidence) -> list[str]:
         return [

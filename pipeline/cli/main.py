@@ -102,22 +102,48 @@ def generate(
 
 
 @app.command(rich_help_panel="Judge and release")
-def gate(artifacts: Artifacts = Path("artifacts"), params: Params = Path("params.yaml"), as_json: Json = False) -> None:
-    """Print the verdict and enforce it by exit code: 0 PASS, 1 FAIL, 3 INCONCLUSIVE, 2 no valid verdict.
+def gate(
+    artifacts: Artifacts = Path("artifacts"),
+    params: Params = Path("params.yaml"),
+    key: Annotated[
+        Path | None,
+        typer.Option(help="Sign the verdict with this private key.", envvar="TAPEOUT_PRIVATE_KEY", show_envvar=True),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Judge again, print the verdict and enforce it by exit code: 0 PASS, 1 FAIL, 3 INCONCLUSIVE, 2 no valid verdict.
+
+    Every file is hashed again. With a public key, a verdict that is not signed is refused.
 
     Example, as the last step of a CI job: `tapeout gate`
     """
     from pipeline.cli.tables import verdict
     from pipeline.cli.verdict import load_verdict
 
-    found = load_verdict(artifacts, params)
+    found = load_verdict(artifacts, params, key=key)
     record = found.record.model_dump(mode="json")
     _show({"digest": found.digest, "exit_code": int(found.record.exit_code)} | record, verdict(found.record), as_json)
     raise typer.Exit(found.record.exit_code)
 
 
 @app.command(rich_help_panel="Judge and release")
-def summary(artifacts: Artifacts = Path("artifacts")) -> None:
+def keygen(
+    out: Annotated[Path, typer.Option(help="The keys are written to OUT.key and OUT.pub.")] = Path("tapeout"),
+) -> None:
+    """Make a pair of keys. Verdicts are signed with the private one and verified with the public one.
+
+    Example: `tapeout keygen && TAPEOUT_PRIVATE_KEY=tapeout.key dvc repro`
+    """
+    from tapeout.signing import generate_keys
+
+    private, public = out.with_name(f"{out.name}.key"), out.with_name(f"{out.name}.pub")
+    generate_keys(private, public)
+    print(f"{private}: keep it secret; sign with TAPEOUT_PRIVATE_KEY={private}")
+    print(f"{public}: give it to whoever verifies; register.public_key in the recipe, or TAPEOUT_PUBLIC_KEY={public}")
+
+
+@app.command(rich_help_panel="Judge and release")
+def summary(artifacts: Artifacts = Path("artifacts"), params: Params = Path("params.yaml")) -> None:
     """Print the verdict, where the report lies and what to try next. Always exits 0 if there is a verdict.
 
     Example: `make repro` ends with `tapeout summary`
@@ -125,7 +151,7 @@ def summary(artifacts: Artifacts = Path("artifacts")) -> None:
     from pipeline.cli.tables import console, verdict
     from pipeline.cli.verdict import load_verdict
 
-    found = load_verdict(artifacts)
+    found = load_verdict(artifacts, params)
     out = console()
     out.print(verdict(found.record))
     page = artifacts / "report" / "report.html"
@@ -156,17 +182,16 @@ def promote(
     params: Params = Path("params.yaml"),
     as_json: Json = False,
 ) -> None:
-    """Make a version champion: only with a PASS verdict about it, and only if its champion is unchanged.
+    """Make a version champion: only with a PASS by the recipe's bounds, and only if its champion is unchanged.
 
-    The former champion becomes `rollback`.
+    Its logged evidence is judged again, and its bundle is hashed again. The former champion becomes `rollback`.
 
     Example: `tapeout promote`
     """
     from pipeline.recipe import load_recipe
     from pipeline.registry.promotion import promote as move
 
-    name = load_recipe(params).register_.model_name
-    done = move(name, version=version, expect_champion=expect_champion, bundle=bundle)
+    done = move(load_recipe(params), version=version, expect_champion=expect_champion, bundle=bundle)
     _show(asdict(done), done.message, as_json)
 
 
@@ -179,7 +204,7 @@ def rollback(params: Params = Path("params.yaml"), as_json: Json = False) -> Non
     from pipeline.recipe import load_recipe
     from pipeline.registry.promotion import rollback as move
 
-    done = move(load_recipe(params).register_.model_name)
+    done = move(load_recipe(params))
     _show(asdict(done), done.message, as_json)
 
 

@@ -1,49 +1,60 @@
-"""The verdict in the artifacts folder, refused unless it judged the artifacts beside it, whole and unchanged."""
+"""The verdict in the artifacts folder, refused unless the artifacts beside it give it, whole and unchanged."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from evals.kind import Bounds
-from evals.known import kinds
+from engines.bundle import EngineBundle
+from evals.evidence import LINEAGE, measured, require_reproducible
+from evals.policy import policy_of
 from evals.verdict import Verdict
 from pipeline.recipe import load_recipe
-from tapeout.artifact import Artifact, identify, load, verify_files
+from pipeline.registry.judged import public_key, require_signature, statement
+from tapeout.artifact import Artifact, load, load_header, load_record, verify
 from tapeout.errors import EvidenceError
+from tapeout.signing import sign, signature_path, write_signature
+
+ENGINES = ("baseline", "candidate", "quantized")
 
 
-def load_verdict(artifacts: Path, params: Path | None = None) -> Artifact[Verdict]:
-    """:class:`EvidenceError` if an engine or a report is missing, or is not the one the verdict was reached on.
+def load_verdict(artifacts: Path, params: Path, *, key: Path | None = None) -> Artifact[Verdict]:
+    """:class:`EvidenceError` unless the evidence beside the verdict gives it, by the policy of the recipe.
 
-    Every file of the candidate and of the measured reports is hashed again. With ``params``, the bounds there must be
-    those the verdict was judged by.
+    Every file of the engines, the quantized model and the reports is hashed again. ``key``: sign the verdict with it.
+    With a public key (``TAPEOUT_PUBLIC_KEY``, or of the recipe), a verdict that is not signed is refused.
     """
     found = load(artifacts / "verdict", Verdict)
     found.verify()
-    for folder, judged in (("candidate", found.record.candidate), ("baseline", found.record.baseline)):
-        _, digest, files = identify(artifacts / folder)
-        _same(folder, digest, judged)
-        if folder == "candidate":  # what ships
-            verify_files(artifacts / folder, files)
-    needed = {kind.role: kind.needed for kind in kinds() if kind.needed != "never"}
-    for folder, when in needed.items():
-        noun, digest, files = identify(artifacts / folder)
-        _same(folder, digest, found.record.evidence.get(noun))
-        if when == "executed":
-            verify_files(artifacts / folder, files)
-    if params is not None and load_recipe(params).section(Bounds).model_dump(mode="json") != found.record.bounds:
+    recipe = load_recipe(params)
+    for name in dict.fromkeys((*ENGINES, *measured())):
+        verify(artifacts / name)
+    _require_judged(artifacts, found)
+    if differences := found.record.policy.differences(policy_of(recipe)):
         raise EvidenceError(
-            f"the verdict was judged by other bounds than those in {params}",
-            expected="a verdict by the bounds of the recipe",
+            f"the verdict was judged by another policy than that of {params}: " + "; ".join(differences),
+            expected="a verdict by the bounds and settings of the recipe",
             remedy="run `dvc repro gate`",
         )
+    require_reproducible(found, artifacts, recipe)
+    candidate = artifacts / "candidate"
+    if key is not None:
+        bundle = load_record(candidate, EngineBundle)
+        write_signature(candidate, sign(statement(recipe, found, bundle), key))
+    if (trusted := public_key(recipe)) is not None:
+        name = recipe.register_.model_name
+        require_signature(signature_path(candidate), trusted, name, found.record, found.digest, candidate)
     return found
 
 
-def _same(folder: str, digest: str, judged: str | None) -> None:
-    if digest != judged:
-        raise EvidenceError(
-            f"the verdict judged {folder} {(judged or 'none')[:12]}, but {digest[:12]} lies beside it",
-            expected="a verdict about these artifacts",
-            remedy="run `dvc repro gate`",
-        )
+def _require_judged(artifacts: Path, verdict: Artifact[Verdict]) -> None:
+    """The artifacts are those that the verdict names."""
+    judged = {"baseline": verdict.record.baseline, "candidate": verdict.record.candidate}
+    for name in dict.fromkeys((*LINEAGE, *measured())):
+        header = load_header(artifacts / name)
+        wanted = judged.get(name, verdict.record.evidence.get(header.noun))
+        if wanted is not None and header.digest != wanted:
+            raise EvidenceError(
+                f"the verdict judged {name} {wanted[:12]}, but {header.digest[:12]} lies beside it",
+                expected="a verdict about these artifacts",
+                remedy="run `dvc repro gate`",
+            )

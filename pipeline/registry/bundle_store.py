@@ -1,12 +1,14 @@
 """Registered bundles, kept by content: a build may overwrite ``artifacts/candidate``, never what a registry points to.
 
-A bundle lies at ``$TAPEOUT_STORE/<digest>`` (default ``bundles/``), hard-linked where the file system allows, so that
-keeping it costs no space while the artifact it came from exists. It is copied to a hidden sibling folder, which is
-renamed once every file has been hashed: the kept bundle is the judged bundle, and an interrupted copy never counts.
+A bundle lies at ``$TAPEOUT_STORE/<digest>`` (default ``bundles/``) as a read-only copy of its own, so what happens
+to the artifact does not reach it. Where the file system can share blocks between files, the copy costs no space
+until one of them is written. It is made in a hidden sibling folder, which takes its place once every file has been
+hashed and is on the disk: the kept bundle is the judged bundle, and an interrupted copy never counts.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 from pathlib import Path
@@ -14,7 +16,10 @@ from pathlib import Path
 from engines.bundle import EngineBundle
 from tapeout import artifact
 from tapeout.artifact import RECORD, Artifact
+from tapeout.durable import replace_folder
 from tapeout.errors import ArtifactError
+
+_FICLONE = 0x40049409  # linux/fs.h: share the blocks of another file
 
 
 def keep(bundle: Artifact[EngineBundle]) -> Artifact[EngineBundle]:
@@ -29,10 +34,9 @@ def keep(bundle: Artifact[EngineBundle]) -> Artifact[EngineBundle]:
         try:
             shutil.rmtree(partial, ignore_errors=True)
             for name in (*bundle.files, RECORD):
-                _link_or_copy((bundle.folder / name).resolve(), partial / name)
+                _copy(bundle.folder / name, partial / name)
             artifact.load(partial, EngineBundle).verify()
-            shutil.rmtree(folder, ignore_errors=True)
-            partial.rename(folder)
+            replace_folder(partial, folder)
         except OSError as error:
             raise ArtifactError(
                 f"cannot keep {bundle.folder} in {folder}: {error.strerror or error}",
@@ -45,16 +49,22 @@ def keep(bundle: Artifact[EngineBundle]) -> Artifact[EngineBundle]:
 
 
 def _is_whole(folder: Path, digest: str) -> bool:
-    """Whether the store holds this bundle with every file at its size; ``promote`` hashes them again."""
+    """Whether the store holds this bundle unchanged, in files that no other path leads to."""
     try:
-        return artifact.load(folder, EngineBundle).digest == digest
+        found = artifact.load(folder, EngineBundle)
     except ArtifactError:
         return False
+    paths = [folder / name for name in (*found.files, RECORD)]
+    own = all(not path.is_symlink() and path.stat().st_nlink == 1 for path in paths)
+    return own and found.digest == digest
 
 
-def _link_or_copy(source: Path, target: Path) -> None:
+def _copy(source: Path, target: Path) -> None:
+    """Share the blocks of ``source`` where the file system can, else copy them; then nobody may write to it."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(source, target)
-    except OSError:  # another file system, or one without links
-        shutil.copyfile(source, target)
+    with source.open("rb") as read, target.open("wb") as write:
+        try:
+            fcntl.ioctl(write.fileno(), _FICLONE, read.fileno())
+        except OSError:  # another file system, or one that cannot share
+            shutil.copyfileobj(read, write, 1 << 20)
+    target.chmod(0o444)

@@ -1,31 +1,23 @@
-"""Move the ``champion`` alias by compare-and-set, and back again."""
+"""Move the ``champion`` alias by compare-and-set, and back again.
+
+What a registry says can be edited, so every move is decided anew from logged evidence (pipeline/registry/judged.py): of
+the version that becomes champion and of the one that it replaces, and from the bytes of both bundles.
+"""
 
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from evals.check import Outcome
-from evals.verdict import Verdict
+from evals.policy import policy_of
+from pipeline.recipe import Recipe
+from pipeline.registry.judged import Judged, examine, public_key, require_bundle, require_pass, require_signed
 from pipeline.registry.tracking import connect
-from pipeline.registry.versions import (
-    CHALLENGER,
-    CHAMPION,
-    NO_CHAMPION,
-    ROLLBACK,
-    aliases,
-    digest_of,
-    evidence_digest,
-    get_model,
-    get_version,
-    tag_of,
-)
-from tapeout.artifact import RECORD, Artifact, load, read_payload, sha256_file
-from tapeout.errors import ArtifactError, RegistryError
+from pipeline.registry.versions import CHALLENGER, CHAMPION, NO_CHAMPION, ROLLBACK, aliases, get_model
+from tapeout.errors import RegistryError, TapeoutError
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -47,160 +39,154 @@ class Move:
 
 
 def promote(
-    model_name: str,
-    *,
-    version: int | None = None,
-    expect_champion: str | None = None,
-    bundle: Path | None = None,
+    recipe: Recipe, *, version: int | None = None, expect_champion: str | None = None, bundle: Path | None = None
 ) -> Move:
     """Make ``version`` (default: the challenger) champion; the former champion becomes ``rollback``.
 
-    Compare-and-set: refused with :class:`RegistryError` unless the verdict in the version's run is intact, says PASS,
-    agrees with the version's tags, the bundle still has the digest that was judged, and the champion is still the
-    engine the gate compared with (none, if that was the float engine). ``expect_champion`` adds a condition: the digest
-    of the present champion, or ``"none"``. ``bundle`` is the bundle's folder on this machine, if it is not where it was
-    registered from.
+    Compare-and-set: refused with :class:`RegistryError` unless the version's logged evidence gives a PASS by the policy
+    of ``recipe``, its bundle is the one that was judged, and the champion is still the engine the gate compared with
+    (none, if that was the float engine), itself with a PASS and a whole bundle. With a public key, the verdict must be
+    signed. ``expect_champion`` adds a condition: the digest of the present champion, or ``"none"``. ``bundle`` is the
+    bundle's folder on this machine, if it is not where it was registered from.
 
     MLflow sets aliases one call at a time. So the move is first recorded as a tag of the registered model, then done,
-    then the tag is removed: after a crash between the calls, the next command finishes the move first. On one machine
-    with SQLite, a lock file makes a second promotion wait. A server has no lock: the champion is read just before it is
-    moved and again afterwards, and a promotion that finds another's result there fails. Two promotions that interleave
-    within those few milliseconds can end with the later one's champion although it was compared with the earlier one's
-    predecessor, so let one CI job at a time promote.
+    then the tag is removed: after a crash between the calls, the next command decides that move again, and finishes it
+    first. On one machine with SQLite, a lock file makes a second promotion wait. A server has no lock: the champion is
+    read just before it is moved and again afterwards, and a promotion that finds another's result there fails. Two
+    promotions that interleave within those few milliseconds can end with the later one's champion although it was
+    compared with the earlier one's predecessor, so let one CI job at a time promote.
     """
+    name = recipe.register_.model_name
     with connect(write=True) as client:
-        finished = _finish_pending(client, model_name)
-        before = aliases(client, model_name)
+        finished = _finish_pending(client, recipe, bundle)
+        before = aliases(client, name)
         number = version if version is not None else before.get(CHALLENGER)
         if number is None:
-            raise RegistryError(
-                f"{model_name} has no version with the alias {CHALLENGER}", remedy="run `dvc repro register`"
-            )
+            raise RegistryError(f"{name} has no version with the alias {CHALLENGER}", remedy="run `dvc repro register`")
+        challenger = _approved(client, recipe, number, bundle)
         if before.get(CHAMPION) == number:
             note = f"an interrupted {finished} was finished" if finished else "nothing changed"
-            message = f"version {number} of {model_name} is champion already; {note}"
-            return Move(model_name, number, before.get(ROLLBACK), finished is not None, message)
-        tags = get_version(client, model_name, number).tags
-        _require_pass(_logged_verdict(client, model_name, number), tags, number)
-        _require_champion(client, model_name, before.get(CHAMPION), tags, number, expect_champion)
-        _require_bundle(bundle or Path(tag_of(tags, "location", number)), tag_of(tags, "candidate", number), number)
+            message = f"version {number} of {name} is champion already; {note}"
+            return Move(name, number, before.get(ROLLBACK), finished is not None, message)
+        after = _promoted(client, recipe, challenger, before, expect_champion)
+        _move(client, name, "promote", before, after)
         former = before.get(CHAMPION)
-        after = {CHAMPION: number, ROLLBACK: before.get(ROLLBACK) if former is None else former}
-        _move(client, model_name, "promote", before, after)
-        then = f"; version {former} is now {ROLLBACK}" if former is not None else "; it is the first"
-        return Move(model_name, number, after[ROLLBACK], True, f"version {number} of {model_name} is champion{then}")
+        then = "; it is the first" if former is None else f"; version {after[ROLLBACK]} is now {ROLLBACK}"
+        return Move(name, number, after[ROLLBACK], True, f"version {number} of {name} is champion{then}")
 
 
-def rollback(model_name: str) -> Move:
+def rollback(recipe: Recipe) -> Move:
     """Swap ``champion`` and ``rollback``; a second rollback undoes the first.
 
-    Nothing is judged again: the version was champion before, and a rollback must not depend on old evidence.
-    :class:`RegistryError` when there is nothing to go back to. A rollback that was interrupted is finished, not undone.
+    Refused with :class:`RegistryError` when there is nothing to go back to, and unless the version to go back to has a
+    PASS by the policy of ``recipe``, a whole bundle, and was compared with the present champion, or that with it. The
+    version that is left may be damaged: that is what a rollback is for. A rollback that was interrupted is finished,
+    not undone.
     """
+    name = recipe.register_.model_name
     with connect(write=True) as client:
-        finished = _finish_pending(client, model_name)
-        before = aliases(client, model_name)
+        finished = _finish_pending(client, recipe, None)
+        before = aliases(client, name)
         now, back = before.get(CHAMPION), before.get(ROLLBACK)
         if finished == "rollback" and now is not None:
-            return Move(model_name, now, back, True, f"the interrupted rollback to version {now} was finished")
-        if now is None or back is None or now == back:
-            raise RegistryError(
-                f"{model_name} has no former champion to go back to",
-                expected=f"different versions with the aliases {CHAMPION} and {ROLLBACK}",
-                remedy="promote a second version first",
-            )
-        _move(client, model_name, "rollback", before, {CHAMPION: back, ROLLBACK: now})
-        message = f"version {back} of {model_name} is champion again; version {now} is now {ROLLBACK}"
-        return Move(model_name, back, now, True, message)
+            return Move(name, now, back, True, f"the interrupted rollback to version {now} was finished")
+        after = _rolled_back(client, recipe, before)
+        _move(client, name, "rollback", before, after)
+        message = f"version {back} of {name} is champion again; version {now} is now {ROLLBACK}"
+        return Move(name, after[CHAMPION] or 0, now, True, message)
 
 
-def _logged_verdict(client: MlflowClient, name: str, number: int) -> Artifact[Verdict]:
-    """The verdict in the version's run, checked against its own digest and file hashes."""
-    version = get_version(client, name, number)
-    with tempfile.TemporaryDirectory() as scratch:
-        try:
-            verdict = load(Path(client.download_artifacts(version.run_id or "", "verdict", scratch)), Verdict)
-            verdict.verify()
-        except (ArtifactError, OSError) as error:
-            found = error.found if isinstance(error, ArtifactError) else str(error)
-            raise RegistryError(
-                f"the verdict logged with version {number} is not intact: {found}",
-                expected="the evidence as it was registered",
-                remedy="run `dvc repro register` again and promote that version",
-            ) from error
-    return verdict
-
-
-def _require_pass(verdict: Artifact[Verdict], tags: Mapping[str, str], number: int) -> None:
-    record = verdict.record
-    if record.outcome is not Outcome.PASS:
-        reasons = [f"{c.outcome.value} {c.title}: {c.reason}" for c in record.checks if c.outcome is not Outcome.PASS]
+def _approved(client: MlflowClient, recipe: Recipe, number: int, bundle: Path | None = None) -> Judged:
+    """The version, if it may be champion: a PASS by the policy in force, signed if asked, and a whole bundle."""
+    name = recipe.register_.model_name
+    found = examine(client, name, number)
+    require_pass(found)
+    if differences := found.verdict.policy.differences(policy_of(recipe)):
         raise RegistryError(
-            f"version {number} was judged {record.outcome.value}: " + "; ".join(reasons or ["no check was made"]),
-            expected="a PASS verdict",
-            remedy="change the recipe or gather the missing evidence, then run `dvc repro`",
+            f"version {number} was judged by another policy than the one in force: " + "; ".join(differences),
+            expected=f"policy {policy_of(recipe).digest[:12]} of the recipe in force",
+            remedy="run `dvc repro` to judge by this recipe, or pass --params with the one that it was judged by",
         )
-    says = {
-        "verdict": verdict.digest,
-        "outcome": record.outcome.value,
-        "candidate": record.candidate,
-        "evidence": evidence_digest(record),
-        "compared_with": record.champion or NO_CHAMPION,
-        "champion_is_baseline": str(record.champion_is_baseline).lower(),
-    }
-    for name, expected in says.items():
-        if (found := tag_of(tags, name, number)) != expected:
-            raise RegistryError(
-                f"tag tapeout.{name} of version {number} is {found[:12]}",
-                expected=f"{expected[:12]}, as its verdict says",
-                remedy="a tag was edited by hand: register the bundle again",
-            )
+    folder = bundle or found.location
+    require_bundle(folder, found.verdict.candidate, number)
+    if (key := public_key(recipe)) is not None:
+        require_signed(found, name, folder, key)
+    return found
 
 
-def _require_champion(
-    client: MlflowClient, name: str, number: int | None, tags: Mapping[str, str], challenger: int, wanted: str | None
-) -> None:
-    now = NO_CHAMPION if number is None else tag_of(get_version(client, name, number).tags, "candidate", number)
-    judged = (
-        NO_CHAMPION
-        if tag_of(tags, "champion_is_baseline", challenger) == "true"
-        else tag_of(tags, "compared_with", challenger)
-    )
-    for expected, who in ((judged, f"the gate of version {challenger} compared with"), (wanted, "you expect")):
-        if expected is not None and now != expected:
-            raise RegistryError(
-                f"the champion of {name} is {_engine(now)}",
-                expected=f"{_engine(expected)}, which {who}",
-                remedy="the champion changed since: run `dvc repro` to compare with the present one, then promote",
-            )
+def _promoted(
+    client: MlflowClient, recipe: Recipe, challenger: Judged, before: Aliases, wanted: str | None = None
+) -> dict[str, int | None]:
+    """Aliases once an approved version is champion, if it was compared with the champion that there is."""
+    name, former = recipe.register_.model_name, before.get(CHAMPION)
+    champion = None if former is None else _in_service(client, name, former)
+    now = NO_CHAMPION if champion is None else champion.verdict.candidate
+    _require_champion(name, now, wanted, "you expect")
+    kept = before.get(ROLLBACK)
+    if now == challenger.verdict.candidate:  # the same engine, judged again: compared with its predecessor
+        predecessor = NO_CHAMPION if kept is None else _in_service(client, name, kept).verdict.candidate
+        _require_champion(
+            name, predecessor, challenger.compared_with, f"the gate of version {challenger.number} compared with"
+        )
+        return {CHAMPION: challenger.number, ROLLBACK: kept}
+    _require_champion(name, now, challenger.compared_with, f"the gate of version {challenger.number} compared with")
+    return {CHAMPION: challenger.number, ROLLBACK: kept if former is None else former}
+
+
+def _rolled_back(client: MlflowClient, recipe: Recipe, before: Aliases) -> dict[str, int | None]:
+    """Aliases after a rollback, if there is a version to go back to that may be champion."""
+    name, now, back = recipe.register_.model_name, before.get(CHAMPION), before.get(ROLLBACK)
+    if now is None or back is None or now == back:
+        raise RegistryError(
+            f"{name} has no former champion to go back to",
+            expected=f"different versions with the aliases {CHAMPION} and {ROLLBACK}",
+            remedy="promote a second version first",
+        )
+    target = _approved(client, recipe, back)
+    try:
+        champion = examine(client, name, now)
+        require_pass(champion)
+    except RegistryError:  # what is left may be damaged: it is not what must be trusted
+        champion = None
+    if (
+        champion
+        and target.verdict.candidate != champion.compared_with
+        and (champion.verdict.candidate != target.compared_with)
+    ):
+        raise RegistryError(
+            f"version {back} was never champion before or after version {now}: neither was compared with the other",
+            expected=f"the alias {ROLLBACK} at the champion that version {now} replaced",
+            remedy="the alias was set by hand: set it back, or promote the version that you want",
+        )
+    return {CHAMPION: back, ROLLBACK: now}
+
+
+def _in_service(client: MlflowClient, name: str, number: int) -> Judged:
+    """A version that is, or was, champion. It was approved by the policy of its time, so that is not asked again."""
+    try:
+        found = examine(client, name, number)
+        require_pass(found)
+        require_bundle(found.location, found.verdict.candidate, number)
+    except RegistryError as error:
+        raise RegistryError(
+            f"the champion of {name} cannot be relied on, nor gone back to: {error.found}",
+            expected=f"a PASS verdict and a whole bundle of version {number}",
+            remedy=f"`tapeout rollback`, put its bundle back, or delete the alias {CHAMPION} and run `dvc repro`",
+        ) from error
+    return found
+
+
+def _require_champion(name: str, now: str, expected: str | None, who: str) -> None:
+    if expected is not None and now != expected:
+        raise RegistryError(
+            f"the champion of {name} is {_engine(now)}",
+            expected=f"{_engine(expected)}, which {who}",
+            remedy="the champion changed since: run `dvc repro` to compare with the present one, then promote",
+        )
 
 
 def _engine(digest: str) -> str:
     return "none yet" if digest == NO_CHAMPION else f"bundle {digest[:12]}"
-
-
-def _require_bundle(folder: Path, digest: str, number: int) -> None:
-    """Hash the whole bundle again: the promoted bundle must be the judged one."""
-    remedy = "run `dvc repro build-candidate`, or say where the bundle lies on this machine"
-    try:
-        body = read_payload(folder)
-        changed = [
-            name
-            for name, entry in body["files"].items()
-            if not (folder / name).is_file() or sha256_file(folder / name) != entry["sha256"]
-        ]
-    except ArtifactError as error:
-        raise RegistryError(
-            f"the bundle of version {number} is missing: {error.found}", expected=f"bundle {digest[:12]}", remedy=remedy
-        ) from error
-    recorded = body.pop("digest")
-    if changed or recorded != digest or digest_of(body) != digest:
-        what = f"{changed[0]} differs" if changed else f"{RECORD} says {str(recorded)[:12]}"
-        raise RegistryError(
-            f"the bundle in {folder} is not the one that was judged: {what}",
-            expected=f"bundle {digest[:12]}, as registered with version {number}",
-            remedy=remedy,
-        )
 
 
 def _move(client: MlflowClient, name: str, kind: Kind, before: Aliases, after: Aliases) -> None:
@@ -232,25 +218,55 @@ def _require_unmoved(name: str, found: Aliases, expected: Aliases) -> None:
         )
 
 
-def _finish_pending(client: MlflowClient, name: str) -> Kind | None:
+def _finish_pending(client: MlflowClient, recipe: Recipe, bundle: Path | None) -> Kind | None:
     """Complete a move that was interrupted, and say which kind it was; None when there was none.
 
-    A plan that no longer fits, because somebody has moved the aliases since, is dropped, not forced, with an error.
+    The tag only says that a move was begun. Whether it may be made is decided again, as if it had been asked for now.
+    One that is refused, that no longer fits because somebody has moved the aliases since, or that no command would have
+    recorded is dropped, not forced, with an error.
     """
+    name = recipe.register_.model_name
     model = get_model(client, name)
     if PENDING not in model.tags:
         return None
-    plan = json.loads(model.tags[PENDING])
-    now = aliases(client, name)
-    if any(now.get(alias) not in (plan["before"][alias], plan["after"][alias]) for alias in plan["after"]):
+    try:
+        kind, before, after = _read_plan(model.tags[PENDING])
+        now = aliases(client, name)
+        if any(now.get(alias) not in (before[alias], after[alias]) for alias in after):
+            raise RegistryError(
+                "the aliases have been moved since it began",
+                expected=f"{CHAMPION} at {_label(before[CHAMPION])} or {_label(after[CHAMPION])}",
+            )
+        if kind == "promote":
+            challenger = _approved(client, recipe, after[CHAMPION] or 0, bundle)
+            decided = _promoted(client, recipe, challenger, before)
+        else:
+            decided = _rolled_back(client, recipe, before)
+        if decided != after:
+            raise RegistryError("it names other versions than a move would", expected=_label(decided[CHAMPION]))
+    except TapeoutError as error:
         client.delete_registered_model_tag(name, PENDING)
         raise RegistryError(
-            f"an unfinished {plan['kind']} of {name} was dropped: the aliases have been moved since it began",
-            expected=f"{CHAMPION} at {_label(plan['before'][CHAMPION])} or {_label(plan['after'][CHAMPION])}",
+            f"an unfinished move of {name} was dropped: {error.found}",
+            expected=error.expected,
             remedy="look at the registry; run this again to act on what it says now",
-        )
-    _apply(client, name, plan["after"])
-    return plan["kind"]
+        ) from error
+    _apply(client, name, after)
+    return kind
+
+
+def _read_plan(tag: str) -> tuple[Kind, dict[str, int | None], dict[str, int | None]]:
+    """:class:`RegistryError` for a tag that :func:`_move` has not written."""
+    try:
+        plan: Any = json.loads(tag)
+        kind, before, after = plan["kind"], plan["before"], plan["after"]
+        numbers = [*before.values(), *after.values()]
+        known = kind in ("promote", "rollback") and before.keys() == after.keys() == {CHAMPION, ROLLBACK}
+        if known and after[CHAMPION] is not None and all(n is None or type(n) is int for n in numbers):
+            return kind, before, after
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass
+    raise RegistryError(f"tag {PENDING} holds {tag[:80]!r}", expected="a move that tapeout began")
 
 
 def _label(number: int | None) -> str:

@@ -1,43 +1,49 @@
 """Register a judged bundle in MLflow, and find the one in service.
 
-A model version holds no weights: its source is a small manifest with the bundle's digest and location. Its tags say
-what was judged, on which evidence and against which champion. The verdict itself is in the version's run, so promotion
-needs only the bundle from the machine that registered it.
+A model version holds no weights: its source is a small manifest with the bundle's digest and location. The version's
+run holds the verdict and all that it was reached on but the weights, so a promotion can judge again
+(pipeline/registry/judged.py). Tags are for people and for searching.
 """
 
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from evals.evidence import require_reproducible
 from evals.verdict import Verdict
 from pipeline.recipe import Recipe
+from pipeline.registry.judged import (
+    EVIDENCE,
+    KEY,
+    SIGNATURE,
+    VERDICT,
+    bundle_folder,
+    collect,
+    dumped,
+    examine,
+    read_logged,
+    require_pass,
+    source_of,
+    statement,
+    tags_of,
+)
 from pipeline.registry.release import Release
 from pipeline.registry.tracking import connect, public_uri, sqlite_path, tracking_uri
-from pipeline.registry.versions import (
-    CHALLENGER,
-    CHAMPION,
-    NO_CHAMPION,
-    ROLLBACK,
-    aliases,
-    digest_of,
-    evidence_digest,
-    model_exists,
-    tag_of,
-)
+from pipeline.registry.versions import CHALLENGER, CHAMPION, ROLLBACK, aliases, model_exists
 from pipeline.report.data import flatten
 from tapeout.artifact import Artifact, create, load
-from tapeout.errors import RegistryError
+from tapeout.errors import RegistryError, TapeoutError
+from tapeout.signing import PRIVATE_KEY, key_from_environment, sign, write_signature
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run
     from mlflow.entities.model_registry import ModelVersion
-
-KEY = "tapeout.release"  # one digest of all that is registered, so that nothing is registered twice
 
 
 @dataclass(frozen=True)
@@ -50,15 +56,15 @@ class RegisteredBundle:
     location: Path  # as seen by the machine that registered it
 
 
-def register(
-    recipe: Recipe, verdict: Artifact[Verdict], bundle: Artifact[Any], report: Path, folder: Path
-) -> Artifact[Release]:
+def register(recipe: Recipe, verdict: Artifact[Verdict], bundle: Artifact[Any], artifacts: Path) -> Artifact[Release]:
     """Record a verdict of any outcome as a run and a model version, and point ``challenger`` at that version.
 
-    ``report`` is the folder ``report.write`` left: ``report.html``, ``metrics.json`` and ``plots/``. A FAIL or
-    INCONCLUSIVE verdict is registered too, so that a refusal keeps its evidence; ``promotion.promote`` refuses it.
-    Every step looks for its own result first: a second call with the same digests changes nothing; a call after a crash
-    does the missing steps. :class:`RegistryError` when the verdict judged another bundle.
+    ``artifacts``: what the verdict was reached on, the report, and where the Release is written. A FAIL or INCONCLUSIVE
+    verdict is registered too, so that a refusal keeps its evidence; ``promotion.promote`` refuses it. Every step looks
+    for its own result first: a second call with the same digests changes nothing; a call after a crash does the missing
+    steps. With a key in ``TAPEOUT_PRIVATE_KEY`` the verdict is signed: the signature is logged, and written beside the
+    bundle. :class:`RegistryError` when the verdict judged another bundle, :class:`EvidenceError` when the evidence does
+    not give this verdict.
     """
     if verdict.record.candidate != bundle.digest:
         raise RegistryError(
@@ -66,10 +72,14 @@ def register(
             expected="the verdict on the bundle that is registered",
             remedy="run `dvc repro gate`, then register again",
         )
+    require_reproducible(verdict, artifacts, recipe)
     name = recipe.register_.model_name
-    tags = _tags(recipe, verdict, bundle)
+    signature = _signed(recipe, verdict, bundle, artifacts)
+    tags = {**tags_of(name, recipe, verdict.record, verdict.digest), "tapeout.location": str(bundle.folder.resolve())}
     with connect(write=True) as client:
-        run = _run(client, recipe, name, tags, verdict, bundle, report)
+        run = _run(client, recipe, tags, verdict, bundle, artifacts)
+        if signature:
+            client.log_text(run.info.run_id, signature, f"{EVIDENCE}/{SIGNATURE}")
         version = _version(client, name, tags, run.info.run_id, bundle.digest)
         if aliases(client, name).get(CHALLENGER) != int(version.version):
             client.set_registered_model_alias(name, CHALLENGER, str(version.version))
@@ -83,11 +93,23 @@ def register(
         compared_with=verdict.record.champion,
         champion_is_baseline=verdict.record.champion_is_baseline,
         evidence=tags["tapeout.evidence"],
+        policy=tags["tapeout.policy"],
         recipe=tags["tapeout.recipe"],
     )
-    with create(folder, Release) as draft:
+    with create(artifacts / "release", Release) as draft:
         draft.finish(record, parents={"bundle": bundle, "verdict": verdict})
-    return load(folder, Release)
+    return load(artifacts / "release", Release)
+
+
+def _signed(recipe: Recipe, verdict: Artifact[Verdict], bundle: Artifact[Any], artifacts: Path) -> str:
+    """The signed verdict, written beside the artifact and the kept bundle; empty without a key."""
+    key = key_from_environment(PRIVATE_KEY)
+    if key is None:
+        return ""
+    text = sign(statement(recipe, verdict, bundle), key)
+    for folder in (artifacts / "candidate", bundle.folder):
+        write_signature(folder, text)
+    return text
 
 
 def champion(model_name: str) -> RegisteredBundle | None:
@@ -116,60 +138,63 @@ def _holder(model_name: str, alias: str) -> RegisteredBundle | None:
         number = aliases(client, model_name).get(alias)
         if number is None:
             return None
-        tags = client.get_model_version(model_name, str(number)).tags
-        return RegisteredBundle(
-            model_name, number, tag_of(tags, "candidate", number), Path(tag_of(tags, "location", number))
-        )
-
-
-def _tags(recipe: Recipe, verdict: Artifact[Verdict], bundle: Artifact[Any]) -> dict[str, str]:
-    tags = {
-        "tapeout.outcome": verdict.record.outcome.value,
-        "tapeout.candidate": bundle.digest,
-        "tapeout.evidence": evidence_digest(verdict.record),
-        "tapeout.verdict": verdict.digest,
-        "tapeout.compared_with": verdict.record.champion or NO_CHAMPION,
-        "tapeout.champion_is_baseline": str(verdict.record.champion_is_baseline).lower(),
-        "tapeout.recipe": digest_of(recipe.model_dump(mode="json", by_alias=True)),
-        "tapeout.target": verdict.record.target,
-    }
-    key = digest_of([recipe.register_.model_name, tags])
-    return {KEY: key, "tapeout.location": str(bundle.folder.resolve()), **tags}
+        try:
+            found = examine(client, model_name, number)
+            require_pass(found)
+        except RegistryError as error:
+            raise RegistryError(
+                f"the {alias} of {model_name} cannot be relied on: {error.found}",
+                expected="a version whose logged evidence gives a PASS",
+                remedy=f"`tapeout rollback`, delete the alias {alias} in the registry, or change register.model_name",
+            ) from error
+        return RegisteredBundle(model_name, number, found.verdict.candidate, found.location)
 
 
 def _run(
     client: MlflowClient,
     recipe: Recipe,
-    name: str,
     tags: Mapping[str, str],
     verdict: Artifact[Verdict],
     bundle: Artifact[Any],
-    report: Path,
+    artifacts: Path,
 ) -> Run:
-    """The run with this release's key: found finished, found half-written and completed, or made."""
+    """The run with this release's key: found whole, found half-written or damaged and completed, or made."""
     from mlflow.entities import Metric, Param
 
+    report = artifacts / "report"
     metrics = _report_metrics(report)
     experiment = client.get_experiment_by_name(recipe.register_.experiment)
     experiment_id = experiment.experiment_id if experiment else client.create_experiment(recipe.register_.experiment)
     found = client.search_runs([experiment_id], f"tags.`{KEY}` = '{tags[KEY]}'", max_results=1)
-    if found and found[0].info.status == "FINISHED":
+    if found and found[0].info.status == "FINISHED" and _is_logged(client, found[0].info.run_id, verdict):
         return found[0]
-    run_name = f"{name} {bundle.digest[:12]} {verdict.record.outcome.value}"
+    run_name = f"{recipe.register_.model_name} {bundle.digest[:12]} {verdict.record.outcome.value}"
     run = found[0] if found else client.create_run(experiment_id, tags=dict(tags), run_name=run_name)
     run_id, started = run.info.run_id, run.info.start_time
-    params = [Param(key, value) for key, value in flatten(recipe.model_dump(mode="json", by_alias=True)).items()]
+    params = [Param(key, value) for key, value in flatten(dumped(recipe)).items()]
     for start in range(0, len(params), 100):  # the server's limit for one call
         client.log_batch(run_id, params=params[start : start + 100])
     # The run's own start as the time of every metric: a repeated upload after a crash is the same point again.
     points = [Metric(key, value, started, 0) for key, value in sorted(metrics.items())]
     for start in range(0, len(points), 1000):
         client.log_batch(run_id, metrics=points[start : start + 1000])
-    client.log_artifacts(run_id, str(verdict.folder), "verdict")
+    client.log_artifacts(run_id, str(verdict.folder), VERDICT)
+    with tempfile.TemporaryDirectory() as scratch:
+        collect(artifacts, recipe, Path(scratch))
+        client.log_artifacts(run_id, scratch, EVIDENCE)
     client.log_artifacts(run_id, str(report))
-    client.log_dict(run_id, _manifest(bundle), f"{_source(bundle.digest)}/manifest.json")
+    client.log_dict(run_id, _manifest(bundle), f"{bundle_folder(bundle.digest)}/manifest.json")
     client.set_terminated(run_id)
     return client.get_run(run_id)
+
+
+def _is_logged(client: MlflowClient, run_id: str, verdict: Artifact[Verdict]) -> bool:
+    """Whether this verdict and its evidence lie in the run unchanged."""
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            return read_logged(client, run_id, Path(scratch))[0].digest == verdict.digest
+        except (TapeoutError, OSError):
+            return False
 
 
 def _report_metrics(report: Path) -> dict[str, float]:
@@ -181,10 +206,6 @@ def _report_metrics(report: Path) -> dict[str, float]:
             remedy="run `dvc repro report`",
         )
     return json.loads((report / "metrics.json").read_text())
-
-
-def _source(digest: str) -> str:
-    return f"bundle/sha256-{digest}"
 
 
 def _manifest(bundle: Artifact[Any]) -> dict[str, Any]:
@@ -202,9 +223,13 @@ def _version(client: MlflowClient, name: str, tags: Mapping[str, str], run_id: s
     if not model_exists(client, name):
         client.create_registered_model(name)
     same = [v for v in client.search_model_versions(f"tags.`{KEY}` = '{tags[KEY]}'") if v.name == name]
-    if same:
-        return min(same, key=lambda version: int(version.version))
     # A server accepts sources only inside the run that they belong to (mlflow/mlflow issue 8011): so is the manifest.
-    source = f"runs:/{run_id}/{_source(digest)}"
+    source = source_of(run_id, digest)
+    if own := [version for version in same if (version.run_id, version.source) == (run_id, source)]:
+        version = min(own, key=lambda version: int(version.version))
+        for tag, value in tags.items():
+            if version.tags.get(tag) != value:
+                client.set_model_version_tag(name, version.version, tag, value)
+        return version
     description = f"{tags['tapeout.outcome']}: engine bundle {digest[:12]}; why is in report.html of its run"
     return client.create_model_version(name, source, run_id=run_id, tags=dict(tags), description=description)

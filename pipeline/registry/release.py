@@ -11,6 +11,7 @@ from tapeout.artifact import Record, Roles
 class Release(Record):
     noun: ClassVar[str] = "Release"
     remedy: ClassVar[str] = "run `dvc repro register`"
+    schema_version: ClassVar[int] = 3
     parent_roles: ClassVar[Roles] = {"bundle": ("EngineBundle",), "verdict": ("Verdict",)}
 
     registry: str  # tracking URI without credentials
@@ -22,4 +23,5 @@ class Release(Record):
     compared_with: str | None  # digest of the engine shadow traffic was replayed against
     champion_is_baseline: bool
     evidence: str  # one digest over all reports of the verdict
+    policy: str  # digest of the policy that it was judged by
     recipe: str  # digest of the whole recipe

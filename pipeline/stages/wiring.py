@@ -178,11 +178,10 @@ def _build_baseline(recipe: Recipe) -> None:
 def _build_candidate(recipe: Recipe) -> None:
     from engines.compile import build
     from engines.load import graph_target
-    from quantization.checkpoint import KVScales, QuantizedModel
+    from quantization.checkpoint import KVScales
     from quantization.compressed_tensors import open_checkpoint
 
-    graph = _graph()
-    quantized = artifact.load(ARTIFACTS / "quantized", QuantizedModel)
+    graph, quantized = _graph(), _quantized()
     kv = KVScales.read(quantized.folder)
     build(
         graph,
@@ -212,17 +211,10 @@ def _gate(recipe: Recipe) -> None:
     from evals.gate import gate
     from evals.kind import Bounds
 
-    baseline, candidate = _bundle(ARTIFACTS / "baseline"), _bundle(ARTIFACTS / "candidate")
-    evidence = load_evidence(
-        ARTIFACTS,
-        recipe,
-        baseline=baseline.digest,
-        candidate=candidate.digest,
-        built_from=candidate.parents["quantized"],
-        target=candidate.record.target,
-        fingerprint=candidate.record.fingerprint,
-    )
-    gate(evidence, recipe.section(Bounds), ARTIFACTS / "verdict")
+    for role in ("baseline", "candidate"):
+        _bundle(ARTIFACTS / role)
+    _quantized()
+    gate(load_evidence(ARTIFACTS, recipe), recipe.section(Bounds), ARTIFACTS / "verdict")
 
 
 def _report(recipe: Recipe) -> None:
@@ -244,7 +236,7 @@ def _register(recipe: Recipe) -> None:
 
     verdict = artifact.load(ARTIFACTS / "verdict", Verdict)
     bundle = keep(_bundle(ARTIFACTS / "candidate"))
-    register(recipe, verdict, bundle, ARTIFACTS / "report", ARTIFACTS / "release")
+    register(recipe, verdict, bundle, ARTIFACTS)
 
 
 def _source() -> Artifact[Source]:
@@ -261,6 +253,12 @@ def _calibration() -> Artifact[Calibration]:
     from quantization.calibration import Calibration
 
     return artifact.load(ARTIFACTS / "calibration", Calibration)
+
+
+def _quantized() -> Artifact[QuantizedModel]:
+    from quantization.checkpoint import QuantizedModel
+
+    return artifact.load(ARTIFACTS / "quantized", QuantizedModel)
 
 
 def _bundle(folder: Path) -> Artifact[EngineBundle]:
@@ -329,6 +327,8 @@ class Measurement:
         try:
             champion = self._open(folder, None)
             bundle = _bundle(folder)
+            if incumbent is not None and bundle.digest != incumbent["digest"]:
+                raise ArtifactError(f"{folder} holds bundle {bundle.digest[:12]}, not {incumbent['digest'][:12]}")
             if bundle.files[TOKENIZER].sha256 != self.bundle("candidate").files[TOKENIZER].sha256:
                 raise ArtifactError(f"{folder} has another tokenizer than the candidate")
         except TapeoutError as error:
@@ -372,10 +372,9 @@ class Measurement:
 
     def reference(self) -> tuple[Artifact[QuantizedModel], QuantizedReference]:
         from engines.load import find_target
-        from quantization.checkpoint import QuantizedModel
         from quantization.reference import QuantizedReference
 
-        quantized = artifact.load(ARTIFACTS / "quantized", QuantizedModel)
+        quantized = _quantized()
         target = find_target(self.bundle("candidate").record.target)
         return quantized, QuantizedReference(quantized.folder, int8_activations=target.capabilities.int8_activations)
 

@@ -18,6 +18,7 @@ import yaml
 from engines.bundle import EngineBundle
 from evals.check import Outcome
 from evals.verdict import Verdict
+from pipeline.recipe import load_recipe
 from pipeline.recipes import shipped
 from pipeline.stages import wiring
 from quantization.plan import PrecisionPlan
@@ -151,8 +152,9 @@ def test_a_chosen_plan_passes_and_can_be_promoted(project: Path, monkeypatch: py
     from pipeline.registry.promotion import promote
     from pipeline.registry.register import champion, incumbent
 
-    assert promote("tiny").changed
-    assert not promote("tiny").changed
+    recipe = load_recipe()
+    assert promote(recipe).changed
+    assert not promote(recipe).changed
     found = champion("tiny")
     assert found is not None and found.digest == verdict.record.candidate
     # Promoting a candidate does not make it its own rival.

@@ -20,22 +20,20 @@ import pytest
 from engines import native
 from engines.bundle import EngineBundle, IOContract
 from engines.native import LEVELS
-from evals.check import Check, Outcome
-from evals.kind import Bounds
-from evals.known import kinds
-from evals.verdict import Verdict
+from evals.check import Outcome
 from pipeline.cli.doctor import Finding, Status, diagnose, processor
 from pipeline.cli.main import app, main
-from pipeline.recipe import load_recipe
-from tapeout.artifact import ArtifactRef, Parents, Record, Roles, create, load
+from tapeout.artifact import ArtifactRef, Parents, Record, Roles, create, load, load_header
 from tapeout.errors import ExitCode
 from tapeout.fingerprint import Fingerprint
 from tapeout.lineage import explain, fields
+from tests import judged
 from tests.unit.test_generate import Scripted, characters
 
 COMMANDS = [
     "generate",
     "gate",
+    "keygen",
     "summary",
     "promote",
     "rollback",
@@ -67,37 +65,14 @@ def write_source(folder: Path, text: str = "weights", parents: Parents | None = 
     return load(folder, Source).digest
 
 
+KL = {Outcome.PASS: 0.01, Outcome.INCONCLUSIVE: 0.03, Outcome.FAIL: 0.345}
+
+
 def write_verdict(artifacts: Path, outcome: Outcome) -> None:
-    """A verdict, what it judged, the reports it rests on, and the recipe with its bounds."""
-    judged = {name: write_source(artifacts / name, name) for name in ("candidate", "baseline")}
-    reports: dict[str, str] = {}
-    for name in dict.fromkeys(kind.role for kind in kinds() if kind.role and kind.needed != "never"):
-        noun = type(name, (Source,), {"noun": name, "__module__": __name__})
-        with create(artifacts / name, noun) as report:
-            (report.folder / "items.jsonl").write_text(name)
-            report.finish(noun(versions={}, rows=()), parents={})
-        reports[name] = load(artifacts / name, noun).digest
-    sources = {"model": {"source": "file:model"}, "data": {"source": "file:data"}}
-    (artifacts.parent / "params.yaml").write_text(json.dumps(sources))
-    check = Check(
-        name="kl", title="KL [nats]", outcome=outcome, reason="as measured", direction="at_most", value=0.01, bound=0.03
-    )
-    verdict = Verdict(
-        outcome=outcome,
-        checks=(check,),
-        slices=(),
-        facts=(),
-        bounds=load_recipe(artifacts.parent / "params.yaml").section(Bounds).model_dump(mode="json"),
-        **judged,
-        built_from=ArtifactRef("quantized", reports["quantized"]),
-        champion=None,
-        champion_is_baseline=True,
-        target="ort-cpu",
-        executed_on="here",
-        evidence=reports,
-    )
-    with create(artifacts / "verdict", Verdict) as draft:
-        draft.finish(verdict, parents={"candidate": ArtifactRef("EngineBundle", judged["candidate"])})
+    """A verdict, what it was reached on, and the recipe that it was reached by."""
+    judged.write_run(artifacts, evidence=judged.good(KL[outcome]))
+    shutil.rmtree(artifacts / "report")
+    judged.write_params(artifacts.parent / "params.yaml", judged.recipe())
 
 
 @pytest.fixture
@@ -127,7 +102,7 @@ def test_gate_enforces_and_summary_only_reports(outcome: Outcome, here: Path, ca
     write_verdict(here / "artifacts", outcome)
     assert main(["gate"]) == CODES[outcome]
     printed = capsys.readouterr().out
-    assert outcome.value in printed and "KL [nats]" in printed and "≤ 0.03" in printed
+    assert outcome.value in printed and "mean KL on held-out text" in printed and "≤ 0.03" in printed
     assert main(["summary"]) == 0
     printed = capsys.readouterr().out
     assert outcome.value in printed and "report  none at" in printed
@@ -138,7 +113,7 @@ def test_gate_prints_json_for_scripts(here: Path, capsys: Output) -> None:
     write_verdict(here / "artifacts", Outcome.FAIL)
     assert main(["gate", "--json"]) == 1
     printed = json.loads(capsys.readouterr().out)
-    assert (printed["outcome"], printed["exit_code"], printed["checks"][0]["name"]) == ("FAIL", 1, "kl")
+    assert (printed["outcome"], printed["exit_code"], printed["checks"][0]["name"]) == ("FAIL", 1, "executed")
 
 
 def test_no_verdict_is_broken_and_never_a_pass(here: Path, capsys: Output) -> None:
@@ -152,11 +127,13 @@ def test_a_verdict_about_another_engine_or_other_evidence_is_refused(here: Path,
     artifacts = here / "artifacts"
     write_verdict(artifacts, Outcome.PASS)
     assert main(["gate"]) == 0
-    write_source(artifacts / "candidate", "rebuilt")
+    built = load_header(artifacts / "candidate").parents
+    judged.write_bundle(artifacts / "candidate", "rebuilt", **built)
     assert main(["gate"]) == ExitCode.BROKEN
     assert "the verdict judged candidate" in capsys.readouterr().err
-    write_source(artifacts / "candidate", "candidate")
-    write_source(artifacts / "shadow")  # a report that the verdict has not seen
+    judged.write_bundle(artifacts / "candidate", "one", **built)
+    assert main(["gate"]) == 0
+    judged.write_evidence(artifacts, judged.good(0.011), None)  # reports that the verdict has not seen
     assert main(["gate"]) == ExitCode.BROKEN
     assert "dvc repro gate" in capsys.readouterr().err
 
@@ -171,17 +148,16 @@ def test_a_verdict_whose_evidence_is_gone_is_refused(folder: str, here: Path, ca
 
 def test_a_changed_engine_file_is_refused(here: Path, capsys: Output) -> None:
     write_verdict(here / "artifacts", Outcome.PASS)
-    (here / "artifacts/candidate/data.bin").write_text("cAndidate")  # of the same size
+    (here / "artifacts/candidate/model.onnx").write_text("eno")  # of the same size
     assert main(["gate"]) == ExitCode.BROKEN
-    assert "data.bin has sha256" in capsys.readouterr().err
+    assert "model.onnx has sha256" in capsys.readouterr().err
 
 
 def test_a_verdict_by_other_bounds_is_refused(here: Path, capsys: Output) -> None:
     write_verdict(here / "artifacts", Outcome.PASS)
-    recipe = json.loads((here / "params.yaml").read_text()) | {"gate": {"max_kl": 0.001}}
-    (here / "params.yaml").write_text(json.dumps(recipe))
+    judged.write_params(here / "params.yaml", judged.recipe(gate={"max_kl": 0.02}))
     assert main(["gate"]) == ExitCode.BROKEN
-    assert "judged by other bounds" in capsys.readouterr().err
+    assert "gate.max_kl is 0.03 there and 0.02 in force (looser than in force)" in capsys.readouterr().err
 
 
 def test_an_edited_verdict_is_refused(here: Path, capsys: Output) -> None:
@@ -288,7 +264,7 @@ def prompts(here: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             seen.append(characters().decode(list(tokens)))
             return super().prefill(slot, tokens, **rest)
 
-    def opened(folder: Path, *, threads: int, slots: int) -> Recorded:
+    def opened(folder: Path, *, threads: int, slots: int, public_key: Path | None) -> Recorded:
         return Recorded("héllo# never seen")
 
     monkeypatch.setattr("runtime.api.load_engine", opened)

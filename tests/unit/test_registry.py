@@ -9,28 +9,23 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
+from engines.bundle import EngineBundle
 from evals.check import Outcome
-from evals.verdict import Verdict
-from pipeline.registry import promotion, tracking, versions
+from evals.policy import policy_of
+from pipeline.registry import promotion, tracking
 from pipeline.registry.promotion import promote, rollback
 from pipeline.registry.register import champion, incumbent, register
 from pipeline.registry.release import Release
-from pipeline.report import write as report
-from tapeout.artifact import Artifact, ArtifactRef, Record, Roles, create, load
+from tapeout.artifact import Artifact, load
 from tapeout.errors import RegistryError
-from tests.report_example import CANDIDATE, RECIPE, example_report, example_verdict
+from tests import judged
 
-NAME = RECIPE.register_.model_name
-
-
-class Bundle(Record):
-    noun: ClassVar[str] = "EngineBundle"
-    parent_roles: ClassVar[Roles] = {"graph": ("PortableGraph",)}
-    target: str = "ort-cpu"
+RECIPE = judged.recipe()
+NAME = judged.NAME
 
 
 @pytest.fixture(scope="session")
@@ -54,35 +49,19 @@ def client(empty_database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         yield connected
 
 
+KL = {Outcome.PASS: 0.01, Outcome.INCONCLUSIVE: 0.03, Outcome.FAIL: 0.345}
+
+
 @pytest.fixture
 def submit(client: Any, tmp_path: Path) -> Callable[..., Artifact[Release]]:
     """Register a bundle with the given weights, judged against ``against`` (None: no champion, the float engine)."""
-    page = tmp_path / "report"
-    report.write(example_report(), page)
 
     def run(weights: str, *, against: str | None = None, outcome: Outcome = Outcome.PASS) -> Artifact[Release]:
-        bundle = make_bundle(tmp_path / f"bundle-{weights}", weights)
-        verdict = make_verdict(tmp_path / f"verdict-{weights}", bundle.digest, against, outcome)
-        return register(RECIPE, verdict, bundle, page, tmp_path / f"release-{weights}")
+        artifacts = tmp_path / f"run-{weights}"
+        verdict = judged.write_run(artifacts, weights, against=against, evidence=judged.good(KL[outcome]))
+        return register(RECIPE, verdict, load(artifacts / "candidate", EngineBundle), artifacts)
 
     return run
-
-
-def make_bundle(folder: Path, weights: str) -> Artifact[Bundle]:
-    with create(folder, Bundle) as draft:
-        (draft.folder / "model.onnx").write_text(weights)
-        draft.finish(Bundle(), parents={"graph": ArtifactRef("PortableGraph", "a" * 64)})
-    return load(folder, Bundle)
-
-
-def make_verdict(folder: Path, candidate: str, against: str | None, outcome: Outcome) -> Artifact[Verdict]:
-    record = example_verdict(outcome, candidate=candidate, champion_is_baseline=against is None)
-    if against is not None:
-        record = record.model_copy(update={"champion": against})
-    with create(folder, Verdict) as draft:
-        (draft.folder / "verdict.json").write_text(record.model_dump_json())
-        draft.finish(record, parents={"candidate": ArtifactRef("EngineBundle", record.candidate)})
-    return load(folder, Verdict)
 
 
 def state(client: Any) -> dict[str, Any]:
@@ -108,12 +87,12 @@ def test_registers_run_version_tags_and_alias(client: Any, submit: Callable[...,
     assert version.tags["tapeout.outcome"] == "PASS"
     assert version.tags["tapeout.candidate"] == release.parents["bundle"].digest == release.record.candidate
     assert version.source == f"runs:/{run.info.run_id}/bundle/sha256-{release.record.candidate}"
-    assert version.tags["tapeout.evidence"] == versions.evidence_digest(example_verdict())
+    assert version.tags["tapeout.policy"] == release.record.policy == policy_of(RECIPE).digest
     assert run.data.params["gate.max_kl"] == "0.03"
     assert run.data.metrics["verdict.kl.upper"] == pytest.approx(0.0185 * 1.1)
     assert run.data.metrics["decode.batch_16.candidate_tokens_s"] == 731.9
     logged = {f.path for f in client.list_artifacts(run.info.run_id)}
-    assert {"report.html", "plots", "verdict", "bundle", "metrics.json"} <= logged
+    assert {"report.html", "plots", "verdict", "evidence", "bundle", "metrics.json"} <= logged
     manifest = Path(client.download_artifacts(run.info.run_id, version.source.split(run.info.run_id + "/")[1]))
     files = json.loads((manifest / "manifest.json").read_text())["files"]
     assert [*files] == ["model.onnx"] and not list(manifest.glob("**/model.onnx"))
@@ -124,9 +103,9 @@ def test_registering_and_promoting_again_changes_nothing(client: Any, submit: Ca
     registered = state(client)
     assert submit("one").digest == first.digest
     assert state(client) == registered
-    assert promote(NAME).changed
+    assert promote(RECIPE).changed
     promoted = state(client)
-    again = promote(NAME)
+    again = promote(RECIPE)
     assert not again.changed and "nothing changed" in again.message
     assert submit("one").digest == first.digest
     assert state(client) == promoted
@@ -136,16 +115,16 @@ def test_the_chain_of_champions(client: Any, submit: Callable[..., Artifact[Rele
     assert champion(NAME) is None
     one = submit("one").record.candidate
     assert champion(NAME) is None
-    assert promote(NAME).rollback is None
+    assert promote(RECIPE).rollback is None
     found = champion(NAME)
     assert found is not None and (found.version, found.digest) == (1, one)
-    assert found.location == (tmp_path / "bundle-one").resolve()
+    assert found.location == (tmp_path / "run-one" / "candidate").resolve()
     submit("two", against=one)
-    assert promote(NAME, expect_champion=one).rollback == 1
+    assert promote(RECIPE, expect_champion=one).rollback == 1
     assert state(client)["aliases"] == {"challenger": 2, "champion": 2, "rollback": 1}
-    assert rollback(NAME).champion == 1
+    assert rollback(RECIPE).champion == 1
     assert state(client)["aliases"] == {"challenger": 2, "champion": 1, "rollback": 2}
-    assert rollback(NAME).champion == 2
+    assert rollback(RECIPE).champion == 2
     assert promotion.PENDING not in state(client)["tags"]
 
 
@@ -154,13 +133,28 @@ def test_promoting_a_candidate_does_not_change_whom_it_is_compared_with(
 ) -> None:
     one = submit("one").record.candidate
     assert incumbent(NAME, one) is None
-    promote(NAME)
+    promote(RECIPE)
     assert incumbent(NAME, one) is None
     two = submit("two", against=one).record.candidate
-    for move in (lambda: None, lambda: promote(NAME), lambda: rollback(NAME)):
+    for move in (lambda: None, lambda: promote(RECIPE), lambda: rollback(RECIPE)):
         move()
         found = incumbent(NAME, two)
         assert found is not None and found.digest == one
+
+
+def test_the_champion_judged_again_by_tighter_bounds(
+    client: Any, submit: Callable[..., Artifact[Release]], tmp_path: Path
+) -> None:
+    one = submit("one").record.candidate
+    promote(RECIPE)
+    tight = judged.recipe(gate={"max_kl": 0.02})
+    with pytest.raises(RegistryError, match=r"another policy .* \(looser than in force\)"):
+        promote(tight)
+    artifacts = tmp_path / "run-one"
+    verdict = judged.judge(artifacts, tight)
+    assert register(tight, verdict, load(artifacts / "candidate", EngineBundle), artifacts).record.candidate == one
+    assert promote(tight).champion == 2
+    assert state(client)["aliases"] == {"challenger": 2, "champion": 2}
 
 
 @pytest.mark.parametrize("outcome", [Outcome.FAIL, Outcome.INCONCLUSIVE])
@@ -170,24 +164,24 @@ def test_a_refusal_is_kept_but_never_promoted(
     submit("bad", outcome=outcome)
     assert client.get_model_version(NAME, "1").tags["tapeout.outcome"] == outcome.value
     before = state(client)
-    with pytest.raises(RegistryError, match=rf"judged {outcome.value}: {outcome.value} Mean KL: .*not below 0.03"):
-        promote(NAME)
+    with pytest.raises(RegistryError, match=rf"judged {outcome.value}: {outcome.value} mean KL on held-out text"):
+        promote(RECIPE)
     assert state(client) == before
 
 
 def test_promotion_needs_the_champion_the_gate_compared_with(submit: Callable[..., Artifact[Release]]) -> None:
     one = submit("one").record.candidate
-    promote(NAME)
+    promote(RECIPE)
     submit("late")  # judged while there was no champion
     with pytest.raises(RegistryError, match=f"champion of {NAME} is bundle {one[:12]}"):
-        promote(NAME)
+        promote(RECIPE)
     submit("foreign", against="f" * 64)
     with pytest.raises(RegistryError, match="bundle ffffffffffff, which the gate"):
-        promote(NAME)
+        promote(RECIPE)
     submit("two", against=one)
     with pytest.raises(RegistryError, match="none yet, which you expect"):
-        promote(NAME, expect_champion="none")
-    assert promote(NAME).champion == 4
+        promote(RECIPE, expect_champion="none")
+    assert promote(RECIPE).champion == 4
 
 
 @pytest.mark.parametrize("tag", ["verdict", "outcome", "candidate", "evidence", "compared_with"])
@@ -195,7 +189,7 @@ def test_an_edited_tag_is_refused(client: Any, submit: Callable[..., Artifact[Re
     submit("one")
     client.set_model_version_tag(NAME, "1", f"tapeout.{tag}", "0" * 64)
     with pytest.raises(RegistryError, match=f"tag tapeout.{tag} of version 1"):
-        promote(NAME)
+        promote(RECIPE)
 
 
 def test_a_verdict_edited_in_the_run_is_refused(client: Any, submit: Callable[..., Artifact[Release]]) -> None:
@@ -203,39 +197,39 @@ def test_a_verdict_edited_in_the_run_is_refused(client: Any, submit: Callable[..
     path = Path(client.get_run(run_id).info.artifact_uri) / "verdict" / "record.json"
     path.write_text(path.read_text().replace('"outcome": "FAIL"', '"outcome": "PASS"'))
     with pytest.raises(RegistryError, match=r"not intact.*was edited"):
-        promote(NAME)
+        promote(RECIPE)
 
 
 def test_a_changed_or_missing_bundle_is_refused(submit: Callable[..., Artifact[Release]], tmp_path: Path) -> None:
     submit("one")
     elsewhere = tmp_path / "elsewhere"
-    shutil.move(tmp_path / "bundle-one", elsewhere)
+    shutil.move(tmp_path / "run-one" / "candidate", elsewhere)
     with pytest.raises(RegistryError, match="bundle of version 1 is missing"):
-        promote(NAME)
+        promote(RECIPE)
     (elsewhere / "model.onnx").write_text("eno")
-    with pytest.raises(RegistryError, match=r"not the one that was judged: model\.onnx differs"):
-        promote(NAME, bundle=elsewhere)
+    with pytest.raises(RegistryError, match=r"not the one that was judged: .*model\.onnx has sha256"):
+        promote(RECIPE, bundle=elsewhere)
     with pytest.raises(RegistryError, match=r"record\.json says"):
-        promote(NAME, bundle=make_bundle(tmp_path / "other", "other").folder)
+        promote(RECIPE, bundle=judged.write_bundle(tmp_path / "other", "other").folder)
     (elsewhere / "model.onnx").write_text("one")
-    assert promote(NAME, bundle=elsewhere).changed
+    assert promote(RECIPE, bundle=elsewhere).changed
 
 
 def test_mistakes_are_named(client: Any, submit: Callable[..., Artifact[Release]], tmp_path: Path) -> None:
     with pytest.raises(RegistryError, match="no model 'nobody'"):
-        promote("nobody")
+        promote(judged.recipe(register={"model_name": "nobody"}))
     submit("one")
     with pytest.raises(RegistryError, match="no version 7"):
-        promote(NAME, version=7)
+        promote(RECIPE, version=7)
     with pytest.raises(RegistryError, match="no former champion"):
-        rollback(NAME)
-    bundle = make_bundle(tmp_path / "b", "b")
-    verdict = make_verdict(tmp_path / "v", CANDIDATE, None, Outcome.PASS)
-    with pytest.raises(RegistryError, match="judged bundle cccccccccccc, not"):
-        register(RECIPE, verdict, bundle, tmp_path / "report", tmp_path / "r")
-    mine = make_verdict(tmp_path / "v", bundle.digest, None, Outcome.PASS)
+        rollback(RECIPE)
+    artifacts = tmp_path / "run-two"
+    verdict = judged.write_run(artifacts, "two")
+    with pytest.raises(RegistryError, match=f"judged bundle {verdict.record.candidate[:12]}, not"):
+        register(RECIPE, verdict, judged.write_bundle(tmp_path / "b", "b"), artifacts)
+    shutil.rmtree(artifacts / "report")
     with pytest.raises(RegistryError, match=r"lacks report\.html and metrics\.json"):
-        register(RECIPE, mine, bundle, tmp_path / "nowhere", tmp_path / "r")
+        register(RECIPE, verdict, load(artifacts / "candidate", EngineBundle), artifacts)
 
 
 def test_an_absent_server_is_named_without_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +251,7 @@ def test_an_absent_server_is_named_without_its_password(monkeypatch: pytest.Monk
 def test_a_registry_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch, uri: str, words: str) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     with pytest.raises(RegistryError) as caught:
-        rollback(NAME)
+        rollback(RECIPE)
     assert words in str(caught.value) and "secret" not in str(caught.value)
 
 
@@ -305,7 +299,7 @@ def test_a_crash_anywhere_while_registering_is_made_good(client: Any, submit: Ca
     after = state(client)
     assert after["aliases"] == {"challenger": 1}
     assert len(after["versions"]) == len(after["runs"]) == 1 and after["points"] == [1]
-    assert promote(NAME).champion == 1
+    assert promote(RECIPE).champion == 1
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4])
@@ -313,11 +307,11 @@ def test_a_crash_anywhere_while_promoting_is_made_good(
     client: Any, submit: Callable[..., Artifact[Release]], at: int
 ) -> None:
     one = submit("one").record.candidate
-    promote(NAME)
+    promote(RECIPE)
     submit("two", against=one)
     with pytest.raises(Killed), dying_at_call(at):
-        promote(NAME)
-    move = promote(NAME)
+        promote(RECIPE)
+    move = promote(RECIPE)
     assert (move.champion, move.rollback, move.changed) == (2, 1, True)
     assert state(client)["aliases"] == {"challenger": 2, "champion": 2, "rollback": 1}
     assert promotion.PENDING not in state(client)["tags"]
@@ -328,12 +322,12 @@ def test_a_crash_anywhere_while_rolling_back_is_made_good(
     client: Any, submit: Callable[..., Artifact[Release]], at: int
 ) -> None:
     one = submit("one").record.candidate
-    promote(NAME)
+    promote(RECIPE)
     submit("two", against=one)
-    promote(NAME)
+    promote(RECIPE)
     with pytest.raises(Killed), dying_at_call(at):
-        rollback(NAME)
-    assert rollback(NAME).champion == 1
+        rollback(RECIPE)
+    assert rollback(RECIPE).champion == 1
     assert state(client)["aliases"] == {"challenger": 2, "champion": 1, "rollback": 2}
 
 
@@ -341,26 +335,26 @@ def test_rollback_after_an_interrupted_promotion_returns_to_the_former(
     client: Any, submit: Callable[..., Artifact[Release]]
 ) -> None:
     one = submit("one").record.candidate
-    promote(NAME)
+    promote(RECIPE)
     submit("two", against=one)
     with pytest.raises(Killed), dying_at_call(3):
-        promote(NAME)
-    assert rollback(NAME).champion == 1
+        promote(RECIPE)
+    assert rollback(RECIPE).champion == 1
 
 
 def test_a_plan_overtaken_by_hand_is_dropped_aloud(client: Any, submit: Callable[..., Artifact[Release]]) -> None:
     one = submit("one").record.candidate
-    promote(NAME)
+    promote(RECIPE)
     submit("two", against=one)
     submit("three", against=one)
     with pytest.raises(Killed), dying_at_call(2):
-        promote(NAME, version=2)
+        promote(RECIPE, version=2)
     client.set_registered_model_alias(NAME, "champion", "3")
-    with pytest.raises(RegistryError, match=r"unfinished promote .* was dropped"):
-        promote(NAME, version=2)
+    with pytest.raises(RegistryError, match=r"unfinished move .* was dropped"):
+        promote(RECIPE, version=2)
     assert state(client)["aliases"]["champion"] == 3
     with pytest.raises(RegistryError, match="which the gate of version 2 compared with"):
-        promote(NAME, version=2)
+        promote(RECIPE, version=2)
 
 
 def test_a_promoter_that_was_overtaken_says_so(
@@ -368,18 +362,18 @@ def test_a_promoter_that_was_overtaken_says_so(
 ) -> None:
     """As on a server, where no lock holds the other back: it moves the champion after we checked it."""
     one = submit("one").record.candidate
-    promote(NAME)
+    promote(RECIPE)
     submit("two", against=one)
     submit("three", against=one)
-    original = promotion._require_bundle  # pyright: ignore[reportPrivateUsage]
+    original = promotion.require_bundle
 
     def overtaken(*args: Any) -> None:
         original(*args)
         client.set_registered_model_alias(NAME, "champion", "3")
 
-    monkeypatch.setattr(promotion, "_require_bundle", overtaken)
+    monkeypatch.setattr(promotion, "require_bundle", overtaken)
     with pytest.raises(RegistryError, match=r"another promotion .* champion is version 3"):
-        promote(NAME, version=2)
+        promote(RECIPE, version=2)
     assert state(client)["aliases"]["champion"] == 3
 
 
@@ -399,15 +393,15 @@ def test_a_second_process_waits_for_the_lock(client: Any, tmp_path: Path, monkey
     holder.stdout.readline()
     monkeypatch.setattr(tracking, "LOCK_SECONDS", 0.2)
     with pytest.raises(RegistryError, match="another process has held"):
-        rollback(NAME)
+        rollback(RECIPE)
     holder.communicate("\n")
     with pytest.raises(RegistryError, match="no model"):
-        rollback(NAME)
+        rollback(RECIPE)
 
 
 def test_nothing_but_our_lines_is_printed(
     submit: Callable[..., Artifact[Release]], capfd: pytest.CaptureFixture[str]
 ) -> None:
     submit("one")
-    promote(NAME)
+    promote(RECIPE)
     assert capfd.readouterr() == ("", "")

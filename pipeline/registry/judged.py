@@ -1,0 +1,252 @@
+"""What is logged with a registered version, and what that proves.
+
+Aliases, tags and files of a registry can be edited by whoever can write to it. So nothing is decided by a tag: the
+logged evidence is judged again, and every tag must say what that gives. The logged folder has the layout of
+``artifacts/``, with records where weights would be.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from evals.check import Outcome
+from evals.evidence import LINEAGE, measured, require_reproducible
+from evals.verdict import Verdict
+from pipeline.recipe import Recipe
+from pipeline.registry.versions import NO_CHAMPION, digest_of, evidence_digest, get_version, tag_of
+from quantization.calibration import SAMPLES_FILE
+from tapeout.artifact import RECORD, Artifact, load, verify
+from tapeout.errors import RegistryError, TapeoutError
+from tapeout.signing import (
+    PUBLIC_KEY,
+    Digest,
+    Resource,
+    Statement,
+    TestResult,
+    key_from_environment,
+    record_resource,
+    require_about,
+    require_same,
+    verify_signature,
+)
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities.model_registry import ModelVersion
+
+KEY = "tapeout.release"  # one digest of all that is registered, so that nothing is registered twice
+EVIDENCE, VERDICT = "evidence", "verdict"  # folders of a run
+SIGNATURE, RECIPE = "verdict.sigstore.json", "recipe.json"  # in the folder of the evidence
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A version whose logged evidence gives the verdict that is logged with it. ``location``: where its bundle lies."""
+
+    number: int
+    verdict: Verdict
+    digest: str  # of the verdict
+    location: Path
+    signature: str  # empty: not signed
+
+    @property
+    def compared_with(self) -> str:
+        """Digest of the champion that it was compared with, or ``none``: then it was the float engine."""
+        return NO_CHAMPION if self.verdict.champion_is_baseline else self.verdict.champion or NO_CHAMPION
+
+
+def collect(artifacts: Path, recipe: Recipe, folder: Path) -> None:
+    """Copy to ``folder`` what judging again takes: the reports, the records of what they are about, and the recipe."""
+    for name in LINEAGE:
+        (folder / name).mkdir(parents=True)
+        shutil.copyfile(artifacts / name / RECORD, folder / name / RECORD)
+    shutil.copyfile(artifacts / "calibration" / SAMPLES_FILE, folder / "calibration" / SAMPLES_FILE)
+    for name in measured():
+        shutil.copytree(artifacts / name, folder / name)
+    (folder / RECIPE).write_text(json.dumps(dumped(recipe), indent=1) + "\n")
+
+
+def dumped(recipe: Recipe) -> dict[str, Any]:
+    return recipe.model_dump(mode="json", by_alias=True)
+
+
+def statement(recipe: Recipe, verdict: Artifact[Verdict], bundle: Artifact[Any]) -> Statement:
+    """What is signed: the outcome of every check, about the bundle's record."""
+    record = verdict.record
+    outcomes = {check.name: check.outcome is Outcome.PASS for check in record.checks}
+    return Statement(
+        subject=(record_resource(bundle.folder),),
+        predicate=TestResult(
+            result="PASSED" if record.outcome is Outcome.PASS else "FAILED",
+            configuration=(Resource(name="policy", digest=Digest(sha256=record.policy.digest)),),
+            passedTests=tuple(name for name, passed in outcomes.items() if passed),
+            failedTests=tuple(name for name, passed in outcomes.items() if not passed),
+            outcome=record.outcome.value,
+            model=recipe.register_.model_name,
+            bundle=bundle.digest,
+            verdict=verdict.digest,
+            evidence=record.evidence,
+        ),
+    )
+
+
+def public_key(recipe: Recipe) -> Path | None:
+    """The key that verdicts must be signed with: of ``TAPEOUT_PUBLIC_KEY``, or else of the recipe."""
+    named = recipe.register_.public_key
+    return key_from_environment(PUBLIC_KEY) or (Path(named) if named else None)
+
+
+def require_signature(path: Path, key: Path, name: str, verdict: Verdict, digest: str, bundle: Path) -> None:
+    """:class:`SignatureError` unless ``path`` holds a statement, signed with ``key``, about this verdict and bundle."""
+    found = verify_signature(path, key)
+    require_about(found, bundle, verdict.candidate, path)
+    expected = {
+        "model": name,
+        "verdict": digest,
+        "evidence": verdict.evidence,
+        "outcome": verdict.outcome.value,
+        "result": "PASSED" if verdict.outcome is Outcome.PASS else "FAILED",
+    }
+    require_same(found.predicate.model_dump(mode="json"), expected, path)
+
+
+def tags_of(name: str, recipe: Recipe, verdict: Verdict, digest: str) -> dict[str, str]:
+    """What the tags of a version say, as its logged files give it; ``tapeout.location`` is not among them."""
+    tags = {
+        "tapeout.outcome": verdict.outcome.value,
+        "tapeout.candidate": verdict.candidate,
+        "tapeout.evidence": evidence_digest(verdict),
+        "tapeout.verdict": digest,
+        "tapeout.policy": verdict.policy.digest,
+        "tapeout.compared_with": verdict.champion or NO_CHAMPION,
+        "tapeout.champion_is_baseline": str(verdict.champion_is_baseline).lower(),
+        "tapeout.recipe": digest_of(dumped(recipe)),
+        "tapeout.target": verdict.target,
+    }
+    return {KEY: digest_of([name, tags]), **tags}
+
+
+def source_of(run_id: str, digest: str) -> str:
+    return f"runs:/{run_id}/{bundle_folder(digest)}"
+
+
+def bundle_folder(digest: str) -> str:
+    return f"bundle/sha256-{digest}"
+
+
+def examine(client: MlflowClient, name: str, number: int) -> Judged:
+    """Judge a version's logged evidence again. :class:`RegistryError` unless verdict, run and tags agree with it."""
+    version = get_version(client, name, number)
+    _require_run(client, version)
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            verdict, recipe, signature = read_logged(client, version.run_id or "", Path(scratch))
+    except (TapeoutError, OSError) as error:
+        found = error.found if isinstance(error, TapeoutError) else str(error)
+        raise RegistryError(
+            f"the verdict logged with version {number} is not intact: {found}",
+            expected="the evidence as it was registered, and the verdict that it gives",
+            remedy="run `dvc repro register` again and promote that version",
+        ) from error
+    if recipe.register_.model_name != name:
+        raise _edited(f"version {number} of {name} was judged for {recipe.register_.model_name}", name)
+    expected = tags_of(name, recipe, verdict.record, verdict.digest)
+    for tag, value in expected.items():
+        if (found := tag_of(version.tags, tag.removeprefix("tapeout."), number)) != value:
+            raise _edited(f"tag {tag} of version {number} is {found[:12]}", f"{value[:12]}, as its verdict says")
+    if version.source != source_of(version.run_id or "", verdict.record.candidate):
+        raise _edited(f"version {number} has the source {version.source}", "the bundle of its own run")
+    location = Path(tag_of(version.tags, "location", number))
+    return Judged(number, verdict.record, verdict.digest, location, signature)
+
+
+def read_logged(client: MlflowClient, run_id: str, scratch: Path) -> tuple[Artifact[Verdict], Recipe, str]:
+    """The verdict, the recipe and the signature logged in a run; the verdict is what the logged evidence gives."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        folder = Path(client.download_artifacts(run_id, EVIDENCE, str(scratch)))
+        verdict = load(Path(client.download_artifacts(run_id, VERDICT, str(scratch))), Verdict)
+    except MlflowException as error:
+        raise RegistryError(str(error).strip().splitlines()[0]) from error
+    verdict.verify()
+    recipe = _recipe(folder / RECIPE)
+    require_reproducible(verdict, folder, recipe)
+    signature = folder / SIGNATURE
+    return verdict, recipe, signature.read_text() if signature.is_file() else ""
+
+
+def require_pass(judged: Judged) -> None:
+    record = judged.verdict
+    if record.outcome is not Outcome.PASS:
+        reasons = [f"{c.outcome.value} {c.title}: {c.reason}" for c in record.checks if c.outcome is not Outcome.PASS]
+        raise RegistryError(
+            f"version {judged.number} was judged {record.outcome.value}: "
+            + "; ".join(reasons or ["no check was made"]),
+            expected="a PASS verdict",
+            remedy="change the recipe or gather the missing evidence, then run `dvc repro`",
+        )
+
+
+def require_bundle(folder: Path, digest: str, number: int) -> None:
+    """Hash the whole bundle again: it must be the judged one, and hold nothing else."""
+    remedy = "run `dvc repro build-candidate register`, or say where the bundle lies on this machine (--bundle)"
+    wanted = f"bundle {digest[:12]}, as registered with version {number}"
+    if not (folder / RECORD).is_file():
+        raise RegistryError(
+            f"the bundle of version {number} is missing: no {RECORD} in {folder}", expected=wanted, remedy=remedy
+        )
+    try:
+        found = verify(folder).digest
+    except TapeoutError as error:
+        raise RegistryError(
+            f"the bundle in {folder} is not the one that was judged: {error.found}", expected=wanted, remedy=remedy
+        ) from error
+    if found != digest:
+        raise RegistryError(
+            f"the bundle in {folder} is not the one that was judged: {RECORD} says {found[:12]}",
+            expected=wanted,
+            remedy=remedy,
+        )
+
+
+def require_signed(judged: Judged, name: str, bundle: Path, key: Path) -> None:
+    """:class:`SignatureError` unless the version's verdict is signed with ``key``, about the bundle in this folder."""
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / SIGNATURE
+        if judged.signature:
+            path.write_text(judged.signature)
+        require_signature(path, key, name, judged.verdict, judged.digest, bundle)
+
+
+def _require_run(client: MlflowClient, version: ModelVersion) -> None:
+    from mlflow.exceptions import MlflowException
+
+    number, tags = int(version.version), version.tags
+    try:
+        run = client.get_run(version.run_id or "")
+    except MlflowException as error:
+        raise _edited(f"version {number} belongs to no run that is there", "the run that registered it") from error
+    if run.info.lifecycle_stage != "active" or run.info.status != "FINISHED":
+        state = "deleted" if run.info.lifecycle_stage != "active" else run.info.status
+        raise _edited(f"the run of version {number} is {state}", "a finished run")
+    if run.data.tags.get(KEY) != tags.get(KEY):
+        raise _edited(f"version {number} names a run that registered something else", "the run that registered it")
+
+
+def _recipe(path: Path) -> Recipe:
+    try:
+        return Recipe.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise RegistryError(f"{RECIPE} is not a recipe of this version: {error.error_count()} problems") from error
+
+
+def _edited(found: str, expected: str) -> RegistryError:
+    return RegistryError(found, expected=expected, remedy="the registry was edited by hand: register the bundle again")

@@ -1,0 +1,202 @@
+"""The artifacts of a judged run, with made-up evidence and weights: for tests of the gate command and of the registry.
+
+Records, digests, lineage and verdict are real: the verdict is what the gate says of the evidence that is written here.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+from engines.bundle import EngineBundle, IOContract
+from evals.evidence import load_evidence
+from evals.gate import gate
+from evals.items import write_items
+from evals.kind import Bounds, Evidence, Report
+from evals.kinds.speed import Benchmark
+from evals.known import kinds
+from evals.verdict import Verdict
+from pipeline.recipe import Recipe
+from pipeline.report import write as report
+from quantization.calibration import SAMPLES_FILE, CalibrationSample, samples_hash
+from quantization.checkpoint import QuantizedModel
+from tapeout.artifact import Artifact, ArtifactRef, Record, Roles, create, load, load_header
+from tests.fake_engine import MACHINE
+from tests.report_example import example_report
+from tests.unit.test_gate import (
+    BASELINE,
+    CANDIDATE,
+    QUANTIZED,
+    make,
+    numbers,
+    parity_items,
+    quantized_model,
+    shadow_items,
+    task_items,
+    text_items,
+)
+
+NAME = "tapeout-default"
+SETTINGS: dict[str, Any] = {
+    "model": {"source": "file:model"},
+    "data": {"source": "file:data"},
+    "benchmark": {"batches": [1], "repeats": 3, "prompt_tokens": 1, "new_tokens": 1},
+    "evaluate": {"tasks": ["arc", "piqa"], "items": 300, "documents": 12, "parity_documents": 12},
+    "shadow": {"prompts": 12, "max_new_tokens": 48},
+    "gate": {"min_items": 300, "min_documents": 10, "min_shadow_prompts": 10},
+    "register": {"model_name": NAME},
+}
+
+
+def recipe(**sections: Mapping[str, Any]) -> Recipe:
+    """The recipe that the evidence here was measured by, with parameters of some sections replaced."""
+    merged = {name: {**SETTINGS.get(name, {}), **changes} for name, changes in sections.items()}
+    return Recipe.model_validate({**SETTINGS, **merged})
+
+
+class Stub(Record):
+    """A record of any noun, with whatever fields and parents its type has in the pipeline."""
+
+    noun: ClassVar[str] = "Stub"
+    name: str
+
+
+def write_stub(folder: Path, noun: str, name: str, **parents: ArtifactRef) -> ArtifactRef:
+    roles: Roles = {role: (parent.noun,) for role, parent in parents.items()}
+    kind = type(noun, (Stub,), {"noun": noun, "parent_roles": roles, "__module__": __name__})
+    with create(folder, kind) as draft:
+        (draft.folder / "data.bin").write_text(name)
+        draft.finish(kind(name=name), parents=parents)
+    return load_header(folder).ref
+
+
+def write_calibration(folder: Path, graph: ArtifactRef, hashes: tuple[str, ...]) -> ArtifactRef:
+    samples = [CalibrationSample(sample_hash=name, tokens=8, holdout=False) for name in hashes]
+
+    class Calibration(Record):
+        noun: ClassVar[str] = "Calibration"
+        parent_roles: ClassVar[Roles] = {"graph": ("PortableGraph",)}
+        samples_hash: str
+
+    with create(folder, Calibration) as draft:
+        (draft.folder / SAMPLES_FILE).write_text("".join(sample.model_dump_json() + "\n" for sample in samples))
+        draft.finish(Calibration(samples_hash=samples_hash(samples)), parents={"graph": graph})
+    return load_header(folder).ref
+
+
+def write_bundle(folder: Path, weights: str, **parents: ArtifactRef) -> Artifact[EngineBundle]:
+    with create(folder, EngineBundle) as draft:
+        (draft.folder / "model.onnx").write_text(weights)
+        record = EngineBundle(
+            target="cpu",
+            precision="float32",
+            io=IOContract(inputs=(), kv_dtype="float32", kv_layers=(), max_tokens=64, slots=4, vocab_size=256),
+            fingerprint=MACHINE,
+            census={},
+            passes=(),
+            weight_bytes=1,
+            step_bytes=1,
+            plan={},
+            linear_outputs=(),
+            stop_tokens=(1,),
+        )
+        draft.finish(record, parents=parents)
+    return load(folder, EngineBundle)
+
+
+def renamed(value: Any, names: Mapping[str, str]) -> Any:
+    """The same value with other digests."""
+    if isinstance(value, str):
+        return names.get(value, value)
+    if isinstance(value, dict):
+        return {key: renamed(item, names) for key, item in value.items()}
+    return [renamed(item, names) for item in value] if isinstance(value, list) else value
+
+
+def write_evidence(artifacts: Path, evidence: Evidence, champion: ArtifactRef | None) -> None:
+    """The reports of every kind, about the engines that lie beside them."""
+    refs = {name: load_header(artifacts / name).ref for name in ("source", "quantized", "baseline", "candidate")}
+    judged = {BASELINE: "baseline", CANDIDATE: "candidate", QUANTIZED: "quantized"}
+    names = {made_up: refs[role].digest for made_up, role in judged.items()}
+    refs["champion"] = champion or refs["baseline"]
+    for role in dict.fromkeys(kind.role for kind in kinds() if kind.needed == "executed"):
+        members = [kind for kind in kinds() if kind.role == role]
+        found = evidence.reports[members[0].name]
+        if members[0].name == "speed":
+            sizes = {"threads": 1, "prompt_tokens": 1, "new_tokens": 1}
+            sizes |= {"read_bandwidth_gb_s": 10.0, "price_per_hour": 0.1}
+            both = {name: numbers(refs[name].digest) for name in ("baseline", "candidate")}
+            record: Record = Benchmark(**both, **sizes, samples=found.items, executed_on=MACHINE)  # type: ignore[arg-type]
+        else:
+            fields = renamed(found.record.model_dump(mode="json"), names)
+            if "champion" in fields:
+                fields |= {"champion": refs["champion"].digest, "champion_is_baseline": champion is None}
+            record = type(found.record).model_validate(fields)
+        parents = {name: refs[name] for name in type(record).parent_roles if name in refs}
+        with create(artifacts / role, type(record)) as draft:
+            for kind in members:
+                if kind.items_file:
+                    write_items(draft.folder / kind.items_file, evidence.reports[kind.name].items)
+            draft.finish(record, parents=parents)
+
+
+def write_run(
+    artifacts: Path,
+    weights: str = "one",
+    *,
+    against: str | None = None,
+    evidence: Evidence | None = None,
+    judged_by: Recipe | None = None,
+) -> Artifact[Verdict]:
+    """Every artifact from source to verdict and report, and the verdict. ``against``: digest of the champion."""
+    shutil.rmtree(artifacts, ignore_errors=True)
+    source = write_stub(artifacts / "source", "Source", "tables")
+    graph = write_stub(artifacts / "graph", "PortableGraph", "llama", source=source)
+    calibration = write_calibration(artifacts / "calibration", graph, ("a" * 64, "b" * 64))
+    plan = write_stub(artifacts / "plan", "PrecisionPlan", "8 bits", graph=graph, calibration=calibration)
+    with create(artifacts / "quantized", QuantizedModel) as draft:
+        (draft.folder / "model.safetensors").write_text(weights)
+        draft.finish(quantized_model(), parents={"graph": graph, "calibration": calibration, "plan": plan})
+    quantized = load_header(artifacts / "quantized").ref
+    write_bundle(artifacts / "baseline", "float", graph=graph)
+    write_bundle(artifacts / "candidate", weights, graph=graph, quantized=quantized)
+    champion = None if against is None else ArtifactRef("EngineBundle", against)
+    write_evidence(artifacts, evidence or good(), champion)
+    shutil.copytree(page(), artifacts / "report")
+    return judge(artifacts, judged_by or recipe())
+
+
+def judge(artifacts: Path, by: Recipe) -> Artifact[Verdict]:
+    """The stage ``gate``."""
+    return gate(load_evidence(artifacts, by), by.section(Bounds), artifacts / "verdict")
+
+
+@cache
+def good(kl: float = 0.01) -> Evidence:
+    """Evidence that passes; with a ``kl`` of 0.03 it decides nothing, and with more it fails."""
+    return make(task_items(300, 2, 2), text_items(12, kl=kl), shadow_items(12), parity_items(12))
+
+
+def with_items(evidence: Evidence, name: str, items: tuple[Any, ...]) -> Evidence:
+    """The evidence with other items in the report of one kind."""
+    found: Report[Any, Any] = evidence.reports[name]
+    return replace(evidence, reports={**evidence.reports, name: replace(found, items=items)})
+
+
+@cache
+def page() -> Path:
+    """A written report; every run has the same."""
+    import tempfile
+
+    folder = Path(tempfile.mkdtemp()) / "report"
+    report.write(example_report(), folder)
+    return folder
+
+
+def write_params(path: Path, by: Recipe) -> None:
+    path.write_text(json.dumps(by.model_dump(mode="json", by_alias=True)))

@@ -1,0 +1,92 @@
+"""Signed statements: the format, read by hand, and the mistakes that a user of keys can make."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from tapeout import signing
+from tapeout.errors import SignatureError
+from tapeout.signing import Digest, Resource, Statement, TestResult, generate_keys, sign, verify_signature
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> tuple[Path, Path]:
+    generate_keys(tmp_path / "a.key", tmp_path / "a.pub")
+    return tmp_path / "a.key", tmp_path / "a.pub"
+
+
+STATEMENT = Statement(
+    subject=(Resource(name="record.json", digest=Digest(sha256="0" * 64)),),
+    predicate=TestResult(
+        result="FAILED",
+        configuration=(Resource(name="policy", digest=Digest(sha256="1" * 64)),),
+        passedTests=("kl",),
+        failedTests=("accuracy",),
+        outcome="INCONCLUSIVE",
+        model="tapeout-default",
+        bundle="2" * 64,
+        verdict="3" * 64,
+        evidence={"EvalReport": "4" * 64},
+    ),
+)
+
+
+def test_other_tools_can_read_what_is_signed(keys: tuple[Path, Path]) -> None:
+    """A Sigstore bundle with a DSSE envelope, verified here as its specification says, without our code."""
+    bundle = json.loads(sign(STATEMENT, keys[0]))
+    pem = keys[1].read_bytes()
+    assert bundle["mediaType"] == "application/vnd.dev.sigstore.bundle.v0.3+json"
+    assert bundle["verificationMaterial"]["publicKey"]["hint"] == hashlib.sha256(pem).hexdigest()
+    envelope = bundle["dsseEnvelope"]
+    kind, payload = envelope["payloadType"], base64.b64decode(envelope["payload"])
+    encoded = b" ".join((b"DSSEv1", str(len(kind)).encode(), kind.encode(), str(len(payload)).encode(), payload))
+    key = serialization.load_pem_public_key(pem)
+    assert isinstance(key, ec.EllipticCurvePublicKey) and key.curve.name == "secp256r1"
+    key.verify(base64.b64decode(envelope["signatures"][0]["sig"]), encoded, ec.ECDSA(hashes.SHA256()))
+    statement = json.loads(payload)
+    assert statement["_type"] == "https://in-toto.io/Statement/v1"
+    assert statement["predicateType"] == "https://in-toto.io/attestation/test-result/v0.1"
+    assert statement["subject"] == [{"name": "record.json", "digest": {"sha256": "0" * 64}}]
+    assert (statement["predicate"]["result"], statement["predicate"]["failedTests"]) == ("FAILED", ["accuracy"])
+
+
+def test_what_was_signed_is_what_is_read(keys: tuple[Path, Path], tmp_path: Path) -> None:
+    path = tmp_path / "signed.json"
+    path.write_text(sign(STATEMENT, keys[0]))
+    assert verify_signature(path, keys[1]) == STATEMENT
+
+
+def test_only_the_owner_can_read_a_private_key_and_none_is_overwritten(keys: tuple[Path, Path]) -> None:
+    assert keys[0].stat().st_mode & 0o777 == 0o600
+    before = keys[0].read_bytes()
+    for private, public in (keys, (keys[0], keys[1].with_name("b.pub")), (keys[0].with_name("b.key"), keys[1])):
+        with pytest.raises(SignatureError, match="exists") as caught:
+            generate_keys(private, public)
+        assert caught.value.remedy
+    assert keys[0].read_bytes() == before and not keys[0].with_name("b.key").exists()
+
+
+def test_what_is_no_key_is_named(keys: tuple[Path, Path], tmp_path: Path) -> None:
+    other = ec.generate_private_key(ec.SECP384R1()).public_key()
+    (tmp_path / "p384.pub").write_bytes(
+        other.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    )
+    for path in (keys[0], tmp_path / "absent.pub", tmp_path / "p384.pub", tmp_path):
+        with pytest.raises(SignatureError, match="holds no public key"):
+            verify_signature(tmp_path / "signed.json", path)
+    with pytest.raises(SignatureError, match="holds no private key"):
+        sign(STATEMENT, keys[1])
+
+
+def test_a_machine_without_cryptography_is_told(keys: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signing, "find_spec", lambda name: None)
+    with pytest.raises(SignatureError, match="cryptography is not installed") as caught:
+        sign(STATEMENT, keys[0])
+    assert "tapeout[signing]" in caught.value.remedy
