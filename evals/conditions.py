@@ -30,6 +30,11 @@ LEAST_TIMES_BOUND = 4
 DOCUMENTS_PER_TIME = 8
 
 
+def times_bound(minimum: int) -> float:
+    """How many times what a bound allows one of at least ``minimum`` documents counts for at most."""
+    return min(max(minimum / DOCUMENTS_PER_TIME, LEAST_TIMES_BOUND), MOST_TIMES_BOUND)
+
+
 @dataclass(frozen=True)
 class Condition:
     """What is required of one value.
@@ -44,11 +49,6 @@ class Condition:
     units: str
     minimum: int
     confidence: float
-
-    @property
-    def times_bound(self) -> float:
-        """How many times what the bound allows one document counts for at most."""
-        return min(max(self.minimum / DOCUMENTS_PER_TIME, LEAST_TIMES_BOUND), MOST_TIMES_BOUND)
 
     def check(
         self,
@@ -122,14 +122,14 @@ def divergence_checks(
     """Mean KL and top-token agreement, of documents that count equally; ``tokens``: positions of each item.
 
     The tokens of one document are correlated, so the document is the independent unit. It counts for at most
-    ``Condition.times_bound`` times the KL, or the disagreement, that the bound allows.
+    ``times_bound`` times the KL, or the disagreement, that the bound allows.
     """
     means = [item.kl_sum / count for item, count in zip(items, tokens, strict=True)]
     disagreement = [1 - item.agree / count for item, count in zip(items, tokens, strict=True)]
-    most = kl.times_bound * kl.bound
+    most = times_bound(kl.minimum) * kl.bound
     divergence = bounded_mean(means, 0, most, kl.confidence)
     allowed = 1 - agreement.bound
-    worst = min(agreement.times_bound * allowed, 1.0)
+    worst = min(times_bound(agreement.minimum) * allowed, 1.0)
     differ = bounded_mean(disagreement, 0, worst, agreement.confidence)
     agree = Estimate(1 - differ.value, 1 - differ.upper, 1 - differ.lower, differ.units, differ.variance)
     note = "one of the {} counts for at most {:.4g}"
@@ -153,7 +153,7 @@ def perplexity_check(
     baseline_nll: Sequence[float], candidate_nll: Sequence[float], tokens: Sequence[int], condition: Condition
 ) -> Check:
     """Perplexity ratio of the documents; ``condition.bound`` is above 1. See :func:`divergence_checks`."""
-    worst = condition.bound**condition.times_bound
+    worst = condition.bound ** times_bound(condition.minimum)
     ratio = perplexity_ratio(baseline_nll, candidate_nll, tokens, worst, condition.confidence)
     limit, logs = math.log(worst), log_ratios(baseline_nll, candidate_nll, tokens)
     return condition.check(

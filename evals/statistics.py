@@ -179,7 +179,7 @@ def required_documents(values: ArrayLike, low: float, high: float, bound: float,
 
 
 # Half of the capital bets all that the worst document leaves: that is best where documents differ little.
-FRACTIONS: NDArray[np.float64] = 2.0 ** -np.arange(12)
+FRACTIONS: NDArray[np.float64] = 2.0 ** -np.arange(12.0)
 CAPITAL: NDArray[np.float64] = 1 / (np.arange(1.0, 13.0) * np.arange(2.0, 14.0))  # sums to 12/13
 
 
@@ -213,7 +213,8 @@ def _shares(values: ArrayLike, low: float, high: float) -> tuple[NDArray[np.floa
         raise ValueError(f"values {observed.shape} must be finite, at least one, and {low} below {high}")
     clipped = np.clip(observed, low, high)
     variance = float(clipped.var(ddof=1)) if len(clipped) > 1 else math.inf
-    return (clipped - low) / (high - low), float(observed.mean()), variance
+    shares: NDArray[np.float64] = (clipped - low) / (high - low)
+    return shares, float(observed.mean()), variance
 
 
 def perplexity_ratio(

@@ -54,9 +54,9 @@ class LocalTask(ConfigurableTask):
 
     def contents(self) -> list[str]:
         """What each document asks, without its name: equal where a data set asks the same question twice."""
+        documents: list[Any] = list(self.task_docs)
         return [
-            json.dumps([self.doc_to_text(doc), self.doc_to_choice(doc), self.doc_to_target(doc)])
-            for doc in self.task_docs
+            json.dumps([self.doc_to_text(doc), self.doc_to_choice(doc), self.doc_to_target(doc)]) for doc in documents
         ]
 
     def right_choice(self, doc: Any) -> int:
