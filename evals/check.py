@@ -52,7 +52,10 @@ class Check(Frozen):
 
 
 class Slice(Frozen):
-    """Accuracy on one task. Informational: a single task is too small to be judged by itself."""
+    """Accuracy on one task, each bound one-sided at the verdict's confidence.
+
+    Informational: of all tasks, the check ``accuracy_worst_task`` judges the worst.
+    """
 
     task: str
     items: int

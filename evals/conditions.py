@@ -13,7 +13,26 @@ from dataclasses import dataclass
 
 from evals.check import Check, Direction, Fact, Outcome
 from evals.rules import Scored
-from evals.statistics import Estimate, clustered_proportion, proportion, ratio_of_sums, required_units
+from evals.statistics import (
+    Estimate,
+    bounded_mean,
+    log_ratios,
+    perplexity_ratio,
+    proportion,
+    required_documents,
+    required_units,
+)
+
+# A document counts for at most so many times what the bound allows: as many as the fewest documents can decide, since
+# a sample says nothing of documents too rare to be in it (docs/statistics.md).
+MOST_TIMES_BOUND = 32
+LEAST_TIMES_BOUND = 4
+DOCUMENTS_PER_TIME = 8
+
+
+def times_bound(minimum: int) -> float:
+    """How many times what a bound allows one of at least ``minimum`` documents counts for at most."""
+    return min(max(minimum / DOCUMENTS_PER_TIME, LEAST_TIMES_BOUND), MOST_TIMES_BOUND)
 
 
 @dataclass(frozen=True)
@@ -32,14 +51,26 @@ class Condition:
     confidence: float
 
     def check(
-        self, estimate: Estimate, *, n: int | None = None, variance: float | None = None, gap: float | None = None
+        self,
+        estimate: Estimate,
+        *,
+        n: int | None = None,
+        variance: float | None = None,
+        gap: float | None = None,
+        needed: int | None = None,
+        note: str = "",
     ) -> Check:
         """The check of a measured value.
 
-        ``n``: tokens, where a unit is a cluster of them. ``variance`` and ``gap`` plan how many more units would
-        decide, where those of the estimate are not the right ones.
+        ``n``: tokens, where a unit is a cluster of them. ``needed``: units that would decide; planned from
+        ``variance`` and ``gap``, or from the estimate, where it is not given. ``note``: what the reason adds.
         """
-        outcome, reason = self._compare(estimate, variance, gap)
+        if needed is None:
+            spread = estimate.variance if variance is None else variance
+            needed = required_units(spread, estimate.value - self.bound if gap is None else gap, self.confidence)
+        outcome, reason = self._compare(estimate, needed)
+        if note and not self.too_few(estimate.units):
+            reason = f"{reason}; {note}"
         return Check(
             name=self.name,
             title=self.title,
@@ -61,7 +92,7 @@ class Condition:
             return ""
         return f"{units:,} of at least {self.minimum:,} {self.units}: {self.minimum - units:,} more needed"
 
-    def _compare(self, estimate: Estimate, variance: float | None, gap: float | None) -> tuple[Outcome, str]:
+    def _compare(self, estimate: Estimate, needed: int | None) -> tuple[Outcome, str]:
         if reason := self.too_few(estimate.units):
             return Outcome.INCONCLUSIVE, reason
         level = f"{100 * self.confidence:g} %"
@@ -75,11 +106,6 @@ class Condition:
             return Outcome.PASS, f"{level} {side[0]} bound {near:.4g} is {side[1]} {self.bound:g}"
         if bad:
             return Outcome.FAIL, f"even the {level} {side[2]} bound {far:.4g} is {side[3]} {self.bound:g}"
-        needed = required_units(
-            estimate.variance if variance is None else variance,
-            estimate.value - self.bound if gap is None else gap,
-            self.confidence,
-        )
         more = "more" if needed is None else f"about {max(needed - estimate.units, 1):,} more"
         between = f"{self.bound:g} lies between the {level} bounds {estimate.lower:.4g} and {estimate.upper:.4g}"
         return Outcome.INCONCLUSIVE, f"{between}: {more} {self.units} would decide"
@@ -93,10 +119,49 @@ def finite(value: float) -> float | None:
 def divergence_checks(
     items: Sequence[Scored], tokens: Sequence[int], kl: Condition, agreement: Condition
 ) -> tuple[Check, Check]:
-    """Mean KL and top-token agreement per token, each item one cluster of ``tokens`` correlated positions."""
-    divergence = ratio_of_sums([item.kl_sum for item in items], tokens, kl.confidence)
-    agree = clustered_proportion([item.agree for item in items], tokens, agreement.confidence)
-    return kl.check(divergence, n=sum(tokens)), agreement.check(agree, n=sum(tokens))
+    """Mean KL and top-token agreement, of documents that count equally; ``tokens``: positions of each item.
+
+    The tokens of one document are correlated, so the document is the independent unit. It counts for at most
+    ``times_bound`` times the KL, or the disagreement, that the bound allows.
+    """
+    means = [item.kl_sum / count for item, count in zip(items, tokens, strict=True)]
+    disagreement = [1 - item.agree / count for item, count in zip(items, tokens, strict=True)]
+    most = times_bound(kl.minimum) * kl.bound
+    divergence = bounded_mean(means, 0, most, kl.confidence)
+    allowed = 1 - agreement.bound
+    worst = min(times_bound(agreement.minimum) * allowed, 1.0)
+    differ = bounded_mean(disagreement, 0, worst, agreement.confidence)
+    agree = Estimate(1 - differ.value, 1 - differ.upper, 1 - differ.lower, differ.units, differ.variance)
+    note = "one of the {} counts for at most {:.4g}"
+    return (
+        kl.check(
+            divergence,
+            n=sum(tokens),
+            needed=required_documents(means, 0, most, kl.bound, kl.confidence),
+            note=note.format(kl.units, most),
+        ),
+        agreement.check(
+            agree,
+            n=sum(tokens),
+            needed=required_documents(disagreement, 0, worst, allowed, agreement.confidence),
+            note=note.format(agreement.units, worst) + " of disagreement" if worst < 1 else "",
+        ),
+    )
+
+
+def perplexity_check(
+    baseline_nll: Sequence[float], candidate_nll: Sequence[float], tokens: Sequence[int], condition: Condition
+) -> Check:
+    """Perplexity ratio of the documents; ``condition.bound`` is above 1. See :func:`divergence_checks`."""
+    worst = condition.bound ** times_bound(condition.minimum)
+    ratio = perplexity_ratio(baseline_nll, candidate_nll, tokens, worst, condition.confidence)
+    limit, logs = math.log(worst), log_ratios(baseline_nll, candidate_nll, tokens)
+    return condition.check(
+        ratio,
+        n=sum(tokens),
+        needed=required_documents(logs, -limit, limit, math.log(condition.bound), condition.confidence),
+        note=f"one of the {condition.units} counts for at most {worst:.4g}",
+    )
 
 
 def share_fact(name: str, title: str, count: int, n: int, confidence: float) -> Fact:

@@ -29,7 +29,7 @@ S = TypeVar("S", bound=Section)
 class Bounds(Section):
     """A part of section ``gate``. A bound is compared with the confidence bound of a value, not with its mean."""
 
-    confidence: float = Field(default=0.95, gt=0.5, lt=1)
+    confidence: float = Field(default=0.95, ge=0.9, lt=1)
 
 
 class DocumentBounds(Bounds):

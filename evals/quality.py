@@ -75,8 +75,8 @@ def evaluate(
         for engine, name in ((baseline, "baseline"), (candidate, "candidate"))
     )
     tasks = {name: load_task(name, data) for name in settings.tasks}
-    sizes = {name: len(task.task_docs) for name, task in tasks.items()}
-    chosen = choose_documents(sizes, settings.items, seed)
+    contents = {name: task.contents() for name, task in tasks.items()}
+    chosen = choose_documents(contents, settings.items, seed, least=TaskSettings.items_per_task)
     answered = [item for name, numbers in chosen.items() for item in task_items(tasks[name], numbers, left, right)]
     for lm in (left, right):
         rate = lm.tokens / lm.seconds if lm.seconds else 0.0

@@ -86,6 +86,35 @@ def broken(
     return problems
 
 
+def copies(
+    what: str,
+    items: Sequence[T],
+    name: Callable[[T], str],
+    content: Callable[[T], Iterable[tuple[object, ...]]],
+) -> list[str]:
+    """One line if items with different names are copies: what is measured twice is no second observation.
+
+    ``content``: what two different items cannot share, each as a title and values; compared one by one, so that an
+    item that was copied under another hash is found by its numbers.
+    """
+    first: dict[tuple[object, ...], str] = {}
+    pairs: dict[str, list[str]] = {}
+    for item in items:
+        for entry in content(item):
+            other = first.setdefault(entry, name(item))
+            if other != name(item):
+                pairs.setdefault(str(entry[0]), []).append(f"{short(name(item))} is {short(other)}")
+    return [
+        f"{len(found)} of {len(items)} {what}s are copies, with the same {title}: {_listed(found)}"
+        for title, found in pairs.items()
+    ]
+
+
+def same_numbers(kl_sum: float, *others: float) -> list[tuple[object, ...]]:
+    """For :func:`copies`. Sums of KL to the last bit are the mark of a document, unless the engines are equal there."""
+    return [("numbers", kl_sum, *others)] if kl_sum > 0 else []
+
+
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(map(short, names[:EXAMPLES_SHOWN])) + (", …" if len(names) > EXAMPLES_SHOWN else "")
 

@@ -1,4 +1,4 @@
-"""The gate's statistics: one-sided confidence bounds for paired, proportional and clustered data.
+"""The gate's statistics: one-sided confidence bounds for paired, proportional and clustered data (docs/statistics.md).
 
 Every function returns an :class:`Estimate` whose ``lower`` and ``upper`` are each a one-sided bound at
 ``confidence`` (so together a two-sided interval at ``2 * confidence - 1``). Nothing here knows of models or files.
@@ -142,29 +142,92 @@ def ratio_of_sums(sums: ArrayLike, weights: ArrayLike, confidence: float) -> Est
     return Estimate(value, value - reach, value + reach, clusters, variance)
 
 
-def clustered_proportion(successes: ArrayLike, totals: ArrayLike, confidence: float) -> Estimate:
-    """A share of tokens, clustered by document, inside [0, 1] and never tighter than independent tokens allow.
+def bounded_mean(values: ArrayLike, low: float, high: float, confidence: float) -> Estimate:
+    """Mean of independent documents, each value clipped to ``[low, high]``, with bounds that no distribution breaks.
 
-    When every token agrees, the spread between documents is zero and says nothing about the next token. The exact
-    bounds of as many independent tokens do, so the wider of the two is taken on each side.
+    A mean without limits cannot be bounded: a document too rare to be in the sample can be as bad as it likes. So a
+    document counts for at most ``high``, and the bounds are of that mean. They need independent documents, not equal
+    distributions. Capital 1 is bet on "the mean is below m", the fraction ``f`` of it that survives the worst document,
+    on every document: if the mean is m or more, the expected capital is at most 1 in the end, so it reaches
+    1 / (1 - confidence) with at most that probability, and m is rejected (Markov). The capital is shared out over the
+    ``FRACTIONS``, since the best one depends on the spread.
+
+    ``value`` is the mean as observed, without clipping, and the bounds contain it.
+
+    Source: Waudby-Smith and Ramdas, Estimating means of bounded random variables by betting, Journal of the Royal
+    Statistical Society B 86 (2024), 1-27, section 4; docs/statistics.md compares other bounds.
+
+    >>> mean = bounded_mean([0.0] * 300, 0, 1, confidence=0.95)
+    >>> print(f"{mean.lower:.4f} {mean.upper:.4f}")
+    0.0000 0.0120
     """
-    y, x = _clusters(successes, totals)
-    spread = ratio_of_sums(y, x, confidence)
-    exact = proportion(round(float(y.sum())), round(float(x.sum())), confidence)
-    lower, upper = max(min(spread.lower, exact.lower), 0.0), min(max(spread.upper, exact.upper), 1.0)
-    return Estimate(spread.value, lower, upper, spread.units, spread.variance)
+    _require_confidence(confidence)
+    shares, value, variance = _shares(values, low, high)
+    upper = low + (high - low) * _upper_bound(shares, confidence)
+    lower = high - (high - low) * _upper_bound(np.sort(1 - shares), confidence)
+    return Estimate(value, min(lower, value), max(upper, value), len(shares), variance)
+
+
+def required_documents(values: ArrayLike, low: float, high: float, bound: float, confidence: float) -> int | None:
+    """Documents like these that :func:`bounded_mean` needs to tell their mean from ``bound``; None if none suffices."""
+    shares, value, _ = _shares(values, low, high)
+    limit = (bound - low) / (high - low)
+    gains = _log_gains(shares, limit) if value < bound else _log_gains(1 - shares, 1 - limit)
+    wanted = -math.log1p(-confidence) - np.log(CAPITAL)
+    needed = [float(w / g) for w, g in zip(wanted, gains / len(shares), strict=True) if g > 0]
+    return math.ceil(min(needed)) if needed else None
+
+
+# Half of the capital bets all that the worst document leaves: that is best where documents differ little.
+FRACTIONS: NDArray[np.float64] = 2.0 ** -np.arange(12.0)
+CAPITAL: NDArray[np.float64] = 1 / (np.arange(1.0, 13.0) * np.arange(2.0, 14.0))  # sums to 12/13
+
+
+def _log_gains(shares: NDArray[np.float64], mean: float) -> NDArray[np.float64]:
+    """For each fraction, the logarithm of what capital 1 becomes when it is bet on a mean below ``mean``."""
+    with np.errstate(divide="ignore"):  # a fraction of 1 loses everything at a share of 1
+        return np.log1p(FRACTIONS[:, None] * ((mean - shares) / (1 - mean))).sum(axis=1)
+
+
+def _upper_bound(shares: NDArray[np.float64], confidence: float) -> float:
+    """The lowest mean of values in [0, 1] that is rejected; the capital grows with the mean that is bet against."""
+    from scipy.optimize import brentq
+
+    log_capital, wanted = np.log(CAPITAL), -math.log1p(-confidence)
+
+    def excess(mean: float) -> float:
+        logs = _log_gains(shares, mean) + log_capital
+        best = float(logs.max())
+        return best + math.log(float(np.exp(logs - best).sum())) - wanted
+
+    low, high = float(shares.mean()), 1 - 1e-12
+    if low >= high or excess(high) <= 0:
+        return 1.0
+    return float(brentq(excess, low, high, xtol=1e-14, rtol=1e-10))  # type: ignore[arg-type]
+
+
+def _shares(values: ArrayLike, low: float, high: float) -> tuple[NDArray[np.float64], float, float]:
+    """Values as shares of the way from ``low`` to ``high``, sorted; their mean as observed; variance when clipped."""
+    observed = np.sort(np.asarray(values, dtype=np.float64))
+    if observed.ndim != 1 or not len(observed) or not np.isfinite(observed).all() or not low < high:
+        raise ValueError(f"values {observed.shape} must be finite, at least one, and {low} below {high}")
+    clipped = np.clip(observed, low, high)
+    variance = float(clipped.var(ddof=1)) if len(clipped) > 1 else math.inf
+    shares: NDArray[np.float64] = (clipped - low) / (high - low)
+    return shares, float(observed.mean()), variance
 
 
 def perplexity_ratio(
-    baseline_nll: ArrayLike, candidate_nll: ArrayLike, tokens: ArrayLike, confidence: float
+    baseline_nll: ArrayLike, candidate_nll: ArrayLike, tokens: ArrayLike, worst: float, confidence: float
 ) -> Estimate:
-    """Candidate perplexity over baseline perplexity: the exponential of the paired mean difference per token.
+    """Candidate perplexity over baseline perplexity: the geometric mean of the ratios of the documents.
 
     All ``[G]``: summed negative log-likelihoods in nats and tokens of each document. Pairing removes the spread
-    between easy and hard documents, which dwarfs the effect of quantization. ``variance`` is of the logarithm.
+    between easy and hard documents, which dwarfs the effect of quantization. A document counts for a ratio of at most
+    ``worst``, and at least ``1 / worst``. ``variance`` is of the logarithm.
     """
-    worse_by = np.asarray(candidate_nll, dtype=np.float64) - np.asarray(baseline_nll, dtype=np.float64)
-    log_ratio = ratio_of_sums(worse_by, tokens, confidence)
+    limit = math.log(worst)
+    log_ratio = bounded_mean(log_ratios(baseline_nll, candidate_nll, tokens), -limit, limit, confidence)
     return Estimate(
         value=_exp(log_ratio.value),
         lower=_exp(log_ratio.lower),
@@ -174,30 +237,51 @@ def perplexity_ratio(
     )
 
 
+def log_ratios(baseline_nll: ArrayLike, candidate_nll: ArrayLike, tokens: ArrayLike) -> NDArray[np.float64]:
+    """Logarithm of each document's perplexity ratio, ``[G]``."""
+    worse_by = np.asarray(candidate_nll, dtype=np.float64) - np.asarray(baseline_nll, dtype=np.float64)
+    return worse_by / np.asarray(tokens, dtype=np.float64)
+
+
 def median_bounds(samples: Sequence[float], confidence: float) -> Estimate:
     """Median of independent repeats with distribution-free (sign test) bounds from their order statistics.
 
-    With r repeats the smallest lies above the true median with probability 2**-r. Fewer than five repeats cannot
-    reach 95 %: then the whole range is the interval, the widest one the data can give.
+    With r repeats the smallest lies above the true median with probability 2**-r. Fewer than
+    :func:`required_repeats` bound nothing: the bounds are infinite.
 
     Source: Conover, Practical Nonparametric Statistics (1999), section 3.2.
 
-    >>> median_bounds([1.2, 1.0, 1.1], confidence=0.95).lower
+    >>> median_bounds([1.2, 1.0, 1.1, 1.3, 1.2], confidence=0.95).lower
     1.0
+    >>> median_bounds([1.2, 1.0, 1.1], confidence=0.95).lower
+    -inf
     """
     _require_confidence(confidence)
     ordered = sorted(samples)
     repeats = len(ordered)
     if not repeats:
         raise ValueError("no samples")
+    middle = float(np.median(ordered))
+    spread = float(np.var(ordered, ddof=1)) if repeats > 1 else math.inf
+    if repeats < required_repeats(confidence):
+        return Estimate(middle, -math.inf, math.inf, repeats, spread)
     drop, tail = 0, 2.0**-repeats  # tail: P(at most `drop` repeats fall below the median)
     while drop + 1 <= (repeats - 1) // 2:
         tail += math.comb(repeats, drop + 1) * 2.0**-repeats
         if tail > 1 - confidence:
             break
         drop += 1
-    spread = float(np.var(ordered, ddof=1)) if repeats > 1 else math.inf
-    return Estimate(float(np.median(ordered)), ordered[drop], ordered[repeats - 1 - drop], repeats, spread)
+    return Estimate(middle, ordered[drop], ordered[repeats - 1 - drop], repeats, spread)
+
+
+def required_repeats(confidence: float) -> int:
+    """Fewest repeats that bound a median.
+
+    >>> required_repeats(0.95), required_repeats(0.99)
+    (5, 7)
+    """
+    _require_confidence(confidence)
+    return math.ceil(-math.log2(1 - confidence))
 
 
 def required_units(variance: float, gap: float, confidence: float, power: float = 0.8) -> int | None:

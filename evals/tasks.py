@@ -10,9 +10,10 @@ definition names no test split or the folder has none.
 from __future__ import annotations
 
 import difflib
+import json
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,13 @@ class LocalTask(ConfigurableTask):
         """``acc_norm`` (log-likelihood by length of the choice) where the task defines it, else ``acc``."""
         names = {entry["metric"] for entry in self.config.metric_list or []}
         return "acc_norm" if "acc_norm" in names else "acc"
+
+    def contents(self) -> list[str]:
+        """What each document asks, without its name: equal where a data set asks the same question twice."""
+        documents: list[Any] = list(self.task_docs)
+        return [
+            json.dumps([self.doc_to_text(doc), self.doc_to_choice(doc), self.doc_to_target(doc)]) for doc in documents
+        ]
 
     def right_choice(self, doc: Any) -> int:
         """Index of the right answer. :class:`EvidenceError` where there is none: lm-eval would score it as wrong."""
@@ -138,31 +146,51 @@ def find_table(data: Path, name: str, definition: Mapping[str, Any]) -> tuple[st
     )
 
 
-def share_out(sizes: Mapping[str, int], items: int) -> dict[str, int]:
+def share_out(sizes: Mapping[str, int], items: int, least: int = 0) -> dict[str, int]:
     """Divide ``items`` over the tasks in proportion to their sizes; all of them when there are fewer.
 
+    A task gets at least ``least`` of them, or all it has, as far as ``items`` reach: its loss is judged by itself.
     Largest remainders get what rounding leaves, the first of equals first.
 
     >>> share_out({"a": 600, "b": 300, "c": 100}, 15)
     {'a': 9, 'b': 5, 'c': 1}
+    >>> share_out({"a": 600, "b": 300, "c": 100}, 15, least=3)
+    {'a': 8, 'b': 4, 'c': 3}
     """
     total = sum(sizes.values())
     if items >= total:
         return dict(sizes)
     shares = {task: size * items // total for task, size in sizes.items()}
+    floor = min(least, items // len(sizes))
+    if small := {task: min(size, floor) for task, size in sizes.items() if shares[task] < min(size, floor)}:
+        others = {task: size for task, size in sizes.items() if task not in small}
+        rest = share_out(others, items - sum(small.values()), floor)
+        return {task: small[task] if task in small else rest[task] for task in sizes}
     by_remainder = sorted(sizes, key=lambda task: sizes[task] * items % total, reverse=True)
     for task in by_remainder[: items - sum(shares.values())]:
         shares[task] += 1
     return shares
 
 
-def choose_documents(sizes: Mapping[str, int], items: int, seed: int) -> dict[str, list[int]]:
+def choose_documents(
+    contents: Mapping[str, Sequence[str]], items: int, seed: int, least: int = 0
+) -> dict[str, list[int]]:
     """Document numbers per task, ascending, drawn without replacement; each task's draw depends on its name alone.
 
-    Tasks whose share is 0 are left out.
+    ``contents``: what each document of a task asks; of equal ones the first is drawn, if any. Tasks whose share is 0
+    are left out.
     """
+    distinct = {task: _first_of_equals(asked) for task, asked in contents.items()}
+    sizes = {task: len(numbers) for task, numbers in distinct.items()}
     return {
-        task: sorted(random.Random(f"{seed}/{task}").sample(range(sizes[task]), count))
-        for task, count in share_out(sizes, items).items()
+        task: sorted(random.Random(f"{seed}/{task}").sample(distinct[task], count))
+        for task, count in share_out(sizes, items, least).items()
         if count
     }
+
+
+def _first_of_equals(contents: Sequence[str]) -> list[int]:
+    first: dict[str, int] = {}
+    for number, content in enumerate(contents):
+        first.setdefault(content, number)
+    return list(first.values())

@@ -12,9 +12,9 @@ from pydantic import Field
 from evals.check import Check, Findings, Outcome
 from evals.kind import DocumentBounds, Evidence, EvidenceRecord, Kind, Report
 from evals.kinds.text import TextSettings
-from evals.rules import Rule, broken, counted, differing, mean_above_largest, token_rules
+from evals.rules import Rule, broken, copies, counted, differing, mean_above_largest, same_numbers, token_rules
 from tapeout.artifact import Frozen, Roles
-from tapeout.recipe import Count, Fraction, Recipe, Section
+from tapeout.recipe import Count, Recipe, Section
 
 if TYPE_CHECKING:
     from evals.conditions import Condition
@@ -54,9 +54,9 @@ class ParitySettings(Section):
 
 
 class ParityBounds(DocumentBounds):
-    max_parity_kl: float = Field(default=1e-3, gt=0)
-    min_parity_top_token: Fraction = 0.995
-    max_parity_error: float = Field(default=0.01, gt=0)  # relative, of any one linear on any document
+    max_parity_kl: float = Field(default=1e-3, gt=0, le=0.1)
+    min_parity_top_token: float = Field(default=0.995, ge=0.9, lt=1)
+    max_parity_error: float = Field(default=0.01, gt=0, le=0.5)  # relative, of any one linear on any document
 
 
 class Parity(Kind[ParityReport, ParityItem, ParityBounds]):
@@ -78,6 +78,7 @@ class Parity(Kind[ParityReport, ParityItem, ParityBounds]):
         return [
             *counted("ParityReport", "documents", len(report.items), report.record.documents),
             *broken("parity item", report.items, lambda i: i.doc_hash, RULES, key="parity document"),
+            *copies("parity item", report.items, lambda i: i.doc_hash, lambda i: same_numbers(i.kl_sum, i.free_kl_sum)),
         ]
 
     def judge(self, report: Report[ParityReport, ParityItem], evidence: Evidence, bounds: ParityBounds) -> Findings:

@@ -11,9 +11,9 @@ from pydantic import Field
 from evals.block import QUALITY, Block, FactRow, fact_metrics
 from evals.check import Champion, Fact, Findings, Judged
 from evals.kind import Bounds, Evidence, EvidenceRecord, Kind, Report
-from evals.rules import Rule, broken, counted, differing, short, token_rules
+from evals.rules import Rule, broken, copies, counted, differing, same_numbers, short, token_rules
 from tapeout.artifact import Frozen, Roles, load
-from tapeout.recipe import Count, Fraction, Recipe, Section
+from tapeout.recipe import Count, Recipe, Section
 
 
 class ShadowItem(Frozen):
@@ -54,15 +54,15 @@ class ShadowReport(EvidenceRecord):
 
 
 class ShadowSettings(Section):
-    prompts: Count = 200
-    max_new_tokens: Count = 48
+    prompts: Count = 300
+    max_new_tokens: Count = 32
     datasets: Annotated[tuple[str, ...], Field(min_length=1)] = ("nq_open", "trivia_qa")
 
 
 class ShadowBounds(Bounds):
-    min_shadow_prompts: Count = 200
-    min_shadow_agreement: Fraction = 0.90
-    max_shadow_kl: float = Field(default=0.04, gt=0)
+    min_shadow_prompts: Count = 300
+    min_shadow_agreement: float = Field(default=0.90, ge=0.5, lt=1)
+    max_shadow_kl: float = Field(default=0.04, gt=0, le=1)
 
 
 class Shadow(Kind[ShadowReport, ShadowItem, ShadowBounds]):
@@ -93,9 +93,8 @@ class Shadow(Kind[ShadowReport, ShadowItem, ShadowBounds]):
         if record.champion_is_baseline != (record.champion == evidence.baseline):
             claim = "is" if record.champion_is_baseline else "is not"
             problems.append(f"ShadowReport says its champion {short(record.champion)} {claim} the baseline")
-        return problems + broken(
-            "shadow item", items, lambda i: i.prompt_hash, _rules(record.max_new_tokens), key="prompt"
-        )
+        problems += broken("shadow item", items, lambda i: i.prompt_hash, _rules(record.max_new_tokens), key="prompt")
+        return problems + copies("shadow item", items, lambda i: i.prompt_hash, lambda i: same_numbers(i.kl_sum))
 
     def judge(self, report: Report[ShadowReport, ShadowItem], evidence: Evidence, bounds: ShadowBounds) -> Findings:
         from evals.conditions import Condition, divergence_checks, finite, share_fact

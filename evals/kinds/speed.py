@@ -94,7 +94,7 @@ class SpeedSettings(Section):
 
 class SpeedBounds(Bounds):
     min_speed_ratio: float = Field(default=1.0, gt=0)
-    min_repeats: Count = 3  # paired repeats per batch and phase
+    min_repeats: Count = 5  # paired repeats per batch and phase; fewer bound no median at 95 %
 
 
 class Speed(Kind[SpeedSummary, SpeedSample, SpeedBounds]):
@@ -106,13 +106,20 @@ class Speed(Kind[SpeedSummary, SpeedSample, SpeedBounds]):
     absent = Block(SPEED, missing="No benchmark was recorded.")
 
     def conflicts(self, recipe: Recipe) -> list[str]:
-        timed = recipe.section(SpeedSettings)
+        from evals.statistics import required_repeats
+
+        timed, bounds = recipe.section(SpeedSettings), recipe.section(SpeedBounds)
         positions = timed.prompt_tokens + timed.warmup_tokens + timed.new_tokens
         name = f"benchmark.prompt_tokens and new_tokens, with {timed.warmup_tokens} to warm up"
         problems = recipe.too_long({name: positions})
         # An engine can be opened with more slots than it was built with. But then its speed is that of another engine.
         if max(timed.batches) > recipe.build.slots:
             problems.append(f"benchmark.batches reach {max(timed.batches)}, but build.slots is {recipe.build.slots}")
+        if (needed := required_repeats(bounds.confidence)) > bounds.min_repeats:
+            problems.append(
+                f"gate.min_repeats is {bounds.min_repeats}, but a median is bounded at gate.confidence "
+                f"{bounds.confidence:g} by {needed} repeats or more"
+            )
         return problems
 
     def load(self, folder: Path, recipe: Recipe) -> Report[SpeedSummary, SpeedSample]:

@@ -8,18 +8,22 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field
 
 from evals.block import QUALITY, Block, Interval, Intervals, Table
-from evals.check import Findings, Judged, Slice
+from evals.check import Check, Findings, Judged, Outcome, Slice
 from evals.kind import Bounds, Evidence, EvidenceRecord, Kind, Report
-from evals.rules import Rule, broken
+from evals.rules import Rule, broken, copies
 from tapeout.artifact import Frozen, Roles
-from tapeout.recipe import Count, Fraction, Recipe, Section
+from tapeout.recipe import Count, Recipe, Section
+
+if TYPE_CHECKING:
+    from evals.conditions import Condition
 
 
 class TaskItem(Frozen):
@@ -61,14 +65,17 @@ class EvalReport(EvidenceRecord):
 
 
 class TaskSettings(Section):
+    items_per_task: ClassVar[int] = 200  # at least, or all it has: each task is judged by itself, too
+
     tasks: Annotated[tuple[str, ...], Field(min_length=1)] = ("arc_easy", "piqa", "openbookqa", "winogrande", "sciq")
     items: Count = 2500  # pooled over the tasks, shared out by size
 
 
 class TaskBounds(Bounds):
-    accuracy_margin: Fraction = 0.02
+    accuracy_margin: float = Field(default=0.02, gt=0, le=0.1)
+    task_margin: float = Field(default=0.06, gt=0, le=0.2)  # of any one task
     min_items: Count = 2500
-    max_flips: Fraction = 0.12
+    max_flips: float = Field(default=0.12, gt=0, le=0.5)
 
 
 class Tasks(Kind[EvalReport, TaskItem, TaskBounds]):
@@ -95,7 +102,8 @@ class Tasks(Kind[EvalReport, TaskItem, TaskBounds]):
             for task in sorted(counts.keys() | claimed.keys())
             if counts[task] != claimed.get(task, 0)
         ]
-        return problems + broken("task item", items, lambda i: f"{i.task}/{i.doc_id}", RULES)
+        problems += broken("task item", items, lambda i: f"{i.task}/{i.doc_id}", RULES)
+        return problems + copies("task item", items, lambda i: f"{i.task}/{i.doc_id}", _content)
 
     def judge(self, report: Report[EvalReport, TaskItem], evidence: Evidence, bounds: TaskBounds) -> Findings:
         from evals.conditions import Condition, share_fact
@@ -116,6 +124,10 @@ class Tasks(Kind[EvalReport, TaskItem, TaskBounds]):
             checks=(
                 accuracy.check(
                     paired_difference(lost, gained, n, confidence), variance=null_variance(lost, gained, n, margin)
+                ),
+                _worst_task(
+                    items,
+                    condition("accuracy_worst_task", WORST_TASK, "at_least", -bounds.task_margin, minimum=1),
                 ),
                 flips.check(proportion(lost + gained, n, confidence), variance=most * (1 - most)),
             ),
@@ -175,11 +187,43 @@ RULES: tuple[Rule[TaskItem], ...] = (
 )
 
 
+def _content(item: TaskItem) -> tuple[tuple[object, ...], ...]:
+    """What no two questions have in common: the document, or else what it was given and answered."""
+    likelihoods = (item.baseline_loglikelihoods, item.candidate_loglikelihoods)
+    return (("document", item.task, item.doc_hash), ("log-likelihoods", *likelihoods))
+
+
 def discordant(items: Sequence[TaskItem]) -> tuple[int, int]:
     """How many items only the baseline answers correctly, and only the candidate."""
     lost = sum(item.baseline_correct and not item.candidate_correct for item in items)
     gained = sum(item.candidate_correct and not item.baseline_correct for item in items)
     return lost, gained
+
+
+WORST_TASK = "accuracy of the worst task, candidate - baseline"
+
+
+def _worst_task(items: Sequence[TaskItem], condition: Condition) -> Check:
+    """The check of the task that decides: of one that lost too much, else of the one that may have lost most.
+
+    Each task is bounded at 1 - (1 - confidence) / tasks, so the bounds of all tasks hold together (Bonferroni).
+    """
+    from evals.statistics import null_variance, paired_difference
+
+    tasks = sorted({item.task for item in items})
+    together = replace(condition, confidence=1 - (1 - condition.confidence) / len(tasks))
+    checks: list[Check] = []
+    for task in tasks:
+        own = [item for item in items if item.task == task]
+        lost, gained = discordant(own)
+        difference = paired_difference(lost, gained, len(own), together.confidence)
+        variance = null_variance(lost, gained, len(own), condition.bound)
+        check = together.check(difference, variance=variance)
+        checks.append(check.model_copy(update={"reason": f"{task}: {check.reason}"}))
+    failed = [check for check in checks if check.outcome is Outcome.FAIL]
+    if failed:
+        return min(failed, key=lambda check: -math.inf if check.upper is None else check.upper)
+    return min(checks, key=lambda check: -math.inf if check.lower is None else check.lower)
 
 
 def _slice(task: str, items: Sequence[TaskItem], confidence: float) -> Slice:

@@ -16,12 +16,22 @@ from pydantic import Field
 from evals.block import QUALITY, Block, Divergence, Rows
 from evals.check import Findings, Judged
 from evals.items import read_items
-from evals.kind import DocumentBounds, Evidence, Kind, Report
+from evals.kind import Bounds, Evidence, Kind, Report
 from evals.kinds.tasks import EvalReport
-from evals.rules import Rule, broken, counted, differing, mean_above_largest, sum_of_nats, token_rules
+from evals.rules import (
+    Rule,
+    broken,
+    copies,
+    counted,
+    differing,
+    mean_above_largest,
+    same_numbers,
+    sum_of_nats,
+    token_rules,
+)
 from tapeout.artifact import Frozen
 from tapeout.errors import EvidenceError
-from tapeout.recipe import Count, Fraction, Recipe, Section
+from tapeout.recipe import Count, Recipe, Section
 
 if TYPE_CHECKING:
     from engines.protocol import Engine
@@ -44,14 +54,15 @@ class TextItem(Frozen):
 
 
 class TextSettings(Section):
-    documents: Count = 64
-    document_tokens: Count = 256
+    documents: Count = 300  # one in a hundred is in such a sample with 95 %
+    document_tokens: Count = 96
 
 
-class TextBounds(DocumentBounds):
-    max_kl: float = Field(default=0.03, gt=0)
-    min_top_token: Fraction = 0.91
-    max_perplexity_ratio: float = Field(default=1.05, gt=1)
+class TextBounds(Bounds):
+    min_text_documents: Count = 300
+    max_kl: float = Field(default=0.03, gt=0, le=1)
+    min_top_token: float = Field(default=0.91, ge=0.5, lt=1)
+    max_perplexity_ratio: float = Field(default=1.05, gt=1, le=2)
 
 
 class Text(Kind[EvalReport, TextItem, TextBounds]):
@@ -74,15 +85,12 @@ class Text(Kind[EvalReport, TextItem, TextBounds]):
         ]
 
     def judge(self, report: Report[EvalReport, TextItem], evidence: Evidence, bounds: TextBounds) -> Findings:
-        from evals.conditions import Condition, divergence_checks
-        from evals.statistics import perplexity_ratio
+        from evals.conditions import Condition, divergence_checks, perplexity_check
 
-        items, highest = report.items, bounds.max_perplexity_ratio
-        condition = partial(Condition, units="documents", minimum=bounds.min_documents, confidence=bounds.confidence)
+        items, highest, minimum = report.items, bounds.max_perplexity_ratio, bounds.min_text_documents
+        condition = partial(Condition, units="documents", minimum=minimum, confidence=bounds.confidence)
         tokens = [item.tokens for item in items]
         baseline, candidate = ([item.baseline_nll for item in items], [item.candidate_nll for item in items])
-        ratio = perplexity_ratio(baseline, candidate, tokens, bounds.confidence)
-        gap = (math.log(ratio.value) if ratio.value > 0 else -math.inf) - math.log(highest)  # it can underflow to zero
         return Findings(
             (
                 *divergence_checks(
@@ -91,9 +99,11 @@ class Text(Kind[EvalReport, TextItem, TextBounds]):
                     condition("kl", "mean KL on held-out text, nats", "at_most", bounds.max_kl),
                     condition("top_token", "same top token on held-out text", "at_least", bounds.min_top_token),
                 ),
-                # The estimate's variance is of the logarithm, so the gap is too.
-                condition("perplexity", "perplexity, candidate / baseline", "at_most", highest).check(
-                    ratio, n=sum(tokens), gap=gap
+                perplexity_check(
+                    baseline,
+                    candidate,
+                    tokens,
+                    condition("perplexity", "perplexity, candidate / baseline", "at_most", highest),
                 ),
             )
         )
@@ -117,7 +127,8 @@ TEXT_RULES: tuple[Rule[TextItem], ...] = (
 
 
 def text_problems(items: tuple[TextItem, ...]) -> list[str]:
-    return broken("text item", items, lambda i: i.doc_hash, TEXT_RULES, key="document")
+    problems = broken("text item", items, lambda i: i.doc_hash, TEXT_RULES, key="document")
+    return problems + copies("text item", items, lambda i: i.doc_hash, lambda i: same_numbers(i.kl_sum, i.baseline_nll))
 
 
 def divergence_block(kl: Divergence) -> Block:

@@ -167,17 +167,40 @@ def test_items_are_shared_out_by_size_and_add_up(sizes: dict[str, int], items: i
     for task, share in shares.items():
         assert 0 <= share <= sizes[task]
         assert items >= sum(sizes.values()) or abs(share - items * sizes[task] / sum(sizes.values())) < 1
-    chosen = choose_documents(sizes, items, seed=3)
+    chosen = choose_documents({task: contents(size) for task, size in sizes.items()}, items, seed=3)
     assert {task: len(numbers) for task, numbers in chosen.items()} == {t: n for t, n in shares.items() if n}
     for task, numbers in chosen.items():
         assert numbers == sorted(set(numbers)) and numbers[-1] < sizes[task]
 
 
+@settings(deadline=None)
+@given(
+    st.dictionaries(st.text(max_size=3), st.integers(1, 500), min_size=1, max_size=6),
+    st.integers(1, 1500),
+    st.integers(0, 80),
+)
+def test_a_small_task_gets_enough_items_to_be_judged(sizes: dict[str, int], items: int, least: int) -> None:
+    shares = share_out(sizes, items, least)
+    assert shares.keys() == sizes.keys() and sum(shares.values()) == min(items, sum(sizes.values()))
+    for task, share in shares.items():
+        assert min(least, sizes[task], items // len(sizes)) <= share <= sizes[task]
+
+
+def contents(size: int) -> list[str]:
+    return [f"question {number}" for number in range(size)]
+
+
 def test_the_draw_is_the_seeds_and_not_the_other_tasks() -> None:
-    both = choose_documents({"a": 100, "b": 100}, 40, seed=1)
-    assert both == choose_documents({"a": 100, "b": 100}, 40, seed=1)
-    assert both["a"] != both["b"] and both["a"] != choose_documents({"a": 100, "b": 100}, 40, seed=2)["a"]
-    assert both["a"] == choose_documents({"a": 100, "c": 100}, 40, seed=1)["a"]
+    hundred = contents(100)
+    both = choose_documents({"a": hundred, "b": hundred}, 40, seed=1)
+    assert both == choose_documents({"a": hundred, "b": hundred}, 40, seed=1)
+    assert both["a"] != both["b"] and both["a"] != choose_documents({"a": hundred, "b": hundred}, 40, seed=2)["a"]
+    assert both["a"] == choose_documents({"a": hundred, "c": hundred}, 40, seed=1)["a"]
+
+
+def test_a_question_that_stands_twice_in_the_data_is_asked_once() -> None:
+    asked = ["a", "b", "a", "c", "b", "a"]
+    assert choose_documents({"task": asked}, 6, seed=0) == {"task": [0, 1, 3]}
 
 
 # --- lm-eval's definitions over local tables, and the tiny llama -----------------------------------------------------

@@ -107,6 +107,9 @@ def test_defaults_fill_what_is_not_said(tmp_path: Path) -> None:
         ({"quantize": {"candidates": ["gptq"]}}, "quantize.candidates: rtn must be among them"),
         ({"calibrate": {"samples": 0}}, "calibrate.samples"),
         ({"gate": {"confidence": 1.5}}, "gate.confidence"),
+        ({"gate": {"confidence": 0.51}}, "gate.confidence: Input should be greater than or equal to 0.9"),
+        ({"gate": {"confidence": 0.99}}, "gate.min_repeats is 5, but a median is bounded at gate.confidence 0.99 by 7"),
+        ({"gate": {"min_repeats": 3}}, "gate.min_repeats is 3, but a median is bounded at gate.confidence 0.95 by 5"),
         ({"model": {"source": "file:/m", "sha256": "abc"}}, "model.sha256"),
         ({"model": {}}, "model.source"),
         ({"build": {"target": "abacus"}}, "build.target: no target 'abacus'; expected one of ort-cpu, "),
@@ -141,7 +144,7 @@ def test_mistakes_name_the_place_and_the_nearest_key(tmp_path: Path, sections: d
         ),
         ({"build": {"slots": 15}}, "benchmark.batches reach 16, but build.slots is 15"),
         ({"export": {"max_positions": 255}}, "calibrate.tokens: 256 positions, but export.max_positions is 255"),
-        ({"export": {"max_positions": 255}}, "evaluate.document_tokens: 256 positions"),
+        ({"export": {"max_positions": 95}}, "evaluate.document_tokens: 96 positions"),
         ({"benchmark": {"new_tokens": 1918}}, "with 3 to warm up: 2049 positions, but export.max_positions is 2048"),
         (
             {"plan": {"schemes": "auto", "context": 2049}},

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import evals.statistics
 from evals.statistics import (
-    clustered_proportion,
+    bounded_mean,
     median_bounds,
     normal_quantile,
     null_variance,
@@ -23,6 +23,8 @@ from evals.statistics import (
     perplexity_ratio,
     proportion,
     ratio_of_sums,
+    required_documents,
+    required_repeats,
     required_units,
     tango_score,
 )
@@ -170,16 +172,6 @@ def test_one_cluster_bounds_nothing():
     assert (alone.value, alone.lower, alone.upper) == (0.1, -math.inf, math.inf)
 
 
-def test_clustered_bound_covers_in_simulation():
-    """Documents of unequal length with skewed KL: the one-sided bound holds about as often as it says."""
-    rng, clusters, trials = np.random.default_rng(11), 40, 4000
-    lengths = rng.integers(60, 256, size=(trials, clusters)).astype(float)
-    rates = rng.gamma(shape=4.0, scale=0.01 / 4.0, size=(trials, clusters))  # mean 0.01
-    bounds = [ratio_of_sums(rate * length, length, 0.95) for rate, length in zip(rates, lengths, strict=True)]
-    assert 0.92 < np.mean([bound.upper >= 0.01 for bound in bounds]) < 0.97
-    assert 0.93 < np.mean([bound.lower <= 0.01 for bound in bounds]) < 0.98
-
-
 @given(st.lists(st.tuples(st.floats(0, 100), st.integers(1, 500)), min_size=2, max_size=40), CONFIDENCES, st.randoms())
 def test_order_of_clusters_changes_no_bit(clusters: list[tuple[float, int]], confidence: float, random: Any):
     shuffled = random.sample(clusters, len(clusters))
@@ -195,19 +187,6 @@ def test_clustered_interval_widens_with_confidence(clusters: list[tuple[float, i
     assert wide.lower <= narrow.lower <= narrow.value <= narrow.upper <= wide.upper
 
 
-def test_full_agreement_is_not_certainty():
-    """No spread between documents: the bound is that of as many independent tokens, 0.05 ** (1 / n)."""
-    share = clustered_proportion([100] * 30, [100] * 30, 0.95)
-    assert share.lower == pytest.approx(0.05 ** (1 / 3000))
-    assert share.upper == 1.0
-
-
-def test_clustering_widens_a_share():
-    uneven = clustered_proportion([100, 60] * 15, [100] * 30, 0.95)
-    assert uneven.lower < proportion(2400, 3000, 0.95).lower
-    assert uneven.upper > proportion(2400, 3000, 0.95).upper
-
-
 @pytest.mark.parametrize(
     ("sums", "weights"), [([], []), ([1.0], [1.0, 2.0]), ([math.nan], [1.0]), ([1.0], [0.0]), ([1.0], [math.inf])]
 )
@@ -216,22 +195,130 @@ def test_unsound_clusters_are_refused(sums: list[float], weights: list[float]):
         ratio_of_sums(sums, weights, 0.95)
 
 
+# means of documents
+
+SHARES = st.lists(st.floats(0, 1), min_size=1, max_size=60)
+
+
+@pytest.mark.parametrize("n", [20, 300])
+def test_equal_documents_bound_what_is_too_rare_to_be_seen(n: int):
+    """All documents at 0: the share that may be at 1 is about that of the exact binomial bound, 3 / n."""
+    upper, exact = bounded_mean([0.0] * n, 0, 1, 0.95).upper, proportion(0, n, 0.95).upper
+    assert exact < upper < 1.3 * exact
+
+
+@given(SHARES, CONFIDENCES, st.randoms())
+def test_order_of_documents_changes_no_bit(shares: list[float], confidence: float, random: Any):
+    shuffled = random.sample(shares, len(shares))
+    assert bounded_mean(shares, 0, 1, confidence) == bounded_mean(shuffled, 0, 1, confidence)
+
+
+@given(SHARES, CONFIDENCES)
+def test_bounds_of_a_mean_contain_it_and_widen(shares: list[float], confidence: float):
+    narrow, wide = bounded_mean(shares, 0, 1, confidence), bounded_mean(shares, 0, 1, confidence + 0.004)
+    near = 1e-9
+    assert 0 <= wide.lower <= narrow.lower + near and narrow.upper <= wide.upper + near and wide.upper <= 1
+    assert narrow.lower <= narrow.value <= narrow.upper
+
+
+@given(SHARES, st.integers(0, 59), st.floats(0, 1), CONFIDENCES)
+def test_a_worse_document_never_lowers_a_bound(shares: list[float], number: int, worse: float, confidence: float):
+    more = list(shares)
+    more[number % len(shares)] = max(more[number % len(shares)], worse)
+    before, after = bounded_mean(shares, 0, 1, confidence), bounded_mean(more, 0, 1, confidence)
+    assert after.upper >= before.upper - 1e-9 and after.lower >= before.lower - 1e-9
+
+
+@given(SHARES, CONFIDENCES, st.floats(0.01, 50), st.floats(-5, 5))
+def test_units_and_zero_change_nothing(shares: list[float], confidence: float, unit: float, zero: float):
+    plain = bounded_mean(shares, 0, 1, confidence)
+    other = bounded_mean([zero + unit * share for share in shares], zero, zero + unit, confidence)
+    assert (other.lower, other.upper) == pytest.approx(
+        (zero + unit * plain.lower, zero + unit * plain.upper), abs=1e-6 * (unit + abs(zero))
+    )
+
+
+def test_a_document_counts_for_no_more_than_its_limit_but_the_mean_is_shown_as_it_is():
+    mean = bounded_mean([0.01] * 299 + [30.0], 0, 1, 0.95)
+    assert mean.value == pytest.approx((2.99 + 30) / 300)
+    assert mean.upper >= mean.value  # which no upper bound may lie below
+    assert mean.lower == bounded_mean([0.01] * 299 + [1.0], 0, 1, 0.95).lower
+
+
+@pytest.mark.parametrize("shape", ["two points", "uniform", "skewed", "rare"])
+@pytest.mark.parametrize("n", [8, 40, 300])
+def test_no_distribution_breaks_the_bounds(shape: str, n: int):
+    """At most 5 % of upper bounds lie below the true mean, and of lower bounds above it; simulation error 0.7 %."""
+    rng, trials = np.random.default_rng(5), 1000
+    draws = {
+        "two points": lambda: (rng.random((trials, n)) < 0.3).astype(float),
+        "uniform": lambda: rng.random((trials, n)),
+        "skewed": lambda: rng.beta(0.2, 3.0, (trials, n)),
+        "rare": lambda: np.where(rng.random((trials, n)) < 0.01, 1.0, 0.01 * rng.random((trials, n))),
+    }
+    truth = {"two points": 0.3, "uniform": 0.5, "skewed": 0.2 / 3.2, "rare": 0.01 + 0.99 * 0.005}[shape]
+    bounds = [bounded_mean(row, 0, 1, 0.95) for row in draws[shape]()]
+    assert np.mean([bound.upper < truth for bound in bounds]) < 0.05 + 0.02
+    assert np.mean([bound.lower > truth for bound in bounds]) < 0.05 + 0.02
+
+
+@pytest.mark.parametrize(("mean", "bound"), [(0.01, 0.03), (0.05, 0.03), (0.0, 0.03)])
+def test_as_many_documents_as_required_decide(mean: float, bound: float):
+    needed = required_documents([mean] * 50, 0, 1, bound, 0.95)
+    assert needed is not None
+
+    def decided(n: int) -> bool:
+        found = bounded_mean([mean] * n, 0, 1, 0.95)
+        return found.upper <= bound or found.lower > bound
+
+    assert decided(needed) and not decided(needed * 4 // 5)
+    assert required_documents([bound] * 50, 0, 1, bound, 0.95) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "low", "high"), [([], 0, 1), ([math.nan], 0, 1), ([0.5], 1, 1), ([[0.5]], 0, 1), ([math.inf], 0, 1)]
+)
+def test_unsound_documents_are_refused(values: list[float], low: float, high: float):
+    with pytest.raises(ValueError, match="values"):
+        bounded_mean(values, low, high, 0.95)
+
+
 # perplexity, repeats, sample sizes
 
 
 def test_perplexity_ratio_is_paired():
-    """Every token 1 % of a nat worse in every document, easy or hard: no spread is left after pairing."""
-    baseline, tokens = np.array([20.0, 900.0, 310.0]), np.array([10.0, 300.0, 100.0])
-    ratio = perplexity_ratio(baseline, baseline + 0.01 * tokens, tokens, 0.95)
-    assert (ratio.value, ratio.lower, ratio.upper) == pytest.approx((math.exp(0.01),) * 3)
+    """Every token 1 % of a nat worse in every document, easy or hard: what is left is what no sample can exclude."""
+    baseline, tokens = np.array([20.0, 900.0, 310.0] * 100), np.array([10.0, 300.0, 100.0] * 100)
+    ratio = perplexity_ratio(baseline, baseline + 0.01 * tokens, tokens, worst=4, confidence=0.95)
+    mean = bounded_mean([0.01] * 300, -math.log(4), math.log(4), 0.95)
+    assert (ratio.value, ratio.lower, ratio.upper) == pytest.approx(
+        (math.exp(0.01), math.exp(mean.lower), math.exp(mean.upper))
+    )
+
+
+def test_a_gain_on_one_document_does_not_pay_for_a_loss_on_many():
+    """Without a lower limit, one document of e**-30 the perplexity would outweigh 300 that are 6 % worse."""
+    baseline, tokens = np.full(301, 3000.0), np.full(301, 100.0)
+    candidate = baseline + 0.06 * tokens
+    candidate[0] = 0
+    ratio = perplexity_ratio(baseline, candidate, tokens, worst=1.05**32, confidence=0.95)
+    assert ratio.value < 1 and ratio.upper > 1.05
 
 
 def test_median_bounds_leave_out_outliers_when_repeats_allow():
-    assert median_bounds([1.0, 2.0, 3.0], 0.95).lower == 1.0
     few = median_bounds([0.1, 1.2, 1.3, 1.4, 9.0], 0.95)  # 2**-5 < 0.05, yet the second smallest would not do
     assert (few.value, few.lower, few.upper) == (1.3, 0.1, 9.0)
     many = median_bounds([0.1, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 9.0], 0.95)  # P(at most 1 of 8 below) = 9/256
     assert (many.lower, many.upper) == (1.1, 1.6)
+
+
+@pytest.mark.parametrize("confidence", [0.9, 0.95, 0.99, 0.999])
+def test_too_few_repeats_bound_no_median(confidence: float):
+    needed = required_repeats(confidence)
+    assert 2.0**-needed <= 1 - confidence < 2.0 ** -(needed - 1)
+    assert median_bounds([2.0] * needed, confidence).lower == 2.0
+    few = median_bounds([2.0] * (needed - 1), confidence)
+    assert (few.value, few.lower, few.upper) == (2.0, -math.inf, math.inf)
 
 
 @pytest.mark.parametrize("row", GOLDEN["sample_sizes"]["rows"], ids=lambda row: f"{row['churn']}-{row['margin']}")
@@ -250,6 +337,7 @@ def test_confidence_must_be_a_probability_above_one_half(confidence: float):
         lambda: proportion(1, 2, confidence),
         lambda: paired_difference(0, 0, 9, confidence),
         lambda: ratio_of_sums([1.0, 2.0], [1, 2], confidence),
+        lambda: bounded_mean([0.1, 0.2], 0, 1, confidence),
         lambda: median_bounds([1.0], confidence),
     ):
         with pytest.raises(ValueError, match="confidence"):
