@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar, cast
@@ -84,7 +84,12 @@ class Evidence:
         }
 
 
-Probe = Callable[[Sequence[int]], tuple["FloatArray", dict[str, "FloatArray"]]]  # logits, and each linear's output
+
+class Probe(Protocol):
+    """The inside of an engine: see :class:`engines.target.Probe`."""
+
+    def __call__(self, tokens: Sequence[int]) -> tuple[FloatArray, dict[str, FloatArray]]: ...
+    def embedding(self) -> FloatArray: ...
 
 
 class Reference(Protocol):
@@ -94,7 +99,13 @@ class Reference(Protocol):
 
     def locked(
         self, tokens: Sequence[int], outputs: Mapping[str, FloatArray]
-    ) -> tuple[FloatArray, dict[str, float]]: ...
+    ) -> tuple[FloatArray, dict[str, tuple[float, float]]]:
+        """Logits, and of each linear the relative error over the document and at the worst position."""
+        ...
+
+    def embedding(self) -> FloatArray:
+        """The embedding of every token id, ``[V, H]``."""
+        ...
 
 
 class Context(Protocol):
