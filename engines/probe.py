@@ -1,4 +1,4 @@
-"""The output of every linear of a bundle and of its embedding, for comparing an engine with a reference part by part."""
+"""The output of every linear of a bundle, and its embedding, for comparing an engine with a reference part by part."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from tapeout.recipe import Count, Recipe, Section
 if TYPE_CHECKING:
     from engines.bundle import EngineBundle
     from engines.protocol import Engine, FloatArray
+    from tapeout.portable_graph import PortableGraph
 
 S = TypeVar("S", bound=Section)
 
@@ -84,7 +85,6 @@ class Evidence:
         }
 
 
-
 class Probe(Protocol):
     """The inside of an engine: see :class:`engines.target.Probe`."""
 
@@ -108,6 +108,23 @@ class Reference(Protocol):
         ...
 
 
+class SourceModel(Protocol):
+    """The model of the checkpoint as it came, in transformers."""
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """As its generation settings have them."""
+        ...
+
+    def __call__(self, tokens: Sequence[int]) -> FloatArray:
+        """Logits ``[S, V]``."""
+        ...
+
+    def embedding(self) -> FloatArray:
+        """The embedding of every token id, ``[V, H]``."""
+        ...
+
+
 class Context(Protocol):
     """What a kind can measure with: the engines, texts and settings of one run. ``role``: baseline or candidate."""
 
@@ -117,9 +134,11 @@ class Context(Protocol):
     def threads(self) -> int: ...
     def section(self, kind: type[S]) -> S: ...
     def source(self) -> Artifact[Any]: ...
+    def source_model(self) -> SourceModel: ...
+    def graph(self) -> Artifact[PortableGraph]: ...
     def bundle(self, role: str) -> Artifact[EngineBundle]: ...
-    def engine(self, role: str, *, slots: int | None = None) -> Engine:
-        """``slots``: as built unless given."""
+    def engine(self, role: str, *, slots: int | None = None, threads: int | None = None) -> Engine:
+        """``slots``: as built, and ``threads``: as the recipe says, unless given."""
         ...
 
     def champion(self) -> tuple[Artifact[EngineBundle], Engine, bool]:

@@ -17,9 +17,10 @@ from tqdm import tqdm
 from engines.protocol import FloatArray
 from evals.items import write_items, write_metrics
 from evals.kind import Context, Probe, Reference
-from evals.kinds.parity import KIND, ParityItem, ParityReport, ParitySettings, TableError
+from evals.kinds.parity import KIND, ParityItem, ParityReport, ParitySettings
 from evals.kinds.text import TextSettings
-from evals.text import BLOCK_ROWS, Float64Array, kl_divergences, token_hash
+from evals.tables import HeadRows, embedding_error
+from evals.text import joined, kl_divergences, token_hash
 from tapeout import artifact
 from tapeout.artifact import Artifact, Parents
 from tapeout.errors import EvidenceError
@@ -82,59 +83,6 @@ def parity(
         )
         draft.finish(record, parents=parents)
     return artifact.load(folder, ParityReport)
-
-
-def joined(documents: Sequence[Sequence[int]], tokens: int) -> list[int]:
-    """One long document: these one after the other, again from the first where they are too short together.
-
-    >>> joined([[1, 2], [3]], 5)
-    [1, 2, 3, 1, 2]
-    """
-    flat = [token for document in documents for token in document]
-    if not flat:
-        raise EvidenceError("no text", expected="held-out text", remedy="check data.source and evaluate.documents")
-    return (flat * -(-tokens // len(flat)))[:tokens]
-
-
-class HeadRows:
-    """Error of each row of the output head over many positions: a wrong row is wrong in the same logit everywhere."""
-
-    def __init__(self) -> None:
-        self._off: Float64Array | None = None
-        self._size: Float64Array | None = None
-
-    def add(self, expected: FloatArray, actual: FloatArray) -> None:
-        if self._off is None or self._size is None:
-            self._off, self._size = np.zeros(expected.shape[1]), np.zeros(expected.shape[1])
-        for begin in range(0, len(expected), BLOCK_ROWS):
-            part = slice(begin, begin + BLOCK_ROWS)
-            self._off += np.square(actual[part] - expected[part]).sum(axis=0)
-            self._size += np.square(expected[part]).sum(axis=0)
-
-    @property
-    def vocabulary(self) -> int:
-        return 0 if self._off is None else len(self._off)
-
-    def error(self) -> TableError:
-        assert self._off is not None and self._size is not None
-        return _table_error(self._off, self._size)
-
-
-def embedding_error(actual: FloatArray, expected: FloatArray) -> TableError:
-    """Of each token's embedding. :class:`EvidenceError` for tables of different shapes."""
-    if actual.shape != expected.shape:
-        raise EvidenceError(
-            f"{actual.shape} embeddings from the engine, {expected.shape} from the reference",
-            expected="one row per token",
-            remedy="build the engine from the quantized model it is compared with",
-        )
-    return _table_error(np.square(actual - expected).sum(axis=1), np.square(expected).sum(axis=1))
-
-
-def _table_error(off: Float64Array, size: Float64Array) -> TableError:
-    """From squares by row. A row that is almost zero is compared with a thousandth of a usual one."""
-    errors = np.sqrt(off / np.maximum(size, max(1e-6 * float(size.mean()), 1e-30)))
-    return TableError(rows=len(errors), error=float(errors.max()), worst=int(errors.argmax()))
 
 
 def compare(

@@ -354,9 +354,7 @@ def generation(engine: Engine, streams: Streams, settings: ServingSettings, log:
             log.add(place, stream, position, stream.own[position], chosen=token)
 
 
-def other_shape(
-    engine: Engine, baseline: Engine, reopened: Engine, streams: Streams, count: int, log: Log
-) -> None:
+def other_shape(engine: Engine, baseline: Engine, reopened: Engine, streams: Streams, count: int, log: Log) -> None:
     """The same engine opened with other numbers of slots and threads, in its last slots."""
     first, room = max(reopened.slots - 2, 0), engine.max_tokens - count
     lengths = [min(room, length) for length in (SHORT, REUSE_TOKENS)][: reopened.slots]

@@ -68,10 +68,11 @@ class QuantizedReference:
         """Logits ``[S, V]`` with every linear's output exchanged for ``outputs[parameter] [S, out]``, and the errors.
 
         The error of a linear is the root mean square of what it made of its input, less ``outputs``, over the root
-        mean square of ``outputs``; the second error is that of the worst position. Each is judged on its own: the next one starts from the given values again. So a
-        rounding that falls the other way after a different order of summation stays where it happened. Left to run
-        freely such flips multiply: on the default model a relative change of 1e-6 in the embeddings alone moves the
-        logits of the int8 model by a KL of 0.005 (docs/negative-results.md).
+        mean square of ``outputs``; the second error is that of the worst position. Each linear is judged on its own:
+        the next one starts from the given values again. So a rounding that falls the other way after a different order
+        of summation stays where it happened. Left to run freely such flips multiply: on the default model a relative
+        change of 1e-6 in the embeddings alone moves the logits of the int8 model by a KL of 0.005
+        (docs/negative-results.md).
         """
         names = {id(p): n for n, p in self.model.named_parameters(remove_duplicate=False)}
         errors: dict[str, tuple[float, float]] = {}

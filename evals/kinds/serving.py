@@ -207,9 +207,7 @@ def _place(item: ServedItem) -> str:
     return f"{item.path}, slot {item.slot}, batch {item.batch} from slot {item.first_slot}"
 
 
-def _means(
-    items: Sequence[ServedItem], value: Callable[[ServedItem], float], *, fine: bool = True
-) -> dict[str, float]:
+def _means(items: Sequence[ServedItem], value: Callable[[ServedItem], float], *, fine: bool = True) -> dict[str, float]:
     """Means per token over each path; if ``fine``, also over each slot and each batch size of a path."""
     groups: dict[str, list[ServedItem]] = {}
     for item in items:
