@@ -13,7 +13,7 @@ from evals.check import Check, Outcome
 
 def at_most(name: str, title: str, values: Mapping[str, float], bound: float, unit: str, too_few: str = "") -> Check:
     """The largest of ``values``, which are named. ``too_few``: why so few cannot pass, if so; they can still fail."""
-    worst = max(values, key=lambda key: values[key])
+    worst = max(values, key=lambda key: (values[key], key))
     failed = not values[worst] <= bound
     return Check(
         name=name,
@@ -33,7 +33,7 @@ def at_most(name: str, title: str, values: Mapping[str, float], bound: float, un
 
 def at_least(name: str, title: str, values: Mapping[str, float], bound: float, unit: str) -> Check:
     """The smallest of ``values``, which are named."""
-    worst = min(values, key=lambda key: values[key])
+    worst = min(values, key=lambda key: (values[key], key))
     failed = not values[worst] >= bound
     return Check(
         name=name,

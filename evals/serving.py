@@ -324,10 +324,13 @@ def _prefixes(slots: int, longest: int) -> list[int]:
 def copy(engine: Engine, stream: Stream, prefixes: Sequence[int], count: int, log: Log) -> None:
     """A shared prefix copied from slot to slot, and continued by a decode step and a prefill of ``count - 1`` tokens.
 
-    The last slot holds the stream; every slot is copied from and copied to.
+    The last slot holds the stream; every slot is copied from and copied to. What lies where a prefix goes is another
+    sequence: of the round, or the stream backwards where the slot held the stream itself.
     """
     for number, length in enumerate(prefixes):
         source, target = (number - 1) % engine.slots, number % engine.slots
+        if number >= engine.slots - 1:
+            engine.prefill(target, stream.tokens[: length + count][::-1])
         engine.copy_slot(source, target, length)
         logits = engine.decode([stream.tokens[length]], [length], first_slot=target)
         log.add(Place("copy", target, target, 1), stream, length, logits[0])

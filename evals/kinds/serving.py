@@ -77,6 +77,7 @@ class ServingSettings(Section):
 
 class ServingBounds(Bounds):
     max_serving_kl: float = Field(default=0.02, gt=0)
+    max_serving_position_kl: float = Field(default=0.5, gt=0)
     min_serving_agreement: Fraction = 0.9
     max_greedy_gap: float = Field(default=1e-3, gt=0)
     max_serving_float_kl: float = Field(default=0.1, gt=0)
@@ -138,6 +139,13 @@ class Serving(Kind[ServingReport, ServedItem, ServingBounds]):
                     "largest mean KL of a way of serving against one prefill in slot 0, nats",
                     _means([item for item in items if item.path != "generation"], lambda item: item.kl_sum),
                     bounds.max_serving_kl,
+                    "groups",
+                ),
+                at_most(
+                    "serving_position_kl",
+                    "largest KL at one position as served against one prefill in slot 0, nats",
+                    {_place(item): item.kl_max for item in items if item.path != "generation"},
+                    bounds.max_serving_position_kl,
                     "groups",
                 ),
                 at_least(
@@ -215,7 +223,7 @@ def _means(items: Sequence[ServedItem], value: Callable[[ServedItem], float], *,
         if fine:
             groups.setdefault(f"{item.path}, slot {item.slot}", []).append(item)
             groups.setdefault(f"{item.path}, batch {item.batch}", []).append(item)
-    return {name: sum(map(value, own)) / sum(item.tokens for item in own) for name, own in groups.items()}
+    return {name: math.fsum(map(value, own)) / sum(item.tokens for item in own) for name, own in groups.items()}
 
 
 def _few(numbers: set[int]) -> str:

@@ -7,6 +7,7 @@ and both engines are held against it. ``evals/source.py`` measures it.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -78,6 +79,7 @@ class SourceBounds(DocumentBounds):
     max_source_perplexity_ratio: float = Field(default=1.05, gt=1)
     max_perplexity: float = Field(default=1000.0, gt=1)
     min_accuracy: Fraction = 0.0
+    min_above_chance: float = Field(default=0.0, ge=-1, le=1)
     max_embedding_error: float = Field(default=0.3, gt=0)
 
 
@@ -116,7 +118,7 @@ class Source(Kind[SourceReport, SourceItem, SourceBounds]):
             [i.source_nll for i in documents], [i.candidate_nll for i in documents], tokens, confidence
         )
         condition = partial(Condition, units="documents", minimum=bounds.min_documents, confidence=confidence)
-        perplexity = math.exp(min(700.0, sum(item.candidate_nll for item in documents) / sum(tokens)))
+        perplexity = math.exp(min(700.0, math.fsum(item.candidate_nll for item in documents) / sum(tokens)))
         embedding = report.record.embedding
         return Findings(
             (
@@ -198,9 +200,12 @@ def _accuracy_floors(evidence: Evidence, bounds: SourceBounds) -> tuple[Check, .
         return ()
     accuracy = proportion(sum(item.candidate_correct for item in items), len(items), bounds.confidence)
     chance = sum(1 / len(item.candidate_loglikelihoods) for item in items) / len(items)
+    above = replace(accuracy, **{name: getattr(accuracy, name) - chance for name in ("value", "lower", "upper")})
     condition = partial(Condition, direction="at_least", units="items", minimum=1, confidence=bounds.confidence)
     return (
-        condition("accuracy_above_chance", "candidate's accuracy, above chance", bound=chance).check(accuracy),
+        condition(
+            "accuracy_above_chance", "candidate's accuracy, less that of guessing", bound=bounds.min_above_chance
+        ).check(above),
         condition("accuracy_floor", "candidate's accuracy", bound=bounds.min_accuracy).check(accuracy),
     )
 

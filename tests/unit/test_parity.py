@@ -111,7 +111,7 @@ def test_a_fault_is_blamed_on_its_linear_and_does_not_spread(fault: str) -> None
     assert item.worst_linear == fault
     assert item.worst_error == pytest.approx(0.01 / 1.01, rel=1e-3)
     assert item.kl_sum == pytest.approx(0, abs=1e-6)  # the head itself is sound and starts from the given values
-    assert item.free_kl_sum > 1e-6
+    assert item.free_kl_sum is not None and item.free_kl_sum > 1e-6
 
 
 def test_a_fault_in_the_head_moves_the_locked_logits() -> None:
