@@ -45,6 +45,10 @@ class ParityItem(Frozen):
         return max(self.errors, key=lambda name: self.errors[name])
 
     @property
+    def mean_error(self) -> float:
+        return math.fsum(self.errors.values()) / len(self.errors)
+
+    @property
     def worst_error(self) -> float:
         return self.errors[self.worst_linear]
 
