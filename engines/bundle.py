@@ -8,6 +8,8 @@ from tapeout.artifact import Frozen, Record, Roles
 from tapeout.fingerprint import Fingerprint
 
 KV_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}  # of a key or value, by kv_dtype
+# What tokenizing and chat need beside the engine, as far as the model has it.
+TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json")
 GREEDY = "greedy"  # input of a graph that gives either logits or next tokens (engines/passes/greedy_head.py)
 NEXT_TOKENS = "next_tokens"  # output of the same graph
 

@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from engines.bundle import IOContract, KVLayer, LoweredRecord, PassReport
+from engines.bundle import TEXT_FILES, IOContract, KVLayer, LoweredRecord, PassReport
 from engines.graph_check import check
 from engines.passes.base import QDQ, Lowering, Pass, Weights, dimension
 from engines.target import Made, Target
@@ -33,7 +33,6 @@ CACHE_TYPES = {  # by kv_dtype
 }
 ALIGNMENT_BYTES = 4096  # so that the runtime can map each tensor where it lies
 INLINE_BYTES = 1024
-TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json")
 
 
 def build(

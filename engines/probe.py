@@ -1,4 +1,4 @@
-"""The output of every linear of a bundle on ONNX Runtime, for comparing an engine with a reference layer by layer."""
+"""The output of every linear of a bundle, and its embedding, for comparing an engine with a reference part by part."""
 
 from __future__ import annotations
 
@@ -12,22 +12,28 @@ from engines.bundle import GREEDY, EngineBundle
 from engines.protocol import FloatArray
 from engines.sessions import CPU, cpu_options, library_of
 from tapeout.artifact import Artifact
+from tapeout.errors import BuildError
+
+GATHERS = ("Gather", "BlockGather", "GatherBlockQuantized")
+IDS_AT_ONCE = 4096
 
 
 class OrtProbe:
     """See :data:`engines.target.Probe`. The bundle's own graph, with the outputs of its linears as extra outputs."""
 
     def __init__(self, bundle: Artifact[EngineBundle], *, threads: int = 0) -> None:
-        self._record = bundle.record
+        self._record, self._folder = bundle.record, bundle.folder
         model = onnx.load(str(bundle.folder / "model.onnx"), load_external_data=False)
         present = {output.name for output in model.graph.output}
         for linear in self._record.linear_outputs:
             if linear.value not in present:
                 model.graph.output.append(onnx.helper.make_empty_tensor_value_info(linear.value))
-        options = cpu_options(threads, library_of(bundle))
+        self._options = cpu_options(threads, library_of(bundle))
         # A model given as bytes finds its weights beside this path.
-        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(bundle.folder))
-        self._session = ort.InferenceSession(model.SerializeToString(), options, providers=CPU)
+        self._options.add_session_config_entry(
+            "session.model_external_initializers_file_folder_path", str(bundle.folder)
+        )
+        self._session = ort.InferenceSession(model.SerializeToString(), self._options, providers=CPU)
 
     def __call__(self, tokens: Sequence[int]) -> tuple[FloatArray, dict[str, FloatArray]]:
         io, count = self._record.io, len(tokens)
@@ -52,3 +58,42 @@ class OrtProbe:
             for weight, begin, end in zip(linear.weights, edges, edges[1:], strict=False):
                 outputs[weight] = stacked[:, begin:end]
         return np.asarray(values["logits"]), outputs
+
+    def embedding(self) -> FloatArray:
+        """See :meth:`engines.target.Probe.embedding`. Runs the bundle's own graph up to there."""
+        model = _until_embedding(onnx.load(str(self._folder / "model.onnx"), load_external_data=False))
+        session = ort.InferenceSession(model.SerializeToString(), self._options, providers=CPU)
+        vocabulary = self._record.io.vocab_size
+        rows: list[FloatArray] = []
+        for first in range(0, vocabulary, IDS_AT_ONCE):
+            ids = np.arange(first, min(first + IDS_AT_ONCE, vocabulary), dtype=np.int64)[None]
+            (found,) = session.run(None, {"input_ids": ids})
+            rows.append(np.asarray(found, np.float32).reshape(ids.size, -1))
+        return np.concatenate(rows)
+
+
+def _until_embedding(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The part of the graph that gathers embeddings by token ids."""
+    producers = {name: node for node in model.graph.node for name in node.output}
+    gather = next((n for n in model.graph.node if n.op_type in GATHERS and "input_ids" in n.input), None)
+    if gather is None:
+        raise BuildError(
+            "no node of the graph gathers embeddings by input_ids",
+            expected=f"one of {', '.join(GATHERS)}",
+            remedy="report the model: its embedding cannot be checked",
+        )
+    nodes, waiting = [gather], list(gather.input)
+    while waiting:
+        node = producers.get(waiting.pop())
+        if node is not None and node not in nodes:
+            nodes.insert(0, node)
+            waiting += node.input
+    needed = {name for node in nodes for name in node.input}
+    graph = onnx.helper.make_graph(
+        nodes,
+        "embedding",
+        [i for i in model.graph.input if i.name == "input_ids"],
+        [onnx.helper.make_empty_tensor_value_info(gather.output[0])],
+        [tensor for tensor in model.graph.initializer if tensor.name in needed],
+    )
+    return onnx.helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version)

@@ -29,7 +29,18 @@ if TYPE_CHECKING:
 
 Made = TypeVar("Made", bound=LoweredRecord)
 Progress = Callable[[str, int, int], None]  # phase, steps done, steps in all
-Probe = Callable[[Sequence[int]], tuple[FloatArray, dict[str, FloatArray]]]
+
+
+class Probe(Protocol):
+    """The inside of a bundle, for comparing it with a reference layer by layer."""
+
+    def __call__(self, tokens: Sequence[int]) -> tuple[FloatArray, dict[str, FloatArray]]:
+        """Logits ``[S, V]`` of one document, and each linear's output ``[S, out]`` by parameter name."""
+        ...
+
+    def embedding(self) -> FloatArray:
+        """The embedding of every token id, ``[V, H]``, as the graph computes it."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -119,7 +130,6 @@ class Target(ABC, Generic[Made]):
         return fingerprint.current(self.capabilities.libraries, self.features)
 
     def probe(self, bundle: Artifact[EngineBundle], *, threads: int) -> Probe:
-        """Gives logits ``[S, V]`` of one document and each linear's output ``[S, out]`` by parameter name."""
         raise BuildError(
             f"{self.name} has no parity probe", expected="a target that declares one", remedy="see docs/targets.md"
         )

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar, cast
@@ -22,6 +22,7 @@ from tapeout.recipe import Count, Recipe, Section
 if TYPE_CHECKING:
     from engines.bundle import EngineBundle
     from engines.protocol import Engine, FloatArray
+    from tapeout.portable_graph import PortableGraph
 
 S = TypeVar("S", bound=Section)
 
@@ -86,7 +87,11 @@ class Evidence:
         }
 
 
-Probe = Callable[[Sequence[int]], tuple["FloatArray", dict[str, "FloatArray"]]]  # logits, and each linear's output
+class Probe(Protocol):
+    """The inside of an engine: see :class:`engines.target.Probe`."""
+
+    def __call__(self, tokens: Sequence[int]) -> tuple[FloatArray, dict[str, FloatArray]]: ...
+    def embedding(self) -> FloatArray: ...
 
 
 class Reference(Protocol):
@@ -96,7 +101,30 @@ class Reference(Protocol):
 
     def locked(
         self, tokens: Sequence[int], outputs: Mapping[str, FloatArray]
-    ) -> tuple[FloatArray, dict[str, float]]: ...
+    ) -> tuple[FloatArray, dict[str, tuple[float, float]]]:
+        """Logits, and of each linear the relative error over the document and at the worst position."""
+        ...
+
+    def embedding(self) -> FloatArray:
+        """The embedding of every token id, ``[V, H]``."""
+        ...
+
+
+class SourceModel(Protocol):
+    """The model of the checkpoint as it came, in transformers."""
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """As its generation settings have them."""
+        ...
+
+    def __call__(self, tokens: Sequence[int]) -> FloatArray:
+        """Logits ``[S, V]``."""
+        ...
+
+    def embedding(self) -> FloatArray:
+        """The embedding of every token id, ``[V, H]``."""
+        ...
 
 
 class Context(Protocol):
@@ -108,9 +136,11 @@ class Context(Protocol):
     def threads(self) -> int: ...
     def section(self, kind: type[S]) -> S: ...
     def source(self) -> Artifact[Any]: ...
+    def source_model(self) -> SourceModel: ...
+    def graph(self) -> Artifact[PortableGraph]: ...
     def bundle(self, role: str) -> Artifact[EngineBundle]: ...
-    def engine(self, role: str, *, slots: int | None = None) -> Engine:
-        """``slots``: as built unless given."""
+    def engine(self, role: str, *, slots: int | None = None, threads: int | None = None) -> Engine:
+        """``slots``: as built, and ``threads``: as the recipe says, unless given."""
         ...
 
     def champion(self) -> tuple[Artifact[EngineBundle], Engine, bool]:

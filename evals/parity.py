@@ -19,7 +19,8 @@ from evals.items import write_items, write_metrics
 from evals.kind import Context, Probe, Reference
 from evals.kinds.parity import KIND, ParityItem, ParityReport, ParitySettings
 from evals.kinds.text import TextSettings
-from evals.text import kl_divergences, token_hash
+from evals.tables import HeadRows, embedding_error
+from evals.text import joined, kl_divergences, token_hash
 from tapeout import artifact
 from tapeout.artifact import Artifact, Parents
 from tapeout.errors import EvidenceError
@@ -30,13 +31,14 @@ def measure(context: Context, folder: Path) -> None:
     """The stage of `evals/kinds/parity.py`."""
     text, count = context.section(TextSettings), context.section(ParitySettings).parity_documents
     quantized, reference = context.reference()
-    documents = context.encode(context.heldout_texts(text.documents)[:count])
+    texts = context.encode(context.heldout_texts(text.documents)[:count])
     candidate = context.bundle("candidate")
     parity(
         context.probe(),
         reference,
-        [ids[: text.document_tokens] for ids in documents],
+        [ids[: text.document_tokens] for ids in texts],
         folder,
+        max_tokens=candidate.record.io.max_tokens,
         head=context.head(),
         candidate=candidate.digest,
         built_from=quantized.digest,
@@ -51,27 +53,52 @@ def parity(
     documents: Sequence[Sequence[int]],
     folder: Path,
     *,
+    max_tokens: int,
     head: str,
     candidate: str,
     built_from: str,
     executed_on: Fingerprint,
     parents: Parents,
 ) -> Artifact[ParityReport]:
-    """Write the ParityReport; ``head``: the output head's parameter; ``candidate``, ``built_from``: digests."""
-    items = compare(probe, reference, documents, head=head)
+    """Write the ParityReport; ``head``: the output head's parameter; ``candidate``, ``built_from``: digests.
+
+    ``max_tokens``: positions of the engine; all documents joined to one of that length are compared, too.
+    """
+    rows = HeadRows()
+    items = compare(probe, reference, documents, head=head, rows=rows)
+    items += compare(probe, reference, [joined(documents, max_tokens)], head=head, rows=rows, free=False)
+    embedding = embedding_error(probe.embedding(), reference.embedding())
     with artifact.create(folder, ParityReport) as draft:
         write_items(draft.folder / KIND.items_file, items)
         write_metrics(draft.folder, parity_metrics(items))
-        record = ParityReport(candidate=candidate, built_from=built_from, documents=len(items), executed_on=executed_on)
+        record = ParityReport(
+            candidate=candidate,
+            built_from=built_from,
+            documents=len(items),
+            vocabulary=rows.vocabulary,
+            max_tokens=max_tokens,
+            embedding=embedding,
+            head=rows.error(),
+            executed_on=executed_on,
+        )
         draft.finish(record, parents=parents)
     return artifact.load(folder, ParityReport)
 
 
-def compare(probe: Probe, reference: Reference, documents: Sequence[Sequence[int]], *, head: str) -> list[ParityItem]:
+def compare(
+    probe: Probe,
+    reference: Reference,
+    documents: Sequence[Sequence[int]],
+    *,
+    head: str,
+    rows: HeadRows | None = None,
+    free: bool = True,
+) -> list[ParityItem]:
     """KL(reference || engine) in nats and top-token agreement at every position of every document.
 
     ``probe(tokens)`` gives the engine's logits ``[S, V]`` and each linear's output. The output head is not locked: its
-    logits are what is compared. :class:`EvidenceError` when there is nothing to compare, when shapes differ, or when
+    logits are what is compared, and what is added to ``rows``. ``free``: compare both running freely, too.
+    :class:`EvidenceError` when there is nothing to compare, when shapes differ, or when
     a logit is not finite.
     """
     if not documents:
@@ -79,44 +106,62 @@ def compare(probe: Probe, reference: Reference, documents: Sequence[Sequence[int
             "no documents to compare", expected="at least one", remedy="check data.source and evaluate.documents"
         )
     return [
-        _compare_document(probe, reference, tokens, head) for tokens in tqdm(documents, desc="parity", disable=None)
+        _compare_document(probe, reference, tokens, head, rows, free)
+        for tokens in tqdm(documents, desc="parity", disable=None)
     ]
 
 
 def parity_metrics(items: Sequence[ParityItem]) -> dict[str, float]:
     """Flat numbers for ``dvc metrics``."""
     tokens = sum(item.tokens for item in items)
+    free = [item for item in items if item.free_kl_sum is not None]
+    freely = sum(item.tokens for item in free)
     return {
         "kl": sum(item.kl_sum for item in items) / tokens,
         "top_token": sum(item.agree for item in items) / tokens,
         "worst_error": max(item.worst_error for item in items),
-        "free_kl": sum(item.free_kl_sum for item in items) / tokens,
-        "free_top_token": sum(item.free_agree for item in items) / tokens,
+        "position_error": max(item.position_error for item in items),
+        "free_kl": sum(item.free_kl_sum or 0.0 for item in free) / max(freely, 1),
+        "free_top_token": sum(item.free_agree or 0 for item in free) / max(freely, 1),
     }
 
 
-def _compare_document(probe: Probe, reference: Reference, tokens: Sequence[int], head: str) -> ParityItem:
+def _compare_document(
+    probe: Probe, reference: Reference, tokens: Sequence[int], head: str, rows: HeadRows | None, free: bool
+) -> ParityItem:
     actual, outputs = probe(tokens)
     locked, errors = reference.locked(tokens, {name: value for name, value in outputs.items() if name != head})
-    free = reference(tokens)
+    del outputs  # a long document has gigabytes of them
     _require_comparable(actual, locked, len(tokens))
     _require_errors(errors)
-    kl, free_kl = kl_divergences(locked, actual), kl_divergences(free, actual)
-    worst = max(errors, key=errors.__getitem__)
-    return ParityItem(
+    kl, agree = kl_divergences(locked, actual), int((locked.argmax(axis=1) == actual.argmax(axis=1)).sum())
+    if rows is not None:
+        rows.add(locked, actual)
+    del locked
+    position = max(errors, key=lambda name: errors[name][1])
+    item = ParityItem(
         doc_hash=token_hash(tokens),
         tokens=len(tokens),
         kl_sum=float(kl.sum()),
         kl_max=float(kl.max()),
-        agree=int((locked.argmax(axis=1) == actual.argmax(axis=1)).sum()),
-        worst_error=errors[worst],
-        worst_linear=worst,
-        free_kl_sum=float(free_kl.sum()),
-        free_agree=int((free.argmax(axis=1) == actual.argmax(axis=1)).sum()),
+        agree=agree,
+        errors={name: whole for name, (whole, _) in errors.items()},
+        position_error=errors[position][1],
+        position_linear=position,
+    )
+    if not free:
+        return item
+    unlocked = reference(tokens)
+    _require_comparable(actual, unlocked, len(tokens))
+    return item.model_copy(
+        update={
+            "free_kl_sum": float(kl_divergences(unlocked, actual).sum()),
+            "free_agree": int((unlocked.argmax(axis=1) == actual.argmax(axis=1)).sum()),
+        }
     )
 
 
-def _require_errors(errors: Mapping[str, float]) -> None:
+def _require_errors(errors: Mapping[str, tuple[float, float]]) -> None:
     """A linear that the reference cannot compute does not show in the logits: the engine's output replaces it there."""
     if not errors:
         raise EvidenceError(
@@ -124,10 +169,10 @@ def _require_errors(errors: Mapping[str, float]) -> None:
             expected="the output of every linear",
             remedy="build the bundle again: its record names the linears",
         )
-    for name, error in errors.items():
-        if not math.isfinite(error):
+    for name, found in errors.items():
+        if not all(map(math.isfinite, found)):
             raise EvidenceError(
-                f"the error of {name} is {error}",
+                f"the error of {name} is {found[0]}",
                 expected="finite outputs of the engine and of the reference",
                 remedy="`tapeout inspect` shows the scales and kernels; then quantize and build again",
             )

@@ -19,6 +19,7 @@ from evals.kind import Context
 from evals.kinds.tasks import EvalReport, TaskItem, TaskSettings
 from evals.kinds.text import TextSettings, text_items, text_metrics
 from evals.tasks import LocalTask, choose_documents, load_task
+from evals.text import joined
 from tapeout.artifact import Artifact, Parents, create, load
 from tapeout.errors import EvidenceError
 from tapeout.fingerprint import Fingerprint
@@ -83,6 +84,12 @@ def evaluate(
         log.info("%s: %d calls, %d tokens, %.0f tokens/s", lm.name, lm.calls, lm.tokens, rate)
     documents = [encode(tokenizer, words, beginning)[: text.document_tokens] for words in heldout_texts]
     scored = text_items(baseline, candidate, documents)
+    positions = min(baseline.max_tokens, candidate.max_tokens)
+    longs = [
+        joined(documents[number * len(documents) // text.long_documents :] + documents, positions + 1)
+        for number in range(text.long_documents)
+    ]
+    scored += text_items(baseline, candidate, longs, long=True)
 
     with create(folder, EvalReport) as draft:
         write_items(draft.folder / "task_items.jsonl", answered)
@@ -95,6 +102,7 @@ def evaluate(
                 candidate=candidate.digest,
                 tasks={name: len(numbers) for name, numbers in chosen.items()},
                 documents=len(scored),
+                max_tokens=positions,
                 versions={name: version(name) for name in ("lm-eval", "tokenizers", "datasets", "numpy")},
                 beginning_of_text=beginning,
                 executed_on=executed_on,

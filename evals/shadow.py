@@ -1,21 +1,24 @@
 """Stage ``shadow``: chat prompts replayed through the champion and the candidate.
 
-Free-running answers show what a user would notice; the teacher-forced comparison on the champion's own tokens is the
-measure the gate reads, because one early divergence does not make every later token count as different.
+Free-running answers show what a user would notice. The teacher-forced comparison on the champion's own tokens, in the
+decode steps in which the champion chose them, measures how much the engines differ: one early divergence does not make
+every later token count as different.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 
-from engines.protocol import Engine
+from engines.protocol import Engine, FloatArray, TokenArray
 from evals.generation import Response, greedy
 from evals.items import write_items, write_metrics
 from evals.kind import Context
 from evals.kinds.shadow import ShadowItem, ShadowReport, ShadowSettings
-from evals.text import compare, token_hash
+from evals.text import kl_divergences, token_hash
 from tapeout.artifact import Artifact, Parents, create, load
 from tapeout.errors import EvidenceError
 from tapeout.fingerprint import Fingerprint
@@ -83,36 +86,91 @@ def shadow_items(
     stop_tokens: Collection[int],
 ) -> list[ShadowItem]:
     """One item per prompt, in order. :class:`EvidenceError` without prompts, or for one that does not fit."""
-    from tqdm import tqdm
-
     if not prompts:
         raise EvidenceError("no prompts to replay", expected="chat prompts", remedy="check `shadow.datasets`")
+    both = Lockstep(champion, candidate)
     answers, others = (
         greedy(engine, prompts, max_new_tokens=max_new_tokens, stop_tokens=stop_tokens, progress=label)
-        for engine, label in ((champion, "champion answers"), (candidate, "candidate answers"))
+        for engine, label in ((both, "champion answers"), (candidate, "candidate answers"))
     )
-    rows = tqdm(
-        zip(prompts, answers, others, strict=True),
-        total=len(prompts),
-        desc="champion's tokens",
-        unit="prompt",
-        disable=None,
-    )
-    return [_item(champion, candidate, prompt, answer, other) for prompt, answer, other in rows]
+    rows = zip(prompts, answers, both.answers, others, strict=True)
+    return [_item(prompt, answer, forced, other) for prompt, answer, forced, other in rows]
 
 
-def _item(champion: Engine, candidate: Engine, prompt: Sequence[int], answer: Response, other: Response) -> ShadowItem:
-    # Both engines are fed in one piece, the champion too, so that an engine compared with itself agrees exactly:
-    # its batched decoding rounds differently.
-    forced = compare(champion, candidate, [*prompt, *answer.tokens], first=len(prompt))
+@dataclass
+class Forced:
+    """The candidate's agreement with the champion, token by token of an answer of the champion."""
+
+    kl: list[float] = field(default_factory=list[float])  # nats
+    agree: list[bool] = field(default_factory=list[bool])
+
+    def add(self, champion: FloatArray, candidate: FloatArray) -> None:
+        """From logits ``[V]``."""
+        kl = float(kl_divergences(champion[None], candidate[None])[0])
+        if not math.isfinite(kl):
+            raise EvidenceError(
+                "an engine returned NaN or infinite logits in a step of its answers",
+                expected="finite float32 logits",
+                remedy="rebuild the engine; `tapeout inspect` shows its scales and kernels",
+            )
+        self.kl.append(kl)
+        self.agree.append(int(champion.argmax()) == int(candidate.argmax()))
+
+
+class Lockstep:
+    """The champion answers, and the candidate is fed the same tokens in the same steps and slots.
+
+    ``answers``: in the order in which :func:`evals.generation.greedy` prefills prompts, which is their own.
+    """
+
+    def __init__(self, champion: Engine, candidate: Engine) -> None:
+        self.champion, self.candidate = champion, candidate
+        self.slots = min(champion.slots, candidate.slots)
+        self.max_tokens = min(champion.max_tokens, candidate.max_tokens)
+        self.vocab_size, self.digest = champion.vocab_size, champion.digest
+        self.answers: list[Forced] = []
+        self._held: dict[int, Forced] = {}
+
+    def prefill(
+        self, slot: int, tokens: Sequence[int], *, start: int = 0, positions: Sequence[int] | None = None
+    ) -> FloatArray:
+        left, right = (e.prefill(slot, tokens, start=start, positions=positions) for e in self._engines)
+        self._held[slot] = Forced()
+        self.answers.append(self._held[slot])
+        self._held[slot].add(left[-1], right[-1])
+        return left
+
+    def decode(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> FloatArray:
+        left, right = (e.decode(tokens, lengths, first_slot=first_slot) for e in self._engines)
+        for slot, (one, other) in enumerate(zip(left, right, strict=True), start=first_slot):
+            self._held[slot].add(one, other)
+        return left
+
+    def decode_greedy(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> TokenArray:
+        return self.decode(tokens, lengths, first_slot=first_slot).argmax(axis=1)
+
+    def copy_slot(self, source: int, target: int, length: int) -> None:
+        for engine in self._engines:
+            engine.copy_slot(source, target, length)
+        self._held[target] = self._held[source]
+
+    def close(self) -> None: ...
+
+    @property
+    def _engines(self) -> tuple[Engine, Engine]:
+        return self.champion, self.candidate
+
+
+def _item(prompt: Sequence[int], answer: Response, forced: Forced, other: Response) -> ShadowItem:
     divergence = first_divergence(answer.tokens, other.tokens)
     return ShadowItem(
         prompt_hash=token_hash(prompt),
         prompt_tokens=len(prompt),
         champion_tokens=len(answer.tokens),
         candidate_tokens=len(other.tokens),
-        agree=int(forced.agree.sum()),
-        kl_sum=float(forced.kl.sum()),
+        agree=sum(forced.agree),
+        kl_sum=sum(forced.kl),
+        kl_max=max(forced.kl),
         exact_match=divergence is None,
         first_divergence=divergence,
         champion_stopped=answer.stopped,

@@ -29,6 +29,18 @@ def token_hash(tokens: Sequence[int]) -> str:
     return hashlib.sha256(canonical_json([int(token) for token in tokens])).hexdigest()
 
 
+def joined(documents: Sequence[Sequence[int]], tokens: int) -> list[int]:
+    """One document of so many tokens: these one after the other, again from the first if they are too short together.
+
+    >>> joined([[1, 2], [3]], 5)
+    [1, 2, 3, 1, 2]
+    """
+    flat = [token for document in documents for token in document]
+    if not flat:
+        raise EvidenceError("no text", expected="held-out text", remedy="check data.source and evaluate.documents")
+    return (flat * -(-tokens // len(flat)))[:tokens]
+
+
 def log_likelihoods(logits: FloatArray, targets: Sequence[int]) -> Float64Array:
     """``log softmax(logits)[s, targets[s]]`` in nats, ``[S]``, from logits ``[S, V]``.
 

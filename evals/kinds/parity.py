@@ -12,7 +12,8 @@ from pydantic import Field
 from evals.check import Check, Findings, Outcome
 from evals.kind import DocumentBounds, Evidence, EvidenceRecord, Kind, Report
 from evals.kinds.text import TextSettings
-from evals.rules import Rule, broken, copies, counted, differing, mean_above_largest, same_numbers, token_rules
+from evals.limits import at_most
+from evals.rules import Rule, broken, copies, counted, differing, mean_above_largest, same_numbers, short, token_rules
 from tapeout.artifact import Frozen, Roles
 from tapeout.recipe import Count, Recipe, Section
 
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
 class ParityItem(Frozen):
     """One document scored by the engine and by the quantized torch model it was built from.
 
-    ``kl_sum``, ``kl_max`` and ``agree`` are of logits with every linear locked to the engine's output, ``worst_error``
-    is the largest relative error among those linears, of ``worst_linear``. ``free_*`` are of both running freely.
+    ``kl_sum``, ``kl_max`` and ``agree`` are of logits with every linear locked to the engine's output. ``errors``: of
+    each of those linears, relative, over the document. ``position_error``: the largest one at any one position, of
+    ``position_linear``. ``free_*`` are of both running freely; None where that was not measured.
     """
 
     doc_hash: str
@@ -32,31 +34,63 @@ class ParityItem(Frozen):
     kl_sum: float
     kl_max: float
     agree: int
-    worst_error: float
-    worst_linear: str
-    free_kl_sum: float
-    free_agree: int
+    errors: dict[str, float]
+    position_error: float
+    position_linear: str
+    free_kl_sum: float | None = None
+    free_agree: int | None = None
+
+    @property
+    def worst_linear(self) -> str:
+        return max(self.errors, key=lambda name: self.errors[name])
+
+    @property
+    def mean_error(self) -> float:
+        return math.fsum(self.errors.values()) / len(self.errors)
+
+    @property
+    def worst_error(self) -> float:
+        return self.errors[self.worst_linear]
+
+
+class TableError(Frozen):
+    """How far the rows of a table of token ids are off: of the embedding, or of the output head.
+
+    Every row was compared; ``worst`` is the token id of the one with the largest relative error.
+    """
+
+    rows: int
+    error: float
+    worst: int
 
 
 class ParityReport(EvidenceRecord):
     noun: ClassVar[str] = "ParityReport"
     remedy: ClassVar[str] = "run `dvc repro parity`"
-    schema_version: ClassVar[int] = 3
+    schema_version: ClassVar[int] = 4
     parent_roles: ClassVar[Roles] = {"candidate": ("EngineBundle",), "quantized": ("QuantizedModel",)}
 
     candidate: str
     built_from: str  # digest of the QuantizedModel
     documents: int
+    vocabulary: int  # of the candidate
+    max_tokens: int  # of the candidate
+    embedding: TableError
+    head: TableError  # by the logits of all documents
 
 
 class ParitySettings(Section):
-    parity_documents: Count = 32  # of the documents of held-out text
+    parity_documents: Count = 32  # of the documents of held-out text, besides one of all positions
 
 
 class ParityBounds(DocumentBounds):
     max_parity_kl: float = Field(default=1e-3, gt=0, le=0.1)
     min_parity_top_token: float = Field(default=0.995, ge=0.9, lt=1)
     max_parity_error: float = Field(default=0.01, gt=0, le=0.5)  # relative, of any one linear on any document
+    max_parity_mean_error: float = Field(default=3e-4, gt=0, le=0.1)  # of all linears together
+    max_parity_position_error: float = Field(default=0.05, gt=0, le=0.5)  # of any one linear at any one position
+    max_parity_row_error: float = Field(default=0.01, gt=0, le=0.5)  # of any one row of embedding and head
+    max_parity_document_kl: float = Field(default=0.01, gt=0, le=0.5)  # mean over any one document
 
 
 class Parity(Kind[ParityReport, ParityItem, ParityBounds]):
@@ -77,8 +111,11 @@ class Parity(Kind[ParityReport, ParityItem, ParityBounds]):
     def problems(self, report: Report[ParityReport, ParityItem], evidence: Evidence) -> list[str]:
         return [
             *counted("ParityReport", "documents", len(report.items), report.record.documents),
+            *_incomplete(report),
             *broken("parity item", report.items, lambda i: i.doc_hash, RULES, key="parity document"),
-            *copies("parity item", report.items, lambda i: i.doc_hash, lambda i: same_numbers(i.kl_sum, i.free_kl_sum)),
+            *copies(
+                "parity item", report.items, lambda i: i.doc_hash, lambda i: same_numbers(i.kl_sum, i.position_error)
+            ),
         ]
 
     def judge(self, report: Report[ParityReport, ParityItem], evidence: Evidence, bounds: ParityBounds) -> Findings:
@@ -86,10 +123,42 @@ class Parity(Kind[ParityReport, ParityItem, ParityBounds]):
 
         condition = partial(Condition, units="documents", minimum=bounds.min_documents, confidence=bounds.confidence)
         error = "largest relative error of one linear, engine against quantized model"
+        tables = {"embedding": report.record.embedding, "output head": report.record.head}
         kl, top = "mean KL, engine against quantized model, nats", "same top token, engine and quantized model"
         return Findings(
             (
                 _worst(report.items, condition("parity_error", error, "at_most", bounds.max_parity_error)),
+                at_most(
+                    "parity_mean_error",
+                    "relative error of all linears together, engine against quantized model",
+                    {
+                        f"document {short(i.doc_hash)}": math.fsum(i.errors.values()) / len(i.errors)
+                        for i in report.items
+                    },
+                    bounds.max_parity_mean_error,
+                    "documents",
+                ),
+                at_most(
+                    "parity_position_error",
+                    "largest relative error of one linear at one position, engine against quantized model",
+                    {f"{i.position_linear} on document {short(i.doc_hash)}": i.position_error for i in report.items},
+                    bounds.max_parity_position_error,
+                    "documents",
+                ),
+                at_most(
+                    "parity_row_error",
+                    "largest relative error of one row of embedding or output head",
+                    {f"token {table.worst} of the {name}": table.error for name, table in tables.items()},
+                    bounds.max_parity_row_error,
+                    "tables",
+                ),
+                at_most(
+                    "parity_document_kl",
+                    "mean KL of the worst document, engine against quantized model, nats",
+                    {f"document {short(i.doc_hash)}": i.kl_sum / i.tokens for i in report.items},
+                    bounds.max_parity_document_kl,
+                    "documents",
+                ),
                 *divergence_checks(
                     report.items,
                     [item.tokens for item in report.items],
@@ -103,8 +172,30 @@ class Parity(Kind[ParityReport, ParityItem, ParityBounds]):
 RULES: tuple[Rule[ParityItem], ...] = (
     *token_rules(lambda item: item.tokens),
     ("have a mean KL above their largest", mean_above_largest),
-    ("have no finite error", lambda i: not 0 <= i.worst_error < math.inf),
+    (
+        "have no finite error",
+        lambda i: not i.errors or not all(0 <= e < math.inf for e in (*i.errors.values(), i.position_error)),
+    ),
 )
+
+
+def _incomplete(report: Report[ParityReport, ParityItem]) -> list[str]:
+    record, items = report.record, report.items
+    problems = [
+        f"ParityReport compares {table.rows} rows of the {name}, of {record.vocabulary} tokens"
+        for name, table in (("embedding", record.embedding), ("output head", record.head))
+        if table.rows != record.vocabulary
+    ]
+    problems += [
+        f"ParityReport has no finite error of the {name}"
+        for name, table in (("embedding", record.embedding), ("output head", record.head))
+        if not 0 <= table.error < math.inf
+    ]
+    if items and (longest := max(item.tokens for item in items)) < record.max_tokens:
+        problems.append(f"ParityReport reaches {longest} positions, of {record.max_tokens}")
+    if len({frozenset(item.errors) for item in items}) > 1:
+        problems.append("ParityReport compares other linears on some documents than on others")
+    return problems
 
 
 def _worst(items: Sequence[ParityItem], condition: Condition) -> Check:

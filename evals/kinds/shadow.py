@@ -9,18 +9,22 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from evals.block import QUALITY, Block, FactRow, fact_metrics
-from evals.check import Champion, Fact, Findings, Judged
+from evals.check import Champion, Findings, Judged
 from evals.kind import Bounds, Evidence, EvidenceRecord, Kind, Report
+from evals.limits import at_most
 from evals.rules import Rule, broken, copies, counted, differing, same_numbers, short, token_rules
 from tapeout.artifact import Frozen, Roles, load
 from tapeout.recipe import Count, Recipe, Section
+
+EARLY_TOKENS = 4
 
 
 class ShadowItem(Frozen):
     """One replayed prompt.
 
-    Teacher-forced numbers (``agree``, ``kl_sum``) are over the ``champion_tokens`` positions of the champion's own
-    response: both engines are fed its tokens, so one divergence is not counted again at every later position.
+    Teacher-forced numbers (``agree``, ``kl_sum``, ``kl_max``) are over the ``champion_tokens`` positions of the
+    champion's own response: both engines are fed its tokens, so one divergence is not counted again at every later
+    position. The first token follows the prompt's prefill; every other one a batched decode step, as in service.
     Responses include the stop token they ended with, if they did: to stop is a decision too.
     """
 
@@ -30,6 +34,7 @@ class ShadowItem(Frozen):
     candidate_tokens: int
     agree: int
     kl_sum: float
+    kl_max: float
     exact_match: bool
     first_divergence: int | None  # token index in the free-running responses; None when they are identical
     champion_stopped: bool  # ended by a stop token rather than by the length limit
@@ -39,7 +44,7 @@ class ShadowItem(Frozen):
 class ShadowReport(EvidenceRecord):
     noun: ClassVar[str] = "ShadowReport"
     remedy: ClassVar[str] = "run `dvc repro shadow`"
-    schema_version: ClassVar[int] = 3
+    schema_version: ClassVar[int] = 4
     parent_roles: ClassVar[Roles] = {
         "champion": ("EngineBundle",),
         "candidate": ("EngineBundle",),
@@ -63,6 +68,10 @@ class ShadowBounds(Bounds):
     min_shadow_prompts: Count = 300
     min_shadow_agreement: float = Field(default=0.90, ge=0.5, lt=1)
     max_shadow_kl: float = Field(default=0.04, gt=0, le=1)
+    max_prompt_kl: float = Field(default=0.25, gt=0, le=2)  # mean over the answer to any one prompt
+    max_length_change: float = Field(default=0.15, ge=0, le=0.5)  # of free-running answers, longer or shorter
+    min_same_ending: float = Field(default=0.7, ge=0.2, le=1)
+    max_early_divergence: float = Field(default=0.3, ge=0, le=0.8)
 
 
 class Shadow(Kind[ShadowReport, ShadowItem, ShadowBounds]):
@@ -97,34 +106,49 @@ class Shadow(Kind[ShadowReport, ShadowItem, ShadowBounds]):
         return problems + copies("shadow item", items, lambda i: i.prompt_hash, lambda i: same_numbers(i.kl_sum))
 
     def judge(self, report: Report[ShadowReport, ShadowItem], evidence: Evidence, bounds: ShadowBounds) -> Findings:
-        from evals.conditions import Condition, divergence_checks, finite, share_fact
-        from evals.statistics import ratio_of_sums
+        from evals.conditions import Condition, divergence_checks, share_fact
+        from evals.statistics import proportion, ratio_of_sums
 
         items, confidence = report.items, bounds.confidence
         condition = partial(Condition, units="prompts", minimum=bounds.min_shadow_prompts, confidence=confidence)
         answers = f"the {'float engine' if report.record.champion_is_baseline else 'champion'}'s answers"
         champion_tokens = [item.champion_tokens for item in items]
         length = ratio_of_sums([item.candidate_tokens for item in items], champion_tokens, confidence)
+        early = sum(i.first_divergence is not None and i.first_divergence < EARLY_TOKENS for i in items)
+        change = bounds.max_length_change
+        lengths = "answer length, candidate / champion"
         exact = sum(item.exact_match for item in items)
         same_end = sum(item.champion_stopped == item.candidate_stopped for item in items)
         return Findings(
-            checks=divergence_checks(
-                items,
-                champion_tokens,
-                condition("shadow_kl", f"mean KL on {answers}, nats", "at_most", bounds.max_shadow_kl),
-                condition("shadow_agreement", f"same top token on {answers}", "at_least", bounds.min_shadow_agreement),
-            ),
-            facts=(
-                share_fact("exact_match", "answers identical", exact, len(items), confidence),
-                share_fact("same_ending", "answers that both stop, or both do not", same_end, len(items), confidence),
-                Fact(
-                    name="length_ratio",
-                    title="answer length, candidate / champion",
-                    value=length.value,
-                    lower=finite(length.lower),
-                    upper=finite(length.upper),
+            checks=(
+                *divergence_checks(
+                    items,
+                    champion_tokens,
+                    condition("shadow_kl", f"mean KL on {answers}, nats", "at_most", bounds.max_shadow_kl),
+                    condition(
+                        "shadow_agreement", f"same top token on {answers}", "at_least", bounds.min_shadow_agreement
+                    ),
                 ),
+                at_most(
+                    "prompt_kl",
+                    f"mean KL of the worst of {answers}, nats",
+                    {f"prompt {short(i.prompt_hash)}": i.kl_sum / i.champion_tokens for i in items},
+                    bounds.max_prompt_kl,
+                    "prompts",
+                ),
+                condition("answers_not_shorter", lengths, "at_least", 1 - change).check(length),
+                condition("answers_not_longer", lengths, "at_most", 1 + change).check(length),
+                condition(
+                    "same_ending", "answers that both stop, or both do not", "at_least", bounds.min_same_ending
+                ).check(proportion(same_end, len(items), confidence)),
+                condition(
+                    "early_divergence",
+                    f"answers that differ in their first {EARLY_TOKENS} tokens",
+                    "at_most",
+                    bounds.max_early_divergence,
+                ).check(proportion(early, len(items), confidence)),
             ),
+            facts=(share_fact("exact_match", "answers identical", exact, len(items), confidence),),
             champion=Champion(digest=report.record.champion, is_baseline=report.record.champion_is_baseline),
         )
 
@@ -143,6 +167,10 @@ class Shadow(Kind[ShadowReport, ShadowItem, ShadowBounds]):
 def _rules(limit: int) -> tuple[Rule[ShadowItem], ...]:
     return (
         *token_rules(lambda item: item.champion_tokens),
+        (
+            "have a mean KL above their largest",
+            lambda i: not i.kl_sum <= i.champion_tokens * i.kl_max * (1 + 1e-6) + 1e-9,
+        ),
         ("have an impossible response length", lambda i: not (1 <= i.candidate_tokens <= limit >= i.champion_tokens)),
         ("are an exact match that diverges, or neither", lambda i: i.exact_match != (i.first_divergence is None)),
         ("are an exact match of unequal length", lambda i: i.exact_match and i.champion_tokens != i.candidate_tokens),

@@ -49,7 +49,7 @@ class EvalReport(EvidenceRecord):
 
     noun: ClassVar[str] = "EvalReport"
     remedy: ClassVar[str] = "run `dvc repro evaluate`"
-    schema_version: ClassVar[int] = 3
+    schema_version: ClassVar[int] = 4
     parent_roles: ClassVar[Roles] = {
         "baseline": ("EngineBundle",),
         "candidate": ("EngineBundle",),
@@ -60,6 +60,7 @@ class EvalReport(EvidenceRecord):
     candidate: str
     tasks: dict[str, int]  # items per task
     documents: int
+    max_tokens: int  # positions of the engines
     versions: dict[str, str]
     beginning_of_text: int | None = None  # the token put before every text; None: the tokenizer adds none
 

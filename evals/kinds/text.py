@@ -6,7 +6,7 @@ It is measured in one stage with the tasks (``evals/quality.py``), and its items
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -18,6 +18,7 @@ from evals.check import Findings, Judged
 from evals.items import read_items
 from evals.kind import Bounds, Evidence, Kind, Report
 from evals.kinds.tasks import EvalReport
+from evals.limits import at_most
 from evals.rules import (
     Rule,
     broken,
@@ -26,6 +27,7 @@ from evals.rules import (
     differing,
     mean_above_largest,
     same_numbers,
+    short,
     sum_of_nats,
     token_rules,
 )
@@ -37,11 +39,16 @@ if TYPE_CHECKING:
     from engines.protocol import Engine
 
 
+RANGE_TOKENS = 256
+
+
 class TextItem(Frozen):
     """One held-out document scored by both engines; the document is the cluster of the statistics.
 
     ``kl_sum``: summed KL(baseline || candidate) in nats over ``tokens`` predicted positions.
     ``nll``: summed negative log-likelihood in nats of the document's own next tokens.
+    ``ranges``: mean KL in nats over each of equal ranges of about ``RANGE_TOKENS`` positions.
+    ``long``: it fills every position of the engines. Such documents are too few and too large to be clusters.
     """
 
     doc_hash: str
@@ -51,11 +58,14 @@ class TextItem(Frozen):
     agree: int  # positions where both engines rank the same token first
     baseline_nll: float
     candidate_nll: float
+    ranges: tuple[float, ...]
+    long: bool = False
 
 
 class TextSettings(Section):
     documents: Count = 300  # one in a hundred is in such a sample with 95 %
     document_tokens: Count = 96
+    long_documents: Count = 2  # joined from the others, as long as the engines have positions
 
 
 class TextBounds(Bounds):
@@ -63,6 +73,7 @@ class TextBounds(Bounds):
     max_kl: float = Field(default=0.03, gt=0, le=1)
     min_top_token: float = Field(default=0.91, ge=0.5, lt=1)
     max_perplexity_ratio: float = Field(default=1.05, gt=1, le=2)
+    max_document_kl: float = Field(default=0.1, gt=0, le=2)  # of the worst range of positions of any document
 
 
 class Text(Kind[EvalReport, TextItem, TextBounds]):
@@ -82,12 +93,14 @@ class Text(Kind[EvalReport, TextItem, TextBounds]):
         return [
             *counted("EvalReport", "text items", len(report.items), report.record.documents),
             *text_problems(report.items),
+            *_too_short(report),
         ]
 
     def judge(self, report: Report[EvalReport, TextItem], evidence: Evidence, bounds: TextBounds) -> Findings:
         from evals.conditions import Condition, divergence_checks, perplexity_check
 
-        items, highest, minimum = report.items, bounds.max_perplexity_ratio, bounds.min_text_documents
+        items, highest = [item for item in report.items if not item.long], bounds.max_perplexity_ratio
+        minimum = bounds.min_text_documents
         condition = partial(Condition, units="documents", minimum=minimum, confidence=bounds.confidence)
         tokens = [item.tokens for item in items]
         baseline, candidate = ([item.baseline_nll for item in items], [item.candidate_nll for item in items])
@@ -105,6 +118,13 @@ class Text(Kind[EvalReport, TextItem, TextBounds]):
                     tokens,
                     condition("perplexity", "perplexity, candidate / baseline", "at_most", highest),
                 ),
+                at_most(
+                    "document_kl",
+                    "mean KL on the worst range of positions of a document, nats",
+                    dict(_ranges(report.items)),
+                    bounds.max_document_kl,
+                    "ranges",
+                ),
             )
         )
 
@@ -112,7 +132,8 @@ class Text(Kind[EvalReport, TextItem, TextBounds]):
         kl = verdict.check("kl")
         if kl.value is None or kl.upper is None or kl.bound is None:
             return self.absent
-        means = tuple(item.kl_sum / item.tokens for item in read_items(folder / self.items_file, TextItem))
+        items = read_items(folder / self.items_file, TextItem)
+        means = tuple(item.kl_sum / item.tokens for item in items if not item.long)
         return divergence_block(Divergence(means, kl.value, kl.upper, kl.bound))
 
 
@@ -123,7 +144,25 @@ TEXT_RULES: tuple[Rule[TextItem], ...] = (
         lambda i: not all(sum_of_nats(nll, i.tokens) for nll in (i.baseline_nll, i.candidate_nll)),
     ),
     ("have a mean KL above their largest", mean_above_largest),
+    (
+        "have ranges that do not give their mean KL",
+        lambda i: (
+            not (i.ranges and max(i.ranges) >= i.kl_sum / max(i.tokens, 1) - 1e-6 and math.isfinite(sum(i.ranges)))
+        ),
+    ),
 )
+
+
+def _too_short(report: Report[EvalReport, TextItem]) -> list[str]:
+    longest, positions = max((i.tokens for i in report.items if i.long), default=0), report.record.max_tokens
+    return [f"EvalReport scores {longest} positions of a long document, of {positions}"] if longest < positions else []
+
+
+def _ranges(items: Sequence[TextItem]) -> Iterator[tuple[str, float]]:
+    for item in items:
+        for number, kl in enumerate(item.ranges):
+            first, last = (item.tokens * n // len(item.ranges) for n in (number, number + 1))
+            yield f"positions {first} to {last} of document {short(item.doc_hash)}", kl
 
 
 def text_problems(items: tuple[TextItem, ...]) -> list[str]:
@@ -142,8 +181,11 @@ def divergence_block(kl: Divergence) -> Block:
     )
 
 
-def text_items(baseline: Engine, candidate: Engine, documents: Sequence[Sequence[int]]) -> list[TextItem]:
+def text_items(
+    baseline: Engine, candidate: Engine, documents: Sequence[Sequence[int]], *, long: bool = False
+) -> list[TextItem]:
     """Score held-out documents (token ids, at least two each), one at a time, through both engines."""
+    import numpy as np
     from tqdm import tqdm
 
     from evals.text import compare, token_hash
@@ -166,6 +208,11 @@ def text_items(baseline: Engine, candidate: Engine, documents: Sequence[Sequence
                 agree=int(result.agree.sum()),
                 baseline_nll=float(result.baseline_nll.sum()),
                 candidate_nll=float(result.candidate_nll.sum()),
+                ranges=tuple(
+                    float(part.mean())
+                    for part in np.array_split(result.kl, max(1, round(len(result.kl) / RANGE_TOKENS)))
+                ),
+                long=long,
             )
         )
     return items
@@ -173,6 +220,7 @@ def text_items(baseline: Engine, candidate: Engine, documents: Sequence[Sequence
 
 def text_metrics(items: Sequence[TextItem]) -> dict[str, float]:
     """Means over all predicted positions: KL in nats, top-token agreement, perplexities and their ratio."""
+    items = [item for item in items if not item.long]
     metrics: dict[str, float] = {"documents": len(items)}
     if not items:
         return metrics

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from engines.bundle import EngineBundle
     from engines.protocol import Engine
     from engines.target import Probe
-    from evals.kind import Kind, S
+    from evals.kind import Kind, S, SourceModel
     from pipeline.sources.source import Source
     from quantization.calibration import Calibration
     from quantization.checkpoint import QuantizedModel
@@ -99,11 +99,8 @@ def _export(recipe: Recipe) -> None:
     from pipeline.export.export import export
 
     source = _source()
-    entry = source.folder / source.record.model_entry
-    gguf = source.record.model_kind == "gguf"
     export(
-        entry.parent if gguf else entry,
-        entry.name if gguf else "",
+        *_checkpoint(source),
         ARTIFACTS / "graph",
         adapter=source.folder / source.record.adapter_entry if source.record.adapter_entry else None,
         max_positions=recipe.export.max_positions,
@@ -245,6 +242,12 @@ def _source() -> Artifact[Source]:
     return artifact.load(ARTIFACTS / "source", Source)
 
 
+def _checkpoint(source: Artifact[Source]) -> tuple[Path, str]:
+    """The folder of the checkpoint, and the name of the GGUF file in it, if it is one."""
+    entry = source.folder / source.record.model_entry
+    return (entry.parent, entry.name) if source.record.model_kind == "gguf" else (entry, "")
+
+
 def _graph() -> Artifact[PortableGraph]:
     return artifact.load(ARTIFACTS / "graph", PortableGraph)
 
@@ -310,22 +313,30 @@ class Measurement:
     def source(self) -> Artifact[Source]:
         return _source()
 
+    def source_model(self) -> SourceModel:
+        from pipeline.export.source_model import CheckpointModel
+
+        return CheckpointModel(*_checkpoint(_source()))
+
+    def graph(self) -> Artifact[PortableGraph]:
+        return _graph()
+
     def bundle(self, role: str) -> Artifact[EngineBundle]:
         return _bundle(ARTIFACTS / role)
 
-    def engine(self, role: str, *, slots: int | None = None) -> Engine:
-        return self._open(ARTIFACTS / role, slots)
+    def engine(self, role: str, *, slots: int | None = None, threads: int | None = None) -> Engine:
+        return self._open(ARTIFACTS / role, slots, threads)
 
-    def _open(self, folder: Path, slots: int | None) -> Engine:
+    def _open(self, folder: Path, slots: int | None = None, threads: int | None = None) -> Engine:
         from engines.load import load
 
-        return load(folder, threads=self.threads, slots=slots or self.recipe.build.slots)
+        return load(folder, threads=threads or self.threads, slots=slots or self.recipe.build.slots)
 
     def champion(self) -> tuple[Artifact[EngineBundle], Engine, bool]:
         incumbent = json.loads(INCUMBENT.read_text())
         folder = Path(incumbent["location"]) if incumbent else ARTIFACTS / "baseline"
         try:
-            champion = self._open(folder, None)
+            champion = self._open(folder)
             bundle = _bundle(folder)
             if incumbent is not None and bundle.digest != incumbent["digest"]:
                 raise ArtifactError(f"{folder} holds bundle {bundle.digest[:12]}, not {incumbent['digest'][:12]}")

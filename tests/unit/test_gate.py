@@ -20,10 +20,12 @@ from evals.check import Outcome, combine
 from evals.gate import gate, judge
 from evals.items import write_items
 from evals.kind import Bounds, Evidence, Report
-from evals.kinds.parity import ParityItem, ParityReport
+from evals.kinds.parity import ParityItem, ParityReport, TableError
 from evals.kinds.portable import PortableReport
 from evals.kinds.proof import ProofSummary
+from evals.kinds.serving import ServedItem, ServingReport
 from evals.kinds.shadow import ShadowItem, ShadowReport
+from evals.kinds.source import SourceItem, SourceReport, TextFile
 from evals.kinds.speed import Benchmark, EngineNumbers, SpeedSample, SpeedSummary
 from evals.kinds.tasks import EvalReport, TaskItem
 from evals.kinds.text import TextItem
@@ -87,6 +89,7 @@ def text_items(n: int = 300, kl: float = 0.01, agree: float = 0.95, worse_by: fl
             agree=min(200, round(200 * agree) + (-1) ** i),
             baseline_nll=600.0 + i,
             candidate_nll=600.0 + i + 200 * worse_by * (0.9 + 0.2 * (i % 2)),
+            ranges=(kl * (0.9 + 0.2 * (i % 2)),),
         )
         for i in range(n)
     )
@@ -101,6 +104,7 @@ def shadow_items(n: int = 300, kl: float = 0.01, agree: float = 0.95) -> tuple[S
             candidate_tokens=40,
             agree=min(40, max(0, round(40 * agree) + (-1) ** i)),
             kl_sum=40 * kl * (0.9 + 0.2 * (i % 2)) * (1 + 1e-9 * i),
+            kl_max=10 * kl + 1,
             exact_match=i % 3 == 0,
             first_divergence=None if i % 3 == 0 else 7,
             champion_stopped=True,
@@ -118,12 +122,46 @@ def parity_items(n: int = 40, kl: float = 1e-4, agree: float = 1.0, worst: float
             kl_sum=200 * kl * (1 + 1e-9 * i),
             kl_max=kl + 0.1,
             agree=round(200 * agree),
-            worst_error=worst,
-            worst_linear="layers.3.mlp.down_proj.weight",
+            errors={"layers.3.mlp.down_proj.weight": worst} | {f"other.{n}": 0.0 for n in range(99)},
+            position_error=2 * worst,
+            position_linear="layers.3.mlp.down_proj.weight",
             free_kl_sum=1.0,
             free_agree=190,
         )
         for i in range(n)
+    )
+
+
+TABLE = TableError(rows=10, error=1e-4, worst=3)
+
+
+def served(path: str, slot: int, **changes: Any) -> ServedItem:
+    fields: dict[str, Any] = {"path": path, "slot": slot, "first_slot": slot, "batch": 1, "first": 30, "last": 63}
+    fields |= {"tokens": 8, "agree": 8, "kl_sum": 0.0, "kl_max": 0.0, "error": 0.0, "gap": 0.0, "float_kl_sum": 0.08}
+    return ServedItem(**fields | changes)
+
+
+def served_items() -> tuple[ServedItem, ...]:
+    """Of an engine with two slots of 64 positions."""
+    both = [served(path, slot) for path in ("pieces", "decode", "greedy", "reuse", "copy") for slot in (0, 1)]
+    full = [served(path, slot, first_slot=0, batch=2) for path in ("decode", "greedy") for slot in (0, 1)]
+    return (*both, *full, served("generation", 0, float_kl_sum=None), served("reopened", 1))
+
+
+def source_items(n: int = 30, kl: float = 1e-7) -> tuple[SourceItem, ...]:
+    return tuple(
+        SourceItem(
+            doc_hash=f"source{i}",
+            form={0: "long", 1: "prompt"}.get(i, "document"),
+            tokens=64,
+            kl_sum=64 * kl,
+            kl_max=10 * kl,
+            agree=64,
+            source_nll=200.0 + i,
+            baseline_nll=200.0 + i,
+            candidate_nll=200.5 + i + 0.1 * (i % 2),
+        )
+        for i in range(n + 2)
     )
 
 
@@ -180,6 +218,7 @@ def make(
         candidate=CANDIDATE,
         tasks={task: sum(item.task == task for item in tasks) for task in {item.task for item in tasks}},
         documents=len(texts),
+        max_tokens=0,  # no long document is asked for
         versions={},
         executed_on=MACHINE,
     )
@@ -191,7 +230,27 @@ def make(
         max_new_tokens=48,
         executed_on=MACHINE,
     )
-    compared = ParityReport(candidate=CANDIDATE, built_from=QUANTIZED, documents=len(parity), executed_on=MACHINE)
+    compared = ParityReport(
+        candidate=CANDIDATE,
+        built_from=QUANTIZED,
+        documents=len(parity),
+        vocabulary=10,
+        max_tokens=200,
+        embedding=TABLE,
+        head=TABLE,
+        executed_on=MACHINE,
+    )
+    both: dict[str, Any] = {"baseline": BASELINE, "candidate": CANDIDATE, "executed_on": MACHINE}
+    serving = ServingReport(**both, slots=2, max_tokens=64, items=len(served_items()))
+    source = SourceReport(
+        **both,
+        documents=len(source_items()),
+        max_tokens=64,
+        vocabulary=10,
+        embedding=TABLE,
+        files=(TextFile(name="tokenizer.json", graph="t", baseline="t", candidate="t"),),
+        stop_tokens=dict.fromkeys(("source", "graph", "baseline", "candidate"), (2,)),
+    )
     whole = Evidence(
         baseline=BASELINE,
         candidate=CANDIDATE,
@@ -204,6 +263,8 @@ def make(
             "text": report("EvalReport", evaluation, texts),
             "shadow": report("ShadowReport", replayed, shadow),
             "parity": report("ParityReport", compared, parity),
+            "serving": report("ServingReport", serving, served_items()),
+            "source": report("SourceReport", source, source_items()),
             **benchmark(samples),
         },
     )
@@ -234,11 +295,33 @@ def test_good_evidence_passes_with_every_check():
             "kl",
             "top_token",
             "perplexity",
+            "document_kl",
             "shadow_kl",
             "shadow_agreement",
+            "prompt_kl",
+            "answers_not_shorter",
+            "answers_not_longer",
+            "same_ending",
+            "early_divergence",
+            "serving_kl",
+            "serving_position_kl",
+            "serving_agreement",
+            "serving_greedy",
+            "serving_float_kl",
             "parity_error",
+            "parity_mean_error",
+            "parity_position_error",
+            "parity_row_error",
+            "parity_document_kl",
             "parity_kl",
             "parity_top_token",
+            "source_kl",
+            "source_perplexity",
+            "perplexity_floor",
+            "embedding_rows",
+            "text_files",
+            "accuracy_above_chance",
+            "accuracy_floor",
             "decode_speed_b1",
             "prefill_speed_b1",
         ],
@@ -273,6 +356,16 @@ BOUNDARIES: list[tuple[str, Evidence, Outcome]] = [
     ("shadow_agreement", make(shadow=shadow_items(agree=0.875)), Outcome.FAIL),
     ("parity_error", make(parity=parity_items(worst=9e-3)), Outcome.PASS),
     ("parity_error", make(parity=parity_items(worst=0.02)), Outcome.FAIL),
+    ("parity_mean_error", make(parity=parity_items(worst=0.02)), Outcome.PASS),
+    ("parity_mean_error", make(parity=parity_items(worst=0.04)), Outcome.FAIL),
+    ("parity_position_error", make(parity=parity_items(worst=0.02)), Outcome.PASS),
+    ("parity_position_error", make(parity=parity_items(worst=0.03)), Outcome.FAIL),
+    ("parity_document_kl", make(parity=parity_items(kl=9e-3)), Outcome.PASS),
+    ("parity_document_kl", make(parity=parity_items(kl=2e-2)), Outcome.FAIL),
+    ("document_kl", make(texts=text_items(kl=0.09)), Outcome.PASS),
+    ("document_kl", make(texts=text_items(kl=0.1)), Outcome.FAIL),
+    ("prompt_kl", make(shadow=shadow_items(kl=0.22)), Outcome.PASS),
+    ("prompt_kl", make(shadow=shadow_items(kl=0.24)), Outcome.FAIL),
     ("parity_kl", make(parity=parity_items(kl=4e-4)), Outcome.PASS),
     ("parity_kl", make(parity=parity_items(kl=2e-3)), Outcome.FAIL),
     ("parity_top_token", make(parity=parity_items(agree=1.0)), Outcome.PASS),
@@ -369,14 +462,8 @@ def test_heavy_damage_fails():
     verdict = judge(damaged, DEFAULT)
     failed = {check.name for check in verdict.checks if check.outcome is Outcome.FAIL}
     assert failed == {
-        "accuracy",
-        "accuracy_worst_task",
-        "flips",
-        "kl",
-        "top_token",
-        "perplexity",
-        "shadow_kl",
-        "shadow_agreement",
+        *("accuracy", "accuracy_worst_task", "flips", "kl", "top_token", "perplexity", "document_kl"),
+        *("shadow_kl", "shadow_agreement", "prompt_kl"),
     }
     assert (verdict.outcome, verdict.exit_code) == (Outcome.FAIL, ExitCode.GATE_FAILED)
 
@@ -390,7 +477,7 @@ def test_compiled_but_never_executed_is_inconclusive():
     verdict = judge(compiled(), DEFAULT)
     assert verdict.outcome is Outcome.INCONCLUSIVE and verdict.executed_on is None
     assert verdict.check("executed").reason == (
-        "not executed on sm89; missing: EvalReport, ShadowReport, ParityReport, Benchmark"
+        "not executed on sm89; missing: EvalReport, ShadowReport, ServingReport, ParityReport, SourceReport, Benchmark"
     )
 
 
@@ -410,7 +497,7 @@ def test_evidence_from_another_processor_informs_and_decides_nothing():
         judge(compiled(portable=portable(built_from=CHAMPION)), DEFAULT)
 
 
-@pytest.mark.parametrize("name", ["tasks", "shadow", "parity", "speed"])
+@pytest.mark.parametrize("name", ["tasks", "shadow", "parity", "serving", "source", "speed"])
 def test_a_report_taken_on_another_machine_does_not_pass(name: str):
     shares = ("tasks", "text") if name == "tasks" else (name,)
     evidence = make()
@@ -443,7 +530,6 @@ def test_slices_and_facts_inform_without_deciding():
     assert sum(part.lost for part in verdict.slices) == 60
     assert all(part.lower <= part.difference <= part.upper for part in verdict.slices)
     facts = {fact.name: fact.value for fact in verdict.facts}
-    assert facts["length_ratio"] == 1.0
     assert facts["exact_match"] == 100 / 300
     assert facts["changed_choices"] == 100 / 2500
 
@@ -483,6 +569,19 @@ def with_digest(kind: str, digest: str) -> Evidence:
 def with_sample(baseline: tuple[float, ...], candidate: tuple[float, ...]) -> Evidence:
     sample = SpeedSample(batch=1, phase="decode", baseline_tokens_per_s=baseline, candidate_tokens_per_s=candidate)
     return make(samples=timed(sample))
+
+
+def with_items(evidence: Evidence, kind: str, change: Callable[[Any], Any]) -> Evidence:
+    found = evidence.reports[kind]
+    return with_reports(evidence, **{kind: replace(found, items=tuple(map(change, found.items)))})
+
+
+def with_served(kept: Callable[[ServedItem], bool]) -> Evidence:
+    """Only some of the served items, and a report that claims no more."""
+    found = make().reports["serving"]
+    items = tuple(item for item in found.items if kept(item))
+    record = found.record.model_copy(update={"items": len(items)})
+    return with_reports(make(), serving=replace(found, record=record, items=items))
 
 
 REFUSALS: dict[str, tuple[Evidence, str]] = {
@@ -562,6 +661,44 @@ REFUSALS: dict[str, tuple[Evidence, str]] = {
     ),
     "choice out of range": (with_item("tasks", candidate_choice=2), "an answer that does not exist"),
     "wrong mark": (with_item("tasks", candidate_correct=True), "marked right or wrong against their own choice"),
+    "no long text": (with_report("text", max_tokens=512), "EvalReport scores 0 positions of a long document, of 512"),
+    "short parity": (with_report("parity", max_tokens=201), "ParityReport reaches 200 positions, of 201"),
+    "other linears": (with_item("parity", errors={"one": 0.0}), "compares other linears on some documents"),
+    "no errors": (with_item("parity", errors={}), "parity items have no finite error"),
+    "few rows": (with_report("parity", vocabulary=11), "compares 10 rows of the embedding, of 11 tokens"),
+    "NaN rows": (
+        with_report("parity", head=TABLE.model_copy(update={"error": math.nan})),
+        "no finite error of the",
+    ),
+    "no path": (with_served(lambda i: i.path != "copy"), "ServingReport has nothing on the path 'copy'"),
+    "no slot": (
+        with_served(lambda i: (i.path, i.slot) != ("reuse", 1)),
+        "ServingReport has nothing of slots 1 on the path 'reuse'",
+    ),
+    "no full batch": (
+        with_served(lambda i: i.batch == 1),
+        "ServingReport has no step of batch size 2 on the path 'decode'",
+    ),
+    "no later batch": (
+        with_served(lambda i: i.first_slot == 0 or i.path != "greedy"),
+        "ServingReport has no batch behind the first slot on the path 'greedy'",
+    ),
+    "not to the end": (
+        with_report("serving", max_tokens=65),
+        "ServingReport reaches position 63 on the path 'decode', not 64",
+    ),
+    "more slots": (with_report("serving", slots=3), "ServingReport has nothing of slots 2 on the path 'pieces'"),
+    "NaN gap": (with_item("serving", gap=math.nan), "served items have no finite error, gap or KL: path 'pieces'"),
+    "outside its batch": (with_item("serving", slot=1), "lie in slots that their batch does not have"),
+    "no prompt": (
+        with_items(make(), "source", lambda i: i.model_copy(update={"form": "document"})),
+        "SourceReport has no prompt",
+    ),
+    "short source": (
+        with_report("source", max_tokens=65),
+        "scores 64 positions of a long document, of 65",
+    ),
+    "no files": (with_report("source", files=()), "SourceReport does not compare tokenizers and stop tokens"),
     "no tokens": (with_item("text", tokens=0, agree=0), "text items have no tokens"),
     "too much agreement": (with_item("text", agree=201), "agree on more tokens than they have"),
     "negative agreement": (with_item("parity", agree=-1), "agree on more tokens than they have, or on fewer"),
@@ -605,7 +742,7 @@ def test_every_problem_is_listed_at_once():
     with pytest.raises(EvidenceError) as refusal:
         judge(evidence, DEFAULT)
     text = str(refusal.value)
-    assert "4 problems" in text
+    assert "7 problems" in text
     for part in ("Benchmark is missing", "EvalReport's baseline", "non-finite", "its champion"):
         assert part in text
 
@@ -635,11 +772,6 @@ def test_order_of_evidence_changes_nothing(random: Any):
     assert judge(other, SMALL) == judge(evidence, SMALL)
 
 
-def with_items(evidence: Evidence, kind: str, change: Callable[[Any], Any]) -> Evidence:
-    found = evidence.reports[kind]
-    return with_reports(evidence, **{kind: replace(found, items=tuple(map(change, found.items)))})
-
-
 def lose_answers(count: int) -> Callable[[Evidence], Evidence]:
     def worsen(evidence: Evidence) -> Evidence:
         right = [i for i in evidence.reports["tasks"].items if i.baseline_correct and i.candidate_correct]
@@ -652,7 +784,10 @@ def lose_answers(count: int) -> Callable[[Evidence], Evidence]:
 def scale_kl(factor: float) -> Callable[[Evidence], Evidence]:
     def scaled(item: Any) -> Any:
         fields = {"kl_sum", "kl_max"} & type(item).model_fields.keys()
-        return item.model_copy(update={name: getattr(item, name) * factor for name in fields})
+        update = {name: getattr(item, name) * factor for name in fields}
+        if isinstance(item, TextItem):
+            update["ranges"] = tuple(kl * factor for kl in item.ranges)
+        return item.model_copy(update=update)
 
     def worsen(evidence: Evidence) -> Evidence:
         for kind in ("text", "shadow", "parity"):
@@ -800,7 +935,7 @@ def write_reports(folder: Path, evidence: Evidence) -> None:
         if kind.items_file and (found := evidence.reports.get(kind.name)):
             (folder / kind.role).mkdir(parents=True, exist_ok=True)
             write_items(folder / kind.role / kind.items_file, found.items)
-    for name in ("tasks", "shadow", "parity"):
+    for name in ("tasks", "shadow", "parity", "serving", "source"):
         kind = next(kind for kind in kinds() if kind.name == name)
         with create(folder / kind.role, kind.report) as draft:
             for path in (folder / kind.role).glob("*.jsonl"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +46,35 @@ class TwoLayers:
             hidden = np.tanh(given.get(name, own[name]))
         return own[HEAD], own
 
-    def probe(self, tokens: Sequence[int]) -> tuple[FloatArray, dict[str, FloatArray]]:
-        return self.run(tokens, {})
+    @property
+    def probe(self) -> Inside:
+        return Inside(self)
 
     def __call__(self, tokens: Sequence[int]) -> FloatArray:
         return self.run(tokens, {})[0]
 
-    def locked(self, tokens: Sequence[int], outputs: Mapping[str, FloatArray]) -> tuple[FloatArray, dict[str, float]]:
+    def embedding(self) -> FloatArray:
+        return self.table
+
+    def locked(
+        self, tokens: Sequence[int], outputs: Mapping[str, FloatArray]
+    ) -> tuple[FloatArray, dict[str, tuple[float, float]]]:
         logits, own = self.run(tokens, outputs)
-        return logits, {n: float(np.linalg.norm(own[n] - v) / np.linalg.norm(v)) for n, v in outputs.items()}
+        errors = {n: float(np.linalg.norm(own[n] - v) / np.linalg.norm(v)) for n, v in outputs.items()}
+        return logits, {name: (error, error) for name, error in errors.items()}
+
+
+@dataclass
+class Inside:
+    """The same as an engine that is probed."""
+
+    model: TwoLayers
+
+    def __call__(self, tokens: Sequence[int]) -> tuple[FloatArray, dict[str, FloatArray]]:
+        return self.model.run(tokens, {})
+
+    def embedding(self) -> FloatArray:
+        return self.model.table
 
 
 def log_softmax(logits: FloatArray) -> np.ndarray:
@@ -90,7 +111,7 @@ def test_a_fault_is_blamed_on_its_linear_and_does_not_spread(fault: str) -> None
     assert item.worst_linear == fault
     assert item.worst_error == pytest.approx(0.01 / 1.01, rel=1e-3)
     assert item.kl_sum == pytest.approx(0, abs=1e-6)  # the head itself is sound and starts from the given values
-    assert item.free_kl_sum > 1e-6
+    assert item.free_kl_sum is not None and item.free_kl_sum > 1e-6
 
 
 def test_a_fault_in_the_head_moves_the_locked_logits() -> None:
@@ -102,16 +123,24 @@ def test_a_fault_in_the_head_moves_the_locked_logits() -> None:
 def test_the_report_names_both_sides_and_keeps_every_item(tmp_path: Path) -> None:
     engine, reference, documents = TwoLayers("first.weight", 0.1), TwoLayers(), [[1, 2, 3], [4, 5]]
     digests: dict[str, Any] = {"candidate": "cd" * 32, "built_from": "ab" * 32, "executed_on": MACHINE}
-    report = parity(engine.probe, reference, documents, tmp_path / "parity", head=HEAD, parents={}, **digests)
-    assert report.record == ParityReport(documents=2, **digests)
+    report = parity(
+        engine.probe, reference, documents, tmp_path / "parity", max_tokens=8, head=HEAD, parents={}, **digests
+    )
+    record = report.record
+    assert (record.documents, record.vocabulary, record.max_tokens) == (3, VOCAB, 8)
+    assert (record.embedding.rows, record.embedding.error, record.head.rows) == (VOCAB, 0, VOCAB)
     items = read_items(report.folder / KIND.items_file, ParityItem)
-    assert list(items) == compare(engine.probe, reference, documents, head=HEAD)
+    joined = [1, 2, 3, 4, 5, 1, 2, 3]
+    assert list(items[:2]) == compare(engine.probe, reference, documents, head=HEAD)
+    assert list(items[2:]) == compare(engine.probe, reference, [joined], head=HEAD, free=False)
     assert parity_metrics(items)["worst_error"] == max(i.worst_error for i in items)
     assert artifact.load(tmp_path / "parity", ParityReport).digest == report.digest
 
 
 class NotANumber(TwoLayers):
-    def locked(self, tokens: Sequence[int], outputs: Mapping[str, FloatArray]) -> tuple[FloatArray, dict[str, float]]:
+    def locked(
+        self, tokens: Sequence[int], outputs: Mapping[str, FloatArray]
+    ) -> tuple[FloatArray, dict[str, tuple[float, float]]]:
         logits, errors = super().locked(tokens, outputs)
         logits[2, 3] = np.nan
         return logits, errors
@@ -120,13 +149,17 @@ class NotANumber(TwoLayers):
 class NotANumberInside(TwoLayers):
     """One product cannot be computed; with the engine's output in its place, the logits are sound."""
 
-    def locked(self, tokens: Sequence[int], outputs: Mapping[str, FloatArray]) -> tuple[FloatArray, dict[str, float]]:
+    def locked(
+        self, tokens: Sequence[int], outputs: Mapping[str, FloatArray]
+    ) -> tuple[FloatArray, dict[str, tuple[float, float]]]:
         logits, errors = super().locked(tokens, outputs)
-        return logits, {**errors, "second.weight": np.nan}
+        return logits, {**errors, "second.weight": (np.nan, np.nan)}
 
 
 class NothingInside(TwoLayers):
-    def locked(self, tokens: Sequence[int], outputs: Mapping[str, FloatArray]) -> tuple[FloatArray, dict[str, float]]:
+    def locked(
+        self, tokens: Sequence[int], outputs: Mapping[str, FloatArray]
+    ) -> tuple[FloatArray, dict[str, tuple[float, float]]]:
         return super().locked(tokens, outputs)[0], {}
 
 
@@ -149,6 +182,7 @@ def test_refuses_what_it_cannot_compare(
             reference,
             documents,
             tmp_path / "parity",
+            max_tokens=8,
             head=HEAD,
             candidate="",
             built_from="",

@@ -87,7 +87,7 @@ def test_the_report_alone(clean: tuple[Path, Hashes]) -> None:
 
 
 def test_a_module_that_is_imported_inside_a_function(clean: tuple[Path, Hashes]) -> None:
-    assert stale(clean, "pipeline/export/trace.py") == {"export"}
+    assert stale(clean, "pipeline/export/trace.py") == {"export", "source"}
     assert stale(clean, "engines/native/source/block_linear.c", new="/* */") >= {"build-baseline", "build-candidate"}
 
 
@@ -103,7 +103,7 @@ def test_the_function_of_a_stage_and_one_that_several_share(clean: tuple[Path, H
         "fetch"
     }
     shared = stale(clean, wiring, old="def _encode(", new="def _encode(unused: int, ")
-    assert shared == {"sensitivity", "plan", "parity"}
+    assert shared == {"sensitivity", "plan", "parity", "serving", "source"}
 
 
 def test_comments_docstrings_and_types_only_change_nothing(clean: tuple[Path, Hashes]) -> None:

@@ -1,0 +1,234 @@
+"""Serving: every way an engine is used in service gives what a prefill in one piece gives (``evals/serving.py``).
+
+Accuracy and text are measured with prefills in slot 0. Users get batched decode steps, in every slot, at every length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import Field
+
+from evals.block import QUALITY, Block, FactRow, Table, fact_metrics
+from evals.check import Findings, Judged
+from evals.items import read_items
+from evals.kind import Bounds, Evidence, EvidenceRecord, Kind, Report
+from evals.limits import at_least, at_most
+from evals.rules import Rule, counted, mean_above_largest, token_rules
+from tapeout.artifact import Frozen, Roles, load
+from tapeout.recipe import Count, Fraction, Recipe, Section
+
+EVERY_SLOT = ("pieces", "decode", "greedy", "reuse")  # paths that must be measured in every slot
+SEVERAL = ("copy",)  # paths that need more than one slot
+ONCE = ("generation", "reopened")
+# Behind fewer tokens than this, KL against the float engine is large for any quantized model: what follows a cut-off
+# word is anyone's guess, and attention has nothing else to read. 1.0 nat behind one token on the default model.
+CONTEXT = 16
+PATHS = (*EVERY_SLOT, *SEVERAL, *ONCE)
+
+
+class ServedItem(Frozen):
+    """The positions that one slot computed on one path, in steps of one batch size.
+
+    ``agree``, ``kl_sum``, ``kl_max`` and ``error`` compare with a prefill of the same tokens in one piece in slot 0 of
+    the same engine, ``float_kl_sum`` with that of the float engine. ``error``: the largest difference of a logit over
+    the largest logit. ``gap``: how far the logit of the chosen token lies below the largest one, on paths that choose.
+    """
+
+    path: str
+    slot: int
+    first_slot: int  # of the batch
+    batch: int
+    first: int  # position
+    last: int
+    tokens: int
+    agree: int
+    kl_sum: float
+    kl_max: float
+    error: float
+    gap: float
+    float_kl_sum: float | None  # None: the float engine was not asked
+
+
+class ServingReport(EvidenceRecord):
+    noun: ClassVar[str] = "ServingReport"
+    remedy: ClassVar[str] = "run `dvc repro serving`"
+    parent_roles: ClassVar[Roles] = {
+        "baseline": ("EngineBundle",),
+        "candidate": ("EngineBundle",),
+        "source": ("Source",),
+    }
+
+    baseline: str
+    candidate: str
+    slots: int
+    max_tokens: int
+    items: int
+
+
+class ServingSettings(Section):
+    steps: Count = 8  # of decode at each length
+    answers: Count = 24
+    new_tokens: Count = 24
+
+
+class ServingBounds(Bounds):
+    max_serving_kl: float = Field(default=0.02, gt=0)
+    max_serving_position_kl: float = Field(default=0.5, gt=0)
+    min_serving_agreement: Fraction = 0.9
+    max_greedy_gap: float = Field(default=1e-3, gt=0)
+    max_serving_float_kl: float = Field(default=0.1, gt=0)
+
+
+class Serving(Kind[ServingReport, ServedItem, ServingBounds]):
+    order, name, role, stage = 55, "serving", "serving", "serving"
+    verb = "evals.serving"
+    nouns, items_file = ("ServingReport",), "served_items.jsonl"
+    sections: ClassVar = {"serving": ServingSettings}
+    report, item, bounds = ServingReport, ServedItem, ServingBounds
+    absent = Block(QUALITY, "As served", missing="Batched decoding was not measured.")
+
+    def conflicts(self, recipe: Recipe) -> list[str]:
+        settings = recipe.section(ServingSettings)
+        return recipe.too_long(
+            {
+                "serving.steps, with a prompt of one": settings.steps + 1,
+                "serving.new_tokens, with a prompt of one": settings.new_tokens + 1,
+            }
+        )
+
+    def problems(self, report: Report[ServingReport, ServedItem], evidence: Evidence) -> list[str]:
+        record, items = report.record, report.items
+        problems = counted("ServingReport", "items", len(items), record.items)
+        for path in PATHS:
+            own = [item for item in items if item.path == path]
+            if path in SEVERAL and record.slots == 1:
+                continue
+            if not own:
+                problems.append(f"ServingReport has nothing on the path {path!r}")
+            elif path not in ONCE and (absent := set(range(record.slots)) - {item.slot for item in own}):
+                problems.append(f"ServingReport has nothing of slots {_few(absent)} on the path {path!r}")
+        for path in ("decode", "greedy"):
+            own = [item for item in items if item.path == path]
+            if absent := set(range(1, record.slots + 1)) - {item.batch for item in own}:
+                problems.append(f"ServingReport has no step of batch size {_few(absent)} on the path {path!r}")
+            if record.slots > 1 and not any(item.first_slot for item in own):
+                problems.append(f"ServingReport has no batch behind the first slot on the path {path!r}")
+            reached = max((item.last for item in own), default=-1)
+            if reached != record.max_tokens - 1:
+                problems.append(
+                    f"ServingReport reaches position {reached} on the path {path!r}, not {record.max_tokens - 1}"
+                )
+        if not any(item.float_kl_sum is not None and item.last == record.max_tokens - 1 for item in items):
+            problems.append("ServingReport does not compare the last position with the float engine")
+        for complaint, breaks in RULES:
+            if found := [item for item in items if breaks(item)]:
+                problems.append(f"{len(found)} of {len(items)} served items {complaint}: path {found[0].path!r}")
+        return problems
+
+    def judge(self, report: Report[ServingReport, ServedItem], evidence: Evidence, bounds: ServingBounds) -> Findings:
+        items = report.items
+        gaps = {_place(item): item.gap for item in items if item.path == "greedy"}
+        return Findings(
+            checks=(
+                at_most(
+                    "serving_kl",
+                    "largest mean KL of a way of serving against one prefill in slot 0, nats",
+                    _means([item for item in items if item.path != "generation"], lambda item: item.kl_sum),
+                    bounds.max_serving_kl,
+                    "groups",
+                ),
+                at_most(
+                    "serving_position_kl",
+                    "largest KL at one position as served against one prefill in slot 0, nats",
+                    {_place(item): item.kl_max for item in items if item.path != "generation"},
+                    bounds.max_serving_position_kl,
+                    "groups",
+                ),
+                at_least(
+                    "serving_agreement",
+                    "smallest share of same top tokens, as served and in one prefill in slot 0",
+                    _means(items, lambda item: item.agree, fine=False),
+                    bounds.min_serving_agreement,
+                    "paths",
+                ),
+                at_most(
+                    "serving_greedy",
+                    "largest logit that greedy decoding passes over, above the chosen one's",
+                    gaps,
+                    bounds.max_greedy_gap,
+                    "groups",
+                ),
+                at_most(
+                    "serving_float_kl",
+                    "largest mean KL of a way of serving against the float engine, nats",
+                    _means(
+                        [item for item in items if item.float_kl_sum is not None and item.first >= CONTEXT],
+                        lambda item: item.float_kl_sum or 0.0,
+                    ),
+                    bounds.max_serving_float_kl,
+                    "groups",
+                ),
+            )
+        )
+
+    def block(self, folder: Path, verdict: Judged) -> Block:
+        report, items = load(folder, ServingReport).record, read_items(folder / self.items_file, ServedItem)
+        facts = (
+            FactRow("slots", "Slots", report.slots, note="each on every path"),
+            FactRow("last_position", "Last position reached", max(item.last for item in items)),
+        )
+        rows: list[tuple[str, float, float, float, float | None]] = []
+        for path in dict.fromkeys(item.path for item in items):
+            own = [item for item in items if item.path == path]
+            tokens = sum(item.tokens for item in own)
+            rows.append(
+                (
+                    path,
+                    tokens,
+                    sum(item.agree for item in own) / tokens,
+                    sum(item.kl_sum for item in own) / tokens,
+                    None if path == "generation" else sum(item.float_kl_sum or 0.0 for item in own) / tokens,
+                )
+            )
+        table = Table(
+            ("Path", "Tokens", "Same top token", "KL", "KL against float"),
+            tuple(rows),
+            "KL and top tokens against a prefill of the same tokens in one piece in slot 0.",
+        )
+        return Block(QUALITY, "As served", facts=facts, table=table, metrics=fact_metrics("serving", facts))
+
+
+RULES: tuple[Rule[ServedItem], ...] = (
+    *token_rules(lambda item: item.tokens),
+    ("have a mean KL above their largest", mean_above_largest),
+    ("have no finite error, gap or KL", lambda i: not all(map(math.isfinite, (i.error, i.gap, i.float_kl_sum or 0.0)))),
+    ("lie in slots that their batch does not have", lambda i: not 0 <= i.slot - i.first_slot < i.batch),
+    ("end before they begin", lambda i: not 0 <= i.first <= i.last),
+)
+
+
+def _place(item: ServedItem) -> str:
+    return f"{item.path}, slot {item.slot}, batch {item.batch} from slot {item.first_slot}"
+
+
+def _means(items: Sequence[ServedItem], value: Callable[[ServedItem], float], *, fine: bool = True) -> dict[str, float]:
+    """Means per token over each path; if ``fine``, also over each slot and each batch size of a path."""
+    groups: dict[str, list[ServedItem]] = {}
+    for item in items:
+        groups.setdefault(item.path, []).append(item)
+        if fine:
+            groups.setdefault(f"{item.path}, slot {item.slot}", []).append(item)
+            groups.setdefault(f"{item.path}, batch {item.batch}", []).append(item)
+    return {name: math.fsum(map(value, own)) / sum(item.tokens for item in own) for name, own in groups.items()}
+
+
+def _few(numbers: set[int]) -> str:
+    shown = sorted(numbers)
+    return ", ".join(map(str, shown[:3])) + (", …" if len(shown) > 3 else "")
+
+
+KIND = Serving()

@@ -1,0 +1,374 @@
+"""Stage ``serving``: the candidate in every way it is used in service, against a prefill in one piece in slot 0.
+
+Each path below is a function over :class:`engines.protocol.Engine`. All compare with the same anchors: what the engine
+itself and the float engine say of a stream of tokens that is fed in one call to slot 0. That call is anchored in turn:
+parity compares it with the quantized model, and text and tasks are measured by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle
+from pathlib import Path
+
+import numpy as np
+
+from engines.protocol import Engine, FloatArray
+from evals.generation import greedy
+from evals.items import write_items, write_metrics
+from evals.kind import Context
+from evals.kinds.serving import KIND, ServedItem, ServingReport, ServingSettings
+from evals.kinds.text import TextSettings
+from evals.text import kl_divergences
+from tapeout.artifact import Artifact, Parents, create, load
+from tapeout.errors import EvidenceError
+from tapeout.fingerprint import Fingerprint
+
+# Lengths on both sides of where prompts are cut into pieces, and of blocks of attention.
+LENGTHS = (1, 2, 17, 63, 64, 65, 255, 256, 257, 300, 511, 513, 1024)
+SHORT = 65  # lengths up to here fill the slots of an engine that has more slots than lengths
+PIECES = (1, 7, 64, 255, 256, 300)
+REUSE_TOKENS = 40  # and as many more as the number of the slot, up to REUSE_SPREAD
+REUSE_SPREAD = 16
+STRIDE = 1009  # a prime: streams begin at different places of the text
+
+
+def measure(context: Context, folder: Path) -> None:
+    """The stage of `evals/kinds/serving.py`."""
+    documents = context.encode(context.heldout_texts(context.section(TextSettings).documents))
+    candidate = context.engine("candidate")
+    serving(
+        context.section(ServingSettings),
+        context.engine("baseline", slots=1),
+        candidate,
+        context.engine("candidate", slots=candidate.slots + 1, threads=1),
+        text=[token for tokens in documents for token in tokens],
+        executed_on=context.executed_on(),
+        folder=folder,
+        parents={
+            "baseline": context.bundle("baseline"),
+            "candidate": context.bundle("candidate"),
+            "source": context.source(),
+        },
+    )
+
+
+def serving(
+    settings: ServingSettings,
+    baseline: Engine,
+    candidate: Engine,
+    reopened: Engine,
+    *,
+    text: Sequence[int],
+    executed_on: Fingerprint,
+    folder: Path,
+    parents: Parents,
+) -> Artifact[ServingReport]:
+    """Write a :class:`ServingReport`. ``reopened``: the candidate with other numbers of slots and threads."""
+    items = served_items(settings, baseline, candidate, reopened, text)
+    with create(folder, ServingReport) as draft:
+        write_items(draft.folder / KIND.items_file, items)
+        write_metrics(draft.folder, serving_metrics(items))
+        draft.finish(
+            ServingReport(
+                baseline=baseline.digest,
+                candidate=candidate.digest,
+                slots=candidate.slots,
+                max_tokens=candidate.max_tokens,
+                items=len(items),
+                executed_on=executed_on,
+            ),
+            parents=parents,
+        )
+    return load(folder, ServingReport)
+
+
+def serving_metrics(items: Sequence[ServedItem]) -> dict[str, float]:
+    """Flat numbers for ``dvc metrics``, means over all positions."""
+    tokens = sum(item.tokens for item in items)
+    return {
+        "tokens": tokens,
+        "agreement": sum(item.agree for item in items) / tokens,
+        "kl_mean": sum(item.kl_sum for item in items) / tokens,
+        "kl_max": max(item.kl_max for item in items),
+    }
+
+
+@dataclass
+class Stream:
+    """One sequence of tokens, and the anchors of some of its positions: logits ``[V]`` after the token there."""
+
+    tokens: list[int]
+    own: dict[int, FloatArray] = field(default_factory=dict[int, FloatArray])
+    reference: dict[int, FloatArray] = field(default_factory=dict[int, FloatArray])
+
+    def anchor(self, candidate: Engine, baseline: Engine | None, positions: Sequence[int]) -> None:
+        for engine, anchors in ((candidate, self.own), (baseline, self.reference)):
+            if engine is not None:
+                rows = engine.prefill(0, self.tokens, positions=positions)
+                anchors.update(zip(positions, rows, strict=True))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where logits were computed: a slot, and the batch that it was part of."""
+
+    path: str
+    slot: int
+    first_slot: int
+    batch: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One position compared."""
+
+    position: int
+    agree: bool
+    kl: float
+    error: float
+    gap: float
+    float_kl: float | None
+
+
+class Log:
+    """Collects comparisons by place. :class:`EvidenceError` for logits that are not finite."""
+
+    def __init__(self) -> None:
+        self._found: dict[Place, list[Entry]] = {}
+
+    def add(
+        self, place: Place, stream: Stream, position: int, logits: FloatArray, *, chosen: int | None = None
+    ) -> None:
+        """``chosen``: the token that the engine picked by itself, where it did; ``logits`` are those it picked by."""
+        own, reference = stream.own[position], stream.reference.get(position)
+        picked = int(logits.argmax()) if chosen is None else chosen
+        entry = Entry(
+            position=position,
+            agree=picked == int(own.argmax()),
+            kl=_kl(own, logits),
+            error=float(np.abs(logits - own).max() / max(float(np.abs(own).max()), 1e-30)),
+            gap=float(logits.max() - logits[picked]),
+            float_kl=None if reference is None else _kl(reference, logits),
+        )
+        if not np.isfinite((entry.kl, entry.error, entry.gap, entry.float_kl or 0.0)).all():
+            raise EvidenceError(
+                f"logits at position {position} are not finite, on the path {place.path!r} in slot {place.slot}",
+                expected="finite float32 logits",
+                remedy="rebuild the engine; `tapeout inspect` shows its scales and kernels",
+            )
+        self._found.setdefault(place, []).append(entry)
+
+    def items(self) -> list[ServedItem]:
+        return [_item(place, found) for place, found in self._found.items()]
+
+
+def _kl(anchor: FloatArray, logits: FloatArray) -> float:
+    return float(kl_divergences(anchor[None], logits[None])[0])
+
+
+def _item(place: Place, found: Sequence[Entry]) -> ServedItem:
+    float_kls = [entry.float_kl for entry in found if entry.float_kl is not None]
+    return ServedItem(
+        path=place.path,
+        slot=place.slot,
+        first_slot=place.first_slot,
+        batch=place.batch,
+        first=min(entry.position for entry in found),
+        last=max(entry.position for entry in found),
+        tokens=len(found),
+        agree=sum(entry.agree for entry in found),
+        kl_sum=sum(entry.kl for entry in found),
+        kl_max=max(entry.kl for entry in found),
+        error=max(entry.error for entry in found),
+        gap=max(entry.gap for entry in found),
+        float_kl_sum=sum(float_kls) if len(float_kls) == len(found) else None,
+    )
+
+
+class Streams:
+    """Cuts streams from a text, each from another place; a text that ends goes on from its beginning."""
+
+    def __init__(self, text: Sequence[int]) -> None:
+        if not text:
+            raise EvidenceError("no text to serve", expected="held-out text", remedy="check calibrate.dataset")
+        self._text, self._count = list(text), 0
+
+    def next(self, length: int) -> Stream:
+        begin = self._count * STRIDE % len(self._text)
+        self._count += 1
+        tokens = self._text[begin:]
+        while len(tokens) < length:
+            tokens += self._text
+        return Stream(tokens[:length])
+
+
+def served_items(
+    settings: ServingSettings, baseline: Engine, candidate: Engine, reopened: Engine, text: Sequence[int]
+) -> list[ServedItem]:
+    """Every path, in an order in which each finds slots that hold other sequences."""
+    from tqdm import tqdm
+
+    log, streams = Log(), Streams(text)
+    rounds = list(mixed_lengths(candidate.slots, candidate.max_tokens - settings.steps))
+    for lengths in tqdm(rounds, desc="as served", unit="round", disable=None):
+        held = [streams.next(length + settings.steps) for length in lengths]
+        prefixes = _prefixes(candidate.slots, lengths[-1]) if lengths is rounds[0] else []
+        for stream, length in zip(held, lengths, strict=True):
+            positions = {*_ends(length), *range(length, length + settings.steps)}
+            if stream is held[-1]:
+                positions |= {prefix + ahead for prefix in prefixes for ahead in range(settings.steps)}
+            stream.anchor(candidate, baseline, sorted(positions))
+        pieces(candidate, held, lengths, log)
+        steps(candidate, held, lengths, settings.steps, log)
+        if candidate.slots > 1:
+            copy(candidate, held[-1], prefixes, settings.steps, log)
+    reuse(candidate, baseline, streams, settings.steps, log)
+    generation(candidate, streams, settings, log)
+    other_shape(candidate, baseline, reopened, streams, settings.steps, log)
+    return log.items()
+
+
+def mixed_lengths(slots: int, longest: int) -> Iterator[tuple[int, ...]]:
+    """Lengths of the sequences that all slots hold together, in as many rounds as it takes to have each once.
+
+    >>> list(mixed_lengths(4, 64))
+    [(2, 17, 63, 64), (63, 17, 2, 1)]
+    """
+    wanted = [longest, *sorted((length for length in LENGTHS if length < longest), reverse=True)]
+    short = cycle([length for length in wanted if length <= SHORT and length != longest] or wanted)
+    for begin in range(0, len(wanted), slots):
+        lengths = wanted[begin : begin + slots]
+        filled = (*lengths, *(next(short) for _ in range(slots - len(lengths))))
+        yield filled[::-1]
+
+
+def _ends(length: int) -> list[int]:
+    """Position of the last token of each piece of a prompt."""
+    ends: list[int] = []
+    at = 0
+    for size in cycle(PIECES):
+        at = min(at + size, length)
+        ends.append(at - 1)
+        if at == length:
+            return ends
+    raise AssertionError("pieces do not end")
+
+
+def pieces(engine: Engine, held: Sequence[Stream], lengths: Sequence[int], log: Log) -> None:
+    """A prompt fed in pieces, each continuing the slot, in every slot."""
+    for slot, (stream, length) in enumerate(zip(held, lengths, strict=True)):
+        at = 0
+        for end in _ends(length):
+            logits = engine.prefill(slot, stream.tokens[at : end + 1], start=at)
+            log.add(Place("pieces", slot, slot, 1), stream, end, logits[0])
+            at = end + 1
+
+
+def windows(slots: int, steps: int) -> Iterator[tuple[int, int]]:
+    """First slot and size of the batch of each step: all slots, then every size from the first and to the last slot.
+
+    >>> list(windows(3, 2))
+    [(0, 3), (0, 3), (0, 1), (0, 2), (0, 3), (1, 2), (2, 1)]
+    """
+    yield from ((0, slots) for _ in range(steps))
+    yield from ((0, size) for size in range(1, slots + 1))
+    yield from ((slots - size, size) for size in range(slots - 1, 0, -1))
+
+
+def steps(engine: Engine, held: Sequence[Stream], lengths: Sequence[int], count: int, log: Log) -> None:
+    """Batched decode steps and greedy steps in turn, of every batch size, each entry at its own length.
+
+    After ``count`` steps the sequences start again at ``lengths``. A step and the greedy one beside it write the same
+    keys and values, in either order.
+    """
+    for number, (first, size) in enumerate(windows(len(held), count)):
+        slots = range(first, first + size)
+        at = [lengths[slot] + number % count for slot in slots]
+        tokens = [held[slot].tokens[position] for slot, position in zip(slots, at, strict=True)]
+        greedy_first = number % 2 == 0
+        chosen = engine.decode_greedy(tokens, at, first_slot=first) if greedy_first else None
+        logits = engine.decode(tokens, at, first_slot=first)
+        if chosen is None:
+            chosen = engine.decode_greedy(tokens, at, first_slot=first)
+        for entry, slot in enumerate(slots):
+            log.add(Place("decode", slot, first, size), held[slot], at[entry], logits[entry])
+            place = Place("greedy", slot, first, size)
+            log.add(place, held[slot], at[entry], logits[entry], chosen=int(chosen[entry]))
+
+
+def reuse(engine: Engine, baseline: Engine, streams: Streams, count: int, log: Log) -> None:
+    """A short prompt in every slot, where a longer sequence was before, then decode steps of all slots."""
+    room = max(1, engine.max_tokens - count)
+    lengths = [min(room, REUSE_TOKENS + slot % REUSE_SPREAD) for slot in range(engine.slots)]
+    held = [streams.next(length + count) for length in lengths]
+    for stream, length in zip(held, lengths, strict=True):
+        stream.anchor(engine, baseline, range(length - 1, length + count))
+    for slot, (stream, length) in enumerate(zip(held, lengths, strict=True)):
+        logits = engine.prefill(slot, stream.tokens[:length])
+        log.add(Place("reuse", slot, slot, 1), stream, length - 1, logits[0])
+    for step in range(count):
+        at = [length + step for length in lengths]
+        logits = engine.decode([stream.tokens[n] for stream, n in zip(held, at, strict=True)], at)
+        for slot, stream in enumerate(held):
+            log.add(Place("reuse", slot, 0, engine.slots), stream, at[slot], logits[slot])
+
+
+def _prefixes(slots: int, longest: int) -> list[int]:
+    """Lengths of the prefixes that are copied, each at most as long as the one before; at least one for each slot."""
+    lengths = [longest, *(length for length in (3, *LENGTHS) if length < longest)]
+    return sorted((lengths * slots)[: max(slots, len(lengths))], reverse=True)
+
+
+def copy(engine: Engine, stream: Stream, prefixes: Sequence[int], count: int, log: Log) -> None:
+    """A shared prefix copied from slot to slot, and continued by a decode step and a prefill of ``count - 1`` tokens.
+
+    The last slot holds the stream; every slot is copied from and copied to. What lies where a prefix goes is another
+    sequence: of the round, or the stream backwards where the slot held the stream itself.
+    """
+    for number, length in enumerate(prefixes):
+        source, target = (number - 1) % engine.slots, number % engine.slots
+        if number >= engine.slots - 1:
+            engine.prefill(target, stream.tokens[: length + count][::-1])
+        engine.copy_slot(source, target, length)
+        logits = engine.decode([stream.tokens[length]], [length], first_slot=target)
+        log.add(Place("copy", target, target, 1), stream, length, logits[0])
+        if count == 1:
+            continue
+        behind = stream.tokens[length + 1 : length + count]
+        rows = engine.prefill(target, behind, start=length + 1, positions=range(len(behind)))
+        for ahead, row in enumerate(rows, start=1):
+            log.add(Place("copy", target, target, 1), stream, length + ahead, row)
+
+
+def generation(engine: Engine, streams: Streams, settings: ServingSettings, log: Log) -> None:
+    """Free-running answers of more prompts than there are slots; each token is the likeliest one after those before."""
+    room = engine.max_tokens - settings.new_tokens
+    lengths = [min(room, 1 + 11 * number % 97) for number in range(max(settings.answers, engine.slots + 1))]
+    prompts = [streams.next(length).tokens for length in lengths]
+    answers = greedy(engine, prompts, max_new_tokens=settings.new_tokens, stop_tokens=())
+    for prompt, answer in zip(prompts, answers, strict=True):
+        stream = Stream([*prompt, *answer.tokens[:-1]])
+        stream.anchor(engine, None, range(len(prompt) - 1, len(stream.tokens)))
+        for ahead, token in enumerate(answer.tokens):
+            position = len(prompt) - 1 + ahead
+            place = Place("generation", 0, 0, engine.slots)
+            log.add(place, stream, position, stream.own[position], chosen=token)
+
+
+def other_shape(engine: Engine, baseline: Engine, reopened: Engine, streams: Streams, count: int, log: Log) -> None:
+    """The same engine opened with other numbers of slots and threads, in its last slots."""
+    first, room = max(reopened.slots - 2, 0), engine.max_tokens - count
+    lengths = [min(room, length) for length in (SHORT, REUSE_TOKENS)][: reopened.slots]
+    held = [streams.next(length + count) for length in lengths]
+    for slot, (stream, length) in enumerate(zip(held, lengths, strict=True), start=first):
+        stream.anchor(engine, baseline, range(length - 1, length + count))
+        logits = reopened.prefill(slot, stream.tokens[:length])
+        log.add(Place("reopened", slot, slot, 1), stream, length - 1, logits[0])
+    for step in range(count):
+        at = [length + step for length in lengths]
+        tokens = [stream.tokens[n] for stream, n in zip(held, at, strict=True)]
+        logits = reopened.decode(tokens, at, first_slot=first)
+        for entry, stream in enumerate(held):
+            log.add(Place("reopened", first + entry, first, len(held)), stream, at[entry], logits[entry])

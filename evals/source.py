@@ -1,0 +1,172 @@
+"""Stage ``source``: the checkpoint's own model in transformers against both engines, and what surrounds the engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engines.bundle import TEXT_FILES, EngineBundle
+from engines.protocol import Engine, FloatArray
+from evals.items import write_items, write_metrics
+from evals.kind import Context, SourceModel
+from evals.kinds.parity import ParitySettings, TableError
+from evals.kinds.shadow import ShadowSettings
+from evals.kinds.source import KIND, SourceItem, SourceReport, TextFile
+from evals.kinds.text import TextSettings
+from evals.tables import embedding_error
+from evals.text import CHUNK_TOKENS, joined, kl_divergences, log_likelihoods, token_hash
+from tapeout.artifact import Artifact, Parents, create, load
+from tapeout.errors import EvidenceError
+from tapeout.fingerprint import Fingerprint
+
+PROMPTS = 8
+
+
+def measure(context: Context, folder: Path) -> None:
+    """The stage of `evals/kinds/source.py`."""
+    text, count = context.section(TextSettings), context.section(ParitySettings).parity_documents
+    bundles = {role: context.bundle(role) for role in ("baseline", "candidate")}
+    documents = [ids[: text.document_tokens] for ids in context.encode(context.heldout_texts(text.documents)[:count])]
+    prompts = context.chat_prompts(context.section(ShadowSettings).datasets, PROMPTS)
+    context.say("loading the checkpoint")
+    model, graph = context.source_model(), context.graph()
+    positions = bundles["candidate"].record.io.max_tokens
+    texts = [
+        *(("document", tokens) for tokens in documents),
+        ("long", joined(documents, positions + 1)),
+        *(("prompt", tokens) for tokens in prompts),
+    ]
+    compare_source(
+        model,
+        context.engine("baseline", slots=1),
+        context.engine("candidate", slots=1),
+        texts,
+        embedding=embedding_error(context.probe().embedding(), model.embedding()),
+        files=text_files(graph, bundles),
+        stop_tokens={
+            "source": model.stop_tokens,
+            "graph": graph.record.stop_tokens,
+            **{role: bundle.record.stop_tokens for role, bundle in bundles.items()},
+        },
+        executed_on=context.executed_on(),
+        folder=folder,
+        parents={**bundles, "graph": graph, "source": context.source()},
+    )
+
+
+def compare_source(
+    model: SourceModel,
+    baseline: Engine,
+    candidate: Engine,
+    texts: Sequence[tuple[str, Sequence[int]]],
+    *,
+    embedding: TableError,
+    files: tuple[TextFile, ...],
+    stop_tokens: Mapping[str, tuple[int, ...]],
+    executed_on: Fingerprint,
+    folder: Path,
+    parents: Parents,
+) -> Artifact[SourceReport]:
+    """Write a :class:`SourceReport`; ``texts``: form and token ids of each."""
+    from tqdm import tqdm
+
+    rows = tqdm(texts, desc="source model", unit="text", disable=None)
+    items = [source_item(model, baseline, candidate, form, tokens) for form, tokens in rows]
+    with create(folder, SourceReport) as draft:
+        write_items(draft.folder / KIND.items_file, items)
+        write_metrics(draft.folder, source_metrics(items))
+        draft.finish(
+            SourceReport(
+                baseline=baseline.digest,
+                candidate=candidate.digest,
+                documents=len(items),
+                max_tokens=candidate.max_tokens,
+                vocabulary=candidate.vocab_size,
+                embedding=embedding,
+                files=files,
+                stop_tokens=dict(stop_tokens),
+                executed_on=executed_on,
+            ),
+            parents=parents,
+        )
+    return load(folder, SourceReport)
+
+
+def source_metrics(items: Sequence[SourceItem]) -> dict[str, float]:
+    """Flat numbers for ``dvc metrics``."""
+    tokens = sum(item.tokens for item in items)
+    return {
+        "kl_mean": sum(item.kl_sum for item in items) / tokens,
+        "kl_worst_text": max(item.kl_sum / item.tokens for item in items),
+        "kl_max": max(item.kl_max for item in items),
+        "agreement": sum(item.agree for item in items) / tokens,
+    }
+
+
+def source_item(
+    model: SourceModel, baseline: Engine, candidate: Engine, form: str, tokens: Sequence[int]
+) -> SourceItem:
+    """How the model and both engines predict every token of a text but the first."""
+    fed = list(tokens[:-1])
+    expected = model(fed)
+    if expected.shape != (len(fed), baseline.vocab_size):
+        raise EvidenceError(
+            f"{expected.shape} logits from the source model for {len(fed)} tokens",
+            expected=f"one row of {baseline.vocab_size} per token",
+            remedy="run `dvc repro export`; the checkpoint is another one",
+        )
+    kl: list[np.ndarray] = []
+    agree, nll = 0, np.zeros(3)
+    for part in _parts(len(fed)):
+        targets = tokens[part.start + 1 : part.stop + 1]
+        logits = [_fed(engine, fed, part) for engine in (baseline, candidate)]
+        kl.append(kl_divergences(expected[part], logits[0]))
+        agree += int((expected[part].argmax(axis=1) == logits[0].argmax(axis=1)).sum())
+        nll -= [float(log_likelihoods(rows, targets).sum()) for rows in (expected[part], *logits)]
+    every = np.concatenate(kl)
+    if not (np.isfinite(every).all() and np.isfinite(nll).all()):
+        raise EvidenceError(
+            "the source model or an engine returned NaN or infinite logits",
+            expected="finite float32 logits",
+            remedy="`tapeout inspect` shows the scales and kernels; then quantize and build again",
+        )
+    return SourceItem(
+        doc_hash=token_hash(tokens),
+        form=form,
+        tokens=len(fed),
+        kl_sum=float(every.sum()),
+        kl_max=float(every.max()),
+        agree=agree,
+        source_nll=float(nll[0]),
+        baseline_nll=float(nll[1]),
+        candidate_nll=float(nll[2]),
+    )
+
+
+def _parts(count: int) -> Iterator[slice]:
+    return (slice(start, min(start + CHUNK_TOKENS, count)) for start in range(0, count, CHUNK_TOKENS))
+
+
+def _fed(engine: Engine, tokens: Sequence[int], part: slice) -> FloatArray:
+    """Logits of a part of a text whose beginning slot 0 holds."""
+    return engine.prefill(0, tokens[part], start=part.start, positions=range(part.stop - part.start))
+
+
+def text_files(graph: Artifact[Any], bundles: Mapping[str, Artifact[EngineBundle]]) -> tuple[TextFile, ...]:
+    """Hashes of what tokenizes, formats and ends texts, in the exported model and beside both engines."""
+
+    def found(artifact: Artifact[Any], name: str) -> str | None:
+        return artifact.files[name].sha256 if name in artifact.files else None
+
+    return tuple(
+        TextFile(
+            name=name,
+            graph=found(graph, name),
+            baseline=found(bundles["baseline"], name),
+            candidate=found(bundles["candidate"], name),
+        )
+        for name in TEXT_FILES
+    )

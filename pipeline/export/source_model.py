@@ -1,0 +1,30 @@
+"""The model of a checkpoint as it came, for comparing engines with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pipeline.export.export import load_checkpoint
+
+
+class CheckpointModel:
+    """See :class:`evals.kind.SourceModel`. Nothing of what was exported is used."""
+
+    def __init__(self, folder: Path, entry: str = "") -> None:
+        self._model: Any = load_checkpoint(folder, entry)
+        configured = self._model.generation_config.eos_token_id
+        stops = configured if isinstance(configured, list) else [configured]
+        self.stop_tokens: tuple[int, ...] = tuple(int(token) for token in stops if token is not None)
+
+    def __call__(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        with torch.inference_mode():
+            return self._model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0].float().numpy()
+
+    def embedding(self) -> NDArray[np.float32]:
+        return self._model.get_input_embeddings().weight.detach().float().numpy()

@@ -1,0 +1,516 @@
+"""Defects of what is served: a real engine in which one thing is wrong, judged by the kinds of evidence that exist.
+
+Where a bundle cannot be edited into the defect, a real engine is wrapped, and the wrapper makes it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from engines.bundle import EngineBundle
+from engines.compile import build
+from engines.load import find_target, load, open_probe
+from engines.protocol import Engine, FloatArray, TokenArray
+from evals.check import Check, Outcome
+from evals.kind import Bounds, Evidence, Kind, Report
+from evals.kinds import parity as parity_kind
+from evals.kinds import serving as serving_kind
+from evals.kinds import shadow as shadow_kind
+from evals.kinds import source as source_kind
+from evals.kinds import text as text_kind
+from evals.kinds.serving import ServingReport, ServingSettings
+from evals.kinds.shadow import ShadowReport
+from evals.kinds.source import SourceReport
+from evals.kinds.tasks import EvalReport
+from evals.kinds.text import text_items
+from evals.parity import parity
+from evals.serving import served_items
+from evals.shadow import shadow_items
+from evals.source import source_item, text_files
+from evals.tables import embedding_error
+from evals.text import joined
+from pipeline.export.export import export
+from pipeline.export.source_model import CheckpointModel
+from pipeline.recipe import Recipe
+from quantization.calibrate import calibrate
+from quantization.checkpoint import KVScales, QuantizedModel
+from quantization.compressed_tensors import open_checkpoint
+from quantization.quantize import quantize
+from quantization.reference import QuantizedReference
+from tapeout import artifact
+from tapeout.artifact import Artifact, ArtifactRef
+from tapeout.portable_graph import PortableGraph
+from tests.fake_engine import MACHINE
+from tests.plans import written_plan
+
+SOURCES = {"model": {"source": "file:model"}, "data": {"source": "file:data"}}
+RECIPE = Recipe.model_validate({**SOURCES, "calibrate": {"samples": 16, "tokens": 128}})
+BOUNDS = Recipe.model_validate(
+    {**SOURCES, "gate": {"min_documents": 8, "min_shadow_prompts": 10, "max_kl": 0.001}}
+).section(Bounds)
+SLOTS = 4
+HEAD = "model.embed_tokens.weight"
+LATE = 256  # positions from here on
+
+
+@dataclass(frozen=True)
+class Made:
+    """The tiny model and both engines, and documents that neither calibration nor training saw."""
+
+    checkpoint: Path
+    graph: Artifact[PortableGraph]
+    quantized: Artifact[QuantizedModel]
+    baseline: Artifact[EngineBundle]
+    candidate: Artifact[EngineBundle]
+    documents: list[list[int]]
+
+    @property
+    def bundles(self) -> dict[str, Artifact[EngineBundle]]:
+        return {"baseline": self.baseline, "candidate": self.candidate}
+
+
+@pytest.fixture(scope="module")
+def made(
+    tiny_checkpoint: Path, tiny_texts: Callable[[int, int], list[str]], tmp_path_factory: pytest.TempPathFactory
+) -> Made:
+    from tokenizers import Tokenizer
+
+    folder = tmp_path_factory.mktemp("served")
+    texts = tiny_texts(28, 4)
+    graph = export(tiny_checkpoint, "", folder / "graph", max_positions=512, tolerance=1e-3, seed=0, parents={})
+    calibration = calibrate(RECIPE.calibrate, graph, texts[:16], folder / "calibration")
+    plan = written_plan(RECIPE, graph, folder / "plan")
+    quantized = quantize(RECIPE.quantize, graph, calibration, plan, folder / "quantized")
+    kv = KVScales.read(quantized.folder)
+    target = find_target("ort-cpu")
+    common: dict[str, Any] = {"target": target, "slots": SLOTS, "parents": {}}
+    baseline = build(
+        graph, open_checkpoint(graph.folder), folder / "baseline", precision="float32", kv_scales={}, **common
+    )
+    candidate = build(
+        graph,
+        open_checkpoint(quantized.folder),
+        folder / "candidate",
+        precision="mixed",
+        kv_scales=kv.scales,
+        kv_bits=kv.bits,
+        **common,
+    )
+    tokenizer: Any = Tokenizer.from_file(str(graph.folder / "tokenizer.json"))
+    documents = [tokenizer.encode(text).ids[:200] for text in texts[16:]]
+    return Made(tiny_checkpoint, graph, quantized, baseline, candidate, documents)
+
+
+# defective engines
+
+
+class Wrapped:
+    """A real engine; a defect overrides one method."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.digest, self.vocab_size = "d" * 64, engine.vocab_size
+        self.slots, self.max_tokens = engine.slots, engine.max_tokens
+
+    def prefill(
+        self, slot: int, tokens: Sequence[int], *, start: int = 0, positions: Sequence[int] | None = None
+    ) -> FloatArray:
+        return self.engine.prefill(slot, tokens, start=start, positions=positions)
+
+    def decode(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> FloatArray:
+        return self.engine.decode(tokens, lengths, first_slot=first_slot)
+
+    def decode_greedy(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> TokenArray:
+        return self.engine.decode_greedy(tokens, lengths, first_slot=first_slot)
+
+    def copy_slot(self, source: int, target: int, length: int) -> None:
+        self.engine.copy_slot(source, target, length)
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+class Neighbours(Wrapped):
+    def decode(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> FloatArray:
+        return np.roll(super().decode(tokens, lengths, first_slot=first_slot), 1, axis=0)
+
+    def decode_greedy(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> TokenArray:
+        return np.roll(super().decode_greedy(tokens, lengths, first_slot=first_slot), 1)
+
+
+class OffByOne(Wrapped):
+    def decode(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> FloatArray:
+        return super().decode(tokens, [max(1, length - 1) for length in lengths], first_slot=first_slot)
+
+
+class ReversedPrompts(Wrapped):
+    def prefill(
+        self, slot: int, tokens: Sequence[int], *, start: int = 0, positions: Sequence[int] | None = None
+    ) -> FloatArray:
+        return super().prefill(slot, tokens[::-1] if slot else tokens, start=start, positions=positions)
+
+
+class SecondBest(Wrapped):
+    def decode_greedy(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> TokenArray:
+        return self.decode(tokens, lengths, first_slot=first_slot).argsort(axis=1)[:, -2]
+
+
+class ShortCopies(Wrapped):
+    def copy_slot(self, source: int, target: int, length: int) -> None:
+        super().copy_slot(source, target, length - 1)
+
+
+class LastSlot(Wrapped):
+    """Decoding reads the keys of the slot before, in the last slot alone."""
+
+    def decode(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> FloatArray:
+        logits = super().decode(tokens, lengths, first_slot=first_slot)
+        if first_slot + len(tokens) == self.slots:
+            logits[-1] = logits[-1][::-1]
+        return logits
+
+
+class BatchOfThree(Wrapped):
+    """Only a batch size that no benchmark decodes is wrong."""
+
+    def decode(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> FloatArray:
+        logits = super().decode(tokens, lengths, first_slot=first_slot)
+        return logits[::-1].copy() if len(tokens) == 3 else logits
+
+
+class LaterWindows(Wrapped):
+    """The first slot of a batch is taken for slot 0."""
+
+    def decode(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> FloatArray:
+        return super().decode(tokens, lengths, first_slot=0)
+
+
+class LastPosition(Wrapped):
+    def decode(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> FloatArray:
+        logits = super().decode(tokens, lengths, first_slot=first_slot)
+        logits[[length == self.max_tokens - 1 for length in lengths]] *= -1
+        return logits
+
+
+class ContinuedPrompts(Wrapped):
+    """A prompt that is continued forgets what its slot holds."""
+
+    def prefill(
+        self, slot: int, tokens: Sequence[int], *, start: int = 0, positions: Sequence[int] | None = None
+    ) -> FloatArray:
+        if start:
+            super().prefill(slot, [tokens[0]] * start)
+        return super().prefill(slot, tokens, start=start, positions=positions)
+
+
+# how they are judged
+
+
+def checks(kind: Kind[Any, Any, Any], record: Any, items: Sequence[Any]) -> dict[str, Check]:
+    report = Report(ArtifactRef(kind.nouns[0], "digest"), record, tuple(items))
+    evidence = Evidence("b" * 64, "c" * 64, ArtifactRef("QuantizedModel", "q"), "cpu", MACHINE, {kind.name: report})
+    assert kind.problems(report, evidence) == []
+    return {check.name: check for check in kind.findings(evidence, BOUNDS).checks}
+
+
+def serve(made: Made, wrap: Callable[[Engine], Engine]) -> dict[str, Check]:
+    baseline, reopened = load(made.baseline.folder, threads=1), load(made.candidate.folder, threads=2, slots=SLOTS + 1)
+    candidate = wrap(load(made.candidate.folder, threads=1))
+    text = [token for document in made.documents for token in document]
+    items = served_items(ServingSettings(steps=4, answers=6, new_tokens=8), baseline, candidate, wrap(reopened), text)
+    record = ServingReport(
+        baseline=baseline.digest,
+        candidate=candidate.digest,
+        slots=SLOTS,
+        max_tokens=512,
+        items=len(items),
+        executed_on=MACHINE,
+    )
+    return checks(serving_kind.KIND, record, items)
+
+
+def failed(found: Mapping[str, Check]) -> set[str]:
+    return {name for name, check in found.items() if check.outcome is Outcome.FAIL}
+
+
+def parity_checks(made: Made, candidate: Artifact[EngineBundle], folder: Path) -> dict[str, Check]:
+    report = parity(
+        open_probe(candidate, threads=1),
+        QuantizedReference(made.quantized.folder, int8_activations=True),
+        made.documents,
+        folder / "parity",
+        max_tokens=candidate.record.io.max_tokens,
+        head=HEAD,
+        candidate=candidate.digest,
+        built_from=made.quantized.digest,
+        executed_on=MACHINE,
+        parents={},
+    )
+    found = parity_kind.KIND.load(report.folder, RECIPE)
+    return checks(parity_kind.KIND, found.record, found.items)
+
+
+def text_checks(baseline: Engine, candidate: Engine, documents: list[list[int]]) -> dict[str, Check]:
+    items = text_items(baseline, candidate, documents)
+    items += text_items(baseline, candidate, [joined(documents, 513)], long=True)
+    record = EvalReport(
+        baseline=baseline.digest,
+        candidate=candidate.digest,
+        tasks={},
+        documents=len(items),
+        max_tokens=512,
+        versions={},
+        executed_on=MACHINE,
+    )
+    return checks(text_kind.KIND, record, items)
+
+
+def source_checks(
+    made: Made, folder: Path, *, baseline: Artifact[EngineBundle], candidate: Artifact[EngineBundle]
+) -> dict[str, Check]:
+    model = CheckpointModel(made.checkpoint)
+    engines = [load(bundle.folder, threads=1, slots=1) for bundle in (baseline, candidate)]
+    texts = [
+        *(("document", tokens) for tokens in made.documents),
+        ("prompt", made.documents[0][:30]),
+        ("long", joined(made.documents, 513)),
+    ]
+    items = [source_item(model, engines[0], engines[1], form, tokens) for form, tokens in texts]
+    record = SourceReport(
+        baseline=baseline.digest,
+        candidate=candidate.digest,
+        documents=len(items),
+        max_tokens=512,
+        vocabulary=1024,
+        embedding=embedding_error(open_probe(candidate, threads=1).embedding(), model.embedding()),
+        files=text_files(made.graph, {"baseline": baseline, "candidate": candidate}),
+        stop_tokens={
+            "source": model.stop_tokens,
+            "graph": made.graph.record.stop_tokens,
+            "baseline": baseline.record.stop_tokens,
+            "candidate": candidate.record.stop_tokens,
+        },
+        executed_on=MACHINE,
+    )
+    return checks(source_kind.KIND, record, items)
+
+
+def edited(
+    bundle: Artifact[EngineBundle],
+    folder: Path,
+    edit: Callable[[onnx.ModelProto], None] = lambda _: None,
+    files: Mapping[str, bytes] | None = None,
+    **record: Any,
+) -> Artifact[EngineBundle]:
+    """A bundle whose graph, weights, other files or record were changed. Its own record says nothing of it."""
+    with artifact.create(folder, EngineBundle) as draft:
+        for name in bundle.files:
+            shutil.copyfile(bundle.folder / name, draft.folder / name)
+        model = onnx.load(str(bundle.folder / "model.onnx"))
+        edit(model)
+        (draft.folder / "weights.bin").unlink()
+        onnx.save(model, str(draft.folder / "model.onnx"), save_as_external_data=True, location="weights.bin")
+        for name, content in (files or {}).items():
+            (draft.folder / name).write_bytes(content)
+        draft.finish(bundle.record.model_copy(update=record), parents={})
+    return artifact.load(folder, EngineBundle)
+
+
+def change(model: onnx.ModelProto, name: str, values: Callable[[np.ndarray], np.ndarray]) -> None:
+    (tensor,) = [tensor for tensor in model.graph.initializer if tensor.name == name]
+    tensor.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(values(numpy_helper.to_array(tensor).copy())), name))
+
+
+def tables(model: onnx.ModelProto) -> list[str]:
+    found = [tensor.name for tensor in model.graph.initializer if tensor.name.startswith("rotary.")]
+    assert found
+    return found
+
+
+def from_row(row: int) -> Callable[[np.ndarray], np.ndarray]:
+    """Zeros from this row on."""
+
+    def cut(values: np.ndarray) -> np.ndarray:
+        values[row:] = 0
+        return values
+
+    return cut
+
+
+def test_sound_engines_pass(made: Made, tmp_path: Path) -> None:
+    found = serve(made, Wrapped) | parity_checks(made, made.candidate, tmp_path)
+    found |= source_checks(made, tmp_path, **made.bundles)
+    found |= text_checks(load(made.baseline.folder), load(made.candidate.folder), made.documents)
+    assert {name: check.reason for name, check in found.items() if check.outcome is not Outcome.PASS} == {}
+
+
+@pytest.mark.parametrize(
+    ("defect", "found"),
+    [
+        (Neighbours, {"serving_kl", "serving_agreement"}),
+        (OffByOne, {"serving_kl"}),
+        (ReversedPrompts, {"serving_kl", "serving_agreement"}),
+        (ShortCopies, {"serving_kl"}),
+        (LastSlot, {"serving_kl"}),
+        (BatchOfThree, {"serving_kl"}),
+        (LaterWindows, {"serving_kl"}),
+        (LastPosition, {"serving_kl"}),
+        (ContinuedPrompts, {"serving_kl"}),
+        (SecondBest, {"serving_greedy", "serving_agreement"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_engine_that_serves_something_else(made: Made, defect: Callable[[Engine], Engine], found: set[str]) -> None:
+    assert found <= failed(serve(made, defect))
+
+
+# weights and graphs that were edited after the build
+
+
+def test_rotary_tables_zeroed_late(made: Made, tmp_path: Path) -> None:
+    def cut(model: onnx.ModelProto) -> None:
+        for name in tables(model):
+            change(model, name, from_row(LATE))
+
+    broken = edited(made.candidate, tmp_path / "bundle", cut)
+    found = parity_checks(made, broken, tmp_path)
+    found |= text_checks(load(made.baseline.folder), load(broken.folder), made.documents)
+    assert {"parity_error", "parity_position_error", "document_kl"} <= failed(found)
+    assert found["kl"].outcome is Outcome.PASS  # the other documents end before
+
+
+def test_one_late_layer_wrong_at_late_positions(made: Made, tmp_path: Path) -> None:
+    def cut(model: onnx.ModelProto) -> None:
+        last = [node for node in model.graph.node if "rotary.cos.0" in node.input][-1]
+        (cosines,) = [tensor for tensor in model.graph.initializer if tensor.name == "rotary.cos.0"]
+        own = numpy_helper.from_array(from_row(480)(numpy_helper.to_array(cosines).copy()), "rotary.cos.late")
+        model.graph.initializer.append(own)
+        last.input[list(last.input).index("rotary.cos.0")] = own.name
+
+    found = failed(parity_checks(made, edited(made.candidate, tmp_path / "bundle", cut), tmp_path))
+    assert "parity_position_error" in found
+
+
+def test_embedding_rows_that_no_text_contains_are_zero(made: Made, tmp_path: Path) -> None:
+    seen = {token for document in made.documents for token in document}
+    unseen = sorted(set(range(1024)) - seen)[:50]
+
+    def zero(values: np.ndarray) -> np.ndarray:
+        tiles, groups, lanes = values.shape  # 16 tokens lie side by side
+        rows = values.transpose(0, 2, 1).reshape(tiles * lanes, groups)
+        rows[unseen] = 0
+        return rows.reshape(tiles, lanes, groups).transpose(0, 2, 1)
+
+    def lose(table: str) -> Callable[[onnx.ModelProto], None]:
+        return lambda model: change(model, f"{table}.scales", zero)
+
+    for table, name in (("embedding", "embedding"), ("lm_head", "output head")):
+        broken = edited(made.candidate, tmp_path / table / "bundle", lose(table))
+        found = parity_checks(made, broken, tmp_path / table)
+        assert "parity_row_error" in failed(found)
+        assert f"of the {name}: 1 is above" in found["parity_row_error"].reason
+    broken = artifact.load(tmp_path / "embedding" / "bundle", EngineBundle)
+    assert "embedding_rows" in failed(source_checks(made, tmp_path, baseline=made.baseline, candidate=broken))
+
+
+def test_several_linears_moderately_wrong(made: Made, tmp_path: Path) -> None:
+    def stretch(model: onnx.ModelProto) -> None:
+        for name in ("layers.0.o.scales", "layers.1.down.scales", "layers.2.o.scales"):
+            change(model, name, lambda values: (values.astype(np.float32) * 1.008).astype(values.dtype))
+
+    found = parity_checks(made, edited(made.candidate, tmp_path / "bundle", stretch), tmp_path)
+    assert failed(found) == {"parity_mean_error"}
+
+
+def test_a_baseline_that_is_not_the_source_model(made: Made, tmp_path: Path) -> None:
+    broken = edited(
+        made.baseline, tmp_path / "bundle", lambda model: change(model, "model.norm.weight", lambda v: 1.03 * v)
+    )
+    found = failed(source_checks(made, tmp_path, baseline=broken, candidate=made.candidate))
+    assert found == {"source_kl"}
+
+
+def test_stop_token_dropped(made: Made, tmp_path: Path) -> None:
+    broken = edited(made.candidate, tmp_path / "bundle", stop_tokens=(0,))
+    found = source_checks(made, tmp_path, baseline=made.baseline, candidate=broken)
+    assert failed(found) == {"text_files"} and "the candidate stops at [0]" in found["text_files"].reason
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "generation_config.json"])
+def test_text_file_swapped(made: Made, name: str, tmp_path: Path) -> None:
+    content = (made.candidate.folder / name).read_bytes()
+    if name == "tokenizer.json":
+        tokenizer = json.loads(content)
+        vocabulary = tokenizer["model"]["vocab"]
+        one, other = list(vocabulary)[500:502]
+        vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+        content = json.dumps(tokenizer).encode()
+    broken = edited(made.candidate, tmp_path / "bundle", files={name: content + b"\n"})
+    found = source_checks(made, tmp_path, baseline=made.baseline, candidate=broken)
+    assert failed(found) == {"text_files"}
+    assert found["text_files"].reason == f"{name} of the candidate is not that of the exported model"
+
+
+def test_one_terrible_document_among_good_ones(made: Made) -> None:
+    class OneDocument(Wrapped):
+        def prefill(
+            self, slot: int, tokens: Sequence[int], *, start: int = 0, positions: Sequence[int] | None = None
+        ) -> FloatArray:
+            logits = super().prefill(slot, tokens, start=start, positions=positions)
+            return logits * np.float32(0.5) if list(tokens[:8]) == made.documents[3][:8] else logits
+
+    sound, broken = load(made.baseline.folder), OneDocument(load(made.baseline.folder))
+    found = text_checks(sound, broken, made.documents)
+    assert "document_kl" in failed(found)
+
+
+# free-running answers
+
+
+def shadow_checks(made: Made, candidate: Engine) -> dict[str, Check]:
+    prompts = [document[:begin] for begin in (5, 20) for document in made.documents]
+    stop_tokens = made.candidate.record.stop_tokens
+    items = shadow_items(
+        load(made.baseline.folder, threads=1), candidate, prompts, max_new_tokens=8, stop_tokens=stop_tokens
+    )
+    record = ShadowReport(
+        champion="b" * 64,
+        candidate="c" * 64,
+        champion_is_baseline=True,
+        prompts=len(items),
+        max_new_tokens=8,
+        executed_on=MACHINE,
+    )
+    return checks(shadow_kind.KIND, record, items)
+
+
+def test_answers_of_a_neighbour(made: Made) -> None:
+    sound, broken = load(made.candidate.folder, threads=1), Neighbours(load(made.candidate.folder, threads=1))
+    assert failed(shadow_checks(made, sound)) == set()
+    assert {"shadow_kl", "prompt_kl", "early_divergence"} <= failed(shadow_checks(made, broken))
+
+
+def test_answers_of_second_best_tokens(made: Made) -> None:
+    """Logits are sound, so only the free-running answers show it."""
+    found = failed(shadow_checks(made, SecondBest(load(made.candidate.folder, threads=1))))
+    assert "early_divergence" in found and "shadow_kl" not in found
+
+
+def test_answers_that_stop_at_once(made: Made) -> None:
+    class Silent(Wrapped):
+        def decode_greedy(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> TokenArray:
+            super().decode_greedy(tokens, lengths, first_slot=first_slot)
+            return np.full(len(tokens), made.candidate.record.stop_tokens[0])
+
+    found = failed(shadow_checks(made, Silent(load(made.candidate.folder, threads=1))))
+    assert {"answers_not_shorter", "same_ending", "early_divergence"} <= found

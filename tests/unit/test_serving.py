@@ -1,0 +1,88 @@
+"""The paths of serving evidence use every slot, batch size and position, whatever an engine's size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evals.kinds.serving import KIND, ServedItem, ServingReport, ServingSettings
+from evals.serving import mixed_lengths, served_items, serving, serving_metrics, windows
+from tapeout.errors import EvidenceError
+from tests.fake_engine import MACHINE, HistoryEngine
+
+TEXT = [number * number % 31 for number in range(400)]
+SETTINGS = ServingSettings(steps=3, answers=4, new_tokens=5)
+
+
+def engines(slots: int, max_tokens: int) -> tuple[HistoryEngine, HistoryEngine, HistoryEngine]:
+    """Baseline, candidate, and the candidate with another number of slots."""
+    return (
+        HistoryEngine(slots=1, max_tokens=max_tokens, seed=1),
+        HistoryEngine(slots=slots, max_tokens=max_tokens, seed=1, noise=0.01),
+        HistoryEngine(slots=slots + 1, max_tokens=max_tokens, seed=1, noise=0.01),
+    )
+
+
+@pytest.mark.parametrize(("slots", "max_tokens"), [(1, 40), (2, 64), (3, 300), (5, 600), (17, 64)])
+def test_a_sound_engine_is_measured_whole_and_agrees_with_itself(slots: int, max_tokens: int, tmp_path: Path) -> None:
+    baseline, candidate, reopened = engines(slots, max_tokens)
+    report = serving(
+        SETTINGS,
+        baseline,
+        candidate,
+        reopened,
+        text=TEXT,
+        executed_on=MACHINE,
+        folder=tmp_path / "serving",
+        parents={},
+    )
+    recipe: Any = None
+    found = KIND.load(report.folder, recipe)
+    assert report.record == ServingReport(
+        baseline=baseline.digest,
+        candidate=candidate.digest,
+        slots=slots,
+        max_tokens=max_tokens,
+        items=len(found.items),
+        executed_on=MACHINE,
+    )
+    evidence: Any = None
+    assert KIND.problems(found, evidence) == []
+    assert all(item.agree == item.tokens and item.kl_sum == item.error == item.gap == 0 for item in found.items)
+    assert all((item.float_kl_sum is None) == (item.path == "generation") for item in found.items)
+    assert any(item.float_kl_sum for item in found.items)
+    assert serving_metrics(found.items)["agreement"] == 1
+
+
+def test_every_length_and_the_longest_in_the_last_slot() -> None:
+    for slots in (1, 3, 16, 40):
+        rounds = list(mixed_lengths(slots, 2040))
+        assert {length for lengths in rounds for length in lengths} >= {1, 2, 255, 256, 257, 1024, 2040}
+        assert rounds[0][-1] == 2040 and all(len(lengths) == slots for lengths in rounds)
+
+
+def test_every_batch_size_from_the_first_and_to_the_last_slot() -> None:
+    found = list(windows(16, 8))
+    assert {size for first, size in found if first == 0} == set(range(1, 17))
+    assert {(16 - size, size) for size in range(1, 16)} <= set(found)
+
+
+def test_logits_that_are_not_finite_are_refused() -> None:
+    baseline, candidate, reopened = engines(2, 64)
+    candidate.table[:, 5] = float("nan")
+    with pytest.raises(EvidenceError, match="not finite, on the path 'pieces' in slot 0"):
+        served_items(SETTINGS, baseline, candidate, reopened, TEXT)
+
+
+def test_no_text_is_refused() -> None:
+    with pytest.raises(EvidenceError, match="no text to serve"):
+        served_items(SETTINGS, *engines(2, 64), [])
+
+
+def test_an_item_holds_the_worst_of_its_positions() -> None:
+    items = served_items(SETTINGS, *engines(2, 64), TEXT)
+    decoded = [item for item in items if item.path == "decode"]
+    assert max(item.last for item in decoded) == 63
+    assert all(isinstance(item, ServedItem) and item.first <= item.last for item in items)
