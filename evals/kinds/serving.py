@@ -19,7 +19,7 @@ from evals.kind import Bounds, Evidence, EvidenceRecord, Kind, Report
 from evals.limits import at_least, at_most
 from evals.rules import Rule, counted, mean_above_largest, token_rules
 from tapeout.artifact import Frozen, Roles, load
-from tapeout.recipe import Count, Fraction, Recipe, Section
+from tapeout.recipe import Count, Recipe, Section
 
 EVERY_SLOT = ("pieces", "decode", "greedy", "reuse")  # paths that must be measured in every slot
 SEVERAL = ("copy",)  # paths that need more than one slot
@@ -76,11 +76,11 @@ class ServingSettings(Section):
 
 
 class ServingBounds(Bounds):
-    max_serving_kl: float = Field(default=0.02, gt=0)
-    max_serving_position_kl: float = Field(default=0.5, gt=0)
-    min_serving_agreement: Fraction = 0.9
-    max_greedy_gap: float = Field(default=1e-3, gt=0)
-    max_serving_float_kl: float = Field(default=0.1, gt=0)
+    max_serving_kl: float = Field(default=0.02, gt=0, le=0.5)
+    max_serving_position_kl: float = Field(default=0.5, gt=0, le=5)
+    min_serving_agreement: float = Field(default=0.9, ge=0.5, le=1)
+    max_greedy_gap: float = Field(default=1e-3, gt=0, le=0.1)
+    max_serving_float_kl: float = Field(default=0.1, gt=0, le=2)
 
 
 class Serving(Kind[ServingReport, ServedItem, ServingBounds]):

@@ -75,12 +75,12 @@ class SourceReport(EvidenceRecord):
 
 
 class SourceBounds(DocumentBounds):
-    max_source_kl: float = Field(default=1e-4, gt=0)
-    max_source_perplexity_ratio: float = Field(default=1.05, gt=1)
+    max_source_kl: float = Field(default=1e-4, gt=0, le=0.1)
+    max_source_perplexity_ratio: float = Field(default=1.05, gt=1, le=2)
     max_perplexity: float = Field(default=1000.0, gt=1)
     min_accuracy: Fraction = 0.0
-    min_above_chance: float = Field(default=0.0, ge=-1, le=1)
-    max_embedding_error: float = Field(default=0.3, gt=0)
+    min_above_chance: float = Field(default=0.0, ge=-0.2, le=1)
+    max_embedding_error: float = Field(default=0.3, gt=0, le=1)
 
 
 class Source(Kind[SourceReport, SourceItem, SourceBounds]):
