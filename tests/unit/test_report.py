@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evals.block import Bars, Divergence, Roofline
+from evals.block import Bars, Divergence, Interval, Intervals, Roofline
 from evals.check import Check, Outcome
 from pipeline.report import charts, vega
 from pipeline.report.data import LayerRow, ReportData, flat_metrics
@@ -106,6 +106,19 @@ def test_hostile_text_is_escaped() -> None:
     verdict = example_verdict(Outcome.FAIL, checks=(check,))
     page = render(replace(example_report(verdict), model_name='"><img src=x>', recipe={"<b>": "</table>"}))
     assert "script" not in parse(page).tags and "<img" not in page
+
+
+def test_hostile_text_is_escaped_in_charts() -> None:
+    label = "\"><script>alert(1)</script>&'\\"
+    row = Interval(label, 0.01, -0.01, 0.02, 5)
+    for chart in (
+        charts.intervals(Intervals(label, (row,), 0.02, 0.95)),
+        charts.bars(Bars(label, label, ((label, 1.0, 2.0),), True, label)),
+        charts.bits_by_layer([LayerRow(label, 0, label, label, 8, 8.25, 0.1, 0.1)]),
+    ):
+        root = ElementTree.fromstring(chart)
+        assert not [node for node in root.iter() if "script" in node.tag]
+        assert any(label in (node.text or "") for node in root.iter())
 
 
 @pytest.mark.parametrize(
