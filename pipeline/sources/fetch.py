@@ -72,12 +72,11 @@ def fetch(recipe: Recipe, folder: Path) -> Artifact[Source]:
 
 
 def _fetch_adapter(recipe: Recipe, folder: Path) -> Fetched | None:
-    if recipe.model.adapter is None:
+    source, pin = recipe.model.adapter, recipe.model.adapter_sha256
+    if source is None:
         return None
     files = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
-    adapter = fetch_source(
-        recipe.model.adapter, folder, sha256=recipe.model.adapter_sha256, keep=lambda name: name in files
-    )
+    adapter = fetch_source(source, folder, sha256=pin, keep=lambda name: name in files)
     if lacking := [name for name in files if not (adapter.path / name).is_file()]:
         raise SourceError(
             f"{adapter.source} is no LoRA adapter: it has no {' and no '.join(lacking)}",

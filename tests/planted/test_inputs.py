@@ -24,11 +24,13 @@ from quantization.units import resolve
 from tapeout.errors import ExportError, QuantizationError, RecipeError, RequestError, SourceError
 from tapeout.portable_graph import LinearGroup, PortableGraph
 from tapeout.recipe import Rule
+from tapeout.schemes import Scheme
 from tests import checkpoints
 from tests.checkpoints import CONFIG, WEIGHTS, Tensors, change_json, change_weights, gguf_file, shard, write_index
 from tests.families import VOCAB_SIZE
 
 UP = "model.layers.1.mlp.up_proj.weight"
+BYTES = Scheme(bits=8)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -429,6 +431,11 @@ def test_a_rule_of_the_plan_never_matches() -> None:
     graph = PortableGraph.model_construct(layers=1, groups=(group,))
     for matches in (["layers.*.gateup"], ["layers.1.qkv"], ["layers.0.*", "layers.*.qkv"]):
         with pytest.raises(RecipeError, match=r"matches no unit|is never used") as caught:
-            resolve(graph, [*(Rule(match=match, bits=8) for match in matches), Rule(match="*", bits=8)])
+            resolve(graph, [*(Rule(match=match, scheme=BYTES) for match in matches), Rule(match="*", scheme=BYTES)])
         assert matches[-1] in caught.value.found
-    assert resolve(graph, [Rule(match="layers.*.down", bits=4), Rule(match="*", bits=8)])["layers.0.qkv"].bits == 8
+    assert (
+        resolve(graph, [Rule(match="layers.*.down", scheme=Scheme(bits=4)), Rule(match="*", scheme=BYTES)])[
+            "layers.0.qkv"
+        ]
+        == BYTES
+    )

@@ -185,8 +185,8 @@ def compressed(kind: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor, 
     if not settings[kind]["symmetric"]:
         state["weight_zero_point"] = zeros
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
-    compressor = BaseCompressor.load_from_registry(kind)
-    tensors = compressor.compress(dict(state), scheme)
+    compressor: Any = BaseCompressor.load_from_registry(kind)
+    tensors: Tensors = compressor.compress(dict(state), scheme)
     read = compressor.decompress(dict(tensors), scheme)["weight"].float()
     return (
         {name: tensor.contiguous() for name, tensor in tensors.items() if name != "weight_g_idx"},
