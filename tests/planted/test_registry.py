@@ -495,7 +495,7 @@ def test_an_artifact_of_another_model(tmp_path: Path, name: str) -> None:
 def test_a_replay_that_names_another_champion(tmp_path: Path) -> None:
     judged.write_run(tmp_path, against="d" * 64)
     edit_record(tmp_path / "shadow", lambda body: body["record"].update(champion="f" * 64))
-    with pytest.raises(EvidenceError, match="shadow names champion f+…, but was made from d+…"):
+    with pytest.raises(EvidenceError, match=r"shadow names champion f+…, but was made from d+…"):
         load_evidence(tmp_path, RECIPE)
 
 
