@@ -123,7 +123,7 @@ def scaled_to_share(shape: Shape, tokens: Floats, most: float, share: float) -> 
     """As :func:`scaled_to`, for a share of tokens."""
 
     def excess(factor: float) -> float:
-        rng, size = np.random.default_rng(1), (1, CALIBRATION_DRAWS)
+        rng, size = np.random.default_rng(1), (1, CALIBRATION_DRAWS // 4)
         return float(np.minimum(disagreeing(shape, factor, tokens, rng, size)[1], most).mean()) - share
 
     return _root(excess)
@@ -131,7 +131,7 @@ def scaled_to_share(shape: Shape, tokens: Floats, most: float, share: float) -> 
 
 def _root(excess: Callable[[float], float]) -> float:
     low, high = 0.0, 64.0
-    for _ in range(30):
+    for _ in range(20):
         middle = (low + high) / 2
         low, high = (middle, high) if excess(middle) < 0 else (low, middle)
     return (low + high) / 2

@@ -438,7 +438,7 @@ def page(results: list[Result], runs: int, confidence: float) -> str:
 
 
 def _share(count: int, runs: int) -> str:
-    return f"{100 * count / runs:.1f} ± {100 * standard_error(count, runs):.1f} %"
+    return f"{100 * count / runs:.1f} ± {100 * standard_error(count, runs):.2f} %"
 
 
 def main() -> int:
