@@ -64,7 +64,7 @@ def save_tokenizer(checkpoint: Path, entry: str, folder: Path, rows: int) -> Any
         )
     served: Any = _read(folder / FILE)
     _require_whole(served)
-    _require_rows(served, rows)
+    _require_rows(served, rows, str(tokenizer.chat_template or ""))
     _require_same(served, tokenizer)
     _require_ends(served, tokenizer, {} if entry else _read_config(checkpoint / CONFIG))
     _require_template(folder, tokenizer)
@@ -139,8 +139,18 @@ def _require_whole(served: Any) -> None:
         )
 
 
-def _require_rows(served: Any, rows: int) -> None:
-    beyond = {token: number for token, number in served.get_vocab(True).items() if number >= rows}
+def _require_rows(served: Any, rows: int, template: str) -> None:
+    """Every token of the vocabulary has a row of the embedding, and so has every added token that a chat uses.
+
+    Text models keep added tokens of their siblings, such as gemma3's for images. They occur in no text; an engine
+    refuses a prompt that holds one.
+    """
+    plain = served.get_vocab(False)
+    beyond = {
+        token: number
+        for token, number in served.get_vocab(True).items()
+        if number >= rows and (token in plain or token in template)
+    }
     if beyond:
         first = sorted(beyond.items(), key=lambda item: item[1])
         raise ExportError(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
 
 from pipeline.cli.main import main
 from pipeline.export.adapter import merge_adapter
@@ -271,6 +272,18 @@ def test_a_tokenizer_that_cuts_texts(folder: Path) -> None:
 
 def test_a_tokenizer_larger_than_the_embedding(folder: Path) -> None:
     tokenizer_refused(folder, r"no row for: 'w201' is 201, 'w202' is 202", rows=201)
+
+
+def test_a_chat_uses_a_token_that_the_embedding_lacks(folder: Path) -> None:
+    """An added token is harmless as long as no chat uses it: gemma3 keeps one for images."""
+    file = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    file.add_special_tokens(["<turn>"])
+    file.save(str(folder / "tokenizer.json"))
+    written = folder.parent / "written"
+    written.mkdir()
+    save_tokenizer(folder, "", written, VOCAB_SIZE)
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}<turn>{{ m.content }}{% endfor %}")
+    tokenizer_refused(folder, f"no row for: '<turn>' is {VOCAB_SIZE}")
 
 
 def test_there_is_no_tokenizer(folder: Path) -> None:
