@@ -132,7 +132,7 @@ class _Trace:
 
     def _window_of(self, mask: torch.Tensor | None, name: str, causal: bool) -> int:
         """The window of the mask that an attention gets. Without a mask, transformers' attention is plainly causal."""
-        known = next((window for made, window in self.masks if made is mask), None)
+        known = next((window for made, window in self.masks if mask is not None and _is_whole(mask, made)), None)
         if known is not None:
             return known
         if mask is None and causal:
@@ -142,6 +142,11 @@ class _Trace:
             expected="causal attention, with a sliding window or without",
             remedy="choose a causal decoder; bidirectional attention and position biases (ALiBi) are not supported",
         )
+
+
+def _is_whole(mask: torch.Tensor, made: torch.Tensor) -> bool:
+    """Whether a mask is one that was made, or a slice of all of it."""
+    return mask.data_ptr() == made.data_ptr() and mask.shape == made.shape and mask.dtype == made.dtype
 
 
 def _refuse_unknown(name: str, options: dict[str, Any]) -> None:
