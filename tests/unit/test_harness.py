@@ -329,11 +329,11 @@ def test_evaluate_writes_the_same_report_twice(
     one, two = run("one"), run("two")
     assert one.digest == two.digest
     report = load(tmp_path / "one", EvalReport).record
-    assert report.tasks == {"sciq": 10, "winogrande": 10} and report.documents == 3
+    assert report.tasks == {"sciq": 10, "winogrande": 10} and report.documents == 3 + TextSettings().long_documents
     assert report.baseline != report.candidate
     questions = read_items(one.folder / "task_items.jsonl", TaskItem)
     texts = read_items(one.folder / "text_items.jsonl", TextItem)
-    assert len(questions) == 20 and [item.tokens for item in texts] == [39, 39, 39]
+    assert len(questions) == 20 and [item.tokens for item in texts if not item.long] == [39, 39, 39]
     metrics = json.loads((one.folder / "metrics.json").read_text())
     assert metrics == {**task_metrics(questions), **text_metrics(texts)}
     right = sum(item.candidate_correct for item in questions)
