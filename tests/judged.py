@@ -45,10 +45,10 @@ NAME = "tapeout-default"
 SETTINGS: dict[str, Any] = {
     "model": {"source": "file:model"},
     "data": {"source": "file:data"},
-    "benchmark": {"batches": [1], "repeats": 3, "prompt_tokens": 1, "new_tokens": 1},
-    "evaluate": {"tasks": ["arc", "piqa"], "items": 300, "documents": 12, "parity_documents": 12},
-    "shadow": {"prompts": 12, "max_new_tokens": 48},
-    "gate": {"min_items": 300, "min_documents": 10, "min_shadow_prompts": 10},
+    "benchmark": {"batches": [1], "repeats": 5, "prompt_tokens": 1, "new_tokens": 1},
+    "evaluate": {"tasks": ["arc", "piqa"], "items": 600, "documents": 60, "parity_documents": 40},
+    "shadow": {"prompts": 60, "max_new_tokens": 48},
+    "gate": {"min_items": 600, "min_text_documents": 60, "min_documents": 40, "min_shadow_prompts": 60},
     "register": {"model_name": NAME},
 }
 
@@ -120,7 +120,7 @@ def renamed(value: Any, names: Mapping[str, str]) -> Any:
 
 def write_evidence(artifacts: Path, evidence: Evidence, champion: ArtifactRef | None) -> None:
     """The reports of every kind, about the engines that lie beside them."""
-    refs = {name: load_header(artifacts / name).ref for name in ("source", "quantized", "baseline", "candidate")}
+    refs = {name: load_header(artifacts / name).ref for name in ("source", "graph", "quantized", "baseline", "candidate")}
     judged = {BASELINE: "baseline", CANDIDATE: "candidate", QUANTIZED: "quantized"}
     names = {made_up: refs[role].digest for made_up, role in judged.items()}
     refs["champion"] = champion or refs["baseline"]
@@ -179,7 +179,7 @@ def judge(artifacts: Path, by: Recipe) -> Artifact[Verdict]:
 @cache
 def good(kl: float = 0.01) -> Evidence:
     """Evidence that passes; with a ``kl`` of 0.03 it decides nothing, and with more it fails."""
-    return make(task_items(300, 2, 2), text_items(12, kl=kl), shadow_items(12), parity_items(12))
+    return make(task_items(600, 2, 2), text_items(60, kl=kl), shadow_items(60), parity_items(40))
 
 
 def with_items(evidence: Evidence, name: str, items: tuple[Any, ...]) -> Evidence:
