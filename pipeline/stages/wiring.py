@@ -102,7 +102,7 @@ def _export(recipe: Recipe) -> None:
     export(
         *_checkpoint(source),
         ARTIFACTS / "graph",
-        adapter=source.folder / source.record.adapter_entry if source.record.adapter_entry else None,
+        adapter=_adapter(source),
         max_positions=recipe.export.max_positions,
         tolerance=recipe.export.tolerance,
         seed=recipe.seed,
@@ -248,6 +248,10 @@ def _checkpoint(source: Artifact[Source]) -> tuple[Path, str]:
     return (entry.parent, entry.name) if source.record.model_kind == "gguf" else (entry, "")
 
 
+def _adapter(source: Artifact[Source]) -> Path | None:
+    return source.folder / source.record.adapter_entry if source.record.adapter_entry else None
+
+
 def _graph() -> Artifact[PortableGraph]:
     return artifact.load(ARTIFACTS / "graph", PortableGraph)
 
@@ -316,7 +320,9 @@ class Measurement:
     def source_model(self) -> SourceModel:
         from pipeline.export.source_model import CheckpointModel
 
-        return CheckpointModel(*_checkpoint(_source()))
+        source = _source()
+        positions = _graph().record.max_positions
+        return CheckpointModel(*_checkpoint(source), adapter=_adapter(source), positions=positions)
 
     def graph(self) -> Artifact[PortableGraph]:
         return _graph()

@@ -36,7 +36,7 @@ from tests import judged
 from tests.fake_engine import MACHINE
 
 RECIPE = judged.recipe()
-LOOSE = judged.recipe(gate={"max_kl": 0.5})
+LOOSE = judged.recipe(gate={"max_kl": 0.8, "max_document_kl": 1.0})
 NAME = judged.NAME
 EARLY, SERVED, NEXT, FAILED = 1, 2, 3, 4  # versions of ``registry``
 BAD = judged.good(0.345)  # a mean KL that fails
@@ -157,7 +157,7 @@ def flip(path: Path) -> None:
 
 def test_a_version_judged_by_looser_bounds(registry: Registry) -> None:
     submit(registry.folder, 5, LOOSE, against=registry.digests[SERVED], evidence=BAD)
-    said = r"gate\.max_kl is 0\.5 there and 0\.03 in force \(looser than in force\)"
+    said = r"gate\.max_kl is 0\.8 there and 0\.03 in force \(looser than in force\)"
     registry.refuses(lambda: promote(RECIPE), said)
     assert promote(LOOSE).changed
 
@@ -165,7 +165,7 @@ def test_a_version_judged_by_looser_bounds(registry: Registry) -> None:
 def test_a_version_judged_on_less_evidence(registry: Registry) -> None:
     stricter = judged.recipe(evaluate={"items": 5000})
     registry.refuses(
-        lambda: promote(stricter, version=NEXT), r"evaluate\.items is 300 there and 5000 in force \(looser"
+        lambda: promote(stricter, version=NEXT), r"evaluate\.items is 600 there and 5000 in force \(looser"
     )
 
 
@@ -178,7 +178,7 @@ def test_evidence_measured_by_another_recipe(tmp_path: Path) -> None:
     judged.write_run(tmp_path)
     for section, change, said in (
         ("evaluate", {"tasks": ["arc", "piqa", "sciq"]}, "EvalReport is of tasks arc, piqa, not of arc, piqa, sciq"),
-        ("evaluate", {"documents": 20}, "measured with 12 documents, not with 20"),
+        ("evaluate", {"documents": 20}, "measured with 60 documents, not with 20"),
         ("shadow", {"max_new_tokens": 96}, "measured with 48 new tokens, not with 96"),
         ("benchmark", {"prompt_tokens": 128}, "measured with 1 prompt_tokens, not with 128"),
     ):
@@ -503,7 +503,7 @@ def test_documents_that_calibration_saw(tmp_path: Path) -> None:
     evidence = judged.good()
     scored = evidence.reports["text"].items
     items = (scored[0].model_copy(update={"doc_hash": "a" * 64}), *scored[1:])
-    with pytest.raises(EvidenceError, match="1 of 12 text items are documents that calibration saw"):
+    with pytest.raises(EvidenceError, match="1 of 60 text items are documents that calibration saw"):
         judged.write_run(tmp_path, evidence=judged.with_items(evidence, "text", items))
 
 

@@ -278,7 +278,7 @@ def text_checks(baseline: Engine, candidate: Engine, documents: list[list[int]])
 def source_checks(
     made: Made, folder: Path, *, baseline: Artifact[EngineBundle], candidate: Artifact[EngineBundle]
 ) -> dict[str, Check]:
-    model = CheckpointModel(made.checkpoint)
+    model = CheckpointModel(made.checkpoint, "", adapter=None, positions=512)
     engines = [load(bundle.folder, threads=1, slots=1) for bundle in (baseline, candidate)]
     texts = [
         *(("document", tokens) for tokens in made.documents),
