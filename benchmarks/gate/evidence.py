@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 
 from evals.items import read_items
 from evals.kinds.parity import ParityItem
+from evals.kinds.serving import CONTEXT, PATHS, SEVERAL, ServedItem
 from evals.kinds.shadow import ShadowItem
+from evals.kinds.source import SourceItem
 from evals.kinds.speed import Benchmark, SpeedSample
 from evals.kinds.tasks import TaskItem, discordant
 from evals.kinds.text import TextItem
@@ -68,6 +70,7 @@ def keep(artifacts: Path) -> None:
         "text": [
             (i.tokens, i.kl_sum / i.tokens, 1 - i.agree / i.tokens, (i.candidate_nll - i.baseline_nll) / i.tokens)
             for i in text
+            if not i.long
         ],
         "shadow": [(i.champion_tokens, i.kl_sum / i.champion_tokens, 1 - i.agree / i.champion_tokens) for i in shadow],
         "parity": [(i.tokens, i.kl_sum / i.tokens, 1 - i.agree / i.tokens) for i in parity],
@@ -164,6 +167,8 @@ def text_items(tokens: Floats, kl: Floats, differ: Floats, log_ratio: Floats) ->
             agree=t - round(d * t),
             baseline_nll=3.0 * t + i,
             candidate_nll=3.0 * t + i + r * t,
+            ranges=(k,),
+            long=False,
         )
         for i, (t, k, d, r) in enumerate(rows)
     )
@@ -179,6 +184,7 @@ def shadow_items(tokens: Floats, kl: Floats, differ: Floats) -> tuple[ShadowItem
             candidate_tokens=t,
             agree=t - round(d * t),
             kl_sum=k * t,
+            kl_max=10 * k + 1,
             exact_match=True,
             first_divergence=None,
             champion_stopped=True,
@@ -197,13 +203,41 @@ def parity_items(tokens: Floats, kl: Floats, differ: Floats) -> tuple[ParityItem
             kl_sum=k * t,
             kl_max=10 * k + 1,
             agree=t - round(d * t),
-            worst_error=1e-4,
-            worst_linear="layers.3.mlp.down_proj.weight",
+            errors={"layers.3.mlp.down_proj.weight": 1e-4},
+            position_error=1e-4 + 1e-9 * i,
+            position_linear="layers.3.mlp.down_proj.weight",
             free_kl_sum=1.0 + i,
             free_agree=t,
         )
         for i, (t, k, d) in enumerate(rows)
     )
+
+
+LAST = CONTEXT  # position of an engine that is served, the first at which it is compared with the float engine
+
+
+def served_items() -> tuple[ServedItem, ...]:
+    """Of a sound engine with one slot. Nothing here is drawn: an engine serves as it does."""
+    return tuple(
+        ServedItem(
+            path=path, slot=0, first_slot=0, batch=1, first=LAST, last=LAST, tokens=1, agree=1, kl_sum=0, kl_max=0,
+            error=0, gap=0, float_kl_sum=0,
+        )
+        for path in PATHS
+        if path not in SEVERAL
+    )  # fmt: skip
+
+
+def source_items(documents: int) -> tuple[SourceItem, ...]:
+    """Of engines that compute what the source model computes."""
+    forms = ("long", "prompt", *["document"] * documents)
+    return tuple(
+        SourceItem(
+            doc_hash=f"source {i}", form=form, tokens=10, kl_sum=0, kl_max=0, agree=10, source_nll=30 + i,
+            baseline_nll=30 + i, candidate_nll=30 + i,
+        )
+        for i, form in enumerate(forms)
+    )  # fmt: skip
 
 
 ANSWERS = ((True, True), (True, False), (False, True), (False, False))  # baseline and candidate are right

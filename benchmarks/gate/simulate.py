@@ -40,10 +40,12 @@ from evals.conditions import times_bound
 from evals.gate import judge
 from evals.kind import Bounds, Evidence, Kind, Report
 from evals.kinds import parity, shadow, speed, tasks, text
-from evals.kinds.parity import ParityReport
+from evals.kinds.parity import ParityReport, TableError
 from evals.kinds.proof import ProofSummary
+from evals.kinds.serving import ServingReport
 from evals.kinds.shadow import ShadowReport
-from evals.kinds.speed import SpeedSummary
+from evals.kinds.source import SourceReport, TextFile
+from evals.kinds.speed import SpeedSettings, SpeedSummary
 from evals.kinds.tasks import EvalReport
 from pipeline.recipe import load_recipe
 from tapeout.artifact import ArtifactRef
@@ -52,6 +54,7 @@ from tapeout.fingerprint import Fingerprint
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "benchmarks" / "gate.md"
 RUNS = 2000
+REPEATS = SpeedSettings().repeats
 # What a row promises, where "often" is 1 - confidence of all runs:
 BOUND = "bound"  # the truth lies on the bound: the check passes no more often, and fails no more often
 EQUAL = "equal"  # both engines are equal in law: the gate fails no more often
@@ -62,6 +65,7 @@ NONE = "none"  # the same, and nothing is promised: a sample of this size cannot
 
 Outcomes = Callable[[Generator, int], Iterator[Mapping[str, Outcome]]]
 WHOLE = "the whole gate"
+NO_ERROR = TableError(rows=1, error=0, worst=0)
 
 
 @dataclass(frozen=True)
@@ -141,8 +145,11 @@ class Documents:
         return (made.shadow_items if self.kind.name == "shadow" else made.parity_items)(tokens, kl, differ)
 
     def judge(self, items: tuple[Any, ...], bounds: Bounds) -> dict[str, Outcome]:
-        replayed = ShadowReport.model_construct(champion="b", champion_is_baseline=True)
-        return judged(self.kind, replayed if self.kind.name == "shadow" else None, items, bounds)
+        records = {
+            "shadow": ShadowReport.model_construct(champion="b", champion_is_baseline=True),
+            "parity": ParityReport.model_construct(embedding=NO_ERROR, head=NO_ERROR),
+        }
+        return judged(self.kind, records.get(self.kind.name), items, bounds)
 
 
 TEXT = Documents(
@@ -286,6 +293,7 @@ def whole(
         executed_on=machine,
         tasks=dict(Counter(item.task for item in task_items)),
         documents=len(text_items),
+        max_tokens=0,  # no long document
         versions={},
     )
     replayed = ShadowReport.model_construct(
@@ -293,8 +301,17 @@ def whole(
         max_new_tokens=10**6, executed_on=machine,
     )  # fmt: skip
     compared = ParityReport.model_construct(
-        candidate=CANDIDATE, built_from=built_from.digest, documents=len(parity_items), executed_on=machine
-    )
+        candidate=CANDIDATE, built_from=built_from.digest, documents=len(parity_items), vocabulary=1, max_tokens=1,
+        embedding=NO_ERROR, head=NO_ERROR, executed_on=machine,
+    )  # fmt: skip
+    both: dict[str, Any] = {"baseline": BASELINE, "candidate": CANDIDATE, "executed_on": machine}
+    served, source_items = made.served_items(), made.source_items(32)
+    serving = ServingReport.model_construct(**both, slots=1, max_tokens=made.LAST + 1, items=len(served))
+    source = SourceReport.model_construct(
+        **both, documents=len(source_items), max_tokens=1, vocabulary=1, embedding=NO_ERROR,
+        files=(TextFile(name="tokenizer.json", graph="t", baseline="t", candidate="t"),),
+        stop_tokens=dict.fromkeys(("source", "graph", "baseline", "candidate"), (2,)),
+    )  # fmt: skip
     batches = tuple(sample.batch for sample in samples if sample.phase == "decode")
     proof = ProofSummary(ok=True, reasons=(), bits_per_weight=7.5)
     return Evidence(
@@ -309,6 +326,8 @@ def whole(
             "text": Report(ArtifactRef("EvalReport", "e"), evaluation, text_items),
             "shadow": Report(ArtifactRef("ShadowReport", "s"), replayed, shadow_items),
             "parity": Report(ArtifactRef("ParityReport", "p"), compared, parity_items),
+            "serving": Report(ArtifactRef("ServingReport", "v"), serving, served),
+            "source": Report(ArtifactRef("SourceReport", "o"), source, source_items),
             "speed": Report(
                 ArtifactRef("Benchmark", "t"),
                 SpeedSummary(baseline=BASELINE, candidate=CANDIDATE, executed_on=machine, batches=batches),
@@ -332,7 +351,7 @@ def good_evidence(rng: Generator, run: Run) -> Evidence:
         for task, (n, right, lost, gained) in run.tasks.items()
     }
     samples = [
-        made.speed_sample(phase, int(batch), rng.choice(ratios, 7).tolist())
+        made.speed_sample(phase, int(batch), rng.choice(ratios, REPEATS).tolist())
         for (phase, batch), ratios in ((name.split(), ratios) for name, ratios in run.speed.items())
     ]
     return whole(
@@ -355,7 +374,7 @@ def equal_evidence(rng: Generator, run: Run) -> Evidence:
         made.shadow_items(*noise[1]),
         made.parity_items(*noise[2]),
         tuple(
-            made.speed_sample(phase, int(batch), np.exp(rng.normal(0, 0.1, 7)).tolist())
+            made.speed_sample(phase, int(batch), np.exp(rng.normal(0, 0.1, REPEATS)).tolist())
             for phase, batch in (name.split() for name in run.speed)
         ),
     )

@@ -178,7 +178,7 @@ def test_evidence_measured_by_another_recipe(tmp_path: Path) -> None:
     judged.write_run(tmp_path)
     for section, change, said in (
         ("evaluate", {"tasks": ["arc", "piqa", "sciq"]}, "EvalReport is of tasks arc, piqa, not of arc, piqa, sciq"),
-        ("evaluate", {"documents": 20}, "measured with 60 documents, not with 20"),
+        ("evaluate", {"documents": 50}, "measured with 60 documents, not with 50"),
         ("shadow", {"max_new_tokens": 96}, "measured with 48 new tokens, not with 96"),
         ("benchmark", {"prompt_tokens": 128}, "measured with 1 prompt_tokens, not with 128"),
     ):

@@ -87,7 +87,7 @@ def test_the_report_alone(clean: tuple[Path, Hashes]) -> None:
 
 
 def test_a_module_that_is_imported_inside_a_function(clean: tuple[Path, Hashes]) -> None:
-    assert stale(clean, "pipeline/export/trace.py") == {"export", "source"}
+    assert stale(clean, "pipeline/export/checkpoint.py") == {"export", "source"}
     assert stale(clean, "engines/native/source/block_linear.c", new="/* */") >= {"build-baseline", "build-candidate"}
 
 
@@ -169,7 +169,10 @@ def test_a_property_that_is_computed_otherwise(clean: tuple[Path, Hashes]) -> No
     assert holdout == {"calibrate", "sensitivity", "plan", *measured, *WHOLE_RECIPE}
     name = stale(clean, "tapeout/recipe.py", old="replace('_', ' ')", new="replace('_', '-')")
     assert name == {"sensitivity", "plan", *WHOLE_RECIPE}
-    assert stale(clean, "pipeline/recipe.py", old="[self.calibrate.dataset, *", new="[*") == {"fetch", *WHOLE_RECIPE}
+    assert stale(clean, "pipeline/recipe.py", old="[self.calibrate.dataset, *", new="[*") == {
+        *{"fetch", "gate"},
+        *WHOLE_RECIPE,
+    }
 
 
 def test_a_constant_of_the_recipe_but_not_how_it_is_validated(clean: tuple[Path, Hashes]) -> None:
