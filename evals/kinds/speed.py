@@ -81,7 +81,7 @@ class SpeedSettings(Section):
     prompt_tokens: Count = 128
     new_tokens: Count = 32
     batches: Annotated[tuple[Count, ...], Field(min_length=1)] = (1, 4, 16)
-    repeats: Count = 5
+    repeats: Count = 7
     price_per_hour: float = Field(default=0.10, gt=0)  # US dollars for this machine
 
     @field_validator("batches")
