@@ -181,7 +181,7 @@ def judge(artifacts: Path, by: Recipe) -> Artifact[Verdict]:
 @cache
 def good(kl: float = 0.01) -> Evidence:
     """Evidence that passes; with a ``kl`` of 0.03 it decides nothing, and with more it fails."""
-    return make(task_items(600, 2, 2), text_items(60, kl=kl), shadow_items(60), parity_items(40))
+    return make(task_items(600, 2, 2), text_items(60, kl=kl), shadow_items(60), parity_items(41))
 
 
 def with_items(evidence: Evidence, name: str, items: tuple[Any, ...]) -> Evidence:

@@ -105,7 +105,7 @@ class Parity(Kind[ParityReport, ParityItem, ParityBounds]):
         return [f"evaluate.parity_documents is {wanted} of {there} documents"] if wanted > there else []
 
     def deviations(self, report: Report[ParityReport, ParityItem], recipe: Recipe) -> list[str]:
-        asked = recipe.section(ParitySettings).parity_documents
+        asked = recipe.section(ParitySettings).parity_documents + 1  # one of all positions
         return differing("ParityReport", {"documents": (report.record.documents, asked)})
 
     def problems(self, report: Report[ParityReport, ParityItem], evidence: Evidence) -> list[str]:

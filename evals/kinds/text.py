@@ -87,7 +87,8 @@ class Text(Kind[EvalReport, TextItem, TextBounds]):
         return recipe.too_long({"evaluate.document_tokens": recipe.section(TextSettings).document_tokens})
 
     def deviations(self, report: Report[EvalReport, TextItem], recipe: Recipe) -> list[str]:
-        return differing("EvalReport", {"documents": (report.record.documents, recipe.section(TextSettings).documents)})
+        documents = sum(not item.long for item in report.items)
+        return differing("EvalReport", {"documents": (documents, recipe.section(TextSettings).documents)})
 
     def problems(self, report: Report[EvalReport, TextItem], evidence: Evidence) -> list[str]:
         return [
