@@ -234,7 +234,7 @@ def mixed_lengths(slots: int, longest: int) -> Iterator[tuple[int, ...]]:
     """Lengths of the sequences that all slots hold together, in as many rounds as it takes to have each once.
 
     >>> list(mixed_lengths(4, 64))
-    [(2, 17, 63, 64), (63, 17, 2, 1)]
+    [(2, 17, 63, 64), (2, 17, 63, 1)]
     """
     wanted = [longest, *sorted((length for length in LENGTHS if length < longest), reverse=True)]
     short = cycle([length for length in wanted if length <= SHORT and length != longest] or wanted)

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.export.export import load_checkpoint
+from pipeline.export.checkpoint import load_checkpoint
 from tapeout.errors import TapeoutError
 from tests.families import ALL_FAMILIES, export_family
 from tests.family_engines import PROMPTS, build_float, difference_from_checkpoint, largest_errors, make
@@ -48,7 +48,7 @@ def examine(family: str) -> Row:
         except TapeoutError as error:
             return Row(family, f"refused: {error.found}")
         errors = largest_errors(
-            build_float(graph, folder / "float", slots=len(PROMPTS)), load_checkpoint(graph.folder), family
+            build_float(graph, folder / "float", slots=len(PROMPTS)), load_checkpoint(graph.folder).model, family
         )
         wrong = [f"{use} differs by {error:.0e}" for use, error in errors.items() if not error < TOLERANCE]
         decoded = "; ".join(wrong) or "yes"

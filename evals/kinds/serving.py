@@ -168,6 +168,7 @@ class Serving(Kind[ServingReport, ServedItem, ServingBounds]):
                     _means(
                         [item for item in items if item.float_kl_sum is not None and item.first >= CONTEXT],
                         lambda item: item.float_kl_sum or 0.0,
+                        fine=False,  # one slot has too few positions: the KL of a single one can be 2 nats
                     ),
                     bounds.max_serving_float_kl,
                     "groups",

@@ -169,7 +169,7 @@ def _require_decoder(config: Any, architectures: Any, where: str) -> Any:
     for name, module in skeleton.named_modules():
         if name.rpartition(".")[2] in EXPERTS or type(module).__name__.endswith("Experts"):
             raise ExportError(
-                f"{where} is a mixture of experts ({kind.__name__}, module {name})",
+                f"{kind.__name__} is a mixture of experts ({name})",
                 expected="a dense decoder",
                 remedy="mixture-of-experts models are not supported; choose a dense one",
             )
@@ -181,12 +181,15 @@ def _require_sizes(config: Any, where: str) -> None:
     text = _text(config)
     heads, kv_heads = getattr(text, "num_attention_heads", None), getattr(text, "num_key_value_heads", None)
     hidden = getattr(text, "hidden_size", None)
+    if heads is None:
+        return  # a model without attention: the export refuses it by what it does
     if not isinstance(heads, int) or heads < 1:
         raise ExportError(f"{where} has num_attention_heads {heads!r}", expected="a number of heads of at least 1")
     problems: list[str] = []
     if isinstance(kv_heads, int) and (kv_heads < 1 or heads % kv_heads):
         problems.append(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
-    if getattr(text, "head_dim", None) is None and isinstance(hidden, int) and hidden % heads:
+    # An attribute that varies across layers cannot be read from the configuration as a whole, but from its mapping.
+    if text.to_dict().get("head_dim") is None and isinstance(hidden, int) and hidden % heads:
         problems.append(f"hidden_size {hidden} is no multiple of num_attention_heads {heads}, and there is no head_dim")
     if problems:
         raise ExportError(

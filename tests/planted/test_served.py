@@ -351,7 +351,11 @@ def test_sound_engines_pass(made: Made, tmp_path: Path) -> None:
     found = serve(made, Wrapped) | parity_checks(made, made.candidate, tmp_path)
     found |= source_checks(made, tmp_path, **made.bundles)
     found |= text_checks(load(made.baseline.folder), load(made.candidate.folder), made.documents)
-    assert {name: check.reason for name, check in found.items() if check.outcome is not Outcome.PASS} == {}
+    assert failed(found) == set()
+    few = {"kl", "top_token", "perplexity", "source_perplexity"}  # 12 documents bound no mean
+    assert {
+        name: check.reason for name, check in found.items() if check.outcome is not Outcome.PASS and name not in few
+    } == {}
 
 
 @pytest.mark.parametrize(
@@ -386,7 +390,7 @@ def test_rotary_tables_zeroed_late(made: Made, tmp_path: Path) -> None:
     found = parity_checks(made, broken, tmp_path)
     found |= text_checks(load(made.baseline.folder), load(broken.folder), made.documents)
     assert {"parity_error", "parity_position_error", "document_kl"} <= failed(found)
-    assert found["kl"].outcome is Outcome.PASS  # the other documents end before
+    assert found["kl"].outcome is not Outcome.FAIL  # the other documents end before
 
 
 def test_one_late_layer_wrong_at_late_positions(made: Made, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_what_a_graph_cannot_hold_is_refused(name: str, found: str) -> None:
 def test_a_message_has_the_first_cause_and_no_colors() -> None:
     outer = RuntimeError("\x1b[96mFailed to export\x1b[0m\nadvice")
     outer.__cause__ = ValueError("\n\x1b[31mthe cause\x1b[0m\nmore")
-    assert _reason(outer) == "ValueError: the cause"
+    assert _reason(outer) == "ValueError: the cause more"
 
 
 def test_windows_are_those_of_the_masks() -> None:
