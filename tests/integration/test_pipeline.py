@@ -79,8 +79,13 @@ def write_data(folder: Path, texts: list[str]) -> None:
     sentences = [s.strip() for text in texts for s in re.split(r"(?<=[.!?])\s+", text) if 40 < len(s.strip()) < 200]
     cut = [(words[: len(words) // 2], words[len(words) // 2 :]) for words in (s.split() for s in sentences)]
     rows: list[dict[str, object]] = []
+    asked: set[str] = set()
     while len(rows) < ITEMS:
         (goal, right), (_, wrong) = draw.sample(cut, 2)
+        question = " ".join([*goal, *right, *wrong])
+        if question in asked:
+            continue  # a question counts once
+        asked.add(question)
         label = draw.randrange(2)
         endings = [" ".join(wrong), " ".join(wrong)]
         endings[label] = " ".join(right)
