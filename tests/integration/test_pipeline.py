@@ -65,7 +65,7 @@ def params(checkpoint: Path, data: Path) -> dict[str, object]:
             "min_text_documents": 40,
             "min_shadow_prompts": 40,
             "min_speed_ratio": 0.01,
-            "max_kl": 0.0005,
+            "max_kl": 0.0008,
         },
         "register": {"model_name": "tiny"},
     }
