@@ -131,6 +131,7 @@ class Serving(Kind[ServingReport, ServedItem, ServingBounds]):
 
     def judge(self, report: Report[ServingReport, ServedItem], evidence: Evidence, bounds: ServingBounds) -> Findings:
         items = report.items
+        compared = [item for item in items if item.float_kl_sum is not None]
         gaps = {_place(item): item.gap for item in items if item.path == "greedy"}
         return Findings(
             checks=(
@@ -166,7 +167,7 @@ class Serving(Kind[ServingReport, ServedItem, ServingBounds]):
                     "serving_float_kl",
                     "largest mean KL of a way of serving against the float engine, nats",
                     _means(
-                        [item for item in items if item.float_kl_sum is not None and item.first >= CONTEXT],
+                        [item for item in compared if item.first >= CONTEXT] or compared,
                         lambda item: item.float_kl_sum or 0.0,
                         fine=False,  # one slot has too few positions: the KL of a single one can be 2 nats
                     ),
