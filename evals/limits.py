@@ -22,7 +22,7 @@ def at_most(name: str, title: str, values: Mapping[str, float], bound: float, un
         reason=too_few
         if too_few and not failed
         else f"{worst}: {values[worst]:.3g} is {'above' if failed else 'at most'} {bound:g}"
-        + ("" if failed else ", and all others are less"),
+        + ("" if failed else ", and no other is larger"),
         direction="at_most",
         value=values[worst],
         bound=bound,
@@ -40,7 +40,7 @@ def at_least(name: str, title: str, values: Mapping[str, float], bound: float, u
         title=title,
         outcome=_outcome(failed, ""),
         reason=f"{worst}: {values[worst]:.4g} is {'below' if failed else 'at least'} {bound:g}"
-        + ("" if failed else ", and all others are more"),
+        + ("" if failed else ", and no other is smaller"),
         direction="at_least",
         value=values[worst],
         bound=bound,

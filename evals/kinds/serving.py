@@ -172,7 +172,7 @@ class Serving(Kind[ServingReport, ServedItem, ServingBounds]):
                         fine=False,  # one slot has too few positions: the KL of a single one can be 2 nats
                     ),
                     bounds.max_serving_float_kl,
-                    "groups",
+                    "paths",
                 ),
             )
         )
