@@ -19,6 +19,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from engines import timing
+from engines.bundle import BLOCK_TABLE, OFFSETS, STARTS
 from engines.compile import CACHE_TYPES
 from engines.passes.base import INTERNAL, Lowering, constant, sizes
 from engines.passes.linears import OP
@@ -103,6 +104,9 @@ class _Attention:
             "qkv": rng.standard_normal((step.sequences, step.tokens, width)).astype(np.float32),
             "seqlens_k": np.full(step.sequences, step.context - 1, np.int32),
             "total_sequence_length": np.array(step.context, np.int32),
+            OFFSETS: np.arange(step.streams + 1, dtype=np.int32) * step.tokens,
+            STARTS: np.full(step.streams, step.context - step.tokens, np.int32),
+            BLOCK_TABLE: np.arange(step.streams, dtype=np.int32)[:, None],
         }
         output = np.empty((step.sequences, step.tokens, graph.heads * graph.head_size), np.float32)
         for copy in range(self.copies):

@@ -11,6 +11,8 @@ KV_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}  
 # What tokenizing and chat need beside the engine, as far as the model has it.
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json")
 GREEDY = "greedy"  # input of a graph that gives either logits or next tokens (engines/passes/greedy_head.py)
+# Inputs of a graph over a pool of KV blocks (engines/passes/cached_attention.py)
+OFFSETS, STARTS, BLOCK_TABLE = "offsets", "starts", "block_table"
 NEXT_TOKENS = "next_tokens"  # output of the same graph
 
 
@@ -30,7 +32,10 @@ class KVLayer(Frozen):
 
 
 class IOContract(Frozen):
-    """What an engine must bind. KV buffers are ``[slots, heads, max_tokens, head_size]`` of ``kv_dtype``, in place.
+    """What an engine must bind. KV buffers are of ``kv_dtype`` and updated in place.
+
+    They are ``[blocks, heads, tokens of a block, head_size]`` where the graph takes a block table, else
+    ``[slots, heads, max_tokens, head_size]``.
 
     An ``int4`` buffer is uint8 and has ``head_size / 2`` columns: channel 2i in the low half of byte i, 2i + 1 in the
     high half, each as its code + 8.
@@ -44,13 +49,18 @@ class IOContract(Frozen):
     vocab_size: int
 
     @property
+    def paged(self) -> bool:
+        """Whether the graph takes a block table."""
+        return BLOCK_TABLE in self.inputs
+
+    @property
     def kv_element(self) -> str:
         """numpy's name of a KV buffer's element."""
         return "uint8" if self.kv_dtype == "int4" else self.kv_dtype
 
-    def kv_shape(self, layer: KVLayer, rows: int, tokens: int) -> tuple[int, int, int, int]:
-        """Shape of a layer's buffer of keys, or of values."""
-        return rows, layer.heads, tokens, layer.head_size // 2 if self.kv_dtype == "int4" else layer.head_size
+    def kv_shape(self, layer: KVLayer, blocks: int, tokens: int) -> tuple[int, int, int, int]:
+        """Shape of a layer's buffer of keys, or of values. ``blocks``: or slots."""
+        return blocks, layer.heads, tokens, layer.head_size // 2 if self.kv_dtype == "int4" else layer.head_size
 
     @property
     def kv_token_bytes(self) -> int:

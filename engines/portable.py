@@ -15,15 +15,16 @@ from numpy.typing import NDArray
 from engines.compile import MODEL_FILE
 from engines.lowered import LoweredGraph
 from engines.passes.fixed_kv_cache import WRITE_POSITIONS
-from engines.protocol import FloatArray, TokenArray
+from engines.protocol import EngineCapabilities, FloatArray
 from engines.sessions import CPU, cpu_options
-from engines.step_inputs import StepInputs, check_copy, decode_inputs, prefill_inputs
+from engines.slot_engine import SlotEngine
+from engines.step_inputs import Int64Array, SlotInputs
 from tapeout.artifact import Artifact
 from tapeout.errors import BuildError
 
 
-class PortableEngine:
-    """See :class:`engines.protocol.Engine`. ``max_tokens`` may be less than the graph's, to save time."""
+class PortableEngine(SlotEngine):
+    """``max_tokens`` may be less than the graph's, to save time."""
 
     def __init__(
         self, lowered: Artifact[LoweredGraph], *, max_tokens: int | None = None, slots: int = 1, threads: int = 0
@@ -40,42 +41,47 @@ class PortableEngine:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
         options.add_session_config_entry("session.disable_quant_qdq", "1")
         self._session = ort.InferenceSession(str(lowered.folder / MODEL_FILE), options, providers=CPU)
-        self.digest, self.vocab_size, self.slots = lowered.digest, io.vocab_size, slots
-        self.max_tokens = min(max_tokens or io.max_tokens, io.max_tokens)
+        tokens = min(max_tokens or io.max_tokens, io.max_tokens)
+        self.digest, self.prompt_tokens = lowered.digest, tokens
+        self.capabilities = EngineCapabilities(
+            block_tokens=tokens,
+            blocks=slots,
+            block_bytes=io.kv_token_bytes * tokens,
+            max_batch=slots,
+            max_tokens=tokens,
+            vocab_size=io.vocab_size,
+            shares_blocks=False,
+            chooses_tokens=False,
+        )
         self._inputs = io.inputs
         self._cache: dict[str, NDArray[np.float16]] = {
-            f"{layer}.{part}": np.zeros((slots, shape.heads, self.max_tokens, shape.head_size), np.float16)
+            f"{layer}.{part}": np.zeros((slots, shape.heads, tokens, shape.head_size), np.float16)
             for layer, shape in enumerate(io.kv_layers)
             for part in ("key", "value")
         }
 
-    def prefill(
-        self, slot: int, tokens: Sequence[int], *, start: int = 0, positions: Sequence[int] | None = None
-    ) -> FloatArray:
-        return self._run(slot, prefill_inputs(self, slot, tokens, start, positions))
+    def prefill(self, slot: int, tokens: Sequence[int], start: int, positions: Sequence[int]) -> FloatArray:
+        ids, starts = np.array(tokens, np.int64)[None], np.array([start], np.int64)
+        return self._run(slot, SlotInputs(ids, starts, np.array(positions, np.int64)))
 
-    def decode(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> FloatArray:
-        return self._run(first_slot, decode_inputs(self, tokens, lengths, first_slot))
+    def decode(self, first_slot: int, tokens: Int64Array, starts: Int64Array) -> FloatArray:
+        return self._run(first_slot, SlotInputs(tokens[:, None], starts, np.arange(len(tokens), dtype=np.int64)))
 
-    def decode_greedy(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> TokenArray:
-        return self.decode(tokens, lengths, first_slot=first_slot).argmax(axis=1)
-
-    def copy_slot(self, source: int, target: int, length: int) -> None:
-        check_copy(self, source, target, length)
+    def copy_block(self, source: int, target: int, tokens: int) -> None:
         for buffer in self._cache.values():
-            buffer[target, :, :length] = buffer[source, :, :length]
+            buffer[target, :, :tokens] = buffer[source, :, :tokens]
 
     def close(self) -> None:
         self._cache.clear()
 
-    def _run(self, first: int, step: StepInputs) -> FloatArray:
+    def _run(self, first: int, step: SlotInputs) -> FloatArray:
         small = {
             "input_ids": step.ids,
             WRITE_POSITIONS: step.starts,
             "position_ids": step.position_ids,
             "logit_positions": step.logit_positions,
         }
-        logits = np.empty((len(step.logit_positions), self.vocab_size), np.float32)
+        logits = np.empty((len(step.logit_positions), self.capabilities.vocab_size), np.float32)
         binding = self._session.io_binding()
         for name in self._inputs:
             binding.bind_cpu_input(name, small[name])

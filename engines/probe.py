@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from engines.bundle import GREEDY, EngineBundle
+from engines.bundle import BLOCK_TABLE, GREEDY, OFFSETS, STARTS, EngineBundle
 from engines.protocol import FloatArray
 from engines.sessions import CPU, cpu_options, library_of
 from tapeout.artifact import Artifact
@@ -42,6 +42,9 @@ class OrtProbe:
             "position_ids": np.arange(count, dtype=np.int64)[None],
             "seqlens_k": np.array([count - 1], np.int32),
             "total_sequence_length": np.array(count, np.int32),
+            OFFSETS: np.array([0, count], np.int32),
+            STARTS: np.zeros(1, np.int32),
+            BLOCK_TABLE: np.zeros((1, 1), np.int32),
             "logit_positions": np.arange(count, dtype=np.int64),
             GREEDY: np.array(False),
         }

@@ -1,20 +1,74 @@
-"""What evaluation, shadow replay and serving ask of a loaded engine: token ids in, logits out.
+"""What evaluation, shadow replay and serving ask of a loaded engine: one call, for any mix of prompts and decodes.
 
-B  batch entries      S  tokens fed in one call      V  vocabulary size
-A slot is one sequence's place in the KV buffers; slots are numbered from 0. A call with slots, positions or tokens that
-the engine does not have is refused with :class:`tapeout.errors.RequestError`.
+S  new tokens of a sequence      P  positions whose logits are wanted      V  vocabulary size
+
+The KV cache is a pool of blocks, numbered from 0. A sequence lies in the blocks of its block table: position p in block
+``table[p // block_tokens]``. Who owns which block is the caller's bookkeeping.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tapeout.errors import RequestError
+
 FloatArray = NDArray[np.float32]
 TokenArray = NDArray[np.int64]
+Wanted = Literal["token", "logits", "top"]
+
+
+@dataclass(frozen=True)
+class EngineCapabilities:
+    """``max_tokens``: positions of a sequence. ``max_batch``: entries of a step.
+
+    ``shares_blocks``: a block may be in several block tables, as long as none of them writes it. Where not, a sequence
+    is one block, and a shared prefix is copied.
+    ``chooses_tokens``: the likeliest token is found in the graph, without writing logits.
+    """
+
+    block_tokens: int
+    blocks: int
+    block_bytes: int
+    max_batch: int
+    max_tokens: int
+    vocab_size: int
+    shares_blocks: bool
+    chooses_tokens: bool
+
+
+class Entry(NamedTuple):
+    """New tokens of one sequence, for positions ``start .. start+S-1``; positions before ``start`` are in its blocks.
+
+    ``positions``: indices into ``tokens`` whose results are wanted, ascending; by default the last, ``()`` for none.
+    ``wanted``: the likeliest token (the lowest id among equals), all logits, or the ``top`` likeliest with their
+    log-probabilities. ``adapter`` is reserved: 0 is the model itself.
+    """
+
+    tokens: Sequence[int]
+    start: int
+    blocks: Sequence[int]
+    wanted: Wanted = "token"
+    positions: Sequence[int] | None = None
+    top: int = 0
+    adapter: int = 0
+
+
+class Result(NamedTuple):
+    """Of one entry, in the order of its positions: what it wanted, or why this entry alone has failed.
+
+    ``tokens`` ``[P]``, or ``[P, top]`` from the likeliest on; ``logits`` ``[P, V]``; ``log_probabilities``
+    ``[P, top]``, in nats.
+    """
+
+    tokens: TokenArray | None = None
+    logits: FloatArray | None = None
+    log_probabilities: FloatArray | None = None
+    error: RequestError | None = None
 
 
 class Engine(Protocol):
@@ -24,43 +78,18 @@ class Engine(Protocol):
         ...
 
     @property
-    def vocab_size(self) -> int: ...
+    def capabilities(self) -> EngineCapabilities: ...
 
-    @property
-    def slots(self) -> int:
-        """How many sequences the KV buffers hold."""
-        ...
+    def step(self, batch: Sequence[Entry]) -> list[Result]:
+        """Feed the new tokens of all entries, and give what each wants.
 
-    @property
-    def max_tokens(self) -> int:
-        """KV positions per slot."""
-        ...
-
-    def prefill(
-        self, slot: int, tokens: Sequence[int], *, start: int = 0, positions: Sequence[int] | None = None
-    ) -> FloatArray:
-        """Feed S tokens at positions ``start .. start+S-1`` of one slot; float32 logits ``[len(positions), V]``.
-
-        ``positions`` are indices into ``tokens`` whose logits are wanted (default: only the last, ``[S-1]``).
-        ``start > 0`` continues a slot whose first ``start`` positions are valid; what was at or after
-        ``start`` is overwritten, so many continuations can follow one shared context in turn.
+        An entry with tokens, positions or blocks that the engine does not have is not run and has an error; so has one
+        whose logits are not finite. The others are not affected. What was at or after ``start`` is overwritten.
         """
         ...
 
-    def decode(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> FloatArray:
-        """One token for each of B neighbouring slots; float32 logits ``[B, V]``.
-
-        Entry i is slot ``first_slot + i``, which already holds ``lengths[i]`` positions; its token is written at
-        position ``lengths[i]``.
-        """
-        ...
-
-    def decode_greedy(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> TokenArray:
-        """As :meth:`decode`, but only the likeliest token of each entry, the first of equals; int64 ``[B]``."""
-        ...
-
-    def copy_slot(self, source: int, target: int, length: int) -> None:
-        """Copy the first ``length`` KV positions of one slot to another."""
+    def copy_block(self, source: int, target: int, tokens: int) -> None:
+        """Copy the first ``tokens`` positions of one block to another."""
         ...
 
     def close(self) -> None: ...

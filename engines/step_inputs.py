@@ -1,98 +1,147 @@
-"""The tokens of one step, checked once for every engine: an invalid call is refused before a buffer is written.
+"""The entries of one step, checked once for every engine, and laid out as arrays.
 
-B  batch entries      S  tokens of each      R  tokens whose logits are wanted
+N  tokens of a run      B  entries of a run      P  positions whose logits are wanted
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.protocol import Engine
+from engines.protocol import EngineCapabilities, Entry, FloatArray, Result
 from tapeout.errors import RequestError
 
 Int64Array = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class StepInputs:
-    """All arrays are C-contiguous: engines bind them by address."""
+class SlotInputs(NamedTuple):
+    """What one run over neighbouring slots is fed. All arrays are C-contiguous: engines bind them by address."""
 
     ids: Int64Array  # [B, S]
-    starts: Int64Array  # [B]: positions that each slot holds, so where its first token is written
-    logit_positions: Int64Array  # [R]: indices into the B·S tokens
+    starts: Int64Array  # [B]: where the first token of each is written
+    logit_positions: Int64Array  # [P]: indices into the B·S tokens
 
     @property
     def position_ids(self) -> Int64Array:
         """``[B, S]``."""
         return self.starts[:, None] + np.arange(self.ids.shape[1], dtype=np.int64)
 
-    def pieces(self, most: int) -> Iterator[tuple[StepInputs, Int64Array]]:
-        """One entry's tokens in pieces of at most ``most``, each with the places of its logits among those wanted."""
-        for first in range(0, self.ids.shape[1], most):
-            places = np.flatnonzero((first <= self.logit_positions) & (self.logit_positions < first + most))
-            ids = np.ascontiguousarray(self.ids[:, first : first + most])
-            yield StepInputs(ids, self.starts + first, self.logit_positions[places] - first), places
+
+class Piece(NamedTuple):
+    """A part of an entry that one run takes. ``positions``: indices into its own ``tokens``."""
+
+    entry: int  # its place in the batch
+    tokens: Sequence[int]
+    start: int
+    blocks: Sequence[int]
+    positions: Sequence[int]
 
 
-def prefill_inputs(
-    engine: Engine, slot: int, tokens: Sequence[int], start: int, positions: Sequence[int] | None
-) -> StepInputs:
-    """Of :meth:`engines.protocol.Engine.prefill`. :class:`RequestError` for what the engine has no room for."""
+def check(batch: Sequence[Entry], engine: EngineCapabilities) -> list[RequestError | None]:
+    """Why an entry cannot be run, or None, entry by entry."""
+    if len(batch) > engine.max_batch:
+        raise RequestError(f"a step of {len(batch)} entries", expected=f"at most {engine.max_batch}")
+    written: set[int] = set()
+    return [_check_entry(entry, engine, written) for entry in batch]
+
+
+def _check_entry(entry: Entry, engine: EngineCapabilities, written: set[int]) -> RequestError | None:
+    """``written``: blocks that entries before it write; its own are added."""
+    tokens, start, blocks, size = entry.tokens, entry.start, entry.blocks, engine.block_tokens
     count = len(tokens)
-    if not count or start < 0 or start + count > engine.max_tokens or not 0 <= slot < engine.slots:
-        raise RequestError(
-            f"prefill of {count} tokens at {start} in slot {slot}",
-            expected=f"at least one token, within {engine.max_tokens} positions and {engine.slots} slots",
+    end = start + count
+    if not count or start < 0 or end > engine.max_tokens:
+        return RequestError(
+            f"{count} tokens at position {start}", expected=f"at least one token, within {engine.max_tokens} positions"
         )
-    wanted = np.ascontiguousarray([count - 1] if positions is None else positions, np.int64)
-    if wanted.size and not 0 <= wanted.min() <= wanted.max() < count:
-        raise RequestError(
-            f"logits wanted at positions {wanted.min()} to {wanted.max()}",
-            expected=f"positions 0 to {count - 1} of the tokens fed",
-        )
-    _check_ids(engine, tokens)
-    return StepInputs(np.ascontiguousarray(tokens, np.int64)[None], np.array([start], np.int64), wanted)
-
-
-def check_decode(engine: Engine, tokens: Sequence[int], lengths: Sequence[int], first_slot: int) -> None:
-    """Of :meth:`engines.protocol.Engine.decode`. :class:`RequestError` for what the engine has no room for."""
-    batch = len(tokens)
-    if len(lengths) != batch or not batch or not 0 <= first_slot <= engine.slots - batch:
-        raise RequestError(
-            f"decode of {batch} tokens with {len(lengths)} lengths from slot {first_slot}",
-            expected=f"one length per token, within {engine.slots} slots",
-        )
-    if min(lengths) < 1 or max(lengths) >= engine.max_tokens:
-        raise RequestError(
-            f"decode at lengths {min(lengths)} to {max(lengths)}",
-            expected=f"prefilled slots with room: 1 to {engine.max_tokens - 1} positions",
-        )
-    _check_ids(engine, tokens)
-
-
-def decode_inputs(engine: Engine, tokens: Sequence[int], lengths: Sequence[int], first_slot: int) -> StepInputs:
-    """Of a decode step, checked."""
-    check_decode(engine, tokens, lengths, first_slot)
-    ids = np.ascontiguousarray(tokens, np.int64)[:, None]
-    return StepInputs(ids, np.ascontiguousarray(lengths, np.int64), np.arange(len(tokens), dtype=np.int64))
-
-
-def check_copy(engine: Engine, source: int, target: int, length: int) -> None:
-    """Of :meth:`engines.protocol.Engine.copy_slot`. :class:`RequestError` for slots or positions that are not there."""
-    if not (0 <= source < engine.slots and 0 <= target < engine.slots and 0 <= length <= engine.max_tokens):
-        raise RequestError(
-            f"copy of {length} positions from slot {source} to {target}",
-            expected=f"at most {engine.max_tokens} positions, within {engine.slots} slots",
-        )
-
-
-def _check_ids(engine: Engine, tokens: Sequence[int]) -> None:
-    if min(tokens) < 0 or max(tokens) >= engine.vocab_size:  # the embedding would be read past its end
-        raise RequestError(
-            f"token ids {min(tokens)} to {max(tokens)}",
+    if (least := min(tokens)) < 0 or max(tokens) >= engine.vocab_size:  # the embedding would be read past its end
+        return RequestError(
+            f"token ids {least} to {max(tokens)}",
             expected=f"ids of this model's vocabulary, 0 to {engine.vocab_size - 1}",
         )
+    needed = -(-end // size)
+    if len(blocks) < needed or min(blocks[:needed]) < 0 or max(blocks[:needed]) >= engine.blocks:
+        return RequestError(
+            f"block table {list(blocks)[:8]} for {end} positions",
+            expected=f"{needed} of the blocks 0 to {engine.blocks - 1}, each of {size} positions",
+        )
+    own = blocks[start // size : needed]
+    if not written.isdisjoint(own):
+        return RequestError(f"another entry of this step writes block {min(written & set(own))}, too")
+    written.update(own)
+    wanted = entry.positions
+    if wanted is not None and len(wanted):
+        ascending = all(before < after for before, after in pairwise(wanted))
+        if not (ascending and wanted[0] >= 0 and wanted[-1] < count):
+            return RequestError(
+                f"results wanted at positions {', '.join(map(str, wanted[:8]))}",
+                expected=f"ascending positions from 0 to {count - 1} of the tokens fed",
+            )
+    if entry.wanted == "top" and not 1 <= entry.top <= engine.vocab_size:
+        return RequestError(f"top {entry.top} tokens", expected=f"1 to {engine.vocab_size}")
+    if entry.adapter:
+        return RequestError(f"adapter {entry.adapter}", expected="0: this engine has no adapters")
+    return None
+
+
+def runs(batch: Sequence[Entry], errors: Sequence[RequestError | None], most: int) -> Iterator[list[Piece]]:
+    """The tokens of all entries without an error, in order, cut into runs of at most ``most``."""
+    run: list[Piece] = []
+    room = most
+    for number, (entry, error) in enumerate(zip(batch, errors, strict=True)):
+        if error is not None:
+            continue
+        count, done = len(entry.tokens), 0
+        while done < count:
+            if not room:
+                yield run
+                run, room = [], most
+            taken = min(room, count - done)
+            run.append(_piece(number, entry, done, taken))
+            done, room = done + taken, room - taken
+    if run:
+        yield run
+
+
+def _piece(number: int, entry: Entry, done: int, taken: int) -> Piece:
+    count = len(entry.tokens)
+    if taken == count:
+        return Piece(number, entry.tokens, entry.start, entry.blocks, _positions(entry))
+    wanted = [p - done for p in _positions(entry) if done <= p < done + taken]
+    return Piece(number, entry.tokens[done : done + taken], entry.start + done, entry.blocks, wanted)
+
+
+def _positions(entry: Entry) -> Sequence[int]:
+    return (len(entry.tokens) - 1,) if entry.positions is None else entry.positions
+
+
+def result_of(entry: Entry, logits: FloatArray) -> Result:
+    """What an entry wants of its logits ``[P, V]``; an error if one of them is not finite."""
+    if not np.isfinite(logits.sum()):  # quicker than to look at each; the sum of finite logits does not overflow
+        return Result(error=not_finite())
+    if entry.wanted == "logits":
+        return Result(logits=logits)
+    if entry.wanted == "token":
+        return Result(tokens=logits.argmax(axis=1))
+    return _top(logits, entry.top)
+
+
+def _top(logits: FloatArray, count: int) -> Result:
+    """The ``count`` likeliest tokens, the lower id first among equals, with log-probabilities."""
+    tokens = np.argsort(-logits, axis=1, kind="stable")[:, :count]
+    highest = logits.max(axis=1, keepdims=True)
+    total = np.log(np.exp(logits - highest, dtype=np.float32).sum(axis=1, keepdims=True, dtype=np.float64))
+    chosen = np.take_along_axis(logits, tokens, axis=1) - highest
+    return Result(tokens=tokens, log_probabilities=(chosen - total).astype(np.float32))
+
+
+def not_finite() -> RequestError:
+    return RequestError(
+        "the engine's logits are not finite",
+        expected="finite logits",
+        remedy="rebuild the bundle; `tapeout inspect` shows which quantized layers have the largest errors",
+    )

@@ -129,6 +129,9 @@ class Buffers:
             "position_ids": np.stack([np.arange(start, start + count) for start in starts]),
             "seqlens_k": np.array([start + count - 1 for start in starts], np.int32),
             "total_sequence_length": np.array(max(starts) + count, np.int32),
+            "offsets": np.arange(len(starts) + 1, dtype=np.int32) * count,
+            "starts": np.array(starts, np.int32),
+            "block_table": np.arange(len(starts), dtype=np.int32)[:, None],
             **{name: np.ascontiguousarray(buffer[part]) for name, buffer in self.past.items()},
         }
         results = run(self.model, feeds)

@@ -18,7 +18,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from engines.bundle import GREEDY, NEXT_TOKENS
+from engines.bundle import BLOCK_TABLE, GREEDY, NEXT_TOKENS, OFFSETS, STARTS
 from engines.passes import block_linears
 from engines.passes.base import CONTRIB, Lowering, initializer, replace
 from engines.passes.fixed_kv_cache import WRITE_POSITIONS
@@ -153,6 +153,9 @@ class GraphRunner:
             "attention_mask": self._mask(tokens, begin),
             "seqlens_k": (begin + tokens.shape[1] - 1).astype(np.int32),
             "total_sequence_length": np.array(begin.max() + tokens.shape[1], np.int32),
+            OFFSETS: np.arange(len(tokens) + 1, dtype=np.int32) * tokens.shape[1],
+            STARTS: begin.astype(np.int32),
+            BLOCK_TABLE: np.arange(len(tokens), dtype=np.int32)[:, None],
             WRITE_POSITIONS: begin,
             "logit_positions": np.array(rows, np.int64),
             GREEDY: np.array(False),

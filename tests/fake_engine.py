@@ -7,31 +7,52 @@ from typing import Any
 
 import numpy as np
 
-from engines.protocol import FloatArray, TokenArray
+from engines.protocol import EngineCapabilities, Entry, FloatArray, Result
+from engines.slot_engine import SlotEngine
+from engines.step_inputs import Int64Array, check, result_of
 from tapeout.fingerprint import Fingerprint
 
 MACHINE = Fingerprint(machine="x86_64", features=("avx2",), libraries={"onnxruntime": "1.0"})
 
 
 class HistoryEngine:
-    """Seeded logits that depend on every token a slot holds, in order, so any bookkeeping mistake shows.
+    """Seeded logits that depend on every token of a sequence, in order, so any bookkeeping mistake shows.
 
     ``noise`` perturbs the logits with a second seed: two engines of one seed and different noise are a baseline and
-    a slightly worse candidate. Reading a position that was never written fails at once.
+    a slightly worse candidate. ``block_tokens``: of a block; by default one block holds a whole sequence. Reading a
+    position that was never written fails at once.
     """
 
     STATES = 997
 
     def __init__(
-        self, vocab_size: int = 32, *, slots: int = 3, max_tokens: int = 64, seed: int = 0, noise: float = 0.0
+        self,
+        vocab_size: int = 32,
+        *,
+        slots: int = 3,
+        max_tokens: int = 64,
+        seed: int = 0,
+        noise: float = 0.0,
+        block_tokens: int = 0,
     ) -> None:
-        self.vocab_size, self.slots, self.max_tokens = vocab_size, slots, max_tokens
+        size = block_tokens or max_tokens
+        blocks = slots * -(-max_tokens // size)
+        self.capabilities = EngineCapabilities(
+            block_tokens=size,
+            blocks=blocks,
+            block_bytes=size,
+            max_batch=slots,
+            max_tokens=max_tokens,
+            vocab_size=vocab_size,
+            shares_blocks=bool(block_tokens),
+            chooses_tokens=False,
+        )
         self.digest = f"{seed:032x}{int(noise * 1e6):032x}"
         table = np.random.default_rng(seed).normal(size=(self.STATES, vocab_size))
         table += noise * np.random.default_rng(seed + 1).normal(size=table.shape)
         self.table = (2 * table).astype(np.float32)
-        self.held: list[list[int]] = [[] for _ in range(slots)]
-        self.calls: list[tuple[str, int]] = []  # kind, tokens fed
+        self.held: list[list[int | None]] = [[None] * size for _ in range(blocks)]
+        self.steps: list[list[int]] = []  # tokens of each entry
 
     def logits_after(self, tokens: Sequence[int]) -> FloatArray:
         state = 1
@@ -39,81 +60,77 @@ class HistoryEngine:
             state = (state * 31 + token + 1) % self.STATES
         return self.table[state]
 
-    def prefill(
-        self, slot: int, tokens: Sequence[int], *, start: int = 0, positions: Sequence[int] | None = None
-    ) -> FloatArray:
-        assert len(tokens) > 0 and 0 <= start <= len(self.held[slot]), "continues positions that were never written"
-        assert start + len(tokens) <= self.max_tokens
-        self.calls.append(("prefill", len(tokens)))
-        held = self.held[slot] = self.held[slot][:start] + [int(token) for token in tokens]
-        wanted = [len(tokens) - 1] if positions is None else list(positions)
-        return np.stack([self.logits_after(held[: start + position + 1]) for position in wanted])
+    def step(self, batch: Sequence[Entry]) -> list[Result]:
+        errors = check(batch, self.capabilities)
+        self.steps.append([len(entry.tokens) for entry in batch])
+        return [Result(error=error) if error else self._feed(entry) for entry, error in zip(batch, errors, strict=True)]
 
-    def decode(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> FloatArray:
-        assert len(tokens) == len(lengths) > 0
-        self.calls.append(("decode", len(tokens)))
-        result: list[FloatArray] = []
-        for slot, (token, length) in enumerate(zip(tokens, lengths, strict=True), start=first_slot):
-            assert length <= len(self.held[slot]), "continues positions that were never written"
-            assert length < self.max_tokens
-            self.held[slot] = [*self.held[slot][:length], int(token)]
-            result.append(self.logits_after(self.held[slot]))
-        return np.stack(result)
+    def _feed(self, entry: Entry) -> Result:
+        size, end = self.capabilities.block_tokens, entry.start + len(entry.tokens)
+        for position, token in enumerate(entry.tokens, start=entry.start):
+            self.held[entry.blocks[position // size]][position % size] = int(token)
+        whole = [self.held[entry.blocks[position // size]][position % size] for position in range(end)]
+        history = [token for token in whole if token is not None]
+        assert len(history) == end, "continues positions that were never written"
+        wanted = [len(entry.tokens) - 1] if entry.positions is None else entry.positions
+        if not len(wanted):
+            return Result()
+        return result_of(entry, np.stack([self.logits_after(history[: entry.start + at + 1]) for at in wanted]))
 
-    def decode_greedy(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> TokenArray:
-        return self.decode(tokens, lengths, first_slot=first_slot).argmax(axis=1)
-
-    def copy_slot(self, source: int, target: int, length: int) -> None:
-        assert length <= len(self.held[source]), "copies positions that were never written"
-        self.held[target] = self.held[source][:length]
+    def copy_block(self, source: int, target: int, tokens: int) -> None:
+        assert None not in self.held[source][:tokens], "copies positions that were never written"
+        self.held[target][:tokens] = self.held[source][:tokens]
 
     def close(self) -> None: ...
 
 
-class TorchEngine:
+class TorchEngine(SlotEngine):
     """A transformers causal language model with one KV cache per slot."""
 
     def __init__(self, model: Any, *, slots: int = 4, max_tokens: int = 256, digest: str = "torch") -> None:
         from transformers import DynamicCache
 
-        self.model, self.slots, self.max_tokens, self.digest = model.eval(), slots, max_tokens, digest
-        self.vocab_size = int(model.config.vocab_size)
+        self.model, self.digest, self.prompt_tokens = model.eval(), digest, max_tokens
+        self.capabilities = EngineCapabilities(
+            block_tokens=max_tokens,
+            blocks=slots,
+            block_bytes=0,
+            max_batch=slots,
+            max_tokens=max_tokens,
+            vocab_size=int(model.config.vocab_size),
+            shares_blocks=False,
+            chooses_tokens=False,
+        )
         self.caches: list[Any] = [DynamicCache(config=model.config) for _ in range(slots)]
 
-    def prefill(
-        self, slot: int, tokens: Sequence[int], *, start: int = 0, positions: Sequence[int] | None = None
-    ) -> FloatArray:
+    def prefill(self, slot: int, tokens: Sequence[int], start: int, positions: Sequence[int]) -> FloatArray:
         import torch
 
         cache = self.caches[slot]
-        assert start <= cache.get_seq_length() and start + len(tokens) <= self.max_tokens
+        assert start <= cache.get_seq_length()
         _crop(cache, start)
-        wanted = [len(tokens) - 1] if positions is None else list(positions)
         with torch.inference_mode():
             output = self.model(
                 input_ids=torch.tensor([list(tokens)]),
                 past_key_values=cache,
                 use_cache=True,
-                logits_to_keep=torch.tensor(wanted),
+                logits_to_keep=torch.tensor(list(positions), dtype=torch.int64),
             )
         return output.logits[0].float().numpy()
 
-    def decode(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> FloatArray:
+    def decode(self, first_slot: int, tokens: Int64Array, starts: Int64Array) -> FloatArray:
         return np.concatenate(
             [
-                self.prefill(slot, [token], start=length)
-                for slot, (token, length) in enumerate(zip(tokens, lengths, strict=True), start=first_slot)
+                self.prefill(slot, [token], start, [0])
+                for slot, (token, start) in enumerate(zip(tokens.tolist(), starts.tolist(), strict=True), first_slot)
             ]
         )
 
-    def decode_greedy(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> TokenArray:
-        return self.decode(tokens, lengths, first_slot=first_slot).argmax(axis=1)
-
-    def copy_slot(self, source: int, target: int, length: int) -> None:
+    def copy_block(self, source: int, target: int, tokens: int) -> None:
         import copy
 
         self.caches[target] = copy.deepcopy(self.caches[source])
-        _crop(self.caches[target], length)
+        _crop(self.caches[target], tokens)
 
     def close(self) -> None: ...
 

@@ -1,18 +1,23 @@
-"""GroupQueryAttention becomes a native operator, one for prompts and single tokens alike.
+"""GroupQueryAttention becomes a native operator over a pool of KV blocks, for any mix of prompts and single tokens.
 
     GroupQueryAttention(qkv, past…, seqlens_k, total_sequence_length, cos, sin[, scales])
-        ->  CachedAttention(qkv, past…, seqlens_k, cos, sin[, scales])
+        ->  CachedAttention(qkv, past…, offsets, starts, block_table, cos, sin[, scales])
+
+The graph inputs change: the tokens of all sequences are packed one after the other, those of sequence b from
+``offsets[b]`` to ``offsets[b + 1] - 1``, at positions from ``starts[b]``; ``block_table [B, M]`` says in which blocks
+of the caches ``[blocks, KV, block_tokens, D]`` a sequence lies. All three are int32. One layer that there is no kernel
+for keeps all layers as they are, since the two operators take different inputs.
 
 ONNX Runtime 1.31 dequantizes an int8 cache again for every block of queries; engines/native/source/cached_attention.c
-multiplies codes by codes. It takes any number of tokens of any number of batch entries, so a prompt needs no branch of
-its own (prompt_attention.py), and the output of a token is the same to the bit however a prompt was cut and whatever
-else was in the batch.
+multiplies codes by codes. The output of a token is the same to the bit however a prompt was cut and whatever else is in
+the step.
 """
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
+from engines.bundle import BLOCK_TABLE, OFFSETS, STARTS
 from engines.native import DOMAIN, unsupported
 from engines.passes.base import Lowering, PassResult, attribute, dimension, take_over
 
@@ -29,16 +34,27 @@ def run(lowering: Lowering) -> PassResult:
     machine = unsupported()
     if machine:
         return PassResult(0, (f"every layer: {machine}; GroupQueryAttention stays",))
-    declined: list[str] = []
-    for layer, node in enumerate(nodes):
-        reason = _unfit(node)
-        if reason:
-            declined.append(f"layer {layer}: {reason}; GroupQueryAttention stays")
-        else:
-            _replace(model, node)
-    if len(declined) < len(nodes):
-        model.opset_imports[DOMAIN] = 1
-    return PassResult(len(nodes) - len(declined), tuple(declined))
+    declined = [
+        f"layer {layer}: {reason}; GroupQueryAttention stays in every layer"
+        for layer, node in enumerate(nodes)
+        if (reason := _unfit(node))
+    ]
+    if declined:
+        return PassResult(0, tuple(declined))
+    shapes = {OFFSETS: ["offsets"], STARTS: ["sequences"], BLOCK_TABLE: ["sequences", "columns"]}
+    inputs = [
+        ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(ir.DataType.INT32))
+        for name, shape in shapes.items()
+    ]
+    before = nodes[0].inputs[5:7]  # seqlens_k and total_sequence_length
+    model.graph.inputs.extend(inputs)
+    for node in nodes:
+        _replace(model, node, inputs)
+    for replaced in before:
+        assert replaced is not None
+        model.graph.inputs.remove(replaced)
+    model.opset_imports[DOMAIN] = 1
+    return PassResult(len(nodes))
 
 
 def _unfit(node: ir.Node) -> str:
@@ -56,16 +72,19 @@ def _unfit(node: ir.Node) -> str:
     return ""
 
 
-def _replace(model: ir.Model, node: ir.Node) -> None:
-    query, key, value, past_key, past_value, seqlens, _, cos, sin, *rest = node.inputs
+def _replace(model: ir.Model, node: ir.Node, inputs: list[ir.Value]) -> None:
+    query, key, value, past_key, past_value, _, _, cos, sin, *rest = node.inputs
     scales = rest[3:5]  # after position_ids, attention_bias and head_sink
     lowered = ir.node(
         "CachedAttention",
-        [query, key, value, past_key, past_value, seqlens, cos, sin, *scales],
+        [query, key, value, past_key, past_value, *inputs, cos, sin, *scales],
         attributes={name: node.attributes[name] for name in ATTRIBUTES if name in node.attributes},
         domain=DOMAIN,
         num_outputs=len(node.outputs),
     )
     take_over(node.outputs, lowered.outputs)
+    for cache in (past_key, past_value, *lowered.outputs[1:]):
+        assert cache is not None and cache.shape is not None
+        cache.shape = ir.Shape(["blocks", cache.shape[1], "block_tokens", cache.shape[3]])
     model.graph.insert_before(node, lowered)
     model.graph.remove(node, safe=True)

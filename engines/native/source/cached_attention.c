@@ -1,12 +1,14 @@
 /* CachedAttention: RoPE, the new entries of the KV cache, and attention over the cache, in one operator.
 
-     query [B, S, H*D] float, key and value [B, S, KV*D] float; or query, key and value packed, [B, S, (H + 2*KV)*D]
-     past key and value [B, KV, T, D], float or int8 with scales [KV, D]; present ones in the same memory, or a copy
-     lengths [B] int32, the tokens of a sequence after this step, less one; cosines and sines [.., D / 2] of RoPE
-     y [B, S, H*D] float
+     query [.., .., H*D] float, key and value [.., .., KV*D] float; or all in one, [.., .., (H + 2*KV)*D]
+     past key and value [blocks, KV, T, D], float or int8 with scales [KV, D]; present ones in the same memory, or a copy
+     offsets [B + 1] int32, starts [B] int32, block table [B, M] int32; cosines and sines [.., D / 2] of RoPE
+     y [.., .., H*D] float
 
-   The tokens of sequence b are the last S of its length. Each sees keys up to itself, the last `local_window_size` of
-   them where there is a window.
+   The tokens of all sequences are packed one after the other: those of sequence b are offsets[b] to offsets[b + 1] - 1,
+   at positions from starts[b]. Position p of sequence b is token p % T of block table[b][p / T]. A token sees the keys of
+   its sequence up to itself, the last `local_window_size` of them where there is a window. Blocks that are only read may
+   be in many tables; a block that is written may be in one.
 
    Work is cut into units: the queries of one KV head, of a few adjacent tokens of a sequence. A unit passes its keys in
    tiles of 64 from the first, with an online softmax. What a query computes depends on its own keys alone, not on the
@@ -18,8 +20,8 @@
    With weights of two digits prompts took an eighth less, and results were off by up to 1e-4 of the largest. Without
    AVX-512 codes are converted to floats, a tile at a time: digits took twice as long for prompts.
 
-   Names: H query heads, KV key heads, D channels of a head, T tokens that the cache has room for. A query of a unit is
-   one token of one query head, in the order of tokens. */
+   Names: H query heads, KV key heads, D channels of a head, T tokens of a block, M columns of the block table. A query of
+   a unit is one token of one query head, in the order of tokens. */
 #include "ort.h"
 #include "vector.h"
 
@@ -44,15 +46,16 @@ typedef struct {
 
 typedef struct {
   const Kernel* kernel;
-  int64_t B, S, D, T, group, int8;  /* group: query heads of a KV head; int8: whether the cache is */
-  const float *query, *key, *value; /* of the first token */
-  int64_t query_stride, key_stride; /* from a token to the next */
+  int64_t B, D, T, M, blocks, group, int8; /* group: query heads of a KV head; int8: whether the cache is */
+  const float *query, *key, *value;        /* of the first token */
+  int64_t query_stride, key_stride;        /* from a token to the next */
   const char *past_key, *past_value;
   char *present_key, *present_value;
-  const int32_t* last;
+  const int32_t *offsets, *starts, *table;
   const float *cosines, *sines, *key_scale, *value_scale;
   float* y;
-  int64_t units; /* of a sequence and KV head */
+  int64_t unit_tokens;    /* most tokens of a unit */
+  const int32_t* part_of; /* [parts, 2] sequence, and which of its units; NULL: sequence i has the one unit i */
   _Atomic int out_of_memory;
 } Work;
 
@@ -112,33 +115,52 @@ static void rotate(const Work* w, const float* from, int64_t position, float* to
   }
 }
 
+/* The new tokens of a sequence. */
+static int64_t count_of(const Work* w, int64_t b) {
+  return w->offsets[b + 1] - (int64_t)w->offsets[b];
+}
+
+/* The units of a sequence and KV head. */
+static int64_t units_of(const Work* w, int64_t b) {
+  return (count_of(w, b) + w->unit_tokens - 1) / w->unit_tokens;
+}
+
+/* The bytes of a cache before the entry of one KV head at a position of a sequence. */
+static int64_t entry(const Work* w, int64_t b, int64_t head, int64_t position) {
+  const int64_t block = w->table[b * w->M + position / w->T];
+  const int64_t channels = ((block * w->kernel->kv_heads + head) * w->T + position % w->T) * w->D;
+  return w->int8 ? channels : channels * (int64_t)sizeof(float);
+}
+
 static void quantize(const float* from, const float* scale, int64_t count, int8_t* to) {
   for (int64_t i = 0; i < count; i += LANES)
     store_int8(to + i, saturate_int8(round_to_int(load(from + i) / load(scale + i))));
 }
 
 /* Writes the new tokens of a sequence to the cache of one KV head. */
-static void update_cache(void* state, size_t index) {
-  const Work* w = state;
-  const Kernel* k = w->kernel;
-  const int64_t cache = (int64_t)index, b = cache / k->kv_heads, head = cache % k->kv_heads, D = w->D;
-  const int64_t size = w->int8 ? D : D * (int64_t)sizeof(float), first = w->last[b] + (int64_t)1 - w->S;
-  const int64_t at = cache * w->T * size;
-  if (first && w->present_key != w->past_key) memcpy(w->present_key + at, w->past_key + at, first * size);
-  if (first && w->present_value != w->past_value) memcpy(w->present_value + at, w->past_value + at, first * size);
+static void update_cache(const Work* w, int64_t b, int64_t head) {
+  const int64_t D = w->D, count = count_of(w, b), first = w->starts[b];
   float rotated[LARGEST_HEAD];
-  for (int64_t s = 0; s < w->S; s++) {
-    int64_t token = (b * w->S + s) * w->key_stride + head * D;
-    char *to_key = w->present_key + at + (first + s) * size, *to_value = w->present_value + at + (first + s) * size;
+  for (int64_t s = 0; s < count; s++) {
+    const int64_t token = (w->offsets[b] + s) * w->key_stride + head * D, at = entry(w, b, head, first + s);
+    char *to_key = w->present_key + at, *to_value = w->present_value + at;
     if (w->int8) {
       rotate(w, w->key + token, first + s, rotated);
       quantize(rotated, w->key_scale + head * D, D, (int8_t*)to_key);
       quantize(w->value + token, w->value_scale + head * D, D, (int8_t*)to_value);
     } else {
       rotate(w, w->key + token, first + s, (float*)to_key);
-      memcpy(to_value, w->value + token, size);
+      memcpy(to_value, w->value + token, D * sizeof(float));
     }
   }
+}
+
+/* The same for `index` of all sequences and heads, where a sequence has several units: all of them read what it writes.
+   A unit that is alone writes for itself. */
+static void update_long(void* state, size_t index) {
+  const Work* w = state;
+  const int64_t b = (int64_t)index / w->kernel->kv_heads;
+  if (units_of(w, b) > 1) update_cache(w, b, (int64_t)index % w->kernel->kv_heads);
 }
 
 /* SQUARE keys' SQUARE words, or the `count` and `left` there are, transposed; `flip` changes bits of each word. The
@@ -569,38 +591,38 @@ static int create_unit(const Work* w, int64_t count, int64_t first, Unit* unit) 
 static void attend(void* state, size_t index) {
   Work* w = state;
   const Kernel* k = w->kernel;
-  const int64_t D = w->D, caches = w->B * k->kv_heads;
-  /* Of a prompt the last tokens first: they have most to do, and threads should end together. */
-  const int64_t cache = (int64_t)index % caches, part = w->units - 1 - (int64_t)index / caches;
-  const int64_t b = cache / k->kv_heads, head = cache % k->kv_heads;
-  const int64_t begin = w->S * part / w->units, end = w->S * (part + 1) / w->units;
-  if (w->units == 1) update_cache(state, cache);
+  const int64_t D = w->D, pair = (int64_t)index / k->kv_heads, head = (int64_t)index % k->kv_heads;
+  const int64_t b = w->part_of ? w->part_of[2 * pair] : pair, part = w->part_of ? w->part_of[2 * pair + 1] : 0;
+  const int64_t count = count_of(w, b), units = units_of(w, b);
+  if (!count) return;
+  const int64_t begin = count * part / units, end = count * (part + 1) / units;
+  if (units == 1) update_cache(w, b, head);
   Unit unit;
-  if (!create_unit(w, (end - begin) * w->group, w->last[b] + (int64_t)1 - w->S + begin, &unit)) {
+  if (!create_unit(w, (end - begin) * w->group, w->starts[b] + begin, &unit)) {
     w->out_of_memory = 1;
     return;
   }
-  prepare_unit(w, &unit, b * w->S + begin, head);
+  prepare_unit(w, &unit, w->offsets[b] + begin, head);
   const int64_t size = w->int8 ? D : D * (int64_t)sizeof(float), total = unit.first + end - begin;
-  const char *keys = w->present_key + cache * w->T * size, *values = w->present_value + cache * w->T * size;
   int64_t from = k->window ? unit.first + 1 - k->window : 0;
   from = from > 0 ? from / KEYS * KEYS : 0;
   /* While decoding, the next unit is prefetched: ONNX Runtime gives a thread a run of adjacent indexes as a rule. */
-  const int64_t next = cache + 1;
-  const int64_t next_tokens = w->units == 1 && next < caches ? w->last[next / k->kv_heads] + (int64_t)1 : 0;
+  const int64_t next = head + 1 < k->kv_heads ? b : b + 1, next_head = (head + 1) % k->kv_heads;
+  const int64_t next_tokens = !w->part_of && next < w->B && count_of(w, next) ? w->starts[next] + (int64_t)1 : 0;
   for (int64_t start = from; start < total; start += KEYS) {
-    const int64_t count = total - start < KEYS ? total - start : KEYS, left = next_tokens - start;
+    const int64_t keys = total - start < KEYS ? total - start : KEYS, left = next_tokens - start;
     if (left > 0) {
-      const int64_t at = (w->T + start) * size;
-      prefetch_tile(keys + at, values + at, (left < KEYS ? left : KEYS) * size);
+      const int64_t at = entry(w, next, next_head, start);
+      prefetch_tile(w->present_key + at, w->present_value + at, (left < KEYS ? left : KEYS) * size);
     }
+    const int64_t at = entry(w, b, head, start);
     if (w->int8)
-      attend_tile(w, &unit, keys + start * size, values + start * size, start, count, 1);
+      attend_tile(w, &unit, w->present_key + at, w->present_value + at, start, keys, 1);
     else
-      attend_tile(w, &unit, keys + start * size, values + start * size, start, count, 0);
+      attend_tile(w, &unit, w->present_key + at, w->present_value + at, start, keys, 0);
   }
   for (int64_t q = 0; q < unit.count; q++) {
-    const int64_t token = b * w->S + begin + q / w->group;
+    const int64_t token = w->offsets[b] + begin + q / w->group;
     float* to = w->y + (token * k->heads + head * w->group + q % w->group) * D;
     F32x16 inverse = splat(1 / reduce_add(load(unit.sums + q * LANES)));
     for (int64_t i = 0; i < D; i += LANES) {
@@ -612,7 +634,21 @@ static void attend(void* state, size_t index) {
   release_scratch(SCRATCH_ATTENTION);
 }
 
-enum { QUERY, KEY, VALUE, PAST_KEY, PAST_VALUE, LENGTHS, COSINES, SINES, KEY_SCALE, VALUE_SCALE, INPUTS };
+enum {
+  QUERY,
+  KEY,
+  VALUE,
+  PAST_KEY,
+  PAST_VALUE,
+  OFFSETS,
+  STARTS,
+  TABLE,
+  COSINES,
+  SINES,
+  KEY_SCALE,
+  VALUE_SCALE,
+  INPUTS
+};
 
 /* Fills `w` from the inputs of a run, whose shapes and types must fit each other. */
 static Status* check_inputs(const Kernel* k, const Tensor* in, Work* w) {
@@ -620,16 +656,23 @@ static Status* check_inputs(const Kernel* k, const Tensor* in, Work* w) {
   const Tensor *query = &in[QUERY], *past = &in[PAST_KEY], *cosines = &in[COSINES], *sines = &in[SINES];
   if (!query->present || query->type != FLOAT || query->rank != 3 || !past->present || past->rank != 4)
     return failure(api, ERROR_ARGUMENT, "CachedAttention: queries are [B, S, columns], a cache is [B, KV, T, D]");
-  w->B = query->dims[0], w->S = query->dims[1], w->T = past->dims[2], w->D = past->dims[3];
+  const Tensor* table = &in[TABLE];
+  if (!table->present || table->type != INT32 || table->rank != 2 || table->dims[1] < 1 ||
+      !holds(&in[STARTS], INT32, table->dims[0]) || !holds(&in[OFFSETS], INT32, table->dims[0] + 1))
+    return failure(api, ERROR_ARGUMENT,
+                   "CachedAttention: offsets [B + 1], starts [B] and a block table [B, M] are int32");
+  w->B = table->dims[0], w->M = table->dims[1];
+  w->blocks = past->dims[0], w->T = past->dims[2], w->D = past->dims[3];
   w->group = k->heads / k->kv_heads;
   w->int8 = past->type == INT8;
-  if (w->D < LANES || w->D % LANES || w->D > LARGEST_HEAD || past->dims[1] != k->kv_heads || past->dims[0] != w->B ||
-      (!w->int8 && past->type != FLOAT) || !holds(&in[PAST_VALUE], past->type, past->elements))
+  if (w->D < LANES || w->D % LANES || w->D > LARGEST_HEAD || past->dims[1] != k->kv_heads || w->T < 1 ||
+      (w->M > 1 && w->T % KEYS) || (!w->int8 && past->type != FLOAT) ||
+      !holds(&in[PAST_VALUE], past->type, past->elements))
     return failure(api, ERROR_ARGUMENT, "CachedAttention: a cache of an unsupported shape or type");
   w->query_stride = k->heads * w->D, w->key_stride = k->kv_heads * w->D;
   w->query = query->data, w->key = in[KEY].data, w->value = in[VALUE].data;
   const int packed = !in[KEY].present;
-  const int64_t tokens = w->B * w->S, key_columns = w->key_stride;
+  const int64_t tokens = query->dims[0] * query->dims[1], key_columns = w->key_stride;
   if (packed) w->query_stride = w->key_stride = (k->heads + 2 * k->kv_heads) * w->D;
   if (query->dims[2] != w->query_stride || in[VALUE].present == packed ||
       (!packed && (!holds(&in[KEY], FLOAT, tokens * key_columns) || !holds(&in[VALUE], FLOAT, tokens * key_columns))))
@@ -639,10 +682,8 @@ static Status* check_inputs(const Kernel* k, const Tensor* in, Work* w) {
     return failure(api, ERROR_ARGUMENT, "CachedAttention: an int8 cache without scales [KV, D]");
   w->key_scale = in[KEY_SCALE].data, w->value_scale = in[VALUE_SCALE].data;
   w->past_key = past->data, w->past_value = in[PAST_VALUE].data;
-  if (!holds(&in[LENGTHS], INT32, w->B))
-    return failure(api, ERROR_ARGUMENT, "CachedAttention: not one length for each sequence");
-  w->last = in[LENGTHS].data;
-  int64_t positions = w->T;
+  w->offsets = in[OFFSETS].data, w->starts = in[STARTS].data, w->table = table->data;
+  int64_t positions = w->T * w->M;
   if (k->rotary) {
     if (!cosines->present || cosines->type != FLOAT || cosines->rank != 2 || cosines->dims[1] != w->D / 2 ||
         !holds(sines, FLOAT, cosines->elements))
@@ -650,11 +691,31 @@ static Status* check_inputs(const Kernel* k, const Tensor* in, Work* w) {
     w->cosines = cosines->data, w->sines = sines->data;
     if (cosines->dims[0] < positions) positions = cosines->dims[0];
   }
-  for (int64_t b = 0; b < w->B; b++)
-    if (w->last[b] + (int64_t)1 < w->S || w->last[b] >= positions || w->last[b] < -1)
+  if (w->offsets[0] != 0 || w->offsets[w->B] != tokens)
+    return failure(api, ERROR_ARGUMENT, "CachedAttention: offsets do not begin with 0, or end with the tokens");
+  for (int64_t b = 0; b < w->B; b++) {
+    const int64_t count = count_of(w, b), total = w->starts[b] + count;
+    if (count < 0 || w->starts[b] < 0 || total > positions)
       return failure(api, ERROR_ARGUMENT,
-                     "CachedAttention: a sequence is shorter than its new tokens or longer than its cache");
+                     "CachedAttention: a sequence is longer than its blocks, or ends before it begins");
+    for (int64_t i = 0; count && i * w->T < total; i++)
+      if (w->table[b * w->M + i] < 0 || w->table[b * w->M + i] >= w->blocks)
+        return failure(api, ERROR_ARGUMENT, "CachedAttention: a block table names a block that is not there");
+  }
   return NULL;
+}
+
+/* The units of all sequences, for `part_of`. Of a prompt the last tokens come first: they have most to do, and threads
+   should end together. NULL if there is no memory. */
+static int32_t* list_parts(const Work* w, int64_t most, int64_t* parts) {
+  int64_t sum = 0;
+  for (int64_t b = 0; b < w->B; b++) sum += units_of(w, b);
+  int32_t *list = malloc((sum ? sum : 1) * 2 * sizeof *list), *to = list;
+  for (int64_t part = most - 1; list && part >= 0; part--)
+    for (int64_t b = 0; b < w->B; b++)
+      if (part < units_of(w, b)) *to++ = (int32_t)b, *to++ = (int32_t)part;
+  *parts = sum;
+  return list;
 }
 
 static Status* compute(void* self, Context* context) {
@@ -664,24 +725,36 @@ static Status* compute(void* self, Context* context) {
   for (size_t i = 0; i < INPUTS; i++) TRY(input(api, context, i, &in[i]));
   Work w = {.kernel = k};
   TRY(check_inputs(k, in, &w));
-  int64_t y_dims[3] = {w.B, w.S, k->heads * w.D}, cache_dims[4] = {w.B, k->kv_heads, w.T, w.D};
+  int64_t y_dims[3] = {in[QUERY].dims[0], in[QUERY].dims[1], k->heads * w.D};
   TRY(output(api, context, 0, y_dims, 3, &w.y));
-  TRY(output(api, context, 1, cache_dims, 4, &w.present_key));
-  TRY(output(api, context, 2, cache_dims, 4, &w.present_value));
-  if (!w.B) return NULL;
-  const int64_t tokens = w.group < UNIT_QUERIES ? UNIT_QUERIES / w.group : 1;
-  w.units = (w.S + tokens - 1) / tokens;
-  const int64_t caches = w.B * k->kv_heads;
-  int64_t pairs = 0; /* of a query and a key */
-  for (int64_t b = 0; b < w.B; b++) pairs += (w.last[b] + (int64_t)1) * w.S * k->heads;
-  if (pairs <= PARALLEL_PAIRS) {
-    if (w.units != 1)
-      for (int64_t i = 0; i < caches; i++) update_cache(&w, i);
-    for (int64_t i = 0; i < caches * w.units; i++) attend(&w, i);
-  } else {
-    if (w.units != 1) TRY(parallel(api, context, update_cache, caches, &w));
-    TRY(parallel(api, context, attend, caches * w.units, &w));
+  TRY(output(api, context, 1, in[PAST_KEY].dims, 4, &w.present_key));
+  TRY(output(api, context, 2, in[PAST_KEY].dims, 4, &w.present_value));
+  const size_t bytes = in[PAST_KEY].elements * (w.int8 ? 1 : sizeof(float));
+  if (bytes && w.present_key != w.past_key) memcpy(w.present_key, w.past_key, bytes);
+  if (bytes && w.present_value != w.past_value) memcpy(w.present_value, w.past_value, bytes);
+  w.unit_tokens = w.group < UNIT_QUERIES ? UNIT_QUERIES / w.group : 1;
+  int64_t most = 0, pairs = 0, parts = w.B; /* pairs of a query and a key */
+  for (int64_t b = 0; b < w.B; b++) {
+    const int64_t units = units_of(&w, b), count = count_of(&w, b);
+    if (units > most) most = units;
+    pairs += (w.starts[b] + count) * count * k->heads;
   }
+  int32_t* list = NULL;
+  if (most > 1) {
+    list = list_parts(&w, most, &parts);
+    if (!list) return failure(api, ERROR_FAIL, "CachedAttention: out of memory");
+    w.part_of = list;
+  }
+  Status* status = NULL;
+  if (pairs <= PARALLEL_PAIRS) {
+    for (int64_t i = 0; most > 1 && i < w.B * k->kv_heads; i++) update_long(&w, i);
+    for (int64_t i = 0; i < parts * k->kv_heads; i++) attend(&w, i);
+  } else {
+    if (most > 1) status = parallel(api, context, update_long, w.B * k->kv_heads, &w);
+    if (!status) status = parallel(api, context, attend, parts * k->kv_heads, &w);
+  }
+  free(list);
+  if (status) return status;
   return w.out_of_memory ? failure(api, ERROR_FAIL, "CachedAttention: out of memory") : NULL;
 }
 
@@ -716,7 +789,7 @@ static size_t outputs(const Op* op) {
   return (void)op, 3;
 }
 static int float_input(const Op* op, size_t i) {
-  return (void)op, i == LENGTHS ? INT32 : FLOAT;
+  return (void)op, i >= OFFSETS && i <= TABLE ? INT32 : FLOAT;
 }
 static int float_output(const Op* op, size_t i) {
   return (void)op, (void)i, FLOAT;
@@ -728,7 +801,7 @@ static int int8_output(const Op* op, size_t i) {
   return (void)op, i ? INT8 : FLOAT;
 }
 static int input_presence(const Op* op, size_t i) {
-  return (void)op, i == QUERY || (i >= PAST_KEY && i <= LENGTHS) ? REQUIRED : OPTIONAL;
+  return (void)op, i == QUERY || (i >= PAST_KEY && i <= TABLE) ? REQUIRED : OPTIONAL;
 }
 
 /* Two descriptions of one operator; ONNX Runtime chooses by the type of the cache. */

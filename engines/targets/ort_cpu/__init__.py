@@ -89,9 +89,14 @@ class OrtCpu(GraphTarget):
         return super().complete(lowered, model, folder)
 
     def open(self, bundle: Artifact[EngineBundle], *, threads: int, slots: int | None) -> Engine:
-        from engines.targets.ort_cpu.engine import OrtCpuEngine
+        from engines.targets.ort_cpu.paged_engine import BLOCK_TOKENS, PagedEngine
+        from engines.targets.ort_cpu.slot_engine import OrtSlotEngine
 
-        return OrtCpuEngine(bundle, threads=threads, slots=slots)
+        io = bundle.record.io
+        slots = slots or io.slots
+        if not io.paged:
+            return OrtSlotEngine(bundle, threads=threads, slots=slots)
+        return PagedEngine(bundle, threads=threads, blocks=slots * -(-io.max_tokens // BLOCK_TOKENS))
 
     def probe(self, bundle: Artifact[EngineBundle], *, threads: int) -> Probe:
         from engines.probe import OrtProbe

@@ -17,7 +17,7 @@ memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,9 @@ import numpy as np
 
 from engines.bundle import CompiledEngine, EngineBundle, Profile
 from engines.passes.fixed_kv_cache import WRITE_POSITIONS
-from engines.protocol import FloatArray, TokenArray
-from engines.step_inputs import Int64Array, StepInputs, check_copy, decode_inputs, prefill_inputs
+from engines.protocol import EngineCapabilities, FloatArray
+from engines.slot_engine import SlotEngine
+from engines.step_inputs import Int64Array, SlotInputs
 from engines.targets.tensorrt.compiler import ENGINE_FILE, load_module
 from engines.targets.tensorrt.hardware import checked
 from tapeout.artifact import Artifact
@@ -47,9 +48,7 @@ class _Step:
     graphs: dict[int, Any]
 
 
-class TensorRTEngine:
-    """See :class:`engines.protocol.Engine`."""
-
+class TensorRTEngine(SlotEngine):
     def __init__(self, module_name: str, bundle: Artifact[EngineBundle], *, slots: int | None = None) -> None:
         try:
             from cuda.bindings import runtime as cuda  # pyright: ignore[reportAttributeAccessIssue]
@@ -63,8 +62,18 @@ class TensorRTEngine:
         if compiled is None:
             raise BuildError(f"{bundle.folder} holds no compiled engine", remedy="run `tapeout build`")
         io = bundle.record.io
-        self.digest, self.slots = bundle.digest, slots or io.slots
-        self.vocab_size, self.max_tokens = io.vocab_size, io.max_tokens
+        slots = slots or io.slots
+        self.digest, self.prompt_tokens = bundle.digest, max(p.max_tokens for p in compiled.profiles)
+        self.capabilities = EngineCapabilities(
+            block_tokens=io.max_tokens,
+            blocks=slots,
+            block_bytes=io.kv_token_bytes * io.max_tokens,
+            max_batch=slots,
+            max_tokens=io.max_tokens,
+            vocab_size=io.vocab_size,
+            shares_blocks=False,
+            chooses_tokens=False,
+        )
         self._cuda: Any = cuda
         self._io = io
         self._module = load_module(module_name)
@@ -80,7 +89,7 @@ class TensorRTEngine:
         self._stream: Any = checked(cuda.cudaStreamCreate())
         self._allocations: list[int] = []
         self._runtime_cache: Any = None
-        rows = self.slots + max(p.batch for p in compiled.profiles) - 1
+        rows = slots + max(p.batch for p in compiled.profiles) - 1
         self._row_bytes = {
             f"{layer}.{part}": shape.heads * io.max_tokens * shape.head_size * HALF_BYTES
             for layer, shape in enumerate(io.kv_layers)
@@ -92,28 +101,25 @@ class TensorRTEngine:
         self._scratch = self._allocate(self._scratch_bytes)
         self._steps = [self._step(index, profile, compiled) for index, profile in enumerate(compiled.profiles)]
 
-    def prefill(
-        self, slot: int, tokens: Sequence[int], *, start: int = 0, positions: Sequence[int] | None = None
-    ) -> FloatArray:
-        inputs = prefill_inputs(self, slot, tokens, start, positions)
-        step, wanted = self._steps[0], len(inputs.logit_positions)
-        if not wanted:  # a profile's smallest shape has one
-            inputs = replace(inputs, logit_positions=np.array([len(tokens) - 1], np.int64))
+    def prefill(self, slot: int, tokens: Sequence[int], start: int, positions: Sequence[int]) -> FloatArray:
+        step, wanted = self._steps[0], len(positions)
+        # A profile's smallest shape has one position.
+        places = np.array(positions if wanted else [len(tokens) - 1], np.int64)
+        inputs = SlotInputs(np.array(tokens, np.int64)[None], np.array([start], np.int64), places)
         self._feed(step, inputs)
         self._bind(step, inputs, slot)
         self._launch(step)
         self._lengths[slot] = start + len(tokens)
         return self._logits(step, wanted)
 
-    def decode(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> FloatArray:
-        inputs = decode_inputs(self, tokens, lengths, first_slot)
+    def decode(self, first_slot: int, tokens: Int64Array, starts: Int64Array) -> FloatArray:
         batch = len(tokens)
-        self._lengths[first_slot : first_slot + batch] = inputs.starts
+        self._lengths[first_slot : first_slot + batch] = starts
         parts: list[FloatArray] = []
         done = 0
         while done < batch:
             step, rows = self._bucket(batch - done, first_slot + done)
-            parts.append(self._decode(step, inputs.ids[done : done + rows], first_slot + done))
+            parts.append(self._decode(step, tokens[done : done + rows, None], first_slot + done))
             done += rows
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
@@ -123,7 +129,7 @@ class TensorRTEngine:
         ids = np.zeros((size, 1), np.int64)
         ids[:batch] = tokens
         starts = self._lengths[first_slot : first_slot + size].copy()
-        inputs = StepInputs(ids, starts, np.arange(size, dtype=np.int64))
+        inputs = SlotInputs(ids, starts, np.arange(size, dtype=np.int64))
         self._feed(step, inputs)
         if first_slot in step.graphs:
             checked(self._cuda.cudaGraphLaunch(step.graphs[first_slot], self._stream))
@@ -135,15 +141,11 @@ class TensorRTEngine:
         self._lengths[first_slot : first_slot + batch] += 1
         return self._logits(step, batch)
 
-    def decode_greedy(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> TokenArray:
-        return self.decode(tokens, lengths, first_slot=first_slot).argmax(axis=1)
-
-    def copy_slot(self, source: int, target: int, length: int) -> None:
-        check_copy(self, source, target, length)
+    def copy_block(self, source: int, target: int, tokens: int) -> None:
         kind = self._cuda.cudaMemcpyKind.cudaMemcpyDeviceToDevice
         for layer, shape in enumerate(self._io.kv_layers):
-            pitch = self.max_tokens * shape.head_size * HALF_BYTES
-            width = length * shape.head_size * HALF_BYTES
+            pitch = self._io.max_tokens * shape.head_size * HALF_BYTES
+            width = tokens * shape.head_size * HALF_BYTES
             for part in ("key", "value"):
                 name = f"{layer}.{part}"
                 address, row = self._cache[name], self._row_bytes[name]
@@ -160,7 +162,7 @@ class TensorRTEngine:
                     )
                 )
         checked(self._cuda.cudaStreamSynchronize(self._stream))
-        self._lengths[target] = length
+        self._lengths[target] = tokens
 
     def close(self) -> None:
         """Keep the just-in-time kernels for the next start, and free the device's memory."""
@@ -196,7 +198,7 @@ class TensorRTEngine:
             WRITE_POSITIONS: profile.batch,
         }
         inputs = {name: self._allocate(8 * sizes[name]) for name in self._io.inputs}
-        return _Step(context, profile, inputs, self._allocate(4 * tokens * self.vocab_size), {})
+        return _Step(context, profile, inputs, self._allocate(4 * tokens * self._io.vocab_size), {})
 
     def _context(self, *, eager: bool) -> Any:
         """An execution context without memory of its own.
@@ -234,13 +236,13 @@ class TensorRTEngine:
             size = step.profile.batch
             if size <= batch:
                 smaller.append(step)
-            elif (self._lengths[first_slot : first_slot + size] < self.max_tokens).all():
+            elif (self._lengths[first_slot : first_slot + size] < self._io.max_tokens).all():
                 if smaller and smaller[-1].profile.batch == batch:
                     break
                 return step, batch
         return smaller[-1], smaller[-1].profile.batch
 
-    def _feed(self, step: _Step, inputs: StepInputs) -> None:
+    def _feed(self, step: _Step, inputs: SlotInputs) -> None:
         """Copy the small inputs to their fixed addresses."""
         kind = self._cuda.cudaMemcpyKind.cudaMemcpyHostToDevice
         for name, value in _small(inputs).items():
@@ -248,7 +250,7 @@ class TensorRTEngine:
                 # Synchronous, because ``value`` is pageable and gone after this line.
                 checked(self._cuda.cudaMemcpy(step.inputs[name], value.ctypes.data, value.nbytes, kind))
 
-    def _bind(self, step: _Step, inputs: StepInputs, first: int) -> None:
+    def _bind(self, step: _Step, inputs: SlotInputs, first: int) -> None:
         """Set the shapes and addresses of a step over the rows from ``first`` on."""
         for name, value in _small(inputs).items():
             if name in step.inputs:
@@ -259,7 +261,7 @@ class TensorRTEngine:
             for part in ("key", "value"):
                 name = f"{layer}.{part}"
                 address = self._cache[name] + first * self._row_bytes[name]
-                size = (step.profile.batch, shape.heads, self.max_tokens, shape.head_size)
+                size = (step.profile.batch, shape.heads, self._io.max_tokens, shape.head_size)
                 step.context.set_input_shape(f"past_key_values.{name}", size)
                 step.context.set_tensor_address(f"past_key_values.{name}", address)
                 step.context.set_tensor_address(f"present.{name}", address)
@@ -278,14 +280,14 @@ class TensorRTEngine:
         return executable
 
     def _logits(self, step: _Step, rows: int) -> FloatArray:
-        logits = np.empty((rows, self.vocab_size), np.float32)
+        logits = np.empty((rows, self._io.vocab_size), np.float32)
         kind = self._cuda.cudaMemcpyKind.cudaMemcpyDeviceToHost
         checked(self._cuda.cudaMemcpyAsync(logits.ctypes.data, step.logits, logits.nbytes, kind, self._stream))
         checked(self._cuda.cudaStreamSynchronize(self._stream))
         return logits
 
 
-def _small(inputs: StepInputs) -> dict[str, Int64Array]:
+def _small(inputs: SlotInputs) -> dict[str, Int64Array]:
     """A step's inputs besides the caches, by the names of the graph's inputs."""
     return {
         "input_ids": inputs.ids,

@@ -1,0 +1,106 @@
+"""Sequences that each own their blocks: what evaluation, benchmarks and `tapeout generate` use of an engine.
+
+A slot is the place of one sequence; slots are numbered from 0, and each has blocks for ``max_tokens`` positions. All
+calls go through :meth:`engines.protocol.Engine.step`, the same call that a scheduler makes.
+
+B  batch entries      S  tokens fed in one call      V  vocabulary size
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from engines.protocol import Engine, Entry, FloatArray, Result, TokenArray, Wanted
+from tapeout.errors import RequestError
+
+
+class Sequences:
+    """``slots``: as many as the engine has blocks for, unless given."""
+
+    def __init__(self, engine: Engine, slots: int | None = None) -> None:
+        has = engine.capabilities
+        each = -(-has.max_tokens // has.block_tokens)
+        most = min(has.blocks // each, has.max_batch)
+        if slots is not None and not 1 <= slots <= most:
+            raise RequestError(
+                f"{slots} sequences of {has.max_tokens} positions",
+                expected=f"1 to {most}, which the engine has room for",
+                remedy="open the engine with more slots",
+            )
+        self.engine, self.slots = engine, most if slots is None else slots
+        self.digest, self.vocab_size, self.max_tokens = engine.digest, has.vocab_size, has.max_tokens
+        self._tables = [range(slot * each, (slot + 1) * each) for slot in range(self.slots)]
+
+    def prefill(
+        self, slot: int, tokens: Sequence[int], *, start: int = 0, positions: Sequence[int] | None = None
+    ) -> FloatArray:
+        """Feed S tokens at positions ``start .. start+S-1`` of one slot; float32 logits ``[len(positions), V]``.
+
+        ``positions`` are indices into ``tokens`` whose logits are wanted, ascending (default: only the last).
+        ``start > 0`` continues a slot whose first ``start`` positions are valid; what was at or after
+        ``start`` is overwritten, so many continuations can follow one shared context in turn.
+        """
+        self._require_slots(slot, 1)
+        (result,) = self.engine.step([Entry(tokens, start, self._tables[slot], "logits", positions)])
+        return self._logits(result)
+
+    def decode(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> FloatArray:
+        """One token for each of B neighbouring slots; float32 logits ``[B, V]``.
+
+        Entry i is slot ``first_slot + i``, which already holds ``lengths[i]`` positions; its token is written at
+        position ``lengths[i]``.
+        """
+        results = self._decode(tokens, lengths, first_slot, "logits")
+        return np.concatenate([self._logits(result) for result in results])
+
+    def decode_greedy(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> TokenArray:
+        """As :meth:`decode`, but only the likeliest token of each entry, the first of equals; int64 ``[B]``."""
+        results = self._decode(tokens, lengths, first_slot, "token")
+        return np.fromiter((_token(result) for result in results), np.int64, len(results))
+
+    def copy_slot(self, source: int, target: int, length: int) -> None:
+        """Copy the first ``length`` KV positions of one slot to another."""
+        self._require_slots(source, 1)
+        self._require_slots(target, 1)
+        if not 0 <= length <= self.max_tokens:
+            raise RequestError(f"copy of {length} positions", expected=f"at most {self.max_tokens}")
+        size = self.engine.capabilities.block_tokens
+        for block, (before, after) in enumerate(zip(self._tables[source], self._tables[target], strict=True)):
+            if (rest := length - block * size) > 0:
+                self.engine.copy_block(before, after, min(rest, size))
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def _decode(self, tokens: Sequence[int], lengths: Sequence[int], first_slot: int, wanted: Wanted) -> list[Result]:
+        self._require_slots(first_slot, len(tokens))
+        if len(tokens) != len(lengths) or min(lengths) < 1:
+            raise RequestError(
+                f"decode of {len(tokens)} tokens with lengths {list(lengths)[:8]}",
+                expected="one length per token, of a slot that holds at least one position",
+            )
+        tables = self._tables[first_slot : first_slot + len(tokens)]
+        return self.engine.step(
+            [
+                Entry((token,), length, table, wanted)
+                for token, length, table in zip(tokens, lengths, tables, strict=True)
+            ]
+        )
+
+    def _logits(self, result: Result) -> FloatArray:
+        if result.error is not None:
+            raise result.error
+        return np.empty((0, self.vocab_size), np.float32) if result.logits is None else result.logits
+
+    def _require_slots(self, first: int, count: int) -> None:
+        if not (count >= 1 and 0 <= first <= self.slots - count):
+            raise RequestError(f"{count} slots from {first}", expected=f"slots 0 to {self.slots - 1}")
+
+
+def _token(result: Result) -> int:
+    if result.error is not None:
+        raise result.error
+    assert result.tokens is not None
+    return int(result.tokens[0])

@@ -1,0 +1,59 @@
+"""Memory of KV caches, and arrays that are bound to ONNX Runtime by address.
+
+Input buffers are reused and rebound only when a shape changes: after a step, Python's code and data are out of the
+processor's caches, and a line of it costs ten times as much.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+
+@dataclass
+class Bound:
+    """A binding, and the bound arrays by name besides the KV cache."""
+
+    binding: ort.IOBinding
+    arrays: dict[str, NDArray[Any]]
+
+    def input(self, name: str, shape: tuple[int, ...], dtype: Any = np.int64) -> NDArray[Any]:
+        """The array that the next run reads an input from."""
+        return self._array(self.binding.bind_input, name, shape, dtype)
+
+    def output(self, name: str, shape: tuple[int, ...], dtype: Any = np.int64) -> NDArray[Any]:
+        """The array that the next run writes an output to."""
+        return self._array(self.binding.bind_output, name, shape, dtype)
+
+    def _array(self, bind: Callable[..., None], name: str, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+        array = self.arrays.get(name)
+        if array is None or array.shape != shape:
+            array = self.arrays[name] = np.empty(shape, dtype)
+            bind(name, "cpu", 0, dtype, shape, array.ctypes.data)
+        return array
+
+
+def bind_cache(binding: ort.IOBinding, cache: dict[str, NDArray[Any]]) -> None:
+    """Bind caches by name, ``LAYER.key|value``, as past and as present, so that they are updated in place."""
+    for name, buffer in cache.items():
+        for bind, prefix in ((binding.bind_input, "past_key_values"), (binding.bind_output, "present")):
+            bind(f"{prefix}.{name}", "cpu", 0, buffer.dtype.type, buffer.shape, buffer.ctypes.data)
+
+
+def zeros(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+    """Zeros whose memory is taken page by page as it is written.
+
+    ``numpy.zeros`` asks the operating system for huge pages, and a slot's first token then takes 2 MB in every layer:
+    with 32 slots of 192 tokens the default model held 900 MB with them, and holds 370 without, at the same speed.
+    """
+    pages = mmap.mmap(-1, math.prod(shape) * np.dtype(dtype).itemsize)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(pages, dtype).reshape(shape)

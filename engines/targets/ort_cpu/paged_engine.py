@@ -1,0 +1,142 @@
+"""Runs an ``ort-cpu`` bundle with native attention: one session, and one pool of KV blocks that is bound once.
+
+The tokens of a step are packed, and attention finds each sequence's keys through its block table. Blocks are arrays of
+zeros; a page of them costs no memory until it is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from engines.bundle import BLOCK_TABLE, GREEDY, NEXT_TOKENS, OFFSETS, STARTS, EngineBundle
+from engines.protocol import EngineCapabilities, Entry, FloatArray, Result
+from engines.sessions import CPU, cpu_options, library_of
+from engines.step_inputs import Piece, check, not_finite, result_of, runs
+from engines.targets.ort_cpu.buffers import Bound, bind_cache, zeros
+from tapeout.artifact import Artifact
+
+BLOCK_TOKENS = 64  # the kernel's tiles of keys: a tile lies in one block
+# A step is run in pieces of so many tokens: a long prompt then needs no more memory than a short one, and activations
+# stay in the processor's caches.
+RUN_TOKENS = 256
+MAX_BATCH = 1024
+
+
+class PagedEngine:
+    """See :class:`engines.protocol.Engine`. ``blocks``: of the pool."""
+
+    def __init__(self, bundle: Artifact[EngineBundle], *, threads: int, blocks: int) -> None:
+        io = bundle.record.io
+        options = cpu_options(threads, library_of(bundle))
+        self._session = ort.InferenceSession(str(bundle.folder / "model.onnx"), options, providers=CPU)
+        self.digest = bundle.digest
+        self.capabilities = EngineCapabilities(
+            block_tokens=BLOCK_TOKENS,
+            blocks=blocks,
+            block_bytes=io.kv_token_bytes * BLOCK_TOKENS,
+            max_batch=MAX_BATCH,
+            max_tokens=io.max_tokens,
+            vocab_size=io.vocab_size,
+            shares_blocks=True,
+            chooses_tokens=GREEDY in io.inputs,
+        )
+        element: Any = np.dtype(io.kv_element).type
+        self._cache: dict[str, NDArray[Any]] = {
+            f"{layer}.{part}": zeros(io.kv_shape(shape, blocks, BLOCK_TOKENS), element)
+            for layer, shape in enumerate(io.kv_layers)
+            for part in ("key", "value")
+        }
+        self._columns = -(-io.max_tokens // BLOCK_TOKENS)
+        self._wants_positions = "position_ids" in io.inputs
+        self._bound = {wanted: self._bind() for wanted in ("logits", NEXT_TOKENS)}
+
+    def step(self, batch: Sequence[Entry]) -> list[Result]:
+        errors = check(batch, self.capabilities)
+        results = [Result(error=error) for error in errors]
+        parts: dict[int, list[FloatArray]] = {}
+        for run in runs(batch, errors, RUN_TOKENS):
+            if self.capabilities.chooses_tokens and all(batch[piece.entry].wanted == "token" for piece in run):
+                self._choose(run, batch, results)
+                continue
+            logits, first = self._logits(run), 0
+            for piece in run:
+                if piece.positions:
+                    parts.setdefault(piece.entry, []).append(logits[first : first + len(piece.positions)])
+                    first += len(piece.positions)
+        for number, found in parts.items():
+            if results[number].error is None:
+                results[number] = result_of(batch[number], found[0] if len(found) == 1 else np.concatenate(found))
+        return results
+
+    def copy_block(self, source: int, target: int, tokens: int) -> None:
+        for buffer in self._cache.values():
+            buffer[target, :, :tokens] = buffer[source, :, :tokens]
+
+    def close(self) -> None:
+        self._bound.clear()
+        self._cache.clear()
+
+    def _bind(self) -> Bound:
+        bound = Bound(self._session.io_binding(), {})
+        bind_cache(bound.binding, self._cache)
+        return bound
+
+    def _feed(self, run: Sequence[Piece], wanted: str) -> tuple[Bound, int]:
+        """The binding with all inputs of a run, and how many results it gives."""
+        bound = self._bound[wanted]
+        offsets = [0, *accumulate(len(piece.tokens) for piece in run)]
+        places = [offset + p for piece, offset in zip(run, offsets, strict=False) for p in piece.positions]
+        entries, tokens = len(run), offsets[-1]
+        ids = bound.input("input_ids", (1, tokens))
+        table = bound.input(BLOCK_TABLE, (entries, self._columns), np.int32)
+        if tokens == entries:
+            ids[0] = [piece.tokens[0] for piece in run]
+        else:
+            for piece, offset in zip(run, offsets, strict=False):
+                ids[0, offset : offset + len(piece.tokens)] = piece.tokens
+        for row, piece in enumerate(run):
+            table[row, : len(piece.blocks)] = piece.blocks
+        bound.input(OFFSETS, (entries + 1,), np.int32)[:] = offsets
+        bound.input(STARTS, (entries,), np.int32)[:] = [piece.start for piece in run]
+        bound.input("logit_positions", (len(places),))[:] = places
+        if self._wants_positions:
+            positions = bound.input("position_ids", (1, tokens))
+            for piece, offset in zip(run, offsets, strict=False):
+                count = len(piece.tokens)
+                positions[0, offset : offset + count] = np.arange(piece.start, piece.start + count)
+        if self.capabilities.chooses_tokens:
+            bound.input(GREEDY, (), np.bool_)[...] = wanted == NEXT_TOKENS
+        return bound, len(places)
+
+    def _logits(self, run: Sequence[Piece]) -> FloatArray:
+        bound, count = self._feed(run, "logits")
+        logits = np.empty((count, self.capabilities.vocab_size), np.float32)  # the caller keeps it: it is bound anew
+        bound.binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
+        self._session.run_with_iobinding(bound.binding)
+        return logits
+
+    def _choose(self, run: Sequence[Piece], batch: Sequence[Entry], results: list[Result]) -> None:
+        """Run pieces of entries that all want tokens, and add these to their results."""
+        bound, count = self._feed(run, NEXT_TOKENS)
+        chosen = bound.output(NEXT_TOKENS, (count,))
+        self._session.run_with_iobinding(bound.binding)
+        chosen, first = chosen.copy(), 0
+        for piece in run:
+            if not piece.positions:
+                continue
+            found = chosen[first : first + len(piece.positions)]
+            first += len(piece.positions)
+            before = results[piece.entry]
+            if before.error is not None:
+                continue
+            if found.min() < 0:
+                results[piece.entry] = Result(error=not_finite())
+            else:
+                tokens = found if before.tokens is None else np.concatenate((before.tokens, found))
+                results[piece.entry] = Result(tokens=tokens)

@@ -1,0 +1,287 @@
+"""What every engine keeps of its protocol: any mix of entries, results that depend on their own sequence alone, and
+errors that stay with their entry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engines import native
+from engines.compile import build
+from engines.load import find_target, load
+from engines.protocol import Engine, Entry, FloatArray, Result
+from engines.targets.ort_cpu.paged_engine import PagedEngine
+from quantization.compressed_tensors import open_checkpoint
+from tapeout.artifact import Artifact
+from tapeout.errors import RequestError
+from tapeout.portable_graph import PortableGraph
+from tests.fake_engine import HistoryEngine
+from tests.families import DENSE, LAYERS, save_checkpoint
+from tests.native import without_native_operators
+
+SLOTS, MAX_TOKENS = 4, 320
+
+
+@dataclass
+class Kind:
+    """``exact``: results do not depend on the batch or on how a prompt is cut, to the bit."""
+
+    open: Callable[[], Engine]
+    exact: bool
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory: pytest.TempPathFactory) -> Artifact[PortableGraph]:
+    """A random llama of more positions than an engine runs at once."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from pipeline.export.export import export
+
+    folder = tmp_path_factory.mktemp("llama")
+    config = LlamaConfig(**{**DENSE, "max_position_embeddings": MAX_TOKENS}, vocab_size=300)
+    torch.manual_seed(0)
+    checkpoint = save_checkpoint(LlamaForCausalLM(config).eval(), folder / "checkpoint")
+    return export(checkpoint, "", folder / "graph", max_positions=MAX_TOKENS, tolerance=1e-3, seed=0, parents={})
+
+
+def opened(graph: Artifact[PortableGraph], folder: Path, *, codes: bool) -> Callable[[], Engine]:
+    scale = np.full((graph.record.kv_heads, graph.record.head_size), 0.05, np.float32)
+    bundle = build(
+        graph,
+        open_checkpoint(graph.folder),
+        folder,
+        target=find_target("ort-cpu"),
+        precision="test",
+        slots=SLOTS,
+        kv_scales={f"layers.{n}.{part}_scale": scale for n in range(LAYERS) for part in ("k", "v")} if codes else {},
+        parents={},
+    )
+    return lambda: load(bundle.folder, threads=2)
+
+
+@pytest.fixture(scope="module", params=["paged", "paged int8", "slots", "slots int8", "fake paged", "fake slots"])
+def kind(
+    request: pytest.FixtureRequest, graph: Artifact[PortableGraph], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Kind]:
+    name = str(request.param)
+    folder = tmp_path_factory.mktemp("bundle") / "bundle"
+    if name.startswith("fake"):
+        block_tokens = 16 if name == "fake paged" else 0
+        yield Kind(
+            lambda: HistoryEngine(300, slots=SLOTS, max_tokens=MAX_TOKENS, block_tokens=block_tokens), exact=True
+        )
+        return
+    if name.startswith("paged") and (reason := native.unsupported()):
+        pytest.skip(reason)
+    with pytest.MonkeyPatch.context() as patch:
+        if name.startswith("slots"):
+            without_native_operators(patch)
+        yield Kind(opened(graph, folder, codes=name.endswith("int8")), exact=name.startswith("paged"))
+
+
+@pytest.fixture(scope="module")
+def engine(kind: Kind) -> Iterator[Engine]:
+    opened = kind.open()
+    yield opened
+    opened.close()
+
+
+@dataclass
+class Held:
+    """A sequence: its tokens so far, and its block table."""
+
+    blocks: list[int]
+    tokens: list[int] = field(default_factory=list[int])
+
+
+def tables(engine: Engine, rng: np.random.Generator) -> list[Held]:
+    """One sequence for each that there is room for, each in blocks from anywhere in the pool."""
+    has = engine.capabilities
+    each = -(-has.max_tokens // has.block_tokens)
+    order = rng.permutation(has.blocks).tolist()
+    return [Held(order[i : i + each]) for i in range(0, each * SLOTS, each)]
+
+
+def whole(engine: Engine, tokens: Sequence[int]) -> FloatArray:
+    """Logits of all tokens, fed at once in a step of their own."""
+    has = engine.capabilities
+    blocks = range(-(-has.max_tokens // has.block_tokens))
+    (result,) = engine.step([Entry(tokens, 0, blocks, "logits", range(len(tokens)))])
+    assert result.error is None and result.logits is not None
+    return result.logits
+
+
+def logits_of(result: Result) -> FloatArray:
+    assert result.error is None and result.logits is not None
+    return result.logits
+
+
+def assert_same(actual: FloatArray, expected: FloatArray, *, exact: bool) -> None:
+    if exact:
+        np.testing.assert_array_equal(actual, expected)
+    else:
+        np.testing.assert_allclose(actual, expected, atol=2e-4 * np.abs(expected).max())
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(data=st.data())
+def test_any_mix_of_entries_equals_each_sequence_alone(engine: Engine, kind: Kind, data: st.DataObject) -> None:
+    """Prompts in chunks, single tokens and several tokens after others, in any order and in any blocks."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 999)))
+    held, results = tables(engine, rng), list[tuple[list[int], int, FloatArray]]()
+    for _ in range(data.draw(st.integers(1, 6))):
+        chosen = data.draw(st.lists(st.sampled_from(range(SLOTS)), min_size=1, max_size=SLOTS, unique=True))
+        batch: list[Entry] = []
+        for number in chosen:
+            sequence, count = held[number], data.draw(st.sampled_from([1, 1, 1, 2, 7, 20]))
+            start = len(sequence.tokens)
+            new = rng.integers(3, engine.capabilities.vocab_size, count).tolist()
+            sequence.tokens.extend(new)
+            batch.append(Entry(new, start, sequence.blocks, "logits", range(count)))
+        for number, entry, result in zip(chosen, batch, engine.step(batch), strict=True):
+            results.append((held[number].tokens[: entry.start + len(entry.tokens)], entry.start, logits_of(result)))
+    for tokens, start, logits in results:
+        assert_same(logits, whole(engine, tokens)[start:], exact=kind.exact)
+
+
+def test_a_long_prompt_equals_its_parts(kind: Kind, engine: Engine) -> None:
+    """Longer than what an engine runs at once, with results from every part."""
+    has = engine.capabilities
+    tokens = np.random.default_rng(5).integers(3, has.vocab_size, has.max_tokens).tolist()
+    every = whole(engine, tokens)
+    sequence = tables(engine, np.random.default_rng(6))[0]
+    wanted = range(0, has.max_tokens, 37)
+    (result,) = engine.step([Entry(tokens, 0, sequence.blocks, "logits", wanted)])
+    assert_same(logits_of(result), every[list(wanted)], exact=kind.exact)
+
+
+def three(engine: Engine) -> tuple[list[Held], list[Entry]]:
+    """Three sequences that hold a prompt, and the next token of each."""
+    rng = np.random.default_rng(1)
+    held = tables(engine, rng)[:3]
+    for sequence, count in zip(held, (5, 11, 3), strict=True):
+        sequence.tokens = rng.integers(3, engine.capabilities.vocab_size, count).tolist()
+    engine.step([Entry(s.tokens, 0, s.blocks, positions=()) for s in held])
+    return held, [Entry([7], len(s.tokens), s.blocks, "logits") for s in held]
+
+
+def test_an_entry_gets_what_it_wants(engine: Engine) -> None:
+    _, entries = three(engine)
+    logits = [logits_of(result) for result in engine.step(entries)]
+    tokens = engine.step([entry._replace(wanted="token") for entry in entries])
+    assert [result.tokens.tolist() for result in tokens if result.tokens is not None] == [
+        [int(row[0].argmax())] for row in logits
+    ]
+    top, token, nothing = engine.step(
+        [
+            entries[0]._replace(wanted="top", top=4),
+            entries[1]._replace(wanted="token"),
+            entries[2]._replace(positions=()),
+        ]
+    )
+    assert top.tokens is not None and top.log_probabilities is not None and token.tokens is not None
+    exact = logits[0][0].astype(np.float64)
+    exact -= np.log(np.exp(exact - exact.max()).sum()) + exact.max()
+    assert top.tokens.tolist() == [np.argsort(-exact, kind="stable")[:4].tolist()]
+    np.testing.assert_allclose(top.log_probabilities[0], np.sort(exact)[::-1][:4], atol=1e-5)
+    assert token.tokens.tolist() == [int(logits[1][0].argmax())]
+    assert nothing == Result()
+
+
+BAD = {
+    "no tokens": (lambda e, _: e._replace(tokens=[]), "at least one token"),
+    "a token outside the vocabulary": (lambda e, _: e._replace(tokens=[10**6]), "ids of this model's vocabulary"),
+    "a negative token": (lambda e, _: e._replace(tokens=[-1]), "ids of this model's vocabulary"),
+    "a negative start": (lambda e, _: e._replace(start=-1), "within"),
+    "a start beyond the last position": (lambda e, _: e._replace(start=10**6), "within"),
+    "a block that is not there": (lambda e, _: e._replace(blocks=[10**6]), "of the blocks 0 to"),
+    "a negative block": (lambda e, _: e._replace(blocks=[-1]), "of the blocks 0 to"),
+    "no blocks": (lambda e, _: e._replace(blocks=[]), "of the blocks 0 to"),
+    "a block that another entry writes": (lambda e, other: e._replace(blocks=other.blocks), None),
+    "a position that is not fed": (lambda e, _: e._replace(positions=[1]), "ascending positions"),
+    "a position twice": (lambda e, _: e._replace(positions=[0, 0]), "ascending positions"),
+    "no top": (lambda e, _: e._replace(wanted="top"), "1 to"),
+    "an adapter": (lambda e, _: e._replace(adapter=1), "no adapters"),
+}
+
+
+@pytest.mark.parametrize(("break_", "expected"), BAD.values(), ids=BAD)
+def test_a_bad_entry_fails_alone(engine: Engine, break_: Callable[[Entry, Entry], Entry], expected: str | None) -> None:
+    _, entries = three(engine)
+    good = engine.step(entries)
+    found = engine.step([entries[0], entries[1], break_(entries[2], entries[0])])
+    for before, after in zip(good[:2], found[:2], strict=True):
+        np.testing.assert_array_equal(logits_of(after), logits_of(before))
+    assert isinstance(found[2].error, RequestError) and found[2].logits is None
+    assert expected is None or expected in (found[2].error.expected or "")
+
+
+def test_too_many_entries_are_refused_at_once(engine: Engine) -> None:
+    _, entries = three(engine)
+    with pytest.raises(RequestError, match="a step of"):
+        engine.step(entries * (engine.capabilities.max_batch // 3 + 1))
+
+
+@pytest.mark.parametrize("wanted", ["token", "logits"])
+def test_logits_that_are_not_finite_fail_their_entry_alone(kind: Kind, wanted: str) -> None:
+    """Planted in the KV cache of one sequence."""
+    engine = kind.open()
+    cache = getattr(engine, "_cache", None)
+    if cache is None or cache["0.value"].dtype != np.float32:
+        pytest.skip("an engine with a KV cache of floats")
+    held, entries = three(engine)
+    entries = [entry._replace(wanted=wanted) for entry in entries]  # pyright: ignore[reportArgumentType]
+    good = engine.step(entries)
+    cache["0.value"][held[1].blocks[0], :, 2] = np.nan
+    found = engine.step(entries)
+    assert found[1].error is not None and "not finite" in found[1].error.found
+    for number in (0, 2):
+        assert found[number].error is None
+        for before, after in zip(good[number][:2], found[number][:2], strict=True):
+            np.testing.assert_array_equal(after, before)
+    engine.close()
+
+
+def test_a_prefix_is_shared_or_copied(engine: Engine, kind: Kind) -> None:
+    has, rng = engine.capabilities, np.random.default_rng(2)
+    first, second, *_ = tables(engine, rng)
+    size = has.block_tokens if has.shares_blocks else 9
+    prefix, endings = rng.integers(3, has.vocab_size, size).tolist(), ([4, 5, 6], [8, 9])
+    engine.step([Entry(prefix, 0, first.blocks, positions=())])
+    if has.shares_blocks:
+        second.blocks[0] = first.blocks[0]
+    else:
+        engine.copy_block(first.blocks[0], second.blocks[0], size)
+    results = engine.step(
+        [
+            Entry(ending, size, sequence.blocks, "logits", range(len(ending)))
+            for ending, sequence in zip(endings, (first, second), strict=True)
+        ]
+    )
+    for ending, result in zip(endings, results, strict=True):
+        assert_same(logits_of(result), whole(engine, [*prefix, *ending])[size:], exact=kind.exact)
+
+
+def test_a_part_of_a_block_can_be_copied(engine: Engine, kind: Kind) -> None:
+    has, rng = engine.capabilities, np.random.default_rng(3)
+    first, second, *_ = tables(engine, rng)
+    count = min(7, has.block_tokens - 1)
+    tokens = rng.integers(3, has.vocab_size, count + 3).tolist()
+    engine.step([Entry(tokens, 0, first.blocks, positions=())])
+    engine.copy_block(first.blocks[0], second.blocks[0], count)
+    (result,) = engine.step([Entry([5], count, second.blocks, "logits")])
+    assert_same(logits_of(result), whole(engine, [*tokens[:count], 5])[-1:], exact=kind.exact)
+
+
+def test_a_pool_of_any_size_can_be_opened(kind: Kind) -> None:
+    engine = kind.open()
+    if isinstance(engine, PagedEngine):
+        assert engine.capabilities.blocks == SLOTS * -(-engine.capabilities.max_tokens // 64)
+    engine.close()
