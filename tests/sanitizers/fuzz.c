@@ -109,7 +109,7 @@ typedef struct {
   Weights weights;
   int64_t M, values; /* of linears */
   int kind;
-  int64_t heads, kv_heads, D, B, S, T, positions, rotary, window, int8, packed, in_place; /* of attention */
+  int64_t heads, kv_heads, D, B, T, columns, blocks, rotary, window, int8, packed, in_place; /* of attention */
   float softcap, scale, epsilon;
   Value past_key, past_value; /* as they were before the run */
 } Node;
@@ -314,12 +314,24 @@ static void check_gather(Node* node) {
 
 /* --- attention -------------------------------------------------------------------------------------------------- */
 
-enum { QUERY, KEY, VALUE, PAST_KEY, PAST_VALUE, LENGTHS, COSINES, SINES, KEY_SCALE, VALUE_SCALE, INPUTS };
+enum { QUERY, KEY, VALUE, PAST_KEY, PAST_VALUE, OFFSETS, FIRST, TABLE, COSINES, SINES, KEY_SCALE, VALUE_SCALE, INPUTS };
 enum { NO_ROPE, HALVES, INTERLEAVED };
 
 static void copy_value(const Value* from, Value* to) {
   new_value(to, from->type, from->rank, from->dims);
   if (to->data) memcpy(to->data, from->data, elements_of(from) * size_of(from->type));
+}
+
+static int32_t int_of(const Node* node, int input, int64_t index) {
+  return ((int32_t*)node->context.inputs[input].data)[index];
+}
+static int64_t count_of(const Node* node, int64_t b) {
+  return int_of(node, OFFSETS, b + 1) - int_of(node, OFFSETS, b);
+}
+/* The cache entry, in entries of D channels, of a KV head at a position of a sequence. */
+static int64_t entry_of(const Node* node, int64_t b, int64_t head, int64_t position) {
+  const int64_t block = int_of(node, TABLE, b * node->columns + position / node->T);
+  return (block * node->kv_heads + head) * node->T + position % node->T;
 }
 
 static Node new_attention(void) {
@@ -329,22 +341,30 @@ static Node new_attention(void) {
   const int many = one_in(30);
   node.kv_heads = random_int(1, 3), node.heads = node.kv_heads * (many ? 60 : group);
   node.D = PICK(16, 16, 32, 48, 64, 80);
-  node.B = random_int(1, 3), node.T = random_int(1, 150);
-  node.S = one_in(2) ? 1 : random_int(0, node.T < 30 ? node.T : 30);
+  node.B = random_int(0, 9) ? random_int(1, 4) : 0;
+  node.columns = one_in(2) ? 1 : random_int(2, 3),
+  node.T = node.columns > 1 ? 64 * (one_in(4) ? 2 : 1) : random_int(1, 150);
+  node.blocks = node.B * node.columns + random_int(0, 2);
+  const int64_t positions = node.columns * node.T > 158 ? 158 : node.columns * node.T;
+  int64_t counts[4] = {0}, tokens = 0;
+  for (int64_t b = 0; b < node.B; b++) {
+    counts[b] = one_in(2) ? 1 : random_int(0, positions < 30 ? positions : 30);
+    tokens += counts[b];
+  }
   node.rotary = random_int(NO_ROPE, INTERLEAVED);
   node.window = one_in(3) ? random_int(1, 100) : one_in(10) ? INT64_MAX : 0;
   node.softcap = one_in(4) ? 3.0f : 0;
   node.scale = 1 / sqrtf((float)node.D);
   const int64_t width = node.heads * node.D, kv_width = node.kv_heads * node.D;
-  new_value(&in[QUERY], FLOAT, 3, (int64_t[]){node.B, node.S, node.packed ? width + 2 * kv_width : width});
+  new_value(&in[QUERY], FLOAT, 3, (int64_t[]){1, tokens, node.packed ? width + 2 * kv_width : width});
   fill_floats(&in[QUERY], 1);
   for (int i = KEY; i <= VALUE && !node.packed; i++) {
-    new_value(&in[i], FLOAT, 3, (int64_t[]){node.B, node.S, kv_width});
+    new_value(&in[i], FLOAT, 3, (int64_t[]){1, tokens, kv_width});
     fill_floats(&in[i], 1);
     node.changed[i] = ALL;
   }
   for (int i = PAST_KEY; i <= PAST_VALUE; i++) {
-    new_value(&in[i], node.int8 ? INT8 : FLOAT, 4, (int64_t[]){node.B, node.kv_heads, node.T, node.D});
+    new_value(&in[i], node.int8 ? INT8 : FLOAT, 4, (int64_t[]){node.blocks, node.kv_heads, node.T, node.D});
     if (node.int8)
       for (int64_t j = 0; j < elements_of(&in[i]); j++) ((int8_t*)in[i].data)[j] = (int8_t)random_int(-128, 127);
     else
@@ -354,12 +374,27 @@ static Node new_attention(void) {
     if (!node.in_place) continue;
     node.context.outputs[i - PAST_KEY + 1] = in[i];
   }
-  new_value(&in[LENGTHS], INT32, 1, &node.B);
-  for (int64_t b = 0; b < node.B; b++)
-    ((int32_t*)in[LENGTHS].data)[b] = (int32_t)(random_int(node.S ? node.S : 1, node.T) - 1);
-  node.positions = node.T + random_int(0, 5);
+  new_value(&in[OFFSETS], INT32, 1, (int64_t[]){node.B + 1});
+  new_value(&in[FIRST], INT32, 1, &node.B);
+  new_value(&in[TABLE], INT32, 2, (int64_t[]){node.B, node.columns});
+  int32_t *offsets = in[OFFSETS].data, *first = in[FIRST].data, *table = in[TABLE].data;
+  offsets[0] = 0;
+  for (int64_t i = 0; i < node.B * node.columns; i++) table[i] = (int32_t)i;
+  for (int64_t i = node.B * node.columns - 1; i > 0; i--) { /* in any order */
+    const int64_t j = random_int(0, i);
+    const int32_t swapped = table[i];
+    table[i] = table[j], table[j] = swapped;
+  }
+  for (int64_t b = 0; b < node.B; b++) {
+    offsets[b + 1] = offsets[b] + (int32_t)counts[b];
+    first[b] = (int32_t)random_int(0, positions - counts[b]);
+    const int64_t used = (first[b] + counts[b] + node.T - 1) / node.T; /* what lies behind is not read */
+    for (int64_t i = counts[b] ? used : 0; i < node.columns; i++)
+      if (one_in(2)) table[b * node.columns + i] = one_in(2) ? -1 : INT32_MAX;
+  }
+  const int64_t table_rows = positions + random_int(0, 5);
   for (int i = COSINES; i <= SINES && node.rotary; i++) {
-    new_value(&in[i], FLOAT, 2, (int64_t[]){node.positions, node.D / 2});
+    new_value(&in[i], FLOAT, 2, (int64_t[]){table_rows, node.D / 2});
     fill_floats(&in[i], 0.7f);
     node.changed[i] = ALL;
   }
@@ -375,7 +410,8 @@ static Node new_attention(void) {
     for (int64_t i = 0; i < elements_of(&in[QUERY]); i++)
       if (one_in(9)) query[i] = extremes[random_int(0, 4)];
   }
-  node.changed[QUERY] = ALL, node.changed[LENGTHS] = ALL;
+  node.changed[QUERY] = ALL, node.changed[OFFSETS] = ALL, node.changed[FIRST] = ALL;
+  node.changed[TABLE] = TYPE | PRESENCE | ALIGNMENT;
   node.context.input_count = INPUTS;
   node.op = find_op("CachedAttention", PAST_KEY, node.int8 ? INT8 : FLOAT);
   add_int(&node.info, "num_heads", node.heads), add_int(&node.info, "kv_num_heads", node.kv_heads);
@@ -406,41 +442,43 @@ static double cached(const Node* node, const Value* cache, int scale, int64_t he
          (double)((float*)node->context.inputs[scale].data)[head * node->D + index % node->D];
 }
 
-/* New entries are the rounded keys and values, entries before and, in place, after them are as they were. */
-static void check_cache(const Node* node, int64_t b, int64_t head) {
+/* New entries are the rounded keys and values; all others of the pool are as they were. */
+static void check_cache(const Node* node) {
   const Value *in = node->context.inputs, *out = node->context.outputs;
-  const int64_t D = node->D, last = ((int32_t*)in[LENGTHS].data)[b], size = size_of(node->int8 ? INT8 : FLOAT);
-  const int64_t kv_width = node->kv_heads * D, row = (b * node->kv_heads + head) * node->T;
-  for (int side = 0; side < 2; side++) {
-    const Value *past = side ? &node->past_value : &node->past_key, *present = &out[1 + side];
-    for (int64_t t = 0; t < node->T; t++) {
-      const int64_t at = (row + t) * D, s = t - (last + 1 - node->S);
-      if (s < 0 || (node->in_place && t > last)) {
-        if (memcmp((char*)past->data + at * size, (char*)present->data + at * size, D * size))
-          fail("CachedAttention: entry %d of the cache changed", (int)t);
-        continue;
-      }
-      if (t > last) continue;
-      double expected[80];
-      const int64_t token = b * node->S + s;
-      const float* from = node->packed ? (float*)in[QUERY].data + token * (node->heads * D + 2 * kv_width) +
-                                             node->heads * D + side * kv_width + head * D
-                                       : (float*)in[side ? VALUE : KEY].data + token * kv_width + head * D;
-      for (int64_t i = 0; i < D; i++) expected[i] = from[i];
-      if (!side) rotated(node, from, t, expected);
-      for (int64_t i = 0; i < D; i++) {
-        double wanted = expected[i], found, limit = 1e-5 * (1 + fabs(wanted));
-        if (node->int8) {
-          wanted /= ((float*)in[KEY_SCALE + side].data)[head * D + i];
-          wanted = fmin(fmax(wanted, -128), 127), limit = 0.5 + 1e-3;
-          found = ((int8_t*)present->data)[at + i];
-        } else {
-          found = ((float*)present->data)[at + i];
+  const int64_t D = node->D, size = size_of(node->int8 ? INT8 : FLOAT), kv_width = node->kv_heads * D;
+  const int64_t entries = node->blocks * node->kv_heads * node->T;
+  char* fresh = calloc(entries ? entries : 1, 1);
+  for (int64_t b = 0; b < node->B; b++)
+    for (int64_t s = 0; s < count_of(node, b); s++)
+      for (int64_t head = 0; head < node->kv_heads; head++)
+        for (int side = 0; side < 2; side++) {
+          const int64_t position = int_of(node, FIRST, b) + s, at = entry_of(node, b, head, position);
+          const int64_t token = int_of(node, OFFSETS, b) + s;
+          fresh[at] = 1;
+          double expected[80];
+          const float* from = node->packed ? (float*)in[QUERY].data + token * (node->heads * D + 2 * kv_width) +
+                                                 node->heads * D + side * kv_width + head * D
+                                           : (float*)in[side ? VALUE : KEY].data + token * kv_width + head * D;
+          for (int64_t i = 0; i < D; i++) expected[i] = from[i];
+          if (!side) rotated(node, from, position, expected);
+          for (int64_t i = 0; i < D; i++) {
+            double wanted = expected[i], found, limit = 1e-5 * (1 + fabs(wanted));
+            if (node->int8) {
+              wanted /= ((float*)in[KEY_SCALE + side].data)[head * D + i];
+              wanted = fmin(fmax(wanted, -128), 127), limit = 0.5 + 1e-3;
+              found = ((int8_t*)out[1 + side].data)[at * D + i];
+            } else {
+              found = ((float*)out[1 + side].data)[at * D + i];
+            }
+            if (!(fabs(found - wanted) <= limit)) fail("CachedAttention: cache entry %g, expected %g", found, wanted);
+          }
         }
-        if (!(fabs(found - wanted) <= limit)) fail("CachedAttention: cache entry %g, expected %g", found, wanted);
-      }
-    }
-  }
+  for (int64_t at = 0; at < entries; at++)
+    for (int side = 0; side < 2 && !fresh[at]; side++)
+      if (memcmp((char*)(side ? &node->past_value : &node->past_key)->data + at * D * size,
+                 (char*)out[1 + side].data + at * D * size, D * size))
+        fail("CachedAttention: entry %d of the cache changed", (int)at);
+  free(fresh);
 }
 
 static void check_attention(Node* node) {
@@ -448,36 +486,37 @@ static void check_attention(Node* node) {
   const Value *in = node->context.inputs, *out = node->context.outputs;
   const int64_t D = node->D, group = node->heads / node->kv_heads;
   const int64_t stride = node->packed ? (node->heads + 2 * node->kv_heads) * D : node->heads * D;
-  for (int64_t b = 0; b < node->B; b++)
-    for (int64_t head = 0; head < node->kv_heads; head++) check_cache(node, b, head);
+  check_cache(node);
   const int64_t step = node->heads > 30 ? 13 : 1;
   for (int64_t b = 0; b < node->B; b++)
-    for (int64_t s = 0; s < node->S; s++)
+    for (int64_t s = 0; s < count_of(node, b); s++)
       for (int64_t h = 0; h < node->heads; h += step) {
-        const int64_t head = h / group, position = ((int32_t*)in[LENGTHS].data)[b] + 1 - node->S + s;
-        const int64_t row = (b * node->kv_heads + head) * node->T;
+        const int64_t head = h / group, position = int_of(node, FIRST, b) + s, token = int_of(node, OFFSETS, b) + s;
         double query[80], scores[160], y[80] = {0}, max = -INFINITY, sum = 0, largest = 0;
-        rotated(node, (float*)in[QUERY].data + (b * node->S + s) * stride + h * D, position, query);
+        rotated(node, (float*)in[QUERY].data + token * stride + h * D, position, query);
         const int64_t first = node->window && position + 1 > node->window ? position + 1 - node->window : 0;
         for (int64_t t = first; t <= position; t++) {
+          const int64_t at = entry_of(node, b, head, t) * D;
           double score = 0;
-          for (int64_t i = 0; i < D; i++) score += query[i] * cached(node, &out[1], KEY_SCALE, head, (row + t) * D + i);
+          for (int64_t i = 0; i < D; i++) score += query[i] * cached(node, &out[1], KEY_SCALE, head, at + i);
           score *= node->scale;
           if (node->softcap > 0) score = node->softcap * tanh(score / node->softcap);
           scores[t] = score, max = fmax(max, score);
         }
         for (int64_t t = first; t <= position; t++) sum += exp(scores[t] - max);
-        for (int64_t t = first; t <= position; t++)
+        for (int64_t t = first; t <= position; t++) {
+          const int64_t at = entry_of(node, b, head, t) * D;
           for (int64_t i = 0; i < D; i++) {
-            const double value = cached(node, &out[2], VALUE_SCALE, head, (row + t) * D + i);
+            const double value = cached(node, &out[2], VALUE_SCALE, head, at + i);
             y[i] += exp(scores[t] - max) / sum * value, largest = fmax(largest, fabs(value));
           }
-        const float* found = (float*)out[0].data + ((b * node->S + s) * node->heads + h) * D;
+        }
+        const float* found = (float*)out[0].data + (token * node->heads + h) * D;
         for (int64_t i = 0; i < D; i++)
           if (!(fabs(found[i] - y[i]) <= 2e-5 * largest))
-            fail("CachedAttention: B %d S %d T %d D %d int8 %d window %d: token %d, head %d: %.9g, expected %.9g",
-                 (int)node->B, (int)node->S, (int)node->T, (int)D, (int)node->int8, (int)node->window, (int)s, (int)h,
-                 found[i], y[i]);
+            fail("CachedAttention: B %d T %d M %d D %d int8 %d window %d: token %d, head %d: %.9g, expected %.9g",
+                 (int)node->B, (int)node->T, (int)node->columns, (int)D, (int)node->int8, (int)node->window, (int)token,
+                 (int)h, found[i], y[i]);
       }
 }
 
@@ -549,9 +588,29 @@ static const char* malform(Node* node, int64_t thing) {
     return "a malformed attribute";
   }
   if (!strcmp(node->what, "CachedAttention")) {
-    const int64_t lengths[] = {node->T, INT32_MAX, INT32_MIN, -2, node->S - 2};
-    ((int32_t*)context->inputs[LENGTHS].data)[random_int(0, node->B - 1)] = (int32_t)lengths[random_int(0, 4)];
-    return "a malformed length";
+    if (!node->B) return NULL;
+    const int64_t b = random_int(0, node->B - 1), limit = node->columns * node->T;
+    int32_t *offsets = context->inputs[OFFSETS].data, *first = context->inputs[FIRST].data;
+    int32_t* table = context->inputs[TABLE].data;
+    switch (random_int(0, 2)) {
+      case 0: {
+        const int64_t starts[] = {limit + 1 - count_of(node, b), INT32_MAX, INT32_MIN, -1};
+        first[b] = (int32_t)starts[random_int(0, 3)];
+        return "a malformed start";
+      }
+      case 1: {
+        const int64_t wrong[] = {-1, INT32_MIN, offsets[node->B] + (int64_t)1, INT32_MAX};
+        offsets[random_int(0, node->B)] = (int32_t)wrong[random_int(0, 3)];
+        return "a malformed offset";
+      }
+      default: {
+        if (!count_of(node, b)) return NULL;
+        const int64_t used = (first[b] + count_of(node, b) + node->T - 1) / node->T;
+        const int64_t wrong[] = {-1, INT32_MIN, node->blocks, INT32_MAX};
+        table[b * node->columns + random_int(0, used - 1)] = (int32_t)wrong[random_int(0, 3)];
+        return "a malformed block table";
+      }
+    }
   }
   if (!strcmp(node->what, "BlockGather") && elements_of(&context->inputs[0])) {
     const int64_t N = node->weights.N, ids[] = {N, -N - 1, INT64_MIN, INT64_MAX};

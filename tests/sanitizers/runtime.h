@@ -5,7 +5,7 @@
 
 #include "ort.h"
 
-#define MOST_INPUTS     10
+#define MOST_INPUTS     12
 #define MOST_OUTPUTS    3
 #define MOST_ATTRIBUTES 8
 

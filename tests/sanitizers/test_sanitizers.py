@@ -74,11 +74,15 @@ DEFECTS = {
     "the size of sines is not checked": Defect(
         "cached_attention.c", "!holds(sines, FLOAT, cosines->elements)", "!sines->present", "overflow|accepted"
     ),
-    "a length may exceed the cache": Defect(
-        "cached_attention.c", "w->last[b] >= positions ||", "", "AddressSanitizer|accepted"
+    "a sequence may exceed its blocks": Defect(
+        "cached_attention.c", "|| total > positions", "", "AddressSanitizer|accepted"
     ),
-    "a length overflows 32 bits": Defect(
-        "cached_attention.c", "w->last[b] + (int64_t)1 < w->S", "w->last[b] + 1 < w->S", "signed integer overflow"
+    "a start may be negative": Defect("cached_attention.c", "|| w->starts[b] < 0", "", "AddressSanitizer|accepted"),
+    "a block may lie behind the pool": Defect(
+        "cached_attention.c", "|| w->table[b * w->M + i] >= w->blocks", "", "AddressSanitizer|accepted|SEGV"
+    ),
+    "offsets may end elsewhere than the tokens": Defect(
+        "cached_attention.c", "|| w->offsets[w->B] != tokens", "", "AddressSanitizer|accepted|SEGV|changed|expected"
     ),
     "keys after a token are not left out": Defect(
         "cached_attention.c", "if (end <= 0) return 0;", "", "runtime error|expected"
