@@ -1,0 +1,294 @@
+"""The scheduler over random arrivals, lengths, cancels, failures and pools that are too small: sums balance, every
+request ends once, nobody starves, and greedy answers are those of each request alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engines.protocol import Entry
+from runtime.blocks import BlockPool, block_keys
+from runtime.scheduler import Finished, Limits, Outcome, QueueFullError, Request, Scheduler
+from tapeout.errors import RequestError
+from tests.fake_engine import HistoryEngine
+
+BLOCK, MAX_TOKENS, VOCABULARY, STOP = 4, 64, 12, 0
+REASONS = {"stop", "length", "cancelled", "timeout", "error"}
+
+
+def alone(engine: HistoryEngine, request: Request) -> list[int]:
+    """The greedy answer, up to the stop token."""
+    tokens = list(request.prompt)
+    for _ in range(request.max_new_tokens):
+        tokens.append(int(engine.logits_after(tokens).argmax()))
+        if tokens[-1] == STOP:
+            break
+    return tokens[len(request.prompt) :]
+
+
+class Served(RuleBasedStateMachine):
+    @initialize(
+        blocks=st.integers(4, 24),
+        step_tokens=st.integers(1, 40),
+        running=st.integers(1, 6),
+        aging=st.sampled_from([2, 50]),
+    )
+    def start(self, blocks: int, step_tokens: int, running: int, aging: int) -> None:
+        self.engine = HistoryEngine(VOCABULARY, slots=MAX_TOKENS, max_tokens=MAX_TOKENS, block_tokens=BLOCK)
+        limits = Limits(BLOCK, MAX_TOKENS, step_tokens, running, max_waiting=8, aging_seconds=aging)
+        self.blocks, self.limits = blocks, limits
+        self.scheduler = Scheduler(BlockPool(blocks), limits)
+        self.now, self.number = 0.0, 0
+        self.answers: dict[str, list[int]] = {}
+        self.requests: dict[str, Request] = {}
+        self.ended: dict[str, str] = {}
+
+    def end(self, finished: list[Finished]) -> None:
+        for id, reason in finished:
+            assert id in self.requests and id not in self.ended and reason in REASONS
+            self.ended[id] = reason
+
+    @rule(
+        prefix=st.integers(0, 3),
+        rest=st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=20),
+        new=st.integers(1, 12),
+        priority=st.integers(0, 2),
+        tenant=st.sampled_from("ab"),
+        wait=st.none() | st.integers(0, 12),
+    )
+    def arrive(self, prefix: int, rest: list[int], new: int, priority: int, tenant: str, wait: int | None) -> None:
+        """Prompts begin alike, so that prefixes are shared; what one tenant computed is not found by another."""
+        self.number += 1
+        deadline = None if wait is None else self.now + wait
+        prompt = [1, 2, 3, 4, 5] * prefix + rest
+        salt = tenant.encode()
+        request = Request(f"r{self.number}", prompt, new, priority, tenant, salt, queue_deadline=deadline)
+        try:
+            self.scheduler.add(request, self.now)
+        except QueueFullError:
+            assert self.scheduler.waiting == self.limits.max_waiting
+        except RequestError:
+            assert len(prompt) + new - 1 > min(self.blocks * BLOCK, MAX_TOKENS)
+        else:
+            self.requests[request.id], self.answers[request.id] = request, []
+
+    @precondition(lambda self: self.requests.keys() - self.ended.keys())
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        id = data.draw(st.sampled_from(sorted(self.requests.keys() - self.ended.keys())))
+        finished = self.scheduler.cancel(id)
+        assert finished is not None and self.scheduler.cancel(id) is None
+        self.end([finished])
+
+    @rule(fails=st.integers(0, 9), cancels=st.integers(0, 9))
+    def step(self, fails: int, cancels: int) -> None:
+        """One step of the engine. Now and then an entry fails, or a request is cancelled while the step runs."""
+        self.now += 1
+        self.end(self.scheduler.expire(self.now))
+        waited = self.scheduler.waiting
+        works = self.scheduler.plan(self.now)
+        assert sum(len(work.tokens) for work in works) <= self.limits.step_tokens
+        assert len({work.id for work in works}) == len(works) <= self.limits.max_running
+        assert works or not (waited or self.scheduler.running), "nothing runs although requests wait"
+        entries = [Entry(w.tokens, w.start, w.blocks, positions=None if w.samples else ()) for w in works]
+        outcomes: dict[str, Outcome] = {}
+        for number, (work, result) in enumerate(zip(works, self.engine.step(entries) if works else [], strict=True)):
+            assert result.error is None
+            if number == fails:
+                outcomes[work.id] = Outcome(failed=True)
+                continue
+            token = None if result.tokens is None else int(result.tokens[0])
+            outcomes[work.id] = Outcome(token, token == STOP)
+        if cancels < len(works):
+            gone = self.scheduler.cancel(works[cancels].id)
+            assert gone is not None
+            self.end([gone])
+            del outcomes[works[cancels].id]
+        for id, outcome in outcomes.items():
+            if outcome.token is not None:
+                self.answers[id].append(outcome.token)
+        self.end(self.scheduler.commit(outcomes, self.now))
+
+    @invariant()
+    def adds_up(self) -> None:
+        self.scheduler.check()
+        live = self.requests.keys() - self.ended.keys()
+        assert self.scheduler.waiting + self.scheduler.running == len(live)
+
+    def teardown(self) -> None:
+        """All that is left is served to its end, within as many steps as there are tokens, recomputed ones included."""
+        if not hasattr(self, "scheduler"):
+            return
+        steps = 0
+        while self.requests.keys() - self.ended.keys():
+            self.step(99, 99)
+            steps += 1
+            assert steps < 5000, "a request starves"
+        assert not self.scheduler.pool.held and not self.scheduler.running and not self.scheduler.waiting
+        for id, answer in self.answers.items():
+            expected = alone(self.engine, self.requests[id])
+            if self.ended[id] in ("stop", "length"):
+                assert answer == expected
+            else:
+                assert answer == expected[: len(answer)]
+
+
+TestServed = Served.TestCase
+TestServed.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def scheduler(blocks: int = 16, **limits: int) -> Scheduler:
+    return Scheduler(BlockPool(blocks), replace(Limits(BLOCK, MAX_TOKENS), **limits))
+
+
+def advance(made: Scheduler, now: float = 0.0, *, stop: bool = False) -> list[str]:
+    """One step; the ids that were fed."""
+    works = made.plan(now)
+    made.commit({work.id: Outcome(1 if work.samples else None, stop and work.samples) for work in works}, now)
+    return [work.id for work in works]
+
+
+def test_a_prefix_is_computed_once() -> None:
+    made = scheduler()
+    prompt = list(range(1, 11))
+    made.add(Request("a", prompt, 2), 0)
+    advance(made)
+    made.add(Request("b", [*prompt, 11], 2), 0)
+    (first, second) = made.plan(0)
+    assert (first.id, second.id) == ("a", "b")
+    assert second.start == 8 and list(second.tokens) == [9, 10, 11] and made.cached_tokens("b") == 8
+    assert second.blocks[:2] == first.blocks[:2] and second.blocks[2] != first.blocks[2]
+
+
+def test_a_whole_prompt_that_is_known_still_computes_its_last_token() -> None:
+    made = scheduler()
+    made.add(Request("a", [1] * 8, 1), 0)
+    advance(made)
+    made.add(Request("b", [1] * 8, 1), 0)
+    (work,) = made.plan(0)
+    assert work.start == 4 and work.samples
+
+
+def test_tenants_with_other_salts_share_nothing() -> None:
+    made = scheduler()
+    made.add(Request("a", [1] * 9, 1, tenant="a", salt=b"a"), 0)
+    advance(made)
+    made.add(Request("b", [1] * 9, 1, tenant="b", salt=b"b"), 0)
+    assert made.plan(0)[0].start == 0
+
+
+def test_decodes_come_before_prompts_and_prompts_are_cut() -> None:
+    made = scheduler(blocks=32, step_tokens=8)
+    made.add(Request("short", [1, 2], 9), 0)
+    advance(made)
+    made.add(Request("long", [3] * 20, 1), 0)
+    sizes = []
+    for _ in range(3):
+        works = made.plan(0)
+        sizes.append({work.id: len(work.tokens) for work in works})
+        made.commit({work.id: Outcome(1 if work.samples else None) for work in works}, 0)
+    assert sizes == [{"short": 1, "long": 7}, {"short": 1, "long": 7}, {"short": 1, "long": 6}]
+
+
+def test_a_lower_priority_gives_up_its_blocks_and_is_computed_again() -> None:
+    made = scheduler(blocks=4)
+    made.add(Request("low", [1] * 7, 5, priority=1), 0)
+    made.add(Request("high", [2] * 7, 9), 0)
+    order = [advance(made) for _ in range(30)]
+    assert made.preemptions >= 1
+    assert order[-1] == [] and any("high" in ids and "low" not in ids for ids in order)
+    assert not made.pool.held
+
+
+def test_who_waits_long_enough_overtakes_higher_priorities() -> None:
+    made = scheduler(max_running=1, aging_seconds=3)
+    made.add(Request("low", [1], 1, priority=2), 0)
+    order: list[str] = []
+    for now in range(12):
+        made.add(Request(f"high{now}", [2], 1), now)
+        order += advance(made, now)
+    assert "low" in order and order.index("low") >= 6
+
+
+def test_tenants_get_equal_shares() -> None:
+    """One sends ten times as many requests as the other."""
+    made = scheduler(max_running=1)
+    for number in range(20):
+        made.add(Request(f"a{number}", [1] * 4, 1, tenant="a"), 0)
+    for number in range(2):
+        made.add(Request(f"b{number}", [1] * 4, 1, tenant="b"), 1)
+    order = [id for now in range(6) for id in advance(made, 2 + now / 100)]
+    assert sum(id.startswith("b") for id in order) == 2
+
+
+def test_what_can_never_run_is_refused_at_once() -> None:
+    made = scheduler(blocks=2)
+    with pytest.raises(RequestError, match="7 prompt tokens and 3 new ones") as caught:
+        made.add(Request("a", [1] * 7, 3), 0)
+    assert "at most 9 together" in (caught.value.expected or "")
+    made.add(Request("a", [1] * 7, 2), 0)
+    for empty in (Request("b", [], 1), Request("b", [1], 0)):
+        with pytest.raises(RequestError):
+            made.add(empty, 0)
+    with pytest.raises(RequestError, match="is there already"):
+        made.add(Request("a", [1], 1), 0)
+
+
+def test_a_full_queue_says_when_to_come_back() -> None:
+    made = scheduler(max_running=1, max_waiting=2, step_tokens=4)
+    made.add(Request("first", [1] * 4, 9), 0)
+    for now in range(3):
+        advance(made, now)
+    for number in range(2):
+        made.add(Request(f"{number}", [1] * 8, 1), 3)
+    with pytest.raises(QueueFullError) as caught:
+        made.add(Request("late", [1], 1), 3)
+    assert caught.value.retry_after == pytest.approx(16.0)  # 16 tokens wait, and one was fed each second
+
+
+@pytest.mark.parametrize(("deadline", "steps"), [("queue_deadline", 0), ("first_token_deadline", 1), ("deadline", 2)])
+def test_deadlines_end_what_they_are_for(deadline: str, steps: int) -> None:
+    """Of leaving the queue, of the first token (the prompt takes two steps), and of the answer."""
+    made = scheduler(step_tokens=4, max_running=1)
+    made.add(replace(Request("a", [1] * 6, 9), **{deadline: 5.0}), 0)
+    for _ in range(steps):
+        advance(made)
+    assert made.expire(4.9) == []
+    assert made.expire(5) == [Finished("a", "timeout")] and not made.pool.held
+
+
+def test_a_deadline_that_was_kept_does_not_end_a_request() -> None:
+    made = scheduler()
+    made.add(Request("a", [1], 9, queue_deadline=1, first_token_deadline=1), 0)
+    advance(made)
+    assert made.expire(99) == []
+
+
+def test_keys_depend_on_every_token_before() -> None:
+    keys = block_keys(list(range(12)), BLOCK)
+    assert len(keys) == 3 and block_keys(list(range(12)), BLOCK, known=keys[:2]) == keys
+    changed = block_keys([9, *range(1, 12)], BLOCK)
+    assert not set(keys) & set(changed)
+    assert block_keys(list(range(12)), BLOCK, b"other") != keys
+
+
+@pytest.mark.parametrize("defect", ["released twice", "held without a table", "taken twice"])
+def test_a_planted_leak_is_found(defect: str) -> None:
+    pool = BlockPool(4)
+    taken = pool.take(2)
+    assert taken is not None
+    pool.check([taken])
+    if defect == "released twice":
+        pool.release(taken)
+        with pytest.raises(AssertionError):
+            pool.release(taken)
+    elif defect == "held without a table":
+        with pytest.raises(AssertionError, match="not held as often"):
+            pool.check([])
+    else:
+        with pytest.raises(AssertionError, match="not held as often"):
+            pool.check([taken, taken])
