@@ -27,7 +27,7 @@ import onnxruntime as ort
 from tokenizers import Tokenizer
 
 from engines.load import load
-from engines.protocol import Engine
+from engines.sequences import Sequences
 from runtime.generate import GenerationSettings, generate
 from tapeout.errors import EvidenceError, ExitCode, TapeoutError
 
@@ -89,7 +89,7 @@ def overhead(runs: Sequence[Span]) -> Overhead:
     return Overhead(1e3 * median(steps), 1e6 * median(python), median(shares))
 
 
-def decode_greedily(engine: Engine, prompt: Sequence[int], batch: int, steps: int) -> Overhead:
+def decode_greedily(engine: Sequences, prompt: Sequence[int], batch: int, steps: int) -> Overhead:
     """Decode ``batch`` neighbouring slots that all hold the prompt, one token each per step."""
     engine.prefill(0, prompt)
     for slot in range(1, batch):
@@ -101,7 +101,7 @@ def decode_greedily(engine: Engine, prompt: Sequence[int], batch: int, steps: in
     return overhead(runs[WARMUP_STEPS - 1 :])
 
 
-def generate_text(engine: Engine, tokenizer: Tokenizer, prompt: Sequence[int], steps: int) -> Overhead:
+def generate_text(engine: Sequences, tokenizer: Tokenizer, prompt: Sequence[int], steps: int) -> Overhead:
     """Generate the text of one sequence; tokens are sampled with default settings."""
     settings = GenerationSettings(max_new_tokens=1 + WARMUP_STEPS + steps)
     with recorded_runs() as runs:
@@ -111,7 +111,7 @@ def generate_text(engine: Engine, tokenizer: Tokenizer, prompt: Sequence[int], s
 
 
 def run(options: argparse.Namespace) -> dict[str, Overhead]:
-    engine = load(options.bundle, threads=options.threads, slots=max(options.batches))
+    engine = Sequences(load(options.bundle, threads=options.threads, slots=max(options.batches)))
     try:
         tokenizer = Tokenizer.from_file(str(options.bundle / "tokenizer.json"))
         text = Path(__file__).read_text()

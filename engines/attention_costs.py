@@ -9,7 +9,6 @@ B  sequences      S  tokens of each      T  tokens in the cache      H, G, D  he
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from engines import timing
-from engines.bundle import BLOCK_TABLE, OFFSETS, STARTS
+from engines.bundle import BLOCK_TABLE, BLOCK_TOKENS, OFFSETS, STARTS
 from engines.compile import CACHE_TYPES
 from engines.passes.base import INTERNAL, Lowering, constant, sizes
 from engines.passes.linears import OP
@@ -96,17 +95,21 @@ class _Attention:
     ) -> None:
         element = CACHE_TYPES[dtype].numpy()
         columns = graph.head_size // 2 if dtype == "int4" else graph.head_size
-        shape = (step.sequences, graph.kv_heads, step.context, columns)
-        self.copies = min(max(1, MOST_COPIES // step.tokens), -(-streamed // (2 * math.prod(shape) * element.itemsize)))
+        cache_bytes = 2 * step.sequences * graph.kv_heads * step.context * columns * element.itemsize
+        self.copies = min(max(1, MOST_COPIES // step.tokens), -(-streamed // cache_bytes))
+        model = attention_model(target, graph, dtype, self.copies, step.context)
+        paged = BLOCK_TABLE in {value.name for value in model.graph.inputs}
+        blocks, block_tokens = (-(-step.context // BLOCK_TOKENS), BLOCK_TOKENS) if paged else (1, step.context)
+        shape = (step.sequences * blocks, graph.kv_heads, block_tokens, columns)
         rng = np.random.default_rng(0)
         width = (graph.heads + 2 * graph.kv_heads) * graph.head_size
         arrays: dict[str, NDArray[Any]] = {
             "qkv": rng.standard_normal((step.sequences, step.tokens, width)).astype(np.float32),
             "seqlens_k": np.full(step.sequences, step.context - 1, np.int32),
             "total_sequence_length": np.array(step.context, np.int32),
-            OFFSETS: np.arange(step.streams + 1, dtype=np.int32) * step.tokens,
-            STARTS: np.full(step.streams, step.context - step.tokens, np.int32),
-            BLOCK_TABLE: np.arange(step.streams, dtype=np.int32)[:, None],
+            OFFSETS: np.arange(step.sequences + 1, dtype=np.int32) * step.tokens,
+            STARTS: np.full(step.sequences, step.context - step.tokens, np.int32),
+            BLOCK_TABLE: np.arange(step.sequences * blocks, dtype=np.int32).reshape(-1, blocks),
         }
         output = np.empty((step.sequences, step.tokens, graph.heads * graph.head_size), np.float32)
         for copy in range(self.copies):
@@ -115,7 +118,7 @@ class _Attention:
                 buffer = rng.integers(0, 8, shape).astype(element)
                 arrays[f"past_key_values.{copy}.{part}"] = arrays[f"present.{copy}.{part}"] = buffer
             arrays[f"y{copy}"] = output
-        self._timer = target.timer(attention_model(target, graph, dtype, self.copies, step.context), threads)
+        self._timer = target.timer(model, threads)
         self._timer.bind(arrays)
 
     def sample(self) -> float:

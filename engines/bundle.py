@@ -13,6 +13,7 @@ TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", 
 GREEDY = "greedy"  # input of a graph that gives either logits or next tokens (engines/passes/greedy_head.py)
 # Inputs of a graph over a pool of KV blocks (engines/passes/cached_attention.py)
 OFFSETS, STARTS, BLOCK_TABLE = "offsets", "starts", "block_table"
+BLOCK_TOKENS = 64  # of a KV block on ort-cpu: a tile of keys of the attention kernel lies in one block
 NEXT_TOKENS = "next_tokens"  # output of the same graph
 
 

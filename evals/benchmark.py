@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 
 from engines.bundle import EngineBundle
-from engines.protocol import Engine
+from engines.sequences import Sequences
 from evals.items import write_metrics
 from evals.kind import Context
 from evals.kinds.speed import ENGINES, Benchmark, EngineNumbers, SpeedSample, SpeedSettings
@@ -55,8 +55,8 @@ def measure(context: Context, folder: Path) -> None:
 
 def benchmark(
     settings: SpeedSettings,
-    baseline: Engine,
-    candidate: Engine,
+    baseline: Sequences,
+    candidate: Sequences,
     *,
     bundles: Mapping[str, Artifact[EngineBundle]],
     threads: int,
@@ -134,14 +134,14 @@ def benchmark(
     return load(folder, Benchmark)
 
 
-def _prefill_seconds(engine: Engine, prompt: list[int]) -> float:
+def _prefill_seconds(engine: Sequences, prompt: list[int]) -> float:
     time.sleep(REST_SECONDS)
     start = time.perf_counter()
     engine.prefill(0, prompt)
     return time.perf_counter() - start
 
 
-def _step_seconds(engine: Engine, prompt: list[int], batch: int, steps: int) -> float:
+def _step_seconds(engine: Sequences, prompt: list[int], batch: int, steps: int) -> float:
     """Median seconds of one decode step of ``batch`` sequences that hold the prompt and grow by one token a step."""
     time.sleep(REST_SECONDS)
     engine.prefill(0, prompt)
@@ -201,7 +201,7 @@ def _memory_run() -> None:
     from engines.load import load as load_engine
 
     folder, prompt_tokens, new_tokens, threads = Path(sys.argv[1]), *map(int, sys.argv[2:5])
-    engine = load_engine(folder, threads=threads, slots=1)
+    engine = Sequences(load_engine(folder, threads=threads, slots=1))
     _step_seconds(engine, [1] * prompt_tokens, 1, new_tokens)
     print(_peak_bytes() / 1e6)
 

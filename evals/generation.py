@@ -1,12 +1,26 @@
-"""Greedy generation over the engine protocol: many prompts, decoded together in neighbouring slots."""
+"""Greedy generation: many prompts, decoded together in neighbouring slots."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from engines.protocol import Engine
+from engines.protocol import FloatArray, TokenArray
 from tapeout.errors import EvidenceError
+
+
+class Decoder(Protocol):
+    """What generation asks of :class:`engines.sequences.Sequences`, or of two of them that are fed the same."""
+
+    slots: int
+    max_tokens: int
+
+    def prefill(self, slot: int, tokens: Sequence[int]) -> FloatArray: ...
+
+    def decode_greedy(self, tokens: Sequence[int], lengths: Sequence[int]) -> TokenArray: ...
+
+    def copy_slot(self, source: int, target: int, length: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -27,7 +41,7 @@ class _Sequence:
 
 
 def greedy(
-    engine: Engine,
+    engine: Decoder,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,

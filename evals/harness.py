@@ -19,7 +19,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from engines.protocol import Engine, FloatArray
+from engines.protocol import FloatArray
+from engines.sequences import Sequences
 from evals.generation import greedy
 from evals.text import log_likelihoods
 from tapeout.errors import EvidenceError
@@ -55,7 +56,7 @@ def encode(tokenizer: Tokenizer, text: str, beginning: int | None) -> list[int]:
 
 
 class EngineLM(TemplateLM):
-    """Scores and generates through slot 0 and up of an :class:`engines.protocol.Engine`.
+    """Scores and generates through slot 0 and up of an :class:`engines.sequences.Sequences`.
 
     ``beginning``: the token put before every text, or None; pinned here so that both engines of a comparison, and
     the next run, read the same tokens. ``end_of_text``: ends a generation, and stands before a text that has no
@@ -64,7 +65,7 @@ class EngineLM(TemplateLM):
     """
 
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, *, end_of_text: int, beginning: int | None, name: str = "engine"
+        self, engine: Sequences, tokenizer: Tokenizer, *, end_of_text: int, beginning: int | None, name: str = "engine"
     ) -> None:
         super().__init__()
         self.engine, self.tokenizer = engine, tokenizer

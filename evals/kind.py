@@ -21,7 +21,8 @@ from tapeout.recipe import Count, Recipe, Section
 
 if TYPE_CHECKING:
     from engines.bundle import EngineBundle
-    from engines.protocol import Engine, FloatArray
+    from engines.protocol import FloatArray
+    from engines.sequences import Sequences
     from tapeout.portable_graph import PortableGraph
 
 S = TypeVar("S", bound=Section)
@@ -139,11 +140,11 @@ class Context(Protocol):
     def source_model(self) -> SourceModel: ...
     def graph(self) -> Artifact[PortableGraph]: ...
     def bundle(self, role: str) -> Artifact[EngineBundle]: ...
-    def engine(self, role: str, *, slots: int | None = None, threads: int | None = None) -> Engine:
+    def engine(self, role: str, *, slots: int | None = None, threads: int | None = None) -> Sequences:
         """``slots``: as built, and ``threads``: as the recipe says, unless given."""
         ...
 
-    def champion(self) -> tuple[Artifact[EngineBundle], Engine, bool]:
+    def champion(self) -> tuple[Artifact[EngineBundle], Sequences, bool]:
         """The registered champion, or the baseline and True where there is none."""
         ...
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from engines.bundle import EngineBundle, PortableEvidence
 from engines.lowered import LoweredGraph
-from engines.protocol import Engine
+from engines.sequences import Sequences
 from evals.gate import gate
 from evals.items import read_items, write_items
 from evals.kind import Bounds, Evidence, Report
@@ -22,8 +22,8 @@ from tapeout.errors import EvidenceError
 
 
 def portable_report(
-    baseline: Engine,
-    lowered: Engine,
+    baseline: Sequences,
+    lowered: Sequences,
     documents: Sequence[Sequence[int]],
     folder: Path,
     *,

@@ -12,7 +12,7 @@ import numpy as np
 from lm_eval.evaluator import evaluate as run_tasks
 from tokenizers import Tokenizer
 
-from engines.protocol import Engine
+from engines.sequences import Sequences
 from evals.harness import EngineLM, beginning_of_text, encode
 from evals.items import write_items, write_metrics
 from evals.kind import Context
@@ -51,8 +51,8 @@ def measure(context: Context, folder: Path) -> None:
 def evaluate(
     settings: TaskSettings,
     text: TextSettings,
-    baseline: Engine,
-    candidate: Engine,
+    baseline: Sequences,
+    candidate: Sequences,
     *,
     tokenizer_file: Path,
     end_of_text: int,

@@ -1,6 +1,6 @@
 """Stage ``serving``: the candidate in every way it is used in service, against a prefill in one piece in slot 0.
 
-Each path below is a function over :class:`engines.protocol.Engine`. All compare with the same anchors: what the engine
+Each path below is a function over :class:`engines.sequences.Sequences`. All compare with the same anchors: what the engine
 itself and the float engine say of a stream of tokens that is fed in one call to slot 0. That call is anchored in turn:
 parity compares it with the quantized model, and text and tasks are measured by it.
 """
@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from engines.protocol import Engine, FloatArray
+from engines.protocol import FloatArray
+from engines.sequences import Sequences
 from evals.generation import greedy
 from evals.items import write_items, write_metrics
 from evals.kind import Context
@@ -56,9 +57,9 @@ def measure(context: Context, folder: Path) -> None:
 
 def serving(
     settings: ServingSettings,
-    baseline: Engine,
-    candidate: Engine,
-    reopened: Engine,
+    baseline: Sequences,
+    candidate: Sequences,
+    reopened: Sequences,
     *,
     text: Sequence[int],
     executed_on: Fingerprint,
@@ -103,7 +104,7 @@ class Stream:
     own: dict[int, FloatArray] = field(default_factory=dict[int, FloatArray])
     reference: dict[int, FloatArray] = field(default_factory=dict[int, FloatArray])
 
-    def anchor(self, candidate: Engine, baseline: Engine | None, positions: Sequence[int]) -> None:
+    def anchor(self, candidate: Sequences, baseline: Sequences | None, positions: Sequence[int]) -> None:
         for engine, anchors in ((candidate, self.own), (baseline, self.reference)):
             if engine is not None:
                 rows = engine.prefill(0, self.tokens, positions=positions)
@@ -205,7 +206,7 @@ class Streams:
 
 
 def served_items(
-    settings: ServingSettings, baseline: Engine, candidate: Engine, reopened: Engine, text: Sequence[int]
+    settings: ServingSettings, baseline: Sequences, candidate: Sequences, reopened: Sequences, text: Sequence[int]
 ) -> list[ServedItem]:
     """Every path, in an order in which each finds slots that hold other sequences."""
     from tqdm import tqdm
@@ -256,7 +257,7 @@ def _ends(length: int) -> list[int]:
     raise AssertionError("pieces do not end")
 
 
-def pieces(engine: Engine, held: Sequence[Stream], lengths: Sequence[int], log: Log) -> None:
+def pieces(engine: Sequences, held: Sequence[Stream], lengths: Sequence[int], log: Log) -> None:
     """A prompt fed in pieces, each continuing the slot, in every slot."""
     for slot, (stream, length) in enumerate(zip(held, lengths, strict=True)):
         at = 0
@@ -277,7 +278,7 @@ def windows(slots: int, steps: int) -> Iterator[tuple[int, int]]:
     yield from ((slots - size, size) for size in range(slots - 1, 0, -1))
 
 
-def steps(engine: Engine, held: Sequence[Stream], lengths: Sequence[int], count: int, log: Log) -> None:
+def steps(engine: Sequences, held: Sequence[Stream], lengths: Sequence[int], count: int, log: Log) -> None:
     """Batched decode steps and greedy steps in turn, of every batch size, each entry at its own length.
 
     After ``count`` steps the sequences start again at ``lengths``. A step and the greedy one beside it write the same
@@ -298,7 +299,7 @@ def steps(engine: Engine, held: Sequence[Stream], lengths: Sequence[int], count:
             log.add(place, held[slot], at[entry], logits[entry], chosen=int(chosen[entry]))
 
 
-def reuse(engine: Engine, baseline: Engine, streams: Streams, count: int, log: Log) -> None:
+def reuse(engine: Sequences, baseline: Sequences, streams: Streams, count: int, log: Log) -> None:
     """A short prompt in every slot, where a longer sequence was before, then decode steps of all slots."""
     room = max(1, engine.max_tokens - count)
     lengths = [min(room, REUSE_TOKENS + slot % REUSE_SPREAD) for slot in range(engine.slots)]
@@ -321,7 +322,7 @@ def _prefixes(slots: int, longest: int) -> list[int]:
     return sorted((lengths * slots)[: max(slots, len(lengths))], reverse=True)
 
 
-def copy(engine: Engine, stream: Stream, prefixes: Sequence[int], count: int, log: Log) -> None:
+def copy(engine: Sequences, stream: Stream, prefixes: Sequence[int], count: int, log: Log) -> None:
     """A shared prefix copied from slot to slot, and continued by a decode step and a prefill of ``count - 1`` tokens.
 
     The last slot holds the stream; every slot is copied from and copied to. What lies where a prefix goes is another
@@ -342,7 +343,7 @@ def copy(engine: Engine, stream: Stream, prefixes: Sequence[int], count: int, lo
             log.add(Place("copy", target, target, 1), stream, length + ahead, row)
 
 
-def generation(engine: Engine, streams: Streams, settings: ServingSettings, log: Log) -> None:
+def generation(engine: Sequences, streams: Streams, settings: ServingSettings, log: Log) -> None:
     """Free-running answers of more prompts than there are slots; each token is the likeliest one after those before."""
     room = engine.max_tokens - settings.new_tokens
     lengths = [min(room, 1 + 11 * number % 97) for number in range(max(settings.answers, engine.slots + 1))]
@@ -357,7 +358,9 @@ def generation(engine: Engine, streams: Streams, settings: ServingSettings, log:
             log.add(place, stream, position, stream.own[position], chosen=token)
 
 
-def other_shape(engine: Engine, baseline: Engine, reopened: Engine, streams: Streams, count: int, log: Log) -> None:
+def other_shape(
+    engine: Sequences, baseline: Sequences, reopened: Sequences, streams: Streams, count: int, log: Log
+) -> None:
     """The same engine opened with other numbers of slots and threads, in its last slots."""
     first, room = max(reopened.slots - 2, 0), engine.max_tokens - count
     lengths = [min(room, length) for length in (SHORT, REUSE_TOKENS)][: reopened.slots]

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 
-from engines.protocol import Engine, FloatArray, TokenArray
+from engines.protocol import FloatArray, TokenArray
+from engines.sequences import Sequences
 from evals.generation import Response, greedy
 from evals.items import write_items, write_metrics
 from evals.kind import Context
@@ -43,8 +44,8 @@ def measure(context: Context, folder: Path) -> None:
 
 def shadow(
     settings: ShadowSettings,
-    champion: Engine,
-    candidate: Engine,
+    champion: Sequences,
+    candidate: Sequences,
     *,
     prompts: Sequence[Sequence[int]],
     stop_tokens: Collection[int],
@@ -78,8 +79,8 @@ def shadow(
 
 
 def shadow_items(
-    champion: Engine,
-    candidate: Engine,
+    champion: Sequences,
+    candidate: Sequences,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -123,41 +124,33 @@ class Lockstep:
     ``answers``: in the order in which :func:`evals.generation.greedy` prefills prompts, which is their own.
     """
 
-    def __init__(self, champion: Engine, candidate: Engine) -> None:
+    def __init__(self, champion: Sequences, candidate: Sequences) -> None:
         self.champion, self.candidate = champion, candidate
         self.slots = min(champion.slots, candidate.slots)
         self.max_tokens = min(champion.max_tokens, candidate.max_tokens)
-        self.vocab_size, self.digest = champion.vocab_size, champion.digest
         self.answers: list[Forced] = []
         self._held: dict[int, Forced] = {}
 
-    def prefill(
-        self, slot: int, tokens: Sequence[int], *, start: int = 0, positions: Sequence[int] | None = None
-    ) -> FloatArray:
-        left, right = (e.prefill(slot, tokens, start=start, positions=positions) for e in self._engines)
+    def prefill(self, slot: int, tokens: Sequence[int]) -> FloatArray:
+        left, right = (engine.prefill(slot, tokens) for engine in self._engines)
         self._held[slot] = Forced()
         self.answers.append(self._held[slot])
         self._held[slot].add(left[-1], right[-1])
         return left
 
-    def decode(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> FloatArray:
-        left, right = (e.decode(tokens, lengths, first_slot=first_slot) for e in self._engines)
-        for slot, (one, other) in enumerate(zip(left, right, strict=True), start=first_slot):
+    def decode_greedy(self, tokens: Sequence[int], lengths: Sequence[int]) -> TokenArray:
+        left, right = (engine.decode(tokens, lengths) for engine in self._engines)
+        for slot, (one, other) in enumerate(zip(left, right, strict=True)):
             self._held[slot].add(one, other)
-        return left
-
-    def decode_greedy(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> TokenArray:
-        return self.decode(tokens, lengths, first_slot=first_slot).argmax(axis=1)
+        return left.argmax(axis=1)
 
     def copy_slot(self, source: int, target: int, length: int) -> None:
         for engine in self._engines:
             engine.copy_slot(source, target, length)
         self._held[target] = self._held[source]
 
-    def close(self) -> None: ...
-
     @property
-    def _engines(self) -> tuple[Engine, Engine]:
+    def _engines(self) -> tuple[Sequences, Sequences]:
         return self.champion, self.candidate
 
 

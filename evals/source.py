@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from engines.bundle import TEXT_FILES, EngineBundle
-from engines.protocol import Engine, FloatArray
+from engines.protocol import FloatArray
+from engines.sequences import Sequences
 from evals.items import write_items, write_metrics
 from evals.kind import Context, SourceModel
 from evals.kinds.parity import ParitySettings, TableError
@@ -59,8 +60,8 @@ def measure(context: Context, folder: Path) -> None:
 
 def compare_source(
     model: SourceModel,
-    baseline: Engine,
-    candidate: Engine,
+    baseline: Sequences,
+    candidate: Sequences,
     texts: Sequence[tuple[str, Sequence[int]]],
     *,
     embedding: TableError,
@@ -107,7 +108,7 @@ def source_metrics(items: Sequence[SourceItem]) -> dict[str, float]:
 
 
 def source_item(
-    model: SourceModel, baseline: Engine, candidate: Engine, form: str, tokens: Sequence[int]
+    model: SourceModel, baseline: Sequences, candidate: Sequences, form: str, tokens: Sequence[int]
 ) -> SourceItem:
     """How the model and both engines predict every token of a text but the first."""
     fed = list(tokens[:-1])
@@ -150,7 +151,7 @@ def _parts(count: int) -> Iterator[slice]:
     return (slice(start, min(start + CHUNK_TOKENS, count)) for start in range(0, count, CHUNK_TOKENS))
 
 
-def _fed(engine: Engine, tokens: Sequence[int], part: slice) -> FloatArray:
+def _fed(engine: Sequences, tokens: Sequence[int], part: slice) -> FloatArray:
     """Logits of a part of a text whose beginning slot 0 holds."""
     return engine.prefill(0, tokens[part], start=part.start, positions=range(part.stop - part.start))
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.protocol import Engine, FloatArray
+from engines.protocol import FloatArray
+from engines.sequences import Sequences
 from tapeout.artifact import canonical_json
 from tapeout.errors import EvidenceError
 
@@ -89,7 +90,7 @@ class Comparison:
     candidate_nll: Float64Array
 
 
-def compare(baseline: Engine, candidate: Engine, tokens: Sequence[int], *, first: int = 1) -> Comparison:
+def compare(baseline: Sequences, candidate: Sequences, tokens: Sequence[int], *, first: int = 1) -> Comparison:
     """Feed ``tokens[:-1]`` to slot 0 of both engines and compare how they predict ``tokens[first:]``.
 
     :class:`EvidenceError` when there is nothing to predict, when the tokens do not fit an engine, or when a logit

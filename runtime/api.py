@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 
 from engines.bundle import EngineBundle
 from engines.load import load as load_engine
+from engines.sequences import Sequences
 from runtime.chat import ChatTemplate
 from runtime.generate import GenerationSettings, Piece
 from runtime.generate import generate as stream
@@ -23,7 +24,8 @@ class TextEngine:
     def __init__(self, folder: Path, *, threads: int = 0, slots: int = 1) -> None:
         self.folder = folder
         self.bundle = artifact.load(folder, EngineBundle)
-        self.engine = load_engine(folder, threads=threads, slots=slots, public_key=key_from_environment(PUBLIC_KEY))
+        engine = load_engine(folder, threads=threads, slots=slots, public_key=key_from_environment(PUBLIC_KEY))
+        self.engine = Sequences(engine)
         self.tokenizer: Tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
 
     def encode(self, prompt: str, *, system: str | None = None, raw: bool = False) -> list[int]:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from tokenizers import Tokenizer
 
-from engines.protocol import Engine
+from engines.sequences import Sequences
 from runtime.detokenize import Detokenizer
 from runtime.sampling import Sampler, SamplingSettings, sample
 from tapeout.errors import RequestError
@@ -48,7 +48,7 @@ class Piece:
 
 
 def generate(
-    engine: Engine, tokenizer: Tokenizer, prompt: Sequence[int], settings: GenerationSettings, *, slot: int = 0
+    engine: Sequences, tokenizer: Tokenizer, prompt: Sequence[int], settings: GenerationSettings, *, slot: int = 0
 ) -> Iterator[Piece]:
     """Stream the response to ``prompt`` (token ids) from one KV slot of ``engine``.
 
@@ -73,7 +73,7 @@ def generate(
 
 
 def _stream(
-    engine: Engine, tokenizer: Tokenizer, prompt: Sequence[int], settings: GenerationSettings, slot: int
+    engine: Sequences, tokenizer: Tokenizer, prompt: Sequence[int], settings: GenerationSettings, slot: int
 ) -> Iterator[Piece]:
     sampler = Sampler(settings.sampling, engine.vocab_size, prompt)
     detokenizer = Detokenizer(tokenizer)

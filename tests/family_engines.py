@@ -13,7 +13,8 @@ from safetensors.numpy import load_file
 from engines.bundle import EngineBundle
 from engines.compile import build
 from engines.load import find_target, load, open_probe
-from engines.protocol import Engine, FloatArray
+from engines.protocol import FloatArray
+from engines.sequences import Sequences
 from evals.parity import compare
 from quantization.calibrate import calibrate
 from quantization.checkpoint import KV_SCALES, QuantizedModel
@@ -128,7 +129,7 @@ def relative_error(actual: FloatArray, expected: FloatArray) -> float:
     return float((np.abs(actual - expected) / np.abs(expected).max(axis=-1, keepdims=True)).max())
 
 
-def prefill_in_pieces(engine: Engine, slot: int, tokens: Sequence[int], pieces: Sequence[int]) -> FloatArray:
+def prefill_in_pieces(engine: Sequences, slot: int, tokens: Sequence[int], pieces: Sequence[int]) -> FloatArray:
     """Logits of every token, fed in pieces of these sizes."""
     parts: list[FloatArray] = []
     start = 0

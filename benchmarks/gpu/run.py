@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.peers.corpus import Corpus, read_corpus
 from engines.bundle import EngineBundle
 from engines.load import load
-from engines.protocol import Engine
+from engines.sequences import Sequences
 from evals.kinds.text import TextSettings, text_items
 from pipeline.recipe import load_recipe
 from tapeout import artifact
@@ -75,13 +75,13 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def prefill_seconds(engine: Engine, tokens: Sequence[int]) -> float:
+def prefill_seconds(engine: Sequences, tokens: Sequence[int]) -> float:
     start = time.perf_counter()
     engine.prefill(0, tokens)
     return time.perf_counter() - start
 
 
-def step_seconds(engine: Engine, prompt: Sequence[int], batch: int, steps: int) -> float:
+def step_seconds(engine: Sequences, prompt: Sequence[int], batch: int, steps: int) -> float:
     """Median time of a greedy decode step of ``batch`` sequences that all start with the prompt."""
     engine.prefill(0, prompt)
     for slot in range(1, batch):
@@ -94,7 +94,7 @@ def step_seconds(engine: Engine, prompt: Sequence[int], batch: int, steps: int) 
     return median(seconds[WARMUP_STEPS:])
 
 
-def batch_difference(engine: Engine, prompts: Sequence[Sequence[int]]) -> float:
+def batch_difference(engine: Sequences, prompts: Sequence[Sequence[int]]) -> float:
     """Largest difference of a sequence's logits between batch 1 and the whole batch, relative to the largest logit."""
     for slot, prompt in enumerate(prompts):
         engine.prefill(slot, prompt[:-1])
@@ -107,7 +107,7 @@ def batch_difference(engine: Engine, prompts: Sequence[Sequence[int]]) -> float:
 
 
 def timings(
-    engines: Sequence[Engine],
+    engines: Sequence[Sequences],
     batches: Sequence[Sequence[int]],
     corpus: Corpus,
     *,
@@ -173,7 +173,7 @@ def run(options: argparse.Namespace, progress: Callable[[str], None]) -> list[Gp
             expected="bundles that are all compiled for the same compute capability",
         )
     open_times = [(_open_seconds(b.folder), _open_seconds(b.folder)) for b in bundles]
-    engines = [load(b.folder) for b in bundles]
+    engines = [Sequences(load(b.folder)) for b in bundles]
     batches = [_buckets(b) for b in bundles]
     corpus = read_corpus(
         load_recipe(options.params),
@@ -185,7 +185,7 @@ def run(options: argparse.Namespace, progress: Callable[[str], None]) -> list[Gp
         documents=options.documents,
         document_tokens=load_recipe(options.params).section(TextSettings).document_tokens,
     )
-    reference = load(options.reference, slots=1)
+    reference = Sequences(load(options.reference, slots=1))
     times = timings(engines, batches, corpus, rounds=options.rounds, new_tokens=options.new_tokens, progress=progress)
     numbers: list[GpuNumbers] = []
     for bundle, engine, open_s, buckets, (prefill_ms, decode_ms) in zip(
@@ -220,7 +220,7 @@ def run(options: argparse.Namespace, progress: Callable[[str], None]) -> list[Gp
 def _open_seconds(folder: Path) -> float:
     """Time to open an engine, prefill and decode once. Closing the engine stores its compiled kernels in the cache."""
     start = time.perf_counter()
-    engine = load(folder)
+    engine = Sequences(load(folder))
     engine.prefill(0, [1])
     engine.decode([1], [1])
     seconds = time.perf_counter() - start

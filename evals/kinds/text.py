@@ -36,7 +36,7 @@ from tapeout.errors import EvidenceError
 from tapeout.recipe import Count, Recipe, Section
 
 if TYPE_CHECKING:
-    from engines.protocol import Engine
+    from engines.sequences import Sequences
 
 
 RANGE_TOKENS = 256
@@ -183,7 +183,7 @@ def divergence_block(kl: Divergence) -> Block:
 
 
 def text_items(
-    baseline: Engine, candidate: Engine, documents: Sequence[Sequence[int]], *, long: bool = False
+    baseline: Sequences, candidate: Sequences, documents: Sequence[Sequence[int]], *, long: bool = False
 ) -> list[TextItem]:
     """Score held-out documents (token ids, at least two each), one at a time, through both engines."""
     import numpy as np

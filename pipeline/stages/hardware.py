@@ -116,11 +116,12 @@ def evidence(request: Request, lowered: Artifact[LoweredGraph]) -> Artifact[Port
     """The lowered graph on the CPU against the float engine, on held-out documents."""
     from engines.load import load
     from engines.portable import PortableEngine
+    from engines.sequences import Sequences
     from evals.portable import portable_report
 
     documents = heldout_documents(request)
-    engine = PortableEngine(lowered, max_tokens=max(len(tokens) for tokens in documents))
-    baseline = load(request.artifacts / "baseline", slots=1)
+    engine = Sequences(PortableEngine(lowered, max_tokens=max(len(tokens) for tokens in documents)))
+    baseline = Sequences(load(request.artifacts / "baseline", slots=1))
     return portable_report(
         baseline,
         engine,

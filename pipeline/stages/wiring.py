@@ -23,7 +23,7 @@ from tapeout.portable_graph import PortableGraph
 
 if TYPE_CHECKING:
     from engines.bundle import EngineBundle
-    from engines.protocol import Engine
+    from engines.sequences import Sequences
     from engines.target import Probe
     from evals.kind import Kind, S, SourceModel
     from pipeline.sources.source import Source
@@ -330,15 +330,16 @@ class Measurement:
     def bundle(self, role: str) -> Artifact[EngineBundle]:
         return _bundle(ARTIFACTS / role)
 
-    def engine(self, role: str, *, slots: int | None = None, threads: int | None = None) -> Engine:
+    def engine(self, role: str, *, slots: int | None = None, threads: int | None = None) -> Sequences:
         return self._open(ARTIFACTS / role, slots, threads)
 
-    def _open(self, folder: Path, slots: int | None = None, threads: int | None = None) -> Engine:
+    def _open(self, folder: Path, slots: int | None = None, threads: int | None = None) -> Sequences:
         from engines.load import load
+        from engines.sequences import Sequences
 
-        return load(folder, threads=threads or self.threads, slots=slots or self.recipe.build.slots)
+        return Sequences(load(folder, threads=threads or self.threads, slots=slots or self.recipe.build.slots))
 
-    def champion(self) -> tuple[Artifact[EngineBundle], Engine, bool]:
+    def champion(self) -> tuple[Artifact[EngineBundle], Sequences, bool]:
         incumbent = json.loads(INCUMBENT.read_text())
         folder = Path(incumbent["location"]) if incumbent else ARTIFACTS / "baseline"
         try:

@@ -24,7 +24,8 @@ from safetensors.numpy import load_file
 from engines.bundle import EngineBundle
 from engines.compile import build
 from engines.load import find_target, load
-from engines.protocol import Engine, FloatArray
+from engines.protocol import FloatArray
+from engines.sequences import Sequences
 from pipeline.export.export import export
 from quantization.calibrate import calibrate
 from quantization.calibration import Calibration
@@ -87,7 +88,7 @@ class Alone:
 
 @dataclass(frozen=True)
 class Opened:
-    engine: Engine
+    engine: Sequences
     bundle: Artifact[EngineBundle]
     alone: list[Alone]
     rounded: bool  # whether anything is rounded to int8 while it runs
@@ -168,7 +169,7 @@ def make_bundle(model: Model, name: str, folder: Path) -> Artifact[EngineBundle]
     )
 
 
-def run_alone(engine: Engine, prompt: list[int]) -> Alone:
+def run_alone(engine: Sequences, prompt: list[int]) -> Alone:
     rows, tokens = [engine.prefill(0, prompt)[0]], list[int]()
     for step in range(STEPS):
         tokens.append(int(rows[-1].argmax()))
@@ -176,7 +177,7 @@ def run_alone(engine: Engine, prompt: list[int]) -> Alone:
     return Alone(prompt, np.stack(rows), tokens)
 
 
-def run_together(engine: Engine, rows: Sequence[Alone], first_slot: int) -> list[FloatArray]:
+def run_together(engine: Sequences, rows: Sequence[Alone], first_slot: int) -> list[FloatArray]:
     """The logits of ``rows`` in neighbouring slots, each fed the tokens it chose alone."""
     logits = [[engine.prefill(first_slot + i, row.prompt)[0]] for i, row in enumerate(rows)]
     for step in range(STEPS):

@@ -20,7 +20,8 @@ from onnx import numpy_helper
 from engines.bundle import EngineBundle
 from engines.compile import build
 from engines.load import find_target, load, open_probe
-from engines.protocol import Engine, FloatArray, TokenArray
+from engines.protocol import FloatArray, TokenArray
+from engines.sequences import Sequences
 from evals.check import Check, Outcome
 from evals.kind import Bounds, Evidence, Kind, Report
 from evals.kinds import parity as parity_kind
@@ -117,7 +118,7 @@ def made(
 class Wrapped:
     """A real engine; a defect overrides one method."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Sequences) -> None:
         self.engine = engine
         self.digest, self.vocab_size = "d" * 64, engine.vocab_size
         self.slots, self.max_tokens = engine.slots, engine.max_tokens
@@ -223,7 +224,7 @@ def checks(kind: Kind[Any, Any, Any], record: Any, items: Sequence[Any]) -> dict
     return {check.name: check for check in kind.findings(evidence, BOUNDS).checks}
 
 
-def serve(made: Made, wrap: Callable[[Engine], Engine]) -> dict[str, Check]:
+def serve(made: Made, wrap: Callable[[Sequences], Sequences]) -> dict[str, Check]:
     baseline, reopened = load(made.baseline.folder, threads=1), load(made.candidate.folder, threads=2, slots=SLOTS + 1)
     candidate = wrap(load(made.candidate.folder, threads=1))
     text = [token for document in made.documents for token in document]
@@ -260,7 +261,7 @@ def parity_checks(made: Made, candidate: Artifact[EngineBundle], folder: Path) -
     return checks(parity_kind.KIND, found.record, found.items)
 
 
-def text_checks(baseline: Engine, candidate: Engine, documents: list[list[int]]) -> dict[str, Check]:
+def text_checks(baseline: Sequences, candidate: Sequences, documents: list[list[int]]) -> dict[str, Check]:
     items = text_items(baseline, candidate, documents)
     items += text_items(baseline, candidate, [joined(documents, 513)], long=True)
     record = EvalReport(
@@ -374,7 +375,9 @@ def test_sound_engines_pass(made: Made, tmp_path: Path) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_engine_that_serves_something_else(made: Made, defect: Callable[[Engine], Engine], found: set[str]) -> None:
+def test_engine_that_serves_something_else(
+    made: Made, defect: Callable[[Sequences], Sequences], found: set[str]
+) -> None:
     assert found <= failed(serve(made, defect))
 
 
@@ -481,7 +484,7 @@ def test_one_terrible_document_among_good_ones(made: Made) -> None:
 # free-running answers
 
 
-def shadow_checks(made: Made, candidate: Engine) -> dict[str, Check]:
+def shadow_checks(made: Made, candidate: Sequences) -> dict[str, Check]:
     prompts = [document[:begin] for begin in (5, 20) for document in made.documents]
     stop_tokens = made.candidate.record.stop_tokens
     items = shadow_items(

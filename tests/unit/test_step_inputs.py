@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.protocol import Engine
+from engines.sequences import Sequences
 from engines.step_inputs import check_copy, decode_inputs, prefill_inputs
 from tapeout.errors import RequestError
 from tests.fake_engine import HistoryEngine
@@ -18,19 +18,21 @@ SLOTS, VOCAB_SIZE, MAX_TOKENS = 4, 32, 16
 
 
 @pytest.fixture
-def engine() -> Engine:
+def engine() -> Sequences:
     return HistoryEngine(VOCAB_SIZE, slots=SLOTS, max_tokens=MAX_TOKENS)
 
 
-def prefill(engine: Engine, slot: int, tokens: list[int], start: int = 0, positions: list[int] | None = None) -> object:
+def prefill(
+    engine: Sequences, slot: int, tokens: list[int], start: int = 0, positions: list[int] | None = None
+) -> object:
     return prefill_inputs(engine, slot, tokens, start, positions)
 
 
-def decode(engine: Engine, tokens: list[int], lengths: list[int], first_slot: int = 0) -> object:
+def decode(engine: Sequences, tokens: list[int], lengths: list[int], first_slot: int = 0) -> object:
     return decode_inputs(engine, tokens, lengths, first_slot)
 
 
-BAD_CALLS: dict[str, tuple[Callable[[Engine], object], str]] = {
+BAD_CALLS: dict[str, tuple[Callable[[Sequences], object], str]] = {
     "no tokens": (lambda e: prefill(e, 0, []), "at least one token"),
     "a slot that is not there": (lambda e: prefill(e, SLOTS, [3]), "4 slots"),
     "a negative slot": (lambda e: prefill(e, -1, [3]), "4 slots"),
@@ -55,14 +57,14 @@ BAD_CALLS: dict[str, tuple[Callable[[Engine], object], str]] = {
 
 @pytest.mark.parametrize(("call", "expected"), BAD_CALLS.values(), ids=BAD_CALLS)
 def test_a_call_that_cannot_be_meant_is_refused(
-    engine: Engine, call: Callable[[Engine], object], expected: str
+    engine: Sequences, call: Callable[[Sequences], object], expected: str
 ) -> None:
     with pytest.raises(RequestError) as caught:
         call(engine)
     assert caught.value.found and expected in caught.value.expected
 
 
-def test_a_prefill_stands_behind_its_start_and_asks_for_its_last_position(engine: Engine) -> None:
+def test_a_prefill_stands_behind_its_start_and_asks_for_its_last_position(engine: Sequences) -> None:
     step = prefill_inputs(engine, SLOTS - 1, [5, 6, 7], MAX_TOKENS - 3, None)
     assert (step.ids.tolist(), step.position_ids.tolist(), step.logit_positions.tolist()) == (
         [[5, 6, 7]],
@@ -73,7 +75,7 @@ def test_a_prefill_stands_behind_its_start_and_asks_for_its_last_position(engine
     assert prefill_inputs(engine, 0, [5], 0, []).logit_positions.shape == (0,)
 
 
-def test_a_decode_writes_each_token_behind_its_own_length(engine: Engine) -> None:
+def test_a_decode_writes_each_token_behind_its_own_length(engine: Sequences) -> None:
     step = decode_inputs(engine, [5, 6], [1, MAX_TOKENS - 1], SLOTS - 2)
     assert (step.ids.tolist(), step.position_ids.tolist(), step.logit_positions.tolist()) == (
         [[5], [6]],
@@ -82,7 +84,7 @@ def test_a_decode_writes_each_token_behind_its_own_length(engine: Engine) -> Non
     )
 
 
-def test_what_engines_bind_by_address_is_contiguous(engine: Engine) -> None:
+def test_what_engines_bind_by_address_is_contiguous(engine: Sequences) -> None:
     every_other = np.arange(12, dtype=np.int64)[::2]
     prefill = prefill_inputs(engine, 0, every_other, 0, every_other[:3])  # type: ignore[arg-type]
     decode = decode_inputs(engine, every_other[:3], every_other[1:4], 0)  # type: ignore[arg-type]

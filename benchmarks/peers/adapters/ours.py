@@ -19,8 +19,9 @@ class Ours:
 
     def load(self, folder: Path, variant: str, threads: int, max_batch: int, max_tokens: int) -> dict[str, Any]:
         from engines.load import load
+        from engines.sequences import Sequences
 
-        self._engine = load(folder, threads=threads, slots=max_batch)
+        self._engine = Sequences(load(folder, threads=threads, slots=max_batch))
         if self._engine.max_tokens < max_tokens:
             raise ValueError(f"{folder} has {self._engine.max_tokens} positions; {max_tokens} are needed")
         return {"digest": self._engine.digest}

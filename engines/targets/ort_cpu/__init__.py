@@ -89,7 +89,8 @@ class OrtCpu(GraphTarget):
         return super().complete(lowered, model, folder)
 
     def open(self, bundle: Artifact[EngineBundle], *, threads: int, slots: int | None) -> Engine:
-        from engines.targets.ort_cpu.paged_engine import BLOCK_TOKENS, PagedEngine
+        from engines.bundle import BLOCK_TOKENS
+        from engines.targets.ort_cpu.paged_engine import PagedEngine
         from engines.targets.ort_cpu.slot_engine import OrtSlotEngine
 
         io = bundle.record.io

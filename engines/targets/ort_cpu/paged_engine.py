@@ -14,14 +14,13 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from engines.bundle import BLOCK_TABLE, GREEDY, NEXT_TOKENS, OFFSETS, STARTS, EngineBundle
+from engines.bundle import BLOCK_TABLE, BLOCK_TOKENS, GREEDY, NEXT_TOKENS, OFFSETS, STARTS, EngineBundle
 from engines.protocol import EngineCapabilities, Entry, FloatArray, Result
 from engines.sessions import CPU, cpu_options, library_of
 from engines.step_inputs import Piece, check, not_finite, result_of, runs
 from engines.targets.ort_cpu.buffers import Bound, bind_cache, zeros
 from tapeout.artifact import Artifact
 
-BLOCK_TOKENS = 64  # the kernel's tiles of keys: a tile lies in one block
 # A step is run in pieces of so many tokens: a long prompt then needs no more memory than a short one, and activations
 # stay in the processor's caches.
 RUN_TOKENS = 256
