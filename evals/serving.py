@@ -1,8 +1,8 @@
 """Stage ``serving``: the candidate in every way it is used in service, against a prefill in one piece in slot 0.
 
-Each path below is a function over :class:`engines.sequences.Sequences`. All compare with the same anchors: what the engine
-itself and the float engine say of a stream of tokens that is fed in one call to slot 0. That call is anchored in turn:
-parity compares it with the quantized model, and text and tasks are measured by it.
+Each path below is a function over :class:`engines.sequences.Sequences`. All compare with the same anchors: what the
+engine itself and the float engine say of a stream of tokens that is fed in one call to slot 0. That call is anchored in
+turn: parity compares it with the quantized model, and text and tasks are measured by it.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from engines.sequences import Sequences
 from runtime.chat import ChatTemplate
 from runtime.generate import GenerationSettings, Piece
 from runtime.generate import generate as stream
-from runtime.sampling import SamplingSettings
+from runtime.messages import SamplingSettings
 from tapeout import artifact
 from tapeout.signing import PUBLIC_KEY, key_from_environment
 

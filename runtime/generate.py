@@ -13,7 +13,8 @@ from tokenizers import Tokenizer
 
 from engines.sequences import Sequences
 from runtime.detokenize import Detokenizer
-from runtime.sampling import Sampler, SamplingSettings, sample
+from runtime.messages import SamplingSettings
+from runtime.sampling import Sampler, sample
 from tapeout.errors import RequestError
 
 FinishReason = Literal["stop", "length"]

@@ -10,13 +10,13 @@ are those of transformers' ``generation/logits_process.py``; a test compares the
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from math import isfinite
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engines.protocol import FloatArray
+from runtime.messages import SamplingSettings
 from tapeout.errors import RequestError
 
 Float64Array = NDArray[np.float64]
@@ -24,35 +24,6 @@ IntArray = NDArray[np.int64]
 
 # A nucleus seldom holds more tokens than this, and partitioning V logits is ten times cheaper than sorting them.
 NUCLEUS_GUESS = 1024
-
-
-@dataclass(frozen=True)
-class SamplingSettings:
-    """How one request turns logits into tokens. The defaults are greedy decoding.
-
-    ``top_k`` 0, ``top_p`` 1, ``min_p`` 0 and ``repetition_penalty`` 1 switch the filter off. ``seed`` None draws the
-    seed from the operating system.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        valid = {
-            "temperature": (0 <= self.temperature < float("inf"), "a finite number of at least 0 (0 is greedy)"),
-            "top_k": (self.top_k >= 0, "at least 0 (0 keeps every token)"),
-            "top_p": (0 < self.top_p <= 1, "more than 0 and at most 1"),
-            "min_p": (0 <= self.min_p <= 1, "between 0 and 1"),
-            "repetition_penalty": (0 < self.repetition_penalty < float("inf"), "more than 0 (1 is no penalty)"),
-            "seed": (self.seed is None or self.seed >= 0, "at least 0"),
-        }
-        for name, (holds, expected) in valid.items():
-            if not holds:
-                raise RequestError(f"{name} is {getattr(self, name)}", expected=expected)
 
 
 class Sampler:

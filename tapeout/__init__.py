@@ -22,7 +22,7 @@ from typing import Any
 
 _MODULES = {
     "TapeoutError": "tapeout.errors",
-    "SamplingSettings": "runtime.sampling",
+    "SamplingSettings": "runtime.messages",
     "TextEngine": "runtime.api",
     "generate": "runtime.api",
     "load": "runtime.api",

@@ -88,7 +88,7 @@ def generate(
     Example: `tapeout generate "Why is the sky blue?" --max-new-tokens 80`
     """
     from pipeline.cli.generate import run
-    from runtime.sampling import SamplingSettings
+    from runtime.messages import SamplingSettings
 
     run(
         bundle,

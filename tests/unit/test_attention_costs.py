@@ -80,9 +80,9 @@ def test_every_copy_is_attention_over_a_cache_of_its_own(sequences: int, tokens:
             "qkv": qkv,
             "seqlens_k": np.full(sequences, CONTEXT - 1, np.int32),
             "total_sequence_length": np.array(CONTEXT, np.int32),
-            "offsets": np.arange(streams + 1, dtype=np.int32) * tokens,
-            "starts": np.full(streams, CONTEXT - tokens, np.int32),
-            "block_table": np.arange(streams, dtype=np.int32)[:, None],
+            "offsets": np.arange(sequences + 1, dtype=np.int32) * tokens,
+            "starts": np.full(sequences, CONTEXT - tokens, np.int32),
+            "block_table": np.arange(sequences, dtype=np.int32)[:, None],
         },
     )
     for copy in range(2):

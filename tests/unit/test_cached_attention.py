@@ -451,7 +451,8 @@ def test_what_lies_behind_a_sequence_is_not_read() -> None:
 )
 def test_any_mix_of_prompts_and_single_tokens_equals_each_alone(counts: list[int], past: list[int], case: Case) -> None:
     """To the bit, and nothing else in the pool changes."""
-    steps = [step_of(case, max(count, 1), [start], seed) for seed, (count, start) in enumerate(zip(counts, past))]
+    pairs = list(zip(counts, past, strict=False))
+    steps = [step_of(case, max(count, 1), [start], seed) for seed, (count, start) in enumerate(pairs)]
     table = Table.random(len(counts))
     pools = [table.pool(np.concatenate([getattr(s, name) for s in steps])) for name in ("past_key", "past_value")]
     names = ("query", "key", "value")

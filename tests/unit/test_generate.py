@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from engines.protocol import FloatArray, TokenArray
 from runtime.generate import GenerationSettings, Piece, StopMatcher, generate
-from runtime.sampling import SamplingSettings
+from runtime.messages import SamplingSettings
 from tapeout.errors import RequestError
 
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.sampling import Sampler, SamplingSettings, candidates, sample
+from runtime.messages import SamplingSettings
+from runtime.sampling import Sampler, candidates, sample
 from tapeout.errors import RequestError
 
 
