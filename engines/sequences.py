@@ -60,19 +60,38 @@ class Sequences:
         results = self._decode(tokens, lengths, first_slot, "token")
         return np.fromiter((_token(result) for result in results), np.int64, len(results))
 
+    def continuations(self, tokens: Sequence[Sequence[int]], start: int) -> list[FloatArray]:
+        """Feed up to ``slots`` continuations of the first ``start`` positions of slot 0, all in one step.
+
+        Float32 logits ``[S, V]`` of each. Slot 0 goes on to hold its ``start`` positions, other slots lose theirs.
+        """
+        self._require_slots(0, len(tokens))
+        has = self.engine.capabilities
+        shared = start // has.block_tokens if has.shares_blocks else 0
+        entries: list[Entry] = []
+        for slot, fed in enumerate(tokens):
+            if slot:
+                self._copy(0, slot, start, shared)
+            table = [*self._tables[0][:shared], *self._tables[slot][shared:]]
+            entries.append(Entry(fed, start, table, "logits", range(len(fed))))
+        return [self._logits(result) for result in self.engine.step(entries)]
+
     def copy_slot(self, source: int, target: int, length: int) -> None:
         """Copy the first ``length`` KV positions of one slot to another."""
         self._require_slots(source, 1)
         self._require_slots(target, 1)
         if not 0 <= length <= self.max_tokens:
             raise RequestError(f"copy of {length} positions", expected=f"at most {self.max_tokens}")
-        size = self.engine.capabilities.block_tokens
-        for block, (before, after) in enumerate(zip(self._tables[source], self._tables[target], strict=True)):
-            if (rest := length - block * size) > 0:
-                self.engine.copy_block(before, after, min(rest, size))
+        self._copy(source, target, length, 0)
 
     def close(self) -> None:
         self.engine.close()
+
+    def _copy(self, source: int, target: int, length: int, first_block: int) -> None:
+        """Copy what the blocks from ``first_block`` on hold of the first ``length`` positions."""
+        size, (before, after) = self.engine.capabilities.block_tokens, (self._tables[source], self._tables[target])
+        for block in range(first_block, -(-length // size)):
+            self.engine.copy_block(before[block], after[block], min(length - block * size, size))
 
     def _decode(self, tokens: Sequence[int], lengths: Sequence[int], first_slot: int, wanted: Wanted) -> list[Result]:
         self._require_slots(first_slot, len(tokens))

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 from lm_eval.api.instance import Instance
@@ -24,6 +24,9 @@ from engines.sequences import Sequences
 from evals.generation import greedy
 from evals.text import log_likelihoods
 from tapeout.errors import EvidenceError
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 DEFAULT_NEW_TOKENS = 256  # lm-eval's own default for generate_until
 
@@ -126,22 +129,28 @@ class EngineLM(TemplateLM):
             fed = [*context, *continuation[:-1]]
             return [_read(self._prefill(fed, 0, range(before - 1, len(fed))), continuation)]
         first = self._prefill(context, 0, [before - 1])
-        results: list[tuple[float, bool]] = []
-        for continuation in continuations:
-            logits = first
-            if len(continuation) > 1:
-                fed = continuation[:-1]
-                logits = np.concatenate([first, self._prefill(fed, before, range(len(fed)))])
-            results.append(_read(logits, continuation))
-        return results
+        longer = [continuation[:-1] for continuation in continuations if len(continuation) > 1]
+        further: list[FloatArray] = []
+        while len(further) < len(longer):
+            fed = longer[len(further) : len(further) + self.engine.slots]
+            further += self._counted(sum(map(len, fed)), self.engine.continuations, fed, before)
+        rest = iter(further)
+        return [
+            _read(np.concatenate([first, next(rest)]) if len(continuation) > 1 else first, continuation)
+            for continuation in continuations
+        ]
 
     def _prefill(self, tokens: Sequence[int], start: int, rows: Sequence[int]) -> FloatArray:
+        return self._counted(len(tokens), self.engine.prefill, 0, tokens, start=start, positions=rows)
+
+    def _counted(self, tokens: int, call: Callable[P, R], *arguments: P.args, **named: P.kwargs) -> R:
+        """Call the engine with so many tokens."""
         began = time.perf_counter()
-        logits = self.engine.prefill(0, tokens, start=start, positions=rows)
+        result = call(*arguments, **named)
         self.seconds += time.perf_counter() - began
         self.calls += 1
-        self.tokens += len(tokens)
-        return logits
+        self.tokens += tokens
+        return result
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of whole texts, each token predicted once, from the longest context that fits."""
@@ -192,14 +201,7 @@ class EngineLM(TemplateLM):
 
 def _read(logits: FloatArray, continuation: list[int]) -> tuple[float, bool]:
     """Score a continuation of C tokens from the logits ``[C, V]`` that predict it."""
-    total = float(log_likelihoods(logits, continuation).sum())
-    if not np.isfinite(total):
-        raise EvidenceError(
-            "an engine returned NaN or infinite logits",
-            expected="finite float32 logits",
-            remedy="rebuild the engine; `tapeout inspect` shows its scales and kernels",
-        )
-    return total, logits.argmax(axis=1).tolist() == continuation
+    return float(log_likelihoods(logits, continuation).sum()), logits.argmax(axis=1).tolist() == continuation
 
 
 def _generation_settings(settings: dict[str, Any]) -> tuple[list[str], int]:

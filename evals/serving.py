@@ -134,7 +134,7 @@ class Entry:
 
 
 class Log:
-    """Collects comparisons by place. :class:`EvidenceError` for logits that are not finite."""
+    """Collects comparisons by place."""
 
     def __init__(self) -> None:
         self._found: dict[Place, list[Entry]] = {}
@@ -153,12 +153,6 @@ class Log:
             gap=float(logits.max() - logits[picked]),
             float_kl=None if reference is None else _kl(reference, logits),
         )
-        if not np.isfinite((entry.kl, entry.error, entry.gap, entry.float_kl or 0.0)).all():
-            raise EvidenceError(
-                f"logits at position {position} are not finite, on the path {place.path!r} in slot {place.slot}",
-                expected="finite float32 logits",
-                remedy="rebuild the engine; `tapeout inspect` shows its scales and kernels",
-            )
         self._found.setdefault(place, []).append(entry)
 
     def items(self) -> list[ServedItem]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from engines.protocol import EngineCapabilities, Entry, FloatArray, Result
+from engines.sequences import Sequences
 from engines.slot_engine import SlotEngine
 from engines.step_inputs import Int64Array, check, result_of
 from tapeout.fingerprint import Fingerprint
@@ -82,6 +83,15 @@ class HistoryEngine:
         self.held[target][:tokens] = self.held[source][:tokens]
 
     def close(self) -> None: ...
+
+
+class History(Sequences):
+    """Sequences over a :class:`HistoryEngine`."""
+
+    engine: HistoryEngine
+
+    def __init__(self, vocab_size: int = 32, **options: Any) -> None:
+        super().__init__(HistoryEngine(vocab_size, **options))
 
 
 class TorchEngine(SlotEngine):

@@ -143,7 +143,7 @@ def largest_errors(bundle: Artifact[EngineBundle], model: Any, name: str) -> dic
     """Relative logit errors of an engine against ``model``, by how it is used: prefill, batched decode, in pieces."""
     rows = [words(name, 1, length + DECODED, length)[0] for length in PROMPTS]
     expected = [transformers_logits(model, row) for row in rows]
-    engine, found = load(bundle.folder, threads=1), dict[str, float]()
+    engine, found = Sequences(load(bundle.folder, threads=1)), dict[str, float]()
     try:
         found["prefill"] = max(
             relative_error(engine.prefill(slot, row[:length], positions=range(length)), expected[slot][:length])

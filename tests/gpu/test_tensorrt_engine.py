@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 
 from engines.load import hardware_target, load
 from engines.portable import PortableEngine
+from engines.sequences import Sequences
 from engines.target import Compilation
 from tests.families import export_family
 from tests.lowered import SLOTS, lowered
@@ -27,23 +27,24 @@ TARGET = "tensorrt-rtx" if importlib.util.find_spec("tensorrt_rtx_bindings") els
 FAMILIES = ("llama", "qwen3", "gemma2")
 PRECISIONS = ("fp16", "int4", "fp8")
 TOKENS = 24
-Pair = Callable[[str, str], tuple[Any, PortableEngine]]
+Pair = Callable[[str, str], tuple[Sequences, Sequences]]
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """The compiled engine, and the same lowered graph on ONNX Runtime."""
 
-    def get(family: str, precision: str) -> tuple[Any, PortableEngine]:
+    def get(family: str, precision: str) -> tuple[Sequences, Sequences]:
         folder = tmp_path_factory.mktemp(f"{family}-{precision}")
         source = lowered(export_family(family, folder), folder / "lowered", precision)
         hardware_target(TARGET).compile(source, folder / "bundle", Compilation(GPU[0], (1, SLOTS)))
-        return load(folder / "bundle"), PortableEngine(source, max_tokens=TOKENS + 8, slots=SLOTS)
+        engines = load(folder / "bundle"), PortableEngine(source, max_tokens=TOKENS + 8, slots=SLOTS)
+        return Sequences(engines[0]), Sequences(engines[1])
 
     return get
 
 
-def tokens_of(engine: Any) -> list[int]:
+def tokens_of(engine: Sequences) -> list[int]:
     return np.random.default_rng(0).integers(3, engine.vocab_size, TOKENS).tolist()
 
 

@@ -211,7 +211,7 @@ def opened(
     name, kind = request.param
     model = models(name)
     bundle = make_bundle(model, kind, tmp_path_factory.mktemp("engine"))
-    engine = load(bundle.folder, threads=2)
+    engine = Sequences(load(bundle.folder, threads=2))
     yield Opened(engine, bundle, [run_alone(engine, prompt) for prompt in model.prompts], kind != "float")
     engine.close()
 
@@ -285,7 +285,8 @@ def share_scales(bundle: Artifact[EngineBundle], folder: Path) -> Artifact[Engin
 def test_a_scale_shared_by_the_batch_is_noticed(models: Callable[[str], Model], tmp_path: Path) -> None:
     """What these tests are for: the one engine they must not let pass."""
     model = models("tiny")
-    engine = load(share_scales(make_bundle(model, "static int8", tmp_path), tmp_path / "shared").folder, threads=2)
+    shared = share_scales(make_bundle(model, "static int8", tmp_path), tmp_path / "shared")
+    engine = Sequences(load(shared.folder, threads=2))
     try:
         alone = [run_alone(engine, prompt) for prompt in model.prompts[:8]]
         compare = partial(assert_independent, rounded=True)

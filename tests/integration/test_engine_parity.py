@@ -14,6 +14,7 @@ from engines.compile import build
 from engines.load import find_target, load, open_probe
 from engines.native import unsupported
 from engines.protocol import FloatArray
+from engines.sequences import Sequences
 from evals.kinds.parity import ParityItem
 from evals.parity import compare
 from evals.text import kl_divergences
@@ -121,7 +122,7 @@ def test_chunks_and_ragged_decode_are_what_the_checkpoint_says_too(
     reference = QuantizedReference(quantized.folder, int8_activations=True)
     rows, lengths = documents[:3], (90, 41, 120)
     expected = [reference(tokens) for tokens in rows]
-    engine = load(bundle.folder, threads=1)
+    engine = Sequences(load(bundle.folder, threads=1))
     found: list[FloatArray] = []
     wanted: list[FloatArray] = []
     for slot, (tokens, length) in enumerate(zip(rows, lengths, strict=True)):

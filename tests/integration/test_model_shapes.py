@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 from torch import Tensor
 
 from engines.load import load
+from engines.sequences import Sequences
 from quantization.attention_hook import kv_function
 from quantization.calibrate import calibrate
 from quantization.calibration import layer_file
@@ -84,7 +85,7 @@ def assert_computes_what_the_checkpoint_says(made: Made) -> None:
 def assert_decodes_what_it_prefills(made: Made) -> None:
     """One token at a time: over sliding windows, in-place int8 caches, and the kernels of a single row."""
     (document,) = words(made.name, 1, DOCUMENT_TOKENS, 3)
-    engine = load(made.bundle.folder, threads=1)
+    engine = Sequences(load(made.bundle.folder, threads=1))
     try:
         expected = engine.prefill(0, document, positions=range(DECODED, DOCUMENT_TOKENS))
         steps: list[np.ndarray] = []

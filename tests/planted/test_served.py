@@ -20,7 +20,7 @@ from onnx import numpy_helper
 from engines.bundle import EngineBundle
 from engines.compile import build
 from engines.load import find_target, load, open_probe
-from engines.protocol import FloatArray, TokenArray
+from engines.protocol import Engine, FloatArray, TokenArray
 from engines.sequences import Sequences
 from evals.check import Check, Outcome
 from evals.kind import Bounds, Evidence, Kind, Report
@@ -112,36 +112,10 @@ def made(
     return Made(tiny_checkpoint, graph, quantized, baseline, candidate, documents)
 
 
-# defective engines
+# defective engines: a real one, of which one method is wrong
 
 
-class Wrapped:
-    """A real engine; a defect overrides one method."""
-
-    def __init__(self, engine: Sequences) -> None:
-        self.engine = engine
-        self.digest, self.vocab_size = "d" * 64, engine.vocab_size
-        self.slots, self.max_tokens = engine.slots, engine.max_tokens
-
-    def prefill(
-        self, slot: int, tokens: Sequence[int], *, start: int = 0, positions: Sequence[int] | None = None
-    ) -> FloatArray:
-        return self.engine.prefill(slot, tokens, start=start, positions=positions)
-
-    def decode(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> FloatArray:
-        return self.engine.decode(tokens, lengths, first_slot=first_slot)
-
-    def decode_greedy(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> TokenArray:
-        return self.engine.decode_greedy(tokens, lengths, first_slot=first_slot)
-
-    def copy_slot(self, source: int, target: int, length: int) -> None:
-        self.engine.copy_slot(source, target, length)
-
-    def close(self) -> None:
-        self.engine.close()
-
-
-class Neighbours(Wrapped):
+class Neighbours(Sequences):
     def decode(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> FloatArray:
         return np.roll(super().decode(tokens, lengths, first_slot=first_slot), 1, axis=0)
 
@@ -149,29 +123,29 @@ class Neighbours(Wrapped):
         return np.roll(super().decode_greedy(tokens, lengths, first_slot=first_slot), 1)
 
 
-class OffByOne(Wrapped):
+class OffByOne(Sequences):
     def decode(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> FloatArray:
         return super().decode(tokens, [max(1, length - 1) for length in lengths], first_slot=first_slot)
 
 
-class ReversedPrompts(Wrapped):
+class ReversedPrompts(Sequences):
     def prefill(
         self, slot: int, tokens: Sequence[int], *, start: int = 0, positions: Sequence[int] | None = None
     ) -> FloatArray:
         return super().prefill(slot, tokens[::-1] if slot else tokens, start=start, positions=positions)
 
 
-class SecondBest(Wrapped):
+class SecondBest(Sequences):
     def decode_greedy(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> TokenArray:
         return self.decode(tokens, lengths, first_slot=first_slot).argsort(axis=1)[:, -2]
 
 
-class ShortCopies(Wrapped):
+class ShortCopies(Sequences):
     def copy_slot(self, source: int, target: int, length: int) -> None:
         super().copy_slot(source, target, length - 1)
 
 
-class LastSlot(Wrapped):
+class LastSlot(Sequences):
     """Decoding reads the keys of the slot before, in the last slot alone."""
 
     def decode(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> FloatArray:
@@ -181,7 +155,7 @@ class LastSlot(Wrapped):
         return logits
 
 
-class BatchOfThree(Wrapped):
+class BatchOfThree(Sequences):
     """Only a batch size that no benchmark decodes is wrong."""
 
     def decode(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> FloatArray:
@@ -189,21 +163,21 @@ class BatchOfThree(Wrapped):
         return logits[::-1].copy() if len(tokens) == 3 else logits
 
 
-class LaterWindows(Wrapped):
+class LaterWindows(Sequences):
     """The first slot of a batch is taken for slot 0."""
 
     def decode(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> FloatArray:
         return super().decode(tokens, lengths, first_slot=0)
 
 
-class LastPosition(Wrapped):
+class LastPosition(Sequences):
     def decode(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> FloatArray:
         logits = super().decode(tokens, lengths, first_slot=first_slot)
         logits[[length == self.max_tokens - 1 for length in lengths]] *= -1
         return logits
 
 
-class ContinuedPrompts(Wrapped):
+class ContinuedPrompts(Sequences):
     """A prompt that is continued forgets what its slot holds."""
 
     def prefill(
@@ -224,8 +198,9 @@ def checks(kind: Kind[Any, Any, Any], record: Any, items: Sequence[Any]) -> dict
     return {check.name: check for check in kind.findings(evidence, BOUNDS).checks}
 
 
-def serve(made: Made, wrap: Callable[[Sequences], Sequences]) -> dict[str, Check]:
-    baseline, reopened = load(made.baseline.folder, threads=1), load(made.candidate.folder, threads=2, slots=SLOTS + 1)
+def serve(made: Made, wrap: Callable[[Engine], Sequences]) -> dict[str, Check]:
+    baseline = Sequences(load(made.baseline.folder, threads=1))
+    reopened = load(made.candidate.folder, threads=2, slots=SLOTS + 1)
     candidate = wrap(load(made.candidate.folder, threads=1))
     text = [token for document in made.documents for token in document]
     items = served_items(ServingSettings(steps=4, answers=6, new_tokens=8), baseline, candidate, wrap(reopened), text)
@@ -280,7 +255,7 @@ def source_checks(
     made: Made, folder: Path, *, baseline: Artifact[EngineBundle], candidate: Artifact[EngineBundle]
 ) -> dict[str, Check]:
     model = CheckpointModel(made.checkpoint, "", adapter=None, positions=512)
-    engines = [load(bundle.folder, threads=1, slots=1) for bundle in (baseline, candidate)]
+    engines = [Sequences(load(bundle.folder, threads=1, slots=1)) for bundle in (baseline, candidate)]
     texts = [
         *(("document", tokens) for tokens in made.documents),
         ("prompt", made.documents[0][:30]),
@@ -349,9 +324,9 @@ def from_row(row: int) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def test_sound_engines_pass(made: Made, tmp_path: Path) -> None:
-    found = serve(made, Wrapped) | parity_checks(made, made.candidate, tmp_path)
+    found = serve(made, Sequences) | parity_checks(made, made.candidate, tmp_path)
     found |= source_checks(made, tmp_path, **made.bundles)
-    found |= text_checks(load(made.baseline.folder), load(made.candidate.folder), made.documents)
+    found |= text_checks(Sequences(load(made.baseline.folder)), Sequences(load(made.candidate.folder)), made.documents)
     assert failed(found) == set()
     few = {"kl", "top_token", "perplexity", "source_perplexity"}  # 12 documents bound no mean
     assert {
@@ -375,9 +350,7 @@ def test_sound_engines_pass(made: Made, tmp_path: Path) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_engine_that_serves_something_else(
-    made: Made, defect: Callable[[Sequences], Sequences], found: set[str]
-) -> None:
+def test_engine_that_serves_something_else(made: Made, defect: Callable[[Engine], Sequences], found: set[str]) -> None:
     assert found <= failed(serve(made, defect))
 
 
@@ -391,7 +364,7 @@ def test_rotary_tables_zeroed_late(made: Made, tmp_path: Path) -> None:
 
     broken = edited(made.candidate, tmp_path / "bundle", cut)
     found = parity_checks(made, broken, tmp_path)
-    found |= text_checks(load(made.baseline.folder), load(broken.folder), made.documents)
+    found |= text_checks(Sequences(load(made.baseline.folder)), Sequences(load(broken.folder)), made.documents)
     assert {"parity_error", "parity_position_error", "document_kl"} <= failed(found)
     assert found["kl"].outcome is not Outcome.FAIL  # the other documents end before
 
@@ -469,14 +442,14 @@ def test_text_file_swapped(made: Made, name: str, tmp_path: Path) -> None:
 
 
 def test_one_terrible_document_among_good_ones(made: Made) -> None:
-    class OneDocument(Wrapped):
+    class OneDocument(Sequences):
         def prefill(
             self, slot: int, tokens: Sequence[int], *, start: int = 0, positions: Sequence[int] | None = None
         ) -> FloatArray:
             logits = super().prefill(slot, tokens, start=start, positions=positions)
             return logits * np.float32(0.5) if list(tokens[:8]) == made.documents[3][:8] else logits
 
-    sound, broken = load(made.baseline.folder), OneDocument(load(made.baseline.folder))
+    sound, broken = Sequences(load(made.baseline.folder)), OneDocument(load(made.baseline.folder))
     found = text_checks(sound, broken, made.documents)
     assert "document_kl" in failed(found)
 
@@ -488,7 +461,7 @@ def shadow_checks(made: Made, candidate: Sequences) -> dict[str, Check]:
     prompts = [document[:begin] for begin in (5, 20) for document in made.documents]
     stop_tokens = made.candidate.record.stop_tokens
     items = shadow_items(
-        load(made.baseline.folder, threads=1), candidate, prompts, max_new_tokens=8, stop_tokens=stop_tokens
+        Sequences(load(made.baseline.folder, threads=1)), candidate, prompts, max_new_tokens=8, stop_tokens=stop_tokens
     )
     record = ShadowReport(
         champion="b" * 64,
@@ -502,7 +475,7 @@ def shadow_checks(made: Made, candidate: Sequences) -> dict[str, Check]:
 
 
 def test_answers_of_a_neighbour(made: Made) -> None:
-    sound, broken = load(made.candidate.folder, threads=1), Neighbours(load(made.candidate.folder, threads=1))
+    sound, broken = (kind(load(made.candidate.folder, threads=1)) for kind in (Sequences, Neighbours))
     assert failed(shadow_checks(made, sound)) == set()
     assert {"shadow_kl", "prompt_kl", "early_divergence"} <= failed(shadow_checks(made, broken))
 
@@ -514,7 +487,7 @@ def test_answers_of_second_best_tokens(made: Made) -> None:
 
 
 def test_answers_that_stop_at_once(made: Made) -> None:
-    class Silent(Wrapped):
+    class Silent(Sequences):
         def decode_greedy(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> TokenArray:
             super().decode_greedy(tokens, lengths, first_slot=first_slot)
             return np.full(len(tokens), made.candidate.record.stop_tokens[0])

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.gpu.run import GpuNumbers, batch_difference, page, timings
 from benchmarks.peers.corpus import Corpus
 from engines.protocol import FloatArray
-from tests.fake_engine import HistoryEngine
+from tests.fake_engine import History
 
 ROOT = Path(__file__).parents[2]
 CORPUS = Corpus(prompts=((3, 4, 5, 6), (7, 8, 9)), long_prompts={8: tuple(range(3, 11))}, documents=())
@@ -39,22 +39,22 @@ def numbers(**changes: object) -> GpuNumbers:
 
 
 def test_engines_take_turns_at_every_batch_size_they_have() -> None:
-    engines = [HistoryEngine(seed=seed) for seed in (1, 2)]
+    engines = [History(seed=seed) for seed in (1, 2)]
     messages: list[str] = []
     first, second = timings(engines, [[1, 3], [1]], CORPUS, rounds=2, new_tokens=2, progress=messages.append)
     assert [sorted(times) for times in first] == [[8], [1, 3]] and [sorted(times) for times in second] == [[8], [1]]
     assert all(ms > 0 for times in (*first, *second) for ms in times.values())
     assert messages == ["round 1 of 2", "round 2 of 2"]
-    assert engines[0].calls.count(("prefill", 8)) == 4  # per round: one untimed, one timed
+    assert engines[0].engine.steps.count([8]) == 4  # per round: one untimed, one timed
 
 
 def test_logits_that_depend_on_the_batch_are_found() -> None:
-    class Leaky(HistoryEngine):
+    class Leaky(History):
         def decode(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> FloatArray:
             logits = super().decode(tokens, lengths, first_slot=first_slot)
             return logits + np.float32(0.5 * (len(logits) - 1))
 
-    assert batch_difference(HistoryEngine(), CORPUS.prompts) == 0
+    assert batch_difference(History(), CORPUS.prompts) == 0
     assert batch_difference(Leaky(), CORPUS.prompts) > 0.01
 
 

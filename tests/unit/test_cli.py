@@ -260,9 +260,9 @@ def prompts(here: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
 
     class Recorded(Scripted):
-        def prefill(self, slot: int, tokens: Sequence[int], **rest: Any) -> Any:
+        def prefill(self, slot: int, tokens: Sequence[int], start: int, positions: Sequence[int]) -> Any:
             seen.append(characters().decode(list(tokens)))
-            return super().prefill(slot, tokens, **rest)
+            return super().prefill(slot, tokens, start, positions)
 
     def opened(folder: Path, *, threads: int, slots: int, public_key: Path | None) -> Recorded:
         return Recorded("héllo# never seen")

@@ -12,7 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from engines.protocol import FloatArray, TokenArray
+from engines.protocol import EngineCapabilities, FloatArray
+from engines.sequences import Sequences
+from engines.slot_engine import SlotEngine
+from engines.step_inputs import Int64Array
 from runtime.generate import GenerationSettings, Piece, StopMatcher, generate
 from runtime.messages import SamplingSettings
 from tapeout.errors import RequestError
@@ -32,13 +35,21 @@ def ids(text: str) -> list[int]:
     return characters().encode(text).ids
 
 
-class Scripted:
+class Scripted(SlotEngine):
     """An engine that says a fixed text after any prompt, and checks where each token is written."""
 
     digest = "scripted"
-    vocab_size = 256
-    slots = 4
-    max_tokens = 64
+    prompt_tokens = 64
+    capabilities = EngineCapabilities(
+        block_tokens=64,
+        blocks=4,
+        block_bytes=0,
+        max_batch=4,
+        max_tokens=64,
+        vocab_size=256,
+        shares_blocks=False,
+        chooses_tokens=False,
+    )
 
     def __init__(self, says: str) -> None:
         self.script = ids(says)
@@ -47,35 +58,30 @@ class Scripted:
         self.slot = -1
 
     def _logits(self) -> FloatArray:
-        logits = np.zeros((1, self.vocab_size), dtype=np.float32)
+        logits = np.zeros((1, self.capabilities.vocab_size), dtype=np.float32)
         logits[0, self.script[self.positions - self.prompt]] = 30.0
         return logits
 
-    def prefill(
-        self, slot: int, tokens: Sequence[int], *, start: int = 0, positions: Sequence[int] | None = None
-    ) -> FloatArray:
-        assert start == 0 and positions is None
+    def prefill(self, slot: int, tokens: Sequence[int], start: int, positions: Sequence[int]) -> FloatArray:
+        assert start == 0 and list(positions) == [len(tokens) - 1]
         self.slot, self.prompt, self.positions = slot, len(tokens), len(tokens)
         return self._logits()
 
-    def decode(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> FloatArray:
+    def decode(self, first_slot: int, tokens: Int64Array, starts: Int64Array) -> FloatArray:
         assert first_slot == self.slot
-        assert list(lengths) == [self.positions] and self.positions < self.max_tokens
+        assert list(starts) == [self.positions] and self.positions < self.capabilities.max_tokens
         assert list(tokens) == [self.script[self.positions - self.prompt]]
         self.positions += 1
         return self._logits()
 
-    def decode_greedy(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> TokenArray:
-        return self.decode(tokens, lengths, first_slot=first_slot).argmax(axis=1)
-
-    def copy_slot(self, source: int, target: int, length: int) -> None:
+    def copy_block(self, source: int, target: int, tokens: int) -> None:
         raise NotImplementedError
 
     def close(self) -> None: ...
 
 
 def run(says: str, settings: GenerationSettings, prompt: str = "Hi") -> list[Piece]:
-    return list(generate(Scripted(says), characters(), ids(prompt), settings, slot=2))
+    return list(generate(Sequences(Scripted(says)), characters(), ids(prompt), settings, slot=2))
 
 
 def text(pieces: list[Piece]) -> str:
@@ -118,17 +124,19 @@ def test_the_slot_is_used_to_its_last_position() -> None:
     settings = GenerationSettings(max_new_tokens=5)
     assert text(run("hello", settings, prompt="x" * 60)) == "hello"
     with pytest.raises(RequestError, match="61 prompt tokens and 5") as caught:
-        generate(Scripted("hello"), characters(), ids("x" * 61), settings)  # before the first piece is asked for
+        generate(
+            Sequences(Scripted("hello")), characters(), ids("x" * 61), settings
+        )  # before the first piece is asked for
     assert "at most 4 new tokens" in caught.value.remedy
     with pytest.raises(RequestError) as caught:
-        generate(Scripted("hello"), characters(), ids("x" * 70), settings)
+        generate(Sequences(Scripted("hello")), characters(), ids("x" * 70), settings)
     assert "shorten the prompt" in caught.value.remedy
 
 
 @pytest.mark.parametrize(("prompt", "message"), [([], "no tokens"), ([3, 256], "token 256"), ([-1], "token -1")])
 def test_invalid_prompts_are_refused(prompt: list[int], message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        generate(Scripted("x"), characters(), prompt, GenerationSettings())
+        generate(Sequences(Scripted("x")), characters(), prompt, GenerationSettings())
 
 
 def test_invalid_settings_are_refused() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from lm_eval.api.instance import Instance
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+from engines.sequences import Sequences
 from evals.harness import EngineLM, beginning_of_text, encode
 from evals.items import read_items
 from evals.kinds.tasks import EvalReport, TaskItem, TaskSettings
@@ -22,8 +23,8 @@ from evals.quality import evaluate, task_items, task_metrics
 from evals.tasks import choose_documents, definition_path, load_task, share_out
 from evals.text import log_likelihoods
 from tapeout.artifact import ArtifactRef, load
-from tapeout.errors import EvidenceError, RecipeError
-from tests.fake_engine import MACHINE, HistoryEngine, TorchEngine
+from tapeout.errors import EvidenceError, RecipeError, RequestError
+from tests.fake_engine import MACHINE, History, TorchEngine
 
 TOKENS = st.lists(st.integers(0, 31), min_size=1, max_size=6)
 
@@ -48,36 +49,36 @@ def instance(kind: Any, *arguments: Any) -> Instance:
 def test_scores_come_back_in_request_order_whatever_is_shared(contexts: list[list[int]], data: st.DataObject) -> None:
     draw = st.lists(st.tuples(st.sampled_from(contexts), TOKENS), min_size=1, max_size=12)
     requests = [(None, context, continuation) for context, continuation in data.draw(draw)]
-    engine = HistoryEngine()
+    engine = History()
     results = lm_over(engine)._loglikelihood_tokens(requests)
     for (_, context, continuation), (score, greedy) in zip(requests, results, strict=True):
-        rows = np.stack([engine.logits_after([*context, *continuation[:i]]) for i in range(len(continuation))])
+        rows = np.stack([engine.engine.logits_after([*context, *continuation[:i]]) for i in range(len(continuation))])
         assert score == pytest.approx(log_likelihoods(rows, continuation).sum())
         assert greedy == (rows.argmax(axis=1).tolist() == continuation)
 
 
 def test_a_shared_context_is_computed_once_and_one_token_choices_cost_nothing_more() -> None:
-    engine = HistoryEngine()
+    engine = History()
     lm = lm_over(engine)
     context = [1, 2, 3, 4]
     lm._loglikelihood_tokens([(None, context, choice) for choice in ([5], [6], [7, 8, 9], [5, 6])])
-    assert engine.calls == [("prefill", 4), ("prefill", 2), ("prefill", 1)]
-    assert (lm.calls, lm.tokens) == (3, 7)
+    assert engine.engine.steps == [[4], [2, 1]]
+    assert (lm.calls, lm.tokens) == (2, 7)
     lm._loglikelihood_tokens([(None, context, [5, 6])])  # alone: one call, the last token is never fed
-    assert engine.calls[3:] == [("prefill", 5)]
+    assert engine.engine.steps[2:] == [[5]]
 
 
 def test_greedy_flag_is_true_for_the_likeliest_continuation_only() -> None:
-    engine = HistoryEngine()
-    best = [int(engine.logits_after([3]).argmax())]
-    best.append(int(engine.logits_after([3, *best]).argmax()))
+    engine = History()
+    best = [int(engine.engine.logits_after([3]).argmax())]
+    best.append(int(engine.engine.logits_after([3, *best]).argmax()))
     worse = [best[0], (best[1] + 1) % 32]
     (one, two) = lm_over(engine)._loglikelihood_tokens([(None, [3], best), (None, [3], worse)])
     assert one[1] and not two[1] and one[0] > two[0]
 
 
 def test_too_long_requests_lose_their_beginning() -> None:
-    engine = HistoryEngine(max_tokens=6)
+    engine = History(max_tokens=6)
     tokens = list(range(1, 12))
     # 6 positions hold all but the last token: 7 tokens are read or predicted, 3 of them the continuation.
     ((score, _),) = lm_over(engine)._loglikelihood_tokens([(None, tokens[:8], tokens[8:])])
@@ -90,13 +91,13 @@ def test_too_long_requests_lose_their_beginning() -> None:
 @pytest.mark.parametrize("context, continuation", [([], [1]), ([1], [])])
 def test_requests_with_nothing_to_score_are_refused(context: list[int], continuation: list[int]) -> None:
     with pytest.raises(EvidenceError, match="at least one of each"):
-        lm_over(HistoryEngine())._loglikelihood_tokens([(None, context, continuation)])
+        lm_over(History())._loglikelihood_tokens([(None, context, continuation)])
 
 
 def test_non_finite_logits_are_refused() -> None:
-    engine = HistoryEngine()
-    engine.table[:] = np.nan
-    with pytest.raises(EvidenceError, match="NaN"):
+    engine = History()
+    engine.engine.table[:] = np.nan
+    with pytest.raises(RequestError, match="not finite"):
         lm_over(engine)._loglikelihood_tokens([(None, [1], [2])])
 
 
@@ -114,15 +115,15 @@ def test_beginning_of_text_is_pinned_and_put_once() -> None:
 
 @pytest.mark.parametrize("beginning, context", [(None, [0]), (7, [7])])
 def test_an_empty_context_is_the_prefix_token(beginning: int | None, context: list[int]) -> None:
-    engine = HistoryEngine()
+    engine = History()
     ((score, _),) = lm_over(engine, beginning=beginning).loglikelihood([instance("loglikelihood", "", "w4 w5")])
-    rows = np.stack([engine.logits_after(context), engine.logits_after([*context, 4])])
+    rows = np.stack([engine.engine.logits_after(context), engine.engine.logits_after([*context, 4])])
     assert score == pytest.approx(log_likelihoods(rows, [4, 5]).sum())
 
 
 @pytest.mark.parametrize("length", [1, 5, 6, 7, 20])
 def test_rolling_predicts_every_token_once(length: int) -> None:
-    engine = HistoryEngine(max_tokens=6)
+    engine = History(max_tokens=6)
     tokens = [(3 * i + 1) % 32 for i in range(length)]
     text = " ".join(f"w{token}" for token in tokens)
     requests = [instance("loglikelihood_rolling", text), instance("loglikelihood_rolling", "w9")]
@@ -132,16 +133,16 @@ def test_rolling_predicts_every_token_once(length: int) -> None:
         # Windows of 6 positions: whole ones first, and the last reaches back as far as 6 positions go.
         window = 6 * ((end - 1) // 6)
         begin = window if window + 6 <= length else max(length - 6, 0)
-        expected += float(log_likelihoods(engine.logits_after(stream[begin:end])[None], [stream[end]])[0])
+        expected += float(log_likelihoods(engine.engine.logits_after(stream[begin:end])[None], [stream[end]])[0])
     assert first == pytest.approx(expected)
-    assert second == pytest.approx(log_likelihoods(engine.logits_after([0])[None], [9])[0])
+    assert second == pytest.approx(log_likelihoods(engine.engine.logits_after([0])[None], [9])[0])
 
 
 def test_generate_until_cuts_at_the_stop_string_and_truncates_from_the_left() -> None:
-    engine = HistoryEngine(max_tokens=16)
+    engine = History(max_tokens=16)
     tokens = [3]
     for _ in range(8):
-        tokens.append(int(engine.logits_after(tokens).argmax()))
+        tokens.append(int(engine.engine.logits_after(tokens).argmax()))
     answer = [f"w{token}" for token in tokens[1:]]
     lm = EngineLM(engine, words(), end_of_text=-1, beginning=None)
     free, cut = lm.generate_until(
@@ -154,7 +155,7 @@ def test_generate_until_cuts_at_the_stop_string_and_truncates_from_the_left() ->
     assert cut == free.split(answer[4])[0]
     long = " ".join(["w5"] * 30)
     (text,) = lm.generate_until([instance("generate_until", long, {"max_gen_toks": 10, "until": "never"})])
-    assert text.split()[0] == f"w{int(engine.logits_after([5] * 6).argmax())}"
+    assert text.split()[0] == f"w{int(engine.engine.logits_after([5] * 6).argmax())}"
     with pytest.raises(EvidenceError, match="sampling"):
         lm.generate_until([instance("generate_until", "w3", {"temperature": 0.7})])
 
@@ -256,7 +257,10 @@ def test_loglikelihoods_match_lm_evals_own_transformers_model(
     task = load_task(name, data)
     assert task.main_metric == metric
     ours = EngineLM(
-        TorchEngine(tiny_model, max_tokens=512), tokenizer, end_of_text=2, beginning=beginning_of_text(tokenizer)
+        Sequences(TorchEngine(tiny_model, max_tokens=512)),
+        tokenizer,
+        end_of_text=2,
+        beginning=beginning_of_text(tokenizer),
     )
     theirs = HFLM(pretrained=tiny_model, tokenizer=AutoTokenizer.from_pretrained(tiny_checkpoint), batch_size=1)
     logs: list[list[dict[str, Any]]] = []
@@ -273,7 +277,7 @@ def test_loglikelihoods_match_lm_evals_own_transformers_model(
 
 def test_task_items_pair_by_document_and_know_the_right_answer(data: Path, tiny_checkpoint: Path) -> None:
     tokenizer = Tokenizer.from_file(str(tiny_checkpoint / "tokenizer.json"))
-    engines = [HistoryEngine(tokenizer.get_vocab_size(), max_tokens=512, noise=noise) for noise in (0.0, 0.4)]
+    engines = [History(tokenizer.get_vocab_size(), max_tokens=512, noise=noise) for noise in (0.0, 0.4)]
     left, right = (EngineLM(engine, tokenizer, end_of_text=2, beginning=None) for engine in engines)
     for name, choices in (("sciq", 4), ("winogrande", 2)):
         task = load_task(name, data)
@@ -302,7 +306,7 @@ class Inattentive(EngineLM):
 
 
 def test_engines_that_saw_different_questions_are_not_paired(data: Path) -> None:
-    left, right = (kind(HistoryEngine(), words(), end_of_text=0, beginning=None) for kind in (EngineLM, Inattentive))
+    left, right = (kind(History(), words(), end_of_text=0, beginning=None) for kind in (EngineLM, Inattentive))
     with pytest.raises(EvidenceError, match="not asked the same questions of winogrande"):
         task_items(load_task("winogrande", data), [1, 4], left, right)
 
@@ -314,8 +318,8 @@ def test_evaluate_writes_the_same_report_twice(
         return evaluate(
             TaskSettings(tasks=("sciq", "winogrande"), items=20),
             TextSettings(document_tokens=40),
-            HistoryEngine(1024, max_tokens=512),
-            HistoryEngine(1024, max_tokens=512, noise=0.2),
+            History(1024, max_tokens=512),
+            History(1024, max_tokens=512, noise=0.2),
             tokenizer_file=tiny_checkpoint / "tokenizer.json",
             end_of_text=2,
             data=data,

@@ -9,19 +9,19 @@ import pytest
 
 from evals.kinds.serving import KIND, ServedItem, ServingReport, ServingSettings
 from evals.serving import mixed_lengths, served_items, serving, serving_metrics, windows
-from tapeout.errors import EvidenceError
-from tests.fake_engine import MACHINE, HistoryEngine
+from tapeout.errors import EvidenceError, RequestError
+from tests.fake_engine import MACHINE, History
 
 TEXT = [number * number % 31 for number in range(400)]
 SETTINGS = ServingSettings(steps=3, answers=4, new_tokens=5)
 
 
-def engines(slots: int, max_tokens: int) -> tuple[HistoryEngine, HistoryEngine, HistoryEngine]:
+def engines(slots: int, max_tokens: int) -> tuple[History, History, History]:
     """Baseline, candidate, and the candidate with another number of slots."""
     return (
-        HistoryEngine(slots=1, max_tokens=max_tokens, seed=1),
-        HistoryEngine(slots=slots, max_tokens=max_tokens, seed=1, noise=0.01),
-        HistoryEngine(slots=slots + 1, max_tokens=max_tokens, seed=1, noise=0.01),
+        History(slots=1, max_tokens=max_tokens, seed=1),
+        History(slots=slots, max_tokens=max_tokens, seed=1, noise=0.01),
+        History(slots=slots + 1, max_tokens=max_tokens, seed=1, noise=0.01),
     )
 
 
@@ -71,8 +71,8 @@ def test_every_batch_size_from_the_first_and_to_the_last_slot() -> None:
 
 def test_logits_that_are_not_finite_are_refused() -> None:
     baseline, candidate, reopened = engines(2, 64)
-    candidate.table[:, 5] = float("nan")
-    with pytest.raises(EvidenceError, match="not finite, on the path 'pieces' in slot 0"):
+    candidate.engine.table[:, 5] = float("nan")
+    with pytest.raises(RequestError, match="not finite"):
         served_items(SETTINGS, baseline, candidate, reopened, TEXT)
 
 

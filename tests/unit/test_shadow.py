@@ -14,16 +14,16 @@ from evals.shadow import first_divergence, shadow, shadow_items, shadow_metrics
 from evals.text import compare
 from tapeout.artifact import ArtifactRef
 from tapeout.errors import EvidenceError
-from tests.fake_engine import MACHINE, HistoryEngine
+from tests.fake_engine import MACHINE, History
 
 PROMPTS = st.lists(st.lists(st.integers(0, 31), min_size=1, max_size=12), min_size=1, max_size=12)
 
 
-def _alone(engine: HistoryEngine, prompt: list[int], limit: int, stops: set[int]) -> Response:
+def _alone(engine: History, prompt: list[int], limit: int, stops: set[int]) -> Response:
     """What greedy generation must give, token by token, without slots or batches."""
     tokens: list[int] = []
     while len(tokens) < limit:
-        tokens.append(int(engine.logits_after([*prompt, *tokens]).argmax()))
+        tokens.append(int(engine.engine.logits_after([*prompt, *tokens]).argmax()))
         if tokens[-1] in stops:
             return Response(tuple(tokens), True)
     return Response(tuple(tokens), False)
@@ -34,7 +34,7 @@ def _alone(engine: HistoryEngine, prompt: list[int], limit: int, stops: set[int]
 def test_greedy_gives_every_prompt_its_own_answer(
     prompts: list[list[int]], slots: int, limit: int, stops: set[int]
 ) -> None:
-    engine = HistoryEngine(slots=slots)
+    engine = History(slots=slots)
     answers = greedy(engine, prompts, max_new_tokens=limit, stop_tokens=stops)
     assert answers == [_alone(engine, prompt, limit, stops) for prompt in prompts]
 
@@ -42,16 +42,16 @@ def test_greedy_gives_every_prompt_its_own_answer(
 @settings(deadline=None, max_examples=50)
 @given(st.integers(1, 4), st.integers(1, 10), st.integers(2, 12))
 def test_greedy_keeps_its_slots_busy(slots: int, count: int, limit: int) -> None:
-    """Without stops all rows run to the limit, so the number of decode calls is that of full waves."""
-    engine = HistoryEngine(slots=slots)
+    """Without stops all answers run to the limit, so the number of decode steps is that of full waves."""
+    engine = History(slots=slots)
     greedy(engine, [[i] for i in range(count)], max_new_tokens=limit, stop_tokens=[])
-    decodes = [rows for kind, rows in engine.calls if kind == "decode"]
-    assert sum(decodes) == count * (limit - 1)
-    assert len(decodes) == -(-count // slots) * (limit - 1)
+    steps = engine.engine.steps  # a prompt has one token, too, and is fed alone
+    assert sum(len(fed) for fed in steps) == count + count * (limit - 1)
+    assert len(steps) == count + -(-count // slots) * (limit - 1)
 
 
 def test_finished_ends_a_response_early() -> None:
-    engine = HistoryEngine()
+    engine = History()
     (answer,) = greedy(engine, [[3]], max_new_tokens=9, stop_tokens=[], finished=lambda tokens: len(tokens) == 4)
     assert len(answer.tokens) == 4 and answer.stopped
 
@@ -59,7 +59,7 @@ def test_finished_ends_a_response_early() -> None:
 @pytest.mark.parametrize("prompt", [[], [1] * 60])
 def test_prompts_that_do_not_fit_are_refused(prompt: list[int]) -> None:
     with pytest.raises(EvidenceError, match="prompt 1 has"):
-        greedy(HistoryEngine(max_tokens=64), [[1], prompt], max_new_tokens=5, stop_tokens=[])
+        greedy(History(max_tokens=64), [[1], prompt], max_new_tokens=5, stop_tokens=[])
 
 
 @settings(deadline=None, max_examples=50)
@@ -74,7 +74,7 @@ def test_first_divergence_is_where_the_common_prefix_ends(one: list[int], other:
 
 def test_an_engine_shadowing_itself_agrees_everywhere() -> None:
     prompts = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10], [11]]
-    items = shadow_items(HistoryEngine(), HistoryEngine(slots=2), prompts, max_new_tokens=8, stop_tokens=[0, 1, 2])
+    items = shadow_items(History(), History(slots=2), prompts, max_new_tokens=8, stop_tokens=[0, 1, 2])
     assert [item.prompt_tokens for item in items] == [3, 1, 2, 4, 1]
     for item in items:
         assert item.exact_match and item.first_divergence is None
@@ -86,7 +86,7 @@ def test_an_engine_shadowing_itself_agrees_everywhere() -> None:
 
 
 def test_a_different_candidate_is_measured_on_the_champions_own_tokens() -> None:
-    champion, candidate = HistoryEngine(), HistoryEngine(noise=0.5)
+    champion, candidate = History(), History(noise=0.5)
     prompts = [[i, i + 1] for i in range(12)]
     items = shadow_items(champion, candidate, prompts, max_new_tokens=10, stop_tokens=[])
     assert any(not item.exact_match for item in items)
@@ -104,15 +104,15 @@ def test_a_different_candidate_is_measured_on_the_champions_own_tokens() -> None
 
 def test_shadow_without_prompts_is_refused() -> None:
     with pytest.raises(EvidenceError, match="no prompts"):
-        shadow_items(HistoryEngine(), HistoryEngine(), [], max_new_tokens=4, stop_tokens=[])
+        shadow_items(History(), History(), [], max_new_tokens=4, stop_tokens=[])
 
 
 def test_shadow_writes_the_same_artifact_twice(tmp_path: Path) -> None:
     one, two = (
         shadow(
             ShadowSettings(max_new_tokens=6),
-            HistoryEngine(),
-            HistoryEngine(noise=0.3),
+            History(),
+            History(noise=0.3),
             prompts=[[1, 2], [3]],
             stop_tokens=[0],
             champion_is_baseline=True,

@@ -14,13 +14,14 @@ import engines.targets
 from engines.compile import build
 from engines.load import find_target, graph_target, hardware_target, known_targets, load, open_probe
 from engines.passes import fixed_kv_cache, linears, rotary_tables
+from engines.sequences import Sequences
 from engines.target import Passes, Target
 from quantization.compressed_tensors import open_checkpoint
 from tapeout.errors import BuildError, FingerprintError
 from tests.families import LAYERS, export_family
 
 DOCUMENTED = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs/targets.md").read_text(), re.DOTALL)
-ENGINE = "from engines.targets.ort_cpu.engine import OrtCpuEngine as MyEngine\n"
+ENGINE = "from engines.targets.ort_cpu.slot_engine import OrtSlotEngine as MyEngine\n"
 FEATURES = """
 
 MyChip.chip = "chip-1"
@@ -56,7 +57,7 @@ def test_one_module_is_a_target(custom: str, tmp_path: Path) -> None:
     )
     assert bundle.record.passes[0].name == "rotary_tables"
     assert set(bundle.record.fingerprint.libraries) == {"numpy"}
-    assert load(tmp_path / "bundle").prefill(0, [3, 4, 5]).shape == (1, graph.record.vocab_size)
+    assert Sequences(load(tmp_path / "bundle")).prefill(0, [3, 4, 5]).shape == (1, graph.record.vocab_size)
     with pytest.raises(BuildError, match="my-chip has no parity probe"):
         open_probe(bundle)
     find_target(custom).chip = "chip-2"  # type: ignore[attr-defined]

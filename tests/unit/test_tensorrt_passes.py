@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from engines.portable import PortableEngine
+from engines.sequences import Sequences
 from quantization.qdq import fp8_weight, positive_int4
 from quantization.rounding import QuantizedLinear
 from tapeout.artifact import Artifact
@@ -69,7 +70,7 @@ def test_the_lowered_graph_computes_the_model(
     graph = graphs(family)
     tokens = tokens_for(graph)
     expected = float_logits(graph, tokens)
-    engine = PortableEngine(lowered(graph, tmp_path / "lowered", precision), max_tokens=TOKENS)
+    engine = Sequences(PortableEngine(lowered(graph, tmp_path / "lowered", precision), max_tokens=TOKENS))
     actual = engine.prefill(0, tokens, positions=range(TOKENS))
     error = np.abs(actual - expected).max() / np.abs(expected).max()
     assert error < TOLERANCE[precision]
@@ -83,7 +84,7 @@ def test_chunks_steps_and_neighbours_change_nothing(
 ) -> None:
     graph = graphs(family)
     tokens = tokens_for(graph)
-    engine = PortableEngine(lowered(graph, tmp_path / "lowered", "fp16"), max_tokens=TOKENS + 2, slots=3)
+    engine = Sequences(PortableEngine(lowered(graph, tmp_path / "lowered", "fp16"), max_tokens=TOKENS + 2, slots=3))
     whole = engine.prefill(0, tokens, positions=range(TOKENS))
     engine.prefill(1, tokens[:9])
     np.testing.assert_allclose(engine.prefill(1, tokens[9:], start=9), whole[-1:], atol=2e-2)
@@ -99,7 +100,7 @@ def test_a_copied_slot_goes_on_like_its_source(
 ) -> None:
     graph = graphs("qwen3")
     tokens = tokens_for(graph, seed=3)
-    engine = PortableEngine(lowered(graph, tmp_path / "lowered", "fp16"), max_tokens=TOKENS, slots=2)
+    engine = Sequences(PortableEngine(lowered(graph, tmp_path / "lowered", "fp16"), max_tokens=TOKENS, slots=2))
     engine.prefill(0, tokens[:10])
     engine.copy_slot(0, 1, 10)
     np.testing.assert_array_equal(

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from evals.kinds.text import text_items
 from evals.text import CHUNK_TOKENS, compare, kl_divergences, log_likelihoods, token_hash
-from tapeout.errors import EvidenceError
-from tests.fake_engine import HistoryEngine
+from tapeout.errors import EvidenceError, RequestError
+from tests.fake_engine import History
 
 
 def _log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -39,10 +39,10 @@ def test_kl_of_equal_rows_is_zero_and_survives_large_offsets() -> None:
 @given(st.lists(st.integers(0, 31), min_size=2, max_size=40), st.data())
 def test_compare_predicts_each_position_from_its_own_history(tokens: list[int], data: st.DataObject) -> None:
     first = data.draw(st.integers(1, len(tokens) - 1))
-    left, right = HistoryEngine(noise=0.0), HistoryEngine(noise=0.3)
+    left, right = History(noise=0.0), History(noise=0.3)
     result = compare(left, right, tokens, first=first)
-    base = np.stack([left.logits_after(tokens[:i]) for i in range(first, len(tokens))])
-    other = np.stack([right.logits_after(tokens[:i]) for i in range(first, len(tokens))])
+    base = np.stack([left.engine.logits_after(tokens[:i]) for i in range(first, len(tokens))])
+    other = np.stack([right.engine.logits_after(tokens[:i]) for i in range(first, len(tokens))])
     assert len(result.kl) == len(tokens) - first
     np.testing.assert_allclose(result.kl, kl_divergences(base, other))
     np.testing.assert_allclose(result.candidate_nll, -log_likelihoods(other, tokens[first:]))
@@ -52,15 +52,15 @@ def test_compare_predicts_each_position_from_its_own_history(tokens: list[int], 
 @pytest.mark.parametrize("first", [1, 200, CHUNK_TOKENS + 50])
 def test_long_documents_are_fed_in_pieces_with_the_same_result(first: int) -> None:
     tokens = np.random.default_rng(1).integers(32, size=2 * CHUNK_TOKENS + 30).tolist()
-    left, right = HistoryEngine(max_tokens=1000), HistoryEngine(max_tokens=1000, noise=0.2)
+    left, right = History(max_tokens=1000), History(max_tokens=1000, noise=0.2)
     result = compare(left, right, tokens, first=first)
-    assert len(left.calls) > 1
-    want = [left.logits_after(tokens[:i]) for i in range(first, len(tokens))]
+    assert len(left.engine.steps) > 1
+    want = [left.engine.logits_after(tokens[:i]) for i in range(first, len(tokens))]
     np.testing.assert_allclose(result.baseline_nll, -log_likelihoods(np.stack(want), tokens[first:]))
 
 
 def test_an_engine_agrees_with_itself() -> None:
-    (item,) = text_items(HistoryEngine(), HistoryEngine(), [[1, 2, 3, 4]])
+    (item,) = text_items(History(), History(), [[1, 2, 3, 4]])
     assert (item.tokens, item.agree, item.kl_sum, item.kl_max) == (3, 3, 0.0, 0.0)
     assert item.baseline_nll == item.candidate_nll > 0
     assert item.doc_hash == token_hash([1, 2, 3, 4]) != token_hash([1, 2, 34])
@@ -69,11 +69,11 @@ def test_an_engine_agrees_with_itself() -> None:
 @pytest.mark.parametrize("document", [[], [7]])
 def test_documents_with_nothing_to_predict_are_refused(document: list[int]) -> None:
     with pytest.raises(EvidenceError, match="document 1"):
-        text_items(HistoryEngine(), HistoryEngine(), [[1, 2], document])
+        text_items(History(), History(), [[1, 2], document])
 
 
 def test_documents_that_do_not_fit_are_refused() -> None:
-    engine = HistoryEngine(max_tokens=8)
+    engine = History(max_tokens=8)
     assert len(compare(engine, engine, [1] * 9).kl) == 8
     with pytest.raises(EvidenceError, match="10 tokens"):
         compare(engine, engine, [1] * 10)
@@ -82,12 +82,12 @@ def test_documents_that_do_not_fit_are_refused() -> None:
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("side", [0, 1])
 def test_non_finite_logits_are_refused(poison: float, side: int) -> None:
-    engines = HistoryEngine(), HistoryEngine()
-    engines[side].table[:, 5] = poison
-    with pytest.raises(EvidenceError, match="not finite"):
+    engines = History(), History()
+    engines[side].engine.table[:, 5] = poison
+    with pytest.raises(RequestError, match="not finite"):
         compare(*engines, [1, 2, 3])
 
 
 def test_engines_of_different_vocabularies_are_refused() -> None:
     with pytest.raises(EvidenceError, match="candidate logits"):
-        compare(HistoryEngine(32), HistoryEngine(33), [1, 2, 3])
+        compare(History(32), History(33), [1, 2, 3])
