@@ -60,6 +60,16 @@ class Sequences:
         results = self._decode(tokens, lengths, first_slot, "token")
         return np.fromiter((_token(result) for result in results), np.int64, len(results))
 
+    def feed(self, batch: Sequence[tuple[int, Sequence[int], int]]) -> FloatArray:
+        """Feed tokens to several slots, each ``(slot, tokens, start)``, in one step.
+
+        Float32 logits ``[B, V]`` after the last token of each.
+        """
+        for slot, _, _ in batch:
+            self._require_slots(slot, 1)
+        results = self.engine.step([Entry(fed, start, self._tables[slot], "logits") for slot, fed, start in batch])
+        return np.concatenate([self._logits(result) for result in results])
+
     def continuations(self, tokens: Sequence[Sequence[int]], start: int) -> list[FloatArray]:
         """Feed up to ``slots`` continuations of the first ``start`` positions of slot 0, all in one step.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle
+from itertools import cycle, islice
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +30,7 @@ from tapeout.fingerprint import Fingerprint
 LENGTHS = (1, 2, 17, 63, 64, 65, 255, 256, 257, 300, 511, 513, 1024)
 SHORT = 65  # lengths up to here fill the slots of an engine that has more slots than lengths
 PIECES = (1, 7, 64, 255, 256, 300)
+SHARED = (17, 65, 300)  # within a block, just behind one, and over several
 REUSE_TOKENS = 40  # and as many more as the number of the slot, up to REUSE_SPREAD
 REUSE_SPREAD = 16
 STRIDE = 1009  # a prime: streams begin at different places of the text
@@ -214,11 +215,15 @@ def served_items(
             positions = {*_ends(length), *range(length, length + settings.steps)}
             if stream is held[-1]:
                 positions |= {prefix + ahead for prefix in prefixes for ahead in range(settings.steps)}
+            positions |= {end for turn in range(len(PIECES)) for end in _ends(length, turn)}
             stream.anchor(candidate, baseline, sorted(positions))
         pieces(candidate, held, lengths, log)
         steps(candidate, held, lengths, settings.steps, log)
+        mixed(candidate, held, lengths, log)
         if candidate.slots > 1:
             copy(candidate, held[-1], prefixes, settings.steps, log)
+    if candidate.slots > 1:
+        share(candidate, streams, settings.steps, log)
     reuse(candidate, baseline, streams, settings.steps, log)
     generation(candidate, streams, settings, log)
     other_shape(candidate, baseline, reopened, streams, settings.steps, log)
@@ -239,11 +244,11 @@ def mixed_lengths(slots: int, longest: int) -> Iterator[tuple[int, ...]]:
         yield filled[::-1]
 
 
-def _ends(length: int) -> list[int]:
-    """Position of the last token of each piece of a prompt."""
+def _ends(length: int, turn: int = 0) -> list[int]:
+    """Position of the last token of each piece of a prompt. The first piece is the one numbered ``turn``."""
     ends: list[int] = []
     at = 0
-    for size in cycle(PIECES):
+    for size in islice(cycle(PIECES), turn, None):
         at = min(at + size, length)
         ends.append(at - 1)
         if at == length:
@@ -259,6 +264,17 @@ def pieces(engine: Sequences, held: Sequence[Stream], lengths: Sequence[int], lo
             logits = engine.prefill(slot, stream.tokens[at : end + 1], start=at)
             log.add(Place("pieces", slot, slot, 1), stream, end, logits[0])
             at = end + 1
+
+
+def mixed(engine: Sequences, held: Sequence[Stream], lengths: Sequence[int], log: Log) -> None:
+    """All prompts fed together, a piece of each in every step: single tokens of some beside long pieces of others."""
+    ends = [iter(_ends(length, slot % len(PIECES))) for slot, length in enumerate(lengths)]
+    at = [0] * len(held)
+    while batch := [(slot, end) for slot, left in enumerate(ends) if (end := next(left, None)) is not None]:
+        rows = engine.feed([(slot, held[slot].tokens[at[slot] : end + 1], at[slot]) for slot, end in batch])
+        for (slot, end), row in zip(batch, rows, strict=True):
+            log.add(Place("mixed", slot, 0, len(held)), held[slot], end, row)
+            at[slot] = end + 1
 
 
 def windows(slots: int, steps: int) -> Iterator[tuple[int, int]]:
@@ -335,6 +351,20 @@ def copy(engine: Sequences, stream: Stream, prefixes: Sequence[int], count: int,
         rows = engine.prefill(target, behind, start=length + 1, positions=range(len(behind)))
         for ahead, row in enumerate(rows, start=1):
             log.add(Place("copy", target, target, 1), stream, length + ahead, row)
+
+
+def share(engine: Sequences, streams: Streams, count: int, log: Log) -> None:
+    """Different continuations of one prefix, one for each slot, fed in one step; they share its blocks."""
+    for length in [length for length in SHARED if length + count <= engine.max_tokens]:
+        prefix = streams.next(length).tokens
+        held = [Stream([*prefix, *streams.next(count).tokens]) for _ in range(engine.slots)]
+        for stream in held:
+            stream.anchor(engine, None, range(length, length + count))
+        engine.prefill(0, prefix, positions=())
+        found = engine.continuations([stream.tokens[length:] for stream in held], length)
+        for slot, (stream, rows) in enumerate(zip(held, found, strict=True)):
+            for ahead, row in enumerate(rows):
+                log.add(Place("share", slot, 0, engine.slots), stream, length + ahead, row)
 
 
 def generation(engine: Sequences, streams: Streams, settings: ServingSettings, log: Log) -> None:

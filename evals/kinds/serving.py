@@ -21,8 +21,8 @@ from evals.rules import Rule, counted, mean_above_largest, token_rules
 from tapeout.artifact import Frozen, Roles, load
 from tapeout.recipe import Count, Recipe, Section
 
-EVERY_SLOT = ("pieces", "decode", "greedy", "reuse")  # paths that must be measured in every slot
-SEVERAL = ("copy",)  # paths that need more than one slot
+EVERY_SLOT = ("pieces", "decode", "greedy", "mixed", "reuse")  # paths that must be measured in every slot
+SEVERAL = ("copy", "share")  # paths that need more than one slot
 ONCE = ("generation", "reopened")
 # Behind fewer tokens than this, KL against the float engine is large for any quantized model: what follows a cut-off
 # word is anyone's guess, and attention has nothing else to read. 1.0 nat behind one token on the default model.

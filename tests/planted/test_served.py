@@ -177,6 +177,22 @@ class LastPosition(Sequences):
         return logits
 
 
+class MixedSteps(Sequences):
+    """A step of prompts and single tokens together gives each the logits of its neighbour."""
+
+    def feed(self, batch: Sequence[tuple[int, Sequence[int], int]]) -> FloatArray:
+        logits = super().feed(batch)
+        return np.roll(logits, 1, axis=0) if len({len(fed) for _, fed, _ in batch}) > 1 else logits
+
+
+class SharedPrefixes(Sequences):
+    """What follows a shared prefix is written to the first sequence's block."""
+
+    def continuations(self, tokens: Sequence[Sequence[int]], start: int) -> list[FloatArray]:
+        first, *others = super().continuations(tokens, start)
+        return [first, *(first[: len(other)] for other in others)]
+
+
 class ContinuedPrompts(Sequences):
     """A prompt that is continued forgets what its slot holds."""
 
@@ -346,6 +362,8 @@ def test_sound_engines_pass(made: Made, tmp_path: Path) -> None:
         (LaterWindows, {"serving_kl"}),
         (LastPosition, {"serving_kl"}),
         (ContinuedPrompts, {"serving_kl"}),
+        (MixedSteps, {"serving_kl"}),
+        (SharedPrefixes, {"serving_kl"}),
         (SecondBest, {"serving_greedy", "serving_agreement"}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

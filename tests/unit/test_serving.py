@@ -51,7 +51,7 @@ def test_a_sound_engine_is_measured_whole_and_agrees_with_itself(slots: int, max
     evidence: Any = None
     assert KIND.problems(found, evidence) == []
     assert all(item.agree == item.tokens and item.kl_sum == item.error == item.gap == 0 for item in found.items)
-    assert all((item.float_kl_sum is None) == (item.path == "generation") for item in found.items)
+    assert all((item.float_kl_sum is None) == (item.path in ("generation", "share")) for item in found.items)
     assert any(item.float_kl_sum for item in found.items)
     assert serving_metrics(found.items)["agreement"] == 1
 
