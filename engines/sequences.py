@@ -9,11 +9,27 @@ B  batch entries      S  tokens fed in one call      V  vocabulary size
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from engines.protocol import Engine, Entry, FloatArray, Result, TokenArray, Wanted
 from tapeout.errors import RequestError
+
+
+class Fed(NamedTuple):
+    """S tokens for positions ``start .. start+S-1`` of a slot, which holds those before.
+
+    ``positions``: P indices into ``tokens`` whose logits are wanted, ascending (default: only the last). ``source``:
+    another slot that holds the positions before ``start``. Its full blocks are shared in this step where the engine
+    can, the rest is copied; what the slot itself held is lost.
+    """
+
+    slot: int
+    tokens: Sequence[int]
+    start: int
+    positions: Sequence[int] | None = None
+    source: int | None = None
 
 
 class Sequences:
@@ -60,30 +76,19 @@ class Sequences:
         results = self._decode(tokens, lengths, first_slot, "token")
         return np.fromiter((_token(result) for result in results), np.int64, len(results))
 
-    def feed(self, batch: Sequence[tuple[int, Sequence[int], int]]) -> FloatArray:
-        """Feed tokens to several slots, each ``(slot, tokens, start)``, in one step.
-
-        Float32 logits ``[B, V]`` after the last token of each.
-        """
-        for slot, _, _ in batch:
-            self._require_slots(slot, 1)
-        results = self.engine.step([Entry(fed, start, self._tables[slot], "logits") for slot, fed, start in batch])
-        return np.concatenate([self._logits(result) for result in results])
-
-    def continuations(self, tokens: Sequence[Sequence[int]], start: int) -> list[FloatArray]:
-        """Feed up to ``slots`` continuations of the first ``start`` positions of slot 0, all in one step.
-
-        Float32 logits ``[S, V]`` of each. Slot 0 goes on to hold its ``start`` positions, other slots lose theirs.
-        """
-        self._require_slots(0, len(tokens))
+    def feed(self, batch: Sequence[Fed]) -> list[FloatArray]:
+        """Feed tokens to several slots, all in one step; float32 logits ``[P, V]`` of each."""
         has = self.engine.capabilities
-        shared = start // has.block_tokens if has.shares_blocks else 0
         entries: list[Entry] = []
-        for slot, fed in enumerate(tokens):
-            if slot:
-                self._copy(0, slot, start, shared)
-            table = [*self._tables[0][:shared], *self._tables[slot][shared:]]
-            entries.append(Entry(fed, start, table, "logits", range(len(fed))))
+        for slot, tokens, start, positions, source in batch:
+            self._require_slots(slot, 1)
+            table: Sequence[int] = self._tables[slot]
+            if source is not None and source != slot:
+                self._require_slots(source, 1)
+                shared = start // has.block_tokens if has.shares_blocks else 0
+                self._copy(source, slot, start, shared)
+                table = [*self._tables[source][:shared], *table[shared:]]
+            entries.append(Entry(tokens, start, table, "logits", positions))
         return [self._logits(result) for result in self.engine.step(entries)]
 
     def copy_slot(self, source: int, target: int, length: int) -> None:

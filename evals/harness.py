@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import numpy as np
 from lm_eval.api.instance import Instance
@@ -20,16 +20,14 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from engines.protocol import FloatArray
-from engines.sequences import Sequences
+from engines.sequences import Fed, Sequences
 from evals.generation import greedy
 from evals.text import log_likelihoods
 from tapeout.errors import EvidenceError
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 DEFAULT_NEW_TOKENS = 256  # lm-eval's own default for generate_until
 
+Context = tuple[int, ...]
 # ((context, continuation) or None, context tokens, continuation tokens), as TemplateLM hands them over.
 TokenRequest = tuple[tuple[str, str] | None, list[int], list[int]]
 
@@ -94,13 +92,14 @@ class EngineLM(TemplateLM):
 
     def _loglikelihood_tokens(self, requests: Sequence[TokenRequest], **kwargs: Any) -> list[tuple[float, bool]]:
         """(log-likelihood in nats, is greedy) of each continuation, in the order of the requests."""
-        shared: dict[tuple[int, ...], list[int]] = {}
+        shared: dict[Context, list[int]] = {}
         for number, request in enumerate(requests):
             shared.setdefault(self._fit_context(request), []).append(number)
         results: dict[int, tuple[float, bool]] = {}
         with tqdm(total=len(requests), desc=f"{self.name} {self.task}", unit="choice", disable=None) as bar:
-            for context, numbers in shared.items():
-                scores = self._score(context, [requests[number][2] for number in numbers])
+            for group in self._groups(shared):
+                scores = self._score([(context, [requests[n][2] for n in numbers]) for context, numbers in group])
+                numbers = [number for _, own in group for number in own]
                 results.update(zip(numbers, scores, strict=True))
                 bar.update(len(numbers))
         for number, (strings, _, _) in enumerate(requests):
@@ -108,7 +107,7 @@ class EngineLM(TemplateLM):
                 self.cache_hook.add_partial("loglikelihood", strings, results[number])
         return [results[number] for number in range(len(requests))]
 
-    def _fit_context(self, request: TokenRequest) -> tuple[int, ...]:
+    def _fit_context(self, request: TokenRequest) -> Context:
         """The context, cut from the left so that all but the last continuation token fit the engine."""
         strings, context, continuation = request
         # The last token is predicted, never fed; the context keeps at least the token that predicts the first.
@@ -121,36 +120,51 @@ class EngineLM(TemplateLM):
             )
         return tuple(context[-room:])
 
-    def _score(self, context: Sequence[int], continuations: Sequence[list[int]]) -> list[tuple[float, bool]]:
-        """Every continuation of one context, which is computed once."""
-        before = len(context)
-        if len(continuations) == 1:
-            (continuation,) = continuations
-            fed = [*context, *continuation[:-1]]
-            return [_read(self._prefill(fed, 0, range(before - 1, len(fed))), continuation)]
-        first = self._prefill(context, 0, [before - 1])
-        longer = [continuation[:-1] for continuation in continuations if len(continuation) > 1]
-        further: list[FloatArray] = []
-        while len(further) < len(longer):
-            fed = longer[len(further) : len(further) + self.engine.slots]
-            further += self._counted(sum(map(len, fed)), self.engine.continuations, fed, before)
-        rest = iter(further)
-        return [
-            _read(np.concatenate([first, next(rest)]) if len(continuation) > 1 else first, continuation)
-            for continuation in continuations
-        ]
+    def _groups(self, shared: Mapping[Context, list[int]]) -> Iterator[list[tuple[Context, list[int]]]]:
+        """Contexts that are scored together: as many as there are slots for their continuations, at least one."""
+        group: list[tuple[Context, list[int]]] = []
+        room = self.engine.slots
+        for context, numbers in shared.items():
+            if group and len(numbers) > room:
+                yield group
+                group, room = [], self.engine.slots
+            group.append((context, numbers))
+            room -= len(numbers)
+        if group:
+            yield group
 
-    def _prefill(self, tokens: Sequence[int], start: int, rows: Sequence[int]) -> FloatArray:
-        return self._counted(len(tokens), self.engine.prefill, 0, tokens, start=start, positions=rows)
+    def _score(self, group: Sequence[tuple[Context, list[list[int]]]]) -> list[tuple[float, bool]]:
+        """Every continuation of the contexts, each of which is computed once. A lone continuation is fed with it."""
+        slots, slot = self.engine.slots, 0
+        contexts, longer = list[Fed](), list[Fed]()
+        for context, continuations in group:
+            before, (first, *others) = len(context), continuations
+            tokens = context if others else (*context, *first[:-1])
+            contexts.append(Fed(slot, tokens, 0, range(before - 1, len(tokens))))
+            if others:
+                fed = [continuation[:-1] for continuation in continuations if len(continuation) > 1]
+                longer += [
+                    Fed((slot + number) % slots, tokens, before, range(len(tokens)), slot)
+                    for number, tokens in enumerate(fed)
+                ]
+            slot += len(continuations)
+        last = self._feed(contexts)
+        further = iter([rows for begin in range(0, len(longer), slots) for rows in self._feed(longer[begin:][:slots])])
+        results: list[tuple[float, bool]] = []
+        for (_, continuations), rows in zip(group, last, strict=True):
+            alone = len(continuations) == 1
+            for continuation in continuations:
+                whole = alone or len(continuation) == 1
+                results.append(_read(rows if whole else np.concatenate([rows, next(further)]), continuation))
+        return results
 
-    def _counted(self, tokens: int, call: Callable[P, R], *arguments: P.args, **named: P.kwargs) -> R:
-        """Call the engine with so many tokens."""
+    def _feed(self, batch: Sequence[Fed]) -> list[FloatArray]:
         began = time.perf_counter()
-        result = call(*arguments, **named)
+        logits = self.engine.feed(batch)
         self.seconds += time.perf_counter() - began
         self.calls += 1
-        self.tokens += tokens
-        return result
+        self.tokens += sum(len(fed.tokens) for fed in batch)
+        return logits
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of whole texts, each token predicted once, from the longest context that fits."""

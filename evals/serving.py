@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from engines.protocol import FloatArray
-from engines.sequences import Sequences
+from engines.sequences import Fed, Sequences
 from evals.generation import greedy
 from evals.items import write_items, write_metrics
 from evals.kind import Context
@@ -271,9 +271,9 @@ def mixed(engine: Sequences, held: Sequence[Stream], lengths: Sequence[int], log
     ends = [iter(_ends(length, slot % len(PIECES))) for slot, length in enumerate(lengths)]
     at = [0] * len(held)
     while batch := [(slot, end) for slot, left in enumerate(ends) if (end := next(left, None)) is not None]:
-        rows = engine.feed([(slot, held[slot].tokens[at[slot] : end + 1], at[slot]) for slot, end in batch])
-        for (slot, end), row in zip(batch, rows, strict=True):
-            log.add(Place("mixed", slot, 0, len(held)), held[slot], end, row)
+        found = engine.feed([Fed(slot, held[slot].tokens[at[slot] : end + 1], at[slot]) for slot, end in batch])
+        for (slot, end), rows in zip(batch, found, strict=True):
+            log.add(Place("mixed", slot, 0, len(held)), held[slot], end, rows[0])
             at[slot] = end + 1
 
 
@@ -361,7 +361,9 @@ def share(engine: Sequences, streams: Streams, count: int, log: Log) -> None:
         for stream in held:
             stream.anchor(engine, None, range(length, length + count))
         engine.prefill(0, prefix, positions=())
-        found = engine.continuations([stream.tokens[length:] for stream in held], length)
+        found = engine.feed(
+            [Fed(slot, stream.tokens[length:], length, range(count), 0) for slot, stream in enumerate(held)]
+        )
         for slot, (stream, rows) in enumerate(zip(held, found, strict=True)):
             for ahead, row in enumerate(rows):
                 log.add(Place("share", slot, 0, engine.slots), stream, length + ahead, row)

@@ -21,7 +21,7 @@ from engines.bundle import EngineBundle
 from engines.compile import build
 from engines.load import find_target, load, open_probe
 from engines.protocol import Engine, FloatArray, TokenArray
-from engines.sequences import Sequences
+from engines.sequences import Fed, Sequences
 from evals.check import Check, Outcome
 from evals.kind import Bounds, Evidence, Kind, Report
 from evals.kinds import parity as parity_kind
@@ -180,17 +180,17 @@ class LastPosition(Sequences):
 class MixedSteps(Sequences):
     """A step of prompts and single tokens together gives each the logits of its neighbour."""
 
-    def feed(self, batch: Sequence[tuple[int, Sequence[int], int]]) -> FloatArray:
+    def feed(self, batch: Sequence[Fed]) -> list[FloatArray]:
         logits = super().feed(batch)
-        return np.roll(logits, 1, axis=0) if len({len(fed) for _, fed, _ in batch}) > 1 else logits
+        return [*logits[1:], logits[0]] if len({len(fed.tokens) for fed in batch}) > 1 else logits
 
 
 class SharedPrefixes(Sequences):
-    """What follows a shared prefix is written to the first sequence's block."""
+    """Who continues another sequence's prefix gets its continuation."""
 
-    def continuations(self, tokens: Sequence[Sequence[int]], start: int) -> list[FloatArray]:
-        first, *others = super().continuations(tokens, start)
-        return [first, *(first[: len(other)] for other in others)]
+    def feed(self, batch: Sequence[Fed]) -> list[FloatArray]:
+        logits = super().feed(batch)
+        return [logits[0] if fed.source is not None else own for fed, own in zip(batch, logits, strict=True)]
 
 
 class ContinuedPrompts(Sequences):

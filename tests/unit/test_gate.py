@@ -143,7 +143,11 @@ def served(path: str, slot: int, **changes: Any) -> ServedItem:
 
 def served_items() -> tuple[ServedItem, ...]:
     """Of an engine with two slots of 64 positions."""
-    both = [served(path, slot) for path in ("pieces", "decode", "greedy", "mixed", "reuse", "copy", "share") for slot in (0, 1)]
+    both = [
+        served(path, slot)
+        for path in ("pieces", "decode", "greedy", "mixed", "reuse", "copy", "share")
+        for slot in (0, 1)
+    ]
     full = [served(path, slot, first_slot=0, batch=2) for path in ("decode", "greedy") for slot in (0, 1)]
     return (*both, *full, served("generation", 0, float_kl_sum=None), served("reopened", 1))
 
