@@ -35,8 +35,8 @@ def measure(context: Context, folder: Path) -> None:
     evaluate(
         context.section(TaskSettings),
         texts,
-        context.engine("baseline", slots=1),
-        context.engine("candidate", slots=1),
+        context.engine("baseline"),
+        context.engine("candidate"),
         tokenizer_file=bundle.folder / "tokenizer.json",
         end_of_text=bundle.record.stop_tokens[0],
         data=source.folder / source.record.data_entry,
