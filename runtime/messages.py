@@ -158,8 +158,16 @@ class EngineStats:
     finished: Mapping[str, int] = field(default_factory=dict[str, int])  # requests by finish reason
 
 
+class Refusal(NamedTuple):
+    """A request that was not admitted, or that lost its place in the queue before it ran."""
+
+    id: str
+    error: RequestError
+
+
 class Report(NamedTuple):
     """After each step, and twice a second while idle."""
 
     deltas: tuple[Delta, ...]
     stats: EngineStats
+    refusals: tuple[Refusal, ...] = ()
