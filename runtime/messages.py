@@ -171,3 +171,21 @@ class Report(NamedTuple):
     deltas: tuple[Delta, ...]
     stats: EngineStats
     refusals: tuple[Refusal, ...] = ()
+
+
+class Add(NamedTuple):
+    """Commands to the engine's process. ``arrival``: ``time.monotonic()`` seconds."""
+
+    request: GenerateRequest
+    arrival: float
+
+
+class Cancel(NamedTuple):
+    id: str
+
+
+class Close(NamedTuple):
+    """End the process; requests that still run are lost."""
+
+
+Command = Add | Cancel | Close

@@ -58,8 +58,6 @@ class Limits:
     logits are wanted, which bounds their memory. The others: see :class:`runtime.step_costs.StepCosts`.
     """
 
-    block_tokens: int
-    max_tokens: int  # positions of a sequence
     step_tokens: int = 256
     max_running: int = 64
     max_waiting: int = 1024
@@ -146,8 +144,11 @@ _Deadline = tuple[float, int, str, _Sequence]  # when, a number that makes it un
 
 
 class Scheduler:
-    def __init__(self, pool: BlockPool, limits: Limits) -> None:
+    """``block_tokens``: positions of a block. ``max_tokens``: positions of a sequence."""
+
+    def __init__(self, pool: BlockPool, limits: Limits, block_tokens: int, max_tokens: int) -> None:
         self.pool, self.limits = pool, limits
+        self._block_tokens, self._max_tokens = block_tokens, max_tokens
         self.costs = StepCosts(limits.itl_factor, limits.itl_seconds, limits.step_seconds)
         self.waiting_tokens = 0
         self.preemptions = 0
@@ -181,12 +182,12 @@ class Scheduler:
 
         :class:`RequestError` for one that can never run, :class:`QueueFullError` where the queue has no room.
         """
-        size, prompt = self.limits.block_tokens, len(request.prompt)
+        size, prompt = self._block_tokens, len(request.prompt)
         if request.id in self._waiting or request.id in self._running:
             raise RequestError(f"request {request.id} is there already", expected="an id of its own")
         # The last new token is never fed, so it needs no position.
         positions = prompt + max(request.max_new_tokens - 1, 0)
-        most = min(self.limits.max_tokens, self.pool.blocks * size)
+        most = min(self._max_tokens, self.pool.blocks * size)
         if not prompt or request.max_new_tokens < 0 or positions > most:
             raise RequestError(
                 f"{prompt} prompt tokens and {request.max_new_tokens} new ones",
@@ -293,7 +294,7 @@ class Scheduler:
         assert not self._waiting.keys() & self._running.keys()
         for sequence in sequences:
             assert sequence.computed < len(sequence.tokens)
-            assert len(sequence.blocks) * self.limits.block_tokens >= sequence.computed
+            assert len(sequence.blocks) * self._block_tokens >= sequence.computed
         for sequence in self._waiting.values():
             assert not sequence.blocks and not sequence.computed, "a waiting request holds blocks"
         queued = sorted(id for queue in self._queues.values() for _, id in queue)
@@ -304,7 +305,7 @@ class Scheduler:
 
     def _feed(self, sequence: _Sequence, count: int, now: float) -> int:
         """Plan ``count`` tokens of a running request; 0 if it had to give up its blocks."""
-        end, size, id = sequence.computed + count, self.limits.block_tokens, sequence.request.id
+        end, size, id = sequence.computed + count, self._block_tokens, sequence.request.id
         missing = -(-end // size) - len(sequence.blocks)
         while missing > 0:
             taken = self.pool.take(missing)
@@ -331,7 +332,7 @@ class Scheduler:
 
     def _add_drafts(self, drafts: Mapping[str, Sequence[int]], budget: int) -> int:
         """Append guesses to the planned work, as far as free blocks and the requests' limits allow; how many."""
-        before, size = budget, self.limits.block_tokens
+        before, size = budget, self._block_tokens
         for id, guesses in drafts.items():
             work, sequence = self._planned.get(id), self._running.get(id)
             if work is None or sequence is None:
@@ -339,7 +340,7 @@ class Scheduler:
             end = work.start + 1
             request = sequence.request
             # The last new token is never fed.
-            room = min(budget, request.max_new_tokens - sequence.answered - 1, self.limits.max_tokens - end)
+            room = min(budget, request.max_new_tokens - sequence.answered - 1, self._max_tokens - end)
             count = min(len(guesses), room)
             missing = -(-(end + count) // size) - len(sequence.blocks)
             if missing > 0:
@@ -358,7 +359,7 @@ class Scheduler:
 
         One that does not fit is not overtaken by smaller ones of a lower rank, or it would starve.
         """
-        size = self.limits.block_tokens
+        size = self._block_tokens
         if not budget or len(self._running) >= self.limits.max_running:
             return
         for sequence in self._by_rank(now):
@@ -386,7 +387,7 @@ class Scheduler:
             budget -= fed
 
     def _by_rank(self, now: float) -> Iterator[_Sequence]:
-        """Waiting requests, first come first served within a tenant and priority. They may leave the queue meanwhile."""
+        """Waiting requests, within a tenant and priority by arrival. They may leave the queue meanwhile."""
         heads = [(self._rank(self._waiting[queue[0][1]], now), group, 0) for group, queue in self._queues.items()]
         heapify(heads)
         deferred = 0
@@ -479,7 +480,7 @@ class Scheduler:
 
     def _publish(self, sequence: _Sequence) -> None:
         """Give full blocks their keys, so that others find them."""
-        size = self.limits.block_tokens
+        size = self._block_tokens
         full = sequence.computed // size
         if full <= sequence.published:
             return

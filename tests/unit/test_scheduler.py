@@ -54,9 +54,9 @@ class Served(RuleBasedStateMachine):
     )
     def start(self, blocks: int, step_tokens: int, running: int, aging: int) -> None:
         self.engine = HistoryEngine(VOCABULARY, slots=MAX_TOKENS, max_tokens=MAX_TOKENS, block_tokens=BLOCK)
-        limits = Limits(BLOCK, MAX_TOKENS, step_tokens, running, max_waiting=8, aging_seconds=aging)
+        limits = Limits(step_tokens, running, max_waiting=8, aging_seconds=aging, scored_tokens=3)
         self.blocks, self.limits = blocks, limits
-        self.scheduler = Scheduler(BlockPool(blocks), limits)
+        self.scheduler = Scheduler(BlockPool(blocks), limits, BLOCK, MAX_TOKENS)
         self.now, self.number = 0.0, 0
         self.answers: dict[str, list[int]] = {}
         self.requests: dict[str, Request] = {}
@@ -172,7 +172,7 @@ TestServed.settings = settings(max_examples=60, stateful_step_count=40, deadline
 
 
 def scheduler(blocks: int = 16, **limits: int) -> Scheduler:
-    return Scheduler(BlockPool(blocks), replace(Limits(BLOCK, MAX_TOKENS), **limits))
+    return Scheduler(BlockPool(blocks), replace(Limits(), **limits), BLOCK, MAX_TOKENS)
 
 
 def advance(made: Scheduler, now: float = 0.0, *, stop: bool = False) -> list[str]:
