@@ -16,12 +16,14 @@ import math
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from engines.protocol import FloatArray
+from runtime.constraints import ConstraintCompiler, Matcher
 from runtime.draw import LOG2_E, ONE, Adjustments, Filters, Row, draw, largest, random_bits, weights
 from runtime.messages import GenerateRequest, SamplingSettings, TokenLogprobs
 from tapeout.errors import RequestError
@@ -40,16 +42,29 @@ class Choice(NamedTuple):
 class BatchSampler:
     """Requests are added when they first run and removed when they end; a preempted one stays."""
 
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
+    def __init__(self, vocab_size: int, constraints: ConstraintCompiler | None = None) -> None:
+        """``constraints``: compiles those of the requests; without one, requests with a constraint are refused."""
+        self._vocab_size, self._constraints = vocab_size, constraints
         self._states: dict[str, _State] = {}
 
     def add(self, request: GenerateRequest) -> None:
-        """:class:`RequestError` for settings that this model cannot follow; the request is then not added."""
+        """:class:`RequestError` for settings that this model cannot follow; the request is then not added.
+
+        A constraint is compiled in a thread from here on, while the engine computes the prompt. The first
+        :meth:`choose` waits for it; a constraint that does not compile fails the request there.
+        """
         if request.id in self._states:
             raise RequestError(f"request {request.id} is there already", expected="an id of its own")
         check(request, self._vocab_size)
-        self._states[request.id] = _State.of(request, self._vocab_size)
+        matcher = None
+        if request.constraint is not None:
+            if self._constraints is None or not request.stop_tokens:
+                raise RequestError(
+                    "a request with a constraint",
+                    expected="a model with a tokenizer, and a stop token that ends the response",
+                )
+            matcher = self._constraints.start(request.constraint)
+        self._states[request.id] = _State.of(request, self._vocab_size, matcher)
 
     def remove(self, id: str) -> None:
         """Forget a request; nothing happens if it is not there."""
@@ -64,6 +79,7 @@ class BatchSampler:
         plain = (
             state.filters.scale == 0
             and state.request.logprobs is None
+            and state.request.constraint is None
             and (state.changes is None or state.changes.done(state.position))
         )
         return "token" if plain else "logits"
@@ -76,7 +92,8 @@ class BatchSampler:
         """
         assert len(ids) == len(logits) == len(set(ids)), "one row of logits for each request"
         states = [self._states[id] for id in ids]
-        drawn = [draw(state.row(row)) for state, row in zip(states, logits, strict=True)]
+        rows = [state.row(row) for state, row in zip(states, logits, strict=True)]
+        drawn = [row if isinstance(row, str) else draw(row) for row in rows]
         return [state.take(token, row) for state, token, row in zip(states, drawn, logits, strict=True)]
 
 
@@ -114,19 +131,31 @@ class _State:
     filters: Filters
     seed: int
     changes: _Changes | None
+    compiling: Future[Matcher] | None
     position: int = 0  # tokens of the response so far
 
     @classmethod
-    def of(cls, request: GenerateRequest, vocab_size: int) -> _State:
+    def of(cls, request: GenerateRequest, vocab_size: int, compiling: Future[Matcher] | None) -> _State:
         settings = request.sampling
         seed = secrets.randbits(64) if settings.seed is None else settings.seed
         changes = _Changes(request, vocab_size) if _Changes.needed(request) else None
-        return cls(request, Filters.of(settings), seed, changes)
+        return cls(request, Filters.of(settings), seed, changes, compiling)
 
-    def row(self, logits: FloatArray) -> Row:
-        adjustments = self.changes.at(self.position) if self.changes else None
+    def row(self, logits: FloatArray) -> Row | str:
+        """What to draw from; or why the request fails."""
+        mask, complete = None, False
+        if self.compiling is not None:
+            try:
+                matcher = self.compiling.result()
+            except RequestError as error:
+                return error.found
+            mask = matcher.mask(self.request.stop_tokens)
+            if matcher.error is not None:
+                return matcher.error
+            complete = matcher.complete
+        adjustments = self.changes.at(self.position, complete) if self.changes else None
         bits = random_bits(self.seed, self.position) if self.filters.scale else 0
-        return Row(logits, self.filters, bits, adjustments)
+        return Row(logits, self.filters, bits, adjustments, mask)
 
     def take(self, token: int | str, logits: FloatArray) -> Choice:
         if isinstance(token, str):
@@ -134,6 +163,8 @@ class _State:
         self.position += 1
         if self.changes is not None:
             self.changes.count(token)
+        if self.compiling is not None and token not in self.request.stop_tokens:
+            self.compiling.result().advance(token)
         asked = self.request.logprobs
         return Choice(token, None if asked is None else token_logprobs(logits, token, asked))
 
@@ -177,8 +208,9 @@ class _Changes:
         """Nothing changes from this position on."""
         return not self._penalizes and not self._settings.logit_bias and position >= self._min_new_tokens
 
-    def at(self, position: int) -> Adjustments:
-        if self._stops and position >= self._min_new_tokens:
+    def at(self, position: int, complete: bool = False) -> Adjustments:
+        """``complete``: only a stop token can follow, however early."""
+        if self._stops and (complete or position >= self._min_new_tokens):
             for token in self._stops:
                 self._all.bias[self._places[token]] = self._settings.logit_bias.get(token, 0.0)
             self._stops = []
