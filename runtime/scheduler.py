@@ -66,6 +66,7 @@ class Limits:
     scored_tokens: int = 64
     itl_factor: float = 1.8
     itl_seconds: float = 0.02
+    backlog_seconds: float = 5.0
     step_seconds: float = 1.0
 
 
@@ -149,7 +150,7 @@ class Scheduler:
     def __init__(self, pool: BlockPool, limits: Limits, block_tokens: int, max_tokens: int) -> None:
         self.pool, self.limits = pool, limits
         self._block_tokens, self._max_tokens = block_tokens, max_tokens
-        self.costs = StepCosts(limits.itl_factor, limits.itl_seconds, limits.step_seconds)
+        self.costs = StepCosts(limits.itl_factor, limits.itl_seconds, limits.backlog_seconds, limits.step_seconds)
         self.waiting_tokens = 0
         self.preemptions = 0
         self._waiting: dict[str, _Sequence] = {}
@@ -249,7 +250,8 @@ class Scheduler:
                 budget -= self._feed(sequence, 1, now)
         if drafts:
             budget -= self._add_drafts(drafts, budget)
-        budget = self.costs.prompt_budget(len(self._planned), budget)
+        backlog = self.waiting_tokens + sum(map(self._pending, prompts))
+        budget = self.costs.prompt_budget(len(self._planned), budget, backlog)
         scored = self.limits.scored_tokens
         for sequence in prompts:
             if budget and sequence.request.id in self._running:
