@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -108,6 +108,29 @@ class BatchSampler:
             state.take(row.logits, next(drawn)) if isinstance(row, Row) else Choice(-1, error=row)
             for state, row in zip(states, rows, strict=True)
         ]
+
+    def choose_drafted(
+        self, drafts: Mapping[str, Sequence[int]], logits: Mapping[str, FloatArray]
+    ) -> dict[str, list[Choice]]:
+        """The next tokens of requests with D drafts each, of which D may differ: one token at least, 1 + D at most.
+
+        ``logits[id]``: float32 ``[1 + D, V]``, after the last token and after each draft. The choices end with the
+        first that differs from its draft, fails, or is a stop token; all of them count as said.
+        """
+        choices: dict[str, list[Choice]] = {id: [] for id in drafts}
+        going, at = list(drafts), 0
+        while going:
+            for id, choice in zip(going, self.choose(going, [logits[id][at] for id in going]), strict=True):
+                choices[id].append(choice)
+            going = [
+                id
+                for id in going
+                if at < len(drafts[id])
+                and choices[id][at].token == drafts[id][at]
+                and drafts[id][at] not in self._states[id].request.stop_tokens
+            ]
+            at += 1
+        return choices
 
     def score(
         self, tokens: Sequence[int], logits: Sequence[FloatArray] | FloatArray, count: int
