@@ -125,7 +125,7 @@ def test_a_gate_stays_closed_where_drafts_cost_as_much_as_tokens() -> None:
 @dataclass
 class Said:
     tokens: list[int]
-    logprobs: list[TokenLogprobs | None]
+    logprobs: list[TokenLogprobs]
     steps: int
     counts: Counts
 
@@ -136,7 +136,7 @@ def decode(request: GenerateRequest, engine: HistoryEngine, *, most: int, wrong:
     sampler, counts, noise = BatchSampler(vocab_size), Counts(), random.Random(5)
     sampler.add(request)
     speculation = Speculation(costs_of(1.0, 0.0), counts)
-    tokens, logprobs, held, steps = list(request.prompt), list[TokenLogprobs | None](), 0, 0
+    tokens, logprobs, held, steps = list(request.prompt), list[TokenLogprobs](), 0, 0
     table = range(engine.capabilities.blocks)
     while len(tokens) - len(request.prompt) < request.max_new_tokens:
         left = request.max_new_tokens - (len(tokens) - len(request.prompt))
@@ -154,7 +154,7 @@ def decode(request: GenerateRequest, engine: HistoryEngine, *, most: int, wrong:
             choices = sampler.choose_drafted({request.id: drafts}, {request.id: result.logits})[request.id]
             assert all(choice.error is None for choice in choices)
             new = [choice.token for choice in choices]
-            logprobs += [choice.logprobs for choice in choices]
+            logprobs += [choice.logprobs for choice in choices if choice.logprobs]
         speculation.observe(len(drafts), sum(a == b for a, b in zip(new, drafts, strict=False)))
         stop = next((at for at, token in enumerate(new) if token in request.stop_tokens), None)
         if stop is not None and len(tokens) + stop + 1 - len(request.prompt) >= request.min_new_tokens:
