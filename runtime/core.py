@@ -23,6 +23,8 @@ from runtime.speculation import Counts, Speculation, StepCosts, accept
 from tapeout.errors import RequestError, one_line
 
 BROKEN_STEPS = 3  # so many steps in turn in which every entry failed: the engine is broken, not the requests
+# Nobody looks for drafts where more of them than this must be accepted to pay: looking takes time, too.
+MOST_WORTH = 0.8
 _NOTHING = Outcome()
 _FAILED = Outcome(failed=True)
 
@@ -176,6 +178,8 @@ class EngineCore:
             return {}
         drafts: dict[str, Sequence[int]] = {}
         decoding = self.scheduler.decoding()
+        if self._costs.worth(len(decoding)) > MOST_WORTH:
+            return {}
         for id, tokens, room in decoding:
             speculation = self._active[id].speculation
             if speculation and (found := speculation.draft(tokens, min(room, self._most_drafted), len(decoding))):
