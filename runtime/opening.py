@@ -1,0 +1,71 @@
+"""Opens the engine of a bundle, in the engine's process. What says how is plain data that pickles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from runtime.messages import EngineInfo
+from runtime.scheduler import Limits
+from tapeout.errors import RequestError
+
+if TYPE_CHECKING:
+    from engines.protocol import Engine
+
+
+class OpenEngine(Protocol):
+    """Called in the engine's process, so it must pickle. What a user can act on is a ``TapeoutError``."""
+
+    def __call__(self, folder: Path) -> tuple[Engine, EngineInfo]: ...
+
+
+@dataclass(frozen=True)
+class OpenBundle:
+    """``threads``: 0 means every physical core. ``slots``: room for so many sequences of full length; as built if None.
+
+    ``kv_bytes``: most memory of the KV cache, instead of ``slots``. ``public_key``: see :func:`engines.load.load`.
+    """
+
+    threads: int = 0
+    slots: int | None = None
+    kv_bytes: int | None = None
+    public_key: Path | None = None
+
+    def __call__(self, folder: Path) -> tuple[Engine, EngineInfo]:
+        from engines.bundle import EngineBundle
+        from engines.load import load
+        from tapeout import artifact
+
+        record = artifact.load_record(folder, EngineBundle).record
+        slots = self.slots
+        if self.kv_bytes is not None:
+            sequence_bytes = record.io.kv_token_bytes * record.io.max_tokens
+            slots = self.kv_bytes // sequence_bytes
+            if not slots:
+                raise RequestError(
+                    f"{self.kv_bytes} bytes of KV cache",
+                    expected=f"at least {sequence_bytes}, one sequence of {record.io.max_tokens} tokens",
+                )
+        engine = load(folder, threads=self.threads, slots=slots, public_key=self.public_key)
+        has = engine.capabilities
+        return engine, EngineInfo(
+            digest=engine.digest,
+            name=folder.resolve().name,
+            max_tokens=has.max_tokens,
+            vocab_size=has.vocab_size,
+            block_tokens=has.block_tokens,
+            blocks=has.blocks,
+            block_bytes=has.block_bytes,
+            weight_bytes=record.step_bytes,
+            stop_tokens=frozenset(record.stop_tokens),
+        )
+
+
+@dataclass(frozen=True)
+class Start:
+    """The first message to the engine's process."""
+
+    folder: Path
+    open: OpenEngine
+    limits: Limits
