@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from time import monotonic
 
 from engines.protocol import Engine, Entry, FloatArray, Result
 from runtime.blocks import BlockPool
+from runtime.constraints import ConstraintCompiler
 from runtime.messages import Delta, EngineStats, GenerateRequest, Refusal, Report, TokenLogprobs
 from runtime.sampling import BatchSampler, Choice, token_logprobs
 from runtime.scheduler import DisplacedError, FinishReason, Limits, Outcome, Request, Scheduler, Work
@@ -44,14 +46,18 @@ class _Active:
 
 
 class EngineCore:
-    """No more requests run at once than the engine takes in a step, whatever the limits."""
+    """No more requests run at once than the engine takes in a step, whatever the limits.
 
-    def __init__(self, engine: Engine, limits: Limits) -> None:
+    ``constraints``: compiles those of requests; without one, requests with a constraint are refused.
+    """
+
+    def __init__(self, engine: Engine, limits: Limits, constraints: ConstraintCompiler | None = None) -> None:
         has = engine.capabilities
         self.engine = engine
         limits = replace(limits, max_running=min(limits.max_running, has.max_batch))
         self.scheduler = Scheduler(BlockPool(has.blocks), limits, has.block_tokens, has.max_tokens)
-        self._sampler = BatchSampler(has.vocab_size)
+        self._constraints = constraints
+        self._sampler = BatchSampler(has.vocab_size, constraints)
         self._active: dict[str, _Active] = {}
         self._deltas: list[Delta] = []  # since the last report
         self._refusals: list[Refusal] = []
@@ -128,6 +134,12 @@ class EngineCore:
             preemptions=scheduler.preemptions,
             finished=dict(self._finished),
         )
+
+    def prepare(self) -> None:
+        """Do ahead of time what the first request with a constraint would wait for, and others with it."""
+        if self._constraints is not None:
+            with suppress(RequestError):  # requests with constraints will be told
+                self._constraints.load()
 
     def close(self) -> None:
         self.engine.close()

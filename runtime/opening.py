@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from runtime.messages import EngineInfo
 from runtime.scheduler import Limits
@@ -14,10 +14,18 @@ if TYPE_CHECKING:
     from engines.protocol import Engine
 
 
+class Opened(NamedTuple):
+    """``tokenizer``: the text of ``tokenizer.json``; None for a model that cannot have constraints."""
+
+    engine: Engine
+    info: EngineInfo
+    tokenizer: str | None = None
+
+
 class OpenEngine(Protocol):
     """Called in the engine's process, so it must pickle. What a user can act on is a ``TapeoutError``."""
 
-    def __call__(self, folder: Path) -> tuple[Engine, EngineInfo]: ...
+    def __call__(self, folder: Path) -> Opened: ...
 
 
 @dataclass(frozen=True)
@@ -32,7 +40,7 @@ class OpenBundle:
     kv_bytes: int | None = None
     public_key: Path | None = None
 
-    def __call__(self, folder: Path) -> tuple[Engine, EngineInfo]:
+    def __call__(self, folder: Path) -> Opened:
         from engines.bundle import EngineBundle
         from engines.load import load
         from tapeout import artifact
@@ -49,7 +57,7 @@ class OpenBundle:
                 )
         engine = load(folder, threads=self.threads, slots=slots, public_key=self.public_key)
         has = engine.capabilities
-        return engine, EngineInfo(
+        info = EngineInfo(
             digest=engine.digest,
             name=folder.resolve().name,
             max_tokens=has.max_tokens,
@@ -60,6 +68,8 @@ class OpenBundle:
             weight_bytes=record.step_bytes,
             stop_tokens=frozenset(record.stop_tokens),
         )
+        tokenizer = folder / "tokenizer.json"
+        return Opened(engine, info, tokenizer.read_text(encoding="utf-8") if tokenizer.is_file() else None)
 
 
 @dataclass(frozen=True)

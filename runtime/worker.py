@@ -15,6 +15,7 @@ import threading
 from multiprocessing.connection import Connection
 from time import monotonic
 
+from runtime.constraints import ConstraintCompiler
 from runtime.core import EngineCore
 from runtime.messages import Add, Cancel, Close, Command
 from runtime.opening import Start
@@ -33,11 +34,14 @@ def main(descriptor: int) -> None:
     with Connection(descriptor) as connection:
         try:
             start: Start = connection.recv()
-            engine, info = start.open(start.folder)
+            engine, info, tokenizer = start.open(start.folder)
         except TapeoutError as error:
             connection.send(error)
             return
-        core = EngineCore(engine, start.limits)
+        compiler = None
+        if tokenizer is not None:
+            compiler = ConstraintCompiler(tokenizer, info.vocab_size, info.stop_tokens)
+        core = EngineCore(engine, start.limits, compiler)
         gc.freeze()  # what was imported and opened stays: the collector need not look at it again
         try:
             connection.send(info)
@@ -51,6 +55,7 @@ def main(descriptor: int) -> None:
 def _serve(connection: Connection, core: EngineCore) -> None:
     arrived = select.poll()
     arrived.register(connection.fileno(), select.POLLIN)
+    prepared = False
     while True:
         while arrived.poll(0 if core.busy else IDLE_MS):
             command: Command = pickle.loads(connection.recv_bytes())
@@ -61,6 +66,9 @@ def _serve(connection: Connection, core: EngineCore) -> None:
                     core.cancel(command.id)
                 case Close():
                     return
+        if not core.busy and not prepared:
+            core.prepare()
+            prepared = True
         report = core.step(monotonic()) if core.busy else core.report()
         connection.send_bytes(pickle.dumps(report, pickle.HIGHEST_PROTOCOL))
 

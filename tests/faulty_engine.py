@@ -10,6 +10,7 @@ from pathlib import Path
 
 from engines.protocol import Entry, Result
 from runtime.messages import EngineInfo
+from runtime.opening import Opened
 from tapeout.errors import ArtifactError
 from tests.fake_engine import HistoryEngine
 
@@ -54,7 +55,7 @@ class OpenFaulty:
     def engine(self, folder: Path) -> FaultyEngine:
         return FaultyEngine(self, int(folder.name))
 
-    def __call__(self, folder: Path) -> tuple[FaultyEngine, EngineInfo]:
+    def __call__(self, folder: Path) -> Opened:
         if folder.name == REFUSES:
             raise ArtifactError("no record.json", expected="a bundle", remedy="build one")
         engine = self.engine(folder)
@@ -70,7 +71,7 @@ class OpenFaulty:
             weight_bytes=0,
             stop_tokens=frozenset({STOP}),
         )
-        return engine, info
+        return Opened(engine, info)
 
 
 def alone(engine: HistoryEngine, prompt: Sequence[int], new: int, stops: frozenset[int] = frozenset()) -> list[int]:

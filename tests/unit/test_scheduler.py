@@ -322,3 +322,119 @@ def test_a_planted_leak_is_found(defect: str) -> None:
     else:
         with pytest.raises(AssertionError, match="not held as often"):
             pool.check([taken, taken])
+
+
+def test_a_higher_priority_displaces_the_lowest_and_latest() -> None:
+    made = scheduler(max_running=1, max_waiting=2)
+    for id, priority in (("a", 2), ("b", 1), ("c", 2)):
+        made.add(Request(id, [1], 1, priority), len(id))
+        if id == "a":
+            made.plan(0)  # it runs
+    assert made.add(Request("d", [1], 1, 1), 2) == ["c"]
+    with pytest.raises(QueueFullError):
+        made.add(Request("e", [1], 1, 1), 2)
+    assert made.waiting == 2 and made.cancel("c") is None
+
+
+def test_displacing_makes_room_for_tokens_or_ends_nobody() -> None:
+    made = scheduler(max_waiting_tokens=10)
+    for number in range(3):
+        made.add(Request(f"low{number}", [1] * 3, 1, 5), number)
+    made.add(Request("mid", [1], 1, 1), 3)
+    with pytest.raises(QueueFullError):
+        made.add(Request("large", [1] * 10, 1, 1), 4)  # "mid" would have to go, too
+    assert made.waiting == 4
+    assert made.add(Request("high", [1] * 6, 1, 1), 4) == ["low2", "low1"]
+
+
+def test_who_has_waited_long_is_not_displaced() -> None:
+    made = scheduler(max_waiting=1, aging_seconds=5)
+    made.add(Request("old", [1], 1, 1), 0)
+    with pytest.raises(QueueFullError):
+        made.add(Request("new", [1], 1, 0), 6)
+
+
+def test_a_preempted_request_keeps_its_place() -> None:
+    """It has begun its answer, so it is not displaced."""
+    made = scheduler(blocks=4, max_waiting=1)
+    made.add(Request("low", [1] * 7, 5, priority=1), 0)
+    made.plan(0)
+    made.commit({"low": Outcome([1])}, 0)
+    made.add(Request("high", [2] * 7, 9), 0)
+    while not made.waiting:
+        advance(made)
+    with pytest.raises(QueueFullError):
+        made.add(Request("higher", [1], 1, priority=0), 0)
+
+
+def test_a_prefix_that_another_computes_is_waited_for() -> None:
+    made = scheduler(step_tokens=6)
+    prompt = list(range(1, 10))
+    for id in ("a", "b"):
+        made.add(Request(id, prompt, 1), 0)
+    made.add(Request("other", [7], 1), 0)
+    assert advance(made) == ["a"]
+    assert sorted(advance(made)) == ["a", "other"], "b waits for a, and keeps nobody from running"
+    (work,) = made.plan(0)
+    assert work.id == "b" and work.start == 8
+
+
+def test_a_prefix_is_not_waited_for_once_nobody_computes_it() -> None:
+    made = scheduler(step_tokens=3)
+    for id in ("a", "b"):
+        made.add(Request(id, list(range(1, 10)), 1), 0)
+    assert advance(made) == ["a"]
+    made.cancel("a")
+    assert advance(made) == ["b"]
+
+
+def test_prompts_leave_decodes_their_latency() -> None:
+    """Costs: 10 ms for decodes, and 1 ms for a prompt token. Steps with decodes may last 20 ms."""
+    made = scheduler(blocks=64)
+    now = 0.0
+    made.add(Request("decodes", [1], 30), now)
+    made.add(Request("first", [1] * 40, 1), now)
+    sizes: list[dict[str, int]] = []
+    for _ in range(12):
+        if len(sizes) == 4:
+            made.add(Request("long", [2] * 60, 1), now)
+        works = made.plan(now)
+        sizes.append({work.id: len(work.tokens) for work in works})
+        now += 0.01 + 0.001 * sum(len(work.tokens) for work in works if len(work.tokens) > 1)
+        made.commit({work.id: Outcome([1] if work.samples else []) for work in works}, now)
+    chunks = [size["long"] for size in sizes if "long" in size]
+    assert sizes[0] == {"decodes": 1, "first": 40} and sum(chunks) == 60
+    assert max(chunks) <= 16, "MIN_CHUNK is the most here: 10 ms are left for 16 tokens at 1 ms"
+
+
+def test_deadlines_of_requests_that_have_ended_are_forgotten() -> None:
+    made = scheduler()
+    for number in range(2000):
+        made.add(replace(Request(f"{number}", [1], 1), deadline=1e9), number)
+        advance(made, number)
+        made.expire(number)
+    assert len(made._deadlines) < 300
+
+
+def test_guesses_need_free_blocks_and_never_preempt() -> None:
+    made = scheduler(blocks=3)
+    for id in ("a", "b"):
+        made.add(Request(id, [1] * 3, 6), 0)
+        advance(made)
+    works = {work.id: work for work in made.plan(0, {"a": [5] * 4, "b": [6] * 4})}
+    assert works["a"].drafts == 3 and works["b"].drafts == 0 and made.preemptions == 0
+    assert list(works["a"].tokens) == [1, 5, 5, 5] and len(works["a"].blocks) == 2
+
+
+def test_accepted_guesses_count_as_tokens() -> None:
+    made = scheduler()
+    made.add(Request("a", [1] * 3, 6), 0)
+    advance(made)
+    (work,) = made.plan(0, {"a": [5, 6, 7, 8, 9]})
+    assert work.drafts == 4, "the last new token is never fed"
+    made.commit({"a": Outcome([5, 6, 9])}, 0)
+    (work,) = made.plan(0)
+    assert work.start == 6 and list(work.tokens) == [9]
+    assert made.commit({"a": Outcome([3])}, 0) == []
+    (work,) = made.plan(0)
+    assert made.commit({"a": Outcome([3])}, 0) == [Finished("a", "length")]
