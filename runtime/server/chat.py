@@ -55,7 +55,9 @@ async def chat(service: Service, request: Request) -> Response:
         stream=bool(body.stream),
         max_new_tokens=new_tokens(asked, None, prompts, info),
     )
-    constraint = await service.checked(_constraint(body, tools))
+    constraint = _constraint(body, tools)
+    if constraint is not None:
+        await model.require_constraint(constraint)
     choices = choices_of(
         body,
         call,
