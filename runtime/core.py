@@ -11,15 +11,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from time import monotonic
 
 from engines.protocol import Engine, Entry, FloatArray, Result
 from runtime.blocks import BlockPool
-from runtime.constraints import ConstraintCompiler
 from runtime.messages import Delta, EngineStats, GenerateRequest, Refusal, Report, TokenLogprobs
-from runtime.sampling import BatchSampler, Choice, token_logprobs
+from runtime.sampling import BatchSampler, Choice
 from runtime.scheduler import DisplacedError, FinishReason, Limits, Outcome, Request, Scheduler, Work
 from tapeout.errors import RequestError, one_line
 
@@ -41,23 +39,23 @@ class _Active:
     cached: int | None = None  # prompt tokens found in blocks, once it runs
     scores: list[TokenLogprobs | None] = field(default_factory=lambda: [None])  # of the prompt
     tokens: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] | None = None
+    stops: bool = False  # the last of them ends the response
+    logprobs: tuple[TokenLogprobs, ...] = ()
     error: str | None = None
 
 
 class EngineCore:
     """No more requests run at once than the engine takes in a step, whatever the limits.
 
-    ``constraints``: compiles those of requests; without one, requests with a constraint are refused.
+    ``sampler``: by default one without constraints, in numpy.
     """
 
-    def __init__(self, engine: Engine, limits: Limits, constraints: ConstraintCompiler | None = None) -> None:
+    def __init__(self, engine: Engine, limits: Limits, sampler: BatchSampler | None = None) -> None:
         has = engine.capabilities
         self.engine = engine
         limits = replace(limits, max_running=min(limits.max_running, has.max_batch))
         self.scheduler = Scheduler(BlockPool(has.blocks), limits, has.block_tokens, has.max_tokens)
-        self._constraints = constraints
-        self._sampler = BatchSampler(has.vocab_size, constraints)
+        self._sampler = sampler or BatchSampler(has.vocab_size)
         self._active: dict[str, _Active] = {}
         self._deltas: list[Delta] = []  # since the last report
         self._refusals: list[Refusal] = []
@@ -135,12 +133,6 @@ class EngineCore:
             finished=dict(self._finished),
         )
 
-    def prepare(self) -> None:
-        """Do ahead of time what the first request with a constraint would wait for, and others with it."""
-        if self._constraints is not None:
-            with suppress(RequestError):  # requests with constraints will be told
-                self._constraints.load()
-
     def close(self) -> None:
         self.engine.close()
 
@@ -167,7 +159,8 @@ class EngineCore:
             return Entry(work.tokens, work.start, work.blocks, "logits", positions)
         if not work.samples:
             return Entry(work.tokens, work.start, work.blocks, positions=())
-        return Entry(work.tokens, work.start, work.blocks, self._sampler.needs(work.id))
+        positions = range(len(work.tokens) - work.drafts - 1, len(work.tokens)) if work.drafts else None
+        return Entry(work.tokens, work.start, work.blocks, self._sampler.needs(work.id), positions)
 
     def _feed(self, entries: Sequence[Entry]) -> list[Result]:
         """One step of the engine. If it fails as a whole, each entry is fed alone, and those that fail alone end."""
@@ -189,28 +182,51 @@ class EngineCore:
             return Result(error=RequestError(f"the engine failed: {one_line(failure)}"))
 
     def _choose(self, works: Sequence[Work], results: Sequence[Result]) -> None:
-        """The new token of every request that gets one, scores of prompts, and errors."""
-        drawing: list[str] = []
-        rows: list[FloatArray] = []
+        """The new tokens of every request that gets some, scores of prompts, and errors."""
+        drawing: list[tuple[Work, FloatArray]] = []
         for work, result in zip(works, results, strict=True):
             active = self._active[work.id]
             if result.error is not None:
                 active.error = str(result.error)
             elif result.tokens is not None:
-                active.tokens = (int(result.tokens[-1]),)
+                for row, token in enumerate(result.tokens.tolist()):
+                    if not self._accept(active, work, row, token):
+                        break
             elif result.logits is not None:
-                _score(active, result.logits)
-                if work.samples:
-                    drawing.append(work.id)
-                    rows.append(result.logits[-1])
-        if not drawing:
-            return
-        for id, choice in zip(drawing, self._draw(drawing, rows), strict=True):
-            active = self._active[id]
-            active.error = choice.error
-            active.tokens = (choice.token,)
-            if choice.logprobs is not None:
-                active.logprobs = (choice.logprobs,)
+                self._score(active, result.logits)
+                if work.samples and active.error is None:
+                    drawing.append((work, result.logits[-work.drafts - 1 :]))
+        row = 0  # 0 decides the token after the last certain one, each other the one after a draft that holds
+        while drawing:
+            choices = self._draw([work.id for work, _ in drawing], [logits[row] for _, logits in drawing])
+            holding: list[tuple[Work, FloatArray]] = []
+            for (work, logits), choice in zip(drawing, choices, strict=True):
+                active = self._active[work.id]
+                if choice.error is not None:
+                    active.error = choice.error
+                    continue
+                if choice.logprobs is not None:
+                    active.logprobs += (choice.logprobs,)
+                if self._accept(active, work, row, choice.token):
+                    holding.append((work, logits))
+            drawing, row = holding, row + 1
+
+    def _score(self, active: _Active, logits: FloatArray) -> None:
+        """Log-probabilities of prompt tokens that have none yet, from the logits ``[P, V]`` of the tokens before."""
+        top, prompt, first = active.request.prompt_logprobs, active.request.prompt, len(active.scores)
+        if top is not None and (count := min(len(logits), len(prompt) - first)):
+            try:
+                active.scores += self._sampler.score(prompt[first : first + count], logits[:count], top)
+            except RequestError as error:
+                active.error = error.found
+
+    @staticmethod
+    def _accept(active: _Active, work: Work, row: int, token: int) -> bool:
+        """Take a token that was decided; whether it makes the draft after it hold, so that one more is decided."""
+        count, request = active.answered + len(active.tokens), active.request
+        active.tokens += (token,)
+        active.stops = token in request.stop_tokens and count >= request.min_new_tokens
+        return not active.stops and row < work.drafts and work.tokens[row - work.drafts] == token
 
     def _draw(self, ids: Sequence[str], rows: Sequence[FloatArray]) -> list[Choice]:
         """The choice of each request. If one raises an error, all choose alone, and those that raise one alone end."""
@@ -225,18 +241,13 @@ class EngineCore:
         active = self._active[id]
         if active.error is not None:
             return _FAILED
-        if not active.tokens:
-            return _NOTHING
-        request = active.request
-        return Outcome(
-            active.tokens, active.tokens[-1] in request.stop_tokens and active.answered >= request.min_new_tokens
-        )
+        return Outcome(active.tokens, active.stops) if active.tokens else _NOTHING
 
     def _tell(self, id: str, reason: FinishReason | None) -> None:
         """Report what a request's step has brought, if anything."""
         active = self._active[id]
         tokens, logprobs, error = active.tokens, active.logprobs, active.error
-        active.tokens, active.logprobs = (), None
+        active.tokens = active.logprobs = ()
         if error is not None:
             self._end(id, "error", error)
         elif tokens or reason:
@@ -247,7 +258,7 @@ class EngineCore:
                 scores = None if active.request.prompt_logprobs is None else tuple(active.scores)
             active.answered += len(tokens)
             self._generated_tokens += len(tokens)
-            self._deltas.append(Delta(id, tokens, logprobs, scores, cached, reason))
+            self._deltas.append(Delta(id, tokens, logprobs or None, scores, cached, reason))
             if reason:
                 self._forget(id, reason)
 
@@ -299,11 +310,3 @@ def _unscored(active: _Active, work: Work) -> range:
     if first >= min(end, len(work.tokens)):
         return range(0)
     return range(first, len(work.tokens) if work.samples else min(end, len(work.tokens)))
-
-
-def _score(active: _Active, logits: FloatArray) -> None:
-    """Log-probabilities of prompt tokens that have none yet, from the logits ``[P, V]`` of the tokens before them."""
-    top, prompt = active.request.prompt_logprobs, active.request.prompt
-    if top is not None:
-        for row in logits[: len(prompt) - len(active.scores)]:
-            active.scores.append(token_logprobs(row, prompt[len(active.scores)], top))
