@@ -25,7 +25,7 @@ TOKENS = STEPS * SECONDS
 
 
 class FreeEngine:
-    """An :class:`runtime.client.EngineClient` whose steps cost nothing: it says the tokens of a text again and again."""
+    """A :class:`runtime.client.EngineClient` whose steps cost nothing: it repeats the tokens of a text."""
 
     def __init__(self, digest: str, tokens: list[int], vocab_size: int) -> None:
         from runtime.messages import EngineInfo, EngineStats
@@ -119,7 +119,10 @@ def main() -> None:
             "/v1/chat/completions",
             {"messages": talk, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
         ),
-        "chat, four stop strings": ("/v1/chat/completions", {"messages": talk, "stop": ["abc", "xyz", "\n\n\n", "###"]}),
+        "chat, four stop strings": (
+            "/v1/chat/completions",
+            {"messages": talk, "stop": ["abc", "xyz", "\n\n\n", "###"]},
+        ),
     }
     print(f"{STREAMS} streams at {STEPS} steps/s; microseconds of processor time per token")
     asyncio.run(measure(port, process, "/v1/completions", {"prompt": "warm up"}))

@@ -29,7 +29,9 @@ async def completions(service: Service, request: Request) -> Response:
     body = parse(CompletionBody, await read_body(request, service.limits.body_bytes, service.limits.body_seconds))
     service.require_model(body.model)
     body.refuse_unsupported()
-    model, (texts, prompts) = await service.encoded(lambda model: _prompts(body, model, most_tokens(body, service.client.info)))
+    model, (texts, prompts) = await service.encoded(
+        lambda model: _prompts(body, model, most_tokens(body, service.client.info))
+    )
     info = service.client.info
     prompts = [truncated(body, prompt, info) for prompt in prompts]
     check_prompts(prompts, info, "prompt")
@@ -67,7 +69,9 @@ async def completions(service: Service, request: Request) -> Response:
     return EventStream(writer.events(first, parts), headers(call, body))
 
 
-async def _prompts(body: CompletionBody, model: TextModel, most: int | None) -> tuple[list[str | None], list[list[int]]]:
+async def _prompts(
+    body: CompletionBody, model: TextModel, most: int | None
+) -> tuple[list[str | None], list[list[int]]]:
     """Texts (None for one that was given as token ids) and token ids of all prompts."""
     match body.prompt:
         case None | []:

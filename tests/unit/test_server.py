@@ -577,8 +577,9 @@ def long_request(served: Served) -> threading.Thread:
 
 def test_a_full_queue_is_429_with_retry_after() -> None:
     with overloaded() as served:
-        running, waiting = long_request(served), threading.Thread(
-            target=served.post, args=("/v1/completions", {"prompt": "second", "max_tokens": 1})
+        running, waiting = (
+            long_request(served),
+            threading.Thread(target=served.post, args=("/v1/completions", {"prompt": "second", "max_tokens": 1})),
         )
         waiting.start()
         while not served.client.stats.waiting:
@@ -600,16 +601,19 @@ def test_timeouts_are_408() -> None:
         queued = served.post("/v1/completions", {"prompt": "x"})
         assert queued.status_code == 408 and queued.json()["error"]["type"] == "timeout_error"
         first.join()
-        streamed = served.post("/v1/completions", {"prompt": "x", "max_tokens": 200, "stream": True, "ignore_eos": True})
+        streamed = served.post(
+            "/v1/completions", {"prompt": "x", "max_tokens": 200, "stream": True, "ignore_eos": True}
+        )
         *parts, error, done = streamed.text.strip().split("\n\n")
         assert streamed.status_code == 200 and parts and done == "data: [DONE]"
         assert json.loads(error.removeprefix("data: "))["error"]["type"] == "timeout_error"
 
 
 def test_a_body_that_does_not_come_is_408() -> None:
-    with overloaded(body_seconds=0.2) as served, socket.create_connection(
-        ("127.0.0.1", int(served.url.rpartition(":")[2])), timeout=10
-    ) as raw:
+    with (
+        overloaded(body_seconds=0.2) as served,
+        socket.create_connection(("127.0.0.1", int(served.url.rpartition(":")[2])), timeout=10) as raw,
+    ):
         raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         assert b" 408 " in raw.recv(4096)
 
