@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -53,7 +53,7 @@ class EngineClient(Protocol):
         """The engine's process lives, and has made progress within the last seconds or has nothing to do."""
         ...
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
         """The deltas of a request, up to the one with a finish reason. Closing the iterator cancels the request.
 
         :class:`RequestError` for a request that can never run, :class:`runtime.scheduler.QueueFullError` without room
@@ -122,7 +122,7 @@ class ProcessClient:
     def healthy(self) -> bool:
         return self._current.serves and self._current.silent_seconds < self._quiet_seconds
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
         if self._draining:
             raise EngineDownError("the server is shutting down", remedy="send the request to another server")
         process = self._current
