@@ -1,0 +1,67 @@
+"""An engine's client in this process, for tests of the server: greedy answers of a fake engine, without a scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+from engines.protocol import Entry
+from runtime.messages import Delta, EngineInfo, EngineStats, GenerateRequest
+from tests.fake_engine import HistoryEngine
+
+
+class InProcessClient:
+    """``pause``: seconds between two tokens. Each request has a block of its own."""
+
+    def __init__(self, *, slots: int = 8, max_tokens: int = 256, vocab_size: int = 32, pause: float = 0.0) -> None:
+        self.engine = HistoryEngine(vocab_size, slots=slots, max_tokens=max_tokens)
+        self.free, self.pause = list(range(slots)), pause
+        self.stats = EngineStats(blocks=slots)
+        self.ready = self.healthy = True
+        size = self.engine.capabilities
+        self.info = EngineInfo(
+            digest=self.engine.digest,
+            name="fake",
+            max_tokens=size.max_tokens,
+            vocab_size=size.vocab_size,
+            block_tokens=size.block_tokens,
+            blocks=size.blocks,
+            block_bytes=size.block_bytes,
+            weight_bytes=1000,
+            stop_tokens=frozenset(),
+        )
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+        block = self.free.pop()
+        self.count(running=1, blocks_held=1, prefix_queries=len(request.prompt), prompt_tokens=len(request.prompt))
+        tokens, start = list(request.prompt), 0
+        try:
+            for number in range(request.max_new_tokens):
+                began = time.monotonic()
+                result = self.engine.step([Entry(tokens[start:], start, [block])])[0]
+                assert result.tokens is not None
+                fed, start, token = len(tokens) - start, len(tokens), int(result.tokens[0])
+                tokens.append(token)
+                self.count(steps=1, generated_tokens=1)
+                now = time.monotonic()
+                self.stats = replace(
+                    self.stats, step_tokens=fed, step_requests=1, step_seconds=now - began, stepped_at=now
+                )
+                last = number + 1 == request.max_new_tokens
+                yield Delta(request.id, (token,), finish_reason="length" if last else None, queue_seconds=0.0)
+                await asyncio.sleep(self.pause)
+        finally:
+            self.free.append(block)
+            self.count(running=-1, blocks_held=-1)
+
+    def count(self, **more: int) -> None:
+        self.stats = replace(self.stats, **{name: getattr(self.stats, name) + by for name, by in more.items()})
+
+    async def swap(self, folder: Path) -> None: ...
+
+    async def drain(self, timeout: float) -> None: ...
+
+    async def close(self) -> None: ...
