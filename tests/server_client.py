@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from uuid import uuid4
 
 from engines.protocol import Entry
 from runtime.messages import Delta, EngineInfo, EngineStats, GenerateRequest
+from runtime.server.calls import Call, Caller, Hook
+from runtime.server.errors import ApiError
 from tests.fake_engine import HistoryEngine
 
 
@@ -34,7 +39,7 @@ class InProcessClient:
             stop_tokens=frozenset(),
         )
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
         block = self.free.pop()
         self.count(running=1, blocks_held=1, prefix_queries=len(request.prompt), prompt_tokens=len(request.prompt))
         tokens, start = list(request.prompt), 0
@@ -65,3 +70,52 @@ class InProcessClient:
     async def drain(self, timeout: float) -> None: ...
 
     async def close(self) -> None: ...
+
+
+async def run_call(
+    client: InProcessClient,
+    hooks: Sequence[Hook],
+    *,
+    prompt: int = 3,
+    new: int = 5,
+    n: int = 1,
+    leave: int = 0,
+    **more: Any,
+) -> Call:
+    """One call as the server makes it, without text. ``leave``: the client goes away after so many tokens."""
+    values = {
+        "id": uuid4().hex,
+        "request_id": "r",
+        "endpoint": "/v1/completions",
+        "model": "m",
+        "caller": Caller(),
+    } | more
+    call = Call(
+        digest=client.info.digest, stream=True, prompts=[list(range(prompt))], n=n, max_new_tokens=new, **values
+    )
+    admitted: list[Hook] = []
+    try:
+        for hook in hooks:
+            hook.admit(call)
+            admitted.append(hook)
+        for choice in range(n):
+            async with aclosing(client.generate(GenerateRequest(call.id, call.prompts[0], new))) as deltas:
+                async for delta in deltas:
+                    now = time.monotonic()
+                    call.first_token = call.first_token or now
+                    call.queue_seconds = delta.queue_seconds
+                    for hook in hooks:
+                        hook.tokens(call, choice, len(delta.tokens), now)
+                    call.completion_tokens += len(delta.tokens)
+                    if delta.finish_reason:
+                        call.finish_reasons[choice] = delta.finish_reason
+                    if call.completion_tokens == leave:
+                        call.cancelled = True
+                        return call
+    except ApiError as error:
+        call.error = error
+    finally:
+        call.end = time.monotonic()
+        for hook in admitted:
+            hook.ended(call)
+    return call

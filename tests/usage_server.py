@@ -12,30 +12,33 @@ import random
 import sys
 import time
 from pathlib import Path
+from uuid import uuid4
 
 from runtime.server import usage as module
+from runtime.server.calls import Call, Caller
+from runtime.server.errors import ApiError
 
 
 def main(url: str, journal: str, notes: str, seed: str) -> None:
     module.PROGRESS_SECONDS, module.ROLL_BYTES, draw = 0.02, 20_000, random.Random(seed)
     usage = module.Usage(url, Path(journal))
     file = os.open(notes, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    running: list[module.OpenRequest] = []
+    running: list[Call] = []
     while True:
         prompt = draw.randint(1, 99)
-        request = usage.begin("r", key="k", tenant="t", model="m", bundle="b", endpoint="chat", prompt_tokens=prompt)
-        os.write(file, f"A {request.record.id} {prompt}\n".encode())
-        running.append(request)
+        call = Call(uuid4().hex, "r", "chat", "m", "b", Caller("k", "t"), False, [[1] * prompt], 1, 99)
+        usage.admit(call)
+        os.write(file, f"A {call.id} {prompt}\n".encode())
+        running.append(call)
         for other in running:
+            usage.tokens(other, 0, 1, 0.0)
             other.completion_tokens += 1
         if len(running) > 8:
-            request = running.pop(draw.randrange(len(running)))
-            if draw.random() < 0.1:
-                request.discard()
-                os.write(file, f"D {request.record.id} 0\n".encode())
-            else:
-                request.end("stop", cached_tokens=0, completion_tokens=request.completion_tokens)
-                os.write(file, f"E {request.record.id} {request.completion_tokens}\n".encode())
+            call = running.pop(draw.randrange(len(running)))
+            call.end, call.finish_reasons[0] = time.monotonic(), "stop"
+            call.error = ApiError(429, "full") if draw.random() < 0.1 else None
+            usage.ended(call)
+            os.write(file, f"{'D' if call.error else 'E'} {call.id} {call.completion_tokens}\n".encode())
         time.sleep(0.001)
 
 

@@ -7,7 +7,7 @@ Keys come from the command line, from ``TAPEOUT_API_KEYS`` (separated by commas)
       - name: search-team
         hash: 5d41402abc4b…        # of `tapeout keys new`
         tenant: search             # by default the name; tenants share neither KV blocks nor their share of steps
-        priority: 0                # lower runs first
+        priority: 0                # lower runs first; requests cannot rank above it
         requests_per_minute: 600   # without: no limit, as all that follow
         tokens_per_minute: 100000  # of prompts and answers
         token_budget: 50000000     # in total; the usage records say what is used
@@ -30,10 +30,13 @@ from typing import Annotated, Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.datastructures import MutableHeaders
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tapeout.errors import RequestError, TapeoutError, one_line
+from runtime.server.calls import CALLER, Call, Caller, Hook
+from runtime.server.errors import ApiError
+from tapeout.errors import TapeoutError, one_line
 
 PREFIX = "tk-"
 ENVIRONMENT = "TAPEOUT_API_KEYS"
@@ -48,20 +51,6 @@ class KeyFileError(TapeoutError):
     """The file of keys cannot be read."""
 
 
-class AccessError(RequestError):
-    """A request that is refused for its key. ``status``, ``kind`` and ``code`` as the OpenAI API has them."""
-
-    def __init__(
-        self, message: str, *, status: int, kind: str, code: str, headers: Mapping[str, str] | None = None
-    ) -> None:
-        super().__init__(message)
-        self.status, self.kind, self.code, self.headers = status, kind, code, dict(headers or {})
-
-    def response(self) -> Response:
-        error = {"message": self.found, "type": self.kind, "param": None, "code": self.code}
-        return JSONResponse({"error": error}, self.status, self.headers)
-
-
 class Key(BaseModel):
     """``hash``: sha256 of the key, in hex. Limits that are None do not exist."""
 
@@ -70,7 +59,7 @@ class Key(BaseModel):
     name: Annotated[str, Field(pattern=r"^[\w.@-]{1,64}$")]
     hash: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     tenant: str = ""
-    priority: int = 0
+    priority: int | None = None
     requests_per_minute: Positive | None = None
     tokens_per_minute: Positive | None = None
     token_budget: Positive | None = None
@@ -80,23 +69,20 @@ class Key(BaseModel):
         if not self.tenant:
             object.__setattr__(self, "tenant", self.name)
 
-    @property
-    def salt(self) -> bytes:
-        """Of the KV blocks of this tenant (:class:`runtime.messages.GenerateRequest`)."""
-        return hashlib.sha256(b"tenant\0" + self.tenant.encode()).digest()
-
     def require_model(self, model: str) -> None:
         if self.models is not None and model not in self.models:
-            raise AccessError(
-                f"The API key {self.name} may not use the model {model}. It may use: {', '.join(self.models)}.",
-                status=403,
-                kind="invalid_request_error",
+            raise ApiError(
+                403,
+                f"the API key {self.name} may not use the model {model}; expected: {', '.join(self.models)}",
+                param="model",
                 code="model_not_found",
             )
 
-
-# Who calls a server that has no keys.
-ANYONE = Key(name="anyone", hash="0" * 64)
+    @property
+    def caller(self) -> Caller:
+        """Tenants have different salts, so none can learn from response times what another has sent."""
+        salt = hashlib.sha256(b"tenant\0" + self.tenant.encode()).digest()
+        return Caller(self.name, self.tenant, self.priority, salt)
 
 
 def new_key() -> tuple[str, str]:
@@ -113,9 +99,10 @@ def hash_of(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-class Keys:
-    """Every key that the server accepts; without any, everyone may call it.
+class Keys(Hook):
+    """Every key that the server accepts, and what it may still use. Without any key, everyone may call the server.
 
+    A hook of all calls: it reserves the most that a call can use, and gives back the rest at its end.
     ``given``: keys themselves. ``used``: tokens that each key, by name, has used before this server started.
     """
 
@@ -125,25 +112,25 @@ class Keys:
         given = [*given, *filter(None, (key.strip() for key in os.environ.get(ENVIRONMENT, "").split(",")))]
         self._given = [Key(name=f"key-{number}", hash=hash_of(key)) for number, key in enumerate(given, start=1)]
         self._file, self._stamp, self._looked_at = file, _stamp(file), time.monotonic()
-        self._keys = [*self._given, *(read_keys(file) if file else ())]
+        self._keys: list[Key] = []
+        self._take(read_keys(file) if file else [])
         self._limits: dict[str, Limits] = {}
         self._used = dict(used or {})
-        self._protected = bool(self._keys) or file is not None
+        self._grants: dict[str, Grant] = {}
+        self.protected = bool(self._keys) or file is not None
 
     def authenticate(self, authorization: str | None) -> Key:
-        """The key of an ``Authorization: Bearer …`` header; :class:`AccessError` 401 without a valid one."""
-        if not self._protected:
-            return ANYONE
+        """The key of an ``Authorization: Bearer …`` header; :class:`ApiError` 401 without a valid one."""
         self._reload()
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
-            raise _unauthorized("No API key was given. Send it as the header `Authorization: Bearer KEY`.")
+            raise _unauthorized("no API key was given; send it as the header `Authorization: Bearer KEY`")
         offered, found = hash_of(key.strip()), None
         for known in self._keys:  # all of them: the time does not depend on which one it is
             if hmac.compare_digest(known.hash, offered):
                 found = known
         if found is None:
-            raise _unauthorized("The API key is not valid.")
+            raise _unauthorized("the API key is not valid")
         return found
 
     def limits(self, key: Key) -> Limits:
@@ -155,6 +142,21 @@ class Keys:
             limits.change(key)
         return limits
 
+    def admit(self, call: Call) -> None:
+        key = self._by_name.get(call.caller.name)
+        if key is not None:
+            key.require_model(call.model)
+            most = call.prompt_tokens + call.choices * call.max_new_tokens
+            self._grants[call.id] = self.limits(key).admit(most)
+
+    def ended(self, call: Call) -> None:
+        if grant := self._grants.pop(call.id, None):
+            grant.settle(0 if call.refused else call.prompt_tokens + call.completion_tokens)
+
+    def _take(self, keys: list[Key]) -> None:
+        self._keys = [*self._given, *keys]
+        self._by_name = {key.name: key for key in self._keys}
+
     def _reload(self) -> None:
         now = time.monotonic()
         if self._file is None or now - self._looked_at < CHECK_SECONDS:
@@ -165,7 +167,7 @@ class Keys:
             return
         self._stamp = stamp
         try:
-            self._keys = [*self._given, *read_keys(self._file)]
+            self._take(read_keys(self._file))
             log.info("%s was read again: %d keys", self._file, len(self._keys))
         except KeyFileError as error:
             log.error("the keys stay as they were: %s", one_line(error))
@@ -201,35 +203,38 @@ def read_keys(file: Path) -> list[Key]:
     return keys
 
 
-def _unauthorized(message: str) -> AccessError:
-    return AccessError(
-        message,
-        status=401,
-        kind="invalid_request_error",
-        code="invalid_api_key",
-        headers={"WWW-Authenticate": "Bearer"},
-    )
+def _unauthorized(message: str) -> ApiError:
+    return ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
 
 class RequireKey:
-    """ASGI middleware: every path but the open ones needs a key, found in ``scope["state"]["key"]`` afterwards.
+    """ASGI middleware: every path but the open ones needs a key, whose :class:`Caller` is in the scope's state then.
 
     It reads no body, so a request without a key costs next to nothing, and a route that is added later is protected.
+    Responses say what the key may still use.
     """
 
     def __init__(self, app: ASGIApp, keys: Keys, open_paths: Collection[str] = OPEN_PATHS) -> None:
         self._app, self._keys, self._open = app, keys, open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in self._open:
-            header = next((value for name, value in scope["headers"] if name == b"authorization"), None)
-            try:
-                key = self._keys.authenticate(header and header.decode("latin-1"))
-            except AccessError as error:
-                await error.response()(scope, receive, send)
-                return
-            scope.setdefault("state", {})["key"] = key
-        await self._app(scope, receive, send)
+        if scope["type"] != "http" or not self._keys.protected or scope["path"] in self._open:
+            await self._app(scope, receive, send)
+            return
+        header = next((value for name, value in scope["headers"] if name == b"authorization"), None)
+        try:
+            key = self._keys.authenticate(header and header.decode("latin-1"))
+        except ApiError as error:
+            await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
+            return
+        scope.setdefault("state", {})[CALLER] = key.caller
+
+        async def send_with_limits(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(self._keys.limits(key).headers())
+            await send(message)
+
+        await self._app(scope, receive, send_with_limits)
 
 
 class Bucket:
@@ -264,7 +269,7 @@ class Limits:
     def admit(self, tokens: int) -> Grant:
         """Reserve one request of at most ``tokens`` prompt and new tokens.
 
-        :class:`AccessError` 429: ``Retry-After`` says when to come again, ``x-should-retry: false`` that it never fits.
+        :class:`ApiError` 429: ``retry-after`` says when to come again, ``x-should-retry: false`` that it never fits.
         A refused request uses nothing.
         """
         now, key = time.monotonic(), self.key
@@ -272,34 +277,29 @@ class Limits:
             if bucket is not None:
                 bucket.fill(now)
         if key.token_budget is not None and self.used + self.reserved + tokens > key.token_budget:
-            raise AccessError(
-                f"The API key {key.name} has used {self.used} of its budget of {key.token_budget} tokens, and "
-                f"{self.reserved} are reserved; the request may need {tokens}.",
-                status=429,
-                kind="insufficient_quota",
+            raise ApiError(
+                429,
+                f"the API key {key.name} has used {self.used} of its budget of {key.token_budget} tokens, and "
+                f"{self.reserved} are reserved; the request may need {tokens}",
                 code="insufficient_quota",
-                headers={"x-should-retry": "false", **self.headers()},
+                headers={"x-should-retry": "false"},
             )
         if self.tokens is not None and tokens > self.tokens.size:
-            raise AccessError(
-                f"The request may need {tokens} tokens; the API key {key.name} has {self.tokens.size} per minute.",
-                status=429,
-                kind="tokens",
+            raise ApiError(
+                429,
+                f"the request may need {tokens} tokens; the API key {key.name} has {self.tokens.size} per minute",
                 code="rate_limit_exceeded",
-                headers={"x-should-retry": "false", **self.headers()},
+                headers={"x-should-retry": "false"},
             )
-        waits = [(self.requests.wait(1), "requests")] if self.requests else []
-        waits += [(self.tokens.wait(tokens), "tokens")] if self.tokens else []
-        seconds, kind = max(waits, default=(0.0, ""))
+        asked = ((self.requests, 1, "requests"), (self.tokens, tokens, "tokens"))
+        waits = [(bucket.wait(amount), bucket.size, unit) for bucket, amount, unit in asked if bucket is not None]
+        seconds, size, unit = max(waits, default=(0.0, 0, ""))
         if seconds > 0:
-            limit = self.requests if kind == "requests" else self.tokens
-            assert limit is not None
-            raise AccessError(
-                f"The API key {key.name} may use {limit.size} {kind} per minute. Try again in {seconds:.3f} seconds.",
-                status=429,
-                kind=kind,
+            raise ApiError(
+                429,
+                f"the API key {key.name} may use {size} {unit} per minute; try again in {seconds:.3f} seconds",
                 code="rate_limit_exceeded",
-                headers={**retry_after(seconds), **self.headers()},
+                headers=retry_after(seconds),
             )
         if self.requests is not None:
             self.requests.level -= 1
@@ -310,9 +310,10 @@ class Limits:
 
     def headers(self) -> dict[str, str]:
         """``x-ratelimit-…`` of the limits that exist."""
-        found: dict[str, str] = {}
+        now, found = time.monotonic(), dict[str, str]()
         for name, bucket in (("requests", self.requests), ("tokens", self.tokens)):
             if bucket is not None:
+                bucket.fill(now)
                 found[f"x-ratelimit-limit-{name}"] = str(bucket.size)
                 found[f"x-ratelimit-remaining-{name}"] = str(max(0, int(bucket.level)))
                 found[f"x-ratelimit-reset-{name}"] = duration(bucket.wait(bucket.size))
@@ -324,9 +325,6 @@ class Grant:
 
     def __init__(self, limits: Limits, tokens: int) -> None:
         self._limits, self._reserved = limits, tokens
-
-    def headers(self) -> dict[str, str]:
-        return self._limits.headers()
 
     def settle(self, tokens: int) -> None:
         """``tokens``: prompt and new tokens that were used. A second call has no effect."""
@@ -344,10 +342,10 @@ def retry_after(seconds: float) -> dict[str, str]:
     """Headers that tell a client when to come again: whole seconds, and milliseconds as the OpenAI clients read them.
 
     >>> retry_after(0.25)
-    {'Retry-After': '1', 'retry-after-ms': '250'}
+    {'retry-after': '1', 'retry-after-ms': '250'}
     """
     milliseconds = max(1, -int(-seconds * 1000 // 1))
-    return {"Retry-After": str(-(-milliseconds // 1000)), "retry-after-ms": str(milliseconds)}
+    return {"retry-after": str(-(-milliseconds // 1000)), "retry-after-ms": str(milliseconds)}
 
 
 def duration(seconds: float) -> str:

@@ -1,9 +1,9 @@
 """Prometheus metrics under vLLM's names, so that its dashboards, autoscalers and load generators read them.
 
-Three sources. :class:`RequestTimes` sees every delta of one request. The engine's counters are read from its last
-report when Prometheus asks. Steps are observed whenever a delta shows that the engine has made one.
+Three sources. As a hook of all calls, :class:`Metrics` sees the tokens of each. The engine's counters are read from its
+last report when Prometheus asks. Steps are observed whenever tokens show that the engine has made one.
 
-All calls come from the thread of the event loop.
+All of it runs in the thread of the event loop.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.client import EngineClient
-from runtime.messages import Delta, EngineStats
+from runtime.messages import EngineStats
+from runtime.server.calls import Call, Hook
 from runtime.server.window import Window
 
 # vLLM's buckets, and smaller ones for small models.
@@ -42,34 +43,34 @@ LATENCY_BUCKETS = (
 TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 
-# Finish reasons under vLLM's names.
-REASONS = {"cancelled": "abort"}
 WINDOW_SECONDS = 300.0
-RECENT_REQUESTS = 50
+RECENT_CALLS = 50
 
 
-class RecentRequest(NamedTuple):
+class RecentCall(NamedTuple):
     """One row of the live page: no text. Times are seconds; ``ended_at`` of ``time.time()``."""
 
     id: str
+    endpoint: str
     ended_at: float
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
-    finish_reason: str
+    outcome: str
     ttft: float | None
     seconds: float
 
 
-class Metrics:
+class Metrics(Hook):
     """``read_bandwidth``: bytes per second that this machine reads from memory at best, if it was measured."""
 
     def __init__(self, client: EngineClient, model: str, *, read_bandwidth: float | None = None) -> None:
         self.client, self.model, self.read_bandwidth = client, model, read_bandwidth
         self.registry = CollectorRegistry()
         self.ttft_window, self.inter_token_window = Window(WINDOW_SECONDS), Window(WINDOW_SECONDS)
-        self.recent: deque[RecentRequest] = deque(maxlen=RECENT_REQUESTS)
+        self.recent: deque[RecentCall] = deque(maxlen=RECENT_CALLS)
         self.generated_tokens = 0
+        self._last: dict[str, list[float]] = {}  # by call: when the last tokens of each choice came
         self._seen = EngineStats()
         self._before = dict.fromkeys((attribute for *_, attribute in ENGINE_COUNTERS), 0)
 
@@ -101,6 +102,7 @@ class Metrics:
         self.request_max_tokens = histogram(
             "vllm:request_params_max_tokens", "Most new tokens that a request asks for.", TOKEN_BUCKETS
         )
+        self.request_n = histogram("vllm:request_params_n", "Responses to each prompt.", BATCH_BUCKETS)
         self.request_computed = histogram(
             "vllm:request_prefill_kv_computed_tokens", "Prompt tokens that were not found in KV blocks.", TOKEN_BUCKETS
         )
@@ -130,9 +132,53 @@ class Metrics:
             self.success.labels(model, "0", reason)  # a rate over a series that is not there is no number
         self.registry.register(_EngineCollector(self))
 
-    def request(self, id: str, prompt_tokens: int, max_tokens: int) -> RequestTimes:
-        """Of a request that arrives now."""
-        return RequestTimes(self, id, prompt_tokens, max_tokens)
+    def admit(self, call: Call) -> None:
+        self._last[call.id] = [0.0] * call.choices
+
+    def tokens(self, call: Call, choice: int, count: int, now: float) -> None:
+        """Costs 2 to 5 microseconds: a server calls it a thousand times a second."""
+        last = self._last[call.id]
+        before, last[choice] = last[choice], now
+        if before:
+            self.inter_token.observe(now - before)
+            self.inter_token_window.add(now - before, now)
+        else:
+            self.ttft.observe(now - call.arrival)
+            self.ttft_window.add(now - call.arrival, now)
+        self.generated_tokens += count
+        self.observe_step()
+
+    def ended(self, call: Call) -> None:
+        last = max(self._last.pop(call.id))
+        assert call.end is not None
+        if call.refused:
+            assert call.error is not None
+            self.refused.labels(call.error.code or str(call.error.status)).inc()
+            return
+        seconds, generated = call.end - call.arrival, call.completion_tokens
+        for choice in range(call.choices):
+            self.success.labels(self.model, "0", call.finish_reasons.get(choice) or unfinished(call)).inc()
+        self.latency.observe(seconds)
+        self.request_generated.observe(generated)
+        self.request_max_tokens.observe(call.max_new_tokens)
+        self.request_n.observe(call.n)
+        self.request_prompt.observe(call.prompt_tokens)
+        ttft = None
+        if call.first_token is not None:
+            ttft, decode = call.first_token - call.arrival, last - call.first_token
+            self.prompt_tokens.inc(call.prompt_tokens)
+            self.cached_tokens.inc(call.cached_tokens)
+            self.request_computed.observe(call.prompt_tokens - call.cached_tokens)
+            self.decode.observe(decode)
+            if generated > call.choices:
+                self.per_token.observe(decode * call.choices / (generated - call.choices))
+            if call.queue_seconds is not None:
+                self.queue.observe(call.queue_seconds)
+                self.inference.observe(seconds - call.queue_seconds)
+                self.prefill.observe(ttft - call.queue_seconds)
+        outcome = ", ".join(dict.fromkeys(call.finish_reasons.values())) or unfinished(call)
+        counts = call.prompt_tokens, call.cached_tokens, generated
+        self.recent.append(RecentCall(call.id, call.endpoint, time.time(), *counts, outcome, ttft, seconds))
 
     def observe_step(self) -> None:
         """Look at the engine's last report. Steps between two looks count as equal to the last of them."""
@@ -165,86 +211,11 @@ class Metrics:
         return Route("/metrics", metrics)
 
 
-class RequestTimes:
-    """When the deltas of one request came.
-
-    Make it on arrival, give it every delta, and call ``end("cancelled")`` in a ``finally``: it counts a request whose
-    client has left, and has no effect after the last delta.
-    """
-
-    __slots__ = (
-        "_metrics", "arrived", "cached_tokens", "completion_tokens", "finish_reason", "first", "id", "last",
-        "max_tokens", "prompt_tokens", "queued", "seconds",
-    )  # fmt: skip
-
-    def __init__(self, metrics: Metrics, id: str, prompt_tokens: int, max_tokens: int) -> None:
-        self._metrics, self.id, self.prompt_tokens, self.max_tokens = metrics, id, prompt_tokens, max_tokens
-        self.arrived = self.last = time.monotonic()
-        self.first: float | None = None  # monotonic time of the first token
-        self.queued: float | None = None  # seconds
-        self.seconds = 0.0  # arrival to end
-        self.cached_tokens = self.completion_tokens = 0
-        self.finish_reason: str | None = None
-
-    @property
-    def ttft(self) -> float | None:
-        """Seconds from arrival to the first token."""
-        return None if self.first is None else self.first - self.arrived
-
-    def observe(self, delta: Delta) -> None:
-        """Costs 2 to 5 microseconds: a server calls it a thousand times a second."""
-        now, metrics = time.monotonic(), self._metrics
-        if delta.tokens:
-            gap, count = now - self.last, len(delta.tokens)
-            if self.first is None:
-                self.first = now
-                self.queued, self.cached_tokens = delta.queue_seconds, delta.cached_tokens
-                metrics.ttft.observe(gap)
-                metrics.ttft_window.add(gap, now)
-            else:
-                metrics.inter_token.observe(gap)
-                metrics.inter_token_window.add(gap, now)
-            self.last = now
-            self.completion_tokens += count
-            metrics.generated_tokens += count
-            metrics.observe_step()
-        if delta.finish_reason is not None:
-            self.end(delta.finish_reason)
-
-    def end(self, reason: str) -> None:
-        """Count the request, once: a second call has no effect."""
-        if self.finish_reason is not None:
-            return
-        now, metrics, generated = time.monotonic(), self._metrics, self.completion_tokens
-        self.finish_reason, self.seconds = reason, now - self.arrived
-        metrics.success.labels(metrics.model, "0", REASONS.get(reason, reason)).inc()
-        metrics.latency.observe(self.seconds)
-        metrics.request_generated.observe(generated)
-        metrics.request_max_tokens.observe(self.max_tokens)
-        metrics.request_prompt.observe(self.prompt_tokens)
-        if self.first is not None:
-            metrics.prompt_tokens.inc(self.prompt_tokens)
-            metrics.cached_tokens.inc(self.cached_tokens)
-            metrics.request_computed.observe(self.prompt_tokens - self.cached_tokens)
-            metrics.decode.observe(self.last - self.first)
-            if generated > 1:
-                metrics.per_token.observe((self.last - self.first) / (generated - 1))
-            if self.queued is not None:
-                metrics.queue.observe(self.queued)
-                metrics.inference.observe(self.seconds - self.queued)
-                metrics.prefill.observe(self.first - self.arrived - self.queued)
-        metrics.recent.append(
-            RecentRequest(
-                self.id,
-                time.time(),
-                self.prompt_tokens,
-                self.cached_tokens,
-                generated,
-                reason,
-                self.ttft,
-                self.seconds,
-            )
-        )
+def unfinished(call: Call) -> str:
+    """Why a choice has no finish reason, as vLLM names it."""
+    if call.error is None:
+        return "abort"
+    return "timeout" if call.error.status == 408 else "error"
 
 
 # Name, help and attribute of what the engine counts, without _total.

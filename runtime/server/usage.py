@@ -27,8 +27,9 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
-from uuid import uuid4
 
+from runtime.server.calls import Call, Hook
+from runtime.server.errors import ApiError
 from tapeout.errors import TapeoutError, one_line
 
 if TYPE_CHECKING:
@@ -49,9 +50,9 @@ class UsageError(TapeoutError):
 
 @dataclass(frozen=True)
 class UsageRecord:
-    """One request. ``id``: ours, unique; ``request_id``: what the client was told. ``started_at``: of ``time.time()``.
+    """One call. ``id``: ours, unique; ``request_id``: the client's, if it gave one. ``started_at``: of ``time.time()``.
 
-    ``first_token_seconds`` and ``seconds``: from the start; None where it was not reached.
+    ``first_token_seconds`` and ``seconds``: from the arrival; None where it was not reached.
     """
 
     id: str
@@ -89,49 +90,23 @@ class UsageSum(NamedTuple):
     seconds: float
 
 
-class OpenRequest:
-    """An admitted request. ``completion_tokens``: set it with every delta; it is read once a second.
+@dataclass
+class _Running:
+    record: UsageRecord  # as it was admitted
+    completion_tokens: int = 0
 
-    Exactly one of :meth:`end` and :meth:`discard` is to be called; later calls have no effect.
+
+class Usage(Hook):
+    """A hook of all calls. One per journal, which is locked.
+
+    Replays what an earlier process left, then starts the writer thread.
     """
-
-    def __init__(self, usage: Usage, record: UsageRecord) -> None:
-        self._usage, self.record, self.completion_tokens = usage, record, 0
-
-    def end(
-        self,
-        finish_reason: str,
-        *,
-        cached_tokens: int,
-        completion_tokens: int,
-        first_token_seconds: float | None = None,
-    ) -> None:
-        """Call it before the last bytes of the answer are sent: what the client has is then in the journal."""
-        self._usage.finish(
-            self,
-            replace(
-                self.record,
-                cached_tokens=cached_tokens,
-                completion_tokens=completion_tokens,
-                finish_reason=finish_reason,
-                first_token_seconds=first_token_seconds,
-                seconds=time.time() - self.record.started_at,
-            ),
-        )
-
-    def discard(self) -> None:
-        """The request was not admitted after all: the engine refused it, or its queue was full."""
-        self._usage.finish(self, None)
-
-
-class Usage:
-    """One per process: the journal is locked. Replays what an earlier process left, then starts the writer thread."""
 
     def __init__(self, url: str = "sqlite:///usage.db", journal: Path = Path("usage.journal")) -> None:
         self._engine, self._table = connect(url, create=True)
         self._folder, self._guard = journal, _lock(journal)
         self._lock = threading.Lock()
-        self._open: dict[str, OpenRequest] = {}
+        self._open: dict[str, _Running] = {}
         self._ended: list[UsageRecord] = []
         self._written = 0  # bytes of the journal file
         left = sorted(journal.glob("*.jsonl"))
@@ -145,38 +120,48 @@ class Usage:
         self._thread = threading.Thread(target=self._run, name="usage", daemon=True)
         self._thread.start()
 
-    def begin(
-        self, request_id: str, *, key: str, tenant: str, model: str, bundle: str, endpoint: str, prompt_tokens: int
-    ) -> OpenRequest:
-        """Before the engine gets the request. :class:`UsageError` if the journal cannot be written: do not admit it."""
-        id = uuid4().hex
-        record = UsageRecord(id, request_id, key, tenant, model, bundle, endpoint, time.time(), prompt_tokens)
-        request = OpenRequest(self, record)
+    def admit(self, call: Call) -> None:
+        """:class:`ApiError` 503 if the journal cannot be written: what cannot be counted is not admitted."""
+        caller = call.caller
+        record = UsageRecord(
+            id=call.id,
+            request_id=call.request_id,
+            key=caller.name,
+            tenant=caller.tenant,
+            model=call.model,
+            bundle=call.digest,
+            endpoint=call.endpoint,
+            started_at=time.time(),
+            prompt_tokens=call.prompt_tokens,
+        )
         with self._lock:
             try:
                 self._append("begin", asdict(record))
             except OSError as error:
-                raise UsageError(
-                    f"{self._folder} cannot be written: {one_line(error)}",
-                    expected="room for the journal of usage records",
-                    remedy="free some disk space",
-                ) from error
-            self._open[id] = request
-        return request
+                log.error("%s cannot be written: %s", self._folder, one_line(error))
+                raise ApiError(503, "usage records cannot be written", code="usage_unavailable") from error
+            self._open[call.id] = _Running(record)
 
-    def finish(self, request: OpenRequest, record: UsageRecord | None) -> None:
-        """See :class:`OpenRequest`."""
+    def tokens(self, call: Call, choice: int, count: int, now: float) -> None:
+        self._open[call.id].completion_tokens += count
+
+    def ended(self, call: Call) -> None:
+        """Comes before the last bytes of the answer: what a client has in full is in the journal."""
+        assert call.end is not None
         with self._lock:
-            if self._open.pop(request.record.id, None) is None:
-                return
+            record = replace(
+                self._open.pop(call.id).record,
+                cached_tokens=call.cached_tokens,
+                completion_tokens=call.completion_tokens,
+                finish_reason=_reason(call),
+                first_token_seconds=call.first_token and call.first_token - call.arrival,
+                seconds=call.end - call.arrival,
+            )
             try:
-                if record is None:
-                    self._append("discard", request.record.id)
-                else:
-                    self._append("end", asdict(record))
+                self._append(*(("discard", call.id) if call.refused else ("end", asdict(record))))
             except OSError as error:
-                log.error("the end of a request is not in %s: %s", self._folder, one_line(error))
-            if record is not None:
+                log.error("the end of a call is not in %s: %s", self._folder, one_line(error))
+            if not call.refused:
                 self._ended.append(record)
 
     def tokens_by_key(self) -> dict[str, int]:
@@ -227,7 +212,7 @@ class Usage:
 
     def _note_progress(self, noted: dict[str, int]) -> None:
         with self._lock:
-            now = {id: request.completion_tokens for id, request in self._open.items()}
+            now = {id: running.completion_tokens for id, running in self._open.items()}
             if changed := {id: tokens for id, tokens in now.items() if tokens and noted.get(id) != tokens}:
                 self._append("progress", changed)
         noted.clear()
@@ -244,8 +229,8 @@ class Usage:
         with self._lock:
             old, old_path = self._file, self._path
             self._file = self._next_file()
-            for request in self._open.values():
-                self._append("begin", asdict(replace(request.record, completion_tokens=request.completion_tokens)))
+            for running in self._open.values():
+                self._append("begin", asdict(replace(running.record, completion_tokens=running.completion_tokens)))
             for record in self._ended:
                 self._append("end", asdict(record))
             os.fsync(self._file.fileno())
@@ -256,6 +241,12 @@ class Usage:
         self._path = self._folder / f"{self._number:06}.jsonl"
         self._number, self._written = self._number + 1, 0
         return self._path.open("ab", buffering=0)
+
+
+def _reason(call: Call) -> str:
+    if call.error is not None:
+        return call.error.code or "error"
+    return "cancelled" if call.cancelled else ",".join(dict.fromkeys(call.finish_reasons.values()))
 
 
 def replay(files: Sequence[Path]) -> list[UsageRecord]:
@@ -312,7 +303,7 @@ def connect(url: str, *, create: bool = False) -> tuple[Engine, Table]:
     table = sa.Table(
         "usage",
         sa.MetaData(),
-        sa.Column("id", sa.String(32), primary_key=True),
+        sa.Column("id", sa.String(64), primary_key=True),
         sa.Column("request_id", sa.String(128), nullable=False),
         sa.Column("day", sa.String(10), nullable=False, index=True),
         *(sa.Column(name, sa.String(128), nullable=False) for name in ("key", "tenant", "model", "bundle")),
@@ -386,7 +377,7 @@ def sums(url: str, since: date | None = None, until: date | None = None) -> list
         query = query.where(table.c.day < until.isoformat())
     try:
         with engine.connect() as connection:
-            rows = connection.execute(query).all()
+            rows: Sequence[Sequence[Any]] = connection.execute(query).all()
     finally:
         engine.dispose()
     return [

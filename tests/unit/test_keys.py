@@ -17,7 +17,9 @@ from starlette.responses import JSONResponse
 
 from pipeline.cli.main import main
 from runtime.server import keys as module
-from runtime.server.keys import ANYONE, AccessError, Key, KeyFileError, Keys, Limits, RequireKey, hash_of, new_key
+from runtime.server.calls import CALLER, Call
+from runtime.server.errors import ApiError
+from runtime.server.keys import Key, KeyFileError, Keys, Limits, RequireKey, hash_of, new_key
 from tests.http_server import serve
 
 
@@ -45,8 +47,8 @@ def write(file: Path, *entries: dict[str, Any]) -> Path:
     return file
 
 
-def test_without_keys_everyone_may_call() -> None:
-    assert Keys().authenticate(None) is ANYONE
+def call_of(key: Key, model: str = "m", tokens: int = 5, id: str = "1") -> Call:
+    return Call(id, "r", "/v1/chat/completions", model, "b", key.caller, False, [[1] * (tokens - 1)], 1, 1)
 
 
 def test_keys_come_from_the_command_line_the_environment_and_a_file(
@@ -58,22 +60,22 @@ def test_keys_come_from_the_command_line_the_environment_and_a_file(
     assert keys.authenticate("Bearer given").name == "key-1"
     assert keys.authenticate("bearer from-env").name == "key-2"
     found = keys.authenticate(f"Bearer {secret}")
-    assert (found.name, found.tenant, found.priority) == ("team", "team", 2)
+    assert found.caller[:3] == ("team", "team", 2)
     assert secret not in (tmp_path / "keys.yaml").read_text()
     for wrong in (None, "", "Bearer", "Bearer ", f"Basic {secret}", f"Bearer {secret}x", f"Bearer {digest}"):
-        with pytest.raises(AccessError) as refused:
+        with pytest.raises(ApiError) as refused:
             keys.authenticate(wrong)
         assert refused.value.status == 401
 
 
 def test_an_empty_file_of_keys_lets_nobody_in(tmp_path: Path) -> None:
-    with pytest.raises(AccessError):
+    with pytest.raises(ApiError):
         Keys(file=write(tmp_path / "keys.yaml")).authenticate("Bearer x")
 
 
 def test_tenants_have_different_salts_and_keys_of_one_tenant_the_same() -> None:
     a, b, c = (Key(name=name, hash="0" * 64, tenant=tenant) for name, tenant in (("1", "x"), ("2", "x"), ("3", "y")))
-    assert a.salt == b.salt != c.salt
+    assert a.caller.salt == b.caller.salt != c.caller.salt
 
 
 def test_the_file_is_read_again_when_it_changes(tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
@@ -83,7 +85,7 @@ def test_the_file_is_read_again_when_it_changes(tmp_path: Path, clock: Clock, ca
     write(file, {"name": "new", "hash": hash_of("new")})
     clock.now += 1.5
     assert keys.authenticate("Bearer new").name == "new"
-    with pytest.raises(AccessError):
+    with pytest.raises(ApiError):
         keys.authenticate("Bearer old")
     for broken in ("keys: [", "keys: [{name: x, hash: tk-pasted-by-mistake}]", "other: 1", None):
         file.unlink() if broken is None else file.write_text(broken)
@@ -117,36 +119,36 @@ def test_requests_per_minute(clock: Clock) -> None:
     limits = Limits(key(requests_per_minute=60))
     for _ in range(60):
         limits.admit(5)
-    with pytest.raises(AccessError) as refused:
+    with pytest.raises(ApiError) as refused:
         limits.admit(5)
-    headers = refused.value.headers
-    assert refused.value.status == 429 and headers["Retry-After"] == "1"
+    wait, headers = refused.value.headers, limits.headers()
+    assert refused.value.status == 429 and wait["retry-after"] == "1"
     assert headers["x-ratelimit-remaining-requests"] == "0" and headers["x-ratelimit-reset-requests"] == "1m0s"
-    clock.now += float(headers["retry-after-ms"]) / 1000
+    clock.now += float(wait["retry-after-ms"]) / 1000
     limits.admit(5)
-    with pytest.raises(AccessError):
+    with pytest.raises(ApiError):
         limits.admit(5)
 
 
 def test_tokens_per_minute_are_reserved_and_given_back(clock: Clock) -> None:
     limits = Limits(key(tokens_per_minute=100))
     grant = limits.admit(80)
-    with pytest.raises(AccessError) as refused:
+    with pytest.raises(ApiError) as refused:
         limits.admit(50)
     assert float(refused.value.headers["retry-after-ms"]) == pytest.approx(30 / 100 * 60_000)
     grant.settle(10)
     grant.settle(10)
     assert limits.headers()["x-ratelimit-remaining-tokens"] == "90"
     limits.admit(50)
-    with pytest.raises(AccessError) as refused:
+    with pytest.raises(ApiError) as refused:
         limits.admit(101)
-    assert refused.value.headers["x-should-retry"] == "false" and "Retry-After" not in refused.value.headers
+    assert refused.value.headers["x-should-retry"] == "false" and "retry-after" not in refused.value.headers
 
 
 def test_a_refused_request_uses_nothing(clock: Clock) -> None:
     limits = Limits(key(requests_per_minute=10, tokens_per_minute=100, token_budget=1000))
     for _ in range(50):
-        with pytest.raises(AccessError):
+        with pytest.raises(ApiError):
             limits.admit(200)
     assert limits.headers()["x-ratelimit-remaining-requests"] == "10" and limits.reserved == 0
 
@@ -157,7 +159,7 @@ def test_a_budget_is_never_exceeded(requests: list[tuple[int, float]], used: int
     for tokens, share in requests:
         try:
             open_grants.append((limits.admit(tokens), int(tokens * share)))
-        except AccessError as error:
+        except ApiError as error:
             assert error.code == "insufficient_quota"
             assert limits.used + limits.reserved + tokens > 300
         if len(open_grants) > 3:
@@ -167,6 +169,26 @@ def test_a_budget_is_never_exceeded(requests: list[tuple[int, float]], used: int
     for grant, spent in open_grants:
         grant.settle(spent)
     assert limits.reserved == 0 and limits.used <= 300
+
+
+def test_a_call_reserves_the_most_it_can_use_and_gives_back_the_rest() -> None:
+    keys = Keys()
+    team = key(token_budget=100)
+    keys._take([team])  # pyright: ignore[reportPrivateUsage]
+    first = call_of(team, tokens=60)
+    keys.admit(first)
+    with pytest.raises(ApiError, match="60 are reserved"):
+        keys.admit(call_of(team, tokens=41, id="2"))
+    first.completion_tokens = 1
+    first.prompts = [[1] * 9]
+    keys.ended(first)
+    limits = keys.limits(team)
+    assert (limits.used, limits.reserved) == (10, 0)
+    refused = call_of(team, tokens=90, id="3")
+    keys.admit(refused)
+    refused.error = ApiError(429, "the queue is full")
+    keys.ended(refused)
+    assert (limits.used, limits.reserved) == (10, 0)
 
 
 def test_what_was_used_before_a_restart_counts() -> None:
@@ -190,16 +212,17 @@ def test_the_openai_client_understands_every_refusal(clock: Clock, tmp_path: Pat
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Any:
-        caller: Key = request.state.key
+        caller = request.scope["state"][CALLER]
+        call = Call("1", "r", "x", (await request.json())["model"], "b", caller, False, [[1] * 4], 1, 1)
         try:
-            caller.require_model((await request.json())["model"])
-            grant = keys.limits(caller).admit(5)
-        except AccessError as error:
-            return error.response()
+            keys.admit(call)
+        except ApiError as error:
+            return JSONResponse(error.body, error.status, error.headers)
+        call.completion_tokens = 1
+        keys.ended(call)
         message = {"role": "assistant", "content": caller.name}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        answer = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
-        return JSONResponse(answer, headers=grant.headers())
+        return {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
 
     @app.get("/health")
     def health() -> str:
@@ -225,6 +248,7 @@ def test_the_openai_client_understands_every_refusal(clock: Clock, tmp_path: Pat
             call("good")
         assert limited.value.code == "rate_limit_exceeded"
         assert limited.value.response.headers["retry-after"] == "30"
+        assert limited.value.response.headers["x-ratelimit-remaining-requests"] == "0"
         open_path = openai.DefaultHttpxClient().get(f"{url}/health")
         assert open_path.status_code == 200
         assert openai.DefaultHttpxClient().get(f"{url}/docs").status_code == 401

@@ -13,11 +13,13 @@ from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
-from runtime.messages import Delta, EngineStats, GenerateRequest
+from runtime.messages import EngineStats
+from runtime.server.calls import Call, Hook
+from runtime.server.errors import ApiError
 from runtime.server.health import Health
 from runtime.server.metrics import HttpMetrics, Metrics
 from runtime.server.window import Window
-from tests.server_client import InProcessClient
+from tests.server_client import InProcessClient, run_call
 
 
 def values(metrics: Metrics) -> dict[str, float]:
@@ -30,48 +32,47 @@ def values(metrics: Metrics) -> dict[str, float]:
     return found
 
 
-async def answer(metrics: Metrics, client: InProcessClient, id: str, prompt: int, new: int, leave: int = -1) -> None:
-    times = metrics.request(id, prompt, new)
-    try:
-        async for delta in client.generate(GenerateRequest(id, list(range(prompt)), new)):
-            times.observe(delta)
-            if times.completion_tokens == leave:
-                break
-    finally:
-        times.end("cancelled")
-
-
 def test_requests_and_steps_are_counted_under_the_names_of_vllm() -> None:
     client = InProcessClient()
     metrics = Metrics(client, "m", read_bandwidth=1e6)
 
     async def requests() -> None:
-        await asyncio.gather(*(answer(metrics, client, f"r{i}", prompt=3 + i, new=5) for i in range(4)))
-        await answer(metrics, client, "left", prompt=2, new=9, leave=2)
+        await asyncio.gather(*(run_call(client, [metrics], prompt=3 + i) for i in range(3)))
+        await run_call(client, [metrics], prompt=6, n=2)
+        await run_call(client, [metrics], prompt=2, new=9, leave=2)
 
     asyncio.run(requests())
     found = values(metrics)
-    assert found["vllm:generation_tokens_total"] == 4 * 5 + 2
+    assert found["vllm:generation_tokens_total"] == 5 * 5 + 2
     assert found["vllm:prompt_tokens_total"] == 3 + 4 + 5 + 6 + 2
-    assert found["vllm:request_success_total[('finished_reason', 'length')]"] == 4
+    assert found["vllm:request_success_total[('finished_reason', 'length')]"] == 5
     assert found["vllm:request_success_total[('finished_reason', 'abort')]"] == 1
-    assert found["vllm:time_to_first_token_seconds_count"] == 5
-    assert found["vllm:inter_token_latency_seconds_count"] == 4 * 4 + 1
+    assert found["vllm:time_to_first_token_seconds_count"] == 6
+    assert found["vllm:inter_token_latency_seconds_count"] == 5 * 4 + 1
     assert found["vllm:e2e_request_latency_seconds_count"] == found["vllm:request_queue_time_seconds_count"] == 5
-    assert found["vllm:iteration_tokens_total_count"] == client.stats.steps == 22
+    assert found["vllm:iteration_tokens_total_count"] == client.stats.steps == 27
     assert found["vllm:num_requests_running"] == found["vllm:num_requests_waiting"] == 0
     assert found["vllm:engine_healthy"] == 1
-    assert [row.finish_reason for row in metrics.recent] == ["length"] * 4 + ["cancelled"]
+    assert [row.outcome for row in metrics.recent] == ["length"] * 4 + ["abort"]
 
 
-def test_a_request_is_counted_once_however_often_it_ends() -> None:
-    metrics = Metrics(InProcessClient(), "m")
-    times = metrics.request("a", 3, 1)
-    times.observe(Delta("a", (1,), finish_reason="stop"))
-    times.end("cancelled")
-    times.end("error")
+class Refuse(Hook):
+    def __init__(self, status: int) -> None:
+        self.error = ApiError(status, "planted", code="planted")
+
+    def admit(self, call: Call) -> None:
+        raise self.error
+
+
+def test_refused_requests_are_not_among_those_that_ended() -> None:
+    client = InProcessClient()
+    metrics = Metrics(client, "m")
+    for status in (400, 429, 503, 408):
+        asyncio.run(run_call(client, [metrics, Refuse(status)]))
     found = values(metrics)
-    assert sum(value for name, value in found.items() if name.startswith("vllm:request_success_total")) == 1
+    assert found["tapeout:requests_refused_total[('reason', 'planted')]"] == 2
+    assert found["vllm:request_success_total[('finished_reason', 'error')]"] == 1
+    assert found["vllm:request_success_total[('finished_reason', 'timeout')]"] == 1
 
 
 def test_counters_do_not_fall_when_the_engine_is_opened_again() -> None:

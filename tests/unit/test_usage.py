@@ -14,12 +14,15 @@ import time
 from datetime import date
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
 from pipeline.cli.main import main
 from runtime.server import usage as module
-from runtime.server.usage import OpenRequest, Usage, UsageError, UsageRecord, connect, sums
+from runtime.server.calls import Call, Caller
+from runtime.server.errors import ApiError
+from runtime.server.usage import Usage, UsageError, UsageRecord, connect, sums
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,8 +49,26 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     return Place(tmp_path)
 
 
-def begin(usage: Usage, key: str = "k", prompt: int = 5) -> OpenRequest:
-    return usage.begin("req-1", key=key, tenant="t", model="m", bundle="b", endpoint="chat", prompt_tokens=prompt)
+def begin(usage: Usage, prompt: int = 5) -> Call:
+    call = Call(uuid4().hex, "req-1", "chat", "m", "b", Caller("k", "t"), False, [[1] * prompt], 1, 99)
+    usage.admit(call)
+    return call
+
+
+def progress(usage: Usage, call: Call, tokens: int) -> None:
+    usage.tokens(call, 0, tokens, 0.0)
+    call.completion_tokens += tokens
+
+
+def end(usage: Usage, call: Call, tokens: int, reason: str = "stop") -> None:
+    progress(usage, call, tokens)
+    call.finish_reasons[0], call.end = reason, time.monotonic()
+    usage.ended(call)
+
+
+def refuse(usage: Usage, call: Call) -> None:
+    call.error, call.end = ApiError(429, "the queue is full"), time.monotonic()
+    usage.ended(call)
 
 
 def crash(usage: Usage) -> None:
@@ -68,10 +89,10 @@ def wait_for(condition: Any) -> None:
 
 def test_a_request_is_recorded_with_its_counts(place: Place) -> None:
     usage = place.open()
-    begin(usage).end("stop", cached_tokens=2, completion_tokens=7, first_token_seconds=0.25)
-    refused = begin(usage)
-    refused.discard()
-    refused.end("stop", cached_tokens=0, completion_tokens=1)
+    call = begin(usage)
+    call.cached[0], call.first_token = 2, call.arrival + 0.25
+    end(usage, call, 7)
+    refuse(usage, begin(usage))
     usage.close()
     (row,) = place.rows().values()
     assert (row["request_id"], row["key"], row["tenant"], row["model"], row["bundle"]) == ("req-1", "k", "t", "m", "b")
@@ -86,24 +107,27 @@ def test_the_database_is_in_wal_mode(place: Place) -> None:
         assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
 
 
-def test_requests_that_end_twice_count_once(place: Place) -> None:
+def test_the_reason_says_how_a_call_ended(place: Place) -> None:
     usage = place.open()
-    request = begin(usage)
-    request.end("stop", cached_tokens=0, completion_tokens=1)
-    request.end("cancelled", cached_tokens=0, completion_tokens=2)
+    left, failed = begin(usage), begin(usage)
+    left.cancelled, left.end = True, time.monotonic()
+    failed.error, failed.end = ApiError(503, "planted", code="engine_down"), time.monotonic()
+    for call in (left, failed):
+        usage.ended(call)
     usage.close()
-    assert [row["completion_tokens"] for row in place.rows().values()] == [1]
+    rows = place.rows()
+    assert (rows[left.id]["finish_reason"], rows[failed.id]["finish_reason"]) == ("cancelled", "engine_down")
 
 
 def test_what_a_crash_leaves_is_replayed_once(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PROGRESS_SECONDS", 60)
     usage = place.open()
     ended, running, refused = begin(usage), begin(usage, prompt=9), begin(usage)
-    ended.end("length", cached_tokens=0, completion_tokens=3)
-    running.completion_tokens = 4
+    end(usage, ended, 3, "length")
+    progress(usage, running, 4)
     usage._note_progress({})
-    running.completion_tokens = 6
-    refused.discard()
+    progress(usage, running, 2)
+    refuse(usage, refused)
     left = usage._path.read_bytes()
     crash(usage)
     assert place.rows() == {}
@@ -112,8 +136,8 @@ def test_what_a_crash_leaves_is_replayed_once(place: Place, monkeypatch: pytest.
         assert usage.tokens_by_key() == {"k": 5 + 3 + 9 + 4}
         usage.close()
         rows = place.rows()
-        assert (rows[ended.record.id]["finish_reason"], rows[ended.record.id]["completion_tokens"]) == ("length", 3)
-        interrupted = rows[running.record.id]
+        assert (rows[ended.id]["finish_reason"], rows[ended.id]["completion_tokens"]) == ("length", 3)
+        interrupted = rows[running.id]
         assert (interrupted["finish_reason"], interrupted["completion_tokens"]) == ("interrupted", 4)
         assert len(rows) == 2
         (place.journal / "000001.jsonl").write_bytes(left)  # as if the crash had come before the journal was removed
@@ -126,16 +150,17 @@ def test_a_line_that_was_cut_off_does_not_spoil_the_others(place: Place) -> None
     second = begin(usage)
     crash(usage)
     place.open().close()
-    assert set(place.rows()) == {first.record.id, second.record.id}
+    assert set(place.rows()) == {first.id, second.id}
 
 
 def test_a_full_disk_refuses_requests_and_keeps_those_that_end(place: Place) -> None:
     usage = place.open()
     request = begin(usage)
     journal, usage._file = usage._file, Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115
-    with pytest.raises(UsageError):
+    with pytest.raises(ApiError) as refused:
         begin(usage)
-    request.end("stop", cached_tokens=0, completion_tokens=8)
+    assert refused.value.status == 503
+    end(usage, request, 8)
     usage._file.close()
     usage._file = journal
     usage.close()
@@ -147,7 +172,7 @@ def test_records_wait_for_a_database_that_is_locked(place: Place, caplog: pytest
     with sqlite3.connect(place.url.removeprefix("sqlite:///"), isolation_level=None) as other:
         other.execute("BEGIN EXCLUSIVE")
         with caplog.at_level(logging.ERROR):
-            begin(usage).end("stop", cached_tokens=0, completion_tokens=1)
+            end(usage, begin(usage), 1)
             wait_for(lambda: "wait for the database" in caplog.text)
         assert usage.pending == 1
         other.execute("COMMIT")
@@ -160,18 +185,18 @@ def test_the_journal_is_replaced_when_it_is_long(place: Place, monkeypatch: pyte
     monkeypatch.setattr(module, "ROLL_BYTES", 3000)
     usage = place.open()
     kept = begin(usage)
-    kept.completion_tokens = 11
+    progress(usage, kept, 11)
     for _ in range(30):
         for _ in range(5):
-            begin(usage).end("stop", cached_tokens=0, completion_tokens=2)
+            end(usage, begin(usage), 2)
         time.sleep(0.01)
-    wait_for(lambda: usage.pending == 0 and usage._path.stat().st_size < 3000)
+    wait_for(lambda: usage.pending == 0 and len(list(place.journal.glob("*.jsonl"))) == 1)
     (path,) = place.journal.glob("*.jsonl")
     assert int(path.stem) > 1
     crash(usage)
     place.open().close()
     rows = place.rows()
-    assert len(rows) == 151 and rows[kept.record.id]["completion_tokens"] == 11
+    assert len(rows) == 151 and rows[kept.id]["completion_tokens"] == 11
 
 
 def test_two_servers_do_not_share_a_journal(place: Place) -> None:
@@ -180,7 +205,7 @@ def test_two_servers_do_not_share_a_journal(place: Place) -> None:
         place.open()
     other = Usage(place.url, place.journal.with_name("other"))
     for one in (usage, other):
-        begin(one).end("stop", cached_tokens=0, completion_tokens=1)
+        end(one, begin(one), 1)
         one.close()
     assert len(place.rows()) == 2
 
