@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Protocol
 
@@ -33,7 +33,7 @@ class EngineClient(Protocol):
         """The engine's process lives, and has made progress within the last seconds or has nothing to do."""
         ...
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
         """The deltas of a request, up to the one with a finish reason. Closing the iterator cancels the request.
 
         :class:`RequestError` for a request that can never run, :class:`runtime.scheduler.QueueFullError` without room

@@ -15,6 +15,7 @@ from engines.sequences import Sequences
 from runtime.detokenize import Detokenizer
 from runtime.messages import SamplingSettings
 from runtime.sampling import Sampler, sample
+from runtime.stops import StopMatcher
 from tapeout.errors import RequestError
 
 FinishReason = Literal["stop", "length"]
@@ -105,43 +106,3 @@ def _stream(
 def _last_text(detokenizer: Detokenizer, matcher: StopMatcher) -> str:
     text = matcher.push(detokenizer.finish())
     return text if matcher.matched else text + matcher.finish()
-
-
-class StopMatcher:
-    """Finds stop strings in streamed text, and holds back only text that could still become one.
-
-    >>> matcher = StopMatcher(("</end>",))
-    >>> matcher.push("a <b> </"), matcher.push("end> c"), matcher.matched
-    ('a <b> ', '', True)
-    """
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
-        self._held = ""
-        self.matched = False
-
-    def push(self, text: str) -> str:
-        """The text that certainly precedes any stop string; empty after a match."""
-        if self.matched:
-            return ""
-        text = self._held + text
-        found = [(index + len(stop), index) for stop in self._stops if (index := text.find(stop)) >= 0]
-        if found:
-            # The match that is complete first wins, so the answer does not depend on where the pieces were cut.
-            _, start = min(found)
-            self.matched, self._held = True, ""
-            return text[:start]
-        keep = max((self._overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
-
-    def finish(self) -> str:
-        """The text that was held back and is not a stop string."""
-        text, self._held = self._held, ""
-        return text
-
-    @staticmethod
-    def _overlap(text: str, stop: str) -> int:
-        """Length of the longest prefix of ``stop`` that ``text`` ends with."""
-        longest = min(len(stop) - 1, len(text))
-        return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,1 +1,1 @@
-"""The HTTP server: the OpenAI API over an engine's process, and what operators need around it."""
+"""An OpenAI-compatible HTTP server over an :class:`runtime.client.EngineClient`."""

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from engines.protocol import FloatArray, TokenArray
-from runtime.generate import GenerationSettings, Piece, StopMatcher, generate
+from runtime.generate import GenerationSettings, Piece, generate
 from runtime.messages import SamplingSettings
+from runtime.stops import StopMatcher
 from tapeout.errors import RequestError
 
 

@@ -20,7 +20,7 @@ from runtime.server import keys as module
 from runtime.server.calls import CALLER, Call
 from runtime.server.errors import ApiError
 from runtime.server.keys import Key, KeyFileError, Keys, Limits, RequireKey, hash_of, new_key
-from tests.http_server import serve
+from tests.http_server import listening
 
 
 class Clock:
@@ -230,7 +230,7 @@ def test_the_openai_client_understands_every_refusal(clock: Clock, tmp_path: Pat
 
     app.add_middleware(RequireKey, keys=keys)
     messages: Any = [{"role": "user", "content": "hi"}]
-    with serve(app) as url:
+    with listening(app) as url:
 
         def call(key: str, model: str = "m") -> Any:
             client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
