@@ -107,7 +107,8 @@ class LocalClient:
             for finished in self.scheduler.expire(now):
                 self._send(Delta(finished.id, finish_reason=finished.reason))
             work = self.scheduler.plan(now)
-            results = self.engine.step([Entry(w.tokens, w.start, w.blocks, "logits") for w in work])
+            batch = [Entry(w.tokens, w.start, w.blocks, "logits") for w in work]
+            results = await asyncio.to_thread(self.engine.step, batch)  # as in another process
             outcomes: dict[str, Outcome] = {}
             logprobs: dict[str, tuple[TokenLogprobs, ...] | None] = {}
             for entry, result in zip(work, results, strict=True):
