@@ -21,9 +21,10 @@ from tests.fake_engine import HistoryEngine
 class InProcessClient:
     """``pause``: seconds between two tokens. Each request has a block of its own."""
 
-    def __init__(self, *, slots: int = 8, max_tokens: int = 256, vocab_size: int = 32, pause: float = 0.0) -> None:
-        self.engine = HistoryEngine(vocab_size, slots=slots, max_tokens=max_tokens)
-        self.free, self.pause = list(range(slots)), pause
+    def __init__(self, engine: HistoryEngine | None = None, *, pause: float = 0.0, end: int = -1) -> None:
+        self.engine = engine or HistoryEngine(slots=8, max_tokens=256)
+        slots = self.engine.capabilities.blocks
+        self.free, self.pause, self.end = list(range(slots)), pause, end
         self.stats = EngineStats(blocks=slots)
         self.ready = self.healthy = True
         size = self.engine.capabilities
@@ -36,7 +37,7 @@ class InProcessClient:
             blocks=size.blocks,
             block_bytes=size.block_bytes,
             weight_bytes=1000,
-            stop_tokens=frozenset(),
+            stop_tokens=frozenset({self.end} - {-1}),
         )
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
@@ -55,8 +56,10 @@ class InProcessClient:
                 self.stats = replace(
                     self.stats, step_tokens=fed, step_requests=1, step_seconds=now - began, stepped_at=now
                 )
-                last = number + 1 == request.max_new_tokens
-                yield Delta(request.id, (token,), finish_reason="length" if last else None, queue_seconds=0.0)
+                reason = "stop" if token == self.end else "length" if number + 1 == request.max_new_tokens else None
+                yield Delta(request.id, (token,), finish_reason=reason, queue_seconds=0.0)
+                if reason:
+                    return
                 await asyncio.sleep(self.pause)
         finally:
             self.free.append(block)
