@@ -11,14 +11,16 @@ from typing import Literal
 
 from tokenizers import Tokenizer
 
+from engines.protocol import FloatArray
 from engines.sequences import Sequences
 from runtime.detokenize import Detokenizer
-from runtime.messages import SamplingSettings
-from runtime.sampling import Sampler, sample
+from runtime.messages import GenerateRequest, SamplingSettings
+from runtime.sampling import BatchSampler
 from runtime.stops import StopMatcher
 from tapeout.errors import RequestError
 
 FinishReason = Literal["stop", "length"]
+_ID = "only"  # the sampler's name of the one request
 
 
 @dataclass(frozen=True)
@@ -77,10 +79,11 @@ def generate(
 def _stream(
     engine: Sequences, tokenizer: Tokenizer, prompt: Sequence[int], settings: GenerationSettings, slot: int
 ) -> Iterator[Piece]:
-    sampler = Sampler(settings.sampling, engine.vocab_size, prompt)
+    sampler = BatchSampler(engine.vocab_size)
+    sampler.add(GenerateRequest(_ID, prompt, settings.max_new_tokens, settings.sampling))
     detokenizer = Detokenizer(tokenizer)
     matcher = StopMatcher(settings.stop_strings)
-    token = sample(engine.prefill(slot, prompt), [sampler])[0]
+    token = _choose(sampler, engine.prefill(slot, prompt))
     for count in range(1, settings.max_new_tokens + 1):
         if token in settings.stop_tokens:
             yield Piece(_last_text(detokenizer, matcher), count, "stop")
@@ -97,10 +100,21 @@ def _stream(
         if text:
             yield Piece(text, count)
         step = [token], [len(prompt) + count - 1]
-        if sampler.draws_argmax:
+        if sampler.needs(_ID) == "token":
             token = int(engine.decode_greedy(*step, first_slot=slot)[0])
         else:
-            token = sample(engine.decode(*step, first_slot=slot), [sampler])[0]
+            token = _choose(sampler, engine.decode(*step, first_slot=slot))
+
+
+def _choose(sampler: BatchSampler, logits: FloatArray) -> int:
+    (choice,) = sampler.choose([_ID], logits)
+    if choice.error is not None:
+        raise RequestError(
+            choice.error,
+            expected="finite logits",
+            remedy="rebuild the bundle; `tapeout inspect` shows which quantized layers have the largest errors",
+        )
+    return choice.token
 
 
 def _last_text(detokenizer: Detokenizer, matcher: StopMatcher) -> str:

@@ -160,8 +160,34 @@ class EngineStats:
     finished: Mapping[str, int] = field(default_factory=dict[str, int])  # requests by finish reason
 
 
+class Refusal(NamedTuple):
+    """A request that was not admitted, or that lost its place in the queue before it ran."""
+
+    id: str
+    error: RequestError
+
+
 class Report(NamedTuple):
     """After each step, and twice a second while idle."""
 
     deltas: tuple[Delta, ...]
     stats: EngineStats
+    refusals: tuple[Refusal, ...] = ()
+
+
+class Add(NamedTuple):
+    """Commands to the engine's process. ``arrival``: ``time.monotonic()`` seconds."""
+
+    request: GenerateRequest
+    arrival: float
+
+
+class Cancel(NamedTuple):
+    id: str
+
+
+class Close(NamedTuple):
+    """End the process; requests that still run are lost."""
+
+
+Command = Add | Cancel | Close

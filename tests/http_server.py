@@ -23,8 +23,7 @@ from runtime.server.calls import Hook
 from runtime.server.requests import ServerLimits
 from runtime.server.service import Service
 from runtime.server.text import TextModel
-from tests.fake_engine import HistoryEngine
-from tests.serving_client import LocalClient
+from tests.serving_client import LocalClient, SlowEngine
 
 END, START, CALLS = "<|end|>", "<|start|>", "[TOOL_CALLS]"
 TEMPLATE = (
@@ -61,6 +60,7 @@ class Served:
     app: FastAPI
     service: Service
     client: LocalClient
+    engine: SlowEngine
     openai: openai.OpenAI
     http: httpx2.Client
 
@@ -70,12 +70,16 @@ class Served:
     def settled(self) -> bool:
         """The engine has nothing left to do, within seconds."""
         until = time.monotonic() + 10
-        while self.client.scheduler.running or self.client.scheduler.waiting:
+        while self.client.core.busy:
             if time.monotonic() > until:
                 return False
             time.sleep(0.005)
-        self.client.scheduler.check()
+        self.client.core.scheduler.check()
         return True
+
+    def cancelled(self) -> int:
+        """Requests that were cancelled so far."""
+        return self.client.core.stats().finished.get("cancelled", 0)
 
 
 @contextmanager
@@ -99,15 +103,14 @@ def listening(app: FastAPI) -> Generator[str]:
 
 @contextmanager
 def serving(
-    engine: HistoryEngine,
+    engine: SlowEngine,
     *,
     template: str = TEMPLATE,
     limits: ServerLimits | None = None,
     hooks: Sequence[Hook] = (),
-    client: LocalClient | None = None,
     **model: Any,
 ) -> Generator[Served]:
-    client = client or LocalClient(engine, stop_tokens=frozenset({END_TOKEN}))
+    client = LocalClient(engine, stop_tokens=frozenset({END_TOKEN}))
     text = TextModel(
         engine.digest, byte_tokenizer(), ChatTemplate(template, {}), special_texts={"eos_token": END}, **model
     )
@@ -118,4 +121,4 @@ def serving(
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20) as api,
         httpx2.Client(base_url=url, timeout=20) as http,
     ):
-        yield Served(url, app, service, client, api, http)
+        yield Served(url, app, service, client, engine, api, http)

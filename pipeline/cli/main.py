@@ -97,7 +97,78 @@ def generate(
         raw=raw,
         max_new_tokens=max_new_tokens,
         stop=tuple(stop or ()),
-        sampling=SamplingSettings(temperature, top_k, top_p, min_p, repetition_penalty, seed),
+        sampling=SamplingSettings(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+        ),
+    )
+
+
+@app.command(rich_help_panel="Use an engine")
+def serve(
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            help="A bundle's folder, or models:/NAME@champion; by default the champion of the recipe's model."
+        ),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 is every one of this machine.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(help="What requests call the model; may be given more than once. Responses have the first."),
+    ] = None,
+    threads: Annotated[int, typer.Option(help="Of the engine; 0 means every physical core.")] = 0,
+    slots: Annotated[
+        int | None, typer.Option(help="KV memory for so many sequences of full length; by default as built.")
+    ] = None,
+    kv_bytes: Annotated[str | None, typer.Option(help="Instead of --slots: most memory of the KV cache: 2GiB.")] = None,
+    max_waiting: Annotated[int, typer.Option(help="Requests that may wait; more are refused with 429.")] = 1024,
+    queue_seconds: Annotated[
+        float | None, typer.Option(help="A request that waits longer is ended with 408; without, it waits.")
+    ] = None,
+    request_seconds: Annotated[
+        float | None, typer.Option(help="A request that takes longer, queue included, is ended with 408.")
+    ] = None,
+    drain_seconds: Annotated[float, typer.Option(help="Time that running requests have after SIGTERM.")] = 30.0,
+    follow_seconds: Annotated[
+        float, typer.Option(help="How often to look for a new champion, which is swapped in; 0 never looks.")
+    ] = 30.0,
+    unsafe: Annotated[bool, typer.Option("--unsafe", help="Serve a bundle that has no PASS verdict.")] = False,
+    params: Params = Path("params.yaml"),
+) -> None:
+    """Serve an engine over the OpenAI API (docs/serving.md). A bundle without a PASS for this hardware is refused.
+
+    Example: `tapeout serve artifacts/candidate --port 8000`
+    """
+    from pipeline.cli import serve as command
+
+    if source is None:
+        from pipeline.recipe import load_recipe
+
+        source = f"models:/{load_recipe(params).register_.model_name}@champion"
+    command.run(
+        command.Options(
+            source=source,
+            host=host,
+            port=port,
+            names=tuple(served_model_name or ()),
+            threads=threads,
+            slots=slots,
+            kv_bytes=None if kv_bytes is None else command.parse_bytes(kv_bytes),
+            max_waiting=max_waiting,
+            queue_seconds=queue_seconds,
+            request_seconds=request_seconds,
+            drain_seconds=drain_seconds,
+            follow_seconds=follow_seconds,
+            unsafe=unsafe,
+        )
     )
 
 

@@ -56,7 +56,9 @@ async def chat(service: Service, request: Request) -> Response:
         max_new_tokens=new_tokens(asked, None, prompts, info),
         conversation=body.messages,
     )
-    constraint = await service.checked(_constraint(body, tools))
+    constraint = _constraint(body, tools)
+    if constraint is not None:
+        await model.require_constraint(constraint)
     choices = choices_of(
         body,
         call,

@@ -43,7 +43,9 @@ async def completions(service: Service, request: Request) -> Response:
         max_new_tokens=new_tokens(body.max_tokens, NEW_TOKENS, prompts, info),
         conversation=texts,
     )
-    constraint = await service.checked(constraint_of(body))
+    constraint = constraint_of(body)
+    if constraint is not None:
+        await model.require_constraint(constraint)
     echoed = body.logprobs if body.echo else None
     asked = [count for count in (echoed, body.prompt_logprobs) if count is not None]
     choices = choices_of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,9 +32,6 @@ class ServerLimits:
     queue_timeout: float | None = None
     first_token_timeout: float | None = None
     timeout: float | None = None
-
-
-ConstraintCheck = Callable[[Constraint], None]
 
 
 def context_tokens(info: EngineInfo) -> int:

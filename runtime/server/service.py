@@ -13,27 +13,22 @@ from typing import Any
 from starlette.requests import Request
 
 from runtime.client import EngineClient
-from runtime.messages import Constraint
 from runtime.server.calls import CALLER, REQUEST_ID, Call, Caller, Hook
 from runtime.server.errors import ApiError, draining
 from runtime.server.protocol import Body
-from runtime.server.requests import ConstraintCheck, ServerLimits
+from runtime.server.requests import ServerLimits
 from runtime.server.text import TextModel
 
 
 @dataclass
 class Service:
-    """``names``: that requests may call the model by; the first is the one that responses have.
-
-    ``check_constraint`` runs in a thread, and raises :class:`RequestError` for a constraint that cannot be compiled.
-    """
+    """``names``: that requests may call the model by; the first is the one that responses have."""
 
     client: EngineClient
     models: dict[str, TextModel]  # by digest of their bundle
     names: tuple[str, ...]
     limits: ServerLimits = field(default_factory=ServerLimits)
     hooks: Sequence[Hook] = ()
-    check_constraint: ConstraintCheck | None = None
     started: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
 
@@ -59,12 +54,6 @@ class Service:
             if self.text is model:
                 return model, prompts
 
-    async def checked(self, constraint: Constraint | None) -> Constraint | None:
-        """A constraint that can be compiled."""
-        if constraint is not None and self.check_constraint is not None:
-            await asyncio.to_thread(self.check_constraint, constraint)
-        return constraint
-
     def call(
         self, request: Request, prefix: str, model: TextModel, prompts: Sequence[Sequence[int]], **values: Any
     ) -> Call:
@@ -81,14 +70,16 @@ class Service:
             **values,
         )
 
-    async def swap(self, folder: Path, digest: str) -> None:
+    async def swap(self, folder: Path) -> None:
         """Serve another bundle: requests that run now end on the old one."""
-        self.models[digest] = await asyncio.to_thread(TextModel.load, folder, digest)
+        model = await asyncio.to_thread(TextModel.load, folder)
+        self.models[model.digest] = model
         try:
             await self.client.swap(folder)
         finally:
-            current = self.client.info.digest
-            self.models = {current: self.models[current]}
+            unused = [digest for digest in self.models if digest != self.client.info.digest]
+            for digest in unused:
+                self.models.pop(digest).close()
 
 
 def headers(call: Call, *bodies: Body) -> dict[str, str]:

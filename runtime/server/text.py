@@ -11,13 +11,17 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
+from engines.bundle import EngineBundle
 from runtime.chat import TEMPLATE, ChatTemplate
 from runtime.chat import special_tokens as special_texts
+from runtime.constraint_check import ConstraintChecker
 from runtime.detokenize import Detokenizer, special_tokens
+from runtime.messages import Constraint
 from runtime.scheduler import FinishReason
 from runtime.server.errors import invalid
 from runtime.server.tools import Format, format_of
 from runtime.stops import StopMatcher
+from tapeout import artifact
 
 THREAD_CHARS = 4096  # a longer text is tokenized in a thread: it takes milliseconds
 GENERATION_CONFIG = "generation_config.json"
@@ -43,18 +47,33 @@ class TextModel:
         self.digest, self.tokenizer, self.template = digest, tokenizer, template
         self.defaults, self.special_texts = dict(defaults or {}), dict(special_texts or {})
         self.tool_format: Format | None = tool_format or (format_of(template.source) if template else None)
+        self.constraints: ConstraintChecker | None = None
         self.special = special_tokens(tokenizer)
         self.token_bytes = lru_cache(1 << 16)(_token_bytes(tokenizer))
 
     @classmethod
-    def load(cls, folder: Path, digest: str) -> TextModel:
+    def load(cls, folder: Path) -> TextModel:
         """From a bundle's files. Sampling defaults are those of ``generation_config.json``, as far as it has any."""
+        bundle = artifact.load_record(folder, EngineBundle)
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         template = ChatTemplate.load(folder) if (folder / TEMPLATE).is_file() else None
         path = folder / GENERATION_CONFIG
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         defaults = {name: config[name] for name in DEFAULTS if isinstance(config.get(name), int | float)}
-        return cls(digest, tokenizer, template, defaults=defaults, special_texts=special_texts(folder))
+        model = cls(bundle.digest, tokenizer, template, defaults=defaults, special_texts=special_texts(folder))
+        model.constraints = ConstraintChecker(
+            folder / "tokenizer.json", bundle.record.io.vocab_size, bundle.record.stop_tokens
+        )
+        return model
+
+    async def require_constraint(self, constraint: Constraint) -> None:
+        """:class:`RequestError` for a constraint that cannot be compiled."""
+        if self.constraints is not None:
+            await asyncio.to_thread(self.constraints.check, constraint)
+
+    def close(self) -> None:
+        if self.constraints is not None:
+            self.constraints.close()
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids. A long text does not hold up the other requests."""

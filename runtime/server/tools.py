@@ -88,28 +88,32 @@ class HermesReader:
 
     def __init__(self) -> None:
         self._calls, self._held, self._inside = _Calls(), "", False
+        self._called = False  # a call has just ended: white space after it is layout
 
     def push(self, text: str) -> Read:
         self._held += text
         content, calls = "", list[CallDelta]()
         while True:
-            mark = self.CLOSE if self._inside else self.OPEN
-            before, found, after = self._held.partition(mark)
+            if self._called:
+                self._held = self._held.lstrip()
+                self._called = not self._held
+            before, found, after = self._held.partition(self.CLOSE if self._inside else self.OPEN)
             if not found:
                 break
-            if self._inside:
-                call = self._call(before)
-                content += "" if call else self.OPEN + before + self.CLOSE
-                calls += [call] if call else []
+            self._held = after
+            if self._inside and (call := self._call(before)):
+                calls.append(call)
+                self._called = True
+            elif self._inside:
+                content += self.OPEN + before + self.CLOSE
             else:
                 content += before
-            self._inside, self._held = not self._inside, after
+            self._inside = not self._inside
         if not self._inside:
             keep = overlap(self._held, self.OPEN)
             content += self._held[: len(self._held) - keep]
             self._held = self._held[len(self._held) - keep :]
-        # Line breaks around calls are layout, not content.
-        return Read("" if self._calls.count and not content.strip() else content, calls)
+        return Read(content, calls)
 
     def finish(self) -> Read:
         held, self._held = self._held, ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -16,14 +17,14 @@ from runtime.server.calls import Call, Hook
 from runtime.server.errors import ApiError
 from runtime.server.requests import ServerLimits
 from runtime.stops import StopMatcher
-from tests.fake_engine import HistoryEngine
 from tests.http_server import END_TOKEN, MODEL, VOCAB, Served, byte_tokenizer, ids, serving
+from tests.serving_client import SlowEngine
 
 TALK: Any = [{"role": "user", "content": "Hi there"}]
 
 
-def engine(**changes: int) -> HistoryEngine:
-    return HistoryEngine(VOCAB, **{"slots": 8, "max_tokens": 256, "block_tokens": 8} | changes)
+def engine(**changes: int) -> SlowEngine:
+    return SlowEngine(VOCAB, **{"slots": 8, "max_tokens": 256, "block_tokens": 8} | changes)
 
 
 class Recorder(Hook):
@@ -210,9 +211,9 @@ def test_echo_with_logprobs_scores_the_prompt(server: Served) -> None:
     assert found is not None and found.token_logprobs and found.top_logprobs and found.tokens and found.text_offset
     assert len(found.token_logprobs) == len(prompt) + 1 and found.token_logprobs[0] is None
     for place in range(1, len(prompt)):
-        logits = server.client.engine.logits_after(prompt[:place]).astype(float)
+        logits = server.engine.logits_after(prompt[:place]).astype(float)
         expected = logits[prompt[place]] - logits.max() - math.log(sum(math.exp(x - logits.max()) for x in logits))
-        assert found.token_logprobs[place] == pytest.approx(expected, abs=1e-9)
+        assert found.token_logprobs[place] == pytest.approx(expected, abs=1e-6)
         likeliest = max(found.top_logprobs[place].values())
         assert (found.token_logprobs[place] == likeliest) == (prompt[place] == int(logits.argmax()))
     assert "".join(found.tokens[: len(prompt)]) == "score me"
@@ -258,7 +259,7 @@ def test_a_stop_string_ends_the_response_and_the_request(server: Served, stream:
     matcher = StopMatcher([stop])
     expected = matcher.push(full)
     assert matcher.matched
-    before = len(server.client.cancelled)
+    before = server.cancelled()
     ask: Any = {"model": MODEL, "prompt": "stop", "max_tokens": 60, "temperature": 0, "stop": [stop, "never"]}
     extra = {"include_stop_str_in_output": include, "ignore_eos": True}
     if stream:
@@ -271,7 +272,7 @@ def test_a_stop_string_ends_the_response_and_the_request(server: Served, stream:
         text, data = answer.choices[0].text, answer.choices[0].model_dump()
         assert data["finish_reason"] == "stop" and data["stop_reason"] == stop
     assert text == expected + (stop if include else "")
-    assert server.settled() and len(server.client.cancelled) == before + 1
+    assert server.settled() and server.cancelled() == before + 1
 
 
 def test_min_tokens_and_stop_tokens(server: Served) -> None:
@@ -493,33 +494,28 @@ def test_hooks_are_told_of_every_call_once(server: Served, recorder: Recorder) -
 @pytest.mark.parametrize("body", [{}, {"n": 3}, {"stream": True}, {"stream": True, "n": 3}])
 def test_a_client_that_goes_away_cancels_everything(server: Served, recorder: Recorder, body: dict[str, Any]) -> None:
     """Within a step: the engine is slowed down, so that the whole response would take seconds."""
-    slow = threading.Event()
-    original, before, calls = server.client.engine.step, len(server.client.cancelled), len(recorder.calls)
+    begun = threading.Event()
 
-    def step(batch: Any) -> Any:
-        slow.set()
+    def slow() -> None:
+        begun.set()
         time.sleep(0.02)
-        return original(batch)
 
-    server.client.engine.step = step
-    ask = {"prompt": "go", "max_tokens": 200, "ignore_eos": True} | body
+    before, calls = server.cancelled(), len(recorder.calls)
+    content = json.dumps({"prompt": "go", "max_tokens": 200, "ignore_eos": True} | body).encode()
+    host, port = server.url.removeprefix("http://").split(":")
+    server.engine.before = slow
     try:
-        import socket
-
-        content = json.dumps(ask).encode()
-        host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as raw:
-            raw.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(content) + content
-            )
-            assert slow.wait(10)
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+            raw.sendall(head.encode() + content)
+            assert begun.wait(10)
             time.sleep(0.1)
-        closed = len(server.client.engine.steps)
+        closed = len(server.engine.steps)
         assert server.settled()
     finally:
-        server.client.engine.step = original
-    assert len(server.client.engine.steps) - closed <= 2
-    assert len(server.client.cancelled) == before + body.get("n", 1)
+        server.engine.before = lambda: None
+    assert len(server.engine.steps) - closed <= 2
+    assert server.cancelled() == before + body.get("n", 1)
     until = time.monotonic() + 5
     while len(recorder.calls) == calls and time.monotonic() < until:
         time.sleep(0.01)
@@ -527,32 +523,34 @@ def test_a_client_that_goes_away_cancels_everything(server: Served, recorder: Re
 
 
 def test_an_engine_that_ends_is_an_error_in_the_stream(server: Served) -> None:
-    original = server.client.engine.step
     steps = 0
 
-    def step(batch: Any) -> Any:
+    def third_is_the_last() -> None:
         nonlocal steps
         steps += 1
         server.client.down = steps == 3
-        return original(batch)
 
-    server.client.engine.step = step
+    body = {"prompt": "x", "max_tokens": 50, "ignore_eos": True}
+    server.engine.before = third_is_the_last
     try:
-        answer = server.post("/v1/completions", {"prompt": "x", "max_tokens": 50, "stream": True, "ignore_eos": True})
+        answer = server.post("/v1/completions", body | {"stream": True})
         *_, error, done = answer.text.strip().split("\n\n")
         assert answer.status_code == 200 and done == "data: [DONE]"
         assert json.loads(error.removeprefix("data: "))["error"]["code"] == "engine_down"
+        assert server.settled()
         steps, server.client.down = 0, False
         with pytest.raises(openai.APIError, match="ended"):
             for _ in server.openai.completions.create(
                 model=MODEL, prompt="x", max_tokens=50, stream=True, extra_body={"ignore_eos": True}
             ):
                 pass
+        assert server.settled()
         steps, server.client.down = 0, False
-        refused = server.post("/v1/completions", {"prompt": "x", "max_tokens": 50, "ignore_eos": True})
+        refused = server.post("/v1/completions", body)
         assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+        assert server.settled()
     finally:
-        server.client.engine.step, server.client.down = original, False
+        server.engine.before, server.client.down = lambda: None, False
 
 
 def test_draining_refuses_new_requests(server: Served) -> None:

@@ -1,0 +1,309 @@
+"""One engine under continuous batching: requests come in, each step moves all of them, new tokens come out.
+
+P  positions of an entry whose results are wanted      V  vocabulary size
+
+A step plans with the scheduler, feeds the engine, chooses tokens, and tells the scheduler what came of it. A request
+that fails ends alone. Where a sequence is one block (``shares_blocks`` is false), a shared prefix is computed again
+rather than copied: such engines hold few sequences, and the one that holds the prefix is seldom there still.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from time import monotonic
+
+from engines.protocol import Engine, Entry, FloatArray, Result
+from runtime.blocks import BlockPool
+from runtime.constraints import ConstraintCompiler
+from runtime.messages import Delta, EngineStats, GenerateRequest, Refusal, Report, TokenLogprobs
+from runtime.sampling import BatchSampler, Choice, token_logprobs
+from runtime.scheduler import DisplacedError, FinishReason, Limits, Outcome, Request, Scheduler, Work
+from tapeout.errors import RequestError, one_line
+
+BROKEN_STEPS = 3  # so many steps in turn in which every entry failed: the engine is broken, not the requests
+_NOTHING = Outcome()
+_FAILED = Outcome(failed=True)
+
+
+class EngineBrokenError(Exception):
+    """The engine fails whatever it is fed."""
+
+
+@dataclass
+class _Active:
+    """A request that waits or runs, and what its step has brought so far."""
+
+    request: GenerateRequest
+    answered: int = 0  # tokens of the response that were reported
+    cached: int | None = None  # prompt tokens found in blocks, once it runs
+    scores: list[TokenLogprobs | None] = field(default_factory=lambda: [None])  # of the prompt
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    error: str | None = None
+
+
+class EngineCore:
+    """No more requests run at once than the engine takes in a step, whatever the limits.
+
+    ``constraints``: compiles those of requests; without one, requests with a constraint are refused.
+    """
+
+    def __init__(self, engine: Engine, limits: Limits, constraints: ConstraintCompiler | None = None) -> None:
+        has = engine.capabilities
+        self.engine = engine
+        limits = replace(limits, max_running=min(limits.max_running, has.max_batch))
+        self.scheduler = Scheduler(BlockPool(has.blocks), limits, has.block_tokens, has.max_tokens)
+        self._constraints = constraints
+        self._sampler = BatchSampler(has.vocab_size, constraints)
+        self._active: dict[str, _Active] = {}
+        self._deltas: list[Delta] = []  # since the last report
+        self._refusals: list[Refusal] = []
+        self._broken_steps = 0
+        self._finished: Counter[str] = Counter()
+        self._steps = self._prompt_tokens = self._generated_tokens = 0
+        self._prefix_queries = self._prefix_hits = 0
+        self._step_seconds, self._step_tokens, self._step_requests = 0.0, 0, 0
+
+    @property
+    def busy(self) -> bool:
+        """There is something to do or to report."""
+        return bool(self._active or self._deltas or self._refusals)
+
+    def add(self, request: GenerateRequest, now: float) -> None:
+        """Queue a request that arrived at ``now``, or refuse it: the next report says so."""
+        if request.id in self._active:
+            self._refuse(request.id, RequestError(f"request {request.id} is there already", expected="a new id"))
+            return
+        try:
+            self._sampler.add(request)
+            displaced = self.scheduler.add(_scheduled(request, now), now)
+        except Exception as error:  # whatever a request holds, it must not end the engine
+            self._sampler.remove(request.id)
+            known = isinstance(error, RequestError)
+            self._refuse(request.id, error if known else RequestError(f"the request is invalid: {one_line(error)}"))
+            return
+        self._active[request.id] = _Active(request)
+        for id in displaced:
+            self._forget(id, "displaced")
+            found = "a request of a higher priority took the place of this one in the full queue"
+            expected = f"at most {self.scheduler.limits.max_waiting} waiting requests"
+            self._refuse(id, DisplacedError(found, expected=expected, retry_after=self.scheduler.retry_after))
+
+    def cancel(self, id: str) -> None:
+        """End a request; nothing happens if it has ended already."""
+        if self.scheduler.cancel(id):
+            self._end(id, "cancelled")
+
+    def step(self, now: float) -> Report:
+        """Move every running request on. The report has what happened since the last one."""
+        for id, reason in self.scheduler.expire(now):
+            self._end(id, reason)
+        works = self.scheduler.plan(now)
+        if works:
+            self._run(works, now)
+        return self.report()
+
+    def report(self) -> Report:
+        """What happened since the last report, and the state now."""
+        report = Report(tuple(self._deltas), self.stats(), tuple(self._refusals))
+        self._deltas.clear()
+        self._refusals.clear()
+        return report
+
+    def stats(self) -> EngineStats:
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        return EngineStats(
+            running=scheduler.running,
+            waiting=scheduler.waiting,
+            waiting_tokens=scheduler.waiting_tokens,
+            blocks=pool.blocks,
+            blocks_held=pool.held,
+            blocks_cached=pool.cached,
+            steps=self._steps,
+            stepped_at=monotonic(),
+            step_seconds=self._step_seconds,
+            step_tokens=self._step_tokens,
+            step_requests=self._step_requests,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            prefix_queries=self._prefix_queries,
+            prefix_hits=self._prefix_hits,
+            preemptions=scheduler.preemptions,
+            finished=dict(self._finished),
+        )
+
+    def prepare(self) -> None:
+        """Do ahead of time what the first request with a constraint would wait for, and others with it."""
+        if self._constraints is not None:
+            with suppress(RequestError):  # requests with constraints will be told
+                self._constraints.load()
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def _run(self, works: Sequence[Work], now: float) -> None:
+        started = monotonic()
+        results = self._feed([self._entry(work) for work in works])
+        self._choose(works, results)
+        outcomes = {work.id: self._outcome(work.id) for work in works}
+        seconds = monotonic() - started
+        finished: dict[str, FinishReason] = dict(self.scheduler.commit(outcomes, now + seconds))
+        for work in works:
+            self._tell(work.id, finished.get(work.id))
+        self._steps += 1
+        self._step_seconds, self._step_requests = seconds, len(works)
+        self._step_tokens = sum(len(work.tokens) for work in works)
+
+    def _entry(self, work: Work) -> Entry:
+        active = self._active[work.id]
+        if active.cached is None:
+            active.cached = self.scheduler.cached_tokens(work.id)
+            self._prefix_queries += len(active.request.prompt)
+            self._prefix_hits += active.cached
+        if active.request.prompt_logprobs is not None and (positions := _unscored(active, work)):
+            return Entry(work.tokens, work.start, work.blocks, "logits", positions)
+        if not work.samples:
+            return Entry(work.tokens, work.start, work.blocks, positions=())
+        return Entry(work.tokens, work.start, work.blocks, self._sampler.needs(work.id))
+
+    def _feed(self, entries: Sequence[Entry]) -> list[Result]:
+        """One step of the engine. If it fails as a whole, each entry is fed alone, and those that fail alone end."""
+        try:
+            results = self.engine.step(entries)
+        except Exception as failure:
+            results = [self._feed_alone(entry) for entry in entries]
+            self._broken_steps = self._broken_steps + 1 if all(result.error for result in results) else 0
+            if self._broken_steps == BROKEN_STEPS:
+                raise EngineBrokenError(f"{BROKEN_STEPS} steps in turn failed: {one_line(failure)}") from failure
+        else:
+            self._broken_steps = 0
+        return results
+
+    def _feed_alone(self, entry: Entry) -> Result:
+        try:
+            return self.engine.step([entry])[0]
+        except Exception as failure:
+            return Result(error=RequestError(f"the engine failed: {one_line(failure)}"))
+
+    def _choose(self, works: Sequence[Work], results: Sequence[Result]) -> None:
+        """The new token of every request that gets one, scores of prompts, and errors."""
+        drawing: list[str] = []
+        rows: list[FloatArray] = []
+        for work, result in zip(works, results, strict=True):
+            active = self._active[work.id]
+            if result.error is not None:
+                active.error = str(result.error)
+            elif result.tokens is not None:
+                active.tokens = (int(result.tokens[-1]),)
+            elif result.logits is not None:
+                _score(active, result.logits)
+                if work.samples:
+                    drawing.append(work.id)
+                    rows.append(result.logits[-1])
+        if not drawing:
+            return
+        for id, choice in zip(drawing, self._draw(drawing, rows), strict=True):
+            active = self._active[id]
+            active.error = choice.error
+            active.tokens = (choice.token,)
+            if choice.logprobs is not None:
+                active.logprobs = (choice.logprobs,)
+
+    def _draw(self, ids: Sequence[str], rows: Sequence[FloatArray]) -> list[Choice]:
+        """The choice of each request. If one raises an error, all choose alone, and those that raise one alone end."""
+        try:
+            return self._sampler.choose(ids, rows)
+        except Exception as failure:
+            if len(ids) == 1:
+                return [Choice(-1, error=f"sampling failed: {one_line(failure)}")]
+            return [choice for id, row in zip(ids, rows, strict=True) for choice in self._draw([id], [row])]
+
+    def _outcome(self, id: str) -> Outcome:
+        active = self._active[id]
+        if active.error is not None:
+            return _FAILED
+        if not active.tokens:
+            return _NOTHING
+        request = active.request
+        return Outcome(
+            active.tokens, active.tokens[-1] in request.stop_tokens and active.answered >= request.min_new_tokens
+        )
+
+    def _tell(self, id: str, reason: FinishReason | None) -> None:
+        """Report what a request's step has brought, if anything."""
+        active = self._active[id]
+        tokens, logprobs, error = active.tokens, active.logprobs, active.error
+        active.tokens, active.logprobs = (), None
+        if error is not None:
+            self._end(id, "error", error)
+        elif tokens or reason:
+            scores, cached = None, 0
+            if not active.answered:
+                self._prompt_tokens += len(active.request.prompt)
+                cached = active.cached or 0
+                scores = None if active.request.prompt_logprobs is None else tuple(active.scores)
+            active.answered += len(tokens)
+            self._generated_tokens += len(tokens)
+            self._deltas.append(Delta(id, tokens, logprobs, scores, cached, reason))
+            if reason:
+                self._forget(id, reason)
+
+    def _end(self, id: str, reason: FinishReason, error: str | None = None) -> None:
+        self._deltas.append(Delta(id, finish_reason=reason, error=error))
+        self._forget(id, reason)
+
+    def _refuse(self, id: str, error: RequestError) -> None:
+        self._refusals.append(Refusal(id, error))
+
+    def _forget(self, id: str, reason: str) -> None:
+        del self._active[id]
+        self._sampler.remove(id)
+        self._finished[reason] += 1
+
+
+def _scheduled(request: GenerateRequest, now: float) -> Request:
+    """:class:`RequestError` for values of a wrong type: later they would fail the step, and everybody with it."""
+
+    def deadline(timeout: float | None) -> float | None:
+        if timeout is None:
+            return None
+        if not timeout >= 0:  # NaN has no place among deadlines
+            raise RequestError(f"a timeout of {timeout} seconds", expected="at least 0")
+        return now + timeout
+
+    expected = {"max_new_tokens": int, "min_new_tokens": int, "priority": int, "tenant": str, "salt": bytes}
+    for name, kind in expected.items():
+        if not isinstance(value := getattr(request, name), kind):
+            raise RequestError(f"{name} is {value!r}", expected=kind.__name__)
+    return Request(
+        request.id,
+        request.prompt,
+        request.max_new_tokens,
+        request.priority,
+        request.tenant,
+        request.salt,
+        deadline(request.queue_timeout),
+        deadline(request.first_token_timeout),
+        deadline(request.timeout),
+        scored=request.prompt_logprobs is not None,
+    )
+
+
+def _unscored(active: _Active, work: Work) -> range:
+    """Tokens of the work that precede a prompt token without a score; with them the last, if it decides a token."""
+    first = max(len(active.scores) - 1 - work.start, 0)
+    end = len(active.request.prompt) - 1 - work.start
+    if first >= min(end, len(work.tokens)):
+        return range(0)
+    return range(first, len(work.tokens) if work.samples else min(end, len(work.tokens)))
+
+
+def _score(active: _Active, logits: FloatArray) -> None:
+    """Log-probabilities of prompt tokens that have none yet, from the logits ``[P, V]`` of the tokens before them."""
+    top, prompt = active.request.prompt_logprobs, active.request.prompt
+    if top is not None:
+        for row in logits[: len(prompt) - len(active.scores)]:
+            active.scores.append(token_logprobs(row, prompt[len(active.scores)], top))
