@@ -148,23 +148,22 @@ def test_percentiles_are_at_most_five_percent_off_and_old_values_leave(seed: int
 
 
 @pytest.fixture
-def health() -> Iterator[tuple[Health, TestClient]]:
-    health = Health()
+def health() -> Iterator[tuple[InProcessClient, list[bool], TestClient]]:
+    client, draining = InProcessClient(), [False]
+    health = Health(client, lambda: draining[0])
     app = FastAPI()
     app.router.routes.extend(health.routes())
     with TestClient(app) as http:
-        yield health, http
+        yield client, draining, http
 
 
-def test_health_and_readiness_give_their_reasons(health: tuple[Health, TestClient]) -> None:
-    state, http = health
+def test_health_and_readiness_give_their_reasons(health: tuple[InProcessClient, list[bool], TestClient]) -> None:
+    client, draining, http = health
 
     def now() -> tuple[int, int, str]:
         ready = http.get("/ready")
         return http.get("/health").status_code, ready.status_code, ready.json().get("reason", "")
 
-    assert now() == (200, 503, "the engine is being opened")
-    state.client = client = InProcessClient()
     assert now() == (200, 200, "")
     client.ready = False
     assert now() == (200, 503, "the engine is being started again")
@@ -172,5 +171,5 @@ def test_health_and_readiness_give_their_reasons(health: tuple[Health, TestClien
     client.stats = EngineStats(running=2, waiting=5, stepped_at=1e-9)
     assert now()[:2] == (503, 503)
     assert "2 requests run, 5 wait" in http.get("/health").json()["reason"]
-    client.healthy, state.draining = True, True
+    client.healthy, draining[0] = True, True
     assert now() == (200, 503, "the server is draining")
