@@ -38,6 +38,8 @@ class _Active:
     """A request that waits or runs, and what its step has brought so far."""
 
     request: GenerateRequest
+    arrival: float
+    queued: float = 0.0  # seconds until its first step
     answered: int = 0  # tokens of the response that were reported
     cached: int | None = None  # prompt tokens found in blocks, once it runs
     scores: list[TokenLogprobs | None] = field(default_factory=lambda: [None])  # of the prompt
@@ -100,7 +102,7 @@ class EngineCore:
             self._refuse(request.id, error if known else RequestError(f"the request is invalid: {one_line(error)}"))
             return
         speculation = Speculation(self._costs, self._counts) if self._most_drafted else None
-        self._active[request.id] = _Active(request, speculation=speculation)
+        self._active[request.id] = _Active(request, now, speculation=speculation)
         for id in displaced:
             self._forget(id, "displaced")
             found = "a request of a higher priority took the place of this one in the full queue"
@@ -196,7 +198,7 @@ class EngineCore:
     def _entry(self, work: Work) -> Entry:
         active = self._active[work.id]
         if active.cached is None:
-            active.cached = self.scheduler.cached_tokens(work.id)
+            active.cached, active.queued = self.scheduler.cached_tokens(work.id), monotonic() - active.arrival
             self._prefix_queries += len(active.request.prompt)
             self._prefix_hits += active.cached
         if active.request.prompt_logprobs is not None and (positions := _unscored(active, work)):
@@ -285,14 +287,15 @@ class EngineCore:
         if error is not None:
             self._end(id, "error", error)
         elif tokens or reason:
-            scores, cached = None, 0
+            scores, cached, queued = None, 0, None
             if not active.answered:
+                queued = active.queued
                 self._prompt_tokens += len(active.request.prompt)
                 cached = active.cached or 0
                 scores = None if active.request.prompt_logprobs is None else tuple(active.scores)
             active.answered += len(tokens)
             self._generated_tokens += len(tokens)
-            self._deltas.append(Delta(id, tokens, logprobs or None, scores, cached, reason))
+            self._deltas.append(Delta(id, tokens, logprobs or None, scores, cached, reason, queue_seconds=queued))
             if reason:
                 self._forget(id, reason)
 
