@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import onnx_ir as ir
 import onnxruntime as ort
 from numpy.typing import NDArray
 
@@ -17,6 +16,9 @@ from engines.threads import physical_cores
 from tapeout.artifact import Artifact, verify_files
 from tapeout.errors import BuildError
 from tapeout.fingerprint import cpu_features
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 CPU = ["CPUExecutionProvider"]
 
@@ -51,6 +53,8 @@ class SessionTimer:
     """See :class:`engines.target.Timer`."""
 
     def __init__(self, model: ir.Model, threads: int, library: Path | None) -> None:
+        import onnx_ir as ir  # late: it takes a third of the time to open an engine
+
         options = cpu_options(threads, library)
         # Threads spin within a run, as the engine's do, but not on into the run of another session.
         options.add_session_config_entry("session.force_spinning_stop", "1")

@@ -52,6 +52,10 @@ class BlockPool:
     def held(self) -> int:
         return self.blocks - self.available
 
+    @property
+    def cached(self) -> int:
+        return len(self._cached)
+
     def find(self, keys: Iterable[bytes]) -> list[int]:
         """The blocks of the first keys, up to the first that is not known."""
         found: list[int] = []

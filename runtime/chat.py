@@ -35,7 +35,7 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         helpers: dict[str, Any] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
         environment.globals.update(helpers)
-        self._special_tokens = dict(special_tokens)
+        self.source, self.special_tokens = source, dict(special_tokens)
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
@@ -76,7 +76,7 @@ class ChatTemplate:
                 tools=None if tools is None else _plain(tools),
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **(self._special_tokens | _plain(variables)),
+                **(self.special_tokens | _plain(variables)),
             )
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             # A template is a program: any error in it is about these messages and this template.

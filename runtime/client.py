@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import logging
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncGenerator, Coroutine
+from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
+from time import monotonic
 from typing import Protocol
 
-from runtime.messages import Delta, EngineInfo, EngineStats, GenerateRequest
-from tapeout.errors import TapeoutError
+from runtime.messages import Add, Cancel, Close, Command, Delta, EngineInfo, EngineStats, GenerateRequest, Report
+from runtime.opening import OpenEngine, Start
+from runtime.scheduler import Limits
+from tapeout.errors import RequestError, TapeoutError
+
+logger = logging.getLogger(__name__)
+
+WATCH_SECONDS = 0.25  # between two looks at the engine's process
+CLOSE_SECONDS = 5.0  # that a process has to end
+BACKOFF_SECONDS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # before the process is started again
+STEADY_SECONDS = 60.0  # after which a process that has ended is started again without delay
 
 
 class EngineDownError(TapeoutError):
@@ -33,7 +53,7 @@ class EngineClient(Protocol):
         """The engine's process lives, and has made progress within the last seconds or has nothing to do."""
         ...
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
         """The deltas of a request, up to the one with a finish reason. Closing the iterator cancels the request.
 
         :class:`RequestError` for a request that can never run, :class:`runtime.scheduler.QueueFullError` without room
@@ -50,3 +70,339 @@ class EngineClient(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+class ProcessClient:
+    """See :class:`EngineClient`. The process is started at once, so that it opens the engine while a server imports.
+
+    :meth:`open` waits for the engine and must come first. ``quiet_seconds``: an engine that sends no report for so long
+    is not healthy: it reports after each step, and twice a second while idle. After ``stuck_seconds`` it is killed and
+    started again. ``open_seconds``: that it may take to open.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        opener: OpenEngine,
+        limits: Limits | None = None,
+        *,
+        quiet_seconds: float = 5.0,
+        stuck_seconds: float = 30.0,
+        open_seconds: float = 300.0,
+    ) -> None:
+        self._opener, self._limits = opener, limits or Limits()
+        self._quiet_seconds, self._stuck_seconds, self._open_seconds = quiet_seconds, stuck_seconds, open_seconds
+        self._processes: set[_EngineProcess] = set()
+        self._current = self._start(folder)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changing = asyncio.Lock()  # of the current process
+        self._draining = False
+        self.restarts = 0  # how often the process was started again
+
+    async def open(self) -> None:
+        """Wait for the engine; :class:`TapeoutError` if it cannot be opened."""
+        await self._open(self._current)
+        self._spawn(self._watch())
+
+    @property
+    def info(self) -> EngineInfo:
+        info = self._current.info
+        assert info is not None, "open() has not returned yet"
+        return info
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._current.stats
+
+    @property
+    def ready(self) -> bool:
+        return self._current.serves and not self._draining
+
+    @property
+    def healthy(self) -> bool:
+        return self._current.serves and self._current.silent_seconds < self._quiet_seconds
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
+        if self._draining:
+            raise EngineDownError("the server is shutting down", remedy="send the request to another server")
+        process = self._current
+        stream = process.add(request)
+        try:
+            while True:
+                for delta in await stream.next():
+                    yield delta
+                    if delta.finish_reason is not None:
+                        return
+        finally:
+            process.abandon(stream)
+
+    async def swap(self, folder: Path) -> None:
+        async with self._changing:
+            new = self._start(folder)
+            await self._open(new)
+            old, self._current = self._current, new
+        logger.info("requests go to %s from now on", folder)
+        self._spawn(self._retire(old))
+
+    async def drain(self, timeout: float) -> None:
+        self._draining = True
+        if await self._all_idle(timeout):
+            return
+        logger.warning("requests that still run after %g seconds are cancelled", timeout)
+        for process in self._processes:
+            process.cancel_all()
+        if not await self._all_idle(CLOSE_SECONDS):
+            for process in self._processes:
+                process.fail("does not answer")
+
+    async def close(self) -> None:
+        self._draining = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*[process.close() for process in self._processes])
+        self._processes.clear()
+
+    def _start(self, folder: Path) -> _EngineProcess:
+        process = _EngineProcess(Start(folder, self._opener, self._limits))
+        self._processes.add(process)
+        return process
+
+    async def _open(self, process: _EngineProcess) -> None:
+        try:
+            await process.open(self._open_seconds)
+        except BaseException:
+            self._processes.discard(process)
+            await process.close()
+            raise
+
+    async def _retire(self, process: _EngineProcess) -> None:
+        await process.idle.wait()
+        await process.close()
+        self._processes.discard(process)
+
+    async def _all_idle(self, timeout: float) -> bool:
+        waits = [asyncio.ensure_future(process.idle.wait()) for process in self._processes]
+        _, pending = await asyncio.wait(waits, timeout=timeout)
+        for wait in pending:
+            wait.cancel()
+        return not pending
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _watch(self) -> None:
+        """Kill a process that is stuck, and start one that has ended again, later each time."""
+        failures, steady_since = 0, monotonic()
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            for process in self._processes:
+                if process.serves and process.silent_seconds > self._stuck_seconds:
+                    process.fail(f"has not reported for {self._stuck_seconds:g} seconds")
+            if not self._current.down or self._draining:
+                continue
+            if monotonic() - steady_since > STEADY_SECONDS:
+                failures = 0
+            await asyncio.sleep(BACKOFF_SECONDS[min(failures, len(BACKOFF_SECONDS) - 1)])
+            failures += 1
+            await self._restart()
+            steady_since = monotonic()
+
+    async def _restart(self) -> None:
+        async with self._changing:
+            old = self._current
+            if not old.down:  # another bundle took its place meanwhile
+                return
+            self.restarts += 1
+            try:
+                new = self._start(old.folder)
+                await self._open(new)
+            except (TapeoutError, OSError) as error:
+                logger.error("the engine cannot be started again: %s", error)
+                return
+            self._current = new
+            self._processes.discard(old)
+            await old.close()
+            logger.warning("the engine was started again")
+
+
+class _Stream:
+    """The deltas of one request that nobody has taken yet."""
+
+    def __init__(self, id: str) -> None:
+        self.id = id
+        self._deltas: list[Delta] = []
+        self._error: TapeoutError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def push(self, delta: Delta) -> None:
+        self._deltas.append(delta)
+        self._wake()
+
+    def fail(self, error: TapeoutError) -> None:
+        self._error = error
+        self._wake()
+
+    async def next(self) -> list[Delta]:
+        """At least one delta, in order; the request's error once there are no more."""
+        if not self._deltas and self._error is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        deltas, self._deltas = self._deltas, []
+        if not deltas:
+            assert self._error is not None
+            raise self._error
+        return deltas
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class _EngineProcess:
+    """One process and its requests. It is started by the constructor; :meth:`open` needs an event loop."""
+
+    def __init__(self, start: Start) -> None:
+        self.folder = start.folder
+        self.info: EngineInfo | None = None
+        self.stats = EngineStats()
+        self.down = self._closing = False
+        self.idle = asyncio.Event()  # it has no requests
+        self.idle.set()
+        self._reported_at = monotonic()
+        self._streams: dict[str, _Stream] = {}
+        self._opened: asyncio.Future[EngineInfo] | None = None
+        ours, theirs = socket.socketpair()
+        with theirs:
+            descriptor = theirs.fileno()
+            # Not by multiprocessing: its child would import the server's main module again.
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", f"from runtime.worker import main; main({descriptor})"],
+                pass_fds=[descriptor],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            )
+        self._connection = Connection(ours.detach())
+        self._outgoing: SimpleQueue[bytes | None] = SimpleQueue()
+        # A thread writes: while the engine is in a step it reads nothing, and the event loop must not wait for it.
+        threading.Thread(target=self._write, daemon=True).start()
+        self._send(start)
+
+    @property
+    def serves(self) -> bool:
+        return self.info is not None and not self.down
+
+    @property
+    def silent_seconds(self) -> float:
+        """Since the last report; 0 if there is one that the event loop had no time to read."""
+        return 0.0 if self._connection.poll() else monotonic() - self._reported_at
+
+    async def open(self, timeout: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._opened = loop.create_future()
+        loop.add_reader(self._connection.fileno(), self._read)
+        try:
+            self.info = await asyncio.wait_for(self._opened, timeout)
+        except TimeoutError:
+            raise EngineDownError(
+                f"the engine of {self.folder} is not open after {timeout:g} seconds",
+                remedy="look at what its process has printed",
+            ) from None
+
+    def add(self, request: GenerateRequest) -> _Stream:
+        if not self.serves:
+            raise EngineDownError("the engine is being started", remedy="retry in a few seconds")
+        if request.id in self._streams:
+            raise RequestError(f"request {request.id} is there already", expected="an id of its own")
+        self._send(Add(request, monotonic()))
+        stream = self._streams[request.id] = _Stream(request.id)
+        self.idle.clear()
+        return stream
+
+    def abandon(self, stream: _Stream) -> None:
+        """Nobody waits for a request any more: cancel it, unless it has ended."""
+        if self._streams.get(stream.id) is stream:
+            self._send(Cancel(stream.id))
+
+    def cancel_all(self) -> None:
+        for id in self._streams:
+            self._send(Cancel(id))
+
+    def fail(self, why: str) -> None:
+        """The process is of no use any more: end it, and all its requests."""
+        if self.down:
+            return
+        self.down = True
+        self._process.kill()
+        if self._opened is not None:
+            asyncio.get_running_loop().remove_reader(self._connection.fileno())
+        self._outgoing.put(None)
+        if not self._closing:
+            logger.error("the engine's process %s; requests that are lost: %d", why, len(self._streams))
+        if self._opened is not None and not self._opened.done():
+            self._opened.set_exception(_down(why))
+        for stream in self._streams.values():
+            stream.fail(_down(why))
+        self._streams.clear()
+        self.idle.set()
+
+    async def close(self) -> None:
+        """End the process; its requests are lost."""
+        self._closing = True
+        if not self.down:
+            self._send(Close())
+        try:
+            await asyncio.to_thread(self._process.wait, CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait)
+        self.fail("was closed")
+        self._connection.close()
+
+    def _send(self, message: Command | Start) -> None:
+        self._outgoing.put(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+    def _write(self) -> None:
+        while (message := self._outgoing.get()) is not None:
+            try:
+                self._connection.send_bytes(message)
+            except OSError:  # the process has ended; the reader notices, too
+                return
+
+    def _read(self) -> None:
+        try:
+            message: EngineInfo | TapeoutError | Report = pickle.loads(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            self.fail("has ended")
+            return
+        self._reported_at = monotonic()
+        if isinstance(message, Report):
+            self._dispatch(message)
+        elif self._opened is not None and not self._opened.done():
+            if isinstance(message, TapeoutError):
+                self._opened.set_exception(message)
+            else:
+                self._opened.set_result(message)
+
+    def _dispatch(self, report: Report) -> None:
+        self.stats = report.stats
+        streams = self._streams
+        for delta in report.deltas:
+            stream = streams.get(delta.id) if delta.finish_reason is None else streams.pop(delta.id, None)
+            if stream is not None:
+                stream.push(delta)
+        for id, error in report.refusals:
+            stream = streams.pop(id, None)
+            if stream is not None:
+                stream.fail(error)
+        if not streams:
+            self.idle.set()
+
+
+def _down(why: str) -> EngineDownError:
+    return EngineDownError(f"the engine's process {why}", remedy="retry in a few seconds: it is started again")

@@ -15,13 +15,17 @@ from tokenizers import AddedToken, Tokenizer
 REPLACEMENT = "\ufffd"  # what undecodable bytes read as
 
 
-class Detokenizer:
-    """The text of one response as it grows. Special tokens (end of turn, padding) have no text."""
+def special_tokens(tokenizer: Tokenizer) -> frozenset[int]:
+    added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
+    return frozenset(token for token, entry in added.items() if entry.special)
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+
+class Detokenizer:
+    """The text of one response as it grows. Tokens in ``special`` (end of turn, padding) have no text."""
+
+    def __init__(self, tokenizer: Tokenizer, special: frozenset[int] | None = None) -> None:
         self._tokenizer = tokenizer
-        added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
-        self._special = frozenset(token for token, entry in added.items() if entry.special)
+        self._special = special_tokens(tokenizer) if special is None else special
         self._context: list[int] = []  # tokens of the last piece
         self._pending: list[int] = []  # tokens whose text is still held back
 

@@ -11,13 +11,16 @@ from typing import Literal
 
 from tokenizers import Tokenizer
 
+from engines.protocol import FloatArray
 from engines.sequences import Sequences
 from runtime.detokenize import Detokenizer
-from runtime.messages import SamplingSettings
-from runtime.sampling import Sampler, sample
+from runtime.messages import GenerateRequest, SamplingSettings
+from runtime.sampling import BatchSampler
+from runtime.stops import StopMatcher
 from tapeout.errors import RequestError
 
 FinishReason = Literal["stop", "length"]
+_ID = "only"  # the sampler's name of the one request
 
 
 @dataclass(frozen=True)
@@ -76,10 +79,11 @@ def generate(
 def _stream(
     engine: Sequences, tokenizer: Tokenizer, prompt: Sequence[int], settings: GenerationSettings, slot: int
 ) -> Iterator[Piece]:
-    sampler = Sampler(settings.sampling, engine.vocab_size, prompt)
+    sampler = BatchSampler(engine.vocab_size)
+    sampler.add(GenerateRequest(_ID, prompt, settings.max_new_tokens, settings.sampling))
     detokenizer = Detokenizer(tokenizer)
     matcher = StopMatcher(settings.stop_strings)
-    token = sample(engine.prefill(slot, prompt), [sampler])[0]
+    token = _choose(sampler, engine.prefill(slot, prompt))
     for count in range(1, settings.max_new_tokens + 1):
         if token in settings.stop_tokens:
             yield Piece(_last_text(detokenizer, matcher), count, "stop")
@@ -96,52 +100,23 @@ def _stream(
         if text:
             yield Piece(text, count)
         step = [token], [len(prompt) + count - 1]
-        if sampler.draws_argmax:
+        if sampler.needs(_ID) == "token":
             token = int(engine.decode_greedy(*step, first_slot=slot)[0])
         else:
-            token = sample(engine.decode(*step, first_slot=slot), [sampler])[0]
+            token = _choose(sampler, engine.decode(*step, first_slot=slot))
+
+
+def _choose(sampler: BatchSampler, logits: FloatArray) -> int:
+    (choice,) = sampler.choose([_ID], logits)
+    if choice.error is not None:
+        raise RequestError(
+            choice.error,
+            expected="finite logits",
+            remedy="rebuild the bundle; `tapeout inspect` shows which quantized layers have the largest errors",
+        )
+    return choice.token
 
 
 def _last_text(detokenizer: Detokenizer, matcher: StopMatcher) -> str:
     text = matcher.push(detokenizer.finish())
     return text if matcher.matched else text + matcher.finish()
-
-
-class StopMatcher:
-    """Finds stop strings in streamed text, and holds back only text that could still become one.
-
-    >>> matcher = StopMatcher(("</end>",))
-    >>> matcher.push("a <b> </"), matcher.push("end> c"), matcher.matched
-    ('a <b> ', '', True)
-    """
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
-        self._held = ""
-        self.matched = False
-
-    def push(self, text: str) -> str:
-        """The text that certainly precedes any stop string; empty after a match."""
-        if self.matched:
-            return ""
-        text = self._held + text
-        found = [(index + len(stop), index) for stop in self._stops if (index := text.find(stop)) >= 0]
-        if found:
-            # The match that is complete first wins, so the answer does not depend on where the pieces were cut.
-            _, start = min(found)
-            self.matched, self._held = True, ""
-            return text[:start]
-        keep = max((self._overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
-
-    def finish(self) -> str:
-        """The text that was held back and is not a stop string."""
-        text, self._held = self._held, ""
-        return text
-
-    @staticmethod
-    def _overlap(text: str, stop: str) -> int:
-        """Length of the longest prefix of ``stop`` that ``text`` ends with."""
-        longest = min(len(stop) - 1, len(text))
-        return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

@@ -102,7 +102,8 @@ class Delta(NamedTuple):
 
     ``tokens``: new tokens of the response, the stop token included. ``logprobs``: one for each, if asked for.
     ``prompt_logprobs``: None for the first token of the prompt, once, with the first delta. ``cached_tokens``: prompt
-    tokens that were found in KV blocks. ``error``: why, where the reason is "error".
+    tokens that were found in KV blocks. ``error``: why, where the reason is "error". ``queue_seconds``: from arrival to
+    the first step, with the first token.
     """
 
     id: str
@@ -112,6 +113,7 @@ class Delta(NamedTuple):
     cached_tokens: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
+    queue_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -158,8 +160,34 @@ class EngineStats:
     finished: Mapping[str, int] = field(default_factory=dict[str, int])  # requests by finish reason
 
 
+class Refusal(NamedTuple):
+    """A request that was not admitted, or that lost its place in the queue before it ran."""
+
+    id: str
+    error: RequestError
+
+
 class Report(NamedTuple):
     """After each step, and twice a second while idle."""
 
     deltas: tuple[Delta, ...]
     stats: EngineStats
+    refusals: tuple[Refusal, ...] = ()
+
+
+class Add(NamedTuple):
+    """Commands to the engine's process. ``arrival``: ``time.monotonic()`` seconds."""
+
+    request: GenerateRequest
+    arrival: float
+
+
+class Cancel(NamedTuple):
+    id: str
+
+
+class Close(NamedTuple):
+    """End the process; requests that still run are lost."""
+
+
+Command = Add | Cancel | Close

@@ -1,112 +1,313 @@
-"""From logits to the next token: greedy, temperature, top-k, top-p, min-p and repetition penalty.
+"""Which token each running request takes from its logits: one :class:`BatchSampler` for an engine.
 
-B  requests sampled together      V  vocabulary size
+P  rows of logits      V  vocabulary size
 
-Each request owns a :class:`Sampler` with its own seeded generator, so the tokens it draws depend on its seed and its
-logits alone, never on its batch neighbours. The filters and their order (penalty, temperature, top-k, top-p, min-p)
-are those of transformers' ``generation/logits_process.py``; a test compares the distributions.
+A request's tokens depend on its settings, its seed and its logits alone, never on its batch neighbours: the random
+number of a position is computed from the seed and the position. The number of a position does not depend on how many
+steps led there either, so a response is the same with and without speculation.
+
+Presence and frequency penalties count tokens of the response, as OpenAI's do; the repetition penalty counts those of
+the prompt too, as in transformers and vLLM. The logit bias is added first, then come the penalties.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from math import isfinite
+import secrets
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from engines.native.sampling import NONE_LEFT, NOT_FINITE, SamplingKernel
+from engines.native.sampling import Row as NativeRow
 from engines.protocol import FloatArray
-from runtime.messages import SamplingSettings
+from runtime import draw as draw_
+from runtime.constraints import ConstraintCompiler, Matcher
+from runtime.draw import Adjustments, Drawn, Filters, Row, draw, normalizer, random_bits
+from runtime.messages import GenerateRequest, SamplingSettings, TokenLogprobs
 from tapeout.errors import RequestError
 
-Float64Array = NDArray[np.float64]
-IntArray = NDArray[np.int64]
-
-# A nucleus seldom holds more tokens than this, and partitioning V logits is ten times cheaper than sorting them.
-NUCLEUS_GUESS = 1024
+MOST_LOGPROBS = 128
 
 
-class Sampler:
-    """One request's generator and the tokens it has seen."""
+class Choice(NamedTuple):
+    """``error``: why this request alone has failed; its ``token`` is then -1."""
 
-    def __init__(self, settings: SamplingSettings, vocab_size: int, prompt: Iterable[int] = ()) -> None:
-        self.settings = settings
-        self._generator = np.random.Generator(np.random.PCG64(settings.seed))
-        self._seen: NDArray[np.bool_] | None = None
-        if settings.repetition_penalty != 1.0:
-            self._seen = np.zeros(vocab_size, dtype=np.bool_)
-            self._seen[list(prompt)] = True
-
-    @property
-    def draws_argmax(self) -> bool:
-        """True when the raw logits' argmax is the answer, so a batch of such requests needs one pass."""
-        return self.settings.temperature == 0 and self._seen is None
-
-    def draw(self, logits: FloatArray) -> int:
-        """The next token from finite-or-minus-infinity logits ``[V]``; it counts as seen from now on."""
-        scores = logits.astype(np.float64)
-        penalty = self.settings.repetition_penalty
-        if self._seen is not None:
-            seen = scores[self._seen]
-            scores[self._seen] = np.where(seen > 0, seen / penalty, seen * penalty)
-        if self.settings.temperature == 0:
-            token = int(np.argmax(scores))
-        else:
-            tokens, probabilities = candidates(scores / self.settings.temperature, self.settings)
-            cumulative = np.cumsum(probabilities)
-            # A uniform draw scaled by the sum, so that rounding in the sum never leaves a gap at its end.
-            point = self._generator.random() * cumulative[-1]
-            token = int(tokens[min(int(np.searchsorted(cumulative, point, side="right")), len(tokens) - 1)])
-        if self._seen is not None:
-            self._seen[token] = True
-        return token
+    token: int
+    logprobs: TokenLogprobs | None = None
+    error: str | None = None
 
 
-def sample(logits: FloatArray, samplers: Sequence[Sampler]) -> list[int]:
-    """The next token of each of B requests from logits ``[B, V]``.
+class BatchSampler:
+    """Requests are added when they first run and removed when they end; a preempted one stays.
 
-    Raises :class:`RequestError` naming the request when logits hold NaN or plus infinity, or mask every token.
+    Not for several threads at once.
     """
-    if logits.shape[0] != len(samplers):
-        raise RequestError(f"logits of {logits.shape[0]} requests", expected=f"{len(samplers)}")
-    best: list[int] = np.argmax(logits, axis=1).tolist()  # stops at the first NaN, so it also finds broken logits
-    for index, token in enumerate(best):
-        if not isfinite(top := float(logits[index, token])):
-            raise RequestError(
-                f"the largest logit of request {index} is {top} (token {token})",
-                expected="finite logits",
-                remedy="rebuild the bundle; `tapeout inspect` shows which quantized layers have the largest errors",
-            )
-    return [best[i] if sampler.draws_argmax else sampler.draw(logits[i]) for i, sampler in enumerate(samplers)]
+
+    def __init__(
+        self, vocab_size: int, constraints: ConstraintCompiler | None = None, kernel: SamplingKernel | None = None
+    ) -> None:
+        """``constraints``: compiles those of the requests; without one, requests with a constraint are refused.
+
+        ``kernel``: see :func:`engines.native.sampling.sampling_kernel`; without one numpy chooses, the same tokens.
+        """
+        self._vocab_size, self._constraints, self._kernel = vocab_size, constraints, kernel
+        self._states: dict[str, _State] = {}
+
+    def add(self, request: GenerateRequest) -> None:
+        """:class:`RequestError` for settings that this model cannot follow; the request is then not added.
+
+        A constraint is compiled in a thread from here on, while the engine computes the prompt. The first
+        :meth:`choose` waits for it; a constraint that does not compile fails the request there.
+        """
+        if request.id in self._states:
+            raise RequestError(f"request {request.id} is there already", expected="an id of its own")
+        check(request, self._vocab_size)
+        matcher = None
+        if request.constraint is not None:
+            if self._constraints is None or not request.stop_tokens:
+                raise RequestError(
+                    "a request with a constraint",
+                    expected="a model with a tokenizer, and a stop token that ends the response",
+                )
+            matcher = self._constraints.start(request.constraint)
+        self._states[request.id] = _State.of(request, self._vocab_size, matcher)
+
+    def remove(self, id: str) -> None:
+        """Forget a request; nothing happens if it is not there."""
+        self._states.pop(id, None)
+
+    def needs(self, id: str) -> Literal["token", "logits"]:
+        """What the request wants of the engine at its next token: the likeliest token, or logits to choose from.
+
+        A token that the engine chose need not be reported here.
+        """
+        state = self._states[id]
+        plain = (
+            state.filters.scale == 0
+            and state.request.logprobs is None
+            and state.request.constraint is None
+            and (state.changes is None or state.changes.done(state.position))
+        )
+        return "token" if plain else "logits"
+
+    def choose(self, ids: Sequence[str], logits: Sequence[FloatArray] | FloatArray) -> list[Choice]:
+        """The next token of each request, which counts as said from now on.
+
+        ``ids``: different requests. ``logits``: float32 ``[P, V]``, or P rows ``[V]`` that lie in different arrays;
+        they are not changed.
+        """
+        assert len(ids) == len(logits) == len(set(ids)), "one row of logits for each request"
+        states = [self._states[id] for id in ids]
+        rows = [state.row(row) for state, row in zip(states, logits, strict=True)]
+        drawn = iter(self._draw([row for row in rows if isinstance(row, Row)]))
+        return [
+            state.take(row.logits, next(drawn)) if isinstance(row, Row) else Choice(-1, error=row)
+            for state, row in zip(states, rows, strict=True)
+        ]
+
+    def choose_drafted(
+        self, drafts: Mapping[str, Sequence[int]], logits: Mapping[str, FloatArray]
+    ) -> dict[str, list[Choice]]:
+        """The next tokens of requests with D drafts each, of which D may differ: one token at least, 1 + D at most.
+
+        ``logits[id]``: float32 ``[1 + D, V]``, after the last token and after each draft. The choices end with the
+        first that differs from its draft, fails, or is a stop token; all of them count as said.
+        """
+        choices: dict[str, list[Choice]] = {id: [] for id in drafts}
+        going, at = list(drafts), 0
+        while going:
+            for id, choice in zip(going, self.choose(going, [logits[id][at] for id in going]), strict=True):
+                choices[id].append(choice)
+            going = [
+                id
+                for id in going
+                if at < len(drafts[id])
+                and choices[id][at].token == drafts[id][at]
+                and drafts[id][at] not in self._states[id].request.stop_tokens
+            ]
+            at += 1
+        return choices
+
+    def score(
+        self, tokens: Sequence[int], logits: Sequence[FloatArray] | FloatArray, count: int
+    ) -> list[TokenLogprobs]:
+        """Log-probabilities of given tokens, such as a prompt's: ``logits[i]`` are those that ``tokens[i]`` is of.
+
+        :class:`RequestError` if logits are not finite.
+        """
+        greedy = Filters.of(SamplingSettings())
+        drawn = self._draw([Row(row, greedy, top=count) for row in logits])
+        for one in drawn:
+            if isinstance(one.token, str):
+                raise RequestError(one.token, expected="finite logits")
+        return [_logprobs(token, row, one) for token, row, one in zip(tokens, logits, drawn, strict=True)]
+
+    def _draw(self, rows: Sequence[Row]) -> list[Drawn]:
+        assert all(row.logits.shape == (self._vocab_size,) and row.logits.dtype == np.float32 for row in rows)
+        if self._kernel is None or not rows:
+            return [draw(row) for row in rows]
+        calls = [_Call(row) for row in rows]
+        self._kernel.run([call.native for call in calls])
+        return [call.drawn() for call in calls]
 
 
-def candidates(scores: Float64Array, settings: SamplingSettings) -> tuple[IntArray, Float64Array]:
-    """Tokens left by the filters and their probabilities, which sum to 1, from tempered scores ``[V]``.
+def check(request: GenerateRequest, vocab_size: int) -> None:
+    """:class:`RequestError` if a request names tokens that the model does not have, or too many of them."""
+    settings = request.sampling
+    named = {
+        "the prompt": request.prompt,
+        "stop_tokens": request.stop_tokens,
+        "logit_bias": settings.logit_bias,
+    }
+    for name, tokens in named.items():
+        _check_tokens(name, tokens, vocab_size)
+    for name, value in (("logprobs", request.logprobs), ("prompt_logprobs", request.prompt_logprobs)):
+        if value is not None and not 0 <= value <= MOST_LOGPROBS:
+            raise RequestError(f"{name} is {value}", expected=f"between 0 and {MOST_LOGPROBS}")
+    if not 0 <= request.min_new_tokens <= request.max_new_tokens:
+        raise RequestError(
+            f"min_new_tokens is {request.min_new_tokens}", expected=f"between 0 and {request.max_new_tokens} new tokens"
+        )
 
-    Ties at the edge of a filter go to the lower token id.
-    """
-    weights = np.exp(scores - scores.max())
-    filtered = settings.top_k or settings.top_p < 1
-    tokens = _descending(weights, settings) if filtered else np.arange(len(weights))
-    kept = weights[tokens]
-    if settings.top_p < 1:
-        total = kept.sum() if settings.top_k else weights.sum()
-        # The token that crosses the line belongs to the nucleus, so the first always stays.
-        tokens = tokens[: int(np.searchsorted(np.cumsum(kept), settings.top_p * total)) + 1]
-        kept = weights[tokens]
-    if settings.min_p > 0:
-        likely = kept >= settings.min_p * kept.max()
-        tokens, kept = tokens[likely], kept[likely]
-    return tokens.astype(np.int64), kept / kept.sum()
+
+def _logprobs(token: int, logits: FloatArray, drawn: Drawn) -> TokenLogprobs:
+    likeliest = ((other, float(logits[other]) - drawn.normalizer) for other in drawn.likeliest)
+    return TokenLogprobs(token, float(logits[token]) - drawn.normalizer, tuple(likeliest))
 
 
-def _descending(weights: Float64Array, settings: SamplingSettings) -> IntArray:
-    """Token ids by descending weight: the ``top_k``, or enough of them to hold a ``top_p`` share of all weight."""
-    count = min(settings.top_k or NUCLEUS_GUESS, len(weights))
-    # Every token at or above the count-th largest weight, ties included; then a stable sort of those few.
-    edge = np.partition(weights, len(weights) - count)[len(weights) - count]
-    head = np.flatnonzero(weights >= edge)
-    head = head[np.argsort(-weights[head], kind="stable")][:count]
-    if not settings.top_k and weights[head].sum() < settings.top_p * weights.sum():
-        head = np.argsort(-weights, kind="stable")
-    return head
+class _Call:
+    """A draw by the native kernel. Keeps the arrays that it points to."""
+
+    def __init__(self, row: Row) -> None:
+        self._logits = np.ascontiguousarray(row.logits)
+        self._row = row
+        self.native = native = NativeRow()
+        native.logits = self._logits.ctypes.data
+        native.scale, native.top_k, native.top_p, native.least = row.filters
+        native.random = row.random
+        native.top = -1
+        if row.adjustments is not None:
+            native.adjusted = row.adjustments.count
+            native.tokens, native.bias, native.factor, native.shift = row.adjustments.addresses
+        if row.mask is not None:
+            native.mask = row.mask.ctypes.data
+        if row.top is not None:
+            native.top = min(row.top, len(row.logits))
+            self._likeliest = np.zeros(native.top, np.int32)
+            native.top_tokens = self._likeliest.ctypes.data
+
+    def drawn(self) -> Drawn:
+        native = self.native
+        token = {NOT_FINITE: draw_.NOT_FINITE, NONE_LEFT: draw_.NONE_LEFT}.get(native.token, native.token)
+        if self._row.top is None or not native.total:
+            return Drawn(token)
+        return Drawn(token, normalizer(native.max, native.total), self._likeliest.tolist())
+
+
+@dataclass
+class _State:
+    request: GenerateRequest
+    filters: Filters
+    seed: int
+    changes: _Changes | None
+    compiling: Future[Matcher] | None
+    position: int = 0  # tokens of the response so far
+
+    @classmethod
+    def of(cls, request: GenerateRequest, vocab_size: int, compiling: Future[Matcher] | None) -> _State:
+        settings = request.sampling
+        seed = secrets.randbits(64) if settings.seed is None else settings.seed
+        changes = _Changes(request, vocab_size) if _Changes.needed(request) else None
+        return cls(request, Filters.of(settings), seed, changes, compiling)
+
+    def row(self, logits: FloatArray) -> Row | str:
+        """What to draw from; or why the request fails."""
+        mask, complete = None, False
+        if self.compiling is not None:
+            try:
+                matcher = self.compiling.result()
+            except RequestError as error:
+                return error.found
+            mask = matcher.mask(self.request.stop_tokens)
+            if matcher.error is not None:
+                return matcher.error
+            complete = matcher.complete
+        adjustments = self.changes.at(self.position, complete) if self.changes else None
+        bits = random_bits(self.seed, self.position) if self.filters.scale else 0
+        return Row(logits, self.filters, bits, adjustments, mask, self.request.logprobs)
+
+    def take(self, logits: FloatArray, drawn: Drawn) -> Choice:
+        token = drawn.token
+        if isinstance(token, str):
+            return Choice(-1, error=token)
+        self.position += 1
+        if self.changes is not None:
+            self.changes.count(token)
+        if self.compiling is not None and token not in self.request.stop_tokens:
+            self.compiling.result().advance(token)
+        return Choice(token, None if self.request.logprobs is None else _logprobs(token, logits, drawn))
+
+
+class _Changes:
+    """Which logits of a request change, and by how much: bias, penalties, and stop tokens that would come too early."""
+
+    def __init__(self, request: GenerateRequest, vocab_size: int) -> None:
+        self._settings = request.sampling
+        self._stops = sorted(request.stop_tokens) if request.min_new_tokens else []
+        self._min_new_tokens = request.min_new_tokens
+        self._counts: Counter[int] = Counter()
+        self._penalizes = self._has_penalties(request.sampling)
+        repeated = set(request.prompt) if request.sampling.repetition_penalty != 1 else set[int]()
+        first = dict.fromkeys([*self._stops, *request.sampling.logit_bias, *repeated])
+        self._adjustments = Adjustments(
+            len(first) + (min(request.max_new_tokens, vocab_size) if self._penalizes else 0)
+        )
+        self._places = {token: self._adjustments.add(token) for token in first}
+        for token, bias in request.sampling.logit_bias.items():
+            self._adjustments.bias[self._places[token]] = bias
+        for token in repeated:
+            self._adjustments.factor[self._places[token]] = request.sampling.repetition_penalty
+        for token in self._stops:
+            self._adjustments.bias[self._places[token]] = -np.inf
+
+    @classmethod
+    def needed(cls, request: GenerateRequest) -> bool:
+        early = bool(request.min_new_tokens and request.stop_tokens)
+        return early or bool(request.sampling.logit_bias) or cls._has_penalties(request.sampling)
+
+    @staticmethod
+    def _has_penalties(settings: SamplingSettings) -> bool:
+        return bool(settings.presence_penalty or settings.frequency_penalty or settings.repetition_penalty != 1)
+
+    def done(self, position: int) -> bool:
+        """Nothing changes from this position on."""
+        return not self._penalizes and not self._settings.logit_bias and position >= self._min_new_tokens
+
+    def at(self, position: int, complete: bool = False) -> Adjustments:
+        """``complete``: only a stop token can follow, however early."""
+        if self._stops and (complete or position >= self._min_new_tokens):
+            for token in self._stops:
+                self._adjustments.bias[self._places[token]] = self._settings.logit_bias.get(token, 0.0)
+            self._stops = []
+        return self._adjustments
+
+    def count(self, token: int) -> None:
+        """A token of the response."""
+        if not self._penalizes:
+            return
+        self._counts[token] += 1
+        if token not in self._places:
+            self._places[token] = self._adjustments.add(token)
+        place, settings = self._places[token], self._settings
+        self._adjustments.factor[place] = settings.repetition_penalty
+        self._adjustments.shift[place] = -settings.presence_penalty - settings.frequency_penalty * self._counts[token]
+
+
+def _check_tokens(name: str, tokens: Iterable[int], vocab_size: int) -> None:
+    outside = next((token for token in tokens if not 0 <= token < vocab_size), None)
+    if outside is not None:
+        raise RequestError(f"token {outside} in {name}", expected=f"ids from 0 to {vocab_size - 1}")

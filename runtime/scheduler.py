@@ -1,24 +1,33 @@
 """Which tokens of which requests the next step feeds: iteration-level scheduling over a pool of KV blocks.
 
 A request waits, runs, and ends once. A running request has tokens that its blocks do not hold yet: a part of its
-prompt, or the token that was chosen last. Each step first feeds requests that decode, then prompts, in chunks, until
-the step's token budget is used. Requests join and leave at any step.
+prompt, or the token that was chosen last. Each step first feeds requests that decode, then prompts, in chunks: as many
+tokens as keep inter-token latency within its bound. Requests join and leave at any step.
 
 Where blocks run out, the running request of the lowest rank gives up its blocks and is computed again later; full
-blocks that nobody has taken meanwhile are found again by their keys. Neither numpy nor an engine is imported here, and
-no clock is read: the caller says what time it is, in seconds.
+blocks that nobody has taken meanwhile are found again by their keys. Blocks are not moved to host memory or disk
+instead: on a CPU they are in host memory already, and a disk is slower to read than they are to compute.
+
+Requests that share a prefix share its blocks. One that arrives while another computes the same prefix waits for it, so
+``n`` responses to one prompt compute it once. Neither numpy nor an engine is imported here, and no clock is read: the
+caller says what time it is, in seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from itertools import count
 from typing import Literal, NamedTuple
 
 from runtime.blocks import BlockPool, block_keys
+from runtime.step_costs import StepCosts
 from tapeout.errors import RequestError
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
+MAX_DEFERRED = 64  # requests that a step may pass over because another computes their prefix
 
 
 class QueueFullError(RequestError):
@@ -28,22 +37,39 @@ class QueueFullError(RequestError):
         super().__init__(found, expected=expected, remedy="send fewer requests at once, or retry later")
         self.retry_after = retry_after
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return _queue_full, (type(self), self.found, self.expected, self.retry_after)
+
+
+def _queue_full(kind: type[QueueFullError], found: str, expected: str, retry_after: float | None) -> QueueFullError:
+    return kind(found, expected=expected, retry_after=retry_after)
+
+
+class DisplacedError(QueueFullError):
+    """The request waited in a full queue, and one of a higher priority took its place."""
+
 
 @dataclass(frozen=True)
 class Limits:
     """``step_tokens``: most tokens of a step. ``max_running``: requests that run at once.
 
     ``max_waiting`` and ``max_waiting_tokens`` (of their prompts) bound the queue. A request that has waited
-    ``aging_seconds`` ranks as one of the next higher priority.
+    ``aging_seconds`` ranks as one of the next higher priority. ``scored_tokens``: most prompt tokens of a step whose
+    logits are wanted, which bounds their memory. ``most_drafted``: tokens that are guessed for a request in a step; 0
+    switches speculation off. The others: see :class:`runtime.step_costs.StepCosts`.
     """
 
-    block_tokens: int
-    max_tokens: int  # positions of a sequence
     step_tokens: int = 256
     max_running: int = 64
     max_waiting: int = 1024
     max_waiting_tokens: int = 1 << 20
     aging_seconds: float = 5.0
+    scored_tokens: int = 64
+    most_drafted: int = 8
+    itl_factor: float = 1.8
+    itl_seconds: float = 0.02
+    backlog_seconds: float = 5.0
+    step_seconds: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -51,7 +77,8 @@ class Request:
     """``priority``: lower runs first. ``tenant``: step tokens are shared fairly among the tenants of one priority.
 
     ``salt``: requests share blocks of a prefix only with those of the same salt. Deadlines are points in time: of
-    leaving the queue, of the first token and of the last.
+    leaving the queue, of the first token and of the last. ``scored``: the logits of all prompt tokens are wanted, so
+    none of them is taken from blocks of others. ``max_new_tokens`` 0 ends a request with its prompt.
     """
 
     id: str
@@ -63,16 +90,22 @@ class Request:
     queue_deadline: float | None = None
     first_token_deadline: float | None = None
     deadline: float | None = None
+    scored: bool = False
 
 
 class Work(NamedTuple):
-    """Tokens that one request feeds in a step. ``samples``: the last of them decides the request's next token."""
+    """Tokens that one request feeds in a step. ``samples``: the last of them decides the request's next token.
+
+    ``drafts``: so many of the last tokens are guesses. Each token from the last certain one on decides the one after
+    it, and a guess holds if it is the token that was decided.
+    """
 
     id: str
     tokens: Sequence[int]
     start: int
     blocks: Sequence[int]
     samples: bool
+    drafts: int = 0
 
 
 class Finished(NamedTuple):
@@ -81,17 +114,16 @@ class Finished(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Of a request's work. ``token``: the one that was chosen, where the work samples; ``stop``: it ends the answer.
-
-    ``failed``: the engine could not run this request.
+    """Of a request's work. ``tokens``: those that were decided, where the work samples: one, and one more for each
+    guess that holds. ``stop``: the last of them ends the answer. ``failed``: the engine could not run this request.
     """
 
-    token: int | None = None
+    tokens: Sequence[int] = ()
     stop: bool = False
     failed: bool = False
 
 
-@dataclass
+@dataclass(eq=False)
 class _Sequence:
     request: Request
     arrival: float
@@ -108,16 +140,34 @@ class _Sequence:
         return len(self.tokens) - len(self.request.prompt)
 
 
+_Place = tuple[float, str]  # in a queue: arrival and id
+_Group = tuple[str, int]  # tenant and priority
+_Rank = tuple[float, float, float, str]
+_Deadline = tuple[float, int, str, _Sequence]  # when, a number that makes it unique, until what, of whom
+
+
 class Scheduler:
-    def __init__(self, pool: BlockPool, limits: Limits) -> None:
+    """``block_tokens``: positions of a block. ``max_tokens``: positions of a sequence."""
+
+    def __init__(self, pool: BlockPool, limits: Limits, block_tokens: int, max_tokens: int) -> None:
         self.pool, self.limits = pool, limits
+        self._block_tokens, self._max_tokens = block_tokens, max_tokens
+        self.costs = StepCosts(limits.itl_factor, limits.itl_seconds, limits.backlog_seconds, limits.step_seconds)
+        self.waiting_tokens = 0
+        self.preemptions = 0
         self._waiting: dict[str, _Sequence] = {}
         self._running: dict[str, _Sequence] = {}
+        self._queues: dict[_Group, list[_Place]] = {}  # who waits, the earliest first
         self._planned: dict[str, Work] = {}
+        self._computing: dict[bytes, str] = {}  # keys of blocks that a running request will publish
+        self._deadlines: list[_Deadline] = []  # a heap
+        self._numbers = count()
         self._served: dict[str, float] = {}  # tokens fed, by tenant
+        self._active: dict[str, int] = {}  # requests, by tenant
         self._speed: float | None = None  # tokens per second, smoothed
-        self._committed_at: float | None = None
-        self.preemptions = 0
+        self._answer_tokens: float | None = None  # of a request, smoothed
+        self._planned_at = 0.0
+        self._busy_since: float | None = None  # the last commit, unless there was nothing to do after it
 
     @property
     def waiting(self) -> int:
@@ -131,73 +181,99 @@ class Scheduler:
         """Prompt tokens of a running request that it did not have to compute."""
         return self._running[id].cached
 
-    def add(self, request: Request, now: float) -> None:
-        """Queue a request.
+    def decoding(self) -> list[tuple[str, Sequence[int], int]]:
+        """Requests that feed one token in the next step: id, tokens so far, and how many guesses there is room for."""
+        return [
+            (id, sequence.tokens, self._room(sequence))
+            for id, sequence in self._running.items()
+            if self._pending(sequence) == 1
+        ]
+
+    def add(self, request: Request, now: float) -> list[str]:
+        """Queue a request. Waiting requests of lower priority that lose their place in a full queue have ended.
 
         :class:`RequestError` for one that can never run, :class:`QueueFullError` where the queue has no room.
         """
-        size, prompt = self.limits.block_tokens, len(request.prompt)
+        size, prompt = self._block_tokens, len(request.prompt)
         if request.id in self._waiting or request.id in self._running:
             raise RequestError(f"request {request.id} is there already", expected="an id of its own")
         # The last new token is never fed, so it needs no position.
-        positions = prompt + request.max_new_tokens - 1
-        most = min(self.limits.max_tokens, self.pool.blocks * size)
-        if not prompt or request.max_new_tokens < 1 or positions > most:
+        positions = prompt + max(request.max_new_tokens - 1, 0)
+        most = min(self._max_tokens, self.pool.blocks * size)
+        if not prompt or request.max_new_tokens < 0 or positions > most:
             raise RequestError(
                 f"{prompt} prompt tokens and {request.max_new_tokens} new ones",
-                expected=f"at least one of each, and at most {most + 1} together",
+                expected=f"at least one prompt token, and at most {most + 1} together",
                 remedy="shorten the prompt or ask for fewer new tokens",
             )
-        tokens = sum(len(sequence.tokens) for sequence in self._waiting.values())
-        if len(self._waiting) >= self.limits.max_waiting or tokens + prompt > self.limits.max_waiting_tokens:
-            raise QueueFullError(
-                f"{len(self._waiting)} requests of {tokens} tokens are waiting",
-                expected=f"at most {self.limits.max_waiting} requests and {self.limits.max_waiting_tokens} tokens",
-                retry_after=tokens / self._speed if self._speed else None,
-            )
-        if request.tenant not in self._active_tenants():
+        displaced = self._make_room(request, now)
+        tenant = request.tenant
+        if tenant not in self._active:
             # A tenant that was away has not saved up its share.
-            least = min((self._served[tenant] for tenant in self._active_tenants()), default=0.0)
-            self._served[request.tenant] = max(self._served.get(request.tenant, 0.0), least)
-        self._waiting[request.id] = _Sequence(request, now, list(request.prompt))
+            self._served[tenant] = min(self._served.values(), default=0.0)
+        self._active[tenant] = self._active.get(tenant, 0) + 1
+        sequence = _Sequence(request, now, list(request.prompt))
+        self._wait(sequence)
+        deadlines = (
+            ("queue", request.queue_deadline),
+            ("first token", request.first_token_deadline),
+            ("last token", request.deadline),
+        )
+        for until, deadline in deadlines:
+            if deadline is not None:
+                heappush(self._deadlines, (deadline, next(self._numbers), until, sequence))
+        return displaced
 
     def cancel(self, id: str) -> Finished | None:
         """End a request now; its blocks are free for the next step. None if there is no such request."""
-        return self._finish(id, "cancelled") if id in self._waiting or id in self._running else None
+        return self._finish(id, "cancelled") if self._find(id) else None
 
     def expire(self, now: float) -> list[Finished]:
         """End the requests whose deadline has passed."""
+        expired: list[Finished] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, _, until, sequence = heappop(self._deadlines)
+            id = sequence.request.id
+            kept = (until == "queue" and sequence.started) or (until == "first token" and sequence.answered)
+            if not kept and self._find(id) is sequence:
+                expired.append(self._finish(id, "timeout"))
+        if len(self._deadlines) > 256 + 6 * (self.waiting + self.running):  # mostly of requests that have ended
+            self._deadlines = [entry for entry in self._deadlines if self._find(entry[3].request.id) is entry[3]]
+            heapify(self._deadlines)
+        return expired
 
-        def late(sequence: _Sequence) -> bool:
-            request = sequence.request
-            passed = [request.deadline]
-            if not sequence.answered:
-                passed.append(request.first_token_deadline)
-            if not sequence.started:
-                passed.append(request.queue_deadline)
-            return any(deadline is not None and deadline <= now for deadline in passed)
+    def plan(self, now: float, drafts: Mapping[str, Sequence[int]] | None = None) -> list[Work]:
+        """The next step, at most ``step_tokens`` tokens. :meth:`commit` must follow, unless it is empty.
 
-        everyone = (*self._waiting.values(), *self._running.values())
-        return [self._finish(sequence.request.id, "timeout") for sequence in everyone if late(sequence)]
-
-    def plan(self, now: float) -> list[Work]:
-        """The next step, at most ``step_tokens`` tokens. :meth:`commit` must follow, unless it is empty."""
+        ``drafts``: guesses for requests that decode. They are fed as far as there is room for them.
+        """
         assert not self._planned, "the last step was not committed"
+        self._planned_at = now
         budget, before = self.limits.step_tokens, self.preemptions
         ranked = sorted(self._running.values(), key=lambda sequence: self._rank(sequence, now))
         # A decoding request feeds one token: prompts wait for them, since each would delay all of them.
-        for decoding in (True, False):
-            for sequence in ranked:
-                pending = len(sequence.tokens) - sequence.computed
-                if (pending == 1) is decoding and budget and sequence.request.id in self._running:
-                    budget -= self._feed(sequence, min(pending, budget), now)
+        prompts: list[_Sequence] = []
+        for sequence in ranked:
+            if len(sequence.tokens) - sequence.computed > 1:
+                prompts.append(sequence)
+            elif budget and sequence.request.id in self._running:
+                budget -= self._feed(sequence, 1, now)
+        if drafts:
+            budget -= self._add_drafts(drafts, budget)
+        backlog = self.waiting_tokens + sum(map(self._pending, prompts))
+        budget = self.costs.prompt_budget(len(self._planned), budget, backlog)
+        scored = self.limits.scored_tokens
+        for sequence in prompts:
+            if budget and sequence.request.id in self._running:
+                fed, scored = self._feed_prompt(sequence, budget, scored, now)
+                budget -= fed
         if self.preemptions == before:  # else those that were preempted would be admitted right away
-            self._admit(budget, now)
+            self._admit(budget, scored, now)
         return list(self._planned.values())
 
     def commit(self, outcomes: Mapping[str, Outcome], now: float) -> list[Finished]:
         """What came of the planned work; requests that were cancelled meanwhile may be missing. Who has ended."""
-        fed, finished = 0, list[Finished]()
+        fed, decodes, finished = 0, 0, list[Finished]()
         planned, self._planned = self._planned, {}
         for id, work in planned.items():
             sequence = self._running.get(id)
@@ -207,19 +283,21 @@ class Scheduler:
             if outcome.failed:
                 finished.append(self._finish(id, "error"))
                 continue
-            fed += len(work.tokens)
-            sequence.computed = work.start + len(work.tokens)
-            self._served[sequence.request.tenant] += len(work.tokens)
+            count, request = len(work.tokens), sequence.request
+            fed += count
+            decodes += work.samples and count - work.drafts == 1
+            self._served[request.tenant] += count
+            sequence.computed = work.start + count - work.drafts
+            if work.samples:
+                assert 1 <= len(outcome.tokens) <= work.drafts + 1, f"request {id} got {len(outcome.tokens)} tokens"
+                sequence.tokens += outcome.tokens
+                sequence.computed += len(outcome.tokens) - 1
             self._publish(sequence)
-            if not work.samples:
-                continue
-            assert outcome.token is not None, f"request {id} got no token"
-            sequence.tokens.append(outcome.token)
             if outcome.stop:
                 finished.append(self._finish(id, "stop"))
-            elif sequence.answered == sequence.request.max_new_tokens:
+            elif sequence.answered == request.max_new_tokens and (work.samples or not self._pending(sequence)):
                 finished.append(self._finish(id, "length"))
-        self._measure(fed, now)
+        self._measure(decodes, fed, now)
         return finished
 
     def check(self) -> None:
@@ -229,13 +307,18 @@ class Scheduler:
         assert not self._waiting.keys() & self._running.keys()
         for sequence in sequences:
             assert sequence.computed < len(sequence.tokens)
-            assert len(sequence.blocks) * self.limits.block_tokens >= sequence.computed
+            assert len(sequence.blocks) * self._block_tokens >= sequence.computed
         for sequence in self._waiting.values():
             assert not sequence.blocks and not sequence.computed, "a waiting request holds blocks"
+        queued = sorted(id for queue in self._queues.values() for _, id in queue)
+        assert queued == sorted(self._waiting), "queues and waiting requests differ"
+        assert self.waiting_tokens == sum(len(sequence.tokens) for sequence in self._waiting.values())
+        assert sum(self._active.values()) == len(sequences) and self._active.keys() == self._served.keys()
+        assert set(self._computing.values()) <= self._running.keys(), "nobody computes a block that others wait for"
 
     def _feed(self, sequence: _Sequence, count: int, now: float) -> int:
         """Plan ``count`` tokens of a running request; 0 if it had to give up its blocks."""
-        end, size, id = sequence.computed + count, self.limits.block_tokens, sequence.request.id
+        end, size, id = sequence.computed + count, self._block_tokens, sequence.request.id
         missing = -(-end // size) - len(sequence.blocks)
         while missing > 0:
             taken = self.pool.take(missing)
@@ -248,72 +331,215 @@ class Scheduler:
             if victim is sequence:
                 return 0
         tokens = sequence.tokens[sequence.computed : end]
-        self._planned[id] = Work(id, tokens, sequence.computed, sequence.blocks, end == len(sequence.tokens))
+        samples = end == len(sequence.tokens) and sequence.request.max_new_tokens > 0
+        self._planned[id] = Work(id, tokens, sequence.computed, sequence.blocks, samples)
         return count
 
-    def _admit(self, budget: int, now: float) -> None:
-        """Waiting requests run while there is budget, and room for all their tokens so far and the next one.
+    def _feed_prompt(self, sequence: _Sequence, budget: int, scored: int, now: float) -> tuple[int, int]:
+        """Plan as many tokens as the budgets allow; how many, and what is left of the tokens that may be scored."""
+        count = min(self._pending(sequence), budget)
+        if sequence.request.scored and sequence.computed < len(sequence.request.prompt):
+            count = min(count, scored)
+            scored -= count
+        return (self._feed(sequence, count, now) if count else 0), scored
+
+    def _add_drafts(self, drafts: Mapping[str, Sequence[int]], budget: int) -> int:
+        """Append guesses to the planned work, as far as free blocks and the requests' limits allow; how many."""
+        before, size = budget, self._block_tokens
+        for id, guesses in drafts.items():
+            work, sequence = self._planned.get(id), self._running.get(id)
+            if work is None or sequence is None:
+                continue
+            end, count = work.start + 1, min(len(guesses), budget, self._room(sequence))
+            missing = -(-(end + count) // size) - len(sequence.blocks)
+            if missing > 0:
+                taken = self.pool.take(missing)
+                if taken is None:
+                    count = len(sequence.blocks) * size - end
+                else:
+                    sequence.blocks += taken
+            if count > 0:
+                self._planned[id] = work._replace(tokens=[*work.tokens, *guesses[:count]], drafts=count)
+                budget -= count
+        return before - budget
+
+    def _admit(self, budget: int, scored: int, now: float) -> None:
+        """Waiting requests run while there is budget, and room for their tokens so far and those that are expected.
 
         One that does not fit is not overtaken by smaller ones of a lower rank, or it would starve.
         """
-        size = self.limits.block_tokens
-        for sequence in sorted(self._waiting.values(), key=lambda waiting: self._rank(waiting, now)):
+        size = self._block_tokens
+        if not budget or len(self._running) >= self.limits.max_running:
+            return
+        for sequence in self._by_rank(now):
             if not budget or len(self._running) >= self.limits.max_running:
                 return
             sequence.keys = block_keys(sequence.tokens, size, sequence.request.salt, sequence.keys)
             # The last token is computed in any case: its logits decide the next one.
-            usable = (len(sequence.tokens) - 1) // size
+            usable = 0 if sequence.request.scored else (len(sequence.tokens) - 1) // size
             found = self.pool.find(sequence.keys[:usable])
+            if len(found) < usable and sequence.keys[len(found)] in self._computing:
+                continue
             self.pool.hold(found)
-            rest = self.pool.take(-(-len(sequence.tokens) // size) - len(found))
+            missing = -(-len(sequence.tokens) // size) - len(found)
+            spare = self.pool.available - missing - self._growth(sequence, now)
+            # Nobody runs: then it fits, as it may take all blocks.
+            rest = self.pool.take(missing) if spare >= 0 or not self._running else None
             if rest is None:
                 self.pool.release(found)
                 return
             sequence.blocks, sequence.computed, sequence.published = found + rest, len(found) * size, len(found)
             if not sequence.started:
                 sequence.cached, sequence.started = sequence.computed, True
-            self._running[sequence.request.id] = self._waiting.pop(sequence.request.id)
-            budget -= self._feed(sequence, min(len(sequence.tokens) - sequence.computed, budget), now)
+            self._leave_queue(sequence)
+            self._running[sequence.request.id] = sequence
+            for key in sequence.keys[len(found) :]:
+                self._computing.setdefault(key, sequence.request.id)
+            fed, scored = self._feed_prompt(sequence, budget, scored, now)
+            budget -= fed
+
+    def _growth(self, candidate: _Sequence, now: float) -> int:
+        """Blocks that a candidate, and the running requests of higher rank, are expected to need beyond their tokens.
+
+        Those of lower rank can be preempted, so their blocks count as free. Answers are as long as those before them,
+        or as long as they may be while there were none. If more is needed in the end, somebody is preempted.
+        """
+        size, rank, blocks = self._block_tokens, self._rank(candidate, now), 0
+        for sequence in (candidate, *self._running.values()):
+            if sequence is not candidate and self._rank(sequence, now) > rank:
+                blocks -= len(sequence.blocks)
+                continue
+            most = sequence.request.max_new_tokens
+            expected = most if self._answer_tokens is None else min(most, int(self._answer_tokens))
+            end = len(sequence.request.prompt) + max(expected - 1, sequence.answered)
+            blocks += max(0, -(-end // size) - max(len(sequence.blocks), -(-len(sequence.tokens) // size)))
+        return blocks
+
+    def _by_rank(self, now: float) -> Iterator[_Sequence]:
+        """Waiting requests, within a tenant and priority by arrival. They may leave the queue meanwhile."""
+        heads = [(self._rank(self._waiting[queue[0][1]], now), group, 0) for group, queue in self._queues.items()]
+        heapify(heads)
+        deferred = 0
+        while heads and deferred <= MAX_DEFERRED:
+            rank, group, passed = heappop(heads)
+            sequence = self._waiting[rank[3]]
+            yield sequence
+            if sequence.request.id in self._waiting:
+                passed, deferred = passed + 1, deferred + 1
+            queue = self._queues.get(group, [])
+            if passed < len(queue):
+                heappush(heads, (self._rank(self._waiting[queue[passed][1]], now), group, passed))
+
+    def _make_room(self, request: Request, now: float) -> list[str]:
+        """End waiting requests of lower priority, the lowest and latest first, until there is room for this one.
+
+        :class:`QueueFullError`, and nobody ends, if that would not be enough.
+        """
+        limits, displaced = self.limits, list[_Sequence]()
+        places, tokens = limits.max_waiting - self.waiting, limits.max_waiting_tokens - self.waiting_tokens
+        if places >= 1 and tokens >= len(request.prompt):
+            return []
+        # One that was preempted has begun its answer, and keeps its place.
+        lower = (sequence for sequence in self._waiting.values() if not sequence.started)
+        for sequence in sorted(lower, key=lambda sequence: self._rank(sequence, now), reverse=True):
+            if self._rank(sequence, now)[0] <= request.priority:
+                break
+            displaced.append(sequence)
+            places, tokens = places + 1, tokens + len(sequence.tokens)
+            if places >= 1 and tokens >= len(request.prompt):
+                return [self._finish(sequence.request.id, "error").id for sequence in displaced]
+        raise QueueFullError(
+            f"{self.waiting} requests of {self.waiting_tokens} tokens are waiting",
+            expected=f"at most {limits.max_waiting} requests and {limits.max_waiting_tokens} tokens",
+            retry_after=self.retry_after,
+        )
+
+    @property
+    def retry_after(self) -> float | None:
+        """Seconds in which the tokens that wait now can be fed; None before any was."""
+        return self.waiting_tokens / self._speed if self._speed else None
+
+    def _find(self, id: str) -> _Sequence | None:
+        return self._running.get(id) or self._waiting.get(id)
+
+    def _room(self, sequence: _Sequence) -> int:
+        """Guesses that may be fed after its tokens. The last new token is never fed."""
+        most = sequence.request.max_new_tokens - sequence.answered - 1
+        return min(most, self._max_tokens - len(sequence.tokens))
+
+    def _pending(self, sequence: _Sequence) -> int:
+        """Tokens that its blocks do not hold yet."""
+        return len(sequence.tokens) - sequence.computed
+
+    def _wait(self, sequence: _Sequence) -> None:
+        request = sequence.request
+        self._waiting[request.id] = sequence
+        self.waiting_tokens += len(sequence.tokens)
+        insort(self._queues.setdefault((request.tenant, request.priority), []), (sequence.arrival, request.id))
+
+    def _leave_queue(self, sequence: _Sequence) -> None:
+        request = sequence.request
+        del self._waiting[request.id]
+        self.waiting_tokens -= len(sequence.tokens)
+        group = request.tenant, request.priority
+        queue = self._queues[group]
+        del queue[bisect_left(queue, (sequence.arrival, request.id))]
+        if not queue:
+            del self._queues[group]
 
     def _preempt(self, sequence: _Sequence) -> None:
         self._release(sequence)
-        self._waiting[sequence.request.id] = self._running.pop(sequence.request.id)
+        self._wait(self._running.pop(sequence.request.id))
         self.preemptions += 1
 
     def _finish(self, id: str, reason: FinishReason) -> Finished:
-        sequence = self._waiting.pop(id, None) or self._running.pop(id)
-        self._release(sequence)
+        if sequence := self._waiting.get(id):
+            self._leave_queue(sequence)
+        else:
+            sequence = self._running.pop(id)
+            self._release(sequence)
         self._planned.pop(id, None)
-        if sequence.request.tenant not in self._active_tenants():
-            del self._served[sequence.request.tenant]
+        if reason in ("stop", "length"):
+            mean = self._answer_tokens
+            self._answer_tokens = sequence.answered if mean is None else mean + 0.1 * (sequence.answered - mean)
+        tenant = sequence.request.tenant
+        self._active[tenant] -= 1
+        if not self._active[tenant]:
+            del self._active[tenant], self._served[tenant]
         return Finished(id, reason)
 
     def _release(self, sequence: _Sequence) -> None:
+        for key in sequence.keys[sequence.published :]:
+            if self._computing.get(key) == sequence.request.id:
+                del self._computing[key]
         self.pool.release(sequence.blocks)
         sequence.blocks, sequence.computed = [], 0
 
     def _publish(self, sequence: _Sequence) -> None:
         """Give full blocks their keys, so that others find them."""
-        size = self.limits.block_tokens
+        size = self._block_tokens
         full = sequence.computed // size
+        if full <= sequence.published:
+            return
         if full > len(sequence.keys):
             sequence.keys = block_keys(sequence.tokens[: full * size], size, sequence.request.salt, sequence.keys)
         for index in range(sequence.published, full):
-            self.pool.publish(sequence.blocks[index], sequence.keys[index])
-        sequence.published = max(sequence.published, full)
+            key = sequence.keys[index]
+            self.pool.publish(sequence.blocks[index], key)
+            if self._computing.get(key) == sequence.request.id:
+                del self._computing[key]
+        sequence.published = full
 
-    def _rank(self, sequence: _Sequence, now: float) -> tuple[float, float, float, str]:
+    def _rank(self, sequence: _Sequence, now: float) -> _Rank:
         """Who comes first: by priority, which rises with waiting; then tenants that were served least; then by age."""
         request = sequence.request
         priority = request.priority - (now - sequence.arrival) // self.limits.aging_seconds
         return priority, self._served[request.tenant], sequence.arrival, request.id
 
-    def _active_tenants(self) -> set[str]:
-        everyone: Iterable[_Sequence] = (*self._waiting.values(), *self._running.values())
-        return {sequence.request.tenant for sequence in everyone}
-
-    def _measure(self, fed: int, now: float) -> None:
-        if fed and self._committed_at is not None and now > self._committed_at:
-            speed = fed / (now - self._committed_at)
+    def _measure(self, decodes: int, fed: int, now: float) -> None:
+        self.costs.observe(decodes, fed - decodes, now - self._planned_at)
+        elapsed = now - (self._planned_at if self._busy_since is None else self._busy_since)
+        if fed and elapsed > 0:
+            speed = fed / elapsed
             self._speed = speed if self._speed is None else 0.9 * self._speed + 0.1 * speed
-        self._committed_at = now
+        self._busy_since = now if self._running or self._waiting else None

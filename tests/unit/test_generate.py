@@ -16,8 +16,9 @@ from engines.protocol import EngineCapabilities, FloatArray
 from engines.sequences import Sequences
 from engines.slot_engine import SlotEngine
 from engines.step_inputs import Int64Array
-from runtime.generate import GenerationSettings, Piece, StopMatcher, generate
+from runtime.generate import GenerationSettings, Piece, generate
 from runtime.messages import SamplingSettings
+from runtime.stops import StopMatcher
 from tapeout.errors import RequestError
 
 

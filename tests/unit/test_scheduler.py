@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engines.protocol import Entry
 from runtime.blocks import BlockPool, block_keys
-from runtime.scheduler import Finished, Limits, Outcome, QueueFullError, Request, Scheduler
+from runtime.scheduler import Finished, Limits, Outcome, QueueFullError, Request, Scheduler, Work
 from tapeout.errors import RequestError
 from tests.fake_engine import HistoryEngine
 
@@ -30,6 +30,21 @@ def alone(engine: HistoryEngine, request: Request) -> list[int]:
     return tokens[len(request.prompt) :]
 
 
+def decided(work: Work) -> range:
+    """The positions that decide tokens: the last certain one, and those of the guesses."""
+    return range(len(work.tokens) - work.drafts - 1 if work.samples else len(work.tokens), len(work.tokens))
+
+
+def accepted(tokens: list[int], work: Work) -> list[int]:
+    """The tokens that were decided, up to the first that its guess did not foresee, and to the stop token."""
+    kept: list[int] = []
+    for guess, token in zip([*work.tokens[len(work.tokens) - work.drafts :], -1], tokens, strict=False):
+        kept.append(token)
+        if token in (STOP, -1) or token != guess:
+            break
+    return kept
+
+
 class Served(RuleBasedStateMachine):
     @initialize(
         blocks=st.integers(4, 24),
@@ -39,9 +54,9 @@ class Served(RuleBasedStateMachine):
     )
     def start(self, blocks: int, step_tokens: int, running: int, aging: int) -> None:
         self.engine = HistoryEngine(VOCABULARY, slots=MAX_TOKENS, max_tokens=MAX_TOKENS, block_tokens=BLOCK)
-        limits = Limits(BLOCK, MAX_TOKENS, step_tokens, running, max_waiting=8, aging_seconds=aging)
+        limits = Limits(step_tokens, running, max_waiting=8, aging_seconds=aging, scored_tokens=3)
         self.blocks, self.limits = blocks, limits
-        self.scheduler = Scheduler(BlockPool(blocks), limits)
+        self.scheduler = Scheduler(BlockPool(blocks), limits, BLOCK, MAX_TOKENS)
         self.now, self.number = 0.0, 0
         self.answers: dict[str, list[int]] = {}
         self.requests: dict[str, Request] = {}
@@ -55,25 +70,32 @@ class Served(RuleBasedStateMachine):
     @rule(
         prefix=st.integers(0, 3),
         rest=st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=20),
-        new=st.integers(1, 12),
+        new=st.integers(0, 12),
         priority=st.integers(0, 2),
         tenant=st.sampled_from("ab"),
         wait=st.none() | st.integers(0, 12),
+        scored=st.booleans(),
     )
-    def arrive(self, prefix: int, rest: list[int], new: int, priority: int, tenant: str, wait: int | None) -> None:
+    def arrive(
+        self, prefix: int, rest: list[int], new: int, priority: int, tenant: str, wait: int | None, scored: bool
+    ) -> None:
         """Prompts begin alike, so that prefixes are shared; what one tenant computed is not found by another."""
         self.number += 1
         deadline = None if wait is None else self.now + wait
         prompt = [1, 2, 3, 4, 5] * prefix + rest
         salt = tenant.encode()
-        request = Request(f"r{self.number}", prompt, new, priority, tenant, salt, queue_deadline=deadline)
+        id = f"r{self.number}"
+        request = Request(id, prompt, new, priority, tenant, salt, queue_deadline=deadline, scored=scored)
         try:
-            self.scheduler.add(request, self.now)
+            displaced = self.scheduler.add(request, self.now)
         except QueueFullError:
             assert self.scheduler.waiting == self.limits.max_waiting
         except RequestError:
-            assert len(prompt) + new - 1 > min(self.blocks * BLOCK, MAX_TOKENS)
+            assert len(prompt) + max(new - 1, 0) > min(self.blocks * BLOCK, MAX_TOKENS)
         else:
+            assert not displaced or self.scheduler.waiting == self.limits.max_waiting
+            assert not any(self.answers[id] for id in displaced)
+            self.end([Finished(id, "error") for id in displaced])
             self.requests[request.id], self.answers[request.id] = request, []
 
     @precondition(lambda self: self.requests.keys() - self.ended.keys())
@@ -84,33 +106,41 @@ class Served(RuleBasedStateMachine):
         assert finished is not None and self.scheduler.cancel(id) is None
         self.end([finished])
 
-    @rule(fails=st.integers(0, 9), cancels=st.integers(0, 9))
-    def step(self, fails: int, cancels: int) -> None:
+    def drafts(self, right: int) -> dict[str, list[int]]:
+        """Guesses for every request, of which the first ``right`` hold."""
+        drafts: dict[str, list[int]] = {}
+        for id in self.requests.keys() - self.ended.keys():
+            answer, expected = self.answers[id], alone(self.engine, self.requests[id])
+            rest = expected[len(answer) :]
+            drafts[id] = rest[:right] + [(token + 1) % VOCABULARY for token in rest[right : right + 1]]
+        return drafts
+
+    @rule(fails=st.integers(0, 9), cancels=st.integers(0, 9), right=st.integers(0, 4))
+    def step(self, fails: int, cancels: int, right: int) -> None:
         """One step of the engine. Now and then an entry fails, or a request is cancelled while the step runs."""
         self.now += 1
         self.end(self.scheduler.expire(self.now))
         waited = self.scheduler.waiting
-        works = self.scheduler.plan(self.now)
+        works = self.scheduler.plan(self.now, self.drafts(right))
         assert sum(len(work.tokens) for work in works) <= self.limits.step_tokens
         assert len({work.id for work in works}) == len(works) <= self.limits.max_running
         assert works or not (waited or self.scheduler.running), "nothing runs although requests wait"
-        entries = [Entry(w.tokens, w.start, w.blocks, positions=None if w.samples else ()) for w in works]
+        entries = [Entry(w.tokens, w.start, w.blocks, positions=decided(w)) for w in works]
         outcomes: dict[str, Outcome] = {}
         for number, (work, result) in enumerate(zip(works, self.engine.step(entries) if works else [], strict=True)):
             assert result.error is None
             if number == fails:
                 outcomes[work.id] = Outcome(failed=True)
                 continue
-            token = None if result.tokens is None else int(result.tokens[0])
-            outcomes[work.id] = Outcome(token, token == STOP)
+            tokens = accepted([] if result.tokens is None else result.tokens.tolist(), work)
+            outcomes[work.id] = Outcome(tokens, STOP in tokens)
         if cancels < len(works):
             gone = self.scheduler.cancel(works[cancels].id)
             assert gone is not None
             self.end([gone])
             del outcomes[works[cancels].id]
         for id, outcome in outcomes.items():
-            if outcome.token is not None:
-                self.answers[id].append(outcome.token)
+            self.answers[id] += outcome.tokens
         self.end(self.scheduler.commit(outcomes, self.now))
 
     @invariant()
@@ -125,7 +155,7 @@ class Served(RuleBasedStateMachine):
             return
         steps = 0
         while self.requests.keys() - self.ended.keys():
-            self.step(99, 99)
+            self.step(99, 99, steps % 3)
             steps += 1
             assert steps < 5000, "a request starves"
         assert not self.scheduler.pool.held and not self.scheduler.running and not self.scheduler.waiting
@@ -142,13 +172,13 @@ TestServed.settings = settings(max_examples=60, stateful_step_count=40, deadline
 
 
 def scheduler(blocks: int = 16, **limits: int) -> Scheduler:
-    return Scheduler(BlockPool(blocks), replace(Limits(BLOCK, MAX_TOKENS), **limits))
+    return Scheduler(BlockPool(blocks), replace(Limits(), **limits), BLOCK, MAX_TOKENS)
 
 
 def advance(made: Scheduler, now: float = 0.0, *, stop: bool = False) -> list[str]:
     """One step; the ids that were fed."""
     works = made.plan(now)
-    made.commit({work.id: Outcome(1 if work.samples else None, stop and work.samples) for work in works}, now)
+    made.commit({work.id: Outcome([1] if work.samples else [], stop and work.samples) for work in works}, now)
     return [work.id for work in works]
 
 
@@ -190,13 +220,14 @@ def test_decodes_come_before_prompts_and_prompts_are_cut() -> None:
     for _ in range(3):
         works = made.plan(0)
         sizes.append({work.id: len(work.tokens) for work in works})
-        made.commit({work.id: Outcome(1 if work.samples else None) for work in works}, 0)
+        made.commit({work.id: Outcome([1] if work.samples else []) for work in works}, 0)
     assert sizes == [{"short": 1, "long": 7}, {"short": 1, "long": 7}, {"short": 1, "long": 6}]
 
 
 def test_a_lower_priority_gives_up_its_blocks_and_is_computed_again() -> None:
     made = scheduler(blocks=4)
     made.add(Request("low", [1] * 7, 5, priority=1), 0)
+    advance(made)
     made.add(Request("high", [2] * 7, 9), 0)
     order = [advance(made) for _ in range(30)]
     assert made.preemptions >= 1
@@ -231,7 +262,7 @@ def test_what_can_never_run_is_refused_at_once() -> None:
         made.add(Request("a", [1] * 7, 3), 0)
     assert "at most 9 together" in (caught.value.expected or "")
     made.add(Request("a", [1] * 7, 2), 0)
-    for empty in (Request("b", [], 1), Request("b", [1], 0)):
+    for empty in (Request("b", [], 1), Request("b", [1], -1)):
         with pytest.raises(RequestError):
             made.add(empty, 0)
     with pytest.raises(RequestError, match="is there already"):
@@ -292,3 +323,135 @@ def test_a_planted_leak_is_found(defect: str) -> None:
     else:
         with pytest.raises(AssertionError, match="not held as often"):
             pool.check([taken, taken])
+
+
+def test_a_higher_priority_displaces_the_lowest_and_latest() -> None:
+    made = scheduler(max_running=1, max_waiting=2)
+    for id, priority in (("a", 2), ("b", 1), ("c", 2)):
+        made.add(Request(id, [1], 1, priority), len(id))
+        if id == "a":
+            made.plan(0)  # it runs
+    assert made.add(Request("d", [1], 1, 1), 2) == ["c"]
+    with pytest.raises(QueueFullError):
+        made.add(Request("e", [1], 1, 1), 2)
+    assert made.waiting == 2 and made.cancel("c") is None
+
+
+def test_displacing_makes_room_for_tokens_or_ends_nobody() -> None:
+    made = scheduler(max_waiting_tokens=10)
+    for number in range(3):
+        made.add(Request(f"low{number}", [1] * 3, 1, 5), number)
+    made.add(Request("mid", [1], 1, 1), 3)
+    with pytest.raises(QueueFullError):
+        made.add(Request("large", [1] * 10, 1, 1), 4)  # "mid" would have to go, too
+    assert made.waiting == 4
+    assert made.add(Request("high", [1] * 6, 1, 1), 4) == ["low2", "low1"]
+
+
+def test_who_has_waited_long_is_not_displaced() -> None:
+    made = scheduler(max_waiting=1, aging_seconds=5)
+    made.add(Request("old", [1], 1, 1), 0)
+    with pytest.raises(QueueFullError):
+        made.add(Request("new", [1], 1, 0), 6)
+
+
+def test_a_preempted_request_keeps_its_place() -> None:
+    """It has begun its answer, so it is not displaced."""
+    made = scheduler(blocks=4, max_waiting=1)
+    made.add(Request("low", [1] * 7, 5, priority=1), 0)
+    made.plan(0)
+    made.commit({"low": Outcome([1])}, 0)
+    made.add(Request("high", [2] * 7, 9), 0)
+    while not made.waiting:
+        advance(made)
+    with pytest.raises(QueueFullError):
+        made.add(Request("higher", [1], 1, priority=0), 0)
+
+
+def test_a_prefix_that_another_computes_is_waited_for() -> None:
+    made = scheduler(step_tokens=6)
+    prompt = list(range(1, 10))
+    for id in ("a", "b"):
+        made.add(Request(id, prompt, 1), 0)
+    made.add(Request("other", [7], 1), 0)
+    assert advance(made) == ["a"]
+    assert sorted(advance(made)) == ["a", "other"], "b waits for a, and keeps nobody from running"
+    (work,) = made.plan(0)
+    assert work.id == "b" and work.start == 8
+
+
+def test_a_prefix_is_not_waited_for_once_nobody_computes_it() -> None:
+    made = scheduler(step_tokens=3)
+    for id in ("a", "b"):
+        made.add(Request(id, list(range(1, 10)), 1), 0)
+    assert advance(made) == ["a"]
+    made.cancel("a")
+    assert advance(made) == ["b"]
+
+
+def test_prompts_leave_decodes_their_latency() -> None:
+    """Costs: 10 ms for decodes, and 1 ms for a prompt token. Steps with decodes may last 20 ms."""
+    made = scheduler(blocks=64)
+    now = 0.0
+    made.add(Request("decodes", [1], 30), now)
+    made.add(Request("first", [1] * 40, 1), now)
+    sizes: list[dict[str, int]] = []
+    for _ in range(12):
+        if len(sizes) == 4:
+            made.add(Request("long", [2] * 60, 1), now)
+        works = made.plan(now)
+        sizes.append({work.id: len(work.tokens) for work in works})
+        now += 0.01 + 0.001 * sum(len(work.tokens) for work in works if len(work.tokens) > 1)
+        made.commit({work.id: Outcome([1] if work.samples else []) for work in works}, now)
+    chunks = [size["long"] for size in sizes if "long" in size]
+    assert sizes[0] == {"decodes": 1, "first": 40} and sum(chunks) == 60
+    assert max(chunks) <= 16, "MIN_CHUNK is the most here: 10 ms are left for 16 tokens at 1 ms"
+
+
+def test_deadlines_of_requests_that_have_ended_are_forgotten() -> None:
+    made = scheduler()
+    for number in range(2000):
+        made.add(replace(Request(f"{number}", [1], 1), deadline=1e9), number)
+        advance(made, number)
+        made.expire(number)
+    assert len(made._deadlines) < 300
+
+
+def test_guesses_need_free_blocks_and_never_preempt() -> None:
+    made = scheduler(blocks=3)
+    made.add(Request("short", [9], 1), 0)
+    advance(made)  # so that short answers are expected
+    for id in ("a", "b"):
+        made.add(Request(id, [1] * 3, 6), 0)
+        advance(made)
+    works = {work.id: work for work in made.plan(0, {"a": [5] * 4, "b": [6] * 4})}
+    assert works["a"].drafts == 3 and works["b"].drafts == 0 and made.preemptions == 0
+    assert list(works["a"].tokens) == [1, 5, 5, 5] and len(works["a"].blocks) == 2
+
+
+def test_accepted_guesses_count_as_tokens() -> None:
+    made = scheduler()
+    made.add(Request("a", [1] * 3, 6), 0)
+    advance(made)
+    (work,) = made.plan(0, {"a": [5, 6, 7, 8, 9]})
+    assert work.drafts == 4, "the last new token is never fed"
+    made.commit({"a": Outcome([5, 6, 9])}, 0)
+    (work,) = made.plan(0)
+    assert work.start == 6 and list(work.tokens) == [9]
+    assert made.commit({"a": Outcome([3])}, 0) == []
+    (work,) = made.plan(0)
+    assert made.commit({"a": Outcome([3])}, 0) == [Finished("a", "length")]
+
+
+def test_admission_leaves_room_for_answers() -> None:
+    """Two answers of the longest length do not fit; two as long as those before do."""
+    made = scheduler(blocks=6)
+    for id in ("a", "b"):
+        made.add(Request(id, [1] * 4, 13), 0)
+    assert advance(made) == ["a"]
+    assert advance(made, stop=True) == ["a"]
+    made.add(Request("c", [2] * 4, 13), 1)
+    assert sorted(advance(made)) == ["b", "c"]
+    for _ in range(60):
+        advance(made)
+    assert made.preemptions and not made.running and not made.waiting, "the guess was wrong, and nobody is lost"

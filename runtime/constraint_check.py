@@ -1,0 +1,119 @@
+"""Checks constraints in a process of its own, which a hostile one may exhaust or crash without harm.
+
+The process is started with the first constraint, and again after one that ended it.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from pathlib import Path
+
+from runtime.constraints import ConstraintCompiler, grammar_of
+from runtime.messages import Constraint
+from tapeout.errors import RequestError
+
+MOST_SECONDS = 0.5  # of processor time for one constraint
+MOST_MEMORY_BYTES = 4 << 30
+STACK_BYTES = 4 << 20  # less than where constraints are compiled for use, so what passes has room there
+REMEMBERED = 256  # constraints that passed or failed
+
+
+class ConstraintChecker:
+    """For a server. ``tokenizer``: the path of ``tokenizer.json``. Calls from several threads wait in turn."""
+
+    def __init__(self, tokenizer: Path, vocab_size: int, stop_tokens: Iterable[int]) -> None:
+        self._command = [sys.executable, "-m", __name__, str(tokenizer), str(vocab_size)]
+        self._command += map(str, sorted(stop_tokens))
+        self._process: subprocess.Popen[str] | None = None
+        self._known: OrderedDict[Constraint, RequestError | None] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def check(self, constraint: Constraint) -> None:
+        """:class:`RequestError` for a constraint that is invalid, unsupported or too complex.
+
+        Takes some milliseconds, and at most about ``MOST_SECONDS`` and the start of a process (half a second): call it
+        in a thread.
+        """
+        grammar_of(constraint)  # the text's own mistakes, before anything is started
+        with self._lock:
+            if constraint not in self._known:
+                self._known[constraint] = self._ask(constraint)
+                if len(self._known) > REMEMBERED:
+                    self._known.popitem(last=False)
+            error = self._known[constraint]
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        with self._lock:
+            self._end()
+
+    def _ask(self, constraint: Constraint) -> RequestError | None:
+        if self._process is None or self._process.poll() is not None:
+            self._end()
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
+            )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps([constraint.kind, constraint.text]) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            self._end()
+            return RequestError(
+                f"a {constraint.kind} constraint that takes too long or too much memory to compile",
+                expected=f"at most {MOST_SECONDS} seconds of processor time",
+                remedy="simplify it",
+            )
+        found, expected, remedy = json.loads(line)
+        return RequestError(found, expected=expected, remedy=remedy) if found else None
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+
+def main() -> None:
+    """One line of JSON in for each constraint, one out: what was found, expected and to do; empty if it passes."""
+    import resource
+
+    # A crash or an exhausted limit ends this process at once, without a core file.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY_BYTES, MOST_MEMORY_BYTES))
+    tokenizer, vocab_size, *stop_tokens = sys.argv[1:]
+    text = Path(tokenizer).read_text(encoding="utf-8")
+    compiler = ConstraintCompiler(text, int(vocab_size), map(int, stop_tokens))
+    threading.stack_size(STACK_BYTES)
+    thread = threading.Thread(target=_answer, args=[compiler])
+    thread.start()
+    thread.join()
+
+
+def _answer(compiler: ConstraintCompiler) -> None:
+    for line in sys.stdin:
+        kind, text = json.loads(line)
+        answer = ("", "", "")
+        try:
+            compiler.load()
+            signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)  # its signal ends the process
+            compiler.compile(Constraint(kind, text))
+        except RequestError as error:
+            answer = (error.found, error.expected, error.remedy)
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Server-sent events, written straight to the connection: no layer between a new token and its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing, suppress
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from runtime.server.connection import DisconnectedError, unless_disconnected
+from runtime.server.errors import from_exception
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(data: Any) -> bytes:
+    return b"data: " + orjson.dumps(data) + b"\n\n"
+
+
+class JsonResponse(Response):
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return orjson.dumps(content)
+
+
+class EventStream(Response):
+    """Sends events as they come, then ``[DONE]``; an error becomes the last event before it.
+
+    ``events`` is closed as soon as the client goes away, which cancels what still runs for it.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes], headers: Mapping[str, str]) -> None:
+        super().__init__(headers=dict(headers) | {"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        with suppress(DisconnectedError):
+            await unless_disconnected(receive, self._write(send))
+
+    async def _write(self, send: Send) -> None:
+        async with aclosing(self._events):
+            try:
+                async for content in self._events:
+                    await send({"type": "http.response.body", "body": content, "more_body": True})
+            except Exception as error:
+                content = event(from_exception(error).body)
+                await send({"type": "http.response.body", "body": content, "more_body": True})
+        await send({"type": "http.response.body", "body": DONE})

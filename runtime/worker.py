@@ -1,0 +1,85 @@
+"""The engine's own process: it takes commands from a socket, steps, and sends a report after each step.
+
+It ends when its parent does, when it is told to, and when its engine is broken. It neither spins nor steps while there
+is nothing to do.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import select
+import signal
+import threading
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from time import monotonic
+
+from runtime.constraints import ConstraintCompiler
+from runtime.core import EngineCore
+from runtime.messages import Add, Cancel, Close, Command
+from runtime.opening import Start
+from runtime.sampling import BatchSampler
+from tapeout.errors import RequestError, TapeoutError
+
+IDLE_MS = 500  # between two reports of an idle engine
+EXIT_ORPHANED = 3
+
+
+def main(descriptor: int) -> None:
+    """Serve the other end of a socket: a :class:`Start` comes first, :class:`EngineInfo` or an error is the answer."""
+    # Ctrl-C and service managers signal all processes of a server; this one ends when its parent has drained it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, args=(descriptor,), daemon=True).start()
+    with Connection(descriptor) as connection:
+        try:
+            start: Start = connection.recv()
+            opened = start.open(start.folder)
+        except TapeoutError as error:
+            connection.send(error)
+            return
+        info, compiler = opened.info, None
+        if opened.tokenizer is not None:
+            compiler = ConstraintCompiler(opened.tokenizer, info.vocab_size, info.stop_tokens)
+        core = EngineCore(opened.engine, start.limits, BatchSampler(info.vocab_size, compiler, opened.kernel))
+        gc.freeze()  # what was imported and opened stays: the collector need not look at it again
+        try:
+            connection.send(info)
+            _serve(connection, core, compiler)
+        except (EOFError, ConnectionError):
+            os._exit(EXIT_ORPHANED)  # the parent is gone
+        finally:
+            core.close()
+
+
+def _serve(connection: Connection, core: EngineCore, compiler: ConstraintCompiler | None) -> None:
+    arrived = select.poll()
+    arrived.register(connection.fileno(), select.POLLIN)
+    prepared = False
+    while True:
+        while arrived.poll(0 if core.busy else IDLE_MS):
+            command: Command = pickle.loads(connection.recv_bytes())
+            match command:
+                case Add():
+                    core.add(command.request, command.arrival)
+                case Cancel():
+                    core.cancel(command.id)
+                case Close():
+                    return
+        if not core.busy and not prepared and compiler is not None:
+            # Else the first request with a constraint would wait for it, and everybody else with it.
+            with suppress(RequestError):  # requests with constraints will be told
+                compiler.load()
+            prepared = True
+        report = core.step(monotonic()) if core.busy else core.report()
+        connection.send_bytes(pickle.dumps(report, pickle.HIGHEST_PROTOCOL))
+
+
+def _end_with_parent(descriptor: int) -> None:
+    """End this process at once when the other end of the socket is closed, even in the midst of a step."""
+    closed = select.poll()
+    closed.register(descriptor, select.POLLHUP)
+    closed.poll()
+    os._exit(EXIT_ORPHANED)

@@ -1,0 +1,132 @@
+"""An engine client without a process: the real core over an engine of this process, one step at a time in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+from time import monotonic
+
+from engines.protocol import Entry, FloatArray, Result
+from runtime.client import EngineDownError
+from runtime.core import EngineCore
+from runtime.messages import Delta, EngineInfo, GenerateRequest, Report
+from runtime.scheduler import Limits
+from tapeout.errors import TapeoutError
+from tests.fake_engine import HistoryEngine
+
+
+class LocalClient:
+    """See :class:`runtime.client.EngineClient`. ``down``: as if the engine's process had ended."""
+
+    def __init__(
+        self, engine: HistoryEngine, *, stop_tokens: frozenset[int] = frozenset(), limits: Limits | None = None
+    ) -> None:
+        has = engine.capabilities
+        self.engine, self.core = engine, EngineCore(engine, limits or Limits())
+        self.info = EngineInfo(
+            digest=engine.digest,
+            name="history",
+            max_tokens=has.max_tokens,
+            vocab_size=has.vocab_size,
+            block_tokens=has.block_tokens,
+            blocks=has.blocks,
+            block_bytes=has.block_bytes,
+            weight_bytes=0,
+            stop_tokens=stop_tokens,
+        )
+        self.stats = self.core.stats()
+        self.healthy = True
+        self.draining = self.down = False
+        self._commands: list[GenerateRequest | str] = []  # a request to add, or the id of one to cancel
+        self._streams: dict[str, asyncio.Queue[Delta | TapeoutError]] = {}
+        self._loop: asyncio.Task[None] | None = None
+
+    @property
+    def ready(self) -> bool:
+        return not (self.draining or self.down)
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
+        if not self.ready:
+            raise EngineDownError("the engine takes no requests")
+        stream = self._streams[request.id] = asyncio.Queue[Delta | TapeoutError]()
+        self._commands.append(request)
+        if self._loop is None or self._loop.done():
+            self._loop = asyncio.create_task(self._run())
+        finished = False
+        try:
+            while not finished:
+                delta = await stream.get()
+                if isinstance(delta, TapeoutError):
+                    raise delta
+                finished = delta.finish_reason is not None
+                yield delta
+        finally:
+            if self._streams.pop(request.id, None) is not None:
+                self._commands.append(request.id)
+
+    async def _run(self) -> None:
+        while self._commands or self.core.busy:
+            commands, self._commands = self._commands, []
+            report = await asyncio.to_thread(self._step, commands)
+            self.stats = report.stats
+            for delta in report.deltas:
+                self._tell(delta.id, delta, ends=delta.finish_reason is not None)
+            for id, error in report.refusals:
+                self._tell(id, error, ends=True)
+            if self.down:
+                for id in list(self._streams):
+                    self._tell(id, EngineDownError("the engine's process has ended"), ends=True)
+                    self._commands.append(id)
+
+    def _step(self, commands: Sequence[GenerateRequest | str]) -> Report:
+        for command in commands:
+            if isinstance(command, str):
+                self.core.cancel(command)
+            else:
+                self.core.add(command, monotonic())
+        return self.core.step(monotonic())
+
+    def _tell(self, id: str, message: Delta | TapeoutError, *, ends: bool) -> None:
+        stream = self._streams.pop(id, None) if ends else self._streams.get(id)
+        if stream is not None:
+            stream.put_nowait(message)
+
+    async def swap(self, folder: Path) -> None:
+        raise NotImplementedError
+
+    async def drain(self, timeout: float) -> None:
+        self.draining = True
+        async with asyncio.timeout(timeout):
+            while self._streams:
+                await asyncio.sleep(0.01)
+
+    async def close(self) -> None: ...
+
+
+class SlowEngine(HistoryEngine):
+    """Calls ``before`` ahead of each step."""
+
+    def __init__(self, vocab_size: int, *, slots: int = 3, max_tokens: int = 64, block_tokens: int = 0) -> None:
+        super().__init__(vocab_size, slots=slots, max_tokens=max_tokens, block_tokens=block_tokens)
+        self.before = lambda: None
+
+    def step(self, batch: Sequence[Entry]) -> list[Result]:
+        self.before()
+        return super().step(batch)
+
+
+class ScriptEngine(SlowEngine):
+    """After the last ``mark`` (token ids) in a sequence it says ``script``, then ``end``; each nearly certain."""
+
+    def __init__(self, mark: Sequence[int], end: int, vocab_size: int, *, slots: int = 3, max_tokens: int = 64) -> None:
+        super().__init__(vocab_size, slots=slots, max_tokens=max_tokens)
+        self.mark, self.end, self.script = list(mark), end, list[int]()
+
+    def logits_after(self, tokens: Sequence[int]) -> FloatArray:
+        size, tokens = len(self.mark), list(tokens)
+        place = next((at for at in range(len(tokens), 0, -1) if tokens[at - size : at] == self.mark), len(tokens))
+        said = len(tokens) - place
+        logits = super().logits_after(tokens).copy()
+        logits[self.script[said] if said < len(self.script) else self.end] = 50.0
+        return logits
