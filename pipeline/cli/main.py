@@ -141,6 +141,25 @@ def serve(
         float, typer.Option(help="How often to look for a new champion, which is swapped in; 0 never looks.")
     ] = 30.0,
     unsafe: Annotated[bool, typer.Option("--unsafe", help="Serve a bundle that has no PASS verdict.")] = False,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help="Clients must send it; may be given more than once. Or TAPEOUT_API_KEYS.")
+    ] = None,
+    keys_file: Annotated[
+        Path | None, typer.Option(help="YAML file of keys and their limits: `tapeout keys new`.")
+    ] = None,
+    usage_database: Annotated[
+        str | None, typer.Option(help="SQLAlchemy URL for usage records, such as sqlite:///usage.db; without, none.")
+    ] = None,
+    usage_journal: Annotated[
+        Path, typer.Option(help="Folder of the journal that makes usage records exact; one for each server.")
+    ] = Path("usage.journal"),
+    traffic_log: Annotated[
+        Path | None, typer.Option(help="Folder for a redacted sample of prompts and responses; without, none.")
+    ] = None,
+    traffic_share: Annotated[float, typer.Option(help="Share of the requests in the traffic log, 0 to 1.")] = 0.01,
+    traffic_redactor: Annotated[
+        list[str] | None, typer.Option(help="package.module:function that also redacts; may be given more than once.")
+    ] = None,
     params: Params = Path("params.yaml"),
 ) -> None:
     """Serve an engine over the OpenAI API (docs/serving.md). A bundle without a PASS for this hardware is refused.
@@ -168,8 +187,56 @@ def serve(
             drain_seconds=drain_seconds,
             follow_seconds=follow_seconds,
             unsafe=unsafe,
+            api_keys=tuple(api_key or ()),
+            keys_file=keys_file,
+            usage_database=usage_database,
+            usage_journal=usage_journal,
+            traffic_log=traffic_log,
+            traffic_share=traffic_share,
+            traffic_redactors=tuple(traffic_redactor or ()),
         )
     )
+
+
+@app.command(rich_help_panel="Use an engine")
+def keys(
+    action: Annotated[str, typer.Argument(help="new: make a key.", metavar="new")],
+    name: Annotated[str, typer.Argument(help="Whose key it is; usage is counted under this name.")],
+    tenant: Annotated[str, typer.Option(help="Keys of one tenant share KV blocks; by default the name.")] = "",
+    requests_per_minute: Annotated[int | None, typer.Option(help="Without: no limit.")] = None,
+    tokens_per_minute: Annotated[int | None, typer.Option(help="Of prompts and answers; without: no limit.")] = None,
+    token_budget: Annotated[int | None, typer.Option(help="In total; without: no limit.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Make an API key: prints it once, and the entry with its hash for the server's file of keys.
+
+    Example: `tapeout keys new search-team --requests-per-minute 600`
+    """
+    from pipeline.cli import keys as command
+
+    limits = {
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+        "token_budget": token_budget,
+    }
+    _show(*command.run(action, name, tenant, limits), as_json)
+
+
+@app.command(rich_help_panel="Use an engine")
+def usage(
+    database: Annotated[str, typer.Option(help="SQLAlchemy URL of the usage records.")] = "sqlite:///usage.db",
+    since: Annotated[str, typer.Option("--from", help="First day (UTC), such as 2026-11-01; by default all.")] = "",
+    until: Annotated[str, typer.Option("--to", help="Day after the last one (UTC).")] = "",
+    out: Annotated[Path | None, typer.Option(help="Also write the sums to this Parquet file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Sum the usage records by day, key, tenant and model: requests, and prompt, cached and completion tokens.
+
+    Example: `tapeout usage --from 2026-11-01 --to 2026-12-01 --out usage.parquet`
+    """
+    from pipeline.cli import usage as command
+
+    _show(*command.run(database, since, until, out), as_json)
 
 
 @app.command(rich_help_panel="Judge and release")

@@ -1,0 +1,83 @@
+"""What operators need around the API, put together: metrics, health, keys, usage records, traffic log and live page.
+
+operations = Operations(client, "smollm2", OperationsSettings(api_keys=("secret",)))
+serve(client, …, extensions=operations.extensions)
+operations.close()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastapi import APIRouter
+from starlette.middleware import Middleware
+
+from runtime.client import EngineClient
+from runtime.server.calls import Hook
+from runtime.server.health import Health
+from runtime.server.keys import KeyFileError, Keys, RequireKey
+from runtime.server.metrics import HttpMetrics, Metrics
+from runtime.server.page import Page
+from runtime.server.run import Extensions
+from runtime.server.service import Service
+from runtime.server.traffic import TrafficLog, TrafficSettings
+from runtime.server.usage import Usage
+
+
+@dataclass(frozen=True)
+class OperationsSettings:
+    """``usage_database``: an SQLAlchemy URL; None keeps no usage records. ``traffic`` None: no traffic log.
+
+    ``read_bandwidth``: bytes per second, if it was measured (:class:`runtime.server.metrics.Metrics`).
+    """
+
+    api_keys: tuple[str, ...] = ()
+    keys_file: Path | None = None
+    usage_database: str | None = None
+    usage_journal: Path = Path("usage.journal")
+    traffic: TrafficSettings | None = None
+    read_bandwidth: float | None = None
+
+
+class Operations:
+    """Made before the engine is open. ``extensions``: for :func:`runtime.server.run.serve`."""
+
+    def __init__(self, client: EngineClient, model: str, settings: OperationsSettings) -> None:
+        self._service: Service | None = None
+        self.metrics = Metrics(client, model, read_bandwidth=settings.read_bandwidth)
+        self.health = Health(client, lambda: self._service is not None and self._service.draining)
+        self.keys = Keys(settings.api_keys, settings.keys_file)
+        self.usage = Usage(settings.usage_database, settings.usage_journal) if settings.usage_database else None
+        if self.usage is not None:
+            self.keys.used = self.usage.tokens_by_key()
+        elif self.keys.have_budgets:
+            raise KeyFileError(
+                "a key has a token budget, but there are no usage records to count it with",
+                expected="a database of usage records",
+                remedy="name one with --usage-database, or remove token_budget",
+            )
+        self.traffic = TrafficLog(settings.traffic, self._decode) if settings.traffic else None
+        # Metrics come first and count what the others refuse; the last ones count what was admitted.
+        hooks: list[Hook | None] = [self.metrics, self.keys, self.usage, self.traffic]
+        page = Page(self.metrics, self.health)
+        self.extensions = Extensions(
+            routers=[APIRouter(routes=[self.metrics.route(), *self.health.routes(), *page.routes()])],
+            middleware=[Middleware(HttpMetrics, metrics=self.metrics), Middleware(RequireKey, keys=self.keys)],
+            hooks=[hook for hook in hooks if hook is not None],
+            attach=self._attach,
+        )
+
+    def close(self) -> None:
+        """Write what is still in memory. No call may be running."""
+        for writer in (self.usage, self.traffic):
+            if writer is not None:
+                writer.close()
+
+    def _attach(self, service: Service) -> None:
+        self._service = service
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        assert self._service is not None, "no call can end before there is a service"
+        return self._service.text.decode(tokens)
