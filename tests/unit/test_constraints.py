@@ -396,3 +396,28 @@ def test_a_response_that_gets_too_complex_fails_alone() -> None:
     matcher.advance(tokenizer().token_to_id("x"))
     assert "became too complex" in (matcher.error or "") and not matcher.complete
     assert not (matcher.mask([END])[END] & 1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_drafts_do_not_change_a_constrained_response(seed: int) -> None:
+    """The grammar moves on by accepted tokens only."""
+    constraint = Constraint("json_schema", json.dumps(PERSON))
+    asked = request(constraint, sampling=SamplingSettings(temperature=1.0, seed=seed))
+    generator = np.random.default_rng(seed)
+    logits = generator.normal(0, 3, (400, V)).astype(np.float32)  # of each position
+
+    def said(drafted: bool, known: list[int]) -> list[int]:
+        sampler, tokens = BatchSampler(V, compiler()), list[int]()
+        sampler.add(asked)
+        while not tokens or tokens[-1] != END:
+            at = len(tokens)
+            drafts = known[at : at + 3] if drafted else []
+            if drafts and generator.random() < 0.5:
+                drafts[int(generator.integers(len(drafts)))] = int(generator.integers(2, V))  # may break the grammar
+            (choices,) = sampler.choose_drafted({"a": drafts}, {"a": logits[at : at + 1 + len(drafts)]}).values()
+            assert all(choice.error is None for choice in choices)
+            tokens += [choice.token for choice in choices]
+        return tokens
+
+    plain = said(False, [])
+    assert said(True, plain) == plain

@@ -13,6 +13,8 @@ enum { CHUNK_VECTORS = 32, CHUNK = CHUNK_VECTORS * LANES };
 
 static const float LOG2_E = 1.44269504f;
 
+#define ONE 0x1p30f
+
 /* Of V tokens, padded to whole chunks of CHUNK. */
 typedef struct {
   int64_t V, chunks;
@@ -98,17 +100,17 @@ static float find_maxima(const Work* w) {
   return reduce_max(max);
 }
 
-/* 2^((score - max) * scale) in fixed point. */
+/* 2^((score - max) * scale) in fixed point. Scaling by a power of two is exact, so it comes first. */
 INLINE I32x16 weights_of(F32x16 scores, F32x16 max, F32x16 scale) {
   const F32x16 exponent = vmax((scores - max) * scale, splat(-40));
   const F32x16 n = vround(exponent), f = exponent - n;
-  F32x16 power = splat(0.00015353362f) * f + splat(0.0013398875f);
-  power = power * f + splat(0.009618437f);
-  power = power * f + splat(0.055503324f);
-  power = power * f + splat(0.24022648f);
-  power = power * f + splat(0.6931472f);
-  power = power * f + splat(1);
-  return round_to_int(power * (F32x16)shift_left(wrapping_add(round_to_int(n), splat_int(30 + 127)), 23));
+  F32x16 power = splat(0.00015353362f * ONE) * f + splat(0.0013398875f * ONE);
+  power = power * f + splat(0.009618437f * ONE);
+  power = power * f + splat(0.055503324f * ONE);
+  power = power * f + splat(0.24022648f * ONE);
+  power = power * f + splat(0.6931472f * ONE);
+  power = power * f + splat(ONE);
+  return round_to_int(vscalef(power, n));
 }
 
 /* Weights of all tokens, 0 for those below `least`, their sums by chunk, and the sum of all. */
