@@ -367,6 +367,25 @@ def test_a_constraint_that_does_not_compile_fails_its_request_alone() -> None:
     assert "unclosed group" in (bad.error or "") and good.error is None
 
 
+def test_a_panic_while_compiling_fails_the_request_and_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    class PanicException(BaseException): ...
+
+    def panic(constraint: Constraint) -> Any:
+        raise PanicException("index out of bounds")
+
+    own = ConstraintCompiler(tokenizer().to_str(), V, [END])
+    monkeypatch.setattr(own, "compile", panic)
+    sampler = BatchSampler(V, own)
+    sampler.add(request(Constraint("json_object")))
+    assert "PanicException: index out of bounds" in (choose(sampler).error or "")
+
+
+def test_a_model_that_cannot_be_constrained_says_so() -> None:
+    for text, stops in (("{", [END]), (tokenizer().to_str(), []), (tokenizer().to_str(), [V])):
+        with pytest.raises(RequestError, match="cannot be constrained"):
+            ConstraintCompiler(text, V, stops).load()
+
+
 def test_adding_does_not_wait_for_the_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     own, gate = ConstraintCompiler(tokenizer().to_str(), V, [END]), threading.Event()
     compile_ = own.compile
