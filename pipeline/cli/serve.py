@@ -131,7 +131,9 @@ async def _serve_champion(service: Service, name: str) -> None:
     log.info("version %d of %s is champion now: opening %s", champion.version, name, champion.folder)
     _require_digest(champion.folder, champion.digest)
     await service.swap(champion.folder)
-    log.info("version %d of %s is served; requests that were running end on the engine before it", *champion[:1], name)
+    log.info(
+        "version %d of %s is served; requests that were running end on the engine before it", champion.version, name
+    )
 
 
 def parse_bytes(text: str) -> int:
