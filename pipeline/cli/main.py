@@ -97,7 +97,14 @@ def generate(
         raw=raw,
         max_new_tokens=max_new_tokens,
         stop=tuple(stop or ()),
-        sampling=SamplingSettings(temperature, top_k, top_p, min_p, repetition_penalty, seed),
+        sampling=SamplingSettings(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+        ),
     )
 
 
