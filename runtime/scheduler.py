@@ -66,7 +66,7 @@ class Limits:
     aging_seconds: float = 5.0
     scored_tokens: int = 64
     most_drafted: int = 8
-    itl_factor: float = 1.8
+    itl_factor: float = 1.7
     itl_seconds: float = 0.02
     backlog_seconds: float = 5.0
     step_seconds: float = 1.0

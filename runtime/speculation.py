@@ -19,8 +19,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-SHORTEST, LONGEST = 2, 4  # tokens that must match
-WINDOW = 16_384  # latest tokens of a sequence that are searched
+from runtime.step_costs import StepCosts
+
+SIZES = (4, 2)  # tokens that must match
+WINDOW = 8192  # latest tokens of a sequence that are searched
+INDEXED_AT_ONCE = 1024  # tokens, in less than 1 ms: a long prompt takes several calls
 MOST_DRAFTED = 8
 FIRST_PAUSE, LONGEST_PAUSE = 16, 512  # drafts that are left out before one is tried again
 
@@ -38,7 +41,7 @@ def accept(chosen: Sequence[int], drafts: Sequence[int]) -> list[int]:
 
 
 class PromptLookup:
-    """Finds the last tokens of one sequence earlier in it: the longest match of ``LONGEST`` to ``SHORTEST`` tokens.
+    """Finds the last tokens of one sequence earlier in it: a match of four tokens, or else of two.
 
     Among equally long matches the latest counts. Takes constant time for each token, and memory for the last ``WINDOW``
     tokens.
@@ -50,56 +53,28 @@ class PromptLookup:
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
         """At most ``most`` tokens that may follow. ``tokens``: those of the call before, and perhaps more."""
-        for position in range(max(self._indexed, len(tokens) - WINDOW), len(tokens)):
-            for size in range(SHORTEST, min(LONGEST, position) + 1):
-                self._follows[tuple(tokens[position - size : position])] = position
-            self._forget(tokens, position - WINDOW)
-        self._indexed = len(tokens)
-        for size in range(min(LONGEST, len(tokens)), SHORTEST - 1, -1):
-            start = self._follows.get(tuple(tokens[-size:]))
+        first = max(self._indexed, len(tokens) - WINDOW)
+        self._indexed = min(first + INDEXED_AT_ONCE, len(tokens))
+        for position in range(first, self._indexed):
+            for key in _keys(tokens, position):
+                self._follows[key] = position
+            for key in _keys(tokens, position - WINDOW):
+                if self._follows.get(key) == position - WINDOW:
+                    del self._follows[key]
+        if self._indexed < len(tokens):
+            return []
+        for key in _keys(tokens, len(tokens)):
+            start = self._follows.get(key)
             if start is not None:
                 # A match that overlaps the end repeats: its continuation follows itself.
                 period = len(tokens) - start
                 return [tokens[start + at % period] for at in range(most)]
         return []
 
-    def _forget(self, tokens: Sequence[int], position: int) -> None:
-        for size in range(SHORTEST, min(LONGEST, position) + 1):
-            key = tuple(tokens[position - size : position])
-            if self._follows.get(key) == position:
-                del self._follows[key]
 
-
-class StepCosts:
-    """What a step costs: seconds = ``base`` + ``slope`` times tokens, fitted to recent steps."""
-
-    KEPT = 0.98  # weight of a step relative to the one after it
-
-    def __init__(self) -> None:
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0
-
-    def observe(self, tokens: int, seconds: float) -> None:
-        """A step that fed so many tokens and took so long."""
-        values = (1.0, tokens, seconds, tokens * tokens, tokens * seconds)
-        sums = (self._weight, self._x, self._y, self._xx, self._xy)
-        self._weight, self._x, self._y, self._xx, self._xy = (
-            self.KEPT * total + value for total, value in zip(sums, values, strict=True)
-        )
-
-    def worth(self, requests: int) -> float:
-        """How likely a draft must be accepted to pay, where so many requests decode.
-
-        A step of B requests gives B tokens in ``base + slope * B`` seconds. A draft costs ``slope`` seconds more and
-        gives a token with probability p: throughput rises if p is above ``slope * B / (base + slope * B)``. Where
-        nothing is known, because all steps were of one size, it is 0.5.
-        """
-        spread = self._weight * self._xx - self._x * self._x
-        if self._weight < 8 or spread < 0.05 * self._weight * self._weight:
-            return 0.5
-        slope = max((self._weight * self._xy - self._x * self._y) / spread, 0.0)
-        base = max((self._y - slope * self._x) / self._weight, 0.0)
-        step = base + slope * requests
-        return slope * requests / step if step > 0 else 0.5
+def _keys(tokens: Sequence[int], position: int) -> list[tuple[int, ...]]:
+    """The tokens before a position, in each of the sizes that there are."""
+    return [tuple(tokens[position - size : position]) for size in SIZES if position >= size]
 
 
 @dataclass

@@ -2,34 +2,18 @@
 
    A token's weight is its probability over that of the likeliest one, times 2^30, as an integer: sums do not depend on
    the order of their terms. Multiplies and adds round separately, as numpy's do. */
+#include "sampling.h"
 #include "vector.h"
 
 #include <math.h>
 
 #pragma clang fp contract(off)
 
-enum { CHUNK_VECTORS = 32, CHUNK = CHUNK_VECTORS * LANES, NOT_FINITE = -1, NONE_LEFT = -2 };
+enum { CHUNK_VECTORS = 32, CHUNK = CHUNK_VECTORS * LANES };
 
 static const float LOG2_E = 1.44269504f;
 
-/* One draw; engines/native/sampling.py has the same fields in the same order. */
-typedef struct {
-  const float* logits;   /* [V] */
-  const uint32_t* mask;  /* a bit for each token that is allowed; NULL: all are */
-  const int32_t* tokens; /* whose logits change, [adjusted] */
-  const float *bias, *factor, *shift;
-  int64_t adjusted;
-  uint64_t random;
-  double top_p;
-  float scale;   /* log2(e) over the temperature; 0: the likeliest token */
-  int32_t top_k; /* 0: all */
-  int32_t least; /* weight of the least likely token that is kept */
-  int32_t top;   /* how many of the likeliest tokens are wanted, of the logits as they are; -1: nothing of these */
-  int32_t* top_tokens;
-  int64_t total; /* out: the sum of all weights at temperature 1 */
-  float max;     /* out: the largest logit */
-  int32_t token; /* out, or why there is none */
-} Row;
+#define ONE 0x1p30f
 
 /* Of V tokens, padded to whole chunks of CHUNK. */
 typedef struct {
@@ -38,10 +22,11 @@ typedef struct {
   int32_t* weights;       /* [chunks * CHUNK] */
   uint64_t *keys, *order; /* [chunks * CHUNK] */
   int64_t* sums;          /* of the weights of each chunk */
+  const float* next;      /* the logits of the next row, or NULL */
   float* maxima;          /* [chunks, LANES]: of the tokens of a chunk in one lane */
 } Work;
 
-__attribute__((visibility("default"))) int64_t tapeout_sample_bytes(int64_t V) {
+int64_t tapeout_sample_bytes(int64_t V) {
   const int64_t chunks = (V + CHUNK - 1) / CHUNK;
   return chunks * (CHUNK * (int64_t)(sizeof(float) + sizeof(int32_t) + 2 * sizeof(uint64_t)) +
                    (int64_t)(sizeof(int64_t) + LANES * sizeof(float)));
@@ -56,14 +41,6 @@ static Work work_in(void* memory, int64_t V) {
   w.weights = (int32_t*)(w.scores + w.chunks * CHUNK);
   w.maxima = (float*)(w.weights + w.chunks * CHUNK);
   return w;
-}
-
-/* Whether lanes of a comparison hold. */
-INLINE int any_of(I32x16 lanes) {
-  return reduce_min_int(lanes) != 0;
-}
-INLINE int all_of(I32x16 lanes) {
-  return !any_of(~lanes);
 }
 
 /* The largest key comes first; among equal scores the lowest token does. */
@@ -91,7 +68,7 @@ static int copy(const Work* w, const float* logits) {
     right &= (I32x16)(x < splat(INFINITY));
     store(w->scores + at, x);
   }
-  return all_of(right);
+  return !any_of(~right);
 }
 
 /* Changes the logits that the request changes, and excludes what the mask excludes. Whether no score is NaN or infinity. */
@@ -124,34 +101,56 @@ static float find_maxima(const Work* w) {
   return reduce_max(max);
 }
 
-/* 2^((score - max) * scale) in fixed point. */
+/* 2^((score - max) * scale) in fixed point. Scaling by a power of two is exact, so it comes first. */
 INLINE I32x16 weights_of(F32x16 scores, F32x16 max, F32x16 scale) {
   const F32x16 exponent = vmax((scores - max) * scale, splat(-40));
   const F32x16 n = vround(exponent), f = exponent - n;
-  F32x16 power = splat(0.00015353362f) * f + splat(0.0013398875f);
-  power = power * f + splat(0.009618437f);
-  power = power * f + splat(0.055503324f);
-  power = power * f + splat(0.24022648f);
-  power = power * f + splat(0.6931472f);
-  power = power * f + splat(1);
-  return round_to_int(power * (F32x16)shift_left(wrapping_add(round_to_int(n), splat_int(30 + 127)), 23));
+  F32x16 power = splat(0.0013264727f * ONE) * f + splat(0.009671513f * ONE);
+  power = power * f + splat(0.055507336f * ONE);
+  power = power * f + splat(0.24022242f * ONE);
+  power = power * f + splat(0.693147f * ONE);
+  power = power * f + splat(ONE);
+  return round_to_int(vscalef(power, n));
 }
 
-/* Weights of all tokens, 0 for those below `least`, their sums by chunk, and the sum of all. */
-static int64_t find_weights(const Work* w, float max, float scale, int32_t least) {
-  int64_t total = 0;
-  for (int64_t c = 0; c < w->chunks; c++) {
-    I32x16 low = {0}, high = {0};
-    for (int v = 0; v < CHUNK_VECTORS; v++) {
-      const int64_t at = c * CHUNK + v * LANES;
-      I32x16 weights = weights_of(load(w->scores + at), splat(max), splat(scale));
-      weights &= (I32x16)(weights >= splat_int(least));
-      low += weights & splat_int(0x7fff), high += weights >> 15;
-      store_int(w->weights + at, weights);
+/* Sums of integers from 0 to 2^31. */
+typedef struct {
+  U32x16 low, high;
+} Sums;
+
+INLINE void add_to(Sums* sums, U32x16 x) {
+  sums->low += x & (U32x16)splat_int(0xffff), sums->high += x >> 16;
+}
+INLINE int64_t reduce(Sums sums) {
+  return (int64_t)reduce_add_int((I32x16)sums.low) + ((int64_t)reduce_add_int((I32x16)sums.high) << 16);
+}
+
+/* The sum of the weights of a chunk. `filtered`: those below `least` are 0. `stored`: the weights are kept. The memory of
+   the next row is fetched meanwhile. */
+INLINE int64_t weigh_chunk(const Work* w, int64_t c, float max, float scale, int32_t least, const int filtered,
+                           const int stored) {
+  const int64_t first = c * CHUNK;
+  const float* fetched = w->next && first + CHUNK <= w->V ? w->next + first : w->scores + first;
+  Sums sums = {{0}, {0}};
+  for (int v = 0; v < CHUNK; v += 2 * LANES) {
+    I32x16 weights[2];
+    EACH (int i = 0; i < 2; i++) {
+      const int64_t at = first + v + i * LANES;
+      _mm_prefetch(fetched + v + i * LANES, _MM_HINT_T1);
+      weights[i] = weights_of(load(w->scores + at), splat(max), splat(scale));
+      if (filtered) weights[i] &= (I32x16)(weights[i] >= splat_int(least));
+      if (stored) store_int(w->weights + at, weights[i]);
     }
-    w->sums[c] = reduce_add_int(low) + ((int64_t)reduce_add_int(high) << 15);
-    total += w->sums[c];
+    add_to(&sums, (U32x16)weights[0] + (U32x16)weights[1]);
   }
+  return reduce(sums);
+}
+
+/* The sum of all weights, and those of each chunk. */
+INLINE int64_t find_weights(const Work* w, float max, float scale, int32_t least, const int filtered,
+                            const int stored) {
+  int64_t total = 0;
+  for (int64_t c = 0; c < w->chunks; c++) total += w->sums[c] = weigh_chunk(w, c, max, scale, least, filtered, stored);
   return total;
 }
 
@@ -207,18 +206,30 @@ static uint64_t edge_of(const Work* w, int64_t count, const int32_t* weights, do
   return find_edge(w->order, count, weights, needed);
 }
 
-/* The keys of the `k` largest scores, 0 < k <= V, by ascending token. `maxima` are those of the scores. */
-static int64_t find_largest(const Work* w, int64_t k) {
-  float least = -INFINITY;
-  if (k <= w->chunks * LANES) { /* the k largest of the maxima are k tokens */
-    for (int64_t i = 0; i < w->chunks * LANES; i++) w->order[i] = key_of(w->maxima[i], i);
-    least = w->maxima[token_of(find_edge(w->order, w->chunks * LANES, NULL, (double)k))];
+/* A score that at least `k` tokens reach: the k-th largest of the maxima, which are of different tokens. Maxima of more
+   tokens each do as well while there are many more than `k` of them. Overwrites the maxima. */
+static float reached_by(const Work* w, int64_t k) {
+  int64_t vectors = w->chunks;
+  while (vectors % 2 == 0 && vectors / 2 * LANES >= 4 * k) {
+    vectors /= 2;
+    for (int64_t i = 0; i < vectors; i++) {
+      float* max = w->maxima + i * LANES;
+      store(max, vmax(load(max), load(max + vectors * LANES)));
+    }
   }
+  if (k > vectors * LANES) return -INFINITY;
+  for (int64_t i = 0; i < vectors * LANES; i++) w->order[i] = key_of(w->maxima[i], i);
+  return w->maxima[token_of(find_edge(w->order, vectors * LANES, NULL, (double)k))];
+}
+
+/* The keys of the `k` largest scores, 0 < k <= V, by ascending token. Padding comes after all tokens, so it is never
+   among them. Overwrites the maxima, which must be those of the scores. */
+static int64_t find_largest(const Work* w, int64_t k) {
+  const float least = reached_by(w, k);
   int64_t count = 0;
   for (int64_t at = 0; at < w->V; at += LANES) {
     if (!any_of((I32x16)(load(w->scores + at) >= splat(least)))) continue;
-    const int64_t end = at + LANES < w->V ? at + LANES : w->V;
-    for (int64_t token = at; token < end; token++) {
+    for (int64_t token = at; token < at + LANES; token++) {
       w->keys[count] = key_of(w->scores[token], token);
       count += w->scores[token] >= least;
     }
@@ -240,32 +251,38 @@ static int64_t weigh(const Work* w, int64_t count, float max, float scale) {
   return total;
 }
 
+/* The sum of the weights that are at least `least`. */
+static int64_t sum_from(const Work* w, int32_t least) {
+  int64_t total = 0;
+  for (int64_t c = 0; c < w->chunks; c++) {
+    Sums sums = {{0}, {0}};
+    for (int v = 0; v < CHUNK; v += LANES) {
+      const I32x16 weights = load_int(w->weights + c * CHUNK + v);
+      add_to(&sums, (U32x16)(weights & (I32x16)(weights >= splat_int(least))));
+    }
+    total += reduce(sums);
+  }
+  return total;
+}
+
 /* Keys of all tokens that can be among the most likely ones with `share` of the weights, whose sum is `total`. */
 static int64_t find_likely(const Work* w, double share, int64_t total) {
-  /* All tokens below this weight have together less than the rest of the weights. */
-  int64_t least = (int64_t)((1 - share) * (double)total / (double)w->V), count = 0;
-  for (int64_t at = 0; at < w->V; at += LANES) {
-    if (!any_of((I32x16)(load_int(w->weights + at) >= splat_int((int32_t)least)))) continue;
-    const int64_t end = at + LANES < w->V ? at + LANES : w->V;
-    for (int64_t token = at; token < end; token++) {
+  /* All tokens below the last of these weights have together less than the rest; often fewer tokens are enough. */
+  const double rest = (1 - share) * (double)total;
+  int32_t least = 0;
+  for (double tokens = 256;; tokens *= 8) {
+    const double bound = rest / (tokens < (double)w->V ? tokens : (double)w->V);
+    least = bound < 1 << 30 ? (int32_t)bound : 1 << 30;
+    if (tokens >= (double)w->V || (double)sum_from(w, least) >= share * (double)total) break;
+  }
+  least -= (least >> 20) + 1; /* weights follow the order of scores but for the rounding of a float */
+  int64_t count = 0;
+  for (int64_t at = 0; at < w->chunks * CHUNK; at += LANES) {
+    if (!any_of((I32x16)(load_int(w->weights + at) >= splat_int(least)))) continue;
+    for (int64_t token = at; token < at + LANES; token++) {
       w->keys[count] = key_of(w->scores[token], token);
       count += w->weights[token] >= least;
     }
-  }
-  /* The same again with what the tokens that were dropped have left of the rest. */
-  for (int round = 0; round < 4; round++) {
-    int64_t kept_weight = 0, kept = 0;
-    for (int64_t i = 0; i < count; i++) kept_weight += w->weights[token_of(w->keys[i])];
-    const double rest = (1 - share) * (double)total - (double)(total - kept_weight);
-    if (rest <= 0) break;
-    least = (int64_t)(rest / (double)count);
-    for (int64_t i = 0; i < count; i++) {
-      const int32_t weight = w->weights[token_of(w->keys[i])];
-      w->keys[kept] = w->keys[i];
-      kept += weight >= least;
-    }
-    if (kept == count) break;
-    count = kept;
   }
   return count;
 }
@@ -283,8 +300,9 @@ static int32_t draw(const Work* w, const Row* row, float max) {
     }
   const int few = row->top_k > 0 && row->top_k < w->V;
   if (!few && row->top_p >= 1) {
-    int64_t point = point_in(row->random, find_weights(w, max, row->scale, row->least)), c = 0;
+    int64_t point = point_in(row->random, find_weights(w, max, row->scale, row->least, 1, 0)), c = 0;
     while (point >= w->sums[c]) point -= w->sums[c++];
+    weigh_chunk(w, c, max, row->scale, row->least, 1, 1);
     int64_t token = c * CHUNK;
     while (point >= w->weights[token]) point -= w->weights[token++];
     return (int32_t)token;
@@ -294,7 +312,7 @@ static int32_t draw(const Work* w, const Row* row, float max) {
     count = find_largest(w, row->top_k);
     total = weigh(w, count, max, row->scale);
   } else {
-    total = find_weights(w, max, row->scale, 0);
+    total = find_weights(w, max, row->scale, 0, 0, 1);
     count = find_likely(w, row->top_p, total);
   }
   if (row->top_p < 1) count = keep(w->keys, count, edge_of(w, count, w->weights, row->top_p * (double)total));
@@ -317,7 +335,7 @@ static void find_top(const Work* w, Row* row) {
   row->max = find_maxima(w);
   row->total = 0;
   if (row->max == -INFINITY) return;
-  row->total = find_weights(w, row->max, LOG2_E, 0);
+  row->total = find_weights(w, row->max, LOG2_E, 0, 0, 0);
   if (!row->top) return;
   const int64_t count = find_largest(w, row->top);
   for (int64_t i = 1; i < count; i++) /* few of them */
@@ -325,12 +343,12 @@ static void find_top(const Work* w, Row* row) {
   for (int64_t i = 0; i < count; i++) row->top_tokens[i] = (int32_t)token_of(w->keys[i]);
 }
 
-/* Draws the token of each row. `memory`: `tapeout_sample_bytes(V)` bytes, aligned as an int64_t. */
-__attribute__((visibility("default"))) void tapeout_sample_1(Row* const* rows, int64_t count, int64_t V, void* memory) {
-  const Work w = work_in(memory, V);
+void tapeout_sample_1(Row* const* rows, int64_t count, int64_t V, void* memory) {
+  Work w = work_in(memory, V);
   for (int64_t i = 0; i < count; i++) {
     Row* row = rows[i];
     row->token = NOT_FINITE;
+    w.next = i + 1 < count ? rows[i + 1]->logits : NULL;
     if (!copy(&w, row->logits)) continue;
     if (row->top >= 0) find_top(&w, row);
     if (!adjust(&w, row)) continue;
