@@ -10,20 +10,21 @@ rather than copied: such engines hold few sequences, and the one that holds the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import monotonic
 
 from engines.protocol import Engine, Entry, FloatArray, Result
 from runtime.blocks import BlockPool
-from runtime.constraints import ConstraintCompiler
 from runtime.messages import Delta, EngineStats, GenerateRequest, Refusal, Report, TokenLogprobs
-from runtime.sampling import BatchSampler, Choice, token_logprobs
+from runtime.sampling import BatchSampler, Choice
 from runtime.scheduler import DisplacedError, FinishReason, Limits, Outcome, Request, Scheduler, Work
+from runtime.speculation import Counts, Speculation, StepCosts, accept
 from tapeout.errors import RequestError, one_line
 
 BROKEN_STEPS = 3  # so many steps in turn in which every entry failed: the engine is broken, not the requests
+# Nobody looks for drafts where more of them than this must be accepted to pay: looking takes time, too.
+MOST_WORTH = 0.8
 _NOTHING = Outcome()
 _FAILED = Outcome(failed=True)
 
@@ -43,23 +44,36 @@ class _Active:
     cached: int | None = None  # prompt tokens found in blocks, once it runs
     scores: list[TokenLogprobs | None] = field(default_factory=lambda: [None])  # of the prompt
     tokens: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] | None = None
+    stops: bool = False  # the last of them ends the response
+    logprobs: tuple[TokenLogprobs, ...] = ()
     error: str | None = None
+    speculation: Speculation | None = None
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """New tokens, up to one that stops the response."""
+        stops, least = self.request.stop_tokens, self.request.min_new_tokens - self.answered
+        for count, token in enumerate(tokens):
+            if token in stops and count >= least:
+                self.stops, tokens = True, tokens[: count + 1]
+                break
+        self.tokens = tuple(tokens)
 
 
 class EngineCore:
     """No more requests run at once than the engine takes in a step, whatever the limits.
 
-    ``constraints``: compiles those of requests; without one, requests with a constraint are refused.
+    ``sampler``: by default one without constraints, in numpy.
     """
 
-    def __init__(self, engine: Engine, limits: Limits, constraints: ConstraintCompiler | None = None) -> None:
+    def __init__(self, engine: Engine, limits: Limits, sampler: BatchSampler | None = None) -> None:
         has = engine.capabilities
         self.engine = engine
         limits = replace(limits, max_running=min(limits.max_running, has.max_batch))
         self.scheduler = Scheduler(BlockPool(has.blocks), limits, has.block_tokens, has.max_tokens)
-        self._constraints = constraints
-        self._sampler = BatchSampler(has.vocab_size, constraints)
+        self._sampler = sampler or BatchSampler(has.vocab_size)
+        # Where a sequence is one block, several tokens of a sequence are fed alone, and drafts never pay.
+        self._most_drafted = limits.most_drafted if has.shares_blocks else 0
+        self._costs, self._counts = StepCosts(), Counts()
         self._active: dict[str, _Active] = {}
         self._deltas: list[Delta] = []  # since the last report
         self._refusals: list[Refusal] = []
@@ -87,7 +101,8 @@ class EngineCore:
             known = isinstance(error, RequestError)
             self._refuse(request.id, error if known else RequestError(f"the request is invalid: {one_line(error)}"))
             return
-        self._active[request.id] = _Active(request, now)
+        speculation = Speculation(self._costs, self._counts) if self._most_drafted else None
+        self._active[request.id] = _Active(request, now, speculation=speculation)
         for id in displaced:
             self._forget(id, "displaced")
             found = "a request of a higher priority took the place of this one in the full queue"
@@ -103,7 +118,7 @@ class EngineCore:
         """Move every running request on. The report has what happened since the last one."""
         for id, reason in self.scheduler.expire(now):
             self._end(id, reason)
-        works = self.scheduler.plan(now)
+        works = self.scheduler.plan(now, self._drafts())
         if works:
             self._run(works, now)
         return self.report()
@@ -134,14 +149,11 @@ class EngineCore:
             prefix_queries=self._prefix_queries,
             prefix_hits=self._prefix_hits,
             preemptions=scheduler.preemptions,
+            drafts=self._counts.drafts,
+            drafted_tokens=self._counts.drafted,
+            accepted_tokens=self._counts.accepted,
             finished=dict(self._finished),
         )
-
-    def prepare(self) -> None:
-        """Do ahead of time what the first request with a constraint would wait for, and others with it."""
-        if self._constraints is not None:
-            with suppress(RequestError):  # requests with constraints will be told
-                self._constraints.load()
 
     def close(self) -> None:
         self.engine.close()
@@ -154,10 +166,34 @@ class EngineCore:
         seconds = monotonic() - started
         finished: dict[str, FinishReason] = dict(self.scheduler.commit(outcomes, now + seconds))
         for work in works:
+            if work.drafts:
+                self._learn(work)
             self._tell(work.id, finished.get(work.id))
         self._steps += 1
         self._step_seconds, self._step_requests = seconds, len(works)
         self._step_tokens = sum(len(work.tokens) for work in works)
+        self._costs.observe(self._step_tokens, seconds)
+
+    def _drafts(self) -> dict[str, Sequence[int]]:
+        """Guesses for the requests that decode in the next step, where they pay."""
+        if not self._most_drafted:
+            return {}
+        drafts: dict[str, Sequence[int]] = {}
+        decoding = self.scheduler.decoding()
+        if self._costs.worth(len(decoding)) > MOST_WORTH:
+            return {}
+        for id, tokens, room in decoding:
+            speculation = self._active[id].speculation
+            if speculation and (found := speculation.draft(tokens, min(room, self._most_drafted), len(decoding))):
+                drafts[id] = found
+        return drafts
+
+    def _learn(self, work: Work) -> None:
+        active = self._active[work.id]
+        drafts = work.tokens[len(work.tokens) - work.drafts :]
+        if active.speculation and active.error is None:
+            held = sum(token == draft for token, draft in zip(active.tokens, drafts, strict=False))
+            active.speculation.observe(work.drafts, held)
 
     def _entry(self, work: Work) -> Entry:
         active = self._active[work.id]
@@ -169,7 +205,8 @@ class EngineCore:
             return Entry(work.tokens, work.start, work.blocks, "logits", positions)
         if not work.samples:
             return Entry(work.tokens, work.start, work.blocks, positions=())
-        return Entry(work.tokens, work.start, work.blocks, self._sampler.needs(work.id))
+        positions = range(len(work.tokens) - work.drafts - 1, len(work.tokens)) if work.drafts else None
+        return Entry(work.tokens, work.start, work.blocks, self._sampler.needs(work.id), positions)
 
     def _feed(self, entries: Sequence[Entry]) -> list[Result]:
         """One step of the engine. If it fails as a whole, each entry is fed alone, and those that fail alone end."""
@@ -191,54 +228,62 @@ class EngineCore:
             return Result(error=RequestError(f"the engine failed: {one_line(failure)}"))
 
     def _choose(self, works: Sequence[Work], results: Sequence[Result]) -> None:
-        """The new token of every request that gets one, scores of prompts, and errors."""
-        drawing: list[str] = []
-        rows: list[FloatArray] = []
+        """The new tokens of every request that gets some, scores of prompts, and errors."""
+        drafts: dict[str, Sequence[int]] = {}  # of requests that choose from logits
+        logits: dict[str, FloatArray] = {}
         for work, result in zip(works, results, strict=True):
-            active = self._active[work.id]
+            active, first = self._active[work.id], len(work.tokens) - work.drafts
             if result.error is not None:
                 active.error = str(result.error)
             elif result.tokens is not None:
-                active.tokens = (int(result.tokens[-1]),)
+                active.take(accept(result.tokens.tolist(), work.tokens[first:]))
             elif result.logits is not None:
-                _score(active, result.logits)
-                if work.samples:
-                    drawing.append(work.id)
-                    rows.append(result.logits[-1])
-        if not drawing:
+                self._score(active, result.logits)
+                if work.samples and active.error is None:
+                    drafts[work.id], logits[work.id] = work.tokens[first:], result.logits[-work.drafts - 1 :]
+        if not drafts:
             return
-        for id, choice in zip(drawing, self._draw(drawing, rows), strict=True):
+        for id, choices in self._draw(drafts, logits).items():
             active = self._active[id]
-            active.error = choice.error
-            active.tokens = (choice.token,)
-            if choice.logprobs is not None:
-                active.logprobs = (choice.logprobs,)
+            active.error = choices[-1].error
+            active.take([choice.token for choice in choices])
+            active.logprobs = tuple(choice.logprobs for choice in choices if choice.logprobs is not None)
 
-    def _draw(self, ids: Sequence[str], rows: Sequence[FloatArray]) -> list[Choice]:
-        """The choice of each request. If one raises an error, all choose alone, and those that raise one alone end."""
+    def _draw(
+        self, drafts: Mapping[str, Sequence[int]], logits: Mapping[str, FloatArray]
+    ) -> Mapping[str, Sequence[Choice]]:
+        """The choices of each request. If this fails, all choose alone, and those that fail alone end.
+
+        So do those with drafts: some of their choices may count as said already.
+        """
         try:
-            return self._sampler.choose(ids, rows)
+            return self._sampler.choose_drafted(drafts, logits)
         except Exception as failure:
-            if len(ids) == 1:
-                return [Choice(-1, error=f"sampling failed: {one_line(failure)}")]
-            return [choice for id, row in zip(ids, rows, strict=True) for choice in self._draw([id], [row])]
+            failed = [Choice(-1, error=f"sampling failed: {one_line(failure)}")]
+            if len(drafts) == 1:
+                return dict.fromkeys(drafts, failed)
+            return {id: failed if guesses else self._draw({id: guesses}, logits)[id] for id, guesses in drafts.items()}
+
+    def _score(self, active: _Active, logits: FloatArray) -> None:
+        """Log-probabilities of prompt tokens that have none yet, from the logits ``[P, V]`` of the tokens before."""
+        top, prompt, first = active.request.prompt_logprobs, active.request.prompt, len(active.scores)
+        if top is not None and (count := min(len(logits), len(prompt) - first)):
+            try:
+                active.scores += self._sampler.score(prompt[first : first + count], logits[:count], top)
+            except RequestError as error:
+                active.error = error.found
 
     def _outcome(self, id: str) -> Outcome:
         active = self._active[id]
         if active.error is not None:
             return _FAILED
-        if not active.tokens:
-            return _NOTHING
-        request = active.request
-        return Outcome(
-            active.tokens, active.tokens[-1] in request.stop_tokens and active.answered >= request.min_new_tokens
-        )
+        return Outcome(active.tokens, active.stops) if active.tokens else _NOTHING
 
     def _tell(self, id: str, reason: FinishReason | None) -> None:
         """Report what a request's step has brought, if anything."""
         active = self._active[id]
         tokens, logprobs, error = active.tokens, active.logprobs, active.error
-        active.tokens, active.logprobs = (), None
+        active.tokens = active.logprobs = ()
         if error is not None:
             self._end(id, "error", error)
         elif tokens or reason:
@@ -250,7 +295,7 @@ class EngineCore:
                 scores = None if active.request.prompt_logprobs is None else tuple(active.scores)
             active.answered += len(tokens)
             self._generated_tokens += len(tokens)
-            self._deltas.append(Delta(id, tokens, logprobs, scores, cached, reason, queue_seconds=queued))
+            self._deltas.append(Delta(id, tokens, logprobs or None, scores, cached, reason, queue_seconds=queued))
             if reason:
                 self._forget(id, reason)
 
@@ -302,11 +347,3 @@ def _unscored(active: _Active, work: Work) -> range:
     if first >= min(end, len(work.tokens)):
         return range(0)
     return range(first, len(work.tokens) if work.samples else min(end, len(work.tokens)))
-
-
-def _score(active: _Active, logits: FloatArray) -> None:
-    """Log-probabilities of prompt tokens that have none yet, from the logits ``[P, V]`` of the tokens before them."""
-    top, prompt = active.request.prompt_logprobs, active.request.prompt
-    if top is not None:
-        for row in logits[: len(prompt) - len(active.scores)]:
-            active.scores.append(token_logprobs(row, prompt[len(active.scores)], top))

@@ -55,7 +55,8 @@ class Limits:
 
     ``max_waiting`` and ``max_waiting_tokens`` (of their prompts) bound the queue. A request that has waited
     ``aging_seconds`` ranks as one of the next higher priority. ``scored_tokens``: most prompt tokens of a step whose
-    logits are wanted, which bounds their memory. The others: see :class:`runtime.step_costs.StepCosts`.
+    logits are wanted, which bounds their memory. ``most_drafted``: tokens that are guessed for a request in a step; 0
+    switches speculation off. The others: see :class:`runtime.step_costs.StepCosts`.
     """
 
     step_tokens: int = 256
@@ -64,8 +65,10 @@ class Limits:
     max_waiting_tokens: int = 1 << 20
     aging_seconds: float = 5.0
     scored_tokens: int = 64
+    most_drafted: int = 8
     itl_factor: float = 1.8
     itl_seconds: float = 0.02
+    backlog_seconds: float = 5.0
     step_seconds: float = 1.0
 
 
@@ -149,7 +152,7 @@ class Scheduler:
     def __init__(self, pool: BlockPool, limits: Limits, block_tokens: int, max_tokens: int) -> None:
         self.pool, self.limits = pool, limits
         self._block_tokens, self._max_tokens = block_tokens, max_tokens
-        self.costs = StepCosts(limits.itl_factor, limits.itl_seconds, limits.step_seconds)
+        self.costs = StepCosts(limits.itl_factor, limits.itl_seconds, limits.backlog_seconds, limits.step_seconds)
         self.waiting_tokens = 0
         self.preemptions = 0
         self._waiting: dict[str, _Sequence] = {}
@@ -162,6 +165,7 @@ class Scheduler:
         self._served: dict[str, float] = {}  # tokens fed, by tenant
         self._active: dict[str, int] = {}  # requests, by tenant
         self._speed: float | None = None  # tokens per second, smoothed
+        self._answer_tokens: float | None = None  # of a request, smoothed
         self._planned_at = 0.0
         self._busy_since: float | None = None  # the last commit, unless there was nothing to do after it
 
@@ -176,6 +180,14 @@ class Scheduler:
     def cached_tokens(self, id: str) -> int:
         """Prompt tokens of a running request that it did not have to compute."""
         return self._running[id].cached
+
+    def decoding(self) -> list[tuple[str, Sequence[int], int]]:
+        """Requests that feed one token in the next step: id, tokens so far, and how many guesses there is room for."""
+        return [
+            (id, sequence.tokens, self._room(sequence))
+            for id, sequence in self._running.items()
+            if self._pending(sequence) == 1
+        ]
 
     def add(self, request: Request, now: float) -> list[str]:
         """Queue a request. Waiting requests of lower priority that lose their place in a full queue have ended.
@@ -248,7 +260,8 @@ class Scheduler:
                 budget -= self._feed(sequence, 1, now)
         if drafts:
             budget -= self._add_drafts(drafts, budget)
-        budget = self.costs.prompt_budget(len(self._planned), budget)
+        backlog = self.waiting_tokens + sum(map(self._pending, prompts))
+        budget = self.costs.prompt_budget(len(self._planned), budget, backlog)
         scored = self.limits.scored_tokens
         for sequence in prompts:
             if budget and sequence.request.id in self._running:
@@ -337,11 +350,7 @@ class Scheduler:
             work, sequence = self._planned.get(id), self._running.get(id)
             if work is None or sequence is None:
                 continue
-            end = work.start + 1
-            request = sequence.request
-            # The last new token is never fed.
-            room = min(budget, request.max_new_tokens - sequence.answered - 1, self._max_tokens - end)
-            count = min(len(guesses), room)
+            end, count = work.start + 1, min(len(guesses), budget, self._room(sequence))
             missing = -(-(end + count) // size) - len(sequence.blocks)
             if missing > 0:
                 taken = self.pool.take(missing)
@@ -355,7 +364,7 @@ class Scheduler:
         return before - budget
 
     def _admit(self, budget: int, scored: int, now: float) -> None:
-        """Waiting requests run while there is budget, and room for all their tokens so far and the next one.
+        """Waiting requests run while there is budget, and room for their tokens so far and those that are expected.
 
         One that does not fit is not overtaken by smaller ones of a lower rank, or it would starve.
         """
@@ -372,7 +381,10 @@ class Scheduler:
             if len(found) < usable and sequence.keys[len(found)] in self._computing:
                 continue
             self.pool.hold(found)
-            rest = self.pool.take(-(-len(sequence.tokens) // size) - len(found))
+            missing = -(-len(sequence.tokens) // size) - len(found)
+            spare = self.pool.available - missing - self._growth(sequence, now)
+            # Nobody runs: then it fits, as it may take all blocks.
+            rest = self.pool.take(missing) if spare >= 0 or not self._running else None
             if rest is None:
                 self.pool.release(found)
                 return
@@ -385,6 +397,23 @@ class Scheduler:
                 self._computing.setdefault(key, sequence.request.id)
             fed, scored = self._feed_prompt(sequence, budget, scored, now)
             budget -= fed
+
+    def _growth(self, candidate: _Sequence, now: float) -> int:
+        """Blocks that a candidate, and the running requests of higher rank, are expected to need beyond their tokens.
+
+        Those of lower rank can be preempted, so their blocks count as free. Answers are as long as those before them,
+        or as long as they may be while there were none. If more is needed in the end, somebody is preempted.
+        """
+        size, rank, blocks = self._block_tokens, self._rank(candidate, now), 0
+        for sequence in (candidate, *self._running.values()):
+            if sequence is not candidate and self._rank(sequence, now) > rank:
+                blocks -= len(sequence.blocks)
+                continue
+            most = sequence.request.max_new_tokens
+            expected = most if self._answer_tokens is None else min(most, int(self._answer_tokens))
+            end = len(sequence.request.prompt) + max(expected - 1, sequence.answered)
+            blocks += max(0, -(-end // size) - max(len(sequence.blocks), -(-len(sequence.tokens) // size)))
+        return blocks
 
     def _by_rank(self, now: float) -> Iterator[_Sequence]:
         """Waiting requests, within a tenant and priority by arrival. They may leave the queue meanwhile."""
@@ -433,6 +462,11 @@ class Scheduler:
     def _find(self, id: str) -> _Sequence | None:
         return self._running.get(id) or self._waiting.get(id)
 
+    def _room(self, sequence: _Sequence) -> int:
+        """Guesses that may be fed after its tokens. The last new token is never fed."""
+        most = sequence.request.max_new_tokens - sequence.answered - 1
+        return min(most, self._max_tokens - len(sequence.tokens))
+
     def _pending(self, sequence: _Sequence) -> int:
         """Tokens that its blocks do not hold yet."""
         return len(sequence.tokens) - sequence.computed
@@ -465,6 +499,9 @@ class Scheduler:
             sequence = self._running.pop(id)
             self._release(sequence)
         self._planned.pop(id, None)
+        if reason in ("stop", "length"):
+            mean = self._answer_tokens
+            self._answer_tokens = sequence.answered if mean is None else mean + 0.1 * (sequence.answered - mean)
         tenant = sequence.request.tenant
         self._active[tenant] -= 1
         if not self._active[tenant]:
