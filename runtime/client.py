@@ -216,10 +216,10 @@ class ProcessClient:
             if not old.down:  # another bundle took its place meanwhile
                 return
             self.restarts += 1
-            new = self._start(old.folder)
             try:
+                new = self._start(old.folder)
                 await self._open(new)
-            except TapeoutError as error:
+            except (TapeoutError, OSError) as error:
                 logger.error("the engine cannot be started again: %s", error)
                 return
             self._current = new

@@ -41,7 +41,8 @@ class _Active:
     cached: int | None = None  # prompt tokens found in blocks, once it runs
     scores: list[TokenLogprobs | None] = field(default_factory=lambda: [None])  # of the prompt
     tokens: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] | None = None
+    stops: bool = False  # the last of them ends the response
+    logprobs: tuple[TokenLogprobs, ...] = ()
     error: str | None = None
 
 
@@ -167,7 +168,8 @@ class EngineCore:
             return Entry(work.tokens, work.start, work.blocks, "logits", positions)
         if not work.samples:
             return Entry(work.tokens, work.start, work.blocks, positions=())
-        return Entry(work.tokens, work.start, work.blocks, self._sampler.needs(work.id))
+        positions = range(len(work.tokens) - work.drafts - 1, len(work.tokens)) if work.drafts else None
+        return Entry(work.tokens, work.start, work.blocks, self._sampler.needs(work.id), positions)
 
     def _feed(self, entries: Sequence[Entry]) -> list[Result]:
         """One step of the engine. If it fails as a whole, each entry is fed alone, and those that fail alone end."""
@@ -189,28 +191,42 @@ class EngineCore:
             return Result(error=RequestError(f"the engine failed: {one_line(failure)}"))
 
     def _choose(self, works: Sequence[Work], results: Sequence[Result]) -> None:
-        """The new token of every request that gets one, scores of prompts, and errors."""
-        drawing: list[str] = []
-        rows: list[FloatArray] = []
+        """The new tokens of every request that gets some, scores of prompts, and errors."""
+        drawing: list[tuple[Work, FloatArray]] = []
         for work, result in zip(works, results, strict=True):
             active = self._active[work.id]
             if result.error is not None:
                 active.error = str(result.error)
             elif result.tokens is not None:
-                active.tokens = (int(result.tokens[-1]),)
+                for row, token in enumerate(result.tokens.tolist()):
+                    if not self._accept(active, work, row, token):
+                        break
             elif result.logits is not None:
                 _score(active, result.logits)
                 if work.samples:
-                    drawing.append(work.id)
-                    rows.append(result.logits[-1])
-        if not drawing:
-            return
-        for id, choice in zip(drawing, self._draw(drawing, rows), strict=True):
-            active = self._active[id]
-            active.error = choice.error
-            active.tokens = (choice.token,)
-            if choice.logprobs is not None:
-                active.logprobs = (choice.logprobs,)
+                    drawing.append((work, result.logits[-work.drafts - 1 :]))
+        row = 0  # 0 decides the token after the last certain one, each other the one after a draft that holds
+        while drawing:
+            choices = self._draw([work.id for work, _ in drawing], [logits[row] for _, logits in drawing])
+            holding: list[tuple[Work, FloatArray]] = []
+            for (work, logits), choice in zip(drawing, choices, strict=True):
+                active = self._active[work.id]
+                if choice.error is not None:
+                    active.error = choice.error
+                    continue
+                if choice.logprobs is not None:
+                    active.logprobs += (choice.logprobs,)
+                if self._accept(active, work, row, choice.token):
+                    holding.append((work, logits))
+            drawing, row = holding, row + 1
+
+    @staticmethod
+    def _accept(active: _Active, work: Work, row: int, token: int) -> bool:
+        """Take a token that was decided; whether it makes the draft after it hold, so that one more is decided."""
+        count, request = active.answered + len(active.tokens), active.request
+        active.tokens += (token,)
+        active.stops = token in request.stop_tokens and count >= request.min_new_tokens
+        return not active.stops and row < work.drafts and work.tokens[row - work.drafts] == token
 
     def _draw(self, ids: Sequence[str], rows: Sequence[FloatArray]) -> list[Choice]:
         """The choice of each request. If one raises an error, all choose alone, and those that raise one alone end."""
@@ -225,18 +241,13 @@ class EngineCore:
         active = self._active[id]
         if active.error is not None:
             return _FAILED
-        if not active.tokens:
-            return _NOTHING
-        request = active.request
-        return Outcome(
-            active.tokens, active.tokens[-1] in request.stop_tokens and active.answered >= request.min_new_tokens
-        )
+        return Outcome(active.tokens, active.stops) if active.tokens else _NOTHING
 
     def _tell(self, id: str, reason: FinishReason | None) -> None:
         """Report what a request's step has brought, if anything."""
         active = self._active[id]
         tokens, logprobs, error = active.tokens, active.logprobs, active.error
-        active.tokens, active.logprobs = (), None
+        active.tokens = active.logprobs = ()
         if error is not None:
             self._end(id, "error", error)
         elif tokens or reason:
@@ -247,7 +258,7 @@ class EngineCore:
                 scores = None if active.request.prompt_logprobs is None else tuple(active.scores)
             active.answered += len(tokens)
             self._generated_tokens += len(tokens)
-            self._deltas.append(Delta(id, tokens, logprobs, scores, cached, reason))
+            self._deltas.append(Delta(id, tokens, logprobs or None, scores, cached, reason))
             if reason:
                 self._forget(id, reason)
 

@@ -1,4 +1,5 @@
-"""From one row of logits to one token, in numpy; the native kernel computes the same, to the bit.
+"""From one row of logits to one token, in numpy; the native kernel (engines/native/sampling.py) computes the
+same, to the bit, where it can run.
 
 V  vocabulary size      K  tokens that the filters keep
 
@@ -12,7 +13,9 @@ distributions. Among equal logits the lower token id comes first.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -66,6 +69,16 @@ class Adjustments:
     factor: FloatArray
     shift: FloatArray
 
+    @cached_property
+    def addresses(self) -> tuple[int, int, int, int]:
+        """Of the arrays, in the order of the fields."""
+        return (
+            self.tokens.ctypes.data,
+            self.bias.ctypes.data,
+            self.factor.ctypes.data,
+            self.shift.ctypes.data,
+        )
+
     def apply(self, logits: FloatArray) -> FloatArray:
         """Changed logits ``[V]``, in new memory."""
         changed = logits.copy()
@@ -75,31 +88,59 @@ class Adjustments:
 
 
 class Row(NamedTuple):
-    """What one draw depends on. ``mask``: a bit for each token, set where it is allowed; ``random``: 64 random bits."""
+    """What one draw depends on.
+
+    ``random``: 64 random bits. ``mask``: a bit for each token, set where it is allowed. ``top``: how many of the
+    likeliest tokens are wanted; None if no log-probabilities are.
+    """
 
     logits: FloatArray
     filters: Filters
     random: int = 0
     adjustments: Adjustments | None = None
     mask: MaskArray | None = None
+    top: int | None = None
 
 
-def draw(row: Row) -> int | str:
-    """The token, or why there is none."""
+class Drawn(NamedTuple):
+    """``token``: or why there is none. A log-probability is a logit less the ``normalizer``.
+
+    ``likeliest``: the ``top`` tokens of the logits as they are, from the likeliest on.
+    """
+
+    token: int | str
+    normalizer: float = math.nan
+    likeliest: Sequence[int] = ()
+
+
+def draw(row: Row) -> Drawn:
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        if not row.logits.max() < np.inf:  # the maximum is NaN if any logit is
-            return NOT_FINITE
-        scores = row.logits if row.adjustments is None else row.adjustments.apply(row.logits)
-        if row.mask is not None:
-            scores = np.where(unpack(row.mask, len(scores)), scores, np.float32(-np.inf))
-        best = scores.max()
-        if not best < np.inf:
-            return NOT_FINITE
-        if best == -np.inf:
-            return NONE_LEFT
-        if not row.filters.scale:
-            return int(scores.argmax())
-        tokens, kept = candidates(scores, row.filters)
+        max_logit = row.logits.max()
+        if not max_logit < np.inf:  # the maximum is NaN if any logit is
+            return Drawn(NOT_FINITE)
+        if row.top is None or max_logit == -np.inf:
+            return Drawn(_token(row))
+        total = int(weights(row.logits, LOG2_E).sum())
+        return Drawn(_token(row), normalizer(float(max_logit), total), largest(row.logits, row.top).tolist())
+
+
+def normalizer(max_logit: float, total: int) -> float:
+    """Logarithm of the sum of exponentials of logits, from the sum of their weights."""
+    return max_logit + math.log(total / ONE)
+
+
+def _token(row: Row) -> int | str:
+    scores = row.logits if row.adjustments is None else row.adjustments.apply(row.logits)
+    if row.mask is not None:
+        scores = np.where(unpack(row.mask, len(scores)), scores, np.float32(-np.inf))
+    best = scores.max()
+    if not best < np.inf:
+        return NOT_FINITE
+    if best == -np.inf:
+        return NONE_LEFT
+    if not row.filters.scale:
+        return int(scores.argmax())
+    tokens, kept = candidates(scores, row.filters)
     cumulative = np.cumsum(kept)
     point = row.random * int(cumulative[-1]) >> 64
     return int(tokens[np.searchsorted(cumulative, point, side="right")])

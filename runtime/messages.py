@@ -102,7 +102,8 @@ class Delta(NamedTuple):
 
     ``tokens``: new tokens of the response, the stop token included. ``logprobs``: one for each, if asked for.
     ``prompt_logprobs``: None for the first token of the prompt, once, with the first delta. ``cached_tokens``: prompt
-    tokens that were found in KV blocks. ``error``: why, where the reason is "error".
+    tokens that were found in KV blocks. ``error``: why, where the reason is "error". ``queue_seconds``: from arrival to
+    the first step, with the first token.
     """
 
     id: str
@@ -112,6 +113,7 @@ class Delta(NamedTuple):
     cached_tokens: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
+    queue_seconds: float | None = None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ the prompt too, as in transformers and vLLM. The logit bias is added first, then
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -22,9 +21,12 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from engines.native.sampling import NONE_LEFT, NOT_FINITE, SamplingKernel
+from engines.native.sampling import Row as NativeRow
 from engines.protocol import FloatArray
+from runtime import draw as draw_
 from runtime.constraints import ConstraintCompiler, Matcher
-from runtime.draw import LOG2_E, ONE, Adjustments, Filters, Row, draw, largest, random_bits, weights
+from runtime.draw import Adjustments, Drawn, Filters, Row, draw, normalizer, random_bits
 from runtime.messages import GenerateRequest, SamplingSettings, TokenLogprobs
 from tapeout.errors import RequestError
 
@@ -40,11 +42,19 @@ class Choice(NamedTuple):
 
 
 class BatchSampler:
-    """Requests are added when they first run and removed when they end; a preempted one stays."""
+    """Requests are added when they first run and removed when they end; a preempted one stays.
 
-    def __init__(self, vocab_size: int, constraints: ConstraintCompiler | None = None) -> None:
-        """``constraints``: compiles those of the requests; without one, requests with a constraint are refused."""
-        self._vocab_size, self._constraints = vocab_size, constraints
+    Not for several threads at once.
+    """
+
+    def __init__(
+        self, vocab_size: int, constraints: ConstraintCompiler | None = None, kernel: SamplingKernel | None = None
+    ) -> None:
+        """``constraints``: compiles those of the requests; without one, requests with a constraint are refused.
+
+        ``kernel``: see :func:`engines.native.sampling.sampling_kernel`; without one numpy chooses, the same tokens.
+        """
+        self._vocab_size, self._constraints, self._kernel = vocab_size, constraints, kernel
         self._states: dict[str, _State] = {}
 
     def add(self, request: GenerateRequest) -> None:
@@ -93,8 +103,33 @@ class BatchSampler:
         assert len(ids) == len(logits) == len(set(ids)), "one row of logits for each request"
         states = [self._states[id] for id in ids]
         rows = [state.row(row) for state, row in zip(states, logits, strict=True)]
-        drawn = [row if isinstance(row, str) else draw(row) for row in rows]
-        return [state.take(token, row) for state, token, row in zip(states, drawn, logits, strict=True)]
+        drawn = iter(self._draw([row for row in rows if isinstance(row, Row)]))
+        return [
+            state.take(row.logits, next(drawn)) if isinstance(row, Row) else Choice(-1, error=row)
+            for state, row in zip(states, rows, strict=True)
+        ]
+
+    def score(
+        self, tokens: Sequence[int], logits: Sequence[FloatArray] | FloatArray, count: int
+    ) -> list[TokenLogprobs]:
+        """Log-probabilities of given tokens, such as a prompt's: ``logits[i]`` are those that ``tokens[i]`` is of.
+
+        :class:`RequestError` if logits are not finite.
+        """
+        greedy = Filters.of(SamplingSettings())
+        drawn = self._draw([Row(row, greedy, top=count) for row in logits])
+        for one in drawn:
+            if isinstance(one.token, str):
+                raise RequestError(one.token, expected="finite logits")
+        return [_logprobs(token, row, one) for token, row, one in zip(tokens, logits, drawn, strict=True)]
+
+    def _draw(self, rows: Sequence[Row]) -> list[Drawn]:
+        assert all(row.logits.shape == (self._vocab_size,) and row.logits.dtype == np.float32 for row in rows)
+        if self._kernel is None or not rows:
+            return [draw(row) for row in rows]
+        calls = [_Call(row) for row in rows]
+        self._kernel.run([call.native for call in calls])
+        return [call.drawn() for call in calls]
 
 
 def check(request: GenerateRequest, vocab_size: int) -> None:
@@ -116,13 +151,38 @@ def check(request: GenerateRequest, vocab_size: int) -> None:
         )
 
 
-def token_logprobs(logits: FloatArray, token: int, count: int) -> TokenLogprobs:
-    """Of one token and the ``count`` likeliest, from logits ``[V]`` as the model gave them."""
-    top = logits.max()
-    total = int(weights(logits, LOG2_E).sum())
-    normalizer = float(top) + math.log(total / ONE)
-    likeliest = ((int(other), float(logits[other]) - normalizer) for other in largest(logits, count))
-    return TokenLogprobs(token, float(logits[token]) - normalizer, tuple(likeliest))
+def _logprobs(token: int, logits: FloatArray, drawn: Drawn) -> TokenLogprobs:
+    likeliest = ((other, float(logits[other]) - drawn.normalizer) for other in drawn.likeliest)
+    return TokenLogprobs(token, float(logits[token]) - drawn.normalizer, tuple(likeliest))
+
+
+class _Call:
+    """A draw by the native kernel. Keeps the arrays that it points to."""
+
+    def __init__(self, row: Row) -> None:
+        self._logits = np.ascontiguousarray(row.logits)
+        self._row = row
+        self.native = native = NativeRow()
+        native.logits = self._logits.ctypes.data
+        native.scale, native.top_k, native.top_p, native.least = row.filters
+        native.random = row.random
+        native.top = -1
+        if row.adjustments is not None:
+            native.adjusted = len(row.adjustments.tokens)
+            native.tokens, native.bias, native.factor, native.shift = row.adjustments.addresses
+        if row.mask is not None:
+            native.mask = row.mask.ctypes.data
+        if row.top is not None:
+            native.top = min(row.top, len(row.logits))
+            self._likeliest = np.zeros(native.top, np.int32)
+            native.top_tokens = self._likeliest.ctypes.data
+
+    def drawn(self) -> Drawn:
+        native = self.native
+        token = {NOT_FINITE: draw_.NOT_FINITE, NONE_LEFT: draw_.NONE_LEFT}.get(native.token, native.token)
+        if self._row.top is None or not native.total:
+            return Drawn(token)
+        return Drawn(token, normalizer(native.max, native.total), self._likeliest.tolist())
 
 
 @dataclass
@@ -155,9 +215,10 @@ class _State:
             complete = matcher.complete
         adjustments = self.changes.at(self.position, complete) if self.changes else None
         bits = random_bits(self.seed, self.position) if self.filters.scale else 0
-        return Row(logits, self.filters, bits, adjustments, mask)
+        return Row(logits, self.filters, bits, adjustments, mask, self.request.logprobs)
 
-    def take(self, token: int | str, logits: FloatArray) -> Choice:
+    def take(self, logits: FloatArray, drawn: Drawn) -> Choice:
+        token = drawn.token
         if isinstance(token, str):
             return Choice(-1, error=token)
         self.position += 1
@@ -165,8 +226,7 @@ class _State:
             self.changes.count(token)
         if self.compiling is not None and token not in self.request.stop_tokens:
             self.compiling.result().advance(token)
-        asked = self.request.logprobs
-        return Choice(token, None if asked is None else token_logprobs(logits, token, asked))
+        return Choice(token, None if self.request.logprobs is None else _logprobs(token, logits, drawn))
 
 
 class _Changes:

@@ -162,6 +162,7 @@ class Scheduler:
         self._served: dict[str, float] = {}  # tokens fed, by tenant
         self._active: dict[str, int] = {}  # requests, by tenant
         self._speed: float | None = None  # tokens per second, smoothed
+        self._answer_tokens: float | None = None  # of a request, smoothed
         self._planned_at = 0.0
         self._busy_since: float | None = None  # the last commit, unless there was nothing to do after it
 
@@ -355,7 +356,7 @@ class Scheduler:
         return before - budget
 
     def _admit(self, budget: int, scored: int, now: float) -> None:
-        """Waiting requests run while there is budget, and room for all their tokens so far and the next one.
+        """Waiting requests run while there is budget, and room for their tokens so far and those that are expected.
 
         One that does not fit is not overtaken by smaller ones of a lower rank, or it would starve.
         """
@@ -372,7 +373,10 @@ class Scheduler:
             if len(found) < usable and sequence.keys[len(found)] in self._computing:
                 continue
             self.pool.hold(found)
-            rest = self.pool.take(-(-len(sequence.tokens) // size) - len(found))
+            missing = -(-len(sequence.tokens) // size) - len(found)
+            spare = self.pool.available - missing - self._growth(sequence, now)
+            # Nobody runs: then it fits, as it may take all blocks.
+            rest = self.pool.take(missing) if spare >= 0 or not self._running else None
             if rest is None:
                 self.pool.release(found)
                 return
@@ -385,6 +389,23 @@ class Scheduler:
                 self._computing.setdefault(key, sequence.request.id)
             fed, scored = self._feed_prompt(sequence, budget, scored, now)
             budget -= fed
+
+    def _growth(self, candidate: _Sequence, now: float) -> int:
+        """Blocks that a candidate, and the running requests of higher rank, are expected to need beyond their tokens.
+
+        Those of lower rank can be preempted, so their blocks count as free. Answers are as long as those before them,
+        or as long as they may be while there were none. If more is needed in the end, somebody is preempted.
+        """
+        size, rank, blocks = self._block_tokens, self._rank(candidate, now), 0
+        for sequence in (candidate, *self._running.values()):
+            if sequence is not candidate and self._rank(sequence, now) > rank:
+                blocks -= len(sequence.blocks)
+                continue
+            most = sequence.request.max_new_tokens
+            expected = most if self._answer_tokens is None else min(most, int(self._answer_tokens))
+            end = len(sequence.request.prompt) + max(expected - 1, sequence.answered)
+            blocks += max(0, -(-end // size) - max(len(sequence.blocks), -(-len(sequence.tokens) // size)))
+        return blocks
 
     def _by_rank(self, now: float) -> Iterator[_Sequence]:
         """Waiting requests, within a tenant and priority by arrival. They may leave the queue meanwhile."""
@@ -465,6 +486,9 @@ class Scheduler:
             sequence = self._running.pop(id)
             self._release(sequence)
         self._planned.pop(id, None)
+        if reason in ("stop", "length"):
+            mean = self._answer_tokens
+            self._answer_tokens = sequence.answered if mean is None else mean + 0.1 * (sequence.answered - mean)
         tenant = sequence.request.tenant
         self._active[tenant] -= 1
         if not self._active[tenant]:

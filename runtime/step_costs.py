@@ -5,8 +5,19 @@ Pure arithmetic: no clock is read here.
 
 from __future__ import annotations
 
-SMOOTHING = 0.2  # weight of the newest step
+SMOOTHING = 0.2  # weight of the newest step, once there are more
 MIN_CHUNK = 16  # prompt tokens that a step may always feed, or prompts would not progress
+
+
+class _Mean:
+    """Of all numbers at first, then of the newest ones."""
+
+    def __init__(self) -> None:
+        self.value, self._count = 0.0, 0
+
+    def add(self, number: float) -> None:
+        self._count += 1
+        self.value += max(SMOOTHING, 1 / self._count) * (number - self.value)
 
 
 class StepCosts:
@@ -21,27 +32,24 @@ class StepCosts:
 
     def __init__(self, itl_factor: float, itl_seconds: float, step_seconds: float) -> None:
         self.itl_factor, self.itl_seconds, self.step_seconds = itl_factor, itl_seconds, step_seconds
-        self._decode: dict[int, float] = {}  # seconds of a step by its number of decodes
-        self._prompt_token: float | None = None  # seconds
+        self._decode: dict[int, _Mean] = {}  # seconds of a step by its number of decodes
+        self._prompt_token = _Mean()  # seconds
 
     def observe(self, decodes: int, prompt_tokens: int, seconds: float) -> None:
         """One step: ``decodes`` sequences fed one token each, others ``prompt_tokens`` together."""
         if seconds <= 0 or not decodes + prompt_tokens:
             return
         if not prompt_tokens:
-            before = self._decode.get(decodes)
-            self._decode[decodes] = seconds if before is None else before + SMOOTHING * (seconds - before)
+            self._decode.setdefault(decodes, _Mean()).add(seconds)
         elif prompt_tokens >= MIN_CHUNK:  # fewer tell more of the noise of a step than of their cost
-            rest = max(seconds - self.decode_seconds(decodes), 0.1 * seconds)
-            before, cost = self._prompt_token, rest / prompt_tokens
-            self._prompt_token = cost if before is None else before + SMOOTHING * (cost - before)
+            self._prompt_token.add(max(seconds - self.decode_seconds(decodes), 0.1 * seconds) / prompt_tokens)
 
     def decode_seconds(self, decodes: int) -> float:
         """Of a step without prompts; of the nearest number of decodes that was seen. 0 if there was none."""
         if not decodes or not self._decode:
             return 0.0
-        known = self._decode.get(decodes)
-        return self._decode[min(self._decode, key=lambda seen: abs(seen - decodes))] if known is None else known
+        known = self._decode.get(decodes) or self._decode[min(self._decode, key=lambda seen: abs(seen - decodes))]
+        return known.value
 
     def prompt_budget(self, decodes: int, most: int) -> int:
         """Prompt tokens that a step with so many decodes may feed, at most ``most``; all of them until costs are known.
@@ -52,8 +60,8 @@ class StepCosts:
         >>> costs.prompt_budget(16, 256), costs.prompt_budget(0, 4096)  # 0.0234 - 0.013 s, and 1 s, at 0.5 ms a token
         (20, 2000)
         """
-        if self._prompt_token is None:
+        if not self._prompt_token.value:
             return most
         base = self.decode_seconds(decodes)
         bound = max(self.itl_factor * base, self.itl_seconds) if decodes else self.step_seconds
-        return min(most, max(MIN_CHUNK, int((bound - base) / self._prompt_token)))
+        return min(most, max(MIN_CHUNK, int((bound - base) / self._prompt_token.value)))

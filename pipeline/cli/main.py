@@ -172,6 +172,47 @@ def serve(
     )
 
 
+@app.command(rich_help_panel="Use an engine")
+def keys(
+    action: Annotated[str, typer.Argument(help="new: make a key.", metavar="new")],
+    name: Annotated[str, typer.Argument(help="Whose key it is; usage is counted under this name.")],
+    tenant: Annotated[str, typer.Option(help="Keys of one tenant share KV blocks; by default the name.")] = "",
+    requests_per_minute: Annotated[int | None, typer.Option(help="Without: no limit.")] = None,
+    tokens_per_minute: Annotated[int | None, typer.Option(help="Of prompts and answers; without: no limit.")] = None,
+    token_budget: Annotated[int | None, typer.Option(help="In total; without: no limit.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Make an API key: prints it once, and the entry with its hash for the server's file of keys.
+
+    Example: `tapeout keys new search-team --requests-per-minute 600`
+    """
+    from pipeline.cli import keys as command
+
+    limits = {
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+        "token_budget": token_budget,
+    }
+    _show(*command.run(action, name, tenant, limits), as_json)
+
+
+@app.command(rich_help_panel="Use an engine")
+def usage(
+    database: Annotated[str, typer.Option(help="SQLAlchemy URL of the usage records.")] = "sqlite:///usage.db",
+    since: Annotated[str, typer.Option("--from", help="First day (UTC), such as 2026-11-01; by default all.")] = "",
+    until: Annotated[str, typer.Option("--to", help="Day after the last one (UTC).")] = "",
+    out: Annotated[Path | None, typer.Option(help="Also write the sums to this Parquet file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Sum the usage records by day, key, tenant and model: requests, and prompt, cached and completion tokens.
+
+    Example: `tapeout usage --from 2026-11-01 --to 2026-12-01 --out usage.parquet`
+    """
+    from pipeline.cli import usage as command
+
+    _show(*command.run(database, since, until, out), as_json)
+
+
 @app.command(rich_help_panel="Judge and release")
 def gate(
     artifacts: Artifacts = Path("artifacts"),

@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from runtime.server.errors import ApiError
 
@@ -31,9 +31,10 @@ class Caller(NamedTuple):
 class Call:
     """``n`` responses to each of the ``prompts`` (token ids), whose tokens count once. Times are ``time.monotonic()``.
 
-    ``cached``: prompt tokens that were found in KV blocks, by prompt. ``finish_reasons`` and ``responses`` (pieces of
-    text): by index of the choice, ``prompt * n + response``. ``error``: why the call failed. ``cancelled``: the client
-    went away first.
+    ``conversation``: the messages, or the texts of the prompts (None for token ids). ``queue_seconds``: of the choice
+    that came first, until its first step. ``cached``: prompt tokens that were found in KV blocks, by prompt.
+    ``finish_reasons`` and ``responses`` (pieces of text): by index of the choice, ``prompt * n + response``. ``error``:
+    why the call failed. ``cancelled``: the client went away first.
     """
 
     id: str
@@ -48,6 +49,8 @@ class Call:
     max_new_tokens: int
     arrival: float = field(default_factory=time.monotonic)
     created: int = field(default_factory=lambda: int(time.time()))
+    conversation: Sequence[Any] = ()
+    queue_seconds: float | None = None
     first_token: float | None = None
     end: float | None = None
     completion_tokens: int = 0
@@ -56,6 +59,11 @@ class Call:
     responses: dict[int, list[str]] = field(default_factory=dict[int, list[str]])
     error: ApiError | None = None
     cancelled: bool = False
+
+    @property
+    def refused(self) -> bool:
+        """It was not admitted: it can never run, or a queue or a limit was full."""
+        return self.error is not None and self.error.status in (400, 403, 429) and self.first_token is None
 
     @property
     def choices(self) -> int:

@@ -54,6 +54,7 @@ async def chat(service: Service, request: Request) -> Response:
         n=body.n or 1,
         stream=bool(body.stream),
         max_new_tokens=new_tokens(asked, None, prompts, info),
+        conversation=body.messages,
     )
     constraint = _constraint(body, tools)
     if constraint is not None:

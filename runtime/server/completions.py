@@ -41,6 +41,7 @@ async def completions(service: Service, request: Request) -> Response:
         n=body.n or 1,
         stream=bool(body.stream),
         max_new_tokens=new_tokens(body.max_tokens, NEW_TOKENS, prompts, info),
+        conversation=texts,
     )
     constraint = constraint_of(body)
     if constraint is not None:

@@ -74,7 +74,7 @@ async def _follow(client: EngineClient, call: Call, choice: Choice, hooks: Seque
             if delta.tokens:
                 now = time.monotonic()
                 if call.first_token is None:
-                    call.first_token = now
+                    call.first_token, call.queue_seconds = now, delta.queue_seconds
                 for hook in hooks:
                     hook.tokens(call, index, len(delta.tokens), now)
             text, offsets, reason = choice.text.push(delta.tokens, delta.finish_reason)

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engines.native import LEVELS, Level, compiler
+from engines.native.sampling import SamplingKernel
 from engines.protocol import FloatArray
 from runtime.draw import ONE, Filters, candidates, random_bits
 from runtime.messages import GenerateRequest, SamplingSettings
-from runtime.sampling import MOST_LOGPROBS, BatchSampler, token_logprobs
+from runtime.sampling import MOST_LOGPROBS, BatchSampler
 from tapeout.errors import RequestError
+from tapeout.fingerprint import cpu_features
 
 V = 50
 
@@ -30,8 +34,20 @@ def settings_of(**fields: Any) -> SamplingSettings:
     return SamplingSettings(**({"temperature": 1.0, "seed": 1} | fields))
 
 
+libraries: list[Path | None] = [None]  # the one that the tests run with
+
+
+@pytest.fixture(scope="module", params=["numpy", *LEVELS], ids=str, autouse=True)
+def library(request: pytest.FixtureRequest) -> None:
+    """Every test runs without the native kernel, and with that of every level that this processor has."""
+    if isinstance(request.param, Level) and not set(request.param.needed) <= set(cpu_features()):
+        pytest.skip("this processor lacks it")
+    libraries[0] = compiler.library(request.param) if isinstance(request.param, Level) else None
+
+
 def sampler_of(*requests: GenerateRequest, vocab_size: int = V) -> BatchSampler:
-    sampler = BatchSampler(vocab_size)
+    library = libraries[0]
+    sampler = BatchSampler(vocab_size, kernel=SamplingKernel(library, vocab_size, 2) if library else None)
     for one in requests:
         sampler.add(one)
     return sampler
@@ -256,13 +272,24 @@ def test_the_chosen_tokens_logprob_is_identical_in_the_top_list(seed: int, count
     if count:
         assert found.top[0] == (found.token, found.logprob)  # greedy: the largest of the list, to the bit
         assert found.logprob == max(value for _, value in found.top)
-    other = token_logprobs(logits, 11, V)
+    (other,) = sampler_of().score([11], logits[None], V)
     assert dict(other.top)[11] == other.logprob
 
 
 def test_masked_logits_have_a_logprob_of_minus_infinity() -> None:
-    found = token_logprobs(logits_of({3: 0.0}, rest=-np.inf), 4, 2)
+    (found,) = sampler_of().score([4], logits_of({3: 0.0}, rest=-np.inf)[None], 2)
     assert found.logprob == -math.inf and found.top == ((3, 0.0), (0, -math.inf))
+
+
+def test_prompts_are_scored_like_responses() -> None:
+    logits = np.random.default_rng(4).normal(0, 3, (6, V)).astype(np.float32)
+    sampler = sampler_of(request(logprobs=3))
+    said = [sampler.choose(["a"], row[None])[0] for row in logits]
+    assert sampler.score([choice.token for choice in said], logits, 3) == [choice.logprobs for choice in said]
+    assert sampler.score([], logits[:0], 3) == []
+    logits[2, 3] = np.nan
+    with pytest.raises(RequestError, match="NaN"):
+        sampler.score([0] * 6, logits, 0)
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
@@ -306,7 +333,7 @@ def test_a_penalty_that_overflows_fails_alone() -> None:
     ],
 )
 def test_requests_that_the_model_cannot_follow_are_refused(fields: dict[str, Any], message: str) -> None:
-    sampler = BatchSampler(V)
+    sampler = sampler_of()
     with pytest.raises(RequestError, match=message):
         sampler.add(request(**fields))
     sampler.add(request())  # the refused one was not added

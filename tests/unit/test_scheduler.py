@@ -227,6 +227,7 @@ def test_decodes_come_before_prompts_and_prompts_are_cut() -> None:
 def test_a_lower_priority_gives_up_its_blocks_and_is_computed_again() -> None:
     made = scheduler(blocks=4)
     made.add(Request("low", [1] * 7, 5, priority=1), 0)
+    advance(made)
     made.add(Request("high", [2] * 7, 9), 0)
     order = [advance(made) for _ in range(30)]
     assert made.preemptions >= 1
@@ -418,6 +419,8 @@ def test_deadlines_of_requests_that_have_ended_are_forgotten() -> None:
 
 def test_guesses_need_free_blocks_and_never_preempt() -> None:
     made = scheduler(blocks=3)
+    made.add(Request("short", [9], 1), 0)
+    advance(made)  # so that short answers are expected
     for id in ("a", "b"):
         made.add(Request(id, [1] * 3, 6), 0)
         advance(made)
@@ -438,3 +441,17 @@ def test_accepted_guesses_count_as_tokens() -> None:
     assert made.commit({"a": Outcome([3])}, 0) == []
     (work,) = made.plan(0)
     assert made.commit({"a": Outcome([3])}, 0) == [Finished("a", "length")]
+
+
+def test_admission_leaves_room_for_answers() -> None:
+    """Two answers of the longest length do not fit; two as long as those before do."""
+    made = scheduler(blocks=6)
+    for id in ("a", "b"):
+        made.add(Request(id, [1] * 4, 13), 0)
+    assert advance(made) == ["a"]
+    assert advance(made, stop=True) == ["a"]
+    made.add(Request("c", [2] * 4, 13), 1)
+    assert sorted(advance(made)) == ["b", "c"]
+    for _ in range(60):
+        advance(made)
+    assert made.preemptions and not made.running and not made.waiting, "the guess was wrong, and nobody is lost"

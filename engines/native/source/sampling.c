@@ -1,0 +1,340 @@
+/* From logits to tokens: what runtime/draw.py computes in numpy, to the bit.
+
+   A token's weight is its probability over that of the likeliest one, times 2^30, as an integer: sums do not depend on
+   the order of their terms. Multiplies and adds round separately, as numpy's do. */
+#include "vector.h"
+
+#include <math.h>
+
+#pragma clang fp contract(off)
+
+enum { CHUNK_VECTORS = 32, CHUNK = CHUNK_VECTORS * LANES, NOT_FINITE = -1, NONE_LEFT = -2 };
+
+static const float LOG2_E = 1.44269504f;
+
+/* One draw; engines/native/sampling.py has the same fields in the same order. */
+typedef struct {
+  const float* logits;   /* [V] */
+  const uint32_t* mask;  /* a bit for each token that is allowed; NULL: all are */
+  const int32_t* tokens; /* whose logits change, [adjusted] */
+  const float *bias, *factor, *shift;
+  int64_t adjusted;
+  uint64_t random;
+  double top_p;
+  float scale;   /* log2(e) over the temperature; 0: the likeliest token */
+  int32_t top_k; /* 0: all */
+  int32_t least; /* weight of the least likely token that is kept */
+  int32_t top;   /* how many of the likeliest tokens are wanted, of the logits as they are; -1: nothing of these */
+  int32_t* top_tokens;
+  int64_t total; /* out: the sum of all weights at temperature 1 */
+  float max;     /* out: the largest logit */
+  int32_t token; /* out, or why there is none */
+} Row;
+
+/* Of V tokens, padded to whole chunks of CHUNK. */
+typedef struct {
+  int64_t V, chunks;
+  float* scores;          /* [chunks * CHUNK]; those of padding are -infinity */
+  int32_t* weights;       /* [chunks * CHUNK] */
+  uint64_t *keys, *order; /* [chunks * CHUNK] */
+  int64_t* sums;          /* of the weights of each chunk */
+  float* maxima;          /* [chunks, LANES]: of the tokens of a chunk in one lane */
+} Work;
+
+__attribute__((visibility("default"))) int64_t tapeout_sample_bytes(int64_t V) {
+  const int64_t chunks = (V + CHUNK - 1) / CHUNK;
+  return chunks * (CHUNK * (int64_t)(sizeof(float) + sizeof(int32_t) + 2 * sizeof(uint64_t)) +
+                   (int64_t)(sizeof(int64_t) + LANES * sizeof(float)));
+}
+
+static Work work_in(void* memory, int64_t V) {
+  Work w = {.V = V, .chunks = (V + CHUNK - 1) / CHUNK};
+  w.keys = memory;
+  w.order = w.keys + w.chunks * CHUNK;
+  w.sums = (int64_t*)(w.order + w.chunks * CHUNK);
+  w.scores = (float*)(w.sums + w.chunks);
+  w.weights = (int32_t*)(w.scores + w.chunks * CHUNK);
+  w.maxima = (float*)(w.weights + w.chunks * CHUNK);
+  return w;
+}
+
+/* Whether lanes of a comparison hold. */
+INLINE int any_of(I32x16 lanes) {
+  return reduce_min_int(lanes) != 0;
+}
+INLINE int all_of(I32x16 lanes) {
+  return !any_of(~lanes);
+}
+
+/* The largest key comes first; among equal scores the lowest token does. */
+INLINE uint64_t key_of(float score, int64_t token) {
+  uint32_t bits;
+  score += 0.0f; /* -0 and 0 are equal */
+  memcpy(&bits, &score, sizeof bits);
+  bits = bits >> 31 ? ~bits : bits | 0x80000000u;
+  return (uint64_t)bits << 32 | (uint32_t)~token;
+}
+INLINE int64_t token_of(uint64_t key) {
+  return (int64_t)(uint32_t)~key;
+}
+
+/* Copies a row to `scores`. Whether it is free of NaN and infinity. */
+static int copy(const Work* w, const float* logits) {
+  I32x16 right = splat_int(-1);
+  for (int64_t at = 0; at < w->chunks * CHUNK; at += LANES) {
+    const int64_t left = w->V - at;
+    F32x16 x = splat(-INFINITY);
+    if (left >= LANES)
+      x = load(logits + at);
+    else if (left > 0)
+      x = blend(first_lanes(left), load_first(logits + at, left), x);
+    right &= (I32x16)(x < splat(INFINITY));
+    store(w->scores + at, x);
+  }
+  return all_of(right);
+}
+
+/* Changes the logits that the request changes, and excludes what the mask excludes. Whether no score is NaN or infinity. */
+static int adjust(const Work* w, const Row* row) {
+  int finite = 1;
+  for (int64_t i = 0; i < row->adjusted; i++) {
+    const int32_t token = row->tokens[i];
+    if (row->mask && !(row->mask[token >> 5] >> (token & 31) & 1)) continue;
+    const float x = w->scores[token] + row->bias[i];
+    w->scores[token] = (x > 0 ? x / row->factor[i] : x * row->factor[i]) + row->shift[i];
+    finite &= w->scores[token] < INFINITY;
+  }
+  if (row->mask)
+    for (int64_t at = 0; at < w->V; at += LANES) {
+      const uint32_t bits = row->mask[at >> 5] >> (at & 16);
+      store(w->scores + at, blend(mask_of(bits & 0xffff), load(w->scores + at), splat(-INFINITY)));
+    }
+  return finite;
+}
+
+/* The largest score, and the maxima of each chunk. */
+static float find_maxima(const Work* w) {
+  F32x16 max = splat(-INFINITY);
+  for (int64_t c = 0; c < w->chunks; c++) {
+    F32x16 largest = load(w->scores + c * CHUNK);
+    for (int v = 1; v < CHUNK_VECTORS; v++) largest = vmax(load(w->scores + c * CHUNK + v * LANES), largest);
+    store(w->maxima + c * LANES, largest);
+    max = vmax(largest, max);
+  }
+  return reduce_max(max);
+}
+
+/* 2^((score - max) * scale) in fixed point. */
+INLINE I32x16 weights_of(F32x16 scores, F32x16 max, F32x16 scale) {
+  const F32x16 exponent = vmax((scores - max) * scale, splat(-40));
+  const F32x16 n = vround(exponent), f = exponent - n;
+  F32x16 power = splat(0.00015353362f) * f + splat(0.0013398875f);
+  power = power * f + splat(0.009618437f);
+  power = power * f + splat(0.055503324f);
+  power = power * f + splat(0.24022648f);
+  power = power * f + splat(0.6931472f);
+  power = power * f + splat(1);
+  return round_to_int(power * (F32x16)shift_left(wrapping_add(round_to_int(n), splat_int(30 + 127)), 23));
+}
+
+/* Weights of all tokens, 0 for those below `least`, their sums by chunk, and the sum of all. */
+static int64_t find_weights(const Work* w, float max, float scale, int32_t least) {
+  int64_t total = 0;
+  for (int64_t c = 0; c < w->chunks; c++) {
+    I32x16 low = {0}, high = {0};
+    for (int v = 0; v < CHUNK_VECTORS; v++) {
+      const int64_t at = c * CHUNK + v * LANES;
+      I32x16 weights = weights_of(load(w->scores + at), splat(max), splat(scale));
+      weights &= (I32x16)(weights >= splat_int(least));
+      low += weights & splat_int(0x7fff), high += weights >> 15;
+      store_int(w->weights + at, weights);
+    }
+    w->sums[c] = reduce_add_int(low) + ((int64_t)reduce_add_int(high) << 15);
+    total += w->sums[c];
+  }
+  return total;
+}
+
+INLINE void swap(uint64_t* a, uint64_t* b) {
+  const uint64_t kept = *a;
+  *a = *b, *b = kept;
+}
+
+/* The largest key whose key and all larger ones have together at least `needed` of the weights, or at least `needed`
+   keys where `weights` is NULL; 0 if all have less. Reorders the keys. */
+static uint64_t find_edge(uint64_t* keys, int64_t count, const int32_t* weights, double needed) {
+  int64_t first = 0, end = count, before = 0; /* `before`: of the keys that are larger than those in question */
+  while (first < end) {
+    uint64_t* middle = &keys[first + (end - first) / 2];
+    if (keys[first] < *middle) swap(&keys[first], middle);
+    if (keys[end - 1] > keys[first])
+      swap(&keys[first], &keys[end - 1]);
+    else if (keys[end - 1] > *middle)
+      swap(middle, &keys[end - 1]);
+    const uint64_t pivot = *middle;
+    swap(middle, &keys[first]);
+    int64_t last = first, sum = 0; /* the last key that is larger than the pivot, and the sum of those */
+    for (int64_t i = first + 1; i < end; i++) {
+      const int larger = keys[i] > pivot;
+      if (!larger) continue;
+      sum += weights ? weights[token_of(keys[i])] : 1;
+      swap(&keys[++last], &keys[i]);
+    }
+    swap(&keys[first], &keys[last]);
+    if ((double)(before + sum) >= needed) {
+      end = last;
+      continue;
+    }
+    before += sum + (weights ? weights[token_of(pivot)] : 1);
+    if ((double)before >= needed) return pivot;
+    first = last + 1;
+  }
+  return 0;
+}
+
+/* Drops the keys below `edge`, in order. */
+static int64_t keep(uint64_t* keys, int64_t count, uint64_t edge) {
+  int64_t kept = 0;
+  for (int64_t i = 0; i < count; i++) {
+    keys[kept] = keys[i];
+    kept += keys[i] >= edge;
+  }
+  return kept;
+}
+
+static uint64_t edge_of(const Work* w, int64_t count, const int32_t* weights, double needed) {
+  memcpy(w->order, w->keys, count * sizeof *w->keys);
+  return find_edge(w->order, count, weights, needed);
+}
+
+/* The keys of the `k` largest scores, 0 < k <= V, by ascending token. `maxima` are those of the scores. */
+static int64_t find_largest(const Work* w, int64_t k) {
+  float least = -INFINITY;
+  if (k <= w->chunks * LANES) { /* the k largest of the maxima are k tokens */
+    for (int64_t i = 0; i < w->chunks * LANES; i++) w->order[i] = key_of(w->maxima[i], i);
+    least = w->maxima[token_of(find_edge(w->order, w->chunks * LANES, NULL, (double)k))];
+  }
+  int64_t count = 0;
+  for (int64_t at = 0; at < w->V; at += LANES) {
+    if (!any_of((I32x16)(load(w->scores + at) >= splat(least)))) continue;
+    const int64_t end = at + LANES < w->V ? at + LANES : w->V;
+    for (int64_t token = at; token < end; token++) {
+      w->keys[count] = key_of(w->scores[token], token);
+      count += w->scores[token] >= least;
+    }
+  }
+  return keep(w->keys, count, edge_of(w, count, NULL, (double)k));
+}
+
+/* Sets the weights of the tokens of some keys; their sum. */
+static int64_t weigh(const Work* w, int64_t count, float max, float scale) {
+  int64_t total = 0;
+  for (int64_t i = 0; i < count; i += LANES) {
+    float scores[LANES] = {0};
+    int32_t weights[LANES];
+    const int64_t some = count - i < LANES ? count - i : LANES;
+    for (int64_t j = 0; j < some; j++) scores[j] = w->scores[token_of(w->keys[i + j])];
+    store_int(weights, weights_of(load(scores), splat(max), splat(scale)));
+    for (int64_t j = 0; j < some; j++) total += w->weights[token_of(w->keys[i + j])] = weights[j];
+  }
+  return total;
+}
+
+/* Keys of all tokens that can be among the most likely ones with `share` of the weights, whose sum is `total`. */
+static int64_t find_likely(const Work* w, double share, int64_t total) {
+  /* All tokens below this weight have together less than the rest of the weights. */
+  int64_t least = (int64_t)((1 - share) * (double)total / (double)w->V), count = 0;
+  for (int64_t at = 0; at < w->V; at += LANES) {
+    if (!any_of((I32x16)(load_int(w->weights + at) >= splat_int((int32_t)least)))) continue;
+    const int64_t end = at + LANES < w->V ? at + LANES : w->V;
+    for (int64_t token = at; token < end; token++) {
+      w->keys[count] = key_of(w->scores[token], token);
+      count += w->weights[token] >= least;
+    }
+  }
+  /* The same again with what the tokens that were dropped have left of the rest. */
+  for (int round = 0; round < 4; round++) {
+    int64_t kept_weight = 0, kept = 0;
+    for (int64_t i = 0; i < count; i++) kept_weight += w->weights[token_of(w->keys[i])];
+    const double rest = (1 - share) * (double)total - (double)(total - kept_weight);
+    if (rest <= 0) break;
+    least = (int64_t)(rest / (double)count);
+    for (int64_t i = 0; i < count; i++) {
+      const int32_t weight = w->weights[token_of(w->keys[i])];
+      w->keys[kept] = w->keys[i];
+      kept += weight >= least;
+    }
+    if (kept == count) break;
+    count = kept;
+  }
+  return count;
+}
+
+INLINE int64_t point_in(uint64_t random, int64_t total) {
+  return (int64_t)((unsigned __int128)random * (uint64_t)total >> 64);
+}
+
+static int32_t draw(const Work* w, const Row* row, float max) {
+  if (row->scale == 0)
+    for (int64_t at = 0;; at += LANES) {
+      if (!any_of((I32x16)(load(w->scores + at) == splat(max)))) continue;
+      while (w->scores[at] != max) at++;
+      return (int32_t)at;
+    }
+  const int few = row->top_k > 0 && row->top_k < w->V;
+  if (!few && row->top_p >= 1) {
+    int64_t point = point_in(row->random, find_weights(w, max, row->scale, row->least)), c = 0;
+    while (point >= w->sums[c]) point -= w->sums[c++];
+    int64_t token = c * CHUNK;
+    while (point >= w->weights[token]) point -= w->weights[token++];
+    return (int32_t)token;
+  }
+  int64_t count, total;
+  if (few) {
+    count = find_largest(w, row->top_k);
+    total = weigh(w, count, max, row->scale);
+  } else {
+    total = find_weights(w, max, row->scale, 0);
+    count = find_likely(w, row->top_p, total);
+  }
+  if (row->top_p < 1) count = keep(w->keys, count, edge_of(w, count, w->weights, row->top_p * (double)total));
+  total = 0;
+  for (int64_t i = 0; i < count; i++) {
+    const int32_t weight = w->weights[token_of(w->keys[i])];
+    total += weight >= row->least ? weight : 0;
+  }
+  int64_t point = point_in(row->random, total), i = 0;
+  for (;; i++) {
+    const int32_t weight = w->weights[token_of(w->keys[i])];
+    if (weight < row->least) continue;
+    if (point < weight) return (int32_t)token_of(w->keys[i]);
+    point -= weight;
+  }
+}
+
+/* The likeliest tokens of the logits as they are, from the likeliest on, and the sum of all weights. */
+static void find_top(const Work* w, Row* row) {
+  row->max = find_maxima(w);
+  row->total = 0;
+  if (row->max == -INFINITY) return;
+  row->total = find_weights(w, row->max, LOG2_E, 0);
+  if (!row->top) return;
+  const int64_t count = find_largest(w, row->top);
+  for (int64_t i = 1; i < count; i++) /* few of them */
+    for (int64_t j = i; j > 0 && w->keys[j] > w->keys[j - 1]; j--) swap(&w->keys[j], &w->keys[j - 1]);
+  for (int64_t i = 0; i < count; i++) row->top_tokens[i] = (int32_t)token_of(w->keys[i]);
+}
+
+/* Draws the token of each row. `memory`: `tapeout_sample_bytes(V)` bytes, aligned as an int64_t. */
+__attribute__((visibility("default"))) void tapeout_sample_1(Row* const* rows, int64_t count, int64_t V, void* memory) {
+  const Work w = work_in(memory, V);
+  for (int64_t i = 0; i < count; i++) {
+    Row* row = rows[i];
+    row->token = NOT_FINITE;
+    if (!copy(&w, row->logits)) continue;
+    if (row->top >= 0) find_top(&w, row);
+    if (!adjust(&w, row)) continue;
+    const float max = find_maxima(&w);
+    row->token = max == -INFINITY ? NONE_LEFT : draw(&w, row, max);
+  }
+}

@@ -1,0 +1,51 @@
+"""``/health``: is the server to be restarted? ``/ready``: is it to get requests?"""
+
+from __future__ import annotations
+
+import time
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from runtime.client import EngineClient
+
+
+class Health:
+    """``client`` is None until the engine is open. Set ``draining`` when the server is told to stop."""
+
+    def __init__(self, client: EngineClient | None = None) -> None:
+        self.client, self.draining = client, False
+
+    def unhealthy(self) -> str | None:
+        """Why the server should be restarted. An engine that is still being opened is no reason."""
+        if self.client is None or self.client.healthy:
+            return None
+        stats = self.client.stats
+        idle = f"for {max(0.0, time.monotonic() - stats.stepped_at):.0f} seconds" if stats.stepped_at else "yet"
+        return f"the engine made no step {idle}; {stats.running} requests run, {stats.waiting} wait"
+
+    def not_ready(self) -> str | None:
+        """Why a load balancer should send requests elsewhere."""
+        if self.client is None:
+            return "the engine is being opened"
+        if self.draining:
+            return "the server is draining"
+        return self.unhealthy() or (None if self.client.ready else "the engine is being started again")
+
+    def routes(self) -> list[Route]:
+        """``GET /health`` and ``GET /ready``: 200, or 503 with the reason."""
+
+        async def health(_: Request) -> Response:
+            return _answer(self.unhealthy())
+
+        async def ready(_: Request) -> Response:
+            return _answer(self.not_ready())
+
+        return [Route("/health", health), Route("/ready", ready)]
+
+
+def _answer(reason: str | None) -> Response:
+    if reason is None:
+        return JSONResponse({"status": "ok"})
+    return JSONResponse({"status": "unavailable", "reason": reason}, 503, {"Retry-After": "1"})

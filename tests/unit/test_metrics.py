@@ -1,0 +1,176 @@
+"""Metrics and health: what Prometheus, load balancers and load generators read of a server."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from fastapi import FastAPI
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
+
+from runtime.messages import EngineStats
+from runtime.server.calls import Call, Hook
+from runtime.server.errors import ApiError
+from runtime.server.health import Health
+from runtime.server.metrics import HttpMetrics, Metrics
+from runtime.server.window import Window
+from tests.server_client import InProcessClient, run_call
+
+
+def values(metrics: Metrics) -> dict[str, float]:
+    """Sample name, with the labels that vary, to value."""
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(metrics.text().decode()):
+        for sample in family.samples:
+            labels = {k: v for k, v in sample.labels.items() if k not in ("model_name", "engine")}
+            found[sample.name + ("" if not labels else str(sorted(labels.items())))] = sample.value
+    return found
+
+
+def test_requests_and_steps_are_counted_under_the_names_of_vllm() -> None:
+    client = InProcessClient()
+    metrics = Metrics(client, "m", read_bandwidth=1e6)
+
+    async def requests() -> None:
+        await asyncio.gather(*(run_call(client, [metrics], prompt=3 + i) for i in range(3)))
+        await run_call(client, [metrics], prompt=6, n=2)
+        await run_call(client, [metrics], prompt=2, new=9, leave=2)
+
+    asyncio.run(requests())
+    found = values(metrics)
+    assert found["vllm:generation_tokens_total"] == 5 * 5 + 2
+    assert found["vllm:prompt_tokens_total"] == 3 + 4 + 5 + 6 + 2
+    assert found["vllm:request_success_total[('finished_reason', 'length')]"] == 5
+    assert found["vllm:request_success_total[('finished_reason', 'abort')]"] == 1
+    assert found["vllm:time_to_first_token_seconds_count"] == 6
+    assert found["vllm:inter_token_latency_seconds_count"] == 5 * 4 + 1
+    assert found["vllm:e2e_request_latency_seconds_count"] == found["vllm:request_queue_time_seconds_count"] == 5
+    assert found["vllm:iteration_tokens_total_count"] == client.stats.steps == 27
+    assert found["vllm:num_requests_running"] == found["vllm:num_requests_waiting"] == 0
+    assert found["vllm:engine_healthy"] == 1
+    assert [row.outcome for row in metrics.recent] == ["length"] * 4 + ["abort"]
+
+
+class Refuse(Hook):
+    def __init__(self, status: int) -> None:
+        self.error = ApiError(status, "planted", code="planted")
+
+    def admit(self, call: Call) -> None:
+        raise self.error
+
+
+def test_refused_requests_are_not_among_those_that_ended() -> None:
+    client = InProcessClient()
+    metrics = Metrics(client, "m")
+    for status in (400, 429, 503, 408):
+        asyncio.run(run_call(client, [metrics, Refuse(status)]))
+    found = values(metrics)
+    assert found["tapeout:requests_refused_total[('reason', 'planted')]"] == 2
+    assert found["vllm:request_success_total[('finished_reason', 'error')]"] == 1
+    assert found["vllm:request_success_total[('finished_reason', 'timeout')]"] == 1
+
+
+def test_counters_do_not_fall_when_the_engine_is_opened_again() -> None:
+    client = InProcessClient()
+    metrics = Metrics(client, "m")
+    client.stats = EngineStats(steps=90, prefix_queries=50, preemptions=3)
+    assert values(metrics)["vllm:prefix_cache_queries_total"] == 50
+    client.stats = EngineStats(steps=2, prefix_queries=7)
+    found = values(metrics)
+    assert found["vllm:prefix_cache_queries_total"] == 57
+    assert found["vllm:num_preemptions_total"] == 3
+    assert found["tapeout:steps_total"] == 92
+    client.stats = replace(client.stats, steps=3, prefix_queries=9)
+    assert values(metrics)["vllm:prefix_cache_queries_total"] == 59
+
+
+def test_gauges_are_those_of_the_last_report() -> None:
+    client = InProcessClient()
+    metrics = Metrics(client, "m", read_bandwidth=1e6)
+    client.stats = EngineStats(running=3, waiting=2, blocks=40, blocks_held=10, steps=1, step_seconds=0.002)
+    found = values(metrics)
+    assert (found["vllm:num_requests_running"], found["vllm:num_requests_waiting"]) == (3, 2)
+    assert found["vllm:kv_cache_usage_perc"] == 0.25
+    assert found["tapeout:bandwidth_share"] == pytest.approx(0.5)  # 1000 bytes in 2 ms of 1 MB/s
+
+
+def http_app(metrics: Metrics) -> FastAPI:
+    app = FastAPI()
+    app.router.routes.append(metrics.route())
+
+    @app.get("/v1/models/{name}")
+    def models(name: str) -> str:
+        return name
+
+    @app.get("/broken")
+    def broken() -> None:
+        raise RuntimeError("planted")
+
+    app.add_middleware(HttpMetrics, metrics=metrics)
+    return app
+
+
+def test_http_requests_are_counted_by_route_not_by_path() -> None:
+    metrics = Metrics(InProcessClient(), "m")
+    with TestClient(http_app(metrics), raise_server_exceptions=False) as http:
+        for path in ("/v1/models/a", "/v1/models/b", "/nowhere/1", "/nowhere/2", "/broken"):
+            http.get(path)
+        http.request("ODD", "/v1/models/a")
+        answer = http.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    found = {name: value for name, value in values(metrics).items() if name.startswith("http_requests_total")}
+    key = "http_requests_total[('handler', '{}'), ('method', '{}'), ('status', '{}')]"
+    assert found[key.format("/v1/models/{name}", "GET", "2xx")] == 2
+    assert found[key.format("none", "GET", "4xx")] == 2
+    assert found[key.format("/broken", "GET", "5xx")] == 1
+    assert len(found) == 5  # with the odd method, and /metrics itself
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_percentiles_are_at_most_five_percent_off_and_old_values_leave(seed: int) -> None:
+    draw = random.Random(seed)
+    window, kept = Window(60), []
+    for _ in range(4000):
+        now, value = draw.uniform(0, 200), math.exp(draw.gauss(-4, 1.5))
+        kept.append((now, value))
+    for now, value in sorted(kept):
+        window.add(value, now)
+    recent = sorted(value for now, value in kept if now > 140)
+    for percent, found in zip((50, 90, 99), window.percentiles((50, 90, 99), now=199.9), strict=True):
+        exact = recent[math.ceil(len(recent) * percent / 100) - 1]
+        assert found == pytest.approx(exact, rel=0.05)
+    assert window.percentiles((50,), now=270.0) == [None]
+
+
+@pytest.fixture
+def health() -> Iterator[tuple[Health, TestClient]]:
+    health = Health()
+    app = FastAPI()
+    app.router.routes.extend(health.routes())
+    with TestClient(app) as http:
+        yield health, http
+
+
+def test_health_and_readiness_give_their_reasons(health: tuple[Health, TestClient]) -> None:
+    state, http = health
+
+    def now() -> tuple[int, int, str]:
+        ready = http.get("/ready")
+        return http.get("/health").status_code, ready.status_code, ready.json().get("reason", "")
+
+    assert now() == (200, 503, "the engine is being opened")
+    state.client = client = InProcessClient()
+    assert now() == (200, 200, "")
+    client.ready = False
+    assert now() == (200, 503, "the engine is being started again")
+    client.ready, client.healthy = True, False
+    client.stats = EngineStats(running=2, waiting=5, stepped_at=1e-9)
+    assert now()[:2] == (503, 503)
+    assert "2 requests run, 5 wait" in http.get("/health").json()["reason"]
+    client.healthy, state.draining = True, True
+    assert now() == (200, 503, "the server is draining")

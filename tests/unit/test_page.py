@@ -1,0 +1,234 @@
+"""The live page in a real browser: phone and desktop width, light and dark, keyboard, chat, and numbers that change."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from fastapi import FastAPI
+
+from runtime.chat import ChatTemplate
+from runtime.server.app import create_app
+from runtime.server.operations import Operations, OperationsSettings
+from runtime.server.page import policy
+from runtime.server.service import Service
+from runtime.server.text import TextModel
+from tests.http_server import END, END_TOKEN, MODEL, TEMPLATE, VOCAB, byte_tokenizer, ids, listening
+from tests.server_client import InProcessClient
+from tests.serving_client import ScriptEngine
+
+CHROMIUM = Path(os.environ.get("TAPEOUT_CHROMIUM", "/usr/bin/chromium"))
+SAID = "Rayleigh scattering: <b>blue</b> light is scattered most by the molecules of the air."
+
+playwright = pytest.importorskip("playwright.sync_api")
+pytestmark = pytest.mark.skipif(not CHROMIUM.is_file(), reason="no chromium; name one in TAPEOUT_CHROMIUM")
+
+
+@pytest.fixture
+def client() -> InProcessClient:
+    engine = ScriptEngine(ids("<|start|>assistant\n"), END_TOKEN, VOCAB, slots=8, max_tokens=1024)
+    engine.script = ids(SAID)
+    return InProcessClient(engine, pause=0.01, end=END_TOKEN)
+
+
+def application(client: InProcessClient, settings: OperationsSettings) -> FastAPI:
+    operations = Operations(client, MODEL, settings)
+    digest = client.info.digest
+    text = TextModel(digest, byte_tokenizer(), ChatTemplate(TEMPLATE, {}), special_texts={"eos_token": END})
+    service = Service(client, {digest: text}, (MODEL,), hooks=operations.hooks)
+    return create_app(service, routers=[operations.router], middleware=operations.middleware)
+
+
+@pytest.fixture
+def url(client: InProcessClient) -> Iterator[str]:
+    with listening(application(client, OperationsSettings(read_bandwidth=1e9))) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as library:
+        browser = library.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def opened(browser: Any) -> Iterator[Callable[..., tuple[Any, list[str]]]]:
+    """Opens a page; also what its console complains about."""
+    contexts: list[Any] = []
+
+    def opened(url: str, width: int = 1440, scheme: str = "light") -> tuple[Any, list[str]]:
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        contexts.append(context)
+        page, problems = context.new_page(), []
+        page.on("console", lambda said: problems.append(said.text) if said.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("request", lambda asked: None if asked.url.startswith(url) else problems.append(asked.url))
+        page.goto(url)
+        return page, problems
+
+    yield opened
+    for context in contexts:
+        context.close()
+
+
+def ask(page: Any, text: str) -> None:
+    page.get_by_label("Message").fill(text)
+    page.keyboard.press("Control+Enter")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1440])
+def test_chat_streams_and_the_numbers_change(
+    url: str, opened: Callable[..., tuple[Any, list[str]]], width: int, scheme: str, tmp_path: Path
+) -> None:
+    page, problems = opened(url, width, scheme)
+    playwright.expect(page.locator("#status")).to_have_text("ready")
+    assert page.locator("#ttft-50").inner_text() == "–"
+    ask(page, "Why is the sky blue?")
+    answer = page.locator(".said.assistant span")
+    playwright.expect(answer).to_have_text(re.compile("^Rayleigh"))
+    assert answer.inner_text() != SAID, "the whole answer came at once"
+    playwright.expect(page.locator("#running")).to_have_text("1")
+    playwright.expect(answer).to_have_text(SAID)
+    playwright.expect(page.locator("#chat-note")).to_contain_text("first token after")
+    playwright.expect(page.locator("#ttft-50")).to_contain_text("ms")
+    playwright.expect(page.locator("#itl-99")).to_contain_text("ms")
+    playwright.expect(page.locator("#running")).to_have_text("0")
+    playwright.expect(page.locator("#recent td").last).to_have_text("stop")
+    assert page.locator("#recent tr").count() == 1
+    ask(page, "And at sunset?")
+    playwright.expect(page.locator(".said.assistant")).to_have_count(2)
+    playwright.expect(answer.last).to_have_text(SAID)
+    assert float(page.locator("#speed").inner_text()) > 0
+    page.screenshot(
+        path=str(Path(os.environ.get("TAPEOUT_SCREENSHOTS", tmp_path)) / f"page-{width}-{scheme}.png"), full_page=True
+    )
+    inner, needed = page.evaluate("[innerWidth, document.documentElement.scrollWidth]")
+    assert needed <= inner
+    assert problems == []
+
+
+def test_gauges_show_what_the_engine_reports(
+    url: str, client: InProcessClient, opened: Callable[..., tuple[Any, list[str]]]
+) -> None:
+    page, _ = opened(url)
+    for held, hits in ((2, 0), (6, 30)):
+        client.stats = replace(client.stats, blocks=8, blocks_held=held, prefix_queries=40, prefix_hits=hits)
+        playwright.expect(page.get_by_role("meter", name="KV cache in use")).to_have_attribute(
+            "aria-valuenow", f"{100 * held / 8:g}"
+        )
+        playwright.expect(page.locator("#prefix")).to_have_text(f"{100 * hits / 40:g} %")
+    client.healthy = False
+    playwright.expect(page.locator("#status")).to_contain_text("the engine made no step")
+
+
+def test_stop_ends_the_answer_and_its_request(
+    url: str, client: InProcessClient, opened: Callable[..., tuple[Any, list[str]]]
+) -> None:
+    page, problems = opened(url)
+    client.pause = 0.1
+    playwright.expect(page.locator("#status")).to_have_text("ready")
+    ask(page, "Why?")
+    playwright.expect(page.locator(".said.assistant span")).to_have_text(re.compile("^R"))
+    page.get_by_role("button", name="Stop").click()
+    playwright.expect(page.locator("#chat-note")).to_have_text("stopped")
+    playwright.expect(page.locator("#running")).to_have_text("0")
+    playwright.expect(page.locator("#recent td").last).to_have_text("abort")
+    page.get_by_role("button", name="New conversation").click()
+    playwright.expect(page.locator(".said")).to_have_count(0)
+    assert problems == []
+
+
+def test_a_protected_server_asks_for_a_key(
+    client: InProcessClient, opened: Callable[..., tuple[Any, list[str]]]
+) -> None:
+    with listening(application(client, OperationsSettings(api_keys=("secret",)))) as url:
+        page, _ = opened(url)
+        playwright.expect(page.locator("#status")).to_have_text("an API key is needed")
+        page.get_by_label("Key, kept in this page only").fill("secret")
+        playwright.expect(page.locator("#status")).to_have_text("ready")
+        ask(page, "Why?")
+        playwright.expect(page.locator(".said.assistant span")).to_have_text(SAID)
+
+
+def test_every_control_is_labelled_reached_by_keyboard_and_has_contrast(
+    url: str, opened: Callable[..., tuple[Any, list[str]]]
+) -> None:
+    for scheme in ("light", "dark"):
+        page, _ = opened(url, 390, scheme)
+        playwright.expect(page.locator("#status")).to_have_text("ready")
+        nameless = page.evaluate(
+            "[...document.querySelectorAll('button, input, textarea, [role=meter], [role=region], [role=log]')].filter("
+            "e => !(e.labels?.length || e.textContent.trim() && e.matches('button') || e.ariaLabel"
+            " || e.getAttribute('aria-labelledby'))).length"
+        )
+        assert nameless == 0
+        reached: set[str] = set()
+        for _ in range(12):
+            page.keyboard.press("Tab")
+            reached.add(page.evaluate("document.activeElement.id || document.activeElement.tagName"))
+        assert {"SUMMARY", "prompt", "send", "clear"} <= reached
+        assert page.evaluate(CONTRAST) == []
+
+
+# Text whose contrast with its background is below 4.5 (WCAG 2.2, 1.4.3).
+CONTRAST = """() => {
+  const numbers = (color) => color.match(/[\\d.]+/g).map(Number);
+  const light = (color) => numbers(color).slice(0, 3).map((c) => c / 255)
+    .map((c) => c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+  const behind = (e) => {
+    for (; e; e = e.parentElement) {
+      const color = numbers(getComputedStyle(e).backgroundColor);
+      if (color.length === 3 || color[3] > 0) return getComputedStyle(e).backgroundColor;
+    }
+    return "rgb(255, 255, 255)";
+  };
+  const own = (e) => [...e.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim());
+  const texts = [...document.body.querySelectorAll("*")].filter((e) => own(e) && !e.disabled && !e.matches("script"));
+  return texts.filter((e) => {
+    const [a, b] = [light(getComputedStyle(e).color), light(behind(e))];
+    return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05) < 4.5;
+  }).map((e) => e.outerHTML.slice(0, 80));
+}"""
+
+
+def test_the_policy_lets_no_other_script_run(url: str, opened: Callable[..., tuple[Any, list[str]]]) -> None:
+    page, problems = opened(url)
+    page.evaluate("document.body.appendChild(document.createElement('script')).textContent = 'window.planted = 1'")
+    assert page.evaluate("window.planted") is None
+    assert any("Content Security Policy" in problem for problem in problems)
+
+
+def test_the_policy_follows_the_page() -> None:
+    assert policy("<style>a</style><script>b</script>") != policy("<style>a</style><script>c</script>")
+
+
+def test_metrics_and_usage_see_what_the_openai_client_does(client: InProcessClient, tmp_path: Path) -> None:
+    settings = OperationsSettings(
+        api_keys=("secret",), usage_database=f"sqlite:///{tmp_path}/u.db", usage_journal=tmp_path / "j"
+    )
+    operations_app = application(client, settings)
+    talk: Any = [{"role": "user", "content": "hi"}]
+    with listening(operations_app) as url:
+        api = openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0)
+        threads = [
+            threading.Thread(target=lambda: api.chat.completions.create(model=MODEL, messages=talk)) for _ in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        text = openai.DefaultHttpxClient().get(f"{url}/metrics").text
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0).models.list()
+    assert f'vllm:generation_tokens_total{{engine="0",model_name="{MODEL}"}} {3.0 * (len(SAID) + 1)}' in text
