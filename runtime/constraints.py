@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 1 << 16  # of a constraint's text
 CACHED = 64  # compiled constraints
+TOO_COMPLEX = "the constraint became too complex"
 STACK_BYTES = 64 << 20  # of the thread that compiles; its pages are only touched where needed
 
 
@@ -139,7 +140,7 @@ class Matcher:
         """Why the response cannot go on, if so."""
         if not self._matcher.is_error():
             return None
-        return f"the constraint became too complex: {one_line(ValueError(self._matcher.get_error()), 300)}"
+        return f"{TOO_COMPLEX}: {one_line(ValueError(self._matcher.get_error()), 300)}"
 
     def mask(self, stops: Iterable[int]) -> MaskArray:
         """A bit for each token, ``[ceil(V / 32)]``: set if it may come next.

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from time import monotonic
 
 from engines.protocol import Engine, Entry, FloatArray, Result
 from runtime.blocks import BlockPool
-from runtime.constraints import ConstraintCompiler
 from runtime.messages import Delta, EngineStats, GenerateRequest, Refusal, Report, TokenLogprobs
-from runtime.sampling import BatchSampler, Choice, token_logprobs
+from runtime.sampling import BatchSampler, Choice
 from runtime.scheduler import DisplacedError, FinishReason, Limits, Outcome, Request, Scheduler, Work
 from tapeout.errors import RequestError, one_line
 
@@ -49,16 +47,15 @@ class _Active:
 class EngineCore:
     """No more requests run at once than the engine takes in a step, whatever the limits.
 
-    ``constraints``: compiles those of requests; without one, requests with a constraint are refused.
+    ``sampler``: by default one without constraints, in numpy.
     """
 
-    def __init__(self, engine: Engine, limits: Limits, constraints: ConstraintCompiler | None = None) -> None:
+    def __init__(self, engine: Engine, limits: Limits, sampler: BatchSampler | None = None) -> None:
         has = engine.capabilities
         self.engine = engine
         limits = replace(limits, max_running=min(limits.max_running, has.max_batch))
         self.scheduler = Scheduler(BlockPool(has.blocks), limits, has.block_tokens, has.max_tokens)
-        self._constraints = constraints
-        self._sampler = BatchSampler(has.vocab_size, constraints)
+        self._sampler = sampler or BatchSampler(has.vocab_size)
         self._active: dict[str, _Active] = {}
         self._deltas: list[Delta] = []  # since the last report
         self._refusals: list[Refusal] = []
@@ -136,12 +133,6 @@ class EngineCore:
             finished=dict(self._finished),
         )
 
-    def prepare(self) -> None:
-        """Do ahead of time what the first request with a constraint would wait for, and others with it."""
-        if self._constraints is not None:
-            with suppress(RequestError):  # requests with constraints will be told
-                self._constraints.load()
-
     def close(self) -> None:
         self.engine.close()
 
@@ -202,8 +193,8 @@ class EngineCore:
                     if not self._accept(active, work, row, token):
                         break
             elif result.logits is not None:
-                _score(active, result.logits)
-                if work.samples:
+                self._score(active, result.logits)
+                if work.samples and active.error is None:
                     drawing.append((work, result.logits[-work.drafts - 1 :]))
         row = 0  # 0 decides the token after the last certain one, each other the one after a draft that holds
         while drawing:
@@ -219,6 +210,15 @@ class EngineCore:
                 if self._accept(active, work, row, choice.token):
                     holding.append((work, logits))
             drawing, row = holding, row + 1
+
+    def _score(self, active: _Active, logits: FloatArray) -> None:
+        """Log-probabilities of prompt tokens that have none yet, from the logits ``[P, V]`` of the tokens before."""
+        top, prompt, first = active.request.prompt_logprobs, active.request.prompt, len(active.scores)
+        if top is not None and (count := min(len(logits), len(prompt) - first)):
+            try:
+                active.scores += self._sampler.score(prompt[first : first + count], logits[:count], top)
+            except RequestError as error:
+                active.error = error.found
 
     @staticmethod
     def _accept(active: _Active, work: Work, row: int, token: int) -> bool:
@@ -310,11 +310,3 @@ def _unscored(active: _Active, work: Work) -> range:
     if first >= min(end, len(work.tokens)):
         return range(0)
     return range(first, len(work.tokens) if work.samples else min(end, len(work.tokens)))
-
-
-def _score(active: _Active, logits: FloatArray) -> None:
-    """Log-probabilities of prompt tokens that have none yet, from the logits ``[P, V]`` of the tokens before them."""
-    top, prompt = active.request.prompt_logprobs, active.request.prompt
-    if top is not None:
-        for row in logits[: len(prompt) - len(active.scores)]:
-            active.scores.append(token_logprobs(row, prompt[len(active.scores)], top))

@@ -11,15 +11,20 @@ from runtime.scheduler import Limits
 from tapeout.errors import RequestError
 
 if TYPE_CHECKING:
+    from engines.native.sampling import SamplingKernel
     from engines.protocol import Engine
 
 
 class Opened(NamedTuple):
-    """``tokenizer``: the text of ``tokenizer.json``; None for a model that cannot have constraints."""
+    """``tokenizer``: the text of ``tokenizer.json``; None for a model that cannot have constraints.
+
+    ``kernel``: chooses tokens; without one numpy does.
+    """
 
     engine: Engine
     info: EngineInfo
     tokenizer: str | None = None
+    kernel: SamplingKernel | None = None
 
 
 class OpenEngine(Protocol):
@@ -43,9 +48,13 @@ class OpenBundle:
     def __call__(self, folder: Path) -> Opened:
         from engines.bundle import EngineBundle
         from engines.load import load
+        from engines.native.sampling import sampling_kernel
+        from engines.sessions import library_of
+        from engines.threads import physical_cores
         from tapeout import artifact
 
-        record = artifact.load_record(folder, EngineBundle).record
+        bundle = artifact.load_record(folder, EngineBundle)
+        record = bundle.record
         slots = self.slots
         if self.kv_bytes is not None:
             sequence_bytes = record.io.kv_token_bytes * record.io.max_tokens
@@ -69,7 +78,9 @@ class OpenBundle:
             stop_tokens=frozenset(record.stop_tokens),
         )
         tokenizer = folder / "tokenizer.json"
-        return Opened(engine, info, tokenizer.read_text(encoding="utf-8") if tokenizer.is_file() else None)
+        text = tokenizer.read_text(encoding="utf-8") if tokenizer.is_file() else None
+        kernel = sampling_kernel(library_of(bundle), has.vocab_size, self.threads or physical_cores())
+        return Opened(engine, info, text, kernel)
 
 
 @dataclass(frozen=True)

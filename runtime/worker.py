@@ -12,6 +12,7 @@ import pickle
 import select
 import signal
 import threading
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from time import monotonic
 
@@ -19,7 +20,8 @@ from runtime.constraints import ConstraintCompiler
 from runtime.core import EngineCore
 from runtime.messages import Add, Cancel, Close, Command
 from runtime.opening import Start
-from tapeout.errors import TapeoutError
+from runtime.sampling import BatchSampler
+from tapeout.errors import RequestError, TapeoutError
 
 IDLE_MS = 500  # between two reports of an idle engine
 EXIT_ORPHANED = 3
@@ -34,25 +36,25 @@ def main(descriptor: int) -> None:
     with Connection(descriptor) as connection:
         try:
             start: Start = connection.recv()
-            engine, info, tokenizer = start.open(start.folder)
+            opened = start.open(start.folder)
         except TapeoutError as error:
             connection.send(error)
             return
-        compiler = None
-        if tokenizer is not None:
-            compiler = ConstraintCompiler(tokenizer, info.vocab_size, info.stop_tokens)
-        core = EngineCore(engine, start.limits, compiler)
+        info, compiler = opened.info, None
+        if opened.tokenizer is not None:
+            compiler = ConstraintCompiler(opened.tokenizer, info.vocab_size, info.stop_tokens)
+        core = EngineCore(opened.engine, start.limits, BatchSampler(info.vocab_size, compiler, opened.kernel))
         gc.freeze()  # what was imported and opened stays: the collector need not look at it again
         try:
             connection.send(info)
-            _serve(connection, core)
+            _serve(connection, core, compiler)
         except (EOFError, ConnectionError):
             os._exit(EXIT_ORPHANED)  # the parent is gone
         finally:
             core.close()
 
 
-def _serve(connection: Connection, core: EngineCore) -> None:
+def _serve(connection: Connection, core: EngineCore, compiler: ConstraintCompiler | None) -> None:
     arrived = select.poll()
     arrived.register(connection.fileno(), select.POLLIN)
     prepared = False
@@ -66,8 +68,10 @@ def _serve(connection: Connection, core: EngineCore) -> None:
                     core.cancel(command.id)
                 case Close():
                     return
-        if not core.busy and not prepared:
-            core.prepare()
+        if not core.busy and not prepared and compiler is not None:
+            # Else the first request with a constraint would wait for it, and everybody else with it.
+            with suppress(RequestError):  # requests with constraints will be told
+                compiler.load()
             prepared = True
         report = core.step(monotonic()) if core.busy else core.report()
         connection.send_bytes(pickle.dumps(report, pickle.HIGHEST_PROTOCOL))

@@ -7,6 +7,7 @@ import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engines.bundle import EngineBundle
 from evals.check import Outcome
@@ -15,12 +16,13 @@ from pipeline.registry import serving
 from runtime.client import ProcessClient
 from runtime.opening import OpenBundle
 from runtime.scheduler import Limits
-from runtime.server.requests import ServerLimits
-from runtime.server.run import ServeError, ServeSettings, listen, serve
-from runtime.server.service import Service
+from runtime.server.listen import ServeError, listen
 from tapeout import artifact
 from tapeout.errors import TapeoutError
 from tapeout.signing import PUBLIC_KEY, key_from_environment
+
+if TYPE_CHECKING:
+    from runtime.server.service import Service
 
 REGISTERED = re.compile(r"models:/(?P<name>[^/@]+)@champion")
 UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
@@ -65,6 +67,9 @@ def run(options: Options) -> None:
     public_key = None if options.unsafe else key_from_environment(PUBLIC_KEY)
     opener = OpenBundle(options.threads, options.slots, options.kv_bytes, public_key)
     client = ProcessClient(folder, opener, Limits(max_waiting=options.max_waiting))
+    # Imported while the engine's process opens the bundle.
+    from runtime.server.requests import ServerLimits
+    from runtime.server.run import ServeSettings, serve
 
     async def follow(service: Service) -> None:
         await follow_champion(service, name, options.follow_seconds)

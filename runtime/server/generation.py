@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from runtime.client import EngineClient
+from runtime.constraints import TOO_COMPLEX
 from runtime.messages import Delta, GenerateRequest, TokenLogprobs
 from runtime.server.calls import Call, Hook
-from runtime.server.errors import ApiError, draining, from_exception
+from runtime.server.errors import ApiError, draining, from_exception, invalid
 from runtime.server.text import ResponseText
 
 
@@ -99,6 +100,8 @@ def _require_success(delta: Delta) -> None:
             raise ApiError(408, delta.error or "the request took longer than the server allows", code="timeout")
         case "cancelled":
             raise draining()  # nobody else cancels a request whose deltas are still read
+        case "error" if (delta.error or "").startswith(TOO_COMPLEX):
+            raise invalid(delta.error or TOO_COMPLEX)
         case "error":
             raise ApiError(500, delta.error or "the engine failed on this request", code="engine_error")
         case _:

@@ -21,16 +21,10 @@ from runtime.server.calls import Hook
 from runtime.server.requests import ServerLimits
 from runtime.server.service import Service
 from runtime.server.text import TextModel
-from tapeout.errors import TapeoutError
 
 FLUSH_SECONDS = 5  # that responses have to reach slow clients once the engine is done
-BACKLOG = 2048
 
 log = logging.getLogger("tapeout.server")
-
-
-class ServeError(TapeoutError):
-    """The server cannot be started."""
 
 
 @dataclass(frozen=True)
@@ -52,23 +46,6 @@ class ServeSettings:
     names: tuple[str, ...]
     drain_seconds: float = 30.0
     limits: ServerLimits = field(default_factory=ServerLimits)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """The server's address, taken before anything is loaded. :class:`ServeError` if it cannot be had."""
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        found = socket.socket(family, socket.SOCK_STREAM)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind((host, port))
-        found.listen(BACKLOG)  # so that a second server is refused; clients wait until the engine is open
-    except OSError as error:
-        raise ServeError(
-            f"cannot listen on {host} port {port}: {error.strerror}",
-            expected="a free port, and an address of this machine",
-            remedy="stop what uses it, or choose another --port or --host",
-        ) from error
-    return found
 
 
 def serve(

@@ -11,7 +11,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 HEAVY = {"torch", "transformers", "tensorrt", "mlflow", "datasets", "lm_eval", "scipy", "matplotlib", "pandas", "dvc"}
 BACKENDS = {"onnxruntime", "onnx"}
-RUNTIME = sorted(f"runtime.{path.stem}" for path in (ROOT / "runtime").glob("*.py") if path.stem != "__init__")
+RUNTIME = sorted(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for path in (ROOT / "runtime").rglob("*.py")
+    if path.stem != "__init__"
+)
 
 
 def heavy_imports(statement: str, forbidden: set[str]) -> set[str]:
@@ -41,6 +45,11 @@ def test_help_and_the_gate_need_no_heavy_library(tmp_path: Path) -> None:
     for words in (["--help"], ["gate"], ["inspect", "x"], ["report"]):
         quiet = "with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):"
         assert heavy_imports(f"{call}{quiet} main({words!r})", HEAVY | BACKENDS) == set(), words
+
+
+def test_serving_a_bundle_needs_no_torch_and_no_registry() -> None:
+    statement = "import pipeline.cli.serve, runtime.server.run, runtime.worker, engines.targets.ort_cpu"
+    assert heavy_imports(statement, HEAVY) == set()
 
 
 def test_opening_an_engine_and_generating_needs_no_torch() -> None:

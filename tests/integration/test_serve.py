@@ -1,0 +1,422 @@
+"""``tapeout serve`` as a process on a tiny bundle, and what its clients get: openai, lm-eval, and raw sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import psutil
+import pytest
+from tokenizers import Tokenizer
+
+import tapeout
+from engines.compile import build
+from engines.load import graph_target, load
+from engines.sequences import Sequences
+from evals.harness import EngineLM
+from pipeline.cli.serve import follow_champion
+from pipeline.export.export import export
+from pipeline.registry import serving
+from quantization.compressed_tensors import open_checkpoint
+from runtime.client import ProcessClient
+from runtime.messages import GenerateRequest
+from runtime.opening import OpenBundle
+from runtime.server.service import Service
+from runtime.server.text import TextModel
+from tapeout import artifact
+from tests.native import own_cache
+
+ROOT = Path(__file__).parents[2]
+MODEL = "tiny"
+TALK: Any = [{"role": "user", "content": "What is a list?"}]
+
+
+@pytest.fixture(scope="module")
+def bundles(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The tiny llama on the target of the default recipe, in two precisions: two engines of one model."""
+    folder = tmp_path_factory.mktemp("serve")
+    graph = export(tiny_checkpoint, "", folder / "graph", max_positions=512, tolerance=1e-3, seed=0, parents={})
+    with pytest.MonkeyPatch.context() as patch:
+        own_cache(patch, folder / "cache")
+        made = [
+            build(
+                graph,
+                open_checkpoint(graph.folder),
+                folder / name,
+                target=graph_target("ort-cpu"),
+                precision="float32",
+                slots=slots,
+                kv_scales={},
+                parents={"graph": graph},
+            ).folder
+            for name, slots in (("first", 8), ("second", 6))
+        ]
+    return made[0], made[1]
+
+
+@dataclass
+class Running:
+    process: subprocess.Popen[str]
+    url: str
+    log: list[str]
+    openai: openai.OpenAI
+
+    def post(self, path: str, body: Any) -> httpx2.Response:
+        return httpx2.post(f"{self.url}{path}", json=body, timeout=30)
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+
+COMMAND = [sys.executable, "-c", "import sys; from pipeline.cli.main import main; sys.exit(main(sys.argv[1:]))"]
+
+
+@contextmanager
+def served(*options: str) -> Iterator[Running]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [*COMMAND, "serve", *options, "--port", "0", "--served-model-name", MODEL, "--threads", "1"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    log: list[str] = []
+    found: list[str] = []
+    begun = threading.Event()
+
+    def read() -> None:
+        assert process.stderr is not None
+        for line in process.stderr:
+            log.append(line)
+            if match := re.search(r"http://\S+?(?=/v1)", line):
+                found.append(match[0])
+                begun.set()
+        begun.set()
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        assert begun.wait(120) and found, "".join(log)
+        with openai.OpenAI(base_url=f"{found[0]}/v1", api_key="x", max_retries=0, timeout=60) as client:
+            yield Running(process, found[0], log, client)
+    finally:
+        process.kill()
+        process.wait()
+        reader.join(10)
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+@pytest.fixture(scope="module")
+def server(bundles: tuple[Path, Path]) -> Iterator[Running]:
+    with served(str(bundles[0]), "--unsafe") as running:
+        yield running
+        assert running.process.poll() is None
+        assert running.stop() == 0
+
+
+def test_a_chat_is_what_the_bundle_says_without_a_server(server: Running, bundles: tuple[Path, Path]) -> None:
+    with tapeout.load(bundles[0], threads=1) as engine:
+        expected = tapeout.generate(engine, TALK[0]["content"], max_new_tokens=24)
+    answer = server.openai.chat.completions.create(model=MODEL, messages=TALK, max_tokens=24, temperature=0)
+    assert answer.choices[0].message.content == expected
+    chunks = server.openai.chat.completions.create(
+        model=MODEL, messages=TALK, max_tokens=24, temperature=0, stream=True, stream_options={"include_usage": True}
+    )
+    text, usage = "", None
+    for chunk in chunks:
+        text += "".join(choice.delta.content or "" for choice in chunk.choices)
+        usage = chunk.usage or usage
+    assert text == expected and usage is not None and answer.usage is not None
+    assert usage.completion_tokens == answer.usage.completion_tokens
+
+
+def test_choices_stops_and_logprobs(server: Running) -> None:
+    ask: Any = {"model": MODEL, "prompt": "The list", "max_tokens": 16}
+    several = server.openai.completions.create(**ask, n=3, temperature=1, seed=5, logprobs=2)
+    assert [choice.index for choice in several.choices] == [0, 1, 2]
+    assert len({choice.text for choice in several.choices}) > 1
+    for choice in several.choices:
+        assert choice.logprobs and choice.logprobs.tokens and choice.logprobs.token_logprobs
+        assert len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs) <= 16
+    again = server.openai.completions.create(**ask, n=3, temperature=1, seed=5, logprobs=2)
+    assert [choice.text for choice in again.choices] == [choice.text for choice in several.choices]
+    greedy = server.openai.completions.create(**ask, temperature=0).choices[0].text
+    stop = greedy[5:8]
+    ended = server.openai.completions.create(**ask, temperature=0, stop=stop).choices[0]
+    assert ended.text == greedy[: greedy.index(stop)] and ended.finish_reason == "stop"
+
+
+def test_formats_and_calls_of_tools(server: Running) -> None:
+    schema: Any = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    }
+    formatted = server.openai.chat.completions.create(
+        model=MODEL,
+        messages=TALK,
+        temperature=1,
+        seed=1,
+        response_format={"type": "json_schema", "json_schema": {"name": "trip", "schema": schema}},
+    )
+    trip = json.loads(formatted.choices[0].message.content or "")
+    assert trip["city"] in ("Rome", "Oslo") and 1 <= trip["days"] <= 9
+    tools: Any = [{"type": "function", "function": {"name": "travel", "parameters": schema}}]
+    for choice in ("required", {"type": "function", "function": {"name": "travel"}}):
+        answer = server.openai.chat.completions.create(
+            model=MODEL,
+            messages=TALK,
+            temperature=1,
+            seed=2,
+            tools=tools,
+            tool_choice=choice,
+            parallel_tool_calls=False,
+        )
+        (call,) = answer.choices[0].message.tool_calls or []
+        assert call.type == "function" and call.function.name == "travel"
+        assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
+    picked = server.post(
+        "/v1/completions", {"prompt": "x", "structured_outputs": {"choice": ["yes", "no"]}, "max_tokens": 8}
+    )
+    assert picked.json()["choices"][0]["text"] in ("yes", "no")
+
+
+def instance(kind: str, arguments: tuple[Any, ...]) -> Any:
+    from lm_eval.api.instance import Instance
+
+    return Instance(request_type=kind, doc={}, arguments=arguments, idx=0)
+
+
+def test_lm_eval_scores_over_http_as_in_process(
+    server: Running, bundles: tuple[Path, Path], tiny_checkpoint: Path, tiny_texts: Callable[[int, int], list[str]]
+) -> None:
+    """The very same numbers, up to the rounding of float32 sums in another order."""
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    texts = [text.split(" ") for text in tiny_texts(12, 4)]
+    pairs = [(" ".join(words[:20]), " " + " ".join(words[20:26])) for words in texts]
+    requests = [instance("loglikelihood", pair) for pair in pairs]
+    bundle = bundles[0]
+    tokenizer = Tokenizer.from_file(str(bundle / "tokenizer.json"))
+    engine = Sequences(load(bundle, threads=1, slots=1))
+    own = EngineLM(engine, tokenizer, end_of_text=tokenizer.token_to_id("<|im_end|>"), beginning=None)
+    expected = own.loglikelihood(requests)
+    until = [instance("generate_until", (pair[0], {"until": ["\n"], "max_gen_toks": 12})) for pair in pairs[:4]]
+    expected_texts = own.generate_until(until)
+    engine.close()
+    settings: dict[str, Any] = {"base_url": f"{server.url}/v1/completions", "model": MODEL, "max_length": 512}
+    for batch_size, concurrent in ((1, 4), (4, 1)):
+        remote = LocalCompletionsAPI(
+            **settings, tokenizer=str(tiny_checkpoint), tokenizer_backend="huggingface", batch_size=batch_size,
+            num_concurrent=concurrent,
+        )  # fmt: skip
+        found = remote.loglikelihood(requests)
+        assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+        assert [score for score, _ in found] == pytest.approx([score for score, _ in expected], abs=1e-4)
+    assert remote.generate_until(until) == expected_texts
+    by_server = LocalCompletionsAPI(**settings, tokenizer_backend="auto", batch_size=1)
+    assert by_server.tokenizer_backend == "remote"
+    assert [score for score, _ in by_server.loglikelihood(requests[:3])] == pytest.approx(
+        [score for score, _ in expected[:3]], abs=1e-4
+    )
+
+
+HOSTILE: list[Any] = [
+    {"prompt": "x", "logit_bias": {"1024": 5}},
+    {"prompt": "x", "logit_bias": {str(10**9): -100}},
+    {"prompt": "x", "stop_token_ids": [1024]},
+    {"prompt": "x", "stop_token_ids": [-(2**63)]},
+    {"prompt": ""},
+    {"prompt": []},
+    {"prompt": [[]]},
+    {"prompt": [-1]},
+    {"prompt": [1024]},
+    {"prompt": [2**63]},
+    {"prompt": "x", "prompt_logprobs": -1},
+    {"prompt": "x", "prompt_logprobs": 2**40},
+    {"prompt": "x", "logprobs": 2**40},
+    {"prompt": "x" * 4000, "max_tokens": 1},
+    {"prompt": "x", "n": 10**6},
+    {"prompt": ["x"] * 5000},
+    {"prompt": "x", "max_tokens": 2**62},
+    {"prompt": "x", "structured_outputs": {"json": "{"}},
+    {"prompt": "x", "structured_outputs": {"json": {"type": "nonsense"}}},
+    {"prompt": "x", "structured_outputs": {"json": {"$ref": "#/nowhere"}}},
+    {"prompt": "x", "structured_outputs": {"json": {"allOf": [{"type": "string"}, {"type": "integer"}]}}},
+    {"prompt": "x", "structured_outputs": {"regex": "("}},
+    {"prompt": "x", "structured_outputs": {"regex": "(a{1,5000}){1,5000}" * 10}},
+    {"prompt": "x", "structured_outputs": {"grammar": "start: ("}},
+    {"prompt": "x", "guided_json": "[" * 20_000},
+    {"prompt": "x", "temperature": 1e308, "top_p": 1e-320, "seed": -(2**80)},
+]
+
+
+@pytest.mark.parametrize("body", HOSTILE, ids=lambda body: json.dumps(body)[:60])
+def test_a_hostile_request_is_refused_and_harms_nobody(server: Running, body: Any) -> None:
+    answer = server.post("/v1/completions", body)
+    assert answer.status_code == 400 and answer.json()["error"]["message"], answer.text
+    good = server.openai.completions.create(model=MODEL, prompt="The", max_tokens=2, temperature=0)
+    assert good.usage is not None and good.usage.completion_tokens == 2
+
+
+def test_echo_without_new_tokens_scores(server: Running) -> None:
+    answer = server.post("/v1/completions", {"prompt": "The list is", "echo": True, "max_tokens": 0, "logprobs": 1})
+    (choice,) = answer.json()["choices"]
+    assert choice["text"] == "The list is" and choice["logprobs"]["token_logprobs"][0] is None
+    assert all(score <= 0 for score in choice["logprobs"]["token_logprobs"][1:])
+
+
+def test_a_burst_with_clients_that_go_away(server: Running) -> None:
+    """Every second client leaves in the midst of its stream; the others get what they get alone."""
+    alone = (
+        server.openai.completions.create(model=MODEL, prompt="A class", max_tokens=40, temperature=0).choices[0].text
+    )
+
+    async def one(client: httpx2.AsyncClient, leaves: bool) -> str:
+        body = {"prompt": "A class", "max_tokens": 40, "temperature": 0, "stream": True}
+        text = ""
+        async with client.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    text += json.loads(line[6:])["choices"][0]["text"]
+                    if leaves and len(text) > 20:
+                        return ""
+        return text
+
+    async def burst() -> list[str]:
+        async with httpx2.AsyncClient(timeout=60) as client:
+            return await asyncio.gather(*[one(client, number % 2 == 1) for number in range(24)])
+
+    texts = asyncio.run(burst())
+    assert texts[::2] == [alone] * 12
+
+
+def refusal(*options: str, **environment: str) -> str:
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    command = [*COMMAND, "serve", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=variables)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def test_what_cannot_be_served_is_refused(bundles: tuple[Path, Path], tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        said = refusal(str(bundles[0]), "--unsafe", "--port", str(taken.getsockname()[1]))
+    assert "cannot listen" in said and "--port" in said
+    assert "has no verdict" in refusal(str(bundles[0]), "--port", "0")
+    assert "record.json" in refusal(str(tmp_path), "--port", "0")
+    assert "models:/NAME@champion" in refusal("models:/x", "--port", "0")
+    registry = f"sqlite:///{tmp_path}/mlflow.db"
+    assert "has no champion" in refusal("models:/x@champion", "--port", "0", MLFLOW_TRACKING_URI=registry)
+
+
+@pytest.mark.parametrize("seconds", [30, 1])
+def test_sigterm_drains(bundles: tuple[Path, Path], seconds: int) -> None:
+    """The running request ends well if it has the time, a new one is refused, and the process exits with 0."""
+    with served(str(bundles[0]), "--unsafe", "--drain-seconds", str(seconds)) as running:
+        engines = psutil.Process(running.process.pid).children(recursive=True)
+        assert engines
+        body = {"prompt": ["x"] * 8, "n": 8, "max_tokens": 480, "stream": True, "ignore_eos": True}
+        with httpx2.stream("POST", f"{running.url}/v1/completions", json=body, timeout=120) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            running.process.send_signal(signal.SIGTERM)
+            time.sleep(0.3)
+            refused = running.post("/v1/completions", {"prompt": "x"})
+            rest = [line for line in lines if line.startswith("data: ")]
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining"
+        assert rest[-1] == "data: [DONE]"
+        errors = [json.loads(line[6:])["error"] for line in rest[:-1] if '"error"' in line[:20]]
+        reasons = [line for line in rest if '"finish_reason":"length"' in line]
+        if seconds == 30:
+            assert not errors and len(reasons) == 64
+        else:
+            assert [error["code"] for error in errors] == ["draining"] and len(reasons) < 64
+        assert running.process.wait(60) == 0
+        assert not [engine for engine in engines if engine.is_running()]
+
+
+def test_an_engine_that_is_killed_is_started_again(bundles: tuple[Path, Path]) -> None:
+    with served(str(bundles[0]), "--unsafe") as running:
+        body = {"prompt": ["x"] * 8, "n": 8, "max_tokens": 480, "stream": True, "ignore_eos": True}
+        with httpx2.stream("POST", f"{running.url}/v1/completions", json=body, timeout=120) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            for engine in psutil.Process(running.process.pid).children():
+                engine.kill()
+            rest = [line for line in lines if line.startswith("data: ")]
+        assert json.loads(rest[-2][6:])["error"]["code"] == "engine_down" and rest[-1] == "data: [DONE]"
+        until = time.monotonic() + 60
+        while (answer := running.post("/v1/completions", {"prompt": "x", "max_tokens": 2})).status_code == 503:
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        assert answer.status_code == 200
+
+
+def test_another_champion_is_swapped_in_without_losing_a_request(
+    bundles: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests follow each other through the swap; all end well, the later ones on the new engine."""
+    first, second = bundles
+    champion = serving.Champion(1, artifact.load_header(first).digest, first)
+
+    async def find(_: str) -> serving.Champion:
+        return champion
+
+    monkeypatch.setattr(serving, "find_champion", find)
+    monkeypatch.setattr(serving, "state", lambda _: champion.version)
+
+    async def run() -> None:
+        nonlocal champion
+        client = ProcessClient(first, OpenBundle(threads=1))
+        try:
+            await client.open()
+            text = TextModel.load(first)
+            service = Service(client, {text.digest: text}, (MODEL,))
+            follower = asyncio.ensure_future(follow_champion(service, MODEL, 0.1))
+            served_by: list[str] = []
+            reasons: list[str | None] = []
+
+            async def one(number: int) -> None:
+                served_by.append(service.text.digest)
+                request = GenerateRequest(f"{number}", [1, 2, 3], 40)
+                reasons.extend([delta.finish_reason async for delta in client.generate(request)])
+
+            running: list[asyncio.Future[None]] = []
+            for number in range(10_000):
+                if number == 10:
+                    champion = serving.Champion(2, artifact.load_header(second).digest, second)
+                running.append(asyncio.ensure_future(one(number)))
+                await asyncio.sleep(0.01)
+                if client.info.digest == champion.digest and champion.version == 2 and served_by[-1] == champion.digest:
+                    break
+            await asyncio.gather(*running)
+            ended = [reason for reason in reasons if reason]
+            assert len(ended) == len(running) and set(ended) <= {"length", "stop"}
+            assert served_by[0] != served_by[-1] == service.text.digest and len(service.models) == 1
+            follower.cancel()
+        finally:
+            await client.close()
+
+    asyncio.run(asyncio.wait_for(run(), 120))
