@@ -10,7 +10,7 @@ rather than copied: such engines hold few sequences, and the one that holds the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import monotonic
 
@@ -19,9 +19,12 @@ from runtime.blocks import BlockPool
 from runtime.messages import Delta, EngineStats, GenerateRequest, Refusal, Report, TokenLogprobs
 from runtime.sampling import BatchSampler, Choice
 from runtime.scheduler import DisplacedError, FinishReason, Limits, Outcome, Request, Scheduler, Work
+from runtime.speculation import Counts, Speculation, StepCosts, accept
 from tapeout.errors import RequestError, one_line
 
 BROKEN_STEPS = 3  # so many steps in turn in which every entry failed: the engine is broken, not the requests
+# Nobody looks for drafts where more of them than this must be accepted to pay: looking takes time, too.
+MOST_WORTH = 0.8
 _NOTHING = Outcome()
 _FAILED = Outcome(failed=True)
 
@@ -35,6 +38,8 @@ class _Active:
     """A request that waits or runs, and what its step has brought so far."""
 
     request: GenerateRequest
+    arrival: float
+    queued: float = 0.0  # seconds until its first step
     answered: int = 0  # tokens of the response that were reported
     cached: int | None = None  # prompt tokens found in blocks, once it runs
     scores: list[TokenLogprobs | None] = field(default_factory=lambda: [None])  # of the prompt
@@ -42,6 +47,16 @@ class _Active:
     stops: bool = False  # the last of them ends the response
     logprobs: tuple[TokenLogprobs, ...] = ()
     error: str | None = None
+    speculation: Speculation | None = None
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """New tokens, up to one that stops the response."""
+        stops, least = self.request.stop_tokens, self.request.min_new_tokens - self.answered
+        for count, token in enumerate(tokens):
+            if token in stops and count >= least:
+                self.stops, tokens = True, tokens[: count + 1]
+                break
+        self.tokens = tuple(tokens)
 
 
 class EngineCore:
@@ -56,6 +71,9 @@ class EngineCore:
         limits = replace(limits, max_running=min(limits.max_running, has.max_batch))
         self.scheduler = Scheduler(BlockPool(has.blocks), limits, has.block_tokens, has.max_tokens)
         self._sampler = sampler or BatchSampler(has.vocab_size)
+        # Where a sequence is one block, several tokens of a sequence are fed alone, and drafts never pay.
+        self._most_drafted = limits.most_drafted if has.shares_blocks else 0
+        self._costs, self._counts = StepCosts(), Counts()
         self._active: dict[str, _Active] = {}
         self._deltas: list[Delta] = []  # since the last report
         self._refusals: list[Refusal] = []
@@ -83,7 +101,8 @@ class EngineCore:
             known = isinstance(error, RequestError)
             self._refuse(request.id, error if known else RequestError(f"the request is invalid: {one_line(error)}"))
             return
-        self._active[request.id] = _Active(request)
+        speculation = Speculation(self._costs, self._counts) if self._most_drafted else None
+        self._active[request.id] = _Active(request, now, speculation=speculation)
         for id in displaced:
             self._forget(id, "displaced")
             found = "a request of a higher priority took the place of this one in the full queue"
@@ -99,7 +118,7 @@ class EngineCore:
         """Move every running request on. The report has what happened since the last one."""
         for id, reason in self.scheduler.expire(now):
             self._end(id, reason)
-        works = self.scheduler.plan(now)
+        works = self.scheduler.plan(now, self._drafts())
         if works:
             self._run(works, now)
         return self.report()
@@ -130,6 +149,9 @@ class EngineCore:
             prefix_queries=self._prefix_queries,
             prefix_hits=self._prefix_hits,
             preemptions=scheduler.preemptions,
+            drafts=self._counts.drafts,
+            drafted_tokens=self._counts.drafted,
+            accepted_tokens=self._counts.accepted,
             finished=dict(self._finished),
         )
 
@@ -144,15 +166,39 @@ class EngineCore:
         seconds = monotonic() - started
         finished: dict[str, FinishReason] = dict(self.scheduler.commit(outcomes, now + seconds))
         for work in works:
+            if work.drafts:
+                self._learn(work)
             self._tell(work.id, finished.get(work.id))
         self._steps += 1
         self._step_seconds, self._step_requests = seconds, len(works)
         self._step_tokens = sum(len(work.tokens) for work in works)
+        self._costs.observe(self._step_tokens, seconds)
+
+    def _drafts(self) -> dict[str, Sequence[int]]:
+        """Guesses for the requests that decode in the next step, where they pay."""
+        if not self._most_drafted:
+            return {}
+        drafts: dict[str, Sequence[int]] = {}
+        decoding = self.scheduler.decoding()
+        if self._costs.worth(len(decoding)) > MOST_WORTH:
+            return {}
+        for id, tokens, room in decoding:
+            speculation = self._active[id].speculation
+            if speculation and (found := speculation.draft(tokens, min(room, self._most_drafted), len(decoding))):
+                drafts[id] = found
+        return drafts
+
+    def _learn(self, work: Work) -> None:
+        active = self._active[work.id]
+        drafts = work.tokens[len(work.tokens) - work.drafts :]
+        if active.speculation and active.error is None:
+            held = sum(token == draft for token, draft in zip(active.tokens, drafts, strict=False))
+            active.speculation.observe(work.drafts, held)
 
     def _entry(self, work: Work) -> Entry:
         active = self._active[work.id]
         if active.cached is None:
-            active.cached = self.scheduler.cached_tokens(work.id)
+            active.cached, active.queued = self.scheduler.cached_tokens(work.id), monotonic() - active.arrival
             self._prefix_queries += len(active.request.prompt)
             self._prefix_hits += active.cached
         if active.request.prompt_logprobs is not None and (positions := _unscored(active, work)):
@@ -183,33 +229,40 @@ class EngineCore:
 
     def _choose(self, works: Sequence[Work], results: Sequence[Result]) -> None:
         """The new tokens of every request that gets some, scores of prompts, and errors."""
-        drawing: list[tuple[Work, FloatArray]] = []
+        drafts: dict[str, Sequence[int]] = {}  # of requests that choose from logits
+        logits: dict[str, FloatArray] = {}
         for work, result in zip(works, results, strict=True):
-            active = self._active[work.id]
+            active, first = self._active[work.id], len(work.tokens) - work.drafts
             if result.error is not None:
                 active.error = str(result.error)
             elif result.tokens is not None:
-                for row, token in enumerate(result.tokens.tolist()):
-                    if not self._accept(active, work, row, token):
-                        break
+                active.take(accept(result.tokens.tolist(), work.tokens[first:]))
             elif result.logits is not None:
                 self._score(active, result.logits)
                 if work.samples and active.error is None:
-                    drawing.append((work, result.logits[-work.drafts - 1 :]))
-        row = 0  # 0 decides the token after the last certain one, each other the one after a draft that holds
-        while drawing:
-            choices = self._draw([work.id for work, _ in drawing], [logits[row] for _, logits in drawing])
-            holding: list[tuple[Work, FloatArray]] = []
-            for (work, logits), choice in zip(drawing, choices, strict=True):
-                active = self._active[work.id]
-                if choice.error is not None:
-                    active.error = choice.error
-                    continue
-                if choice.logprobs is not None:
-                    active.logprobs += (choice.logprobs,)
-                if self._accept(active, work, row, choice.token):
-                    holding.append((work, logits))
-            drawing, row = holding, row + 1
+                    drafts[work.id], logits[work.id] = work.tokens[first:], result.logits[-work.drafts - 1 :]
+        if not drafts:
+            return
+        for id, choices in self._draw(drafts, logits).items():
+            active = self._active[id]
+            active.error = choices[-1].error
+            active.take([choice.token for choice in choices])
+            active.logprobs = tuple(choice.logprobs for choice in choices if choice.logprobs is not None)
+
+    def _draw(
+        self, drafts: Mapping[str, Sequence[int]], logits: Mapping[str, FloatArray]
+    ) -> Mapping[str, Sequence[Choice]]:
+        """The choices of each request. If this fails, all choose alone, and those that fail alone end.
+
+        So do those with drafts: some of their choices may count as said already.
+        """
+        try:
+            return self._sampler.choose_drafted(drafts, logits)
+        except Exception as failure:
+            failed = [Choice(-1, error=f"sampling failed: {one_line(failure)}")]
+            if len(drafts) == 1:
+                return dict.fromkeys(drafts, failed)
+            return {id: failed if guesses else self._draw({id: guesses}, logits)[id] for id, guesses in drafts.items()}
 
     def _score(self, active: _Active, logits: FloatArray) -> None:
         """Log-probabilities of prompt tokens that have none yet, from the logits ``[P, V]`` of the tokens before."""
@@ -219,23 +272,6 @@ class EngineCore:
                 active.scores += self._sampler.score(prompt[first : first + count], logits[:count], top)
             except RequestError as error:
                 active.error = error.found
-
-    @staticmethod
-    def _accept(active: _Active, work: Work, row: int, token: int) -> bool:
-        """Take a token that was decided; whether it makes the draft after it hold, so that one more is decided."""
-        count, request = active.answered + len(active.tokens), active.request
-        active.tokens += (token,)
-        active.stops = token in request.stop_tokens and count >= request.min_new_tokens
-        return not active.stops and row < work.drafts and work.tokens[row - work.drafts] == token
-
-    def _draw(self, ids: Sequence[str], rows: Sequence[FloatArray]) -> list[Choice]:
-        """The choice of each request. If one raises an error, all choose alone, and those that raise one alone end."""
-        try:
-            return self._sampler.choose(ids, rows)
-        except Exception as failure:
-            if len(ids) == 1:
-                return [Choice(-1, error=f"sampling failed: {one_line(failure)}")]
-            return [choice for id, row in zip(ids, rows, strict=True) for choice in self._draw([id], [row])]
 
     def _outcome(self, id: str) -> Outcome:
         active = self._active[id]
@@ -251,14 +287,15 @@ class EngineCore:
         if error is not None:
             self._end(id, "error", error)
         elif tokens or reason:
-            scores, cached = None, 0
+            scores, cached, queued = None, 0, None
             if not active.answered:
+                queued = active.queued
                 self._prompt_tokens += len(active.request.prompt)
                 cached = active.cached or 0
                 scores = None if active.request.prompt_logprobs is None else tuple(active.scores)
             active.answered += len(tokens)
             self._generated_tokens += len(tokens)
-            self._deltas.append(Delta(id, tokens, logprobs or None, scores, cached, reason))
+            self._deltas.append(Delta(id, tokens, logprobs or None, scores, cached, reason, queue_seconds=queued))
             if reason:
                 self._forget(id, reason)
 

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -56,34 +54,34 @@ class Filters(NamedTuple):
         return cls(float(np.float32(scale)), settings.top_k, settings.top_p, math.ceil(settings.min_p * ONE))
 
 
-@dataclass
 class Adjustments:
-    """The few tokens whose logits a request changes. All arrays ``[N]``.
+    """The few tokens whose logits a request changes: the first ``count`` of arrays with room for more.
 
     A logit becomes ``penalize(logit + bias) + shift``, where ``penalize`` divides a positive number by ``factor`` and
     multiplies another. A bias of minus infinity excludes the token.
     """
 
-    tokens: NDArray[np.int32]
-    bias: FloatArray
-    factor: FloatArray
-    shift: FloatArray
+    def __init__(self, room: int) -> None:
+        self.count = 0
+        self.tokens = np.zeros(room, np.int32)
+        self.bias = np.zeros(room, np.float32)
+        self.factor = np.ones(room, np.float32)
+        self.shift = np.zeros(room, np.float32)
+        arrays = (self.tokens, self.bias, self.factor, self.shift)
+        self.addresses = tuple(array.ctypes.data for array in arrays)
 
-    @cached_property
-    def addresses(self) -> tuple[int, int, int, int]:
-        """Of the arrays, in the order of the fields."""
-        return (
-            self.tokens.ctypes.data,
-            self.bias.ctypes.data,
-            self.factor.ctypes.data,
-            self.shift.ctypes.data,
-        )
+    def add(self, token: int) -> int:
+        """The place of another token, which nothing changes yet."""
+        self.tokens[self.count] = token
+        self.count += 1
+        return self.count - 1
 
     def apply(self, logits: FloatArray) -> FloatArray:
         """Changed logits ``[V]``, in new memory."""
-        changed = logits.copy()
-        values = logits[self.tokens] + self.bias
-        changed[self.tokens] = np.where(values > 0, values / self.factor, values * self.factor) + self.shift
+        changed, used = logits.copy(), slice(self.count)
+        tokens, factor = self.tokens[used], self.factor[used]
+        values = logits[tokens] + self.bias[used]
+        changed[tokens] = np.where(values > 0, values / factor, values * factor) + self.shift[used]
         return changed
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -109,6 +109,29 @@ class BatchSampler:
             for state, row in zip(states, rows, strict=True)
         ]
 
+    def choose_drafted(
+        self, drafts: Mapping[str, Sequence[int]], logits: Mapping[str, FloatArray]
+    ) -> dict[str, list[Choice]]:
+        """The next tokens of requests with D drafts each, of which D may differ: one token at least, 1 + D at most.
+
+        ``logits[id]``: float32 ``[1 + D, V]``, after the last token and after each draft. The choices end with the
+        first that differs from its draft, fails, or is a stop token; all of them count as said.
+        """
+        choices: dict[str, list[Choice]] = {id: [] for id in drafts}
+        going, at = list(drafts), 0
+        while going:
+            for id, choice in zip(going, self.choose(going, [logits[id][at] for id in going]), strict=True):
+                choices[id].append(choice)
+            going = [
+                id
+                for id in going
+                if at < len(drafts[id])
+                and choices[id][at].token == drafts[id][at]
+                and drafts[id][at] not in self._states[id].request.stop_tokens
+            ]
+            at += 1
+        return choices
+
     def score(
         self, tokens: Sequence[int], logits: Sequence[FloatArray] | FloatArray, count: int
     ) -> list[TokenLogprobs]:
@@ -168,7 +191,7 @@ class _Call:
         native.random = row.random
         native.top = -1
         if row.adjustments is not None:
-            native.adjusted = len(row.adjustments.tokens)
+            native.adjusted = row.adjustments.count
             native.tokens, native.bias, native.factor, native.shift = row.adjustments.addresses
         if row.mask is not None:
             native.mask = row.mask.ctypes.data
@@ -239,21 +262,17 @@ class _Changes:
         self._counts: Counter[int] = Counter()
         self._penalizes = self._has_penalties(request.sampling)
         repeated = set(request.prompt) if request.sampling.repetition_penalty != 1 else set[int]()
-        first = list(dict.fromkeys([*self._stops, *request.sampling.logit_bias, *sorted(repeated)]))
-        self._places = {token: place for place, token in enumerate(first)}
-        capacity = len(first) + (min(request.max_new_tokens, vocab_size) if self._penalizes else 0)
-        self._all = Adjustments(
-            tokens=np.zeros(capacity, np.int32),
-            bias=np.zeros(capacity, np.float32),
-            factor=np.ones(capacity, np.float32),
-            shift=np.zeros(capacity, np.float32),
+        first = dict.fromkeys([*self._stops, *request.sampling.logit_bias, *repeated])
+        self._adjustments = Adjustments(
+            len(first) + (min(request.max_new_tokens, vocab_size) if self._penalizes else 0)
         )
-        self._all.tokens[: len(first)] = first
+        self._places = {token: self._adjustments.add(token) for token in first}
         for token, bias in request.sampling.logit_bias.items():
-            self._all.bias[self._places[token]] = bias
-        self._all.factor[[self._places[token] for token in repeated]] = request.sampling.repetition_penalty
-        self._all.bias[[self._places[token] for token in self._stops]] = -np.inf
-        self._now = self._visible()
+            self._adjustments.bias[self._places[token]] = bias
+        for token in repeated:
+            self._adjustments.factor[self._places[token]] = request.sampling.repetition_penalty
+        for token in self._stops:
+            self._adjustments.bias[self._places[token]] = -np.inf
 
     @classmethod
     def needed(cls, request: GenerateRequest) -> bool:
@@ -272,9 +291,9 @@ class _Changes:
         """``complete``: only a stop token can follow, however early."""
         if self._stops and (complete or position >= self._min_new_tokens):
             for token in self._stops:
-                self._all.bias[self._places[token]] = self._settings.logit_bias.get(token, 0.0)
+                self._adjustments.bias[self._places[token]] = self._settings.logit_bias.get(token, 0.0)
             self._stops = []
-        return self._now
+        return self._adjustments
 
     def count(self, token: int) -> None:
         """A token of the response."""
@@ -282,16 +301,10 @@ class _Changes:
             return
         self._counts[token] += 1
         if token not in self._places:
-            self._places[token] = len(self._places)
-            self._all.tokens[self._places[token]] = token
-            self._now = self._visible()
+            self._places[token] = self._adjustments.add(token)
         place, settings = self._places[token], self._settings
-        self._all.factor[place] = settings.repetition_penalty
-        self._all.shift[place] = -settings.presence_penalty - settings.frequency_penalty * self._counts[token]
-
-    def _visible(self) -> Adjustments:
-        end, all_ = len(self._places), self._all
-        return Adjustments(all_.tokens[:end], all_.bias[:end], all_.factor[:end], all_.shift[:end])
+        self._adjustments.factor[place] = settings.repetition_penalty
+        self._adjustments.shift[place] = -settings.presence_penalty - settings.frequency_penalty * self._counts[token]
 
 
 def _check_tokens(name: str, tokens: Iterable[int], vocab_size: int) -> None:

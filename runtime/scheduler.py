@@ -55,7 +55,8 @@ class Limits:
 
     ``max_waiting`` and ``max_waiting_tokens`` (of their prompts) bound the queue. A request that has waited
     ``aging_seconds`` ranks as one of the next higher priority. ``scored_tokens``: most prompt tokens of a step whose
-    logits are wanted, which bounds their memory. The others: see :class:`runtime.step_costs.StepCosts`.
+    logits are wanted, which bounds their memory. ``most_drafted``: tokens that are guessed for a request in a step; 0
+    switches speculation off. The others: see :class:`runtime.step_costs.StepCosts`.
     """
 
     step_tokens: int = 256
@@ -64,8 +65,10 @@ class Limits:
     max_waiting_tokens: int = 1 << 20
     aging_seconds: float = 5.0
     scored_tokens: int = 64
+    most_drafted: int = 8
     itl_factor: float = 1.8
     itl_seconds: float = 0.02
+    backlog_seconds: float = 5.0
     step_seconds: float = 1.0
 
 
@@ -149,7 +152,7 @@ class Scheduler:
     def __init__(self, pool: BlockPool, limits: Limits, block_tokens: int, max_tokens: int) -> None:
         self.pool, self.limits = pool, limits
         self._block_tokens, self._max_tokens = block_tokens, max_tokens
-        self.costs = StepCosts(limits.itl_factor, limits.itl_seconds, limits.step_seconds)
+        self.costs = StepCosts(limits.itl_factor, limits.itl_seconds, limits.backlog_seconds, limits.step_seconds)
         self.waiting_tokens = 0
         self.preemptions = 0
         self._waiting: dict[str, _Sequence] = {}
@@ -177,6 +180,14 @@ class Scheduler:
     def cached_tokens(self, id: str) -> int:
         """Prompt tokens of a running request that it did not have to compute."""
         return self._running[id].cached
+
+    def decoding(self) -> list[tuple[str, Sequence[int], int]]:
+        """Requests that feed one token in the next step: id, tokens so far, and how many guesses there is room for."""
+        return [
+            (id, sequence.tokens, self._room(sequence))
+            for id, sequence in self._running.items()
+            if self._pending(sequence) == 1
+        ]
 
     def add(self, request: Request, now: float) -> list[str]:
         """Queue a request. Waiting requests of lower priority that lose their place in a full queue have ended.
@@ -249,7 +260,8 @@ class Scheduler:
                 budget -= self._feed(sequence, 1, now)
         if drafts:
             budget -= self._add_drafts(drafts, budget)
-        budget = self.costs.prompt_budget(len(self._planned), budget)
+        backlog = self.waiting_tokens + sum(map(self._pending, prompts))
+        budget = self.costs.prompt_budget(len(self._planned), budget, backlog)
         scored = self.limits.scored_tokens
         for sequence in prompts:
             if budget and sequence.request.id in self._running:
@@ -338,11 +350,7 @@ class Scheduler:
             work, sequence = self._planned.get(id), self._running.get(id)
             if work is None or sequence is None:
                 continue
-            end = work.start + 1
-            request = sequence.request
-            # The last new token is never fed.
-            room = min(budget, request.max_new_tokens - sequence.answered - 1, self._max_tokens - end)
-            count = min(len(guesses), room)
+            end, count = work.start + 1, min(len(guesses), budget, self._room(sequence))
             missing = -(-(end + count) // size) - len(sequence.blocks)
             if missing > 0:
                 taken = self.pool.take(missing)
@@ -453,6 +461,11 @@ class Scheduler:
 
     def _find(self, id: str) -> _Sequence | None:
         return self._running.get(id) or self._waiting.get(id)
+
+    def _room(self, sequence: _Sequence) -> int:
+        """Guesses that may be fed after its tokens. The last new token is never fed."""
+        most = sequence.request.max_new_tokens - sequence.answered - 1
+        return min(most, self._max_tokens - len(sequence.tokens))
 
     def _pending(self, sequence: _Sequence) -> int:
         """Tokens that its blocks do not hold yet."""

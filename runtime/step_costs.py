@@ -24,14 +24,22 @@ class StepCosts:
     """``itl_factor``: prompts may make a step with decodes so many times longer than it is without them.
 
     ``itl_seconds``: they may always make it this long. Both bound the inter-token latency of the requests that decode.
-    ``step_seconds`` bounds a step without decodes, so that arrivals and cancellations do not wait longer.
+    Where the prompts that wait would take longer than ``backlog_seconds``, throughput counts more: both bounds grow in
+    that proportion. ``step_seconds`` bounds any step, so that arrivals and cancellations do not wait longer.
 
     A decode step is bandwidth-bound: its time hardly grows with the number of sequences, and not by a simple law. So
     its mean is kept for each number of decodes. Prompt tokens are compute-bound: one mean per token is enough.
     """
 
-    def __init__(self, itl_factor: float, itl_seconds: float, step_seconds: float) -> None:
-        self.itl_factor, self.itl_seconds, self.step_seconds = itl_factor, itl_seconds, step_seconds
+    def __init__(
+        self,
+        itl_factor: float = 1.8,
+        itl_seconds: float = 0.02,
+        backlog_seconds: float = 5.0,
+        step_seconds: float = 1.0,
+    ) -> None:
+        self.itl_factor, self.itl_seconds = itl_factor, itl_seconds
+        self.backlog_seconds, self.step_seconds = backlog_seconds, step_seconds
         self._decode: dict[int, _Mean] = {}  # seconds of a step by its number of decodes
         self._prompt_token = _Mean()  # seconds
 
@@ -51,17 +59,24 @@ class StepCosts:
         known = self._decode.get(decodes) or self._decode[min(self._decode, key=lambda seen: abs(seen - decodes))]
         return known.value
 
-    def prompt_budget(self, decodes: int, most: int) -> int:
+    def prompt_budget(self, decodes: int, most: int, backlog: int) -> int:
         """Prompt tokens that a step with so many decodes may feed, at most ``most``; all of them until costs are known.
 
-        >>> costs = StepCosts(itl_factor=1.8, itl_seconds=0.02, step_seconds=1.0)
+        ``backlog``: prompt tokens that wait to be fed.
+
+        >>> costs = StepCosts(itl_factor=1.8, itl_seconds=0.02, backlog_seconds=5, step_seconds=1)
         >>> costs.observe(16, 0, 0.013)
         >>> costs.observe(0, 256, 0.128)
-        >>> costs.prompt_budget(16, 256), costs.prompt_budget(0, 4096)  # 0.0234 - 0.013 s, and 1 s, at 0.5 ms a token
-        (20, 2000)
+        >>> costs.prompt_budget(16, 256, 2000), costs.prompt_budget(16, 256, 20_000)  # in 23 ms, or twice
+        (20, 67)
+        >>> costs.prompt_budget(0, 4096, 4096)  # in a second
+        2000
         """
-        if not self._prompt_token.value:
+        cost, base = self._prompt_token.value, self.decode_seconds(decodes)
+        if not cost:
             return most
-        base = self.decode_seconds(decodes)
-        bound = max(self.itl_factor * base, self.itl_seconds) if decodes else self.step_seconds
-        return min(most, max(MIN_CHUNK, int((bound - base) / self._prompt_token.value)))
+        bound = self.step_seconds
+        if decodes:
+            patience = max(1.0, backlog * cost / self.backlog_seconds)
+            bound = min(bound, patience * max(self.itl_factor * base, self.itl_seconds))
+        return min(most, max(MIN_CHUNK, int((bound - base) / cost)))

@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from runtime.chat import ChatTemplate
+from runtime.scheduler import Limits
 from runtime.server.app import create_app
 from runtime.server.calls import Hook
 from runtime.server.requests import ServerLimits
@@ -107,10 +108,11 @@ def serving(
     *,
     template: str = TEMPLATE,
     limits: ServerLimits | None = None,
+    core: Limits | None = None,
     hooks: Sequence[Hook] = (),
     **model: Any,
 ) -> Generator[Served]:
-    client = LocalClient(engine, stop_tokens=frozenset({END_TOKEN}))
+    client = LocalClient(engine, stop_tokens=frozenset({END_TOKEN}), limits=core)
     text = TextModel(
         engine.digest, byte_tokenizer(), ChatTemplate(template, {}), special_texts={"eos_token": END}, **model
     )

@@ -141,6 +141,25 @@ def serve(
         float, typer.Option(help="How often to look for a new champion, which is swapped in; 0 never looks.")
     ] = 30.0,
     unsafe: Annotated[bool, typer.Option("--unsafe", help="Serve a bundle that has no PASS verdict.")] = False,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help="Clients must send it; may be given more than once. Or TAPEOUT_API_KEYS.")
+    ] = None,
+    keys_file: Annotated[
+        Path | None, typer.Option(help="YAML file of keys and their limits: `tapeout keys new`.")
+    ] = None,
+    usage_database: Annotated[
+        str | None, typer.Option(help="SQLAlchemy URL for usage records, such as sqlite:///usage.db; without, none.")
+    ] = None,
+    usage_journal: Annotated[
+        Path, typer.Option(help="Folder of the journal that makes usage records exact; one for each server.")
+    ] = Path("usage.journal"),
+    traffic_log: Annotated[
+        Path | None, typer.Option(help="Folder for a redacted sample of prompts and responses; without, none.")
+    ] = None,
+    traffic_share: Annotated[float, typer.Option(help="Share of the requests in the traffic log, 0 to 1.")] = 0.01,
+    traffic_redactor: Annotated[
+        list[str] | None, typer.Option(help="package.module:function that also redacts; may be given more than once.")
+    ] = None,
     params: Params = Path("params.yaml"),
 ) -> None:
     """Serve an engine over the OpenAI API (docs/serving.md). A bundle without a PASS for this hardware is refused.
@@ -168,6 +187,13 @@ def serve(
             drain_seconds=drain_seconds,
             follow_seconds=follow_seconds,
             unsafe=unsafe,
+            api_keys=tuple(api_key or ()),
+            keys_file=keys_file,
+            usage_database=usage_database,
+            usage_journal=usage_journal,
+            traffic_log=traffic_log,
+            traffic_share=traffic_share,
+            traffic_redactors=tuple(traffic_redactor or ()),
         )
     )
 

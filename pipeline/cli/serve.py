@@ -47,6 +47,13 @@ class Options:
     drain_seconds: float
     follow_seconds: float
     unsafe: bool
+    api_keys: tuple[str, ...] = ()
+    keys_file: Path | None = None
+    usage_database: str | None = None
+    usage_journal: Path = Path("usage.journal")
+    traffic_log: Path | None = None
+    traffic_share: float = 0.01
+    traffic_redactors: tuple[str, ...] = ()
 
 
 def run(options: Options) -> None:
@@ -68,23 +75,39 @@ def run(options: Options) -> None:
     opener = OpenBundle(options.threads, options.slots, options.kv_bytes, public_key)
     client = ProcessClient(folder, opener, Limits(max_waiting=options.max_waiting))
     # Imported while the engine's process opens the bundle.
+    from runtime.server.operations import Operations, OperationsSettings
     from runtime.server.requests import ServerLimits
     from runtime.server.run import ServeSettings, serve
+    from runtime.server.traffic import TrafficSettings
+
+    names = options.names or (name,)
+    traffic = options.traffic_log and TrafficSettings(
+        options.traffic_log, options.traffic_share, options.traffic_redactors
+    )
+    operations = Operations(
+        client,
+        names[0],
+        OperationsSettings(options.api_keys, options.keys_file, options.usage_database, options.usage_journal, traffic),
+    )
 
     async def follow(service: Service) -> None:
         await follow_champion(service, name, options.follow_seconds)
 
-    serve(
-        client,
-        folder,
-        listener,
-        ServeSettings(
-            names=options.names or (name,),
-            drain_seconds=options.drain_seconds,
-            limits=ServerLimits(queue_timeout=options.queue_seconds, timeout=options.request_seconds),
-        ),
-        companion=follow if registered and options.follow_seconds else None,
-    )
+    try:
+        serve(
+            client,
+            folder,
+            listener,
+            ServeSettings(
+                names=names,
+                drain_seconds=options.drain_seconds,
+                limits=ServerLimits(queue_timeout=options.queue_seconds, timeout=options.request_seconds),
+            ),
+            extensions=operations.extensions,
+            companion=follow if registered and options.follow_seconds else None,
+        )
+    finally:
+        operations.close()
 
 
 async def follow_champion(service: Service, name: str, seconds: float) -> None:

@@ -162,15 +162,19 @@ async def tokenize(service: Service, request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise invalid("expected: either prompt or messages", "prompt")
 
+    most = service.limits.tokenize_tokens
+
     async def encode(model: TextModel) -> list[int]:
         if body.prompt is not None:
-            return await model.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+            special = body.add_special_tokens is not False
+            return await model.encode(body.prompt, add_special_tokens=special, most_tokens=most)
         return await encode_chat(
             model,
             body.messages or [],
             body.tools,
             add_generation_prompt=body.add_generation_prompt,
             variables=body.chat_template_kwargs,
+            most_tokens=most,
         )
 
     model, tokens = await service.encoded(encode)

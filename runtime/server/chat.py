@@ -18,7 +18,7 @@ from runtime.server.errors import invalid
 from runtime.server.generation import Part, generate
 from runtime.server.logprobs import Logprobs
 from runtime.server.protocol import ChatBody, NamedTool, Tool, parse
-from runtime.server.requests import check_prompts, choices_of, constraint_of, new_tokens, truncated
+from runtime.server.requests import check_prompts, choices_of, constraint_of, most_tokens, new_tokens, truncated
 from runtime.server.service import Service, headers, usage
 from runtime.server.sse import EventStream, JsonResponse, event
 from runtime.server.text import TextModel
@@ -39,6 +39,7 @@ async def chat(service: Service, request: Request) -> Response:
             tools,
             add_generation_prompt=body.add_generation_prompt,
             variables=body.chat_template_kwargs,
+            most_tokens=most_tokens(body, service.client.info),
         )
 
     model, tokens = await service.encoded(encode)

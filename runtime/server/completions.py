@@ -16,7 +16,7 @@ from runtime.server.errors import invalid
 from runtime.server.generation import Choice, Part, generate
 from runtime.server.logprobs import Logprobs
 from runtime.server.protocol import CompletionBody, parse
-from runtime.server.requests import check_prompts, choices_of, constraint_of, new_tokens, truncated
+from runtime.server.requests import check_prompts, choices_of, constraint_of, most_tokens, new_tokens, truncated
 from runtime.server.service import Service, headers, usage
 from runtime.server.sse import EventStream, JsonResponse, event
 from runtime.server.text import ResponseText, TextModel
@@ -29,7 +29,9 @@ async def completions(service: Service, request: Request) -> Response:
     body = parse(CompletionBody, await read_body(request, service.limits.body_bytes, service.limits.body_seconds))
     service.require_model(body.model)
     body.refuse_unsupported()
-    model, (texts, prompts) = await service.encoded(lambda model: _prompts(body, model))
+    model, (texts, prompts) = await service.encoded(
+        lambda model: _prompts(body, model, most_tokens(body, service.client.info))
+    )
     info = service.client.info
     prompts = [truncated(body, prompt, info) for prompt in prompts]
     check_prompts(prompts, info, "prompt")
@@ -68,7 +70,9 @@ async def completions(service: Service, request: Request) -> Response:
     return EventStream(writer.events(first, parts), headers(call, body))
 
 
-async def _prompts(body: CompletionBody, model: TextModel) -> tuple[list[str | None], list[list[int]]]:
+async def _prompts(
+    body: CompletionBody, model: TextModel, most: int | None
+) -> tuple[list[str | None], list[list[int]]]:
     """Texts (None for one that was given as token ids) and token ids of all prompts."""
     match body.prompt:
         case None | []:
@@ -82,7 +86,8 @@ async def _prompts(body: CompletionBody, model: TextModel) -> tuple[list[str | N
     special = body.add_special_tokens is not False
     texts = [entry if isinstance(entry, str) else None for entry in given]
     return texts, [
-        await model.encode(entry, add_special_tokens=special) if isinstance(entry, str) else entry for entry in given
+        await model.encode(entry, add_special_tokens=special, most_tokens=most) if isinstance(entry, str) else entry
+        for entry in given
     ]
 
 

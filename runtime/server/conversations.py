@@ -18,6 +18,7 @@ async def encode_chat(
     *,
     add_generation_prompt: bool | None,
     variables: Mapping[str, Any] | None,
+    most_tokens: int | None = None,
 ) -> list[int]:
     """Token ids of a conversation."""
     if model.template is None:
@@ -31,7 +32,7 @@ async def encode_chat(
         add_generation_prompt=add_generation_prompt is not False,
         **(variables or {}),
     )
-    return await model.encode(text, add_special_tokens=False)
+    return await model.encode(text, add_special_tokens=False, most_tokens=most_tokens)
 
 
 def plain(message: Message) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -12,26 +13,24 @@ from runtime.client import EngineClient
 
 
 class Health:
-    """``client`` is None until the engine is open. Set ``draining`` when the server is told to stop."""
+    """``draining``: the server was told to stop."""
 
-    def __init__(self, client: EngineClient | None = None) -> None:
-        self.client, self.draining = client, False
+    def __init__(self, client: EngineClient, draining: Callable[[], bool]) -> None:
+        self._client, self._draining = client, draining
 
     def unhealthy(self) -> str | None:
-        """Why the server should be restarted. An engine that is still being opened is no reason."""
-        if self.client is None or self.client.healthy:
+        """Why the server should be restarted, unless the engine is healthy again soon."""
+        if self._client.healthy:
             return None
-        stats = self.client.stats
+        stats = self._client.stats
         idle = f"for {max(0.0, time.monotonic() - stats.stepped_at):.0f} seconds" if stats.stepped_at else "yet"
         return f"the engine made no step {idle}; {stats.running} requests run, {stats.waiting} wait"
 
     def not_ready(self) -> str | None:
         """Why a load balancer should send requests elsewhere."""
-        if self.client is None:
-            return "the engine is being opened"
-        if self.draining:
+        if self._draining():
             return "the server is draining"
-        return self.unhealthy() or (None if self.client.ready else "the engine is being started again")
+        return self.unhealthy() or (None if self._client.ready else "the engine is being started again")
 
     def routes(self) -> list[Route]:
         """``GET /health`` and ``GET /ready``: 200, or 503 with the reason."""

@@ -106,18 +106,20 @@ class Keys(Hook):
     ``given``: keys themselves. ``used``: tokens that each key, by name, has used before this server started.
     """
 
-    def __init__(
-        self, given: Sequence[str] = (), file: Path | None = None, *, used: Mapping[str, int] | None = None
-    ) -> None:
+    def __init__(self, given: Sequence[str] = (), file: Path | None = None) -> None:
         given = [*given, *filter(None, (key.strip() for key in os.environ.get(ENVIRONMENT, "").split(",")))]
         self._given = [Key(name=f"key-{number}", hash=hash_of(key)) for number, key in enumerate(given, start=1)]
         self._file, self._stamp, self._looked_at = file, _stamp(file), time.monotonic()
         self._keys: list[Key] = []
         self._take(read_keys(file) if file else [])
         self._limits: dict[str, Limits] = {}
-        self._used = dict(used or {})
+        self.used: Mapping[str, int] = {}
         self._grants: dict[str, Grant] = {}
         self.protected = bool(self._keys) or file is not None
+
+    @property
+    def have_budgets(self) -> bool:
+        return any(key.token_budget for key in self._keys)
 
     def authenticate(self, authorization: str | None) -> Key:
         """The key of an ``Authorization: Bearer …`` header; :class:`ApiError` 401 without a valid one."""
@@ -137,7 +139,7 @@ class Keys(Hook):
         """The state of a key's limits. It outlives a change of the file; the tokens used are those of the name."""
         limits = self._limits.get(key.name)
         if limits is None:
-            limits = self._limits[key.name] = Limits(key, used=self._used.get(key.name, 0))
+            limits = self._limits[key.name] = Limits(key, used=self.used.get(key.name, 0))
         elif limits.key != key:
             limits.change(key)
         return limits

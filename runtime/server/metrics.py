@@ -281,7 +281,7 @@ def bandwidth_share(stats: EngineStats, weight_bytes: int, read_bandwidth: float
 class HttpMetrics:
     """ASGI middleware: counts HTTP requests by route, method and class of status, and times them to their last byte.
 
-    ``handler`` is the route's path with its parameters unnamed, so clients cannot make new series.
+    ``handler`` comes from the routes, so clients cannot make new series.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
@@ -302,10 +302,25 @@ class HttpMetrics:
         try:
             await self._app(scope, receive, watch)
         finally:
-            handler = getattr(scope.get("route"), "path", "none")
+            handler = handler_of(scope)
             method = scope["method"] if scope["method"] in METHODS else "other"
             self._metrics.http_requests.labels(handler, method, f"{status // 100}xx").inc()
             self._metrics.http_seconds.labels(handler, method).observe(time.monotonic() - started)
+
+
+def handler_of(scope: Scope) -> str:
+    """The path with its parameters' names for their values; ``none`` where no route has matched.
+
+    >>> handler_of({"path": "/v1/models/a/b", "endpoint": print, "path_params": {"name": "a/b"}})
+    '/v1/models/{name}'
+    """
+    path: str = scope["path"]
+    if "endpoint" not in scope:
+        return "none"
+    for name, value in scope.get("path_params", {}).items():
+        before, _, after = path.rpartition(str(value))
+        path = f"{before}{{{name}}}{after}"
+    return path
 
 
 METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})

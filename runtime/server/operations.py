@@ -1,14 +1,13 @@
-"""What operators need around the API, put together: metrics, health, keys, usage records and the live page.
+"""What operators need around the API, put together: metrics, health, keys, usage records, traffic log and live page.
 
 operations = Operations(client, "smollm2", OperationsSettings(api_keys=("secret",)))
-service = Service(client, …, hooks=operations.hooks)
-app = create_app(service, routers=[operations.router], middleware=operations.middleware)
-…                                   # on SIGTERM: operations.health.draining = True
-operations.close()                  # when the last call has ended
+serve(client, …, extensions=operations.extensions)
+operations.close()
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,42 +17,67 @@ from starlette.middleware import Middleware
 from runtime.client import EngineClient
 from runtime.server.calls import Hook
 from runtime.server.health import Health
-from runtime.server.keys import Keys, RequireKey
+from runtime.server.keys import KeyFileError, Keys, RequireKey
 from runtime.server.metrics import HttpMetrics, Metrics
 from runtime.server.page import Page
+from runtime.server.run import Extensions
+from runtime.server.service import Service
+from runtime.server.traffic import TrafficLog, TrafficSettings
 from runtime.server.usage import Usage
 
 
 @dataclass(frozen=True)
 class OperationsSettings:
-    """``usage_database`` None: no usage records, so budgets start at 0 with the server.
+    """``usage_database``: an SQLAlchemy URL; None keeps no usage records. ``traffic`` None: no traffic log.
 
     ``read_bandwidth``: bytes per second, if it was measured (:class:`runtime.server.metrics.Metrics`).
     """
 
     api_keys: tuple[str, ...] = ()
     keys_file: Path | None = None
-    usage_database: str | None = None  # an SQLAlchemy URL
+    usage_database: str | None = None
     usage_journal: Path = Path("usage.journal")
+    traffic: TrafficSettings | None = None
     read_bandwidth: float | None = None
 
 
 class Operations:
-    """``hooks``, ``router`` and ``middleware``: for the service and its application."""
+    """Made before the engine is open. ``extensions``: for :func:`runtime.server.run.serve`."""
 
     def __init__(self, client: EngineClient, model: str, settings: OperationsSettings) -> None:
+        self._service: Service | None = None
         self.metrics = Metrics(client, model, read_bandwidth=settings.read_bandwidth)
-        self.health = Health(client)
+        self.health = Health(client, lambda: self._service is not None and self._service.draining)
+        self.keys = Keys(settings.api_keys, settings.keys_file)
         self.usage = Usage(settings.usage_database, settings.usage_journal) if settings.usage_database else None
-        used = self.usage.tokens_by_key() if self.usage else {}
-        self.keys = Keys(settings.api_keys, settings.keys_file, used=used)
-        # Metrics come first and count what the others refuse; usage records come last and count what was admitted.
-        self.hooks: tuple[Hook, ...] = (self.metrics, self.keys, *([self.usage] if self.usage else []))
+        if self.usage is not None:
+            self.keys.used = self.usage.tokens_by_key()
+        elif self.keys.have_budgets:
+            raise KeyFileError(
+                "a key has a token budget, but there are no usage records to count it with",
+                expected="a database of usage records",
+                remedy="name one with --usage-database, or remove token_budget",
+            )
+        self.traffic = TrafficLog(settings.traffic, self._decode) if settings.traffic else None
+        # Metrics come first and count what the others refuse; the last ones count what was admitted.
+        hooks: list[Hook | None] = [self.metrics, self.keys, self.usage, self.traffic]
         page = Page(self.metrics, self.health)
-        self.router = APIRouter(routes=[self.metrics.route(), *self.health.routes(), *page.routes()])
-        self.middleware = (Middleware(HttpMetrics, metrics=self.metrics), Middleware(RequireKey, keys=self.keys))
+        self.extensions = Extensions(
+            routers=[APIRouter(routes=[self.metrics.route(), *self.health.routes(), *page.routes()])],
+            middleware=[Middleware(HttpMetrics, metrics=self.metrics), Middleware(RequireKey, keys=self.keys)],
+            hooks=[hook for hook in hooks if hook is not None],
+            attach=self._attach,
+        )
 
     def close(self) -> None:
         """Write what is still in memory. No call may be running."""
-        if self.usage is not None:
-            self.usage.close()
+        for writer in (self.usage, self.traffic):
+            if writer is not None:
+                writer.close()
+
+    def _attach(self, service: Service) -> None:
+        self._service = service
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        assert self._service is not None, "no call can end before there is a service"
+        return self._service.text.decode(tokens)

@@ -25,6 +25,7 @@ class ServerLimits:
 
     body_bytes: int = 8 << 20
     body_seconds: float = 30.0
+    tokenize_tokens: int = 1 << 16
     choices: int = 256
     logprobs: int = 20
     stop_strings: int = 16
@@ -37,6 +38,11 @@ class ServerLimits:
 def context_tokens(info: EngineInfo) -> int:
     """Most tokens of a prompt and its response together."""
     return min(info.max_tokens, info.blocks * info.block_tokens)
+
+
+def most_tokens(body: GenerationBody, info: EngineInfo) -> int | None:
+    """Most tokens that a prompt may have; None where only its last ones are taken."""
+    return context_tokens(info) if body.truncate_prompt_tokens is None else None
 
 
 def truncated(body: GenerationBody, prompt: Sequence[int], info: EngineInfo) -> list[int]:

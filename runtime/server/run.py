@@ -29,11 +29,12 @@ log = logging.getLogger("tapeout.server")
 
 @dataclass(frozen=True)
 class Extensions:
-    """What is mounted around the API, see :func:`runtime.server.app.create_app`."""
+    """What is mounted around the API, see :func:`runtime.server.app.create_app`. ``attach``: gets the service."""
 
     routers: Sequence[APIRouter] = ()
     middleware: Sequence[Middleware] = ()
     hooks: Sequence[Hook] = ()
+    attach: Callable[[Service], None] | None = None
 
 
 Companion = Callable[[Service], Awaitable[None]]
@@ -76,6 +77,8 @@ async def _serve(
     try:
         text = await asyncio.to_thread(TextModel.load, folder)
         service = Service(client, {text.digest: text}, settings.names, settings.limits, extensions.hooks)
+        if extensions.attach is not None:
+            extensions.attach(service)
         app = create_app(service, routers=extensions.routers, middleware=extensions.middleware)
         config = uvicorn.Config(
             app,

@@ -49,6 +49,7 @@ class TextModel:
         self.tool_format: Format | None = tool_format or (format_of(template.source) if template else None)
         self.constraints: ConstraintChecker | None = None
         self.special = special_tokens(tokenizer)
+        self._longest_token = max(map(len, tokenizer.get_vocab()))
         self.token_bytes = lru_cache(1 << 16)(_token_bytes(tokenizer))
 
     @classmethod
@@ -75,8 +76,18 @@ class TextModel:
         if self.constraints is not None:
             self.constraints.close()
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids. A long text does not hold up the other requests."""
+    async def encode(self, text: str, *, add_special_tokens: bool, most_tokens: int | None = None) -> list[int]:
+        """Token ids. A long text does not hold up the other requests.
+
+        :class:`ApiError` at once for a text that must have more than ``most_tokens``: no token has more characters than
+        the longest of the vocabulary.
+        """
+        if most_tokens is not None and len(text) > most_tokens * self._longest_token:
+            raise invalid(
+                f"the prompt has {len(text)} characters, so more than {most_tokens} tokens",
+                "prompt",
+                "context_length_exceeded",
+            )
 
         def encode() -> list[int]:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
@@ -131,7 +142,7 @@ class ResponseText:
         skip_special: bool = True,
     ) -> None:
         self._detokenizer = Detokenizer(model.tokenizer, model.special if skip_special else frozenset())
-        self._matcher = StopMatcher(stop_strings)
+        self._matcher, self._matches = StopMatcher(stop_strings), bool(stop_strings)
         self._stop_tokens, self._min_tokens, self._include_stop = stop_tokens, min_tokens, include_stop
         self.count = 0  # tokens so far
         self._characters = 0  # that are complete, held back or not
@@ -157,7 +168,7 @@ class ResponseText:
 
     def _match(self, text: str) -> str:
         self._characters += len(text)
-        if self.count <= self._min_tokens:
+        if not self._matches or self.count <= self._min_tokens:
             return text
         text = self._matcher.push(text)
         if self._matcher.matched:

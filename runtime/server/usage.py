@@ -22,7 +22,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -369,18 +369,23 @@ def sums(url: str, since: date | None = None, until: date | None = None) -> list
 
     engine, table = connect(url)
     by = [table.c[name] for name in ("day", "key", "tenant", "model")]
-    added = [table.c[name] for name in UsageSum._fields[5:]]
-    query = sa.select(*by, sa.func.count(), *map(sa.func.sum, added)).group_by(*by).order_by(*by)
+    added = [sa.func.sum(table.c[name]).label(name) for name in UsageSum._fields[5:]]
+    query = sa.select(*by, sa.func.count().label("requests"), *added).group_by(*by).order_by(*by)
     if since is not None:
         query = query.where(table.c.day >= since.isoformat())
     if until is not None:
         query = query.where(table.c.day < until.isoformat())
     try:
         with engine.connect() as connection:
-            rows: Sequence[Sequence[Any]] = connection.execute(query).all()
+            rows = [dict(row) for row in connection.execute(query).mappings()]
     finally:
         engine.dispose()
-    return [
-        UsageSum(day, key, tenant, model, requests, int(prompt), int(cached), int(completion), float(seconds or 0))
-        for day, key, tenant, model, requests, prompt, cached, completion, seconds in rows
-    ]
+    # Some databases sum to decimal numbers.
+    return [UsageSum(**{name: _KINDS.get(name, int)(row[name]) for name in UsageSum._fields}) for row in rows]
+
+
+def _seconds(total: Any) -> float:
+    return float(total or 0.0)  # of interrupted requests it is not known
+
+
+_KINDS: dict[str, Callable[[Any], Any]] = {"day": str, "key": str, "tenant": str, "model": str, "seconds": _seconds}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,7 +19,7 @@ import psutil
 import pytest
 
 from runtime.client import EngineDownError, ProcessClient
-from runtime.messages import Delta, GenerateRequest
+from runtime.messages import Delta, GenerateRequest, SamplingSettings
 from runtime.scheduler import DisplacedError, Limits, QueueFullError
 from tapeout.errors import ArtifactError, RequestError
 from tests.faulty_engine import CRASH, FAIL, HANG, REFUSES, OpenFaulty, alone
@@ -301,6 +303,65 @@ def test_timeouts_end_requests() -> None:
             assert queued.finish_reason == "timeout" and not queued.tokens
             deltas = await total
             assert deltas[-1].finish_reason == "timeout" and 2 < len(tokens(deltas)) < 20
+
+    run(test())
+
+
+def test_an_idle_engine_costs_nothing_and_says_that_it_lives() -> None:
+    async def test() -> None:
+        async with served() as client:
+            await answer(client, "a", [1, 2])
+            (child,) = psutil.Process().children()
+            before, seen = sum(child.cpu_times()[:2]), client.stats.stepped_at
+            await asyncio.sleep(2)
+            assert sum(child.cpu_times()[:2]) - before < 0.2
+            assert client.stats.stepped_at > seen and client.healthy
+
+    run(test())
+
+
+def test_a_random_crowd_leaves_nothing_behind() -> None:
+    """Good and bad requests, some abandoned, with crashes of the engine: each ends once, and nothing stays."""
+
+    async def one(client: ProcessClient, chance: random.Random, number: int) -> str:
+        prompt = [chance.randrange(1, FAIL) for _ in range(chance.randrange(1, 40))]
+        kind = chance.choices(["plain", "abandoned", "fails", "bad", "crashes"], [60, 25, 8, 6, 1])[0]
+        prompt += {"fails": [FAIL], "bad": [-5], "crashes": [CRASH]}.get(kind, [])
+        sampling = SamplingSettings(temperature=chance.choice([0.0, 1.0]), seed=chance.randrange(9))
+        request = GenerateRequest(f"{number}", prompt, chance.randrange(1, 40), sampling, tenant=chance.choice("ab"))
+        stream = client.generate(request)
+        try:
+            reasons: list[str | None] = []
+            async for delta in stream:
+                assert None in reasons[-1:] or not reasons, "more of a request that has ended"
+                reasons.append(delta.finish_reason)
+                if kind == "abandoned" and len(reasons) == 3:
+                    return "abandoned"
+            assert reasons[-1] == ("error" if kind == "fails" else "length")
+            return str(reasons[-1])
+        except (RequestError, EngineDownError) as error:
+            assert isinstance(error, EngineDownError) or kind == "bad"
+            return type(error).__name__
+        finally:
+            await stream.aclose()
+
+    async def test() -> None:
+        async with served(OpenFaulty(step_seconds=0.0, slots=4), Limits(max_running=4, step_tokens=32)) as client:
+            chance, handles = random.Random(1), psutil.Process().num_fds()
+
+            async def crowd(first: int) -> list[str]:
+                ends: list[str] = []
+                for number in range(40):
+                    await until(lambda: client.ready)
+                    ends.append(await one(client, chance, 1000 * first + number))
+                return ends
+
+            ends = Counter(end for ends in await asyncio.gather(*map(crowd, range(12))) for end in ends)
+            assert sum(ends.values()) == 480 and ends["length"] > 100 and ends["EngineDownError"] and client.restarts
+            await until(lambda: client.ready and client.stats.blocks_held == 0 == client.stats.running)
+            assert client.stats.waiting == client.stats.waiting_tokens == 0
+            await until(lambda: len(psutil.Process().children()) == 1)
+            assert psutil.Process().num_fds() <= handles + 1 and not client._current._streams
 
     run(test())
 

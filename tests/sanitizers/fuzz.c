@@ -1,10 +1,11 @@
-/* Runs the kernels on random nodes, valid and malformed, and compares valid results with plain C in double precision.
+/* Runs the kernels on random nodes, valid and malformed, and on random draws, and compares valid results with plain C in double precision.
 
      fuzz SEED CASES
 
    Valid nodes must succeed, malformed ones must return a status, a failing API call or allocation must become one, and
    nothing may leak. Everything else is AddressSanitizer's and UndefinedBehaviorSanitizer's to find. */
 #include "runtime.h"
+#include "sampling.h"
 
 #include <float.h>
 #include <limits.h>
@@ -620,6 +621,105 @@ static const char* malform(Node* node, int64_t thing) {
   return NULL;
 }
 
+/* --- draws ------------------------------------------------------------------------------------------------------- */
+
+static float random_logit(int kind) {
+  if (kind == 0) return random_float();
+  if (kind == 1) return (float)random_int(-3, 3);
+  if (kind == 2) return one_in(10) ? random_float() * 10 : -INFINITY;
+  return one_in(300) ? (one_in(2) ? NAN : INFINITY) : random_float() * 1e38f;
+}
+
+static int allowed(const Row* row, int64_t token) {
+  return !row->mask || (row->mask[token >> 5] >> (token & 31) & 1);
+}
+
+/* What is left of the logits, in plain C; whether they are finite. */
+static int expected_scores(const Row* row, int64_t V, float* scores) {
+  int finite = 1;
+  for (int64_t v = 0; v < V; v++) finite &= row->logits[v] < INFINITY, scores[v] = row->logits[v];
+  if (!finite) return 0;
+  for (int64_t i = 0; i < row->adjusted; i++) {
+    float* score = &scores[row->tokens[i]];
+    *score += row->bias[i];
+    *score = (*score > 0 ? *score / row->factor[i] : *score * row->factor[i]) + row->shift[i];
+  }
+  for (int64_t v = 0; v < V; v++) {
+    if (!allowed(row, v)) scores[v] = -INFINITY;
+    finite &= scores[v] < INFINITY;
+  }
+  return finite;
+}
+
+static void check_draw(const Row* row, int64_t V) {
+  float* scores = malloc(V * sizeof *scores);
+  const int finite = expected_scores(row, V, scores);
+  float max = -INFINITY;
+  for (int64_t v = 0; finite && v < V; v++) max = scores[v] > max ? scores[v] : max;
+  const int32_t status = !finite ? NOT_FINITE : max == -INFINITY ? NONE_LEFT : 0;
+  if (row->token < 0 ? row->token != status : status) fail("a draw gave %d, expected %d", row->token, status);
+  if (row->token >= 0) {
+    const int64_t token = row->token;
+    if (token >= V || !(scores[token] > -INFINITY)) fail("a draw gave the excluded token %d", (int)token);
+    int64_t before = 0;
+    for (int64_t v = 0; v < V; v++) before += scores[v] > scores[token] || (scores[v] == scores[token] && v < token);
+    if (row->scale == 0 && before) fail("a draw gave token %d, not the likeliest", (int)token);
+    if (row->top_k && before >= row->top_k) fail("a draw gave token %d, not of the top %d", (int)token, row->top_k);
+  }
+  for (int64_t i = 1; finite && row->total && i < row->top; i++) {
+    const int32_t a = row->top_tokens[i - 1], b = row->top_tokens[i];
+    if (a < 0 || a >= V || b < 0 || b >= V || row->logits[a] < row->logits[b] ||
+        (row->logits[a] == row->logits[b] && a >= b))
+      fail("the top is not in order");
+  }
+  free(scores);
+}
+
+/* Rows of their exact sizes: of logits, masks, changed tokens and memory. */
+static void run_draws(void) {
+  enum { MOST = 3 };
+  const int64_t V = PICK(random_int(1, 40), 512, random_int(500, 530), random_int(1, 1600)),
+                count = random_int(1, MOST);
+  Row rows[MOST] = {{0}}, *pointers[MOST];
+  void *blocks[MOST][7], *memory = malloc(tapeout_sample_bytes(V));
+  for (int64_t r = 0; r < count; r++) {
+    Row* row = pointers[r] = &rows[r];
+    row->adjusted = random_int(0, V < 20 ? V : 20), row->random = one_in(5) ? UINT64_MAX : next_random();
+    row->top = (int32_t)random_int(-1, V < 9 ? V : 9);
+    const int64_t words = (V + 31) / 32, changed = row->adjusted * (int64_t)sizeof(float);
+    const size_t sizes[7] = {V * sizeof(float),
+                             words * 4,
+                             changed,
+                             changed,
+                             changed,
+                             changed,
+                             (row->top < 0 ? 0 : row->top) * sizeof(int32_t)};
+    for (int i = 0; i < 7; i++) blocks[r][i] = malloc(sizes[i]);
+    float *logits = blocks[r][0], *bias = blocks[r][3], *factor = blocks[r][4], *shift = blocks[r][5];
+    int32_t* tokens = blocks[r][2];
+    const int kind = (int)random_int(0, 3);
+    for (int64_t v = 0; v < V; v++) logits[v] = random_logit(kind);
+    for (int64_t i = 0; i < words; i++) ((uint32_t*)blocks[r][1])[i] = (uint32_t)next_random() >> (one_in(3) ? 28 : 0);
+    for (int64_t i = 0; i < row->adjusted; i++) {
+      tokens[i] = (int32_t)((V - 1 - i + (int64_t)(row->random % 7)) % V);
+      bias[i] = one_in(4) ? -INFINITY : random_float(), factor[i] = (float)PICK(1, 1, 2, 0), shift[i] = random_float();
+    }
+    memset(blocks[r][6], -1, sizes[6]);
+    row->logits = logits, row->mask = one_in(2) ? blocks[r][1] : NULL, row->tokens = tokens;
+    row->bias = bias, row->factor = factor, row->shift = shift, row->top_tokens = blocks[r][6];
+    row->scale = one_in(4) ? 0 : (float)random_int(1, 3000) / 1000 * (one_in(5) ? 0x1p90f : 1);
+    row->top_k = one_in(2) ? 0 : (int32_t)random_int(1, V + 1);
+    row->top_p = one_in(2) ? 1 : (double)random_int(1, 999999) / 1e6;
+    row->least = one_in(2) ? 0 : (int32_t)random_int(0, 1 << 30);
+  }
+  tapeout_sample_1(pointers, count, V, memory);
+  for (int64_t r = 0; r < count; r++) {
+    check_draw(&rows[r], V);
+    for (int i = 0; i < 7; i++) free(blocks[r][i]);
+  }
+  free(memory);
+}
+
 /* --- cases ------------------------------------------------------------------------------------------------------ */
 
 static Node new_node(int64_t op) {
@@ -641,6 +741,11 @@ static int64_t random_thing(const Node* node) {
 }
 
 static void run_case(int64_t counts[4]) {
+  if (one_in(8)) {
+    run_draws();
+    counts[0]++;
+    return;
+  }
   if (one_in(100)) {
     Node node = new_linear(32784);
     expect_status(&node, run_node(node.op, &node.info, &node.context), "a block whose sums overflow");

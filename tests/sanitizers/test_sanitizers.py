@@ -140,6 +140,36 @@ DEFECTS = {
     "a failing call is ignored": Defect(
         "ort.h", "TRY(data_of(api, value, &tensor->data));", "", "null pointer|missing"
     ),
+    "the last logits are read as whole vectors": Defect(
+        "sampling.c",
+        "blend(first_lanes(left), load_first(logits + at, left), x)",
+        "load(logits + at)",
+        "overflow|expected",
+    ),
+    "the largest token is chosen among padding": Defect(
+        "sampling.c",
+        "F32x16 x = splat(-INFINITY);",
+        "F32x16 x = splat(0);",
+        "excluded|not the likeliest|expected|order|SEGV",
+    ),
+    "one of the top tokens is missing": Defect(
+        "sampling.c",
+        "if (!row->top) return;\n  const int64_t count = find_largest(w, row->top);",
+        "if (!row->top) return;\n  const int64_t count = find_largest(w, row->top) - 1;",
+        "not in order",
+    ),
+    "a draw goes past the last token": Defect(
+        "sampling.c",
+        "while (point >= w->weights[token])",
+        "while (point + 1 >= w->weights[token])",
+        "overflow|excluded",
+    ),
+    "the memory is too small": Defect(
+        "sampling.c", "LANES * sizeof(float)));", "8 * sizeof(float)));", "heap-buffer-overflow"
+    ),
+    "a mask does not exclude tokens whose logits change": Defect(
+        "sampling.c", "if (row->mask && !(row->mask[token >> 5] >> (token & 31) & 1)) continue;", "", "gave"
+    ),
     "a domain leaks": Defect("library.c", "if (status) ((void (*)(Domain*))api[RELEASE_DOMAIN])(domain);", "", "leak"),
 }
 

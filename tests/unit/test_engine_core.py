@@ -16,6 +16,7 @@ from engines.protocol import Entry, Result
 from runtime.core import BROKEN_STEPS, EngineBrokenError, EngineCore
 from runtime.messages import Delta, GenerateRequest, Report, SamplingSettings
 from runtime.scheduler import Limits, QueueFullError
+from runtime.speculation import StepCosts
 from tapeout.errors import RequestError
 from tests.fake_engine import HistoryEngine
 
@@ -73,7 +74,7 @@ def whole(deltas: Sequence[Delta]) -> dict[str, Any]:
 
 def alone(request: GenerateRequest) -> dict[str, Any]:
     request = replace(request, queue_timeout=None, timeout=None)
-    return whole(served(EngineCore(CoreEngine(), Limits()), request)[request.id])
+    return whole(served(EngineCore(CoreEngine(), Limits(most_drafted=0)), request)[request.id])
 
 
 class Served(RuleBasedStateMachine):
@@ -83,10 +84,13 @@ class Served(RuleBasedStateMachine):
         step_tokens=st.integers(1, 40),
         running=st.integers(1, 6),
         scored=st.integers(1, 8),
+        drafted=st.sampled_from([0, 2, 8]),
     )
-    def start(self, block_tokens: int, slots: int, step_tokens: int, running: int, scored: int) -> None:
+    def start(self, block_tokens: int, slots: int, step_tokens: int, running: int, scored: int, drafted: int) -> None:
         self.engine = CoreEngine(slots=slots, block_tokens=block_tokens)
-        self.limits = Limits(step_tokens, running, max_waiting=6, aging_seconds=20, scored_tokens=scored)
+        self.limits = Limits(
+            step_tokens, running, max_waiting=6, aging_seconds=20, scored_tokens=scored, most_drafted=drafted
+        )
         self.core = EngineCore(self.engine, self.limits)
         self.now = 0.0
         self.requests: dict[str, GenerateRequest] = {}
@@ -182,7 +186,9 @@ class Served(RuleBasedStateMachine):
         assert not self.core.busy and not self.live, "a request starves"
         stats = self.core.stats()
         assert stats.blocks_held == stats.running == stats.waiting == 0
-        assert self.engine.most_logits <= self.limits.scored_tokens + self.limits.max_running
+        limits = self.limits
+        most = limits.scored_tokens + limits.max_running * (1 + limits.most_drafted)
+        assert self.engine.most_logits <= min(most, limits.scored_tokens + limits.step_tokens)
         assert stats.generated_tokens == sum(len(delta.tokens) for all in self.deltas.values() for delta in all)
         for id, deltas in self.deltas.items():
             found, expected = whole(deltas), alone(self.requests[id])
@@ -290,3 +296,24 @@ def test_sampling_that_raises_ends_one_request(monkeypatch: pytest.MonkeyPatch) 
     deltas = served(made, GenerateRequest("good", [1, 2], 3, settings), GenerateRequest("bad", [1, 2], 3, settings))
     assert whole(deltas["good"])["reason"] == "length"
     assert deltas["bad"][0].finish_reason == "error" and "planted" in (deltas["bad"][0].error or "")
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_drafts_change_how_many_steps_it_takes_and_nothing_else(sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What steps cost does not decide here: drafts always pay."""
+    monkeypatch.setattr(StepCosts, "worth", lambda *_: 0.05)
+    sampling = SamplingSettings(temperature=0.3, seed=1) if sampled else SamplingSettings()
+    logprobs = 1 if sampled else None
+    requests = [GenerateRequest(f"{n}", [n, 1, n, 1, n], 58, sampling, logprobs=logprobs) for n in (1, 2, 3)]
+    plain, drafting = core(most_drafted=0), core(most_drafted=8)
+    expected, found = served(plain, *requests), served(drafting, *requests)
+    assert {id: whole(deltas) for id, deltas in found.items()} == {id: whole(deltas) for id, deltas in expected.items()}
+    stats = drafting.stats()
+    assert stats.drafted_tokens >= stats.accepted_tokens > 0 and stats.drafts > 0
+    assert stats.steps <= plain.stats().steps and not plain.stats().drafts
+
+
+def test_an_engine_of_slots_gets_no_drafts() -> None:
+    made = EngineCore(CoreEngine(block_tokens=0), Limits())
+    served(made, GenerateRequest("a", [1, 2] * 5, 40))
+    assert not made.stats().drafts

@@ -192,7 +192,8 @@ def test_a_call_reserves_the_most_it_can_use_and_gives_back_the_rest() -> None:
 
 
 def test_what_was_used_before_a_restart_counts() -> None:
-    keys = Keys(["x"], used={"key-1": 40})
+    keys = Keys(["x"])
+    keys.used = {"key-1": 40}
     assert keys.limits(keys.authenticate("Bearer x")).used == 40
 
 

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI, Request, Response
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
 from runtime.messages import EngineStats
@@ -101,15 +102,16 @@ def test_gauges_are_those_of_the_last_report() -> None:
 
 def http_app(metrics: Metrics) -> FastAPI:
     app = FastAPI()
-    app.router.routes.append(metrics.route())
+    app.include_router(APIRouter(routes=[metrics.route()]))
 
-    @app.get("/v1/models/{name}")
-    def models(name: str) -> str:
-        return name
+    async def model(request: Request) -> Response:
+        return PlainTextResponse(request.path_params["name"])
 
-    @app.get("/broken")
-    def broken() -> None:
+    async def broken(request: Request) -> Response:
         raise RuntimeError("planted")
+
+    app.add_route("/v1/models/{name:path}", model)
+    app.add_route("/broken", broken)
 
     app.add_middleware(HttpMetrics, metrics=metrics)
     return app
@@ -118,7 +120,7 @@ def http_app(metrics: Metrics) -> FastAPI:
 def test_http_requests_are_counted_by_route_not_by_path() -> None:
     metrics = Metrics(InProcessClient(), "m")
     with TestClient(http_app(metrics), raise_server_exceptions=False) as http:
-        for path in ("/v1/models/a", "/v1/models/b", "/nowhere/1", "/nowhere/2", "/broken"):
+        for path in ("/v1/models/a", "/v1/models/b/c", "/nowhere/1", "/nowhere/2", "/broken"):
             http.get(path)
         http.request("ODD", "/v1/models/a")
         answer = http.get("/metrics")
@@ -148,23 +150,22 @@ def test_percentiles_are_at_most_five_percent_off_and_old_values_leave(seed: int
 
 
 @pytest.fixture
-def health() -> Iterator[tuple[Health, TestClient]]:
-    health = Health()
+def health() -> Iterator[tuple[InProcessClient, list[bool], TestClient]]:
+    client, draining = InProcessClient(), [False]
+    health = Health(client, lambda: draining[0])
     app = FastAPI()
     app.router.routes.extend(health.routes())
     with TestClient(app) as http:
-        yield health, http
+        yield client, draining, http
 
 
-def test_health_and_readiness_give_their_reasons(health: tuple[Health, TestClient]) -> None:
-    state, http = health
+def test_health_and_readiness_give_their_reasons(health: tuple[InProcessClient, list[bool], TestClient]) -> None:
+    client, draining, http = health
 
     def now() -> tuple[int, int, str]:
         ready = http.get("/ready")
         return http.get("/health").status_code, ready.status_code, ready.json().get("reason", "")
 
-    assert now() == (200, 503, "the engine is being opened")
-    state.client = client = InProcessClient()
     assert now() == (200, 200, "")
     client.ready = False
     assert now() == (200, 503, "the engine is being started again")
@@ -172,5 +173,5 @@ def test_health_and_readiness_give_their_reasons(health: tuple[Health, TestClien
     client.stats = EngineStats(running=2, waiting=5, stepped_at=1e-9)
     assert now()[:2] == (503, 503)
     assert "2 requests run, 5 wait" in http.get("/health").json()["reason"]
-    client.healthy, state.draining = True, True
+    client.healthy, draining[0] = True, True
     assert now() == (200, 503, "the server is draining")

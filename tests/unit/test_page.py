@@ -40,10 +40,13 @@ def client() -> InProcessClient:
 
 def application(client: InProcessClient, settings: OperationsSettings) -> FastAPI:
     operations = Operations(client, MODEL, settings)
+    extensions = operations.extensions
     digest = client.info.digest
     text = TextModel(digest, byte_tokenizer(), ChatTemplate(TEMPLATE, {}), special_texts={"eos_token": END})
-    service = Service(client, {digest: text}, (MODEL,), hooks=operations.hooks)
-    return create_app(service, routers=[operations.router], middleware=operations.middleware)
+    service = Service(client, {digest: text}, (MODEL,), hooks=extensions.hooks)
+    assert extensions.attach is not None
+    extensions.attach(service)
+    return create_app(service, routers=extensions.routers, middleware=extensions.middleware)
 
 
 @pytest.fixture

@@ -54,12 +54,13 @@ def random_row(generator: np.random.Generator, vocab_size: int) -> Row:
     adjustments = mask = None
     if generator.random() < 0.5:
         count = int(generator.integers(0, min(vocab_size, 60) + 1))
-        adjustments = Adjustments(
-            tokens=generator.choice(vocab_size, count, replace=False).astype(np.int32),
-            bias=generator.choice([0, -100, 100, 1.5, -np.inf], count).astype(np.float32),
-            factor=generator.choice([1, 1.3, 0.5, 1e-38, 3e38], count).astype(np.float32),
-            shift=generator.choice([0, -2, 2, 0.1], count).astype(np.float32),
-        )
+        adjustments = Adjustments(count + 3)
+        for token in generator.choice(vocab_size, count, replace=False).tolist():
+            adjustments.add(token)
+        used = slice(count)
+        adjustments.bias[used] = generator.choice([0, -100, 100, 1.5, -np.inf], count)
+        adjustments.factor[used] = generator.choice([1, 1.3, 0.5, 1e-38, 3e38], count)
+        adjustments.shift[used] = generator.choice([0, -2, 2, 0.1], count)
     if generator.random() < 0.5:
         density = generator.choice([0.0, 0.01, 0.5, 1.0])
         bits = generator.random(-(-vocab_size // 32) * 32) < density  # those behind the vocabulary mean nothing

@@ -8,11 +8,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import openai
 import pytest
 
+from runtime.scheduler import Limits
 from runtime.server.calls import Call, Hook
 from runtime.server.errors import ApiError
 from runtime.server.requests import ServerLimits
@@ -551,6 +553,82 @@ def test_an_engine_that_ends_is_an_error_in_the_stream(server: Served) -> None:
         assert server.settled()
     finally:
         server.engine.before, server.client.down = lambda: None, False
+
+
+@contextmanager
+def overloaded(**changes: Any) -> Iterator[Served]:
+    """A server of one request at a time, whose engine takes 20 ms for a step."""
+    slow = engine(slots=1)
+    slow.before = lambda: time.sleep(0.02)
+    with serving(slow, core=Limits(max_running=1, max_waiting=1), limits=ServerLimits(**changes)) as served:
+        yield served
+        assert served.settled()
+
+
+def long_request(served: Served) -> threading.Thread:
+    """A request that runs for seconds unless it is cancelled; it has begun."""
+    body = {"prompt": "long", "max_tokens": 200, "ignore_eos": True}
+    thread = threading.Thread(target=served.post, args=("/v1/completions", body))
+    thread.start()
+    while not served.client.stats.running:
+        time.sleep(0.005)
+    return thread
+
+
+def test_a_full_queue_is_429_with_retry_after() -> None:
+    with overloaded() as served:
+        running, waiting = (
+            long_request(served),
+            threading.Thread(target=served.post, args=("/v1/completions", {"prompt": "second", "max_tokens": 1})),
+        )
+        waiting.start()
+        while not served.client.stats.waiting:
+            time.sleep(0.005)
+        for stream in (False, True):
+            refused = served.post("/v1/completions", {"prompt": "third", "stream": stream})
+            assert refused.status_code == 429 and refused.json()["error"]["code"] == "queue_full"
+            assert int(refused.headers["retry-after"]) >= 1
+        several = served.post("/v1/completions", {"prompt": ["a", "b"], "n": 2})
+        assert several.status_code == 429
+        running.join()
+        waiting.join()
+        assert served.post("/v1/completions", {"prompt": "fourth", "max_tokens": 1}).status_code == 200
+
+
+def test_timeouts_are_408() -> None:
+    with overloaded(queue_timeout=0.3, timeout=1.0) as served:
+        first = long_request(served)
+        queued = served.post("/v1/completions", {"prompt": "x"})
+        assert queued.status_code == 408 and queued.json()["error"]["type"] == "timeout_error"
+        first.join()
+        streamed = served.post(
+            "/v1/completions", {"prompt": "x", "max_tokens": 200, "stream": True, "ignore_eos": True}
+        )
+        *parts, error, done = streamed.text.strip().split("\n\n")
+        assert streamed.status_code == 200 and parts and done == "data: [DONE]"
+        assert json.loads(error.removeprefix("data: "))["error"]["type"] == "timeout_error"
+
+
+def test_a_body_that_does_not_come_is_408() -> None:
+    with (
+        overloaded(body_seconds=0.2) as served,
+        socket.create_connection(("127.0.0.1", int(served.url.rpartition(":")[2])), timeout=10) as raw,
+    ):
+        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        assert b" 408 " in raw.recv(4096)
+
+
+def test_a_long_text_is_refused_without_tokenizing_it(server: Served) -> None:
+    text = "x" * 50_000
+    for path, body in (
+        ("/v1/completions", {"prompt": text}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+    ):
+        refused = server.post(path, body)
+        assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"
+        assert "characters" in refused.json()["error"]["message"]
+    cut = server.post("/v1/completions", {"prompt": text, "truncate_prompt_tokens": 9, "max_tokens": 1})
+    assert cut.json()["usage"]["prompt_tokens"] == 9
 
 
 def test_draining_refuses_new_requests(server: Served) -> None:

@@ -2,34 +2,16 @@
 
    A token's weight is its probability over that of the likeliest one, times 2^30, as an integer: sums do not depend on
    the order of their terms. Multiplies and adds round separately, as numpy's do. */
+#include "sampling.h"
 #include "vector.h"
 
 #include <math.h>
 
 #pragma clang fp contract(off)
 
-enum { CHUNK_VECTORS = 32, CHUNK = CHUNK_VECTORS * LANES, NOT_FINITE = -1, NONE_LEFT = -2 };
+enum { CHUNK_VECTORS = 32, CHUNK = CHUNK_VECTORS * LANES };
 
 static const float LOG2_E = 1.44269504f;
-
-/* One draw; engines/native/sampling.py has the same fields in the same order. */
-typedef struct {
-  const float* logits;   /* [V] */
-  const uint32_t* mask;  /* a bit for each token that is allowed; NULL: all are */
-  const int32_t* tokens; /* whose logits change, [adjusted] */
-  const float *bias, *factor, *shift;
-  int64_t adjusted;
-  uint64_t random;
-  double top_p;
-  float scale;   /* log2(e) over the temperature; 0: the likeliest token */
-  int32_t top_k; /* 0: all */
-  int32_t least; /* weight of the least likely token that is kept */
-  int32_t top;   /* how many of the likeliest tokens are wanted, of the logits as they are; -1: nothing of these */
-  int32_t* top_tokens;
-  int64_t total; /* out: the sum of all weights at temperature 1 */
-  float max;     /* out: the largest logit */
-  int32_t token; /* out, or why there is none */
-} Row;
 
 /* Of V tokens, padded to whole chunks of CHUNK. */
 typedef struct {
@@ -41,7 +23,7 @@ typedef struct {
   float* maxima;          /* [chunks, LANES]: of the tokens of a chunk in one lane */
 } Work;
 
-__attribute__((visibility("default"))) int64_t tapeout_sample_bytes(int64_t V) {
+int64_t tapeout_sample_bytes(int64_t V) {
   const int64_t chunks = (V + CHUNK - 1) / CHUNK;
   return chunks * (CHUNK * (int64_t)(sizeof(float) + sizeof(int32_t) + 2 * sizeof(uint64_t)) +
                    (int64_t)(sizeof(int64_t) + LANES * sizeof(float)));
@@ -207,7 +189,8 @@ static uint64_t edge_of(const Work* w, int64_t count, const int32_t* weights, do
   return find_edge(w->order, count, weights, needed);
 }
 
-/* The keys of the `k` largest scores, 0 < k <= V, by ascending token. `maxima` are those of the scores. */
+/* The keys of the `k` largest scores, 0 < k <= V, by ascending token. `maxima` are those of the scores. Padding comes
+   after all tokens, so it is never among them. */
 static int64_t find_largest(const Work* w, int64_t k) {
   float least = -INFINITY;
   if (k <= w->chunks * LANES) { /* the k largest of the maxima are k tokens */
@@ -217,8 +200,7 @@ static int64_t find_largest(const Work* w, int64_t k) {
   int64_t count = 0;
   for (int64_t at = 0; at < w->V; at += LANES) {
     if (!any_of((I32x16)(load(w->scores + at) >= splat(least)))) continue;
-    const int64_t end = at + LANES < w->V ? at + LANES : w->V;
-    for (int64_t token = at; token < end; token++) {
+    for (int64_t token = at; token < at + LANES; token++) {
       w->keys[count] = key_of(w->scores[token], token);
       count += w->scores[token] >= least;
     }
@@ -246,8 +228,7 @@ static int64_t find_likely(const Work* w, double share, int64_t total) {
   int64_t least = (int64_t)((1 - share) * (double)total / (double)w->V), count = 0;
   for (int64_t at = 0; at < w->V; at += LANES) {
     if (!any_of((I32x16)(load_int(w->weights + at) >= splat_int((int32_t)least)))) continue;
-    const int64_t end = at + LANES < w->V ? at + LANES : w->V;
-    for (int64_t token = at; token < end; token++) {
+    for (int64_t token = at; token < at + LANES; token++) {
       w->keys[count] = key_of(w->scores[token], token);
       count += w->weights[token] >= least;
     }
@@ -325,8 +306,7 @@ static void find_top(const Work* w, Row* row) {
   for (int64_t i = 0; i < count; i++) row->top_tokens[i] = (int32_t)token_of(w->keys[i]);
 }
 
-/* Draws the token of each row. `memory`: `tapeout_sample_bytes(V)` bytes, aligned as an int64_t. */
-__attribute__((visibility("default"))) void tapeout_sample_1(Row* const* rows, int64_t count, int64_t V, void* memory) {
+void tapeout_sample_1(Row* const* rows, int64_t count, int64_t V, void* memory) {
   const Work w = work_in(memory, V);
   for (int64_t i = 0; i < count; i++) {
     Row* row = rows[i];

@@ -1,0 +1,246 @@
+"""Drafts are found as a search by hand finds them; responses with and without speculation are the same, to the bit."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.protocol import Entry
+from runtime import speculation
+from runtime.messages import GenerateRequest, SamplingSettings, TokenLogprobs
+from runtime.sampling import BatchSampler
+from runtime.speculation import (
+    FIRST_PAUSE,
+    LONGEST,
+    MOST_DRAFTED,
+    SHORTEST,
+    Counts,
+    Gate,
+    PromptLookup,
+    Speculation,
+    StepCosts,
+    accept,
+)
+from tests.fake_engine import HistoryEngine
+
+
+def search(tokens: list[int], most: int) -> list[int]:
+    """The same by hand, in quadratic time."""
+    for size in range(min(LONGEST, len(tokens) - 1), SHORTEST - 1, -1):
+        for start in range(len(tokens) - 1, size - 1, -1):
+            if tokens[start - size : start] == tokens[-size:]:
+                out = list(tokens)
+                for at in range(most):
+                    out.append(out[start + at])
+                return out[len(tokens) :]
+    return []
+
+
+@given(tokens=st.lists(st.integers(0, 3), max_size=40), cuts=st.lists(st.integers(0, 40)), most=st.integers(1, 9))
+def test_drafts_are_those_of_a_search_by_hand(tokens: list[int], cuts: list[int], most: int) -> None:
+    lookup = PromptLookup()
+    for end in [*sorted(min(cut, len(tokens)) for cut in cuts), len(tokens)]:
+        assert lookup.propose(tokens[:end], most) == search(tokens[:end], most)
+
+
+def test_a_repeating_end_is_continued() -> None:
+    assert PromptLookup().propose([9, 1, 2, 1, 2], 5) == [1, 2, 1, 2, 1]
+    assert PromptLookup().propose([7, 7, 7], 4) == [7, 7, 7, 7]
+    assert PromptLookup().propose([1, 2, 3, 4], 4) == []
+    assert PromptLookup().propose([], 4) == []
+
+
+def test_the_index_is_bounded_and_still_finds_recent_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculation, "WINDOW", 50)
+    lookup, tokens = PromptLookup(), list[int]()
+    generator = random.Random(1)
+    for step in range(600):
+        tokens.append(generator.randrange(1000))
+        lookup.propose(tokens, 3)
+        follows = lookup._follows  # pyright: ignore[reportPrivateUsage]
+        assert len(follows) <= 50 * (LONGEST - SHORTEST + 1), step
+    assert lookup.propose(tokens + tokens[-20:-10], 3) == tokens[-10:-7]
+    assert PromptLookup().propose(tokens[:100] + tokens[:10], 3) == []  # too long ago
+    assert PromptLookup().propose(tokens * 2, 3) == []
+
+
+@pytest.mark.parametrize(
+    ("chosen", "drafts", "tokens"),
+    [([4], [], [4]), ([4, 5], [4], [4, 5]), ([3, 5], [4], [3]), ([4, 6, 7], [4, 5], [4, 6])],
+)
+def test_tokens_are_accepted_up_to_the_first_other_one(chosen: list[int], drafts: list[int], tokens: list[int]) -> None:
+    assert accept(chosen, drafts) == tokens
+
+
+def costs_of(base: float, slope: float) -> StepCosts:
+    costs = StepCosts()
+    for tokens in [1, 2, 5, 9, 1, 3, 6, 8] * 4:
+        costs.observe(tokens, base + slope * tokens)
+    return costs
+
+
+def test_what_pays_follows_from_measured_steps() -> None:
+    assert costs_of(0.02, 0.0).worth(8) == pytest.approx(0, abs=1e-9)  # bandwidth-bound: drafts are free
+    assert costs_of(0.0, 0.01).worth(8) == pytest.approx(1)  # compute-bound: they cost as much as tokens
+    assert costs_of(0.02, 0.002).worth(10) == pytest.approx(0.5)
+    assert StepCosts().worth(3) == 0.5
+    same = StepCosts()
+    for _ in range(100):
+        same.observe(4, 0.01)
+    assert same.worth(3) == 0.5  # steps of one size say nothing of a token's cost
+    assert 0 <= costs_of(0.02, -0.001).worth(5) <= 1
+
+
+def test_a_gate_opens_with_acceptance_and_closes_without() -> None:
+    gate = Gate(costs_of(0.02, 0.002))
+    assert gate.length(10) == 1  # at first p is 2/3, and a token must be worth 1/2
+    for _ in range(20):
+        gate.observe(4, 4)
+    assert gate.length(10) == MOST_DRAFTED
+    for _ in range(60):
+        gate.observe(4, 0)
+    lengths = [gate.length(10) for _ in range(400)]
+    tries = [at for at, length in enumerate(lengths) if length]
+    assert set(lengths) == {0, 1} and tries[0] == FIRST_PAUSE
+    assert [b - a for a, b in itertools.pairwise(tries)] == [33, 65, 129]  # ever longer pauses
+    for _ in range(30):
+        gate.observe(1, 1)
+    assert gate.length(10) > 1
+
+
+def test_a_gate_stays_closed_where_drafts_cost_as_much_as_tokens() -> None:
+    gate = Gate(costs_of(0.0, 0.01))
+    for _ in range(50):
+        gate.observe(8, 8)
+    assert gate.length(8) == 0
+
+
+@dataclass
+class Said:
+    tokens: list[int]
+    logprobs: list[TokenLogprobs]
+    steps: int
+    counts: Counts
+
+
+def decode(request: GenerateRequest, engine: HistoryEngine, *, most: int, wrong: bool = False) -> Said:
+    """A response, drafting at most ``most`` tokens a step; ``wrong``: half of the drafts are noise."""
+    vocab_size = engine.capabilities.vocab_size
+    sampler, counts, noise = BatchSampler(vocab_size), Counts(), random.Random(5)
+    sampler.add(request)
+    speculation = Speculation(costs_of(1.0, 0.0), counts)
+    tokens, logprobs, held, steps = list(request.prompt), list[TokenLogprobs](), 0, 0
+    table = range(engine.capabilities.blocks)
+    while len(tokens) - len(request.prompt) < request.max_new_tokens:
+        left = request.max_new_tokens - (len(tokens) - len(request.prompt))
+        drafts = speculation.draft(tokens, min(most, left - 1), 1)
+        if wrong and most:
+            drafts = [noise.randrange(vocab_size) if noise.random() < 0.5 else draft for draft in drafts]
+        fed = tokens[held:] + drafts
+        wanted = range(len(tokens) - held - 1, len(fed))
+        (result,) = engine.step([Entry(fed, held, table, sampler.needs(request.id), wanted)])
+        held, steps = len(tokens), steps + 1
+        if result.logits is None:
+            assert result.tokens is not None
+            new = accept(result.tokens.tolist(), drafts)
+        else:
+            choices = sampler.choose_drafted({request.id: drafts}, {request.id: result.logits})[request.id]
+            assert all(choice.error is None for choice in choices)
+            new = [choice.token for choice in choices]
+            logprobs += [choice.logprobs for choice in choices if choice.logprobs]
+        speculation.observe(len(drafts), sum(a == b for a, b in zip(new, drafts, strict=False)))
+        stop = next((at for at, token in enumerate(new) if token in request.stop_tokens), None)
+        if stop is not None and len(tokens) + stop + 1 - len(request.prompt) >= request.min_new_tokens:
+            tokens += new[: stop + 1]
+            break
+        tokens += new
+    return Said(tokens[len(request.prompt) :], logprobs, steps, counts)
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"logprobs": 2},
+    {"min_new_tokens": 9},
+    {"sampling": SamplingSettings(temperature=0.7, seed=3)},
+    {"sampling": SamplingSettings(temperature=0.4, top_k=5, top_p=0.9, min_p=0.02, seed=9), "logprobs": 1},
+    {
+        "sampling": SamplingSettings(
+            temperature=0.5, presence_penalty=0.4, frequency_penalty=0.3, repetition_penalty=1.2, seed=1
+        )
+    },
+    {"sampling": SamplingSettings(frequency_penalty=0.5, logit_bias={3: 1.0})},
+]
+
+
+class LoopingEngine(HistoryEngine):
+    """Logits depend on the last two tokens only, so responses repeat themselves and drafts are accepted."""
+
+    def logits_after(self, tokens: Any) -> Any:
+        return super().logits_after(tokens[-2:])
+
+
+@given(
+    seed=st.integers(0, 1000),
+    fields=st.sampled_from(SETTINGS),
+    most=st.integers(1, 8),
+    wrong=st.booleans(),
+    looping=st.booleans(),
+)
+def test_a_response_is_the_same_with_and_without_speculation(
+    seed: int, fields: dict[str, Any], most: int, wrong: bool, looping: bool
+) -> None:
+    def engine() -> HistoryEngine:
+        kind = LoopingEngine if looping else HistoryEngine
+        return kind(12, slots=1, max_tokens=200, seed=seed, block_tokens=16)
+
+    prompt = np.random.default_rng(seed).integers(0, 12, 20).tolist()
+    request = GenerateRequest("a", prompt, 60, stop_tokens=frozenset({7}), **fields)
+    plain, fast = decode(request, engine(), most=0), decode(request, engine(), most=most, wrong=wrong)
+    assert fast.tokens == plain.tokens and fast.logprobs == plain.logprobs
+    assert plain.counts == Counts() and plain.steps == len(plain.tokens)
+    assert fast.steps + fast.counts.accepted >= len(fast.tokens)
+    assert fast.counts.accepted <= fast.counts.drafted <= most * fast.counts.drafts
+
+
+def test_speculation_saves_steps_where_text_repeats() -> None:
+    request = GenerateRequest("a", [1, 2, 3], 100, sampling=SamplingSettings(temperature=0.05, seed=1))
+    said = decode(request, LoopingEngine(12, slots=1, max_tokens=200, block_tokens=16), most=8)
+    assert len(said.tokens) == 100 and said.steps < 60
+    assert said.counts.accepted == 100 - said.steps
+
+
+def test_several_requests_are_verified_together() -> None:
+    logits = np.random.default_rng(0).normal(0, 1, (3, 4, 10)).astype(np.float32)
+
+    def sampler() -> BatchSampler:
+        made = BatchSampler(10)
+        for id in "abc":
+            made.add(GenerateRequest(id, [1], 9, SamplingSettings(temperature=1.0, seed=ord(id))))
+        return made
+
+    alone = sampler()
+    expected = {id: [alone.choose([id], logits[i][at : at + 1])[0] for at in range(4)] for i, id in enumerate("abc")}
+    said = {id: [choice.token for choice in choices] for id, choices in expected.items()}
+    drafts = {"a": said["a"][:3], "b": [(said["b"][0] + 1) % 10, 0, 0], "c": [said["c"][0], (said["c"][1] + 1) % 10]}
+    together = sampler().choose_drafted(drafts, {id: logits[i][: 1 + len(drafts[id])] for i, id in enumerate("abc")})
+    assert together == {"a": expected["a"], "b": expected["b"][:1], "c": expected["c"][:2]}
+
+
+def test_choices_end_with_a_stop_token_or_an_error() -> None:
+    logits = np.zeros((3, 10), np.float32)
+    logits[:, 4] = 1
+    stopping = BatchSampler(10)
+    stopping.add(GenerateRequest("a", [1], 9, stop_tokens=frozenset({4}), logprobs=0))
+    assert len(stopping.choose_drafted({"a": [4, 4]}, {"a": logits})["a"]) == 1
+    logits[1, 0] = np.nan
+    failing = BatchSampler(10)
+    failing.add(GenerateRequest("a", [1], 9))
+    good, bad = failing.choose_drafted({"a": [4, 4]}, {"a": logits})["a"]
+    assert good.token == 4 and bad.error
