@@ -19,7 +19,7 @@ from runtime.blocks import BlockPool
 from runtime.messages import Delta, EngineStats, GenerateRequest, Refusal, Report, TokenLogprobs
 from runtime.sampling import BatchSampler, Choice
 from runtime.scheduler import DisplacedError, FinishReason, Limits, Outcome, Request, Scheduler, Work
-from runtime.speculation import Counts, Speculation, StepCosts, accept
+from runtime.speculation import Counts, Speculation, accept
 from tapeout.errors import RequestError, one_line
 
 BROKEN_STEPS = 3  # so many steps in turn in which every entry failed: the engine is broken, not the requests
@@ -73,7 +73,7 @@ class EngineCore:
         self._sampler = sampler or BatchSampler(has.vocab_size)
         # Where a sequence is one block, several tokens of a sequence are fed alone, and drafts never pay.
         self._most_drafted = limits.most_drafted if has.shares_blocks else 0
-        self._costs, self._counts = StepCosts(), Counts()
+        self._counts = Counts()
         self._active: dict[str, _Active] = {}
         self._deltas: list[Delta] = []  # since the last report
         self._refusals: list[Refusal] = []
@@ -101,7 +101,7 @@ class EngineCore:
             known = isinstance(error, RequestError)
             self._refuse(request.id, error if known else RequestError(f"the request is invalid: {one_line(error)}"))
             return
-        speculation = Speculation(self._costs, self._counts) if self._most_drafted else None
+        speculation = Speculation(self.scheduler.costs, self._counts) if self._most_drafted else None
         self._active[request.id] = _Active(request, now, speculation=speculation)
         for id in displaced:
             self._forget(id, "displaced")
@@ -172,7 +172,6 @@ class EngineCore:
         self._steps += 1
         self._step_seconds, self._step_requests = seconds, len(works)
         self._step_tokens = sum(len(work.tokens) for work in works)
-        self._costs.observe(self._step_tokens, seconds)
 
     def _drafts(self) -> dict[str, Sequence[int]]:
         """Guesses for the requests that decode in the next step, where they pay."""
@@ -180,7 +179,7 @@ class EngineCore:
             return {}
         drafts: dict[str, Sequence[int]] = {}
         decoding = self.scheduler.decoding()
-        if self._costs.worth(len(decoding)) > MOST_WORTH:
+        if self.scheduler.costs.worth(len(decoding)) > MOST_WORTH:
             return {}
         for id, tokens, room in decoding:
             speculation = self._active[id].speculation

@@ -199,8 +199,10 @@ def _nucleus(scores: FloatArray, all_weights: Int64Array, filters: Filters) -> I
         total = int(all_weights[tokens].sum())
     else:
         total = int(all_weights.sum())
-        # All tokens below this weight have less than 1 - top_p of the sum, so the nucleus is among the others.
-        tokens = np.flatnonzero(all_weights >= int((1 - filters.top_p) * total / len(scores)))
+        # All tokens below this weight have less than 1 - top_p of the sum, so the nucleus is among the others. Weights
+        # follow the order of scores but for the rounding of a float.
+        least = int((1 - filters.top_p) * total / len(scores))
+        tokens = np.flatnonzero(all_weights >= least - (least >> 20) - 1)
         tokens = tokens[np.argsort(-scores[tokens], kind="stable")]
     if filters.top_p < 1:
         # The token that crosses the line belongs to the nucleus, so the first always stays.

@@ -19,6 +19,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from runtime.step_costs import StepCosts
+
 SHORTEST, LONGEST = 2, 4  # tokens that must match
 WINDOW = 16_384  # latest tokens of a sequence that are searched
 MOST_DRAFTED = 8
@@ -68,38 +70,6 @@ class PromptLookup:
             key = tuple(tokens[position - size : position])
             if self._follows.get(key) == position:
                 del self._follows[key]
-
-
-class StepCosts:
-    """What a step costs: seconds = ``base`` + ``slope`` times tokens, fitted to recent steps."""
-
-    KEPT = 0.98  # weight of a step relative to the one after it
-
-    def __init__(self) -> None:
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0
-
-    def observe(self, tokens: int, seconds: float) -> None:
-        """A step that fed so many tokens and took so long."""
-        values = (1.0, tokens, seconds, tokens * tokens, tokens * seconds)
-        sums = (self._weight, self._x, self._y, self._xx, self._xy)
-        self._weight, self._x, self._y, self._xx, self._xy = (
-            self.KEPT * total + value for total, value in zip(sums, values, strict=True)
-        )
-
-    def worth(self, requests: int) -> float:
-        """How likely a draft must be accepted to pay, where so many requests decode.
-
-        A step of B requests gives B tokens in ``base + slope * B`` seconds. A draft costs ``slope`` seconds more and
-        gives a token with probability p: throughput rises if p is above ``slope * B / (base + slope * B)``. Where
-        nothing is known, because all steps were of one size, it is 0.5.
-        """
-        spread = self._weight * self._xx - self._x * self._x
-        if self._weight < 8 or spread < 0.05 * self._weight * self._weight:
-            return 0.5
-        slope = max((self._weight * self._xy - self._x * self._y) / spread, 0.0)
-        base = max((self._y - slope * self._x) / self._weight, 0.0)
-        step = base + slope * requests
-        return slope * requests / step if step > 0 else 0.5
 
 
 @dataclass

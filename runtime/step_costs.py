@@ -1,4 +1,4 @@
-"""How long a step takes, learned from the steps so far; and how many prompt tokens one may feed beside its decodes.
+"""How long a step takes, learned from the steps so far: how many prompt tokens it may feed, and whether drafts pay.
 
 Pure arithmetic: no clock is read here.
 """
@@ -41,7 +41,7 @@ class StepCosts:
         self.itl_factor, self.itl_seconds = itl_factor, itl_seconds
         self.backlog_seconds, self.step_seconds = backlog_seconds, step_seconds
         self._decode: dict[int, _Mean] = {}  # seconds of a step by its number of decodes
-        self._prompt_token = _Mean()  # seconds
+        self._token = _Mean()  # seconds that a token adds to a step: of a prompt, or drafted
 
     def observe(self, decodes: int, prompt_tokens: int, seconds: float) -> None:
         """One step: ``decodes`` sequences fed one token each, others ``prompt_tokens`` together."""
@@ -50,7 +50,7 @@ class StepCosts:
         if not prompt_tokens:
             self._decode.setdefault(decodes, _Mean()).add(seconds)
         elif prompt_tokens >= MIN_CHUNK:  # fewer tell more of the noise of a step than of their cost
-            self._prompt_token.add(max(seconds - self.decode_seconds(decodes), 0.1 * seconds) / prompt_tokens)
+            self._token.add(max(seconds - self.decode_seconds(decodes), 0.1 * seconds) / prompt_tokens)
 
     def decode_seconds(self, decodes: int) -> float:
         """Of a step without prompts; of the nearest number of decodes that was seen. 0 if there was none."""
@@ -58,6 +58,15 @@ class StepCosts:
             return 0.0
         known = self._decode.get(decodes) or self._decode[min(self._decode, key=lambda seen: abs(seen - decodes))]
         return known.value
+
+    def worth(self, decodes: int) -> float:
+        """How likely a draft must be accepted to pay, where so many requests decode; 0.5 until costs are known.
+
+        A step of B requests gives B tokens. A draft makes it longer by the cost of a token, and gives one more token
+        with probability p: throughput rises if p is above ``cost * B / seconds``.
+        """
+        seconds, cost = self.decode_seconds(decodes), self._token.value
+        return min(1.0, cost * decodes / seconds) if seconds and cost else 0.5
 
     def prompt_budget(self, decodes: int, most: int, backlog: int) -> int:
         """Prompt tokens that a step with so many decodes may feed, at most ``most``; all of them until costs are known.
@@ -72,7 +81,7 @@ class StepCosts:
         >>> costs.prompt_budget(0, 4096, 4096)  # in a second
         2000
         """
-        cost, base = self._prompt_token.value, self.decode_seconds(decodes)
+        cost, base = self._token.value, self.decode_seconds(decodes)
         if not cost:
             return most
         bound = self.step_seconds

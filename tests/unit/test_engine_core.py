@@ -16,7 +16,7 @@ from engines.protocol import Entry, Result
 from runtime.core import BROKEN_STEPS, EngineBrokenError, EngineCore
 from runtime.messages import Delta, GenerateRequest, Report, SamplingSettings
 from runtime.scheduler import Limits, QueueFullError
-from runtime.speculation import StepCosts
+from runtime.step_costs import StepCosts
 from tapeout.errors import RequestError
 from tests.fake_engine import HistoryEngine
 

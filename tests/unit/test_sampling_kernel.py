@@ -116,7 +116,7 @@ def test_a_planted_defect_is_found(
         pytest.skip("one level is enough")
     source = tmp_path / "source"
     source.mkdir()
-    for name in ("sampling.c", "vector.h"):
+    for name in ("sampling.c", "sampling.h", "vector.h"):
         shutil.copy(compiler.SOURCE / name, source / name)
     text = (source / "sampling.c").read_text()
     assert text.count(defect[0]) == 1

@@ -40,14 +40,6 @@ static Work work_in(void* memory, int64_t V) {
   return w;
 }
 
-/* Whether lanes of a comparison hold. */
-INLINE int any_of(I32x16 lanes) {
-  return reduce_min_int(lanes) != 0;
-}
-INLINE int all_of(I32x16 lanes) {
-  return !any_of(~lanes);
-}
-
 /* The largest key comes first; among equal scores the lowest token does. */
 INLINE uint64_t key_of(float score, int64_t token) {
   uint32_t bits;
@@ -73,7 +65,7 @@ static int copy(const Work* w, const float* logits) {
     right &= (I32x16)(x < splat(INFINITY));
     store(w->scores + at, x);
   }
-  return all_of(right);
+  return !any_of(~right);
 }
 
 /* Changes the logits that the request changes, and excludes what the mask excludes. Whether no score is NaN or infinity. */
@@ -189,14 +181,26 @@ static uint64_t edge_of(const Work* w, int64_t count, const int32_t* weights, do
   return find_edge(w->order, count, weights, needed);
 }
 
-/* The keys of the `k` largest scores, 0 < k <= V, by ascending token. `maxima` are those of the scores. Padding comes
-   after all tokens, so it is never among them. */
-static int64_t find_largest(const Work* w, int64_t k) {
-  float least = -INFINITY;
-  if (k <= w->chunks * LANES) { /* the k largest of the maxima are k tokens */
-    for (int64_t i = 0; i < w->chunks * LANES; i++) w->order[i] = key_of(w->maxima[i], i);
-    least = w->maxima[token_of(find_edge(w->order, w->chunks * LANES, NULL, (double)k))];
+/* A score that at least `k` tokens reach: the k-th largest of the maxima, which are of different tokens. Maxima of more
+   tokens each do as well while there are many more than `k` of them. Overwrites the maxima. */
+static float reached_by(const Work* w, int64_t k) {
+  int64_t vectors = w->chunks;
+  while (vectors % 2 == 0 && vectors / 2 * LANES >= 4 * k) {
+    vectors /= 2;
+    for (int64_t i = 0; i < vectors; i++) {
+      float* max = w->maxima + i * LANES;
+      store(max, vmax(load(max), load(max + vectors * LANES)));
+    }
   }
+  if (k > vectors * LANES) return -INFINITY;
+  for (int64_t i = 0; i < vectors * LANES; i++) w->order[i] = key_of(w->maxima[i], i);
+  return w->maxima[token_of(find_edge(w->order, vectors * LANES, NULL, (double)k))];
+}
+
+/* The keys of the `k` largest scores, 0 < k <= V, by ascending token. Padding comes after all tokens, so it is never
+   among them. Overwrites the maxima, which must be those of the scores. */
+static int64_t find_largest(const Work* w, int64_t k) {
+  const float least = reached_by(w, k);
   int64_t count = 0;
   for (int64_t at = 0; at < w->V; at += LANES) {
     if (!any_of((I32x16)(load(w->scores + at) >= splat(least)))) continue;
@@ -222,31 +226,39 @@ static int64_t weigh(const Work* w, int64_t count, float max, float scale) {
   return total;
 }
 
+/* The sum of the weights that are at least `least`. */
+static int64_t sum_from(const Work* w, int32_t least) {
+  int64_t total = 0;
+  for (int64_t c = 0; c < w->chunks; c++) {
+    I32x16 low = {0}, high = {0};
+    for (int v = 0; v < CHUNK_VECTORS; v++) {
+      I32x16 weights = load_int(w->weights + c * CHUNK + v * LANES);
+      weights &= (I32x16)(weights >= splat_int(least));
+      low += weights & splat_int(0x7fff), high += weights >> 15;
+    }
+    total += reduce_add_int(low) + ((int64_t)reduce_add_int(high) << 15);
+  }
+  return total;
+}
+
 /* Keys of all tokens that can be among the most likely ones with `share` of the weights, whose sum is `total`. */
 static int64_t find_likely(const Work* w, double share, int64_t total) {
-  /* All tokens below this weight have together less than the rest of the weights. */
-  int64_t least = (int64_t)((1 - share) * (double)total / (double)w->V), count = 0;
-  for (int64_t at = 0; at < w->V; at += LANES) {
-    if (!any_of((I32x16)(load_int(w->weights + at) >= splat_int((int32_t)least)))) continue;
+  /* All tokens below the last of these weights have together less than the rest; often fewer tokens are enough. */
+  const double rest = (1 - share) * (double)total;
+  int32_t least = 0;
+  for (double tokens = 256;; tokens *= 8) {
+    const double bound = rest / (tokens < (double)w->V ? tokens : (double)w->V);
+    least = bound < 1 << 30 ? (int32_t)bound : 1 << 30;
+    if (tokens >= (double)w->V || (double)sum_from(w, least) >= share * (double)total) break;
+  }
+  least -= (least >> 20) + 1; /* weights follow the order of scores but for the rounding of a float */
+  int64_t count = 0;
+  for (int64_t at = 0; at < w->chunks * CHUNK; at += LANES) {
+    if (!any_of((I32x16)(load_int(w->weights + at) >= splat_int(least)))) continue;
     for (int64_t token = at; token < at + LANES; token++) {
       w->keys[count] = key_of(w->scores[token], token);
       count += w->weights[token] >= least;
     }
-  }
-  /* The same again with what the tokens that were dropped have left of the rest. */
-  for (int round = 0; round < 4; round++) {
-    int64_t kept_weight = 0, kept = 0;
-    for (int64_t i = 0; i < count; i++) kept_weight += w->weights[token_of(w->keys[i])];
-    const double rest = (1 - share) * (double)total - (double)(total - kept_weight);
-    if (rest <= 0) break;
-    least = (int64_t)(rest / (double)count);
-    for (int64_t i = 0; i < count; i++) {
-      const int32_t weight = w->weights[token_of(w->keys[i])];
-      w->keys[kept] = w->keys[i];
-      kept += weight >= least;
-    }
-    if (kept == count) break;
-    count = kept;
   }
   return count;
 }

@@ -125,6 +125,10 @@ INLINE Mask visnan(F32x16 x) {
 INLINE F32x16 blend(Mask mask, F32x16 a, F32x16 b) {
   return _mm512_mask_mov_ps(b, mask, a);
 }
+/* Of lanes of all bits or none, as comparisons with operators give. */
+INLINE int any_of(I32x16 lanes) {
+  return _mm512_movepi32_mask((__m512i)lanes) != 0;
+}
 INLINE I32x16 blend_int(Mask mask, I32x16 a, I32x16 b) {
   return (I32x16)_mm512_mask_mov_epi32((__m512i)b, mask, (__m512i)a);
 }
@@ -247,6 +251,10 @@ INLINE Mask greater(F32x16 a, F32x16 b) {
 }
 INLINE Mask visnan(F32x16 x) {
   return x != x;
+}
+/* Of lanes of all bits or none, as comparisons with operators give. */
+INLINE int any_of(I32x16 lanes) {
+  return _mm256_movemask_ps((__m256)(LOW(lanes) | HIGH(lanes))) != 0;
 }
 INLINE F32x16 blend(Mask mask, F32x16 a, F32x16 b) {
   F32x16 bits = (F32x16)mask;
