@@ -70,7 +70,7 @@ def run(options: Options) -> None:
     else:
         folder = Path(options.source)
         name = folder.resolve().name
-        _require_judged(folder, options.unsafe)
+        require_judged(folder, unsafe=options.unsafe)
     public_key = None if options.unsafe else key_from_environment(PUBLIC_KEY)
     opener = OpenBundle(options.threads, options.slots, options.kv_bytes, public_key)
     client = ProcessClient(folder, opener, Limits(max_waiting=options.max_waiting))
@@ -114,13 +114,13 @@ async def follow_champion(service: Service, name: str, seconds: float) -> None:
     """Look at the registry every ``seconds``; when another version is champion, serve it. Errors are only logged."""
     before = None
     while True:
-        now = await asyncio.to_thread(serving.state, name)
-        if now is None or now != before:
-            try:
+        try:
+            now = await asyncio.to_thread(serving.state, name)
+            if now is None or now != before:
                 await _serve_champion(service, name)
-                before = now
-            except TapeoutError as error:
-                log.error("the engine stays as it is: %s", error)
+            before = now
+        except TapeoutError as error:
+            log.error("the engine stays as it is: %s", error)
         await asyncio.sleep(seconds)
 
 
@@ -131,7 +131,9 @@ async def _serve_champion(service: Service, name: str) -> None:
     log.info("version %d of %s is champion now: opening %s", champion.version, name, champion.folder)
     _require_digest(champion.folder, champion.digest)
     await service.swap(champion.folder)
-    log.info("version %d of %s is served; requests that were running end on the engine before it", *champion[:1], name)
+    log.info(
+        "version %d of %s is served; requests that were running end on the engine before it", champion.version, name
+    )
 
 
 def parse_bytes(text: str) -> int:
@@ -155,7 +157,7 @@ def _require_digest(folder: Path, digest: str) -> None:
         )
 
 
-def _require_judged(folder: Path, unsafe: bool) -> None:
+def require_judged(folder: Path, *, unsafe: bool) -> None:
     """:class:`ServeError` unless the verdict beside the bundle, or a signed one, is a PASS about this very bundle.
 
     That the bundle was judged on this hardware is checked when the engine is opened.

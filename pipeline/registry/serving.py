@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import urllib.error
 import urllib.parse
@@ -15,7 +16,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline.registry.tracking import sqlite_path, tracking_uri
+from pipeline.registry.tracking import public_uri, sqlite_path, tracking_uri
 from pipeline.registry.versions import CHAMPION
 from tapeout.errors import RegistryError, TapeoutError
 
@@ -31,7 +32,10 @@ class Champion(NamedTuple):
 async def find_champion(name: str) -> Champion:
     """The champion, judged again from its logged evidence. :class:`RegistryError` if there is none to rely on."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", __name__, name, stdout=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL
+        *(sys.executable, "-m", __name__, name),
+        stdout=asyncio.subprocess.PIPE,
+        stdin=asyncio.subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     try:
         output, _ = await asyncio.wait_for(process.communicate(), ANSWER_SECONDS)
@@ -48,7 +52,10 @@ async def find_champion(name: str) -> Champion:
 
 
 def state(name: str) -> Any:
-    """A cheap value that changes whenever the champion does; None where only a full look can tell."""
+    """A cheap value that changes whenever the champion does; None where only a full look can tell.
+
+    :class:`RegistryError` if no server answers.
+    """
     uri = tracking_uri()
     if (database := sqlite_path(uri)) is not None:
         files = [database, database.with_name(f"{database.name}-wal")]
@@ -61,8 +68,12 @@ def state(name: str) -> Any:
             f"{uri.rstrip('/')}/api/2.0/mlflow/registered-models/alias?{query}", timeout=10
         ) as answer:
             return json.loads(answer.read())["model_version"]["version"]
-    except (OSError, ValueError, KeyError, urllib.error.URLError):
+    except (urllib.error.HTTPError, ValueError, KeyError):
         return None
+    except OSError as error:
+        raise RegistryError(
+            f"no MLflow server answers at {public_uri(uri)}: {error}", expected="a server that can be reached"
+        ) from error
 
 
 def main() -> None:
@@ -73,7 +84,7 @@ def main() -> None:
         found = champion(name)
         if found is None:
             raise RegistryError(
-                f"{name} has no champion at {tracking_uri()}",
+                f"{name} has no champion at {public_uri(tracking_uri())}",
                 expected="a version that was promoted",
                 remedy="run `tapeout promote`, or name a bundle: `tapeout serve artifacts/candidate`",
             )

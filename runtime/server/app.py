@@ -167,7 +167,8 @@ async def tokenize(service: Service, request: Request) -> Response:
     async def encode(model: TextModel) -> list[int]:
         if body.prompt is not None:
             special = body.add_special_tokens is not False
-            return await model.encode(body.prompt, add_special_tokens=special, most_tokens=most)
+            (tokens,) = await model.encode([body.prompt], add_special_tokens=special, most_tokens=most)
+            return tokens
         return await encode_chat(
             model,
             body.messages or [],

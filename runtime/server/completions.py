@@ -83,12 +83,15 @@ async def _prompts(
             given = [[token for token in tokens if not isinstance(token, str | list)]]
         case several:
             given = [entry for entry in several if not isinstance(entry, int)]
-    special = body.add_special_tokens is not False
     texts = [entry if isinstance(entry, str) else None for entry in given]
-    return texts, [
-        await model.encode(entry, add_special_tokens=special, most_tokens=most) if isinstance(entry, str) else entry
-        for entry in given
-    ]
+    encoded = iter(
+        await model.encode(
+            [text for text in texts if text is not None],
+            add_special_tokens=body.add_special_tokens is not False,
+            most_tokens=most,
+        )
+    )
+    return texts, [next(encoded) if isinstance(entry, str) else entry for entry in given]
 
 
 class _Writer:

@@ -32,7 +32,8 @@ async def encode_chat(
         add_generation_prompt=add_generation_prompt is not False,
         **(variables or {}),
     )
-    return await model.encode(text, add_special_tokens=False, most_tokens=most_tokens)
+    (tokens,) = await model.encode([text], add_special_tokens=False, most_tokens=most_tokens)
+    return tokens
 
 
 def plain(message: Message) -> dict[str, Any]:

@@ -48,6 +48,7 @@ class TextModel:
         self.defaults, self.special_texts = dict(defaults or {}), dict(special_texts or {})
         self.tool_format: Format | None = tool_format or (format_of(template.source) if template else None)
         self.constraints: ConstraintChecker | None = None
+        self._checking = asyncio.Lock()
         self.special = special_tokens(tokenizer)
         self._longest_token = max(map(len, tokenizer.get_vocab()))
         self.token_bytes = lru_cache(1 << 16)(_token_bytes(tokenizer))
@@ -70,30 +71,34 @@ class TextModel:
     async def require_constraint(self, constraint: Constraint) -> None:
         """:class:`RequestError` for a constraint that cannot be compiled."""
         if self.constraints is not None:
-            await asyncio.to_thread(self.constraints.check, constraint)
+            async with self._checking:  # they take turns anyway, and must not take all threads meanwhile
+                await asyncio.to_thread(self.constraints.check, constraint)
 
     def close(self) -> None:
         if self.constraints is not None:
             self.constraints.close()
 
-    async def encode(self, text: str, *, add_special_tokens: bool, most_tokens: int | None = None) -> list[int]:
-        """Token ids. A long text does not hold up the other requests.
+    async def encode(
+        self, texts: Sequence[str], *, add_special_tokens: bool, most_tokens: int | None = None
+    ) -> list[list[int]]:
+        """Token ids of each text. Long texts do not hold up the other requests.
 
         :class:`ApiError` at once for a text that must have more than ``most_tokens``: no token has more characters than
         the longest of the vocabulary.
         """
-        if most_tokens is not None and len(text) > most_tokens * self._longest_token:
+        longest = max(map(len, texts), default=0)
+        if most_tokens is not None and longest > most_tokens * self._longest_token:
             raise invalid(
-                f"the prompt has {len(text)} characters, so more than {most_tokens} tokens",
+                f"the prompt has {longest} characters, so more than {most_tokens} tokens",
                 "prompt",
                 "context_length_exceeded",
             )
 
-        def encode() -> list[int]:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        def encode() -> list[list[int]]:
+            return [self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids for text in texts]
 
         try:
-            return await asyncio.to_thread(encode) if len(text) > THREAD_CHARS else encode()
+            return await asyncio.to_thread(encode) if sum(map(len, texts)) > THREAD_CHARS else encode()
         except UnicodeEncodeError as error:
             raise invalid(f"the text is not valid Unicode: {error.reason}", "prompt") from error
 

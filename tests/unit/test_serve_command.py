@@ -1,0 +1,88 @@
+"""What ``tapeout serve`` agrees to serve: bundles with a PASS about them, and champions of a real registry."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import pytest
+
+from engines.bundle import EngineBundle
+from evals.check import Outcome
+from pipeline.cli.serve import parse_bytes, require_judged
+from pipeline.registry import serving
+from pipeline.registry.promotion import promote
+from pipeline.registry.register import register
+from runtime.server.listen import ServeError, listen
+from tapeout import artifact
+from tapeout.errors import ArtifactError, RegistryError
+from tests import judged
+
+KL = {Outcome.PASS: 0.01, Outcome.INCONCLUSIVE: 0.03, Outcome.FAIL: 0.345}
+
+
+def test_a_bundle_with_a_pass_is_served(tmp_path: Path) -> None:
+    judged.write_run(tmp_path / "artifacts")
+    require_judged(tmp_path / "artifacts" / "candidate", unsafe=False)
+
+
+@pytest.mark.parametrize("outcome", [Outcome.FAIL, Outcome.INCONCLUSIVE])
+def test_any_other_outcome_is_refused(tmp_path: Path, outcome: Outcome) -> None:
+    judged.write_run(tmp_path / "artifacts", evidence=judged.good(KL[outcome]))
+    with pytest.raises(ServeError, match=outcome.value):
+        require_judged(tmp_path / "artifacts" / "candidate", unsafe=False)
+    require_judged(tmp_path / "artifacts" / "candidate", unsafe=True)
+
+
+def test_a_pass_about_another_bundle_is_refused(tmp_path: Path) -> None:
+    judged.write_run(tmp_path / "artifacts")
+    judged.write_run(tmp_path / "other", "two")
+    with pytest.raises(ServeError, match="is about bundle"):
+        require_judged(tmp_path / "artifacts" / "baseline", unsafe=False)
+    shutil.rmtree(tmp_path / "artifacts" / "candidate")
+    shutil.copytree(tmp_path / "other" / "candidate", tmp_path / "artifacts" / "candidate")
+    with pytest.raises(ServeError, match="is about bundle"):
+        require_judged(tmp_path / "artifacts" / "candidate", unsafe=False)
+    shutil.rmtree(tmp_path / "artifacts" / "verdict")
+    with pytest.raises(ServeError, match="has no verdict"):
+        require_judged(tmp_path / "artifacts" / "candidate", unsafe=False)
+
+
+def test_a_verdict_that_was_edited_is_refused(tmp_path: Path) -> None:
+    judged.write_run(tmp_path / "artifacts", evidence=judged.good(KL[Outcome.FAIL]))
+    record = tmp_path / "artifacts" / "verdict" / "record.json"
+    record.write_text(record.read_text().replace('"FAIL"', '"PASS"'))
+    with pytest.raises(ArtifactError):
+        require_judged(tmp_path / "artifacts" / "candidate", unsafe=False)
+
+
+def test_the_champion_of_a_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    name, recipe = judged.NAME, judged.recipe()
+    before = serving.state(name)
+    with pytest.raises(RegistryError, match="has no champion"):
+        asyncio.run(serving.find_champion(name))
+    verdict = judged.write_run(tmp_path / "artifacts")
+    bundle = artifact.load(tmp_path / "artifacts" / "candidate", EngineBundle)
+    register(recipe, verdict, bundle, tmp_path / "artifacts")
+    registered = serving.state(name)
+    promote(recipe)
+    assert before != registered != serving.state(name) == serving.state(name)
+    found = asyncio.run(serving.find_champion(name))
+    assert (found.version, found.digest) == (1, bundle.digest)
+    assert artifact.load(tmp_path / found.folder, EngineBundle).digest == bundle.digest
+
+
+def test_the_address_is_taken_at_once() -> None:
+    with listen("127.0.0.1", 0) as first, pytest.raises(ServeError, match="in use"):
+        listen("127.0.0.1", first.getsockname()[1])
+    with pytest.raises(ServeError, match="cannot listen"):
+        listen("no.such.host.invalid", 8000)
+
+
+@pytest.mark.parametrize("text", ["", "x", "1X", "-1", "1e9"])
+def test_sizes_that_are_none(text: str) -> None:
+    with pytest.raises(ServeError, match="no size"):
+        parse_bytes(text)
