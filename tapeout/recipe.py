@@ -66,10 +66,21 @@ class ModelSource(Section):
 
 
 class DataSource(Section):
-    """Where the Arrow tables for calibration, evaluation and shadow replay come from."""
+    """Where the Arrow tables for calibration, evaluation and shadow replay come from.
+
+    ``traffic``: a server's traffic log, which becomes the data set of that name.
+    """
 
     source: str
     sha256: Sha256 | None = None
+    traffic: str | None = None
+    traffic_sha256: Sha256 | None = None
+
+    @model_validator(mode="after")
+    def _pin_of_a_log(self) -> Self:
+        if self.traffic_sha256 is not None and self.traffic is None:
+            raise ValueError("traffic_sha256 pins no log; name one in data.traffic, or remove the pin")
+        return self
 
 
 class Export(Section):

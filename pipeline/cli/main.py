@@ -160,6 +160,9 @@ def serve(
     traffic_redactor: Annotated[
         list[str] | None, typer.Option(help="package.module:function that also redacts; may be given more than once.")
     ] = None,
+    traces: Annotated[
+        bool, typer.Option("--traces", help="Send OpenTelemetry spans by OTLP (OTEL_EXPORTER_OTLP_ENDPOINT).")
+    ] = False,
     params: Params = Path("params.yaml"),
 ) -> None:
     """Serve an engine over the OpenAI API (docs/serving.md). A bundle without a PASS for this hardware is refused.
@@ -194,6 +197,7 @@ def serve(
             traffic_log=traffic_log,
             traffic_share=traffic_share,
             traffic_redactors=tuple(traffic_redactor or ()),
+            traces=traces,
         )
     )
 

@@ -54,6 +54,7 @@ class Options:
     traffic_log: Path | None = None
     traffic_share: float = 0.01
     traffic_redactors: tuple[str, ...] = ()
+    traces: bool = False
 
 
 def run(options: Options) -> None:
@@ -87,7 +88,14 @@ def run(options: Options) -> None:
     operations = Operations(
         client,
         names[0],
-        OperationsSettings(options.api_keys, options.keys_file, options.usage_database, options.usage_journal, traffic),
+        OperationsSettings(
+            api_keys=options.api_keys,
+            keys_file=options.keys_file,
+            usage_database=options.usage_database,
+            usage_journal=options.usage_journal,
+            traffic=traffic,
+            traces=options.traces,
+        ),
     )
 
     async def follow(service: Service) -> None:

@@ -4,6 +4,7 @@ artifacts/source/
   model/NAME.gguf  or  model/config.json, model/*.safetensors, tokenizer files
   adapter/adapter_config.json, adapter/adapter_model.safetensors    where the recipe names an adapter
   data/boolq/none/validation/…    Arrow tables, read by pipeline/sources/corpus.py
+  traffic/…       a server's traffic log, where the recipe names one; data/traffic holds it as a table
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Literal
 from pipeline.recipe import Recipe
 from pipeline.sources.locations import Fetched, explained_os_errors, fetch_source
 from pipeline.sources.source import FOLDERS, Source, folder_of
+from pipeline.sources.traffic import NAME as TRAFFIC
+from pipeline.sources.traffic import fetch_traffic
 from tapeout.artifact import Artifact, create, load
 from tapeout.errors import SourceError
 
@@ -47,7 +50,10 @@ def fetch(recipe: Recipe, folder: Path) -> Artifact[Source]:
             sha256=recipe.data.sha256,
             keep=lambda name: any(name.startswith(f"{wanted}/") for wanted in folders),
         )
-        held = _held_datasets(data, needed)
+        _require_datasets(data, [name for name in needed if name != TRAFFIC or not recipe.data.traffic])
+        log = None
+        if recipe.data.traffic:
+            log = fetch_traffic(recipe.data.traffic, recipe.data.traffic_sha256, draft.folder / "traffic", data.path)
         record = Source(
             model_source=model.source,
             model_sha256=model.sha256,
@@ -65,7 +71,10 @@ def fetch(recipe: Recipe, folder: Path) -> Artifact[Source]:
             data_revision=data.revision,
             data_entry=data.path.relative_to(draft.folder).as_posix(),
             data_licenses=data.licenses,
-            datasets=held,
+            traffic_source=log and log.source,
+            traffic_sha256=log and log.sha256,
+            traffic_revision=log and log.revision,
+            datasets=tuple(sorted(p.relative_to(data.path).parent.as_posix() for p in _split_folders(data.path))),
         )
         draft.finish(record, parents={})
     return load(folder, Source)
@@ -174,8 +183,8 @@ def _checkpoint_remedy(model: Fetched) -> str:
     return "name a checkpoint's folder"
 
 
-def _held_datasets(data: Fetched, needed: Sequence[str]) -> tuple[str, ...]:
-    """Folders of the data sets fetched; :class:`SourceError` if a needed one is not among them."""
+def _require_datasets(data: Fetched, needed: Sequence[str]) -> None:
+    """:class:`SourceError` if a needed data set was not fetched."""
     if not data.path.is_dir():
         raise SourceError(
             f"{data.source} is a file",
@@ -190,9 +199,10 @@ def _held_datasets(data: Fetched, needed: Sequence[str]) -> tuple[str, ...]:
             raise SourceError(
                 f"{data.source} holds no data set {dataset!r} (folder {folder_of(dataset)})",
                 expected="one of " + ", ".join(near),
-                remedy="correct calibrate.dataset, evaluate.tasks or shadow.datasets, or the data source",
+                remedy="name a server's traffic log in data.traffic"
+                if dataset == TRAFFIC
+                else "correct calibrate.dataset, evaluate.tasks or shadow.datasets, or the data source",
             )
-    return tuple(sorted(p.relative_to(data.path).parent.as_posix() for p in _split_folders(data.path)))
 
 
 def _split_folders(folder: Path) -> list[Path]:

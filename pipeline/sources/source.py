@@ -17,6 +17,7 @@ FOLDERS = {
     "piqa": "piqa/plain_text",
     "sciq": "sciq/none",
     "social_iqa": "social_i_qa/none",
+    "traffic": "traffic/log",  # made of data.traffic (pipeline/sources/traffic.py)
     "trivia_qa": "trivia_qa/rc.wikipedia.nocontext",
     "winogrande": "winogrande/winogrande_xl",
 }
@@ -33,6 +34,7 @@ class Source(Record):
     ``model_revision``: the commit a Hugging Face source resolved to.
     ``model_entry``: what transformers opens, relative to the artifact: one GGUF file or one folder.
     ``adapter_…``: the same of a LoRA adapter to merge; None where there is none.
+    ``traffic_…``: the same of a server's traffic log.
     ``data_entry``: the folder that holds the data sets, likewise; ``datasets``: their folders in it.
     """
 
@@ -54,6 +56,9 @@ class Source(Record):
     data_source: str
     data_sha256: str | None
     data_revision: str | None
+    traffic_source: str | None = None
+    traffic_sha256: str | None = None
+    traffic_revision: str | None = None
     data_entry: str
     data_licenses: tuple[str, ...]
     datasets: tuple[str, ...]

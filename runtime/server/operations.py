@@ -22,6 +22,7 @@ from runtime.server.metrics import HttpMetrics, Metrics
 from runtime.server.page import Page
 from runtime.server.run import Extensions
 from runtime.server.service import Service
+from runtime.server.tracing import TraceContext, Tracing, otlp_provider
 from runtime.server.traffic import TrafficLog, TrafficSettings
 from runtime.server.usage import Usage
 
@@ -39,6 +40,7 @@ class OperationsSettings:
     usage_journal: Path = Path("usage.journal")
     traffic: TrafficSettings | None = None
     read_bandwidth: float | None = None
+    traces: bool = False  # send spans by OTLP
 
 
 class Operations:
@@ -59,19 +61,24 @@ class Operations:
                 remedy="name one with --usage-database, or remove token_budget",
             )
         self.traffic = TrafficLog(settings.traffic, self._decode) if settings.traffic else None
-        # Metrics come first and count what the others refuse; the last ones count what was admitted.
-        hooks: list[Hook | None] = [self.metrics, self.keys, self.usage, self.traffic]
+        self.tracing = Tracing(otlp_provider()) if settings.traces else None
+        # Metrics and spans come first and see what the limits refuse; the last ones see what was admitted.
+        hooks: list[Hook | None] = [self.metrics, self.tracing, self.keys, self.usage, self.traffic]
         page = Page(self.metrics, self.health)
         self.extensions = Extensions(
             routers=[APIRouter(routes=[self.metrics.route(), *self.health.routes(), *page.routes()])],
-            middleware=[Middleware(HttpMetrics, metrics=self.metrics), Middleware(RequireKey, keys=self.keys)],
+            middleware=[
+                Middleware(HttpMetrics, metrics=self.metrics),
+                *([Middleware(TraceContext)] if self.tracing else []),
+                Middleware(RequireKey, keys=self.keys),
+            ],
             hooks=[hook for hook in hooks if hook is not None],
             attach=self._attach,
         )
 
     def close(self) -> None:
         """Write what is still in memory. No call may be running."""
-        for writer in (self.usage, self.traffic):
+        for writer in (self.usage, self.traffic, self.tracing):
             if writer is not None:
                 writer.close()
 

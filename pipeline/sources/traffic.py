@@ -1,0 +1,63 @@
+"""A server's traffic log as a data set: what its users asked, and what they were answered.
+
+The log (``runtime/server/traffic.py``) is JSON lines, redacted before they were written. The data set ``traffic`` has
+two columns: ``question``, the first message of a user or a prompt, for shadow replay; ``text``, the whole exchange, for
+calibration.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pipeline.sources.locations import Fetched, fetch_source
+from pipeline.sources.source import folder_of
+from tapeout.errors import SourceError
+
+NAME = "traffic"
+SUFFIX = ".jsonl"
+
+
+def fetch_traffic(source: str, sha256: str | None, incoming: Path, data: Path) -> Fetched:
+    """Fetch one file of the log, or a folder of them, and write it as a table into the ``data`` folder."""
+    from datasets import Dataset
+
+    log = fetch_source(source, incoming, sha256=sha256, keep=lambda name: name.endswith(SUFFIX))
+    files = [log.path] if log.path.is_file() else sorted(log.path.rglob(f"*{SUFFIX}"))
+    rows = [row for file in files for row in _rows(file)]
+    if not rows:
+        raise SourceError(f"{source} holds no exchange", expected="a traffic log of `tapeout serve --traffic-log`")
+    table = Dataset.from_dict({name: [row[name] for row in rows] for name in ("question", "text")})
+    table.save_to_disk(str(data / folder_of(NAME) / "validation"))
+    return log
+
+
+def _rows(file: Path) -> Iterator[dict[str, str]]:
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+        try:
+            yield from _exchanges(json.loads(line))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SourceError(
+                f"line {number} of {file.name} is no line of a traffic log: {error!r}",
+                expected="messages or prompts, and responses, as `tapeout serve --traffic-log` writes them",
+                remedy="remove the line, or name another file in data.traffic",
+            ) from error
+
+
+def _exchanges(call: dict[str, Any]) -> Iterator[dict[str, str]]:
+    messages, prompts, responses = call["messages"], call["prompts"], call["responses"]
+    if messages:
+        said = [(message["role"], _text(message.get("content"))) for message in messages]
+        question = next((text for role, text in said if role == "user"), "")
+        yield {"question": question, "text": "\n".join([*(text for _, text in said if text), *responses[:1]])}
+    each = len(responses) // len(prompts) if prompts else 0
+    for index, prompt in enumerate(prompts):
+        yield {"question": prompt, "text": "".join([prompt, *responses[index * each : index * each + 1]])}
+
+
+def _text(content: str | list[dict[str, Any]] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part["text"] for part in content if part.get("type") == "text")
