@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+import uvloop
 
 from runtime.client import EngineDownError, ProcessClient
 from runtime.messages import Delta, GenerateRequest, SamplingSettings
@@ -400,3 +401,25 @@ def test_the_engine_ends_with_its_server(prompt: int) -> None:
         server.wait()
         assert server.stdout is not None
         server.stdout.close()
+
+
+def test_commands_that_fill_the_socket_during_a_long_step_all_arrive() -> None:
+    """Under uvloop, too: its sockets do not block, so a write to a full one must be continued later."""
+
+    async def test() -> None:
+        limits = Limits(max_waiting=1000, max_waiting_tokens=10**6)
+        async with served(OpenFaulty(step_seconds=0.3), limits) as client:
+            prompt = [1, 2] * 100
+            bias = dict.fromkeys(range(5), 1.0)
+            asked = [
+                answer(client, f"{'x' * 2000}{i}", prompt, 1, sampling=SamplingSettings(logit_bias=bias))
+                for i in range(300)
+            ]
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+            assert not [found for found in answers if isinstance(found, BaseException)]
+            assert client.restarts == 0
+
+    async def bounded() -> None:
+        await asyncio.wait_for(test(), 60)
+
+    uvloop.run(bounded())
