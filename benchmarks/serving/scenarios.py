@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -64,12 +65,19 @@ class Prefix(Frozen):
 def play(url: str, requests: Sequence[Planned]) -> Played:
     """Have a process of its own send the requests."""
     given = orjson.dumps(Plan(url, MODEL, requests))
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.serving.client"], cwd=ROOT, input=given, capture_output=True, check=False
-    )
-    if done.returncode:
-        raise EvidenceError(f"the client failed: {done.stderr.decode()[-500:]}")
-    found = orjson.loads(done.stdout)
+    with tempfile.TemporaryFile() as answers:
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.serving.client"],
+            cwd=ROOT,
+            input=given,
+            stdout=answers,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+        if done.returncode:
+            raise EvidenceError(f"the client failed: {done.stderr.decode()[-500:]}")
+        answers.seek(0)
+        found = orjson.loads(answers.read())
     return Played([Answer(**answer) for answer in found["answers"]], found["cpu_share"])
 
 

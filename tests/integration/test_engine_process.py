@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ BUNDLE = Path("7")
 
 
 @asynccontextmanager
-async def served(opener: OpenFaulty | None = None, limits: Limits | None = None, **options: Any) -> AsyncIterator[Any]:
+async def served(opener: OpenFaulty | None = None, limits: Limits | None = None, **options: Any) -> AsyncGenerator[Any]:
     client = ProcessClient(BUNDLE, opener or OpenFaulty(), limits, **options)
     try:
         await client.open()
