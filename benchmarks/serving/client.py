@@ -28,13 +28,14 @@ LEAD_SECONDS = 0.2  # between the start of the client and the first planned requ
 class Planned:
     """One request. ``prompt``: token ids. ``at``: seconds after the start of the load.
 
-    ``after_events``: wait until all requests before this one in the plan have so many events, instead of ``at``.
+    ``after_pieces``: wait, instead of ``at``, until so many pieces were read of each response before this one in the plan;
+    a piece is nearly always one event.
     """
 
     prompt: Sequence[int]
     new_tokens: int
     at: float = 0.0
-    after_events: int = 0
+    after_pieces: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ async def play(plan: Plan) -> Played:
         used = _cpu_seconds()
         async with asyncio.TaskGroup() as group:
             for number, request in enumerate(plan.requests):
-                before = readings[:number] if request.after_events else []
+                before = readings[:number] if request.after_pieces else []
                 group.create_task(_request(session, request, bodies[number], readings[number], before, start))
         share = (_cpu_seconds() - used) / (time.perf_counter() - start + LEAD_SECONDS)
         gc.enable()
@@ -117,7 +118,7 @@ async def _request(
     start: float,
 ) -> None:
     await asyncio.sleep(max(start + request.at - time.perf_counter(), 0))
-    while any(len(other.pieces) < request.after_events and not other.ended for other in before):
+    while any(len(other.pieces) < request.after_pieces and not other.ended for other in before):
         await asyncio.sleep(0.01)
     reading.sent = time.perf_counter() - start
     try:

@@ -30,7 +30,7 @@ class Measured(Frozen):
 
 
 class Run(Frozen):
-    """All figures of one run. ``load_before``, ``load_mean``: of the machine, as its load average of one minute."""
+    """All figures of one run. ``load_before``: the machine's load average of one minute."""
 
     servers: tuple[Measured, ...]
     failures: dict[str, str]
@@ -39,7 +39,6 @@ class Run(Frozen):
     requests: int
     rounds: int
     load_before: float
-    load_mean: float
 
 
 class Bar(NamedTuple):

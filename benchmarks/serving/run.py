@@ -13,7 +13,7 @@ import tarfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import TypeVar
 
 import psutil
@@ -41,6 +41,7 @@ from benchmarks.serving.scenarios import (
     streams,
 )
 from benchmarks.serving.servers import KINDS, LLAMA_CPP, OPENVINO, OURS, VLLM, ServerKind, ServerProcess, llama_tool
+from engines.bundle import EngineBundle
 from pipeline.sources.source import Source
 from tapeout import artifact
 from tapeout.errors import EvidenceError, ExitCode, TapeoutError
@@ -262,6 +263,7 @@ class Bench:
 def bench(options: argparse.Namespace, progress: Progress) -> int:
     words = [word.strip() for word in options.servers.split(",") if word.strip()]
     kinds = [kind for kind in KINDS if not words or any(_named(kind, word) for word in words)]
+    artifact.load_record(options.bundle, EngineBundle)
     run = Bench(options, progress)
     models: dict[ServerKind, Path] = {}
     for kind in kinds:
@@ -272,7 +274,7 @@ def bench(options: argparse.Namespace, progress: Progress) -> int:
             progress(f"{kind.name} is left out: {run.failures[kind.name]}")
     if options.install_only:
         return ExitCode.BROKEN if run.failures else ExitCode.PASS
-    loads = [psutil.getloadavg()[0]]
+    load = psutil.getloadavg()[0]
     try:
         run.start(models)
         if not run.servers:
@@ -284,7 +286,6 @@ def bench(options: argparse.Namespace, progress: Progress) -> int:
             run.latency()
     finally:
         run.close()
-    loads.append(psutil.getloadavg()[0])
     found = Run(
         servers=tuple(run.measured.values()),
         failures=run.failures,
@@ -292,8 +293,7 @@ def bench(options: argparse.Namespace, progress: Progress) -> int:
         threads=options.threads,
         requests=options.requests,
         rounds=options.rounds,
-        load_before=loads[0],
-        load_mean=mean(loads),
+        load_before=load,
     )
     report.write(found, options.out)
     progress(f"wrote {options.out / 'serving.md'}")

@@ -26,7 +26,7 @@ from tapeout.errors import EvidenceError
 
 SATURATING_RATE = 50.0  # arrivals per second, above what any server here can answer
 COST_STREAMS, COST_PROMPT, COST_TOKENS = 16, 128, 160
-LONG_PROMPT, LONG_AFTER = 2000, 48  # tokens; events of each stream before the long prompt arrives
+LONG_PROMPT, LONG_AFTER = 2000, 48  # tokens; pieces read of each stream before the long prompt arrives
 LONG_TOKENS, LONG_ANSWER = 320, 16  # new tokens of each stream, and of the long prompt
 PREFIX, QUESTION, PREFIX_PAIRS = 512, 16, 5
 STREAM_PROMPT, STREAM_TOKENS = 64, 96
@@ -94,9 +94,9 @@ def complete(url: str, requests: Sequence[Planned]) -> list[Answer]:
 def throughput(answers: Sequence[Answer]) -> float:
     """New tokens per second while the middle four fifths of the events arrived.
 
-    >>> steady = [Answer(0, 2, [i / 10 for i in range(1, 21)], 20)] * 4
+    >>> steady = [Answer(0, 10, [i / 10 for i in range(100)], 100), Answer(0, 60, [60.0], 1)]
     >>> round(throughput(steady))
-    40
+    10
     """
     weighted = sorted(
         (at, answer.tokens / len(answer.events)) for answer in answers if answer.events for at in answer.events
@@ -170,7 +170,7 @@ def decode_rate(answers: Sequence[Answer]) -> float:
 def interruption(url: str, text: Text) -> Interruption:
     """16 streams, among which a prompt of 2,000 tokens arrives once each has had its first tokens."""
     planned = text.streams(COST_STREAMS, STREAM_PROMPT, LONG_TOKENS)
-    long = Planned(text.prompt(LONG_PROMPT), LONG_ANSWER, after_events=LONG_AFTER)
+    long = Planned(text.prompt(LONG_PROMPT), LONG_ANSWER, after_pieces=LONG_AFTER)
     *others, arrived = complete(url, [*planned, long])
     together = max(answer.events[0] for answer in others)  # before it, prompts of the streams themselves are fed
     ratios: list[tuple[float, float]] = []  # of each stream: its worst gap from there on, and its median
