@@ -28,7 +28,7 @@ LEAD_SECONDS = 0.2  # between the start of the client and the first planned requ
 class Planned:
     """One request. ``prompt``: token ids. ``at``: seconds after the start of the load.
 
-    ``after_pieces``: wait, instead of ``at``, until so many pieces were read of each response before this one in the plan;
+    ``after_pieces``: wait, instead of ``at``, until so many pieces were read of each response before it in the plan;
     a piece is nearly always one event.
     """
 
