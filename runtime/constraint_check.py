@@ -6,6 +6,7 @@ The process is started with the first constraint, and again after one that ended
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -28,10 +29,10 @@ class ConstraintChecker:
     """For a server. ``tokenizer``: the path of ``tokenizer.json``. Calls from several threads wait in turn."""
 
     def __init__(self, tokenizer: Path, vocab_size: int, stop_tokens: Iterable[int]) -> None:
-        self._command = [sys.executable, "-m", __name__, str(tokenizer), str(vocab_size)]
+        self._command = [sys.executable, "-P", "-m", __name__, str(tokenizer), str(vocab_size)]
         self._command += map(str, sorted(stop_tokens))
         self._process: subprocess.Popen[str] | None = None
-        self._known: OrderedDict[Constraint, RequestError | None] = OrderedDict()
+        self._known: OrderedDict[Constraint, tuple[RequestError | None]] = OrderedDict()
         self._lock = threading.Lock()
 
     def check(self, constraint: Constraint) -> None:
@@ -41,14 +42,16 @@ class ConstraintChecker:
         in a thread.
         """
         grammar_of(constraint)  # the text's own mistakes, before anything is started
-        with self._lock:
-            if constraint not in self._known:
-                self._known[constraint] = self._ask(constraint)
+        known = self._known.get(constraint)  # those that are known need not wait for others
+        if known is None:
+            with self._lock:
+                known = self._known.get(constraint) or (self._ask(constraint),)
+                self._known[constraint] = known
                 if len(self._known) > REMEMBERED:
                     self._known.popitem(last=False)
-            error = self._known[constraint]
+        (error,) = known
         if error is not None:
-            raise error
+            raise RequestError(error.found, expected=error.expected, remedy=error.remedy)
 
     def close(self) -> None:
         with self._lock:
@@ -58,7 +61,12 @@ class ConstraintChecker:
         if self._process is None or self._process.poll() is not None:
             self._end()
             self._process = subprocess.Popen(
-                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                encoding="utf-8",
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             )
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
@@ -88,6 +96,7 @@ def main() -> None:
     """One line of JSON in for each constraint, one out: what was found, expected and to do; empty if it passes."""
     import resource
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; the server ends this process
     # A crash or an exhausted limit ends this process at once, without a core file.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY_BYTES, MOST_MEMORY_BYTES))

@@ -42,7 +42,8 @@ class ConstraintCompiler:
     """
 
     def __init__(self, tokenizer: str, vocab_size: int, stop_tokens: Iterable[int]) -> None:
-        self._text, self._vocab_size, self._stop_tokens = tokenizer, vocab_size, sorted(stop_tokens)
+        self._text, self._vocab_size = tokenizer, vocab_size
+        self._stop_tokens = sorted(token for token in stop_tokens if 0 <= token < vocab_size)
         self._tokenizer: LLTokenizer | None = None
         self._cache: OrderedDict[bytes, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
@@ -70,8 +71,11 @@ class ConstraintCompiler:
         def run() -> None:
             try:
                 future.set_result(self.compile(constraint))
-            except Exception as error:
+            except RequestError as error:
                 future.set_exception(error)
+            except BaseException as error:  # a panic of the library is not an Exception, and somebody waits
+                found = f"the constraint cannot be compiled: {type(error).__name__}: {error}"
+                future.set_exception(RequestError(one_line(ValueError(found), 300)))
 
         with _THREAD_LOCK:
             before = threading.stack_size(STACK_BYTES)

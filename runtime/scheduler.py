@@ -66,7 +66,7 @@ class Limits:
     aging_seconds: float = 5.0
     scored_tokens: int = 64
     most_drafted: int = 8
-    itl_factor: float = 1.8
+    itl_factor: float = 1.7
     itl_seconds: float = 0.02
     backlog_seconds: float = 5.0
     step_seconds: float = 1.0
@@ -439,8 +439,13 @@ class Scheduler:
         places, tokens = limits.max_waiting - self.waiting, limits.max_waiting_tokens - self.waiting_tokens
         if places >= 1 and tokens >= len(request.prompt):
             return []
-        # One that was preempted has begun its answer, and keeps its place.
-        lower = (sequence for sequence in self._waiting.values() if not sequence.started)
+        lower = [
+            self._waiting[id]
+            for (_, priority), queue in self._queues.items()
+            if priority > request.priority
+            for _, id in queue
+            if not self._waiting[id].started  # one that was preempted has begun its answer, and keeps its place
+        ]
         for sequence in sorted(lower, key=lambda sequence: self._rank(sequence, now), reverse=True):
             if self._rank(sequence, now)[0] <= request.priority:
                 break

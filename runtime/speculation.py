@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 
 from runtime.step_costs import StepCosts
 
-SHORTEST, LONGEST = 2, 4  # tokens that must match
-WINDOW = 16_384  # latest tokens of a sequence that are searched
+SIZES = (4, 2)  # tokens that must match
+WINDOW = 8192  # latest tokens of a sequence that are searched
+INDEXED_AT_ONCE = 1024  # tokens, in less than 1 ms: a long prompt takes several calls
 MOST_DRAFTED = 8
 FIRST_PAUSE, LONGEST_PAUSE = 16, 512  # drafts that are left out before one is tried again
 
@@ -40,7 +41,7 @@ def accept(chosen: Sequence[int], drafts: Sequence[int]) -> list[int]:
 
 
 class PromptLookup:
-    """Finds the last tokens of one sequence earlier in it: the longest match of ``LONGEST`` to ``SHORTEST`` tokens.
+    """Finds the last tokens of one sequence earlier in it: a match of four tokens, or else of two.
 
     Among equally long matches the latest counts. Takes constant time for each token, and memory for the last ``WINDOW``
     tokens.
@@ -52,24 +53,28 @@ class PromptLookup:
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
         """At most ``most`` tokens that may follow. ``tokens``: those of the call before, and perhaps more."""
-        for position in range(max(self._indexed, len(tokens) - WINDOW), len(tokens)):
-            for size in range(SHORTEST, min(LONGEST, position) + 1):
-                self._follows[tuple(tokens[position - size : position])] = position
-            self._forget(tokens, position - WINDOW)
-        self._indexed = len(tokens)
-        for size in range(min(LONGEST, len(tokens)), SHORTEST - 1, -1):
-            start = self._follows.get(tuple(tokens[-size:]))
+        first = max(self._indexed, len(tokens) - WINDOW)
+        self._indexed = min(first + INDEXED_AT_ONCE, len(tokens))
+        for position in range(first, self._indexed):
+            for key in _keys(tokens, position):
+                self._follows[key] = position
+            for key in _keys(tokens, position - WINDOW):
+                if self._follows.get(key) == position - WINDOW:
+                    del self._follows[key]
+        if self._indexed < len(tokens):
+            return []
+        for key in _keys(tokens, len(tokens)):
+            start = self._follows.get(key)
             if start is not None:
                 # A match that overlaps the end repeats: its continuation follows itself.
                 period = len(tokens) - start
                 return [tokens[start + at % period] for at in range(most)]
         return []
 
-    def _forget(self, tokens: Sequence[int], position: int) -> None:
-        for size in range(SHORTEST, min(LONGEST, position) + 1):
-            key = tuple(tokens[position - size : position])
-            if self._follows.get(key) == position:
-                del self._follows[key]
+
+def _keys(tokens: Sequence[int], position: int) -> list[tuple[int, ...]]:
+    """The tokens before a position, in each of the sizes that there are."""
+    return [tuple(tokens[position - size : position]) for size in SIZES if position >= size]
 
 
 @dataclass

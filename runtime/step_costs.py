@@ -33,7 +33,7 @@ class StepCosts:
 
     def __init__(
         self,
-        itl_factor: float = 1.8,
+        itl_factor: float = 1.7,
         itl_seconds: float = 0.02,
         backlog_seconds: float = 5.0,
         step_seconds: float = 1.0,

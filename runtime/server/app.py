@@ -23,6 +23,7 @@ from runtime.server.conversations import encode_chat
 from runtime.server.errors import ApiError, from_exception, invalid
 from runtime.server.protocol import DetokenizeBody, TokenizeBody, parse
 from runtime.server.requests import context_tokens
+from runtime.server.responses import responses
 from runtime.server.service import Service
 from runtime.server.sse import JsonResponse
 from runtime.server.text import TextModel
@@ -60,6 +61,7 @@ def create_app(
     routes: list[tuple[str, str, Endpoint]] = [
         ("POST", "/v1/chat/completions", chat),
         ("POST", "/v1/completions", completions),
+        ("POST", "/v1/responses", responses),
         ("GET", "/v1/models", models),
         ("GET", "/v1/models/{name:path}", model),
         ("POST", "/tokenize", tokenize),

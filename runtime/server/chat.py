@@ -28,6 +28,20 @@ from runtime.server.tools import CallDelta, NamedReader, RequiredReader, ToolRea
 async def chat(service: Service, request: Request) -> Response:
     service.require_open()
     body = parse(ChatBody, await read_body(request, service.limits.body_bytes, service.limits.body_seconds))
+    call, model, parts = await begin_chat(service, request, body, "chatcmpl")
+    writer = _Writer(body, call, model, _tools(body))
+    sent = headers(call, body, *body.messages)
+    if not body.stream:
+        return JsonResponse(await unless_disconnected(request.receive, writer.whole(parts)), headers=sent)
+    # An error before the first token still has a status of its own.
+    first = await unless_disconnected(request.receive, anext(parts))
+    return EventStream(writer.events(first, parts), sent)
+
+
+async def begin_chat(
+    service: Service, request: Request, body: ChatBody, prefix: str
+) -> tuple[Call, TextModel, AsyncGenerator[Part]]:
+    """The call of a chat, and the parts of its choices. ``prefix``: of its id."""
     service.require_model(body.model)
     body.refuse_unsupported()
     tools = _tools(body)
@@ -49,7 +63,7 @@ async def chat(service: Service, request: Request) -> Response:
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     call = service.call(
         request,
-        "chatcmpl",
+        prefix,
         model,
         prompts,
         n=body.n or 1,
@@ -71,14 +85,7 @@ async def chat(service: Service, request: Request) -> Response:
         constraint=constraint,
         show_special=bool(tools) and model.tool_format == "mistral",  # its mark is a special token
     )
-    writer = _Writer(body, call, model, tools)
-    parts = generate(service.client, call, choices, service.hooks)
-    sent = headers(call, body, *body.messages)
-    if not body.stream:
-        return JsonResponse(await unless_disconnected(request.receive, writer.whole(parts)), headers=sent)
-    # An error before the first token still has a status of its own.
-    first = await unless_disconnected(request.receive, anext(parts))
-    return EventStream(writer.events(first, parts), sent)
+    return call, model, generate(service.client, call, choices, service.hooks)
 
 
 def _tools(body: ChatBody) -> list[Tool]:

@@ -16,8 +16,9 @@ from runtime.server.errors import from_exception
 DONE = b"data: [DONE]\n\n"
 
 
-def event(data: Any) -> bytes:
-    return b"data: " + orjson.dumps(data) + b"\n\n"
+def event(data: Any, name: str = "") -> bytes:
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + orjson.dumps(data) + b"\n\n"
 
 
 class JsonResponse(Response):

@@ -367,6 +367,25 @@ def test_a_constraint_that_does_not_compile_fails_its_request_alone() -> None:
     assert "unclosed group" in (bad.error or "") and good.error is None
 
 
+def test_a_panic_while_compiling_fails_the_request_and_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    class PanicException(BaseException): ...
+
+    def panic(constraint: Constraint) -> Any:
+        raise PanicException("index out of bounds")
+
+    own = ConstraintCompiler(tokenizer().to_str(), V, [END])
+    monkeypatch.setattr(own, "compile", panic)
+    sampler = BatchSampler(V, own)
+    sampler.add(request(Constraint("json_object")))
+    assert "PanicException: index out of bounds" in (choose(sampler).error or "")
+
+
+def test_a_model_that_cannot_be_constrained_says_so() -> None:
+    for text, stops in (("{", [END]), (tokenizer().to_str(), []), (tokenizer().to_str(), [V])):
+        with pytest.raises(RequestError, match="cannot be constrained"):
+            ConstraintCompiler(text, V, stops).load()
+
+
 def test_adding_does_not_wait_for_the_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     own, gate = ConstraintCompiler(tokenizer().to_str(), V, [END]), threading.Event()
     compile_ = own.compile
@@ -396,3 +415,28 @@ def test_a_response_that_gets_too_complex_fails_alone() -> None:
     matcher.advance(tokenizer().token_to_id("x"))
     assert "became too complex" in (matcher.error or "") and not matcher.complete
     assert not (matcher.mask([END])[END] & 1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_drafts_do_not_change_a_constrained_response(seed: int) -> None:
+    """The grammar moves on by accepted tokens only."""
+    constraint = Constraint("json_schema", json.dumps(PERSON))
+    asked = request(constraint, sampling=SamplingSettings(temperature=1.0, seed=seed))
+    generator = np.random.default_rng(seed)
+    logits = generator.normal(0, 3, (400, V)).astype(np.float32)  # of each position
+
+    def said(drafted: bool, known: list[int]) -> list[int]:
+        sampler, tokens = BatchSampler(V, compiler()), list[int]()
+        sampler.add(asked)
+        while not tokens or tokens[-1] != END:
+            at = len(tokens)
+            drafts = known[at : at + 3] if drafted else []
+            if drafts and generator.random() < 0.5:
+                drafts[int(generator.integers(len(drafts)))] = int(generator.integers(2, V))  # may break the grammar
+            (choices,) = sampler.choose_drafted({"a": drafts}, {"a": logits[at : at + 1 + len(drafts)]}).values()
+            assert all(choice.error is None for choice in choices)
+            tokens += [choice.token for choice in choices]
+        return tokens
+
+    plain = said(False, [])
+    assert said(True, plain) == plain

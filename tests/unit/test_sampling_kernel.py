@@ -99,7 +99,10 @@ DEFECTS = {
     "a fused multiply-add": ("fp contract(off)", "fp contract(fast)"),
     "a nucleus with too much weight": ("row->top_p * (double)total)", "row->top_p * 1.01 * (double)total)"),
     "the mask of the second half of a word": ("(at & 16)", "(at & 0)"),
-    "no minimum weight": ("find_weights(w, max, row->scale, row->least)", "find_weights(w, max, row->scale, 0)"),
+    "no minimum weight": (
+        "find_weights(w, max, row->scale, row->least, 1, 0)",
+        "find_weights(w, max, row->scale, 0, 0, 0)",
+    ),
     "no bias": ("w->scores[token] + row->bias[i]", "w->scores[token]"),
     "a mask does not exclude tokens whose logits change": (
         "if (row->mask && !(row->mask[token >> 5] >> (token & 31) & 1)) continue;",

@@ -308,6 +308,58 @@ def test_a_shared_prefix_is_counted_and_salts_divide_it(server: Served) -> None:
     assert [cached(cache_salt="one"), cached(cache_salt="one"), cached(cache_salt="two")] == [0, 40, 0]
 
 
+# Responses
+
+
+def test_a_response_is_the_chat_in_another_form(server: Served) -> None:
+    chat = server.openai.chat.completions.create(
+        model=MODEL, messages=[{"role": "system", "content": "Be brief"}, *TALK], max_tokens=20, temperature=0
+    )
+    ask: Any = {"model": MODEL, "instructions": "Be brief", "max_output_tokens": 20, "temperature": 0}
+    answer = server.openai.responses.create(input="Hi there", **ask)
+    assert answer.output_text == chat.choices[0].message.content
+    assert answer.status == ("completed" if chat.choices[0].finish_reason == "stop" else "incomplete")
+    assert answer.usage is not None and chat.usage is not None
+    assert answer.usage.output_tokens == chat.usage.completion_tokens
+    again = server.openai.responses.create(
+        input=[{"role": "user", "content": [{"type": "input_text", "text": "Hi there"}]}], **ask
+    )
+    assert again.output_text == answer.output_text
+    with server.openai.responses.stream(input="Hi there", **ask) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+    assert text == answer.output_text
+
+
+def test_events_of_a_response(server: Served) -> None:
+    found = list(
+        server.openai.responses.create(model=MODEL, input="Hi", max_output_tokens=4, temperature=0, stream=True)
+    )
+    kinds = [event.type for event in found]
+    assert kinds[:4] == ["response.created", "response.in_progress", "response.output_item.added",
+                         "response.content_part.added"]  # fmt: skip
+    assert kinds[-4:-1] == ["response.output_text.done", "response.content_part.done", "response.output_item.done"]
+    assert kinds[-1] in ("response.completed", "response.incomplete")
+    assert [event.sequence_number for event in found] == list(range(len(found)))
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "input"),
+        ({"input": "x", "previous_response_id": "r"}, "previous_response_id"),
+        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools"),
+        ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
+        ({"input": "x", "text": {"format": {"type": "json_schema", "name": "x"}}}, "response_format"),
+        ({"input": "x", "temperature": -1}, "temperature"),
+    ],
+)
+def test_a_bad_response_body_is_refused(server: Served, body: Any, param: str) -> None:
+    answer = server.post("/v1/responses", body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+
+
 # Refusals
 
 

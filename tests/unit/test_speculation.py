@@ -18,9 +18,8 @@ from runtime.messages import GenerateRequest, SamplingSettings, TokenLogprobs
 from runtime.sampling import BatchSampler
 from runtime.speculation import (
     FIRST_PAUSE,
-    LONGEST,
     MOST_DRAFTED,
-    SHORTEST,
+    SIZES,
     Counts,
     Gate,
     PromptLookup,
@@ -33,7 +32,7 @@ from tests.fake_engine import HistoryEngine
 
 def search(tokens: list[int], most: int) -> list[int]:
     """The same by hand, in quadratic time."""
-    for size in range(min(LONGEST, len(tokens) - 1), SHORTEST - 1, -1):
+    for size in SIZES:
         for start in range(len(tokens) - 1, size - 1, -1):
             if tokens[start - size : start] == tokens[-size:]:
                 out = list(tokens)
@@ -57,6 +56,12 @@ def test_a_repeating_end_is_continued() -> None:
     assert PromptLookup().propose([], 4) == []
 
 
+def test_a_long_prompt_is_indexed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculation, "INDEXED_AT_ONCE", 4)
+    lookup, tokens = PromptLookup(), [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]
+    assert [lookup.propose(tokens, 2) for _ in range(4)] == [[], [], [3, 4], [3, 4]]
+
+
 def test_the_index_is_bounded_and_still_finds_recent_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculation, "WINDOW", 50)
     lookup, tokens = PromptLookup(), list[int]()
@@ -65,7 +70,7 @@ def test_the_index_is_bounded_and_still_finds_recent_tokens(monkeypatch: pytest.
         tokens.append(generator.randrange(1000))
         lookup.propose(tokens, 3)
         follows = lookup._follows  # pyright: ignore[reportPrivateUsage]
-        assert len(follows) <= 50 * (LONGEST - SHORTEST + 1), step
+        assert len(follows) <= 50 * len(SIZES), step
     assert lookup.propose(tokens + tokens[-20:-10], 3) == tokens[-10:-7]
     assert PromptLookup().propose(tokens[:100] + tokens[:10], 3) == []  # too long ago
     assert PromptLookup().propose(tokens * 2, 3) == []

@@ -13,6 +13,8 @@ enum { CHUNK_VECTORS = 32, CHUNK = CHUNK_VECTORS * LANES };
 
 static const float LOG2_E = 1.44269504f;
 
+#define ONE 0x1p30f
+
 /* Of V tokens, padded to whole chunks of CHUNK. */
 typedef struct {
   int64_t V, chunks;
@@ -20,6 +22,7 @@ typedef struct {
   int32_t* weights;       /* [chunks * CHUNK] */
   uint64_t *keys, *order; /* [chunks * CHUNK] */
   int64_t* sums;          /* of the weights of each chunk */
+  const float* next;      /* the logits of the next row, or NULL */
   float* maxima;          /* [chunks, LANES]: of the tokens of a chunk in one lane */
 } Work;
 
@@ -98,34 +101,56 @@ static float find_maxima(const Work* w) {
   return reduce_max(max);
 }
 
-/* 2^((score - max) * scale) in fixed point. */
+/* 2^((score - max) * scale) in fixed point. Scaling by a power of two is exact, so it comes first. */
 INLINE I32x16 weights_of(F32x16 scores, F32x16 max, F32x16 scale) {
   const F32x16 exponent = vmax((scores - max) * scale, splat(-40));
   const F32x16 n = vround(exponent), f = exponent - n;
-  F32x16 power = splat(0.00015353362f) * f + splat(0.0013398875f);
-  power = power * f + splat(0.009618437f);
-  power = power * f + splat(0.055503324f);
-  power = power * f + splat(0.24022648f);
-  power = power * f + splat(0.6931472f);
-  power = power * f + splat(1);
-  return round_to_int(power * (F32x16)shift_left(wrapping_add(round_to_int(n), splat_int(30 + 127)), 23));
+  F32x16 power = splat(0.0013264727f * ONE) * f + splat(0.009671513f * ONE);
+  power = power * f + splat(0.055507336f * ONE);
+  power = power * f + splat(0.24022242f * ONE);
+  power = power * f + splat(0.693147f * ONE);
+  power = power * f + splat(ONE);
+  return round_to_int(vscalef(power, n));
 }
 
-/* Weights of all tokens, 0 for those below `least`, their sums by chunk, and the sum of all. */
-static int64_t find_weights(const Work* w, float max, float scale, int32_t least) {
-  int64_t total = 0;
-  for (int64_t c = 0; c < w->chunks; c++) {
-    I32x16 low = {0}, high = {0};
-    for (int v = 0; v < CHUNK_VECTORS; v++) {
-      const int64_t at = c * CHUNK + v * LANES;
-      I32x16 weights = weights_of(load(w->scores + at), splat(max), splat(scale));
-      weights &= (I32x16)(weights >= splat_int(least));
-      low += weights & splat_int(0x7fff), high += weights >> 15;
-      store_int(w->weights + at, weights);
+/* Sums of integers from 0 to 2^31. */
+typedef struct {
+  U32x16 low, high;
+} Sums;
+
+INLINE void add_to(Sums* sums, U32x16 x) {
+  sums->low += x & (U32x16)splat_int(0xffff), sums->high += x >> 16;
+}
+INLINE int64_t reduce(Sums sums) {
+  return (int64_t)reduce_add_int((I32x16)sums.low) + ((int64_t)reduce_add_int((I32x16)sums.high) << 16);
+}
+
+/* The sum of the weights of a chunk. `filtered`: those below `least` are 0. `stored`: the weights are kept. The memory of
+   the next row is fetched meanwhile. */
+INLINE int64_t weigh_chunk(const Work* w, int64_t c, float max, float scale, int32_t least, const int filtered,
+                           const int stored) {
+  const int64_t first = c * CHUNK;
+  const float* fetched = w->next && first + CHUNK <= w->V ? w->next + first : w->scores + first;
+  Sums sums = {{0}, {0}};
+  for (int v = 0; v < CHUNK; v += 2 * LANES) {
+    I32x16 weights[2];
+    EACH (int i = 0; i < 2; i++) {
+      const int64_t at = first + v + i * LANES;
+      _mm_prefetch(fetched + v + i * LANES, _MM_HINT_T1);
+      weights[i] = weights_of(load(w->scores + at), splat(max), splat(scale));
+      if (filtered) weights[i] &= (I32x16)(weights[i] >= splat_int(least));
+      if (stored) store_int(w->weights + at, weights[i]);
     }
-    w->sums[c] = reduce_add_int(low) + ((int64_t)reduce_add_int(high) << 15);
-    total += w->sums[c];
+    add_to(&sums, (U32x16)weights[0] + (U32x16)weights[1]);
   }
+  return reduce(sums);
+}
+
+/* The sum of all weights, and those of each chunk. */
+INLINE int64_t find_weights(const Work* w, float max, float scale, int32_t least, const int filtered,
+                            const int stored) {
+  int64_t total = 0;
+  for (int64_t c = 0; c < w->chunks; c++) total += w->sums[c] = weigh_chunk(w, c, max, scale, least, filtered, stored);
   return total;
 }
 
@@ -230,13 +255,12 @@ static int64_t weigh(const Work* w, int64_t count, float max, float scale) {
 static int64_t sum_from(const Work* w, int32_t least) {
   int64_t total = 0;
   for (int64_t c = 0; c < w->chunks; c++) {
-    I32x16 low = {0}, high = {0};
-    for (int v = 0; v < CHUNK_VECTORS; v++) {
-      I32x16 weights = load_int(w->weights + c * CHUNK + v * LANES);
-      weights &= (I32x16)(weights >= splat_int(least));
-      low += weights & splat_int(0x7fff), high += weights >> 15;
+    Sums sums = {{0}, {0}};
+    for (int v = 0; v < CHUNK; v += LANES) {
+      const I32x16 weights = load_int(w->weights + c * CHUNK + v);
+      add_to(&sums, (U32x16)(weights & (I32x16)(weights >= splat_int(least))));
     }
-    total += reduce_add_int(low) + ((int64_t)reduce_add_int(high) << 15);
+    total += reduce(sums);
   }
   return total;
 }
@@ -276,8 +300,9 @@ static int32_t draw(const Work* w, const Row* row, float max) {
     }
   const int few = row->top_k > 0 && row->top_k < w->V;
   if (!few && row->top_p >= 1) {
-    int64_t point = point_in(row->random, find_weights(w, max, row->scale, row->least)), c = 0;
+    int64_t point = point_in(row->random, find_weights(w, max, row->scale, row->least, 1, 0)), c = 0;
     while (point >= w->sums[c]) point -= w->sums[c++];
+    weigh_chunk(w, c, max, row->scale, row->least, 1, 1);
     int64_t token = c * CHUNK;
     while (point >= w->weights[token]) point -= w->weights[token++];
     return (int32_t)token;
@@ -287,7 +312,7 @@ static int32_t draw(const Work* w, const Row* row, float max) {
     count = find_largest(w, row->top_k);
     total = weigh(w, count, max, row->scale);
   } else {
-    total = find_weights(w, max, row->scale, 0);
+    total = find_weights(w, max, row->scale, 0, 0, 1);
     count = find_likely(w, row->top_p, total);
   }
   if (row->top_p < 1) count = keep(w->keys, count, edge_of(w, count, w->weights, row->top_p * (double)total));
@@ -310,7 +335,7 @@ static void find_top(const Work* w, Row* row) {
   row->max = find_maxima(w);
   row->total = 0;
   if (row->max == -INFINITY) return;
-  row->total = find_weights(w, row->max, LOG2_E, 0);
+  row->total = find_weights(w, row->max, LOG2_E, 0, 0, 0);
   if (!row->top) return;
   const int64_t count = find_largest(w, row->top);
   for (int64_t i = 1; i < count; i++) /* few of them */
@@ -319,10 +344,11 @@ static void find_top(const Work* w, Row* row) {
 }
 
 void tapeout_sample_1(Row* const* rows, int64_t count, int64_t V, void* memory) {
-  const Work w = work_in(memory, V);
+  Work w = work_in(memory, V);
   for (int64_t i = 0; i < count; i++) {
     Row* row = rows[i];
     row->token = NOT_FINITE;
+    w.next = i + 1 < count ? rows[i + 1]->logits : NULL;
     if (!copy(&w, row->logits)) continue;
     if (row->top >= 0) find_top(&w, row);
     if (!adjust(&w, row)) continue;
