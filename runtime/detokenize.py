@@ -13,6 +13,7 @@ from __future__ import annotations
 from tokenizers import AddedToken, Tokenizer
 
 REPLACEMENT = "\ufffd"  # what undecodable bytes read as
+MOST_PENDING = 64  # tokens; no character has so many, so these are bytes without any
 
 
 def special_tokens(tokenizer: Tokenizer) -> frozenset[int]:
@@ -35,7 +36,8 @@ class Detokenizer:
             return ""
         self._pending.append(token)
         text = self._new_text()
-        if not text or text.endswith(REPLACEMENT):
+        unfinished = not text or text.endswith(REPLACEMENT)
+        if unfinished and len(self._pending) < MOST_PENDING:
             return ""
         self._context, self._pending = self._pending, []
         return text

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from engines.bundle import EngineBundle
 from evals.check import Outcome
+from evals.kinds.speed import Benchmark
 from evals.verdict import Verdict
 from pipeline.registry import serving
 from runtime.client import ProcessClient
@@ -94,6 +95,7 @@ def run(options: Options) -> None:
             usage_database=options.usage_database,
             usage_journal=options.usage_journal,
             traffic=traffic,
+            read_bandwidth=measured_bandwidth(folder),
             traces=options.traces,
         ),
     )
@@ -116,6 +118,17 @@ def run(options: Options) -> None:
         )
     finally:
         operations.close()
+
+
+def measured_bandwidth(folder: Path) -> float | None:
+    """Bytes per second that the machine reads at best, from the benchmark beside a bundle that was made of it."""
+    place = folder.resolve().parent / "benchmark"
+    try:
+        found = artifact.load_record(place, Benchmark)
+        bundle = artifact.load_record(folder, EngineBundle)
+    except TapeoutError:
+        return None
+    return found.record.read_bandwidth_gb_s * 1e9 if found.record.candidate.digest == bundle.digest else None
 
 
 async def follow_champion(service: Service, name: str, seconds: float) -> None:

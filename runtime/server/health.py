@@ -23,8 +23,8 @@ class Health:
         if self._client.healthy:
             return None
         stats = self._client.stats
-        idle = f"for {max(0.0, time.monotonic() - stats.stepped_at):.0f} seconds" if stats.stepped_at else "yet"
-        return f"the engine made no step {idle}; {stats.running} requests run, {stats.waiting} wait"
+        silent = f"for {max(0.0, time.monotonic() - stats.stepped_at):.0f} seconds" if stats.stepped_at else "yet"
+        return f"the engine has not reported {silent}; {stats.running} requests run, {stats.waiting} wait"
 
     def not_ready(self) -> str | None:
         """Why a load balancer should send requests elsewhere."""

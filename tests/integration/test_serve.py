@@ -357,6 +357,18 @@ def test_sigterm_drains(bundles: tuple[Path, Path], seconds: int) -> None:
         assert not [engine for engine in engines if engine.is_running()]
 
 
+def test_a_second_signal_ends_the_server_at_once(bundles: tuple[Path, Path]) -> None:
+    with served(str(bundles[0]), "--unsafe", "--drain-seconds", "600") as running:
+        body = {"prompt": ["x"] * 8, "n": 16, "max_tokens": 480, "stream": True, "ignore_eos": True}
+        with httpx2.stream("POST", f"{running.url}/v1/completions", json=body, timeout=120) as answer:
+            next(answer.iter_lines())
+            running.process.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+            assert running.process.poll() is None
+            running.process.send_signal(signal.SIGINT)
+            assert running.process.wait(20) == 0
+
+
 def test_an_engine_that_is_killed_is_started_again(bundles: tuple[Path, Path]) -> None:
     with served(str(bundles[0]), "--unsafe") as running:
         body = {"prompt": ["x"] * 8, "n": 8, "max_tokens": 480, "stream": True, "ignore_eos": True}

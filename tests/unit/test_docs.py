@@ -20,7 +20,15 @@ from tapeout.schemes import KINDS, Scheme
 ROOT = Path(__file__).parents[2]
 RECIPES = (ROOT / "docs/recipes.md").read_text()
 PAGES = [
-    ROOT / name for name in ("README.md", "docs/architecture.md", "docs/recipes.md", "docs/targets.md", "CHANGELOG.md")
+    ROOT / name
+    for name in (
+        "README.md",
+        "docs/architecture.md",
+        "docs/recipes.md",
+        "docs/targets.md",
+        "docs/operations.md",
+        "CHANGELOG.md",
+    )
 ]
 ROW = re.compile(r"^\| `([a-z_.\[\]0-9]+)` \| (.+?) \| (.+?) \| (.+?) \|$", re.MULTILINE)
 

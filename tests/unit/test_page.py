@@ -131,7 +131,7 @@ def test_gauges_show_what_the_engine_reports(
         )
         playwright.expect(page.locator("#prefix")).to_have_text(f"{100 * hits / 40:g} %")
     client.healthy = False
-    playwright.expect(page.locator("#status")).to_contain_text("the engine made no step")
+    playwright.expect(page.locator("#status")).to_contain_text("the engine has not reported")
 
 
 def test_stop_ends_the_answer_and_its_request(

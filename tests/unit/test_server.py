@@ -218,8 +218,9 @@ def test_echo_with_logprobs_scores_the_prompt(server: Served) -> None:
         assert found.token_logprobs[place] == pytest.approx(expected, abs=1e-6)
         likeliest = max(found.top_logprobs[place].values())
         assert (found.token_logprobs[place] == likeliest) == (prompt[place] == int(logits.argmax()))
+    assert found.token_logprobs[-1] == max(found.top_logprobs[-1].values()), "the very same number: it was greedy"
     assert "".join(found.tokens[: len(prompt)]) == "score me"
-    assert found.text_offset[: len(prompt)] == list(range(8))
+    assert found.text_offset == list(range(9)), "the new token begins where the prompt ends"
     assert answer.choices[0].text.startswith("score me")
 
 

@@ -80,6 +80,13 @@ def test_any_bytes_give_the_text_of_all_of_them(tokens: list[int], cuts: list[in
     assert offsets == sorted(offsets) and len(offsets) == len(tokens)
 
 
+def test_bytes_that_never_become_a_character_are_not_held_forever() -> None:
+    """Else each token would cost more than the one before it."""
+    text = ResponseText(model())
+    pieces = [text.push(ids("é")[:1], None).text for _ in range(1000)]
+    assert sum(map(len, pieces)) > 900
+
+
 @given(TEXTS.filter(bool), st.integers(0, 40))
 def test_offsets_are_those_of_complete_characters(body: str, seed: int) -> None:
     tokens = ids(body.replace("<|", "<"))
