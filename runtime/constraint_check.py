@@ -19,7 +19,7 @@ from runtime.constraints import ConstraintCompiler, grammar_of
 from runtime.messages import Constraint
 from tapeout.errors import RequestError
 
-MOST_SECONDS = 0.5  # of processor time for one constraint
+MOST_SECONDS = 0.2  # of processor time for one constraint; a step may wait for as long where it is compiled again
 MOST_MEMORY_BYTES = 4 << 30
 STACK_BYTES = 4 << 20  # less than where constraints are compiled for use, so what passes has room there
 REMEMBERED = 256  # constraints that passed or failed

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 1 << 16  # of a constraint's text
 CACHED = 64  # compiled constraints
+PROBED = 4  # tokens of a response that are tried before a constraint counts as compiled
 TOO_COMPLEX = "the constraint became too complex"
 STACK_BYTES = 64 << 20  # of the thread that compiles; its pages are only touched where needed
 
@@ -98,11 +99,19 @@ class ConstraintCompiler:
             verbose_errors=False,
         )
         matcher = LLMatcher(self._loaded(), grammar, log_level=0, limits=limits)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # finds what no response can match, and what is too complex from the start
-        if matcher.is_error():
+        # Finds what no response can match, and what is too complex from the start.
+        probe = matcher.deep_copy()
+        for _ in range(PROBED):
+            if probe.is_error() or probe.is_stopped():
+                break
+            allowed = np.unpackbits(np.frombuffer(probe.compute_bitmask(), np.uint8), bitorder="little")
+            allowed[self._stop_tokens] = 0
+            if not allowed.any():
+                break
+            probe.consume_token(int(allowed.argmax()))
+        if probe.is_error():
             raise RequestError(
-                f"the constraint cannot be compiled: {one_line(ValueError(matcher.get_error()), 300)}",
+                f"the constraint cannot be compiled: {one_line(ValueError(probe.get_error()), 300)}",
                 expected="a valid constraint that some response can match",
                 remedy="simplify it, and leave out keywords that are not supported",
             )

@@ -319,6 +319,16 @@ def test_without_the_process_of_its_own_a_chain_would_end_the_server() -> None:
     assert done.returncode < 0, done.stderr
 
 
+def test_a_constraint_that_only_the_empty_response_meets_is_valid() -> None:
+    assert respond(Constraint("regex", ""), 1) == ("", True)
+
+
+def test_what_becomes_too_complex_after_a_token_is_refused_before_the_response() -> None:
+    many = {"properties": {f"p{i}": {"type": "string"} for i in range(700)}}
+    with pytest.raises(RequestError, match="items"):
+        compiler().compile(Constraint("json_schema", json.dumps({"type": "object"} | many)))
+
+
 def test_the_size_limit_counts_bytes() -> None:
     fits = Constraint("json_schema", json.dumps({"description": "x" * (MOST_BYTES - 60), "type": "null"}))
     compiler().compile(fits)
