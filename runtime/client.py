@@ -6,14 +6,13 @@ import asyncio
 import logging
 import os
 import pickle
+import select
 import socket
+import struct
 import subprocess
 import sys
-import threading
-from collections.abc import AsyncGenerator, Coroutine
-from multiprocessing.connection import Connection
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from pathlib import Path
-from queue import SimpleQueue
 from time import monotonic
 from typing import Protocol
 
@@ -27,6 +26,7 @@ logger = logging.getLogger(__name__)
 WATCH_SECONDS = 0.25  # between two looks at the engine's process
 CLOSE_SECONDS = 5.0  # that a process has to end
 BACKOFF_SECONDS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # before the process is started again
+SIZE = struct.Struct("!i")  # of a message, ahead of it
 STEADY_SECONDS = 60.0  # after which a process that has ended is started again without delay
 
 
@@ -264,6 +264,26 @@ class _Stream:
             self._waiter.set_result(None)
 
 
+class _Messages(asyncio.Protocol):
+    """Cuts what arrives into messages. The other end is a :class:`multiprocessing.connection.Connection`."""
+
+    def __init__(self, receive: Callable[[bytes], None], lost: Callable[[], None]) -> None:
+        self._receive, self._lost, self._data = receive, lost, bytearray()
+
+    def data_received(self, data: bytes) -> None:
+        self._data += data
+        while len(self._data) >= SIZE.size:
+            end = SIZE.size + SIZE.unpack_from(self._data)[0]
+            if len(self._data) < end:
+                return
+            message = bytes(self._data[SIZE.size : end])
+            del self._data[:end]
+            self._receive(message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost()
+
+
 class _EngineProcess:
     """One process and its requests. It is started by the constructor; :meth:`open` needs an event loop."""
 
@@ -287,10 +307,10 @@ class _EngineProcess:
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             )
-        self._connection = Connection(ours.detach())
-        self._outgoing: SimpleQueue[bytes | None] = SimpleQueue()
-        # A thread writes: while the engine is in a step it reads nothing, and the event loop must not wait for it.
-        threading.Thread(target=self._write, daemon=True).start()
+        self._socket = ours
+        self._arrived = select.poll()
+        self._arrived.register(ours, select.POLLIN)
+        self._transport: asyncio.WriteTransport | None = None
         self._send(start)
 
     @property
@@ -300,12 +320,16 @@ class _EngineProcess:
     @property
     def silent_seconds(self) -> float:
         """Since the last report; 0 if there is one that the event loop had no time to read."""
-        return 0.0 if self._connection.poll() else monotonic() - self._reported_at
+        return 0.0 if self._arrived.poll(0) else monotonic() - self._reported_at
 
     async def open(self, timeout: float) -> None:
         loop = asyncio.get_running_loop()
         self._opened = loop.create_future()
-        loop.add_reader(self._connection.fileno(), self._read)
+        # Event loops make sockets non-blocking, so this end is theirs alone: they continue what was read or written in
+        # part. While the engine is in a step it reads nothing, and commands wait in the transport.
+        self._transport, _ = await loop.create_connection(
+            lambda: _Messages(self._receive, self._lost), sock=self._socket
+        )
         try:
             self.info = await asyncio.wait_for(self._opened, timeout)
         except TimeoutError:
@@ -339,9 +363,8 @@ class _EngineProcess:
             return
         self.down = True
         self._process.kill()
-        if self._opened is not None:
-            asyncio.get_running_loop().remove_reader(self._connection.fileno())
-        self._outgoing.put(None)
+        if self._transport is not None:
+            self._transport.abort()
         if not self._closing:
             logger.error("the engine's process %s; requests that are lost: %d", why, len(self._streams))
         if self._opened is not None and not self._opened.done():
@@ -362,24 +385,21 @@ class _EngineProcess:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
         self.fail("was closed")
-        self._connection.close()
+        self._socket.close()
 
     def _send(self, message: Command | Start) -> None:
-        self._outgoing.put(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        framed = SIZE.pack(len(data)) + data
+        if self._transport is None:
+            self._socket.sendall(framed)
+        else:
+            self._transport.write(framed)
 
-    def _write(self) -> None:
-        while (message := self._outgoing.get()) is not None:
-            try:
-                self._connection.send_bytes(message)
-            except OSError:  # the process has ended; the reader notices, too
-                return
+    def _lost(self) -> None:
+        self.fail("has ended")
 
-    def _read(self) -> None:
-        try:
-            message: EngineInfo | TapeoutError | Report = pickle.loads(self._connection.recv_bytes())
-        except (EOFError, OSError):
-            self.fail("has ended")
-            return
+    def _receive(self, data: bytes) -> None:
+        message: EngineInfo | TapeoutError | Report = pickle.loads(data)
         self._reported_at = monotonic()
         if isinstance(message, Report):
             self._dispatch(message)

@@ -10,13 +10,14 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import uvloop
 
 from runtime.client import EngineDownError, ProcessClient
 from runtime.messages import Delta, GenerateRequest, SamplingSettings
@@ -29,7 +30,7 @@ BUNDLE = Path("7")
 
 
 @asynccontextmanager
-async def served(opener: OpenFaulty | None = None, limits: Limits | None = None, **options: Any) -> AsyncIterator[Any]:
+async def served(opener: OpenFaulty | None = None, limits: Limits | None = None, **options: Any) -> AsyncGenerator[Any]:
     client = ProcessClient(BUNDLE, opener or OpenFaulty(), limits, **options)
     try:
         await client.open()
@@ -400,3 +401,25 @@ def test_the_engine_ends_with_its_server(prompt: int) -> None:
         server.wait()
         assert server.stdout is not None
         server.stdout.close()
+
+
+def test_commands_that_fill_the_socket_during_a_long_step_all_arrive() -> None:
+    """Under uvloop, too: its sockets do not block, so a write to a full one must be continued later."""
+
+    async def test() -> None:
+        limits = Limits(max_waiting=1000, max_waiting_tokens=10**6)
+        async with served(OpenFaulty(step_seconds=0.3), limits) as client:
+            prompt = [1, 2] * 100
+            bias = dict.fromkeys(range(5), 1.0)
+            asked = [
+                answer(client, f"{'x' * 2000}{i}", prompt, 1, sampling=SamplingSettings(logit_bias=bias))
+                for i in range(300)
+            ]
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+            assert not [found for found in answers if isinstance(found, BaseException)]
+            assert client.restarts == 0
+
+    async def bounded() -> None:
+        await asyncio.wait_for(test(), 60)
+
+    uvloop.run(bounded())

@@ -1,0 +1,191 @@
+"""One client for all servers: sends planned requests to ``/v1/completions`` and records when each piece arrived.
+
+It runs in its own process (``python -m benchmarks.serving.client``), reads a :class:`Plan` as JSON from its input and
+writes :class:`Played` as JSON. While requests run it only notes the time of what it reads; events are parsed
+afterwards, so that it takes little of the processor that it shares with the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import orjson
+import uvloop
+
+END_OF_EVENT = b"\n\n"
+LEAD_SECONDS = 0.2  # between the start of the client and the first planned request
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One request. ``prompt``: token ids. ``at``: seconds after the start of the load.
+
+    ``after_pieces``: wait, instead of ``at``, until so many pieces were read of each response before it in the plan;
+    a piece is nearly always one event.
+    """
+
+    prompt: Sequence[int]
+    new_tokens: int
+    at: float = 0.0
+    after_pieces: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    url: str  # of the server, without path
+    model: str
+    requests: Sequence[Planned]
+    timeout_seconds: float = 600.0  # of one request
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Times in seconds after the start of the load. ``events``: when each piece of text was read.
+
+    ``tokens``: new tokens as the server counts them. ``error``: why there is no complete answer.
+    """
+
+    sent: float
+    ended: float
+    events: Sequence[float] = ()
+    tokens: int = 0
+    cached: int = 0
+    error: str = ""
+
+    @property
+    def first_token_seconds(self) -> float:
+        return self.events[0] - self.sent
+
+    @property
+    def gaps(self) -> list[float]:
+        """Inter-token latencies in seconds."""
+        return [after - before for before, after in zip(self.events, self.events[1:], strict=False)]
+
+
+@dataclass(frozen=True)
+class Played:
+    """``cpu_share``: of one core, that the client took."""
+
+    answers: Sequence[Answer]
+    cpu_share: float
+
+
+@dataclass
+class _Reading:
+    """What was read of one response, and when."""
+
+    sent: float = 0.0
+    ended: float = 0.0
+    status: int = 0
+    error: str = ""
+    pieces: list[tuple[float, bytes]] = field(default_factory=list[tuple[float, bytes]])
+
+
+async def play(plan: Plan) -> Played:
+    """Send all requests of the plan, each at its time, whether or not the ones before it have been answered."""
+    readings = [_Reading() for _ in plan.requests]
+    timeout = aiohttp.ClientTimeout(total=plan.timeout_seconds)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(plan.url, connector=connector, timeout=timeout) as session:
+        bodies = [_body(plan.model, request) for request in plan.requests]
+        gc.collect()
+        gc.disable()
+        start = time.perf_counter() + LEAD_SECONDS
+        used = _cpu_seconds()
+        async with asyncio.TaskGroup() as group:
+            for number, request in enumerate(plan.requests):
+                before = readings[:number] if request.after_pieces else []
+                group.create_task(_request(session, request, bodies[number], readings[number], before, start))
+        share = (_cpu_seconds() - used) / (time.perf_counter() - start + LEAD_SECONDS)
+        gc.enable()
+    return Played([_parsed(reading) for reading in readings], share)
+
+
+async def _request(
+    session: aiohttp.ClientSession,
+    request: Planned,
+    body: bytes,
+    reading: _Reading,
+    before: Sequence[_Reading],
+    start: float,
+) -> None:
+    await asyncio.sleep(max(start + request.at - time.perf_counter(), 0))
+    while any(len(other.pieces) < request.after_pieces and not other.ended for other in before):
+        await asyncio.sleep(0.01)
+    reading.sent = time.perf_counter() - start
+    try:
+        async with session.post("/v1/completions", data=body, headers={"Content-Type": "application/json"}) as response:
+            reading.status = response.status
+            while piece := await response.content.readany():
+                reading.pieces.append((time.perf_counter() - start, piece))
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        reading.error = f"{type(error).__name__}: {error}"
+    reading.ended = time.perf_counter() - start
+
+
+def _body(model: str, request: Planned) -> bytes:
+    return orjson.dumps(
+        {
+            "model": model,
+            "prompt": list(request.prompt),
+            "max_tokens": request.new_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    )
+
+
+def _parsed(reading: _Reading) -> Answer:
+    """The events of a response; each has the time of the piece that completed it."""
+    if reading.status != 200 and not reading.error:
+        text = b"".join(piece for _, piece in reading.pieces).decode(errors="replace")[:200]
+        return Answer(reading.sent, reading.ended, error=f"{reading.status}: {text}")
+    times: list[float] = []
+    usage: dict[str, Any] = {}
+    error, done, rest = reading.error, False, b""
+    for at, piece in reading.pieces:
+        *events, rest = (rest + piece.replace(b"\r", b"")).split(END_OF_EVENT)
+        for event in events:
+            data = event.partition(b"data:")[2].strip()
+            if data == b"[DONE]":
+                done = True
+                continue
+            if not data:
+                continue  # a comment that keeps the connection open
+            found = orjson.loads(data)
+            usage = found.get("usage") or usage
+            if found.get("error"):
+                error = str(found["error"])[:200]
+            if any(choice.get("text") for choice in found.get("choices") or ()):
+                times.append(at)
+    if not error and (not done or not times):
+        error = "the stream ended early"
+    details = usage.get("prompt_tokens_details") or {}
+    tokens, cached = usage.get("completion_tokens", len(times)), details.get("cached_tokens") or 0
+    return Answer(reading.sent, reading.ended, times, tokens, cached, error)
+
+
+def _cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def main() -> None:
+    given = orjson.loads(sys.stdin.buffer.read())
+    requests = [Planned(**request) for request in given.pop("requests")]
+    played = uvloop.run(play(Plan(requests=requests, **given)))
+    sys.stdout.buffer.write(orjson.dumps(played))
+
+
+if __name__ == "__main__":
+    main()

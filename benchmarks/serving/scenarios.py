@@ -1,0 +1,200 @@
+"""What is measured of a server. Each scenario plans requests, has them sent, and sums up what the client saw.
+
+Throughput counts new tokens while the middle four fifths of all events arrived, so that neither the first prompts nor
+the last stragglers are in it. Latencies are of all requests of a run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+import orjson
+
+from benchmarks.peers.process import ROOT, PeerProcess
+from benchmarks.serving.client import Answer, Plan, Planned, Played
+from benchmarks.serving.load import Text
+from benchmarks.serving.servers import MODEL
+from tapeout.artifact import Frozen
+from tapeout.errors import EvidenceError
+
+SATURATING_RATE = 50.0  # arrivals per second, above what any server here can answer
+COST_STREAMS, COST_PROMPT, COST_TOKENS = 16, 128, 160
+LONG_PROMPT, LONG_AFTER = 2000, 48  # tokens; pieces read of each stream before the long prompt arrives
+LONG_TOKENS, LONG_ANSWER = 320, 16  # new tokens of each stream, and of the long prompt
+PREFIX, QUESTION, PREFIX_PAIRS = 512, 16, 5
+STREAM_PROMPT, STREAM_TOKENS = 64, 96
+
+
+class Load(Frozen):
+    """Of one open-loop run. Latencies in milliseconds, ``tokens_per_s`` and ``requests_per_s`` of what was answered."""
+
+    offered_per_s: float
+    requests: int
+    failed: int
+    first_error: str
+    tokens_per_s: float
+    requests_per_s: float
+    ttft_ms: tuple[float, float]  # median, P99
+    itl_ms: tuple[float, float]
+    client_cpu_share: float
+
+
+class Interruption(Frozen):
+    """Inter-token latencies of streams while a long prompt arrives. ``worst_ratio``: largest of any stream to its
+    median."""
+
+    median_ms: float
+    worst_ms: float
+    worst_ratio: float
+    long_ttft_ms: float
+
+
+class Prefix(Frozen):
+    cold_ms: float
+    warm_ms: float
+    cached_tokens: int  # of the warm requests, as the server says; the smallest
+
+
+def play(url: str, requests: Sequence[Planned]) -> Played:
+    """Have a process of its own send the requests."""
+    given = orjson.dumps(Plan(url, MODEL, requests))
+    with tempfile.TemporaryFile() as answers:
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.serving.client"],
+            cwd=ROOT,
+            input=given,
+            stdout=answers,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+        if done.returncode:
+            raise EvidenceError(f"the client failed: {done.stderr.decode()[-500:]}")
+        answers.seek(0)
+        found = orjson.loads(answers.read())
+    return Played([Answer(**answer) for answer in found["answers"]], found["cpu_share"])
+
+
+def complete(url: str, requests: Sequence[Planned]) -> list[Answer]:
+    """The answers; :class:`EvidenceError` if one is missing or has another length than asked for."""
+    answers = list(play(url, requests).answers)
+    for answer, request in zip(answers, requests, strict=True):
+        if answer.error or answer.tokens != request.new_tokens:
+            found = answer.error or f"{answer.tokens} new tokens"
+            raise EvidenceError(f"{url}: {found}", expected=f"{request.new_tokens} new tokens")
+    return answers
+
+
+def throughput(answers: Sequence[Answer]) -> float:
+    """New tokens per second while the middle four fifths of the events arrived.
+
+    >>> steady = [Answer(0, 10, [i / 10 for i in range(100)], 100), Answer(0, 60, [60.0], 1)]
+    >>> round(throughput(steady))
+    10
+    """
+    weighted = sorted(
+        (at, answer.tokens / len(answer.events)) for answer in answers if answer.events for at in answer.events
+    )
+    if len(weighted) < 10:
+        raise EvidenceError(f"{len(weighted)} events arrived", expected="at least 10")
+    first, last = len(weighted) // 10, len(weighted) - 1 - len(weighted) // 10
+    tokens = sum(weight for _, weight in weighted[first + 1 : last + 1])
+    return tokens / (weighted[last][0] - weighted[first][0])
+
+
+def percentiles_ms(seconds: Sequence[float]) -> tuple[float, float]:
+    middle, high = np.percentile(np.asarray(seconds) * 1000, (50, 99))
+    return float(middle), float(high)
+
+
+def open_loop(url: str, text: Text, count: int, rate: float) -> Load:
+    played = play(url, text.poisson(count, rate))
+    good = [answer for answer in played.answers if not answer.error]
+    if not good:
+        raise EvidenceError(f"no request was answered: {played.answers[0].error}")
+    gaps = [gap for answer in good for gap in answer.gaps]
+    return Load(
+        offered_per_s=rate,
+        requests=count,
+        failed=count - len(good),
+        first_error=next((answer.error for answer in played.answers if answer.error), ""),
+        tokens_per_s=throughput(good),
+        requests_per_s=len(good) / max(answer.ended for answer in good),
+        ttft_ms=percentiles_ms([answer.first_token_seconds for answer in good]),
+        itl_ms=percentiles_ms(gaps),
+        client_cpu_share=played.cpu_share,
+    )
+
+
+def streams(url: str, text: Text, count: int) -> float:
+    """Tokens per second of so many streams."""
+    return throughput(complete(url, text.streams(count, STREAM_PROMPT, STREAM_TOKENS)))
+
+
+@dataclass(frozen=True)
+class Bare:
+    """The engine alone: the same prompts, decoded without a server, in a process that is paused meanwhile."""
+
+    process: PeerProcess
+
+    def tokens_per_s(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
+        self.process.resume()
+        answer = self.process.ask("decode", prompts=[list(prompt) for prompt in prompts], new_tokens=new_tokens)
+        self.process.pause()
+        return len(prompts) * answer["steps"] / answer["seconds"]
+
+
+def cost(url: str, text: Text, bare: Bare) -> tuple[float, float]:
+    """Tokens per second at 16 streams: of the server, then of the bare engine on the same prompts."""
+    planned = text.streams(COST_STREAMS, COST_PROMPT, COST_TOKENS)
+    server = decode_rate(complete(url, planned))
+    return server, bare.tokens_per_s([request.prompt for request in planned], COST_TOKENS)
+
+
+def decode_rate(answers: Sequence[Answer]) -> float:
+    """Tokens per second while every stream runs: after the last first token, up to the first last one."""
+    start = max(answer.events[0] for answer in answers)
+    end = min(answer.events[-1] for answer in answers)
+    tokens = sum(answer.tokens / len(answer.events) for answer in answers for at in answer.events if start < at <= end)
+    if end <= start:
+        raise EvidenceError("the streams never ran together", remedy="use longer answers")
+    return tokens / (end - start)
+
+
+def interruption(url: str, text: Text) -> Interruption:
+    """16 streams, among which a prompt of 2,000 tokens arrives once each has had its first tokens."""
+    planned = text.streams(COST_STREAMS, STREAM_PROMPT, LONG_TOKENS)
+    long = Planned(text.prompt(LONG_PROMPT), LONG_ANSWER, after_pieces=LONG_AFTER)
+    *others, arrived = complete(url, [*planned, long])
+    together = max(answer.events[0] for answer in others)  # before it, prompts of the streams themselves are fed
+    ratios: list[tuple[float, float]] = []  # of each stream: its worst gap from there on, and its median
+    for answer in others:
+        times = [at for at in answer.events if at >= together]
+        gaps = [after - before for before, after in itertools.pairwise(times)]
+        ratios.append((max(gaps), median(answer.gaps)))
+    return Interruption(
+        median_ms=1000 * median(middle for _, middle in ratios),
+        worst_ms=1000 * max(worst for worst, _ in ratios),
+        worst_ratio=max(worst / middle for worst, middle in ratios),
+        long_ttft_ms=1000 * arrived.first_token_seconds,
+    )
+
+
+def prefix(url: str, text: Text) -> Prefix:
+    """Time to first token of a prompt of 528 tokens, and of another one that shares its first 512."""
+    cold: list[float] = []
+    warm: list[float] = []
+    cached: list[int] = []
+    for _ in range(PREFIX_PAIRS):
+        shared = text.prompt(PREFIX)
+        for times in (cold, warm):
+            answer = complete(url, [Planned([*shared, *text.prompt(QUESTION)], 4)])[0]
+            times.append(answer.first_token_seconds)
+        cached.append(answer.cached)
+    return Prefix(cold_ms=1000 * median(cold), warm_ms=1000 * median(warm), cached_tokens=min(cached))

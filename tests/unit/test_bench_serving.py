@@ -1,0 +1,185 @@
+"""The client and the arithmetic of the serving benchmark: what is counted, and that each bar can be missed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.serving.client import Answer, Plan, Planned, play
+from benchmarks.serving.load import Text
+from benchmarks.serving.report import Measured, Run, bars, page, write
+from benchmarks.serving.run import arguments, bench
+from benchmarks.serving.scenarios import Interruption, Load, Prefix, decode_rate, throughput
+from benchmarks.serving.servers import KINDS, OURS, VLLM, ServerProcess, command
+from tapeout.errors import EvidenceError, TapeoutError
+
+
+def served(*responses: bytes, pause: float = 0.0) -> tuple[list[Answer], list[bytes]]:
+    """The answers of a server that writes these pieces of a response to each of two requests, and what it was sent."""
+    bodies: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        size = next(int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+        bodies.append(await reader.readexactly(size))
+        for piece in responses:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(pause)
+        writer.close()
+
+    async def run() -> list[Answer]:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        async with server:
+            requests = [Planned([1, 2], 3), Planned([4], 3, after_pieces=2)]
+            return list((await play(Plan(f"http://127.0.0.1:{port}", "m", requests))).answers)
+
+    return asyncio.run(run()), bodies
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
+TEXT = b'data: {"choices":[{"text":"a"}]}\n\n'
+USAGE = b'data: {"choices":[],"usage":{"completion_tokens":3,"prompt_tokens_details":{"cached_tokens":2}}}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+def test_events_are_timed_by_the_piece_that_completes_them() -> None:
+    cut = TEXT + TEXT + USAGE + DONE
+    answers, bodies = served(HEAD + TEXT[:10], TEXT[10:], cut, pause=0.05)
+    assert [len(answer.events) for answer in answers] == [3, 3]
+    assert all(answer.tokens == 3 and answer.cached == 2 and not answer.error for answer in answers)
+    assert all(answer.gaps[0] > 0.03 and answer.gaps[1] == 0 for answer in answers)
+    assert answers[1].sent >= answers[0].events[0]
+    assert b'"ignore_eos":true' in bodies[0]
+
+
+@pytest.mark.parametrize(
+    ("response", "error"),
+    [
+        (b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 4\r\n\r\nfull", "429: full"),
+        (HEAD + TEXT, "ended early"),
+        (HEAD + DONE, "ended early"),
+        (HEAD + TEXT + b'data: {"error":{"message":"broken"}}\n\n' + DONE, "broken"),
+        (b"", "ServerDisconnected"),
+    ],
+)
+def test_what_is_no_complete_answer_is_an_error(response: bytes, error: str) -> None:
+    answers, _ = served(response)
+    assert all(error in answer.error for answer in answers)
+
+
+def text() -> Text:
+    return Text(list(range(5000)), random.Random(1))
+
+
+def test_arrivals_are_seeded_and_prompts_share_nothing() -> None:
+    load = text().poisson(400, 10.0)
+    assert load == text().poisson(400, 10.0)
+    gaps = [after.at - before.at for before, after in pairwise(load)]
+    assert sum(gaps) / len(gaps) == pytest.approx(0.1, rel=0.15)
+    assert len({tuple(request.prompt[:4]) for request in load}) == 400
+    assert len({request.new_tokens for request in load}) == 4
+
+
+def test_throughput_leaves_out_the_ramp_and_the_stragglers() -> None:
+    steady = Answer(0, 1, [1 + i / 100 for i in range(100)], 100)
+    late = Answer(0, 60, [50.0], 1)
+    assert throughput([steady, late]) == pytest.approx(100, rel=0.02)
+    with pytest.raises(EvidenceError):
+        throughput([Answer(0, 1, [0.5], 1)])
+
+
+def test_decode_is_timed_while_every_stream_runs() -> None:
+    first = Answer(0, 9, [i / 10 for i in range(50)], 50)
+    second = Answer(0, 9, [2 + i / 10 for i in range(50)], 50)
+    assert decode_rate([first, second]) == pytest.approx(20)
+    with pytest.raises(EvidenceError):
+        decode_rate([first, Answer(0, 9, [7.0, 8.0], 2)])
+
+
+def load(tokens: float = 100.0, itl: float = 10.0, ttft: float = 50.0) -> Load:
+    return Load(
+        offered_per_s=1,
+        requests=1,
+        failed=0,
+        first_error="",
+        tokens_per_s=tokens,
+        requests_per_s=1,
+        ttft_ms=(ttft / 2, ttft),
+        itl_ms=(itl / 2, itl),
+        client_cpu_share=0.01,
+    )
+
+
+def ours(**changes: Any) -> Measured:
+    good: dict[str, Any] = {
+        "saturation": (load(160),),
+        "latency": load(itl=9, ttft=40),
+        "cost": ((95.0, 100.0),),
+        "long_prompt": (Interruption(median_ms=10, worst_ms=19, worst_ratio=1.9, long_ttft_ms=900),),
+        "prefix": Prefix(cold_ms=90, warm_ms=10, cached_tokens=512),
+        "streams": ((1, (50.0,)), (8, (200.0,))),
+        "cold_start_seconds": 2.0,
+    }
+    return Measured(name="ours", ours=True, **(good | changes))
+
+
+def run_of(mine: Measured) -> Run:
+    peer = Measured(name="peer", ours=False, cold_start_seconds=9, saturation=(load(),), latency=load())
+    return Run(
+        servers=(mine, peer),
+        failures={"other": "is missing"},
+        machine="",
+        threads=2,
+        requests=1,
+        rounds=1,
+        load_before=0,
+    )
+
+
+MISSED: list[dict[str, Any]] = [
+    {"saturation": (load(149),)},
+    {"latency": load(itl=11, ttft=40)},
+    {"latency": load(itl=9, ttft=51)},
+    {"cost": ((89.0, 100.0),)},
+    {"long_prompt": (Interruption(median_ms=10, worst_ms=21, worst_ratio=2.1, long_ttft_ms=900),)},
+    {"prefix": Prefix(cold_ms=79, warm_ms=10, cached_tokens=512)},
+    {"streams": ((1, (50.0,)), (8, (48.0,)))},
+    {"cold_start_seconds": 3.1},
+]
+
+
+def test_every_bar_holds_is_missed_or_has_no_figure(tmp_path: Path) -> None:
+    assert [bar.holds for bar in bars(run_of(ours()))] == [True] * 8
+    for number, change in enumerate(MISSED):
+        assert [bar.holds for bar in bars(run_of(ours(**change)))] == [i != number for i in range(8)]
+    bare = Measured(name="ours", ours=True, cold_start_seconds=1.0)
+    assert [bar.holds for bar in bars(run_of(bare))] == [None] * 7 + [True]
+    write(run_of(bare), tmp_path)
+    assert "not measured" in (tmp_path / "serving.md").read_text() and (tmp_path / "serving.json").is_file()
+    assert "other" in page(run_of(ours()))
+
+
+def test_every_server_has_a_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TAPEOUT_PEERS", str(tmp_path))
+    assert "--unsafe" in command(OURS, Path("b"), 1, 2)[0]
+    assert "VLLM_CPU_KVCACHE_SPACE" in command(VLLM, Path("b"), 1, 2)[1]
+    with pytest.raises(TapeoutError, match="install-only"):
+        command(KINDS[1], Path("b"), 1, 2)
+
+
+def test_a_server_that_ends_is_told_with_its_log(tmp_path: Path) -> None:
+    with pytest.raises(TapeoutError, match="ended with code"):
+        ServerProcess(OURS, tmp_path / "no bundle", tmp_path / "log", 1)
+
+
+def test_a_bundle_that_is_none_is_said_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(TapeoutError):
+        bench(arguments(["--bundle", str(tmp_path), "--out", str(tmp_path / "out")]), lambda _: None)
+    assert not (tmp_path / "out").exists()
