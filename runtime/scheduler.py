@@ -258,10 +258,10 @@ class Scheduler:
                 prompts.append(sequence)
             elif budget and sequence.request.id in self._running:
                 budget -= self._feed(sequence, 1, now)
-        if drafts:
-            budget -= self._add_drafts(drafts, budget)
         backlog = self.waiting_tokens + sum(map(self._pending, prompts))
         budget = self.costs.prompt_budget(len(self._planned), budget, backlog)
+        if drafts:  # they delay the others as prompts do, and leave those half of the room
+            budget -= self._add_drafts(drafts, budget // 2 if backlog else budget)
         scored = self.limits.scored_tokens
         for sequence in prompts:
             if budget and sequence.request.id in self._running:

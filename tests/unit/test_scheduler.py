@@ -455,3 +455,20 @@ def test_admission_leaves_room_for_answers() -> None:
     for _ in range(60):
         advance(made)
     assert made.preemptions and not made.running and not made.waiting, "the guess was wrong, and nobody is lost"
+
+
+def test_guesses_leave_decodes_their_latency_and_prompts_half_the_room() -> None:
+    """Costs: 10 ms for decodes, and 1 ms for each other token. Steps with decodes may last 20 ms."""
+    made = scheduler(blocks=64)
+    for id in "abcd":
+        made.add(Request(id, [1], 50), 0)
+    advance(made)
+    made.costs.observe(4, 0, 0.01)
+    made.costs.observe(0, 1000, 1.0)
+    guesses = {id: [7] * 8 for id in "abcd"}
+    works = made.plan(0, guesses)
+    assert sum(work.drafts for work in works) == 16  # MIN_CHUNK; 10 ms would do for 10
+    made.commit({work.id: Outcome([1]) for work in works}, 0)
+    made.add(Request("prompt", [2] * 40, 1), 0)
+    works = made.plan(0, guesses)
+    assert sum(work.drafts for work in works) == 8 and len(works[-1].tokens) == 8
