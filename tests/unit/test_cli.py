@@ -32,6 +32,9 @@ from tests.unit.test_generate import Scripted, characters
 
 COMMANDS = [
     "generate",
+    "serve",
+    "keys",
+    "usage",
     "gate",
     "keygen",
     "summary",
@@ -268,6 +271,7 @@ def prompts(here: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return Recorded("héllo# never seen")
 
     monkeypatch.setattr("runtime.api.load_engine", opened)
+    monkeypatch.setattr("runtime.api.Sequences", lambda engine: engine)  # what was opened stands for them
     return seen
 
 
