@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(not CHROMIUM.is_file(), reason="no chromium; nam
 def client() -> InProcessClient:
     engine = ScriptEngine(ids("<|start|>assistant\n"), END_TOKEN, VOCAB, slots=8, max_tokens=1024)
     engine.script = ids(SAID)
-    return InProcessClient(engine, pause=0.01, end=END_TOKEN)
+    return InProcessClient(engine, pause=0.03, end=END_TOKEN)
 
 
 def application(client: InProcessClient, settings: OperationsSettings) -> FastAPI:
