@@ -7,6 +7,7 @@ python -m benchmarks.serving.run --bundle artifacts/candidate --servers ours --s
 from __future__ import annotations
 
 import argparse
+import signal
 import subprocess
 import sys
 import tarfile
@@ -306,6 +307,7 @@ def _named(kind: ServerKind, word: str) -> bool:
 
 def main(words: Sequence[str] | None = None) -> int:
     options = arguments(words)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(ExitCode.BROKEN))  # which closes the servers
     try:
         return bench(options, lambda text: print(text, file=sys.stderr, flush=True))
     except TapeoutError as error:

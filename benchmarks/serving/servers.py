@@ -63,7 +63,8 @@ def command(
     if kind == VLLM:
         cores = sorted(os.sched_getaffinity(0))[:threads]
         options = ["--served-model-name", MODEL, "--dtype", "bfloat16", "--max-model-len", str(CONTEXT_TOKENS)]
-        return [str(python_of("vllm").parent / "vllm"), "serve", str(model), *address, *options], {
+        module = "vllm.entrypoints.openai.api_server"  # the command asks for metadata that the CPU package lacks
+        return [str(python_of("vllm")), "-m", module, "--model", str(model), *address, *options], {
             "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
             "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
             "VLLM_NO_USAGE_STATS": "1",
