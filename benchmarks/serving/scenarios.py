@@ -6,12 +6,12 @@ the last stragglers are in it. Latencies are of all requests of a run.
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 
 import numpy as np
@@ -172,12 +172,14 @@ def interruption(url: str, text: Text) -> Interruption:
     planned = text.streams(COST_STREAMS, STREAM_PROMPT, LONG_TOKENS)
     long = Planned(text.prompt(LONG_PROMPT), LONG_ANSWER, after_pieces=LONG_AFTER)
     *others, arrived = complete(url, [*planned, long])
-    together = max(answer.events[0] for answer in others)  # before it, prompts of the streams themselves are fed
-    ratios: list[tuple[float, float]] = []  # of each stream: its worst gap from there on, and its median
+    ratios: list[tuple[float, float]] = []  # of each stream: its worst gap while the prompt is fed, and its median
     for answer in others:
-        times = [at for at in answer.events if at >= together]
-        gaps = [after - before for before, after in itertools.pairwise(times)]
-        ratios.append((max(gaps), median(answer.gaps)))
+        pairs = pairwise(answer.events)
+        gaps = [after - before for before, after in pairs if after > arrived.sent and before < arrived.events[0]]
+        if gaps:  # else it ended before
+            ratios.append((max(gaps), median(answer.gaps)))
+    if not ratios:
+        raise EvidenceError("every stream ended before the long prompt arrived", remedy="use longer answers")
     return Interruption(
         median_ms=1000 * median(middle for _, middle in ratios),
         worst_ms=1000 * max(worst for worst, _ in ratios),
