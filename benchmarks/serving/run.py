@@ -51,7 +51,7 @@ from tapeout.portable_graph import PortableGraph
 SCENARIOS = ("saturation", "latency", "cost", "long", "prefix", "streams")
 LATENCY_SHARE = 0.7  # of the best peer's saturation
 STREAM_COUNTS = (1, 8, 32, 128)
-SLOTS = 64  # KV memory of our server, in sequences of full length
+OUR_OPTIONS = ("--slots", "64")  # KV memory of our server, in sequences of full length
 TOOLS = ("llama-server", "llama-quantize")
 BUILD = ("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DBUILD_SHARED_LIBS=OFF", "-DLLAMA_CURL=OFF")
 LEAN = ("-DLLAMA_OPENSSL=OFF", "-DLLAMA_BUILD_UI=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF")
@@ -139,11 +139,10 @@ class Bench:
     def start(self, models: dict[ServerKind, Path]) -> None:
         logs = peers_folder() / "logs"
         logs.mkdir(parents=True, exist_ok=True)
-        ours = ("--slots", str(SLOTS))
         for kind, model in models.items():
             self.progress(f"starting {kind.name}")
             log = logs / f"serving-{kind.name.replace(' ', '-')}.log"
-            found = self._try(kind.name, partial(ServerProcess, kind, model, log, self.options.threads, ours))
+            found = self._try(kind.name, partial(ServerProcess, kind, model, log, self.options.threads, OUR_OPTIONS))
             if found is None:
                 continue
             self.servers[kind] = found
@@ -211,9 +210,14 @@ class Bench:
         self._note(OURS, streams=tuple((count, tuple(found)) for count, found in rates.items() if found))
 
     def _cost(self) -> None:
-        log = peers_folder() / "logs/serving-bare-engine.log"
+        """Without drafts, which the bare engine does not have either."""
+        logs, threads = peers_folder() / "logs", self.options.threads
         found: list[tuple[float, float]] = []
-        with PeerProcess("ours", python_of(OUR_ENVIRONMENT), log, self.options.threads) as process:
+        server_log, options = logs / "serving-cost.log", (*OUR_OPTIONS, "--draft-tokens", "0")
+        with (
+            PeerProcess("ours", python_of(OUR_ENVIRONMENT), logs / "serving-bare-engine.log", threads) as process,
+            ServerProcess(OURS, self.options.bundle, server_log, threads, options) as server,
+        ):
             process.ask(
                 "load",
                 folder=str(self.options.bundle.resolve()),
@@ -225,7 +229,8 @@ class Bench:
             process.pause()
             bare = Bare(process)
             for _ in range(self.options.rounds):
-                pair = self._in_turn(OURS, "cost", lambda server: cost(server.url, self.text, bare))
+                pair = self._try("cost", lambda: cost(server.url, self.text, bare))
+                self.progress(f"cost: {pair}")
                 if pair:
                     found.append(pair)
         self._note(OURS, cost=tuple(found))

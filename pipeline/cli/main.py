@@ -130,6 +130,9 @@ def serve(
     ] = None,
     kv_bytes: Annotated[str | None, typer.Option(help="Instead of --slots: most memory of the KV cache: 2GiB.")] = None,
     max_waiting: Annotated[int, typer.Option(help="Requests that may wait; more are refused with 429.")] = 1024,
+    draft_tokens: Annotated[
+        int, typer.Option(help="Most tokens that prompt lookup guesses for a request in a step; 0 switches it off.")
+    ] = 8,
     queue_seconds: Annotated[
         float | None, typer.Option(help="A request that waits longer is ended with 408; without, it waits.")
     ] = None,
@@ -185,6 +188,7 @@ def serve(
             slots=slots,
             kv_bytes=None if kv_bytes is None else command.parse_bytes(kv_bytes),
             max_waiting=max_waiting,
+            draft_tokens=draft_tokens,
             queue_seconds=queue_seconds,
             request_seconds=request_seconds,
             drain_seconds=drain_seconds,

@@ -43,6 +43,7 @@ class Options:
     slots: int | None
     kv_bytes: int | None
     max_waiting: int
+    draft_tokens: int
     queue_seconds: float | None
     request_seconds: float | None
     drain_seconds: float
@@ -75,7 +76,7 @@ def run(options: Options) -> None:
         require_judged(folder, unsafe=options.unsafe)
     public_key = None if options.unsafe else key_from_environment(PUBLIC_KEY)
     opener = OpenBundle(options.threads, options.slots, options.kv_bytes, public_key)
-    client = ProcessClient(folder, opener, Limits(max_waiting=options.max_waiting))
+    client = ProcessClient(folder, opener, Limits(max_waiting=options.max_waiting, most_drafted=options.draft_tokens))
     # Imported while the engine's process opens the bundle.
     from runtime.server.operations import Operations, OperationsSettings
     from runtime.server.requests import ServerLimits
