@@ -51,9 +51,8 @@ def fetch(recipe: Recipe, folder: Path) -> Artifact[Source]:
             keep=lambda name: any(name.startswith(f"{wanted}/") for wanted in folders),
         )
         _require_datasets(data, [name for name in needed if name != TRAFFIC or not recipe.data.traffic])
-        log = None
-        if recipe.data.traffic:
-            log = fetch_traffic(recipe.data.traffic, recipe.data.traffic_sha256, draft.folder / "traffic", data.path)
+        traffic, pin = recipe.data.traffic, recipe.data.traffic_sha256
+        log = fetch_traffic(traffic, pin, draft.folder / "traffic", data.path) if traffic else None
         record = Source(
             model_source=model.source,
             model_sha256=model.sha256,

@@ -271,7 +271,6 @@ def prompts(here: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return Recorded("héllo# never seen")
 
     monkeypatch.setattr("runtime.api.load_engine", opened)
-    monkeypatch.setattr("runtime.api.Sequences", lambda engine: engine)  # what was opened stands for them
     return seen
 
 
