@@ -15,8 +15,7 @@ caller says what time it is, in seconds.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -24,10 +23,10 @@ from typing import Literal, NamedTuple
 
 from runtime.blocks import BlockPool, block_keys
 from runtime.step_costs import StepCosts
+from runtime.waiting import Rank, WaitingQueue
 from tapeout.errors import RequestError
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
-MAX_DEFERRED = 64  # requests that a step may pass over because another computes their prefix
 
 
 class QueueFullError(RequestError):
@@ -68,7 +67,7 @@ class Limits:
     most_drafted: int = 8
     itl_factor: float = 1.7
     itl_seconds: float = 0.02
-    backlog_seconds: float = 5.0
+    backlog_seconds: float = 1.0
     step_seconds: float = 1.0
 
 
@@ -135,14 +134,14 @@ class _Sequence:
     published: int = 0  # blocks whose keys the pool was told
     started: bool = False
 
+    def __post_init__(self) -> None:
+        self.id, self.tenant, self.priority = self.request.id, self.request.tenant, self.request.priority
+
     @property
     def answered(self) -> int:
         return len(self.tokens) - len(self.request.prompt)
 
 
-_Place = tuple[float, str]  # in a queue: arrival and id
-_Group = tuple[str, int]  # tenant and priority
-_Rank = tuple[float, float, float, str]
 _Deadline = tuple[float, int, str, _Sequence]  # when, a number that makes it unique, until what, of whom
 
 
@@ -153,11 +152,10 @@ class Scheduler:
         self.pool, self.limits = pool, limits
         self._block_tokens, self._max_tokens = block_tokens, max_tokens
         self.costs = StepCosts(limits.itl_factor, limits.itl_seconds, limits.backlog_seconds, limits.step_seconds)
-        self.waiting_tokens = 0
         self.preemptions = 0
-        self._waiting: dict[str, _Sequence] = {}
+        self._queue = WaitingQueue(self._rank)
+        self._waiting = self._queue.sequences
         self._running: dict[str, _Sequence] = {}
-        self._queues: dict[_Group, list[_Place]] = {}  # who waits, the earliest first
         self._planned: dict[str, Work] = {}
         self._computing: dict[bytes, str] = {}  # keys of blocks that a running request will publish
         self._deadlines: list[_Deadline] = []  # a heap
@@ -172,6 +170,10 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def waiting_tokens(self) -> int:
+        return self._queue.tokens
 
     @property
     def running(self) -> int:
@@ -213,7 +215,7 @@ class Scheduler:
             self._served[tenant] = min(self._served.values(), default=0.0)
         self._active[tenant] = self._active.get(tenant, 0) + 1
         sequence = _Sequence(request, now, list(request.prompt))
-        self._wait(sequence)
+        self._queue.add(sequence)
         deadlines = (
             ("queue", request.queue_deadline),
             ("first token", request.first_token_deadline),
@@ -233,7 +235,7 @@ class Scheduler:
         expired: list[Finished] = []
         while self._deadlines and self._deadlines[0][0] <= now:
             _, _, until, sequence = heappop(self._deadlines)
-            id = sequence.request.id
+            id = sequence.id
             kept = (until == "queue" and sequence.started) or (until == "first token" and sequence.answered)
             if not kept and self._find(id) is sequence:
                 expired.append(self._finish(id, "timeout"))
@@ -256,7 +258,7 @@ class Scheduler:
         for sequence in ranked:
             if len(sequence.tokens) - sequence.computed > 1:
                 prompts.append(sequence)
-            elif budget and sequence.request.id in self._running:
+            elif budget and sequence.id in self._running:
                 budget -= self._feed(sequence, 1, now)
         backlog = self.waiting_tokens + sum(map(self._pending, prompts))
         budget = self.costs.prompt_budget(len(self._planned), budget, backlog)
@@ -264,7 +266,7 @@ class Scheduler:
             budget -= self._add_drafts(drafts, budget // 2 if backlog else budget)
         scored = self.limits.scored_tokens
         for sequence in prompts:
-            if budget and sequence.request.id in self._running:
+            if budget and sequence.id in self._running:
                 fed, scored = self._feed_prompt(sequence, budget, scored, now)
                 budget -= fed
         if self.preemptions == before:  # else those that were preempted would be admitted right away
@@ -310,22 +312,20 @@ class Scheduler:
             assert len(sequence.blocks) * self._block_tokens >= sequence.computed
         for sequence in self._waiting.values():
             assert not sequence.blocks and not sequence.computed, "a waiting request holds blocks"
-        queued = sorted(id for queue in self._queues.values() for _, id in queue)
-        assert queued == sorted(self._waiting), "queues and waiting requests differ"
-        assert self.waiting_tokens == sum(len(sequence.tokens) for sequence in self._waiting.values())
+        self._queue.check()
         assert sum(self._active.values()) == len(sequences) and self._active.keys() == self._served.keys()
         assert set(self._computing.values()) <= self._running.keys(), "nobody computes a block that others wait for"
 
     def _feed(self, sequence: _Sequence, count: int, now: float) -> int:
         """Plan ``count`` tokens of a running request; 0 if it had to give up its blocks."""
-        end, size, id = sequence.computed + count, self._block_tokens, sequence.request.id
+        end, size, id = sequence.computed + count, self._block_tokens, sequence.id
         missing = -(-end // size) - len(sequence.blocks)
         while missing > 0:
             taken = self.pool.take(missing)
             if taken is not None:
                 sequence.blocks += taken
                 break
-            others = [other for other in self._running.values() if other.request.id not in self._planned]
+            others = [other for other in self._running.values() if other.id not in self._planned]
             victim = max(others, key=lambda other: self._rank(other, now))
             self._preempt(victim)
             if victim is sequence:
@@ -371,7 +371,7 @@ class Scheduler:
         size = self._block_tokens
         if not budget or len(self._running) >= self.limits.max_running:
             return
-        for sequence in self._by_rank(now):
+        for sequence in self._queue.ranked(now):
             if not budget or len(self._running) >= self.limits.max_running:
                 return
             sequence.keys = block_keys(sequence.tokens, size, sequence.request.salt, sequence.keys)
@@ -391,10 +391,10 @@ class Scheduler:
             sequence.blocks, sequence.computed, sequence.published = found + rest, len(found) * size, len(found)
             if not sequence.started:
                 sequence.cached, sequence.started = sequence.computed, True
-            self._leave_queue(sequence)
-            self._running[sequence.request.id] = sequence
+            self._queue.remove(sequence)
+            self._running[sequence.id] = sequence
             for key in sequence.keys[len(found) :]:
-                self._computing.setdefault(key, sequence.request.id)
+                self._computing.setdefault(key, sequence.id)
             fed, scored = self._feed_prompt(sequence, budget, scored, now)
             budget -= fed
 
@@ -415,21 +415,6 @@ class Scheduler:
             blocks += max(0, -(-end // size) - max(len(sequence.blocks), -(-len(sequence.tokens) // size)))
         return blocks
 
-    def _by_rank(self, now: float) -> Iterator[_Sequence]:
-        """Waiting requests, within a tenant and priority by arrival. They may leave the queue meanwhile."""
-        heads = [(self._rank(self._waiting[queue[0][1]], now), group, 0) for group, queue in self._queues.items()]
-        heapify(heads)
-        deferred = 0
-        while heads and deferred <= MAX_DEFERRED:
-            rank, group, passed = heappop(heads)
-            sequence = self._waiting[rank[3]]
-            yield sequence
-            if sequence.request.id in self._waiting:
-                passed, deferred = passed + 1, deferred + 1
-            queue = self._queues.get(group, [])
-            if passed < len(queue):
-                heappush(heads, (self._rank(self._waiting[queue[passed][1]], now), group, passed))
-
     def _make_room(self, request: Request, now: float) -> list[str]:
         """End waiting requests of lower priority, the lowest and latest first, until there is room for this one.
 
@@ -439,20 +424,15 @@ class Scheduler:
         places, tokens = limits.max_waiting - self.waiting, limits.max_waiting_tokens - self.waiting_tokens
         if places >= 1 and tokens >= len(request.prompt):
             return []
-        lower = [
-            self._waiting[id]
-            for (_, priority), queue in self._queues.items()
-            if priority > request.priority
-            for _, id in queue
-            if not self._waiting[id].started  # one that was preempted has begun its answer, and keeps its place
-        ]
-        for sequence in sorted(lower, key=lambda sequence: self._rank(sequence, now), reverse=True):
+        for sequence in self._queue.below(request.priority, now):
+            if sequence.started:  # it was preempted: it has begun its answer, and keeps its place
+                continue
             if self._rank(sequence, now)[0] <= request.priority:
                 break
             displaced.append(sequence)
             places, tokens = places + 1, tokens + len(sequence.tokens)
             if places >= 1 and tokens >= len(request.prompt):
-                return [self._finish(sequence.request.id, "error").id for sequence in displaced]
+                return [self._finish(sequence.id, "error").id for sequence in displaced]
         raise QueueFullError(
             f"{self.waiting} requests of {self.waiting_tokens} tokens are waiting",
             expected=f"at most {limits.max_waiting} requests and {limits.max_waiting_tokens} tokens",
@@ -476,30 +456,14 @@ class Scheduler:
         """Tokens that its blocks do not hold yet."""
         return len(sequence.tokens) - sequence.computed
 
-    def _wait(self, sequence: _Sequence) -> None:
-        request = sequence.request
-        self._waiting[request.id] = sequence
-        self.waiting_tokens += len(sequence.tokens)
-        insort(self._queues.setdefault((request.tenant, request.priority), []), (sequence.arrival, request.id))
-
-    def _leave_queue(self, sequence: _Sequence) -> None:
-        request = sequence.request
-        del self._waiting[request.id]
-        self.waiting_tokens -= len(sequence.tokens)
-        group = request.tenant, request.priority
-        queue = self._queues[group]
-        del queue[bisect_left(queue, (sequence.arrival, request.id))]
-        if not queue:
-            del self._queues[group]
-
     def _preempt(self, sequence: _Sequence) -> None:
         self._release(sequence)
-        self._wait(self._running.pop(sequence.request.id))
+        self._queue.add(self._running.pop(sequence.id))
         self.preemptions += 1
 
     def _finish(self, id: str, reason: FinishReason) -> Finished:
         if sequence := self._waiting.get(id):
-            self._leave_queue(sequence)
+            self._queue.remove(sequence)
         else:
             sequence = self._running.pop(id)
             self._release(sequence)
@@ -515,7 +479,7 @@ class Scheduler:
 
     def _release(self, sequence: _Sequence) -> None:
         for key in sequence.keys[sequence.published :]:
-            if self._computing.get(key) == sequence.request.id:
+            if self._computing.get(key) == sequence.id:
                 del self._computing[key]
         self.pool.release(sequence.blocks)
         sequence.blocks, sequence.computed = [], 0
@@ -531,11 +495,11 @@ class Scheduler:
         for index in range(sequence.published, full):
             key = sequence.keys[index]
             self.pool.publish(sequence.blocks[index], key)
-            if self._computing.get(key) == sequence.request.id:
+            if self._computing.get(key) == sequence.id:
                 del self._computing[key]
         sequence.published = full
 
-    def _rank(self, sequence: _Sequence, now: float) -> _Rank:
+    def _rank(self, sequence: _Sequence, now: float) -> Rank:
         """Who comes first: by priority, which rises with waiting; then tenants that were served least; then by age."""
         request = sequence.request
         priority = request.priority - (now - sequence.arrival) // self.limits.aging_seconds

@@ -35,7 +35,7 @@ class StepCosts:
         self,
         itl_factor: float = 1.7,
         itl_seconds: float = 0.02,
-        backlog_seconds: float = 5.0,
+        backlog_seconds: float = 1.0,
         step_seconds: float = 1.0,
     ) -> None:
         self.itl_factor, self.itl_seconds = itl_factor, itl_seconds

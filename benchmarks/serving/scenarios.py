@@ -1,7 +1,6 @@
 """What is measured of a server. Each scenario plans requests, has them sent, and sums up what the client saw.
 
-Throughput counts new tokens while the middle four fifths of all events arrived, so that neither the first prompts nor
-the last stragglers are in it. Latencies are of all requests of a run.
+Throughput is of a whole run, with its first prompts and its last stragglers. Latencies are of all its requests.
 """
 
 from __future__ import annotations
@@ -92,20 +91,13 @@ def complete(url: str, requests: Sequence[Planned]) -> list[Answer]:
 
 
 def throughput(answers: Sequence[Answer]) -> float:
-    """New tokens per second while the middle four fifths of the events arrived.
+    """New tokens per second, from the first request to the last token, as ``vllm bench serve`` counts.
 
-    >>> steady = [Answer(0, 10, [i / 10 for i in range(100)], 100), Answer(0, 60, [60.0], 1)]
-    >>> round(throughput(steady))
-    10
+    >>> throughput([Answer(0, 10, tokens=100), Answer(5, 20, tokens=60)])
+    8.0
     """
-    weighted = sorted(
-        (at, answer.tokens / len(answer.events)) for answer in answers if answer.events for at in answer.events
-    )
-    if len(weighted) < 10:
-        raise EvidenceError(f"{len(weighted)} events arrived", expected="at least 10")
-    first, last = len(weighted) // 10, len(weighted) - 1 - len(weighted) // 10
-    tokens = sum(weight for _, weight in weighted[first + 1 : last + 1])
-    return tokens / (weighted[last][0] - weighted[first][0])
+    seconds = max(answer.ended for answer in answers) - min(answer.sent for answer in answers)
+    return sum(answer.tokens for answer in answers) / seconds
 
 
 def percentiles_ms(seconds: Sequence[float]) -> tuple[float, float]:
