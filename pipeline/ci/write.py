@@ -86,7 +86,8 @@ def _replace(path: Path, text: str) -> Path:
         partial.write_text(text, encoding="utf-8")
         partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        if partial.is_file():
+            partial.unlink()
         raise _not_written(path, error) from error
     return path
 
