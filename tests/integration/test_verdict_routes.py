@@ -119,7 +119,8 @@ def flagger(server: Running, name: str, version: str) -> str:
 
     def accepted(hook: dict[str, Any]) -> bool:
         url = urlsplit(hook["url"])
-        path = url.path.replace("/smollm2/champion", f"/{name}/{version}")
+        assert url.path == "/verdict/smollm2/challenger"
+        path = f"/verdict/{name}/{version}"
         answer = httpx2.post(f"{server.url}{path}?{url.query}", json=body, headers=HEADERS, timeout=120)
         return answer.status_code <= 202
 
