@@ -16,7 +16,7 @@ from pipeline.ci.result import GateResult
 
 COMMENT_BYTES = 60_000  # GitHub takes 65,536 characters
 MARKER = "<!-- tapeout gate -->"  # a later run finds its comment by this line, and edits it
-PLOTS = ("accuracy", "kl", "throughput", "latency")
+PLOTS = ("accuracy", "kl", "throughput", "latency")  # of the report, where it has them
 
 
 def comment(result: GateResult) -> str:
@@ -24,10 +24,9 @@ def comment(result: GateResult) -> str:
     if result.not_passed:
         body += checks_table(result.not_passed, COMMENT_BYTES // 3)
     body += compared(result)
-    if result.plots_url:
-        folder = quote(result.plots_url.rstrip("/"), safe=":/")
-        links = (f"![{name}]({folder}/{name}.svg)" for name in PLOTS)
-        body += f"<details><summary>Plots</summary>\n\n{' '.join(links)}\n\n</details>\n"
+    if result.plots:
+        images = " ".join(f"![plot]({quote(url, safe=':/')})" for url in result.plots)
+        body += f"<details><summary>Plots</summary>\n\n{images}\n\n</details>\n"
     return body
 
 

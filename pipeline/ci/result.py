@@ -32,8 +32,7 @@ class Reference:
 class GateResult:
     """``model``: the registered name. ``params``: the recipe's file, and ``line`` its section ``gate``.
 
-    ``champion`` is None where none is registered, or no format asked for it. ``plots_url``: where the plots of the
-    report were published; empty: nowhere.
+    ``champion`` is None where none is registered, or no format asked for it. ``plots``: addresses of images.
     """
 
     model: str
@@ -43,7 +42,7 @@ class GateResult:
     params: str
     line: int
     champion: Reference | None = None
-    plots_url: str = ""
+    plots: tuple[str, ...] = ()
 
     @property
     def worst_first(self) -> list[Check]:
@@ -61,13 +60,13 @@ def gate_result(
     params: Path,
     *,
     champion: Reference | None = None,
-    plots_url: str = "",
+    plots: tuple[str, ...] = (),
 ) -> GateResult:
     here = Path.cwd()
     shown = params.resolve().relative_to(here) if params.resolve().is_relative_to(here) else params
     lines = params.read_text().splitlines()
     line = next((n for n, text in enumerate(lines, start=1) if re.match(r"gate\s*:", text)), 1)
-    return GateResult(model, found.record, found.digest, statement, shown.as_posix(), line, champion, plots_url)
+    return GateResult(model, found.record, found.digest, statement, shown.as_posix(), line, champion, plots)
 
 
 def excess(check: Check) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from urllib.parse import quote
 
 import tapeout
 from evals.check import Outcome
@@ -15,7 +16,7 @@ LEVELS = {Outcome.FAIL: "error", Outcome.INCONCLUSIVE: "warning"}
 def sarif(result: GateResult) -> str:
     """One rule per check, and one result for each that did not pass."""
     rules = [{"id": check.name, "shortDescription": {"text": check.title}} for check in result.verdict.checks]
-    place = {"artifactLocation": {"uri": result.params}, "region": {"startLine": result.line}}
+    place = {"artifactLocation": {"uri": quote(result.params)}, "region": {"startLine": result.line}}
     found = [
         {
             "ruleId": check.name,

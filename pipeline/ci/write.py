@@ -64,8 +64,9 @@ def write(result: GateResult, formats: Sequence[str], folder: Path, environment:
     written = [_replace(folder / FORMATS[name].file, FORMATS[name].text(result)) for name in formats if name in FORMATS]
     if GITHUB in formats:
         if path := environment.get("GITHUB_STEP_SUMMARY"):
-            used = Path(path).stat().st_size if Path(path).exists() else 0
-            _append(Path(path), summary(result, SUMMARY_BYTES - used))
+            left = SUMMARY_BYTES - (Path(path).stat().st_size if Path(path).exists() else 0)
+            if len((text := summary(result, left)).encode()) <= left:  # else GitHub would drop what is there, too
+                _append(Path(path), text)
         if path := environment.get("GITHUB_OUTPUT"):
             _append(Path(path), outputs(result))
     return written

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from engines.bundle import EngineBundle
 from evals.statement import statement
+from pipeline.ci.comment import PLOTS
 from pipeline.ci.document import document
 from pipeline.ci.github import annotations, broken, no_commands
 from pipeline.ci.result import Reference, gate_result
@@ -40,7 +41,9 @@ def run(
         name = load_recipe(params).register_.model_name
         champion = champion_of(name) if COMMENT in formats else None
         said = statement(name, found, load_record(artifacts / "candidate", EngineBundle))
-        result = gate_result(name, found, said, params, champion=champion, plots_url=plots_url)
+        drawn = [name for name in PLOTS if (artifacts / "report" / "plots" / f"{name}.svg").is_file()]
+        plots = tuple(f"{plots_url.rstrip('/')}/{name}.svg" for name in drawn if plots_url)
+        result = gate_result(name, found, said, params, champion=champion, plots=plots)
         write(result, formats, out, os.environ)
     except TapeoutError as error:
         if GITHUB in formats:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -274,6 +275,13 @@ def test_every_format_is_written_and_github_gets_its_files(tmp_path: Path) -> No
     assert json.loads((tmp_path / "ci/statement.json").read_text())["_type"] == "https://in-toto.io/Statement/v1"
 
 
+def test_a_summary_that_would_be_too_large_is_left_out(tmp_path: Path) -> None:
+    step = tmp_path / "step.md"
+    step.write_text("x" * (SUMMARY_BYTES - 100))
+    write.write(result_of(check("kl")), (GITHUB,), tmp_path / "ci", {"GITHUB_STEP_SUMMARY": str(step)})
+    assert step.stat().st_size == SUMMARY_BYTES - 100
+
+
 def test_a_file_that_cannot_be_written_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "ci").write_text("a file")
     with pytest.raises(CiError, match="cannot write"):
@@ -330,8 +338,8 @@ def test_the_comment_names_other_policies_and_shows_published_plots() -> None:
     loose = earlier.verdict.model_copy(update={"bounds": {**earlier.verdict.bounds, "max_kl": 9.0}})
     result = result_of(check("kl", Outcome.PASS, **KL), champion=Reference("the champion, version 3", loose))
     assert "judged by other policies: gate.max&#95;kl is 9.0 there" in comment(result)
-    shown = GateResult(**{**vars(result), "plots_url": "https://x.example/a b)/"})
-    assert "![kl](https://x.example/a%20b%29/kl.svg)" in comment(shown)
+    shown = replace(result, plots=("https://x.example/a b)/kl.svg",))
+    assert "![plot](https://x.example/a%20b%29/kl.svg)" in comment(shown)
 
 
 @LENIENT

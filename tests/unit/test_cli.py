@@ -516,10 +516,11 @@ def test_the_comment_compares_with_the_champion_of_the_registry(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{here}/mlflow.db")
     recipe = judged.recipe()
     judged.write_params(here / "params.yaml", recipe)
-    comment = ["gate", "--format", "comment", "--out", "out"]
+    comment = ["gate", "--format", "comment", "--out", "out", "--plots-url", "https://x.example/p/"]
     verdict = judged.write_run(here / "artifacts", "one", evidence=judged.good(0.01))
     assert main(comment) == 0
     assert "is registered, so there is nothing to compare with" in (here / "out/comment.md").read_text()
+    assert "https://x.example/p/kl.svg" in (here / "out/comment.md").read_text()
     assert not (here / "mlflow.db").exists(), "looking does not make a registry"
     register(recipe, verdict, load(here / "artifacts/candidate", EngineBundle), here / "artifacts")
     promote(recipe)
