@@ -6,12 +6,10 @@ evals/conditions.py when a requirement is met, missed or undecided.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from xml.etree import ElementTree
 
 from engines.bundle import EngineBundle
-from evals.check import Outcome, combine
+from evals.check import combine
 from evals.items import write_metrics
 from evals.kind import Bounds, Evidence
 from evals.known import kinds
@@ -48,18 +46,13 @@ def judge(evidence: Evidence, bounds: Bounds) -> Verdict:
 
 
 def gate(evidence: Evidence, bounds: Bounds, folder: Path) -> Artifact[Verdict]:
-    """Write the Verdict artifact: its record, ``verdict.json``, ``junit.xml`` for CI, ``metrics.json`` for DVC.
+    """Write the Verdict artifact: its record, and ``metrics.json`` for DVC.
 
     The verdict is written whatever its outcome; the caller turns ``record.exit_code`` into the process's own.
     """
     verdict = judge(evidence, bounds)
     with create(folder, Verdict) as draft:
-        text = json.dumps(verdict.model_dump(mode="json"), indent=1, allow_nan=False)
-        (draft.folder / "verdict.json").write_text(text + "\n")
         write_metrics(draft.folder, verdict.metrics())
-        ElementTree.ElementTree(junit(verdict)).write(
-            draft.folder / "junit.xml", encoding="utf-8", xml_declaration=True
-        )
         draft.finish(
             verdict,
             parents={
@@ -69,22 +62,3 @@ def gate(evidence: Evidence, bounds: Bounds, folder: Path) -> Artifact[Verdict]:
             },
         )
     return load(folder, Verdict)
-
-
-def junit(verdict: Verdict) -> ElementTree.Element:
-    """One test case per check. INCONCLUSIVE is an error, not a skip: CI shows skipped tests as green."""
-    counts = {outcome: sum(check.outcome is outcome for check in verdict.checks) for outcome in Outcome}
-    suite = ElementTree.Element(
-        "testsuite",
-        name="tapeout gate",
-        tests=str(len(verdict.checks)),
-        failures=str(counts[Outcome.FAIL]),
-        errors=str(counts[Outcome.INCONCLUSIVE]),
-    )
-    for check in verdict.checks:
-        case = ElementTree.SubElement(suite, "testcase", classname="gate", name=check.name)
-        if check.outcome is Outcome.FAIL:
-            ElementTree.SubElement(case, "failure", message=check.reason, type="FAIL")
-        elif check.outcome is Outcome.INCONCLUSIVE:
-            ElementTree.SubElement(case, "error", message=check.reason, type="INCONCLUSIVE")
-    return suite

@@ -59,12 +59,25 @@ class Verdict(Record):
             Outcome.INCONCLUSIVE: ExitCode.INCONCLUSIVE,
         }[self.outcome]
 
+    @property
+    def headline(self) -> str:
+        """One sentence: why the outcome is what it is."""
+        total = len(self.checks)
+        if self.outcome is Outcome.PASS:
+            return f"All {total} checks hold at {percent(self.confidence)} confidence."
+        deciding = [check for check in self.checks if check.outcome is self.outcome]
+        if not deciding:
+            return "No check was made, and missing evidence never passes."
+        did = "failed" if self.outcome is Outcome.FAIL else "could not be decided"
+        rest = f" (and {len(deciding) - 1} more below)" if len(deciding) > 1 else ""
+        return f"{len(deciding)} of {total} checks {did}: {deciding[0].title}, {deciding[0].reason}{rest}"
+
     def check(self, name: str) -> Check:
         return next(check for check in self.checks if check.name == name)
 
     def explain(self) -> tuple[tuple[str, ...], ...]:
         """One row of plain text per check, in the order of ``COLUMNS``."""
-        return tuple(_row(check) for check in self.checks)
+        return tuple(row(check) for check in self.checks)
 
     def metrics(self) -> dict[str, float]:
         """Flat numbers for experiment trackers: ``name``, ``name.lower``, ``name.upper`` of checks and facts."""
@@ -76,22 +89,28 @@ class Verdict(Record):
         return {"exit_code": float(self.exit_code)} | {name: number for name, number in named if number is not None}
 
 
-def _row(check: Check) -> tuple[str, ...]:
+def row(check: Check) -> tuple[str, ...]:
+    """Plain text in the order of ``COLUMNS``."""
     sign = {"at_least": "≥ ", "at_most": "≤ ", None: ""}[check.direction]
-    limits = "" if check.lower is check.upper is None else f"{_number(check.lower)} … {_number(check.upper)}"
+    limits = "" if check.lower is check.upper is None else f"{number(check.lower)} … {number(check.upper)}"
     count = "" if check.n is None else f"{check.n} {check.unit}"
     if check.clusters not in (None, check.n):
         count += f" in {check.clusters} clusters"
     return (
         check.outcome.value,
         check.title,
-        "" if check.value is None else _number(check.value),
-        "" if check.bound is None else sign + _number(check.bound),
+        "" if check.value is None else number(check.value),
+        "" if check.bound is None else sign + number(check.bound),
         limits,
         count,
         check.reason,
     )
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
     return "?" if value is None else f"{value:.4g}"
+
+
+def percent(confidence: float) -> str:
+    """As reasons of checks say it, and never rounded up to 100."""
+    return f"{100 * confidence:g} %"

@@ -255,6 +255,14 @@ def gate(
         Path | None,
         typer.Option(help="Sign the verdict with this private key.", envvar="TAPEOUT_PRIVATE_KEY", show_envvar=True),
     ] = None,
+    formats: Annotated[
+        list[str] | None,
+        typer.Option("--format", help="What CI reads, such as junit; by default as the CI system needs (docs/ci.md)."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the files of these formats.")] = Path("artifacts/ci"),
+    plots_url: Annotated[
+        str, typer.Option(help="Where the report's plots were published; the format comment shows them.")
+    ] = "",
     as_json: Json = False,
 ) -> None:
     """Judge again, print the verdict and enforce it by exit code: 0 PASS, 1 FAIL, 3 INCONCLUSIVE, 2 no valid verdict.
@@ -263,13 +271,10 @@ def gate(
 
     Example, as the last step of a CI job: `tapeout gate`
     """
-    from pipeline.cli.tables import verdict
-    from pipeline.cli.verdict import load_verdict
+    from pipeline.cli import gate as command
 
-    found = load_verdict(artifacts, params, key=key)
-    record = found.record.model_dump(mode="json")
-    _show({"digest": found.digest, "exit_code": int(found.record.exit_code)} | record, verdict(found.record), as_json)
-    raise typer.Exit(found.record.exit_code)
+    code = command.run(artifacts, params, key=key, formats=formats or (), out=out, plots_url=plots_url, as_json=as_json)
+    raise typer.Exit(code)
 
 
 @app.command(rich_help_panel="Judge and release")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,6 +78,9 @@ def run(options: Options) -> None:
     opener = OpenBundle(options.threads, options.slots, options.kv_bytes, public_key)
     client = ProcessClient(folder, opener, Limits(max_waiting=options.max_waiting, most_drafted=options.draft_tokens))
     # Imported while the engine's process opens the bundle.
+    from fastapi import APIRouter
+
+    from pipeline.registry.verdict_routes import Verdicts
     from runtime.server.operations import Operations, OperationsSettings
     from runtime.server.requests import ServerLimits
     from runtime.server.run import ServeSettings, serve
@@ -101,6 +104,9 @@ def run(options: Options) -> None:
         ),
     )
 
+    extensions = operations.extensions
+    verdicts = APIRouter(routes=Verdicts().routes())
+
     async def follow(service: Service) -> None:
         await follow_champion(service, name, options.follow_seconds)
 
@@ -114,7 +120,7 @@ def run(options: Options) -> None:
                 drain_seconds=options.drain_seconds,
                 limits=ServerLimits(queue_timeout=options.queue_seconds, timeout=options.request_seconds),
             ),
-            extensions=operations.extensions,
+            extensions=replace(extensions, routers=[*extensions.routers, verdicts]),
             companion=follow if registered and options.follow_seconds else None,
         )
     finally:

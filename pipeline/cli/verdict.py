@@ -7,9 +7,10 @@ from pathlib import Path
 from engines.bundle import EngineBundle
 from evals.evidence import LINEAGE, measured, require_reproducible
 from evals.policy import policy_of
+from evals.statement import statement
 from evals.verdict import Verdict
 from pipeline.recipe import load_recipe
-from pipeline.registry.judged import public_key, require_signature, statement
+from pipeline.registry.judged import public_key, require_signature
 from tapeout.artifact import Artifact, load, load_header, load_record, verify
 from tapeout.errors import EvidenceError
 from tapeout.signing import sign, signature_path, write_signature
@@ -39,7 +40,7 @@ def load_verdict(artifacts: Path, params: Path, *, key: Path | None = None) -> A
     candidate = artifacts / "candidate"
     if key is not None:
         bundle = load_record(candidate, EngineBundle)
-        write_signature(candidate, sign(statement(recipe, found, bundle), key))
+        write_signature(candidate, sign(statement(recipe.register_.model_name, found, bundle), key))
     if (trusted := public_key(recipe)) is not None:
         name = recipe.register_.model_name
         require_signature(signature_path(candidate), trusted, name, found.record, found.digest, candidate)

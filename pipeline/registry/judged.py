@@ -26,12 +26,7 @@ from tapeout.artifact import RECORD, Artifact, load, verify
 from tapeout.errors import RegistryError, TapeoutError
 from tapeout.signing import (
     PUBLIC_KEY,
-    Digest,
-    Resource,
-    Statement,
-    TestResult,
     key_from_environment,
-    record_resource,
     require_about,
     require_same,
     verify_signature,
@@ -75,26 +70,6 @@ def collect(artifacts: Path, recipe: Recipe, folder: Path) -> None:
 
 def dumped(recipe: Recipe) -> dict[str, Any]:
     return recipe.model_dump(mode="json", by_alias=True)
-
-
-def statement(recipe: Recipe, verdict: Artifact[Verdict], bundle: Artifact[Any]) -> Statement:
-    """What is signed: the outcome of every check, about the bundle's record."""
-    record = verdict.record
-    outcomes = {check.name: check.outcome is Outcome.PASS for check in record.checks}
-    return Statement(
-        subject=(record_resource(bundle.folder),),
-        predicate=TestResult(
-            result="PASSED" if record.outcome is Outcome.PASS else "FAILED",
-            configuration=(Resource(name="policy", digest=Digest(sha256=record.policy.digest)),),
-            passedTests=tuple(name for name, passed in outcomes.items() if passed),
-            failedTests=tuple(name for name, passed in outcomes.items() if not passed),
-            outcome=record.outcome.value,
-            model=recipe.register_.model_name,
-            bundle=bundle.digest,
-            verdict=verdict.digest,
-            evidence=record.evidence,
-        ),
-    )
 
 
 def public_key(recipe: Recipe) -> Path | None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evals.evidence import require_reproducible
+from evals.statement import statement
 from evals.verdict import Verdict
 from pipeline.recipe import Recipe
 from pipeline.registry.judged import (
@@ -29,7 +30,6 @@ from pipeline.registry.judged import (
     read_logged,
     require_pass,
     source_of,
-    statement,
     tags_of,
 )
 from pipeline.registry.release import Release
@@ -106,7 +106,7 @@ def _signed(recipe: Recipe, verdict: Artifact[Verdict], bundle: Artifact[Any], a
     key = key_from_environment(PRIVATE_KEY)
     if key is None:
         return ""
-    text = sign(statement(recipe, verdict, bundle), key)
+    text = sign(statement(recipe.register_.model_name, verdict, bundle), key)
     for folder in (artifacts / "candidate", bundle.folder):
         write_signature(folder, text)
     return text

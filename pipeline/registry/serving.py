@@ -13,11 +13,12 @@ import sys
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.registry.tracking import public_uri, sqlite_path, tracking_uri
-from pipeline.registry.versions import CHAMPION
+from pipeline.registry.versions import CHAMPION, UnknownVersionError
 from tapeout.errors import RegistryError, TapeoutError
 
 ANSWER_SECONDS = 120
@@ -31,8 +32,14 @@ class Champion(NamedTuple):
 
 async def find_champion(name: str) -> Champion:
     """The champion, judged again from its logged evidence. :class:`RegistryError` if there is none to rely on."""
+    answer = await ask(__name__, name)
+    return Champion(answer["version"], answer["digest"], Path(answer["folder"]))
+
+
+async def ask(module: str, *words: str) -> Any:
+    """What ``python -m module words`` prints as JSON; the error that it prints is raised as :class:`RegistryError`."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", __name__, name),
+        *(sys.executable, "-m", module, *words),
         stdout=asyncio.subprocess.PIPE,
         stdin=asyncio.subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -41,14 +48,25 @@ async def find_champion(name: str) -> Champion:
         output, _ = await asyncio.wait_for(process.communicate(), ANSWER_SECONDS)
         answer: Any = json.loads(output.splitlines()[-1])
     except (TimeoutError, ValueError, IndexError) as error:
-        raise RegistryError(f"looking up {name} failed", remedy="see the messages above, or retry") from error
+        raise RegistryError(f"looking up {words[0]} failed", remedy="see the messages above, or retry") from error
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
     if "found" in answer:
-        raise RegistryError(answer["found"], expected=answer["expected"], remedy=answer["remedy"])
-    return Champion(answer["version"], answer["digest"], Path(answer["folder"]))
+        kind = UnknownVersionError if answer.get("unknown") else RegistryError
+        raise kind(answer["found"], expected=answer["expected"], remedy=answer["remedy"])
+    return answer
+
+
+def answered(look_up: Callable[[], dict[str, Any]]) -> None:
+    """Print for :func:`ask` what ``look_up`` gives, or its error."""
+    try:
+        said = look_up()
+    except TapeoutError as error:
+        said = {"found": error.found, "expected": error.expected, "remedy": error.remedy}
+        said["unknown"] = isinstance(error, UnknownVersionError)
+    print(json.dumps(said), flush=True)
 
 
 def state(name: str) -> Any:
@@ -80,7 +98,8 @@ def main() -> None:
     from pipeline.registry.register import champion
 
     name = sys.argv[1]
-    try:
+
+    def look_up() -> dict[str, Any]:
         found = champion(name)
         if found is None:
             raise RegistryError(
@@ -88,10 +107,9 @@ def main() -> None:
                 expected="a version that was promoted",
                 remedy="run `tapeout promote`, or name a bundle: `tapeout serve artifacts/candidate`",
             )
-        said = {"version": found.version, "digest": found.digest, "folder": str(found.location)}
-    except TapeoutError as error:
-        said = {"found": error.found, "expected": error.expected, "remedy": error.remedy}
-    print(json.dumps(said), flush=True)
+        return {"version": found.version, "digest": found.digest, "folder": str(found.location)}
+
+    answered(look_up)
 
 
 if __name__ == "__main__":

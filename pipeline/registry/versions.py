@@ -19,6 +19,10 @@ CHALLENGER, CHAMPION, ROLLBACK = "challenger", "champion", "rollback"
 NO_CHAMPION = "none"
 
 
+class UnknownVersionError(RegistryError):
+    """The registry has no such model, version or alias."""
+
+
 def evidence_digest(verdict: Verdict) -> str:
     """One digest over the digests of every report the verdict was reached on."""
     return digest_of(verdict.evidence)
@@ -42,7 +46,7 @@ def model_exists(client: MlflowClient, name: str) -> bool:
 
 def get_model(client: MlflowClient, name: str) -> RegisteredModel:
     if not model_exists(client, name):
-        raise RegistryError(
+        raise UnknownVersionError(
             f"no model {name!r} in the registry at {public_uri(tracking_uri())}",
             expected="the `register.model_name` of params.yaml",
             remedy="run `dvc repro register`, or correct the name or MLFLOW_TRACKING_URI",
@@ -59,7 +63,7 @@ def get_version(client: MlflowClient, name: str, number: int) -> ModelVersion:
         if error.error_code != "RESOURCE_DOES_NOT_EXIST":
             raise
         known = sorted(int(v.version) for v in client.search_model_versions(f"name='{name}'"))
-        raise RegistryError(
+        raise UnknownVersionError(
             f"{name} has no version {number}", expected=f"one of {', '.join(map(str, known)) or 'none'}"
         ) from error
 

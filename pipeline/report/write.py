@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from evals.block import QUANTIZATION, Block, Cell, FactRow, Rows
 from evals.check import Check, Outcome
-from evals.verdict import Verdict
+from evals.verdict import percent
 from pipeline.report.charts import charts
 from pipeline.report.data import ReportData, flat_metrics, flatten
 from pipeline.report.vega import STYLE, standalone
@@ -40,13 +40,12 @@ def render(data: ReportData, drawn: Mapping[str, str]) -> str:
         "limits": _limits,
         "fact": _fact,
         "short": _short,
-        "percent": _percent,
+        "percent": percent,
     }
     template = environment.get_template("report.html.j2")
     return template.render(
         data=data,
         verdict=data.verdict,
-        headline=headline(data.verdict),
         outcome_style=_LAYOUT,
         sections=_sections(data.blocks),
         quantization=QUANTIZATION,
@@ -101,25 +100,8 @@ def _tables(data: ReportData) -> dict[str, Rows]:
     return tables
 
 
-def headline(verdict: Verdict) -> str:
-    """One sentence: why the outcome is what it is."""
-    total = len(verdict.checks)
-    if verdict.outcome is Outcome.PASS:
-        return f"All {total} checks hold at {_percent(verdict.confidence)} confidence."
-    deciding = [check for check in verdict.checks if check.outcome is verdict.outcome]
-    if not deciding:
-        return "No check was made, and missing evidence never passes."
-    did = "failed" if verdict.outcome is Outcome.FAIL else "could not be decided"
-    rest = f" (and {len(deciding) - 1} more below)" if len(deciding) > 1 else ""
-    return f"{len(deciding)} of {total} checks {did}: {deciding[0].title}, {deciding[0].reason}{rest}"
-
-
 def _short(digest: str) -> str:
     return digest[:12]
-
-
-def _percent(confidence: float) -> str:
-    return f"{100 * confidence:g} %"  # as reasons of checks say it, and never rounded up to 100
 
 
 def _number(value: float | None) -> str:

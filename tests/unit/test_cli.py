@@ -448,3 +448,87 @@ def test_doctor_asks_the_target_what_selects_its_kernels(here: Path, monkeypatch
     write_bundle(here / "artifacts/candidate", "tensorrt", ("sm89",))
     finding = examine(here / "artifacts/candidate")
     assert finding.status is Status.BROKEN and "lacks sm89" in finding.found and "also has sm80" in finding.found
+
+
+@pytest.mark.parametrize("outcome", list(Outcome))
+def test_gate_in_github_annotates_summarizes_and_keeps_its_exit_code(
+    outcome: Outcome, here: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_verdict(here / "artifacts", outcome)
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(here / "step.md"))
+    monkeypatch.setenv("GITHUB_OUTPUT", str(here / "output"))
+    assert main(["gate"]) == CODES[outcome]
+    lines = capsys.readouterr().out.splitlines()
+    token = lines[0].removeprefix("::stop-commands::")
+    end = lines.index(f"::{token}::")
+    assert len(token) >= 32 and "Verdict" in "".join(lines[:end])
+    kind = {Outcome.PASS: "notice", Outcome.FAIL: "error", Outcome.INCONCLUSIVE: "warning"}[outcome]
+    assert lines[end + 1].startswith(f"::{kind} ") and "title=gate%3A" in lines[end + 1]
+    if outcome is not Outcome.PASS:
+        assert "file=params.yaml,line=" in lines[end + 1]
+    assert f"Tapeout gate: {outcome.value}" in (here / "step.md").read_text()
+    assert f"outcome={outcome.value}\n" in (here / "output").read_text()
+    assert {path.name for path in (here / "artifacts/ci").iterdir()} == {
+        "verdict.json", "junit.xml", "tapeout.sarif", "statement.json",
+    }  # fmt: skip
+    assert main(["gate", "--json"]) == CODES[outcome]
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["outcome"] == outcome.value
+    assert f"::{kind} " in captured.err
+
+
+def test_gate_writes_the_asked_formats_and_no_other(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_verdict(here / "artifacts", Outcome.FAIL)
+    assert main(["gate"]) == 1
+    assert not (here / "artifacts/ci").exists()
+    monkeypatch.setenv("GITLAB_CI", "true")
+    assert main(["gate", "--format", "junit", "--out", "there"]) == 1
+    assert [path.name for path in (here / "there").iterdir()] == ["junit.xml"]
+    assert main(["gate", "--format", "none"]) == 1
+    assert not (here / "artifacts/ci").exists()
+
+
+def test_no_verdict_in_github_is_an_annotation(here: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    assert main(["gate"]) == ExitCode.BROKEN
+    captured = capsys.readouterr()
+    assert captured.out.startswith("::error title=gate%3A no valid verdict::no record.json") and "%0A" in captured.out
+    assert not (here / "artifacts").exists()
+
+
+def test_a_format_that_is_unknown_or_cannot_be_written_is_broken(here: Path, capsys: Output) -> None:
+    write_verdict(here / "artifacts", Outcome.PASS)
+    assert main(["gate", "--format", "xml"]) == ExitCode.BROKEN
+    assert "expected: --format with github, json" in capsys.readouterr().err
+    (here / "taken").write_text("a file")
+    assert main(["gate", "--format", "junit", "--out", "taken"]) == ExitCode.BROKEN
+    captured = capsys.readouterr()
+    assert "cannot write taken/junit.xml" in captured.err and "PASS" not in captured.out
+
+
+def test_the_comment_compares_with_the_champion_of_the_registry(
+    here: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pipeline.registry.promotion import promote
+    from pipeline.registry.register import register
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{here}/mlflow.db")
+    recipe = judged.recipe()
+    judged.write_params(here / "params.yaml", recipe)
+    comment = ["gate", "--format", "comment", "--out", "out", "--plots-url", "https://x.example/p/"]
+    verdict = judged.write_run(here / "artifacts", "one", evidence=judged.good(0.01))
+    assert main(comment) == 0
+    assert "is registered, so there is nothing to compare with" in (here / "out/comment.md").read_text()
+    assert "https://x.example/p/kl.svg" in (here / "out/comment.md").read_text()
+    assert not (here / "mlflow.db").exists(), "looking does not make a registry"
+    register(recipe, verdict, load(here / "artifacts/candidate", EngineBundle), here / "artifacts")
+    promote(recipe)
+    assert main(comment) == 0
+    assert "This engine is the champion, version 1" in (here / "out/comment.md").read_text()
+    judged.write_run(here / "artifacts", "two", against=verdict.record.candidate, evidence=judged.good(0.345))
+    assert main(comment) == 1
+    text = (here / "out/comment.md").read_text()
+    assert "Against the champion, version 1" in text
+    worse = text.split("**Worse**")[1]
+    assert "mean KL on held-out text, nats" in worse and "**Better**" not in worse

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -30,7 +29,7 @@ from evals.kinds.speed import Benchmark, EngineNumbers, SpeedSample, SpeedSummar
 from evals.kinds.tasks import EvalReport, TaskItem
 from evals.kinds.text import TextItem
 from evals.known import kinds
-from evals.verdict import COLUMNS, Verdict
+from evals.verdict import COLUMNS
 from pipeline.recipe import Recipe
 from quantization.checkpoint import KVScheme, QuantizedModel
 from quantization.proof import Proof
@@ -884,22 +883,17 @@ def test_table_has_a_row_per_check_and_words_in_every_reason():
     assert kl[5] == "60000 tokens in 300 clusters"
 
 
-def test_gate_writes_record_json_junit_and_metrics(tmp_path: Path):
+def test_gate_writes_record_and_metrics(tmp_path: Path):
     evidence = make(task_items(lost=75, gained=40), samples=timed(speed(0.5, 0.6, 0.7, 0.5, 0.6)))
     artifact = gate(evidence, DEFAULT, tmp_path / "verdict")
     artifact.verify()
     assert artifact.record == judge(evidence, DEFAULT)
     assert artifact.parents["evaluation"] == ArtifactRef("EvalReport", "digest of EvalReport")
     assert artifact.parents["quantized"] == ArtifactRef("QuantizedModel", QUANTIZED)
-    assert Verdict.model_validate_json((artifact.folder / "verdict.json").read_text()) == artifact.record
     metrics = json.loads((artifact.folder / "metrics.json").read_text())
     assert metrics["kl"] == pytest.approx(0.01)
     assert metrics["exit_code"] == 1
     assert all(isinstance(value, float) for value in metrics.values())
-    suite = ElementTree.parse(artifact.folder / "junit.xml").getroot()
-    assert (suite.get("failures"), suite.get("errors")) == ("1", "1")
-    assert [case.get("name") for case in suite if case.find("failure") is not None] == ["decode_speed_b1"]
-    assert [case.get("name") for case in suite if case.find("error") is not None] == ["accuracy"]
 
 
 def test_same_evidence_gives_the_same_digest(tmp_path: Path):

@@ -18,8 +18,8 @@ from evals.block import Bars, Divergence, Interval, Intervals, Roofline
 from evals.check import Check, Outcome
 from pipeline.report import charts, vega
 from pipeline.report.data import LayerRow, ReportData, flat_metrics
-from pipeline.report.write import headline, write
 from pipeline.report.write import render as render_with
+from pipeline.report.write import write
 from tapeout.errors import EvidenceError
 from tests.report_example import example_report, example_verdict, without_evidence
 
@@ -130,13 +130,13 @@ def test_hostile_text_is_escaped_in_charts() -> None:
     ],
 )
 def test_the_headline_gives_the_reason(outcome: Outcome, words: str) -> None:
-    assert headline(example_verdict(outcome)).startswith(words)
+    assert example_verdict(outcome).headline.startswith(words)
 
 
 def test_a_confidence_is_not_rounded_up() -> None:
     bounds = {**example_verdict().bounds, "confidence": 0.999}
     verdict = example_verdict(bounds=bounds)
-    assert headline(verdict) == "All 3 checks hold at 99.9 % confidence."
+    assert verdict.headline == "All 3 checks hold at 99.9 % confidence."
     page = render(example_report(verdict))
     assert "one-sided at 99.9 %" in page and "99.9 % confidence each" in page and "at 100%" not in page
 
@@ -147,7 +147,7 @@ def test_tokens_are_shown_with_the_clusters_their_bounds_rest_on() -> None:
 
 
 def test_the_headline_of_no_checks_is_no_pass() -> None:
-    assert "never passes" in headline(example_verdict(Outcome.INCONCLUSIVE, checks=()))
+    assert "never passes" in example_verdict(Outcome.INCONCLUSIVE, checks=()).headline
 
 
 def test_every_chart_has_a_result_for_screen_readers_and_stands_alone() -> None:

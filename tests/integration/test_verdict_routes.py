@@ -1,0 +1,158 @@
+"""Controllers of deployments ask a real server for verdicts of a real registry, as the examples in docs/deploy say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+import jsonpath_ng
+import jsonschema
+import pytest
+import yaml
+
+from engines.bundle import EngineBundle
+from evals.check import Outcome
+from pipeline.ci import document
+from pipeline.registry import tracking
+from pipeline.registry.register import register
+from tapeout.artifact import load
+from tests import judged
+from tests.integration.test_serve import Running, bundles, served
+
+__all__ = ["bundles"]
+DEPLOY = Path(__file__).parents[2] / "docs" / "deploy"
+KEY = "secret"
+HEADERS = {"Authorization": f"Bearer {KEY}"}
+VERSIONS = {Outcome.PASS: "1", Outcome.FAIL: "2", Outcome.INCONCLUSIVE: "3"}
+KL = {Outcome.PASS: 0.01, Outcome.FAIL: 0.345, Outcome.INCONCLUSIVE: 0.03}
+SCHEMA = document.schema()
+
+
+@pytest.fixture(scope="module")
+def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A registry with one version of each outcome."""
+    folder = tmp_path_factory.mktemp("registry")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder}/mlflow.db")
+        for outcome in VERSIONS:
+            artifacts = folder / outcome.value
+            verdict = judged.write_run(artifacts, outcome.value, evidence=judged.good(KL[outcome]))
+            register(judged.recipe(), verdict, load(artifacts / "candidate", EngineBundle), artifacts)
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def server(registry: Path, bundles: tuple[Path, Path]) -> Iterator[Running]:
+    with served(str(bundles[0]), "--unsafe", "--api-key", KEY) as running:
+        yield running
+
+
+def get(server: Running, name: str, version: str, **options: Any) -> httpx2.Response:
+    return httpx2.get(f"{server.url}/verdict/{name}/{version}", timeout=120, **{"headers": HEADERS, **options})
+
+
+@pytest.mark.parametrize("outcome", list(Outcome))
+def test_the_document_is_that_of_the_schema(server: Running, outcome: Outcome) -> None:
+    answer = get(server, judged.NAME, VERSIONS[outcome])
+    assert answer.status_code == 200
+    found = answer.json()
+    jsonschema.validate(found, SCHEMA)
+    assert (found["outcome"], found["model"], str(found["version"])) == (outcome, judged.NAME, VERSIONS[outcome])
+
+
+def test_an_alias_names_its_version(server: Running) -> None:
+    assert get(server, judged.NAME, "challenger").json()["version"] == 3
+
+
+@pytest.mark.parametrize("name_version", [(judged.NAME, "9"), (judged.NAME, "champion"), ("nobody", "1")])
+def test_what_is_not_there_is_not_found(server: Running, name_version: tuple[str, str]) -> None:
+    answer = get(server, *name_version)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "version_not_found")
+
+
+def test_a_key_is_needed(server: Running) -> None:
+    assert get(server, judged.NAME, "1", headers={}).status_code == 401
+
+
+def argo(server: Running, name: str, version: str) -> str:
+    """What Argo Rollouts does: it substitutes arguments, fetches, reads the path, and compares."""
+    template, rollout = yaml.safe_load_all((DEPLOY / "argo-rollouts.yaml").read_text())
+    given = {arg["name"] for step in rollout["spec"]["strategy"]["canary"]["steps"] if "analysis" in step
+             for arg in step["analysis"]["args"]}  # fmt: skip
+    declared = {arg["name"] for arg in template["spec"]["args"]}
+    assert given == declared - {"api-key"}, "the rollout gives what the template asks for"
+    arguments = {"server": server.url, "model": name, "version": version, "api-key": KEY}
+
+    def filled(text: str) -> str:
+        return re.sub(r"\{\{args\.([\w-]+)\}\}", lambda found: arguments[found[1]], text)
+
+    (metric,) = template["spec"]["metrics"]
+    web = metric["provider"]["web"]
+    headers = {header["key"]: filled(header["value"]) for header in web["headers"]}
+    answer = httpx2.get(filled(web["url"]), headers=headers, timeout=web["timeoutSeconds"])
+    if not answer.is_success:
+        return "Error"
+    (match,) = jsonpath_ng.parse(web["jsonPath"].strip("{}")).find(answer.json())
+    # Comparisons of strings are the same in Argo's expression language and in Python.
+    holds = {name: eval(metric[name], {"__builtins__": {}}, {"result": match.value})
+             for name in ("successCondition", "failureCondition")}  # fmt: skip
+    if holds["failureCondition"]:
+        return "Failed"
+    return "Successful" if holds["successCondition"] else "Inconclusive"
+
+
+def test_argo_goes_on_aborts_or_pauses(server: Running) -> None:
+    expected = {Outcome.PASS: "Successful", Outcome.FAIL: "Failed", Outcome.INCONCLUSIVE: "Inconclusive"}
+    assert {outcome: argo(server, judged.NAME, version) for outcome, version in VERSIONS.items()} == expected
+    assert argo(server, judged.NAME, "9") == "Error"
+
+
+def flagger(server: Running, name: str, version: str) -> str:
+    """What Flagger does with its webhooks: it posts, and reads the status alone."""
+    canary = yaml.safe_load((DEPLOY / "flagger.yaml").read_text())
+    body = {"name": "smollm2", "namespace": "default", "phase": "WaitingPromotion", "metadata": {}}
+
+    def accepted(hook: dict[str, Any]) -> bool:
+        url = urlsplit(hook["url"])
+        assert url.path == "/verdict/smollm2/challenger"
+        path = f"/verdict/{name}/{version}"
+        answer = httpx2.post(f"{server.url}{path}?{url.query}", json=body, headers=HEADERS, timeout=120)
+        return answer.status_code <= 202
+
+    hooks = {hook["type"]: accepted(hook) for hook in canary["spec"]["analysis"]["webhooks"]}
+    if hooks["rollback"]:
+        return "rolled back"
+    return "promoted" if hooks["confirm-promotion"] else "waits"
+
+
+def test_flagger_promotes_rolls_back_or_waits(server: Running) -> None:
+    expected = {Outcome.PASS: "promoted", Outcome.FAIL: "rolled back", Outcome.INCONCLUSIVE: "waits"}
+    assert {outcome: flagger(server, judged.NAME, version) for outcome, version in VERSIONS.items()} == expected
+    assert flagger(server, judged.NAME, "9") == "waits"
+
+
+def test_an_outcome_that_does_not_exist_is_refused(server: Running) -> None:
+    answer = httpx2.post(f"{server.url}/verdict/{judged.NAME}/1?outcome=pass", headers=HEADERS, timeout=120)
+    assert answer.status_code == 400 and "INCONCLUSIVE" in answer.json()["error"]["message"]
+
+
+def test_evidence_that_was_edited_is_no_verdict(registry: Path, bundles: tuple[Path, Path]) -> None:
+    """A version's record says PASS where it said FAIL; its digest was not computed anew, and then it was."""
+    with tracking.connect(write=False) as client:
+        run = client.get_model_version(judged.NAME, VERSIONS[Outcome.FAIL]).run_id
+        place = Path(client.download_artifacts(run, "verdict")) / "record.json"
+    kept = place.read_text()
+    with served(str(bundles[0]), "--unsafe", "--api-key", KEY) as running:
+        try:
+            place.write_text(kept.replace('"FAIL"', '"PASS"'))
+            answer = get(running, judged.NAME, VERSIONS[Outcome.FAIL])
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "registry_unavailable")
+            assert "not intact" in answer.json()["error"]["message"]
+        finally:
+            place.write_text(kept)
+        assert get(running, judged.NAME, VERSIONS[Outcome.FAIL]).json()["outcome"] == "FAIL"
