@@ -37,7 +37,7 @@ class AnytimeTest:
     """Whether the mean of values in [0, 1] is below ``bound`` (PASS) or above it (FAIL), each wrong in at most
     1 - ``confidence`` of all runs, however often one looks.
 
-    The state is a value of its own: :meth:`after` gives the next one, and its fields are numbers that JSON keeps exactly.
+    The state is a value of its own: :meth:`after` gives the next one, and JSON keeps its numbers exactly.
     ``below``, ``above``: for each fraction, the logarithm of the capital that is bet on a mean below, and above, the
     bound. ``most_below``, ``most_above``: the largest logarithm of their sums so far, which decide.
 

@@ -49,8 +49,10 @@ class Picked(Frozen):
 
 
 class Observation(Frozen):
-    """One answer of the champion, scored by the challenger. ``agree``: of its ``tokens``, those whose place both engines
-    give the same likeliest token. ``failed``: the challenger could not score it, so it disagrees everywhere.
+    """One answer of the champion, scored by the challenger.
+
+    ``agree``: of its ``tokens``, those at whose place both engines find the same token likeliest. ``failed``: the
+    challenger could not score it, so it disagrees everywhere.
     """
 
     conversation: Key
@@ -102,9 +104,10 @@ def read_plan(folder: Path) -> ShadowPlan:
 
 
 def read_observations(folder: Path) -> Observations:
-    """:class:`EvidenceError` for lines that are not of this log. A last line without an end was cut off, and is left out.
+    """:class:`EvidenceError` for lines that are not of this log.
 
-    A conversation counts once: each must have been picked, and be observed at most once.
+    A last line without an end was cut off, and is left out. A conversation counts once: each must have been picked, and
+    be observed at most once.
     """
     path = folder / OBSERVATIONS_FILE
     text = path.read_bytes() if path.is_file() else b""

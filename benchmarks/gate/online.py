@@ -210,9 +210,10 @@ def page(results: list[Result]) -> str:
         "# How often the online test is wrong",
         "",
         "Written by `python -m benchmarks.gate.online` with the code that judges (`evals/sequential.py`):",
-        f"bound {BOUND:g}, confidence {CONFIDENCE:g}, {CONVERSATIONS:,} conversations a run, a look after each of them.",
+        f"bound {BOUND:g}, confidence {CONFIDENCE:g}, {CONVERSATIONS:,} conversations a run, a look after each one.",
         "[statistics.md](../statistics.md) says what is promised. ± is one standard error of the simulation.",
-        "PASS and FAIL are shares of runs in which the test ever says so. The last columns count conversations until PASS.",
+        "PASS and FAIL are shares of runs in which the test ever says so; the last columns count conversations",
+        "until PASS.",
     ]
     for promise in dict.fromkeys(result.promise for result in results):
         lines += ["", f"## {promise[0].upper()}{promise[1:]}", ""]

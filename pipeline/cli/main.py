@@ -166,6 +166,17 @@ def serve(
     traces: Annotated[
         bool, typer.Option("--traces", help="Send OpenTelemetry spans by OTLP (OTEL_EXPORTER_OTLP_ENDPOINT).")
     ] = False,
+    shadow: Annotated[
+        str | None,
+        typer.Option(help="A bundle's folder, or models:/NAME@challenger: mirror calls to it (docs/online.md)."),
+    ] = None,
+    share: Annotated[
+        float | None, typer.Option(help="Share of the calls that are mirrored; by default the recipe's online.share.")
+    ] = None,
+    shadow_log: Annotated[Path, typer.Option(help="Folder of the observations; one for each pair of engines.")] = Path(
+        "shadow"
+    ),
+    shadow_threads: Annotated[int, typer.Option(help="Of the challenger.")] = 1,
     params: Params = Path("params.yaml"),
 ) -> None:
     """Serve an engine over the OpenAI API (docs/serving.md). A bundle without a PASS for this hardware is refused.
@@ -173,11 +184,12 @@ def serve(
     Example: `tapeout serve artifacts/candidate --port 8000`
     """
     from pipeline.cli import serve as command
+    from pipeline.cli.shadow import ShadowOptions
+    from pipeline.recipe import load_recipe
 
     if source is None:
-        from pipeline.recipe import load_recipe
-
         source = f"models:/{load_recipe(params).register_.model_name}@champion"
+    mirrored = shadow and ShadowOptions(shadow, load_recipe(params).online, share, shadow_log, shadow_threads)
     command.run(
         command.Options(
             source=source,
@@ -202,6 +214,7 @@ def serve(
             traffic_share=traffic_share,
             traffic_redactors=tuple(traffic_redactor or ()),
             traces=traces,
+            shadow=mirrored or None,
         )
     )
 
@@ -316,6 +329,33 @@ def next_commands(code: ExitCode) -> list[str]:
     tries.append("tapeout gate                              the verdict as an exit code, for CI")
     tries.append("mlflow ui --backend-store-uri sqlite:///mlflow.db   browse runs and versions")
     return tries
+
+
+@app.command(rich_help_panel="Judge and release")
+def shadow_verdict(
+    shadow_log: Annotated[Path, typer.Argument(help="Folder that `tapeout serve --shadow` writes to.")] = Path(
+        "shadow"
+    ),
+    out: Annotated[Path, typer.Option(help="Folder of the verdict, which `tapeout promote --online` takes.")] = Path(
+        "artifacts/online"
+    ),
+    as_json: Json = False,
+) -> None:
+    """Judge a challenger by live traffic: 0 PASS, 1 FAIL, 3 INCONCLUSIVE. One may look as often as one likes.
+
+    Example: `tapeout shadow-verdict shadow && tapeout promote --online artifacts/online`
+    """
+    from evals.online import conclude
+
+    found = conclude(shadow_log, out)
+    record = found.record
+    share = (
+        "" if record.disagreement is None else f", disagreement {record.disagreement:.4f} (at most {record.upper:.4f})"
+    )
+    shown = f"{record.outcome.value}: {record.reason}; {record.conversations:,} conversations{share}"
+    dumped = record.model_dump(mode="json")
+    _show({"digest": found.digest, "exit_code": int(record.exit_code)} | dumped, f"{shown}\n{out}", as_json)
+    raise typer.Exit(record.exit_code)
 
 
 @app.command(rich_help_panel="Judge and release")

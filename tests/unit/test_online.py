@@ -168,7 +168,7 @@ def test_a_line_that_was_cut_off_is_left_out(cut: int, tmp_path_factory: pytest.
     assert len(read_observations(folder).made) == 3
 
 
-@pytest.mark.parametrize("line", ["{}", "no JSON", '{"picked": "Who am I?"}', '{"picked": "%s"}' % key(0)])
+@pytest.mark.parametrize("line", ["{}", "no JSON", '{"picked": "Who am I?"}', json.dumps({"picked": key(0)})])
 def test_lines_of_another_kind_are_refused(tmp_path: Path, line: str) -> None:
     log = ObservationLog(tmp_path, PLAN)
     observe(log, range(2))
