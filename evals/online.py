@@ -10,16 +10,14 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import ClassVar
-
-from pydantic import Field
 
 from engines.bundle import EngineBundle
 from evals.check import Outcome
+from evals.kinds.online import OnlineVerdict
 from evals.sequential import AnytimeTest
 from evals.statistics import bounded_mean
-from tapeout.artifact import Artifact, ArtifactRef, Record, Roles, create, load
-from tapeout.errors import EvidenceError, ExitCode
+from tapeout.artifact import Artifact, ArtifactRef, create, load
+from tapeout.errors import EvidenceError
 from tapeout.observations import (
     OBSERVATIONS_FILE,
     PLAN_FILE,
@@ -29,59 +27,6 @@ from tapeout.observations import (
     read_observations,
     read_plan,
 )
-from tapeout.recipe import Count, Fraction, Section
-
-EXIT_CODES = {
-    Outcome.PASS: ExitCode.PASS,
-    Outcome.FAIL: ExitCode.GATE_FAILED,
-    Outcome.INCONCLUSIVE: ExitCode.INCONCLUSIVE,
-}
-
-
-class Online(Section):
-    """Section ``online`` of a recipe: what live traffic must show of a challenger."""
-
-    required: bool = False  # `tapeout promote` demands a PASS on live traffic
-    max_disagreement: float = Field(default=0.10, gt=0, le=0.5)  # mean over conversations, of the champion's tokens
-    confidence: float = Field(default=0.95, ge=0.9, lt=1)
-    min_conversations: Count = 100
-    max_missed: Fraction = 0.2  # of the conversations that were picked
-    share: Fraction = 0.05  # of all calls, that are mirrored
-
-    def plan(self, champion: str, challenger: str, share: float | None = None) -> ShadowPlan:
-        """Frozen before the first conversation. ``champion``, ``challenger``: digests of their bundles."""
-        return ShadowPlan(
-            champion=champion,
-            challenger=challenger,
-            share=self.share if share is None else share,
-            max_disagreement=self.max_disagreement,
-            confidence=self.confidence,
-            min_conversations=self.min_conversations,
-            max_missed=self.max_missed,
-        )
-
-
-class OnlineVerdict(Record):
-    """``upper``: of the mean disagreement, at the plan's confidence, however often one has looked."""
-
-    noun: ClassVar[str] = "OnlineVerdict"
-    remedy: ClassVar[str] = "run `tapeout shadow-verdict` again"
-    schema_version: ClassVar[int] = 1
-    parent_roles: ClassVar[Roles] = {"champion": (EngineBundle.noun,), "challenger": (EngineBundle.noun,)}
-
-    outcome: Outcome
-    reason: str
-    plan: ShadowPlan
-    conversations: int
-    missed: int
-    failed: int
-    disagreement: float | None
-    upper: float | None
-    test: AnytimeTest
-
-    @property
-    def exit_code(self) -> ExitCode:
-        return EXIT_CODES[self.outcome]
 
 
 def fold(plan: ShadowPlan, observations: Iterable[Observation]) -> AnytimeTest:

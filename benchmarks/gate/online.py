@@ -30,7 +30,7 @@ from benchmarks.gate.evidence import (
 )
 from benchmarks.gate.simulate import ROOT
 from evals.check import Outcome
-from evals.online import Online
+from evals.kinds.online import Online
 from evals.sequential import AnytimeTest
 
 PAGE = ROOT / "docs" / "benchmarks" / "online.md"

@@ -331,7 +331,7 @@ def next_commands(code: ExitCode) -> list[str]:
     return tries
 
 
-@app.command(rich_help_panel="Judge and release")
+@app.command("shadow-verdict", rich_help_panel="Judge and release")
 def shadow_verdict(
     shadow_log: Annotated[Path, typer.Argument(help="Folder that `tapeout serve --shadow` writes to.")] = Path(
         "shadow"
@@ -359,12 +359,45 @@ def shadow_verdict(
 
 
 @app.command(rich_help_panel="Judge and release")
+def drift(
+    traffic_log: Annotated[Path, typer.Argument(help="Folder of `tapeout serve --traffic-log`.")] = Path("traffic"),
+    write: Annotated[
+        bool, typer.Option("--write", help="If it drifted, make the log the calibration source of the recipe.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Folder of the result, which the next report shows.")] = Path(
+        "artifacts/drift"
+    ),
+    artifacts: Artifacts = Path("artifacts"),
+    params: Params = Path("params.yaml"),
+    as_json: Json = False,
+) -> None:
+    """Compare live traffic with the calibration samples, and say whether to calibrate again. Exits 3 if it cannot tell.
+
+    Example: `tapeout drift traffic --write && dvc repro`
+    """
+    from pipeline.cli import drift as command
+
+    found = command.run(traffic_log, artifacts, params, out)
+    record = found.record
+    shown = {"digest": found.digest, "recalibrate": record.recalibrate, "advice": record.advice}
+    _show(shown | record.model_dump(mode="json"), command.table(record), as_json)
+    if write and record.recalibrate:
+        command.write_recipe(params, traffic_log)
+        print(f"{params} now calibrates on {traffic_log}; run `dvc repro`", file=sys.stderr)
+    if not record.enough:
+        raise typer.Exit(ExitCode.INCONCLUSIVE)
+
+
+@app.command(rich_help_panel="Judge and release")
 def promote(
     version: Annotated[int | None, typer.Option(help="Version to promote; by default the challenger.")] = None,
     expect_champion: Annotated[
         str | None, typer.Option(help="Refuse unless this digest (or `none`) is the champion now.")
     ] = None,
     bundle: Annotated[Path | None, typer.Option(help="Where the bundle lies, if not where it was registered.")] = None,
+    online: Annotated[
+        Path | None, typer.Option(help="A PASS of `tapeout shadow-verdict`, which the recipe can require.")
+    ] = None,
     params: Params = Path("params.yaml"),
     as_json: Json = False,
 ) -> None:
@@ -377,7 +410,7 @@ def promote(
     from pipeline.recipe import load_recipe
     from pipeline.registry.promotion import promote as move
 
-    done = move(load_recipe(params), version=version, expect_champion=expect_champion, bundle=bundle)
+    done = move(load_recipe(params), version=version, expect_champion=expect_champion, bundle=bundle, online=online)
     _show(asdict(done), done.message, as_json)
 
 

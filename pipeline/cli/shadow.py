@@ -11,7 +11,8 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from engines.bundle import EngineBundle
-from evals.online import Online, fold
+from evals.kinds.online import Online
+from evals.online import fold
 from evals.sequential import AnytimeTest
 from runtime.opening import OpenBundle
 from runtime.server.listen import ServeError

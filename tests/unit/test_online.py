@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from benchmarks.gate.online import ABOVE, BELOW, HALF, NONE, ON, Result, Row, page, rows, run_row
 from evals.check import Outcome
-from evals.online import Online, conclude, fold, judge, load_judged
+from evals.kinds.online import Online
+from evals.online import conclude, fold, judge, load_judged
 from evals.sequential import AnytimeTest
 from evals.statistics import bounded_mean
 from tapeout.errors import ArtifactError, EvidenceError

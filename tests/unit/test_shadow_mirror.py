@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from evals.check import Outcome
-from evals.online import Online, judge
+from evals.kinds.online import Online
+from evals.online import judge
 from runtime.client import ProcessClient
 from runtime.messages import GenerateRequest, SamplingSettings
 from runtime.server.calls import Call, Caller
