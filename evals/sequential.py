@@ -39,7 +39,8 @@ class AnytimeTest:
 
     The state is a value of its own: :meth:`after` gives the next one, and JSON keeps its numbers exactly.
     ``below``, ``above``: for each fraction, the logarithm of the capital that is bet on a mean below, and above, the
-    bound. ``most_below``, ``most_above``: the largest logarithm of their sums so far, which decide.
+    bound. ``most_above``: the largest logarithm of the sum of ``above`` so far. A FAIL stays; a PASS can be lost again,
+    as traffic can change.
 
     Each value's mean, given the values before it, may change: the claim that is rejected is "at least ``bound`` all the
     time". The fractions do not depend on the values, so their order does not change the capital.
@@ -57,7 +58,6 @@ class AnytimeTest:
     total: float = 0.0
     below: tuple[float, ...] = _START
     above: tuple[float, ...] = _START
-    most_below: float = _log_sum(_START)
     most_above: float = _log_sum(_START)
 
     def __post_init__(self) -> None:
@@ -77,7 +77,6 @@ class AnytimeTest:
             self.total + value,
             lower,
             upper,
-            max(self.most_below, _log_sum(lower)),
             max(self.most_above, _log_sum(upper)),
         )
 
@@ -87,11 +86,15 @@ class AnytimeTest:
         return -math.log1p(-self.confidence)
 
     @property
+    def log_below(self) -> float:
+        """Logarithm of the capital that is bet on a mean below the bound."""
+        return _log_sum(self.below)
+
+    @property
     def outcome(self) -> Outcome:
-        """FAIL weighs more: traffic may have changed since a PASS."""
         if self.most_above >= self.needed:
             return Outcome.FAIL
-        return Outcome.PASS if self.most_below >= self.needed else Outcome.INCONCLUSIVE
+        return Outcome.PASS if self.log_below >= self.needed else Outcome.INCONCLUSIVE
 
     @property
     def mean(self) -> float | None:

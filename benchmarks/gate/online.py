@@ -53,6 +53,7 @@ class Row:
     title: str
     promise: str
     traffic: Traffic
+    first_look: int = 1  # conversations before
     peeking: bool = False  # a test of a fixed sample, repeated after each conversation
 
 
@@ -93,20 +94,20 @@ def run_row(row: Row, runs: int, conversations: int = CONVERSATIONS, seed: int =
     failed = 0
     for _ in range(runs):
         values = row.traffic(rng, conversations)
-        after, fails = _peeked(values) if row.peeking else _tested(values)
+        after, fails = _peeked(values) if row.peeking else _tested(values, row.first_look)
         passed += [after] if after else []
         failed += fails
     return Result(row.title, row.promise, runs, tuple(passed), failed)
 
 
-def _tested(values: Floats) -> tuple[int, bool]:
-    """Conversations until the first PASS (0: never), and whether it ever fails."""
+def _tested(values: Floats, first_look: int) -> tuple[int, bool]:
+    """Conversations until the first PASS that is seen (0: never), and whether it ever fails."""
     test, passed = AnytimeTest(BOUND, CONFIDENCE), 0
     for value in values.tolist():
         test = test.after(value)
         if test.outcome is Outcome.FAIL:
             return passed, True
-        if test.outcome is Outcome.PASS and not passed:
+        if not passed and test.units >= first_look and test.outcome is Outcome.PASS:
             passed = test.units
     return passed, False
 
@@ -191,8 +192,13 @@ def rows() -> list[Row]:
         Row("drifts between the bound and none", BELOW, drifting(walk(0, 1))),
         *(Row(title, HALF, steady(shape, BOUND / 2)) for title, shape in shapes(BOUND / 2)),
         Row("swings between none and the bound", HALF, drifting(swing(0, 1))),
-        Row("swings around the bound, from any phase", NONE, drifting(swing(0.5, 1.5))),
-        Row("swings around the bound, begins with the easy half", NONE, drifting(swing(0.5, 1.5, 0.5))),
+        *(
+            Row(
+                f"swings around the bound{title}, first look after {look}", NONE, drifting(swing(0.5, 1.5, phase)), look
+            )
+            for title, phase in (("", None), (", begins with the easy half", 0.5))
+            for look in (1, PERIOD, 2 * PERIOD)
+        ),
         *(
             Row(f"Student's t after each conversation: {title}", NONE, steady(shape, BOUND), peeking=True)
             for title, shape in shapes(BOUND)

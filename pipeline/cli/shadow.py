@@ -75,7 +75,7 @@ class Mirrored(Collector):
             "disagreement": ("Mean over conversations of the share of tokens that disagree.", test.mean or 0.0),
             "below": (
                 "Log capital bet on a mean below the bound, over what a PASS needs.",
-                test.most_below / test.needed,
+                test.log_below / test.needed,
             ),
             "above": (
                 "Log capital bet on a mean above the bound, over what a FAIL needs.",
