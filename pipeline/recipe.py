@@ -14,6 +14,8 @@ from pydantic import Field, create_model, field_validator, model_validator
 
 from engines.load import graph_target
 from evals.kind import Bounds
+from evals.kinds.drift import DriftSettings
+from evals.kinds.online import Online
 from evals.known import kinds
 from tapeout import recipe
 from tapeout.errors import BuildError
@@ -50,6 +52,8 @@ def _with_evidence() -> type[recipe.Recipe]:
 
 
 class Recipe(_with_evidence()):
+    online: Online = Online()
+    drift: DriftSettings = DriftSettings()
     register_: Register = Field(default=Register(), alias="register")
 
     @model_validator(mode="after")

@@ -29,11 +29,11 @@ class FaultyEngine(HistoryEngine):
             seed=seed,
         )
         self.table[:, FAIL:] = -100
-        self.step_seconds = opener.step_seconds
+        self.step_seconds, self.crash = opener.step_seconds, opener.crash
 
     def step(self, batch: Sequence[Entry]) -> list[Result]:
         fed = {token for entry in batch for token in entry.tokens}
-        if CRASH in fed:
+        if self.crash in fed:
             os._exit(1)
         if HANG in fed:
             time.sleep(1000)
@@ -45,12 +45,13 @@ class FaultyEngine(HistoryEngine):
 
 @dataclass(frozen=True)
 class OpenFaulty:
-    """The folder's name is the seed of the engine's weights."""
+    """The folder's name is the seed of the engine's weights. ``crash``: token at which the process ends."""
 
     step_seconds: float = 0.002
     slots: int = 32
     max_tokens: int = 256
     block_tokens: int = 4
+    crash: int = CRASH
 
     def engine(self, folder: Path) -> FaultyEngine:
         return FaultyEngine(self, int(folder.name))

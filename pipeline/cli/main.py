@@ -166,6 +166,17 @@ def serve(
     traces: Annotated[
         bool, typer.Option("--traces", help="Send OpenTelemetry spans by OTLP (OTEL_EXPORTER_OTLP_ENDPOINT).")
     ] = False,
+    shadow: Annotated[
+        str | None,
+        typer.Option(help="A bundle's folder, or models:/NAME@challenger: mirror calls to it (docs/online.md)."),
+    ] = None,
+    share: Annotated[
+        float | None, typer.Option(help="Share of the calls that are mirrored; by default the recipe's online.share.")
+    ] = None,
+    shadow_log: Annotated[Path, typer.Option(help="Folder of the observations; one for each pair of engines.")] = Path(
+        "shadow"
+    ),
+    shadow_threads: Annotated[int, typer.Option(help="Of the challenger.")] = 1,
     params: Params = Path("params.yaml"),
 ) -> None:
     """Serve an engine over the OpenAI API (docs/serving.md). A bundle without a PASS for this hardware is refused.
@@ -173,11 +184,12 @@ def serve(
     Example: `tapeout serve artifacts/candidate --port 8000`
     """
     from pipeline.cli import serve as command
+    from pipeline.cli.shadow import ShadowOptions
+    from pipeline.recipe import load_recipe
 
     if source is None:
-        from pipeline.recipe import load_recipe
-
         source = f"models:/{load_recipe(params).register_.model_name}@champion"
+    mirrored = shadow and ShadowOptions(shadow, load_recipe(params).online, share, shadow_log, shadow_threads)
     command.run(
         command.Options(
             source=source,
@@ -202,6 +214,7 @@ def serve(
             traffic_share=traffic_share,
             traffic_redactors=tuple(traffic_redactor or ()),
             traces=traces,
+            shadow=mirrored or None,
         )
     )
 
@@ -323,6 +336,63 @@ def next_commands(code: ExitCode) -> list[str]:
     return tries
 
 
+@app.command("shadow-verdict", rich_help_panel="Judge and release")
+def shadow_verdict(
+    shadow_log: Annotated[Path, typer.Argument(help="Folder that `tapeout serve --shadow` writes to.")] = Path(
+        "shadow"
+    ),
+    out: Annotated[Path, typer.Option(help="Folder of the verdict, which `tapeout promote --online` takes.")] = Path(
+        "artifacts/online"
+    ),
+    as_json: Json = False,
+) -> None:
+    """Judge a challenger by live traffic: 0 PASS, 1 FAIL, 3 INCONCLUSIVE. One may look as often as one likes.
+
+    Example: `tapeout shadow-verdict shadow && tapeout promote --online artifacts/online`
+    """
+    from evals.online import conclude
+
+    found = conclude(shadow_log, out)
+    record = found.record
+    share = (
+        "" if record.disagreement is None else f", disagreement {record.disagreement:.4f} (at most {record.upper:.4f})"
+    )
+    shown = f"{record.outcome.value}: {record.reason}; {record.conversations:,} conversations{share}"
+    dumped = record.model_dump(mode="json")
+    _show({"digest": found.digest, "exit_code": int(record.exit_code)} | dumped, f"{shown}\n{out}", as_json)
+    raise typer.Exit(record.exit_code)
+
+
+@app.command(rich_help_panel="Judge and release")
+def drift(
+    traffic_log: Annotated[Path, typer.Argument(help="Folder of `tapeout serve --traffic-log`.")] = Path("traffic"),
+    write: Annotated[
+        bool, typer.Option("--write", help="If it drifted, make the log the calibration source of the recipe.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Folder of the result, which the next report shows.")] = Path(
+        "artifacts/drift"
+    ),
+    artifacts: Artifacts = Path("artifacts"),
+    params: Params = Path("params.yaml"),
+    as_json: Json = False,
+) -> None:
+    """Compare live traffic with the calibration samples, and say whether to calibrate again. Exits 3 if it cannot tell.
+
+    Example: `tapeout drift traffic --write && dvc repro`
+    """
+    from pipeline.cli import drift as command
+
+    found = command.run(traffic_log, artifacts, params, out)
+    record = found.record
+    shown = {"digest": found.digest, "recalibrate": record.recalibrate, "advice": record.advice}
+    _show(shown | record.model_dump(mode="json"), command.table(record), as_json)
+    if write and record.recalibrate:
+        command.write_recipe(params, traffic_log)
+        print(f"{params} now calibrates on {traffic_log}; run `dvc repro`", file=sys.stderr)
+    if not record.enough:
+        raise typer.Exit(ExitCode.INCONCLUSIVE)
+
+
 @app.command(rich_help_panel="Judge and release")
 def promote(
     version: Annotated[int | None, typer.Option(help="Version to promote; by default the challenger.")] = None,
@@ -330,6 +400,9 @@ def promote(
         str | None, typer.Option(help="Refuse unless this digest (or `none`) is the champion now.")
     ] = None,
     bundle: Annotated[Path | None, typer.Option(help="Where the bundle lies, if not where it was registered.")] = None,
+    online: Annotated[
+        Path | None, typer.Option(help="A PASS of `tapeout shadow-verdict`, which the recipe can require.")
+    ] = None,
     params: Params = Path("params.yaml"),
     as_json: Json = False,
 ) -> None:
@@ -342,7 +415,7 @@ def promote(
     from pipeline.recipe import load_recipe
     from pipeline.registry.promotion import promote as move
 
-    done = move(load_recipe(params), version=version, expect_champion=expect_champion, bundle=bundle)
+    done = move(load_recipe(params), version=version, expect_champion=expect_champion, bundle=bundle, online=online)
     _show(asdict(done), done.message, as_json)
 
 

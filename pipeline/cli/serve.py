@@ -13,7 +13,9 @@ from engines.bundle import EngineBundle
 from evals.check import Outcome
 from evals.kinds.speed import Benchmark
 from evals.verdict import Verdict
+from pipeline.cli.shadow import ShadowOptions, mirror
 from pipeline.registry import serving
+from pipeline.registry.versions import CHALLENGER
 from runtime.client import ProcessClient
 from runtime.opening import OpenBundle
 from runtime.scheduler import Limits
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from runtime.server.service import Service
 
 REGISTERED = re.compile(r"models:/(?P<name>[^/@]+)@champion")
+CHALLENGING = re.compile(r"models:/(?P<name>[^/@]+)@challenger")
 UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 log = logging.getLogger("tapeout.server")
@@ -57,6 +60,7 @@ class Options:
     traffic_share: float = 0.01
     traffic_redactors: tuple[str, ...] = ()
     traces: bool = False
+    shadow: ShadowOptions | None = None
 
 
 def run(options: Options) -> None:
@@ -75,6 +79,10 @@ def run(options: Options) -> None:
         name = folder.resolve().name
         require_judged(folder, unsafe=options.unsafe)
     public_key = None if options.unsafe else key_from_environment(PUBLIC_KEY)
+    mirrored = None
+    if options.shadow is not None:
+        challenger = find_challenger(options.shadow.source, unsafe=options.unsafe)
+        mirrored = mirror(options.shadow, folder, challenger, public_key)
     opener = OpenBundle(options.threads, options.slots, options.kv_bytes, public_key)
     client = ProcessClient(folder, opener, Limits(max_waiting=options.max_waiting, most_drafted=options.draft_tokens))
     # Imported while the engine's process opens the bundle.
@@ -105,10 +113,16 @@ def run(options: Options) -> None:
     )
 
     extensions = operations.extensions
-    verdicts = APIRouter(routes=Verdicts().routes())
+    extensions = replace(extensions, routers=[*extensions.routers, APIRouter(routes=Verdicts().routes())])
+    if mirrored is not None:
+        extensions = replace(extensions, hooks=[*extensions.hooks, mirrored.hook])
+        operations.metrics.registry.register(mirrored)
 
-    async def follow(service: Service) -> None:
-        await follow_champion(service, name, options.follow_seconds)
+    async def beside(service: Service) -> None:
+        works = (
+            [follow_champion(service, name, options.follow_seconds)] if registered and options.follow_seconds else []
+        )
+        await asyncio.gather(*works, *([mirrored.run()] if mirrored is not None else []))
 
     try:
         serve(
@@ -120,11 +134,26 @@ def run(options: Options) -> None:
                 drain_seconds=options.drain_seconds,
                 limits=ServerLimits(queue_timeout=options.queue_seconds, timeout=options.request_seconds),
             ),
-            extensions=replace(extensions, routers=[*extensions.routers, verdicts]),
-            companion=follow if registered and options.follow_seconds else None,
+            extensions=extensions,
+            companion=beside,
         )
     finally:
         operations.close()
+        if mirrored is not None:
+            mirrored.hook.close()
+
+
+def find_challenger(source: str, *, unsafe: bool) -> Path:
+    """The bundle's folder of ``--shadow``. What may not be served is not shadowed either."""
+    if registered := CHALLENGING.fullmatch(source):
+        found = asyncio.run(serving.find_champion(registered["name"], CHALLENGER))
+        _require_digest(found.folder, found.digest)
+        log.info("version %d of %s is challenger: %s", found.version, registered["name"], found.folder)
+        return found.folder
+    if source.startswith("models:"):
+        raise ServeError(f"{source} names no challenger", expected="models:/NAME@challenger, or a bundle's folder")
+    require_judged(Path(source), unsafe=unsafe)
+    return Path(source)
 
 
 def measured_bandwidth(folder: Path) -> float | None:
@@ -180,8 +209,8 @@ def _require_digest(folder: Path, digest: str) -> None:
     if bundle.digest != digest:
         raise ServeError(
             f"{folder} holds bundle {bundle.digest[:12]}",
-            expected=f"bundle {digest[:12]}, the champion",
-            remedy="put the champion's bundle back, or promote another version",
+            expected=f"bundle {digest[:12]}, as registered",
+            remedy="put the registered bundle back, or promote another version",
         )
 
 

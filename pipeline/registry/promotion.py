@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from evals.online import load_judged
 from evals.policy import policy_of
 from pipeline.recipe import Recipe
 from pipeline.registry.judged import Judged, examine, public_key, require_bundle, require_pass, require_signed
+from pipeline.registry.online import log_online, require_online
 from pipeline.registry.tracking import connect
 from pipeline.registry.versions import CHALLENGER, CHAMPION, NO_CHAMPION, ROLLBACK, aliases, get_model
 from tapeout.errors import RegistryError, TapeoutError
@@ -39,7 +41,12 @@ class Move:
 
 
 def promote(
-    recipe: Recipe, *, version: int | None = None, expect_champion: str | None = None, bundle: Path | None = None
+    recipe: Recipe,
+    *,
+    version: int | None = None,
+    expect_champion: str | None = None,
+    bundle: Path | None = None,
+    online: Path | None = None,
 ) -> Move:
     """Make ``version`` (default: the challenger) champion; the former champion becomes ``rollback``.
 
@@ -47,7 +54,8 @@ def promote(
     of ``recipe``, its bundle is the one that was judged, and the champion is still the engine the gate compared with
     (none, if that was the float engine), itself with a PASS and a whole bundle. With a public key, the verdict must be
     signed. ``expect_champion`` adds a condition: the digest of the present champion, or ``"none"``. ``bundle`` is the
-    bundle's folder on this machine, if it is not where it was registered from.
+    bundle's folder on this machine, if it is not where it was registered from. ``online``: an OnlineVerdict, which the
+    recipe can demand (``online.required``) of a version that replaces a champion.
 
     MLflow sets aliases one call at a time. So the move is first recorded as a tag of the registered model, then done,
     then the tag is removed: after a crash between the calls, the next command decides that move again, and finishes it
@@ -58,7 +66,7 @@ def promote(
     """
     name = recipe.register_.model_name
     with connect(write=True) as client:
-        finished = _finish_pending(client, recipe, bundle)
+        finished = _finish_pending(client, recipe, bundle, online)
         before = aliases(client, name)
         number = version if version is not None else before.get(CHALLENGER)
         if number is None:
@@ -68,7 +76,9 @@ def promote(
             note = f"an interrupted {finished} was finished" if finished else "nothing changed"
             message = f"version {number} of {name} is champion already; {note}"
             return Move(name, number, before.get(ROLLBACK), finished is not None, message)
-        after = _promoted(client, recipe, challenger, before, expect_champion)
+        after = _promoted(client, recipe, challenger, before, expect_champion, online)
+        if online is not None:
+            log_online(client, name, number, load_judged(online))
         _move(client, name, "promote", before, after)
         former = before.get(CHAMPION)
         then = "; it is the first" if former is None else f"; version {after[ROLLBACK]} is now {ROLLBACK}"
@@ -115,7 +125,12 @@ def _approved(client: MlflowClient, recipe: Recipe, number: int, bundle: Path | 
 
 
 def _promoted(
-    client: MlflowClient, recipe: Recipe, challenger: Judged, before: Aliases, wanted: str | None = None
+    client: MlflowClient,
+    recipe: Recipe,
+    challenger: Judged,
+    before: Aliases,
+    wanted: str | None = None,
+    online: Path | None = None,
 ) -> dict[str, int | None]:
     """Aliases once an approved version is champion, if it was compared with the champion that there is."""
     name, former = recipe.register_.model_name, before.get(CHAMPION)
@@ -130,6 +145,8 @@ def _promoted(
         )
         return {CHAMPION: challenger.number, ROLLBACK: kept}
     _require_champion(name, now, challenger.compared_with, f"the gate of version {challenger.number} compared with")
+    if champion is not None:
+        require_online(recipe.online, online, now, challenger.verdict.candidate)
     return {CHAMPION: challenger.number, ROLLBACK: kept if former is None else former}
 
 
@@ -218,7 +235,9 @@ def _require_unmoved(name: str, found: Aliases, expected: Aliases) -> None:
         )
 
 
-def _finish_pending(client: MlflowClient, recipe: Recipe, bundle: Path | None) -> Kind | None:
+def _finish_pending(
+    client: MlflowClient, recipe: Recipe, bundle: Path | None, online: Path | None = None
+) -> Kind | None:
     """Complete a move that was interrupted, and say which kind it was; None when there was none.
 
     The tag only says that a move was begun. Whether it may be made is decided again, as if it had been asked for now.
@@ -239,7 +258,7 @@ def _finish_pending(client: MlflowClient, recipe: Recipe, bundle: Path | None) -
             )
         if kind == "promote":
             challenger = _approved(client, recipe, after[CHAMPION] or 0, bundle)
-            decided = _promoted(client, recipe, challenger, before)
+            decided = _promoted(client, recipe, challenger, before, online=online)
         else:
             decided = _rolled_back(client, recipe, before)
         if decided != after:

@@ -117,6 +117,11 @@ def champion(model_name: str) -> RegisteredBundle | None:
     return _holder(model_name, CHAMPION)
 
 
+def challenger(model_name: str) -> RegisteredBundle | None:
+    """The engine that was registered last, if its evidence gives a PASS, or None when there is none."""
+    return _holder(model_name, CHALLENGER)
+
+
 def incumbent(model_name: str, candidate: str) -> RegisteredBundle | None:
     """The engine a candidate is to be compared with: the champion, or, once the candidate is that, its predecessor.
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.registry.tracking import public_uri, sqlite_path, tracking_uri
-from pipeline.registry.versions import CHAMPION, UnknownVersionError
+from pipeline.registry.versions import CHALLENGER, CHAMPION, UnknownVersionError
 from tapeout.errors import RegistryError, TapeoutError
 
 ANSWER_SECONDS = 120
@@ -30,9 +30,12 @@ class Champion(NamedTuple):
     folder: Path
 
 
-async def find_champion(name: str) -> Champion:
-    """The champion, judged again from its logged evidence. :class:`RegistryError` if there is none to rely on."""
-    answer = await ask(__name__, name)
+async def find_champion(name: str, alias: str = CHAMPION) -> Champion:
+    """The champion, judged again from its logged evidence. :class:`RegistryError` if there is none to rely on.
+
+    ``alias``: the challenger is looked up in the same way.
+    """
+    answer = await ask(__name__, name, alias)
     return Champion(answer["version"], answer["digest"], Path(answer["folder"]))
 
 
@@ -95,17 +98,19 @@ def state(name: str) -> Any:
 
 
 def main() -> None:
-    from pipeline.registry.register import champion
+    from pipeline.registry.register import challenger, champion
 
-    name = sys.argv[1]
+    name, alias = sys.argv[1:]
 
     def look_up() -> dict[str, Any]:
-        found = champion(name)
+        found = {CHAMPION: champion, CHALLENGER: challenger}[alias](name)
         if found is None:
             raise RegistryError(
-                f"{name} has no champion at {public_uri(tracking_uri())}",
-                expected="a version that was promoted",
-                remedy="run `tapeout promote`, or name a bundle: `tapeout serve artifacts/candidate`",
+                f"{name} has no {alias} at {public_uri(tracking_uri())}",
+                expected="a version that was promoted" if alias == CHAMPION else "a version that was registered",
+                remedy="run `tapeout promote`, or name a bundle: `tapeout serve artifacts/candidate`"
+                if alias == CHAMPION
+                else "run `dvc repro register`, or name a bundle",
             )
         return {"version": found.version, "digest": found.digest, "folder": str(found.location)}
 

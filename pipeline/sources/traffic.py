@@ -25,13 +25,23 @@ def fetch_traffic(source: str, sha256: str | None, incoming: Path, data: Path) -
     from datasets import Dataset
 
     log = fetch_source(source, incoming, sha256=sha256, keep=lambda name: name.endswith(SUFFIX))
-    files = [log.path] if log.path.is_file() else sorted(log.path.rglob(f"*{SUFFIX}"))
-    rows = [row for file in files for row in _rows(file)]
-    if not rows:
-        raise SourceError(f"{source} holds no exchange", expected="a traffic log of `tapeout serve --traffic-log`")
+    rows = exchanges(log.path)
     table = Dataset.from_dict({name: [row[name] for row in rows] for name in ("question", "text")})
     table.save_to_disk(str(data / folder_of(NAME) / "validation"))
     return log
+
+
+def exchanges(path: Path) -> list[dict[str, str]]:
+    """The ``question`` and the whole ``text`` of every exchange, the oldest first, in a file of the log or a folder.
+
+    :class:`SourceError` if there is none.
+    """
+    # The server's current file has the name that comes last.
+    files = [path] if path.is_file() else sorted(path.rglob(f"*{SUFFIX}"))
+    rows = [row for file in files for row in _rows(file)]
+    if not rows:
+        raise SourceError(f"{path} holds no exchange", expected="a traffic log of `tapeout serve --traffic-log`")
+    return rows
 
 
 def _rows(file: Path) -> Iterator[dict[str, str]]:

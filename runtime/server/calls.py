@@ -6,8 +6,9 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+from runtime.messages import Delta, GenerateRequest
 from runtime.server.errors import ApiError
 
 REQUEST_ID = "x-request-id"
@@ -27,6 +28,18 @@ class Caller(NamedTuple):
     salt: bytes = b""
 
 
+class Answered(Protocol):
+    """Sees the tokens of a call's first choice, which may need more of the engine than the user asks for."""
+
+    def request(self, request: GenerateRequest) -> GenerateRequest:
+        """The request that the engine gets. The tokens that it brings are the same."""
+        ...
+
+    def delta(self, delta: Delta) -> Delta:
+        """What the user gets of a delta."""
+        ...
+
+
 @dataclass
 class Call:
     """``n`` responses to each of the ``prompts`` (token ids), whose tokens count once. Times are ``time.monotonic()``.
@@ -34,7 +47,7 @@ class Call:
     ``conversation``: the messages, or the texts of the prompts (None for token ids). ``queue_seconds``: of the choice
     that came first, until its first step. ``cached``: prompt tokens that were found in KV blocks, by prompt.
     ``finish_reasons`` and ``responses`` (pieces of text): by index of the choice, ``prompt * n + response``. ``error``:
-    why the call failed. ``cancelled``: the client went away first.
+    why the call failed. ``cancelled``: the client went away first. ``answer``: a hook's, from :meth:`Hook.admit`.
     """
 
     id: str
@@ -59,6 +72,7 @@ class Call:
     responses: dict[int, list[str]] = field(default_factory=dict[int, list[str]])
     error: ApiError | None = None
     cancelled: bool = False
+    answer: Answered | None = None
 
     @property
     def refused(self) -> bool:

@@ -69,9 +69,12 @@ async def generate(
 
 async def _follow(client: EngineClient, call: Call, choice: Choice, hooks: Sequence[Hook]) -> AsyncGenerator[Part]:
     index, written = choice.index, call.responses.setdefault(choice.index, [])
-    async with aclosing(client.generate(choice.request)) as deltas:
+    answer = None if index else call.answer
+    request = answer.request(choice.request) if answer else choice.request
+    async with aclosing(client.generate(request)) as deltas:
         async for delta in deltas:
             _require_success(delta)
+            delta = answer.delta(delta) if answer else delta
             if delta.tokens:
                 now = time.monotonic()
                 if call.first_token is None:

@@ -12,7 +12,6 @@ import hashlib
 import logging
 import os
 import queue
-import secrets
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,9 +24,10 @@ from pydantic import BaseModel
 
 from runtime.server.calls import Call, Hook
 from runtime.server.redaction import find_redactors, redact_all
+from runtime.server.salt import kept_salt
 from tapeout.errors import TapeoutError, one_line
 
-CURRENT, SALT = "traffic.jsonl", "salt"
+CURRENT = "traffic.jsonl"
 WAITING = 1000  # calls that wait for the writer; more are dropped, and counted
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class TrafficLog(Hook):
         self.dropped = 0
         try:
             settings.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._salt = _salt(settings.folder / SALT)
+            self._salt = kept_salt(settings.folder)
         except OSError as error:
             raise TapeoutError(
                 f"{settings.folder} cannot be written: {one_line(error)}", expected="a folder for the traffic log"
@@ -131,13 +131,3 @@ class TrafficLog(Hook):
             os.write(file, line)
         finally:
             os.close(file)
-
-
-def _salt(path: Path) -> bytes:
-    """Kept beside the log and never written into it: without it, ids and tenants cannot be guessed."""
-    if not path.exists():
-        unfinished = path.with_name(f".{SALT}.{secrets.token_hex(4)}")
-        unfinished.touch(0o600)
-        unfinished.write_bytes(secrets.token_bytes(32))
-        unfinished.rename(path)
-    return path.read_bytes()

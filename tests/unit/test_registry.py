@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import subprocess
@@ -15,13 +16,16 @@ import pytest
 
 from engines.bundle import EngineBundle
 from evals.check import Outcome
+from evals.kinds.online import Online
+from evals.online import conclude, load_judged
 from evals.policy import policy_of
 from pipeline.registry import promotion, tracking
 from pipeline.registry.promotion import promote, rollback
 from pipeline.registry.register import champion, incumbent, register
 from pipeline.registry.release import Release
-from tapeout.artifact import Artifact, load
-from tapeout.errors import RegistryError
+from tapeout.artifact import Artifact, canonical_json, load
+from tapeout.errors import ArtifactError, EvidenceError, RegistryError
+from tapeout.observations import Observation, ObservationLog
 from tests import judged
 
 RECIPE = judged.recipe()
@@ -126,6 +130,69 @@ def test_the_chain_of_champions(client: Any, submit: Callable[..., Artifact[Rele
     assert state(client)["aliases"] == {"challenger": 2, "champion": 1, "rollback": 2}
     assert rollback(RECIPE).champion == 2
     assert promotion.PENDING not in state(client)["tags"]
+
+
+def observe(folder: Path, champion: str, challenger: str, agree: int = 31, count: int = 150, **bounds: Any) -> Path:
+    """An online verdict about so many conversations with answers of 32 tokens."""
+    log = ObservationLog(folder / "log", Online(**bounds).plan(champion, challenger))
+    for number in range(count):
+        log.pick(f"{number:016x}")
+        log.add(Observation(conversation=f"{number:016x}", prompt_tokens=8, tokens=32, agree=agree))
+    log.close()
+    return conclude(folder / "log", folder / "online").folder
+
+
+def test_a_recipe_can_require_a_pass_on_live_traffic(
+    client: Any, submit: Callable[..., Artifact[Release]], tmp_path: Path
+) -> None:
+    strict = judged.recipe(online={"required": True})
+    one = submit("one").record.candidate
+    assert promote(strict).champion == 1  # there is no champion that could serve
+    two = submit("two", against=one).record.candidate
+    before = state(client)
+    refused = {
+        "none is given": None,
+        "is about champion cccccccccccc": observe(tmp_path / "other", "c" * 64, two),
+        "is about challenger dddddddddddd": observe(tmp_path / "another", one, "d" * 64),
+        "judged FAIL on live traffic": observe(tmp_path / "fail", one, two, agree=24, count=300),
+        "judged INCONCLUSIVE on live traffic": observe(tmp_path / "few", one, two, count=50),
+        "looser bounds than the recipe's: max_disagreement": observe(
+            tmp_path / "loose", one, two, max_disagreement=0.2
+        ),
+        "looser bounds than the recipe's: min_conversations": observe(
+            tmp_path / "early", one, two, min_conversations=10
+        ),
+    }
+    for words, folder in refused.items():
+        with pytest.raises(RegistryError, match=words):
+            promote(strict, online=folder)
+    with pytest.raises(RegistryError, match="judged FAIL on live traffic"):  # given although nobody requires it
+        promote(RECIPE, online=tmp_path / "fail" / "online")
+    assert state(client) == before
+    passed = observe(tmp_path / "pass", one, two)
+    assert promote(strict, online=passed).champion == 2
+    run = client.get_model_version(NAME, "2").run_id
+    logged = Path(client.download_artifacts(run, "online", str(tmp_path)))
+    assert load_judged(logged).digest == load_judged(passed).digest
+    assert not promote(strict).changed  # it is champion already
+    assert rollback(strict).champion == 1  # it has served before
+
+
+def test_an_edited_online_verdict_is_refused(submit: Callable[..., Artifact[Release]], tmp_path: Path) -> None:
+    one = submit("one").record.candidate
+    promote(RECIPE)
+    two = submit("two", against=one).record.candidate
+    folder = observe(tmp_path / "fail", one, two, agree=24, count=300)
+    record = folder / "record.json"
+    record.write_text(record.read_text().replace('"FAIL"', '"PASS"'))
+    with pytest.raises(ArtifactError):
+        promote(RECIPE, online=folder)
+    body = json.loads(record.read_text())
+    del body["digest"]
+    digest = hashlib.sha256(canonical_json(body)).hexdigest()
+    record.write_text(json.dumps({"digest": digest, **body}))  # an editor who knows how digests are made
+    with pytest.raises(EvidenceError, match="give FAIL, not the recorded PASS"):
+        promote(RECIPE, online=folder)
 
 
 def test_promoting_a_candidate_does_not_change_whom_it_is_compared_with(

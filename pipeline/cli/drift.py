@@ -1,0 +1,87 @@
+"""``tapeout drift``: live traffic against the calibration samples, and what to calibrate on instead."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from evals.drift import drift
+from evals.kinds.drift import DriftReport
+from pipeline.recipe import Recipe, load_recipe
+from pipeline.sources.corpus import calibration_and_heldout
+from pipeline.sources.source import Source
+from pipeline.sources.traffic import NAME, exchanges
+from quantization.calibration import SAMPLES_FILE, Calibration, CalibrationSample, sample_hash
+from tapeout import artifact
+from tapeout.artifact import Artifact
+from tapeout.errors import EvidenceError, RecipeError
+
+COLUMN = "text"  # of the data set that a traffic log becomes
+
+
+def run(traffic: Path, artifacts: Path, params: Path, out: Path) -> Artifact[DriftReport]:
+    recipe = load_recipe(params)
+    calibration = artifact.load(artifacts / "calibration", Calibration)
+    samples = _samples(recipe, artifacts, calibration)
+    live = [tokens for tokens in _encode([one["text"] for one in exchanges(traffic)], artifacts, None) if tokens]
+    return drift(recipe.drift, live, samples, out, calibration=calibration, seed=recipe.seed)
+
+
+def table(found: DriftReport) -> Table:
+    shown = Table("distance", "value", "at most", "p", title=found.advice, title_justify="left")
+    for one in found.distances:
+        shown.add_row(one.title, f"{one.value:.4g}", f"{one.bound:g}", f"{one.p_value:.3g}")
+    return shown
+
+
+def recalibrated(params: Path, traffic: Path) -> str:
+    """The recipe with live traffic as the calibration source; comments and order stay."""
+    from ruamel.yaml import YAML
+
+    yaml: Any = YAML()
+    yaml.width = 120
+    recipe = yaml.load(params.read_text())
+    recipe["data"] |= {"traffic": f"file:{traffic.resolve()}", "traffic_sha256": None}
+    recipe.setdefault("calibrate", {}).update({"dataset": NAME, "column": COLUMN})
+    stream = io.StringIO()
+    yaml.dump(recipe, stream)
+    return stream.getvalue()
+
+
+def write_recipe(params: Path, traffic: Path) -> None:
+    """:class:`RecipeError` if the result were no recipe; then the file stays."""
+    unfinished = params.with_name(f".{params.name}.partial")
+    try:
+        unfinished.write_text(recalibrated(params, traffic))
+        load_recipe(unfinished)
+        unfinished.replace(params)
+    except OSError as error:
+        raise RecipeError(f"{params} cannot be written: {error.strerror}") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _samples(recipe: Recipe, artifacts: Path, calibration: Artifact[Calibration]) -> list[list[int]]:
+    """The samples again from their text; the calibration keeps hashes alone."""
+    source, wanted = artifact.load(artifacts / "source", Source), recipe.calibrate
+    texts, _ = calibration_and_heldout(source, wanted.dataset, wanted.column, wanted.samples, 0, recipe.seed)
+    samples = _encode(texts, artifacts, wanted.tokens)
+    lines = (calibration.folder / SAMPLES_FILE).read_text().splitlines()
+    recorded = [CalibrationSample.model_validate_json(line).sample_hash for line in lines]
+    if [sample_hash(tokens) for tokens in samples] != recorded:
+        raise EvidenceError(
+            f"{artifacts / 'calibration'} was made of other samples than the recipe's",
+            expected="the recipe that the engine was calibrated by",
+            remedy="run `dvc repro calibrate`, or pass --params",
+        )
+    return samples
+
+
+def _encode(texts: list[str], artifacts: Path, most: int | None) -> list[list[int]]:
+    from tokenizers import Tokenizer
+
+    tokenizer: Any = Tokenizer.from_file(str(artifacts / "graph" / "tokenizer.json"))
+    return [tokenizer.encode(text).ids[:most] for text in texts]

@@ -1,0 +1,109 @@
+"""``tapeout serve --shadow`` and ``tapeout shadow-verdict``: a challenger on live traffic, and what that shows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from engines.bundle import EngineBundle
+from evals.kinds.online import Online
+from evals.online import fold
+from evals.sequential import AnytimeTest
+from runtime.opening import OpenBundle
+from runtime.server.listen import ServeError
+from runtime.server.shadow import Shadow
+from tapeout import artifact
+from tapeout.artifact import Artifact
+from tapeout.observations import Observation, ObservationLog, ShadowPlan
+
+TOKENIZER = "tokenizer.json"
+
+log = logging.getLogger("tapeout.server")
+
+
+@dataclass(frozen=True)
+class ShadowOptions:
+    """``source``: a bundle's folder, or ``models:/NAME@challenger``. ``share`` None: the recipe's."""
+
+    source: str
+    online: Online
+    share: float | None
+    log: Path
+    threads: int
+
+
+class Mirrored(Collector):
+    """The challenger of a server: its hook, its side of the work, and its metrics. The test goes on where it was."""
+
+    def __init__(self, options: ShadowOptions, plan: ShadowPlan, challenger: Path, public_key: Path | None) -> None:
+        self._challenger, self._opener = challenger, OpenBundle(options.threads, 1, None, public_key)
+        written = ObservationLog(options.log, plan)
+        self._test = fold(plan, written.made)
+        self._failed = sum(observation.failed for observation in written.made)
+        self._shadow = Shadow(written, plan, options.log, observed=self._observe)
+
+    @property
+    def hook(self) -> Shadow:
+        return self._shadow
+
+    @property
+    def test(self) -> AnytimeTest:
+        return self._test
+
+    async def run(self) -> None:
+        await self._shadow.run(self._challenger, self._opener)
+
+    def _observe(self, observation: Observation) -> None:
+        before, self._test = self._test, self._test.after(observation.disagreement)
+        self._failed += observation.failed
+        if self._test.outcome is not before.outcome:
+            log.info("shadow: %s after %d conversations", self._test.outcome.value, self._test.units)
+
+    def collect(self) -> Iterator[Metric]:
+        shadow, test = self._shadow, self._test
+        shown = {
+            "ready": ("1 if the challenger takes answers.", float(shadow.ready)),
+            "waiting": ("Answers that wait for the challenger.", shadow.waiting),
+            "missed": ("Conversations without room to wait, since the server started.", shadow.missed),
+            "conversations": ("Conversations observed, in all.", test.units),
+            "failed": ("Of those, answers that the challenger failed on.", self._failed),
+            "disagreement": ("Mean over conversations of the share of tokens that disagree.", test.mean or 0.0),
+            "below": (
+                "Log capital bet on a mean below the bound, over what a PASS needs.",
+                test.log_below / test.needed,
+            ),
+            "above": (
+                "Log capital bet on a mean above the bound, over what a FAIL needs.",
+                test.most_above / test.needed,
+            ),
+        }
+        for name, (text, value) in shown.items():
+            yield GaugeMetricFamily(f"tapeout:shadow_{name}", text, value=value)
+
+
+def mirror(options: ShadowOptions, champion: Path, challenger: Path, public_key: Path | None) -> Mirrored:
+    """Freeze the plan, or go on with the one that there is. :class:`ServeError` for engines that cannot be compared."""
+    bundles = [artifact.load_record(folder, EngineBundle) for folder in (champion, challenger)]
+    first, second = bundles
+    if first.digest == second.digest:
+        raise ServeError(
+            f"{challenger} holds the champion itself", expected="another engine", remedy="name a challenger's bundle"
+        )
+    if _text(first) != _text(second):
+        raise ServeError(
+            f"{champion} and {challenger} do not have the same tokens",
+            expected=f"the same {TOKENIZER} and vocabulary",
+            remedy="shadow an engine that was built from the same model",
+        )
+    plan = options.online.plan(first.digest, second.digest, options.share)
+    return Mirrored(options, plan, challenger, public_key)
+
+
+def _text(bundle: Artifact[EngineBundle]) -> tuple[object, ...]:
+    tokenizer = bundle.files.get(TOKENIZER)
+    return bundle.record.io.vocab_size, tokenizer and tokenizer.sha256
