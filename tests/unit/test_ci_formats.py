@@ -215,6 +215,8 @@ def test_metrics_are_openmetrics(result: GateResult) -> None:
     found = {sample.labels["name"]: sample.value for sample in families["tapeout_check"]}
     assert found == {c.name: c.value for c in result.verdict.checks if c.value is not None}
     assert families["tapeout_gate_exit_code"][0].value == result.verdict.exit_code
+    codes = [sample.value for sample in families["tapeout_check_exit_code"]]
+    assert codes == [{"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 3}[c.outcome] for c in result.verdict.checks]
 
 
 @LENIENT
