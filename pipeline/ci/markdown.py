@@ -1,4 +1,4 @@
-"""The job summary in GitHub-flavored Markdown, which GitLab, Buildkite and Jenkins plug-ins show too."""
+"""The job summary in GitHub-flavored Markdown, which Buildkite shows as an annotation."""
 
 from __future__ import annotations
 
