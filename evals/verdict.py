@@ -14,6 +14,11 @@ from evals.policy import Policy, Settings
 from tapeout.artifact import ArtifactRef, Record, Roles
 from tapeout.errors import ExitCode
 
+EXIT_CODES = {
+    Outcome.PASS: ExitCode.PASS,
+    Outcome.FAIL: ExitCode.GATE_FAILED,
+    Outcome.INCONCLUSIVE: ExitCode.INCONCLUSIVE,
+}
 COLUMNS = ("outcome", "check", "value", "bound", "confidence bounds", "n", "reason")
 
 
@@ -53,11 +58,7 @@ class Verdict(Record):
 
     @property
     def exit_code(self) -> ExitCode:
-        return {
-            Outcome.PASS: ExitCode.PASS,
-            Outcome.FAIL: ExitCode.GATE_FAILED,
-            Outcome.INCONCLUSIVE: ExitCode.INCONCLUSIVE,
-        }[self.outcome]
+        return EXIT_CODES[self.outcome]
 
     @property
     def headline(self) -> str:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from evals.check import Check, Outcome
+from evals.verdict import EXIT_CODES
 from pipeline.ci.result import GateResult
 
 QUALITY_SEVERITY = {Outcome.FAIL: "blocker", Outcome.INCONCLUSIVE: "major"}
-EXIT_CODE = {Outcome.PASS: 0, Outcome.FAIL: 1, Outcome.INCONCLUSIVE: 3}
 _LABEL = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
@@ -24,7 +24,9 @@ def metrics(result: GateResult) -> str:
     checks, facts = verdict.checks, verdict.facts
     families = {
         "tapeout_gate_exit_code": f"tapeout_gate_exit_code {int(verdict.exit_code)}\n",
-        "tapeout_check_exit_code": _samples("tapeout_check_exit_code", checks, lambda check: EXIT_CODE[check.outcome]),
+        "tapeout_check_exit_code": _samples(
+            "tapeout_check_exit_code", checks, lambda check: int(EXIT_CODES[check.outcome])
+        ),
         "tapeout_check": _samples("tapeout_check", checks, lambda check: check.value),
         "tapeout_check_lower": _samples("tapeout_check_lower", checks, lambda check: check.lower),
         "tapeout_check_upper": _samples("tapeout_check_upper", checks, lambda check: check.upper),

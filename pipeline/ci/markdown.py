@@ -1,9 +1,9 @@
-"""The job summary in GitHub-flavored Markdown, which GitLab, Buildkite and Jenkins plug-ins show too."""
+"""The job summary in GitHub-flavored Markdown, which Buildkite shows as an annotation."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from evals.check import Check, Outcome
 from evals.verdict import COLUMNS, row
@@ -26,9 +26,8 @@ def summary(result: GateResult, limit: int = SUMMARY_BYTES) -> str:
         f"Candidate `{candidate}` of {escape(result.model)} against the float engine `{baseline}`, "
         f"for {escape(verdict.target)}. Verdict `{result.digest[:12]}`, policy `{verdict.policy.digest[:12]}`.\n"
     )
-    return (
-        f"{heading(result)}{checks_table(result.worst_first, limit - len((heading(result) + about).encode()))}{about}"
-    )
+    head = heading(result)
+    return f"{head}{checks_table(result.worst_first, limit - len(f'{head}{about}'.encode()))}{about}"
 
 
 def heading(result: GateResult) -> str:
@@ -79,10 +78,10 @@ def _entity(found: re.Match[str]) -> str:
     return f"&#{ord(found[0])};{'<!-- -->' if found[0] in '@#!' else ''}"
 
 
-def printable(text: str, allowed: Callable[[str], bool] = str.isspace) -> str:
+def printable(text: str) -> str:
     """Without control, format and surrogate characters; those become U+FFFD.
 
     >>> printable("a\\x1b[1mb")
     'a�[1mb'
     """
-    return "".join(c if c.isprintable() or allowed(c) else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return "".join(c if c.isprintable() or c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -25,14 +25,22 @@ class Format:
     text: Callable[[GateResult], str]
 
 
+def verdict_json(result: GateResult) -> str:
+    return json.dumps(document(result.model, None, result.verdict, result.digest), indent=1, allow_nan=False) + "\n"
+
+
+def statement_json(result: GateResult) -> str:
+    return json.dumps(result.statement.model_dump(mode="json", by_alias=True), indent=1) + "\n"
+
+
 FORMATS: Mapping[str, Format] = {
-    "json": Format("verdict.json", lambda result: verdict_json(result)),
+    "json": Format("verdict.json", verdict_json),
     "markdown": Format("summary.md", summary),
     "junit": Format("junit.xml", junit),
     "gitlab-metrics": Format("metrics.txt", metrics),
     "gitlab-quality": Format("gl-code-quality-report.json", code_quality),
     "sarif": Format("tapeout.sarif", sarif),
-    "intoto": Format("statement.json", lambda result: statement_json(result)),
+    "intoto": Format("statement.json", statement_json),
     COMMENT: Format("comment.md", comment),
 }
 # By the variable that a CI system sets in every job.
@@ -70,14 +78,6 @@ def write(result: GateResult, formats: Sequence[str], folder: Path, environment:
         if path := environment.get("GITHUB_OUTPUT"):
             _append(Path(path), outputs(result))
     return written
-
-
-def verdict_json(result: GateResult) -> str:
-    return json.dumps(document(result.model, None, result.verdict, result.digest), indent=1, allow_nan=False) + "\n"
-
-
-def statement_json(result: GateResult) -> str:
-    return json.dumps(result.statement.model_dump(mode="json", by_alias=True), indent=1) + "\n"
 
 
 def _replace(path: Path, text: str) -> Path:
