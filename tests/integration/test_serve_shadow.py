@@ -78,7 +78,7 @@ def metrics(server: Running) -> dict[str, float]:
     return {name: float(value) for name, value in (line.split() for line in lines if line.startswith("tapeout:shadow"))}
 
 
-def until(server: Running, name: str, least: float, seconds: float = 60) -> None:
+def until(server: Running, name: str, least: float, seconds: float = 240) -> None:
     for _ in range(int(seconds / 0.1)):
         if metrics(server)[f"tapeout:shadow_{name}"] >= least:
             return
