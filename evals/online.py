@@ -86,12 +86,8 @@ def load_judged(folder: Path) -> Artifact[OnlineVerdict]:
     verdict = load(folder, OnlineVerdict)
     verdict.verify()
     again = judge(read_plan(folder), read_observations(folder))
-    if (again.outcome, again.conversations, again.missed, again.plan) != (
-        verdict.record.outcome,
-        verdict.record.conversations,
-        verdict.record.missed,
-        verdict.record.plan,
-    ):
+    compared = ("outcome", "plan", "conversations", "missed", "failed")
+    if any(getattr(again, name) != getattr(verdict.record, name) for name in compared):
         raise EvidenceError(
             f"the observations in {folder} give {again.outcome.value}, not the recorded {verdict.record.outcome.value}",
             expected="a verdict that its own observations give",

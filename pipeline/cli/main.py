@@ -184,12 +184,17 @@ def serve(
     Example: `tapeout serve artifacts/candidate --port 8000`
     """
     from pipeline.cli import serve as command
-    from pipeline.cli.shadow import ShadowOptions
-    from pipeline.recipe import load_recipe
 
-    if source is None:
-        source = f"models:/{load_recipe(params).register_.model_name}@champion"
-    mirrored = shadow and ShadowOptions(shadow, load_recipe(params).online, share, shadow_log, shadow_threads)
+    mirrored = None
+    if source is None or shadow is not None:
+        from pipeline.recipe import load_recipe
+
+        recipe = load_recipe(params)
+        source = source or f"models:/{recipe.register_.model_name}@champion"
+        if shadow is not None:
+            from pipeline.cli.shadow import ShadowOptions
+
+            mirrored = ShadowOptions(shadow, recipe.online, share, shadow_log, shadow_threads)
     command.run(
         command.Options(
             source=source,
@@ -214,7 +219,7 @@ def serve(
             traffic_share=traffic_share,
             traffic_redactors=tuple(traffic_redactor or ()),
             traces=traces,
-            shadow=mirrored or None,
+            shadow=mirrored,
         )
     )
 

@@ -13,7 +13,6 @@ from engines.bundle import EngineBundle
 from evals.check import Outcome
 from evals.kinds.speed import Benchmark
 from evals.verdict import Verdict
-from pipeline.cli.shadow import ShadowOptions, mirror
 from pipeline.registry import serving
 from pipeline.registry.versions import CHALLENGER
 from runtime.client import ProcessClient
@@ -25,6 +24,7 @@ from tapeout.errors import TapeoutError
 from tapeout.signing import PUBLIC_KEY, key_from_environment
 
 if TYPE_CHECKING:
+    from pipeline.cli.shadow import ShadowOptions
     from runtime.server.service import Service
 
 REGISTERED = re.compile(r"models:/(?P<name>[^/@]+)@champion")
@@ -81,6 +81,8 @@ def run(options: Options) -> None:
     public_key = None if options.unsafe else key_from_environment(PUBLIC_KEY)
     mirrored = None
     if options.shadow is not None:
+        from pipeline.cli.shadow import mirror
+
         challenger = find_challenger(options.shadow.source, unsafe=options.unsafe)
         mirrored = mirror(options.shadow, folder, challenger, public_key)
     opener = OpenBundle(options.threads, options.slots, options.kv_bytes, public_key)

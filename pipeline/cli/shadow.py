@@ -101,6 +101,8 @@ def mirror(options: ShadowOptions, champion: Path, challenger: Path, public_key:
             remedy="shadow an engine that was built from the same model",
         )
     plan = options.online.plan(first.digest, second.digest, options.share)
+    if not 0 < plan.share <= 1:
+        raise ServeError(f"the share of mirrored calls is {plan.share:g}", expected="more than 0 and at most 1")
     return Mirrored(options, plan, challenger, public_key)
 
 

@@ -78,7 +78,7 @@ def metrics(server: Running) -> dict[str, float]:
     return {name: float(value) for name, value in (line.split() for line in lines if line.startswith("tapeout:shadow"))}
 
 
-def until(server: Running, name: str, least: float, seconds: float = 60) -> None:
+def until(server: Running, name: str, least: float, seconds: float = 240) -> None:
     for _ in range(int(seconds / 0.1)):
         if metrics(server)[f"tapeout:shadow_{name}"] >= least:
             return
@@ -151,18 +151,19 @@ def test_only_a_share_is_mirrored(engines: dict[str, Path], tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("source", "words"),
+    ("source", "share", "words"),
     [
-        ("champion", "holds the champion itself"),
-        ("models:/m@champion", "names no challenger"),
-        ("none", "no record.json"),
+        ("champion", "0.5", "holds the champion itself"),
+        ("models:/m@champion", "0.5", "names no challenger"),
+        ("none", "0.5", "no record.json"),
+        ("equal", "0", "share of mirrored calls is 0"),
     ],
 )
 def test_mistakes_are_named_before_anything_is_served(
-    engines: dict[str, Path], tmp_path: Path, source: str, words: str, capsys: pytest.CaptureFixture[str]
+    engines: dict[str, Path], tmp_path: Path, source: str, share: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     named = str(engines.get(source, source if ":" in source else tmp_path / source))
-    arguments = ["serve", str(engines["champion"]), "--unsafe", "--port", "0", "--shadow", named]
+    arguments = ["serve", str(engines["champion"]), "--unsafe", "--port", "0", "--shadow", named, "--share", share]
     assert main([*arguments, "--shadow-log", str(tmp_path / "log"), "--params", str(ROOT / "params.yaml")]) == 2
     assert words in capsys.readouterr().err
     assert not (tmp_path / "log").exists()

@@ -38,6 +38,8 @@ COMMANDS = [
     "gate",
     "keygen",
     "summary",
+    "shadow-verdict",
+    "drift",
     "promote",
     "rollback",
     "report",

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from benchmarks.gate.online import ABOVE, BELOW, HALF, NONE, ON, Result, Row, page, rows, run_row
 from evals.check import Outcome
-from evals.kinds.online import Online
+from evals.kinds.online import KIND, Online
 from evals.online import conclude, fold, judge, load_judged
 from evals.sequential import AnytimeTest
 from evals.statistics import bounded_mean
@@ -250,6 +250,8 @@ def test_a_verdict_is_an_artifact_that_its_observations_give(tmp_path: Path) -> 
         "challenger": CHALLENGER,
     }
     assert load_judged(tmp_path / "online").digest == verdict.digest
+    block = KIND.block(tmp_path / "online", None)  # type: ignore[arg-type]
+    assert block.metrics["online.disagreement"] == 1 / 32 and block.metrics["online.conversations"] == 150
     assert verdict.record.upper is not None and 1 / 32 < verdict.record.upper < 0.1
     for name in (PLAN_FILE, OBSERVATIONS_FILE):
         path = tmp_path / "online" / name

@@ -10,7 +10,7 @@ import pytest
 
 from engines.bundle import EngineBundle
 from evals.check import Outcome
-from pipeline.cli.serve import parse_bytes, require_judged
+from pipeline.cli.serve import find_challenger, parse_bytes, require_judged
 from pipeline.registry import serving
 from pipeline.registry.promotion import promote
 from pipeline.registry.register import register
@@ -73,6 +73,23 @@ def test_the_champion_of_a_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     found = asyncio.run(serving.find_champion(name))
     assert (found.version, found.digest) == (1, bundle.digest)
     assert artifact.load(tmp_path / found.folder, EngineBundle).digest == bundle.digest
+
+
+def test_the_challenger_of_a_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    source = f"models:/{judged.NAME}@challenger"
+    with pytest.raises(RegistryError, match="has no challenger"):
+        find_challenger(source, unsafe=False)
+    for weights, outcome in (("one", Outcome.PASS), ("two", Outcome.FAIL)):
+        artifacts = tmp_path / weights
+        verdict = judged.write_run(artifacts, weights, evidence=judged.good(KL[outcome]))
+        bundle = artifact.load(artifacts / "candidate", EngineBundle)
+        register(judged.recipe(), verdict, bundle, artifacts)
+        if outcome is Outcome.PASS:
+            assert artifact.load(find_challenger(source, unsafe=False), EngineBundle).digest == bundle.digest
+    with pytest.raises(RegistryError, match="judged FAIL"):
+        find_challenger(source, unsafe=False)
 
 
 def test_the_address_is_taken_at_once() -> None:

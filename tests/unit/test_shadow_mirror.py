@@ -66,7 +66,7 @@ class Mirroring:
         await until(lambda: len(read_observations(self.folder).made) >= count)
 
 
-async def until(holds: Callable[[], bool], seconds: float = 30) -> None:
+async def until(holds: Callable[[], bool], seconds: float = 120) -> None:
     for _ in range(int(seconds / 0.01)):
         if holds():
             return
@@ -96,7 +96,7 @@ async def mirroring(
 
 def run(test: Awaitable[None]) -> None:
     async def bounded() -> None:
-        await asyncio.wait_for(test, 60)
+        await asyncio.wait_for(test, 240)
 
     asyncio.run(bounded())
 
