@@ -39,7 +39,7 @@ def save_graph(model: ir.Model, path: Path) -> None:
         tensor = value.const_value
         if not isinstance(tensor, ir.ExternalTensor) or tensor.dtype == ir.DataType.FLOAT:
             continue
-        cast = ir.node("Cast", [value], attributes={"to": ir.DataType.FLOAT})
+        cast = ir.node("Cast", [value], attributes={"to": ir.DataType.FLOAT}, name=f"{name}.widen")
         ir.convenience.replace_all_uses_with(value, cast.outputs[0])
         cast.replace_input_with(0, value)
         cast.outputs[0].name = f"{name}.float32"

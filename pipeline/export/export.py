@@ -35,6 +35,7 @@ from tapeout.tensor_writer import TensorSpec, write_tensors
 MODEL_FILE = "model.onnx"
 WEIGHTS_FILE = "model.safetensors"
 TYPES = {  # safetensors' names
+    torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",

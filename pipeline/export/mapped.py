@@ -39,7 +39,7 @@ def stand_ins(stored: Stored, vocabulary: int) -> dict[str, torch.Tensor]:
         if tensor.shape[0] == vocabulary:
             values = tensor.read()
             same = next((other for other, seen in heads if _equal(seen, values)), None)
-            value += len(heads) if same is None else made[same].flatten()[0]
+            value += len(heads) if same is None else made[same][0, 0]
             heads.append((name, values))
         made[name] = value.expand(tensor.shape)
     return made
@@ -48,14 +48,17 @@ def stand_ins(stored: Stored, vocabulary: int) -> dict[str, torch.Tensor]:
 def place_stored(model: torch.nn.Module, placed: Mapping[str, torch.Tensor], stored: Stored) -> bool:
     """Give every parameter its mapped tensor; False where one is not stored as it is, but computed from others."""
     names = {tensor.untyped_storage().data_ptr(): name for name, tensor in placed.items()}
-    found = [(value, names.get(value.untyped_storage().data_ptr())) for value in model.parameters()]
-    kept = [(value, names.get(value.untyped_storage().data_ptr())) for value in model.buffers()]
-    if any(name is None for _, name in found):
+    parameters, buffers = (
+        [(value, names.get(value.untyped_storage().data_ptr())) for value in values]
+        for values in (model.parameters(), model.buffers())
+    )
+    if any(name is None for _, name in parameters):
         return False
-    for value, name in [*found, *((buffer, name) for buffer, name in kept if name is not None)]:
-        assert name is not None
-        read = stored[name].read()
-        value.data = read if read.dtype in HALF else read.to(value.dtype)
+    for value, name in [*parameters, *buffers]:
+        if name is not None:
+            read = stored[name].read()
+            keep = read.dtype in HALF and isinstance(value, torch.nn.Parameter)
+            value.data = read if keep else read.to(value.dtype)
     return True
 
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pipeline.export.adapter import merge_adapter
 from pipeline.export.checkpoint import load_checkpoint
 from pipeline.export.mapped import weightless
 from tapeout.errors import ExportError
-from tests.checkpoints import WEIGHTS, change_weights, checkpoint, shard
+from tests.checkpoints import WEIGHTS, adapter, change_weights, checkpoint, shard
 from tests.families import export_model, random_model
 from tests.family_engines import build_float
 
@@ -97,3 +98,18 @@ def test_a_16_bit_head_that_is_stored_beside_the_embedding_it_shares(tmp_path: P
     change_weights(folder, lambda t: t.update({"lm_head.weight": t["lm_head.weight"] * 1.01}))
     with pytest.raises(ExportError, match=r"stores lm_head\.weight and model\.embed_tokens\.weight with different"):
         load_checkpoint(folder)
+
+
+def test_an_adapter_of_a_16_bit_model_is_merged_in_float32(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "checkpoint")
+    change_weights(folder, lambda t: t.update({n: v.bfloat16() for n, v in t.items()}))
+    model, name = load_checkpoint(folder).model, "model.layers.1.mlp.down_proj"
+    tensors = adapter(tmp_path / "adapter", model)
+    before = model.get_parameter(f"{name}.weight").float()
+    merge_adapter(model, tmp_path / "adapter")
+    up, down = (tensors[f"base_model.model.{name}.lora_{part}.weight"] for part in "BA")
+    assert torch.equal(model.get_parameter(f"{name}.weight"), before + 2.0 * (up @ down))
+    assert model.get_parameter("model.layers.1.mlp.up_proj.weight").dtype == torch.bfloat16
+    expected = random_model("llama")
+    expected.load_state_dict({n: value.float() for n, value in model.state_dict().items()})
+    assert torch.equal(logits(model), logits(expected))
