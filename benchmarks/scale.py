@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from typing import Any
 
 import psutil
 import yaml
+from safetensors import safe_open
 
 INTERVAL_S = 0.02
 FOLDERS = {"fetch": "source", "export": "graph", "calibrate": "calibration", "quantize": "quantized"}
@@ -36,6 +38,7 @@ class Measured:
     """``load``: average number of busy processes of the machine in the last minute of the stage, its own included."""
 
     stage: str
+    parameters: int
     exit_code: int
     seconds: float
     peak_anonymous_bytes: int
@@ -78,6 +81,15 @@ def _memory(pid: int) -> tuple[int, int]:
     return anonymous, resident
 
 
+def count_parameters(checkpoint: Path) -> int:
+    """Elements of the checkpoint's tensors, from the headers of its files."""
+    total = 0
+    for path in checkpoint.glob("*.safetensors"):
+        with safe_open(path, framework="numpy") as file:
+            total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    return total
+
+
 def write_recipe(path: Path, recipe: Path, checkpoint: Path, settings: Sequence[str]) -> None:
     """The recipe with another source and with ``settings`` of the form ``section.key=value`` (YAML)."""
     content: dict[str, Any] = yaml.safe_load(recipe.read_text())
@@ -98,13 +110,16 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="SECTION.KEY=VALUE", help="change the recipe")
     given = parser.parse_args(words)
     given.work.mkdir(parents=True, exist_ok=True)
+    parameters = count_parameters(given.checkpoint)
     write_recipe(given.work / "params.yaml", given.recipe, given.checkpoint, given.set)
     for stage in given.stages:
         command = [sys.executable, "-m", "pipeline.cli.main", "stage", stage]
         code, seconds, anonymous, resident = measure(command, given.work)
         artifact = given.work / "artifacts" / FOLDERS.get(stage, stage.removeprefix("build-"))
         size = sum(path.stat().st_size for path in artifact.rglob("*") if path.is_file()) if code == 0 else 0
-        found = Measured(stage, code, round(seconds, 1), anonymous, resident, size, round(os.getloadavg()[0], 1))
+        found = Measured(
+            stage, parameters, code, round(seconds, 1), anonymous, resident, size, round(os.getloadavg()[0], 1)
+        )
         with (given.work / "results.jsonl").open("a") as stream:
             stream.write(json.dumps(asdict(found)) + "\n")
         memory = f"{anonymous / 1e9:.2f} GB anonymous, {resident / 1e9:.2f} GB resident"

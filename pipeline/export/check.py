@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tqdm import tqdm
 
 from tapeout.attention_interface import attention_replaced
 from tapeout.graph_analysis import is_attention, size
@@ -162,7 +163,10 @@ def _late(model: Any, graph: _Graph, positions: int, generator: np.random.Genera
         for n, layer in enumerate(graph.layers)
         for name in (f"past_key_values.{n}.key", f"past_key_values.{n}.value")
     }
-    return [_piece_at(model, graph, start, noise, scales, generator) for start in chosen]
+    return [
+        _piece_at(model, graph, start, noise, scales, generator)
+        for start in tqdm(chosen, desc="comparing", disable=None)
+    ]
 
 
 def _thresholds(model: Any, graph: _Graph) -> set[int]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
+from tqdm import tqdm
 
 from pipeline.export.adapter import merge_adapter
 from pipeline.export.check import largest_difference
@@ -89,19 +90,20 @@ def save_model(model: Any, aliases: Collection[str], folder: Path) -> None:
     Names are the module's own, which the graph carries, not those of the family's first release. ``aliases``: names of
     parameters that are stored under another one.
     """
-    tensors = {name: _storable(tensor) for name, tensor in model.state_dict().items() if name not in aliases}
+    tensors = {name: t.detach().contiguous() for name, t in model.state_dict().items() if name not in aliases}
     model.config.dtype = str(model.get_input_embeddings().weight.dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     specs = {name: TensorSpec(TYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
-    write_tensors(
-        folder / WEIGHTS_FILE, specs, lambda name: [memoryview(tensors[name].flatten().view(torch.uint8).numpy())]
-    )
+    total = sum(spec.nbytes for spec in specs.values())
+    with tqdm(desc="weights", total=total, unit="B", unit_scale=True, disable=None) as bar:
 
+        def read(name: str) -> list[memoryview]:
+            bar.update(specs[name].nbytes)
+            return [memoryview(tensors[name].flatten().view(torch.uint8).numpy())]
 
-def _storable(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous()
+        write_tensors(folder / WEIGHTS_FILE, specs, read)
 
 
 def tied_parameters(model: torch.nn.Module) -> dict[str, str]:
