@@ -28,6 +28,8 @@ import psutil
 import yaml
 from safetensors import safe_open
 
+# This checkout's, whatever is installed.
+TAPEOUT = (sys.executable, "-c", "import sys; from pipeline.cli.main import main; sys.exit(main(sys.argv[1:]))")
 INTERVAL_S = 0.02
 FOLDERS = {"fetch": "source", "export": "graph", "calibrate": "calibration", "quantize": "quantized"}
 STAGES = ("fetch", "export", "calibrate", "sensitivity", "plan", "quantize", "build-candidate", "build-baseline")
@@ -93,7 +95,7 @@ def count_parameters(checkpoint: Path) -> int:
 def write_recipe(path: Path, recipe: Path, checkpoint: Path, settings: Sequence[str]) -> None:
     """The recipe with another source and with ``settings`` of the form ``section.key=value`` (YAML)."""
     content: dict[str, Any] = yaml.safe_load(recipe.read_text())
-    content["model"] = {"source": str(checkpoint.resolve())}
+    content["model"] = {"source": f"file:{checkpoint.resolve()}"}
     for setting in settings:
         name, _, value = setting.partition("=")
         section, _, key = name.rpartition(".")
@@ -113,7 +115,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parameters = count_parameters(given.checkpoint)
     write_recipe(given.work / "params.yaml", given.recipe, given.checkpoint, given.set)
     for stage in given.stages:
-        command = [sys.executable, "-m", "pipeline.cli.main", "stage", stage]
+        command = [*TAPEOUT, "stage", stage]
         code, seconds, anonymous, resident = measure(command, given.work)
         artifact = given.work / "artifacts" / FOLDERS.get(stage, stage.removeprefix("build-"))
         size = sum(path.stat().st_size for path in artifact.rglob("*") if path.is_file()) if code == 0 else 0
