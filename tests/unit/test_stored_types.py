@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from pipeline.export.checkpoint import load_checkpoint
 from pipeline.export.mapped import weightless
 from tapeout.errors import ExportError
 from tests.checkpoints import WEIGHTS, adapter, change_weights, checkpoint, shard
-from tests.families import export_model, random_model
+from tests.families import ALL_FAMILIES, export_model, random_model, save_checkpoint
 from tests.family_engines import build_float
 
 IDS = torch.arange(3, 30)[None]
@@ -41,6 +42,25 @@ def test_a_16_bit_checkpoint_makes_the_engine_of_its_float32_copy(
     bundles = [build_float(graph, tmp_path / f"{n}", slots=1) for n, graph in enumerate((stored, widened))]
     files = [{n: f.sha256 for n, f in bundle.files.items() if n in ("model.onnx", "weights.bin")} for bundle in bundles]
     assert files[0] == files[1]
+
+
+@pytest.mark.parametrize("name", ALL_FAMILIES)
+def test_a_mapped_model_computes_what_its_float32_copy_does(name: str, tmp_path: Path) -> None:
+    """To the bit, so that no family reads a 16-bit parameter without widening it."""
+    expected = random_model(name)
+    for parameter in expected.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    folder = save_checkpoint(deepcopy(expected).to(torch.bfloat16), tmp_path)
+    try:
+        model = load_checkpoint(folder).model
+    except ExportError as error:
+        assert "is a mixture of experts" in str(error)
+        return
+    ids = IDS % ALL_FAMILIES[name].vocab_size
+    with torch.no_grad():
+        found, wanted = (m(input_ids=ids, use_cache=False).logits for m in (model, expected))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
 def test_tensors_of_several_types_keep_theirs(tmp_path: Path) -> None:
