@@ -16,10 +16,12 @@ from engines.threads import physical_cores
 from tapeout.artifact import Artifact, verify_files
 from tapeout.errors import BuildError
 from tapeout.fingerprint import cpu_features
+from tapeout.resources import available_memory
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+MAPPED_SHARE = 0.5  # of the available memory: weights of more bytes are not copied
 CPU = ["CPUExecutionProvider"]
 
 
@@ -75,6 +77,15 @@ class SessionTimer:
         start = time.perf_counter()
         self._session.run_with_iobinding(self._binding)
         return time.perf_counter() - start
+
+
+def keep_mapped(options: ort.SessionOptions, bundle: Artifact[EngineBundle]) -> None:
+    """Leave the weights of an engine that is large for this machine in their file, which ONNX Runtime maps.
+
+    It would pack float matrices into copies of their own: twice as fast, and as much memory as the file has bytes.
+    """
+    if bundle.record.weight_bytes > MAPPED_SHARE * available_memory():
+        options.add_session_config_entry("session.disable_prepacking", "1")
 
 
 def _cannot_run(library: Path, reason: str) -> BuildError:

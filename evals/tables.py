@@ -12,6 +12,8 @@ from evals.kinds.parity import TableError
 from evals.text import BLOCK_ROWS, Float64Array
 from tapeout.errors import EvidenceError
 
+EMBEDDING_ROWS = 4096  # compared at a time
+
 
 class HeadRows:
     """Error of each row of the output head over many positions: a wrong row is wrong in the same logit everywhere."""
@@ -45,7 +47,9 @@ def embedding_error(actual: FloatArray, expected: FloatArray) -> TableError:
             expected="one row per token",
             remedy="build the engine from the quantized model it is compared with",
         )
-    return _table_error(np.square(actual - expected).sum(axis=1), np.square(expected).sum(axis=1))
+    parts = [slice(begin, begin + BLOCK_ROWS) for begin in range(0, len(expected), EMBEDDING_ROWS)]
+    off = [np.square(actual[part] - expected[part]).sum(axis=1) for part in parts]
+    return _table_error(np.concatenate(off), np.concatenate([np.square(expected[p]).sum(axis=1) for p in parts]))
 
 
 def _table_error(off: Float64Array, size: Float64Array) -> TableError:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from engines.bundle import BLOCK_TABLE, BLOCK_TOKENS, GREEDY, NEXT_TOKENS, OFFSETS, STARTS, EngineBundle
 from engines.protocol import EngineCapabilities, Entry, FloatArray, Result
-from engines.sessions import CPU, cpu_options, library_of
+from engines.sessions import CPU, cpu_options, keep_mapped, library_of
 from engines.step_inputs import Piece, check, not_finite, result_of, runs
 from engines.targets.ort_cpu.buffers import Bound, bind_cache, zeros
 from tapeout.artifact import Artifact
@@ -33,6 +33,7 @@ class PagedEngine:
     def __init__(self, bundle: Artifact[EngineBundle], *, threads: int, blocks: int) -> None:
         io = bundle.record.io
         options = cpu_options(threads, library_of(bundle))
+        keep_mapped(options, bundle)
         self._session = ort.InferenceSession(str(bundle.folder / "model.onnx"), options, providers=CPU)
         self.digest = bundle.digest
         self.capabilities = EngineCapabilities(

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from engines.bundle import GREEDY, NEXT_TOKENS, EngineBundle
 from engines.protocol import EngineCapabilities, FloatArray, TokenArray
-from engines.sessions import CPU, cpu_options, library_of
+from engines.sessions import CPU, cpu_options, keep_mapped, library_of
 from engines.slot_engine import SlotEngine
 from engines.step_inputs import Int64Array
 from engines.targets.ort_cpu.buffers import Bound, bind_cache, zeros
@@ -32,6 +32,7 @@ class OrtSlotEngine(SlotEngine):
     def __init__(self, bundle: Artifact[EngineBundle], *, threads: int, slots: int) -> None:
         io = bundle.record.io
         options = cpu_options(threads, library_of(bundle))
+        keep_mapped(options, bundle)
         self._session = ort.InferenceSession(str(bundle.folder / "model.onnx"), options, providers=CPU)
         self.digest = bundle.digest
         self.capabilities = EngineCapabilities(

@@ -1,0 +1,45 @@
+"""What is reported of a stage is what its process took."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from benchmarks.scale import Measured, count_parameters, measure
+from benchmarks.scale_table import read, table
+
+HELD = 200 << 20
+
+
+def test_allocated_and_mapped_memory_are_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x" * HELD)
+    allocate = f"import time; held = b'x' * {HELD}; time.sleep(0.5)"
+    read_mapped = (
+        "import mmap, time; file = open('file', 'rb'); mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ); "
+        "total = sum(mapped[i] for i in range(0, len(mapped), 4096)); time.sleep(0.5); raise SystemExit(3)"
+    )
+    code, seconds, anonymous, resident = measure([sys.executable, "-c", allocate], tmp_path)
+    assert code == 0 and seconds >= 0.5 and HELD < anonymous < 1.5 * HELD and resident > anonymous
+    code, _, anonymous, resident = measure([sys.executable, "-c", read_mapped], tmp_path)
+    assert code == 3 and anonymous < 0.5 * HELD and resident > HELD
+
+
+def test_the_table_holds_the_last_result_of_each_size_and_the_exponents(tmp_path: Path) -> None:
+    def result(parameters: int, code: int, seconds: float, memory: int) -> str:
+        return json.dumps(asdict(Measured("export", parameters, code, seconds, memory, memory, 10**9, 1.0)))
+
+    lines = [result(10**9, 0, 99.0, 10**9), result(10**9, 0, 10.0, 10**9), result(4 * 10**9, 0, 40.0, 2 * 10**9)]
+    (tmp_path / "results.jsonl").write_text("\n".join([*lines, result(8 * 10**9, 2, 1.0, 1)]))
+    text = table(read([tmp_path / "results.jsonl"]))
+    assert "| export | 1.00 B | 10 | 1.00 GB |" in text and "99" not in text and "8.00 B" not in text
+    assert "time grows with parameters to the power 1.0, peak memory to the power 0.5" in text
+
+
+def test_parameters_are_counted_from_headers(tmp_path: Path) -> None:
+    save_file({"a": np.zeros((3, 4), np.float16), "b": np.zeros(5, np.float32)}, tmp_path / "model.safetensors")
+    assert count_parameters(tmp_path) == 17
