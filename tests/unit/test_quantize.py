@@ -17,6 +17,7 @@ from quantization.checkpoint import KV_SCALES, KVScales, QuantizedModel
 from quantization.compressed_tensors import open_checkpoint
 from quantization.quantize import quantize
 from quantization.reference import QuantizedReference
+from quantization.statistics import Statistics
 from tapeout.artifact import Artifact, ArtifactRef, create, load
 from tapeout.errors import QuantizationError
 from tapeout.portable_graph import LinearGroup, PortableGraph, ScaleSink
@@ -219,10 +220,8 @@ def write_statistics(model: Any, graph: PortableGraph, folder: Path) -> None:
     for group in graph.groups:
         content = files.setdefault(statistics_file(group.name), {})
         fit, holdout = (torch.cat(rows) for rows in (seen[group.name][:6], seen[group.name][6:]))
-        content[f"{group.name}.gram"] = (fit.T @ fit / len(fit)).numpy()
-        content[f"{group.name}.gram_holdout"] = (holdout.T @ holdout / len(holdout)).numpy()
-        content[f"{group.name}.mean_abs"] = fit.abs().mean(0).numpy()
-        content[f"{group.name}.max_abs"] = fit.abs().amax(0).numpy()
+        grams = ((rows.T @ rows / len(rows)).numpy() for rows in (fit, holdout))
+        content |= Statistics(*grams, fit.abs().mean(0).numpy(), fit.abs().amax(0).numpy()).tensors(group.name)
     for layer in range(LAYERS):
         content = files[statistics_file(f"layers.{layer}.qkv")]
         content[f"layers.{layer}.k_pair_absmax"] = keys[layer].numpy()
@@ -483,7 +482,7 @@ def _spoil_weight(graph: Path, calibration: Path) -> None:
 def _spoil_statistics(graph: Path, calibration: Path) -> None:
     file = calibration / statistics_file("layers.1.o")
     content = dict(load_file(file))
-    save_file({**content, "layers.1.o.gram": np.full_like(content["layers.1.o.gram"], np.nan)}, file)
+    save_file({**content, "layers.1.o.gram_power": np.full_like(content["layers.1.o.gram_power"], np.nan)}, file)
 
 
 @pytest.mark.parametrize(
