@@ -6,6 +6,7 @@ import hashlib
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +15,14 @@ from numpy.typing import NDArray
 
 from engines.bundle import TEXT_FILES, IOContract, KVLayer, LoweredRecord, PassReport
 from engines.graph_check import check
-from engines.passes.base import QDQ, Lowering, Pass, Weights, dimension
+from engines.passes.base import INLINE_BYTES, QDQ, Lowering, Pass, Weights, defer, dimension
 from engines.target import Made, Target
 from tapeout import artifact
 from tapeout.artifact import Artifact, Parents
 from tapeout.errors import BuildError
 from tapeout.portable_graph import PortableGraph
+from tapeout.portable_model import load_graph
+from tapeout.resources import Needs, require
 
 MODEL_FILE = "model.onnx"
 WEIGHTS_FILE = "weights.bin"
@@ -31,8 +34,8 @@ CACHE_TYPES = {  # by kv_dtype
     "int8": ir.DataType.INT8,
     "int4": ir.DataType.UINT8,
 }
+BASE_BYTES, WORKING_COPIES = 300 << 20, 4  # of memory while weights are written: libraries, and of the largest one
 ALIGNMENT_BYTES = 4096  # so that the runtime can map each tensor where it lies
-INLINE_BYTES = 1024
 
 
 def build(
@@ -64,6 +67,8 @@ def build(
     kv_dtype = f"int{kv_bits}" if kv_scales else FLOAT_KV_DTYPES[lowering.float_type]
     _require_cache(lowering.model, kv_dtype, target.name)
     _require_precision(reports, precision)
+    bind_parameters(lowering)
+    require("the build", needs(lowering.model), folder.parent, progress)
     with artifact.create(folder, target.noun) as draft:
         progress("writing the weights")
         lowered = _write(lowering, reports, graph, draft.folder, precision=precision, slots=slots, kv_dtype=kv_dtype)
@@ -84,7 +89,7 @@ def lowering_for(
 ) -> Lowering:
     """What the target's passes start from."""
     return Lowering(
-        ir.load(graph.folder / MODEL_FILE),
+        load_graph(graph.folder / MODEL_FILE),
         graph.record,
         weights,
         graph.record.max_positions,
@@ -136,7 +141,6 @@ def _write(
 ) -> LoweredRecord:
     """Write the lowered graph, its weights and the text files."""
     model = lowering.model
-    bind_parameters(lowering)
     weight_bytes = write_weights(model, folder / WEIGHTS_FILE)
     ir.save(model, folder / MODEL_FILE)
     copy_text_files(graph.folder, folder)
@@ -181,34 +185,51 @@ def bind_parameters(lowering: Lowering) -> None:
         if not value.uses():
             del graph.initializers[name]
         elif isinstance(value.const_value, ir.ExternalTensor):
-            value.const_value = ir.tensor(lowering.weights.weight(name), name=name)
+            defer(value, partial(lowering.weights.weight, name))
+
+
+def needs(model: ir.Model) -> Needs:
+    """What writing the bundle takes: weights are made one at a time, from codes or floats of a few times their size."""
+    sizes = [value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None]
+    return Needs(disk_bytes=sum(sizes), memory_bytes=BASE_BYTES + WORKING_COPIES * max(sizes, default=0))
 
 
 def write_weights(model: ir.Model, path: Path) -> int:
     """Move every large initializer to one file, equal bytes once; returns the file's size."""
+    from tqdm import tqdm
+
     placed: dict[str, int] = {}
-    with path.open("wb") as stream:
+    bar = tqdm(desc="weights", total=needs(model).disk_bytes, unit="B", unit_scale=True, disable=None)
+    with path.open("wb") as stream, bar:
         for name, value in model.graph.initializers.items():
             tensor = value.const_value
             assert tensor is not None and value.shape is not None
             if tensor.nbytes < INLINE_BYTES:
                 continue
-            data = tensor.tobytes()
+            data = _bytes_of(tensor)
             key = hashlib.sha256(data).hexdigest()
             if key not in placed:
                 stream.write(b"\0" * (-stream.tell() % ALIGNMENT_BYTES))
                 placed[key] = stream.tell()
                 stream.write(data)
+            bar.update(data.nbytes)
             value.const_value = ir.ExternalTensor(
                 path.name,
                 placed[key],
-                len(data),
+                data.nbytes,
                 tensor.dtype,
                 shape=value.shape,
                 name=name,
                 base_dir=path.parent,
             )
         return stream.tell()
+
+
+def _bytes_of(tensor: ir.TensorProtocol) -> memoryview:
+    """Without a copy, where elements have whole bytes."""
+    if tensor.dtype.bitwidth < 8:
+        return memoryview(tensor.tobytes())
+    return memoryview(np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8))
 
 
 def step_bytes(model: ir.Model) -> int:

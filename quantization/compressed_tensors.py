@@ -37,6 +37,7 @@ from safetensors.numpy import save_file
 from quantization.formats import BYTES, AnyArray, decode_bytes, encode_bytes, format_of, inferred_bits, integers
 from quantization.rounding import FloatArray, QuantizedLinear
 from tapeout.errors import QuantizationError
+from tapeout.float_types import as_float32
 from tapeout.schemes import Scheme
 
 INDEX = "model.safetensors.index.json"
@@ -108,7 +109,7 @@ class Checkpoint:
 
     def tensor(self, name: str) -> FloatArray:
         """An unquantized tensor as float32, in its own shape."""
-        return self._read(name).astype(np.float32, copy=False)
+        return as_float32(self._read(name))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of an unquantized tensor, from the header alone."""

@@ -14,6 +14,7 @@
       EvidenceError         reports are empty, unequal, non-finite or of another engine
       RegistryError         the registry refused, or another process changed it
       SignatureError        a signature is missing, forged or about something else, or a key cannot be used
+      ResourceError         too little disk or memory for a stage
       RequestError          a generation request is invalid, too long or got broken logits
 """
 
@@ -93,6 +94,9 @@ class RegistryError(TapeoutError): ...
 
 
 class SignatureError(TapeoutError): ...
+
+
+class ResourceError(TapeoutError): ...
 
 
 class RequestError(TapeoutError): ...

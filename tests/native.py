@@ -78,7 +78,7 @@ def linear_session(
     if kind == "HeadLinear":
         inputs.append(value("greedy", [], ir.DataType.BOOL))
     holder = model_of([], [])
-    codes, scales, zero_points = block_linears.stacked(holder, "linear", [linear])
+    codes, scales, zero_points = block_linears.stacked(holder, "linear", lambda: [linear])
     rest: list[ir.Value | None] = [] if weight is None else [parameter("norm.weight", weight)]
     rest += [codes, scales, zero_points, None if bias is None else parameter("linear.bias", bias)]
     while rest[-1] is None:
@@ -89,7 +89,7 @@ def linear_session(
 
 def gather_session(table: QuantizedLinear) -> Run:
     """A session of one BlockGather: takes ids, returns embeddings."""
-    codes, scales, zero_points = block_linears.stacked(model_of([], []), "table", [table])
+    codes, scales, zero_points = block_linears.stacked(model_of([], []), "table", lambda: [table])
     rest = [codes, scales] if zero_points is None else [codes, scales, zero_points]
     known = {"N": len(table.codes)} | block_linears.attributes(table, scales)
     return _session("BlockGather", [value("ids", ["batch", "tokens"], ir.DataType.INT64)], rest, known, 1)

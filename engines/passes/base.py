@@ -8,7 +8,7 @@ and its output. A pass that matched nothing says at least what the graph has non
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from engines.bundle import LinearOutput
 from tapeout.graph_analysis import is_parameter
 from tapeout.portable_graph import LinearGroup, PortableGraph
 
+INLINE_BYTES = 1024  # of a tensor that stays in the graph's own file
 INTERNAL = "tapeout"  # domain of nodes that exist only between passes
 CONTRIB = "com.microsoft"
 
@@ -116,6 +117,24 @@ def initializer(model: ir.Model, name: str, array: NDArray[Any]) -> ir.Value:
     )
     model.graph.register_initializer(value)
     return value
+
+
+def deferred(
+    model: ir.Model, name: str, shape: Sequence[int], dtype: ir.DataType, make: Callable[[], NDArray[Any]]
+) -> ir.Value:
+    """A new initializer that is made when it is written, so that one at a time is in memory."""
+    value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
+    defer(value, make)
+    model.graph.register_initializer(value)
+    return value
+
+
+def defer(value: ir.Value, make: Callable[[], NDArray[Any]]) -> None:
+    """Give an initializer of known shape and type a value that is made whenever it is read."""
+    assert value.shape is not None and value.dtype is not None
+    dtype, name = value.dtype, value.name
+    lazy = ir.LazyTensor(lambda: ir.tensor(make(), dtype=dtype, name=name), dtype, value.shape, name=name)
+    value.const_value = lazy if lazy.nbytes > INLINE_BYTES else ir.tensor(make(), dtype=dtype, name=name)
 
 
 def constant(model: ir.Model, name: str, array: NDArray[Any]) -> ir.Value:

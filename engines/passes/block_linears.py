@@ -17,7 +17,7 @@ Scales and zero points follow tile by tile, ``[tiles, blocks, 16]``; scales are 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from engines.lowerings import lowering_of
 from engines.native import DOMAIN, unsupported
-from engines.passes.base import Lowering, PassResult, initializer, new_value
+from engines.passes.base import Lowering, PassResult, deferred, initializer, new_value
 from engines.passes.linears import (
     Quantized,
     all_quantized,
@@ -44,6 +44,7 @@ from engines.passes.linears import (
 FAMILY = "onnxruntime"
 TILE, STEP = 16, 4  # output channels, input channels
 LANES = 16  # a group is a multiple of
+PIECE_TILES = 64  # packed at a time
 
 
 def run(lowering: Lowering) -> PassResult:
@@ -71,12 +72,14 @@ def run(lowering: Lowering) -> PassResult:
 def _lower(lowering: Lowering, node: ir.Node, label: str, parts: list[Quantized]) -> None:
     one_scheme(label, parts)
     bits = lowering_of(parts[0].scheme, FAMILY).native_bits
-    wide = [widened(part, bits) for part in parts]
-    codes, scales, zero_points = stacked(lowering.model, label, wide)
+    names = weights_of(node)
+    codes, scales, zero_points = stacked(
+        lowering.model, label, lambda: [widened(lowering.weights.linear(name), bits) for name in names]
+    )
     linear = ir.node(
         "BlockLinear",
         trimmed([node.inputs[0], codes, scales, zero_points, stacked_bias(lowering, node)]),
-        attributes={"N": sum(out_features_of(node))} | attributes(wide[0], scales),
+        attributes={"N": sum(out_features_of(node))} | attributes(widened(parts[0], bits), scales),
         domain=DOMAIN,
         outputs=[new_value(f"{label}.matmul", node.outputs[0])],
     )
@@ -107,15 +110,27 @@ def in_more_bits(linear: Quantized, bits: int) -> str:
     return "" if linear.scheme.bits == bits else f", stored in {bits} bits"
 
 
-def stacked(model: ir.Model, label: str, parts: Sequence[Quantized]) -> tuple[ir.Value, ir.Value, ir.Value | None]:
-    """Codes, scales and zero points of linears that are stacked along their outputs, packed; None: no zero points."""
-    codes = np.concatenate([part.codes for part in parts])
+def stacked(
+    model: ir.Model, label: str, read: Callable[[], Sequence[Quantized]]
+) -> tuple[ir.Value, ir.Value, ir.Value | None]:
+    """Codes, scales and zero points of linears that are stacked along their outputs, packed; None: no zero points.
+
+    ``read`` gives the linears; codes are packed when they are written.
+    """
+    parts = read()
+    bits, columns, outputs = parts[0].scheme.bits, parts[0].codes.shape[1], sum(len(part.codes) for part in parts)
     scales = np.concatenate([part.scales for part in parts]).astype(np.float32)
     zero_points = [part.zero_points for part in parts if part.zero_points is not None]
     half = scales.astype(np.float16)
     exact = bool(np.array_equal(half.astype(np.float32), scales))
     return (
-        initializer(model, f"{label}.codes", packed(codes, parts[0].scheme.bits)),
+        deferred(
+            model,
+            f"{label}.codes",
+            (tiles_of(outputs), TILE * columns * bits // 8),
+            ir.DataType.UINT8,
+            lambda: packed(np.concatenate([part.codes for part in read()]), bits),
+        ),
         initializer(model, f"{label}.scales", by_tile(half if exact else scales)),
         initializer(model, f"{label}.zero_points", by_tile(np.concatenate(zero_points))) if zero_points else None,
     )
@@ -139,7 +154,16 @@ def packed(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
     (2, 128)
     """
     outputs, columns = codes.shape
-    tiles = tiles_of(outputs)
+    written = np.empty((tiles_of(outputs), TILE * columns * bits // 8), np.uint8)
+    for first in range(0, len(written), PIECE_TILES):
+        piece = written[first : first + PIECE_TILES]
+        piece[:] = _packed(codes[first * TILE : (first + len(piece)) * TILE], len(piece), bits)
+    return written
+
+
+def _packed(codes: NDArray[np.uint8], tiles: int, bits: int) -> NDArray[np.uint8]:
+    """Some tiles of :func:`packed`; rows that are not there have the code of zero."""
+    outputs, columns = codes.shape
     padded = np.full((tiles * TILE, columns), 1 << (bits - 1), np.uint8)
     padded[:outputs] = codes
     steps = padded.reshape(tiles, TILE, columns // STEP, STEP).transpose(0, 2, 1, 3).reshape(tiles, -1, TILE * STEP)

@@ -13,7 +13,7 @@ import onnx_ir as ir
 from engines.lowerings import lowering_of
 from engines.native import DOMAIN, unsupported
 from engines.passes import block_linears
-from engines.passes.base import CONTRIB, Lowering, PassResult, initializer, new_value, replace
+from engines.passes.base import CONTRIB, Lowering, PassResult, deferred, initializer, new_value, replace
 from engines.passes.block_linears import FAMILY, in_more_bits, widened
 from engines.passes.linear_kernels import pack
 from engines.passes.linears import Quantized, is_quantized
@@ -43,15 +43,16 @@ def run(lowering: Lowering) -> PassResult:
     reason = unsupported() or block_linears.unfit(weight)
     bits = known.stock_bits if reason else known.native_bits
     for node in nodes:
-        gather = (_stock if reason else _native)(lowering.model, widened(weight, bits), node)
+        gather = (_stock if reason else _native)(lowering, name, bits, node)
         replace(lowering.model, [node], [gather], {node.outputs[0]: gather.outputs[0]})
         stored = in_more_bits(weight, bits)
         lowering.plan["embedding"] = f"{gather.op_type} {weight.scheme.bits}-bit g{weight.group_size}{stored}"
     return PassResult(len(nodes), (f"{name}: {reason}; ONNX Runtime's own operator reads it",) if reason else ())
 
 
-def _native(model: ir.Model, weight: Quantized, node: ir.Node) -> ir.Node:
-    codes, scales, zero_points = block_linears.stacked(model, "embedding", [weight])
+def _native(lowering: Lowering, name: str, bits: int, node: ir.Node) -> ir.Node:
+    model, weight = lowering.model, _codes(lowering, name, bits)
+    codes, scales, zero_points = block_linears.stacked(model, "embedding", lambda: [_codes(lowering, name, bits)])
     model.opset_imports[DOMAIN] = 1
     return ir.node(
         "BlockGather",
@@ -62,9 +63,16 @@ def _native(model: ir.Model, weight: Quantized, node: ir.Node) -> ir.Node:
     )
 
 
-def _stock(model: ir.Model, weight: Quantized, node: ir.Node) -> ir.Node:
-    bits = weight.scheme.bits
-    codes = initializer(model, "embedding.codes", pack(weight.codes, bits))
+def _codes(lowering: Lowering, name: str, bits: int) -> Quantized:
+    return widened(lowering.weights.linear(name), bits)
+
+
+def _stock(lowering: Lowering, name: str, bits: int, node: ir.Node) -> ir.Node:
+    model, weight = lowering.model, _codes(lowering, name, bits)
+    shape = (len(weight.codes), -(-weight.codes.shape[1] * bits // 8))
+    codes = deferred(
+        model, "embedding.codes", shape, ir.DataType.UINT8, lambda: pack(_codes(lowering, name, bits).codes, bits)
+    )
     inputs = [codes, node.inputs[1], initializer(model, "embedding.scales", weight.scales)]
     if weight.zero_points is not None:
         inputs.append(initializer(model, "embedding.zero_points", pack(weight.zero_points, bits)))

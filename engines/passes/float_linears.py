@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from engines.passes.base import Lowering, PassResult, constant, new_value
+from engines.passes.base import Lowering, PassResult, constant, deferred, new_value
 from engines.passes.linears import biases_of, is_linear, label_of, put, weights_of
 
 
@@ -33,7 +33,12 @@ def run(lowering: Lowering) -> PassResult:
 def _stacked(lowering: Lowering, names: list[str]) -> ir.Value:
     """An initializer of the weights one above the other; its values are read when the graph is bound."""
     name = names[0] if len(names) == 1 else "+".join(names)
-    return constant(lowering.model, name, stacked_weight(lowering, names))
+    known = lowering.model.graph.initializers.get(name)
+    if known is not None:
+        return known
+    shapes = [lowering.weights.weight(name).shape for name in names]
+    shape = (sum(rows for rows, _ in shapes), shapes[0][1])
+    return deferred(lowering.model, name, shape, ir.DataType.FLOAT, lambda: stacked_weight(lowering, names))
 
 
 def stacked_weight(lowering: Lowering, names: list[str]) -> NDArray[np.float32]:

@@ -7,6 +7,7 @@ float32 inside (``stash_type`` of RMSNormalization, the kernels of Attention).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -14,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from engines.passes.base import Lowering, PassResult
+from engines.passes.base import Lowering, PassResult, defer
 from tapeout.errors import BuildError
 
 TYPES: dict[str, tuple[ir.DataType, Any]] = {
@@ -32,9 +33,8 @@ def run(lowering: Lowering) -> PassResult:
             continue
         tensor = value.const_value
         assert tensor is not None
-        values = lowering.weights.weight(name) if isinstance(tensor, ir.ExternalTensor) else tensor.numpy()
-        value.const_value = ir.tensor(_narrow(name, values, element), dtype=dtype, name=name)
         value.type = ir.TensorType(dtype)
+        defer(value, partial(_narrowed, lowering, name, tensor, element))
         changed += 1
     for value in graph.inputs:
         if value.dtype == ir.DataType.FLOAT:
@@ -53,6 +53,11 @@ def run(lowering: Lowering) -> PassResult:
     graph.append(cast)
     graph.outputs[0] = result
     return PassResult(changed)
+
+
+def _narrowed(lowering: Lowering, name: str, tensor: ir.TensorProtocol, element: Any) -> NDArray[Any]:
+    values = lowering.weights.weight(name) if isinstance(tensor, ir.ExternalTensor) else tensor.numpy()
+    return _narrow(name, values, element)
 
 
 def _narrow(name: str, values: NDArray[Any], element: Any) -> NDArray[Any]:

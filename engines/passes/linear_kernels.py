@@ -18,7 +18,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from engines.lowerings import lowering_of
-from engines.passes.base import CONTRIB, Lowering, PassResult, initializer, new_value
+from engines.passes.base import CONTRIB, Lowering, PassResult, deferred, initializer, new_value
 from engines.passes.block_linears import FAMILY, in_more_bits, widened
 from engines.passes.linears import (
     Quantized,
@@ -45,20 +45,26 @@ def run(lowering: Lowering) -> PassResult:
 
 
 def _lower(lowering: Lowering, node: ir.Node) -> None:
-    parts: list[Any] = [lowering.weights.linear(name) for name in weights_of(node)]
+    parts: list[Any] = _read(lowering, node)
     label = label_of(lowering, node)
     one_scheme(label, parts)
     if not all_quantized(parts):
         put(lowering, node, _float(lowering, label, node, parts), "MatMul fp32")
         return
     bits = lowering_of(parts[0].scheme, FAMILY).stock_bits
-    nodes = [_nbits(lowering, label, node, [widened(part, bits) for part in parts])]
+    nodes = [_nbits(lowering, label, node, bits)]
     put(lowering, node, nodes, f"MatMulNBits {described(parts[0])}{in_more_bits(parts[0], bits)}")
 
 
 def _float(lowering: Lowering, label: str, node: ir.Node, parts: list[NDArray[np.float32]]) -> list[ir.Node]:
     # Not ".weight": an untied head's parameter is called so, and is still an initializer here.
-    weight = initializer(lowering.model, f"{label}.transposed", np.ascontiguousarray(np.concatenate(parts, axis=0).T))
+    weight = deferred(
+        lowering.model,
+        f"{label}.transposed",
+        (parts[0].shape[1], sum(len(part) for part in parts)),
+        ir.DataType.FLOAT,
+        lambda: np.ascontiguousarray(np.concatenate(_read(lowering, node), axis=0).T),
+    )
     nodes = [ir.node("MatMul", [node.inputs[0], weight], outputs=[new_value(f"{label}.matmul", node.outputs[0])])]
     bias = stacked_bias(lowering, node)
     if bias is not None:
@@ -68,18 +74,30 @@ def _float(lowering: Lowering, label: str, node: ir.Node, parts: list[NDArray[np
     return nodes
 
 
-def _nbits(lowering: Lowering, label: str, node: ir.Node, parts: list[Quantized]) -> ir.Node:
-    bits, block, model = parts[0].scheme.bits, parts[0].group_size, lowering.model
-    codes = np.concatenate([part.codes for part in parts])
+def _read(lowering: Lowering, node: ir.Node) -> list[Any]:
+    return [lowering.weights.linear(name) for name in weights_of(node)]
+
+
+def _widened(lowering: Lowering, node: ir.Node, bits: int) -> list[Quantized]:
+    return [widened(part, bits) for part in _read(lowering, node)]
+
+
+def _nbits(lowering: Lowering, label: str, node: ir.Node, bits: int) -> ir.Node:
+    parts = _widened(lowering, node, bits)
+    block, model, columns = parts[0].group_size, lowering.model, parts[0].codes.shape[1]
+    outputs, blocks = sum(len(part.codes) for part in parts), -(-columns // block)
     scales = np.concatenate([part.scales for part in parts]).astype(np.float32)
     zero_points = [pack(part.zero_points, bits) for part in parts if part.zero_points is not None]
-    outputs, columns = codes.shape
-    blocks = -(-columns // block)
-    padded = np.full((outputs, blocks * block), 1 << (bits - 1), np.uint8)
-    padded[:, :columns] = codes
+    shape = (outputs, blocks, block * bits // 8)
+
+    def packed() -> NDArray[np.uint8]:
+        padded = np.full((outputs, blocks * block), 1 << (bits - 1), np.uint8)
+        np.concatenate([part.codes for part in _widened(lowering, node, bits)], out=padded[:, :columns])
+        return pack(padded, bits).reshape(shape)
+
     inputs = [
         node.inputs[0],
-        initializer(model, f"{label}.codes", pack(padded, bits).reshape(outputs, blocks, block * bits // 8)),
+        deferred(model, f"{label}.codes", shape, ir.DataType.UINT8, packed),
         initializer(model, f"{label}.scales", scales),
         initializer(model, f"{label}.zero_points", np.concatenate(zero_points)) if zero_points else None,
         None,

@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 
-from engines.passes.base import CONTRIB, Lowering, PassResult, initializer, new_value
+from engines.passes.base import CONTRIB, Lowering, PassResult, deferred, initializer, new_value
 from engines.passes.linears import is_linear, label_of, put, stacked_bias, trimmed, weights_of
 from tapeout.errors import BuildError
 from tapeout.fingerprint import cpu_features
@@ -54,15 +55,19 @@ def signed_weights_are_exact() -> bool:
 
 def _lower(lowering: Lowering, node: ir.Node, parts: list[Any], *, signed: bool) -> None:
     model, label = lowering.model, label_of(lowering, node)
-    codes = np.ascontiguousarray(np.concatenate([part.codes for part in parts]).T)
-    if signed:
-        codes = (codes.astype(np.int16) - MIDPOINT).astype(np.int8)
+    names = weights_of(node)
+
+    def codes() -> NDArray[Any]:
+        stacked = np.concatenate([lowering.weights.linear(name).codes for name in names]).T
+        return (stacked ^ np.uint8(MIDPOINT)).view(np.int8) if signed else np.ascontiguousarray(stacked)
+
+    shape = (parts[0].codes.shape[1], sum(len(part.codes) for part in parts))
     scale = initializer(model, f"{label}.input_scale", np.array(parts[0].input_scale, np.float32))
     middle = initializer(model, f"{label}.input_zero", np.array(MIDPOINT, np.uint8))
     rounded = ir.node("QuantizeLinear", [node.inputs[0], scale, middle], outputs=[new_value(f"{label}.inputs")])
     inputs = [
         rounded.outputs[0],
-        initializer(model, f"{label}.codes", codes),
+        deferred(model, f"{label}.codes", shape, ir.DataType.INT8 if signed else ir.DataType.UINT8, codes),
         scale,
         initializer(model, f"{label}.scales", np.concatenate([part.scales[:, 0] for part in parts]).astype(np.float32)),
         middle,

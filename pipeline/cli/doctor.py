@@ -27,6 +27,7 @@ from tapeout.artifact import load
 from tapeout.errors import TapeoutError
 from tapeout.fingerprint import cpu_features
 from tapeout.recipe import Build
+from tapeout.resources import available_memory, container_limit
 
 if TYPE_CHECKING:
     from tapeout.recipe import Recipe
@@ -135,10 +136,8 @@ def processor(name: str, features: tuple[str, ...]) -> Finding:
 def memory() -> Finding:
     import psutil
 
-    total, free = psutil.virtual_memory().total, psutil.virtual_memory().available
-    limit = _container_limit()
-    if limit is not None and limit < total:
-        total, free = limit, min(free, limit)
+    total = min(psutil.virtual_memory().total, container_limit() or sys.maxsize)
+    free = available_memory()
     found = f"{free / GIB:.1f} GiB free of {total / GIB:.1f}"
     if free < NEEDED_MEMORY_BYTES:
         need = f"the default recipe needs {NEEDED_MEMORY_BYTES // GIB} GiB"
@@ -336,10 +335,3 @@ def _cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _container_limit() -> int | None:
-    """The memory limit of a container (cgroup 2), which ``/proc/meminfo`` does not show."""
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.is_file() else "max"
-    return None if text == "max" else int(text)

@@ -81,7 +81,7 @@ def merge_adapter(model: Any, folder: Path) -> None:
         raise ExportError(f"the adapter makes NaN or infinite weights of {few(broken)}", remedy="choose another one")
     with torch.no_grad():
         for name, value in changes.items():
-            model.get_parameter(name).copy_(value)
+            model.get_parameter(name).data = value  # float32, whatever the type of the stored one
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

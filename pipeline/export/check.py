@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
 
 from tapeout.attention_interface import attention_replaced
 from tapeout.graph_analysis import is_attention, size
+from tapeout.segments import SegmentedGraph
 
 LENGTHS, STEPS = (9, 14, 21), 4  # tokens of the first prompts, and decode steps after them
 SPREAD_WORK = 1e11  # floating-point operations of a sequence at spread positions: about a second on two cores
@@ -58,12 +58,10 @@ class _Layer:
 
 
 class _Graph:
-    """The exported graph on ONNX Runtime."""
+    """The exported graph on ONNX Runtime, in segments where it is large."""
 
     def __init__(self, path: Path) -> None:
-        import onnxruntime as ort
-
-        nodes = [node for node in ir.load(path).graph if is_attention(node)]
+        self.graph = SegmentedGraph(path)
         self.layers = [
             _Layer(
                 size(node.inputs[4], 1),
@@ -72,17 +70,14 @@ class _Graph:
                 node.attributes["softcap"].as_float(),
                 node.attributes["window"].as_int(),
             )
-            for node in nodes
+            for node in self.graph.nodes
+            if is_attention(node)
         ]
-        self.session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
-        self.inputs = {value.name for value in self.session.get_inputs()}
-        self.outputs = [value.name for value in self.session.get_outputs()]
 
     def run(self, ids: Tokens, mask: Tokens, positions: Tokens, past: Cache) -> tuple[NDArray[np.float32], Cache]:
         """Logits ``[B, S, V]`` and the grown cache."""
         feeds = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, **past}
-        results = self.session.run(self.outputs, {name: feeds[name] for name in feeds if name in self.inputs})
-        arrays = {name: np.asarray(array) for name, array in zip(self.outputs, results, strict=True)}
+        arrays = self.graph.run(feeds)
         logits = arrays.pop("logits")
         return logits, {f"past_key_values.{name.removeprefix('present.')}": array for name, array in arrays.items()}
 

@@ -1,4 +1,7 @@
-"""Load a checkpoint as a causal language model in float32, with every stored tensor in its place.
+"""Load a checkpoint as a causal language model that computes in float32, with every stored tensor in its place.
+
+Float checkpoints stay in their files (:mod:`pipeline.export.mapped`). Quantized ones and GGUF files are dequantized
+into memory.
 
 transformers fills a missing tensor with random numbers, drops a tensor that it does not know, and goes on. Here each is
 an error that names the tensor. What can be refused from ``config.json`` and from the headers of the weights files is
@@ -17,12 +20,12 @@ from typing import Any
 import torch
 
 from pipeline.export import gguf
+from pipeline.export.mapped import FLOATS, compute_in_float32, is_finite, place_stored, stand_ins
 from pipeline.export.tensor_files import StoredTensor, few, stored_tensors
 from quantization.dequantize import dequantized, describe
 from tapeout.errors import ExportError, one_line
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
-FLOAT_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
 # Buffers of old releases that transformers computes by itself: masks, positions and rotary frequencies.
 BUFFERS = re.compile(r"(^|\.)(position_ids|inv_freq|masked_bias|attn\.bias|attention\.bias)$")
 EXPERTS = frozenset({"experts", "block_sparse_moe", "shared_experts"})  # names of modules
@@ -31,7 +34,7 @@ DECODER = "a dense decoder that transformers.AutoModelForCausalLM knows"
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """``dequantized``: how the checkpoint stored its weights, where they were quantized; the model is in float32."""
+    """``dequantized``: how the checkpoint stored its weights, where they were quantized; they are float32 then."""
 
     model: Any
     dequantized: str | None
@@ -44,11 +47,12 @@ def load_checkpoint(folder: Path, entry: str = "") -> LoadedCheckpoint:
     logging.disable_progress_bar()
     loaded = _load_gguf(folder, entry) if entry.endswith(".gguf") else _load_folder(folder)
     _require_finite(loaded.model)
+    compute_in_float32(loaded.model)
     return loaded
 
 
 def _load_folder(folder: Path) -> LoadedCheckpoint:
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
 
     written = _read_config(folder)
     config = _config(folder)
@@ -57,16 +61,23 @@ def _load_folder(folder: Path) -> LoadedCheckpoint:
     quantization = written.get("quantization_config") or written.get("compression_config")
     if quantization is None:
         _require_floats(stored)
-        source: dict[str, Any] = {"pretrained_model_name_or_path": folder, "use_safetensors": True}
+        tensors = stand_ins(stored, _text(config).vocab_size)
     else:
         tensors = dequantized(stored, quantization, tied=bool(_text(config).tie_word_embeddings))
         vars(config).pop("quantization_config", None)
         vars(config).pop("compression_config", None)
-        source = {"pretrained_model_name_or_path": None, "config": config, "state_dict": tensors}
-    model = _filled(architecture if quantization else AutoModelForCausalLM, source, str(folder))
-    if quantization is not None and (folder / GENERATION_CONFIG).is_file():
+    model = _filled(architecture, _given(config, tensors), str(folder))
+    if quantization is None and not place_stored(model, tensors, stored):
+        # transformers computes parameters of this family from stored ones
+        read = {name: tensor.read() for name, tensor in stored.items()}
+        model = _filled(architecture, _given(config, read), str(folder))
+    if (folder / GENERATION_CONFIG).is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return LoadedCheckpoint(model, None if quantization is None else describe(quantization))
+
+
+def _given(config: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    return {"pretrained_model_name_or_path": None, "config": config, "state_dict": dict(tensors)}
 
 
 def _load_gguf(folder: Path, entry: str) -> LoadedCheckpoint:
@@ -201,12 +212,12 @@ def _require_sizes(config: Any, where: str) -> None:
 
 def _require_floats(stored: Mapping[str, StoredTensor]) -> None:
     """Codes without their scales would be read as weights."""
-    codes = [name for name, tensor in stored.items() if tensor.dtype not in FLOAT_TYPES and not BUFFERS.search(name)]
+    codes = [name for name, tensor in stored.items() if tensor.dtype not in FLOATS and not BUFFERS.search(name)]
     if codes:
         raise ExportError(
             f"{few(f'{name} ({stored[name].dtype})' for name in codes)} are no floats, and {CONFIG} has no "
             "quantization_config that says how to read them",
-            expected=f"tensors of type {', '.join(sorted(FLOAT_TYPES))}",
+            expected=f"tensors of type {', '.join(sorted(FLOATS))}",
             remedy="choose the float checkpoint, or restore its quantization_config",
         )
 
@@ -262,8 +273,8 @@ def _require_tied(model: Any, where: str) -> None:
 
 
 def _require_finite(model: Any) -> None:
-    broken = [name for name, tensor in model.named_parameters() if not bool(torch.isfinite(tensor).all())]
-    broken += [name for name, tensor in model.named_buffers() if not bool(torch.isfinite(tensor).all())]
+    broken = [name for name, tensor in model.named_parameters() if not is_finite(tensor)]
+    broken += [name for name, tensor in model.named_buffers() if not is_finite(tensor)]
     if broken:
         raise ExportError(
             f"NaN or infinite weights in {few(broken)}",

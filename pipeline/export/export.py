@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from pipeline.export.adapter import merge_adapter
 from pipeline.export.check import largest_difference
 from pipeline.export.checkpoint import load_checkpoint
+from pipeline.export.needs import needs
 from pipeline.export.rotary import fix_rotary
 from pipeline.export.tokenizer import save_tokenizer
 from pipeline.export.trace import KVShape, longest, trace
@@ -27,9 +28,20 @@ from tapeout.artifact import Parents
 from tapeout.errors import ExportError
 from tapeout.graph_analysis import find_groups, find_rotary, is_attention, size
 from tapeout.portable_graph import PortableGraph
+from tapeout.portable_model import STORED, save_graph
+from tapeout.resources import require
+from tapeout.tensor_writer import TensorSpec, write_tensors
 
 MODEL_FILE = "model.onnx"
 WEIGHTS_FILE = "model.safetensors"
+TYPES = {  # safetensors' names
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.bool: "BOOL",
+}
 
 
 def bind_weights(model: ir.Model, weights: Path, aliases: dict[str, str]) -> None:
@@ -63,11 +75,32 @@ def bind_weights(model: ir.Model, weights: Path, aliases: dict[str, str]) -> Non
             weights.name,
             start + begin,
             end - begin,
-            ir.DataType.FLOAT,
+            STORED[header[stored]["dtype"]],
             shape=ir.Shape(header[stored]["shape"]),
             name=stored,
             base_dir=weights.parent,
         )
+
+
+def save_model(model: Any, aliases: Collection[str], folder: Path) -> None:
+    """Write configuration and weights as transformers does, the weights in the type they are held in.
+
+    Names are the module's own, which the graph carries, not those of the family's first release. ``aliases``: names of
+    parameters that are stored under another one.
+    """
+    tensors = {name: _storable(tensor) for name, tensor in model.state_dict().items() if name not in aliases}
+    model.config.dtype = str(model.get_input_embeddings().weight.dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    specs = {name: TensorSpec(TYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
+    write_tensors(
+        folder / WEIGHTS_FILE, specs, lambda name: [memoryview(tensors[name].flatten().view(torch.uint8).numpy())]
+    )
+
+
+def _storable(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous()
 
 
 def tied_parameters(model: torch.nn.Module) -> dict[str, str]:
@@ -97,6 +130,7 @@ def export(
 
     ``adapter``: the folder of a LoRA adapter, which is merged into the weights first.
     """
+    require("export", needs(checkpoint, entry), folder.parent, progress)
     progress("loading the checkpoint")
     loaded = load_checkpoint(checkpoint, entry)
     model = loaded.model
@@ -111,13 +145,13 @@ def export(
         stop_tokens = find_stop_tokens(model, tokenizer)
         graph_model = trace(model, progress)
         progress("writing the weights")
-        # Under the module's own names, which the graph carries, not those of the family's first release.
-        model.save_pretrained(draft.folder, max_shard_size="10TB", save_original_format=False)
         aliases = tied_parameters(model)
+        save_model(model, aliases, draft.folder)
         bind_weights(graph_model, draft.folder / WEIGHTS_FILE, aliases)
         for node in graph_model.graph:
             node.metadata_props.clear()  # the exporter's stack traces, with paths of this machine
-        ir.save(graph_model, draft.folder / MODEL_FILE)
+        groups, rotary, shapes = find_groups(graph_model, aliases), find_rotary(graph_model), _cache_shapes(graph_model)
+        save_graph(graph_model, draft.folder / MODEL_FILE)
         progress("comparing with transformers")
         difference = largest_difference(model, draft.folder / MODEL_FILE, positions=positions, seed=seed)
         if not difference.error <= tolerance:
@@ -128,7 +162,6 @@ def export(
                 remedy="report the model; its graph was not kept",
             )
         config = model.config.get_text_config()
-        shapes = _cache_shapes(graph_model)
         record = PortableGraph(
             architecture=type(model).__name__,
             layers=len(shapes),
@@ -139,10 +172,10 @@ def export(
             vocab_size=int(model.get_output_embeddings().weight.shape[0]),
             tied_embeddings=bool(aliases),
             embedding=_parameter_name(model, model.get_input_embeddings().weight),
-            rotary=find_rotary(graph_model),
+            rotary=rotary,
             rotary_factors=factors,
             max_positions=positions,
-            groups=find_groups(graph_model, aliases),
+            groups=groups,
             stop_tokens=stop_tokens,
             dequantized=loaded.dequantized,
             max_relative_error=float(f"{difference.error:.1e}"),

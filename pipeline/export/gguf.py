@@ -6,6 +6,7 @@ frequency factors of rotary embeddings, rotary scaling. A file that holds any is
 
 from __future__ import annotations
 
+import math
 import struct
 from collections import Counter
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ class Header:
     architecture: str
     metadata: dict[str, Any]
     tensors: dict[str, str]  # type by name
+    elements: tuple[int, ...]  # of each tensor
 
 
 def read_header(path: Path) -> Header:
@@ -54,7 +56,8 @@ def read_header(path: Path) -> Header:
         )
     if not isinstance(metadata.get(TOKENS), list):
         raise ExportError(f"{path.name} has no tokenizer", expected=TOKENS, remedy=REMEDY)
-    return Header(metadata["general.architecture"], metadata, types)
+    sizes = tuple(math.prod(tensor.shape) for tensor in header.tensors)
+    return Header(metadata["general.architecture"], metadata, types, sizes)
 
 
 def tokens(path: Path) -> list[str]:

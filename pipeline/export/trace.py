@@ -24,6 +24,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
+from pipeline.export.mapped import weightless
 from tapeout.attention_function import ATTENTION_DOMAIN, attention_function
 from tapeout.attention_interface import attention_replaced
 from tapeout.errors import ExportError, one_line
@@ -212,7 +213,7 @@ class _Wrapper(torch.nn.Module):
 
 
 def trace(model: Any, progress: Callable[[str], None] = lambda _: None) -> ir.Model:
-    """Trace ``model`` (float32, eval mode) to an ONNX IR model whose parameters keep their checkpoint names.
+    """Trace ``model`` (eval mode) to an ONNX IR model whose parameters keep their checkpoint names.
 
     Inputs ``input_ids [B, S]``, ``attention_mask [B, P+S]`` (0 marks left padding), ``position_ids [B, S]`` (all
     int64), ``past_key_values.N.key|value [B, kv_heads, P, head_size]``; outputs ``logits [B, S, V]`` and
@@ -220,7 +221,7 @@ def trace(model: Any, progress: Callable[[str], None] = lambda _: None) -> ir.Mo
     """
     _refuse_unsupported(model)
     state = _Trace(longest(model))
-    with attention_replaced(model, state.attention, state.make_mask):
+    with weightless(model), attention_replaced(model, state.attention, state.make_mask):
         progress("tracing")
         program = _export_program(model, state)
     graph_model = program.model
@@ -362,7 +363,7 @@ def _simplify(model: ir.Model, parameters: set[str]) -> None:
             value.name = short
             value.const_value, tensor = None, value.const_value
             assert tensor is not None
-            value.shape, value.type = ir.Shape(tensor.numpy().shape), ir.TensorType(tensor.dtype)
+            value.shape, value.type = ir.Shape(tensor.shape), ir.TensorType(tensor.dtype)
             hidden.append(value)
     graph.inputs.extend(hidden)
     _split_gemm(graph, hidden)

@@ -38,7 +38,7 @@ def assert_loaded(folder: Path, expected: Tensors) -> Any:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     assert expected.keys() <= parameters.keys()
     for name, tensor in expected.items():
-        assert torch.equal(parameters[name], tensor.float()), name
+        assert torch.equal(parameters[name].float(), tensor.float()), name
     return model
 
 

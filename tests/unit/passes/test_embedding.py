@@ -63,7 +63,7 @@ def test_the_native_table_and_a_tied_head_hold_the_same_bytes(native_operators: 
     apply(lowering(model, {"embed.weight": table}), embedding)
     head = model_of([], [])
     for value_, expected in zip(
-        block_linears.stacked(head, "embedding", [table]),
+        block_linears.stacked(head, "embedding", lambda: [table]),
         (model.graph.initializers[f"embedding.{part}"] for part in ("codes", "scales", "zero_points")),
         strict=True,
     ):

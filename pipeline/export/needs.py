@@ -1,0 +1,36 @@
+"""What an export takes of disk and memory, from the headers of the checkpoint's files alone."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from pipeline.export import gguf
+from pipeline.export.mapped import FLOATS
+from pipeline.export.tensor_files import stored_tensors
+from tapeout.resources import Needs
+from tapeout.segments import SEGMENT_BYTES
+from tapeout.tensor_writer import ELEMENT_BYTES, TensorSpec
+
+BASE_BYTES = 900 << 20  # torch, transformers, the traced graph, and random caches of the check
+CODES = 8  # weights in a 32-bit word of codes, at most
+
+
+def needs(folder: Path, entry: str) -> Needs:
+    """Float tensors stay in their files; others are dequantized into memory, in float32.
+
+    The check against transformers holds one segment's weights in float32 on either side, or the largest tensor's.
+    """
+    if entry.endswith(".gguf"):
+        sizes = gguf.read_header(folder / entry).elements
+        disk = held = 4 * sum(sizes)
+    else:
+        stored = stored_tensors(folder)
+        specs = [TensorSpec(tensor.dtype, tensor.shape) for tensor in stored.values() if tensor.dtype in ELEMENT_BYTES]
+        codes = [spec for spec in specs if spec.dtype not in FLOATS]
+        sizes = [math.prod(spec.shape) * (CODES if spec.dtype == "I32" else 1) for spec in specs]
+        held = 4 * sum(sizes) if codes else 0
+        disk = held or sum(spec.nbytes for spec in specs)
+    largest = 4 * max(sizes, default=0)
+    working = max(largest, min(4 * sum(sizes), SEGMENT_BYTES))
+    return Needs(disk_bytes=disk, memory_bytes=BASE_BYTES + held + 2 * working)

@@ -1,0 +1,137 @@
+"""Run a portable graph on ONNX Runtime in segments, each with its own weights: memory holds one segment's, not all.
+
+The nodes are cut in topological order, so that the weights of a segment take at most so many bytes (or are one tensor).
+Weights are inputs of a segment's session and are read from the mapped file when its turn comes; values that later
+segments read are kept until the last of them. Nothing is known of layers or their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from tapeout.portable_model import load_graph, read_float32
+
+SEGMENT_BYTES = 1 << 30  # of weights in float32
+
+Arrays = dict[str, NDArray[Any]]
+
+
+@dataclass
+class _Segment:
+    nodes: list[onnx.NodeProto] = field(default_factory=list[onnx.NodeProto])
+    weights: dict[str, None] = field(default_factory=dict[str, None])  # a set in order
+    inputs: list[str] = field(default_factory=list[str])
+    outputs: list[str] = field(default_factory=list[str])
+    session: Any = None
+
+
+class SegmentedGraph:
+    """The graph at ``path``. A graph of one segment keeps its weights between runs."""
+
+    def __init__(self, path: Path, *, segment_bytes: int = SEGMENT_BYTES) -> None:
+        model = load_graph(path)
+        self.nodes = tuple(model.graph)
+        graph = model.graph
+        self._weights = {
+            name: value.const_value
+            for name, value in graph.initializers.items()
+            if isinstance(value.const_value, ir.ExternalTensor)
+        }
+        values = [graph.initializers.pop(name) for name in self._weights]
+        graph.inputs.extend(values)
+        graph.sort()
+        proto = ir.to_proto(model)
+        self.inputs = [value.name for value in proto.graph.input if value.name not in self._weights]
+        self.outputs = [value.name for value in proto.graph.output]
+        self._segments = _cut(proto, {name: 4 * tensor.size for name, tensor in self._weights.items()}, segment_bytes)
+        for segment in self._segments:
+            segment.session = _session(proto, segment)
+        self._kept: Arrays = self._read(self._segments[0].weights) if len(self._segments) == 1 else {}
+
+    @property
+    def segments(self) -> list[tuple[str, ...]]:
+        """Names of the weights of each."""
+        return [tuple(segment.weights) for segment in self._segments]
+
+    def run(self, feeds: Mapping[str, NDArray[Any]]) -> Arrays:
+        """Every output of the graph, by name."""
+        values: Arrays = {name: feeds[name] for name in self.inputs}
+        last = {name: number for number, segment in enumerate(self._segments) for name in segment.inputs}
+        for number, segment in enumerate(self._segments):
+            given = {name: values[name] for name in segment.inputs} | (self._kept or self._read(segment.weights))
+            results = segment.session.run(segment.outputs, given)
+            del given
+            values.update(zip(segment.outputs, results, strict=True))
+            for name in [name for name in values if last.get(name, -1) <= number and name not in self.outputs]:
+                del values[name]
+        return values
+
+    def _read(self, names: Iterable[str]) -> Arrays:
+        return {name: read_float32(self._weights[name]) for name in names}
+
+
+def _cut(proto: onnx.ModelProto, weights: Mapping[str, int], limit: int) -> list[_Segment]:
+    """``weights``: bytes by name. Nodes over weights alone, such as transposes, go where their result is read."""
+    derived: dict[str, onnx.NodeProto] = {}
+    constants = {tensor.name for tensor in proto.graph.initializer}
+    segments = [_Segment()]
+    for node in proto.graph.node:
+        read = _reads(node)
+        if read and all(name in weights or name in derived or name in constants for name in read):
+            derived.update(dict.fromkeys(node.output, node))
+            continue
+        behind = _behind(node, derived)
+        found = {name for each in [*behind, node] for name in _reads(each) if name in weights}
+        if segments[-1].nodes and sum(weights[name] for name in {*segments[-1].weights, *found}) > limit:
+            segments.append(_Segment())
+        known = {id(each) for each in segments[-1].nodes}
+        segments[-1].nodes += [*(each for each in behind if id(each) not in known), node]
+        segments[-1].weights |= dict.fromkeys(sorted(found))
+    produced = [{name for node in segment.nodes for name in node.output if name} for segment in segments]
+    reads = [{name for node in segment.nodes for name in _reads(node)} for segment in segments]
+    results = {value.name for value in proto.graph.output}
+    for number, segment in enumerate(segments):
+        segment.inputs = sorted(reads[number] - produced[number] - constants - set(weights))
+        later = results.union(*(reads[after] - produced[after] for after in range(number + 1, len(segments))))
+        segment.outputs = sorted(produced[number] & later)
+    return segments
+
+
+def _reads(node: onnx.NodeProto) -> list[str]:
+    """Names that a node reads, those of its branches included."""
+    inner = [sub for attribute in node.attribute for sub in [*attribute.graphs, attribute.g] if sub.node]
+    return [name for name in node.input if name] + [n for graph in inner for each in graph.node for n in _reads(each)]
+
+
+def _behind(node: onnx.NodeProto, derived: Mapping[str, onnx.NodeProto]) -> list[onnx.NodeProto]:
+    """The nodes over weights alone that a node needs, in order."""
+    found: list[onnx.NodeProto] = []
+    for name in _reads(node):
+        if name in derived:
+            found += [*_behind(derived[name], derived), derived[name]]
+    return list({id(each): each for each in found}.values())
+
+
+def _session(proto: onnx.ModelProto, segment: _Segment) -> Any:
+    known = {v.name: v for v in [*proto.graph.value_info, *proto.graph.input, *proto.graph.output]}
+    names = {name for node in segment.nodes for name in _reads(node)}
+    graph = onnx.helper.make_graph(
+        segment.nodes,
+        "segment",
+        [known[name] for name in [*segment.inputs, *segment.weights]],
+        [known[name] for name in segment.outputs],
+        initializer=[tensor for tensor in proto.graph.initializer if tensor.name in names],
+    )
+    model = onnx.helper.make_model(graph, opset_imports=proto.opset_import, functions=proto.functions)
+    model.ir_version = proto.ir_version
+    options = ort.SessionOptions()
+    options.enable_cpu_mem_arena = False  # what a segment took is given back
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])

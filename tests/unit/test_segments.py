@@ -1,0 +1,98 @@
+"""A graph that runs in segments gives what it gives as a whole, whatever the segments are and however it is stored."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tapeout.artifact import Artifact
+from tapeout.portable_graph import PortableGraph
+from tapeout.portable_model import load_graph, save_graph
+from tapeout.segments import SegmentedGraph
+from tests.families import export_model, random_model
+
+FAMILIES = ("llama", "qwen2", "gemma2", "gpt2")  # a head of its own, tied, weights that are computed with, [in, out]
+Feeds = dict[str, np.ndarray[Any, Any]]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def graph(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Artifact[PortableGraph]:
+    model = random_model(request.param).to(torch.bfloat16)
+    return export_model(model, tmp_path_factory.mktemp(request.param))
+
+
+def feeds(graph: Artifact[PortableGraph]) -> Feeds:
+    record, generator = graph.record, np.random.default_rng(0)
+    shape = (2, record.kv_heads, 3, record.head_size)
+    past = {
+        f"past_key_values.{n}.{part}": generator.standard_normal(shape, np.float32)
+        for n in range(record.layers)
+        for part in ("key", "value")
+    }
+    ids = generator.integers(3, record.vocab_size, (2, 4))
+    return {
+        "input_ids": ids,
+        "attention_mask": np.ones((2, 7), np.int64),
+        "position_ids": np.arange(3, 7)[None].repeat(2, 0),
+        **past,
+    }
+
+
+def whole(path: Path, given: Feeds) -> Feeds:
+    """What any user of ONNX Runtime gets from the file."""
+    session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+    inputs = {value.name for value in session.get_inputs()}
+    names = [value.name for value in session.get_outputs()]
+    results = session.run(names, {name: array for name, array in given.items() if name in inputs})
+    return dict(zip(names, map(np.asarray, results), strict=True))
+
+
+def assert_same(found: Feeds, expected: Feeds) -> None:
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_allclose(found[name], array, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_the_file_is_a_valid_model_of_16_bit_weights(graph: Artifact[PortableGraph]) -> None:
+    path = graph.folder / "model.onnx"
+    onnx.checker.check_model(str(path))
+    stored = {tensor.data_type for tensor in onnx.load(path, load_external_data=False).graph.initializer
+              if tensor.external_data}  # fmt: skip
+    assert stored == {onnx.TensorProto.BFLOAT16}
+
+
+def test_segments_compute_what_the_whole_does(graph: Artifact[PortableGraph]) -> None:
+    path, given_ = graph.folder / "model.onnx", feeds(graph)
+    expected = whole(path, given_)
+    one, many = SegmentedGraph(path), SegmentedGraph(path, segment_bytes=1)
+    assert len(one.segments) == 1 and len(many.segments) > 2 * graph.record.layers
+    assert_same(one.run(given_), expected)
+    assert_same(many.run(given_), expected)
+    assert_same(many.run(given_), expected)  # and again
+
+
+@settings(max_examples=8, deadline=None)
+@given(limit=st.integers(1, 400_000))
+def test_any_limit_holds_and_changes_nothing(graph: Artifact[PortableGraph], limit: int) -> None:
+    path, given_ = graph.folder / "model.onnx", feeds(graph)
+    cut = SegmentedGraph(path, segment_bytes=limit)
+    sizes = {name: 4 * math.prod(value.shape.numpy()) for name, value in load_graph(path).graph.initializers.items()}
+    for names in cut.segments:
+        assert sum(sizes[name] for name in names) <= limit or len(names) <= 2  # of one node
+    assert_same(cut.run(given_), SegmentedGraph(path).run(given_))
+
+
+def test_a_stored_graph_reads_back_as_it_was(graph: Artifact[PortableGraph], tmp_path: Path) -> None:
+    path = graph.folder / "model.onnx"
+    (tmp_path / "model.safetensors").hardlink_to(graph.folder / "model.safetensors")
+    save_graph(load_graph(path), tmp_path / "model.onnx")
+    assert (tmp_path / "model.onnx").read_bytes() == path.read_bytes()

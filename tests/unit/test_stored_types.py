@@ -1,0 +1,99 @@
+"""Weights keep the type and the bytes they were published in, from the checkpoint to the portable graph."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipeline.export.checkpoint import load_checkpoint
+from pipeline.export.mapped import weightless
+from tapeout.errors import ExportError
+from tests.checkpoints import WEIGHTS, change_weights, checkpoint, shard
+from tests.families import export_model, random_model
+from tests.family_engines import build_float
+
+IDS = torch.arange(3, 30)[None]
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS, use_cache=False).logits
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "gpt2", "phi3", "opt", "cohere2"])
+def test_a_16_bit_checkpoint_makes_the_engine_of_its_float32_copy(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    half = random_model(name).to(dtype)
+    stored = export_model(half, tmp_path / "half")
+    widened = export_model(half.float(), tmp_path / "float")
+    tensors, copies = (load_file(graph.folder / WEIGHTS) for graph in (stored, widened))
+    assert {tensor.dtype for tensor in tensors.values()} == {dtype}
+    assert tensors.keys() == copies.keys() and all(torch.equal(t.float(), copies[n]) for n, t in tensors.items())
+    same = {"groups", "rotary", "embedding", "tied_embeddings", "stop_tokens", "heads", "kv_heads"}
+    assert stored.record.model_dump(include=same) == widened.record.model_dump(include=same)
+    bundles = [build_float(graph, tmp_path / f"{n}", slots=1) for n, graph in enumerate((stored, widened))]
+    files = [{n: f.sha256 for n, f in bundle.files.items() if n in ("model.onnx", "weights.bin")} for bundle in bundles]
+    assert files[0] == files[1]
+
+
+def test_tensors_of_several_types_keep_theirs(tmp_path: Path) -> None:
+    """Norms in float32 beside matrices in bfloat16, as some checkpoints are published."""
+    folder = checkpoint(tmp_path / "checkpoint")
+    change_weights(folder, lambda t: t.update({n: v.bfloat16() for n, v in t.items() if v.ndim > 1}))
+    stored = load_file(folder / WEIGHTS)
+    model = load_checkpoint(folder).model
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == stored[name].dtype and torch.equal(parameter, stored[name])
+    expected = random_model("llama")
+    expected.load_state_dict({name: tensor.float() for name, tensor in stored.items()})
+    assert torch.equal(logits(model), logits(expected))
+    assert all(parameter.dtype == stored[name].dtype for name, parameter in model.named_parameters())  # afterwards, too
+
+
+def test_parameters_of_a_checkpoint_take_no_memory_of_their_own(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "checkpoint")
+    change_weights(folder, lambda t: t.update({n: v.bfloat16() for n, v in t.items()}))
+    shard(folder)
+    model = load_checkpoint(folder).model
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    spans = [tuple(int(end, 16) for end in line[0].split("-")) for line in maps if line[-1].endswith(".safetensors")]
+    for name, parameter in model.named_parameters():
+        assert any(low <= parameter.data_ptr() < high for low, high in spans), name
+
+
+def test_a_trace_needs_no_weights_and_leaves_them(tmp_path: Path) -> None:
+    model = load_checkpoint(checkpoint(tmp_path / "checkpoint")).model
+    before = [parameter.data_ptr() for parameter in model.parameters()]
+    with pytest.raises(RuntimeError, match="stop"), weightless(model):
+        assert sum(p.untyped_storage().nbytes() for p in model.parameters()) == 4 * len(before)
+        raise RuntimeError("stop")
+    assert [parameter.data_ptr() for parameter in model.parameters()] == before
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_16_bit_weight_that_is_no_number_is_named(value: float, tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "checkpoint")
+
+    def break_one(tensors: dict[str, torch.Tensor]) -> None:
+        tensors.update({name: tensor.bfloat16() for name, tensor in tensors.items()})
+        tensors["model.layers.1.mlp.down_proj.weight"][3, 4] = value
+
+    change_weights(folder, break_one)
+    with pytest.raises(ExportError, match=r"NaN or infinite weights in model\.layers\.1\.mlp\.down_proj\.weight"):
+        load_checkpoint(folder)
+
+
+def test_a_16_bit_head_that_is_stored_beside_the_embedding_it_shares(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "checkpoint", "qwen2")
+    change_weights(folder, lambda t: t.update({n: v.bfloat16() for n, v in t.items()}))
+    change_weights(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].float()}))
+    assert load_checkpoint(folder).model.lm_head.weight.dtype == torch.bfloat16
+    change_weights(folder, lambda t: t.update({"lm_head.weight": t["lm_head.weight"] * 1.01}))
+    with pytest.raises(ExportError, match=r"stores lm_head\.weight and model\.embed_tokens\.weight with different"):
+        load_checkpoint(folder)
