@@ -34,6 +34,7 @@ from quantization.calibration import (
     samples_hash,
 )
 from quantization.hidden_states import HiddenStates
+from quantization.needs import calibration_needs
 from quantization.statistics import Array, pack_gram
 from quantization.units import layer_of
 from tapeout import artifact
@@ -42,6 +43,7 @@ from tapeout.errors import QuantizationError, SourceError
 from tapeout.layer_stream import LayerStream
 from tapeout.portable_graph import LinearGroup, PortableGraph
 from tapeout.recipe import Calibrate
+from tapeout.resources import require
 from tapeout.work_folder import source_hash, work_folder
 
 MIN_TOKENS = 8
@@ -50,7 +52,12 @@ LIBRARIES = ("torch", "transformers", "tokenizers")
 
 
 def calibrate(
-    settings: Calibrate, graph: Artifact[PortableGraph], texts: Sequence[str], folder: Path
+    settings: Calibrate,
+    graph: Artifact[PortableGraph],
+    texts: Sequence[str],
+    folder: Path,
+    *,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> Artifact[Calibration]:
     """Write the Calibration of ``graph`` over exactly ``calibrate.samples`` texts; see calibration.py for its content.
 
@@ -80,6 +87,7 @@ def calibrate(
         statistics=tuple(sorted({HEAD_FILE, *map(layer_file, range(graph.record.layers))})),
         versions={name: version(name) for name in LIBRARIES},
     )
+    require("calibrate", calibration_needs(graph.record, record.tokens), folder.parent, progress)
     key = {"graph": graph.digest, "record": record.model_dump(), "code": source_hash(Path(__file__).parent)}
     with work_folder(folder, key) as work:
         _run(graph, samples, fit_samples, work)

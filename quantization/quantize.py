@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -43,6 +43,7 @@ from quantization.checkpoint import KVScales, KVScheme, LinearReport, QuantizedM
 from quantization.compressed_tensors import Checkpoint, CheckpointWriter, open_checkpoint, quantization_config
 from quantization.input_scale import InputScale, identity
 from quantization.kv_cache import BITS
+from quantization.needs import SEARCH_BYTES, quantization_needs, search_bytes
 from quantization.plan import PrecisionPlan
 from quantization.proof import prove, take_census
 from quantization.rounding import FloatArray, QuantizedLinear, storable
@@ -66,6 +67,7 @@ from tapeout.artifact import Artifact, create, load
 from tapeout.errors import QuantizationError
 from tapeout.portable_graph import LinearGroup, PortableGraph, ScaleSink
 from tapeout.recipe import KVCache, Quantize
+from tapeout.resources import require
 from tapeout.schemes import FLOAT, Scheme
 from tapeout.work_folder import source_hash, work_folder
 
@@ -77,7 +79,6 @@ _PROGRESS = (
     TextColumn("left"),
     TimeRemainingColumn(elapsed_when_finished=False),
 )
-SEARCH_BYTES = 3 << 30  # what searches of several groups may take together; one alone may take more
 _REPLACED = re.compile(r"(.*\.safetensors|.*\.safetensors\.index\.json|.*\.onnx(\.data)?|record\.json|config\.json)")
 
 
@@ -117,6 +118,8 @@ def quantize(
     calibration: Artifact[Calibration],
     plan: Artifact[PrecisionPlan],
     folder: Path,
+    *,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> Artifact[QuantizedModel]:
     """Write the QuantizedModel to ``folder``. Memory is bounded by the largest tensor and group, not by the model.
 
@@ -133,6 +136,7 @@ def quantize(
             )
     source = open_checkpoint(graph.folder)
     stored, notes = fitted_schemes(graph.record, plan.record.schemes, plan.record.embeddings.scheme)
+    require("quantize", quantization_needs(graph.record, stored), folder.parent, progress)
     key = {"parents": [graph.digest, calibration.digest, plan.digest], "settings": settings.model_dump(mode="json")}
     with (
         work_folder(folder, key | {"code": source_hash(Path(__file__).parent)}) as work,
@@ -261,7 +265,7 @@ class _Job:
         result = LayerResult()
         folds: list[tuple[FloatArray, ScaleSink]] = []
         for group in groups:
-            with self.memory.taken(_search_bytes(group)):
+            with self.memory.taken(search_bytes(group)):
                 scale = self._group(group, result)
             sink = sink_of(group, self.graph)
             if sink is not None and not scale.is_identity:
@@ -301,11 +305,6 @@ class _Job:
         inputs = every_channel_alike(weight.shape[1]) if head is None else read_statistics(self.calibration, head)
         found = search([weight], scheme, inputs, self.settings, run=pool.map)
         return LayerResult({name: found.members[0].linear}, [_report(name, group, weight, scheme, found, 0)])
-
-
-def _search_bytes(group: LinearGroup) -> int:
-    """About what the search for a group takes: Gram matrices and factors in float32 and float64, and the weights."""
-    return 28 * group.in_features**2 + 16 * group.in_features * sum(group.out_features)
 
 
 def _fold(result: LayerResult, source: Checkpoint, scale: FloatArray, sink: ScaleSink) -> None:

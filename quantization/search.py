@@ -30,7 +30,8 @@ from tapeout.schemes import Scheme
 
 T, R = TypeVar("T"), TypeVar("R")
 OUTPUTS_AT_ONCE = 2048  # output channels rounded together: a vocabulary of 128k times 4,096 channels is 2 GB in float
-SEARCHED_OUTPUTS = 4096  # of a weight that has more, evenly spaced: what is found on them holds for the others
+# Of a larger weight, evenly spaced outputs are searched on: what is found on them holds for the others.
+SEARCHED_WEIGHTS, SEARCHED_OUTPUTS = 1 << 23, 512  # so many weights, and at least so many outputs
 _TINY = 1e-30  # added to the energy of an output, which may be zero
 
 Runner = Callable[[Callable[[T], R], Iterable[T]], Iterable[R]]  # map, or that of a pool of threads
@@ -49,7 +50,7 @@ class Rounded:
 class Found:
     """What a group became. Errors are relative to the mean squared output; ``errors_rtn`` are those of RTN.
 
-    Of a weight with more than ``SEARCHED_OUTPUTS`` output channels they are those of the channels searched on.
+    Of a weight with more than ``SEARCHED_WEIGHTS`` weights they are those of the output channels searched on.
     """
 
     scale: InputScale
@@ -70,7 +71,8 @@ def search(
     ``sink``: where the inverse of an input scale can go. ``run``: rounds the slices of a large weight, in any threads.
     :class:`QuantizationError` for errors that are not finite.
     """
-    searched = [weight[:: -(-len(weight) // SEARCHED_OUTPUTS)] for weight in weights]
+    outputs = max(SEARCHED_OUTPUTS, SEARCHED_WEIGHTS // weights[0].shape[1])
+    searched = [weight[:: -(-len(weight) // outputs)] for weight in weights]
     problem = Problem.of(searched, scheme, statistics, sink, settings.scale_grid)
     names, tried, found = list(settings.candidates), [problem], list[list[list[Rounded]]]()
     for current in tried:  # grows by the input scales that are proposed

@@ -101,7 +101,7 @@ class _Slot:
         return getattr(self.module, self.attribute)
 
     def fill(self, tensor: Tensor) -> None:
-        self.module._parameters[self.attribute] = nn.Parameter(tensor, requires_grad=False)
+        setattr(self.module, self.attribute, nn.Parameter(tensor, requires_grad=False))
 
 
 class LayerStream:
@@ -236,7 +236,7 @@ class _ReadInSlices(TorchFunctionMode):
         super().__init__()
         self._names, self._weights = names, weights
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (functional.embedding, functional.linear) and (name := self._names.get(id(args[1]))):
             weight = self._weights[name]
             if func is functional.embedding:
@@ -275,8 +275,7 @@ def _slots(model: Any, weights: Weights) -> list[_Slot]:
     return [
         _Slot(module, name, stored[id(parameter)])
         for module in model.modules()
-        for name, parameter in module._parameters.items()
-        if parameter is not None
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
     ]
 
 

@@ -76,6 +76,7 @@ def test_what_is_found_on_some_outputs_holds_for_all(
     fmt = Scheme(bits=bits, group_size=group_size, symmetric=True, activations=activations).fitted(64)
     whole = searched(fmt, head)
     monkeypatch.setattr(search, "SEARCHED_OUTPUTS", 20)
+    monkeypatch.setattr(search, "SEARCHED_WEIGHTS", 64)
     monkeypatch.setattr(search, "OUTPUTS_AT_ONCE", 16)
     seen: list[int] = []
     propose = gptq.propose
