@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tapeout.artifact import canonical_json
-from tapeout.errors import TapeoutError
+from tapeout.errors import ArtifactError, TapeoutError
 
 _KEY = "key"
 
@@ -19,8 +19,8 @@ _KEY = "key"
 def work_folder(folder: Path, key: Mapping[str, Any]) -> Generator[Path]:
     """A hidden folder beside ``folder``, where the artifact will be; ``key``: everything that its content depends on.
 
-    It is empty unless a run with the same key was interrupted. It is removed when the work is done, and after an error
-    of ours, which the next run would only meet again.
+    It is empty unless a run with the same key was interrupted, or could not write its artifact. It is removed when the
+    work is done, and after any other error of ours, which the next run would only meet again.
     """
     work = folder.with_name(f".{folder.name}.work")
     digest = hashlib.sha256(canonical_json(dict(key))).hexdigest()
@@ -30,8 +30,9 @@ def work_folder(folder: Path, key: Mapping[str, Any]) -> Generator[Path]:
         (work / _KEY).write_text(digest)
     try:
         yield work
-    except TapeoutError:
-        shutil.rmtree(work)
+    except TapeoutError as error:
+        if not isinstance(error, ArtifactError):
+            shutil.rmtree(work)
         raise
     shutil.rmtree(work)
 
