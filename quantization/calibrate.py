@@ -1,56 +1,69 @@
 """Calibrate: run samples of text through the float checkpoint and keep what quantization needs to know of it.
 
-Statistics are sums, updated sample by sample, so memory does not grow with the text. It grows with the square of the
-channels, so at most ``calibrate.layers_per_pass`` layers are watched at once; the next pass reads the samples again.
+One pass through the model, layer by layer: every sample goes through a layer before the next one is loaded. Memory
+holds one layer's weights and the sums over one layer's inputs; hidden states lie in a file. Each finished layer is
+kept, so that an interrupted run goes on where it was.
 
 B, S  batch (1) and tokens of a sample      K  input channels of a group      H, D  KV heads and head size
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import os
+import shutil
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.progress import Progress
-from safetensors.torch import save_file
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from quantization.attention_hook import kv_function
 from quantization.calibration import (
+    HEAD_FILE,
     SAMPLES_FILE,
     Calibration,
     CalibrationSample,
     layer_file,
     sample_hash,
     samples_hash,
-    statistics_file,
 )
+from quantization.hidden_states import HiddenStates
+from quantization.needs import calibration_needs
+from quantization.statistics import Array, pack_gram
+from quantization.units import layer_of
 from tapeout import artifact
 from tapeout.artifact import Artifact
 from tapeout.errors import QuantizationError, SourceError
+from tapeout.layer_stream import LayerStream
 from tapeout.portable_graph import LinearGroup, PortableGraph
 from tapeout.recipe import Calibrate
+from tapeout.resources import require
+from tapeout.work_folder import source_hash, work_folder
 
 MIN_TOKENS = 8
 GRAM_BLOCK = 256  # a Gram matrix is summed in row blocks from the diagonal on: 5/8 of the work at 1,024 channels
+LIBRARIES = ("torch", "transformers", "tokenizers")
 
 
 def calibrate(
-    settings: Calibrate, graph: Artifact[PortableGraph], texts: Sequence[str], folder: Path
+    settings: Calibrate,
+    graph: Artifact[PortableGraph],
+    texts: Sequence[str],
+    folder: Path,
+    *,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> Artifact[Calibration]:
     """Write the Calibration of ``graph`` over exactly ``calibrate.samples`` texts; see calibration.py for its content.
 
     :class:`SourceError` for samples that are too few, too short or repeated, :class:`QuantizationError` for a model
     that computes NaN or infinity or does not reach one of its linears.
     """
-    from transformers import AutoModelForCausalLM
-
     if settings.tokens > graph.record.max_positions:
         raise QuantizationError(
             f"calibrate.tokens is {settings.tokens}, and the graph has {graph.record.max_positions} positions",
@@ -60,61 +73,64 @@ def calibrate(
     tokenizer: Any = Tokenizer.from_file(str(graph.folder / "tokenizer.json"))  # as engines encode
     samples = _tokenize(tokenizer, texts, settings)
     fit_samples = len(samples) - settings.holdout_samples
-    model: Any = AutoModelForCausalLM.from_pretrained(graph.folder, dtype=torch.float32).eval()
-    passes = list(_passes(graph.record, settings.layers_per_pass))
     described = [
         CalibrationSample(sample_hash=sample_hash(sample), tokens=len(sample), holdout=i >= fit_samples)
         for i, sample in enumerate(samples)
     ]
-    with artifact.create(folder, Calibration) as draft, Progress(*Progress.get_default_columns()) as progress:
-        (draft.folder / "statistics").mkdir()
-        task = progress.add_task("calibrating", total=len(passes) * len(samples))
-        written: list[str] = []
-        for watched in passes:
-            with _observe(model, graph.record, watched) as observer:
-                for number, sample in enumerate(samples):
-                    observer.read(sample, holdout=number >= fit_samples)
-                    progress.advance(task)
-            for file in watched.files:
-                save_file(observer.results(file), draft.folder / file)
-                written.append(file)
-        (draft.folder / SAMPLES_FILE).write_text("".join(sample.model_dump_json() + "\n" for sample in described))
-        record = Calibration(
-            samples_hash=samples_hash(described),
-            samples=len(samples),
-            holdout_samples=len(samples) - fit_samples,
-            tokens_per_sample=settings.tokens,
-            tokens=sum(map(len, samples)),
-            layers=graph.record.layers,
-            statistics=tuple(sorted(written)),
-            versions={name: version(name) for name in ("torch", "transformers", "tokenizers")},
-        )
-        draft.finish(record, parents={"graph": graph})
+    record = Calibration(
+        samples_hash=samples_hash(described),
+        samples=len(samples),
+        holdout_samples=len(samples) - fit_samples,
+        tokens_per_sample=settings.tokens,
+        tokens=sum(map(len, samples)),
+        layers=graph.record.layers,
+        statistics=tuple(sorted({HEAD_FILE, *map(layer_file, range(graph.record.layers))})),
+        versions={name: version(name) for name in LIBRARIES},
+    )
+    require("calibrate", calibration_needs(graph.record, record.tokens), folder.parent, progress)
+    key = {"graph": graph.digest, "record": record.model_dump(), "code": source_hash(Path(__file__).parent)}
+    with work_folder(folder, key) as work:
+        _run(graph, samples, fit_samples, work)
+        with artifact.create(folder, Calibration) as draft:
+            shutil.copytree(work / "statistics", draft.folder / "statistics", copy_function=os.link)
+            (draft.folder / SAMPLES_FILE).write_text("".join(sample.model_dump_json() + "\n" for sample in described))
+            draft.finish(record, parents={"graph": graph})
     return artifact.load(folder, Calibration)
 
 
-@dataclass(frozen=True)
-class _Watched:
-    """What one pass over the samples keeps statistics of."""
+def _run(graph: Artifact[PortableGraph], samples: Sequence[Sequence[int]], fit_samples: int, work: Path) -> None:
+    """Write the statistics files of every layer that ``work`` lacks, and the head's."""
+    (work / "statistics").mkdir(exist_ok=True)
+    stream = LayerStream(graph.folder)
+    states = HiddenStates(work, [len(sample) for sample in samples])
+    pair = _pair_norm(graph.record, stream.model.config.get_text_config())
+    inputs = [torch.tensor([list(sample)]) for sample in samples]
+    with Progress(*Progress.get_default_columns()) as progress:
+        total = (len(stream) + 1) * len(samples)
+        task = progress.add_task("calibrating", total=total, completed=states.layer * len(samples))
+        for layer in range(states.layer, len(stream)):
+            groups = [group for group in graph.record.groups if layer_of(group) == layer]
+            with stream.loaded(layer), _observe(stream.model, groups, {layer: _KVRange(pair)}) as observer:
+                for number, tokens in enumerate(inputs):
+                    with observer.sample(holdout=number >= fit_samples):
+                        states.write(stream.run(layer, states.read(number), input_ids=tokens))
+                    progress.advance(task)
+                _write(observer.results(), work / layer_file(layer))
+            states.advance()
+        outside = [group for group in graph.record.groups if layer_of(group) is None]
+        with _observe(stream.model, outside, {}) as observer:
+            for number, tokens in enumerate(inputs):
+                with observer.sample(holdout=number >= fit_samples), suppress(_AllSeen):
+                    observer.stop_early = True
+                    stream.finish(states.read(number), input_ids=tokens)
+                progress.advance(task)
+            _write(observer.results(), work / HEAD_FILE)
 
-    files: tuple[str, ...]
-    layers: frozenset[int]
-    groups: tuple[LinearGroup, ...]
 
-
-def _passes(graph: PortableGraph, layers_per_pass: int) -> Iterator[_Watched]:
-    """Runs of neighbouring layers; what lies outside the layers (the output head) joins the last."""
-    for start in range(0, graph.layers, layers_per_pass):
-        layers = range(start, min(start + layers_per_pass, graph.layers))
-        files = [layer_file(layer) for layer in layers]
-        if layers.stop == graph.layers:
-            files += sorted({statistics_file(group.name) for group in graph.groups} - _layer_files(graph))
-        groups = tuple(group for group in graph.groups if statistics_file(group.name) in files)
-        yield _Watched(tuple(files), frozenset(layers), groups)
-
-
-def _layer_files(graph: PortableGraph) -> set[str]:
-    return {layer_file(layer) for layer in range(graph.layers)}
+def _write(tensors: dict[str, Array], path: Path) -> None:
+    partial = path.with_suffix(".partial")
+    save_file(tensors, partial)
+    partial.rename(path)
 
 
 def _tokenize(tokenizer: Any, texts: Sequence[str], wanted: Calibrate) -> list[list[int]]:
@@ -146,44 +162,44 @@ def _tokenize(tokenizer: Any, texts: Sequence[str], wanted: Calibrate) -> list[l
 
 
 class _GroupSums:
-    """Running sums over the inputs ``[S, K]`` of one linear group."""
+    """Running sums over the inputs ``[S, K]`` of one linear group; those of held-out samples follow all others."""
 
     def __init__(self, channels: int) -> None:
         self.gram = torch.zeros(channels, channels)
-        self.gram_holdout = torch.zeros(channels, channels)
         self.abs_sum = torch.zeros(channels, dtype=torch.float64)
         self.abs_max = torch.zeros(channels)
-        self.tokens = self.holdout_tokens = 0
+        self.tokens = 0
+        self.fit: dict[str, Array] = {}  # complete once a held-out sample comes
 
     def add(self, inputs: Tensor, *, holdout: bool) -> None:
-        if holdout:
-            _add_upper(self.gram_holdout, inputs)
-            self.holdout_tokens += len(inputs)
-            return
-        _add_upper(self.gram, inputs)
-        magnitude = inputs.abs()
-        self.abs_sum += magnitude.sum(0, dtype=torch.float64)
-        torch.maximum(self.abs_max, magnitude.amax(0), out=self.abs_max)
+        if holdout and not self.fit:
+            self.fit = {
+                **self._packed("gram"),
+                "mean_abs": (self.abs_sum / self.tokens).float().numpy(),
+                "max_abs": self.abs_max.numpy(),
+            }
+            self.gram.zero_()
+            self.tokens = 0
         self.tokens += len(inputs)
+        _add_upper(self.gram, inputs)
+        if not holdout:
+            magnitude = inputs.abs()
+            self.abs_sum += magnitude.sum(0, dtype=torch.float64)
+            torch.maximum(self.abs_max, magnitude.amax(0), out=self.abs_max)
 
-    def results(self) -> dict[str, Tensor]:
-        """The means; the sums are used up."""
-        return {
-            "gram": _mirror(self.gram.div_(self.tokens)),
-            "gram_holdout": _mirror(self.gram_holdout.div_(self.holdout_tokens)),
-            "mean_abs": (self.abs_sum / self.tokens).float(),
-            "max_abs": self.abs_max,
-        }
+    def results(self) -> dict[str, Array]:
+        """By name in the statistics file; the sums are used up."""
+        return self.fit | self._packed("gram_holdout")
+
+    def _packed(self, name: str) -> dict[str, Array]:
+        correlation, power = pack_gram(self.gram.div_(self.tokens).numpy())
+        return {name: correlation, f"{name}_power": power}
 
 
 def _add_upper(gram: Tensor, inputs: Tensor) -> None:
     """Add ``inputsᵀ inputs`` to the upper triangle of ``gram [K, K]``, in whole blocks; below it is left undefined."""
     for start in range(0, len(gram), GRAM_BLOCK):
         gram[start : start + GRAM_BLOCK, start:].addmm_(inputs[:, start : start + GRAM_BLOCK].T, inputs[:, start:])
-
-
-def _mirror(gram: Tensor) -> Tensor:
-    return gram.triu_().add_(gram.triu(1).T)
 
 
 class _KVRange:
@@ -205,58 +221,52 @@ class _AllSeen(Exception):  # noqa: N818 - not an error: the rest of the forward
 
 
 class _Observer:
-    """Feeds samples to the model and collects what its hooks see."""
+    """Collects what hooks see of some groups and caches, sample by sample."""
 
-    def __init__(self, model: Any, graph: PortableGraph, watched: _Watched) -> None:
-        self.model, self.watched = model, watched
-        pair = _pair_norm(graph, model.config.get_text_config())
-        self.groups = {group.name: _GroupSums(group.in_features) for group in watched.groups}
-        self.caches = {layer: _KVRange(pair) for layer in sorted(watched.layers)}
+    def __init__(self, groups: Sequence[LinearGroup], caches: dict[int, _KVRange]) -> None:
+        self.groups = {group.name: _GroupSums(group.in_features) for group in groups}
+        self.caches = caches
         self.missing: set[str] = set()
         self.holdout = False
+        self.stop_early = False  # leave the model once all is seen: the matmul of the output head is not needed
 
-    def read(self, sample: Sequence[int], *, holdout: bool) -> None:
+    @contextmanager
+    def sample(self, *, holdout: bool) -> Generator[None]:
+        """One sample through what is watched."""
         self.holdout = holdout
-        self.missing = {*self.groups, *(_cache_name(layer) for layer in self.caches)}
-        try:
-            with torch.inference_mode():
-                self.model(input_ids=torch.tensor([sample]), use_cache=False)
-        except _AllSeen:
-            return
-        raise QuantizationError(
-            f"the model ran without reaching {', '.join(sorted(self.missing))}",
-            expected="every linear of the exported graph, once per sample",
-            remedy="export the model again; if it persists, its modules do not match its graph",
-        )
+        self.missing = {*self.groups, *map(_cache_name, self.caches)}
+        yield
+        if self.missing:
+            raise QuantizationError(
+                f"the model ran without reaching {', '.join(sorted(self.missing))}",
+                expected="every linear of the exported graph, once per sample",
+                remedy="export the model again; if it persists, its modules do not match its graph",
+            )
 
     def see_inputs(self, group: str, inputs: Tensor) -> None:
         self._mark(group)
-        self.groups[group].add(inputs.reshape(-1, inputs.shape[-1]), holdout=self.holdout)
-        self._stop_early()
+        inputs = inputs.reshape(-1, inputs.shape[-1])
+        if not inputs.isfinite().all():
+            raise _not_finite(f"the input of {group}", inputs)
+        self.groups[group].add(inputs, holdout=self.holdout)
+        if self.stop_early and not self.missing:
+            raise _AllSeen
 
     def see_cache(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        if layer in self.caches:
-            self._mark(_cache_name(layer))
-            self.caches[layer].add(key, value)
-            self._stop_early()
+        self._mark(_cache_name(layer))
+        self.caches[layer].add(key, value)
         return key, value
 
-    def results(self, file: str) -> dict[str, Tensor]:
-        """The tensors of one statistics file; :class:`QuantizationError` names the layer of one that is not finite."""
-        tensors: dict[str, Tensor] = {}
+    def results(self) -> dict[str, Array]:
+        """The tensors of a statistics file; :class:`QuantizationError` names the first that is not finite."""
+        tensors: dict[str, Array] = {}
         for name, sums in self.groups.items():
-            if statistics_file(name) == file:
-                tensors |= {f"{name}.{part}": tensor for part, tensor in sums.results().items()}
+            tensors |= {f"{name}.{part}": array for part, array in sums.results().items()}
         for layer, cache in self.caches.items():
-            if layer_file(layer) == file:
-                tensors |= {f"layers.{layer}.{part}": tensor for part, tensor in cache.maxima.items()}
-        for name, tensor in tensors.items():
-            if not tensor.isfinite().all():
-                raise QuantizationError(
-                    f"{name} holds {int((~tensor.isfinite()).sum())} values that are NaN or infinite",
-                    expected="finite activations in float32",
-                    remedy="check the source checkpoint: it computes NaN or overflows on this text",
-                )
+            for part, tensor in cache.maxima.items():
+                if not tensor.isfinite().all():
+                    raise _not_finite(f"layers.{layer}.{part}", tensor)
+                tensors[f"layers.{layer}.{part}"] = tensor.numpy()
         return tensors
 
     def _mark(self, name: str) -> None:
@@ -268,10 +278,13 @@ class _Observer:
             )
         self.missing.remove(name)
 
-    def _stop_early(self) -> None:
-        """Skip what follows the last watched input: layers of the next pass, or the matmul of the output head."""
-        if not self.missing:
-            raise _AllSeen
+
+def _not_finite(name: str, tensor: Tensor) -> QuantizationError:
+    return QuantizationError(
+        f"{name} holds {int((~tensor.isfinite()).sum())} values that are NaN or infinite",
+        expected="finite activations in float32",
+        remedy="check the source checkpoint: it computes NaN or overflows on this text",
+    )
 
 
 def _cache_name(layer: int) -> str:
@@ -279,17 +292,16 @@ def _cache_name(layer: int) -> str:
 
 
 @contextmanager
-def _observe(model: Any, graph: PortableGraph, watched: _Watched) -> Generator[_Observer]:
-    observer = _Observer(model, graph, watched)
+def _observe(model: Any, groups: Sequence[LinearGroup], caches: dict[int, _KVRange]) -> Generator[_Observer]:
+    observer = _Observer(groups, caches)
     handles: list[Any] = []
     try:
-        for group in watched.groups:
-            module = _reader(model, group)
+        for group in groups:
 
             def hook(_: Any, inputs: tuple[Tensor, ...], name: str = group.name) -> None:
                 observer.see_inputs(name, inputs[0])
 
-            handles.append(module.register_forward_pre_hook(hook))
+            handles.append(_reader(model, group).register_forward_pre_hook(hook))
         with kv_function(model, observer.see_cache):
             yield observer
     finally:

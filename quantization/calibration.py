@@ -1,10 +1,12 @@
 """Calibration: which samples of text were read, and what the linears and the KV cache saw while reading them.
 
-The folder holds, in safetensors, all float32 (K: input channels of a group; D: head size):
+The folder holds, in safetensors (K: input channels of a group; D: head size):
 
 ``statistics/layer-NNN.safetensors``, one per layer, and ``statistics/head.safetensors`` for groups outside layers
-    ``GROUP.gram``, ``GROUP.gram_holdout``  ``[K, K]``  mean over tokens of ``x xᵀ``, over the fit samples and over the
-        held-out samples (the last quarter): what is fitted on one is judged on the other
+    ``GROUP.gram``, ``GROUP.gram_holdout``  int16 ``[K (K - 1) / 2]``  correlations of the input channels over the fit
+        samples and over the held-out samples (the last quarter): what is fitted on one is judged on the other
+    ``GROUP.gram_power``, ``GROUP.gram_holdout_power``  ``[K]``  mean over tokens of ``x²``. Together they are the Gram
+        matrices, the mean of ``x xᵀ`` (``unpack_gram`` of statistics.py); these and all that follow are float32
     ``GROUP.mean_abs``, ``GROUP.max_abs``  ``[K]``  mean and maximum of ``|x|`` over the fit samples
     ``layers.N.k_absmax``, ``layers.N.v_absmax``  ``[kv_heads, D]``  maximum over every token of every sample; keys are
         taken after the rotary embedding, as the cache stores them
@@ -34,7 +36,7 @@ class CalibrationSample(Frozen):
 
 class Calibration(Record):
     noun: ClassVar[str] = "Calibration"
-    schema_version: ClassVar[int] = 2
+    schema_version: ClassVar[int] = 3
     remedy: ClassVar[str] = "run `dvc repro calibrate`"
     parent_roles: ClassVar[Roles] = {"graph": ("PortableGraph",)}
 

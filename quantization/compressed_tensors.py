@@ -25,7 +25,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from quantization.rounding import FloatArray, QuantizedLinear
 from tapeout.errors import QuantizationError
 from tapeout.float_types import as_float32
 from tapeout.schemes import Scheme
+from tapeout.tensor_writer import TensorSpec, write_tensors
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -151,24 +153,35 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 class CheckpointWriter:
-    """Writes tensors as they come, into shards of bounded size; holds at most one shard in memory.
+    """Writes tensors as they come, into shards of bounded size; holds at most the tensors of one part in memory.
 
-    A checkpoint that fits one shard is a plain ``model.safetensors``, as every reader expects.
+    A checkpoint that fits one shard is a plain ``model.safetensors``, as every reader expects. ``parts``: a folder for
+    finished parts, by default one inside ``folder`` that :meth:`finish` removes; parts that it holds already are kept.
     """
 
-    def __init__(self, folder: Path, *, shard_bytes: int = 2 << 30) -> None:
+    def __init__(self, folder: Path, *, shard_bytes: int = 2 << 30, parts: Path | None = None) -> None:
         self.folder, self.shard_bytes = folder, shard_bytes
+        self._parts = folder / ".parts" if parts is None else parts
         self._pending: dict[str, AnyArray] = {}
-        self._pending_bytes = 0
-        self._shards: list[tuple[Path, list[str]]] = []
-        self._total_bytes = 0
+
+    def has_part(self, number: int) -> bool:
+        return self._part(number).exists()
+
+    def end_part(self, number: int, notes: Mapping[str, str] | None = None) -> None:
+        """Keep what was added since the last part; parts are written in the order of their numbers."""
+        self._parts.mkdir(exist_ok=True)
+        partial = self._parts / "partial"
+        save_file(self._pending, partial, metadata=dict(notes or {}))
+        partial.rename(self._part(number))
+        self._pending = {}
+
+    def notes(self, number: int) -> dict[str, str]:
+        """What was noted of a finished part."""
+        with safe_open(self._part(number), framework="numpy") as part:
+            return part.metadata() or {}
 
     def add(self, name: str, array: AnyArray) -> None:
-        if self._pending and self._pending_bytes + array.nbytes > self.shard_bytes:
-            self._flush()
         self._pending[name] = np.ascontiguousarray(array)
-        self._pending_bytes += array.nbytes
-        self._total_bytes += array.nbytes
 
     def add_linear(self, name: str, linear: QuantizedLinear | FloatArray) -> None:
         if isinstance(linear, QuantizedLinear):
@@ -197,25 +210,48 @@ class CheckpointWriter:
             self.add(f"{_module(name)}.{part}", array)
 
     def finish(self) -> None:
-        self._flush()
-        if len(self._shards) == 1:
-            self._shards[0][0].rename(self.folder / SINGLE)
-            return
+        if self._pending:
+            self.end_part(len(self._finished()))
+        shards: list[dict[str, tuple[Path, TensorSpec]]] = [{}]
+        for path in self._finished():
+            with safe_open(path, framework="numpy") as part:
+                for name in part.keys():  # noqa: SIM118
+                    entry = part.get_slice(name)
+                    spec = TensorSpec(entry.get_dtype(), tuple(entry.get_shape()))
+                    if shards[-1] and _bytes_of(shards[-1]) + spec.nbytes > self.shard_bytes:
+                        shards.append({})
+                    shards[-1][name] = path, spec
         weight_map: dict[str, str] = {}
-        for number, (path, names) in enumerate(self._shards, start=1):
-            final = f"model-{number:05d}-of-{len(self._shards):05d}.safetensors"
-            path.rename(self.folder / final)
-            weight_map.update(dict.fromkeys(names, final))
-        body = {"metadata": {"total_size": self._total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-        (self.folder / INDEX).write_text(json.dumps(body, indent=1) + "\n")
+        for number, shard in enumerate(shards, start=1):
+            file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            write_tensors(self.folder / file, {name: spec for name, (_, spec) in shard.items()}, _reader_of(shard))
+            weight_map.update(dict.fromkeys(shard, file))
+        if len(shards) > 1:
+            body = {
+                "metadata": {"total_size": sum(map(_bytes_of, shards))},
+                "weight_map": dict(sorted(weight_map.items())),
+            }
+            (self.folder / INDEX).write_text(json.dumps(body, indent=1) + "\n")
+        if self._parts.parent == self.folder:
+            shutil.rmtree(self._parts)
 
-    def _flush(self) -> None:
-        if not self._pending:
-            return
-        path = self.folder / f"shard-{len(self._shards)}.safetensors"
-        save_file(self._pending, path, metadata={"format": "pt"})
-        self._shards.append((path, list(self._pending)))
-        self._pending, self._pending_bytes = {}, 0
+    def _finished(self) -> list[Path]:
+        return sorted(self._parts.glob("part-*"))
+
+    def _part(self, number: int) -> Path:
+        return self._parts / f"part-{number:05d}"
+
+
+def _bytes_of(shard: Mapping[str, tuple[Path, TensorSpec]]) -> int:
+    return sum(spec.nbytes for _, spec in shard.values())
+
+
+def _reader_of(shard: Mapping[str, tuple[Path, TensorSpec]]) -> Callable[[str], Iterable[memoryview]]:
+    def read(name: str) -> Iterable[memoryview]:
+        with safe_open(shard[name][0], framework="numpy") as part:
+            yield part.get_tensor(name).reshape(-1).view(np.uint8).data
+
+    return read
 
 
 def quantization_config(

@@ -29,29 +29,13 @@ SEARCH_OUTPUTS = 256  # looked at in the search of an input scale, evenly spaced
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
-    """``scale``: weights are multiplied by it before rounding, and inputs divided. Methods must not change arrays."""
+class Inputs:
+    """What weights of a scheme meet under an input scale; shared by all parts of a problem."""
 
-    weights: Sequence[FloatArray]  # [N, K] each, not scaled
-    scheme: Scheme  # fitted to K
-    statistics: Statistics  # of the inputs, not scaled
-    scale: InputScale
-    sink: ScaleSink | None = None  # where the inverse of an input scale can go; None: nowhere
-    steps: int = 1  # input scales that a search tries besides the identity
+    scheme: Scheme
+    statistics: Statistics  # not scaled
+    scale: InputScale  # weights are multiplied by it before rounding, and inputs divided
     _kept: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, repr=False)
-
-    @classmethod
-    def of(
-        cls, weights: Sequence[FloatArray], scheme: Scheme, statistics: Statistics, sink: ScaleSink | None, steps: int
-    ) -> Problem:
-        return cls(weights, scheme, statistics, identity(len(statistics.gram)), sink, steps)
-
-    def under(self, scale: InputScale) -> Problem:
-        return replace(self, scale=scale)
-
-    def scaled(self) -> Iterator[FloatArray]:
-        """The weights that are rounded, one at a time: a whole embedding is gigabytes."""
-        return (weight * self.scale.values for weight in self.weights)
 
     @cached_property
     def noise(self) -> FloatArray | None:
@@ -63,11 +47,74 @@ class Problem:
     @cached_property
     def gram(self) -> FloatArray:
         """Of the scaled inputs that the weights will meet, noise and all."""
-        return self._noisy(self.statistics.gram) / np.outer(self.scale.values, self.scale.values)
+        noisy = self._noisy(self.statistics.gram)
+        if self.scale.is_identity:
+            return noisy
+        scaled = noisy / self.scale.values
+        scaled /= self.scale.values[:, None]
+        return scaled
 
     @cached_property
     def importance(self) -> FloatArray:
         return np.ascontiguousarray(np.diag(self.gram))
+
+    @cached_property
+    def held_out(self) -> FloatArray:
+        return self._noisy(self.statistics.holdout)
+
+    def once(self, compute: Callable[[Inputs], T]) -> T:
+        """What a method needs of the inputs, computed for the first part of a problem."""
+        if compute not in self._kept:
+            self._kept[compute] = compute(self)
+        return self._kept[compute]
+
+    def _noisy(self, gram: FloatArray) -> FloatArray:
+        return gram if self.noise is None else gram + np.diag(self.noise)
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Weights and their inputs. Methods must not change arrays."""
+
+    weights: Sequence[FloatArray]  # [N, K] each, not scaled
+    inputs: Inputs
+    sink: ScaleSink | None = None  # where the inverse of an input scale can go; None: nowhere
+    steps: int = 1  # input scales that a search tries besides the identity
+    _kept: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, repr=False)
+
+    @classmethod
+    def of(
+        cls, weights: Sequence[FloatArray], scheme: Scheme, statistics: Statistics, sink: ScaleSink | None, steps: int
+    ) -> Problem:
+        return cls(weights, Inputs(scheme, statistics, identity(len(statistics.gram))), sink, steps)
+
+    @property
+    def scheme(self) -> Scheme:
+        """Fitted to K."""
+        return self.inputs.scheme
+
+    @property
+    def statistics(self) -> Statistics:
+        return self.inputs.statistics
+
+    @property
+    def scale(self) -> InputScale:
+        return self.inputs.scale
+
+    @property
+    def noise(self) -> FloatArray | None:
+        return self.inputs.noise
+
+    def under(self, scale: InputScale) -> Problem:
+        return replace(self, inputs=Inputs(self.scheme, self.statistics, scale))
+
+    def part(self, weights: Sequence[FloatArray]) -> Problem:
+        """The same problem for other weights that read these inputs."""
+        return replace(self, weights=weights)
+
+    def scaled(self) -> Iterator[FloatArray]:
+        """The weights that are rounded, one at a time: a whole embedding is gigabytes."""
+        return (weight * self.scale.values for weight in self.weights)
 
     def once(self, compute: Callable[[Problem], T]) -> T:
         """What several methods need, computed for the first of them."""
@@ -98,14 +145,7 @@ class Problem:
 
     def held_out_error(self, linear: QuantizedLinear, weight: FloatArray) -> float:
         """What methods are compared by: how far ``linear`` errs on noisy inputs that no method was fitted to."""
-        return output_error(linear.dequantize() / self.scale.values - weight, self._held_out)
-
-    @cached_property
-    def _held_out(self) -> FloatArray:
-        return self._noisy(self.statistics.holdout)
-
-    def _noisy(self, gram: FloatArray) -> FloatArray:
-        return gram if self.noise is None else gram + np.diag(self.noise)
+        return output_error(linear.dequantize() / self.scale.values - weight, self.inputs.held_out)
 
 
 def input_step(max_abs: FloatArray, scale: InputScale) -> float:

@@ -18,7 +18,7 @@ from tapeout.schemes import Scheme
 
 BF16_BYTES = 2
 BITS_TOLERANCE = 1.05  # stored bits over planned ones: shapes and float32 scales where float16 would not do
-_OUTPUTS_AT_ONCE = 8192
+_OUTPUTS_AT_ONCE = 1024
 
 
 class TensorCensus(Frozen):
@@ -69,7 +69,7 @@ def take_census(checkpoint: Checkpoint, name: str) -> TensorCensus:
     scales = linear.scales
     seen = np.zeros(linear.scheme.levels, np.bool_)
     for start in range(0, linear.codes.shape[0], _OUTPUTS_AT_ONCE):
-        seen[np.unique(linear.codes[start : start + _OUTPUTS_AT_ONCE])] = True
+        seen |= np.bincount(linear.codes[start : start + _OUTPUTS_AT_ONCE].ravel(), minlength=len(seen)) > 0
     return TensorCensus(
         name=name,
         weights=linear.codes.size,

@@ -1,4 +1,7 @@
-"""The quantize stage: a float checkpoint and its calibration become a QuantizedModel, one layer at a time.
+"""The quantize stage: a float checkpoint and its calibration become a QuantizedModel, layer by layer.
+
+Layers are quantized side by side, in as much memory as SEARCH_BYTES says. Each finished one is kept, so that an
+interrupted run goes on where it was.
 
 For each group of linears that share an input, the methods of ``quantize.candidates`` are compared by output error on
 held-out calibration samples (search.py). RTN is always among them, so that no method is kept that does harm.
@@ -13,20 +16,34 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Condition
 from typing import Any
 
+import numpy as np
+import psutil
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from threadpoolctl import threadpool_limits
 
 from quantization import input_scale
 from quantization.calibration import Calibration
 from quantization.checkpoint import KVScales, KVScheme, LinearReport, QuantizedModel
 from quantization.compressed_tensors import Checkpoint, CheckpointWriter, open_checkpoint, quantization_config
+from quantization.input_scale import InputScale, identity
 from quantization.kv_cache import BITS
+from quantization.needs import SEARCH_BYTES, quantization_needs, search_bytes
 from quantization.plan import PrecisionPlan
 from quantization.proof import prove, take_census
 from quantization.rounding import FloatArray, QuantizedLinear, storable
@@ -50,16 +67,18 @@ from tapeout.artifact import Artifact, create, load
 from tapeout.errors import QuantizationError
 from tapeout.portable_graph import LinearGroup, PortableGraph, ScaleSink
 from tapeout.recipe import KVCache, Quantize
+from tapeout.resources import require
 from tapeout.schemes import FLOAT, Scheme
+from tapeout.work_folder import source_hash, work_folder
 
 _PROGRESS = (
     TextColumn("{task.description}"),
     BarColumn(),
     MofNCompleteColumn(),
-    TextColumn("layers"),
     TimeElapsedColumn(),
+    TextColumn("left"),
+    TimeRemainingColumn(elapsed_when_finished=False),
 )
-LAYERS_AT_ONCE = 2  # numpy releases the interpreter; two layers in memory at most
 _REPLACED = re.compile(r"(.*\.safetensors|.*\.safetensors\.index\.json|.*\.onnx(\.data)?|record\.json|config\.json)")
 
 
@@ -71,6 +90,27 @@ class LayerResult:
     reports: list[LinearReport] = field(default_factory=list)
     value_scale: FloatArray | None = None  # [kv_heads * head_size] that value channels were divided by
 
+    def noted(self) -> dict[str, str]:
+        """All but the tensors, to be kept beside them."""
+        scale = None if self.value_scale is None else self.value_scale.tolist()
+        reports = [report.model_dump(mode="json") for report in self.reports]
+        return {"result": json.dumps({"names": list(self.tensors), "reports": reports, "value_scale": scale})}
+
+
+@dataclass(frozen=True)
+class _Noted:
+    """A :class:`LayerResult` of this run or of one before it, its tensors written."""
+
+    names: tuple[str, ...]
+    reports: tuple[LinearReport, ...]
+    value_scale: FloatArray | None
+
+    @classmethod
+    def of(cls, notes: Mapping[str, str]) -> _Noted:
+        kept = json.loads(notes["result"])
+        scale = None if kept["value_scale"] is None else np.array(kept["value_scale"], np.float32)
+        return cls(tuple(kept["names"]), tuple(map(LinearReport.model_validate, kept["reports"])), scale)
+
 
 def quantize(
     settings: Quantize,
@@ -78,8 +118,10 @@ def quantize(
     calibration: Artifact[Calibration],
     plan: Artifact[PrecisionPlan],
     folder: Path,
+    *,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> Artifact[QuantizedModel]:
-    """Write the QuantizedModel to ``folder``. Reads and holds two layers at a time.
+    """Write the QuantizedModel to ``folder``. Memory is bounded by the largest tensor and group, not by the model.
 
     :class:`QuantizationError` for a calibration or a plan of another graph, weights or statistics that are not finite,
     and a result that its proof says is not a quantized model.
@@ -94,43 +136,15 @@ def quantize(
             )
     source = open_checkpoint(graph.folder)
     stored, notes = fitted_schemes(graph.record, plan.record.schemes, plan.record.embeddings.scheme)
-    layers = by_layer(graph.record)
-    reports: list[LinearReport] = []
-    cache: dict[str, FloatArray] = {}
-    with create(folder, QuantizedModel) as draft:
-        writer = CheckpointWriter(draft.folder)
-        written: set[str] = set()
-        with (
-            threadpool_limits(1),  # two layers side by side: matmuls inside one must not compete for the same cores
-            Progress(*_PROGRESS) as progress,
-            ThreadPoolExecutor(LAYERS_AT_ONCE) as pool,
-        ):
-            task = progress.add_task("quantizing", total=len(layers))
-            for start in range(0, len(layers), LAYERS_AT_ONCE):
-                batch = layers[start : start + LAYERS_AT_ONCE]
-                results = pool.map(
-                    lambda item: _quantize_layer(graph.record, source, item[1], calibration, stored, settings), batch
-                )
-                for (layer, groups), result in zip(batch, results, strict=True):
-                    for name, tensor in sorted(result.tensors.items()):
-                        writer.add_linear(name, tensor)
-                    written.update(result.tensors)
-                    reports.extend(result.reports)
-                    if kv_cache.dtype in BITS and layer.startswith("layers."):
-                        scales = kv_scales(layer, calibration, kv_cache, result.value_scale)
-                        cache.update(scales)
-                        if kv_cache.granularity == "per_tensor":
-                            for part, array in _published_kv_scales(groups, layer, scales).items():
-                                writer.add(part, array)
-                    progress.advance(task)
-        for name, tied_to in embeddings_of(graph.record).items():
-            weight, report = _quantize_embedding(graph.record, source, name, calibration, stored, settings)
-            writer.add_embedding(name, weight, tied_to=tied_to)
-            written.add(name)
-            reports.append(report)
-        for name in source.names():
-            if name not in written:
-                writer.add(name, source.tensor(name))
+    require("quantize", quantization_needs(graph.record, stored), folder.parent, progress)
+    key = {"parents": [graph.digest, calibration.digest, plan.digest], "settings": settings.model_dump(mode="json")}
+    with (
+        work_folder(folder, key | {"code": source_hash(Path(__file__).parent)}) as work,
+        create(folder, QuantizedModel) as draft,
+    ):
+        writer = CheckpointWriter(draft.folder, parts=work)
+        job = _Job(graph.record, source, calibration, stored, settings, kv_cache, _Memory(SEARCH_BYTES))
+        reports, cache = job.write(writer)
         writer.finish()
         if cache:
             KVScales(cache, BITS[kv_cache.dtype]).write(draft.folder)
@@ -163,40 +177,134 @@ def quantize(
     return load(folder, QuantizedModel)
 
 
-def _quantize_layer(
-    graph: PortableGraph,
-    source: Checkpoint,
-    groups: list[LinearGroup],
-    calibration: Artifact[Calibration],
-    stored: Schemes,
-    settings: Quantize,
-) -> LayerResult:
-    result = LayerResult()
-    folds: list[tuple[FloatArray, ScaleSink]] = []
-    for group in groups:
-        scheme = stored[group.name]
-        weights = [out_by_in(source.tensor(name), group) for name in group.members]
+class _Memory:
+    """A number of bytes that threads take shares of; who wants more than all of it gets it alone."""
+
+    def __init__(self, total: int) -> None:
+        self._free = self._total = total
+        self._changed = Condition()
+
+    @contextmanager
+    def taken(self, wanted: int) -> Generator[None]:
+        wanted = min(wanted, self._total)
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= wanted)
+            self._free -= wanted
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += wanted
+                self._changed.notify_all()
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What the layers of one model are quantized with."""
+
+    graph: PortableGraph
+    source: Checkpoint
+    calibration: Artifact[Calibration]
+    stored: Schemes
+    settings: Quantize
+    kv_cache: KVCache
+    memory: _Memory
+
+    def write(self, writer: CheckpointWriter) -> tuple[list[LinearReport], dict[str, FloatArray]]:
+        """Every tensor, a part per layer and embedding; parts that ``writer`` has already are not made again.
+
+        Returns what is reported of each weight, and the scales of the KV cache.
+        """
+        layers, embeddings = by_layer(self.graph), embeddings_of(self.graph)
+        total = len(layers) + len(embeddings)
+        missing = [number for number in range(len(layers)) if not writer.has_part(number)]
+        with (
+            threadpool_limits(1),  # matmuls of several groups must not compete for the same cores
+            Progress(*_PROGRESS) as progress,
+            ThreadPoolExecutor(psutil.cpu_count(logical=False) or 1) as pool,
+        ):
+            task = progress.add_task("quantizing", total=total, completed=len(layers) - len(missing))
+            results = pool.map(lambda number: self.layer(layers[number][1]), missing)
+            for number, result in zip(missing, results, strict=True):
+                for name, tensor in sorted(result.tensors.items()):
+                    writer.add_linear(name, tensor)
+                writer.end_part(number, result.noted())
+                progress.advance(task)
+            for number, (name, tied_to) in enumerate(embeddings.items(), start=len(layers)):
+                if not writer.has_part(number):
+                    result = self.embedding(name, pool)
+                    writer.add_embedding(name, result.tensors[name], tied_to=tied_to)
+                    writer.end_part(number, result.noted())
+                progress.advance(task)
+        done = [_Noted.of(writer.notes(number)) for number in range(total)]
+        cache = self._add_others(writer, layers, done)
+        writer.end_part(total)
+        return [report for result in done for report in result.reports], cache
+
+    def _add_others(
+        self, writer: CheckpointWriter, layers: list[tuple[str, list[LinearGroup]]], done: list[_Noted]
+    ) -> dict[str, FloatArray]:
+        """Parameters that stay as they are, and published scales of the KV cache; returns all its scales."""
+        written = {name for result in done for name in result.names}
+        for name in self.source.names():
+            if name not in written:
+                writer.add(name, self.source.tensor(name))
+        cache: dict[str, FloatArray] = {}
+        if self.kv_cache.dtype not in BITS:
+            return cache
+        for (layer, groups), result in zip(layers, done, strict=False):  # embeddings follow the layers
+            if layer.startswith("layers."):
+                scales = kv_scales(layer, self.calibration, self.kv_cache, result.value_scale)
+                cache.update(scales)
+                if self.kv_cache.granularity == "per_tensor":
+                    for name, array in _published_kv_scales(groups, layer, scales).items():
+                        writer.add(name, array)
+        return cache
+
+    def layer(self, groups: list[LinearGroup]) -> LayerResult:
+        result = LayerResult()
+        folds: list[tuple[FloatArray, ScaleSink]] = []
+        for group in groups:
+            with self.memory.taken(search_bytes(group)):
+                scale = self._group(group, result)
+            sink = sink_of(group, self.graph)
+            if sink is not None and not scale.is_identity:
+                folds.append((scale.values, sink))
+        for values, sink in folds:
+            _fold(result, self.source, values, sink)
+            if sink.kind == "linear" and sink.head_size:
+                result.value_scale = input_scale.producer_scale(values, sink)
+        for group in groups:
+            for name in group.members:
+                kept = result.tensors[name]
+                if not isinstance(kept, QuantizedLinear):
+                    result.tensors[name] = out_by_in(kept, group)  # back to how the source stores it
+        return result
+
+    def _group(self, group: LinearGroup, result: LayerResult) -> InputScale:
+        """Add the group's linears to ``result``; returns the scale on their input."""
+        scheme = self.stored[group.name]
+        weights = [out_by_in(self.source.tensor(name), group) for name in group.members]
         found = None
         if scheme == FLOAT:
             result.tensors.update(zip(group.members, weights, strict=True))
         else:
-            sink = sink_of(group, graph)
-            found = search(weights, scheme, read_statistics(calibration, group), settings, sink)
+            statistics = read_statistics(self.calibration, group)
+            found = search(weights, scheme, statistics, self.settings, sink_of(group, self.graph))
             result.tensors.update(zip(group.members, (member.linear for member in found.members), strict=True))
-            if sink is not None and not found.scale.is_identity:
-                folds.append((found.scale.values, sink))
         for at, (name, weight) in enumerate(zip(group.members, weights, strict=True)):
             result.reports.append(_report(name, group.name, weight, scheme, found, at))
-    for scale, sink in folds:
-        _fold(result, source, scale, sink)
-        if sink.kind == "linear" and sink.head_size:
-            result.value_scale = input_scale.producer_scale(scale, sink)
-    for group in groups:
-        for name in group.members:
-            kept = result.tensors[name]
-            if not isinstance(kept, QuantizedLinear):
-                result.tensors[name] = out_by_in(kept, group)  # back to how the source stores it
-    return result
+        return identity(group.in_features) if found is None else found.scale
+
+    def embedding(self, name: str, pool: ThreadPoolExecutor) -> LayerResult:
+        """The embedding or lm_head."""
+        weight, head = self.source.tensor(name), head_with(self.graph, name)
+        scheme, group = embedding_scheme(self.graph, self.stored, name), EMBEDDING if head is None else HEAD
+        if scheme == FLOAT:
+            return LayerResult({name: weight}, [_report(name, group, weight, scheme, None, 0)])
+        inputs = every_channel_alike(weight.shape[1]) if head is None else read_statistics(self.calibration, head)
+        found = search([weight], scheme, inputs, self.settings, run=pool.map)
+        return LayerResult({name: found.members[0].linear}, [_report(name, group, weight, scheme, found, 0)])
 
 
 def _fold(result: LayerResult, source: Checkpoint, scale: FloatArray, sink: ScaleSink) -> None:
@@ -214,24 +322,6 @@ def _fold(result: LayerResult, source: Checkpoint, scale: FloatArray, sink: Scal
         result.tensors[sink.bias] = input_scale.absorb_bias(
             source.tensor(sink.bias) if bias is None else bias, scale, sink
         )
-
-
-def _quantize_embedding(
-    graph: PortableGraph,
-    source: Checkpoint,
-    name: str,
-    calibration: Artifact[Calibration],
-    stored: Schemes,
-    settings: Quantize,
-) -> tuple[QuantizedLinear | FloatArray, LinearReport]:
-    """The embedding or lm_head."""
-    weight, head = source.tensor(name), head_with(graph, name)
-    scheme, group = embedding_scheme(graph, stored, name), EMBEDDING if head is None else HEAD
-    if scheme == FLOAT:
-        return weight, _report(name, group, weight, scheme, None, 0)
-    inputs = every_channel_alike(weight.shape[1]) if head is None else read_statistics(calibration, head)
-    found = search([weight], scheme, inputs, settings)
-    return found.members[0].linear, _report(name, group, weight, scheme, found, 0)
 
 
 def _report(

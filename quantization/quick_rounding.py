@@ -60,7 +60,7 @@ class Prepared:
         if (
             scheme.bits <= GPTQ_BITS
             and "gptq" in self.candidates
-            and (factor := problem.once(gptq.factor_of)) is not None
+            and (factor := problem.inputs.once(gptq.factor_of)) is not None
         ):
             linears = [gptq.gptq(weight, factor, fit_range(weight, scheme), scheme) for weight in problem.scaled()]
         else:

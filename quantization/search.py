@@ -12,8 +12,9 @@ N  output channels (of an embedding: vocabulary size)      K  input channels
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -27,8 +28,13 @@ from tapeout.portable_graph import ScaleSink
 from tapeout.recipe import BASELINE, Quantize
 from tapeout.schemes import Scheme
 
-OUTPUTS_AT_ONCE = 8192  # output channels in a slice: a vocabulary of 128k times 4,096 channels is 2 GB in float
+T, R = TypeVar("T"), TypeVar("R")
+OUTPUTS_AT_ONCE = 2048  # output channels rounded together: a vocabulary of 128k times 4,096 channels is 2 GB in float
+# Of a larger weight, evenly spaced outputs are searched on: what is found on them holds for the others.
+SEARCHED_WEIGHTS, SEARCHED_OUTPUTS = 1 << 23, 512  # so many weights, and at least so many outputs
 _TINY = 1e-30  # added to the energy of an output, which may be zero
+
+Runner = Callable[[Callable[[T], R], Iterable[T]], Iterable[R]]  # map, or that of a pool of threads
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,10 @@ class Rounded:
 
 @dataclass(frozen=True)
 class Found:
-    """What a group became. Errors are relative to the mean squared output; ``errors_rtn`` are those of RTN."""
+    """What a group became. Errors are relative to the mean squared output; ``errors_rtn`` are those of RTN.
+
+    Of a weight with more than ``SEARCHED_WEIGHTS`` weights they are those of the output channels searched on.
+    """
 
     scale: InputScale
     members: list[Rounded]
@@ -55,18 +64,16 @@ def search(
     statistics: Statistics,
     settings: Quantize,
     sink: ScaleSink | None = None,
+    run: Runner[Any, Any] = map,
 ) -> Found:
     """Quantize ``weights`` ``[N, K]``, which read one input, to a scheme that is fitted to K.
 
-    ``sink``: where the inverse of an input scale can go. :class:`QuantizationError` for errors that are not finite.
+    ``sink``: where the inverse of an input scale can go. ``run``: rounds the slices of a large weight, in any threads.
+    :class:`QuantizationError` for errors that are not finite.
     """
-    slices = [
-        weight[start : start + OUTPUTS_AT_ONCE]
-        for weight in weights
-        for start in range(0, len(weight), OUTPUTS_AT_ONCE)
-    ]
-    owners = [member for member, weight in enumerate(weights) for _ in range(0, len(weight), OUTPUTS_AT_ONCE)]
-    problem = Problem.of(slices, scheme, statistics, sink, settings.scale_grid)
+    outputs = max(SEARCHED_OUTPUTS, SEARCHED_WEIGHTS // weights[0].shape[1])
+    searched = [weight[:: -(-len(weight) // outputs)] for weight in weights]
+    problem = Problem.of(searched, scheme, statistics, sink, settings.scale_grid)
     names, tried, found = list(settings.candidates), [problem], list[list[list[Rounded]]]()
     for current in tried:  # grows by the input scales that are proposed
         options: list[list[Rounded]] = [[] for _ in weights]
@@ -76,37 +83,47 @@ def search(
                 names.remove(name)
                 tried.append(problem.under(proposal))
             elif proposal is not None:
-                for member, option in enumerate(_joined(name, proposal, current, owners)):
+                for member, option in enumerate(_judged(name, proposal, current)):
                     options[member].append(option)
         found.append(options)
     kept = [[min(options, key=lambda option: option.error) for options in members] for members in found]
-    charged = [_charged(members, current, weights) for members, current in zip(kept, tried, strict=True)]
+    charged = [_charged(members, current, searched) for members, current in zip(kept, tried, strict=True)]
     best = min(range(len(tried)), key=lambda number: sum(member.error for member in charged[number]))
     first = [next(option for option in options if option.method == BASELINE) for options in found[0]]
-    energies = [_TINY] * len(weights)
-    for member, part in zip(owners, slices, strict=True):
-        energies[member] += output_error(part, statistics.holdout)
-    return Found(
-        tried[best].scale,
-        [replace(m, error=m.error / energy) for m, energy in zip(charged[best], energies, strict=True)],
-        [m.error / energy for m, energy in zip(_charged(first, problem, weights), energies, strict=True)],
-    )
+    energies = [_TINY + output_error(weight, statistics.holdout) for weight in searched]
+    members = [
+        replace(
+            member,
+            error=member.error / energy,
+            linear=member.linear if len(part) == len(weight) else _whole(weight, member, tried[best], run),
+        )
+        for member, weight, part, energy in zip(charged[best], weights, searched, energies, strict=True)
+    ]
+    rtn = [m.error / energy for m, energy in zip(_charged(first, problem, searched), energies, strict=True)]
+    return Found(tried[best].scale, members, rtn)
 
 
-def _joined(name: str, parts: list[QuantizedLinear], problem: Problem, owners: Sequence[int]) -> list[Rounded]:
-    """The slices of each member, put together."""
-    errors = [0.0] * (owners[-1] + 1)
-    members: list[list[QuantizedLinear]] = [[] for _ in errors]
-    for part, weight, member in zip(parts, problem.weights, owners, strict=True):
-        members[member].append(part)
-        errors[member] += problem.held_out_error(part, weight)
+def _judged(name: str, proposal: list[QuantizedLinear], problem: Problem) -> list[Rounded]:
+    errors = [problem.held_out_error(linear, weight) for linear, weight in zip(proposal, problem.weights, strict=True)]
     if not np.isfinite(errors).all():
         raise QuantizationError(
             f"{name} gives an output error of {max(errors)}",
             expected="a finite one",
             remedy="run `dvc repro calibrate`",
         )
-    return [Rounded(name, _stacked(linears), error) for linears, error in zip(members, errors, strict=True)]
+    return [Rounded(name, linear, error) for linear, error in zip(proposal, errors, strict=True)]
+
+
+def _whole(weight: FloatArray, found: Rounded, problem: Problem, run: Runner[Any, Any]) -> QuantizedLinear:
+    """All output channels, by the method that was found on some of them."""
+
+    def rounded(start: int) -> QuantizedLinear:
+        proposal = method(found.method).propose(problem.part([weight[start : start + OUTPUTS_AT_ONCE]]))
+        assert isinstance(proposal, list)
+        return proposal[0]
+
+    linear = _stacked(list(run(rounded, range(0, len(weight), OUTPUTS_AT_ONCE))))
+    return replace(linear, input_scale=found.linear.input_scale)
 
 
 def _charged(members: list[Rounded], problem: Problem, weights: Sequence[FloatArray]) -> list[Rounded]:
@@ -125,8 +142,6 @@ def _charged(members: list[Rounded], problem: Problem, weights: Sequence[FloatAr
 
 
 def _stacked(linears: list[QuantizedLinear]) -> QuantizedLinear:
-    if len(linears) == 1:
-        return linears[0]
     zero_points = [linear.zero_points for linear in linears if linear.zero_points is not None]
     return replace(
         linears[0],

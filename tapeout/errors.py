@@ -6,6 +6,7 @@
       RecipeError           params.yaml cannot be read or is invalid
       SourceError           a checkpoint or data set cannot be fetched or does not match its pin
       ArtifactError         an artifact is missing, half-written, changed or of the wrong kind
+      ModelError            a model cannot be run layer by layer
       ExportError           a model cannot be exported
       QuantizationError     quantization produced something that is not a quantized model
       BuildError            a graph cannot be lowered to a target
@@ -69,6 +70,9 @@ class SourceError(TapeoutError): ...
 
 
 class ArtifactError(TapeoutError): ...
+
+
+class ModelError(TapeoutError): ...
 
 
 class ExportError(TapeoutError): ...

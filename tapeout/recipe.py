@@ -93,7 +93,6 @@ class Calibrate(Section):
     column: str = "passage"
     samples: Annotated[int, Field(ge=2)] = 128  # one at least to fit on, and one held out
     tokens: Annotated[int, Field(ge=8)] = 256  # per sample; fewer say nothing of attention
-    layers_per_pass: Count = 64  # bounds memory: statistics of this many layers are held at once
 
     @property
     def holdout_samples(self) -> int:

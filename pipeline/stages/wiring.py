@@ -115,7 +115,7 @@ def _calibrate(recipe: Recipe) -> None:
     from quantization.calibrate import calibrate
 
     texts, _ = _texts(recipe, heldout=0)
-    calibrate(recipe.calibrate, _graph(), texts, ARTIFACTS / "calibration")
+    calibrate(recipe.calibrate, _graph(), texts, ARTIFACTS / "calibration", progress=_say("calibrate"))
 
 
 def _sensitivity(recipe: Recipe) -> None:
@@ -150,7 +150,7 @@ def _quantize(recipe: Recipe) -> None:
     from quantization.quantize import quantize
 
     plan = artifact.load(ARTIFACTS / "plan", PrecisionPlan)
-    quantize(recipe.quantize, _graph(), _calibration(), plan, ARTIFACTS / "quantized")
+    quantize(recipe.quantize, _graph(), _calibration(), plan, ARTIFACTS / "quantized", progress=_say("quantize"))
 
 
 def _build_baseline(recipe: Recipe) -> None:

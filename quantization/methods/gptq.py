@@ -19,7 +19,7 @@ from quantization.rounding import FloatArray, Grid, QuantizedLinear, assemble
 from tapeout.schemes import Scheme
 
 if TYPE_CHECKING:
-    from quantization.problem import Problem
+    from quantization.problem import Inputs, Problem
 
 BLOCK = 128  # input channels whose errors are carried on one by one; beyond it, in one matmul
 DAMPING = 0.01  # of the mean diagonal, as in the reference implementation
@@ -28,18 +28,18 @@ Factor = tuple[FloatArray, np.ndarray]
 
 
 def propose(problem: Problem) -> list[QuantizedLinear] | None:
-    factor = problem.once(factor_of)
+    factor = problem.inputs.once(factor_of)
     if factor is None:
         return None
     fitted = zip(problem.scaled(), problem.once(grids), strict=True)
     return [gptq(weight, factor, grid, problem.scheme) for weight, grid in fitted]
 
 
-def factor_of(problem: Problem) -> Factor | None:
+def factor_of(inputs: Inputs) -> Factor | None:
     """None for inputs that are not correlated, or of too few dimensions."""
-    if np.count_nonzero(problem.gram) > np.count_nonzero(problem.importance):
+    if np.count_nonzero(inputs.gram) > np.count_nonzero(inputs.importance):
         with suppress(np.linalg.LinAlgError):
-            return inverse_factor(problem.gram)
+            return inverse_factor(inputs.gram)
     return None
 
 
@@ -53,13 +53,16 @@ def inverse_factor(gram: FloatArray, damping: float = DAMPING) -> Factor:
 
     order = np.argsort(-np.diag(gram), kind="stable")
     backwards = order[::-1]
-    hessian = gram[np.ix_(backwards, backwards)].astype(np.float64)
+    hessian = np.empty(gram.shape, np.float64, order="F")  # factorized and inverted in place: K may be 14,336
+    for start in range(0, len(gram), BLOCK):
+        rows = backwards[start : start + BLOCK]
+        hessian[:, start : start + BLOCK] = gram[rows][:, backwards].T  # the matrix is symmetric
     np.einsum("kk->k", hessian)[:] += damping * (float(np.diag(gram).mean()) or 1.0)
     # H = A Aᵀ with A upper triangular is a Cholesky factorization read backwards; then inv(H) = Uᵀ U with U = inv(A).
     potrf, trtri = get_lapack_funcs(("potrf", "trtri"), (hessian,))
-    lower, info = potrf(hessian, lower=1, clean=1)
+    lower, info = potrf(hessian, lower=1, clean=1, overwrite_a=1)
     if info == 0:
-        inverse, info = trtri(lower, lower=1)
+        inverse, info = trtri(lower, lower=1, overwrite_c=1)
         if info == 0:
             return np.ascontiguousarray(inverse[::-1, ::-1], np.float32), order
     raise np.linalg.LinAlgError(f"the damped Gram matrix is not positive definite (LAPACK info {info})")

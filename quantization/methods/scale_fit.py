@@ -41,7 +41,7 @@ def propose(problem: Problem) -> list[QuantizedLinear]:
 
 def grids(problem: Problem) -> list[Grid]:
     """Of each weight: scales fitted to what its inputs make important."""
-    return [fit_scales(weight, problem.importance, problem.scheme) for weight in problem.scaled()]
+    return [fit_scales(weight, problem.inputs.importance, problem.scheme) for weight in problem.scaled()]
 
 
 def fit_scales(weight: FloatArray, importance: FloatArray, scheme: Scheme) -> Grid:

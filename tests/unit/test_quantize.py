@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,13 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
+from quantization import quantize as module
 from quantization.calibration import Calibration, statistics_file
 from quantization.checkpoint import KV_SCALES, KVScales, QuantizedModel
 from quantization.compressed_tensors import open_checkpoint
-from quantization.quantize import quantize
+from quantization.quantize import _Memory, quantize
 from quantization.reference import QuantizedReference
+from quantization.statistics import Statistics
 from tapeout.artifact import Artifact, ArtifactRef, create, load
 from tapeout.errors import QuantizationError
 from tapeout.portable_graph import LinearGroup, PortableGraph, ScaleSink
@@ -31,6 +35,7 @@ MIXED = (
     Rule(match="layers.1.down", bits=4, group_size=64, symmetric=True),
     Rule(match="*", bits=8, group_size=64, symmetric=True),
 )
+LAYERS_BEFORE = ((), ("layers.0.",), ("layers.",))  # names of groups in the first layers
 EIGHT_BITS, KV_CACHE = Scheme(bits=8, group_size=64, symmetric=True), KVCache()
 INT4_ASYMMETRIC = (Rule(match="*", bits=4, group_size=32, symmetric=False),)
 
@@ -219,10 +224,8 @@ def write_statistics(model: Any, graph: PortableGraph, folder: Path) -> None:
     for group in graph.groups:
         content = files.setdefault(statistics_file(group.name), {})
         fit, holdout = (torch.cat(rows) for rows in (seen[group.name][:6], seen[group.name][6:]))
-        content[f"{group.name}.gram"] = (fit.T @ fit / len(fit)).numpy()
-        content[f"{group.name}.gram_holdout"] = (holdout.T @ holdout / len(holdout)).numpy()
-        content[f"{group.name}.mean_abs"] = fit.abs().mean(0).numpy()
-        content[f"{group.name}.max_abs"] = fit.abs().amax(0).numpy()
+        grams = ((rows.T @ rows / len(rows)).numpy() for rows in (fit, holdout))
+        content |= Statistics(*grams, fit.abs().mean(0).numpy(), fit.abs().amax(0).numpy()).tensors(group.name)
     for layer in range(LAYERS):
         content = files[statistics_file(f"layers.{layer}.qkv")]
         content[f"layers.{layer}.k_pair_absmax"] = keys[layer].numpy()
@@ -427,6 +430,53 @@ def test_the_same_inputs_give_the_same_digest(inputs: Inputs, tmp_path: Path) ->
     assert first.digest == second.digest
 
 
+@pytest.mark.parametrize("stopped_at", ["layers.0.o", "layers.1.o", "lm_head"])
+def test_an_interrupted_run_goes_on_after_the_layers_it_finished(
+    inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped_at: str
+) -> None:
+    per_tensor = recipe(kv_cache=KVCache(granularity="per_tensor"))
+    whole = quantized(per_tensor, *inputs, tmp_path / "whole")
+    plan = written_plan(per_tensor, inputs[0], tmp_path / "plan")
+    read, seen = module.read_statistics, list[str]()
+
+    def interrupted(calibration: Artifact[Calibration], group: LinearGroup) -> Statistics:
+        seen.append(group.name)
+        if group.name == stopped_at and not resumed:
+            raise KeyboardInterrupt
+        return read(calibration, group)
+
+    monkeypatch.setattr(module, "read_statistics", interrupted)
+    monkeypatch.setattr("quantization.quantize.psutil.cpu_count", lambda logical: 1)
+    resumed = False
+    with pytest.raises(KeyboardInterrupt):
+        quantize(per_tensor.quantize, *inputs, plan, tmp_path / "q")
+    assert not (tmp_path / "q").exists()
+    resumed, seen = True, []
+    again = quantize(per_tensor.quantize, *inputs, plan, tmp_path / "q")
+    finished = {"layers.0.o": 0, "layers.1.o": 1, "lm_head": 2}[stopped_at]
+    assert seen == [
+        group.name for group in inputs[0].record.groups if not group.name.startswith(LAYERS_BEFORE[finished])
+    ]
+    assert again.files == whole.files
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_searches_that_do_not_fit_into_memory_wait_for_one_another() -> None:
+    memory, together, most = _Memory(100), list[int](), list[int]()
+
+    def search(size: int) -> None:
+        with memory.taken(size):
+            together.append(size)
+            most.append(sum(together))
+            time.sleep(0.001)
+            together.remove(size)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(search, [40, 70, 30, 1000, 20, 60, 100, 10] * 20))
+    assert max(size for size in most if size != 1000) <= 100
+    assert all(size in (1000, 100) or size < 100 for size in most) and 1000 in most
+
+
 def test_float_embeddings_stay_float(inputs: Inputs, tmp_path: Path) -> None:
     graph, calibration = inputs
     settings = recipe(embeddings=Scheme(bits=32))
@@ -483,7 +533,7 @@ def _spoil_weight(graph: Path, calibration: Path) -> None:
 def _spoil_statistics(graph: Path, calibration: Path) -> None:
     file = calibration / statistics_file("layers.1.o")
     content = dict(load_file(file))
-    save_file({**content, "layers.1.o.gram": np.full_like(content["layers.1.o.gram"], np.nan)}, file)
+    save_file({**content, "layers.1.o.gram_power": np.full_like(content["layers.1.o.gram_power"], np.nan)}, file)
 
 
 @pytest.mark.parametrize(

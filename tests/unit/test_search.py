@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import pytest
 
 from quantization import search
+from quantization.methods import gptq
 from quantization.rounding import FloatArray, output_error, round_to_nearest
 from quantization.search import Rounded
 from quantization.statistics import Statistics, every_channel_alike
@@ -63,12 +66,27 @@ def test_zero_points_are_kept_for_whoever_refuses_them(head: Statistics) -> None
     assert found.error == pytest.approx(error)
 
 
-def test_slices_of_a_table_are_those_of_the_whole(head: Statistics, monkeypatch: pytest.MonkeyPatch) -> None:
-    fmt = Scheme(bits=4, group_size=32, symmetric=True)
+@pytest.mark.parametrize("activations", ["float", "int8"])
+def test_what_is_found_on_some_outputs_holds_for_all(
+    activations: Literal["float", "int8"], head: Statistics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A weight that is searched on every fourth output and rounded in slices, by several threads."""
+    bits = 4 if activations == "float" else 8
+    group_size = 32 if activations == "float" else None
+    fmt = Scheme(bits=bits, group_size=group_size, symmetric=True, activations=activations).fitted(64)
     whole = searched(fmt, head)
+    monkeypatch.setattr(search, "SEARCHED_OUTPUTS", 20)
+    monkeypatch.setattr(search, "SEARCHED_WEIGHTS", 64)
     monkeypatch.setattr(search, "OUTPUTS_AT_ONCE", 16)
-    parts = searched(fmt, head)
-    assert parts.method == whole.method and parts.error == pytest.approx(whole.error)
+    seen: list[int] = []
+    propose = gptq.propose
+    monkeypatch.setattr(gptq, "propose", lambda problem: (seen.append(len(problem.weights[0])), propose(problem))[1])
+    with ThreadPoolExecutor(3) as pool:
+        found = search.search([TABLE], fmt, head, EVERY, run=pool.map)
+    parts = found.members[0]
+    assert seen[0] == 18 and sorted(seen[1:]) == [6, 16, 16, 16, 16]
+    assert parts.method == whole.method == "gptq" and parts.linear.input_scale == whole.linear.input_scale
+    assert parts.error == pytest.approx(whole.error, rel=0.3)
     np.testing.assert_array_equal(parts.linear.scales, whole.linear.scales)
     # Sums are added in another order, which may tip a weight that lies halfway.
     assert (parts.linear.codes != whole.linear.codes).mean() < 0.01

@@ -26,6 +26,7 @@ from pipeline.stages import hardware
 from quantization.calibration import Calibration, statistics_file
 from quantization.checkpoint import KVScheme, QuantizedModel
 from quantization.compressed_tensors import open_checkpoint
+from quantization.statistics import Statistics
 from tapeout import artifact
 from tapeout.portable_graph import PortableGraph
 from tapeout.recipe import Quantize
@@ -116,8 +117,8 @@ def calibrate(graph: artifact.Artifact[PortableGraph], folder: Path) -> None:
     files: dict[str, dict[str, np.ndarray]] = {}
     for group in graph.record.groups:
         x = rng.standard_normal((4 * group.in_features, group.in_features)).astype(np.float32)
-        values = {"gram": x.T @ x, "gram_holdout": x.T @ x, "mean_abs": abs(x).mean(0), "max_abs": abs(x).max(0)}
-        files.setdefault(statistics_file(group.name), {}).update({f"{group.name}.{k}": v for k, v in values.items()})
+        statistics = Statistics(x.T @ x, x.T @ x, mean_abs=abs(x).mean(0), max_abs=abs(x).max(0))
+        files.setdefault(statistics_file(group.name), {}).update(statistics.tensors(group.name))
     with artifact.create(folder, Calibration) as draft:
         for name, tensors in files.items():
             (draft.folder / name).parent.mkdir(exist_ok=True)

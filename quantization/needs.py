@@ -1,0 +1,50 @@
+"""What calibrate and quantize take of disk and memory, from the shapes that a graph's record holds.
+
+K  input channels of a group
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from quantization.units import HEAD, Schemes, by_layer
+from tapeout.portable_graph import LinearGroup, PortableGraph
+from tapeout.resources import Needs
+
+TORCH_BYTES, NUMPY_BYTES = 700 << 20, 300 << 20  # of a process with its libraries
+SEARCH_BYTES = 3 << 30  # what searches of several groups may take together; one alone may take more
+
+
+def calibration_needs(graph: PortableGraph, tokens: int) -> Needs:
+    """``tokens``: of all samples. Disk: packed Gram matrices, and hidden states before and after a layer.
+
+    Memory: a layer's weights and one Gram matrix per group in float32, and those of the fit samples packed.
+    """
+    layers = [groups for name, groups in by_layer(graph) if name.startswith("layers.")]
+    packed = sum(2 * group.in_features**2 for group in graph.groups)
+    largest = max(4 * _weights(groups) + sum(5 * group.in_features**2 for group in groups) for groups in layers)
+    return Needs(disk_bytes=packed + 8 * tokens * graph.hidden_size, memory_bytes=TORCH_BYTES + largest)
+
+
+def quantization_needs(graph: PortableGraph, schemes: Schemes) -> Needs:
+    """Disk: the quantized weights, in parts and as a whole. Memory: searches, or the embedding as floats and codes."""
+    bits = {group.name: schemes[group.name].bits_per_weight(group.in_features) for group in graph.groups}
+    linears = sum(bits[group.name] / 8 * _weights([group]) for group in graph.groups if group.name != HEAD)
+    embedding = graph.vocab_size * graph.hidden_size
+    disk = 2 * (linears + embedding * (1 if graph.tied_embeddings else 2))  # a byte for each code of an embedding
+    search = max([SEARCH_BYTES, *map(search_bytes, graph.groups)])
+    return Needs(disk_bytes=round(disk), memory_bytes=NUMPY_BYTES + max(min(search, _all(graph)), 8 * embedding))
+
+
+def search_bytes(group: LinearGroup) -> int:
+    """About what the search for a group takes: Gram matrices and factors in float32 and float64, and the weights."""
+    weights = 0 if group.name == HEAD else 16 * _weights([group])
+    return 28 * group.in_features**2 + weights
+
+
+def _all(graph: PortableGraph) -> int:
+    return sum(map(search_bytes, graph.groups))
+
+
+def _weights(groups: Iterable[LinearGroup]) -> int:
+    return sum(group.in_features * sum(group.out_features) for group in groups)

@@ -1,0 +1,45 @@
+"""Finished parts of an artifact, kept when a stage is interrupted and used by the next run of the same work."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tapeout.artifact import canonical_json
+from tapeout.errors import ArtifactError, TapeoutError
+
+_KEY = "key"
+
+
+@contextmanager
+def work_folder(folder: Path, key: Mapping[str, Any]) -> Generator[Path]:
+    """A hidden folder beside ``folder``, where the artifact will be; ``key``: everything that its content depends on.
+
+    It is empty unless a run with the same key was interrupted, or could not write its artifact. It is removed when the
+    work is done, and after any other error of ours, which the next run would only meet again.
+    """
+    work = folder.with_name(f".{folder.name}.work")
+    digest = hashlib.sha256(canonical_json(dict(key))).hexdigest()
+    if not (work / _KEY).is_file() or (work / _KEY).read_text() != digest:
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        (work / _KEY).write_text(digest)
+    try:
+        yield work
+    except TapeoutError as error:
+        if not isinstance(error, ArtifactError):
+            shutil.rmtree(work)
+        raise
+    shutil.rmtree(work)
+
+
+def source_hash(package: Path) -> str:
+    """One hash for the Python files of a folder: what a changed program wrote is not continued."""
+    found = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()
