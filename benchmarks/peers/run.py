@@ -24,7 +24,7 @@ from benchmarks.peers.process import PeerFailedError, PeerProcess
 from benchmarks.peers.report import Run
 from benchmarks.peers.systems import OURS, PEERS, System
 from engines.bundle import EngineBundle
-from evals.benchmark import read_bandwidth
+from engines.native.bandwidth import read_bandwidth
 from evals.text import kl_divergences
 from pipeline.recipe import load_recipe
 from pipeline.sources.source import Source
