@@ -1,0 +1,133 @@
+"""Write a checkpoint with random weights in the shape of a known model, to measure stages at real sizes.
+
+python -m benchmarks.shapes llama-3.2-1b scratch/llama-1b --tokenizer artifacts/graph
+python -m benchmarks.shapes llama-3.1-8b scratch/llama-8b --tokenizer artifacts/graph --layers 4
+
+Weights are normal with a deviation of 1/sqrt(inputs), biases of 0.02, norms are 1, so hidden states keep their size
+over the layers. Tensors are written one by one in bfloat16, in shards as published models have them. Random weights
+tell of time and memory, and nothing of quality. The tokenizer is that of another model: its ids are below the rows of
+the embedding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tapeout.tensor_writer import TensorSpec, write_tensors
+
+TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+SHARD_BYTES = 5 * 10**9  # as transformers cuts a checkpoint
+PIECE = 1 << 24  # random numbers made at a time
+
+
+@dataclass(frozen=True)
+class Shape:
+    """``architecture``: class of transformers. ``config``: what its configuration says beyond its defaults."""
+
+    architecture: str
+    config: dict[str, Any]
+
+
+def _qwen(hidden: int, layers: int, heads: int, intermediate: int) -> Shape:
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": intermediate}
+    common = {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True}
+    heads_of = {"num_attention_heads": heads, "num_key_value_heads": 2, "vocab_size": 151936}
+    return Shape("Qwen2ForCausalLM", {"model_type": "qwen2", **sizes, **heads_of, **common})
+
+
+def _llama(hidden: int, layers: int, intermediate: int, rope_factor: float, tied: bool) -> Shape:
+    rope = {"rope_type": "llama3", "factor": rope_factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope["original_max_position_embeddings"] = 8192
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": intermediate}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
+    common = {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "rope_scaling": rope}
+    return Shape("LlamaForCausalLM", {"model_type": "llama", **sizes, **heads, **common, "tie_word_embeddings": tied})
+
+
+SHAPES = {
+    "qwen2.5-0.5b": _qwen(896, 24, 14, 4864),
+    "llama-3.2-1b": _llama(2048, 16, 8192, 32.0, tied=True),
+    "qwen2.5-3b": _qwen(2048, 36, 16, 11008),
+    "llama-3.1-8b": _llama(4096, 32, 14336, 8.0, tied=False),
+}
+
+
+def write(shape: Shape, folder: Path, tokenizer: Path, *, seed: int = 0, shard_bytes: int = SHARD_BYTES) -> int:
+    """Write the checkpoint of ``shape``; returns its number of parameters. ``tokenizer``: a folder with its files."""
+    config = _config(shape, tokenizer)
+    specs = _specs(config)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    for name in TEXT_FILES:
+        if (tokenizer / name).is_file():
+            shutil.copyfile(tokenizer / name, folder / name)
+    shards: list[dict[str, TensorSpec]] = [{}]
+    for name, spec in specs.items():
+        if shards[-1] and sum(s.nbytes for s in shards[-1].values()) + spec.nbytes > shard_bytes:
+            shards.append({})
+        shards[-1][name] = spec
+    total, index = len(shards), dict[str, str]()
+    for number, shard in enumerate(shards, 1):
+        file = "model.safetensors" if total == 1 else f"model-{number:05}-of-{total:05}.safetensors"
+        write_tensors(folder / file, shard, lambda name: _pieces(name, specs[name].shape, seed))
+        index |= dict.fromkeys(shard, file)
+    if total > 1:
+        size = sum(spec.nbytes for spec in specs.values())
+        content = {"metadata": {"total_size": size}, "weight_map": index}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=1) + "\n")
+    return sum(spec.nbytes for spec in specs.values()) // 2
+
+
+def _config(shape: Shape, tokenizer: Path) -> dict[str, Any]:
+    generation = json.loads((tokenizer / "generation_config.json").read_text())
+    ids = {name: generation[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in generation}
+    return {"architectures": [shape.architecture], "dtype": "bfloat16", **shape.config, **ids}
+
+
+def _specs(config: dict[str, Any]) -> dict[str, TensorSpec]:
+    """Names and shapes of the parameters, in the model's order, from a model without memory."""
+    import transformers
+
+    kind: Any = getattr(transformers, config["architectures"][0])
+    with torch.device("meta"):
+        model = kind(kind.config_class.from_dict(config))
+    return {name: TensorSpec("BF16", tuple(tensor.shape)) for name, tensor in model.named_parameters()}
+
+
+def _pieces(name: str, shape: tuple[int, ...], seed: int) -> Iterator[memoryview]:
+    generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
+    count = torch.Size(shape).numel()
+    deviation = 0.02 if name.endswith("bias") else shape[-1] ** -0.5
+    for start in range(0, count, PIECE):
+        piece = torch.ones(min(PIECE, count - start))
+        if len(shape) > 1 or name.endswith("bias"):
+            piece.normal_(0, deviation, generator=generator)
+        yield memoryview(piece.to(torch.bfloat16).view(torch.uint8).numpy())
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=sorted(SHAPES))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--tokenizer", type=Path, default=Path("artifacts/graph"), help="folder with a tokenizer")
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args(words)
+    shape = SHAPES[given.shape]
+    if given.layers:
+        shape = Shape(shape.architecture, {**shape.config, "num_hidden_layers": given.layers})
+    count = write(shape, given.folder, given.tokenizer, seed=given.seed)
+    print(f"{given.folder}: {count / 1e9:.2f} billion parameters, {2 * count / 1e9:.2f} GB")
+
+
+if __name__ == "__main__":
+    main()
