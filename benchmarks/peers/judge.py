@@ -66,7 +66,7 @@ class Sample(Frozen):
 class Measured(Frozen):
     """All figures of one system: one line of the results table.
 
-    ``weight_bits`` and ``unclassed``: see :class:`benchmarks.peers.systems.System`. ``kl`` in nats and ``top_token`` as
+    ``weight_bits``, ``by_format`` and ``unclassed``: see :class:`benchmarks.peers.systems.System`. ``kl`` in nats and ``top_token`` as
     a share, both against the float reference over ``predictions`` positions; None if the peer gave no logits.
     ``step_bytes`` and ``budget_bytes`` (weights and KV cache of the largest workload) are known only for our bundles.
     """
@@ -74,6 +74,7 @@ class Measured(Frozen):
     name: str
     ours: bool
     unclassed: bool
+    by_format: bool = False
     weight_bits: float
     file_bytes: int
     peak_bytes: int
@@ -132,8 +133,11 @@ def paired_ratio(ours: Sequence[float], other: Sequence[float]) -> float:
 def classes(measured: Measured) -> tuple[ClassName, ...]:
     """Near-lossless by measured KL, 4-bit by bits per weight. An unclassed system or one without KL is in no class.
 
-    A system of about four bits may be in both classes. An 8-bit system whose KL is above the bound is in none.
+    A system of about four bits may be in both classes. An 8-bit system whose KL is above the bound is in none. One that
+    is classed ``by_format`` is in the 4-bit class or near-lossless, by its bits per weight alone.
     """
+    if measured.by_format:
+        return ("4-bit",) if measured.weight_bits <= FOUR_BIT_LIMIT else ("near-lossless",)
     if measured.unclassed or measured.kl is None:
         return ()
     found: list[ClassName] = []
@@ -145,11 +149,11 @@ def classes(measured: Measured) -> tuple[ClassName, ...]:
 
 
 def rivals(ours: Measured, class_name: ClassName, systems: Sequence[Measured]) -> list[Measured]:
-    """The peers of the class; in the 4-bit class only those whose KL is no lower than ours."""
+    """The peers of the class; in the 4-bit class only those whose KL, where it is known, is no lower than ours."""
     peers = [m for m in systems if not m.ours and class_name in classes(m)]
-    if class_name == "near-lossless":
+    if class_name == "near-lossless" or ours.by_format:
         return peers
-    return [m for m in peers if m.kl is not None and ours.kl is not None and ours.kl <= m.kl]
+    return [m for m in peers if m.by_format or (m.kl is not None and ours.kl is not None and ours.kl <= m.kl)]
 
 
 def speed_bar(ours: Measured, class_name: ClassName, workload: Workload, systems: Sequence[Measured]) -> Bar:

@@ -50,7 +50,7 @@ typedef struct {
   Kind kind;
   int64_t N, K, block, bits, half_scales, symmetric;
   float epsilon;
-  Weights weights;
+  Stream stream;
 } Kernel;
 
 /* The largest logits of a token so far, in each lane of its tiles, and their columns. */
@@ -333,7 +333,7 @@ static Status* compute_tokens(Work* w, Context* context, void* memory, int64_t* 
     for (int64_t token = 0; token < w->M; token++) quantize_token(w, token);
   else
     TRY(parallel(api, context, k->threads, quantize_token, w->M, w, NULL));
-  if (!w->out_of_memory) TRY(parallel(api, context, k->threads, matmul_part, w->parts, w, &k->weights));
+  if (!w->out_of_memory) TRY(parallel(api, context, k->threads, matmul_part, w->parts, w, &k->stream));
   if (w->out_of_memory) return failure(api, ERROR_FAIL, "block-quantized linear: out of memory");
   for (int64_t token = 0; greedy && token < w->M; token++) greedy[token] = argmax(w, token);
   return NULL;
@@ -415,7 +415,7 @@ static Status* compute(void* self, Context* context) {
   }
   TRY(output(api, context, 0, dims, x.rank, &w.y));
   if (!M) return NULL;
-  k->weights.data = codes.data, k->weights.bytes = codes.elements;
+  k->stream.data = codes.data, k->stream.bytes = codes.elements;
   const int64_t pairs = tiles / 2, pair_bytes = 2 * TILE * k->K * k->bits / 8;
   int64_t pairs_of_part = (pairs + PARTS - 1) / PARTS;
   if (pairs_of_part * pair_bytes > PART_BYTES) pairs_of_part = PART_BYTES / pair_bytes ? PART_BYTES / pair_bytes : 1;

@@ -183,29 +183,29 @@ static inline Threads* threads_of(const Op* op) {
   return ((const Operator*)op)->threads;
 }
 
-/* Weights that a job reads from memory, each range of its indexes a range of the bytes; and those of the next job. */
-typedef struct Weights Weights;
-struct Weights {
+/* What a job reads from memory, each range of its indexes a range of the bytes; and what the next job reads. */
+typedef struct Stream Stream;
+struct Stream {
   const char* data;
   size_t bytes;
-  Weights* next;
+  Stream* next;
 };
 
 /* `count` threads with the caller's; NULL if there is no memory. They run while a kernel holds them; 0: they do not. */
 Threads* create_threads(size_t count);
 int hold_threads(Threads* threads);
 void release_threads(Threads* threads);
-void run_on(Threads* threads, void (*work)(void*, size_t), size_t total, void* state, Weights* weights);
+void run_on(Threads* threads, void (*work)(void*, size_t), size_t total, void* state, Stream* stream);
 
-/* `work(state, i)` for i in 0 .. total-1 on the session's threads. `weights` may be NULL. */
+/* `work(state, i)` for i in 0 .. total-1 on the session's threads. `stream` may be NULL. */
 static inline Status* parallel(Api api, const Context* context, Threads* threads, void (*work)(void*, size_t),
-                               size_t total, void* state, Weights* weights) {
+                               size_t total, void* state, Stream* stream) {
   if (total == 1) {
     work(state, 0);
     return NULL;
   }
   if (threads) {
-    run_on(threads, work, total, state, weights);
+    run_on(threads, work, total, state, stream);
     return NULL;
   }
   return ((Status * (*)(const Context*, void (*)(void*, size_t), size_t, size_t, void*)) api[PARALLEL_FOR])(

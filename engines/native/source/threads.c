@@ -42,7 +42,7 @@ struct Threads {
 
   _Alignas(CACHE_LINE) size_t count; /* threads, the caller's too; started when the first kernel is created */
   atomic_flag busy;
-  Weights* last;
+  Stream* last;
   Range* ranges;
   Helper* helpers;
   pthread_t* started;
@@ -154,16 +154,16 @@ void release_threads(Threads* t) {
   if (t && !--t->kernels) end_helpers(t, t->count);
 }
 
-void run_on(Threads* t, void (*work)(void*, size_t), size_t total, void* state, Weights* weights) {
+void run_on(Threads* t, void (*work)(void*, size_t), size_t total, void* state, Stream* stream) {
   if (atomic_flag_test_and_set(&t->busy)) { /* another run of the session has the threads */
     for (size_t i = 0; i < total; i++) work(state, i);
     return;
   }
-  if (weights) {
-    if (t->last) t->last->next = weights;
-    t->last = weights;
-    t->ahead = weights->next ? weights->next->data : NULL;
-    t->ahead_bytes = weights->next ? weights->next->bytes : 0;
+  if (stream) {
+    if (t->last) t->last->next = stream;
+    t->last = stream;
+    t->ahead = stream->next ? stream->next->data : NULL;
+    t->ahead_bytes = stream->next ? stream->next->bytes : 0;
   }
   t->work = work, t->state = state;
   for (size_t i = 0; i < t->count; i++) {
