@@ -2,15 +2,13 @@
 
    Each thread reads a contiguous part of one buffer, as the threads of a linear do. The distance of the prefetch that is
    fastest differs by processor and by what its neighbours do, so several are tried. */
-#define _GNU_SOURCE /* madvise */
 #include "vector.h"
 
 #include <pthread.h>
 #include <stdlib.h>
-#include <sys/mman.h>
 #include <time.h>
 
-enum { MOST_THREADS = 1024, LINE = 64, STRIDE = 8 * LINE, HUGE_PAGE = 2 << 20 };
+enum { MOST_THREADS = 1024, LINE = 64, STRIDE = 8 * LINE };
 static const int64_t PREFETCH_BYTES[] = {0, 1 << 10, 2 << 10, 4 << 10, 8 << 10};
 
 typedef struct {
@@ -24,7 +22,7 @@ typedef struct {
 
 static double now(void) {
   struct timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
+  timespec_get(&time, TIME_UTC);
   return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
 }
 
@@ -66,13 +64,13 @@ static double sweep(const char* data, int64_t bytes, int64_t threads, int64_t pr
   return running == threads ? (double)(part * threads) / (end - start) : 0;
 }
 
-/* The best of `trials` sweeps for each distance, in bytes per second; 0 if there is no memory or thread for it. */
+/* The best of `trials` sweeps for each distance, in bytes per second; 0 if there is no memory or thread for it. Pages are
+   of the usual size, as those of weights are: huge ones made no difference. */
 __attribute__((visibility("default"))) double tapeout_read_bandwidth(int64_t bytes, int64_t threads, int64_t trials) {
-  if (threads < 1 || threads > MOST_THREADS || bytes < threads * STRIDE || bytes > PTRDIFF_MAX - HUGE_PAGE) return 0;
-  const int64_t rounded = (bytes + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
-  char* data = aligned_alloc(HUGE_PAGE, rounded);
+  if (threads < 1 || threads > MOST_THREADS || bytes < threads * STRIDE || bytes > PTRDIFF_MAX - STRIDE) return 0;
+  const int64_t rounded = (bytes + STRIDE - 1) / STRIDE * STRIDE;
+  char* data = aligned_alloc(LINE, rounded);
   if (!data) return 0;
-  madvise(data, rounded, MADV_HUGEPAGE); /* where it fails, pages are small */
   memset(data, 1, rounded);
   double best = 0;
   for (int64_t trial = 0; trial < trials; trial++)
