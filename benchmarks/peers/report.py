@@ -34,7 +34,10 @@ KINDS = {True: "Tapeout", False: "other engines"}  # by whether an engine is our
 
 
 class Run(Frozen):
-    """All figures of one run, enough to write the page again. ``failures``: why a peer or a figure of it is missing."""
+    """All figures of one run, enough to write the page again. ``failures``: why a peer or a figure of it is missing.
+
+    ``note``: what the reader must know of figures that were corrected after the run.
+    """
 
     systems: tuple[Measured, ...]
     failures: dict[str, str]
@@ -46,6 +49,7 @@ class Run(Frozen):
     documents: int
     machine: str
     model: str
+    note: str = ""
 
 
 def machine() -> str:
@@ -82,6 +86,7 @@ def page(run: Run, stem: str) -> str:
         "This page is written by `make bench-peers`; do not edit it. "
         f"[{stem}.json]({stem}.json) has the raw figures of every round.",
         _conditions(run),
+        *([run.note] if run.note else []),
         "## Speed, quality and memory",
         _table(run),
         _legend(),
