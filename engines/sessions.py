@@ -41,8 +41,8 @@ def library_of(bundle: Artifact[EngineBundle]) -> Path | None:
 def cpu_options(threads: int, library: Path | None, operators: Collection[str] = ()) -> ort.SessionOptions:
     """``threads``: 0 means every physical core. ``library``: native kernels that the graph uses.
 
-    ``operators``: all of the graph, where they are known. Native operators start threads of their own where no other has
-    work for several: two sets of threads that wait for work would take each other's cores.
+    ``operators``: all of the graph, where they are known. Native operators start threads of their own where no other
+    has work for several: two sets of threads that wait for work would take each other's cores.
     """
     options, count = ort.SessionOptions(), threads or physical_cores()
     own = library is not None and bool(operators) and {*operators} <= NATIVE | SMALL

@@ -96,7 +96,9 @@ def gather_session(table: QuantizedLinear) -> Run:
     codes, scales, zero_points = block_linears.stacked(model_of([], []), "table", [table])
     rest = [codes, scales] if zero_points is None else [codes, scales, zero_points]
     known = {"N": len(table.codes)} | block_linears.attributes(table, scales)
-    return _session("BlockGather", [value("ids", ["batch", "tokens"], ir.DataType.INT64)], rest, known, 1, ["BlockGather"])
+    return _session(
+        "BlockGather", [value("ids", ["batch", "tokens"], ir.DataType.INT64)], rest, known, 1, ["BlockGather"]
+    )
 
 
 def _session(

@@ -100,8 +100,8 @@ def versions(environment: str) -> dict[str, str]:
     if environment == OURS:
         return {name: version(name) for name in ("tapeout", "onnxruntime")}
     if environment in EXTERNAL:
-        libraries = sorted(build_of(environment).rglob("libllama.so"))
-        return {environment: hashlib.sha256(path.read_bytes()).hexdigest()[:12] for path in libraries[:1]}
+        library = next(build_of(environment).rglob("libllama.so"), None)
+        return {environment: hashlib.sha256(library.read_bytes()).hexdigest()[:12]} if library else {}
     pairs = (line.split("==") for line in requirements(environment).read_text().split() if "==" in line)
     return {name: number for name, number in pairs if name.lower().startswith(REPORTED)}
 
@@ -110,7 +110,11 @@ def converted(
     system: System, checkpoint: Path, checkpoint_digest: str, source: Path, progress: Callable[[str], None]
 ) -> Path:
     """The peer's model folder. It is converted again if the checkpoint, the requirements or the conversion changes."""
-    inputs = str(versions(system.environment)) if system.environment in EXTERNAL else requirements(system.environment).read_text()
+    inputs = (
+        str(versions(system.environment))
+        if system.environment in EXTERNAL
+        else requirements(system.environment).read_text()
+    )
     inputs += _conversion(system.adapter) + checkpoint_digest
     key = hashlib.sha256(inputs.encode()).hexdigest()[:12]
     folder = peers_folder() / "models" / f"{system.environment}-{system.variant}-{key}"

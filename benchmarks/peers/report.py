@@ -1,4 +1,4 @@
-"""Write the page of docs/benchmarks, its plot and its raw data from the figures of a run. Nothing here measures or decides."""
+"""Write a page of docs/benchmarks, its plot and its raw data from the figures of a run. Nothing here measures."""
 
 from __future__ import annotations
 

@@ -36,9 +36,7 @@ from tapeout.portable_graph import PortableGraph
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--ours", action="append", default=[], metavar="NAME=FOLDER", help="a bundle; may be repeated"
-    )
+    parser.add_argument("--ours", action="append", default=[], metavar="NAME=FOLDER", help="a bundle; may be repeated")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of this shape; without KL")
     parser.add_argument("--peers", default="", help="only peers whose name contains one of these comma-separated words")
     parser.add_argument("--reference", type=Path, default=Path("artifacts/baseline"), help="float bundle")

@@ -164,9 +164,11 @@ def test_memory_and_roofline_are_compared_with_their_bounds(budget: int, met: bo
     found = {bar.what: bar for bar in bars([ours], 40e9)}
     assert found["peak memory, MB"].met is met
     assert found["share of the roofline, B=1"].value == pytest.approx(0.55)
-    assert [
-        bar.met for gb_s in (40, 25, 20) for bar in bars([ours], gb_s * 1e9) if bar.what.startswith("share")
-    ] == [False, True, False]  # a share above one is a defect of the probe
+    assert [bar.met for gb_s in (40, 25, 20) for bar in bars([ours], gb_s * 1e9) if bar.what.startswith("share")] == [
+        False,
+        True,
+        False,
+    ]  # a share above one is a defect of the probe
     assert roofline_share(measured("peer", 0.01, 220), 40e9) is None
 
 
@@ -299,7 +301,7 @@ def test_a_peer_that_the_user_builds_is_skipped_with_a_reason(monkeypatch: pytes
     with pytest.raises(PeerError, match=r"skipped: \$TAPEOUT_IK_LLAMA is not set"):
         install("ik-llama", print)
     monkeypatch.setenv("TAPEOUT_IK_LLAMA", str(tmp_path / "missing"))
-    with pytest.raises(PeerError, match="is .*missing"):
+    with pytest.raises(PeerError, match=r"is .*missing"):
         install("ik-llama", print)
     monkeypatch.setenv("TAPEOUT_IK_LLAMA", str(tmp_path))
     (tmp_path / "bin").mkdir()

@@ -50,7 +50,8 @@ static double sweep(const char* data, int64_t bytes, int64_t threads, int64_t pr
   pthread_t started[MOST_THREADS];
   Reader readers[MOST_THREADS];
   const int64_t part = bytes / threads / STRIDE * STRIDE;
-  for (int64_t i = 0; i < threads; i++) readers[i] = (Reader){data + i * part, part, prefetch, &ready, threads, 0, 0, 0};
+  for (int64_t i = 0; i < threads; i++)
+    readers[i] = (Reader){data + i * part, part, prefetch, &ready, threads, 0, 0, 0};
   int64_t running = 1;
   while (running < threads && !pthread_create(&started[running], NULL, read_part, &readers[running])) running++;
   if (running < threads) ready = threads; /* lets the started ones go on and end */

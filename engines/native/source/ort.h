@@ -240,20 +240,20 @@ static inline int last_version(const Op* op) {
 }
 
 #define OPERATOR(NAME, INPUTS, INPUT_TYPE, INPUT_PRESENCE, OUTPUTS, OUTPUT_TYPE, CREATE, COMPUTE, DESTROY) \
-  {.version = OP_VERSION,                                                                         \
-   .name = NAME,                                                                                  \
-   .provider = default_provider,                                                                  \
-   .input_count = INPUTS,                                                                         \
-   .input_type = INPUT_TYPE,                                                                      \
-   .input_presence = INPUT_PRESENCE,                                                              \
-   .input_memory = default_memory,                                                                \
-   .output_count = OUTPUTS,                                                                       \
-   .output_type = OUTPUT_TYPE,                                                                    \
-   .output_presence = always_required,                                                            \
-   .create = CREATE,                                                                              \
-   .compute = COMPUTE,                                                                            \
-   .destroy = DESTROY,                                                                               \
-   .start_version = first_version,                                                                \
+  {.version = OP_VERSION,                                                                                  \
+   .name = NAME,                                                                                           \
+   .provider = default_provider,                                                                           \
+   .input_count = INPUTS,                                                                                  \
+   .input_type = INPUT_TYPE,                                                                               \
+   .input_presence = INPUT_PRESENCE,                                                                       \
+   .input_memory = default_memory,                                                                         \
+   .output_count = OUTPUTS,                                                                                \
+   .output_type = OUTPUT_TYPE,                                                                             \
+   .output_presence = always_required,                                                                     \
+   .create = CREATE,                                                                                       \
+   .compute = COMPUTE,                                                                                     \
+   .destroy = DESTROY,                                                                                     \
+   .start_version = first_version,                                                                         \
    .end_version = last_version}
 
 extern const Op block_gather_op, cached_attention_float_op, cached_attention_int8_op, linear_op;
