@@ -67,7 +67,7 @@ class Measured(Frozen):
     """All figures of one system: one line of the results table.
 
     ``weight_bits``, ``by_format`` and ``unclassed``: see :class:`benchmarks.peers.systems.System`. ``kl`` in nats and
-    ``top_token`` as a share, both against the float reference over ``predictions`` positions; None if the peer gave no logits.
+    ``top_token`` as a share, both against the float reference over ``predictions`` positions; None without logits.
     ``step_bytes`` and ``budget_bytes`` (weights and KV cache of the largest workload) are known only for our bundles.
     """
 

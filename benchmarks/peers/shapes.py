@@ -1,7 +1,8 @@
 """Random weights in the shape of a known model, for all engines: a checkpoint, its GGUF file, and a bundle of ours.
 
 Speed does not depend on the weights' values. Quality does, so nothing of it is measured: no KL, and classes follow
-from the bits per weight. The bundle is built by the pipeline's own stages, with the recipe's schemes and rounding to nearest.
+from the bits per weight. The bundle is built by the pipeline's own stages, with the recipe's schemes and rounding to
+nearest.
 """
 
 from __future__ import annotations
