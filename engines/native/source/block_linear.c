@@ -398,7 +398,7 @@ static Status* compute(void* self, Context* context) {
             .x = x.data,
             .residual = residual.data,
             .weight = weight.data,
-            .codes = codes.data,
+            .codes = resident(k->threads, &k->stream, codes.data, codes.elements),
             .scales = scales.data,
             .zero_points = zero_points.data,
             .bias = bias.data};
@@ -415,7 +415,6 @@ static Status* compute(void* self, Context* context) {
   }
   TRY(output(api, context, 0, dims, x.rank, &w.y));
   if (!M) return NULL;
-  k->stream.data = codes.data, k->stream.bytes = codes.elements;
   const int64_t pairs = tiles / 2, pair_bytes = 2 * TILE * k->K * k->bits / 8;
   int64_t pairs_of_part = (pairs + PARTS - 1) / PARTS;
   if (pairs_of_part * pair_bytes > PART_BYTES) pairs_of_part = PART_BYTES / pair_bytes ? PART_BYTES / pair_bytes : 1;

@@ -186,7 +186,8 @@ static inline Threads* threads_of(const Op* op) {
 /* What a job reads from memory, each range of its indexes a range of the bytes; and what the next job reads. */
 typedef struct Stream Stream;
 struct Stream {
-  const char* data;
+  _Atomic(const char*) data;
+  const void* source; /* of `data`, where it is a copy */
   size_t bytes;
   Stream* next;
 };
@@ -195,6 +196,9 @@ struct Stream {
 Threads* create_threads(size_t count);
 int hold_threads(Threads* threads);
 void release_threads(Threads* threads);
+/* Where to read the bytes of an initializer: a copy of them in huge pages, made once, or `data` itself without memory for
+   it or without `threads`. */
+const void* resident(Threads* threads, Stream* stream, const void* data, size_t bytes);
 void run_on(Threads* threads, void (*work)(void*, size_t), size_t total, void* state, Stream* stream);
 
 /* `work(state, i)` for i in 0 .. total-1 on the session's threads. `stream` may be NULL. */

@@ -4,6 +4,10 @@
    left of the others'. So the same thread reads the same weights in every step, nobody waits for a thread that sleeps or
    was interrupted before its first index, and the caller alone can do it all.
 
+   Weights are copied to huge pages in the first run: a step reads all of them in order, and with pages of 4 KiB the
+   processor looks up an address after every 64 lines, in a virtual machine through two trees of tables. The pages that
+   they came from are paged out: of a file they are read again where another operator needs them.
+
    Between jobs a thread prefetches the weights of the linear that comes next, then spins, then sleeps. Which linear is
    next is learned from the step before: nodes run in the same order in each. A wrong guess costs bandwidth alone. */
 #include "ort.h"
@@ -12,8 +16,14 @@
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <string.h>
 
-enum { CACHE_LINE = 64 };
+enum { CACHE_LINE = 64, PAGE = 4 << 10, HUGE_PAGE = 2 << 20 };
+/* Memory for weights is taken in chunks; what is never written costs nothing. */
+enum { CHUNK_BYTES = 64 << 20 };
+/* Of linux/mman.h, from the kernels 2.6.38 and 5.4; older ones refuse what they do not know. */
+enum { ADVICE_HUGE_PAGE = 14, ADVICE_PAGE_OUT = 21 };
+int madvise(void* address, size_t bytes, int advice);
 /* About half a millisecond: longer than what lies between the steps of a decode. */
 enum { SPINS = 1 << 15 };
 /* What a thread prefetches of its own range and of the caller's: half of a second-level cache of 1 MiB at most. */
@@ -29,6 +39,14 @@ typedef struct {
   Threads* threads;
   size_t number;
 } Helper;
+
+typedef struct Chunk Chunk;
+struct Chunk {
+  Chunk* next;
+  size_t left;
+  char* free;
+  char* memory;
+};
 
 struct Threads {
   _Alignas(CACHE_LINE) _Atomic uint32_t jobs; /* counts them; waiting threads read nothing else */
@@ -50,6 +68,7 @@ struct Threads {
   pthread_cond_t wake;
   _Atomic int sleeping;
   int kernels;
+  Chunk* chunks;
 };
 
 static void take_part(Threads* t, size_t number) {
@@ -130,6 +149,12 @@ static void end_helpers(Threads* t, size_t running) {
   free(t->ranges);
   free(t->helpers);
   free(t->started);
+  while (t->chunks) {
+    Chunk* chunk = t->chunks;
+    t->chunks = chunk->next;
+    free(chunk->memory);
+    free(chunk);
+  }
   t->ranges = NULL, t->helpers = NULL, t->started = NULL, t->last = NULL;
   t->ahead_bytes = 0, t->ending = 0;
 }
@@ -152,6 +177,44 @@ int hold_threads(Threads* t) {
 
 void release_threads(Threads* t) {
   if (t && !--t->kernels) end_helpers(t, t->count);
+}
+
+/* Memory in huge pages that lives as long as the session's kernels; NULL if there is none. The lock is held. */
+static char* weights_memory(Threads* t, size_t bytes) {
+  const size_t rounded = (bytes + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE;
+  if (!t->chunks || t->chunks->left < rounded) {
+    const size_t size = rounded > CHUNK_BYTES ? (rounded + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE : CHUNK_BYTES;
+    Chunk* chunk = malloc(sizeof *chunk);
+    char* memory = chunk ? aligned_alloc(HUGE_PAGE, size) : NULL;
+    if (!memory) {
+      free(chunk);
+      return NULL;
+    }
+    madvise(memory, size, ADVICE_HUGE_PAGE); /* where it fails, pages are small */
+    *chunk = (Chunk){t->chunks, size, memory, memory};
+    t->chunks = chunk;
+  }
+  char* found = t->chunks->free;
+  t->chunks->free += rounded, t->chunks->left -= rounded;
+  return found;
+}
+
+const void* resident(Threads* t, Stream* stream, const void* data, size_t bytes) {
+  if (!t) return data;
+  if (stream->data) return stream->source == data ? stream->data : data;
+  pthread_mutex_lock(&t->lock);
+  if (!stream->data) {
+    char* copy = weights_memory(t, bytes);
+    if (copy) {
+      memcpy(copy, data, bytes);
+      const uintptr_t first = ((uintptr_t)data + PAGE - 1) / PAGE * PAGE, end = ((uintptr_t)data + bytes) / PAGE * PAGE;
+      if (end > first) madvise((char*)data + (first - (uintptr_t)data), end - first, ADVICE_PAGE_OUT);
+    }
+    stream->bytes = bytes, stream->source = data;
+    stream->data = copy ? copy : data; /* last: others read the rest only when this is there */
+  }
+  pthread_mutex_unlock(&t->lock);
+  return stream->data;
 }
 
 void run_on(Threads* t, void (*work)(void*, size_t), size_t total, void* state, Stream* stream) {
