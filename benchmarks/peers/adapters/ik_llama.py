@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +32,8 @@ def run(program: str, *words: str) -> str:
     paths = f"{build}:{build / 'bin'}:{os.environ.get('LD_LIBRARY_PATH', '')}"
     path = next((p for p in (build / program, build / "bin" / program) if p.is_file()), build / program)
     done = subprocess.run([path, *words], capture_output=True, text=True, env={**os.environ, "LD_LIBRARY_PATH": paths})
+    if done.returncode == -signal.SIGILL:
+        raise RuntimeError(f"{program} has instructions that this processor lacks: build it here")
     if done.returncode:
         raise RuntimeError(f"{program} ended with {done.returncode}: {done.stderr.strip()[-500:]}")
     return done.stdout

@@ -1,7 +1,9 @@
 /* The read bandwidth of the memory: what every share of the roofline is relative to, so no kernel may read faster.
 
    Each thread reads a contiguous part of one buffer, as the threads of a linear do. The distance of the prefetch that is
-   fastest differs by processor and by what its neighbours do, so several are tried. */
+   fastest differs by processor and by what its neighbours do, so several are tried. The buffer has huge pages, as weights
+   have (threads.c). */
+#include "memory.h"
 #include "vector.h"
 
 #include <pthread.h>
@@ -65,13 +67,13 @@ static double sweep(const char* data, int64_t bytes, int64_t threads, int64_t pr
   return running == threads ? (double)(part * threads) / (end - start) : 0;
 }
 
-/* The best of `trials` sweeps for each distance, in bytes per second; 0 if there is no memory or thread for it. Pages are
-   of the usual size, as those of weights are: huge ones made no difference. */
+/* The best of `trials` sweeps for each distance, in bytes per second; 0 if there is no memory or thread for it. */
 __attribute__((visibility("default"))) double tapeout_read_bandwidth(int64_t bytes, int64_t threads, int64_t trials) {
-  if (threads < 1 || threads > MOST_THREADS || bytes < threads * STRIDE || bytes > PTRDIFF_MAX - STRIDE) return 0;
-  const int64_t rounded = (bytes + STRIDE - 1) / STRIDE * STRIDE;
-  char* data = aligned_alloc(LINE, rounded);
+  if (threads < 1 || threads > MOST_THREADS || bytes < threads * STRIDE || bytes > PTRDIFF_MAX - HUGE_PAGE) return 0;
+  const int64_t rounded = (bytes + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+  char* data = aligned_alloc(HUGE_PAGE, rounded);
   if (!data) return 0;
+  madvise(data, rounded, ADVICE_HUGE_PAGE);
   memset(data, 1, rounded);
   double best = 0;
   for (int64_t trial = 0; trial < trials; trial++)

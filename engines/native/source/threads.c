@@ -4,12 +4,12 @@
    left of the others'. So the same thread reads the same weights in every step, nobody waits for a thread that sleeps or
    was interrupted before its first index, and the caller alone can do it all.
 
-   Weights are copied to huge pages in the first run: a step reads all of them in order, and with pages of 4 KiB the
-   processor looks up an address after every 64 lines, in a virtual machine through two trees of tables. The pages that
-   they came from are paged out: of a file they are read again where another operator needs them.
+   Weights are copied to huge pages in the first run. The pages that they came from are paged out: those of a file are
+   read again where another operator needs them.
 
    Between jobs a thread prefetches the weights of the linear that comes next, then spins, then sleeps. Which linear is
    next is learned from the step before: nodes run in the same order in each. A wrong guess costs bandwidth alone. */
+#include "memory.h"
 #include "ort.h"
 
 #include <immintrin.h>
@@ -18,16 +18,13 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { CACHE_LINE = 64, PAGE = 4 << 10, HUGE_PAGE = 2 << 20 };
-/* Memory for weights is taken in chunks; what is never written costs nothing. */
-enum { CHUNK_BYTES = 64 << 20 };
-/* Of linux/mman.h, from the kernels 2.6.38 and 5.4; older ones refuse what they do not know. */
-enum { ADVICE_HUGE_PAGE = 14, ADVICE_PAGE_OUT = 21 };
-int madvise(void* address, size_t bytes, int advice);
+enum { CACHE_LINE = 64 };
 /* About half a millisecond: longer than what lies between the steps of a decode. */
 enum { SPINS = 1 << 15 };
 /* What a thread prefetches of its own range and of the caller's: half of a second-level cache of 1 MiB at most. */
 enum { AHEAD_BYTES = 1 << 18, AHEAD_SLICE = 1 << 10 };
+/* Memory for weights is taken in chunks; what is never written costs nothing. */
+enum { CHUNK_BYTES = 64 << 20 };
 
 typedef struct {
   _Alignas(CACHE_LINE) _Atomic size_t next; /* index */
@@ -190,7 +187,7 @@ static char* weights_memory(Threads* t, size_t bytes) {
       free(chunk);
       return NULL;
     }
-    madvise(memory, size, ADVICE_HUGE_PAGE); /* where it fails, pages are small */
+    madvise(memory, size, ADVICE_HUGE_PAGE);
     *chunk = (Chunk){t->chunks, size, memory, memory};
     t->chunks = chunk;
   }
