@@ -17,7 +17,8 @@ help:
 	@echo "make repro   install, then build, judge and register the engine of params.yaml"
 	@echo "make test    install, then linters, types, import contracts, all CPU tests and the examples in docstrings"
 	@echo "make check   linters, types and import contracts only"
-	@echo "make bench-peers  our bundles against other engines on this machine; OURS='near-lossless=FOLDER 4-bit=FOLDER'"
+	@echo "make bench-peers  our bundles against other engines on this machine; OURS='near-lossless=FOLDER 4-bit=FOLDER',"
+	@echo "                  or random weights of a known shape; SHAPE=llama-3.2-1b"
 	@echo "make bench-serving  our server against others on this machine; BUNDLE=FOLDER, takes about ten minutes"
 	@echo "make simulate-gate  how often the gate is wrong, for docs/benchmarks/gate.md; takes about ten minutes"
 	@echo "make clean   remove artifacts and caches; .venv, downloads, the registry and the bundles it points to stay"
@@ -40,7 +41,7 @@ install: $(INSTALLED)
 
 OURS ?= near-lossless=artifacts/candidate
 bench-peers: $(INSTALLED)
-	python -m benchmarks.peers.run $(addprefix --ours ,$(OURS)) $(FLAGS)
+	python -m benchmarks.peers.run $(if $(SHAPE),--shape $(SHAPE),$(addprefix --ours ,$(OURS))) $(FLAGS)
 
 BUNDLE ?= artifacts/candidate
 bench-serving: $(INSTALLED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from engines.bundle import EngineBundle
-from engines.native import LIBRARY, level_of, unsupported
+from engines.native import LIBRARY, NATIVE, level_of, unsupported
 from engines.threads import physical_cores
 from tapeout.artifact import Artifact, verify_files
 from tapeout.errors import BuildError
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 MAPPED_SHARE = 0.5  # of the available memory: weights of more bytes are not copied
 CPU = ["CPUExecutionProvider"]
+THREADS_ENTRY = "tapeout.threads"  # a session's entry that native/source/library.c reads
+# Operators whose work one thread does in a few microseconds.
+SMALL = frozenset({"Gather", "Reshape", "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization"})
 
 
 def library_of(bundle: Artifact[EngineBundle]) -> Path | None:
@@ -37,10 +40,17 @@ def library_of(bundle: Artifact[EngineBundle]) -> Path | None:
     return path
 
 
-def cpu_options(threads: int, library: Path | None) -> ort.SessionOptions:
-    """``threads``: 0 means every physical core. ``library``: native kernels that the graph uses."""
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads or physical_cores()
+def cpu_options(threads: int, library: Path | None, operators: Collection[str] = ()) -> ort.SessionOptions:
+    """``threads``: 0 means every physical core. ``library``: native kernels that the graph uses.
+
+    ``operators``: all of the graph, where they are known. Native operators start threads of their own where no other
+    has work for several: two sets of threads that wait for work would take each other's cores.
+    """
+    options, count = ort.SessionOptions(), threads or physical_cores()
+    own = library is not None and bool(operators) and {*operators} <= NATIVE | SMALL
+    options.intra_op_num_threads = 1 if own else count
+    if own:
+        options.add_session_config_entry(THREADS_ENTRY, str(count))
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
     if library is not None:
@@ -57,7 +67,7 @@ class SessionTimer:
     def __init__(self, model: ir.Model, threads: int, library: Path | None) -> None:
         import onnx_ir as ir  # late: it takes a third of the time to open an engine
 
-        options = cpu_options(threads, library)
+        options = cpu_options(threads, library, {node.op_type for node in model.graph.all_nodes()})
         # Threads spin within a run, as the engine's do, but not on into the run of another session.
         options.add_session_config_entry("session.force_spinning_stop", "1")
         self._session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=CPU)

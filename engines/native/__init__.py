@@ -14,6 +14,17 @@ from tapeout.fingerprint import cpu_features
 
 DOMAIN = "tapeout.kernels"
 LIBRARY = "kernels.so"  # its name in a bundle
+NATIVE = frozenset(
+    {
+        "BlockGather",
+        "BlockLinear",
+        "CachedAttention",
+        "GatedLinear",
+        "HeadLinear",
+        "NormLinear",
+        "ResidualNormLinear",
+    }
+)
 
 
 @dataclass(frozen=True)

@@ -830,6 +830,11 @@ int main(int count, char** arguments) {
   if (status) fail("registration: %s", message_of(status));
   int64_t counts[4] = {0};
   for (int64_t i = 0; i < cases; i++) {
+    if (i == cases / 2) {
+      release_library();
+      own_threads = 3;
+      if (register_library(API_VERSION)) fail("registration with threads");
+    }
     seed_random(seed * 1000003 + (uint64_t)i);
     running_case = i;
     pthread_t thread; /* of its own, so that no case finds the scratch memory of another */

@@ -170,7 +170,16 @@ DEFECTS = {
     "a mask does not exclude tokens whose logits change": Defect(
         "sampling.c", "if (row->mask && !(row->mask[token >> 5] >> (token & 31) & 1)) continue;", "", "gave"
     ),
-    "a domain leaks": Defect("library.c", "if (status) ((void (*)(Domain*))api[RELEASE_DOMAIN])(domain);", "", "leak"),
+    "the caller does not wait for the others": Defect(
+        "threads.c", "while (t->ranges[i].active) _mm_pause();", ";", "AddressSanitizer|expected|SEGV"
+    ),
+    "the indexes of a thread that sleeps are left out": Defect(
+        "threads.c", "&t->ranges[(number + i) % t->count]", "&t->ranges[number]", "expected|chose|changed|Sanitizer"
+    ),
+    "the threads of a library stay": Defect(
+        "threads.c", "if (t && !--t->kernels) end_helpers(t, t->count);", "if (t) --t->kernels;", "leak|Sanitizer"
+    ),
+    "a domain leaks": Defect("library.c", "((void (*)(Domain*))api[RELEASE_DOMAIN])(domain);", "", "leak"),
 }
 
 

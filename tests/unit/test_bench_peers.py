@@ -12,10 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from gguf import GGUFReader
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.peers.adapters.ik_llama import ROW
 from benchmarks.peers.adapters.wire import timed_steps
+from benchmarks.peers.environments import EXTERNAL, PeerError, install, python_of, versions
 from benchmarks.peers.judge import (
     BARS,
     Measured,
@@ -34,7 +37,10 @@ from benchmarks.peers.judge import (
 from benchmarks.peers.process import PeerFailedError, PeerProcess
 from benchmarks.peers.report import Run, page, plot, write
 from benchmarks.peers.run import arguments, our_systems
+from benchmarks.peers.shapes import write_gguf
 from benchmarks.peers.systems import OURS, PEERS
+from benchmarks.shapes import SHAPES, Shape
+from benchmarks.shapes import write as write_shape
 from tapeout.errors import EvidenceError
 
 ROOT = Path(__file__).parents[2]
@@ -139,8 +145,8 @@ def test_a_bar_takes_the_rival_with_the_smallest_ratio() -> None:
     ours = measured("ours", 0.01, 150, 140, 160, ours=True)
     slow, fast = measured("slow", 0.01, 50, 50, 50), measured("fast", 0.01, 100, 100, 100)
     bar = speed_bar(ours, "near-lossless", ONE, [ours, slow, fast])
-    assert (bar.peer, bar.value, bar.bound, bar.met) == ("fast", 1.5, 1.4, True)
-    assert speed_bar(measured("ours", 0.01, 139, 139, 139, ours=True), "near-lossless", ONE, [fast]).met is False
+    assert (bar.peer, bar.value, bar.bound, bar.met) == ("fast", 1.5, 1.3, True)
+    assert speed_bar(measured("ours", 0.01, 129, 129, 129, ours=True), "near-lossless", ONE, [fast]).met is False
 
 
 def test_without_a_rival_no_bar_is_met() -> None:
@@ -158,18 +164,23 @@ def test_memory_and_roofline_are_compared_with_their_bounds(budget: int, met: bo
     found = {bar.what: bar for bar in bars([ours], 40e9)}
     assert found["peak memory, MB"].met is met
     assert found["share of the roofline, B=1"].value == pytest.approx(0.55)
+    assert [bar.met for gb_s in (40, 25, 20) for bar in bars([ours], gb_s * 1e9) if bar.what.startswith("share")] == [
+        False,
+        True,
+        False,
+    ]  # a share above one is a defect of the probe
     assert roofline_share(measured("peer", 0.01, 220), 40e9) is None
 
 
 def test_the_bars_are_the_required_ones() -> None:
     assert {str(w): bound for w, bound in BARS["4-bit"].items()} == {
-        "decode, B=1": 1.4,
-        "decode, B=8": 1.3,
-        "decode, B=32": 1.3,
+        "decode, B=1": 1.2,
+        "decode, B=8": 2.0,
+        "decode, B=32": 2.0,
         "prefill, 128 tokens": 1.0,
         "prefill, 1,024 tokens": 1.0,
     }
-    assert BARS["near-lossless"][Workload("decode", 32)] == 1.4
+    assert BARS["near-lossless"][Workload("decode", 32)] == 2.0
 
 
 def test_a_peer_dominates_only_if_it_is_faster_and_has_a_lower_kl_than_all_our_bundles() -> None:
@@ -218,9 +229,9 @@ def run_of(*systems: Measured, failures: dict[str, str] | None = None) -> Run:
 def test_the_page_shows_what_was_measured_and_what_failed(tmp_path: Path) -> None:
     ours, peer = measured("ours", 0.01, 150, ours=True), measured("peer", 0.011, 100)
     run = run_of(ours, peer, failures={"other": "it ended"})
-    write(run, tmp_path)
+    write(run, tmp_path, "cpu")
     text = (tmp_path / "cpu.md").read_text()
-    assert "| ours | near-lossless | decode, B=1 | 1.50 | at least 1.40 | peer | yes |" in text
+    assert "| ours | near-lossless | decode, B=1 | 1.50 | at least 1.30 | peer | yes |" in text
     assert "| **ours** | near-lossless | 0.0100 | 90.0% | 150 |" in text
     assert "- **other**: it ended" in text
     assert Run.model_validate_json((tmp_path / "cpu.json").read_text()) == run
@@ -234,12 +245,12 @@ def test_the_plot_has_a_point_for_every_engine_with_a_speed_and_a_kl() -> None:
 
 def test_a_run_without_our_own_bundle_writes_nothing(tmp_path: Path) -> None:
     with pytest.raises(EvidenceError, match="none of our bundles"):
-        write(run_of(measured("peer", 0.1, 10)), tmp_path / "out")
+        write(run_of(measured("peer", 0.1, 10)), tmp_path / "out", "cpu")
     assert not (tmp_path / "out").exists()
 
 
 def test_the_page_says_that_a_rival_is_missing() -> None:
-    assert "no rival measured" in page(run_of(measured("ours", 0.01, 150, ours=True)))
+    assert "no rival measured" in page(run_of(measured("ours", 0.01, 150, ours=True)), "cpu")
 
 
 def test_bundles_are_named_on_the_command_line() -> None:
@@ -279,5 +290,61 @@ def test_every_peer_has_an_adapter_and_exact_pins(system: object) -> None:
     environment, adapter = getattr(system, "environment", ""), getattr(system, "adapter", "")
     assert environment != OURS
     assert (ROOT / f"benchmarks/peers/adapters/{adapter}.py").is_file()
+    if environment in EXTERNAL:
+        return
     pins = (ROOT / f"benchmarks/peers/requirements-{environment}.txt").read_text().split()
     assert pins and all(re.fullmatch(r"[\w.-]+==[\w.]+", pin) for pin in pins)
+
+
+def test_a_peer_that_the_user_builds_is_skipped_with_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TAPEOUT_IK_LLAMA", raising=False)
+    with pytest.raises(PeerError, match=r"skipped: \$TAPEOUT_IK_LLAMA is not set"):
+        install("ik-llama", print)
+    monkeypatch.setenv("TAPEOUT_IK_LLAMA", str(tmp_path / "missing"))
+    with pytest.raises(PeerError, match=r"is .*missing"):
+        install("ik-llama", print)
+    monkeypatch.setenv("TAPEOUT_IK_LLAMA", str(tmp_path))
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/libllama.so").write_bytes(b"a library")
+    install("ik-llama", print)
+    assert python_of("ik-llama") == Path(sys.executable) and len(versions("ik-llama")["ik-llama"]) == 12
+
+
+def test_the_seconds_of_prompts_and_of_steps_are_read_from_the_table_of_ik_llama() -> None:
+    row = "|   128 |    16 |    8 |   1152 |    0.540 |  1896.45 |    0.301 |   424.63 |    0.841 |  1369.3 |"
+    found = ROW.search(f"|    PP |     TG |    B |\n|-------|--------|------|\n{row}\n")
+    assert found and found.groups() == ("128", "16", "8", "0.540", "0.301")
+
+
+def test_without_kl_classes_follow_from_the_bits_per_weight() -> None:
+    eight, six, four = (measured(str(b), None, 10, bits=b).model_copy(update={"by_format": True}) for b in (8, 6.6, 4))
+    assert [classes(m) for m in (eight, six, four)] == [("near-lossless",), ("near-lossless",), ("4-bit",)]
+    ours = measured("ours", None, 30, ours=True, bits=7).model_copy(update={"by_format": True})
+    assert rivals(ours, "near-lossless", [ours, eight, six, four]) == [eight, six]
+    judged = measured("judged", 0.2, 30, ours=True, bits=4.7)  # the KL of a peer without logits is not known
+    assert rivals(judged, "4-bit", [judged, four]) == [four]
+
+
+def test_a_run_of_random_weights_shows_no_kl(tmp_path: Path) -> None:
+    systems = [measured(name, None, speed, ours=name == "ours") for name, speed in (("ours", 150), ("peer", 100))]
+    run = run_of(*(m.model_copy(update={"by_format": True}) for m in systems)).model_copy(update={"documents": 0})
+    write(run, tmp_path, "a-shape")
+    text = (tmp_path / "a-shape.md").read_text()
+    assert "| ours | near-lossless | decode, B=1 | 1.50 | at least 1.30 | peer | yes |" in text
+    assert "Random weights say nothing of quality" in text and "Domination" not in text and ".svg" not in text
+    assert not (tmp_path / "a-shape.svg").exists()
+
+
+def test_the_gguf_of_a_shape_has_all_its_tensors(tmp_path: Path) -> None:
+    small = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "vocab_size": 64}
+    shape = SHAPES["qwen2.5-0.5b"]
+    config = {**shape.config, **small, "num_attention_heads": 4, "num_key_value_heads": 2}
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    (tokenizer / "generation_config.json").write_text("{}")
+    write_shape(Shape(shape.architecture, config), tmp_path / "checkpoint", tokenizer)
+    write_gguf(config, tmp_path / "checkpoint", tmp_path / "model.gguf")
+    found = {t.name: (tuple(t.shape), t.tensor_type.name) for t in GGUFReader(tmp_path / "model.gguf").tensors}
+    assert len(found) == 2 + 2 * 12
+    assert found["blk.1.attn_k.weight"] == ((64, 32), "F16") and found["blk.1.attn_k.bias"] == ((32,), "F32")
+    assert found["token_embd.weight"] == ((64, 64), "F16") and found["blk.0.ffn_down.weight"] == ((96, 64), "F16")

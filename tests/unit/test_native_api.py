@@ -71,7 +71,7 @@ def test_the_runtime_is_the_one_that_is_supported(base: Base) -> None:
 
 
 def test_every_place_is_an_entry_of_its_own(base: Base) -> None:
-    assert len(PLACES) == 13 and len(set(PLACES.values())) == 13
+    assert len(PLACES) == 14 and len(set(PLACES.values())) == 14
     table = ctypes.cast(base.get(VERSIONS["API_VERSION"]), POINTER(c_void_p))
     assert all(table[place] for place in PLACES.values())
 

@@ -13,6 +13,7 @@ enum { LARGEST_N = 1 << 28, LARGEST_K = 1 << 24 }; /* sizes in bytes fit 64 bits
 
 typedef struct {
   Api api;
+  Threads* threads;
   int64_t N, K, block, bits, half_scales;
 } Kernel;
 
@@ -83,12 +84,11 @@ static Status* compute(void* self, Context* context) {
   for (size_t i = 0; i < ids.rank; i++) dims[i] = ids.dims[i];
   dims[ids.rank] = k->K;
   TRY(output(api, context, 0, dims, ids.rank + 1, &w.y));
-  return ids.elements ? parallel(api, context, gather, ids.elements, &w) : NULL;
+  return ids.elements ? parallel(api, context, k->threads, gather, ids.elements, &w, NULL) : NULL;
 }
 
 static Status* create(const Op* op, Api api, const Info* info, void** self) {
-  (void)op;
-  Kernel found = {.api = api};
+  Kernel found = {.api = api, .threads = threads_of(op)};
   TRY(attribute_int(api, info, "N", &found.N));
   TRY(attribute_int(api, info, "K", &found.K));
   TRY(attribute_int(api, info, "block_size", &found.block));
@@ -98,10 +98,19 @@ static Status* create(const Op* op, Api api, const Info* info, void** self) {
       found.block % 16 || found.K % found.block || (found.bits != 4 && found.bits != 6 && found.bits != 8))
     return failure(api, ERROR_ARGUMENT, "BlockGather: unsupported N, K, block_size or bits");
   Kernel* k = malloc(sizeof *k);
-  if (!k) return failure(api, ERROR_FAIL, "BlockGather: out of memory");
+  if (!k || !hold_threads(found.threads)) {
+    free(k);
+    return failure(api, ERROR_FAIL, "BlockGather: out of memory or threads");
+  }
   *k = found;
   *self = k;
   return NULL;
+}
+
+static void destroy(void* self) {
+  Kernel* k = self;
+  release_threads(k->threads);
+  free(k);
 }
 
 static const char* name(const Op* op) {
@@ -121,4 +130,5 @@ static int output_type(const Op* op, size_t i) {
   return (void)op, (void)i, FLOAT;
 }
 
-Op block_gather_op = OPERATOR(name, inputs, input_type, input_presence, one, output_type, create, compute);
+const Op block_gather_op =
+    OPERATOR(name, inputs, input_type, input_presence, one, output_type, create, compute, destroy);

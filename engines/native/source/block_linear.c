@@ -46,9 +46,11 @@ typedef enum { PLAIN, GATED, NORM, RESIDUAL_NORM, HEAD } Kind;
 
 typedef struct {
   Api api;
+  Threads* threads;
   Kind kind;
   int64_t N, K, block, bits, half_scales, symmetric;
   float epsilon;
+  Stream stream;
 } Kernel;
 
 /* The largest logits of a token so far, in each lane of its tiles, and their columns. */
@@ -64,7 +66,7 @@ typedef struct {
 } Max;
 
 typedef struct {
-  const Kernel* kernel;
+  Kernel* kernel;
   int64_t M, blocks, tiles, parts;
   _Atomic int out_of_memory;
   const float* x;
@@ -320,7 +322,7 @@ static int64_t argmax(const Work* w, int64_t token) {
 
 /* The tokens of `w`, whose memory is bounded, at once. */
 static Status* compute_tokens(Work* w, Context* context, void* memory, int64_t* greedy) {
-  const Kernel* k = w->kernel;
+  Kernel* k = w->kernel;
   Api api = k->api;
   const int64_t code_bytes = (w->M * k->K + 63) / 64 * 64, blocks = w->M * w->blocks;
   w->x_codes = memory;
@@ -330,8 +332,8 @@ static Status* compute_tokens(Work* w, Context* context, void* memory, int64_t* 
   if (w->M * k->K < PARALLEL_ACTIVATIONS)
     for (int64_t token = 0; token < w->M; token++) quantize_token(w, token);
   else
-    TRY(parallel(api, context, quantize_token, w->M, w));
-  if (!w->out_of_memory) TRY(parallel(api, context, matmul_part, w->parts, w));
+    TRY(parallel(api, context, k->threads, quantize_token, w->M, w, NULL));
+  if (!w->out_of_memory) TRY(parallel(api, context, k->threads, matmul_part, w->parts, w, &k->stream));
   if (w->out_of_memory) return failure(api, ERROR_FAIL, "block-quantized linear: out of memory");
   for (int64_t token = 0; greedy && token < w->M; token++) greedy[token] = argmax(w, token);
   return NULL;
@@ -360,7 +362,7 @@ static Status* compute_chunks(const Work* all, Context* context, int64_t* greedy
 }
 
 static Status* compute(void* self, Context* context) {
-  const Kernel* k = self;
+  Kernel* k = self;
   Api api = k->api;
   const int normed = k->kind == NORM || k->kind == RESIDUAL_NORM;
   Tensor x, residual = {0}, greedy = {0}, weight = {0}, codes, scales, zero_points, bias;
@@ -396,7 +398,7 @@ static Status* compute(void* self, Context* context) {
             .x = x.data,
             .residual = residual.data,
             .weight = weight.data,
-            .codes = codes.data,
+            .codes = resident(k->threads, &k->stream, codes.data, codes.elements),
             .scales = scales.data,
             .zero_points = zero_points.data,
             .bias = bias.data};
@@ -421,7 +423,7 @@ static Status* compute(void* self, Context* context) {
 }
 
 static Status* create(const Op* op, Api api, const Info* info, void** self) {
-  Kernel found = {.api = api, .kind = (Kind)(op - linear_ops)};
+  Kernel found = {.api = api, .kind = (Kind)kind_of(op), .threads = threads_of(op)};
   TRY(attribute_int(api, info, "N", &found.N));
   TRY(attribute_int(api, info, "K", &found.K));
   TRY(attribute_int(api, info, "block_size", &found.block));
@@ -436,20 +438,29 @@ static Status* create(const Op* op, Api api, const Info* info, void** self) {
     return failure(api, ERROR_ARGUMENT, "block-quantized linear: sums over more than 32768 channels overflow");
   if (!(found.epsilon >= 0)) return failure(api, ERROR_ARGUMENT, "block-quantized linear: a negative epsilon");
   Kernel* k = malloc(sizeof *k);
-  if (!k) return failure(api, ERROR_FAIL, "block-quantized linear: out of memory");
+  if (!k || !hold_threads(found.threads)) {
+    free(k);
+    return failure(api, ERROR_FAIL, "block-quantized linear: out of memory or threads");
+  }
   *k = found;
   *self = k;
   return NULL;
 }
 
+static void destroy(void* self) {
+  Kernel* k = self;
+  release_threads(k->threads);
+  free(k);
+}
+
 static const char* name(const Op* op) {
   static const char* const names[] = {"BlockLinear", "GatedLinear", "NormLinear", "ResidualNormLinear", "HeadLinear"};
-  return names[op - linear_ops];
+  return names[kind_of(op)];
 }
 
 static size_t before_codes(const Op* op) {
   static const size_t counts[] = {1, 1, 2, 3, 2};
-  return counts[op - linear_ops];
+  return counts[kind_of(op)];
 }
 
 static size_t inputs(const Op* op) {
@@ -458,7 +469,7 @@ static size_t inputs(const Op* op) {
 
 static int input_type(const Op* op, size_t i) {
   static const int types[] = {UINT8, ANY, UINT8, FLOAT}; /* codes, scales, zero points, bias */
-  if (op - linear_ops == HEAD && i == 1) return BOOL;
+  if (kind_of(op) == HEAD && i == 1) return BOOL;
   return i < before_codes(op) ? FLOAT : types[i - before_codes(op)];
 }
 
@@ -466,11 +477,10 @@ static int input_presence(const Op* op, size_t i) {
   return i < before_codes(op) + 2 ? REQUIRED : OPTIONAL;
 }
 static size_t outputs(const Op* op) {
-  return op - linear_ops >= RESIDUAL_NORM ? 2 : 1;
+  return kind_of(op) >= RESIDUAL_NORM ? 2 : 1;
 }
 static int output_type(const Op* op, size_t i) {
-  return op - linear_ops == HEAD && i == 1 ? INT64 : FLOAT;
+  return kind_of(op) == HEAD && i == 1 ? INT64 : FLOAT;
 }
 
-#define LINEAR OPERATOR(name, inputs, input_type, input_presence, outputs, output_type, create, compute)
-Op linear_ops[] = {[PLAIN] = LINEAR, [GATED] = LINEAR, [NORM] = LINEAR, [RESIDUAL_NORM] = LINEAR, [HEAD] = LINEAR};
+const Op linear_op = OPERATOR(name, inputs, input_type, input_presence, outputs, output_type, create, compute, destroy);

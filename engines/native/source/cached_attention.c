@@ -40,6 +40,7 @@ static const float LARGEST_WEIGHT = (1 << 24) - 64;
 
 typedef struct {
   Api api;
+  Threads* threads;
   int64_t heads, kv_heads, rotary, interleaved, window;
   float scale, softcap;
 } Kernel;
@@ -750,8 +751,8 @@ static Status* compute(void* self, Context* context) {
     for (int64_t i = 0; most > 1 && i < w.B * k->kv_heads; i++) update_long(&w, i);
     for (int64_t i = 0; i < parts * k->kv_heads; i++) attend(&w, i);
   } else {
-    if (most > 1) status = parallel(api, context, update_long, w.B * k->kv_heads, &w);
-    if (!status) status = parallel(api, context, attend, parts * k->kv_heads, &w);
+    if (most > 1) status = parallel(api, context, k->threads, update_long, w.B * k->kv_heads, &w, NULL);
+    if (!status) status = parallel(api, context, k->threads, attend, parts * k->kv_heads, &w, NULL);
   }
   free(list);
   if (status) return status;
@@ -759,8 +760,7 @@ static Status* compute(void* self, Context* context) {
 }
 
 static Status* create(const Op* op, Api api, const Info* info, void** self) {
-  (void)op;
-  Kernel found = {.api = api};
+  Kernel found = {.api = api, .threads = threads_of(op)};
   TRY(attribute_int(api, info, "num_heads", &found.heads));
   TRY(attribute_int(api, info, "kv_num_heads", &found.kv_heads));
   TRY(attribute_float(api, info, "scale", &found.scale));
@@ -773,10 +773,19 @@ static Status* create(const Op* op, Api api, const Info* info, void** self) {
       !(found.softcap <= FLT_MAX))
     return failure(api, ERROR_ARGUMENT, "CachedAttention: unsupported heads, scale, window or softcap");
   Kernel* k = malloc(sizeof *k);
-  if (!k) return failure(api, ERROR_FAIL, "CachedAttention: out of memory");
+  if (!k || !hold_threads(found.threads)) {
+    free(k);
+    return failure(api, ERROR_FAIL, "CachedAttention: out of memory or threads");
+  }
   *k = found;
   *self = k;
   return NULL;
+}
+
+static void destroy(void* self) {
+  Kernel* k = self;
+  release_threads(k->threads);
+  free(k);
 }
 
 static const char* name(const Op* op) {
@@ -805,6 +814,7 @@ static int input_presence(const Op* op, size_t i) {
 }
 
 /* Two descriptions of one operator; ONNX Runtime chooses by the type of the cache. */
-Op cached_attention_float_op =
-    OPERATOR(name, inputs, float_input, input_presence, outputs, float_output, create, compute);
-Op cached_attention_int8_op = OPERATOR(name, inputs, int8_input, input_presence, outputs, int8_output, create, compute);
+const Op cached_attention_float_op =
+    OPERATOR(name, inputs, float_input, input_presence, outputs, float_output, create, compute, destroy);
+const Op cached_attention_int8_op =
+    OPERATOR(name, inputs, int8_input, input_presence, outputs, int8_output, create, compute, destroy);

@@ -4,16 +4,21 @@
 #include <pthread.h>
 #include <stdlib.h>
 
-enum { CACHE_LINE = 64 };
+enum { CACHE_LINE = 64, MOST_THREADS = 1024 };
 
-static Op* const OPERATORS[] = {&block_gather_op,
-                                &cached_attention_float_op,
-                                &cached_attention_int8_op,
-                                &linear_ops[0],
-                                &linear_ops[1],
-                                &linear_ops[2],
-                                &linear_ops[3],
-                                &linear_ops[4]};
+/* Each with its kind, where several share a description. */
+static const struct {
+  const Op* op;
+  int kind;
+} OPERATORS[] = {{&block_gather_op, 0},
+                 {&cached_attention_float_op, 0},
+                 {&cached_attention_int8_op, 0},
+                 {&linear_op, 0},
+                 {&linear_op, 1},
+                 {&linear_op, 2},
+                 {&linear_op, 3},
+                 {&linear_op, 4}};
+enum { OPERATOR_COUNT = sizeof OPERATORS / sizeof *OPERATORS };
 
 static pthread_key_t keys[SCRATCHES];
 static int keys_created; /* the first so many of `keys` */
@@ -32,6 +37,25 @@ __attribute__((destructor)) static void delete_keys(void) {
   }
 }
 
+/* The number of threads that native operators start, from the options of a session; 0 where they use ONNX Runtime's. */
+static size_t thread_count(Api api, const Options* options) {
+  char text[16] = "0";
+  size_t size = sizeof text;
+  Status* status = ((Status * (*)(const Options*, const char*, char*, size_t*)) api[SESSION_ENTRY])(
+      options, "tapeout.threads", text, &size);
+  release_status(api, status); /* there is no such entry */
+  const long count = status ? 0 : strtol(text, NULL, 10);
+  return count > 0 && count <= MOST_THREADS ? (size_t)count : 0;
+}
+
+/* Operators of a session; they stay, as ONNX Runtime does not say when it no longer needs them. */
+static Operator* create_operators(Threads* threads) {
+  Operator* operators = calloc(OPERATOR_COUNT, sizeof *operators);
+  for (size_t i = 0; operators && i < OPERATOR_COUNT; i++)
+    operators[i] = (Operator){*OPERATORS[i].op, OPERATORS[i].kind, threads};
+  return operators;
+}
+
 __attribute__((visibility("default"))) Status* RegisterCustomOps(Options* options, const ApiBase* base) {
   Api api = base->get(API_VERSION);
   if (!api) {
@@ -41,11 +65,19 @@ __attribute__((visibility("default"))) Status* RegisterCustomOps(Options* option
   if (keys_created < SCRATCHES) return failure(api, ERROR_FAIL, "the process has no thread-specific keys left");
   Domain* domain = NULL;
   TRY(((Status * (*)(const char*, Domain**)) api[CREATE_DOMAIN])("tapeout.kernels", &domain));
+  const size_t count = thread_count(api, options);
+  Threads* threads = count ? create_threads(count) : NULL;
+  Operator* operators = create_operators(threads);
   Status* status = NULL;
-  for (size_t i = 0; !status && i < sizeof OPERATORS / sizeof *OPERATORS; i++)
-    status = ((Status * (*)(Domain*, const Op*)) api[DOMAIN_ADD])(domain, OPERATORS[i]);
+  if (!operators || (count && !threads)) status = failure(api, ERROR_FAIL, "out of memory");
+  for (size_t i = 0; !status && i < OPERATOR_COUNT; i++)
+    status = ((Status * (*)(Domain*, const Op*)) api[DOMAIN_ADD])(domain, &operators[i].op);
   if (!status) status = ((Status * (*)(Options*, Domain*)) api[ADD_DOMAIN])(options, domain);
-  if (status) ((void (*)(Domain*))api[RELEASE_DOMAIN])(domain);
+  if (status) {
+    ((void (*)(Domain*))api[RELEASE_DOMAIN])(domain);
+    free(operators);
+    free(threads);
+  }
   return status;
 }
 

@@ -41,6 +41,7 @@ enum {
   GET_OUTPUT = 91,         /* KernelContext_GetOutput */
   RELEASE_STATUS = 93,     /* ReleaseStatus */
   RELEASE_DOMAIN = 101,    /* ReleaseCustomOpDomain */
+  SESSION_ENTRY = 238,     /* GetSessionConfigEntry */
   PARALLEL_FOR = 274,      /* KernelContext_ParallelFor */
   TENSOR_TYPE_SHAPE = 414, /* GetTensorElementTypeAndShapeDataReference */
 };
@@ -167,11 +168,48 @@ static inline Status* output(Api api, Context* context, size_t index, const int6
   return NULL;
 }
 
-/* `work(state, i)` for i in 0 .. total-1 on the session's own threads. */
-static inline Status* parallel(Api api, const Context* context, void (*work)(void*, size_t), size_t total,
-                               void* state) {
+/* An operator of a session: what ONNX Runtime reads, which of several operators it is, and the session's threads. */
+typedef struct Threads Threads;
+typedef struct {
+  Op op;
+  int kind;
+  Threads* threads; /* NULL: those of ONNX Runtime */
+} Operator;
+
+static inline int kind_of(const Op* op) {
+  return ((const Operator*)op)->kind;
+}
+static inline Threads* threads_of(const Op* op) {
+  return ((const Operator*)op)->threads;
+}
+
+/* What a job reads from memory, each range of its indexes a range of the bytes; and what the next job reads. */
+typedef struct Stream Stream;
+struct Stream {
+  _Atomic(const char*) data;
+  const void* source; /* of `data`, where it is a copy */
+  size_t bytes;
+  Stream* next;
+};
+
+/* `count` threads with the caller's; NULL if there is no memory. They run while a kernel holds them; 0: they do not. */
+Threads* create_threads(size_t count);
+int hold_threads(Threads* threads);
+void release_threads(Threads* threads);
+/* Where to read the bytes of an initializer: a copy of them in huge pages, made once, or `data` itself without memory for
+   it or without `threads`. */
+const void* resident(Threads* threads, Stream* stream, const void* data, size_t bytes);
+void run_on(Threads* threads, void (*work)(void*, size_t), size_t total, void* state, Stream* stream);
+
+/* `work(state, i)` for i in 0 .. total-1 on the session's threads. `stream` may be NULL. */
+static inline Status* parallel(Api api, const Context* context, Threads* threads, void (*work)(void*, size_t),
+                               size_t total, void* state, Stream* stream) {
   if (total == 1) {
     work(state, 0);
+    return NULL;
+  }
+  if (threads) {
+    run_on(threads, work, total, state, stream);
     return NULL;
   }
   return ((Status * (*)(const Context*, void (*)(void*, size_t), size_t, size_t, void*)) api[PARALLEL_FOR])(
@@ -205,23 +243,23 @@ static inline int last_version(const Op* op) {
   return (void)op, INT32_MAX;
 }
 
-#define OPERATOR(NAME, INPUTS, INPUT_TYPE, INPUT_PRESENCE, OUTPUTS, OUTPUT_TYPE, CREATE, COMPUTE) \
-  {.version = OP_VERSION,                                                                         \
-   .name = NAME,                                                                                  \
-   .provider = default_provider,                                                                  \
-   .input_count = INPUTS,                                                                         \
-   .input_type = INPUT_TYPE,                                                                      \
-   .input_presence = INPUT_PRESENCE,                                                              \
-   .input_memory = default_memory,                                                                \
-   .output_count = OUTPUTS,                                                                       \
-   .output_type = OUTPUT_TYPE,                                                                    \
-   .output_presence = always_required,                                                            \
-   .create = CREATE,                                                                              \
-   .compute = COMPUTE,                                                                            \
-   .destroy = free,                                                                               \
-   .start_version = first_version,                                                                \
+#define OPERATOR(NAME, INPUTS, INPUT_TYPE, INPUT_PRESENCE, OUTPUTS, OUTPUT_TYPE, CREATE, COMPUTE, DESTROY) \
+  {.version = OP_VERSION,                                                                                  \
+   .name = NAME,                                                                                           \
+   .provider = default_provider,                                                                           \
+   .input_count = INPUTS,                                                                                  \
+   .input_type = INPUT_TYPE,                                                                               \
+   .input_presence = INPUT_PRESENCE,                                                                       \
+   .input_memory = default_memory,                                                                         \
+   .output_count = OUTPUTS,                                                                                \
+   .output_type = OUTPUT_TYPE,                                                                             \
+   .output_presence = always_required,                                                                     \
+   .create = CREATE,                                                                                       \
+   .compute = COMPUTE,                                                                                     \
+   .destroy = DESTROY,                                                                                     \
+   .start_version = first_version,                                                                         \
    .end_version = last_version}
 
-extern Op block_gather_op, cached_attention_float_op, cached_attention_int8_op, linear_ops[5];
+extern const Op block_gather_op, cached_attention_float_op, cached_attention_int8_op, linear_op;
 
 #endif

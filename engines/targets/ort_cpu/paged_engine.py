@@ -32,7 +32,7 @@ class PagedEngine:
 
     def __init__(self, bundle: Artifact[EngineBundle], *, threads: int, blocks: int) -> None:
         io = bundle.record.io
-        options = cpu_options(threads, library_of(bundle))
+        options = cpu_options(threads, library_of(bundle), bundle.record.census)
         keep_mapped(options, bundle)
         self._session = ort.InferenceSession(str(bundle.folder / "model.onnx"), options, providers=CPU)
         self.digest = bundle.digest

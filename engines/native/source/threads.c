@@ -1,0 +1,240 @@
+/* The threads of a session's native operators: they stay from node to node, and a node costs a cache line each way.
+
+   A job is cut into ranges, one for each thread. A thread takes the indexes of its own range in order and then what is
+   left of the others'. So the same thread reads the same weights in every step, nobody waits for a thread that sleeps or
+   was interrupted before its first index, and the caller alone can do it all.
+
+   Weights are copied to huge pages in the first run. The pages that they came from are paged out: those of a file are
+   read again where another operator needs them.
+
+   Between jobs a thread prefetches the weights of the linear that comes next, then spins, then sleeps. Which linear is
+   next is learned from the step before: nodes run in the same order in each. A wrong guess costs bandwidth alone. */
+#include "memory.h"
+#include "ort.h"
+
+#include <immintrin.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { CACHE_LINE = 64 };
+/* About half a millisecond: longer than what lies between the steps of a decode. */
+enum { SPINS = 1 << 15 };
+/* What a thread prefetches of its own range and of the caller's: half of a second-level cache of 1 MiB at most. */
+enum { AHEAD_BYTES = 1 << 18, AHEAD_SLICE = 1 << 10 };
+/* Memory for weights is taken in chunks; what is never written costs nothing. */
+enum { CHUNK_BYTES = 64 << 20 };
+
+typedef struct {
+  _Alignas(CACHE_LINE) _Atomic size_t next; /* index */
+  size_t end;
+  _Alignas(CACHE_LINE) _Atomic int active; /* the thread may use the job */
+} Range;
+
+typedef struct {
+  Threads* threads;
+  size_t number;
+} Helper;
+
+typedef struct Chunk Chunk;
+struct Chunk {
+  Chunk* next;
+  size_t left;
+  char* free;
+  char* memory;
+};
+
+struct Threads {
+  _Alignas(CACHE_LINE) _Atomic uint32_t jobs; /* counts them; waiting threads read nothing else */
+  _Atomic int ending;
+  /* The job, written by the caller while no thread is active. */
+  _Alignas(CACHE_LINE) _Atomic int open;
+  void (*work)(void*, size_t);
+  void* state;
+  _Atomic(const char*) ahead;
+  _Atomic size_t ahead_bytes;
+
+  _Alignas(CACHE_LINE) size_t count; /* threads, the caller's too; started when the first kernel is created */
+  atomic_flag busy;
+  Stream* last;
+  Range* ranges;
+  Helper* helpers;
+  pthread_t* started;
+  pthread_mutex_t lock; /* of what follows */
+  pthread_cond_t wake;
+  _Atomic int sleeping;
+  int kernels;
+  Chunk* chunks;
+};
+
+static void take_part(Threads* t, size_t number) {
+  for (size_t i = 0; i < t->count; i++) {
+    Range* range = &t->ranges[(number + i) % t->count];
+    while (atomic_load_explicit(&range->next, memory_order_relaxed) < range->end) {
+      const size_t index = range->next++;
+      if (index < range->end) t->work(t->state, index);
+    }
+  }
+}
+
+/* Prefetches weights until a job comes or there is enough. */
+static void read_ahead(Threads* t, size_t number, uint32_t seen) {
+  const char* data = t->ahead;
+  const size_t bytes = t->ahead_bytes, own = bytes / t->count * number;
+  size_t most = bytes / t->count;
+  if (most > AHEAD_BYTES) most = AHEAD_BYTES;
+  for (size_t at = 0; at + AHEAD_SLICE <= most; at += AHEAD_SLICE) {
+    if (t->jobs != seen) return;
+    for (size_t i = 0; i < AHEAD_SLICE; i += CACHE_LINE) {
+      _mm_prefetch(data + own + at + i, _MM_HINT_T1);
+      if (number == 1) _mm_prefetch(data + at + i, _MM_HINT_T1);
+    }
+  }
+}
+
+/* Until there is a job after `seen`. */
+static void wait_for_job(Threads* t, uint32_t seen) {
+  for (int i = 0; i < SPINS; i++) {
+    if (t->jobs != seen) return;
+    _mm_pause();
+  }
+  pthread_mutex_lock(&t->lock);
+  t->sleeping++;
+  while (t->jobs == seen && !t->ending) pthread_cond_wait(&t->wake, &t->lock);
+  t->sleeping--;
+  pthread_mutex_unlock(&t->lock);
+}
+
+static void* help(void* self) {
+  const Helper* helper = self;
+  Threads* t = helper->threads;
+  Range* own = &t->ranges[helper->number];
+  uint32_t seen = 0;
+  while (!t->ending) {
+    wait_for_job(t, seen);
+    own->active = 1; /* before `open` is read: the caller closes the job before it reads `active` */
+    seen = t->jobs;
+    if (t->open) take_part(t, helper->number);
+    own->active = 0;
+    read_ahead(t, helper->number, seen);
+  }
+  return NULL;
+}
+
+static void announce(Threads* t) {
+  t->jobs++;
+  if (!t->sleeping) return;
+  pthread_mutex_lock(&t->lock);
+  pthread_cond_broadcast(&t->wake);
+  pthread_mutex_unlock(&t->lock);
+}
+
+Threads* create_threads(size_t count) {
+  Threads* t = aligned_alloc(CACHE_LINE, sizeof *t);
+  if (!t) return NULL;
+  *t = (Threads){.count = count, .busy = ATOMIC_FLAG_INIT};
+  pthread_mutex_init(&t->lock, NULL);
+  pthread_cond_init(&t->wake, NULL);
+  return t;
+}
+
+static void end_helpers(Threads* t, size_t running) {
+  t->ending = 1;
+  announce(t);
+  for (size_t i = 1; i < running; i++) pthread_join(t->started[i], NULL);
+  free(t->ranges);
+  free(t->helpers);
+  free(t->started);
+  while (t->chunks) {
+    Chunk* chunk = t->chunks;
+    t->chunks = chunk->next;
+    free(chunk->memory);
+    free(chunk);
+  }
+  t->ranges = NULL, t->helpers = NULL, t->started = NULL, t->last = NULL;
+  t->ahead_bytes = 0, t->ending = 0;
+}
+
+int hold_threads(Threads* t) {
+  if (!t || t->kernels++) return 1;
+  t->ranges = aligned_alloc(CACHE_LINE, t->count * sizeof *t->ranges);
+  t->helpers = malloc(t->count * sizeof *t->helpers);
+  t->started = malloc(t->count * sizeof *t->started);
+  size_t running = 1;
+  if (t->ranges && t->helpers && t->started) {
+    for (size_t i = 0; i < t->count; i++) t->ranges[i] = (Range){0}, t->helpers[i] = (Helper){t, i};
+    while (running < t->count && !pthread_create(&t->started[running], NULL, help, &t->helpers[running])) running++;
+  }
+  if (running == t->count && t->ranges && t->helpers && t->started) return 1;
+  end_helpers(t, running);
+  t->kernels = 0;
+  return 0;
+}
+
+void release_threads(Threads* t) {
+  if (t && !--t->kernels) end_helpers(t, t->count);
+}
+
+/* Memory in huge pages that lives as long as the session's kernels; NULL if there is none. The lock is held. */
+static char* weights_memory(Threads* t, size_t bytes) {
+  const size_t rounded = (bytes + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE;
+  if (!t->chunks || t->chunks->left < rounded) {
+    const size_t size = rounded > CHUNK_BYTES ? (rounded + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE : CHUNK_BYTES;
+    Chunk* chunk = malloc(sizeof *chunk);
+    char* memory = chunk ? aligned_alloc(HUGE_PAGE, size) : NULL;
+    if (!memory) {
+      free(chunk);
+      return NULL;
+    }
+    madvise(memory, size, ADVICE_HUGE_PAGE);
+    *chunk = (Chunk){t->chunks, size, memory, memory};
+    t->chunks = chunk;
+  }
+  char* found = t->chunks->free;
+  t->chunks->free += rounded, t->chunks->left -= rounded;
+  return found;
+}
+
+const void* resident(Threads* t, Stream* stream, const void* data, size_t bytes) {
+  if (!t) return data;
+  if (stream->data) return stream->source == data ? stream->data : data;
+  pthread_mutex_lock(&t->lock);
+  if (!stream->data) {
+    char* copy = weights_memory(t, bytes);
+    if (copy) {
+      memcpy(copy, data, bytes);
+      const uintptr_t first = ((uintptr_t)data + PAGE - 1) / PAGE * PAGE, end = ((uintptr_t)data + bytes) / PAGE * PAGE;
+      if (end > first) madvise((char*)data + (first - (uintptr_t)data), end - first, ADVICE_PAGE_OUT);
+    }
+    stream->bytes = bytes, stream->source = data;
+    stream->data = copy ? copy : data; /* last: others read the rest only when this is there */
+  }
+  pthread_mutex_unlock(&t->lock);
+  return stream->data;
+}
+
+void run_on(Threads* t, void (*work)(void*, size_t), size_t total, void* state, Stream* stream) {
+  if (atomic_flag_test_and_set(&t->busy)) { /* another run of the session has the threads */
+    for (size_t i = 0; i < total; i++) work(state, i);
+    return;
+  }
+  if (stream) {
+    if (t->last) t->last->next = stream;
+    t->last = stream;
+    t->ahead = stream->next ? stream->next->data : NULL;
+    t->ahead_bytes = stream->next ? stream->next->bytes : 0;
+  }
+  t->work = work, t->state = state;
+  for (size_t i = 0; i < t->count; i++) {
+    t->ranges[i].next = total * i / t->count;
+    t->ranges[i].end = total * (i + 1) / t->count;
+  }
+  t->open = 1;
+  announce(t);
+  take_part(t, 0);
+  t->open = 0;
+  for (size_t i = 1; i < t->count; i++)
+    while (t->ranges[i].active) _mm_pause();
+  atomic_flag_clear(&t->busy);
+}

@@ -1,0 +1,105 @@
+"""The threads of native operators: results to the bit with any number of them, whoever sleeps, runs beside or ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engines import native
+from engines.native import NATIVE
+from engines.sessions import SMALL, THREADS_ENTRY, cpu_options
+from engines.targets.ort_cpu import library
+from tapeout.schemes import Scheme
+from tests.native import Array, Run, linear_session, random_linear
+
+pytestmark = pytest.mark.skipif(native.level() is None, reason=native.unsupported())
+EIGHT = Scheme(bits=8, group_size=64, symmetric=True)
+COLUMNS = 192
+
+
+def session(threads: int, *, own: bool = True, outputs: int = 2000) -> Run:
+    return linear_session("BlockLinear", random_linear(outputs, COLUMNS, EIGHT), threads=threads, own_threads=own)
+
+
+def tokens(count: int, seed: int = 0) -> Array:
+    return np.random.default_rng(seed).standard_normal((count, COLUMNS)).astype(np.float32)
+
+
+def running() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 4, 8, 16])
+def test_any_number_of_threads_gives_the_same_bits(threads: int) -> None:
+    x = {count: tokens(count) for count in (1, 2, 7, 300)}
+    stock, own = session(1, own=False), session(threads)
+    for count, given_tokens in x.items():
+        expected = stock(given_tokens)[0]
+        for _ in range(5):
+            assert np.array_equal(own(given_tokens)[0], expected), f"{count} tokens"
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 40), st.sampled_from([0.0, 0.0, 0.0005, 0.003])), min_size=1, max_size=12))
+def test_threads_that_fell_asleep_take_part_again(steps: list[tuple[int, float]]) -> None:
+    """Threads sleep after about half a millisecond without work; a step may come before, after and meanwhile."""
+    own, expected = _shared()
+    for count, pause in steps:
+        time.sleep(pause)
+        assert np.array_equal(own(tokens(count))[0], expected[:count])
+
+
+def _shared(cache: list[tuple[Run, Array]] = []) -> tuple[Run, Array]:  # noqa: B006
+    """``tokens(n)`` begins with the same rows for every n, so one result has them all."""
+    if not cache:
+        cache.append((session(3), session(1, own=False)(tokens(40))[0]))
+    return cache[0]
+
+
+def test_runs_beside_each_other_are_computed_by_their_callers() -> None:
+    own, x = session(3), [tokens(20, seed) for seed in range(4)]
+    expected, wrong = [own(given_tokens)[0] for given_tokens in x], list[int]()
+
+    def run(number: int) -> None:
+        for _ in range(100):
+            if not np.array_equal(own(x[number])[0], expected[number]):
+                wrong.append(number)
+
+    callers = [threading.Thread(target=run, args=(number,)) for number in range(len(x))]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert not wrong
+
+
+def test_threads_end_with_their_session() -> None:
+    session(2)(tokens(1))
+    before = running()
+    for _ in range(3):
+        own = session(5)
+        own(tokens(3))
+        assert running() == before + 4
+        del own
+        assert running() == before
+
+
+def test_a_graph_with_other_operators_keeps_the_threads_of_the_runtime() -> None:
+    def threads_of(operators: list[str]) -> tuple[int, bool]:
+        options = cpu_options(3, library(), operators)
+        try:
+            own = options.get_session_config_entry(THREADS_ENTRY) == "3"
+        except RuntimeError:
+            own = False
+        return options.intra_op_num_threads, own
+
+    assert threads_of([*NATIVE, *SMALL]) == (1, True)
+    assert threads_of([*NATIVE, "MatMulNBits"]) == (3, False)
+    assert threads_of([]) == (3, False)
+    assert cpu_options(3, None, ["Gather"]).intra_op_num_threads == 3
