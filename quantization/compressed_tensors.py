@@ -32,15 +32,13 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 from safetensors import safe_open
-from safetensors.numpy import save_file
 
 from quantization.formats import BYTES, AnyArray, decode_bytes, encode_bytes, format_of, inferred_bits, integers
 from quantization.rounding import FloatArray, QuantizedLinear
+from quantization.shards import INDEX, SINGLE, ShardWriter
 from tapeout.errors import QuantizationError
 from tapeout.schemes import Scheme
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "input_scale")
 KV_PARTS = ("k_scale", "v_scale")  # of attention modules, when the KV cache has one scale per tensor
 
@@ -149,25 +147,11 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder)
 
 
-class CheckpointWriter:
-    """Writes tensors as they come, into shards of bounded size; holds at most one shard in memory.
-
-    A checkpoint that fits one shard is a plain ``model.safetensors``, as every reader expects.
-    """
+class CheckpointWriter(ShardWriter):
+    """Writes weights, quantized or not, in this layout."""
 
     def __init__(self, folder: Path, *, shard_bytes: int = 2 << 30) -> None:
-        self.folder, self.shard_bytes = folder, shard_bytes
-        self._pending: dict[str, AnyArray] = {}
-        self._pending_bytes = 0
-        self._shards: list[tuple[Path, list[str]]] = []
-        self._total_bytes = 0
-
-    def add(self, name: str, array: AnyArray) -> None:
-        if self._pending and self._pending_bytes + array.nbytes > self.shard_bytes:
-            self._flush()
-        self._pending[name] = np.ascontiguousarray(array)
-        self._pending_bytes += array.nbytes
-        self._total_bytes += array.nbytes
+        super().__init__(folder, shard_bytes=shard_bytes)
 
     def add_linear(self, name: str, linear: QuantizedLinear | FloatArray) -> None:
         if isinstance(linear, QuantizedLinear):
@@ -194,27 +178,6 @@ class CheckpointWriter:
     def _add_parts(self, name: str, parts: Mapping[str, AnyArray]) -> None:
         for part, array in parts.items():
             self.add(f"{_module(name)}.{part}", array)
-
-    def finish(self) -> None:
-        self._flush()
-        if len(self._shards) == 1:
-            self._shards[0][0].rename(self.folder / SINGLE)
-            return
-        weight_map: dict[str, str] = {}
-        for number, (path, names) in enumerate(self._shards, start=1):
-            final = f"model-{number:05d}-of-{len(self._shards):05d}.safetensors"
-            path.rename(self.folder / final)
-            weight_map.update(dict.fromkeys(names, final))
-        body = {"metadata": {"total_size": self._total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-        (self.folder / INDEX).write_text(json.dumps(body, indent=1) + "\n")
-
-    def _flush(self) -> None:
-        if not self._pending:
-            return
-        path = self.folder / f"shard-{len(self._shards)}.safetensors"
-        save_file(self._pending, path, metadata={"format": "pt"})
-        self._shards.append((path, list(self._pending)))
-        self._pending, self._pending_bytes = {}, 0
 
 
 def quantization_config(
