@@ -117,6 +117,11 @@ class Checkpoint:
         parts = (name, *(f"{_module(name)}.{part}" for part in PARTS))
         return sum(self._stored_bytes_of(part) for part in parts if part in self._files)
 
+    def half_scales(self, name: str) -> bool:
+        """Whether every scale of a parameter is a float16 number; read from the header alone."""
+        scales = f"{_module(name)}.weight_scale"
+        return scales not in self._files or self._file_of(scales).get_slice(scales).get_dtype() == "F16"
+
     def _stored_bytes_of(self, name: str) -> int:
         entry = self._file_of(name).get_slice(name)
         return math.prod(entry.get_shape()) * int(re.sub(r"\D", "", entry.get_dtype())) // 8
