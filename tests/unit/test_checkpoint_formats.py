@@ -484,7 +484,8 @@ def test_a_sharded_half_checkpoint_stays_the_same_through_all_stages(
     tmp_path: Path, dtype: torch.dtype, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """export -> calibrate -> quantize (float and 4-bit linears) -> export-checkpoint, both in shards."""
-    source = float_checkpoint(tmp_path / "checkpoint", dtype=dtype, tie_word_embeddings=tied)
+    settings = {"tie_word_embeddings": tied, "intermediate_size": 1024}  # mostly linears: else it is no smaller
+    source = float_checkpoint(tmp_path / "checkpoint", dtype=dtype, **settings)
     original = load_file(source / "model.safetensors")
     assert ("lm_head.weight" in original) != tied and {t.dtype for t in original.values()} == {dtype}
     shard(source)
