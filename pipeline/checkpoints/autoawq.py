@@ -21,9 +21,7 @@ CODES = "4-bit"
 @dataclass(frozen=True)
 class AutoAWQ:
     name: str = "autoawq"
-    recipe: str = (
-        "plan.schemes with {bits: 4, group_size: 128, symmetric: false} (or 32, 64) and plan.embeddings {bits: 32}"
-    )
+    recipe: str = "4 bits in groups of 32, 64 or 128, and plan.embeddings {bits: 32}, as `tapeout recipe w4-awq` has"
 
     def places(self, source: Source) -> list[Place]:
         reasons = {parameter.name: _reason(parameter) for parameter in source.parameters}
@@ -38,7 +36,7 @@ class AutoAWQ:
             raise QuantizationError(
                 f"{source.folder} has no linear that AutoAWQ's layout can hold",
                 expected="4-bit linears in groups of 32, 64 or 128",
-                remedy=f"quantize with a recipe that has {self.recipe}",
+                remedy=f"quantize with {self.recipe}",
             )
         return found
 

@@ -85,7 +85,7 @@ class Description:
 
     def add_to(self, writer: Any) -> None:
         config = self.config
-        writer.add_name(str(config.get("_name_or_path") or config["model_type"]))
+        writer.add_name(Path(config.get("_name_or_path") or config["model_type"]).name)
         writer.add_block_count(config["num_hidden_layers"])
         writer.add_context_length(config["max_position_embeddings"])
         writer.add_embedding_length(config["hidden_size"])
