@@ -8,6 +8,8 @@ rounded numbers. Layouts: ggml-common.h of llama.cpp (``block_q4_0``, ``block_q5
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -30,7 +32,7 @@ def encode(linear: QuantizedLinear, kind: str) -> NDArray[np.uint8]:
     rows, columns = linear.codes.shape
     blocks, repeat = columns // BLOCK, linear.group_size // BLOCK
     zeros = linear.scheme.midpoint if linear.zero_points is None else _spread(linear.zero_points, repeat)[:, :, None]
-    levels = linear.codes.reshape(rows, blocks, BLOCK).astype(np.int16) - np.int16(zeros)
+    levels = linear.codes.reshape(rows, blocks, BLOCK).astype(np.int16) - np.asarray(zeros, np.int16)
     if levels.min() < -LEVELS[kind] or levels.max() >= LEVELS[kind]:
         raise ValueError(f"levels {levels.min()} to {levels.max()} do not fit {kind}")
     scales = _spread(linear.scales, repeat).astype("<f2")[:, :, None].view(np.uint8)
@@ -46,7 +48,7 @@ def encode(linear: QuantizedLinear, kind: str) -> NDArray[np.uint8]:
     return np.concatenate(parts, axis=2).reshape(rows, -1)
 
 
-def _spread(parts: NDArray[np.generic], repeat: int) -> NDArray[np.generic]:
+def _spread(parts: NDArray[Any], repeat: int) -> NDArray[Any]:
     return np.repeat(parts, repeat, axis=1)
 
 

@@ -18,7 +18,7 @@ from quantization.compressed_tensors import CheckpointWriter, quantization_confi
 from quantization.rounding import QuantizedLinear
 from tapeout.schemes import FLOAT, Scheme
 
-AS_PLANNED, SIGNED_BYTES = "as planned", "8-bit symmetric"
+SIGNED_BYTES = "8-bit symmetric"
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class CompressedTensors:
                 writer.add(parameter.name, array, dtype)
             else:
                 linear = source.codes(parameter)
-                stored = linear if place.stored == AS_PLANNED else _signed(linear)
+                stored = _signed(linear) if place.stored == SIGNED_BYTES else linear
                 writer.add_linear(parameter.name, stored)
                 schemes[parameter.name] = stored.scheme
             advance()
@@ -58,7 +58,7 @@ def _place(parameter: Parameter) -> Place:
             parameter, FLOAT_STORED, "vLLM loads no quantized embedding or lm_head that transformers loads too"
         )
     if scheme.symmetric:
-        return Place(parameter, AS_PLANNED)
+        return Place(parameter, scheme.name)
     reason = "transformers loads no packed zero points"
     return Place(parameter, SIGNED_BYTES if scheme.bits < 8 else FLOAT_STORED, reason)
 

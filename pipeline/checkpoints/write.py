@@ -90,7 +90,8 @@ def export_checkpoint(
 
 
 def _shown(place: Place) -> str:
-    return place.stored if place.stored == FLOAT_STORED else f"{place.parameter.scheme.name} as {place.stored}"
+    scheme = place.parameter.scheme.name
+    return place.stored if place.stored in (FLOAT_STORED, scheme) else f"{scheme} as {place.stored}"
 
 
 def _refusal(source: Source, fmt: Format, changed: Sequence[Place]) -> QuantizationError:
