@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +65,16 @@ def float_checkpoint(folder: Path, model_type: str = "llama", *, dtype: Any = to
 
 
 def quantized_model(
-    folder: Path, scheme_of: Callable[[str], Scheme], model_type: str = "llama", **settings: Any
+    folder: Path,
+    scheme_of: Callable[[str], Scheme],
+    model_type: str = "llama",
+    *,
+    tokenizer: Mapping[str, Any] | None = None,
+    **settings: Any,
 ) -> Artifact[QuantizedModel]:
-    """``scheme_of`` is asked for every linear, the embedding and lm_head, by parameter name."""
+    """``scheme_of`` is asked for every linear, the embedding and lm_head, by parameter name. ``tokenizer``: what
+    differs in ``tokenizer.json``.
+    """
     source = float_checkpoint(folder.with_name(f"{folder.name}-float"), model_type, **settings)
     config = json.loads((source / "config.json").read_text())
     reports: list[LinearReport] = []
@@ -92,6 +99,8 @@ def quantized_model(
         for path in source.iterdir():
             if path.suffix != ".safetensors":
                 shutil.copyfile(path, draft.folder / path.name)
+        path = draft.folder / "tokenizer.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | dict(tokenizer or {})))
         embeddings = {r.name: r.scheme for r in reports if r.group in ("embedding", "lm_head")}
         if config["tie_word_embeddings"]:
             embeddings["lm_head.weight"] = embeddings["model.embed_tokens.weight"]

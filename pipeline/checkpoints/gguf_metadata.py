@@ -165,16 +165,22 @@ def _tokenizer(folder: Path) -> dict[str, Any]:
 
 
 def _pre_tokenizer(tokenizer: Mapping[str, Any]) -> str | None:
-    """llama.cpp's name of how text is cut before it is merged; None for what it has no name for here."""
-    found = tokenizer.get("pre_tokenizer") or {}
+    """llama.cpp's name of how text is cut before it is merged; None for what it has no name for here.
+
+    llama.cpp does not normalize text. Most text is in NFC already, so tokenizers that ask for that pass.
+    """
+    found, model = tokenizer.get("pre_tokenizer") or {}, tokenizer["model"]
     steps = found["pretokenizers"] if found.get("type") == "Sequence" else [found]
-    if tokenizer["model"].get("type") != "BPE" or not steps or steps[-1].get("type") != "ByteLevel":
+    plain = (tokenizer.get("normalizer") or {}).get("type") in (None, "NFC")
+    if model.get("type") != "BPE" or not plain or not steps or steps[-1].get("type") != "ByteLevel":
         return None
     if steps[-1].get("use_regex", True):
         digits = {"type": "Digits", "individual_digits": True}
-        return {0: "gpt-2", 1: "smollm" if steps[0] == digits else None}.get(len(steps) - 1)
-    pattern = steps[0].get("pattern", {}).get("Regex", "") if len(steps) == 2 else ""
-    return SPLITS.get(pattern)
+        name = {0: "gpt-2", 1: "smollm" if steps[0] == digits else None}.get(len(steps) - 1)
+    else:
+        name = SPLITS.get(steps[0].get("pattern", {}).get("Regex", "")) if len(steps) == 2 else None
+    # There llama.cpp takes a piece that is a token as it is, without merges.
+    return name if model.get("ignore_merges", False) == (name == "llama-bpe") else None
 
 
 def _add_tokenizer(writer: Any, folder: Path, vocab_size: int) -> None:

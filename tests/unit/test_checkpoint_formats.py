@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from pipeline.checkpoints import autoawq as awq_format
 from pipeline.checkpoints import compressed, gguf_metadata, write
-from pipeline.checkpoints.source import Source, narrowed
+from pipeline.checkpoints.source import narrowed
 from pipeline.checkpoints.write import Exported, export_checkpoint
 from pipeline.cli.main import main
 from pipeline.export.checkpoint import load_checkpoint
@@ -40,7 +40,7 @@ from tests.checkpoints import shard
 from tests.llama_server import Predict, llama_server
 from tests.plans import written_plan
 from tests.quantized import VOCAB, float_checkpoint, quantized_model
-from tests.tiny import tiny_texts
+from tests.tiny import tiny_checkpoint, tiny_texts
 
 INT4 = Scheme(bits=4, group_size=32, symmetric=True)
 INT4_ASYMMETRIC = Scheme(bits=4, group_size=32)
@@ -268,10 +268,7 @@ def test_llama_cpp_turns_heads_by_the_scaled_frequencies(tmp_path: Path, scaling
 
 
 def assert_llama_cpp_agrees(model: Artifact[QuantizedModel], folder: Path, bound: float) -> None:
-    tokenizer: Any = Tokenizer.from_file(str(model.folder / "tokenizer.json"))
-    text = "def f(x):\n    return 10 * x  # naïve <|im_start|>user\n"
-    with llama_server(folder / "model.gguf", VOCAB) as (predict, tokenize):
-        assert tokenize(text) == tokenizer.encode(text).ids
+    with llama_server(folder / "model.gguf", VOCAB) as (predict, _):
         assert divergence(model, predict) < bound
 
 
@@ -333,14 +330,55 @@ def test_gguf_refuses_models_that_llama_cpp_computes_differently(
         exported(model, "gguf", tmp_path / "out")
 
 
-def test_gguf_refuses_a_tokenizer_that_llama_cpp_would_cut_differently(tmp_path: Path) -> None:
-    model = quantized_model(tmp_path / "q", lambda _: FLOAT)
-    source = Source(model)
-    content = json.loads((model.folder / "tokenizer.json").read_text())
-    content["pre_tokenizer"] = {"type": "Metaspace"}
-    (model.folder / "tokenizer.json").write_text(json.dumps(content))
+TEXTS = (
+    "def f(x):\n    return 10 * x  # naïve\n\n\n",
+    "don't  DON'T we'll\t1234567 3.14, ½ ²",
+    " Ünïcode 日本語 emoji 🙂🙂 <|im_start|>user\nhi<|im_end|>",
+    "camelCaseWord /path/to/file\r\n;;;   ",
+)
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+BYTES_ONLY = BYTES | {"use_regex": False}
+
+
+def split(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+PRE_TOKENIZERS = {"gpt-2": [BYTES], "smollm": [{"type": "Digits", "individual_digits": True}, BYTES]} | {
+    name: [split(pattern), BYTES_ONLY] for pattern, name in gguf_metadata.SPLITS.items()
+}
+
+
+@pytest.mark.parametrize("name", PRE_TOKENIZERS)
+def test_llama_cpp_cuts_text_into_the_same_tokens(tmp_path: Path, name: str) -> None:
+    merges = json.loads((tiny_checkpoint() / "tokenizer.json").read_text())["model"]
+    changed = {
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": PRE_TOKENIZERS[name]},
+        "model": merges | {"ignore_merges": name == "llama-bpe"},
+    }
+    model = quantized_model(tmp_path / "q", lambda _: FLOAT, tokenizer=changed)
+    exported(model, "gguf", tmp_path / "out")
+    tokenizer: Any = Tokenizer.from_file(str(model.folder / "tokenizer.json"))
+    with llama_server(tmp_path / "out" / "model.gguf", VOCAB) as (_, tokenize):
+        for text in TEXTS:
+            assert tokenize(text) == tokenizer.encode(text).ids, text
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        {"pre_tokenizer": {"type": "Metaspace"}},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [split(r"\d+"), BYTES_ONLY]}},
+        {"normalizer": {"type": "Lowercase"}},
+    ],
+    ids=["metaspace", "another split", "normalizer"],
+)
+def test_gguf_refuses_a_tokenizer_that_llama_cpp_would_cut_differently(
+    tmp_path: Path, tokenizer: dict[str, Any]
+) -> None:
+    model = quantized_model(tmp_path / "q", lambda _: FLOAT, tokenizer=tokenizer)
     with pytest.raises(ExportError, match="a tokenizer that is none of gpt-2"):
-        gguf_metadata.require(source)
+        exported(model, "gguf", tmp_path / "out")
 
 
 # --- all formats
