@@ -6,6 +6,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from quantization import autoawq, gguf_blocks
 from quantization.calibrate import calibrate
 from quantization.checkpoint import QuantizedModel
 from quantization.compressed_tensors import open_checkpoint
+from quantization.formats import stored_by_rtn
 from quantization.quantize import quantize
 from quantization.reference import QuantizedReference
 from quantization.rounding import QuantizedLinear, round_to_nearest
@@ -45,6 +47,7 @@ from tests.tiny import tiny_checkpoint, tiny_texts
 INT4 = Scheme(bits=4, group_size=32, symmetric=True)
 INT4_ASYMMETRIC = Scheme(bits=4, group_size=32)
 INT6, INT8 = (Scheme(bits=bits, group_size=64, symmetric=True) for bits in (6, 8))
+SCALES = "scales are float16, and some of its scales are not"
 TOKENS = list(range(3, 120, 3))
 MODELS = {"llama": {}, "mistral": {"sliding_window": None}, "qwen2": {}, "qwen3": {}}
 
@@ -70,7 +73,8 @@ def linear(scheme: Scheme, rows: int = 16, columns: int = 256, seed: int = 0) ->
 
 def assert_same_weights(model: Artifact[QuantizedModel], folder: Path) -> None:
     """As our reader of sources has them: every parameter, bit for bit."""
-    ours, theirs = open_checkpoint(model.folder), dict(load_checkpoint(folder).model.named_parameters())
+    entry = "model.gguf" if (folder / "model.gguf").is_file() else ""
+    ours, theirs = open_checkpoint(model.folder), dict(load_checkpoint(folder, entry).model.named_parameters())
     assert set(ours.names()) == set(theirs)
     for name in ours.names():
         assert np.array_equal(ours.weight(name), theirs[name].detach().numpy()), name
@@ -307,11 +311,7 @@ def test_a_gguf_file_is_read_as_a_source_with_the_same_weights(tmp_path: Path) -
         tmp_path / "q", lambda name: INT8 if "k_proj" in name else mixed(name), tie_word_embeddings=True
     )
     exported(model, "gguf", tmp_path / "out", wider=True)
-    ours = open_checkpoint(model.folder)
-    theirs = dict(load_checkpoint(tmp_path / "out", "model.gguf").model.named_parameters())
-    assert set(ours.names()) == set(theirs)
-    for name in ours.names():
-        assert np.array_equal(ours.weight(name), theirs[name].detach().numpy()), name
+    assert_same_weights(model, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -382,6 +382,20 @@ def test_gguf_refuses_a_tokenizer_that_llama_cpp_would_cut_differently(
 
 
 # --- all formats
+
+
+@pytest.mark.parametrize("name", write.FORMATS)
+def test_scales_outside_float16_are_never_rounded(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tiny_down_projections(scheme: Scheme, weight: Any) -> Any:
+        found = stored_by_rtn(scheme, weight)
+        return replace(found, scales=found.scales * np.float32(1e-7)) if weight.shape == (64, 192) else found
+
+    monkeypatch.setattr("tests.quantized.stored_by_rtn", tiny_down_projections)
+    model = quantized_model(tmp_path / "q", only_linears(INT4))
+    found = exported(model, name, tmp_path / "out", wider=True)
+    wider = {item["tensor"].split(".")[-2]: item["reason"] for item in found.wider}
+    assert wider == ({} if name == "compressed-tensors" else {"down_proj": SCALES})
+    assert_same_weights(model, tmp_path / "out")
 
 
 @pytest.mark.parametrize("name", ["autoawq", "compressed-tensors"])
