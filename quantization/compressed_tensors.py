@@ -25,8 +25,7 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +36,11 @@ from safetensors.numpy import save_file
 
 from quantization.formats import BYTES, AnyArray, decode_bytes, encode_bytes, format_of, inferred_bits, integers
 from quantization.rounding import FloatArray, QuantizedLinear
+from quantization.shards import INDEX, SINGLE, ShardWriter
 from tapeout.errors import QuantizationError
 from tapeout.float_types import as_float32
 from tapeout.schemes import Scheme
-from tapeout.tensor_writer import TensorSpec, write_tensors
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "input_scale")
 KV_PARTS = ("k_scale", "v_scale")  # of attention modules, when the KV cache has one scale per tensor
 
@@ -122,6 +119,11 @@ class Checkpoint:
         parts = (name, *(f"{_module(name)}.{part}" for part in PARTS))
         return sum(self._stored_bytes_of(part) for part in parts if part in self._files)
 
+    def half_scales(self, name: str) -> bool:
+        """Whether every scale of a parameter is a float16 number; read from the header alone."""
+        scales = f"{_module(name)}.weight_scale"
+        return scales not in self._files or self._file_of(scales).get_slice(scales).get_dtype() == "F16"
+
     def _stored_bytes_of(self, name: str) -> int:
         entry = self._file_of(name).get_slice(name)
         return math.prod(entry.get_shape()) * int(re.sub(r"\D", "", entry.get_dtype())) // 8
@@ -152,36 +154,11 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder)
 
 
-class CheckpointWriter:
-    """Writes tensors as they come, into shards of bounded size; holds at most the tensors of one part in memory.
+class CheckpointWriter(ShardWriter):
+    """Writes weights, quantized or not, in this layout."""
 
-    A checkpoint that fits one shard is a plain ``model.safetensors``, as every reader expects. ``parts``: a folder for
-    finished parts, by default one inside ``folder`` that :meth:`finish` removes; parts that it holds already are kept.
-    """
-
-    def __init__(self, folder: Path, *, shard_bytes: int = 2 << 30, parts: Path | None = None) -> None:
-        self.folder, self.shard_bytes = folder, shard_bytes
-        self._parts = folder / ".parts" if parts is None else parts
-        self._pending: dict[str, AnyArray] = {}
-
-    def has_part(self, number: int) -> bool:
-        return self._part(number).exists()
-
-    def end_part(self, number: int, notes: Mapping[str, str] | None = None) -> None:
-        """Keep what was added since the last part; parts are written in the order of their numbers."""
-        self._parts.mkdir(exist_ok=True)
-        partial = self._parts / "partial"
-        save_file(self._pending, partial, metadata=dict(notes or {}))
-        partial.rename(self._part(number))
-        self._pending = {}
-
-    def notes(self, number: int) -> dict[str, str]:
-        """What was noted of a finished part."""
-        with safe_open(self._part(number), framework="numpy") as part:
-            return part.metadata() or {}
-
-    def add(self, name: str, array: AnyArray) -> None:
-        self._pending[name] = np.ascontiguousarray(array)
+    def __init__(self, folder: Path, *, shard_bytes: int = 2 << 30) -> None:
+        super().__init__(folder, shard_bytes=shard_bytes)
 
     def add_linear(self, name: str, linear: QuantizedLinear | FloatArray) -> None:
         if isinstance(linear, QuantizedLinear):
@@ -209,49 +186,49 @@ class CheckpointWriter:
         for part, array in parts.items():
             self.add(f"{_module(name)}.{part}", array)
 
+
+class ResumableWriter(CheckpointWriter):
+    """Keeps finished parts as files, so that an interrupted run goes on after the last one.
+
+    Holds at most the tensors of one part in memory. ``parts``: the folder of the finished parts, which may hold some.
+    """
+
+    def __init__(self, folder: Path, parts: Path) -> None:
+        super().__init__(folder)
+        self._parts = parts
+        self._pending: dict[str, AnyArray] = {}
+
+    def add(self, name: str, array: AnyArray, dtype: str | None = None) -> None:
+        assert dtype is None, "parts are written by numpy's types"
+        self._pending[name] = np.ascontiguousarray(array)
+
+    def has_part(self, number: int) -> bool:
+        return self._part(number).exists()
+
+    def end_part(self, number: int, notes: Mapping[str, str] | None = None) -> None:
+        """Keep what was added since the last part; parts are written in the order of their numbers."""
+        partial = self._parts / "partial"
+        save_file(self._pending, partial, metadata=dict(notes or {}))
+        partial.rename(self._part(number))
+        self._pending = {}
+
+    def notes(self, number: int) -> dict[str, str]:
+        """What was noted of a finished part."""
+        with safe_open(self._part(number), framework="numpy") as part:
+            return part.metadata() or {}
+
     def finish(self) -> None:
-        if self._pending:
-            self.end_part(len(self._finished()))
-        shards: list[dict[str, tuple[Path, TensorSpec]]] = [{}]
-        for path in self._finished():
+        """Write the shards from the parts, and what was added after them."""
+        for path in sorted(self._parts.glob("part-*")):
             with safe_open(path, framework="numpy") as part:
                 for name in part.keys():  # noqa: SIM118
-                    entry = part.get_slice(name)
-                    spec = TensorSpec(entry.get_dtype(), tuple(entry.get_shape()))
-                    if shards[-1] and _bytes_of(shards[-1]) + spec.nbytes > self.shard_bytes:
-                        shards.append({})
-                    shards[-1][name] = path, spec
-        weight_map: dict[str, str] = {}
-        for number, shard in enumerate(shards, start=1):
-            file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            write_tensors(self.folder / file, {name: spec for name, (_, spec) in shard.items()}, _reader_of(shard))
-            weight_map.update(dict.fromkeys(shard, file))
-        if len(shards) > 1:
-            body = {
-                "metadata": {"total_size": sum(map(_bytes_of, shards))},
-                "weight_map": dict(sorted(weight_map.items())),
-            }
-            (self.folder / INDEX).write_text(json.dumps(body, indent=1) + "\n")
-        if self._parts.parent == self.folder:
-            shutil.rmtree(self._parts)
-
-    def _finished(self) -> list[Path]:
-        return sorted(self._parts.glob("part-*"))
+                    super().add(name, part.get_tensor(name))
+        for name, array in self._pending.items():
+            super().add(name, array)
+        super().finish()
 
     def _part(self, number: int) -> Path:
         return self._parts / f"part-{number:05d}"
-
-
-def _bytes_of(shard: Mapping[str, tuple[Path, TensorSpec]]) -> int:
-    return sum(spec.nbytes for _, spec in shard.values())
-
-
-def _reader_of(shard: Mapping[str, tuple[Path, TensorSpec]]) -> Callable[[str], Iterable[memoryview]]:
-    def read(name: str) -> Iterable[memoryview]:
-        with safe_open(shard[name][0], framework="numpy") as part:
-            yield part.get_tensor(name).reshape(-1).view(np.uint8).data
-
-    return read
 
 
 def quantization_config(

@@ -16,11 +16,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from quantization import autoawq
 from quantization.formats import Packed, formats
 from tapeout.errors import QuantizationError
 
-# AutoAWQ: the i-th code of a word, lowest bits first, belongs to output channel 8j + AWQ_ORDER[i].
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 LAYOUTS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 # Of activations and of the KV cache, and how a packed weight was sorted; none of them is a weight.
@@ -106,26 +105,15 @@ def _shown(config: Any) -> str:
 
 
 def _awq(left: Left, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """``qweight`` int32 [K, N/8], ``qzeros`` int32 [G, N/8] and ``scales`` [G, N] of every linear."""
+    """Every linear of AutoAWQ's layout (quantization/autoawq.py); its scales may be of any float type."""
     found: dict[str, torch.Tensor] = {}
     for name in [name for name in left if name.endswith(".qweight")]:
         module = name.removesuffix(".qweight")
-        words, zeros, scales = (_part(left, module, part) for part in ("qweight", "qzeros", "scales"))
-        codes, offsets = _awq_codes(words), _awq_codes(zeros)
-        inputs, outputs = codes.shape
-        if scales.shape != offsets.shape or scales.shape[1] != outputs or inputs % scales.shape[0]:
-            raise _unfit(module, words, zeros, scales)
-        group = inputs // scales.shape[0]
-        weight = (codes - offsets.repeat_interleave(group, 0)) * scales.float().repeat_interleave(group, 0)
-        found[f"{module}.weight"] = weight.T.contiguous()
+        parts = {part: _part(left, module, part) for part in autoawq.PARTS}
+        parts["scales"] = parts["scales"].float()
+        linear = autoawq.decode({part: tensor.numpy() for part, tensor in parts.items()}, module)
+        found[f"{module}.weight"] = torch.from_numpy(linear.dequantize())
     return found
-
-
-def _awq_codes(words: torch.Tensor) -> torch.Tensor:
-    """[R, C] words as [R, 8 C] codes in the order of the channels."""
-    shifts = torch.tensor([4 * AWQ_ORDER.index(channel) for channel in range(8)], dtype=torch.int32)
-    codes = (words[:, :, None] >> shifts) & 0xF
-    return codes.reshape(words.shape[0], -1).float()
 
 
 def _fp8(left: Left, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:

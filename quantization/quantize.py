@@ -40,7 +40,7 @@ from threadpoolctl import threadpool_limits
 from quantization import input_scale
 from quantization.calibration import Calibration
 from quantization.checkpoint import KVScales, KVScheme, LinearReport, QuantizedModel
-from quantization.compressed_tensors import Checkpoint, CheckpointWriter, open_checkpoint, quantization_config
+from quantization.compressed_tensors import Checkpoint, ResumableWriter, open_checkpoint, quantization_config
 from quantization.input_scale import InputScale, identity
 from quantization.kv_cache import BITS
 from quantization.needs import SEARCH_BYTES, quantization_needs, search_bytes
@@ -142,7 +142,7 @@ def quantize(
         work_folder(folder, key | {"code": source_hash(Path(__file__).parent)}) as work,
         create(folder, QuantizedModel) as draft,
     ):
-        writer = CheckpointWriter(draft.folder, parts=work)
+        writer = ResumableWriter(draft.folder, work)
         job = _Job(graph.record, source, calibration, stored, settings, kv_cache, _Memory(SEARCH_BYTES))
         reports, cache = job.write(writer)
         writer.finish()
@@ -210,7 +210,7 @@ class _Job:
     kv_cache: KVCache
     memory: _Memory
 
-    def write(self, writer: CheckpointWriter) -> tuple[list[LinearReport], dict[str, FloatArray]]:
+    def write(self, writer: ResumableWriter) -> tuple[list[LinearReport], dict[str, FloatArray]]:
         """Every tensor, a part per layer and embedding; parts that ``writer`` has already are not made again.
 
         Returns what is reported of each weight, and the scales of the KV cache.
@@ -242,7 +242,7 @@ class _Job:
         return [report for result in done for report in result.reports], cache
 
     def _add_others(
-        self, writer: CheckpointWriter, layers: list[tuple[str, list[LinearGroup]]], done: list[_Noted]
+        self, writer: ResumableWriter, layers: list[tuple[str, list[LinearGroup]]], done: list[_Noted]
     ) -> dict[str, FloatArray]:
         """Parameters that stay as they are, and published scales of the KV cache; returns all its scales."""
         written = {name for result in done for name in result.names}

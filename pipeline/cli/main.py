@@ -554,6 +554,37 @@ def build(
         command.build(request, name, capabilities, console())
 
 
+@app.command("export-checkpoint", rich_help_panel="Build")
+def export_checkpoint(
+    format_name: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            help="autoawq (vLLM), compressed-tensors (vLLM and transformers) or gguf (llama.cpp).",
+            metavar="FORMAT",
+        ),
+    ],
+    to: Annotated[Path, typer.Option(help="The folder to write; it must not exist yet.")],
+    artifact: Annotated[Path, typer.Argument(help="The quantized model: the artifact of the stage quantize.")] = Path(
+        "artifacts/quantized"
+    ),
+    wider: Annotated[
+        bool, typer.Option("--wider", help="Store what the format cannot hold in more bits, instead of refusing it.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Write the quantized model as a checkpoint that vLLM, transformers or llama.cpp loads (docs/formats.md).
+
+    No weight is rounded again. What the format cannot hold is refused, or with --wider stored in more bits: 6-bit
+    weights as 8-bit ones, for example.
+
+    Example: `tapeout export-checkpoint --format gguf --to model-gguf --wider`
+    """
+    from pipeline.cli import checkpoint as command
+
+    _show(*command.run(artifact, format_name, to, wider), as_json)
+
+
 @app.command(rich_help_panel="Build")
 def stage(
     name: Annotated[str, typer.Argument(help="A stage of dvc.yaml, such as export or quantize.")],

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from pipeline.export.checkpoint import load_checkpoint
 from pipeline.export.export import find_stop_tokens
 from pipeline.export.tokenizer import save_tokenizer
-from quantization.dequantize import AWQ_ORDER
+from quantization.autoawq import ORDER
 from tests import checkpoints
 from tests.checkpoints import CONFIG, WEIGHTS, Tensors, change_json, change_weights, gguf_file, shard
 from tests.families import VOCAB_SIZE
@@ -124,7 +124,7 @@ def linears(weights: Tensors) -> list[str]:
 def awq_words(codes: np.ndarray[Any, Any]) -> torch.Tensor:
     """``[R, C]`` codes as AutoAWQ packs them: eight channels in a word, in its order."""
     words = np.zeros((codes.shape[0], codes.shape[1] // 8), np.uint32)
-    for at, channel in enumerate(AWQ_ORDER):
+    for at, channel in enumerate(ORDER):
         words |= codes[:, channel::8].astype(np.uint32) << np.uint32(4 * at)
     return torch.from_numpy(words.view(np.int32))
 

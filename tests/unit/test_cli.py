@@ -50,6 +50,7 @@ COMMANDS = [
     "stage",
     "recipe",
     "build",
+    "export-checkpoint",
 ]
 ROOT = Path(__file__).parents[2]
 CODES = {Outcome.PASS: 0, Outcome.FAIL: 1, Outcome.INCONCLUSIVE: 3}

@@ -28,6 +28,7 @@ PAGES = [
         "docs/targets.md",
         "docs/operations.md",
         "docs/ci.md",
+        "docs/formats.md",
         "CHANGELOG.md",
     )
 ]

@@ -1,0 +1,71 @@
+"""compressed-tensors, as both vLLM and transformers load it.
+
+The QuantizedModel itself is such a checkpoint, and transformers loads it. vLLM loads no quantized embedding in that
+form, transformers no packed zero points: these two are what this format leaves out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.checkpoints.folder import SHARD_BYTES, write_config
+from pipeline.checkpoints.source import FLOAT_STORED, Parameter, Place, Source, narrowed
+from quantization.compressed_tensors import CheckpointWriter, quantization_config
+from quantization.rounding import QuantizedLinear
+from tapeout.schemes import FLOAT, Scheme
+
+SIGNED_BYTES = "8-bit symmetric"
+
+
+@dataclass(frozen=True)
+class CompressedTensors:
+    name: str = "compressed-tensors"
+    recipe: str = "symmetric: true for every rule of plan.schemes, and plan.embeddings {bits: 32}"
+
+    def places(self, source: Source) -> list[Place]:
+        return [_place(parameter) for parameter in source.parameters]
+
+    def write(self, source: Source, places: Sequence[Place], folder: Path, advance: Callable[[], None]) -> None:
+        writer = CheckpointWriter(folder, shard_bytes=SHARD_BYTES)
+        schemes: dict[str, Scheme] = {}
+        for place in places:
+            parameter = place.parameter
+            if place.stored == FLOAT_STORED:
+                dtype, array = narrowed(source.floats(parameter))
+                writer.add(parameter.name, array, dtype)
+            else:
+                linear = source.codes(parameter)
+                stored = _signed(linear) if place.stored == SIGNED_BYTES else linear
+                writer.add_linear(parameter.name, stored)
+                schemes[parameter.name] = stored.scheme
+            advance()
+        writer.finish()
+        floats = [place.parameter.name for place in places if place.parameter.unit and place.stored == FLOAT_STORED]
+        ignored = [*floats, *(["lm_head.weight"] if source.tied else [])]
+        write_config(source, folder, quantization_config(schemes, {}, ignored) | {"kv_cache_scheme": None})
+
+
+def _place(parameter: Parameter) -> Place:
+    scheme = parameter.scheme
+    if scheme == FLOAT:
+        return Place(parameter, FLOAT_STORED)
+    if parameter.embedding:
+        return Place(
+            parameter, FLOAT_STORED, "vLLM loads no quantized embedding or lm_head that transformers loads too"
+        )
+    if scheme.symmetric:
+        return Place(parameter, scheme.name)
+    reason = "transformers loads no packed zero points"
+    return Place(parameter, SIGNED_BYTES if scheme.bits < 8 else FLOAT_STORED, reason)
+
+
+def _signed(linear: QuantizedLinear) -> QuantizedLinear:
+    """An asymmetric linear of at most 7 bits on a symmetric 8-bit grid: the same weights, codes less zero points."""
+    assert linear.zero_points is not None
+    scheme = linear.scheme.model_copy(update={"bits": 8, "symmetric": True})
+    levels = linear.codes.astype(np.int16) - np.repeat(linear.zero_points, linear.group_size, axis=1)
+    return replace(linear, codes=(levels + scheme.midpoint).astype(np.uint8), zero_points=None, scheme=scheme)

@@ -1,0 +1,75 @@
+"""AutoAWQ's checkpoint layout for linears (``quant_method: awq``, ``version: gemm``), written and read without loss.
+
+Of a linear with N output and K input channels in groups of g: ``qweight`` int32 ``[K, N/8]``, ``qzeros`` int32
+``[K/g, N/8]`` and ``scales`` float16 ``[K/g, N]``. A weight is ``(code - zero) * scale``; codes and zeros are unsigned,
+4 bits each. Eight output channels share a word, interleaved for AutoAWQ's kernels. One group size holds for the whole
+checkpoint. The layout has no symmetric form: the zeros of a symmetric grid are its midpoint.
+
+AutoAWQ is archived; vLLM, transformers and others read its checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantization.rounding import CodeArray, QuantizedLinear
+from tapeout.errors import QuantizationError
+from tapeout.schemes import Scheme
+
+PARTS = ("qweight", "qzeros", "scales")
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the i-th code of a word, lowest bits first, is of output channel 8j + ORDER[i]
+_SHIFTS = np.array([4 * ORDER.index(channel) for channel in range(8)], np.uint32)  # of channels, in their order
+
+
+def words(codes: CodeArray) -> NDArray[np.int32]:
+    """Codes ``[R, N]`` as words ``[R, N/8]``.
+
+    >>> [hex(word) for word in words(np.arange(8, dtype=np.uint8)[None])[0]]
+    ['0x75316420']
+    """
+    lanes = codes.reshape(len(codes), -1, 8).astype(np.uint32) << _SHIFTS
+    return np.bitwise_or.reduce(lanes, axis=2).view(np.int32)
+
+
+def codes_of(packed: NDArray[np.int32]) -> CodeArray:
+    """The inverse of :func:`words`."""
+    lanes = np.ascontiguousarray(packed).view(np.uint32)[:, :, None] >> _SHIFTS & np.uint32(15)
+    return lanes.astype(np.uint8).reshape(len(packed), -1)
+
+
+def encode(linear: QuantizedLinear, group_size: int) -> dict[str, NDArray[Any]]:
+    """The stored tensors of a 4-bit linear. Groups may be smaller than its own: their scales are repeated."""
+    repeat = linear.group_size // group_size
+    zeros = np.full_like(linear.scales, linear.scheme.midpoint) if linear.zero_points is None else linear.zero_points
+    groups = (np.repeat(part, repeat, axis=1).T for part in (zeros.astype(np.uint8), linear.scales))
+    zeros, scales = groups
+    return {
+        "qweight": words(np.ascontiguousarray(linear.codes.T)),
+        "qzeros": words(np.ascontiguousarray(zeros)),
+        "scales": np.ascontiguousarray(scales.astype(np.float16)),
+    }
+
+
+def decode(tensors: Mapping[str, NDArray[Any]], module: str) -> QuantizedLinear:
+    """The inverse of :func:`encode`: an asymmetric linear. :class:`QuantizationError` for parts that do not fit."""
+    codes, zeros = codes_of(tensors["qweight"]), codes_of(tensors["qzeros"])
+    scales = tensors["scales"]
+    (inputs, outputs), groups = codes.shape, len(scales)
+    if scales.shape != (groups, outputs) or zeros.shape != scales.shape or inputs % groups:
+        shapes = ", ".join(str(list(tensors[part].shape)) for part in PARTS)
+        raise QuantizationError(
+            f"the tensors of {module} do not fit together: {shapes}",
+            expected="codes and scales of one weight",
+            remedy="complete the checkpoint, or restore its quantization_config",
+        )
+    return QuantizedLinear(
+        np.ascontiguousarray(codes.T),
+        np.ascontiguousarray(scales.T.astype(np.float32)),
+        np.ascontiguousarray(zeros.T),
+        # Not validated: a source may have groups of a size that we do not write.
+        Scheme.model_construct(bits=4, group_size=inputs // groups, symmetric=False),
+    )
