@@ -22,14 +22,18 @@ from tapeout.errors import ArtifactError
 _FICLONE = 0x40049409  # linux/fs.h: share the blocks of another file
 
 
+def store_folder() -> Path:
+    return Path(os.environ.get("TAPEOUT_STORE") or "bundles")
+
+
 def keep(bundle: Artifact[EngineBundle]) -> Artifact[EngineBundle]:
     """The same bundle in the store; nothing is written if it is already there, and whole.
 
     :class:`ArtifactError` when a file of the bundle has changed since it was written, or the place cannot be written.
     """
-    store = Path(os.environ.get("TAPEOUT_STORE", "bundles"))
+    store = store_folder()
     folder = store / bundle.digest
-    if not _is_whole(folder, bundle.digest):
+    if not is_whole(folder, bundle.digest):
         partial = store / f".{bundle.digest}.partial"
         try:
             shutil.rmtree(partial, ignore_errors=True)
@@ -48,7 +52,7 @@ def keep(bundle: Artifact[EngineBundle]) -> Artifact[EngineBundle]:
     return artifact.load(folder, EngineBundle)
 
 
-def _is_whole(folder: Path, digest: str) -> bool:
+def is_whole(folder: Path, digest: str) -> bool:
     """Whether the store holds this bundle unchanged, in files that no other path leads to."""
     try:
         found = artifact.load(folder, EngineBundle)

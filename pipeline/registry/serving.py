@@ -1,7 +1,7 @@
 """Which engine of the registry is to be served, looked up without burdening the server.
 
-MLflow takes a second of processor time and hundreds of megabytes to import, so the registry is asked by a process of
-its own, and only when something may have changed there.
+A pull hashes hundreds of megabytes, and a registry in a database takes MLflow. So both run in a process of their own,
+and only when something may have changed in the registry.
 """
 
 from __future__ import annotations
@@ -10,85 +10,60 @@ import asyncio
 import json
 import os
 import sys
-import urllib.error
-import urllib.parse
-import urllib.request
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from pipeline.registry.tracking import public_uri, sqlite_path, tracking_uri
-from pipeline.registry.versions import CHAMPION
+from pipeline.registry.access import Reference, RestRegistry, http_session
+from pipeline.registry.bundle_store import store_folder
+from pipeline.registry.pull import Pulled, pull
+from pipeline.registry.tracking import sqlite_path, tracking_uri
 from tapeout.errors import RegistryError, TapeoutError
 
-ANSWER_SECONDS = 120
 
-
-class Champion(NamedTuple):
-    version: int
-    digest: str
-    folder: Path
-
-
-async def find_champion(name: str) -> Champion:
-    """The champion, judged again from its logged evidence. :class:`RegistryError` if there is none to rely on."""
+async def pulled(reference: Reference, public_key: Path | None, *, unsafe: bool = False) -> Pulled:
+    """Pull in a process of its own; :class:`RegistryError` if the version cannot be relied on."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", __name__, name),
+        *(sys.executable, "-m", __name__, str(reference), str(public_key or ""), "unsafe" if unsafe else ""),
         stdout=asyncio.subprocess.PIPE,
         stdin=asyncio.subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     try:
-        output, _ = await asyncio.wait_for(process.communicate(), ANSWER_SECONDS)
+        output, _ = await process.communicate()
         answer: Any = json.loads(output.splitlines()[-1])
-    except (TimeoutError, ValueError, IndexError) as error:
-        raise RegistryError(f"looking up {name} failed", remedy="see the messages above, or retry") from error
+    except (ValueError, IndexError) as error:
+        raise RegistryError(f"looking up {reference} failed", remedy="see the messages above, or retry") from error
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
     if "found" in answer:
         raise RegistryError(answer["found"], expected=answer["expected"], remedy=answer["remedy"])
-    return Champion(answer["version"], answer["digest"], Path(answer["folder"]))
+    return Pulled(**answer | {"folder": Path(answer["folder"])})
 
 
-def state(name: str) -> Any:
-    """A cheap value that changes whenever the champion does; None where only a full look can tell.
+def state(reference: Reference) -> Any:
+    """A cheap value that changes whenever the alias does; None where only a full look can tell.
 
-    :class:`RegistryError` if no server answers.
+    :class:`RegistryError` if no server answers, or if it has no such alias.
     """
     uri = tracking_uri()
     if (database := sqlite_path(uri)) is not None:
         files = [database, database.with_name(f"{database.name}-wal")]
         return [path.stat().st_mtime_ns if path.exists() else 0 for path in files]
-    if not uri.startswith(("http://", "https://")):
+    if not uri.startswith(("http://", "https://")) or reference.alias is None:
         return None
-    query = urllib.parse.urlencode({"name": name, "alias": CHAMPION})
-    try:
-        with urllib.request.urlopen(
-            f"{uri.rstrip('/')}/api/2.0/mlflow/registered-models/alias?{query}", timeout=10
-        ) as answer:
-            return json.loads(answer.read())["model_version"]["version"]
-    except (urllib.error.HTTPError, ValueError, KeyError):
-        return None
-    except OSError as error:
-        raise RegistryError(
-            f"no MLflow server answers at {public_uri(uri)}: {error}", expected="a server that can be reached"
-        ) from error
+    with http_session() as session:
+        return RestRegistry(uri, session).alias(reference.name, reference.alias)["version"]
 
 
 def main() -> None:
-    from pipeline.registry.register import champion
-
-    name = sys.argv[1]
+    reference, key, unsafe = sys.argv[1:]
     try:
-        found = champion(name)
-        if found is None:
-            raise RegistryError(
-                f"{name} has no champion at {public_uri(tracking_uri())}",
-                expected="a version that was promoted",
-                remedy="run `tapeout promote`, or name a bundle: `tapeout serve artifacts/candidate`",
-            )
-        said = {"version": found.version, "digest": found.digest, "folder": str(found.location)}
+        found = pull(
+            Reference.parse(reference), store_folder(), public_key=Path(key) if key else None, unsafe=bool(unsafe)
+        )
+        said: dict[str, Any] = found._asdict() | {"folder": str(found.folder)}
     except TapeoutError as error:
         said = {"found": error.found, "expected": error.expected, "remedy": error.remedy}
     print(json.dumps(said), flush=True)
