@@ -6,7 +6,7 @@ Records, digests, lineage and verdict are real: the verdict is what the gate say
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -154,8 +154,12 @@ def write_run(
     against: str | None = None,
     evidence: Evidence | None = None,
     judged_by: Recipe | None = None,
+    write_candidate: Callable[..., object] = write_bundle,
 ) -> Artifact[Verdict]:
-    """Every artifact from source to verdict and report, and the verdict. ``against``: digest of the champion."""
+    """Every artifact from source to verdict and report, and the verdict. ``against``: digest of the champion.
+
+    ``write_candidate``: called as :func:`write_bundle` is.
+    """
     shutil.rmtree(artifacts, ignore_errors=True)
     source = write_stub(artifacts / "source", "Source", "tables")
     graph = write_stub(artifacts / "graph", "PortableGraph", "llama", source=source)
@@ -166,7 +170,7 @@ def write_run(
         draft.finish(quantized_model(), parents={"graph": graph, "calibration": calibration, "plan": plan})
     quantized = load_header(artifacts / "quantized").ref
     write_bundle(artifacts / "baseline", "float", graph=graph)
-    write_bundle(artifacts / "candidate", weights, graph=graph, quantized=quantized)
+    write_candidate(artifacts / "candidate", weights, graph=graph, quantized=quantized)
     champion = None if against is None else ArtifactRef("EngineBundle", against)
     write_evidence(artifacts, evidence or good(), champion)
     shutil.copytree(page(), artifacts / "report")

@@ -1,4 +1,4 @@
-"""A machine that only serves: processes that can import the distributions of ``tapeout[serve,signing]`` and no other."""
+"""A machine that only serves: processes that can import what ``tapeout[serve,signing]`` installs, no more."""
 
 from __future__ import annotations
 

@@ -334,16 +334,16 @@ def register(
     params: Params = Path("params.yaml"),
     as_json: Json = False,
 ) -> None:
-    """Put the judged bundle into the registry, with its evidence, as challenger. What is there is not sent again.
+    """Put the judged bundle into the registry, with its evidence, as challenger. What is there whole is not sent again.
 
-    The stage `register` of `dvc repro` does the same with the key of the recipe.
+    The stage `register` of `dvc repro` does the same with the key of the recipe, and does not read back what is there.
 
     Example: `tapeout register --key tapeout.key`
     """
     from pipeline.recipe import load_recipe
     from pipeline.stages.wiring import register_candidate
 
-    found = register_candidate(load_recipe(params), key).record
+    found = register_candidate(load_recipe(params), key=key, repair=True).record
     done = f"version {found.version} of {found.model_name} was judged {found.outcome.value}: {found.registry}"
     _show(found.model_dump(mode="json"), done, as_json)
 

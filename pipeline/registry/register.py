@@ -58,16 +58,22 @@ class RegisteredBundle:
 
 
 def register(
-    recipe: Recipe, verdict: Artifact[Verdict], bundle: Artifact[Any], artifacts: Path, *, key: Path | None = None
+    recipe: Recipe,
+    verdict: Artifact[Verdict],
+    bundle: Artifact[Any],
+    artifacts: Path,
+    *,
+    key: Path | None = None,
+    repair: bool = False,
 ) -> Artifact[Release]:
     """Record a verdict of any outcome as a run and a model version, and point ``challenger`` at that version.
 
     ``artifacts``: what the verdict was reached on, the report, and where the Release is written. A FAIL or INCONCLUSIVE
     verdict is registered too, so that a refusal keeps its evidence; ``promotion.promote`` refuses it. Every step looks
     for its own result first: a second call with the same digests changes nothing; a call after a crash does the missing
-    steps. The bundle is uploaded, unless the registry has it. With a private ``key`` (by default that of
-    ``TAPEOUT_PRIVATE_KEY``, or of the recipe) verdict and bundle are signed: the signatures are logged, and written
-    beside the bundle.
+    steps. The bundle is uploaded, unless the registry has it; with ``repair``, what it has is read back. With a private
+    ``key`` (by default that of ``TAPEOUT_PRIVATE_KEY``, or of the recipe) verdict and bundle are signed: the signatures
+    are logged, and written beside the bundle.
     :class:`RegistryError` when the verdict judged another bundle or the store does not take this one,
     :class:`EvidenceError` when the evidence does not give this verdict.
     """
@@ -85,7 +91,7 @@ def register(
         run = _run(client, recipe, tags, verdict, bundle, artifacts)
         for file, text in signatures.items():
             client.log_text(run.info.run_id, text, f"{EVIDENCE}/{file}")
-        model_id = upload(client, run.info.experiment_id, bundle)
+        model_id = upload(client, run.info.experiment_id, bundle, repair=repair)
         version = _version(client, name, tags, run.info.run_id, model_id)
         if aliases(client, name).get(CHALLENGER) != int(version.version):
             client.set_registered_model_alias(name, CHALLENGER, str(version.version))

@@ -1,8 +1,8 @@
 """Puts a bundle into the registry, once per digest, so that ``models:/NAME@champion`` is the engine itself.
 
 A bundle is one of MLflow's logged models, named by its digest; every version of that bundle points to it, whatever its
-evidence. The record comes last, and only then is the logged model ``READY``. Files that are there already are read back
-and hashed: an upload that was interrupted goes on with the next file, and a file that was changed is uploaded again.
+evidence. The record comes last, and only then is the logged model ``READY``. An upload that was interrupted goes on
+with the first file that is not there, whole: files are read back and hashed.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ if TYPE_CHECKING:
 KIND = "tapeout-bundle"
 
 
-def upload(client: MlflowClient, experiment_id: str, bundle: Artifact[Any]) -> str:
+def upload(client: MlflowClient, experiment_id: str, bundle: Artifact[Any], *, repair: bool = False) -> str:
     """The id of the logged model that holds this bundle, whole. :class:`RegistryError` if the store does not take it.
 
-    Safe to stop anywhere: the next call continues.
+    Safe to stop anywhere: the next call continues. ``repair``: also read back what was uploaded completely, and upload
+    again what was changed since.
     """
     from mlflow.entities import LoggedModelStatus
 
     model = _logged_model(client, experiment_id, bundle.digest)
+    complete = model.status is LoggedModelStatus.READY and not repair
     there = _sizes(client, model.model_id)
     wanted = {name: (entry.sha256, entry.size_bytes) for name, entry in sorted(bundle.files.items())}
     record = bundle.folder / RECORD
@@ -40,7 +42,8 @@ def upload(client: MlflowClient, experiment_id: str, bundle: Artifact[Any]) -> s
     with open_registry() as registry, progress_bar() as progress:
         task = progress.add_task(f"bundle {bundle.digest[:12]}", total=sum(size for _, size in wanted.values()))
         for name, (sha256, size) in wanted.items():
-            if there.get(name) != size or _hash_there(registry, model.artifact_location, name) != sha256:
+            same_size = there.get(name) == size
+            if not same_size or not (complete or _hash_there(registry, model.artifact_location, name) == sha256):
                 _put(client, model.model_id, bundle.folder, name)
             progress.advance(task, size)
     if model.status is not LoggedModelStatus.READY:

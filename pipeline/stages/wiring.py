@@ -227,15 +227,15 @@ def _measure(kind: Kind[Any, Any, Any], recipe: Recipe) -> None:
     import_module(kind.verb).measure(Measurement(recipe, kind.stage), ARTIFACTS / kind.role)
 
 
-def register_candidate(recipe: Recipe, key: Path | None = None) -> Artifact[Release]:
-    """The stage ``register``. ``key``: to sign with, instead of the recipe's."""
+def register_candidate(recipe: Recipe, *, key: Path | None = None, repair: bool = False) -> Artifact[Release]:
+    """The stage ``register``. ``key``: to sign with, instead of the recipe's. ``repair``: read back what is there."""
     from evals.verdict import Verdict
     from pipeline.registry.bundle_store import keep
     from pipeline.registry.register import register
 
     verdict = artifact.load(ARTIFACTS / "verdict", Verdict)
     bundle = keep(_bundle(ARTIFACTS / "candidate"))
-    return register(recipe, verdict, bundle, ARTIFACTS, key=key)
+    return register(recipe, verdict, bundle, ARTIFACTS, key=key, repair=repair)
 
 
 def _source() -> Artifact[Source]:
