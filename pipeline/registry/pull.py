@@ -151,7 +151,7 @@ def _files(registry: Registry, version: Version, bundle: Artifact[EngineBundle])
             raise _changed(version, f"{name} has sha256 {found[:12]}, and {entry.sha256[:12]} was judged")
         path.chmod(0o444)
     load(bundle.folder, EngineBundle)  # nothing else may lie there
-    return sum(entry.size_bytes for entry in missing.values())
+    return needed
 
 
 def _signed(

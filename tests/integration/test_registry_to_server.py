@@ -56,7 +56,7 @@ def mlflow_server(folder: Path, **options: Any) -> Iterator[int]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     places = ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", str(folder / "store")]
-    variables = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
+    variables = {**os.environ, "DO_NOT_TRACK": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     variables.pop("MLFLOW_TRACKING_URI", None)
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
