@@ -1,9 +1,10 @@
 """Registered bundles, kept by content: a build may overwrite ``artifacts/candidate``, never what a registry points to.
 
 A bundle lies at ``$TAPEOUT_STORE/<digest>`` (default ``bundles/``) as a read-only copy of its own, so what happens
-to the artifact does not reach it. Where the file system can share blocks between files, the copy costs no space
-until one of them is written. It is made in a hidden sibling folder, which takes its place once every file has been
-hashed and is on the disk: the kept bundle is the judged bundle, and an interrupted copy never counts.
+to the artifact does not reach it. Bundles that were pulled lie there, too (pipeline/registry/pull.py). Where the file
+system can share blocks between files, the copy costs no space until one of them is written. It is made in a hidden
+sibling folder, which takes its place once every file has been hashed and is on the disk: the kept bundle is the judged
+bundle, and an interrupted copy never counts.
 """
 
 from __future__ import annotations

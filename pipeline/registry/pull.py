@@ -74,13 +74,12 @@ def pull(reference: Reference, store: Path, *, public_key: Path | None = None, u
             fetched = 0
             whole = is_whole(folder, digest)
             bundle = load_record(folder, EngineBundle) if whole else _record(registry, version, incoming, digest)
-            signatures = _signed(registry, version, verdict, bundle, public_key) if public_key else {}
+            signatures = _signed(registry, version, verdict, bundle, public_key) if public_key else ()
             if not whole:
                 fetched = _files(registry, version, bundle)
                 replace_folder(incoming, folder)
-            for path, text in zip(
-                (signature_path(folder), model_signature_path(folder)), signatures, strict=False
-            ):  # none, or both
+            places = (signature_path(folder), model_signature_path(folder)) if signatures else ()
+            for path, text in zip(places, signatures, strict=True):
                 write_signature(path, text)
     outcome = verdict.record.outcome.value
     return Pulled(version.name, version.number, digest, outcome, bool(signatures), folder, fetched)
@@ -150,7 +149,6 @@ def _files(registry: Registry, version: Version, bundle: Artifact[EngineBundle])
             path.unlink()
             raise _changed(version, f"{name} has sha256 {found[:12]}, and {entry.sha256[:12]} was judged")
         path.chmod(0o444)
-    load(bundle.folder, EngineBundle)  # nothing else may lie there
     return needed
 
 

@@ -27,6 +27,7 @@ PAGES = [
         "docs/recipes.md",
         "docs/targets.md",
         "docs/operations.md",
+        "docs/deploy.md",
         "CHANGELOG.md",
     )
 ]
