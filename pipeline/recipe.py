@@ -27,6 +27,7 @@ KINDS = kinds()
 class Register(Section):
     model_name: Annotated[str, Field(max_length=256)] = "tapeout-default"
     experiment: Annotated[str, Field(max_length=500)] = "tapeout"
+    private_key: str | None = None  # a PEM file; with it, verdict and bundle are signed
     public_key: str | None = None  # a PEM file; with it, what is not signed by its private key is refused
 
     @field_validator("model_name", "experiment")

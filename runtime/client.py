@@ -62,7 +62,10 @@ class EngineClient(Protocol):
         ...
 
     async def swap(self, folder: Path) -> None:
-        """Open another bundle, give it all new requests, and close the old engine once its requests have ended."""
+        """Open another bundle, give it all new requests, and close the old engine once its requests have ended.
+
+        If it does not open, or gives no token, the old one stays and the reason is raised as :class:`TapeoutError`.
+        """
         ...
 
     async def drain(self, timeout: float) -> None:
@@ -139,7 +142,7 @@ class ProcessClient:
     async def swap(self, folder: Path) -> None:
         async with self._changing:
             new = self._start(folder)
-            await self._open(new)
+            await self._open(new, probe=True)
             old, self._current = self._current, new
         logger.info("requests go to %s from now on", folder)
         self._spawn(self._retire(old))
@@ -168,9 +171,12 @@ class ProcessClient:
         self._processes.add(process)
         return process
 
-    async def _open(self, process: _EngineProcess) -> None:
+    async def _open(self, process: _EngineProcess, *, probe: bool = False) -> None:
+        """``probe``: ask it for a token, too. An engine that opens can still fail in its first step."""
         try:
             await process.open(self._open_seconds)
+            if probe:
+                await process.first_token(self._open_seconds)
         except BaseException:
             self._processes.discard(process)
             await process.close()
@@ -347,6 +353,16 @@ class _EngineProcess:
         stream = self._streams[request.id] = _Stream(request.id)
         self.idle.clear()
         return stream
+
+    async def first_token(self, timeout: float) -> None:
+        """Of a request of its own; its error, if it gets none within ``timeout`` seconds."""
+        stream = self.add(GenerateRequest("probe", [0], 1))
+        try:
+            async with asyncio.timeout(timeout):
+                while not any(delta.finish_reason for delta in await stream.next()):
+                    pass
+        except TimeoutError:
+            raise _down("gives no token") from None
 
     def abandon(self, stream: _Stream) -> None:
         """Nobody waits for a request any more: cancel it, unless it has ended."""

@@ -1,7 +1,9 @@
-"""Signed verdicts: an in-toto statement about a bundle in a DSSE envelope, kept as a Sigstore bundle beside it.
+"""Signed statements about a bundle: in-toto statements in DSSE envelopes, kept as Sigstore bundles beside it.
 
-The statement (https://in-toto.io/attestation/test-result/v0.1) is about the sha256 of the bundle's ``record.json``,
+The verdict (https://in-toto.io/attestation/test-result/v0.1) is about the sha256 of the bundle's ``record.json``,
 which holds the sha256 of every other file. It names verdict and evidence by digest, so one signature covers them too.
+The model signature (OpenSSF model signing, https://github.com/sigstore/model-transparency) lists every file of the
+bundle: it says nothing about quality, and tools that know nothing of Tapeout verify it.
 Keys are ECDSA over P-256 in PEM files; the signature is ECDSA with SHA-256 over the envelope's pre-authentication
 encoding (https://github.com/secure-systems-lab/dsse). ``cryptography`` is imported when a key is used, and only then.
 """
@@ -16,7 +18,7 @@ import os
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -30,8 +32,9 @@ PRIVATE_KEY, PUBLIC_KEY = "TAPEOUT_PRIVATE_KEY", "TAPEOUT_PUBLIC_KEY"  # environ
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 STATEMENT = "https://in-toto.io/Statement/v1"
 TEST_RESULT = "https://in-toto.io/attestation/test-result/v0.1"
+MODEL_SIGNATURE = "https://model_signing/signature/v1.0"
 SIGSTORE_BUNDLE = "application/vnd.dev.sigstore.bundle.v0.3+json"
-_REMEDY = "sign it: `TAPEOUT_PRIVATE_KEY=tapeout.key dvc repro register`, or `tapeout gate --key tapeout.key`"
+_REMEDY = "sign it: `tapeout register --key tapeout.key`, or `tapeout gate --key tapeout.key`"
 
 
 class Digest(Frozen):
@@ -68,14 +71,58 @@ class Statement(Frozen):
     predicate: TestResult
 
 
+class SignedFile(Frozen):
+    name: str
+    algorithm: Literal["sha256"] = "sha256"
+    digest: str
+
+
+class Serialization(Frozen):
+    """How the verifier hashes the folder: every file by itself, nothing left out."""
+
+    method: Literal["files"] = "files"
+    hash_type: Literal["sha256"] = "sha256"
+    allow_symlinks: Literal[False] = False
+    ignore_paths: tuple[str, ...] = ()
+
+
+class ModelFiles(Frozen):
+    serialization: Serialization = Serialization()
+    resources: tuple[SignedFile, ...]
+
+
+class ModelStatement(Frozen):
+    type_: Literal["https://in-toto.io/Statement/v1"] = Field(default=STATEMENT, alias="_type")
+    subject: tuple[Resource, ...]
+    predicateType: Literal["https://model_signing/signature/v1.0"] = MODEL_SIGNATURE  # noqa: N815
+    predicate: ModelFiles
+
+
+S = TypeVar("S", Statement, ModelStatement)
+
+
+def model_statement(bundle: Artifact[Any]) -> ModelStatement:
+    """Every file of a bundle with its sha256, as recorded. The subject's digest is over the files' digests, by name."""
+    digests = {name: entry.sha256 for name, entry in bundle.files.items()}
+    digests[RECORD] = record_resource(bundle.folder).digest.sha256
+    files = tuple(SignedFile(name=name, digest=digests[name]) for name in sorted(digests))
+    whole = hashlib.sha256(b"".join(bytes.fromhex(file.digest) for file in files)).hexdigest()
+    subject = Resource(name=f"sha256-{bundle.digest}", digest=Digest(sha256=whole))
+    return ModelStatement(subject=(subject,), predicate=ModelFiles(resources=files))
+
+
 def signature_path(folder: Path) -> Path:
-    """Beside an artifact, not in it: an artifact holds only what its record lists."""
+    """Of the verdict. Beside an artifact, not in it: an artifact holds only what its record lists."""
     return folder.with_name(f"{folder.name}.sigstore.json")
 
 
-def write_signature(folder: Path, text: str) -> None:
-    """Write what :func:`sign` gave beside an artifact, whole or not at all."""
-    path = signature_path(folder)
+def model_signature_path(folder: Path) -> Path:
+    """Of the files: what ``model_signing verify key FOLDER --signature PATH --public_key KEY`` reads."""
+    return folder.with_name(f"{folder.name}.model.sig")
+
+
+def write_signature(path: Path, text: str) -> None:
+    """Write what :func:`sign` gave, whole or not at all."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.write_text(text)
@@ -114,7 +161,7 @@ def generate_keys(private: Path, public: Path) -> None:
         ) from error
 
 
-def sign(statement: Statement, private_key: Path) -> str:
+def sign(statement: Statement | ModelStatement, private_key: Path) -> str:
     """The signed statement as the text of a Sigstore bundle."""
     key = _private_key(private_key)
     from cryptography.hazmat.primitives import hashes
@@ -144,7 +191,7 @@ def _require_cryptography() -> None:
         )
 
 
-def verify_signature(path: Path, public_key: Path) -> Statement:
+def verify_signature(path: Path, public_key: Path, kind: type[S] = Statement) -> S:
     """The statement in a signed file. :class:`SignatureError` if it is missing, malformed, or by another key.
 
     Nothing of the payload is parsed before its signature has been verified.
@@ -158,18 +205,20 @@ def verify_signature(path: Path, public_key: Path) -> Statement:
         raise SignatureError(f"no signature at {path}", expected=f"one by {public_key}", remedy=_REMEDY)
     try:
         envelope: Any = json.loads(path.read_bytes())["dsseEnvelope"]
-        kind, payload = envelope["payloadType"], base64.b64decode(envelope["payload"], validate=True)
+        payload_type, payload = envelope["payloadType"], base64.b64decode(envelope["payload"], validate=True)
         signatures = [base64.b64decode(entry["sig"], validate=True) for entry in envelope["signatures"]]
     except (OSError, ValueError, KeyError, TypeError, binascii.Error) as error:
         raise SignatureError(
             f"{path} is not a signature: {error}", expected="a Sigstore bundle with a DSSE envelope", remedy=_REMEDY
         ) from error
-    if kind != PAYLOAD_TYPE or len(signatures) != 1:
+    if payload_type != PAYLOAD_TYPE or len(signatures) != 1:
         raise SignatureError(
-            f"{path} has {len(signatures)} signatures of {kind}", expected=f"one of {PAYLOAD_TYPE}", remedy=_REMEDY
+            f"{path} has {len(signatures)} signatures of {payload_type}",
+            expected=f"one of {PAYLOAD_TYPE}",
+            remedy=_REMEDY,
         )
     try:
-        key.verify(signatures[0], _encode(kind, payload), ec.ECDSA(hashes.SHA256()))
+        key.verify(signatures[0], _encode(payload_type, payload), ec.ECDSA(hashes.SHA256()))
     except InvalidSignature as error:
         raise SignatureError(
             f"{path} is not signed by {public_key}, or was changed since",
@@ -177,10 +226,12 @@ def verify_signature(path: Path, public_key: Path) -> Statement:
             remedy=f"{_REMEDY}; or correct {PUBLIC_KEY} or register.public_key",
         ) from error
     try:
-        return Statement.model_validate_json(payload)
+        return kind.model_validate_json(payload)
     except ValidationError as error:
         raise SignatureError(
-            f"{path} signs another statement: {error.error_count()} fields differ", expected=TEST_RESULT, remedy=_REMEDY
+            f"{path} signs another statement: {error.error_count()} fields differ",
+            expected=f"a statement {kind.model_fields['predicateType'].default}",
+            remedy=_REMEDY,
         ) from error
 
 

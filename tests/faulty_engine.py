@@ -17,6 +17,7 @@ from tests.fake_engine import HistoryEngine
 VOCABULARY, STOP = 16, 0
 FAIL, HANG, CRASH = 13, 14, 15  # tokens that are never chosen; feeding one does it
 REFUSES = "refuses"  # name of a folder that cannot be opened
+DIES = "dies"  # and of one whose engine opens, and crashes in its first step
 
 
 class FaultyEngine(HistoryEngine):
@@ -29,11 +30,11 @@ class FaultyEngine(HistoryEngine):
             seed=seed,
         )
         self.table[:, FAIL:] = -100
-        self.step_seconds, self.crash = opener.step_seconds, opener.crash
+        self.step_seconds, self.crash, self.dies = opener.step_seconds, opener.crash, False
 
     def step(self, batch: Sequence[Entry]) -> list[Result]:
         fed = {token for entry in batch for token in entry.tokens}
-        if self.crash in fed:
+        if self.crash in fed or self.dies:
             os._exit(1)
         if HANG in fed:
             time.sleep(1000)
@@ -54,7 +55,9 @@ class OpenFaulty:
     crash: int = CRASH
 
     def engine(self, folder: Path) -> FaultyEngine:
-        return FaultyEngine(self, int(folder.name))
+        engine = FaultyEngine(self, 0 if folder.name == DIES else int(folder.name))
+        engine.dies = folder.name == DIES
+        return engine
 
     def __call__(self, folder: Path) -> Opened:
         if folder.name == REFUSES:

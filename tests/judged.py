@@ -6,7 +6,7 @@ Records, digests, lineage and verdict are real: the verdict is what the gate say
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -26,7 +26,7 @@ from pipeline.recipe import Recipe
 from pipeline.report import write as report
 from quantization.calibration import SAMPLES_FILE, CalibrationSample, samples_hash
 from quantization.checkpoint import QuantizedModel
-from tapeout.artifact import Artifact, ArtifactRef, Record, Roles, create, load, load_header
+from tapeout.artifact import Artifact, ArtifactRef, Record, Roles, create, load, load_header, load_record
 from tests.fake_engine import MACHINE
 from tests.report_example import example_report
 from tests.unit.test_gate import (
@@ -125,6 +125,7 @@ def write_evidence(artifacts: Path, evidence: Evidence, champion: ArtifactRef | 
     refs = {name: load_header(artifacts / name).ref for name in made}
     judged = {BASELINE: "baseline", CANDIDATE: "candidate", QUANTIZED: "quantized"}
     names = {made_up: refs[role].digest for made_up, role in judged.items()}
+    machine = load_record(artifacts / "candidate", EngineBundle).record.fingerprint
     refs["champion"] = champion or refs["baseline"]
     for role in dict.fromkeys(kind.role for kind in kinds() if kind.needed == "executed"):
         members = [kind for kind in kinds() if kind.role == role]
@@ -133,9 +134,10 @@ def write_evidence(artifacts: Path, evidence: Evidence, champion: ArtifactRef | 
             sizes = {"threads": 1, "prompt_tokens": 1, "new_tokens": 1}
             sizes |= {"read_bandwidth_gb_s": 10.0, "price_per_hour": 0.1}
             both = {name: numbers(refs[name].digest) for name in ("baseline", "candidate")}
-            record: Record = Benchmark(**both, **sizes, samples=found.items, executed_on=MACHINE)  # type: ignore[arg-type]
+            record: Record = Benchmark(**both, **sizes, samples=found.items, executed_on=machine)  # type: ignore[arg-type]
         else:
             fields = renamed(found.record.model_dump(mode="json"), names)
+            fields |= {"executed_on": machine.model_dump(mode="json")} if "executed_on" in fields else {}
             if "champion" in fields:
                 fields |= {"champion": refs["champion"].digest, "champion_is_baseline": champion is None}
             record = type(found.record).model_validate(fields)
@@ -154,8 +156,12 @@ def write_run(
     against: str | None = None,
     evidence: Evidence | None = None,
     judged_by: Recipe | None = None,
+    write_candidate: Callable[..., object] = write_bundle,
 ) -> Artifact[Verdict]:
-    """Every artifact from source to verdict and report, and the verdict. ``against``: digest of the champion."""
+    """Every artifact from source to verdict and report, and the verdict. ``against``: digest of the champion.
+
+    ``write_candidate``: called as :func:`write_bundle` is.
+    """
     shutil.rmtree(artifacts, ignore_errors=True)
     source = write_stub(artifacts / "source", "Source", "tables")
     graph = write_stub(artifacts / "graph", "PortableGraph", "llama", source=source)
@@ -166,7 +172,7 @@ def write_run(
         draft.finish(quantized_model(), parents={"graph": graph, "calibration": calibration, "plan": plan})
     quantized = load_header(artifacts / "quantized").ref
     write_bundle(artifacts / "baseline", "float", graph=graph)
-    write_bundle(artifacts / "candidate", weights, graph=graph, quantized=quantized)
+    write_candidate(artifacts / "candidate", weights, graph=graph, quantized=quantized)
     champion = None if against is None else ArtifactRef("EngineBundle", against)
     write_evidence(artifacts, evidence or good(), champion)
     shutil.copytree(page(), artifacts / "report")

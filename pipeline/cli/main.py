@@ -58,6 +58,10 @@ app = typer.Typer(
 
 Artifacts = Annotated[Path, typer.Option(help="Folder the pipeline writes its artifacts to.")]
 Params = Annotated[Path, typer.Option(help="The recipe (docs/recipes.md explains every parameter).")]
+PublicKey = Annotated[
+    Path | None,
+    typer.Option(help="Refuse what is not signed with its private key.", envvar="TAPEOUT_PUBLIC_KEY", show_envvar=True),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a script to read.")]
 
 
@@ -113,7 +117,8 @@ def serve(
     source: Annotated[
         str | None,
         typer.Argument(
-            help="A bundle's folder, or models:/NAME@champion; by default the champion of the recipe's model."
+            help="A bundle's folder, models:/NAME@ALIAS, which is followed, or models:/NAME/VERSION; by default the "
+            "champion of the recipe's model."
         ),
     ] = None,
     host: Annotated[
@@ -142,8 +147,9 @@ def serve(
     drain_seconds: Annotated[float, typer.Option(help="Time that running requests have after SIGTERM.")] = 30.0,
     follow_seconds: Annotated[
         float, typer.Option(help="How often to look for a new champion, which is swapped in; 0 never looks.")
-    ] = 30.0,
+    ] = 5.0,
     unsafe: Annotated[bool, typer.Option("--unsafe", help="Serve a bundle that has no PASS verdict.")] = False,
+    public_key: PublicKey = None,
     api_key: Annotated[
         list[str] | None, typer.Option(help="Clients must send it; may be given more than once. Or TAPEOUT_API_KEYS.")
     ] = None,
@@ -211,6 +217,7 @@ def serve(
             drain_seconds=drain_seconds,
             follow_seconds=follow_seconds,
             unsafe=unsafe,
+            public_key=public_key,
             api_keys=tuple(api_key or ()),
             keys_file=keys_file,
             usage_database=usage_database,
@@ -222,6 +229,36 @@ def serve(
             shadow=mirrored,
         )
     )
+
+
+@app.command(rich_help_panel="Use an engine")
+def pull(
+    model: Annotated[str, typer.Argument(help="models:/NAME@champion, another alias, or models:/NAME/VERSION.")],
+    to: Annotated[
+        Path | None, typer.Option(help="The store: the bundle lies in TO/DIGEST. By default TAPEOUT_STORE, or bundles.")
+    ] = None,
+    public_key: PublicKey = None,
+    require_signature: Annotated[
+        bool, typer.Option("--require-signature", help="Refuse to go on without a public key.")
+    ] = False,
+    unsafe: Annotated[bool, typer.Option("--unsafe", help="Also a version that has no PASS.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Bring a registered bundle to this machine, check every byte of it, and print its folder (docs/deploy.md).
+
+    It takes the server of MLFLOW_TRACKING_URI, and no MLflow. What was interrupted continues at the byte.
+
+    Example: `tapeout pull models:/smollm2@champion`
+    """
+    from pipeline.registry.access import Reference
+    from pipeline.registry.bundle_store import store_folder
+    from pipeline.registry.pull import pull as fetch
+    from pipeline.registry.pull import require_key
+
+    if require_signature:
+        require_key(public_key)
+    found = fetch(Reference.parse(model), to or store_folder(), public_key=public_key, unsafe=unsafe)
+    _show(found._asdict(), str(found.folder.resolve()), as_json)
 
 
 @app.command(rich_help_panel="Use an engine")
@@ -299,16 +336,39 @@ def gate(
 def keygen(
     out: Annotated[Path, typer.Option(help="The keys are written to OUT.key and OUT.pub.")] = Path("tapeout"),
 ) -> None:
-    """Make a pair of keys. Verdicts are signed with the private one and verified with the public one.
+    """Make a pair of keys. Verdicts and bundles are signed with the private one and verified with the public one.
 
-    Example: `tapeout keygen && TAPEOUT_PRIVATE_KEY=tapeout.key dvc repro`
+    Example: `tapeout keygen && tapeout register --key tapeout.key`
     """
     from tapeout.signing import generate_keys
 
     private, public = out.with_name(f"{out.name}.key"), out.with_name(f"{out.name}.pub")
     generate_keys(private, public)
-    print(f"{private}: keep it secret; sign with TAPEOUT_PRIVATE_KEY={private}")
-    print(f"{public}: give it to whoever verifies; register.public_key in the recipe, or TAPEOUT_PUBLIC_KEY={public}")
+    print(f"{private}: keep it secret; sign with --key {private}, or register.private_key in the recipe")
+    print(f"{public}: give it to whoever verifies; --public-key {public}, or register.public_key in the recipe")
+
+
+@app.command(rich_help_panel="Judge and release")
+def register(
+    key: Annotated[
+        Path | None,
+        typer.Option(help="Sign verdict and bundle with this.", envvar="TAPEOUT_PRIVATE_KEY", show_envvar=True),
+    ] = None,
+    params: Params = Path("params.yaml"),
+    as_json: Json = False,
+) -> None:
+    """Put the judged bundle into the registry, with its evidence, as challenger. What is there whole is not sent again.
+
+    The stage `register` of `dvc repro` does the same with the key of the recipe, and does not read back what is there.
+
+    Example: `tapeout register --key tapeout.key`
+    """
+    from pipeline.recipe import load_recipe
+    from pipeline.stages.wiring import register_candidate
+
+    found = register_candidate(load_recipe(params), key=key, repair=True).record
+    done = f"version {found.version} of {found.model_name} was judged {found.outcome.value}: {found.registry}"
+    _show(found.model_dump(mode="json"), done, as_json)
 
 
 @app.command(rich_help_panel="Judge and release")

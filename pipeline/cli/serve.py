@@ -5,30 +5,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
+from collections.abc import Awaitable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engines.bundle import EngineBundle
 from evals.check import Outcome
 from evals.kinds.speed import Benchmark
 from evals.verdict import Verdict
 from pipeline.registry import serving
-from pipeline.registry.versions import CHALLENGER
+from pipeline.registry.access import Reference
 from runtime.client import ProcessClient
 from runtime.opening import OpenBundle
 from runtime.scheduler import Limits
 from runtime.server.listen import ServeError, listen
 from tapeout import artifact
 from tapeout.errors import TapeoutError
-from tapeout.signing import PUBLIC_KEY, key_from_environment
 
 if TYPE_CHECKING:
     from pipeline.cli.shadow import ShadowOptions
     from runtime.server.service import Service
 
-REGISTERED = re.compile(r"models:/(?P<name>[^/@]+)@champion")
-CHALLENGING = re.compile(r"models:/(?P<name>[^/@]+)@challenger")
+FULL_LOOK_SECONDS = 30.0  # shortest pause where a look at the registry starts MLflow
+RETRY_SECONDS = 600.0  # longest pause before a version that could not be served is tried again
 UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 log = logging.getLogger("tapeout.server")
@@ -36,7 +37,7 @@ log = logging.getLogger("tapeout.server")
 
 @dataclass(frozen=True)
 class Options:
-    """See the help of ``tapeout serve``. ``source``: a bundle's folder, or ``models:/NAME@champion``."""
+    """See the help of ``tapeout serve``. ``source``: a folder, ``models:/NAME@ALIAS`` or ``models:/NAME/VERSION``."""
 
     source: str
     host: str
@@ -52,6 +53,7 @@ class Options:
     drain_seconds: float
     follow_seconds: float
     unsafe: bool
+    public_key: Path | None = None
     api_keys: tuple[str, ...] = ()
     keys_file: Path | None = None
     usage_database: str | None = None
@@ -66,25 +68,21 @@ class Options:
 def run(options: Options) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     listener = listen(options.host, options.port)
-    registered = REGISTERED.fullmatch(options.source)
-    if registered:
-        champion = asyncio.run(serving.find_champion(registered["name"]))
-        folder, name = champion.folder, registered["name"]
-        _require_digest(folder, champion.digest)
-        log.info("version %d of %s is champion: %s", champion.version, name, folder)
-    elif options.source.startswith("models:"):
-        raise ServeError(f"{options.source} names no model", expected="models:/NAME@champion, or a bundle's folder")
+    reference = Reference.parse(options.source) if options.source.startswith("models:") else None
+    if reference is not None:
+        found = asyncio.run(serving.pulled(reference, options.public_key, unsafe=options.unsafe))
+        folder, name = found.folder, reference.name
+        log.info("%s is version %d: %s", reference, found.version, folder)
     else:
         folder = Path(options.source)
         name = folder.resolve().name
-        require_judged(folder, unsafe=options.unsafe)
-    public_key = None if options.unsafe else key_from_environment(PUBLIC_KEY)
+        require_judged(folder, signed=options.public_key is not None, unsafe=options.unsafe)
+    public_key = None if options.unsafe else options.public_key
     mirrored = None
     if options.shadow is not None:
         from pipeline.cli.shadow import mirror
 
-        challenger = find_challenger(options.shadow.source, unsafe=options.unsafe)
-        mirrored = mirror(options.shadow, folder, challenger, public_key)
+        mirrored = mirror(options.shadow, folder, find_challenger(options), public_key)
     opener = OpenBundle(options.threads, options.slots, options.kv_bytes, public_key)
     client = ProcessClient(folder, opener, Limits(max_waiting=options.max_waiting, most_drafted=options.draft_tokens))
     # Imported while the engine's process opens the bundle.
@@ -121,9 +119,11 @@ def run(options: Options) -> None:
         operations.metrics.registry.register(mirrored)
 
     async def beside(service: Service) -> None:
-        works = (
-            [follow_champion(service, name, options.follow_seconds)] if registered and options.follow_seconds else []
-        )
+        works: list[Awaitable[None]] = []
+        if reference is not None and reference.alias and options.follow_seconds:
+            works.append(
+                follow_alias(service, reference, options.public_key, options.follow_seconds, unsafe=options.unsafe)
+            )
         await asyncio.gather(*works, *([mirrored.run()] if mirrored is not None else []))
 
     try:
@@ -145,17 +145,17 @@ def run(options: Options) -> None:
             mirrored.hook.close()
 
 
-def find_challenger(source: str, *, unsafe: bool) -> Path:
+def find_challenger(options: Options) -> Path:
     """The bundle's folder of ``--shadow``. What may not be served is not shadowed either."""
-    if registered := CHALLENGING.fullmatch(source):
-        found = asyncio.run(serving.find_champion(registered["name"], CHALLENGER))
-        _require_digest(found.folder, found.digest)
-        log.info("version %d of %s is challenger: %s", found.version, registered["name"], found.folder)
-        return found.folder
-    if source.startswith("models:"):
-        raise ServeError(f"{source} names no challenger", expected="models:/NAME@challenger, or a bundle's folder")
-    require_judged(Path(source), unsafe=unsafe)
-    return Path(source)
+    assert options.shadow is not None
+    source = options.shadow.source
+    if not source.startswith("models:"):
+        require_judged(Path(source), signed=options.public_key is not None, unsafe=options.unsafe)
+        return Path(source)
+    reference = Reference.parse(source)
+    found = asyncio.run(serving.pulled(reference, options.public_key, unsafe=options.unsafe))
+    log.info("%s is version %d: %s", reference, found.version, found.folder)
+    return found.folder
 
 
 def measured_bandwidth(folder: Path) -> float | None:
@@ -169,30 +169,42 @@ def measured_bandwidth(folder: Path) -> float | None:
     return found.record.read_bandwidth_gb_s * 1e9 if found.record.candidate.digest == bundle.digest else None
 
 
-async def follow_champion(service: Service, name: str, seconds: float) -> None:
-    """Look at the registry every ``seconds``; when another version is champion, serve it. Errors are only logged."""
-    before = None
+async def follow_alias(
+    service: Service, reference: Reference, public_key: Path | None, seconds: float, *, unsafe: bool = False
+) -> None:
+    """Look at the registry every ``seconds``; when the alias is at another version, pull and serve that.
+
+    Whatever goes wrong, the engine that is served stays, and the reason is logged once. The version is tried again
+    when the registry has changed, and otherwise later each time.
+    """
+    done: Any = None  # the state of the registry that is served, or was tried last
+    said, failures, retry_at = "", 0, 0.0
     while True:
+        now = done
         try:
-            now = await asyncio.to_thread(serving.state, name)
-            if now is None or now != before:
-                await _serve_champion(service, name)
-            before = now
+            now = await asyncio.to_thread(serving.state, reference)
+            changed = now is None or now != done
+            if changed or (failures and time.monotonic() >= retry_at):
+                failures, done = 0 if changed else failures, now
+                await _serve_alias(service, reference, public_key, unsafe=unsafe)
+                failures = 0
+            said = ""
         except TapeoutError as error:
-            log.error("the engine stays as it is: %s", error)
-        await asyncio.sleep(seconds)
+            failures += 1
+            retry_at = time.monotonic() + min(seconds * 2**failures, RETRY_SECONDS)
+            if str(error) != said:
+                log.error("the engine stays as it is: %s", error)
+            said = str(error)
+        await asyncio.sleep(seconds if now is not None else max(seconds, FULL_LOOK_SECONDS))
 
 
-async def _serve_champion(service: Service, name: str) -> None:
-    champion = await serving.find_champion(name)
-    if champion.digest == service.client.info.digest:
+async def _serve_alias(service: Service, reference: Reference, public_key: Path | None, *, unsafe: bool) -> None:
+    found = await serving.pulled(reference, public_key, unsafe=unsafe)
+    if found.digest == service.client.info.digest:
         return
-    log.info("version %d of %s is champion now: opening %s", champion.version, name, champion.folder)
-    _require_digest(champion.folder, champion.digest)
-    await service.swap(champion.folder)
-    log.info(
-        "version %d of %s is served; requests that were running end on the engine before it", champion.version, name
-    )
+    log.info("%s is version %d now: opening %s", reference, found.version, found.folder)
+    await service.swap(found.folder)
+    log.info("version %d is served; requests that were running end on the engine before it", found.version)
 
 
 def parse_bytes(text: str) -> int:
@@ -206,27 +218,17 @@ def parse_bytes(text: str) -> int:
     return int(float(found[1]) * (1 << UNITS[found[2]]))
 
 
-def _require_digest(folder: Path, digest: str) -> None:
-    bundle = artifact.load_record(folder, EngineBundle)
-    if bundle.digest != digest:
-        raise ServeError(
-            f"{folder} holds bundle {bundle.digest[:12]}",
-            expected=f"bundle {digest[:12]}, as registered",
-            remedy="put the registered bundle back, or promote another version",
-        )
-
-
-def require_judged(folder: Path, *, unsafe: bool) -> None:
+def require_judged(folder: Path, *, signed: bool = False, unsafe: bool = False) -> None:
     """:class:`ServeError` unless the verdict beside the bundle, or a signed one, is a PASS about this very bundle.
 
-    That the bundle was judged on this hardware is checked when the engine is opened.
+    ``signed``: the engine's loader asks for a signed PASS. It also checks that the bundle was built for this hardware.
     """
     bundle = artifact.load_record(folder, EngineBundle)
     if unsafe:
         log.warning("--unsafe: %s is served without a verdict", folder)
         return
-    if key_from_environment(PUBLIC_KEY) is not None:
-        return  # the engine's loader asks for a signed PASS
+    if signed:
+        return
     place = folder.resolve().parent / "verdict"
     remedy = "run `dvc repro gate`, serve the champion (models:/NAME@champion), or accept the risk with --unsafe"
     expected = f"a PASS about bundle {bundle.digest[:12]} in {place}"

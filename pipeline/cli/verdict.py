@@ -40,7 +40,7 @@ def load_verdict(artifacts: Path, params: Path, *, key: Path | None = None) -> A
     candidate = artifacts / "candidate"
     if key is not None:
         bundle = load_record(candidate, EngineBundle)
-        write_signature(candidate, sign(statement(recipe.register_.model_name, found, bundle), key))
+        write_signature(signature_path(candidate), sign(statement(recipe.register_.model_name, found, bundle), key))
     if (trusted := public_key(recipe)) is not None:
         name = recipe.register_.model_name
         require_signature(signature_path(candidate), trusted, name, found.record, found.digest, candidate)

@@ -1,9 +1,10 @@
 """Registered bundles, kept by content: a build may overwrite ``artifacts/candidate``, never what a registry points to.
 
 A bundle lies at ``$TAPEOUT_STORE/<digest>`` (default ``bundles/``) as a read-only copy of its own, so what happens
-to the artifact does not reach it. Where the file system can share blocks between files, the copy costs no space
-until one of them is written. It is made in a hidden sibling folder, which takes its place once every file has been
-hashed and is on the disk: the kept bundle is the judged bundle, and an interrupted copy never counts.
+to the artifact does not reach it. Bundles that were pulled lie there, too (pipeline/registry/pull.py). Where the file
+system can share blocks between files, the copy costs no space until one of them is written. It is made in a hidden
+sibling folder, which takes its place once every file has been hashed and is on the disk: the kept bundle is the judged
+bundle, and an interrupted copy never counts.
 """
 
 from __future__ import annotations
@@ -22,14 +23,18 @@ from tapeout.errors import ArtifactError
 _FICLONE = 0x40049409  # linux/fs.h: share the blocks of another file
 
 
+def store_folder() -> Path:
+    return Path(os.environ.get("TAPEOUT_STORE") or "bundles")
+
+
 def keep(bundle: Artifact[EngineBundle]) -> Artifact[EngineBundle]:
     """The same bundle in the store; nothing is written if it is already there, and whole.
 
     :class:`ArtifactError` when a file of the bundle has changed since it was written, or the place cannot be written.
     """
-    store = Path(os.environ.get("TAPEOUT_STORE", "bundles"))
+    store = store_folder()
     folder = store / bundle.digest
-    if not _is_whole(folder, bundle.digest):
+    if not is_whole(folder, bundle.digest):
         partial = store / f".{bundle.digest}.partial"
         try:
             shutil.rmtree(partial, ignore_errors=True)
@@ -48,7 +53,7 @@ def keep(bundle: Artifact[EngineBundle]) -> Artifact[EngineBundle]:
     return artifact.load(folder, EngineBundle)
 
 
-def _is_whole(folder: Path, digest: str) -> bool:
+def is_whole(folder: Path, digest: str) -> bool:
     """Whether the store holds this bundle unchanged, in files that no other path leads to."""
     try:
         found = artifact.load(folder, EngineBundle)

@@ -20,11 +20,20 @@ from evals.check import Outcome
 from evals.evidence import LINEAGE, measured, require_reproducible
 from evals.verdict import Verdict
 from pipeline.recipe import Recipe
-from pipeline.registry.versions import NO_CHAMPION, digest_of, evidence_digest, get_version, tag_of
+from pipeline.registry.versions import (
+    NO_CHAMPION,
+    bundle_name,
+    digest_of,
+    evidence_digest,
+    get_version,
+    model_id_of,
+    tag_of,
+)
 from quantization.calibration import SAMPLES_FILE
 from tapeout.artifact import RECORD, Artifact, load, verify
 from tapeout.errors import RegistryError, TapeoutError
 from tapeout.signing import (
+    PRIVATE_KEY,
     PUBLIC_KEY,
     key_from_environment,
     require_about,
@@ -38,7 +47,11 @@ if TYPE_CHECKING:
 
 KEY = "tapeout.release"  # one digest of all that is registered, so that nothing is registered twice
 EVIDENCE, VERDICT = "evidence", "verdict"  # folders of a run
-SIGNATURE, RECIPE = "verdict.sigstore.json", "recipe.json"  # in the folder of the evidence
+SIGNATURE, MODEL_SIGNATURE, RECIPE = (
+    "verdict.sigstore.json",
+    "model.sig",
+    "recipe.json",
+)  # in the folder of the evidence
 
 
 @dataclass(frozen=True)
@@ -78,6 +91,12 @@ def public_key(recipe: Recipe) -> Path | None:
     return key_from_environment(PUBLIC_KEY) or (Path(named) if named else None)
 
 
+def private_key(recipe: Recipe) -> Path | None:
+    """The key to sign with: of ``TAPEOUT_PRIVATE_KEY``, or else of the recipe."""
+    named = recipe.register_.private_key
+    return key_from_environment(PRIVATE_KEY) or (Path(named) if named else None)
+
+
 def require_signature(path: Path, key: Path, name: str, verdict: Verdict, digest: str, bundle: Path) -> None:
     """:class:`SignatureError` unless ``path`` holds a statement, signed with ``key``, about this verdict and bundle."""
     found = verify_signature(path, key)
@@ -108,14 +127,6 @@ def tags_of(name: str, recipe: Recipe, verdict: Verdict, digest: str) -> dict[st
     return {KEY: digest_of([name, tags]), **tags}
 
 
-def source_of(run_id: str, digest: str) -> str:
-    return f"runs:/{run_id}/{bundle_folder(digest)}"
-
-
-def bundle_folder(digest: str) -> str:
-    return f"bundle/sha256-{digest}"
-
-
 def examine(client: MlflowClient, name: str, number: int) -> Judged:
     """Judge a version's logged evidence again. :class:`RegistryError` unless verdict, run and tags agree with it."""
     version = get_version(client, name, number)
@@ -136,8 +147,8 @@ def examine(client: MlflowClient, name: str, number: int) -> Judged:
     for tag, value in expected.items():
         if (found := tag_of(version.tags, tag.removeprefix("tapeout."), number)) != value:
             raise _edited(f"tag {tag} of version {number} is {found[:12]}", f"{value[:12]}, as its verdict says")
-    if version.source != source_of(version.run_id or "", verdict.record.candidate):
-        raise _edited(f"version {number} has the source {version.source}", "the bundle of its own run")
+    if not _is_source_of(client, version, verdict.record.candidate):
+        raise _edited(f"version {number} has the source {version.source}", "the bundle that its verdict judged")
     location = Path(tag_of(version.tags, "location", number))
     return Judged(number, verdict.record, verdict.digest, location, signature)
 
@@ -214,6 +225,19 @@ def _require_run(client: MlflowClient, version: ModelVersion) -> None:
         raise _edited(f"the run of version {number} is {state}", "a finished run")
     if run.data.tags.get(KEY) != tags.get(KEY):
         raise _edited(f"version {number} names a run that registered something else", "the run that registered it")
+
+
+def _is_source_of(client: MlflowClient, version: ModelVersion, digest: str) -> bool:
+    """Whether a version points to the bundle of this digest."""
+    from mlflow.exceptions import MlflowException
+
+    model_id = model_id_of(version.source)
+    try:
+        return bool(model_id) and client.get_logged_model(model_id).name == bundle_name(digest)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        return False
 
 
 def _recipe(path: Path) -> Recipe:

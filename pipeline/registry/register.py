@@ -1,8 +1,8 @@
 """Register a judged bundle in MLflow, and find the one in service.
 
-A model version holds no weights: its source is a small manifest with the bundle's digest and location. The version's
-run holds the verdict and all that it was reached on but the weights, so a promotion can judge again
-(pipeline/registry/judged.py). Tags are for people and for searching.
+A version's source is the bundle itself (pipeline/registry/upload.py). The version's run holds the verdict and all that
+it was reached on but the weights, so a promotion can judge again (pipeline/registry/judged.py). Tags are for people and
+for searching.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,24 +21,25 @@ from pipeline.recipe import Recipe
 from pipeline.registry.judged import (
     EVIDENCE,
     KEY,
+    MODEL_SIGNATURE,
     SIGNATURE,
     VERDICT,
-    bundle_folder,
     collect,
     dumped,
     examine,
+    private_key,
     read_logged,
     require_pass,
-    source_of,
     tags_of,
 )
 from pipeline.registry.release import Release
 from pipeline.registry.tracking import connect, public_uri, sqlite_path, tracking_uri
-from pipeline.registry.versions import CHALLENGER, CHAMPION, ROLLBACK, aliases, model_exists
+from pipeline.registry.upload import upload
+from pipeline.registry.versions import CHALLENGER, CHAMPION, ROLLBACK, aliases, model_exists, source_of
 from pipeline.report.data import flatten
 from tapeout.artifact import Artifact, create, load
 from tapeout.errors import RegistryError, TapeoutError
-from tapeout.signing import PRIVATE_KEY, key_from_environment, sign, write_signature
+from tapeout.signing import model_signature_path, model_statement, sign, signature_path, write_signature
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -56,15 +57,25 @@ class RegisteredBundle:
     location: Path  # as seen by the machine that registered it
 
 
-def register(recipe: Recipe, verdict: Artifact[Verdict], bundle: Artifact[Any], artifacts: Path) -> Artifact[Release]:
+def register(
+    recipe: Recipe,
+    verdict: Artifact[Verdict],
+    bundle: Artifact[Any],
+    artifacts: Path,
+    *,
+    key: Path | None = None,
+    repair: bool = False,
+) -> Artifact[Release]:
     """Record a verdict of any outcome as a run and a model version, and point ``challenger`` at that version.
 
     ``artifacts``: what the verdict was reached on, the report, and where the Release is written. A FAIL or INCONCLUSIVE
     verdict is registered too, so that a refusal keeps its evidence; ``promotion.promote`` refuses it. Every step looks
     for its own result first: a second call with the same digests changes nothing; a call after a crash does the missing
-    steps. With a key in ``TAPEOUT_PRIVATE_KEY`` the verdict is signed: the signature is logged, and written beside the
-    bundle. :class:`RegistryError` when the verdict judged another bundle, :class:`EvidenceError` when the evidence does
-    not give this verdict.
+    steps. The bundle is uploaded, unless the registry has it; with ``repair``, what it has is read back. With a private
+    ``key`` (by default that of ``TAPEOUT_PRIVATE_KEY``, or of the recipe) verdict and bundle are signed: the signatures
+    are logged, and written beside the bundle.
+    :class:`RegistryError` when the verdict judged another bundle or the store does not take this one,
+    :class:`EvidenceError` when the evidence does not give this verdict.
     """
     if verdict.record.candidate != bundle.digest:
         raise RegistryError(
@@ -74,13 +85,14 @@ def register(recipe: Recipe, verdict: Artifact[Verdict], bundle: Artifact[Any], 
         )
     require_reproducible(verdict, artifacts, recipe)
     name = recipe.register_.model_name
-    signature = _signed(recipe, verdict, bundle, artifacts)
+    signatures = _signed(recipe, verdict, bundle, artifacts, key or private_key(recipe))
     tags = {**tags_of(name, recipe, verdict.record, verdict.digest), "tapeout.location": str(bundle.folder.resolve())}
     with connect(write=True) as client:
         run = _run(client, recipe, tags, verdict, bundle, artifacts)
-        if signature:
-            client.log_text(run.info.run_id, signature, f"{EVIDENCE}/{SIGNATURE}")
-        version = _version(client, name, tags, run.info.run_id, bundle.digest)
+        for file, text in signatures.items():
+            client.log_text(run.info.run_id, text, f"{EVIDENCE}/{file}")
+        model_id = upload(client, run.info.experiment_id, bundle, repair=repair)
+        version = _version(client, name, tags, run.info.run_id, model_id)
         if aliases(client, name).get(CHALLENGER) != int(version.version):
             client.set_registered_model_alias(name, CHALLENGER, str(version.version))
     record = Release(
@@ -101,15 +113,18 @@ def register(recipe: Recipe, verdict: Artifact[Verdict], bundle: Artifact[Any], 
     return load(artifacts / "release", Release)
 
 
-def _signed(recipe: Recipe, verdict: Artifact[Verdict], bundle: Artifact[Any], artifacts: Path) -> str:
-    """The signed verdict, written beside the artifact and the kept bundle; empty without a key."""
-    key = key_from_environment(PRIVATE_KEY)
+def _signed(
+    recipe: Recipe, verdict: Artifact[Verdict], bundle: Artifact[Any], artifacts: Path, key: Path | None
+) -> dict[str, str]:
+    """Signed verdict and signed bundle by file name, written beside the artifact and the kept bundle, too."""
     if key is None:
-        return ""
-    text = sign(statement(recipe.register_.model_name, verdict, bundle), key)
+        return {}
+    judged = sign(statement(recipe.register_.model_name, verdict, bundle), key)
+    files = sign(model_statement(bundle), key)
     for folder in (artifacts / "candidate", bundle.folder):
-        write_signature(folder, text)
-    return text
+        write_signature(signature_path(folder), judged)
+        write_signature(model_signature_path(folder), files)
+    return {SIGNATURE: judged, MODEL_SIGNATURE: files}
 
 
 def champion(model_name: str) -> RegisteredBundle | None:
@@ -188,7 +203,6 @@ def _run(
         collect(artifacts, recipe, Path(scratch))
         client.log_artifacts(run_id, scratch, EVIDENCE)
     client.log_artifacts(run_id, str(report))
-    client.log_dict(run_id, _manifest(bundle), f"{bundle_folder(bundle.digest)}/manifest.json")
     client.set_terminated(run_id)
     return client.get_run(run_id)
 
@@ -213,28 +227,20 @@ def _report_metrics(report: Path) -> dict[str, float]:
     return json.loads((report / "metrics.json").read_text())
 
 
-def _manifest(bundle: Artifact[Any]) -> dict[str, Any]:
-    return {
-        "noun": bundle.record.noun,
-        "digest": bundle.digest,
-        "location": str(bundle.folder.resolve()),
-        "files": {name: {"sha256": f.sha256, "size_bytes": f.size_bytes} for name, f in bundle.files.items()},
-        "parents": {role: asdict(parent) for role, parent in bundle.parents.items()},
-        "record": bundle.record.model_dump(mode="json"),
-    }
-
-
-def _version(client: MlflowClient, name: str, tags: Mapping[str, str], run_id: str, digest: str) -> ModelVersion:
+def _version(client: MlflowClient, name: str, tags: Mapping[str, str], run_id: str, model_id: str) -> ModelVersion:
     if not model_exists(client, name):
         client.create_registered_model(name)
     same = [v for v in client.search_model_versions(f"tags.`{KEY}` = '{tags[KEY]}'") if v.name == name]
-    # A server accepts sources only inside the run that they belong to (mlflow/mlflow issue 8011): so is the manifest.
-    source = source_of(run_id, digest)
+    source = source_of(model_id)
     if own := [version for version in same if (version.run_id, version.source) == (run_id, source)]:
         version = min(own, key=lambda version: int(version.version))
         for tag, value in tags.items():
             if version.tags.get(tag) != value:
                 client.set_model_version_tag(name, version.version, tag, value)
         return version
-    description = f"{tags['tapeout.outcome']}: engine bundle {digest[:12]}; why is in report.html of its run"
-    return client.create_model_version(name, source, run_id=run_id, tags=dict(tags), description=description)
+    description = (
+        f"{tags['tapeout.outcome']}: engine bundle {tags['tapeout.candidate'][:12]}; why is in report.html of its run"
+    )
+    return client.create_model_version(
+        name, source, run_id=run_id, tags=dict(tags), description=description, model_id=model_id
+    )

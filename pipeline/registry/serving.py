@@ -1,7 +1,7 @@
 """Which engine of the registry is to be served, looked up without burdening the server.
 
-MLflow takes a second of processor time and hundreds of megabytes to import, so the registry is asked by a process of
-its own, and only when something may have changed there.
+A pull hashes hundreds of megabytes, and a registry in a database takes MLflow. So both run in a process of their own,
+and only when something may have changed in the registry.
 """
 
 from __future__ import annotations
@@ -10,33 +10,22 @@ import asyncio
 import json
 import os
 import sys
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from pipeline.registry.tracking import public_uri, sqlite_path, tracking_uri
-from pipeline.registry.versions import CHALLENGER, CHAMPION, UnknownVersionError
+from pipeline.registry.access import Reference, RestRegistry, http_session
+from pipeline.registry.bundle_store import store_folder
+from pipeline.registry.pull import Pulled, pull
+from pipeline.registry.tracking import sqlite_path, tracking_uri
+from pipeline.registry.versions import UnknownVersionError
 from tapeout.errors import RegistryError, TapeoutError
 
-ANSWER_SECONDS = 120
 
-
-class Champion(NamedTuple):
-    version: int
-    digest: str
-    folder: Path
-
-
-async def find_champion(name: str, alias: str = CHAMPION) -> Champion:
-    """The champion, judged again from its logged evidence. :class:`RegistryError` if there is none to rely on.
-
-    ``alias``: the challenger is looked up in the same way.
-    """
-    answer = await ask(__name__, name, alias)
-    return Champion(answer["version"], answer["digest"], Path(answer["folder"]))
+async def pulled(reference: Reference, public_key: Path | None, *, unsafe: bool = False) -> Pulled:
+    """Pull in a process of its own; :class:`RegistryError` if the version cannot be relied on."""
+    answer = await ask(__name__, str(reference), str(public_key or ""), "unsafe" if unsafe else "")
+    return Pulled(**answer | {"folder": Path(answer["folder"])})
 
 
 async def ask(module: str, *words: str) -> Any:
@@ -48,9 +37,9 @@ async def ask(module: str, *words: str) -> Any:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     try:
-        output, _ = await asyncio.wait_for(process.communicate(), ANSWER_SECONDS)
+        output, _ = await process.communicate()
         answer: Any = json.loads(output.splitlines()[-1])
-    except (TimeoutError, ValueError, IndexError) as error:
+    except (ValueError, IndexError) as error:
         raise RegistryError(f"looking up {words[0]} failed", remedy="see the messages above, or retry") from error
     finally:
         if process.returncode is None:
@@ -72,47 +61,29 @@ def answered(look_up: Callable[[], dict[str, Any]]) -> None:
     print(json.dumps(said), flush=True)
 
 
-def state(name: str) -> Any:
-    """A cheap value that changes whenever the champion does; None where only a full look can tell.
+def state(reference: Reference) -> Any:
+    """A cheap value that changes whenever the alias does; None where only a full look can tell.
 
-    :class:`RegistryError` if no server answers.
+    :class:`RegistryError` if no server answers, or if it has no such alias.
     """
     uri = tracking_uri()
     if (database := sqlite_path(uri)) is not None:
         files = [database, database.with_name(f"{database.name}-wal")]
         return [path.stat().st_mtime_ns if path.exists() else 0 for path in files]
-    if not uri.startswith(("http://", "https://")):
+    if not uri.startswith(("http://", "https://")) or reference.alias is None:
         return None
-    query = urllib.parse.urlencode({"name": name, "alias": CHAMPION})
-    try:
-        with urllib.request.urlopen(
-            f"{uri.rstrip('/')}/api/2.0/mlflow/registered-models/alias?{query}", timeout=10
-        ) as answer:
-            return json.loads(answer.read())["model_version"]["version"]
-    except (urllib.error.HTTPError, ValueError, KeyError):
-        return None
-    except OSError as error:
-        raise RegistryError(
-            f"no MLflow server answers at {public_uri(uri)}: {error}", expected="a server that can be reached"
-        ) from error
+    with http_session() as session:
+        return RestRegistry(uri, session).alias(reference.name, reference.alias)["version"]
 
 
 def main() -> None:
-    from pipeline.registry.register import challenger, champion
-
-    name, alias = sys.argv[1:]
+    reference, key, unsafe = sys.argv[1:]
 
     def look_up() -> dict[str, Any]:
-        found = {CHAMPION: champion, CHALLENGER: challenger}[alias](name)
-        if found is None:
-            raise RegistryError(
-                f"{name} has no {alias} at {public_uri(tracking_uri())}",
-                expected="a version that was promoted" if alias == CHAMPION else "a version that was registered",
-                remedy="run `tapeout promote`, or name a bundle: `tapeout serve artifacts/candidate`"
-                if alias == CHAMPION
-                else "run `dvc repro register`, or name a bundle",
-            )
-        return {"version": found.version, "digest": found.digest, "folder": str(found.location)}
+        found = pull(
+            Reference.parse(reference), store_folder(), public_key=Path(key) if key else None, unsafe=bool(unsafe)
+        )
+        return found._asdict() | {"folder": str(found.folder)}
 
     answered(look_up)
 

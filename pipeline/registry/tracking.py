@@ -25,7 +25,7 @@ _QUIET = {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "120",  # a server answers an upload once the file is in its store
 }
 
 
@@ -80,9 +80,10 @@ def connect(*, write: bool) -> Generator[MlflowClient]:
 
 
 def _client(uri: str) -> MlflowClient:
-    from mlflow import MlflowClient
+    from mlflow import MlflowClient, set_tracking_uri
 
     try:
+        set_tracking_uri(uri)  # MLflow's store of versions looks up logged models by a client of its own
         return MlflowClient(tracking_uri=uri)
     except ImportError as error:
         raise RegistryError(

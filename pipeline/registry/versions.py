@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,26 @@ NO_CHAMPION = "none"
 
 class UnknownVersionError(RegistryError):
     """The registry has no such model, version or alias."""
+
+
+def source_of(model_id: str) -> str:
+    """Of a version: the logged model that holds its bundle."""
+    return f"models:/{model_id}"
+
+
+def model_id_of(source: str | None) -> str:
+    """The logged model behind a version's source; empty for any other source.
+
+    >>> model_id_of("models:/m-7f"), model_id_of("models:/name/1"), model_id_of("runs:/a/b")
+    ('m-7f', '', '')
+    """
+    found = re.fullmatch(r"models:/([\w-]+)", source or "")
+    return found[1] if found else ""
+
+
+def bundle_name(digest: str) -> str:
+    """Of the logged model that holds the bundle."""
+    return f"sha256-{digest}"
 
 
 def evidence_digest(verdict: Verdict) -> str:

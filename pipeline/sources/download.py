@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,8 +44,10 @@ def redact(url: str) -> str:
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
-def download_url(url: str, target: Path, *, pause_s: float = 1.0) -> Path:
+def download_url(url: str, target: Path, *, session: requests.Session | None = None, pause_s: float = 1.0) -> Path:
     """Fetch ``url`` to ``target``; ``pause_s`` is the first pause between attempts, doubled each time.
+
+    ``session``: holds credentials, and is kept open.
 
     Raises :class:`SourceError` when the server refuses, cannot be reached, or the connection keeps breaking; the
     bytes received so far stay in ``target`` + ``.part`` for the next call. OSError (a full disk) passes through.
@@ -55,7 +57,7 @@ def download_url(url: str, target: Path, *, pause_s: float = 1.0) -> Path:
     part = target.with_name(target.name + ".part")
     failures = 0
     transient = (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError)
-    with progress_bar() as progress, requests.Session() as session:
+    with progress_bar() as progress, nullcontext(session) if session else requests.Session() as session:
         task = progress.add_task(target.name, total=None)
         while True:
             before = part.stat().st_size if part.exists() else 0

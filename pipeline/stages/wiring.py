@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from engines.sequences import Sequences
     from engines.target import Probe
     from evals.kind import Kind, S, SourceModel
+    from pipeline.registry.release import Release
     from pipeline.sources.source import Source
     from quantization.calibration import Calibration
     from quantization.checkpoint import QuantizedModel
@@ -226,14 +227,15 @@ def _measure(kind: Kind[Any, Any, Any], recipe: Recipe) -> None:
     import_module(kind.verb).measure(Measurement(recipe, kind.stage), ARTIFACTS / kind.role)
 
 
-def _register(recipe: Recipe) -> None:
+def register_candidate(recipe: Recipe, *, key: Path | None = None, repair: bool = False) -> Artifact[Release]:
+    """The stage ``register``. ``key``: to sign with, instead of the recipe's. ``repair``: read back what is there."""
     from evals.verdict import Verdict
     from pipeline.registry.bundle_store import keep
     from pipeline.registry.register import register
 
     verdict = artifact.load(ARTIFACTS / "verdict", Verdict)
     bundle = keep(_bundle(ARTIFACTS / "candidate"))
-    register(recipe, verdict, bundle, ARTIFACTS)
+    return register(recipe, verdict, bundle, ARTIFACTS, key=key, repair=repair)
 
 
 def _source() -> Artifact[Source]:
@@ -403,7 +405,7 @@ class Measurement:
         _say(self.stage)(step)
 
 
-STAGES: dict[str, Callable[[Recipe], None]] = {
+STAGES: dict[str, Callable[[Recipe], object]] = {
     "environment": _environment,
     "fetch": _fetch,
     "export": _export,
@@ -417,5 +419,5 @@ STAGES: dict[str, Callable[[Recipe], None]] = {
     **{kind.stage: partial(_measure, kind) for kind in KINDS if kind.stage},
     "gate": _gate,
     "report": _report,
-    "register": _register,
+    "register": register_candidate,
 }

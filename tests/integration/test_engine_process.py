@@ -23,7 +23,7 @@ from runtime.client import EngineDownError, ProcessClient
 from runtime.messages import Delta, GenerateRequest, SamplingSettings
 from runtime.scheduler import DisplacedError, Limits, QueueFullError
 from tapeout.errors import ArtifactError, RequestError
-from tests.faulty_engine import CRASH, FAIL, HANG, REFUSES, OpenFaulty, alone
+from tests.faulty_engine import CRASH, DIES, FAIL, HANG, REFUSES, OpenFaulty, alone
 
 ROOT = Path(__file__).parents[2]
 BUNDLE = Path("7")
@@ -261,6 +261,18 @@ def test_a_bundle_that_does_not_open_changes_nothing() -> None:
             assert caught.value.remedy == "build one"
             assert client.ready and len(tokens(await running)) == 100
             assert len(psutil.Process().children()) == 1
+
+    run(test())
+
+
+def test_a_bundle_that_opens_and_gives_no_token_changes_nothing() -> None:
+    async def test() -> None:
+        async with served() as client:
+            running = asyncio.ensure_future(answer(client, "a", [1, 2], 100))
+            with pytest.raises(EngineDownError, match="has ended"):
+                await client.swap(Path(DIES))
+            assert client.info.name == "7" and client.ready and len(tokens(await running)) == 100
+            assert client.restarts == 0 and len(psutil.Process().children()) == 1
 
     run(test())
 

@@ -29,16 +29,8 @@ from engines.compile import build
 from engines.load import graph_target, load
 from engines.sequences import Sequences
 from evals.harness import EngineLM
-from pipeline.cli.serve import follow_champion
 from pipeline.export.export import export
-from pipeline.registry import serving
 from quantization.compressed_tensors import open_checkpoint
-from runtime.client import ProcessClient
-from runtime.messages import GenerateRequest
-from runtime.opening import OpenBundle
-from runtime.server.service import Service
-from runtime.server.text import TextModel
-from tapeout import artifact
 from tests.native import own_cache
 
 ROOT = Path(__file__).parents[2]
@@ -392,51 +384,3 @@ def test_an_engine_that_is_killed_is_started_again(bundles: tuple[Path, Path]) -
             assert time.monotonic() < until
             time.sleep(0.1)
         assert answer.status_code == 200
-
-
-def test_another_champion_is_swapped_in_without_losing_a_request(
-    bundles: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Requests follow each other through the swap; all end well, the later ones on the new engine."""
-    first, second = bundles
-    champion = serving.Champion(1, artifact.load_header(first).digest, first)
-
-    async def find(_: str) -> serving.Champion:
-        return champion
-
-    monkeypatch.setattr(serving, "find_champion", find)
-    monkeypatch.setattr(serving, "state", lambda _: champion.version)
-
-    async def run() -> None:
-        nonlocal champion
-        client = ProcessClient(first, OpenBundle(threads=1))
-        try:
-            await client.open()
-            text = TextModel.load(first)
-            service = Service(client, {text.digest: text}, (MODEL,))
-            follower = asyncio.ensure_future(follow_champion(service, MODEL, 0.1))
-            served_by: list[str] = []
-            reasons: list[str | None] = []
-
-            async def one(number: int) -> None:
-                served_by.append(service.text.digest)
-                request = GenerateRequest(f"{number}", [1, 2, 3], 40)
-                reasons.extend([delta.finish_reason async for delta in client.generate(request)])
-
-            running: list[asyncio.Future[None]] = []
-            for number in range(10_000):
-                if number == 10:
-                    champion = serving.Champion(2, artifact.load_header(second).digest, second)
-                running.append(asyncio.ensure_future(one(number)))
-                await asyncio.sleep(0.01)
-                if client.info.digest == champion.digest and champion.version == 2 and served_by[-1] == champion.digest:
-                    break
-            await asyncio.gather(*running)
-            ended = [reason for reason in reasons if reason]
-            assert len(ended) == len(running) and set(ended) <= {"length", "stop"}
-            assert served_by[0] != served_by[-1] == service.text.digest and len(service.models) == 1
-            follower.cancel()
-        finally:
-            await client.close()
-
-    asyncio.run(asyncio.wait_for(run(), 120))

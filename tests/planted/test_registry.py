@@ -20,12 +20,13 @@ import pytest
 from engines import load as loader
 from engines.bundle import EngineBundle
 from evals.evidence import load_evidence
+from evals.statement import statement
 from evals.verdict import Verdict
 from pipeline.cli.main import main
 from pipeline.recipe import Recipe
 from pipeline.registry import tracking
 from pipeline.registry.bundle_store import keep
-from pipeline.registry.judged import KEY, statement, tags_of
+from pipeline.registry.judged import KEY, tags_of
 from pipeline.registry.promotion import PENDING, promote, rollback
 from pipeline.registry.register import champion, incumbent, register
 from tapeout import file_hashes
@@ -379,11 +380,11 @@ def test_a_signature_about_something_else(
     verdicts = {number: load(registry.artifacts(number) / "verdict", Verdict) for number in (NEXT, FAILED)}
     bundles = {number: load(registry.artifacts(number) / "candidate", EngineBundle) for number in (NEXT, FAILED)}
     target = registry.logged(NEXT) / "evidence" / "verdict.sigstore.json"
-    right = statement(RECIPE, verdicts[NEXT], bundles[NEXT])
+    right = statement(RECIPE.register_.model_name, verdicts[NEXT], bundles[NEXT])
     others = {
-        "is about bundle": statement(RECIPE, verdicts[NEXT], bundles[FAILED]),
-        "signs another verdict": statement(RECIPE, verdicts[FAILED], bundles[NEXT]),
-        "signs another model": statement(judged.recipe(register={"model_name": "x"}), verdicts[NEXT], bundles[NEXT]),
+        "is about bundle": statement(RECIPE.register_.model_name, verdicts[NEXT], bundles[FAILED]),
+        "signs another verdict": statement(RECIPE.register_.model_name, verdicts[FAILED], bundles[NEXT]),
+        "signs another model": statement("x", verdicts[NEXT], bundles[NEXT]),
     }
     for said, wrong in others.items():
         target.write_text(sign(wrong, keys[0]))
@@ -396,7 +397,7 @@ def test_a_signed_statement_that_was_edited(registry: Registry, keys: tuple[Path
     artifacts = registry.artifacts(FAILED)
     verdict, bundle = load(artifacts / "verdict", Verdict), load(artifacts / "candidate", EngineBundle)
     path = tmp_path / "signed.json"
-    path.write_text(sign(statement(RECIPE, verdict, bundle), keys[0]))
+    path.write_text(sign(statement(RECIPE.register_.model_name, verdict, bundle), keys[0]))
     assert verify_signature(path, keys[1]).predicate.result == "FAILED"
     whole = json.loads(path.read_text())
     payload = base64.b64decode(whole["dsseEnvelope"]["payload"]).replace(b'"FAILED"', b'"PASSED"')
@@ -416,7 +417,7 @@ def test_a_bundle_without_a_signed_pass(registry: Registry, keys: tuple[Path, Pa
         bundle, verdict = load(artifacts / "candidate", EngineBundle), load(artifacts / "verdict", Verdict)
         with pytest.raises(SignatureError, match="no signature at"):
             loader.load(bundle.folder, public_key=keys[1])
-        signature_path(bundle.folder).write_text(sign(statement(RECIPE, verdict, bundle), keys[0]))
+        signature_path(bundle.folder).write_text(sign(statement(RECIPE.register_.model_name, verdict, bundle), keys[0]))
     require_signed_pass(load(registry.artifacts(NEXT) / "candidate", EngineBundle), keys[1])
     with pytest.raises(SignatureError, match="was judged FAIL"):
         loader.load(registry.artifacts(FAILED) / "candidate", public_key=keys[1])

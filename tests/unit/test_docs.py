@@ -29,6 +29,7 @@ PAGES = [
         "docs/operations.md",
         "docs/ci.md",
         "docs/formats.md",
+        "docs/deploy.md",
         "CHANGELOG.md",
     )
 ]

@@ -23,6 +23,7 @@ from pipeline.registry import promotion, tracking
 from pipeline.registry.promotion import promote, rollback
 from pipeline.registry.register import champion, incumbent, register
 from pipeline.registry.release import Release
+from pipeline.registry.versions import model_id_of
 from tapeout.artifact import Artifact, canonical_json, load
 from tapeout.errors import ArtifactError, EvidenceError, RegistryError
 from tapeout.observations import Observation, ObservationLog
@@ -90,16 +91,16 @@ def test_registers_run_version_tags_and_alias(client: Any, submit: Callable[...,
     assert state(client)["aliases"] == {"challenger": 1}
     assert version.tags["tapeout.outcome"] == "PASS"
     assert version.tags["tapeout.candidate"] == release.parents["bundle"].digest == release.record.candidate
-    assert version.source == f"runs:/{run.info.run_id}/bundle/sha256-{release.record.candidate}"
+    holder = client.get_logged_model(model_id_of(version.source))
+    assert holder.name == f"sha256-{release.record.candidate}"
     assert version.tags["tapeout.policy"] == release.record.policy == policy_of(RECIPE).digest
     assert run.data.params["gate.max_kl"] == "0.03"
     assert run.data.metrics["verdict.kl.upper"] == pytest.approx(0.0185 * 1.1)
     assert run.data.metrics["decode.batch_16.candidate_tokens_s"] == 731.9
     logged = {f.path for f in client.list_artifacts(run.info.run_id)}
-    assert {"report.html", "plots", "verdict", "evidence", "bundle", "metrics.json"} <= logged
-    manifest = Path(client.download_artifacts(run.info.run_id, version.source.split(run.info.run_id + "/")[1]))
-    files = json.loads((manifest / "manifest.json").read_text())["files"]
-    assert [*files] == ["model.onnx"] and not list(manifest.glob("**/model.onnx"))
+    assert {"report.html", "plots", "verdict", "evidence", "metrics.json"} <= logged
+    uploaded = load(Path(holder.artifact_location), EngineBundle)
+    assert uploaded.digest == release.record.candidate and [*uploaded.files] == ["model.onnx"]
 
 
 def test_registering_and_promoting_again_changes_nothing(client: Any, submit: Callable[..., Artifact[Release]]) -> None:

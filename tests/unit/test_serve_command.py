@@ -12,6 +12,7 @@ from engines.bundle import EngineBundle
 from evals.check import Outcome
 from pipeline.cli.serve import find_challenger, parse_bytes, require_judged
 from pipeline.registry import serving
+from pipeline.registry.access import Reference
 from pipeline.registry.promotion import promote
 from pipeline.registry.register import register
 from runtime.server.listen import ServeError, listen
@@ -60,18 +61,19 @@ def test_a_verdict_that_was_edited_is_refused(tmp_path: Path) -> None:
 def test_the_champion_of_a_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
-    name, recipe = judged.NAME, judged.recipe()
+    name, recipe = Reference(judged.NAME, "champion"), judged.recipe()
     before = serving.state(name)
-    with pytest.raises(RegistryError, match="has no champion"):
-        asyncio.run(serving.find_champion(name))
+    with pytest.raises(RegistryError, match="no model"):
+        asyncio.run(serving.pulled(name, None))
     verdict = judged.write_run(tmp_path / "artifacts")
     bundle = artifact.load(tmp_path / "artifacts" / "candidate", EngineBundle)
     register(recipe, verdict, bundle, tmp_path / "artifacts")
     registered = serving.state(name)
     promote(recipe)
     assert before != registered != serving.state(name) == serving.state(name)
-    found = asyncio.run(serving.find_champion(name))
-    assert (found.version, found.digest) == (1, bundle.digest)
+    found = asyncio.run(serving.pulled(name, None))
+    assert (found.version, found.digest, found.fetched_bytes > 0) == (1, bundle.digest, True)
+    assert asyncio.run(serving.pulled(name, None)).fetched_bytes == 0
     assert artifact.load(tmp_path / found.folder, EngineBundle).digest == bundle.digest
 
 

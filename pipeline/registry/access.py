@@ -1,0 +1,225 @@
+"""Reads a registry and the files of its versions: over plain HTTP where a server offers that, else through MLflow.
+
+A machine that serves has neither MLflow nor the credentials of a store: a tracking server answers by REST
+(https://mlflow.org/docs/latest/api_reference/rest-api.html), and passes artifacts through, with byte ranges. MLflow is
+imported only for a registry in a database, and for artifacts that the server does not pass through (``s3://…``).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import quote, urlsplit
+
+from pipeline.registry.tracking import connect, public_uri, tracking_uri
+from pipeline.registry.versions import aliases, get_version, model_id_of
+from pipeline.sources.download import TIMEOUT_S, download_url
+from tapeout.errors import RegistryError, SourceError, one_line
+
+if TYPE_CHECKING:
+    import requests
+    from mlflow import MlflowClient
+
+API = "api/2.0/mlflow"
+ARTIFACTS = "api/2.0/mlflow-artifacts/artifacts"  # of the server that passes them through
+
+
+@dataclass(frozen=True)
+class Reference:
+    """``models:/NAME@ALIAS`` or ``models:/NAME/VERSION``: exactly one of ``alias`` and ``number``."""
+
+    name: str
+    alias: str | None = None
+    number: int | None = None
+
+    @staticmethod
+    def parse(text: str) -> Reference:
+        """
+        >>> Reference.parse("models:/smollm2@champion"), str(Reference.parse("models:/smollm2/3"))
+        (Reference(name='smollm2', alias='champion', number=None), 'models:/smollm2/3')
+        """
+        found = re.fullmatch(r"models:/(?P<name>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<number>[1-9]\d*))", text)
+        if not found:
+            raise RegistryError(f"{text} names no model", expected="models:/NAME@champion, or models:/NAME/VERSION")
+        return Reference(found["name"], found["alias"], int(found["number"]) if found["number"] else None)
+
+    def __str__(self) -> str:
+        return f"models:/{self.name}@{self.alias}" if self.alias else f"models:/{self.name}/{self.number}"
+
+
+@dataclass(frozen=True)
+class Version:
+    """A model version as the registry has it. ``run_root``, ``bundle_root``: where its files lie."""
+
+    name: str
+    number: int
+    tags: dict[str, str]
+    run_root: str
+    bundle_root: str
+
+
+class Registry(Protocol):
+    def version(self, reference: Reference) -> Version: ...
+
+    def fetch(self, root: str, name: str, target: Path) -> None:
+        """One file below ``root`` to ``target``; what arrived of it before is continued where the server can."""
+        ...
+
+
+@contextmanager
+def open_registry() -> Generator[Registry]:
+    """The registry of ``MLFLOW_TRACKING_URI``; :class:`RegistryError` for all that it or the network refuses."""
+    uri = tracking_uri()
+    if uri.startswith(("http://", "https://")):
+        with http_session() as session:
+            yield RestRegistry(uri, session)
+    else:
+        with connect(write=False) as client:
+            yield ClientRegistry(client)
+
+
+def http_session() -> requests.Session:
+    """With the credentials and certificates that MLflow's own client reads from the environment."""
+    import requests
+
+    session, environment = requests.Session(), os.environ
+    if user := environment.get("MLFLOW_TRACKING_USERNAME"):
+        session.auth = (user, environment.get("MLFLOW_TRACKING_PASSWORD", ""))
+    elif token := environment.get("MLFLOW_TRACKING_TOKEN"):
+        session.headers["Authorization"] = f"Bearer {token}"
+    if environment.get("MLFLOW_TRACKING_INSECURE_TLS", "").lower() in ("1", "true"):
+        session.verify = False
+    elif certificates := environment.get("MLFLOW_TRACKING_SERVER_CERT_PATH"):
+        session.verify = certificates
+    session.cert = environment.get("MLFLOW_TRACKING_CLIENT_CERT_PATH")
+    return session
+
+
+class RestRegistry:
+    """A tracking server."""
+
+    def __init__(self, uri: str, session: requests.Session) -> None:
+        self._uri, self._session = uri.rstrip("/"), session
+
+    def alias(self, name: str, alias: str) -> Any:
+        return self._get("registered-models/alias", name=name, alias=alias)["model_version"]
+
+    def version(self, reference: Reference) -> Version:
+        if reference.alias:
+            found = self.alias(reference.name, reference.alias)
+        else:
+            found = self._get("model-versions/get", name=reference.name, version=reference.number)["model_version"]
+        run = self._get("runs/get", run_id=found.get("run_id", ""))["run"]
+        number, model = int(found["version"]), model_id_of(found.get("source"))
+        if not model:
+            raise no_bundle(reference.name, number)
+        bundle = self._get(f"logged-models/{quote(model, safe='')}")["model"]
+        tags = {tag["key"]: tag.get("value", "") for tag in found.get("tags", [])}
+        roots = run["info"]["artifact_uri"], bundle["info"]["artifact_uri"]
+        return Version(reference.name, number, tags, *roots)
+
+    def fetch(self, root: str, name: str, target: Path) -> None:
+        parts = urlsplit(root)
+        if parts.scheme == "mlflow-artifacts":  # with a host, if it is another than that of the registry
+            server = f"{urlsplit(self._uri).scheme}://{parts.netloc}" if parts.netloc else self._uri
+            root = f"{server}/{ARTIFACTS}/{quote(parts.path.strip('/'))}"
+        elif parts.scheme not in ("http", "https"):
+            _fetch_through_mlflow(root, name, target)
+            return
+        try:
+            download_url(f"{root}/{quote(name)}", target, session=self._session)
+        except SourceError as error:
+            raise RegistryError(
+                f"the registry does not give {name}: {error.found}",
+                expected="the files of the version, as they were registered",
+                remedy="start the server or its store, correct MLFLOW_TRACKING_URI or the credentials, or register the "
+                "bundle again; then run this again: it continues with the bytes that have arrived",
+            ) from error
+
+    def _get(self, path: str, **query: Any) -> Any:
+        import requests
+
+        shown = public_uri(self._uri)
+        try:
+            answer = self._session.get(f"{self._uri}/{API}/{path}", params=query, timeout=TIMEOUT_S)
+            body: Any = answer.json()
+        except requests.JSONDecodeError as error:
+            raise RegistryError(
+                f"{shown} is not an MLflow server, or wants other credentials",
+                expected="an MLflow tracking server",
+                remedy="correct MLFLOW_TRACKING_URI, MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
+            ) from error
+        except requests.RequestException as error:
+            raise RegistryError(
+                f"no MLflow server answers at {shown} ({type(error).__name__})",
+                expected="a server that can be reached from this machine",
+                remedy="start it, or correct MLFLOW_TRACKING_URI; then run this again",
+            ) from error
+        if answer.status_code == 200:
+            return body
+        raise RegistryError(
+            f"the registry at {shown} refused: {one_line(ValueError(body.get('message') or answer.reason))}",
+            remedy="check the name, or promote a version: `tapeout promote`",
+        )
+
+
+class ClientRegistry:
+    """A database, through MLflow. The evidence of a version is there, too, so it is judged again."""
+
+    def __init__(self, client: MlflowClient) -> None:
+        self._client = client
+
+    def version(self, reference: Reference) -> Version:
+        from pipeline.registry.judged import examine
+
+        name, number = reference.name, reference.number
+        if reference.alias:
+            number = aliases(self._client, name).get(reference.alias)
+        if number is None:
+            raise RegistryError(
+                f"{name} has no version with the alias {reference.alias} at {public_uri(tracking_uri())}",
+                expected="a version that was promoted",
+                remedy="run `tapeout promote`, or name a version: models:/NAME/VERSION",
+            )
+        examine(self._client, name, number)
+        found = get_version(self._client, name, number)
+        bundle = self._client.get_logged_model(model_id_of(found.source))
+        run = self._client.get_run(found.run_id or "")
+        return Version(name, number, dict(found.tags), run.info.artifact_uri or "", bundle.artifact_location)
+
+    def fetch(self, root: str, name: str, target: Path) -> None:
+        _fetch_through_mlflow(root, name, target)
+
+
+def no_bundle(name: str, number: int) -> RegistryError:
+    return RegistryError(
+        f"version {number} of {name} has no bundle in the registry",
+        expected="a version that this version of Tapeout registered",
+        remedy="register it again: `tapeout register`",
+    )
+
+
+def _fetch_through_mlflow(root: str, name: str, target: Path) -> None:
+    try:
+        from mlflow.artifacts import download_artifacts
+        from mlflow.exceptions import MlflowException
+    except ImportError as error:
+        raise RegistryError(
+            f"the files lie at {public_uri(root)}, which takes the package {error.name!r}",
+            expected="a server that passes artifacts through: `mlflow server --serve-artifacts`",
+            remedy="pip install mlflow and the client of that store, or let the server pass artifacts through",
+        ) from error
+    try:
+        found = download_artifacts(artifact_uri=f"{root}/{name}", dst_path=str(target.parent))
+        Path(found).replace(target)
+    except (MlflowException, OSError) as error:
+        raise RegistryError(
+            f"the registry does not give {name}: {one_line(error)}",
+            expected="the files of the version, as they were registered",
+            remedy="start its store, or register the bundle again; then run this again",
+        ) from error

@@ -1,0 +1,451 @@
+"""From a builder to a machine that only serves, through a real MLflow server that passes artifacts through.
+
+The serving machine's processes can import what ``tapeout[serve,signing]`` installs and nothing else
+(tests/serving_machine.py). Each defect is planted where it would happen: in the server's store, on the network, on the
+disk, or by a kill.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from engines.bundle import EngineBundle
+from pipeline.recipe import Recipe
+from pipeline.registry.promotion import promote, rollback
+from pipeline.registry.register import register
+from pipeline.registry.tracking import connect
+from pipeline.registry.versions import model_id_of
+from tapeout.artifact import load
+from tapeout.errors import RegistryError
+from tapeout.signing import generate_keys
+from tests import judged, serving_machine
+from tests.serving_machine import ROOT
+from tests.slow_proxy import proxy
+
+WEIGHTS_BYTES = 8 << 20
+MLFLOW = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--workers", "1", "--serve-artifacts"]
+
+
+@contextmanager
+def mlflow_server(folder: Path, **options: Any) -> Iterator[int]:
+    """The port of a tracking server that keeps everything in ``folder``."""
+    folder.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    places = ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", str(folder / "store")]
+    variables = {**os.environ, "DO_NOT_TRACK": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    variables.pop("MLFLOW_TRACKING_URI", None)
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [*MLFLOW, "--port", str(port), *places],
+            stdout=log,
+            stderr=log,
+            env=variables,
+            cwd=folder,
+            start_new_session=True,
+            **options,
+        )
+    try:
+        until = time.monotonic() + 240
+        while True:
+            assert process.poll() is None and time.monotonic() < until, (folder / "log").read_text()
+            try:
+                if httpx2.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200:
+                    break
+            except httpx2.HTTPError:
+                time.sleep(0.2)
+        yield port
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path]]:
+    """Its port, and the folder that artifacts lie in."""
+    folder = tmp_path_factory.mktemp("mlflow") / "server"
+    with mlflow_server(folder) as port:
+        yield port, folder / "store"
+
+
+@dataclass
+class Builder:
+    """Builds and registers under a model name of its own. ``serving``: the folder of the other machine."""
+
+    port: int
+    store: Path
+    folder: Path
+    recipe: Recipe
+
+    @property
+    def name(self) -> str:
+        return self.recipe.register_.model_name
+
+    @property
+    def serving(self) -> Path:
+        return self.folder / "serving"
+
+    def submit(self, weights: str, *, key: Path | None = None, **judgement: Any) -> str:
+        """Judge and register; the bundle's digest."""
+        artifacts = self.folder / f"run-{weights[:8]}"
+        verdict = judged.write_run(artifacts, weights, judged_by=self.recipe, **judgement)
+        bundle = load(artifacts / "candidate", EngineBundle)
+        register(self.recipe, verdict, bundle, artifacts, key=key, repair=True)
+        return bundle.digest
+
+    def stored(self, number: int) -> Path:
+        """Where the server keeps the bundle of a version."""
+        with connect(write=False) as client:
+            version = client.get_model_version(self.name, str(number))
+            location = client.get_logged_model(model_id_of(version.source)).artifact_location
+        return self.store / location.removeprefix("mlflow-artifacts:/")
+
+    def pull(self, *words: str, port: int | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
+        """``tapeout pull`` on the other machine."""
+        uri = f"http://127.0.0.1:{port or self.port}"
+        variables = serving_machine.environment(self.serving, MLFLOW_TRACKING_URI=uri)
+        words = ("pull", *(words or (f"models:/{self.name}@champion",)), "--json")
+        return serving_machine.run(self.serving, variables, *words, **options)
+
+    def pulled(self, digest: str) -> bool:
+        """The bundle is in the other machine's store, whole."""
+        folder = self.serving / "bundles" / digest
+        if not folder.is_dir():
+            return False
+        load(folder, EngineBundle).verify()
+        return True
+
+    def refuses(self, words: str, *options: str, **more: Any) -> None:
+        done = self.pull(*options, **more)
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert re.search(words, done.stderr), done.stderr
+        assert "remedy:" in done.stderr and "Traceback" not in done.stderr
+        assert not [path for path in (self.serving / "bundles").glob("[!.]*") if path.is_dir()]
+
+
+@pytest.fixture
+def builder(
+    server: tuple[int, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Builder:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{server[0]}")
+    name = re.sub(r"\W+", "-", request.node.name).strip("-")
+    return Builder(*server, tmp_path, judged.recipe(register={"model_name": name, "experiment": name}))
+
+
+def big(letter: str) -> str:
+    return letter * WEIGHTS_BYTES
+
+
+def test_a_machine_that_only_serves_has_neither_torch_nor_mlflow(tmp_path: Path) -> None:
+    variables = serving_machine.environment(tmp_path)
+    for module in ("torch", "mlflow", "transformers", "scipy"):
+        done = subprocess.run([sys.executable, "-c", f"import {module}"], env=variables, capture_output=True, text=True)
+        assert "this machine only serves" in done.stderr
+
+
+def test_a_bundle_is_stored_once_and_pulled_once(builder: Builder) -> None:
+    digest = builder.submit(big("a"))
+    before = builder.stored(1)
+    builder.refuses("no alias|not found|champion", f"models:/{builder.name}@champion")
+    promote(builder.recipe)
+    first = json.loads(builder.pull().stdout)
+    assert (first["digest"], first["version"], first["outcome"]) == (digest, 1, "PASS")
+    assert first["fetched_bytes"] == WEIGHTS_BYTES and builder.pulled(digest)
+    assert json.loads(builder.pull().stdout)["fetched_bytes"] == 0
+    assert builder.submit(big("a"), evidence=judged.good(0.011)) == digest  # judged again, on other evidence
+    assert builder.stored(2) == before
+    assert json.loads(builder.pull(f"models:/{builder.name}/2").stdout)["fetched_bytes"] == 0
+
+
+def test_what_was_judged_otherwise_is_not_pulled(builder: Builder) -> None:
+    digest = builder.submit(big("b"), evidence=judged.good(0.345))
+    builder.refuses("was judged FAIL", f"models:/{builder.name}/1")
+    assert builder.pull(f"models:/{builder.name}/1", "--unsafe").returncode == 0 and builder.pulled(digest)
+
+
+def test_a_pull_that_was_killed_continues_at_the_byte(builder: Builder) -> None:
+    digest = builder.submit(big("c"))
+    promote(builder.recipe)
+    half = WEIGHTS_BYTES // 2
+    with proxy(builder.port, limit=half) as slow:
+        variables = serving_machine.environment(builder.serving, MLFLOW_TRACKING_URI=f"http://127.0.0.1:{slow.port}")
+        words = [*serving_machine.COMMAND, "pull", f"models:/{builder.name}@champion"]
+        process = subprocess.Popen(words, cwd=builder.serving, env=variables)
+        assert slow.reached.wait(120)
+        time.sleep(1)  # for what has passed to be written
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+        assert not builder.pulled(digest)
+        (part,) = builder.serving.glob("bundles/.*.incoming/*.part")
+        arrived = part.stat().st_size
+        assert arrived > half // 2
+        slow.release()
+        time.sleep(0.5)  # for what was held back to be dropped
+        before = slow.passed
+        done = builder.pull(port=slow.port)
+        assert done.returncode == 0 and builder.pulled(digest), done.stderr
+        assert json.loads(done.stdout)["fetched_bytes"] == WEIGHTS_BYTES - arrived
+        assert slow.passed - before < WEIGHTS_BYTES - arrived + (1 << 18)  # and some headers
+
+
+def test_an_alias_that_moves_during_a_pull_changes_nothing(builder: Builder) -> None:
+    digest = builder.submit(big("d"))
+    promote(builder.recipe)
+    other = builder.submit(big("e"), against=digest)
+    with proxy(builder.port, limit=WEIGHTS_BYTES // 2) as slow:
+        found: list[subprocess.CompletedProcess[str]] = []
+        pulling = threading.Thread(target=lambda: found.append(builder.pull(port=slow.port)))
+        pulling.start()
+        assert slow.reached.wait(120)
+        assert promote(builder.recipe).champion == 2
+        slow.release()
+        pulling.join()
+    assert json.loads(found[0].stdout)["digest"] == digest and builder.pulled(digest)
+    assert json.loads(builder.pull().stdout)["digest"] == other
+
+
+def test_files_that_were_changed_in_the_store_are_refused_and_repaired(builder: Builder) -> None:
+    digest = builder.submit(big("f"))
+    promote(builder.recipe)
+    stored = builder.stored(1)
+    weights, record = stored / "model.onnx", stored / "record.json"
+    content = bytearray(weights.read_bytes())
+    content[WEIGHTS_BYTES // 2] ^= 1
+    weights.write_bytes(content)
+    builder.refuses(r"model\.onnx has sha256")
+    builder.submit(big("f"))
+    assert builder.pull().returncode == 0 and builder.pulled(digest)
+    # Whoever reaches the server may overwrite what is registered: MLflow keeps no hash of it.
+    url = f"http://127.0.0.1:{builder.port}/api/2.0/mlflow-artifacts/artifacts/{record.relative_to(builder.store)}"
+    other = builder.folder / "run-ffffffff" / "baseline" / "record.json"
+    assert httpx2.put(url, content=other.read_bytes()).status_code == 200
+    subprocess.run(["rm", "-rf", builder.serving / "bundles"], check=True)
+    builder.refuses("its bundle is")
+
+
+def test_signed_versions(builder: Builder) -> None:
+    keys = builder.folder / "ours.key", builder.folder / "ours.pub"
+    generate_keys(*keys)
+    digest = builder.submit(big("g"))
+    promote(builder.recipe)
+    champion = f"models:/{builder.name}@champion"
+    builder.refuses("no public key is given", champion, "--require-signature")
+    trusted = (champion, "--public-key", str(keys[1]))
+    builder.refuses("is not signed", *trusted)
+    builder.submit(big("g"), key=keys[0])
+    done = builder.pull(*trusted, "--require-signature")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["signed"] and builder.pulled(digest)
+    subprocess.run(["rm", "-rf", builder.serving / "bundles"], check=True)
+    theirs = builder.folder / "theirs.key", builder.folder / "theirs.pub"
+    generate_keys(*theirs)
+    builder.refuses("is not signed by", champion, "--public-key", str(theirs[1]))
+    # A signature of another bundle, put in the place of this one's.
+    builder.submit(big("h"), key=keys[0], against=digest)
+    with connect(write=False) as client:
+        runs = [client.get_model_version(builder.name, number).run_id for number in ("1", "2")]
+        for name in ("verdict.sigstore.json", "model.sig"):
+            taken = client.download_artifacts(runs[1], f"evidence/{name}", str(builder.folder))
+            client.log_artifact(runs[0], taken, "evidence")
+    builder.refuses("is about bundle", *trusted)
+
+
+def test_a_full_disk_where_bundles_are_pulled(builder: Builder) -> None:
+    digest = builder.submit(big("i"))
+    promote(builder.recipe)
+    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (WEIGHTS_BYTES // 2, WEIGHTS_BYTES // 2))
+    builder.refuses("cannot keep the bundle", preexec_fn=limit)
+    (part,) = builder.serving.glob("bundles/.*.incoming/*.part")
+    assert part.stat().st_size <= WEIGHTS_BYTES // 2
+    assert builder.pull().returncode == 0 and builder.pulled(digest)
+
+
+def test_a_full_store_and_a_store_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (WEIGHTS_BYTES // 2, WEIGHTS_BYTES // 2))
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    with mlflow_server(tmp_path / "server", preexec_fn=limit) as port:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
+        builder = Builder(port, tmp_path / "server" / "store", tmp_path, judged.recipe())
+        with pytest.raises(RegistryError, match=r"did not take model\.onnx") as caught:
+            builder.submit(big("j"))
+        assert "run `tapeout register` again" in caught.value.remedy
+        with connect(write=False) as client:
+            assert not client.search_model_versions()
+    with pytest.raises(RegistryError, match="no MLflow server answers"):
+        builder.submit(big("j"))
+    builder.refuses("no MLflow server answers")
+
+
+def test_an_upload_that_was_killed_is_continued(builder: Builder) -> None:
+    """The builder dies while the weights are on their way: nothing is registered, and the next attempt is whole."""
+    program = (
+        "import os, signal, sys, threading; from pathlib import Path; from tests import judged\n"
+        "from tests.integration.test_registry_to_server import Builder, big\n"
+        f"builder = Builder({builder.port}, Path({str(builder.store)!r}), Path({str(builder.folder)!r}),\n"
+        f"    judged.recipe(register={{'model_name': {builder.name!r}, 'experiment': {builder.name!r}}}))\n"
+        "builder.submit(big('k'))\n"
+    )
+    with proxy(builder.port, limit=WEIGHTS_BYTES // 2, uploads=True) as held:
+        variables = {**os.environ, "PYTHONPATH": str(ROOT), "MLFLOW_TRACKING_URI": f"http://127.0.0.1:{held.port}"}
+        process = subprocess.Popen([sys.executable, "-c", program], env=variables, cwd=builder.folder)
+        assert held.reached.wait(180)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+    with connect(write=False) as client:
+        assert not [v for v in client.search_model_versions() if v.name == builder.name]
+    digest = builder.submit(big("k"))
+    promote(builder.recipe)
+    assert builder.pull().returncode == 0 and builder.pulled(digest)
+
+
+@pytest.fixture(scope="module")
+def write_engine(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., object]:
+    """Writes a bundle of the tiny llama as the candidate of a run; different slots make different engines."""
+    from engines.compile import build
+    from engines.load import graph_target
+    from pipeline.export.export import export
+    from quantization.compressed_tensors import open_checkpoint
+
+    graph = export(
+        tiny_checkpoint, "", tmp_path_factory.mktemp("graph") / "graph", max_positions=512, tolerance=1e-3, seed=0,
+        parents={},
+    )  # fmt: skip
+
+    def write(folder: Path, weights: str, **parents: Any) -> object:
+        return build(
+            graph,
+            open_checkpoint(graph.folder),
+            folder,
+            target=graph_target("ort-cpu"),
+            precision="float32",
+            slots=int(weights),
+            kv_scales={},
+            parents=parents,
+        )
+
+    return write
+
+
+@contextmanager
+def served(builder: Builder, *options: str) -> Iterator[tuple[str, list[str]]]:
+    """``tapeout serve`` of the champion on the other machine: its address, and what it logs."""
+    variables = serving_machine.environment(builder.serving, MLFLOW_TRACKING_URI=os.environ["MLFLOW_TRACKING_URI"])
+    champion = f"models:/{builder.name}@champion"
+    words = [*serving_machine.COMMAND, "serve", champion, "--port", "0", "--threads", "1", "--follow-seconds", "0.5"]
+    process = subprocess.Popen(
+        [*words, *options], cwd=builder.serving, env=variables, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    log: list[str] = []
+    begun = threading.Event()
+
+    def read(lines: Iterator[str]) -> None:
+        for line in lines:
+            log.append(line)
+            if "/v1" in line:
+                begun.set()
+        begun.set()
+
+    reader = threading.Thread(target=read, args=(process.stderr,), daemon=True)
+    reader.start()
+    try:
+        assert begun.wait(240)
+        found = re.search(r"http://\S+?(?=/v1)", "".join(log))
+        assert found, "".join(log)
+        yield found[0], log
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+            reader.join(10)
+            process.stderr.close()
+
+
+async def _stream(client: httpx2.AsyncClient, failed: list[str]) -> None:
+    """One chat, streamed to its end."""
+    body = {"messages": [{"role": "user", "content": "What is a list?"}], "max_tokens": 48, "stream": True}
+    try:
+        async with client.stream("POST", "/v1/chat/completions", json=body | {"temperature": 0}) as answer:
+            lines = [line async for line in answer.aiter_lines() if line]
+        if answer.status_code != 200 or lines[-1] != "data: [DONE]" or any('"error"' in line for line in lines):
+            failed.append(f"{answer.status_code}: {lines[-2:]}")
+    except httpx2.HTTPError as error:
+        failed.append(repr(error))
+
+
+async def _under_load(url: str, change: Callable[[], object], wanted: Callable[[str], bool]) -> tuple[int, list[str]]:
+    """Three clients that stream without a pause, from before ``change`` until ``wanted(digest that is served)``."""
+    done, failed, answered = asyncio.Event(), list[str](), 0
+
+    async def ask(client: httpx2.AsyncClient) -> None:
+        nonlocal answered
+        while not done.is_set():
+            await _stream(client, failed)
+            answered += 1
+
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(3):
+                group.create_task(ask(client))
+            while answered < 3 and not failed:
+                await asyncio.sleep(0.05)
+            await asyncio.to_thread(change)
+            until = time.monotonic() + 120
+            while time.monotonic() < until:
+                models = (await client.get("/v1/models")).json()["data"]
+                if wanted(models[0]["digest"]):
+                    break
+                await asyncio.sleep(0.1)
+            before = answered
+            while answered < before + 3 and not failed:
+                await asyncio.sleep(0.05)
+            done.set()
+        models = (await client.get("/v1/models")).json()["data"]
+    assert wanted(models[0]["digest"]), "the change did not come"
+    return answered, failed
+
+
+def test_a_champion_is_served_and_followed_elsewhere(builder: Builder, write_engine: Callable[..., object]) -> None:
+    keys = builder.folder / "a.key", builder.folder / "a.pub"
+    generate_keys(*keys)
+    first = builder.submit("8", key=keys[0], write_candidate=write_engine)
+    promote(builder.recipe)
+    second = builder.submit("6", key=keys[0], write_candidate=write_engine, against=first)
+    with served(builder, "--public-key", str(keys[1])) as (url, log):
+        assert httpx2.get(f"{url}/v1/models").json()["data"][0]["digest"] == first
+        answered, failed = asyncio.run(_under_load(url, lambda: promote(builder.recipe), second.__eq__))
+        assert not failed and answered >= 6
+        # A champion that passed, and does not open: the engine that is served stays.
+        broken = builder.submit("broken", key=keys[0], against=second)
+        promote(builder.recipe)
+        until = time.monotonic() + 60
+        while not any("the engine stays as it is" in line for line in log) and time.monotonic() < until:
+            time.sleep(0.1)
+        assert any("the engine stays as it is" in line for line in log), "".join(log)
+        assert builder.pulled(broken)
+        assert httpx2.get(f"{url}/v1/models").json()["data"][0]["digest"] == second
+        _, failed = asyncio.run(_under_load(url, lambda: rollback(builder.recipe), second.__eq__))
+        assert not failed
