@@ -143,7 +143,7 @@ def quantize(
         create(folder, QuantizedModel) as draft,
     ):
         writer = ResumableWriter(draft.folder, work)
-        job = _Job(graph.record, source, calibration, stored, settings, kv_cache, _Memory(SEARCH_BYTES))
+        job = _Job(graph.record, source, calibration, stored, settings, kv_cache, MemoryBudget(SEARCH_BYTES))
         reports, cache = job.write(writer)
         writer.finish()
         if cache:
@@ -177,7 +177,7 @@ def quantize(
     return load(folder, QuantizedModel)
 
 
-class _Memory:
+class MemoryBudget:
     """A number of bytes that threads take shares of; who wants more than all of it gets it alone."""
 
     def __init__(self, total: int) -> None:
@@ -208,7 +208,7 @@ class _Job:
     stored: Schemes
     settings: Quantize
     kv_cache: KVCache
-    memory: _Memory
+    memory: MemoryBudget
 
     def write(self, writer: ResumableWriter) -> tuple[list[LinearReport], dict[str, FloatArray]]:
         """Every tensor, a part per layer and embedding; parts that ``writer`` has already are not made again.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -28,13 +28,12 @@ from tapeout.portable_graph import ScaleSink
 from tapeout.recipe import BASELINE, Quantize
 from tapeout.schemes import Scheme
 
-T, R = TypeVar("T"), TypeVar("R")
 OUTPUTS_AT_ONCE = 2048  # output channels rounded together: a vocabulary of 128k times 4,096 channels is 2 GB in float
 # Of a larger weight, evenly spaced outputs are searched on: what is found on them holds for the others.
 SEARCHED_WEIGHTS, SEARCHED_OUTPUTS = 1 << 23, 512  # so many weights, and at least so many outputs
 _TINY = 1e-30  # added to the energy of an output, which may be zero
 
-Runner = Callable[[Callable[[T], R], Iterable[T]], Iterable[R]]  # map, or that of a pool of threads
+Runner = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]  # map, or that of a pool of threads
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ def search(
     statistics: Statistics,
     settings: Quantize,
     sink: ScaleSink | None = None,
-    run: Runner[Any, Any] = map,
+    run: Runner = map,
 ) -> Found:
     """Quantize ``weights`` ``[N, K]``, which read one input, to a scheme that is fitted to K.
 
@@ -114,7 +113,7 @@ def _judged(name: str, proposal: list[QuantizedLinear], problem: Problem) -> lis
     return [Rounded(name, linear, error) for linear, error in zip(proposal, errors, strict=True)]
 
 
-def _whole(weight: FloatArray, found: Rounded, problem: Problem, run: Runner[Any, Any]) -> QuantizedLinear:
+def _whole(weight: FloatArray, found: Rounded, problem: Problem, run: Runner) -> QuantizedLinear:
     """All output channels, by the method that was found on some of them."""
 
     def rounded(start: int) -> QuantizedLinear:

@@ -18,7 +18,7 @@ from quantization import quantize as module
 from quantization.calibration import Calibration, statistics_file
 from quantization.checkpoint import KV_SCALES, KVScales, QuantizedModel
 from quantization.compressed_tensors import open_checkpoint
-from quantization.quantize import _Memory, quantize
+from quantization.quantize import MemoryBudget, quantize
 from quantization.reference import QuantizedReference
 from quantization.statistics import Statistics
 from tapeout.artifact import Artifact, ArtifactRef, create, load
@@ -462,7 +462,7 @@ def test_an_interrupted_run_goes_on_after_the_layers_it_finished(
 
 
 def test_searches_that_do_not_fit_into_memory_wait_for_one_another() -> None:
-    memory, together, most = _Memory(100), list[int](), list[int]()
+    memory, together, most = MemoryBudget(100), list[int](), list[int]()
 
     def search(size: int) -> None:
         with memory.taken(size):
