@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -47,7 +48,7 @@ def cpu_options(threads: int, library: Path | None, operators: Collection[str] =
     has work for several: two sets of threads that wait for work would take each other's cores.
     """
     options, count = ort.SessionOptions(), threads or physical_cores()
-    own = library is not None and bool(operators) and {*operators} <= NATIVE | SMALL
+    own = bool(operators) and {*operators} <= NATIVE | SMALL and _starts_threads(library)
     options.intra_op_num_threads = 1 if own else count
     if own:
         options.add_session_config_entry(THREADS_ENTRY, str(count))
@@ -59,6 +60,11 @@ def cpu_options(threads: int, library: Path | None, operators: Collection[str] =
             raise _cannot_run(library, reason)
         options.register_custom_ops_library(str(library.resolve()))
     return options
+
+
+def _starts_threads(library: Path | None) -> bool:
+    """Whether the kernels can have threads of their own. Those of an older bundle run on ONNX Runtime's."""
+    return library is not None and not unsupported() and hasattr(ctypes.CDLL(str(library.resolve())), "tapeout_threads")
 
 
 class SessionTimer:

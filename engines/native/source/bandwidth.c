@@ -8,16 +8,15 @@
 
 #include <pthread.h>
 #include <stdlib.h>
+#include <threads.h>
 #include <time.h>
 
-enum { MOST_THREADS = 1024, LINE = 64, STRIDE = 8 * LINE };
+enum { MOST_THREADS = 1024, LINE = 64, STRIDE = 8 * LINE, REST_NS = 2000000 };
 static const int64_t PREFETCH_BYTES[] = {0, 1 << 10, 2 << 10, 4 << 10, 8 << 10};
 
 typedef struct {
   const char* data;
   int64_t bytes, prefetch;
-  _Atomic int64_t* ready; /* threads that wait for the start; when all do, they start */
-  int64_t threads;
   double start, end;
   int32_t sum; /* is used, so that the loads are not removed */
 } Reader;
@@ -31,8 +30,6 @@ static double now(void) {
 static void* read_part(void* state) {
   Reader* r = state;
   I32x16 sums[STRIDE / LINE] = {{0}};
-  ++*r->ready;
-  while (*r->ready < r->threads) _mm_pause();
   r->start = now();
   for (int64_t at = 0; at < r->bytes; at += STRIDE)
     EACH (int i = 0; i < STRIDE / LINE; i++) {
@@ -46,17 +43,17 @@ static void* read_part(void* state) {
   return NULL;
 }
 
-/* Bytes per second of one read of `bytes` bytes by `threads` threads; 0 if a thread cannot be started. */
+/* Bytes per second of one read of `bytes` bytes by `threads` threads, from the first's start to the last's end; 0 if a
+   thread cannot be started. Threads do not spin until all are there: the system would interrupt those that spun. */
 static double sweep(const char* data, int64_t bytes, int64_t threads, int64_t prefetch) {
-  _Atomic int64_t ready = 0;
   pthread_t started[MOST_THREADS];
   Reader readers[MOST_THREADS];
   const int64_t part = bytes / threads / STRIDE * STRIDE;
+  thrd_sleep(&(struct timespec){.tv_nsec = REST_NS}, NULL);
   for (int64_t i = 0; i < threads; i++)
-    readers[i] = (Reader){data + i * part, part, prefetch, &ready, threads, 0, 0, 0};
+    readers[i] = (Reader){.data = data + i * part, .bytes = part, .prefetch = prefetch};
   int64_t running = 1;
   while (running < threads && !pthread_create(&started[running], NULL, read_part, &readers[running])) running++;
-  if (running < threads) ready = threads; /* lets the started ones go on and end */
   read_part(&readers[0]);
   double start = readers[0].start, end = readers[0].end;
   for (int64_t i = 1; i < running; i++) {

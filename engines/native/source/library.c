@@ -37,6 +37,9 @@ __attribute__((destructor)) static void delete_keys(void) {
   }
 }
 
+/* Says that this library starts threads where a session asks for them. */
+__attribute__((visibility("default"))) const char tapeout_threads = 1;
+
 /* The number of threads that native operators start, from the options of a session; 0 where they use ONNX Runtime's. */
 static size_t thread_count(Api api, const Options* options) {
   char text[16] = "0";
