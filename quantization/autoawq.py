@@ -44,14 +44,18 @@ def codes_of(packed: NDArray[np.int32]) -> CodeArray:
 def encode(linear: QuantizedLinear, group_size: int) -> dict[str, NDArray[Any]]:
     """The stored tensors of a 4-bit linear. Groups may be smaller than its own: their scales are repeated."""
     repeat = linear.group_size // group_size
-    zeros = np.full_like(linear.scales, linear.scheme.midpoint) if linear.zero_points is None else linear.zero_points
-    groups = (np.repeat(part, repeat, axis=1).T for part in (zeros.astype(np.uint8), linear.scales))
-    zeros, scales = groups
+    midpoints = np.full(linear.scales.shape, linear.scheme.midpoint, np.uint8)
+    zeros = midpoints if linear.zero_points is None else linear.zero_points
     return {
-        "qweight": words(np.ascontiguousarray(linear.codes.T)),
-        "qzeros": words(np.ascontiguousarray(zeros)),
-        "scales": np.ascontiguousarray(scales.astype(np.float16)),
+        "qweight": words(_input_first(linear.codes)),
+        "qzeros": words(_input_first(zeros, repeat)),
+        "scales": _input_first(linear.scales.astype(np.float16), repeat),
     }
+
+
+def _input_first(values: NDArray[Any], repeat: int = 1) -> NDArray[Any]:
+    """``[N, C]`` as ``[C * repeat, N]``, every column repeated."""
+    return np.ascontiguousarray(np.repeat(values, repeat, axis=1).T)
 
 
 def decode(tensors: Mapping[str, NDArray[Any]], module: str) -> QuantizedLinear:
