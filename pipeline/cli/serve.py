@@ -105,7 +105,7 @@ def run(options: Options) -> None:
     )
 
     extensions = operations.extensions
-    verdicts = APIRouter(routes=Verdicts().routes())
+    verdicts = APIRouter(routes=[*Verdicts().routes()])
 
     async def follow(service: Service) -> None:
         await follow_champion(service, name, options.follow_seconds)
