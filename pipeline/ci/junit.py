@@ -32,7 +32,7 @@ def junit(result: GateResult) -> str:
         "verdict": result.digest,
         "candidate": verdict.candidate,
         "baseline": verdict.baseline,
-        "champion": (not verdict.champion_is_baseline and verdict.champion) or "none",
+        "champion": "none" if verdict.champion_is_baseline else verdict.champion or "none",
         "policy": verdict.policy.digest,
     }.items():
         ElementTree.SubElement(properties, "property", name=name, value=xml_text(value))

@@ -113,7 +113,7 @@ def run(options: Options) -> None:
     )
 
     extensions = operations.extensions
-    extensions = replace(extensions, routers=[*extensions.routers, APIRouter(routes=Verdicts().routes())])
+    extensions = replace(extensions, routers=[*extensions.routers, APIRouter(routes=[*Verdicts().routes()])])
     if mirrored is not None:
         extensions = replace(extensions, hooks=[*extensions.hooks, mirrored.hook])
         operations.metrics.registry.register(mirrored)

@@ -142,10 +142,10 @@ def test_an_outcome_that_does_not_exist_is_refused(server: Running) -> None:
 
 
 def test_evidence_that_was_edited_is_no_verdict(registry: Path, bundles: tuple[Path, Path]) -> None:
-    """A version's record says PASS where it said FAIL; its digest was not computed anew, and then it was."""
+    """The logged verdict says PASS where it said FAIL. Once it is put back it is found: refusals are not kept."""
     with tracking.connect(write=False) as client:
-        run = client.get_model_version(judged.NAME, VERSIONS[Outcome.FAIL]).run_id
-        place = Path(client.download_artifacts(run, "verdict")) / "record.json"
+        run = client.get_run(client.get_model_version(judged.NAME, VERSIONS[Outcome.FAIL]).run_id)
+    place = Path(run.info.artifact_uri) / "verdict" / "record.json"
     kept = place.read_text()
     with served(str(bundles[0]), "--unsafe", "--api-key", KEY) as running:
         try:
