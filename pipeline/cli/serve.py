@@ -65,16 +65,16 @@ class Options:
 def run(options: Options) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     listener = listen(options.host, options.port)
+    public_key = None if options.unsafe else options.public_key
     reference = Reference.parse(options.source) if options.source.startswith("models:") else None
     if reference is not None:
-        found = asyncio.run(serving.pulled(reference, options.public_key, unsafe=options.unsafe))
+        found = asyncio.run(serving.pulled(reference, public_key, unsafe=options.unsafe))
         folder, name = found.folder, reference.name
         log.info("%s is version %d: %s", reference, found.version, folder)
     else:
         folder = Path(options.source)
         name = folder.resolve().name
-        require_judged(folder, signed=options.public_key is not None, unsafe=options.unsafe)
-    public_key = None if options.unsafe else options.public_key
+        require_judged(folder, signed=public_key is not None, unsafe=options.unsafe)
     opener = OpenBundle(options.threads, options.slots, options.kv_bytes, public_key)
     client = ProcessClient(folder, opener, Limits(max_waiting=options.max_waiting, most_drafted=options.draft_tokens))
     # Imported while the engine's process opens the bundle.
@@ -103,7 +103,7 @@ def run(options: Options) -> None:
 
     async def follow(service: Service) -> None:
         assert reference is not None
-        await follow_alias(service, reference, options.public_key, options.follow_seconds, unsafe=options.unsafe)
+        await follow_alias(service, reference, public_key, options.follow_seconds, unsafe=options.unsafe)
 
     try:
         serve(
@@ -151,9 +151,8 @@ async def follow_alias(
             if changed or (failures and time.monotonic() >= retry_at):
                 failures, done = 0 if changed else failures, now
                 await _serve_alias(service, reference, public_key, unsafe=unsafe)
-                failures = 0
-            said = ""
-        except TapeoutError as error:
+                failures, said = 0, ""
+        except (TapeoutError, OSError) as error:
             failures += 1
             retry_at = time.monotonic() + min(seconds * 2**failures, RETRY_SECONDS)
             if str(error) != said:
