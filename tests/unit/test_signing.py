@@ -86,13 +86,13 @@ def test_the_files_of_a_bundle_are_signed_as_other_tools_expect_it(keys: tuple[P
     (subject,) = statement["subject"]
     assert subject["digest"]["sha256"] == hashlib.sha256(b"".join(found.digest() for found in digests)).hexdigest()
     with pytest.raises(SignatureError, match="signs another statement"):
-        verify_signature(path, keys[1])  # a list of files is no verdict
+        verify_signature(path, keys[1], Statement)  # a list of files is no verdict
 
 
 def test_what_was_signed_is_what_is_read(keys: tuple[Path, Path], tmp_path: Path) -> None:
     path = tmp_path / "signed.json"
     path.write_text(sign(STATEMENT, keys[0]))
-    assert verify_signature(path, keys[1]) == STATEMENT
+    assert verify_signature(path, keys[1], Statement) == STATEMENT
 
 
 def test_only_the_owner_can_read_a_private_key_and_none_is_overwritten(keys: tuple[Path, Path]) -> None:
@@ -112,7 +112,7 @@ def test_what_is_no_key_is_named(keys: tuple[Path, Path], tmp_path: Path) -> Non
     )
     for path in (keys[0], tmp_path / "absent.pub", tmp_path / "p384.pub", tmp_path):
         with pytest.raises(SignatureError, match="holds no public key"):
-            verify_signature(tmp_path / "signed.json", path)
+            verify_signature(tmp_path / "signed.json", path, Statement)
     with pytest.raises(SignatureError, match="holds no private key"):
         sign(STATEMENT, keys[1])
 
