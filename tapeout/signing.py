@@ -191,7 +191,7 @@ def _require_cryptography() -> None:
         )
 
 
-def verify_signature(path: Path, public_key: Path, kind: type[S] = Statement) -> S:
+def verify_signature(path: Path, public_key: Path, kind: type[S]) -> S:
     """The statement in a signed file. :class:`SignatureError` if it is missing, malformed, or by another key.
 
     Nothing of the payload is parsed before its signature has been verified.
@@ -238,7 +238,7 @@ def verify_signature(path: Path, public_key: Path, kind: type[S] = Statement) ->
 def require_signed_pass(bundle: Artifact[Any], public_key: Path) -> None:
     """:class:`SignatureError` unless a signed statement beside the bundle says that this very bundle passed."""
     path = signature_path(bundle.folder)
-    statement = verify_signature(path, public_key)
+    statement = verify_signature(path, public_key, Statement)
     require_about(statement, bundle.folder, bundle.digest, path)
     if statement.predicate.result != "PASSED":
         raise SignatureError(

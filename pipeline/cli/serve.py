@@ -68,21 +68,22 @@ class Options:
 def run(options: Options) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     listener = listen(options.host, options.port)
+    public_key = None if options.unsafe else options.public_key
     reference = Reference.parse(options.source) if options.source.startswith("models:") else None
     if reference is not None:
-        found = asyncio.run(serving.pulled(reference, options.public_key, unsafe=options.unsafe))
+        found = asyncio.run(serving.pulled(reference, public_key, unsafe=options.unsafe))
         folder, name = found.folder, reference.name
         log.info("%s is version %d: %s", reference, found.version, folder)
     else:
         folder = Path(options.source)
         name = folder.resolve().name
-        require_judged(folder, signed=options.public_key is not None, unsafe=options.unsafe)
-    public_key = None if options.unsafe else options.public_key
+        require_judged(folder, signed=public_key is not None, unsafe=options.unsafe)
     mirrored = None
     if options.shadow is not None:
         from pipeline.cli.shadow import mirror
 
-        mirrored = mirror(options.shadow, folder, find_challenger(options), public_key)
+        challenger = find_challenger(options.shadow.source, public_key, unsafe=options.unsafe)
+        mirrored = mirror(options.shadow, folder, challenger, public_key)
     opener = OpenBundle(options.threads, options.slots, options.kv_bytes, public_key)
     client = ProcessClient(folder, opener, Limits(max_waiting=options.max_waiting, most_drafted=options.draft_tokens))
     # Imported while the engine's process opens the bundle.
@@ -121,9 +122,7 @@ def run(options: Options) -> None:
     async def beside(service: Service) -> None:
         works: list[Awaitable[None]] = []
         if reference is not None and reference.alias and options.follow_seconds:
-            works.append(
-                follow_alias(service, reference, options.public_key, options.follow_seconds, unsafe=options.unsafe)
-            )
+            works.append(follow_alias(service, reference, public_key, options.follow_seconds, unsafe=options.unsafe))
         await asyncio.gather(*works, *([mirrored.run()] if mirrored is not None else []))
 
     try:
@@ -145,15 +144,13 @@ def run(options: Options) -> None:
             mirrored.hook.close()
 
 
-def find_challenger(options: Options) -> Path:
+def find_challenger(source: str, public_key: Path | None, *, unsafe: bool) -> Path:
     """The bundle's folder of ``--shadow``. What may not be served is not shadowed either."""
-    assert options.shadow is not None
-    source = options.shadow.source
     if not source.startswith("models:"):
-        require_judged(Path(source), signed=options.public_key is not None, unsafe=options.unsafe)
+        require_judged(Path(source), signed=public_key is not None, unsafe=unsafe)
         return Path(source)
     reference = Reference.parse(source)
-    found = asyncio.run(serving.pulled(reference, options.public_key, unsafe=options.unsafe))
+    found = asyncio.run(serving.pulled(reference, public_key, unsafe=unsafe))
     log.info("%s is version %d: %s", reference, found.version, found.folder)
     return found.folder
 
@@ -187,9 +184,8 @@ async def follow_alias(
             if changed or (failures and time.monotonic() >= retry_at):
                 failures, done = 0 if changed else failures, now
                 await _serve_alias(service, reference, public_key, unsafe=unsafe)
-                failures = 0
-            said = ""
-        except TapeoutError as error:
+                failures, said = 0, ""
+        except (TapeoutError, OSError) as error:
             failures += 1
             retry_at = time.monotonic() + min(seconds * 2**failures, RETRY_SECONDS)
             if str(error) != said:

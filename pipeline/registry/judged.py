@@ -99,7 +99,7 @@ def private_key(recipe: Recipe) -> Path | None:
 
 def require_signature(path: Path, key: Path, name: str, verdict: Verdict, digest: str, bundle: Path) -> None:
     """:class:`SignatureError` unless ``path`` holds a statement, signed with ``key``, about this verdict and bundle."""
-    found = verify_signature(path, key)
+    found = verify_signature(path, key, Statement)
     require_about(found, bundle, verdict.candidate, path)
     expected = {
         "model": name,

@@ -32,7 +32,7 @@ from pipeline.registry.register import champion, incumbent, register
 from tapeout import file_hashes
 from tapeout.artifact import Artifact, ArtifactRef, canonical_json, load
 from tapeout.errors import ArtifactError, EvidenceError, RegistryError, SignatureError, TapeoutError
-from tapeout.signing import generate_keys, require_signed_pass, sign, signature_path, verify_signature
+from tapeout.signing import Statement, generate_keys, require_signed_pass, sign, signature_path, verify_signature
 from tests import judged
 from tests.fake_engine import MACHINE
 
@@ -398,17 +398,17 @@ def test_a_signed_statement_that_was_edited(registry: Registry, keys: tuple[Path
     verdict, bundle = load(artifacts / "verdict", Verdict), load(artifacts / "candidate", EngineBundle)
     path = tmp_path / "signed.json"
     path.write_text(sign(statement(RECIPE.register_.model_name, verdict, bundle), keys[0]))
-    assert verify_signature(path, keys[1]).predicate.result == "FAILED"
+    assert verify_signature(path, keys[1], Statement).predicate.result == "FAILED"
     whole = json.loads(path.read_text())
     payload = base64.b64decode(whole["dsseEnvelope"]["payload"]).replace(b'"FAILED"', b'"PASSED"')
     whole["dsseEnvelope"]["payload"] = base64.b64encode(payload).decode()
     path.write_text(json.dumps(whole))
     with pytest.raises(SignatureError, match="not signed by"):
-        verify_signature(path, keys[1])
+        verify_signature(path, keys[1], Statement)
     for text in ("", "{}", '{"dsseEnvelope": {"payload": "?", "payloadType": "x", "signatures": []}}'):
         path.write_text(text)
         with pytest.raises(SignatureError, match="is not a signature"):
-            verify_signature(path, keys[1])
+            verify_signature(path, keys[1], Statement)
 
 
 def test_a_bundle_without_a_signed_pass(registry: Registry, keys: tuple[Path, Path]) -> None:

@@ -13,7 +13,20 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from tapeout import signing
 from tapeout.errors import SignatureError
-from tapeout.signing import Digest, Resource, Statement, TestResult, generate_keys, sign, verify_signature
+from tapeout.signing import (
+    Digest,
+    ModelStatement,
+    Resource,
+    Statement,
+    TestResult,
+    generate_keys,
+    model_signature_path,
+    model_statement,
+    sign,
+    verify_signature,
+    write_signature,
+)
+from tests import judged
 
 
 @pytest.fixture
@@ -57,10 +70,29 @@ def test_other_tools_can_read_what_is_signed(keys: tuple[Path, Path]) -> None:
     assert (statement["predicate"]["result"], statement["predicate"]["failedTests"]) == ("FAILED", ["accuracy"])
 
 
+def test_the_files_of_a_bundle_are_signed_as_other_tools_expect_it(keys: tuple[Path, Path], tmp_path: Path) -> None:
+    """The format that ``model_signing`` 1.1 verifies: every file, and a digest over their digests in order of names."""
+    bundle = judged.write_bundle(tmp_path / "bundle", "weights")
+    path = model_signature_path(bundle.folder)
+    write_signature(path, sign(model_statement(bundle), keys[0]))
+    assert verify_signature(path, keys[1], ModelStatement) == model_statement(bundle)
+    statement = json.loads(base64.b64decode(json.loads(path.read_text())["dsseEnvelope"]["payload"]))
+    assert statement["predicateType"] == "https://model_signing/signature/v1.0"
+    assert statement["predicate"]["serialization"]["method"] == "files"
+    digests = [hashlib.sha256((bundle.folder / name).read_bytes()) for name in ("model.onnx", "record.json")]
+    listed = [(file["name"], file["algorithm"], file["digest"]) for file in statement["predicate"]["resources"]]
+    names = ("model.onnx", "record.json")
+    assert listed == [(name, "sha256", found.hexdigest()) for name, found in zip(names, digests, strict=True)]
+    (subject,) = statement["subject"]
+    assert subject["digest"]["sha256"] == hashlib.sha256(b"".join(found.digest() for found in digests)).hexdigest()
+    with pytest.raises(SignatureError, match="signs another statement"):
+        verify_signature(path, keys[1], Statement)  # a list of files is no verdict
+
+
 def test_what_was_signed_is_what_is_read(keys: tuple[Path, Path], tmp_path: Path) -> None:
     path = tmp_path / "signed.json"
     path.write_text(sign(STATEMENT, keys[0]))
-    assert verify_signature(path, keys[1]) == STATEMENT
+    assert verify_signature(path, keys[1], Statement) == STATEMENT
 
 
 def test_only_the_owner_can_read_a_private_key_and_none_is_overwritten(keys: tuple[Path, Path]) -> None:
@@ -80,7 +112,7 @@ def test_what_is_no_key_is_named(keys: tuple[Path, Path], tmp_path: Path) -> Non
     )
     for path in (keys[0], tmp_path / "absent.pub", tmp_path / "p384.pub", tmp_path):
         with pytest.raises(SignatureError, match="holds no public key"):
-            verify_signature(tmp_path / "signed.json", path)
+            verify_signature(tmp_path / "signed.json", path, Statement)
     with pytest.raises(SignatureError, match="holds no private key"):
         sign(STATEMENT, keys[1])
 
