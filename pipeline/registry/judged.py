@@ -35,6 +35,7 @@ from tapeout.errors import RegistryError, TapeoutError
 from tapeout.signing import (
     PRIVATE_KEY,
     PUBLIC_KEY,
+    Statement,
     key_from_environment,
     require_about,
     require_same,
