@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,9 @@ def run(program: str, *words: str) -> str:
     build = Path(os.environ["TAPEOUT_IK_LLAMA"]).resolve()
     paths = f"{build}:{build / 'bin'}:{os.environ.get('LD_LIBRARY_PATH', '')}"
     path = next((p for p in (build / program, build / "bin" / program) if p.is_file()), build / program)
-    done = subprocess.run([path, *words], capture_output=True, text=True, env={**os.environ, "LD_LIBRARY_PATH": paths})
+    environment = {**os.environ, "LD_LIBRARY_PATH": paths}
+    with tempfile.TemporaryDirectory() as folder:  # it writes llama.log there
+        done = subprocess.run([path, *words], capture_output=True, text=True, env=environment, cwd=folder)
     if done.returncode == -signal.SIGILL:
         raise RuntimeError(f"{program} has instructions that this processor lacks: build it here")
     if done.returncode:
