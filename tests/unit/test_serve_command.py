@@ -82,16 +82,16 @@ def test_the_challenger_of_a_registry(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     source = f"models:/{judged.NAME}@challenger"
     with pytest.raises(RegistryError, match="has no challenger"):
-        find_challenger(source, unsafe=False)
+        find_challenger(source, None, unsafe=False)
     for weights, outcome in (("one", Outcome.PASS), ("two", Outcome.FAIL)):
         artifacts = tmp_path / weights
         verdict = judged.write_run(artifacts, weights, evidence=judged.good(KL[outcome]))
         bundle = artifact.load(artifacts / "candidate", EngineBundle)
         register(judged.recipe(), verdict, bundle, artifacts)
         if outcome is Outcome.PASS:
-            assert artifact.load(find_challenger(source, unsafe=False), EngineBundle).digest == bundle.digest
+            assert artifact.load(find_challenger(source, None, unsafe=False), EngineBundle).digest == bundle.digest
     with pytest.raises(RegistryError, match="judged FAIL"):
-        find_challenger(source, unsafe=False)
+        find_challenger(source, None, unsafe=False)
 
 
 def test_the_address_is_taken_at_once() -> None:
