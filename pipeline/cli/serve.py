@@ -185,12 +185,13 @@ async def follow_alias(
                 failures, done = 0 if changed else failures, now
                 await _serve_alias(service, reference, public_key, unsafe=unsafe)
                 failures, said = 0, ""
-        except (TapeoutError, OSError) as error:
+        except Exception as error:  # of any kind: a broken bundle must not end the watch
             failures += 1
             retry_at = time.monotonic() + min(seconds * 2**failures, RETRY_SECONDS)
-            if str(error) != said:
-                log.error("the engine stays as it is: %s", error)
-            said = str(error)
+            reason = str(error) if isinstance(error, TapeoutError) else f"{type(error).__name__}: {error}"
+            if reason != said:
+                log.error("the engine stays as it is: %s", reason)
+            said = reason
         await asyncio.sleep(seconds if now is not None else max(seconds, FULL_LOOK_SECONDS))
 
 

@@ -31,7 +31,7 @@ REGISTRIES = {
     "quantization.methods": "quantization.methods",
 }
 
-Stage = Callable[..., None]  # a function of ``wiring.py``, or its ``_measure`` bound to a kind of evidence
+Stage = Callable[..., object]  # a function of ``wiring.py``, or its ``_measure`` bound to a kind of evidence
 
 
 def code_hashes(stages: Mapping[str, Stage], target: str) -> dict[str, dict[str, str]]:
