@@ -111,7 +111,7 @@ def _pieces(name: str, shape: tuple[int, ...], seed: int) -> Iterator[memoryview
         piece = torch.ones(min(PIECE, count - start))
         if len(shape) > 1 or name.endswith("bias"):
             piece.normal_(0, deviation, generator=generator)
-        yield memoryview(piece.to(torch.bfloat16).view(torch.uint8).numpy())
+        yield piece.to(torch.bfloat16).view(torch.uint8).numpy().data
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -229,7 +229,7 @@ def _bytes_of(tensor: ir.TensorProtocol) -> memoryview:
     """Without a copy, where elements have whole bytes."""
     if tensor.dtype.bitwidth < 8:
         return memoryview(tensor.tobytes())
-    return memoryview(np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8))
+    return np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8).data
 
 
 def step_bytes(model: ir.Model) -> int:

@@ -54,4 +54,5 @@ def _spread(parts: NDArray[Any], repeat: int) -> NDArray[Any]:
 
 def _halves(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """The low 4 bits: channel i of a block shares a byte with channel i + 16."""
-    return (codes[:, :, :16] & 15) | (codes[:, :, 16:] & 15) << 4
+    low, high = codes[:, :, :16] & np.uint8(15), codes[:, :, 16:] & np.uint8(15)
+    return low | (high << np.uint8(4))

@@ -75,7 +75,7 @@ class ShardWriter:
         if self._file is None:
             self._file = self._path.open("wb")
             self._file.seek(HEADER_BYTES)
-        self._file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        self._file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         self._entries[name]["data_offsets"] = [self._offset, self._offset + array.nbytes]
         self._offset += array.nbytes
 

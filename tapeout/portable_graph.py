@@ -53,7 +53,7 @@ class PortableGraph(Record):
     """``dequantized``: how the checkpoint stored weights that are in float32 here; None where they were floats."""
 
     noun: ClassVar[str] = "PortableGraph"
-    schema_version: ClassVar[int] = 3
+    schema_version: ClassVar[int] = 4
     remedy: ClassVar[str] = "run `dvc repro export`"
     parent_roles: ClassVar[Roles] = {"source": ("Source",)}
 

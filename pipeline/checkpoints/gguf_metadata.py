@@ -147,7 +147,7 @@ def _rope_factors(source: Source) -> NDArray[np.float32] | None:
     from transformers import AutoConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    config = AutoConfig.from_pretrained(source.folder)
+    config: Any = AutoConfig.from_pretrained(source.folder)
     scaled: Any = LlamaRotaryEmbedding(config)
     config.rope_parameters = {"rope_type": "default", "rope_theta": _rope(source.config)["rope_theta"]}
     default: Any = LlamaRotaryEmbedding(config)

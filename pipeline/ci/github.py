@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
@@ -21,7 +21,7 @@ _ESCAPES = {"%": "%25", "\r": "%0D", "\n": "%0A"}
 _PROPERTY_ESCAPES = {**_ESCAPES, ":": "%3A", ",": "%2C"}
 
 
-def annotations(result: GateResult) -> Iterator[str]:
+def annotation_lines(result: GateResult) -> Iterator[str]:
     """Workflow commands, one per line: checks that failed as errors, undecided ones as warnings, the worst first."""
     for outcome, kind in KINDS.items():
         checks = [check for check in result.not_passed if check.outcome is outcome]
@@ -58,7 +58,7 @@ def outputs(result: GateResult) -> str:
 
 
 @contextmanager
-def no_commands(stream: TextIO) -> Iterator[None]:
+def no_commands(stream: TextIO) -> Generator[None]:
     """What is printed meanwhile holds no workflow command, whatever it says."""
     token = secrets.token_hex(16)
     print(f"::stop-commands::{token}", file=stream, flush=True)

@@ -13,7 +13,7 @@ from engines.bundle import EngineBundle
 from evals.statement import statement
 from pipeline.ci.comment import PLOTS
 from pipeline.ci.document import document
-from pipeline.ci.github import annotations, broken, no_commands
+from pipeline.ci.github import annotation_lines, broken, no_commands
 from pipeline.ci.result import Reference, gate_result
 from pipeline.ci.write import COMMENT, GITHUB, chosen, write
 from pipeline.cli.tables import console, verdict
@@ -55,7 +55,7 @@ def run(
         else:
             console().print(verdict(found.record))
     if GITHUB in formats:
-        print(*annotations(result), sep="\n", file=stream)
+        print(*annotation_lines(result), sep="\n", file=stream)
     return found.record.exit_code
 
 

@@ -363,7 +363,7 @@ def _simplify(model: ir.Model, parameters: set[str]) -> None:
             value.name = short
             value.const_value, tensor = None, value.const_value
             assert tensor is not None
-            value.shape, value.type = ir.Shape(tensor.shape), ir.TensorType(tensor.dtype)
+            value.shape, value.type = ir.Shape(tensor.shape.numpy()), ir.TensorType(tensor.dtype)
             hidden.append(value)
     graph.inputs.extend(hidden)
     _split_gemm(graph, hidden)

@@ -56,8 +56,8 @@ def answered(look_up: Callable[[], dict[str, Any]]) -> None:
     try:
         said = look_up()
     except TapeoutError as error:
-        said = {"found": error.found, "expected": error.expected, "remedy": error.remedy}
-        said["unknown"] = isinstance(error, UnknownVersionError)
+        unknown = isinstance(error, UnknownVersionError)
+        said = {"found": error.found, "expected": error.expected, "remedy": error.remedy, "unknown": unknown}
     print(json.dumps(said), flush=True)
 
 

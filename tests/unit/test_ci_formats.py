@@ -153,7 +153,7 @@ def test_a_summary_of_ten_thousand_checks_is_below_one_mebibyte() -> None:
 @LENIENT
 @given(results())
 def test_annotations_are_one_line_each_and_at_most_ten_of_a_kind(result: GateResult) -> None:
-    lines = list(github.annotations(result))
+    lines = list(github.annotation_lines(result))
     kinds = [parsed(line)[0] for line in lines]
     counts = {outcome: sum(c.outcome is outcome for c in result.verdict.checks) for outcome in Outcome}
     assert kinds.count("error") == min(10, counts[Outcome.FAIL])
@@ -188,7 +188,7 @@ def test_the_worst_check_comes_first() -> None:
         check("slow", value=0.5, bound=1.0, direction="at_least"),
     )
     assert [c.name for c in result.worst_first] == ["much", "slow", "little", "undecided", "fine"]
-    first = parsed(next(iter(github.annotations(result))))
+    first = parsed(next(iter(github.annotation_lines(result))))
     assert first == ("error", {"file": "params.yaml", "line": "73", "title": "gate: Much"}, "much is bad")
 
 

@@ -37,6 +37,8 @@ COMMANDS = [
     "usage",
     "gate",
     "keygen",
+    "pull",
+    "register",
     "summary",
     "shadow-verdict",
     "drift",
