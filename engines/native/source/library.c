@@ -2,6 +2,7 @@
 #include "ort.h"
 
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 
 enum { CACHE_LINE = 64, MOST_THREADS = 1024 };
@@ -51,12 +52,28 @@ static size_t thread_count(Api api, const Options* options) {
   return count > 0 && count <= MOST_THREADS ? (size_t)count : 0;
 }
 
-/* Operators of a session; they stay, as ONNX Runtime does not say when it no longer needs them. */
-static Operator* create_operators(Threads* threads) {
-  Operator* operators = calloc(OPERATOR_COUNT, sizeof *operators);
-  for (size_t i = 0; operators && i < OPERATOR_COUNT; i++)
-    operators[i] = (Operator){*OPERATORS[i].op, OPERATORS[i].kind, threads};
-  return operators;
+/* What a session was given. It stays: ONNX Runtime does not say when a session no longer needs it. */
+typedef struct Registered Registered;
+struct Registered {
+  Registered* next;
+  Threads* threads;
+  Operator operators[OPERATOR_COUNT];
+};
+static _Atomic(Registered*) sessions;
+
+static void keep(Registered* session) {
+  session->next = sessions;
+  while (!atomic_compare_exchange_weak(&sessions, &session->next, session)) {
+  }
+}
+
+static Registered* create_operators(Threads* threads) {
+  Registered* session = calloc(1, sizeof *session);
+  if (!session) return NULL;
+  session->threads = threads;
+  for (size_t i = 0; i < OPERATOR_COUNT; i++)
+    session->operators[i] = (Operator){*OPERATORS[i].op, OPERATORS[i].kind, threads};
+  return session;
 }
 
 __attribute__((visibility("default"))) Status* RegisterCustomOps(Options* options, const ApiBase* base) {
@@ -70,16 +87,18 @@ __attribute__((visibility("default"))) Status* RegisterCustomOps(Options* option
   TRY(((Status * (*)(const char*, Domain**)) api[CREATE_DOMAIN])("tapeout.kernels", &domain));
   const size_t count = thread_count(api, options);
   Threads* threads = count ? create_threads(count) : NULL;
-  Operator* operators = create_operators(threads);
+  Registered* session = create_operators(threads);
   Status* status = NULL;
-  if (!operators || (count && !threads)) status = failure(api, ERROR_FAIL, "out of memory");
+  if (!session || (count && !threads)) status = failure(api, ERROR_FAIL, "out of memory");
   for (size_t i = 0; !status && i < OPERATOR_COUNT; i++)
-    status = ((Status * (*)(Domain*, const Op*)) api[DOMAIN_ADD])(domain, &operators[i].op);
+    status = ((Status * (*)(Domain*, const Op*)) api[DOMAIN_ADD])(domain, &session->operators[i].op);
   if (!status) status = ((Status * (*)(Options*, Domain*)) api[ADD_DOMAIN])(options, domain);
   if (status) {
     ((void (*)(Domain*))api[RELEASE_DOMAIN])(domain);
-    free(operators);
+    free(session);
     free(threads);
+  } else {
+    keep(session);
   }
   return status;
 }
