@@ -103,8 +103,8 @@ def test_an_awq_linear_round_trips_bit_for_bit(symmetric: bool, group_size: Any,
     assert np.array_equal(read.dequantize(), ours.dequantize())
 
 
-def unpack_as_vllm(words: torch.Tensor) -> torch.Tensor:
-    """vLLM's reference ``awq_dequantize`` (tests/kernels/quantization/test_awq.py): shift, mask, then put in order."""
+def unpack_words(words: torch.Tensor) -> torch.Tensor:
+    """AutoAWQ words as a kernel of another project reads them: shift, mask, then put in order."""
     shifts = torch.arange(0, 32, 4)
     lanes = torch.bitwise_right_shift(words[:, :, None], shifts[None, None, :]).to(torch.int8)
     order = torch.arange(lanes.shape[1] * 8).view(-1, 8)[:, [0, 4, 1, 5, 2, 6, 3, 7]].reshape(-1)
@@ -114,7 +114,7 @@ def unpack_as_vllm(words: torch.Tensor) -> torch.Tensor:
 def test_an_awq_linear_is_what_another_unpacking_reads() -> None:
     ours = linear(INT4_ASYMMETRIC)
     parts = {name: torch.from_numpy(part) for name, part in autoawq.encode(ours, 32).items()}
-    codes, zeros = unpack_as_vllm(parts["qweight"]), unpack_as_vllm(parts["qzeros"])
+    codes, zeros = unpack_words(parts["qweight"]), unpack_words(parts["qzeros"])
     scales = parts["scales"].float().repeat_interleave(32, 0)
     weight = (codes - zeros.repeat_interleave(32, 0)).float() * scales
     assert np.array_equal(weight.T.numpy(), ours.dequantize())
