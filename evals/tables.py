@@ -47,7 +47,7 @@ def embedding_error(actual: FloatArray, expected: FloatArray) -> TableError:
             expected="one row per token",
             remedy="build the engine from the quantized model it is compared with",
         )
-    parts = [slice(begin, begin + BLOCK_ROWS) for begin in range(0, len(expected), EMBEDDING_ROWS)]
+    parts = [slice(begin, begin + EMBEDDING_ROWS) for begin in range(0, len(expected), EMBEDDING_ROWS)]
     off = [np.square(actual[part] - expected[part]).sum(axis=1) for part in parts]
     return _table_error(np.concatenate(off), np.concatenate([np.square(expected[p]).sum(axis=1) for p in parts]))
 
