@@ -39,17 +39,18 @@ class Online(Section):
     max_missed: Fraction = 0.2  # of the conversations that were picked
     share: Fraction = 0.05  # of all calls, that are mirrored
 
-    def plan(self, champion: str, challenger: str, share: float | None = None) -> ShadowPlan:
-        """Frozen before the first conversation. ``champion``, ``challenger``: digests of their bundles."""
-        return ShadowPlan(
-            champion=champion,
-            challenger=challenger,
-            share=self.share if share is None else share,
-            max_disagreement=self.max_disagreement,
-            confidence=self.confidence,
-            min_conversations=self.min_conversations,
-            max_missed=self.max_missed,
-        )
+
+def frozen_plan(settings: Online, champion: str, challenger: str, share: float | None = None) -> ShadowPlan:
+    """Frozen before the first conversation. ``champion``, ``challenger``: digests of their bundles."""
+    return ShadowPlan(
+        champion=champion,
+        challenger=challenger,
+        share=settings.share if share is None else share,
+        max_disagreement=settings.max_disagreement,
+        confidence=settings.confidence,
+        min_conversations=settings.min_conversations,
+        max_missed=settings.max_missed,
+    )
 
 
 class OnlineVerdict(Record):

@@ -11,7 +11,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from engines.bundle import EngineBundle
-from evals.kinds.online import Online
+from evals.kinds.online import Online, frozen_plan
 from evals.online import fold
 from evals.sequential import AnytimeTest
 from runtime.opening import OpenBundle
@@ -100,7 +100,7 @@ def mirror(options: ShadowOptions, champion: Path, challenger: Path, public_key:
             expected=f"the same {TOKENIZER} and vocabulary",
             remedy="shadow an engine that was built from the same model",
         )
-    plan = options.online.plan(first.digest, second.digest, options.share)
+    plan = frozen_plan(options.online, first.digest, second.digest, options.share)
     if not 0 < plan.share <= 1:
         raise ServeError(f"the share of mirrored calls is {plan.share:g}", expected="more than 0 and at most 1")
     return Mirrored(options, plan, challenger, public_key)

@@ -327,7 +327,7 @@ def test_what_cannot_be_served_is_refused(bundles: tuple[Path, Path], tmp_path: 
     assert "record.json" in refusal(str(tmp_path), "--port", "0")
     assert "models:/NAME@champion" in refusal("models:/x", "--port", "0")
     registry = f"sqlite:///{tmp_path}/mlflow.db"
-    assert "has no champion" in refusal("models:/x@champion", "--port", "0", MLFLOW_TRACKING_URI=registry)
+    assert "no model 'x' in the registry" in refusal("models:/x@champion", "--port", "0", MLFLOW_TRACKING_URI=registry)
 
 
 @pytest.mark.parametrize("seconds", [30, 1])

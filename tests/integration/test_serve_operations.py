@@ -121,7 +121,7 @@ def test_a_crash_of_the_engine_is_seen_and_counted(place: Place, bundles: tuple[
         def ready() -> int:
             return httpx2.get(f"{server.url}/ready").status_code
 
-        api.completions.create(model=MODEL, prompt="x", max_tokens=4)
+        api.completions.create(model=MODEL, prompt="x", max_tokens=4, extra_body={"ignore_eos": True})
         before = metric(server, "tapeout:steps_total")
         stream = api.completions.create(
             model=MODEL, prompt="The list", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
@@ -132,7 +132,7 @@ def test_a_crash_of_the_engine_is_seen_and_counted(place: Place, bundles: tuple[
         with pytest.raises(openai.APIError):
             list(stream)
         wait_for(lambda: ready() == 200)
-        api.completions.create(model=MODEL, prompt="x", max_tokens=4)
+        api.completions.create(model=MODEL, prompt="x", max_tokens=4, extra_body={"ignore_eos": True})
         assert metric(server, "tapeout:steps_total") > before
         assert metric(server, "vllm:request_success_total") == 3
         assert server.stop() == 0

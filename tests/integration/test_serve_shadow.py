@@ -154,7 +154,7 @@ def test_only_a_share_is_mirrored(engines: dict[str, Path], tmp_path: Path) -> N
     ("source", "share", "words"),
     [
         ("champion", "0.5", "holds the champion itself"),
-        ("models:/m@champion", "0.5", "names no challenger"),
+        ("models:/m@champion", "0.5", "no model 'm' in the registry"),
         ("none", "0.5", "no record.json"),
         ("equal", "0", "share of mirrored calls is 0"),
     ],

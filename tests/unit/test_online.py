@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from benchmarks.gate.online import ABOVE, BELOW, HALF, NONE, ON, Result, Row, page, rows, run_row
 from evals.check import Outcome
-from evals.kinds.online import KIND, Online
+from evals.kinds.online import KIND, Online, frozen_plan
 from evals.online import conclude, fold, judge, load_judged
 from evals.sequential import AnytimeTest
 from evals.statistics import bounded_mean
@@ -30,7 +30,7 @@ from tapeout.observations import (
 )
 
 CHAMPION, CHALLENGER = "a" * 64, "b" * 64
-PLAN = Online().plan(CHAMPION, CHALLENGER)
+PLAN = frozen_plan(Online(), CHAMPION, CHALLENGER)
 ROWS = rows()
 RUNS, CONVERSATIONS = 60, 600
 shares = st.lists(st.integers(0, 32).map(lambda agree: agree / 32), max_size=80)
@@ -197,7 +197,10 @@ def test_a_conversation_counts_once(tmp_path: Path) -> None:
 
 def test_bounds_are_not_changed_once_a_test_has_begun(tmp_path: Path) -> None:
     ObservationLog(tmp_path, PLAN).close()
-    for other in (Online(max_disagreement=0.2).plan(CHAMPION, CHALLENGER), Online().plan(CHAMPION, "c" * 64)):
+    for other in (
+        frozen_plan(Online(max_disagreement=0.2), CHAMPION, CHALLENGER),
+        frozen_plan(Online(), CHAMPION, "c" * 64),
+    ):
         with pytest.raises(EvidenceError, match="a test of another plan"):
             ObservationLog(tmp_path, other)
     assert read_plan(tmp_path) == PLAN

@@ -16,7 +16,7 @@ import pytest
 
 from engines.bundle import EngineBundle
 from evals.check import Outcome
-from evals.kinds.online import Online
+from evals.kinds.online import Online, frozen_plan
 from evals.online import conclude, load_judged
 from evals.policy import policy_of
 from pipeline.registry import promotion, tracking
@@ -135,7 +135,7 @@ def test_the_chain_of_champions(client: Any, submit: Callable[..., Artifact[Rele
 
 def observe(folder: Path, champion: str, challenger: str, agree: int = 31, count: int = 150, **bounds: Any) -> Path:
     """An online verdict about so many conversations with answers of 32 tokens."""
-    log = ObservationLog(folder / "log", Online(**bounds).plan(champion, challenger))
+    log = ObservationLog(folder / "log", frozen_plan(Online(**bounds), champion, challenger))
     for number in range(count):
         log.pick(f"{number:016x}")
         log.add(Observation(conversation=f"{number:016x}", prompt_tokens=8, tokens=32, agree=agree))

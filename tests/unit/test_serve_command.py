@@ -81,7 +81,7 @@ def test_the_challenger_of_a_registry(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     source = f"models:/{judged.NAME}@challenger"
-    with pytest.raises(RegistryError, match="has no challenger"):
+    with pytest.raises(RegistryError, match="no model"):
         find_challenger(source, None, unsafe=False)
     for weights, outcome in (("one", Outcome.PASS), ("two", Outcome.FAIL)):
         artifacts = tmp_path / weights

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from evals.check import Outcome
-from evals.kinds.online import Online
+from evals.kinds.online import Online, frozen_plan
 from evals.online import judge
 from runtime.client import ProcessClient
 from runtime.messages import GenerateRequest, SamplingSettings
@@ -28,7 +28,7 @@ from tests.http_server import byte_tokenizer
 
 SAME, OTHER = Path("7"), Path("8")  # seeds of the challenger's weights; the champion's is 7
 POISON = 12  # a token that ends a challenger's process
-PLAN = Online(share=1.0).plan(OpenFaulty().engine(SAME).digest, "b" * 64)
+PLAN = frozen_plan(Online(share=1.0), OpenFaulty().engine(SAME).digest, "b" * 64)
 TEXT = TextModel(PLAN.champion, byte_tokenizer())
 SAMPLED = SamplingSettings(temperature=1.0, seed=5)
 
