@@ -260,7 +260,9 @@ class Scheduler:
                 prompts.append(sequence)
             elif budget and sequence.id in self._running:
                 budget -= self._feed(sequence, 1, now)
-        backlog = self.waiting_tokens + sum(map(self._pending, prompts))
+        # One long prompt is no backlog: it takes its time, and nobody else waits longer for that.
+        pending = [self._pending(sequence) for sequence in prompts]
+        backlog = self.waiting_tokens + sum(pending) - max(pending, default=0)
         budget = self.costs.prompt_budget(len(self._planned), budget, backlog)
         if drafts:  # they delay the others as prompts do, and leave those half of the room
             budget -= self._add_drafts(drafts, budget // 2 if backlog else budget)
