@@ -620,7 +620,7 @@ def export_checkpoint(
         str,
         typer.Option(
             "--format",
-            help="autoawq (vLLM), compressed-tensors (vLLM and transformers) or gguf (llama.cpp).",
+            help="autoawq (vLLM), compressed-tensors (transformers) or gguf (llama.cpp).",
             metavar="FORMAT",
         ),
     ],

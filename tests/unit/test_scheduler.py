@@ -472,3 +472,22 @@ def test_guesses_leave_decodes_their_latency_and_prompts_half_the_room() -> None
     made.add(Request("prompt", [2] * 40, 1), 0)
     works = made.plan(0, guesses)
     assert sum(work.drafts for work in works) == 8 and len(works[-1].tokens) == 8
+
+
+def test_one_long_prompt_is_no_backlog_but_several_are() -> None:
+    """A step of the decode takes 10 ms, a prompt token 1 ms; 20 ms are allowed, and more where prompts queue up."""
+    scheduler = Scheduler(BlockPool(4000), Limits(backlog_seconds=1.0), BLOCK, 8000)
+    scheduler.add(Request("decode", [1], 100), 0.0)
+    works, now = {}, 0.0
+    for step in range(6):
+        if step == 1:
+            scheduler.add(Request("long", [2] * 3000, 1), now)
+        if step == 4:
+            scheduler.add(Request("other", [3] * 3000, 1), now)
+        scheduler.costs.observe(1, 0, 0.01)
+        scheduler.costs.observe(0, 100, 0.1)
+        works[step] = {work.id: len(work.tokens) for work in scheduler.plan(now)}
+        now += (10 + sum(works[step].values()) - 1) / 1000
+        scheduler.commit({id: Outcome([5] if id == "decode" else ()) for id in works[step]}, now)
+    alone, beside = works[3]["long"], works[5]["long"]
+    assert alone <= 20 and beside > 1.5 * alone
