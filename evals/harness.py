@@ -134,28 +134,27 @@ class EngineLM(TemplateLM):
             yield group
 
     def _score(self, group: Sequence[tuple[Context, list[list[int]]]]) -> list[tuple[float, bool]]:
-        """Every continuation of the contexts, each of which is computed once. A lone continuation is fed with it."""
+        """Every continuation of the contexts. A context is computed once, together with its first continuation."""
         slots, slot = self.engine.slots, 0
-        contexts, longer = list[Fed](), list[Fed]()
+        firsts, others = list[Fed](), list[Fed]()
         for context, continuations in group:
-            before, (first, *others) = len(context), continuations
-            tokens = context if others else (*context, *first[:-1])
-            contexts.append(Fed(slot, tokens, 0, range(before - 1, len(tokens))))
-            if others:
-                fed = [continuation[:-1] for continuation in continuations if len(continuation) > 1]
-                longer += [
-                    Fed((slot + number) % slots, tokens, before, range(len(tokens)), slot)
-                    for number, tokens in enumerate(fed)
-                ]
+            before, (first, *rest) = len(context), continuations
+            tokens = (*context, *first[:-1])
+            firsts.append(Fed(slot, tokens, 0, range(before - 1, len(tokens))))
+            fed = [continuation[:-1] for continuation in rest if len(continuation) > 1]
+            others += [
+                Fed((slot + number) % slots, tokens, before, range(len(tokens)), slot)
+                for number, tokens in enumerate(fed, start=1)
+            ]
             slot += len(continuations)
-        last = self._feed(contexts)
-        further = iter([rows for begin in range(0, len(longer), slots) for rows in self._feed(longer[begin:][:slots])])
+        rows_of_firsts = self._feed(firsts)
+        further = iter([rows for begin in range(0, len(others), slots) for rows in self._feed(others[begin:][:slots])])
         results: list[tuple[float, bool]] = []
-        for (_, continuations), rows in zip(group, last, strict=True):
-            alone = len(continuations) == 1
-            for continuation in continuations:
-                whole = alone or len(continuation) == 1
-                results.append(_read(rows if whole else np.concatenate([rows, next(further)]), continuation))
+        for (_, (first, *rest)), rows in zip(group, rows_of_firsts, strict=True):
+            results.append(_read(rows, first))
+            for continuation in rest:
+                whole = rows[:1] if len(continuation) == 1 else np.concatenate([rows[:1], next(further)])
+                results.append(_read(whole, continuation))
         return results
 
     def _feed(self, batch: Sequence[Fed]) -> list[FloatArray]:

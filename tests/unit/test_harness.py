@@ -66,6 +66,8 @@ def test_a_shared_context_is_computed_once_and_one_token_choices_cost_nothing_mo
     assert (lm.calls, lm.tokens) == (2, 7)
     lm._loglikelihood_tokens([(None, context, [5, 6])])  # alone: one call, the last token is never fed
     assert engine.engine.steps[2:] == [[5]]
+    lm._loglikelihood_tokens([(None, context, choice) for choice in ([7, 8, 9], [5, 6])])  # the first comes with it
+    assert engine.engine.steps[3:] == [[6], [1]]
 
 
 def test_greedy_flag_is_true_for_the_likeliest_continuation_only() -> None:
