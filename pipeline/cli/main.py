@@ -485,6 +485,39 @@ def promote(
 
 
 @app.command(rich_help_panel="Judge and release")
+def verify(
+    source: Annotated[
+        str, typer.Argument(help="A judged bundle's folder, models:/NAME@ALIAS or models:/NAME/VERSION.")
+    ] = "artifacts/candidate",
+    level: Annotated[
+        str,
+        typer.Option(help="A level of native kernels that the bundle carries; by default the best of this machine."),
+    ] = "",
+    threads: Annotated[int, typer.Option(help="Of the engine; 0 means every physical core.")] = 0,
+    key: Annotated[
+        Path | None,
+        typer.Option(help="Sign the evidence with this private key.", envvar="TAPEOUT_PRIVATE_KEY", show_envvar=True),
+    ] = None,
+    public_key: PublicKey = None,
+    as_json: Json = False,
+) -> None:
+    """Take the short evidence of a level that was not judged, and attach it: 0 PASS, 1 FAIL (docs/deploy.md).
+
+    The engine at this level is compared with the logits of the judged one, and with itself in every way it is served.
+    It takes minutes and no torch. `tapeout serve` then serves at this level.
+
+    Example: `tapeout verify models:/smollm2@champion`
+    """
+    from pipeline.cli.tables import level_verdict
+    from pipeline.cli.verify import run
+
+    found = run(source, level, threads, key, public_key)
+    shown = {"digest": found.digest, "folder": str(found.folder), "outcome": found.record.outcome}
+    _show(shown | found.record.model_dump(mode="json"), level_verdict(found), as_json)
+    raise typer.Exit(found.record.exit_code)
+
+
+@app.command(rich_help_panel="Judge and release")
 def rollback(params: Params = Path("params.yaml"), as_json: Json = False) -> None:
     """Make the former champion champion again. A second rollback undoes the first.
 
