@@ -609,7 +609,13 @@ def doctor(params: Params = Path("params.yaml"), as_json: Json = False) -> None:
 
 @app.command(rich_help_panel="Build")
 def build(
-    target: Annotated[str, typer.Option(help="A target, and the GPUs to compile for: `tensorrt-rtx:sm89,sm120`.")],
+    target: Annotated[
+        str,
+        typer.Option(
+            help="A target, and the GPUs to compile for, or levels of a CPU: `tensorrt-rtx:sm89,sm120`, "
+            "`ort-cpu:x86-64-avx2`."
+        ),
+    ],
     precision: Annotated[str, typer.Option(help="fp16, bf16, int4 (block weights) or fp8 (calibrated).")] = "fp16",
     explain: Annotated[bool, typer.Option("--explain", help="Only print the lowering, pass by pass.")] = False,
     checkpoint: Annotated[
@@ -621,7 +627,9 @@ def build(
     artifacts: Artifacts = Path("artifacts"),
     params: Params = Path("params.yaml"),
 ) -> None:
-    """Compile for hardware that this machine may lack, one bundle each under artifacts/targets; or explain a lowering.
+    """Build for hardware that this machine may lack, one bundle each under artifacts/targets; or explain a lowering.
+
+    At a level of a CPU the bundle is the recipe's candidate, with the kernels of that level only.
 
     Example: `tapeout build --target tensorrt-rtx:sm89,sm120 --precision fp8`
     """
