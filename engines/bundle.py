@@ -138,6 +138,7 @@ class LoweredRecord(Record):
 
 class EngineBundle(LoweredRecord):
     noun: ClassVar[str] = "EngineBundle"
+    schema_version: ClassVar[int] = 3  # 3: kernels of several levels
     remedy: ClassVar[str] = "run `dvc repro build-baseline build-candidate`"
     parent_roles: ClassVar[Roles] = {
         **LoweredRecord.parent_roles,
@@ -146,5 +147,5 @@ class EngineBundle(LoweredRecord):
     }
 
     target: str
-    fingerprint: Fingerprint
+    hardware: tuple[Fingerprint, ...]  # any of these runs it, the best first; one for each level of native kernels
     compiled: CompiledEngine | None = None  # None: the graph itself is what runs

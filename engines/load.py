@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tapeout import artifact
 from tapeout.artifact import Artifact
 from tapeout.errors import ArtifactError, BuildError
 from tapeout.file_hashes import Identity, identity
-from tapeout.fingerprint import require_match
+from tapeout.fingerprint import Fingerprint, require_match
 from tapeout.signing import require_signed_pass
 
 
@@ -25,10 +26,12 @@ def known_targets() -> tuple[str, ...]:
 
 
 def find_target(name: str) -> Target[Any]:
-    """The target of this name. Its module is imported only now."""
+    """The target of this name, or at a level of it: ``ort-cpu:x86-64-avx2``. Its module is imported only now."""
+    name, _, level = name.partition(":")
     if name not in known_targets():
         raise BuildError(f"no target {name!r}", expected=f"one of {', '.join(known_targets())}")
-    return importlib.import_module(f"engines.targets.{name.replace('-', '_')}").TARGET
+    target: Target[Any] = importlib.import_module(f"engines.targets.{name.replace('-', '_')}").TARGET
+    return target.at(level) if level else target
 
 
 def graph_target(name: str) -> GraphTarget:
@@ -59,18 +62,19 @@ def _of_kind(kind: type[Target[Any]]) -> list[str]:
     return [name for name in known_targets() if isinstance(find_target(name), kind)]
 
 
-def load(folder: Path, *, threads: int = 0, slots: int | None = None, public_key: Path | None = None) -> Engine:
+def load(
+    folder: Path, *, threads: int = 0, slots: int | None = None, level: str = "", public_key: Path | None = None
+) -> Engine:
     """Open a bundle for running. Refused if a file changed, and on other hardware or libraries than it was judged on.
 
-    ``threads``: 0 means every physical core. ``slots``: sequences held at once; default as built. ``public_key``: the
-    bundle must have a signed PASS verdict beside it.
+    ``threads``: 0 means every physical core. ``slots``: sequences held at once; default as built. ``level``: see
+    :func:`at_level`. ``public_key``: the bundle must have a signed PASS verdict beside it.
     """
     before = _identities(artifact.load_record(folder, EngineBundle))  # then verified, then opened
     bundle = artifact.load(folder, EngineBundle)
     if public_key is not None:
         require_signed_pass(bundle, public_key)
-    require_runnable(bundle)
-    engine = find_target(bundle.record.target).open(bundle, threads=threads, slots=slots)
+    engine = find_target(bundle.record.target).open(at_level(bundle, level), threads=threads, slots=slots)
     if changed := sorted(name for name, found in _identities(bundle).items() if found != before.get(name)):
         engine.close()
         raise ArtifactError(
@@ -86,11 +90,22 @@ def _identities(bundle: Artifact[EngineBundle]) -> dict[str, Identity | None]:
     return {name: identity(path) if path.is_file() else None for name, path in paths.items()}
 
 
-def require_runnable(bundle: Artifact[EngineBundle]) -> None:
-    """:class:`FingerprintError` on hardware or libraries other than those the bundle was built and judged on."""
-    require_match(bundle.record.fingerprint, find_target(bundle.record.target).fingerprint(), str(bundle.folder))
+def at_level(bundle: Artifact[EngineBundle], level: str = "") -> Artifact[EngineBundle]:
+    """The bundle as it runs here: its record names one ``hardware``, of ``level`` or of the best that is here.
+
+    :class:`FingerprintError` on hardware or libraries other than those the bundle was built for.
+    """
+    here = find_target(bundle.record.target).fingerprint().model_copy(update={"level": level})
+    chosen = require_match(bundle.record.hardware, here, str(bundle.folder))
+    return replace(bundle, record=bundle.record.model_copy(update={"hardware": (chosen,)}))
+
+
+def runs_here(bundle: Artifact[EngineBundle], level: str = "") -> Fingerprint:
+    """This machine as it runs the bundle: what evidence names as the place where it was taken."""
+    chosen = at_level(bundle, level).record.hardware[0].level
+    return find_target(bundle.record.target).fingerprint().model_copy(update={"level": chosen})
 
 
 def open_probe(bundle: Artifact[EngineBundle], *, threads: int = 0) -> Probe:
     """The output of every linear, for comparing a bundle with a reference layer by layer."""
-    return find_target(bundle.record.target).probe(bundle, threads=threads)
+    return find_target(bundle.record.target).probe(at_level(bundle), threads=threads)

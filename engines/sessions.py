@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import platform
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -12,7 +12,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from engines.bundle import EngineBundle
-from engines.native import LIBRARY, NATIVE, level_of, unsupported
+from engines.native import all_native, library_file, unsupported
 from engines.threads import physical_cores
 from tapeout.artifact import Artifact, verify_files
 from tapeout.errors import BuildError
@@ -25,19 +25,25 @@ if TYPE_CHECKING:
 MAPPED_SHARE = 0.5  # of the available memory: weights of more bytes are not copied
 CPU = ["CPUExecutionProvider"]
 THREADS_ENTRY = "tapeout.threads"  # a session's entry that native/source/library.c reads
-# Operators whose work one thread does in a few microseconds.
-SMALL = frozenset({"Gather", "Reshape", "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization"})
 
 
 def library_of(bundle: Artifact[EngineBundle]) -> Path | None:
-    """The bundle's native kernels, if it has any. They are code, so their hash is verified."""
-    if LIBRARY not in bundle.files:
+    """The native kernels of a bundle as :func:`engines.load.at_level` gives it; None where its graph uses none.
+
+    They are code, so their hash is verified, and the processor is asked before they are loaded.
+    """
+    hardware = bundle.record.hardware[0]
+    if not hardware.level:
         return None
-    verify_files(bundle.folder, {LIBRARY: bundle.files[LIBRARY]})
-    path, level = bundle.folder / LIBRARY, level_of(bundle.record.fingerprint.features)
-    missing = [feature for feature in level.needed if feature not in cpu_features()] if level else []
-    if missing:
+    file = library_file(hardware.level)
+    path = bundle.folder / file
+    if file not in bundle.files:
+        raise _cannot_run(path, "the bundle does not carry it")
+    if hardware.machine != platform.machine():
+        raise _cannot_run(path, f"it is for {hardware.machine}")
+    if missing := [feature for feature in hardware.features if feature not in cpu_features()]:
         raise _cannot_run(path, f"it needs {', '.join(missing)}, which this processor lacks")
+    verify_files(bundle.folder, {file: bundle.files[file]})
     return path
 
 
@@ -48,7 +54,7 @@ def cpu_options(threads: int, library: Path | None, operators: Collection[str] =
     has work for several: two sets of threads that wait for work would take each other's cores.
     """
     options, count = ort.SessionOptions(), threads or physical_cores()
-    own = bool(operators) and {*operators} <= NATIVE | SMALL and _starts_threads(library)
+    own = all_native(operators) and library is not None and not unsupported()
     options.intra_op_num_threads = 1 if own else count
     if own:
         options.add_session_config_entry(THREADS_ENTRY, str(count))
@@ -60,11 +66,6 @@ def cpu_options(threads: int, library: Path | None, operators: Collection[str] =
             raise _cannot_run(library, reason)
         options.register_custom_ops_library(str(library.resolve()))
     return options
-
-
-def _starts_threads(library: Path | None) -> bool:
-    """Whether the kernels can have threads of their own. Those of an older bundle run on ONNX Runtime's."""
-    return library is not None and not unsupported() and hasattr(ctypes.CDLL(str(library.resolve())), "tapeout_threads")
 
 
 class SessionTimer:

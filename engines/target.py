@@ -122,6 +122,10 @@ class Target(ABC, Generic[Made]):
     def open(self, bundle: Artifact[EngineBundle], *, threads: int, slots: int | None) -> Engine:
         """See :func:`engines.load.load`, which checks the fingerprint before."""
 
+    def at(self, level: str) -> Target[Made]:
+        """The same target, pinned to one level of processors: bundles carry its kernels only."""
+        raise BuildError(f"{self.name} has no level {level!r}", expected=self.name, remedy="see docs/targets.md")
+
     def features(self) -> tuple[str, ...]:
         """What selects kernels on this machine. A bundle opens only where it is the same."""
         return fingerprint.cpu_features()
@@ -148,7 +152,7 @@ class GraphTarget(Target[EngineBundle]):
     noun = EngineBundle
 
     def complete(self, lowered: LoweredRecord, model: ir.Model, folder: Path) -> EngineBundle:
-        return EngineBundle(**lowered.said(), target=self.name, fingerprint=self.fingerprint())
+        return EngineBundle(**lowered.said(), target=self.name, hardware=(self.fingerprint(),))
 
 
 class HardwareTarget(Target[LoweredGraph]):

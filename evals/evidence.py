@@ -65,7 +65,7 @@ def load_evidence(artifacts: Path, recipe: Recipe) -> Evidence:
         candidate=candidate.digest,
         built_from=candidate.parents["quantized"],
         target=candidate.record.target,
-        fingerprint=candidate.record.fingerprint,
+        hardware=candidate.record.hardware,
         reports=reports,
         settings=settings_of(recipe),
         calibrated_on=_calibrated_on(artifacts / "calibration", headers["calibration"]),

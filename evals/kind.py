@@ -73,7 +73,7 @@ class Evidence:
     candidate: str
     built_from: ArtifactRef  # what the candidate was built from: a QuantizedModel, or a LoweredGraph
     target: str  # what the candidate was built for, such as "ort-cpu" or "sm89"
-    fingerprint: Fingerprint  # of the hardware and the libraries that it was built for
+    hardware: tuple[Fingerprint, ...]  # and the libraries that it was built for, one for each level
     reports: Mapping[str, Report[Any, Any]]
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])  # how the recipe asks for them to be measured
     calibrated_on: frozenset[str] = frozenset()  # hashes of the token ids of calibration samples

@@ -73,7 +73,7 @@ def portable_verdict(
         candidate=bundle.digest,
         built_from=lowered.ref,
         target=compiled.capability,
-        fingerprint=bundle.record.fingerprint,
+        hardware=bundle.record.hardware,
         reports={
             proof.KIND.name: Report(lowered.ref, summary),
             portable.KIND.name: Report(report.ref, report.record, items),

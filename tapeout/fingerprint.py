@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -13,19 +13,21 @@ from tapeout.errors import FingerprintError
 
 
 class Fingerprint(Frozen):
-    """The hardware and libraries a bundle was built for, and was judged on."""
+    """Hardware and libraries that a bundle was built for, or that it ran on."""
 
     machine: str
     features: tuple[str, ...]  # instruction sets that select kernels
     libraries: dict[str, str]
+    level: str = ""  # of native kernels (engines/native); empty where there are none
+    more_features: bool = False  # of a bundle whose kernels the level alone selects: it runs where there are more
 
 
-# What selects kernels, as Linux calls it: of ONNX Runtime (onnxruntime/core/mlas/lib/platform.cpp) and our own
-# (engines/native). More features than these make no difference, so a bundle opens where there are more.
+# What selects kernels, as Linux calls it: of ONNX Runtime (onnxruntime/core/mlas/lib/platform.cpp, and KleidiAI in it)
+# and our own (engines/native). More features than these make no difference, so a bundle opens where there are more.
 FEATURES = (
     *("avx", "avx2", "fma", "f16c", "avx_vnni", "avx_vnni_int8", "avx_ne_convert"),
     *("avx512f", "avx512bw", "avx512_vnni", "amx_int8"),
-    *("asimddp", "i8mm", "sve", "bf16"),
+    *("asimdhp", "asimddp", "i8mm", "bf16", "sve", "sve2", "svei8mm", "svebf16", "sme", "sme2"),
 )
 
 
@@ -58,24 +60,45 @@ def cpu_only(features: tuple[str, ...]) -> bool:
     return not any(feature.startswith("sm") for feature in features)
 
 
-def require_match(built: Fingerprint, here: Fingerprint, where: str) -> None:
-    """:class:`FingerprintError` for other hardware or libraries: the bundle's evidence was not taken on these."""
-    differences: list[str] = []
-    if built.machine != here.machine:
-        differences.append(f"machine is {here.machine}, not {built.machine}")
+def require_match(built: Sequence[Fingerprint], here: Fingerprint, where: str) -> Fingerprint:
+    """The first of ``built`` that fits this machine. ``here``: with a level, only that one does.
+
+    :class:`FingerprintError` for other hardware or libraries: the bundle's evidence was not taken on these.
+    """
+    asked = [one for one in built if here.level in ("", one.level)]
+    for one in asked:
+        if not _hardware(one, here) and not _libraries(one, here):
+            return one
+    own = [one for one in asked if one.machine == here.machine]
+    if len(built) == 1 and asked:
+        differences = _hardware(built[0], here)
+    elif not own:
+        levels = ", ".join(one.level for one in built if one.level)
+        differences = [f"it has kernels for {levels or 'no level'}, not for {here.level or here.machine}"]
+    else:
+        differences = [f"{one.level}: {', '.join(found)}" for one in own if (found := _hardware(one, here))]
+    raise FingerprintError(
+        f"{where} was built for other hardware or libraries: {'; '.join([*differences, *_libraries(built[0], here)])}",
+        expected="the machine and versions the bundle was built and judged on",
+        remedy="run `dvc repro` here, so that it is built and judged for this machine",
+    )
+
+
+def _hardware(built: Fingerprint, here: Fingerprint) -> list[str]:
+    """How the hardware differs, as clauses."""
     missing = [f for f in built.features if f not in here.features]
-    extra = [f for f in here.features if f not in built.features]
+    extra = [] if built.more_features else [f for f in here.features if f not in built.features]
     unit = "CPU" if cpu_only(built.features) and cpu_only(here.features) else "machine"
-    if missing:
-        differences.append(f"this {unit} lacks {', '.join(missing)}")
-    if extra:
-        differences.append(f"this {unit} also has {', '.join(extra)}, which selects other kernels")
-    for name, version in built.libraries.items():
-        if here.libraries.get(name) != version:
-            differences.append(f"{name} is {here.libraries.get(name, 'not installed')}, not {version}")
-    if differences:
-        raise FingerprintError(
-            f"{where} was built for other hardware or libraries: {'; '.join(differences)}",
-            expected="the machine and versions the bundle was built and judged on",
-            remedy="run `dvc repro` here, so that it is built and judged for this machine",
-        )
+    return [
+        *([f"machine is {here.machine}, not {built.machine}"] if built.machine != here.machine else []),
+        *([f"this {unit} lacks {', '.join(missing)}"] if missing else []),
+        *([f"this {unit} also has {', '.join(extra)}, which selects other kernels"] if extra else []),
+    ]
+
+
+def _libraries(built: Fingerprint, here: Fingerprint) -> list[str]:
+    return [
+        f"{name} is {here.libraries.get(name, 'not installed')}, not {version}"
+        for name, version in built.libraries.items()
+        if here.libraries.get(name) != version
+    ]

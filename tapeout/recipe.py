@@ -219,7 +219,7 @@ class Quantize(Section):
 
 
 class Build(Section):
-    target: str = "ort-cpu"  # a module of engines/targets (docs/targets.md)
+    target: str = "ort-cpu"  # a module of engines/targets, or a level of it: ort-cpu:x86-64-avx2 (docs/targets.md)
     slots: Count = 16
     threads: Annotated[int, Field(ge=0)] = 0  # 0: every physical core
 
@@ -228,7 +228,7 @@ class Build(Section):
     def _known(cls, name: str) -> str:
         # By its file's name, not by import: parameters are read below the engines, and without loading any.
         known = sorted(module.name.replace("_", "-") for module in pkgutil.iter_modules([str(TARGETS)]))
-        if name not in known:
+        if name.partition(":")[0] not in known:
             raise ValueError(f"no target {name!r}; expected one of {', '.join(known)}")
         return name
 

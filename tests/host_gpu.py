@@ -253,7 +253,7 @@ def host_bundle(lowered: Artifact[LoweredGraph], folder: Path, profiles: Sequenc
             EngineBundle(
                 **lowered.record.said(),
                 target="tensorrt-rtx",
-                fingerprint=Fingerprint(machine="host", features=("host",), libraries={}),
+                hardware=(Fingerprint(machine="host", features=("host",), libraries={}),),
                 compiled=compiled,
             ),
             parents={},

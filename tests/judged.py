@@ -97,7 +97,7 @@ def write_bundle(folder: Path, weights: str, **parents: ArtifactRef) -> Artifact
             target="cpu",
             precision="float32",
             io=IOContract(inputs=(), kv_dtype="float32", kv_layers=(), max_tokens=64, slots=4, vocab_size=256),
-            fingerprint=MACHINE,
+            hardware=(MACHINE,),
             census={},
             passes=(),
             weight_bytes=1,
@@ -125,7 +125,7 @@ def write_evidence(artifacts: Path, evidence: Evidence, champion: ArtifactRef | 
     refs = {name: load_header(artifacts / name).ref for name in made}
     judged = {BASELINE: "baseline", CANDIDATE: "candidate", QUANTIZED: "quantized"}
     names = {made_up: refs[role].digest for made_up, role in judged.items()}
-    machine = load_record(artifacts / "candidate", EngineBundle).record.fingerprint
+    machine = load_record(artifacts / "candidate", EngineBundle).record.hardware[0]
     refs["champion"] = champion or refs["baseline"]
     for role in dict.fromkeys(kind.role for kind in kinds() if kind.needed == "executed"):
         members = [kind for kind in kinds() if kind.role == role]

@@ -319,7 +319,7 @@ def whole(
         candidate=CANDIDATE,
         built_from=built_from,
         target="ort-cpu",
-        fingerprint=machine,
+        hardware=(machine,),
         reports={
             "proof": Report(built_from, proof),
             "tasks": Report(ArtifactRef("EvalReport", "e"), evaluation, task_items),

@@ -1,19 +1,20 @@
 """Native operators for ONNX Runtime on CPU, in C: each fuses several of its operators into one pass over memory.
 
 ``source/`` has the kernels, ``compiler`` compiles them, passes that import ``DOMAIN`` put them into graphs. A bundle
-holds the library it was judged with. The sources are compiled for one of ``LEVELS`` of x86-64 processors; on others
-ONNX Runtime's own operators run.
+holds the libraries it was judged with: one for each of ``LEVELS``, over the same weights. Where a processor has none of
+these levels ONNX Runtime's own operators run.
 """
 
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from tapeout.errors import BuildError
 from tapeout.fingerprint import cpu_features
 
 DOMAIN = "tapeout.kernels"
-LIBRARY = "kernels.so"  # its name in a bundle
 NATIVE = frozenset(
     {
         "BlockGather",
@@ -25,48 +26,80 @@ NATIVE = frozenset(
         "ResidualNormLinear",
     }
 )
+# Operators of ONNX Runtime whose work one thread does in a few microseconds, by one code for all processors.
+SMALL = frozenset({"Gather", "Reshape", "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization"})
 
 
 @dataclass(frozen=True)
 class Level:
     """Processors that one library is for."""
 
-    name: str
+    name: str  # also after the colon of a target: ort-cpu:x86-64-avx2
+    machine: str  # as platform.machine() gives it
     needed: tuple[str, ...]  # features of tapeout.fingerprint.FEATURES
     flags: tuple[str, ...]  # for the compiler
+
+    @property
+    def file(self) -> str:
+        """The library in a bundle."""
+        return library_file(self.name)
+
+    def refusal(self) -> str:
+        """Why this machine cannot run it, as a clause; empty where it can."""
+        if (platform.system(), platform.machine()) != ("Linux", self.machine):
+            return f"it is for Linux on {self.machine}, not {platform.system()} on {platform.machine()}"
+        missing = [feature for feature in self.needed if feature not in cpu_features()]
+        return f"it needs {', '.join(missing)}, which this processor lacks" if missing else ""
+
+
+def library_file(level: str) -> str:
+    return f"kernels/{level}.so"
 
 
 _PLAIN = "-bmi-bmi2-lzcnt-movbe"  # FEATURES has none of these, so they are not used
 
-# Best first. A processor with the features of the first level also has avx512dq, avx512vl and the like.
+# All that a bundle carries; of each machine the best first. A processor with the features of the first level also has
+# avx512dq, avx512vl and the like.
 LEVELS = (
     Level(
-        "AVX-512 VNNI",
+        "x86-64-avx512vnni",
+        "x86_64",
         ("avx512f", "avx512bw", "avx512_vnni"),
         ("-mcpu=x86_64_v4+avx512vnni", "-mprefer-vector-width=512"),
     ),
-    Level("AVX-VNNI", ("avx2", "fma", "f16c", "avx_vnni"), (f"-mcpu=x86_64_v3+avxvnni{_PLAIN}",)),
-    Level("AVX2", ("avx2", "fma", "f16c"), (f"-mcpu=x86_64_v3{_PLAIN}",)),
+    Level("x86-64-avxvnni", "x86_64", ("avx2", "fma", "f16c", "avx_vnni"), (f"-mcpu=x86_64_v3+avxvnni{_PLAIN}",)),
+    Level("x86-64-avx2", "x86_64", ("avx2", "fma", "f16c"), (f"-mcpu=x86_64_v3{_PLAIN}",)),
 )
 
 
 def level() -> Level | None:
     """The best level of this processor; None where the kernels cannot run."""
-    if platform.system() != "Linux" or platform.machine() != "x86_64":
-        return None
-    return level_of(cpu_features())
+    return next((known for known in LEVELS if not known.refusal()), None)
 
 
-def level_of(features: tuple[str, ...]) -> Level | None:
-    """The best level of a processor with these features."""
-    return next((known for known in LEVELS if set(known.needed) <= set(features)), None)
+def find_level(name: str) -> Level:
+    """:class:`BuildError` for a name that is none of ``LEVELS``."""
+    for known in LEVELS:
+        if known.name == name:
+            return known
+    raise BuildError(f"no level {name!r}", expected=f"one of {', '.join(known.name for known in LEVELS)}")
 
 
 def unsupported() -> str:
     """Why the kernels cannot run here, as a clause for users; empty where they can."""
     if level():
         return ""
-    if platform.system() != "Linux" or platform.machine() != "x86_64":
-        return f"native kernels are for Linux on x86-64, not {platform.system()} on {platform.machine()}"
-    missing = [feature for feature in LEVELS[-1].needed if feature not in cpu_features()]
+    machines = tuple(dict.fromkeys(known.machine for known in LEVELS))
+    if platform.system() != "Linux" or platform.machine() not in machines:
+        return (
+            f"native kernels are for Linux on {' or '.join(machines)}, not {platform.system()} on {platform.machine()}"
+        )
+    least = [known for known in LEVELS if known.machine == platform.machine()][-1]
+    missing = [feature for feature in least.needed if feature not in cpu_features()]
     return f"native kernels need {', '.join(missing)}, which this processor lacks"
+
+
+def all_native(operators: Iterable[str]) -> bool:
+    """Whether our own operators do all the work of a graph, so that the level alone says what is computed."""
+    found = {*operators}
+    return bool(found & NATIVE) and found <= NATIVE | SMALL

@@ -1,6 +1,7 @@
 """Compiles ``source/*.c`` to a library, with a compiler that is installed as a wheel.
 
-The compiler is pinned and its options name the processor, so the same sources give the same bytes on any machine.
+The compiler is pinned and its options name the processor, so the same sources give the same bytes on any machine, also
+for another processor than that of the machine.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import tempfile
 from importlib import metadata
 from pathlib import Path
 
-from engines.native import LIBRARY, Level
+from engines.native import Level
 from tapeout.cache import cache_folder
 from tapeout.errors import BuildError
 
@@ -22,7 +23,7 @@ SOURCE = Path(__file__).parent / "source"
 COMPILER = "ziglang"
 FLAGS = (
     *("-std=c11", "-O3", "-Wall", "-Wextra", "-Werror"),
-    *("-target", "x86_64-linux-gnu.2.28", "-shared", "-fPIC", "-fvisibility=hidden", "-s"),
+    *("-shared", "-fPIC", "-fvisibility=hidden", "-s"),
 )
 
 
@@ -34,8 +35,8 @@ def library(level: Level) -> Path:
             expected="the pinned compiler that native kernels are built with",
             remedy='pip install ".[pipeline]"',
         )
-    flags = (*FLAGS, *level.flags)
-    path = cache() / _key(flags) / LIBRARY
+    flags = (*FLAGS, *target_flags(level))
+    path = cache() / _key(flags) / f"{level.name}.so"
     try:
         if not path.is_file():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,6 +48,11 @@ def library(level: Level) -> Path:
             remedy="fix its permissions, or set TAPEOUT_CACHE to another folder",
         ) from error
     return path
+
+
+def target_flags(level: Level) -> tuple[str, ...]:
+    """Of every system with glibc 2.28 on processors of this level."""
+    return ("-target", f"{level.machine}-linux-gnu.2.28", *level.flags)
 
 
 def cache() -> Path:

@@ -22,6 +22,10 @@ class Execution(Kind[Frozen, Frozen, Bounds]):
         target = evidence.target
         runs = {r.ref.noun: r.record.executed_on for r in evidence.reports.values() if isinstance(r.record, Executed)}
         foreign = [reason for noun, ran in runs.items() for reason in _differences(evidence, noun, ran)]
+        levels = sorted({ran.level for ran in runs.values()})
+        if len(levels) > 1:
+            foreign.append(f"reports were taken at the levels {', '.join(level or 'none' for level in levels)}")
+        place = f"{target}:{levels[0]}" if len(levels) == 1 and levels[0] else target
         absent = missing(evidence)
         ran_there = bool(runs) and not foreign and not absent
         reasons = [*foreign, *([f"missing: {', '.join(absent)}"] if absent else [])]
@@ -29,15 +33,15 @@ class Execution(Kind[Frozen, Frozen, Bounds]):
             name="executed",
             title=f"executed on {target}",
             outcome=Outcome.PASS if ran_there else Outcome.INCONCLUSIVE,
-            reason=f"ran on {target}" if ran_there else "; ".join([f"not executed on {target}", *reasons]),
+            reason=f"ran on {place}" if ran_there else "; ".join([f"not executed on {target}", *reasons]),
         )
         elsewhere = ", ".join(dict.fromkeys(f"{ran.machine} ({' '.join(ran.features)})" for ran in runs.values()))
-        return Findings((check,), executed_on=target if ran_there else elsewhere or None)
+        return Findings((check,), executed_on=place if ran_there else elsewhere or None)
 
 
 def _differences(evidence: Evidence, noun: str, ran: Fingerprint) -> list[str]:
     try:
-        require_match(evidence.fingerprint, ran, f"{noun}: the candidate")
+        require_match(evidence.hardware, ran, f"{noun}: the candidate")
     except FingerprintError as error:
         return [error.found]
     return []

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from engines import native
 from engines.bundle import EngineBundle
-from engines.load import require_runnable
+from engines.load import at_level
 from engines.native.compiler import COMPILER
 from pipeline.registry.tracking import public_uri, sqlite_path, tracking_uri
 from tapeout.artifact import load
@@ -315,10 +315,14 @@ def bundle(folder: Path) -> Finding:
     subject = f"run {folder}"
     try:
         found = load(folder, EngineBundle)
-        require_runnable(found)
+        hardware = at_level(found).record.hardware[0]
     except TapeoutError as error:
         return Finding(subject, Status.BROKEN, f"no: {error.found}", error.remedy)
-    return Finding(subject, Status.OK, f"yes: {found.record.target}, {found.record.precision}")
+    return Finding(
+        subject,
+        Status.OK,
+        f"yes: {found.record.target}{hardware.level and f':{hardware.level}'}, {found.record.precision}",
+    )
 
 
 def _ability(subject: str, needs: Iterable[Finding]) -> Finding:

@@ -39,10 +39,10 @@ def gather(recipe: Recipe, artifacts: Path) -> ReportData:
         lineage=tuple(_lineage(artifacts / name) for name in lineage if _is_there(artifacts / name)),
         recipe=recipe.model_dump(mode="json", by_alias=True),
         machine={
-            "Architecture": candidate.fingerprint.machine,
-            "Instruction sets": ", ".join(candidate.fingerprint.features),
+            "Executed on": verdict.executed_on or "no hardware",
+            "Carries kernels for": ", ".join(one.level or one.machine for one in candidate.hardware),
             **{name: value for block in blocks for name, value in block.machine.items()},
-            **candidate.fingerprint.libraries,
+            **candidate.hardware[0].libraries,
         },
     )
 
@@ -78,6 +78,6 @@ def _layer(linear: LinearReport) -> LayerRow:
 def _lineage(folder: Path) -> LineageRow:
     body = read_payload(folder)
     record = body["record"]
-    versions = record.get("versions") or record.get("fingerprint", {}).get("libraries") or {}
+    versions = record.get("versions") or next(iter(record.get("hardware", [])), {}).get("libraries") or {}
     parents = {role: parent["digest"] for role, parent in body["parents"].items()}
     return LineageRow(body["noun"], folder.name, body["digest"], parents, versions)

@@ -68,7 +68,7 @@ def _graph() -> grimp.ImportGraph:
 def _found_by_listing(graph: grimp.ImportGraph, target: str) -> dict[str, list[str]]:
     """What modules import by name: the loader one target, a registry a whole package."""
     return {
-        LOADER: [f"engines.targets.{target.replace('-', '_')}"],
+        LOADER: [f"engines.targets.{target.partition(':')[0].replace('-', '_')}"],
         **{module: sorted(graph.find_children(package)) for module, package in REGISTRIES.items()},
     }
 

@@ -362,9 +362,9 @@ class Measurement:
         return bundle, champion, incumbent is None
 
     def executed_on(self) -> Fingerprint:
-        from engines.load import find_target
+        from engines.load import runs_here
 
-        return find_target(self.bundle("candidate").record.target).fingerprint()
+        return runs_here(self.bundle("candidate"))
 
     def heldout_texts(self, count: int) -> list[str]:
         return _texts(self.recipe, count)[1]

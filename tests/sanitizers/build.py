@@ -19,7 +19,7 @@ from engines.native import Level, compiler
 HERE = Path(__file__).parent
 HOST = (HERE / "runtime.c", HERE / "fuzz.c")
 FLAGS = (
-    *("-std=c11", "-g", "-Wall", "-Wextra", "-Werror", "-target", "x86_64-linux-gnu.2.28"),
+    *("-std=c11", "-g", "-Wall", "-Wextra", "-Werror"),
     *("-fsanitize=undefined", "-fno-sanitize-recover=all"),
     "-fno-sanitize=function",  # newer than gcc's runtime
     *("-Xclang", "-fsanitize=address"),
@@ -47,8 +47,8 @@ def require_sanitizers() -> None:
 
 
 def compile_object(source: Path, target: Path, level: Level, *flags: str) -> Path:
-    command = [sys.executable, "-m", compiler.COMPILER, "cc", *FLAGS, *level.flags, *flags, "-c", str(source)]
-    _run([*command, "-o", str(target)])
+    command = [sys.executable, "-m", compiler.COMPILER, "cc", *FLAGS, *compiler.target_flags(level), *flags]
+    _run([*command, "-c", str(source), "-o", str(target)])
     return target
 
 

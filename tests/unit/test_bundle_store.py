@@ -37,7 +37,7 @@ def write(folder: Path, weights: bytes) -> Artifact[EngineBundle]:
             target="ort-cpu",
             precision="float32",
             io=IOContract(inputs=(), kv_dtype="float32", kv_layers=(), max_tokens=64, slots=4, vocab_size=256),
-            fingerprint=Fingerprint(machine="none", features=(), libraries={}),
+            hardware=(Fingerprint(machine="none", features=(), libraries={}),),
             census={},
             passes=(),
             weight_bytes=1,

@@ -249,7 +249,7 @@ def write_bundle(folder: Path, target: str, features: tuple[str, ...]) -> None:
             target=target,
             precision="float32",
             io=IOContract(inputs=(), kv_dtype="float32", kv_layers=(), max_tokens=64, slots=4, vocab_size=256),
-            fingerprint=Fingerprint(machine="none", features=features, libraries={}),
+            hardware=(Fingerprint(machine="none", features=features, libraries={}),),
             census={"MatMul": 3},
             passes=(),
             weight_bytes=1,
@@ -396,7 +396,8 @@ def test_doctor_names_instruction_sets_and_their_absence() -> None:
 def test_doctor_tells_which_native_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     from pipeline.cli.doctor import native_kernels
 
-    assert [native_kernels(level).found.partition(";")[0] for level in LEVELS] == ["AVX-512 VNNI", "AVX-VNNI", "AVX2"]
+    found = [native_kernels(level).found.partition(";")[0] for level in LEVELS]
+    assert found[:3] == ["x86-64-avx512vnni", "x86-64-avxvnni", "x86-64-avx2"]
     monkeypatch.setattr(native, "level", lambda: None)
     monkeypatch.setattr(native, "cpu_features", lambda: ())
     monkeypatch.setattr(native.platform, "machine", lambda: "x86_64")

@@ -13,7 +13,6 @@ import pytest
 from engines.compile import ALIGNMENT_BYTES, build, lower, write_weights
 from engines.graph_check import structure
 from engines.load import find_target, load
-from engines.native import LIBRARY
 from engines.passes import linear_kernels, linears, silu
 from engines.passes.base import Lowering, PassResult
 from engines.passes.block_linears import packed
@@ -73,7 +72,7 @@ def test_a_float_bundle_says_what_it_is(graph: Artifact[PortableGraph], tmp_path
     assert set(record.io.inputs) - {"position_ids"} == {"input_ids", "logit_positions"} | lengths
     assert bundle.parents == {"graph": graph.ref}
     assert {"model.onnx", "weights.bin", "tokenizer.json", "config.json"} <= set(bundle.files)
-    assert (LIBRARY in bundle.files) == native
+    assert any(name.startswith("kernels/") for name in bundle.files) == native
     again = build(graph, weights, tmp_path / "b", parents={"graph": graph}, **arguments)
     assert again.digest == bundle.digest  # the same inputs, the same bundle
 
@@ -97,7 +96,7 @@ def test_a_tied_table_is_stored_once_and_read_by_both_ends(
     native = operators_of == "native"
     readers = ("BlockGather", "HeadLinear") if native else ("GatherBlockQuantized", "MatMulNBits")
     assert [bundle.record.census[reader] for reader in readers] == [1, 1]
-    assert (LIBRARY in bundle.files) == native  # where no operator of our own is in it
+    assert any(name.startswith("kernels/") for name in bundle.files) == native  # where no operator of our own is in it
     data = (bundle.folder / "weights.bin").read_bytes()
     codes = (packed(table.codes, 8) if native else table.codes).tobytes()
     assert data.count(codes) == 1

@@ -259,7 +259,7 @@ def make(
         candidate=CANDIDATE,
         built_from=ArtifactRef("QuantizedModel", QUANTIZED),
         target="cpu",
-        fingerprint=MACHINE,
+        hardware=(MACHINE,),
         reports={
             "proof": proof(),
             "tasks": report("EvalReport", evaluation, tasks),
@@ -382,7 +382,7 @@ BOUNDARIES: list[tuple[str, Evidence, Outcome]] = [
         make(samples=timed(speed(*[2.0] * 5), speed(0.9, 0.8, 0.7, 0.9, 0.9, batch=16))),
         Outcome.FAIL,
     ),
-    ("executed", make(target="sm89", fingerprint=OTHER_MACHINE), Outcome.INCONCLUSIVE),
+    ("executed", make(target="sm89", hardware=(OTHER_MACHINE,)), Outcome.INCONCLUSIVE),
     (
         "quantized",
         with_reports(make(), proof=proof(ok=False, reasons=("scales are all one",), bits_per_weight=32.0)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import platform
 import shutil
 import time
@@ -16,17 +17,19 @@ import pytest
 
 from engines import native, sessions
 from engines.bundle import IOContract, LoweredRecord
-from engines.native import DOMAIN, LEVELS, LIBRARY, Level, compiler, unsupported
+from engines.load import find_target
+from engines.native import LEVELS, Level, compiler, unsupported
 from engines.sessions import cpu_options
 from engines.targets import ort_cpu
-from tapeout.errors import BuildError
-from tapeout.fingerprint import Fingerprint
-from tests.lowering import model_of, named, op, value
+from tapeout.artifact import FileEntry
+from tapeout.errors import ArtifactError, BuildError
+from tapeout.fingerprint import Fingerprint, cpu_features
+from tests.lowering import model_of
 
 COMPILES = pytest.mark.skipif(
     (platform.system(), platform.machine()) != ("Linux", "x86_64"), reason="kernels are made on Linux on x86-64"
 )
-BEST, _, LEAST = LEVELS
+BEST, MIDDLE, LEAST = (level for level in LEVELS if level.machine == "x86_64")
 LOWERED = LoweredRecord(
     precision="float32",
     io=IOContract(inputs=(), kv_dtype="float32", kv_layers=(), max_tokens=1, slots=1, vocab_size=1),
@@ -80,7 +83,7 @@ def test_the_same_sources_give_the_same_bytes_anywhere(
     monkeypatch.setenv("TAPEOUT_CACHE", str(tmp_path / "other"))
     second = compiler.library(BEST)
     assert first.parent.parent == cache and second.parent.parent == tmp_path / "other" / "kernels"
-    assert first.parent.name == second.parent.name and first.name == LIBRARY
+    assert first.parent.name == second.parent.name and first.name == Path(BEST.file).name
     assert first.read_bytes() == second.read_bytes()
 
 
@@ -173,9 +176,9 @@ def machine(monkeypatch: pytest.MonkeyPatch, system: str, kind: str, features: t
     [
         ("Linux", "x86_64", (*BEST.needed, *LEAST.needed), ""),
         ("Linux", "x86_64", ("avx", *LEAST.needed, "avx_vnni"), ""),
-        ("Linux", "aarch64", ("asimddp",), "native kernels are for Linux on x86-64, not Linux on aarch64"),
-        ("Darwin", "x86_64", LEAST.needed, "native kernels are for Linux on x86-64, not Darwin on x86_64"),
-        ("Windows", "AMD64", LEAST.needed, "native kernels are for Linux on x86-64, not Windows on AMD64"),
+        ("Linux", "riscv64", (), "native kernels are for Linux on x86_64, not Linux on riscv64"),
+        ("Darwin", "x86_64", LEAST.needed, "native kernels are for Linux on x86_64, not Darwin on x86_64"),
+        ("Windows", "AMD64", LEAST.needed, "native kernels are for Linux on x86_64, not Windows on AMD64"),
         ("Linux", "x86_64", ("avx", "fma", "f16c"), "native kernels need avx2, which this processor lacks"),
         ("Linux", "x86_64", ("avx",), "native kernels need avx2, fma, f16c, which this processor lacks"),
     ],
@@ -192,7 +195,7 @@ def test_why_they_cannot_run_here_is_a_clause_for_users(
     [
         ((*LEAST.needed, *BEST.needed), BEST),
         (LEAST.needed, LEAST),
-        ((*LEAST.needed, "avx_vnni"), LEVELS[1]),
+        ((*LEAST.needed, "avx_vnni"), MIDDLE),
         ((*LEAST.needed, "avx512f", "avx512bw"), LEAST),  # AVX-512 without VNNI
         (BEST.needed[:2], None),
         ((), None),
@@ -207,7 +210,7 @@ def test_the_library_is_for_the_best_level_that_the_processor_has(
     assert native.level() == level and bool(unsupported()) == (level is None)
     ort_cpu.library()
     assert compiled == ([] if level is None else [level])
-    machine(monkeypatch, "Linux", "aarch64", features)
+    machine(monkeypatch, "Linux", "riscv64", features)
     assert native.level() is None
 
 
@@ -219,49 +222,99 @@ def test_where_they_cannot_run_nothing_is_compiled_and_sessions_start_without(
     assert ort_cpu.library() is None
     assert cpu_options(2, None).intra_op_num_threads == 2
     with pytest.raises(BuildError, match="cannot run here"):  # not an illegal instruction
-        cpu_options(2, cache / LIBRARY)
+        cpu_options(2, cache / "kernels.so")
 
 
+def held(folder: Path, *levels: Level) -> Any:
+    """What :func:`engines.sessions.library_of` reads of a bundle."""
+    hardware = [
+        Fingerprint(machine=level.machine, features=level.needed, libraries={}, level=level.name, more_features=True)
+        for level in levels
+    ]
+    files = {level.file: None for level in levels}
+    return SimpleNamespace(folder=folder, files=files, record=SimpleNamespace(hardware=hardware))
+
+
+@COMPILES
 @pytest.mark.parametrize("built", LEVELS, ids=lambda level: level.name)
 def test_a_library_for_a_better_processor_is_not_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: Level
 ) -> None:
     """A bundle from elsewhere, by whatever way it is opened."""
-    features = tuple(dict.fromkeys((*LEAST.needed, *built.needed)))
-    made: Any = SimpleNamespace(
-        folder=tmp_path,
-        files={LIBRARY: None},
-        record=SimpleNamespace(fingerprint=Fingerprint(machine="x86_64", features=features, libraries={})),
-    )
     monkeypatch.setattr(sessions, "verify_files", lambda folder, files: None)
     monkeypatch.setattr(sessions, "cpu_features", lambda: LEAST.needed)
     if built == LEAST:
-        assert sessions.library_of(made) == tmp_path / LIBRARY
+        assert sessions.library_of(held(tmp_path, built)) == tmp_path / built.file
         return
     with pytest.raises(BuildError) as caught:
-        sessions.library_of(made)
+        sessions.library_of(held(tmp_path, built))
     lacking = ", ".join(feature for feature in built.needed if feature not in LEAST.needed)
-    reason = f"it needs {lacking}, which this processor lacks"
-    assert caught.value.found == f"{tmp_path / LIBRARY} cannot run here: {reason}"
+    reason = f"it needs {lacking}, which this processor lacks" if built.machine == "x86_64" else "it is for aarch64"
+    assert caught.value.found == f"{tmp_path / built.file} cannot run here: {reason}"
 
 
-def test_a_bundle_holds_the_library_only_where_its_graph_names_an_operator(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@COMPILES
+def test_an_edited_library_and_one_that_the_bundle_lacks_are_not_loaded(tmp_path: Path) -> None:
+    made = held(tmp_path, LEAST)
+    made.files = {}
+    with pytest.raises(BuildError, match="the bundle does not carry it"):
+        sessions.library_of(made)
+    path = tmp_path / LEAST.file
+    path.parent.mkdir()
+    path.write_bytes(b"edited")
+    made.files = {LEAST.file: FileEntry(hashlib.sha256(b"as built").hexdigest(), 6)}
+    with pytest.raises(ArtifactError, match=f"{LEAST.name}.so has sha256"):
+        sessions.library_of(made)
+
+
+@COMPILES
+@pytest.mark.parametrize(
+    ("operators", "pin", "carried"),
+    [
+        (("Neg",), "", ()),
+        (("BlockLinear", "Reshape"), "", LEVELS),  # the level alone selects kernels
+        (("BlockLinear", "Reshape"), LEAST.name, (LEAST,)),
+        (("CachedAttention", "MatMul"), LEAST.name, (LEAST,)),  # and ONNX Runtime's by the processor's features
+    ],
+    ids=["no operator of ours", "all of ours", "pinned", "some of ours"],
+)
+def test_a_bundle_carries_the_levels_that_its_graph_can_run_at(
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    operators: tuple[str, ...],
+    pin: str,
+    carried: tuple[Level, ...],
 ) -> None:
-    made = tmp_path / "made"
-    made.mkdir()
-    (made / LIBRARY).write_bytes(b"a library")
-    monkeypatch.setattr(ort_cpu, "library", lambda: made / LIBRARY)
-    for domain, op_type, held in (("", "Neg", []), (DOMAIN, "BlockLinear", [LIBRARY])):
-        folder = tmp_path / op_type
-        folder.mkdir()
-        x = value("x", ["rows", 16])
-        model = model_of([x], [named("y", op(op_type, [x], domain=domain))])
-        ort_cpu.TARGET.complete(LOWERED, model, folder)
-        assert [path.name for path in folder.iterdir()] == held
+    folder = tmp_path / "bundle"
+    folder.mkdir()
+    monkeypatch.setattr(native, "cpu_features", lambda: ("amx_int8", *LEAST.needed))
+    target = ort_cpu.TARGET.at(pin) if pin else ort_cpu.TARGET
+    made = target.complete(LOWERED.model_copy(update={"census": dict.fromkeys(operators, 1)}), model_of([], []), folder)
+    assert [path.name for path in sorted(folder.rglob("*.so"))] == sorted(f"{level.name}.so" for level in carried)
+    if "Reshape" in operators:
+        assert [(one.level, one.features, one.more_features) for one in made.hardware] == [
+            (level.name, level.needed, True) for level in carried
+        ]
+    else:
+        assert [one.level for one in made.hardware] == [pin]
+        assert made.hardware[0].features == cpu_features() and not made.hardware[0].more_features
+
+
+def test_a_level_that_is_unknown_or_cannot_run_here_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BuildError, match="no level 'x86-64-avx9'") as caught:
+        find_target("ort-cpu:x86-64-avx9")
+    assert BEST.name in caught.value.expected
+    with pytest.raises(BuildError, match="tensorrt has no level 'x86-64-avx2'"):
+        find_target("tensorrt:x86-64-avx2")
+    machine(monkeypatch, "Linux", "x86_64", LEAST.needed)
+    mixed = LOWERED.model_copy(update={"census": {"CachedAttention": 1, "MatMul": 1}})
+    with pytest.raises(BuildError, match=f"{BEST.name} cannot run here: it needs avx512f"):
+        ort_cpu.TARGET.at(BEST.name).complete(mixed, model_of([], []), tmp_path)
 
 
 def test_a_library_of_another_kind_is_refused_when_a_session_starts(tmp_path: Path) -> None:
-    (tmp_path / LIBRARY).write_bytes(np.arange(64, dtype=np.uint8).tobytes())
-    with pytest.raises(Exception, match=LIBRARY):
-        cpu_options(1, tmp_path / LIBRARY)
+    library = tmp_path / "kernels.so"
+    library.write_bytes(np.arange(64, dtype=np.uint8).tobytes())
+    with pytest.raises(Exception, match=library.name):
+        cpu_options(1, library)

@@ -224,13 +224,14 @@ def copied(bundle: Artifact[EngineBundle], folder: Path) -> Path:
 
 def test_a_bundle_of_other_libraries_or_hardware_is_refused(bundle: Artifact[EngineBundle], tmp_path: Path) -> None:
     record = bundle.record
-    foreign = record.fingerprint.model_copy(
+    foreign = record.hardware[0].model_copy(
         update={"libraries": {"onnxruntime": "1.0"}, "features": ("amx_int8", "none")}
     )
     with artifact.create(tmp_path / "foreign", EngineBundle) as draft:
         for name in bundle.files:
+            (draft.folder / name).parent.mkdir(exist_ok=True)
             shutil.copy(bundle.folder / name, draft.folder / name)
-        draft.finish(record.model_copy(update={"fingerprint": foreign}), parents=bundle.parents)
+        draft.finish(record.model_copy(update={"hardware": (foreign,)}), parents=bundle.parents)
     with pytest.raises(FingerprintError, match=r"onnxruntime is .*, not 1\.0") as caught:
         load(tmp_path / "foreign")
     assert "this CPU lacks" in caught.value.found

@@ -56,7 +56,7 @@ def test_one_module_is_a_target(custom: str, tmp_path: Path) -> None:
         parents={"graph": graph},
     )
     assert bundle.record.passes[0].name == "rotary_tables"
-    assert set(bundle.record.fingerprint.libraries) == {"numpy"}
+    assert set(bundle.record.hardware[0].libraries) == {"numpy"}
     assert Sequences(load(tmp_path / "bundle")).prefill(0, [3, 4, 5]).shape == (1, graph.record.vocab_size)
     with pytest.raises(BuildError, match="my-chip has no parity probe"):
         open_probe(bundle)

@@ -77,7 +77,7 @@ def test_two_layers_build(lowered: Made, tmp_path: Path, family: str, precision:
     ):
         assert found.network.get(layer, 0) == nodes.get(node, 0), layer
     assert [(p.batch, p.min_tokens, p.max_tokens) for p in found.profiles] == [(1, 1, 64), (1, 1, 1)]
-    assert bundle.record.fingerprint.features == (capability,)
+    assert bundle.record.hardware[0].features == (capability,)
 
 
 def test_fp8_is_refused_where_the_gpu_has_none_with_the_compilers_reason(lowered: Made, tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ class MyChip(HardwareTarget):
             record = EngineBundle(
                 **lowered.record.said(),
                 target=self.name,
-                fingerprint=self.fingerprint(),
+                hardware=(self.fingerprint(),),
                 compiled=CompiledEngine(
                     capability=wanted.hardware,
                     executed_on=None,

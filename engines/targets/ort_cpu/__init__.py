@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engines.target import Capabilities, GraphTarget, Passes
+from tapeout.errors import BuildError
+from tapeout.fingerprint import Fingerprint
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
     from engines.bundle import EngineBundle, LoweredRecord
+    from engines.native import Level
     from engines.passes.base import Pass
     from engines.protocol import Engine
     from engines.target import Probe, Timer
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def library() -> Path | None:
-    """The native kernels, compiled; None where they cannot run."""
+    """The native kernels of this machine's level, compiled; None where they cannot run."""
     from engines.native import compiler, level
 
     here = level()
@@ -30,6 +33,11 @@ def library() -> Path | None:
 
 
 class OrtCpu(GraphTarget):
+    """``level``: of native kernels that bundles carry; None for all."""
+
+    def __init__(self, level: Level | None = None) -> None:
+        self._level = level
+
     name = "ort-cpu"
     capabilities = Capabilities(
         libraries=("onnxruntime",),
@@ -78,15 +86,46 @@ class OrtCpu(GraphTarget):
             linears=kernels,
         )
 
-    def complete(self, lowered: LoweredRecord, model: ir.Model, folder: Path) -> EngineBundle:
-        """Adds the library of native kernels where the graph uses one."""
-        from engines import native
+    def at(self, level: str) -> OrtCpu:
+        from engines.native import find_level
 
-        if native.DOMAIN in {node.domain for node in model.graph.all_nodes()}:
-            compiled = library()
-            assert compiled is not None  # or no pass would have used its operators
-            shutil.copyfile(compiled, folder / native.LIBRARY)
-        return super().complete(lowered, model, folder)
+        return OrtCpu(find_level(level))
+
+    def complete(self, lowered: LoweredRecord, model: ir.Model, folder: Path) -> EngineBundle:
+        """Adds native kernels where the graph uses them: of every level, where they are all that computes.
+
+        Where ONNX Runtime's operators compute too, the processor's features select their kernels. Such a bundle is for
+        processors that are like this one.
+        """
+        from engines import native
+        from engines.native import compiler
+
+        bundle = super().complete(lowered, model, folder)
+        if not native.NATIVE & lowered.census.keys():
+            return bundle
+        if native.all_native(lowered.census):
+            levels = (self._level,) if self._level else native.LEVELS
+            libraries = bundle.hardware[0].libraries
+            hardware = tuple(
+                Fingerprint(
+                    machine=level.machine,
+                    features=level.needed,
+                    libraries=libraries,
+                    level=level.name,
+                    more_features=True,
+                )
+                for level in levels
+            )
+        else:
+            level = self._level or native.level()
+            assert level is not None  # or no pass would have used its operators
+            _require_here(level)
+            levels = (level,)
+            hardware = (bundle.hardware[0].model_copy(update={"level": level.name}),)
+        (folder / "kernels").mkdir()
+        for level in levels:
+            shutil.copyfile(compiler.library(level), folder / level.file)
+        return bundle.model_copy(update={"hardware": hardware})
 
     def open(self, bundle: Artifact[EngineBundle], *, threads: int, slots: int | None) -> Engine:
         from engines.bundle import BLOCK_TOKENS
@@ -107,11 +146,30 @@ class OrtCpu(GraphTarget):
     def timer(self, model: ir.Model, threads: int) -> Timer:
         from engines.sessions import SessionTimer
 
-        return SessionTimer(model, threads, library())
+        return SessionTimer(model, threads, self._library())
 
     def kernels(self) -> str:
-        compiled = library()
+        compiled = self._library()
         return "" if compiled is None else compiled.parent.name
+
+    def _library(self) -> Path | None:
+        """Of the level that bundles run at here."""
+        from engines.native import compiler
+
+        if self._level is None:
+            return library()
+        _require_here(self._level)
+        return compiler.library(self._level)
+
+
+def _require_here(level: Level) -> None:
+    """:class:`BuildError` where kernels of this level must run, or ONNX Runtime's beside them, and cannot."""
+    if reason := level.refusal():
+        raise BuildError(
+            f"{level.name} cannot run here: {reason}",
+            expected="a level of this machine: ONNX Runtime's operators compute too, or kernels are timed",
+            remedy="do this on a machine of that level",
+        )
 
 
 TARGET = OrtCpu()

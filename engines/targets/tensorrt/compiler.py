@@ -97,7 +97,7 @@ def compile_bundle(
             EngineBundle(
                 **lowered.record.said(),
                 target=target.name,
-                fingerprint=here.model_copy(update={"features": (wanted.hardware,)}),
+                hardware=(here.model_copy(update={"features": (wanted.hardware,)}),),
                 compiled=CompiledEngine(
                     capability=wanted.hardware,
                     executed_on=None,
