@@ -14,7 +14,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers of xdist share the core
 
 from engines import native
 from engines.native import LEVELS, Level
-from tapeout.fingerprint import cpu_features
 from tests import tiny
 from tests.native import without_native_operators
 
@@ -52,9 +51,8 @@ def native_operators() -> None:
 @pytest.fixture(scope="module", params=LEVELS, ids=lambda level: level.name)
 def level(request: pytest.FixtureRequest) -> Iterator[Level]:
     """A test runs for every level of native kernels that this processor has, as if it had no better one."""
-    lacking = set(request.param.needed) - set(cpu_features())
-    if native.level() is None or lacking:
-        pytest.skip(native.unsupported() or f"this processor lacks {', '.join(sorted(lacking))}")
+    if refusal := request.param.refusal():
+        pytest.skip(refusal)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "cpu_features", lambda: request.param.needed)
         yield request.param

@@ -8,6 +8,7 @@ M  tokens     N  output channels     K  input channels     B  blocks of K
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
 
-from engines.native import DOMAIN, compiler
+from engines.native import DOMAIN, LEVELS, Level, compiler
 from engines.passes import block_linears, cached_attention, embedding
 from engines.sessions import cpu_options
 from engines.targets.ort_cpu import library
@@ -41,6 +42,11 @@ def own_cache(patch: pytest.MonkeyPatch, folder: Path) -> None:
     if not (folder / "kernels").exists():
         (folder / "kernels").symlink_to(kept)
     patch.setenv("TAPEOUT_CACHE", str(folder))
+
+
+def least_level() -> Level:
+    """The last level for this machine, which every processor that runs native kernels has."""
+    return [level for level in LEVELS if level.machine == platform.machine()][-1]
 
 
 def without_native_operators(patch: pytest.MonkeyPatch) -> str:

@@ -69,6 +69,8 @@ LEVELS = (
     ),
     Level("x86-64-avxvnni", "x86_64", ("avx2", "fma", "f16c", "avx_vnni"), (f"-mcpu=x86_64_v3+avxvnni{_PLAIN}",)),
     Level("x86-64-avx2", "x86_64", ("avx2", "fma", "f16c"), (f"-mcpu=x86_64_v3{_PLAIN}",)),
+    Level("aarch64-i8mm", "aarch64", ("asimddp", "i8mm"), ("-mcpu=generic+dotprod+i8mm",)),
+    Level("aarch64-dotprod", "aarch64", ("asimddp",), ("-mcpu=generic+dotprod",)),
 )
 
 

@@ -1,9 +1,12 @@
-/* Runs the kernels on random nodes, valid and malformed, and on random draws, and compares valid results with plain C in double precision.
+/* Runs the kernels on random nodes, valid and malformed, and on random draws, and compares valid results with plain C in
+   double precision.
 
-     fuzz SEED CASES
+     fuzz SEED CASES [RESULTS]
 
    Valid nodes must succeed, malformed ones must return a status, a failing API call or allocation must become one, and
-   nothing may leak. Everything else is AddressSanitizer's and UndefinedBehaviorSanitizer's to find. */
+   nothing may leak. Everything else is AddressSanitizer's and UndefinedBehaviorSanitizer's to find.
+
+   RESULTS is a file for all valid results: of each tensor a line "case operator type bytes", then its bytes. */
 #include "runtime.h"
 #include "sampling.h"
 
@@ -19,6 +22,15 @@ static const double ROUNDING = 1.0 / (1 << 24); /* relative error of a float32 o
 static const double MADE = 3e-6;                /* of activations that a kernel computes itself */
 
 enum { ROUTINE, EXTREME, NON_FINITE }; /* values of a tensor */
+
+static int64_t running_case = -1;
+static FILE* results;
+
+static void write_result(const char* what, int type, const void* data, int64_t bytes) {
+  if (!results) return;
+  fprintf(results, "%lld %s %d %lld\n", (long long)running_case, what, type, (long long)bytes);
+  fwrite(data, 1, bytes, results);
+}
 
 static int one_in(int count) {
   return random_int(0, count - 1) == 0;
@@ -129,6 +141,13 @@ static void expect_success(Node* node, Status* status) {
 static void expect_status(Node* node, Status* status, const char* why) {
   if (!status) fail("%s: %s was accepted", node->what, why);
   drop_status(status);
+}
+
+/* All outputs of a node. */
+static void write_results(const Node* node) {
+  for (const Value* output = node->context.outputs; output < node->context.outputs + MOST_OUTPUTS; output++)
+    if (output->data)
+      write_result(node->what, output->type, output->data, elements_of(output) * (int64_t)size_of(output->type));
 }
 
 /* --- linears ---------------------------------------------------------------------------------------------------- */
@@ -277,6 +296,7 @@ static void check_linear(Node* node) {
     for (int64_t n = 0; n < w->N && best >= 0; n++) best = !isfinite(row[n]) ? -1 : row[n] > row[best] ? n : best;
     if (chosen[token] != best) fail("HeadLinear: chose %d, expected %d", (int)chosen[token], (int)best);
   }
+  write_results(node);
   release_value(&logits);
 }
 
@@ -714,7 +734,13 @@ static void run_draws(void) {
   }
   tapeout_sample_1(pointers, count, V, memory);
   for (int64_t r = 0; r < count; r++) {
-    check_draw(&rows[r], V);
+    const Row* row = &rows[r];
+    check_draw(row, V);
+    write_result("draw", INT32, &row->token, sizeof row->token);
+    if (row->top >= 0 && row->total) {
+      write_result("draw", INT64, &row->total, sizeof row->total);
+      write_result("draw", INT32, row->top_tokens, row->top * (int64_t)sizeof *row->top_tokens);
+    }
     for (int i = 0; i < 7; i++) free(blocks[r][i]);
   }
   free(memory);
@@ -726,6 +752,7 @@ static Node new_node(int64_t op) {
   return op < 4 ? new_linear(one_in(150) ? 32768 : 0) : op == 4 ? new_gather() : new_attention();
 }
 static void check_node(Node* node) {
+  write_results(node);
   if (!strcmp(node->what, "CachedAttention"))
     check_attention(node);
   else if (!strcmp(node->what, "BlockGather"))
@@ -809,8 +836,7 @@ static void check_registration(void) {
 }
 
 static uint64_t seed;
-static int64_t running_case = -1;
-void __sanitizer_set_death_callback(void (*callback)(void));
+__attribute__((weak)) void __sanitizer_set_death_callback(void (*callback)(void));
 static void print_case(void) {
   fprintf(stderr, "seed %llu, case %lld\n", (unsigned long long)seed, (long long)running_case);
 }
@@ -822,10 +848,11 @@ static void* run_in_thread(void* counts) {
 }
 
 int main(int count, char** arguments) {
-  if (count != 3) fail("usage: fuzz SEED CASES");
+  if (count != 3 && count != 4) fail("usage: fuzz SEED CASES [RESULTS]");
   seed = strtoull(arguments[1], NULL, 10);
   const int64_t cases = strtoll(arguments[2], NULL, 10);
-  __sanitizer_set_death_callback(print_case);
+  if (__sanitizer_set_death_callback) __sanitizer_set_death_callback(print_case);
+  if (count == 4 && !(results = fopen(arguments[3], "wb"))) fail("%s cannot be written", arguments[3]);
   check_registration();
   Status* status = register_library(API_VERSION);
   if (status) fail("registration: %s", message_of(status));
@@ -843,6 +870,7 @@ int main(int count, char** arguments) {
     pthread_join(thread, NULL);
   }
   release_library();
+  if (results && fclose(results)) fail("%s cannot be written", arguments[3]);
   printf("seed %llu: %lld valid, %lld malformed, %lld with a failing call, %lld with a failing allocation\n",
          (unsigned long long)seed, (long long)counts[0], (long long)counts[1], (long long)counts[2],
          (long long)counts[3]);

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from engines.native import LEVELS, Level, compiler
+from engines.native import Level, compiler
+from tests.native import least_level
 from tests.sanitizers import build
 
 SEED = int(os.environ.get("TAPEOUT_FUZZ_SEED", "1"))
 CASES = int(os.environ.get("TAPEOUT_FUZZ_CASES", "1000"))
 PLANTED_CASES = 3000  # at most: the first finding ends a run
-LEAST = LEVELS[-1]
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +171,7 @@ DEFECTS = {
         "sampling.c", "if (row->mask && !(row->mask[token >> 5] >> (token & 31) & 1)) continue;", "", "gave"
     ),
     "the caller does not wait for the others": Defect(
-        "threads.c", "while (t->ranges[i].active) _mm_pause();", ";", "AddressSanitizer|expected|SEGV"
+        "threads.c", "while (t->ranges[i].active) pause_spin();", ";", "AddressSanitizer|expected|SEGV"
     ),
     "the indexes of a thread that sleeps are left out": Defect(
         "threads.c", "&t->ranges[(number + i) % t->count]", "&t->ranges[number]", "expected|chose|changed|Sanitizer"
@@ -187,7 +187,7 @@ DEFECTS = {
 def whole(sanitizers: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
     """Objects of the kernels as they are, and of the host."""
     folder = tmp_path_factory.mktemp("whole")
-    yield build.compile_kernels(compiler.SOURCE, folder, LEAST) | build.compile_host(folder, LEAST)
+    yield build.compile_kernels(compiler.SOURCE, folder, least_level()) | build.compile_host(folder, least_level())
 
 
 @pytest.mark.parametrize("defect", DEFECTS.values(), ids=DEFECTS)
@@ -198,7 +198,7 @@ def test_a_planted_defect_is_found(defect: Defect, whole: dict[str, Path], tmp_p
     assert text.count(defect.before) >= 1, f"{defect.file} no longer has: {defect.before}"
     (source / defect.file).write_text(text.replace(defect.before, defect.after))
     changed = None if defect.file.endswith(".h") else frozenset({defect.file})
-    objects = whole | build.compile_kernels(source, tmp_path, LEAST, changed)
+    objects = whole | build.compile_kernels(source, tmp_path, least_level(), changed)
     done = fuzz(build.link(objects, tmp_path / "fuzz"), SEED, PLANTED_CASES)
     assert done.returncode != 0, f"not found in {PLANTED_CASES} cases: {done.stdout}"
     assert re.search(defect.found, done.stderr), done.stderr[-3000:]

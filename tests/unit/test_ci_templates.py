@@ -22,11 +22,13 @@ from tests.judged import page
 
 ROOT = Path(__file__).parents[2]
 TOOLS = Path(sys.executable).parent
-ACTION, WORKFLOW = ROOT / "action.yml", ROOT / ".github/workflows/gate.yml"
+ACTION = ROOT / "action.yml"
+WORKFLOWS = GATE, ARM = ROOT / ".github/workflows/gate.yml", ROOT / ".github/workflows/arm.yml"
 TEMPLATES = ROOT / "deploy" / "ci"
 SCHEMAS = {
     ACTION: ("vendor.github-actions",),
-    WORKFLOW: ("vendor.github-workflows",),
+    GATE: ("vendor.github-workflows",),
+    ARM: ("vendor.github-workflows",),
     TEMPLATES / "gitlab.yaml": ("vendor.gitlab-ci", "--data-transform", "gitlab-ci"),
     TEMPLATES / "buildkite.yaml": ("vendor.buildkite",),
 }
@@ -60,7 +62,8 @@ SCRIPTS = dict(scripts())
     ("path", "old", "new"),
     [
         (ACTION, "using: composite", "using: nothing"),
-        (WORKFLOW, "runs-on:", "runs_on:"),
+        (GATE, "runs-on:", "runs_on:"),
+        (ARM, "runs-on:", "runs_on:"),
         (TEMPLATES / "gitlab.yaml", "codequality: ", "code_quality: "),
         (TEMPLATES / "buildkite.yaml", "depends_on: tapeout-gate", "depends_on: 3"),
     ],
@@ -79,23 +82,23 @@ def test_templates_have_the_schema_of_their_system(path: Path, old: str, new: st
     assert not valid(planted)
 
 
-def test_zizmor_finds_nothing_in_action_and_workflow(tmp_path: Path) -> None:
+def test_zizmor_finds_nothing_in_action_and_workflows(tmp_path: Path) -> None:
     def findings(*paths: Path) -> int:
         return run("zizmor", "--offline", "--config", ROOT / ".github/zizmor.yml", *paths).returncode
 
-    assert findings(ACTION, WORKFLOW) == 0
+    assert findings(ACTION, *WORKFLOWS) == 0
     (tmp_path / "action.yml").write_text(ACTION.read_text().replace('"$REMOTE" ||', "${{ inputs.remote }} ||"))
     assert findings(tmp_path / "action.yml") != 0
 
 
-def test_actionlint_accepts_the_workflow_and_the_steps_of_the_action(tmp_path: Path) -> None:
+def test_actionlint_accepts_the_workflows_and_the_steps_of_the_action(tmp_path: Path) -> None:
     """It reads no actions, so their steps are given to it as a job."""
     inputs = {name: {"type": "string"} for name in yaml.safe_load(ACTION.read_text())["inputs"]}
     job = {"runs-on": "ubuntu-latest", "steps": STEPS}
     events = {"workflow_dispatch": {"inputs": inputs}, "pull_request": None}
     steps = tmp_path / "steps.yml"
     steps.write_text(yaml.safe_dump({"name": "steps", "on": events, "jobs": {"steps": job}}, sort_keys=False))
-    found = run("actionlint", WORKFLOW, steps)
+    found = run("actionlint", *WORKFLOWS, steps)
     assert (found.returncode, found.stdout) == (0, "")
     steps.write_text(steps.read_text().replace("inputs.remote", "inputs.remoet"))
     assert run("actionlint", steps).returncode != 0
@@ -118,6 +121,11 @@ def test_the_commands_in_the_scripts_parse(name: str) -> None:
         if found := re.search(r"(?:^|/)\"?tapeout\"? (.*)$", line.strip()):
             words = [word.replace("${formats[@]/#/--format=}", "--format=junit") for word in shlex.split(found[1])]
             group.commands[words[0]].make_context(words[0], words[1:])
+
+
+def test_the_workflow_for_arm_runs_tests_that_exist() -> None:
+    tests = re.findall(r"\btests/[\w/.]+", ARM.read_text())
+    assert len(tests) > 5 and all((ROOT / path).exists() for path in tests)
 
 
 def test_scripts_take_inputs_from_the_environment_alone() -> None:

@@ -4,7 +4,6 @@
      y [.., K] float */
 #include "ort.h"
 
-#include <immintrin.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -38,9 +37,9 @@ static int code_at(const uint8_t* tile, int64_t lane, int64_t k, int bits) {
 
 static float scale_at(const Work* w, int64_t at) {
   if (w->kernel->half_scales) {
-    uint16_t half;
+    _Float16 half;
     memcpy(&half, w->scales + 2 * at, sizeof half);
-    return _cvtsh_ss(half);
+    return (float)half;
   }
   float scale;
   memcpy(&scale, w->scales + 4 * at, sizeof scale);

@@ -17,6 +17,7 @@
 
    Names: M tokens, N output channels, K input channels, B blocks of K (K / block). A tile is 16 output channels, the
    lanes of a vector; a step is 4 input channels, which a lane sums at once. Tiles come in pairs: N is padded. */
+#include "memory.h"
 #include "ort.h"
 #include "vector.h"
 
@@ -301,8 +302,7 @@ static void matmul_part(void* state, size_t part) {
     for (int64_t g = 0; g < groups; g++) {
       const int64_t token = w->M * g / groups;
       if (prefetch)
-        for (int64_t at = bytes * g / groups; at < bytes * (g + 1) / groups; at += 64)
-          _mm_prefetch(next + at, _MM_HINT_T0);
+        for (int64_t at = bytes * g / groups; at < bytes * (g + 1) / groups; at += 64) prefetch_l1(next + at);
       matmul_group(w, max, tile, token, (int)(w->M * (g + 1) / groups - token));
     }
   }

@@ -22,6 +22,7 @@
 
    Names: H query heads, KV key heads, D channels of a head, T tokens of a block, M columns of the block table. A query of
    a unit is one token of one query head, in the order of tokens. */
+#include "memory.h"
 #include "ort.h"
 #include "vector.h"
 
@@ -559,8 +560,8 @@ INLINE void attend_tile(const Work* w, const Unit* unit, const char* keys, const
 /* Prefetches keys and values of the next unit, while there is a tile to compute. */
 static void prefetch_tile(const char* keys, const char* values, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += 64) {
-    _mm_prefetch(keys + at, _MM_HINT_T1);
-    _mm_prefetch(values + at, _MM_HINT_T1);
+    prefetch_l2(keys + at);
+    prefetch_l2(values + at);
   }
 }
 

@@ -2,6 +2,7 @@
 
    A token's weight is its probability over that of the likeliest one, times 2^30, as an integer: sums do not depend on
    the order of their terms. Multiplies and adds round separately, as numpy's do. */
+#include "memory.h"
 #include "sampling.h"
 #include "vector.h"
 
@@ -136,7 +137,7 @@ INLINE int64_t weigh_chunk(const Work* w, int64_t c, float max, float scale, int
     I32x16 weights[2];
     EACH (int i = 0; i < 2; i++) {
       const int64_t at = first + v + i * LANES;
-      _mm_prefetch(fetched + v + i * LANES, _MM_HINT_T1);
+      prefetch_l2(fetched + v + i * LANES);
       weights[i] = weights_of(load(w->scores + at), splat(max), splat(scale));
       if (filtered) weights[i] &= (I32x16)(weights[i] >= splat_int(least));
       if (stored) store_int(w->weights + at, weights[i]);

@@ -8,15 +8,28 @@
    read again where another operator needs them.
 
    Between jobs a thread prefetches the weights of the linear that comes next, then spins, then sleeps. Which linear is
-   next is learned from the step before: nodes run in the same order in each. A wrong guess costs bandwidth alone. */
+   next is learned from the step before: nodes run in the same order in each. A wrong guess costs bandwidth alone.
+
+   Memory order. Processors with 64-bit ARM reorder more than x86, so what follows is argued from C11 alone, where an
+   atomic access is sequentially consistent unless it says otherwise:
+   - The job's plain fields (`work`, `state`, the ends of ranges) are written before `open` = 1 and read after `open` was
+     read as 1: the store releases them, the load acquires them.
+   - They are written again only when no thread reads them. A thread stores `active` = 1, then loads `open`; the caller
+     stores `open` = 0, then loads `active`. In the one order of all these accesses either the thread sees 0 and stays
+     away, or the caller sees 1 and waits. Weaker orders would let both loads come before both stores.
+   - What a thread wrote in a job it releases by `active` = 0, which the caller acquires.
+   - `jobs` and `sleeping` are such a pair, too: a thread that goes to sleep sees the job, or its caller sees the sleeper.
+   - The relaxed load of `next` saves an atomic addition where a range is empty. It reads this job's value or a later one,
+     since `open` came between, and only the addition gives an index away.
+   - `bytes` and `source` of a stream are written before its `data`, and read after it. */
 #include "memory.h"
 #include "ort.h"
 
-#include <immintrin.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 enum { CACHE_LINE = 64 };
 /* About half a millisecond: longer than what lies between the steps of a decode. */
@@ -68,6 +81,15 @@ struct Threads {
   Chunk* chunks;
 };
 
+/* Between two looks of a thread that spins. On ARM `isb` takes about as long as x86's `pause`; `yield` takes no time. */
+static void pause_spin(void) {
+#ifdef __x86_64__
+  __builtin_ia32_pause();
+#else
+  __asm__ volatile("isb" ::: "memory");
+#endif
+}
+
 static void take_part(Threads* t, size_t number) {
   for (size_t i = 0; i < t->count; i++) {
     Range* range = &t->ranges[(number + i) % t->count];
@@ -87,8 +109,8 @@ static void read_ahead(Threads* t, size_t number, uint32_t seen) {
   for (size_t at = 0; at + AHEAD_SLICE <= most; at += AHEAD_SLICE) {
     if (t->jobs != seen) return;
     for (size_t i = 0; i < AHEAD_SLICE; i += CACHE_LINE) {
-      _mm_prefetch(data + own + at + i, _MM_HINT_T1);
-      if (number == 1) _mm_prefetch(data + at + i, _MM_HINT_T1);
+      prefetch_l2(data + own + at + i);
+      if (number == 1) prefetch_l2(data + at + i);
     }
   }
 }
@@ -97,7 +119,7 @@ static void read_ahead(Threads* t, size_t number, uint32_t seen) {
 static void wait_for_job(Threads* t, uint32_t seen) {
   for (int i = 0; i < SPINS; i++) {
     if (t->jobs != seen) return;
-    _mm_pause();
+    pause_spin();
   }
   pthread_mutex_lock(&t->lock);
   t->sleeping++;
@@ -204,7 +226,8 @@ const void* resident(Threads* t, Stream* stream, const void* data, size_t bytes)
     char* copy = weights_memory(t, bytes);
     if (copy) {
       memcpy(copy, data, bytes);
-      const uintptr_t first = ((uintptr_t)data + PAGE - 1) / PAGE * PAGE, end = ((uintptr_t)data + bytes) / PAGE * PAGE;
+      const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE); /* 4, 16 or 64 KiB on ARM */
+      const uintptr_t first = ((uintptr_t)data + page - 1) / page * page, end = ((uintptr_t)data + bytes) / page * page;
       if (end > first) madvise((char*)data + (first - (uintptr_t)data), end - first, ADVICE_PAGE_OUT);
     }
     stream->bytes = bytes, stream->source = data;
@@ -235,6 +258,6 @@ void run_on(Threads* t, void (*work)(void*, size_t), size_t total, void* state, 
   take_part(t, 0);
   t->open = 0;
   for (size_t i = 1; i < t->count; i++)
-    while (t->ranges[i].active) _mm_pause();
+    while (t->ranges[i].active) pause_spin();
   atomic_flag_clear(&t->busy);
 }

@@ -1,15 +1,17 @@
 /* Vectors of 16 floats or 32-bit integers, or of 64 bytes, and the operations that the kernels use.
 
-   With AVX-512 a vector is one of 32 registers, with AVX2 it is two of 16. Arithmetic is written with operators, which
-   the compiler splits where it must; an operation with an instruction of its own has a function here, for both instruction
-   sets. `vmax`, `vround` and the like are the vector forms of the C library's functions. A multiply and an add that round
-   once are a `vfma`. */
+   With AVX-512 a vector is one of 32 registers, with AVX2 it is two of 16, on ARM four of 32. Arithmetic is written with
+   operators, which the compiler splits where it must; an operation with an instruction of its own has a function for each
+   instruction set, those of ARM in vector_neon.h. `vmax`, `vround` and the like are the vector forms of the C library's
+   functions. A multiply and an add that round once are a `vfma`. */
 #ifndef TAPEOUT_VECTOR_H
 #define TAPEOUT_VECTOR_H
 
-#include <immintrin.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
 
 /* All functions that take vectors are inlined: the calling convention of vectors does not matter. */
 #pragma clang diagnostic ignored "-Wpsabi"
@@ -229,15 +231,7 @@ INLINE void transpose(SquareRow x[SQUARE]) {
 
 #else
 
-#define AVX512          0
-
-typedef int32_t SquareRow __attribute__((vector_size(32)));
-typedef int16_t I16x32 __attribute__((vector_size(64)));
-
-/* The two registers of a vector, of floats or of integers. */
-#define LOW(x)          __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7)
-#define HIGH(x)         __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15)
-#define BOTH(low, high) __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
+#define AVX512 0
 
 /* A lane each: all bits, or none. */
 typedef I32x16 Mask;
@@ -252,6 +246,24 @@ INLINE Mask greater(F32x16 a, F32x16 b) {
 INLINE Mask visnan(F32x16 x) {
   return x != x;
 }
+/* The first `count` of 16 lanes, 0 to 16. The memory of the others is neither read nor written; they are loaded as zeros. */
+INLINE Mask first_lanes(int64_t count) {
+  const I32x16 each = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return each < splat_int((int32_t)count);
+}
+
+#ifdef __aarch64__
+#include "vector_neon.h"
+#else
+
+typedef int32_t SquareRow __attribute__((vector_size(32)));
+typedef int16_t I16x32 __attribute__((vector_size(64)));
+
+/* The two registers of a vector, of floats or of integers. */
+#define LOW(x)          __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7)
+#define HIGH(x)         __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15)
+#define BOTH(low, high) __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
+
 /* Of lanes of all bits or none, as comparisons with operators give. */
 INLINE int any_of(I32x16 lanes) {
   return _mm256_movemask_ps((__m256)(LOW(lanes) | HIGH(lanes))) != 0;
@@ -259,14 +271,6 @@ INLINE int any_of(I32x16 lanes) {
 INLINE F32x16 blend(Mask mask, F32x16 a, F32x16 b) {
   F32x16 bits = (F32x16)mask;
   return BOTH(_mm256_blendv_ps(LOW(b), LOW(a), LOW(bits)), _mm256_blendv_ps(HIGH(b), HIGH(a), HIGH(bits)));
-}
-INLINE I32x16 blend_int(Mask mask, I32x16 a, I32x16 b) {
-  return (I32x16)blend(mask, (F32x16)a, (F32x16)b);
-}
-/* The first `count` of 16 lanes, 0 to 16. The memory of the others is neither read nor written; they are loaded as zeros. */
-INLINE Mask first_lanes(int64_t count) {
-  const I32x16 each = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  return each < splat_int((int32_t)count);
 }
 INLINE F32x16 load_first(const float* from, int64_t count) {
   Mask mask = first_lanes(count);
@@ -302,9 +306,6 @@ INLINE float reduce_max(F32x16 x) {
 INLINE I32x16 round_to_int(F32x16 x) {
   return (I32x16)BOTH((SquareRow)_mm256_cvtps_epi32(LOW(x)), (SquareRow)_mm256_cvtps_epi32(HIGH(x)));
 }
-INLINE F32x16 vround(F32x16 x) {
-  return __builtin_elementwise_roundeven(x);
-}
 INLINE I8x16 saturate_int8(I32x16 x) {
   __m256i low = (__m256i)LOW(x), high = (__m256i)HIGH(x);
   __m128i first = _mm_packs_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
@@ -317,17 +318,6 @@ INLINE F32x16 load_half(const void* from) {
   memcpy(&high, (const char*)from + sizeof low, sizeof high);
   return BOTH(_mm256_cvtph_ps(low), _mm256_cvtph_ps(high));
 }
-/* x - floor(x) */
-INLINE F32x16 fraction(F32x16 x) {
-  x = vmax(splat(-127), x);
-  return x - __builtin_elementwise_floor(x);
-}
-/* y * 2^floor(x) for y around 1 and x below 128; 0 where 2^floor(x) is not a normal float. */
-INLINE F32x16 vscalef(F32x16 y, F32x16 x) {
-  I32x16 exponent = round_to_int(__builtin_elementwise_floor(vmax(splat(-127), x)));
-  return y * (F32x16)shift_left(wrapping_add(exponent, splat_int(127)), 23);
-}
-
 #ifdef __AVXVNNI__
 INLINE I32x16 dot_int8x4(I32x16 sum, I32x16 u8, I32x16 i8) {
   return BOTH((SquareRow)_mm256_dpbusd_avx_epi32((__m256i)LOW(sum), (__m256i)LOW(u8), (__m256i)LOW(i8)),
@@ -374,15 +364,37 @@ INLINE void transpose(SquareRow x[SQUARE]) {
 }
 #endif
 
+INLINE I32x16 blend_int(Mask mask, I32x16 a, I32x16 b) {
+  return (I32x16)blend(mask, (F32x16)a, (F32x16)b);
+}
+INLINE F32x16 vround(F32x16 x) {
+  return __builtin_elementwise_roundeven(x);
+}
+/* x - floor(x) */
+INLINE F32x16 fraction(F32x16 x) {
+  x = vmax(splat(-127), x);
+  return x - __builtin_elementwise_floor(x);
+}
+/* y * 2^floor(x) for y around 1 and x below 128; 0 where 2^floor(x) is not a normal float. */
+INLINE F32x16 vscalef(F32x16 y, F32x16 x) {
+  I32x16 exponent = round_to_int(__builtin_elementwise_floor(vmax(splat(-127), x)));
+  return y * (F32x16)shift_left(wrapping_add(exponent, splat_int(127)), 23);
+}
+#endif
+
 /* Dot products of weights of `bits` bits and activations from -127 to 127, four adjacent channels to a lane:
    `begin_dots`, then `add_dot` up to DEPTH times, then `end_dots`. The weights that are summed are codes less
    `code_offset`.
 
    Without an instruction that sums in 32 bits, products are summed in 16: those hold two of up to 128 * 127, four of
-   63 * 127 or eight of 15 * 127. Codes of 8 bits less 128 become a magnitude and a sign. */
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+   63 * 127 or eight of 15 * 127. Codes of 8 bits less 128 become a magnitude and a sign; where the instruction multiplies
+   signed bytes only, they become signed bytes. */
+#ifndef SIGNED_CODES
+#define SIGNED_CODES 0
+#endif
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__aarch64__)
 INLINE int code_offset(const int bits) {
-  return (void)bits, 0;
+  return SIGNED_CODES && bits == 8 ? 128 : 0;
 }
 INLINE int depth_of(const int bits) {
   return (void)bits, 1;
@@ -391,7 +403,8 @@ INLINE I32x16 begin_dots(I32x16 sum, const int bits) {
   return (void)bits, sum;
 }
 INLINE I32x16 add_dot(I32x16 partial, I32x16 codes, I32x16 activations, const int bits) {
-  return (void)bits, dot_int8x4(partial, codes, activations);
+  if (code_offset(bits)) codes ^= splat_int((int32_t)0x80808080);
+  return dot_int8x4(partial, codes, activations);
 }
 INLINE I32x16 end_dots(I32x16 sum, I32x16 partial, const int bits) {
   return (void)sum, (void)bits, partial;

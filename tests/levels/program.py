@@ -1,0 +1,54 @@
+"""The small C host of tests/sanitizers with the library of any level, and how to run it: here, or under qemu-user."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engines.native import Level, compiler
+from tests.sanitizers.build import HOST
+
+# Processors of qemu with what a level needs; -cpu max has all that qemu knows.
+PROCESSORS = {"aarch64-i8mm": "max", "aarch64-dotprod": "neoverse-n1", "x86-64-avx2": "max"}
+
+
+def build(level: Level, folder: Path) -> Path:
+    """The host, linked to the library that bundles get."""
+    program = folder / f"{level.name}.program"
+    flags = ("-std=c11", "-O1", "-target", f"{level.machine}-linux-gnu.2.28", f"-I{compiler.SOURCE}")
+    wrapped = "-D__real_aligned_alloc=aligned_alloc"  # no allocation fails: those of a library are its own
+    command = [sys.executable, "-m", compiler.COMPILER, "cc", *flags, wrapped, *map(str, HOST)]
+    done = subprocess.run(
+        [*command, str(compiler.library(level)), "-lm", "-lpthread", "-o", str(program)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"ZIG_GLOBAL_CACHE_DIR": str(compiler.cache() / "compiler")},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return program
+
+
+def emulator(level: Level, processor: str) -> list[str]:
+    """Runs a program of this level's machine on a processor of qemu. Without it a test skips, or fails in CI."""
+    name, root = f"qemu-{level.machine}", Path(f"/usr/{level.machine}-linux-gnu")
+    packages = f"qemu-user libc6-{ {'aarch64': 'arm64', 'x86_64': 'amd64'}[level.machine] }-cross"
+    if shutil.which(name) and root.is_dir():
+        return [name, "-cpu", processor, "-L", str(root)]
+    reason = f"{name} and {root} run it on another machine (apt-get install {packages})"
+    if os.environ.get("CI") == "true":
+        pytest.fail(f"continuous integration must run the kernels of {level.machine}: {reason}")
+    pytest.skip(reason)
+
+
+def runner(level: Level) -> list[str]:
+    """Where this processor has the level, nothing."""
+    if not level.refusal():
+        return []
+    if level.name not in PROCESSORS:
+        pytest.skip(f"{level.refusal()}, and qemu has no processor for it")
+    return emulator(level, PROCESSORS[level.name])

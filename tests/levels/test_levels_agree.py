@@ -1,0 +1,85 @@
+"""The kernels of all levels give the same bits; those of another machine run under qemu-user.
+
+The host of tests/sanitizers runs random nodes of every operator and scheme, and random draws, and compares them with
+plain C; here what two levels computed is compared, too. Half of the cases run on threads of the kernels' own.
+
+qemu runs instructions one by one: it shows neither speed nor how a processor reorders memory accesses.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from engines.native import LEVELS, Level, find_level
+from tests.levels import program
+
+SEED = int(os.environ.get("TAPEOUT_FUZZ_SEED", "1"))
+CASES = int(os.environ.get("TAPEOUT_LEVEL_CASES", "800"))
+REFERENCE = find_level("x86-64-avx2")  # runs everywhere: qemu knows its instructions
+WIDE = "x86-64-avx512vnni"
+DOTPROD, I8MM = find_level("aarch64-dotprod"), find_level("aarch64-i8mm")
+TYPES: dict[int, type[np.generic]] = {1: np.float32, 3: np.int8, 6: np.int32, 7: np.int64}  # of source/ort.h
+
+
+@dataclass(frozen=True)
+class Result:
+    """One tensor of one case, or what a draw gave."""
+
+    case: int
+    operator: str
+    array: NDArray[Any]
+
+
+def run(level: Level, folder: Path, cases: int = CASES) -> list[Result]:
+    """The results of random cases. The host itself compares them with its reference."""
+    file = folder / f"{level.name}.results"
+    command = [*program.runner(level), str(program.build(level, folder)), str(SEED), str(cases), str(file)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return read(file)
+
+
+def read(file: Path) -> list[Result]:
+    found: list[Result] = []
+    with file.open("rb") as stream:
+        while line := stream.readline():
+            case, operator, dtype, size = line.split()
+            content = np.frombuffer(stream.read(int(size)), TYPES[int(dtype)])
+            found.append(Result(int(case), operator.decode(), content))
+    return found
+
+
+def difference(found: list[Result], wanted: list[Result]) -> str:
+    """The first difference, in words; empty where there is none. All NaN are equal."""
+    for a, b in zip(found, wanted, strict=True):
+        where = f"case {a.case}, {a.operator}"
+        if (a.case, a.operator, a.array.dtype, a.array.size) != (b.case, b.operator, b.array.dtype, b.array.size):
+            return f"{where}: another tensor than that of case {b.case}, {b.operator}"
+        if not np.array_equal(a.array, b.array, equal_nan=a.array.dtype == np.float32):
+            at = int(np.flatnonzero(~((a.array == b.array) | ((a.array != a.array) & (b.array != b.array))))[0])
+            return f"{where}, {a.array.dtype}: element {at} of {a.array.size} is {a.array[at]!r}, not {b.array[at]!r}"
+    return ""
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
+    return run(REFERENCE, tmp_path_factory.mktemp("reference"))
+
+
+@pytest.mark.parametrize("level", [one for one in LEVELS if one != REFERENCE], ids=lambda level: level.name)
+def test_every_level_gives_the_same_bits(level: Level, reference: list[Result], tmp_path: Path) -> None:
+    found = run(level, tmp_path)
+    assert {one.operator for one in found} >= {"draw", "BlockGather", "CachedAttention", "HeadLinear", "GatedLinear"}
+    if level.name == WIDE:  # its attention sums in another order; the host compares it with plain C
+        found, reference = (
+            [one for one in results if one.operator != "CachedAttention"] for results in (found, reference)
+        )
+    assert difference(found, reference) == ""
