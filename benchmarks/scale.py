@@ -4,10 +4,10 @@ python -m benchmarks.shapes llama-3.2-1b scratch/llama-1b
 python -m benchmarks.scale scratch/llama-1b scratch/run --stages fetch export calibrate plan quantize build-candidate
 
 Each stage runs as `tapeout stage NAME` in a process of its own, in the work folder, with the recipe of --recipe and the
-checkpoint as its source. Reported for each: seconds, the largest anonymous memory (what the stage allocates) and the
-largest resident memory (with mapped files, which the system takes back when it must), both over the process
-and its children, read every 20 ms; and the bytes of its artifact. Results are added to results.jsonl in the work
-folder.
+checkpoint as its source. Reported for each: seconds, processor seconds, the largest anonymous memory (what the stage
+allocates) and the largest resident memory (with mapped files, which the system takes back when it must), both over the
+process and its children, read every 20 ms; and the bytes of its artifact. Results are added to results.jsonl in the
+work folder.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import json
 import math
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -43,24 +44,43 @@ class Measured:
     parameters: int
     exit_code: int
     seconds: float
+    processor_seconds: float
     peak_anonymous_bytes: int
     peak_resident_bytes: int
     artifact_bytes: int
     load: float
 
 
-def measure(command: Sequence[str], folder: Path) -> tuple[int, float, int, int]:
-    """Run a command in ``folder``: exit code, seconds, largest anonymous and largest resident memory in bytes."""
+@dataclass(frozen=True)
+class Run:
+    """What a command took."""
+
+    exit_code: int
+    seconds: float
+    processor_seconds: float
+    anonymous_bytes: int
+    resident_bytes: int
+
+
+def measure(command: Sequence[str], folder: Path) -> Run:
+    """Run a command in ``folder``."""
     root = Path(__file__).resolve().parent.parent
     environment = {**os.environ, "PYTHONPATH": str(root)}
-    begun = time.monotonic()
+    begun, busy = time.monotonic(), _processor_seconds()
     with subprocess.Popen(command, cwd=folder, env=environment) as process:
         anonymous = resident = 0
         while process.poll() is None:
             now = _memory(process.pid)
             anonymous, resident = max(anonymous, now[0]), max(resident, now[1])
             time.sleep(INTERVAL_S)
-        return process.returncode, time.monotonic() - begun, anonymous, resident
+    seconds, busy = time.monotonic() - begun, _processor_seconds() - busy
+    return Run(process.returncode, seconds, busy, anonymous, resident)
+
+
+def _processor_seconds() -> float:
+    """Of all children that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _memory(pid: int) -> tuple[int, int]:
@@ -116,18 +136,25 @@ def main(words: Sequence[str] | None = None) -> None:
     write_recipe(given.work / "params.yaml", given.recipe, given.checkpoint, given.set)
     for stage in given.stages:
         command = [*TAPEOUT, "stage", stage]
-        code, seconds, anonymous, resident = measure(command, given.work)
+        run = measure(command, given.work)
         artifact = given.work / "artifacts" / FOLDERS.get(stage, stage.removeprefix("build-"))
-        size = sum(path.stat().st_size for path in artifact.rglob("*") if path.is_file()) if code == 0 else 0
+        files = [path for path in artifact.rglob("*") if path.is_file()] if run.exit_code == 0 else []
         found = Measured(
-            stage, parameters, code, round(seconds, 1), anonymous, resident, size, round(os.getloadavg()[0], 1)
+            stage,
+            parameters,
+            run.exit_code,
+            round(run.seconds, 1),
+            round(run.processor_seconds, 1),
+            run.anonymous_bytes,
+            run.resident_bytes,
+            sum(path.stat().st_size for path in files),
+            round(os.getloadavg()[0], 1),
         )
         with (given.work / "results.jsonl").open("a") as stream:
             stream.write(json.dumps(asdict(found)) + "\n")
-        memory = f"{anonymous / 1e9:.2f} GB anonymous, {resident / 1e9:.2f} GB resident"
-        print(f"{stage}: {seconds:.1f} s, {memory}, artifact {size / 1e9:.2f} GB, load {found.load}", flush=True)
-        if code:
-            raise SystemExit(code)
+        print(json.dumps(asdict(found)), flush=True)
+        if run.exit_code:
+            raise SystemExit(run.exit_code)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ B, S  batch (1) and tokens of a sample      K  input channels of a group      H,
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
@@ -44,7 +42,7 @@ from tapeout.layer_stream import LayerStream
 from tapeout.portable_graph import LinearGroup, PortableGraph
 from tapeout.recipe import Calibrate
 from tapeout.resources import require
-from tapeout.work_folder import source_hash, work_folder
+from tapeout.work_folder import is_kept, keep, source_hash, work_folder
 
 MIN_TOKENS = 8
 GRAM_BLOCK = 256  # a Gram matrix is summed in row blocks from the diagonal on: 5/8 of the work at 1,024 channels
@@ -92,7 +90,9 @@ def calibrate(
     with work_folder(folder, key) as work:
         _run(graph, samples, fit_samples, work)
         with artifact.create(folder, Calibration) as draft:
-            shutil.copytree(work / "statistics", draft.folder / "statistics", copy_function=os.link)
+            (draft.folder / "statistics").mkdir()
+            for name in record.statistics:
+                (draft.folder / name).hardlink_to(work / name)
             (draft.folder / SAMPLES_FILE).write_text("".join(sample.model_dump_json() + "\n" for sample in described))
             draft.finish(record, parents={"graph": graph})
     return artifact.load(folder, Calibration)
@@ -103,6 +103,8 @@ def _run(graph: Artifact[PortableGraph], samples: Sequence[Sequence[int]], fit_s
     (work / "statistics").mkdir(exist_ok=True)
     stream = LayerStream(graph.folder)
     states = HiddenStates(work, [len(sample) for sample in samples])
+    if not all(is_kept(work / layer_file(layer)) for layer in range(states.layer)):
+        states.start_again()  # states before a layer that is damaged are gone
     pair = _pair_norm(graph.record, stream.model.config.get_text_config())
     inputs = [torch.tensor([list(sample)]) for sample in samples]
     with Progress(*Progress.get_default_columns()) as progress:
@@ -130,7 +132,7 @@ def _run(graph: Artifact[PortableGraph], samples: Sequence[Sequence[int]], fit_s
 def _write(tensors: dict[str, Array], path: Path) -> None:
     partial = path.with_suffix(".partial")
     save_file(tensors, partial)
-    partial.rename(path)
+    keep(partial, path)
 
 
 def _tokenize(tokenizer: Any, texts: Sequence[str], wanted: Calibrate) -> list[list[int]]:

@@ -40,6 +40,7 @@ from quantization.shards import INDEX, SINGLE, ShardWriter
 from tapeout.errors import QuantizationError
 from tapeout.float_types import as_float32
 from tapeout.schemes import Scheme
+from tapeout.work_folder import is_kept, keep
 
 PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "input_scale")
 KV_PARTS = ("k_scale", "v_scale")  # of attention modules, when the KV cache has one scale per tensor
@@ -203,13 +204,13 @@ class ResumableWriter(CheckpointWriter):
         self._pending[name] = np.ascontiguousarray(array)
 
     def has_part(self, number: int) -> bool:
-        return self._part(number).exists()
+        return is_kept(self._part(number))
 
     def end_part(self, number: int, notes: Mapping[str, str] | None = None) -> None:
         """Keep what was added since the last part; parts are written in the order of their numbers."""
         partial = self._parts / "partial"
         save_file(self._pending, partial, metadata=dict(notes or {}))
-        partial.rename(self._part(number))
+        keep(partial, self._part(number))
         self._pending = {}
 
     def notes(self, number: int) -> dict[str, str]:
@@ -219,7 +220,7 @@ class ResumableWriter(CheckpointWriter):
 
     def finish(self) -> None:
         """Write the shards from the parts, and what was added after them."""
-        for path in sorted(self._parts.glob("part-*")):
+        for path in sorted(self._parts.glob("part-?????")):
             with safe_open(path, framework="numpy") as part:
                 for name in part.keys():  # noqa: SIM118
                     super().add(name, part.get_tensor(name))

@@ -13,12 +13,14 @@ import numpy as np
 import torch
 
 from tapeout.layer_stream import CarriedStates, LayerState
+from tapeout.work_folder import discard, is_kept, keep
 
 
 class HiddenStates:
     """States of every sample after ``layer`` layers. A layer's states take the place of those before it as a whole.
 
-    ``folder`` may hold those of an interrupted run over samples of the same ``lengths``; then that run is continued.
+    ``folder`` may hold those of an interrupted run over samples of the same ``lengths``; then that run is continued,
+    unless its file is damaged.
     """
 
     def __init__(self, folder: Path, lengths: Sequence[int]) -> None:
@@ -26,11 +28,18 @@ class HiddenStates:
         self._starts = [0, *accumulate(lengths)]  # tokens before each sample
         kept = sorted(folder.glob("hidden-???"))
         self.layer = int(kept[-1].name.removeprefix("hidden-")) if kept else 0
-        for path in (*kept[:-1], *folder.glob("hidden-*.partial")):
-            path.unlink()
-        carried = self._path(".carried")
-        self._carried: list[CarriedStates] = torch.load(carried) if carried.is_file() else [{} for _ in lengths]
+        self._carried: list[CarriedStates] = [{} for _ in lengths]
         self._next: list[CarriedStates] = []
+        if not (is_kept(self._path()) and is_kept(self._path(".carried"))):
+            self.start_again()
+        else:
+            self._carried = torch.load(self._path(".carried"))
+
+    def start_again(self) -> None:
+        """Before the first layer."""
+        for path in self._folder.glob("hidden-*"):
+            path.unlink()
+        self.layer, self._carried = 0, [{} for _ in self._carried]
 
     def read(self, sample: int) -> LayerState:
         """State of a sample before the current layer."""
@@ -51,12 +60,12 @@ class HiddenStates:
     def advance(self) -> None:
         """The current layer is finished."""
         before = self._path(), self._path(".carried")
-        if any(self._next):
-            torch.save(self._next, self._path(".carried", 1))
-        self._path(".partial", 1).rename(self._path("", 1))
+        torch.save(self._next, self._path(".partial-carried", 1))
+        keep(self._path(".partial-carried", 1), self._path(".carried", 1))
+        keep(self._path(".partial", 1), self._path("", 1))
         self.layer, self._carried, self._next = self.layer + 1, self._next, []
         for path in before:
-            path.unlink(missing_ok=True)
+            discard(path)
 
     def _path(self, suffix: str = "", layers_later: int = 0) -> Path:
         return self._folder / f"hidden-{self.layer + layers_later:03d}{suffix}"

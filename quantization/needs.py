@@ -6,6 +6,7 @@ K  input channels of a group
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from quantization.units import HEAD, Schemes, by_layer
 from tapeout.portable_graph import LinearGroup, PortableGraph
@@ -34,6 +35,23 @@ def quantization_needs(graph: PortableGraph, schemes: Schemes) -> Needs:
     disk = 2 * (linears + embedding * (1 if graph.tied_embeddings else 2))  # a byte for each code of an embedding
     search = max([SEARCH_BYTES, *map(search_bytes, graph.groups)])
     return Needs(disk_bytes=round(disk), memory_bytes=NUMPY_BYTES + max(min(search, _all(graph)), 8 * embedding))
+
+
+def simulation_needs(graph: PortableGraph, positions: int, *, plans: bool) -> Needs:
+    """Of a :class:`Simulation`, which holds the float model. ``positions``: whose distributions are compared.
+
+    ``plans``: the weights of a whole plan are held beside it.
+    """
+    linears = _weights(group for group in graph.groups if group.name != HEAD)
+    embeddings = graph.vocab_size * graph.hidden_size * (1 if graph.tied_embeddings else 2)
+    models = 4 * (linears + embeddings) * (2 if plans else 1)
+    return Needs(disk_bytes=0, memory_bytes=TORCH_BYTES + models + 4 * positions * graph.vocab_size)
+
+
+def reference_needs(model: Any) -> Needs:
+    """Of a :class:`QuantizedReference`. ``model``: without its weights."""
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    return Needs(disk_bytes=0, memory_bytes=TORCH_BYTES + 4 * sum(sizes) + 8 * max(sizes, default=0))
 
 
 def search_bytes(group: LinearGroup) -> int:

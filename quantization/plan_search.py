@@ -258,7 +258,7 @@ class _Whole:
     ) -> None:
         self._menus = menus
         self._rounding = QuickRounding(graph, calibration, settings)
-        self._simulation = Simulation(graph, samples, ())
+        self._simulation = Simulation(graph, samples, (), plans=True)
         self._rounded: dict[str, tuple[str, dict[str, Simulated]]] = {}  # by unit: a scheme, and groups under it
 
     def kl(self, chosen: Mapping[str, str]) -> float:

@@ -28,8 +28,10 @@ from quantization.attention_hook import kv_function
 from quantization.checkpoint import KV_SCALES, KVScales
 from quantization.compressed_tensors import open_checkpoint
 from quantization.kv_cache import largest_code
+from quantization.needs import reference_needs
 from quantization.rounding import QuantizedLinear
 from tapeout.errors import QuantizationError
+from tapeout.resources import require
 
 FloatArray = NDArray[np.float32]
 TINY = 1e-30
@@ -176,12 +178,16 @@ def _exchange(name: str, value: FloatArray, errors: dict[str, tuple[float, float
 
 def _load(folder: Path) -> tuple[Any, list[tuple[torch.nn.Module, InputGrid]]]:
     """The model with decoded float32 weights, and its quantized linears with how their inputs are rounded."""
+    from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config: Any = AutoConfig.from_pretrained(folder)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # the weights put into it are already decoded
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with init_empty_weights(include_buffers=False):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.tie_weights()
+    require("the quantized model in float32", reference_needs(model), folder)
     checkpoint = open_checkpoint(folder)
     weights: dict[str, Tensor] = {}
     grids: dict[str, InputGrid] = {}

@@ -19,12 +19,14 @@ from torch import Tensor
 
 from quantization.attention_hook import KVFunction, kv_function
 from quantization.input_scale import InputScale
+from quantization.needs import simulation_needs
 from quantization.reference import InputGrid, input_hook
 from quantization.rounding import FloatArray, QuantizedLinear
 from quantization.units import EMBEDDING, HEAD
 from tapeout.artifact import Artifact
 from tapeout.errors import QuantizationError
 from tapeout.portable_graph import LinearGroup, PortableGraph
+from tapeout.resources import require
 
 POSITIONS = (
     64  # of a sample whose distributions are compared, evenly spaced: the head is a fifth of a small model's work
@@ -53,11 +55,21 @@ class Simulation:
     """Holds the float model and what it says of ``samples`` of token ids."""
 
     def __init__(
-        self, graph: Artifact[PortableGraph], samples: Sequence[Sequence[int]], starts: Collection[int]
+        self,
+        graph: Artifact[PortableGraph],
+        samples: Sequence[Sequence[int]],
+        starts: Collection[int],
+        *,
+        plans: bool = False,
     ) -> None:
-        """``starts``: layers that a changed part may begin with."""
+        """``starts``: layers that a changed part may begin with. ``plans``: all units are changed at once.
+
+        :class:`ResourceError` where memory does not suffice.
+        """
         from transformers import AutoModelForCausalLM
 
+        positions = sum(min(len(sample), POSITIONS) for sample in samples)
+        require("a simulation of the model", simulation_needs(graph.record, positions, plans=plans), graph.folder)
         self._samples = [torch.tensor([list(sample)]) for sample in samples]
         self._model: Any = AutoModelForCausalLM.from_pretrained(graph.folder, dtype=torch.float32).eval()
         self._head: Any = self._model.get_output_embeddings()

@@ -1,27 +1,40 @@
 """Run a portable graph on ONNX Runtime in segments, each with its own weights: memory holds one segment's, not all.
 
 The nodes are cut in topological order, so that the weights of a segment take at most so many bytes (or are one tensor).
-Weights are inputs of a segment's session and are read from the mapped file when its turn comes; values that later
-segments read are kept until the last of them. Nothing is known of layers or their names.
+Weights are inputs of a segment's session and are read from the mapped file when its turn comes. All calls go through a
+segment before the next one, so weights are read once. Values that later segments read are kept until the last of them.
+Nothing is known of layers or their names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 from numpy.typing import NDArray
+from tqdm import tqdm
 
 from tapeout.portable_model import load_graph, read_float32
 
 SEGMENT_BYTES = 1 << 30  # of weights in float32
 
 Arrays = dict[str, NDArray[Any]]
+
+
+class Call(Protocol):
+    """One call of a graph. Inputs are asked for when a segment reads them, outputs are given as soon as they are there.
+
+    So an input may be made from outputs of calls before it, of the same segment or an earlier one.
+    """
+
+    def feed(self, name: str) -> NDArray[Any]: ...
+
+    def take(self, name: str, array: NDArray[Any]) -> None: ...
 
 
 @dataclass
@@ -34,7 +47,7 @@ class _Segment:
 
 
 class SegmentedGraph:
-    """The graph at ``path``. A graph of one segment keeps its weights between runs."""
+    """The graph at ``path``."""
 
     def __init__(self, path: Path, *, segment_bytes: int = SEGMENT_BYTES) -> None:
         model = load_graph(path)
@@ -49,30 +62,38 @@ class SegmentedGraph:
         graph.inputs.extend(values)
         graph.sort()
         proto = ir.to_proto(model)
-        self.inputs = [value.name for value in proto.graph.input if value.name not in self._weights]
-        self.outputs = [value.name for value in proto.graph.output]
+        self.outputs = frozenset(value.name for value in proto.graph.output)
         self._segments = _cut(proto, {name: 4 * tensor.size for name, tensor in self._weights.items()}, segment_bytes)
         for segment in self._segments:
             segment.session = _session(proto, segment)
-        self._kept: Arrays = self._read(self._segments[0].weights) if len(self._segments) == 1 else {}
 
     @property
     def segments(self) -> list[tuple[str, ...]]:
         """Names of the weights of each."""
         return [tuple(segment.weights) for segment in self._segments]
 
-    def run(self, feeds: Mapping[str, NDArray[Any]]) -> Arrays:
-        """Every output of the graph, by name."""
-        values: Arrays = {name: feeds[name] for name in self.inputs}
-        last = {name: number for number, segment in enumerate(self._segments) for name in segment.inputs}
-        for number, segment in enumerate(self._segments):
-            given = {name: values[name] for name in segment.inputs} | (self._kept or self._read(segment.weights))
-            results = segment.session.run(segment.outputs, given)
-            del given
-            values.update(zip(segment.outputs, results, strict=True))
-            for name in [name for name in values if last.get(name, -1) <= number and name not in self.outputs]:
-                del values[name]
-        return values
+    def run(self, calls: Sequence[Call]) -> None:
+        """All calls, in order within each segment."""
+        kept: list[Arrays] = [{} for _ in calls]
+        with tqdm(desc="graph", total=len(calls) * len(self._segments), disable=None) as bar:
+            for number, segment in enumerate(self._segments):
+                weights = self._read(segment.weights)
+                later = {name for after in self._segments[number + 1 :] for name in after.inputs}
+                for call, values in zip(calls, kept, strict=True):
+                    self._run(segment, weights, call, values)
+                    for name in values.keys() - later:
+                        del values[name]
+                    bar.update()
+                del weights  # before the next segment's are read
+
+    def _run(self, segment: _Segment, weights: Arrays, call: Call, values: Arrays) -> None:
+        """``values``: what segments so far computed in this call; outputs of this one are added."""
+        given = {name: values[name] if name in values else call.feed(name) for name in segment.inputs}
+        results = segment.session.run(segment.outputs, given | weights)
+        for name, array in zip(segment.outputs, results, strict=True):
+            values[name] = array
+            if name in self.outputs:
+                call.take(name, array)
 
     def _read(self, names: Iterable[str]) -> Arrays:
         return {name: read_float32(self._weights[name]) for name in names}

@@ -11,6 +11,7 @@ from typing import Any
 
 from tapeout.artifact import canonical_json
 from tapeout.errors import ArtifactError, TapeoutError
+from tapeout.file_hashes import sha256_file
 
 _KEY = "key"
 
@@ -35,6 +36,27 @@ def work_folder(folder: Path, key: Mapping[str, Any]) -> Generator[Path]:
             shutil.rmtree(work)
         raise
     shutil.rmtree(work)
+
+
+def keep(written: Path, part: Path) -> None:
+    """``written`` becomes a finished part, with its hash beside it: see :func:`is_kept`."""
+    _hash_file(part).write_text(sha256_file(written))
+    written.rename(part)
+
+
+def is_kept(part: Path) -> bool:
+    """Whether the part is finished and unchanged. After a crash a file may be there and lack its content."""
+    recorded = _hash_file(part)
+    return part.is_file() and recorded.is_file() and recorded.read_text() == sha256_file(part)
+
+
+def discard(part: Path) -> None:
+    for path in (part, _hash_file(part)):
+        path.unlink(missing_ok=True)
+
+
+def _hash_file(part: Path) -> Path:
+    return part.with_name(f"{part.name}.sha256")
 
 
 def source_hash(package: Path) -> str:

@@ -84,6 +84,15 @@ def merge_adapter(model: Any, folder: Path) -> None:
             model.get_parameter(name).data = value  # float32, whatever the type of the stored one
 
 
+def merged_elements(folder: Path) -> int:
+    """Elements of the weights that the adapter changes, from the header of its file."""
+    stored = {tensor.name: tensor for tensor in read_header(folder / WEIGHTS)}
+    pairs, saved = _sorted_out(stored, _read_config(folder))
+    return sum(up.shape[0] * down.shape[-1] for down, up in pairs.values()) + sum(
+        math.prod(tensor.shape) for tensor in saved.values()
+    )
+
+
 def _read_config(folder: Path) -> dict[str, Any]:
     try:
         config: Any = json.loads((folder / CONFIG).read_text(encoding="utf-8"))

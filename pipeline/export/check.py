@@ -8,13 +8,18 @@ Three comparisons, each with sequences that share a batch and are fed in pieces:
 
 The last two cost few tokens: a position is an input, and a cache need not be computed to be long. Random values are
 scaled with their number, so that one key more or less in a window changes the logits by far more than rounding does.
+
+All tokens are chosen first. Then every call of the graph goes through a segment before the next one, and every sequence
+through a layer of transformers before the next one: either side reads its weights once and holds a part of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +30,8 @@ from tqdm import tqdm
 
 from tapeout.attention_interface import attention_replaced
 from tapeout.graph_analysis import is_attention, size
-from tapeout.segments import SegmentedGraph
+from tapeout.layer_stream import LayerState, LayerStream
+from tapeout.segments import Call, SegmentedGraph
 
 LENGTHS, STEPS = (9, 14, 21), 4  # tokens of the first prompts, and decode steps after them
 SPREAD_WORK = 1e11  # floating-point operations of a sequence at spread positions: about a second on two cores
@@ -36,7 +42,7 @@ THRESHOLDS = ("position", "window", "chunk", "floor", "length", "context", "bloc
 CACHE_BYTES = 1 << 30  # of one sequence's random cache; of larger models, positions beyond are only spread over
 
 Tokens = NDArray[np.int64]
-Cache = dict[str, NDArray[np.float32]]
+Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -58,120 +64,203 @@ class _Layer:
     window: int
 
 
-class _Graph:
-    """The exported graph on ONNX Runtime, in segments where it is large."""
+@dataclass(eq=False)
+class _Sequence:
+    """What transformers computes in one call. ``cached``: tokens before it, whose keys and values are random.
 
-    def __init__(self, path: Path) -> None:
-        self.graph = SegmentedGraph(path)
-        self.layers = [
-            _Layer(
-                size(node.inputs[4], 1),
-                size(node.inputs[4], 3),
-                node.attributes["scale"].as_float(),
-                node.attributes["softcap"].as_float(),
-                node.attributes["window"].as_int(),
-            )
-            for node in self.graph.nodes
-            if is_attention(node)
-        ]
+    ``positions``: others than the usual ones. ``logits [S, V]``: once they are computed.
+    """
 
-    def run(self, ids: Tokens, mask: Tokens, positions: Tokens, past: Cache) -> tuple[NDArray[np.float32], Cache]:
-        """Logits ``[B, S, V]`` and the grown cache."""
-        feeds = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, **past}
-        arrays = self.graph.run(feeds)
-        logits = arrays.pop("logits")
-        return logits, {f"past_key_values.{name.removeprefix('present.')}": array for name, array in arrays.items()}
+    tokens: list[int]
+    positions: Tokens | None = None
+    cached: int = 0
+    logits: Floats = field(default_factory=lambda: np.empty((0, 0), np.float32))
 
-    def empty(self, entries: int) -> Cache:
-        return {
-            f"past_key_values.{n}.{part}": np.zeros((entries, layer.kv_heads, 0, layer.head_size), np.float32)
-            for n, layer in enumerate(self.layers)
-            for part in ("key", "value")
-        }
+
+@dataclass(frozen=True)
+class _Compared:
+    """Logits ``[entry, columns]`` of a call of the graph, against those of a sequence at ``rows``."""
+
+    entry: int
+    columns: slice
+    sequence: _Sequence
+    rows: slice
+    where: str
+
+
+class _Step(Call):
+    """A call of the graph. ``past``: gives its cache, by the graph's name of it."""
+
+    def __init__(
+        self,
+        ids: Tokens,
+        mask: Tokens,
+        positions: Tokens,
+        past: Callable[[str], Floats],
+        compared: Sequence[_Compared] = (),
+    ) -> None:
+        self.inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        self.past, self.compared = past, compared
+        self.logits: Floats = np.empty((0, 0, 0), np.float32)
+        self.cache: dict[str, Floats] | None = None  # kept where another call asks for it
+
+    def feed(self, name: str) -> NDArray[Any]:
+        return self.inputs[name] if name in self.inputs else self.past(name)
+
+    def take(self, name: str, array: NDArray[Any]) -> None:
+        if name == "logits":
+            self.logits = array
+        elif self.cache is not None:
+            self.cache[f"past_key_values.{name.removeprefix('present.')}"] = array
+
+    def grown(self) -> Callable[[str], Floats]:
+        """``past`` of the one call after this one."""
+        cache = self.cache = {}
+        return cache.pop
+
+
+class _RandomCache:
+    """Random keys and values: scores of about one, and values as large as the model's own.
+
+    Where scores have a soft cap, the largest ones come near it. What the model's own are shows ``probe``, a call of the
+    graph that comes before all that read this cache.
+    """
+
+    def __init__(self, layers: Sequence[_Layer], longest: int, seed: int, probe: _Step) -> None:
+        self.layers, self.longest, self.seed = layers, longest, seed
+        probe.cache = self._seen = dict[str, Floats]()
+        self._noise = lru_cache(2)(self._draw)  # keys and values of one layer
+
+    def one(self, layer: int, part: str, length: int) -> Floats:
+        """``[1, kv_heads, length, head_size]``; ``part``: key or value."""
+        return self._noise(layer, part)[:, :, :length] * np.float32(self._scale(layer, part, length))
+
+    def padded(self, name: str, lengths: Sequence[int]) -> Floats:
+        """Of a batch, by the graph's name, with padding on the left."""
+        _, number, part = name.split(".")
+        entries = [self.one(int(number), part, length) for length in lengths]
+        widths = [((0, 0), (0, 0), (max(lengths) - length, 0), (0, 0)) for length in lengths]
+        return np.concatenate([np.pad(entry, width) for entry, width in zip(entries, widths, strict=True)])
+
+    def _draw(self, layer: int, part: str) -> Floats:
+        generator = np.random.default_rng((self.seed, layer, part == "key"))
+        shape = (1, self.layers[layer].kv_heads, self.longest, self.layers[layer].head_size)
+        return generator.standard_normal(shape, np.float32)
+
+    def _scale(self, number: int, part: str, length: int) -> float:
+        layer, seen = self.layers[number], self._seen[f"past_key_values.{number}.{part}"]
+        if part == "key":
+            norm = float(np.sqrt((seen**2).sum(-1).mean()))
+            return max(1.0, layer.softcap / 8) / max(layer.scale * norm, 1e-6)
+        visible = min(length, layer.window or length)
+        return float(np.sqrt((seen**2).mean())) * math.sqrt(visible / 2)
 
 
 def largest_difference(model: Any, path: Path, *, positions: int, seed: int = 0) -> Difference:
-    """The largest difference of the graph at ``path`` from transformers, at positions up to ``positions - 1``."""
-    graph, generator = _Graph(path), np.random.default_rng(seed)
-    found = [
-        _decoded(model, graph, positions, generator),
-        _spread(model, graph, positions, generator),
-        *_late(model, graph, positions, generator),
+    """The largest difference of the graph at ``path`` from transformers, at positions up to ``positions - 1``.
+
+    transformers runs the configuration beside the graph with the weights of ``model``.
+    """
+    graph, generator = SegmentedGraph(path), np.random.default_rng(seed)
+    layers = [
+        _Layer(
+            size(node.inputs[4], 1),
+            size(node.inputs[4], 3),
+            node.attributes["scale"].as_float(),
+            node.attributes["softcap"].as_float(),
+            node.attributes["window"].as_int(),
+        )
+        for node in graph.nodes
+        if is_attention(node)
     ]
-    return max(found, key=lambda difference: difference.error)
+    weights = model.state_dict()
+    probe = _probe(model, layers, generator)
+    per_token = sum(8 * layer.kv_heads * layer.head_size for layer in layers)
+    cache = _RandomCache(layers, min(positions, CACHE_BYTES // per_token) - PIECE - 1, seed, probe)
+    steps = [probe, *_decoded(model, layers, positions, generator), *_spread(model, layers, positions, generator)]
+    for start in _late_starts(model, cache):
+        steps += _late(model, cache, start, generator)
+    graph.run(steps)
+    compared = [(step.logits, each) for step in steps for each in step.compared]
+    _run_transformers(
+        LayerStream(path.parent, weights=weights), list(dict.fromkeys(each.sequence for _, each in compared)), cache
+    )
+    errors = [
+        Difference(
+            _relative_error(logits[each.entry, each.columns], each.sequence.logits[each.rows]),
+            each.where,
+        )
+        for logits, each in compared
+    ]
+    return max(errors, key=lambda difference: difference.error)
 
 
-def _decoded(model: Any, graph: _Graph, positions: int, generator: np.random.Generator) -> Difference:
+def _probe(model: Any, layers: Sequence[_Layer], generator: np.random.Generator) -> _Step:
+    ids = np.array([_tokens(model, LENGTHS[0], generator)], np.int64)
+    return _Step(ids, np.ones_like(ids), np.arange(LENGTHS[0])[None], _empty(layers, 1))
+
+
+def _decoded(model: Any, layers: Sequence[_Layer], positions: int, generator: np.random.Generator) -> list[_Step]:
     """Three prompts with left padding, a prefill and decode steps over the cache."""
-    steps = min(STEPS, positions - 1)
-    lengths = [min(length, positions - steps) for length in LENGTHS]
-    prompts = [_tokens(model, length + steps, generator) for length in lengths]
-    expected = [_reference(model, tokens) for tokens in prompts]
-    width, entries = max(lengths), len(prompts)
+    count = min(STEPS, positions - 1)
+    lengths = [min(length, positions - count) for length in LENGTHS]
+    sequences = [_Sequence(_tokens(model, length + count, generator)) for length in lengths]
+    width, entries = max(lengths), len(lengths)
     ids, mask = np.ones((entries, width), np.int64), np.zeros((entries, width), np.int64)
-    for entry, (tokens, length) in enumerate(zip(prompts, lengths, strict=True)):
-        ids[entry, width - length :] = tokens[:length]
+    for entry, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
+        ids[entry, width - length :] = sequence.tokens[:length]
         mask[entry, width - length :] = 1
-    places, past = np.maximum(np.cumsum(mask, axis=1) - 1, 0), graph.empty(entries)
-    errors: dict[str, float] = {}
-    for step in range(steps + 1):
-        logits, past = graph.run(ids, mask, places, past)
-        for entry, length in enumerate(lengths):
-            wanted = expected[entry][0 if step == 0 else length + step - 1 : length + step]
-            where = f"a prefill of {length} tokens" if step == 0 else f"decode step {step} after {length} tokens"
-            errors[where] = _relative_error(logits[entry, logits.shape[1] - len(wanted) :], wanted)
-        if step < steps:
-            ids = np.array([[p[length + step]] for p, length in zip(prompts, lengths, strict=True)], np.int64)
-            mask = np.concatenate([mask, np.ones((entries, 1), np.int64)], axis=1)
-            places = np.array([[length + step] for length in lengths], np.int64)
-    return _largest(errors)
+    compared = [
+        _Compared(entry, slice(width - length, width), sequence, slice(length), f"a prefill of {length} tokens")
+        for entry, (sequence, length) in enumerate(zip(sequences, lengths, strict=True))
+    ]
+    steps = [_Step(ids, mask, np.maximum(np.cumsum(mask, axis=1) - 1, 0), _empty(layers, entries), compared)]
+    for step in range(count):
+        places = [length + step for length in lengths]
+        ids = np.array([[sequence.tokens[at]] for sequence, at in zip(sequences, places, strict=True)], np.int64)
+        mask = np.concatenate([mask, np.ones((entries, 1), np.int64)], axis=1)
+        compared = [
+            _Compared(entry, slice(1), sequence, slice(at, at + 1), f"decode step {step + 1} after {at - step} tokens")
+            for entry, (sequence, at) in enumerate(zip(sequences, places, strict=True))
+        ]
+        steps.append(_Step(ids, mask, np.array(places, np.int64)[:, None], steps[-1].grown(), compared))
+    return steps
 
 
-def _spread(model: Any, graph: _Graph, positions: int, generator: np.random.Generator) -> Difference:
+def _spread(model: Any, layers: Sequence[_Layer], positions: int, generator: np.random.Generator) -> list[_Step]:
     """Tokens at positions spread over all that are served, in two pieces beside a sequence of early positions."""
     weights = sum(parameter.numel() for parameter in model.parameters())
     count = min(max(int(SPREAD_WORK / (2 * weights)), SPREAD_TOKENS[0]), SPREAD_TOKENS[1], positions)
-    places = np.unique(np.linspace(0, positions - 1, count).round().astype(np.int64))
-    early = np.arange(len(places))
-    tokens = np.array([_tokens(model, len(places), generator) for _ in range(2)], np.int64)
-    expected = [_reference(model, tokens[0], places), _reference(model, tokens[1], early)]
-    errors: dict[str, float] = {}
-    past, both = graph.empty(2), np.stack([places, early])
-    for piece in np.array_split(np.arange(len(places)), 2):
+    spread = np.unique(np.linspace(0, positions - 1, count).round().astype(np.int64))
+    early = np.arange(len(spread))
+    sequences = [_Sequence(_tokens(model, len(spread), generator), places) for places in (spread, early)]
+    tokens, places = np.array([sequence.tokens for sequence in sequences], np.int64), np.stack([spread, early])
+    steps: list[_Step] = []
+    for piece in np.array_split(early, 2):
         if not len(piece):
             continue
+        compared = [
+            _Compared(entry, slice(column, column + 1), sequences[entry], slice(place, place + 1),
+                      f"position {places[entry, place]} among {name} ones, in two pieces")
+            for entry, name in enumerate(("spread", "early"))
+            for column, place in enumerate(piece.tolist())
+        ]  # fmt: skip
+        past = steps[-1].grown() if steps else _empty(layers, 2)
         mask = np.ones((2, piece[-1] + 1), np.int64)
-        logits, past = graph.run(tokens[:, piece], mask, both[:, piece], past)
-        for entry, name in enumerate(("spread", "early")):
-            for column, place in enumerate(piece):
-                where = f"position {both[entry, place]} among {name} ones, in two pieces"
-                errors[where] = _relative_error(logits[entry, column], expected[entry][place])
-    return _largest(errors)
+        steps.append(_Step(tokens[:, piece], mask, places[:, piece], past, compared))
+    return steps
 
 
-def _late(model: Any, graph: _Graph, positions: int, generator: np.random.Generator) -> list[Difference]:
-    """Pieces at late starts, each in one batch with a sequence that has hardly begun."""
-    per_token = sum(8 * layer.kv_heads * layer.head_size for layer in graph.layers)
-    longest = min(positions, CACHE_BYTES // per_token) - PIECE - 1
-    starts = {longest, longest // 2, *(start - PIECE // 2 for start in _thresholds(model, graph))}
-    chosen = sorted(start for start in starts if 0 < start <= longest)
-    if not chosen:
-        return []
-    scales = _cache_scales(model, graph, generator)
-    noise = {
-        name: generator.standard_normal((1, layer.kv_heads, longest, layer.head_size), np.float32)
-        for n, layer in enumerate(graph.layers)
-        for name in (f"past_key_values.{n}.key", f"past_key_values.{n}.value")
-    }
-    return [
-        _piece_at(model, graph, start, noise, scales, generator)
-        for start in tqdm(chosen, desc="comparing", disable=None)
-    ]
+def _late_starts(model: Any, cache: _RandomCache) -> list[int]:
+    """The longest cache, half of it, and lengths at which the model may change what it computes."""
+    starts = {cache.longest, cache.longest // 2}
+    starts |= {start - PIECE // 2 for start in _thresholds(model, cache.layers)}
+    return sorted(start for start in starts if 0 < start <= cache.longest)
 
 
-def _thresholds(model: Any, graph: _Graph) -> set[int]:
-    """Positions at which the model may change what it computes: windows, and lengths that its configuration names."""
-    found = {layer.window for layer in graph.layers}
+def _thresholds(model: Any, layers: Sequence[_Layer]) -> set[int]:
+    """Windows, and lengths that the model's configuration names."""
+    found = {layer.window for layer in layers}
     stack: list[Mapping[str, Any]] = [model.config.get_text_config().to_dict()]
     while stack:
         for name, value in stack.pop().items():
@@ -182,79 +271,73 @@ def _thresholds(model: Any, graph: _Graph) -> set[int]:
     return found
 
 
-def _cache_scales(model: Any, graph: _Graph, generator: np.random.Generator) -> dict[str, float]:
-    """What random keys and values are multiplied by: scores of about one, and values as large as the model's own.
-
-    Where scores have a soft cap, the largest ones come near it.
-    """
-    ids = np.array([_tokens(model, LENGTHS[0], generator)], np.int64)
-    _, cache = graph.run(ids, np.ones_like(ids), np.arange(LENGTHS[0])[None], graph.empty(1))
-    scales: dict[str, float] = {}
-    for n, layer in enumerate(graph.layers):
-        keys, values = cache[f"past_key_values.{n}.key"], cache[f"past_key_values.{n}.value"]
-        norm = float(np.sqrt((keys**2).sum(-1).mean()))
-        scales[f"past_key_values.{n}.key"] = max(1.0, layer.softcap / 8) / max(layer.scale * norm, 1e-6)
-        scales[f"past_key_values.{n}.value"] = float(np.sqrt((values**2).mean()))
-    return scales
-
-
-def _piece_at(
-    model: Any, graph: _Graph, start: int, noise: Cache, scales: Mapping[str, float], generator: np.random.Generator
-) -> Difference:
-    """A piece and a decode step after ``start`` cached tokens, beside a sequence of ``early`` ones."""
-    early = min(3, start)
-    caches: list[Cache] = []
-    for length in (start, early):
-        caches.append({name: array[:, :, :length] * np.float32(scales[name]) for name, array in noise.items()})
-        for n, layer in enumerate(graph.layers):
-            visible = min(length, layer.window or length)
-            caches[-1][f"past_key_values.{n}.value"] *= np.float32(math.sqrt(visible / 2))
-    tokens = [_tokens(model, PIECE + 1, generator) for _ in caches]
-    expected = [_reference_after(model, t, cache, graph) for t, cache in zip(tokens, caches, strict=True)]
+def _late(model: Any, cache: _RandomCache, start: int, generator: np.random.Generator) -> list[_Step]:
+    """A piece and a decode step after ``start`` cached tokens, beside a sequence of few ones."""
+    starts = (start, min(3, start))
+    sequences = [_Sequence(_tokens(model, PIECE + 1, generator), cached=cached) for cached in starts]
     mask = np.ones((2, start), np.int64)
-    mask[1, : start - early] = 0
-    padding = ((0, 0), (0, 0), (start - early, 0), (0, 0))
-    past = {name: np.concatenate([array, np.pad(caches[1][name], padding)]) for name, array in caches[0].items()}
-    del caches
-    errors: dict[str, float] = {}
+    mask[1, : start - starts[1]] = 0
+    steps: list[_Step] = []
     for piece in (range(PIECE), range(PIECE, PIECE + 1)):
         mask = np.concatenate([mask, np.ones((2, len(piece)), np.int64)], axis=1)
-        ids = np.array([[row[n] for n in piece] for row in tokens], np.int64)
-        places = np.array([[first + n for n in piece] for first in (start, early)], np.int64)
-        logits, past = graph.run(ids, mask, places, past)
-        for entry, first in enumerate((start, early)):
-            for column, n in enumerate(piece):
-                errors[f"position {first + n}, over a cache"] = _relative_error(
-                    logits[entry, column], expected[entry][n]
-                )
-    return _largest(errors)
+        ids = np.array([[sequence.tokens[n] for n in piece] for sequence in sequences], np.int64)
+        places = np.array([[first + n for n in piece] for first in starts], np.int64)
+        compared = [
+            _Compared(entry, slice(column, column + 1), sequence, slice(n, n + 1),
+                      f"position {sequence.cached + n}, over a cache")
+            for entry, sequence in enumerate(sequences)
+            for column, n in enumerate(piece)
+        ]  # fmt: skip
+        past = steps[-1].grown() if steps else lambda name: cache.padded(name, starts)
+        steps.append(_Step(ids, mask, places, past, compared))
+    return steps
 
 
 def _tokens(model: Any, count: int, generator: np.random.Generator) -> list[int]:
     return generator.integers(1, model.config.get_text_config().vocab_size, size=count).tolist()
 
 
-def _reference(model: Any, tokens: Sequence[int], places: Tokens | None = None) -> NDArray[np.float32]:
-    """Logits of one call of the unchanged model; ``places``: positions other than ``0, 1, ...``."""
-    ids = torch.tensor(np.asarray(tokens, np.int64))[None]
-    # With a mask given, transformers does not take a gap between positions for the start of another sequence.
-    given = (
-        {} if places is None else {"position_ids": torch.tensor(places)[None], "attention_mask": torch.ones_like(ids)}
-    )
-    with torch.no_grad():
-        return model(input_ids=ids, use_cache=False, **given).logits[0].numpy()
+def _empty(layers: Sequence[_Layer], entries: int) -> Callable[[str], Floats]:
+    """``past`` of a first call."""
+
+    def past(name: str) -> Floats:
+        layer = layers[int(name.split(".")[1])]
+        return np.zeros((entries, layer.kv_heads, 0, layer.head_size), np.float32)
+
+    return past
 
 
-def _reference_after(model: Any, tokens: Sequence[int], cache: Cache, graph: _Graph) -> NDArray[np.float32]:
-    """Logits of ``tokens`` after a cache, with the masks and positions that transformers makes for its length.
+def _run_transformers(stream: LayerStream, sequences: Sequence[_Sequence], cache: _RandomCache) -> None:
+    """Compute the logits of each sequence in one call of the unchanged model, layer by layer."""
+    states = [LayerState() for _ in sequences]
+    for layer in tqdm(range(len(stream)), desc="transformers", disable=None):
+        with stream.loaded(layer):
+            for number, sequence in enumerate(sequences):
+                with _inputs(stream.model, sequence, cache, layer) as inputs:
+                    states[number] = stream.run(layer, states[number], **inputs)
+    for sequence, state in zip(sequences, states, strict=True):
+        with _inputs(stream.model, sequence, cache, len(stream)) as inputs:
+            sequence.logits = stream.finish(state, **inputs).logits[0].numpy()
+
+
+@contextmanager
+def _inputs(model: Any, sequence: _Sequence, cache: _RandomCache, layer: int) -> Generator[dict[str, Any]]:
+    """What the model is called with. After a cache, masks and positions are what transformers makes for its length.
 
     transformers' caches hold what a family stores (compressed latents, shared layers); the keys and values of the graph
     are those that its attention gets, so they are put in there.
     """
     from transformers.masking_utils import sdpa_mask
 
-    start = cache["past_key_values.0.key"].shape[2]
-    layers = iter(range(len(graph.layers)))
+    start, count = sequence.cached, len(sequence.tokens)
+    inputs: dict[str, Any] = {"input_ids": torch.tensor([sequence.tokens])}
+    if not start:
+        if sequence.positions is not None:
+            # With a mask, transformers does not take a gap between positions for the start of another sequence.
+            inputs["position_ids"] = torch.tensor(sequence.positions)[None]
+            inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        yield inputs
+        return
 
     def attention(
         module: torch.nn.Module,
@@ -266,9 +349,8 @@ def _reference_after(model: Any, tokens: Sequence[int], cache: Cache, graph: _Gr
         softcap: float | None = None,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        layer = next(layers)
-        key = torch.cat([torch.from_numpy(cache[f"past_key_values.{layer}.key"]), key], 2)
-        value = torch.cat([torch.from_numpy(cache[f"past_key_values.{layer}.value"]), value], 2)
+        key = torch.cat([torch.from_numpy(cache.one(layer, "key", start)), key], 2)
+        value = torch.cat([torch.from_numpy(cache.one(layer, "value", start)), value], 2)
         repeat = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
         scores = query @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scaling is None else scaling)
@@ -277,18 +359,10 @@ def _reference_after(model: Any, tokens: Sequence[int], cache: Cache, graph: _Gr
             mask = torch.ones(scores.shape[2:], dtype=torch.bool).tril(start)
         return (scores.masked_fill(~mask, -torch.inf).softmax(-1) @ value).transpose(1, 2), None
 
-    places = torch.arange(start, start + len(tokens))[None]
-    with torch.no_grad(), attention_replaced(model, attention, sdpa_mask):
-        return (
-            model(
-                input_ids=torch.tensor([tokens]),
-                position_ids=places,
-                past_key_values=_length_only(start),
-                use_cache=False,
-            )
-            .logits[0]
-            .numpy()
-        )
+    inputs["position_ids"] = torch.arange(start, start + count)[None]
+    inputs["past_key_values"] = _length_only(start)
+    with attention_replaced(model, attention, sdpa_mask):
+        yield inputs
 
 
 def _length_only(length: int) -> Any:
@@ -316,8 +390,3 @@ def _relative_error(actual: NDArray[Any], expected: NDArray[Any]) -> float:
         return math.inf
     scale = np.abs(expected).max(axis=-1, keepdims=True)
     return float((np.abs(actual - expected) / np.maximum(scale, 1e-6)).max())
-
-
-def _largest(errors: Mapping[str, float]) -> Difference:
-    where = max(errors, key=lambda name: errors[name])
-    return Difference(errors[where], where)

@@ -133,7 +133,7 @@ def export(
 
     ``adapter``: the folder of a LoRA adapter, which is merged into the weights first.
     """
-    require("export", needs(checkpoint, entry), folder.parent, progress)
+    require("export", needs(checkpoint, entry, adapter), folder.parent, progress)
     progress("loading the checkpoint")
     loaded = load_checkpoint(checkpoint, entry)
     model = loaded.model

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 from pipeline.export import gguf
+from pipeline.export.adapter import merged_elements
 from pipeline.export.mapped import FLOATS
 from pipeline.export.tensor_files import stored_tensors
 from tapeout.resources import Needs
@@ -16,8 +17,8 @@ BASE_BYTES = 900 << 20  # torch, transformers, the traced graph, and random cach
 CODES = 8  # weights in a 32-bit word of codes, at most
 
 
-def needs(folder: Path, entry: str) -> Needs:
-    """Float tensors stay in their files; others are dequantized into memory, in float32.
+def needs(folder: Path, entry: str, adapter: Path | None = None) -> Needs:
+    """Float tensors stay in their files; others are dequantized into memory, in float32. So are weights of an adapter.
 
     The check against transformers holds one segment's weights in float32 on either side, or the largest tensor's.
     """
@@ -31,6 +32,9 @@ def needs(folder: Path, entry: str) -> Needs:
         sizes = [math.prod(spec.shape) * (CODES if spec.dtype == "I32" else 1) for spec in specs]
         held = 4 * sum(sizes) if codes else 0
         disk = held or sum(spec.nbytes for spec in specs)
+    if adapter is not None:
+        merged = 4 * merged_elements(adapter)
+        disk, held = disk + merged, held + (0 if held else merged)
     largest = 4 * max(sizes, default=0)
     working = max(largest, min(4 * sum(sizes), SEGMENT_BYTES))
     return Needs(disk_bytes=disk, memory_bytes=BASE_BYTES + held + 2 * working)

@@ -23,15 +23,16 @@ def test_allocated_and_mapped_memory_are_told_apart(tmp_path: Path) -> None:
         "import mmap, time; file = open('file', 'rb'); mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ); "
         "total = sum(mapped[i] for i in range(0, len(mapped), 4096)); time.sleep(0.5); raise SystemExit(3)"
     )
-    code, seconds, anonymous, resident = measure([sys.executable, "-c", allocate], tmp_path)
-    assert code == 0 and seconds >= 0.5 and HELD < anonymous < 1.5 * HELD and resident > anonymous
-    code, _, anonymous, resident = measure([sys.executable, "-c", read_mapped], tmp_path)
-    assert code == 3 and anonymous < 0.5 * HELD and resident > HELD
+    run = measure([sys.executable, "-c", allocate], tmp_path)
+    assert run.exit_code == 0 and run.seconds >= 0.5 > run.processor_seconds > 0
+    assert HELD < run.anonymous_bytes < 1.5 * HELD and run.resident_bytes > run.anonymous_bytes
+    run = measure([sys.executable, "-c", read_mapped], tmp_path)
+    assert run.exit_code == 3 and run.anonymous_bytes < 0.5 * HELD and run.resident_bytes > HELD
 
 
 def test_the_table_holds_the_last_result_of_each_size_and_the_exponents(tmp_path: Path) -> None:
     def result(parameters: int, code: int, seconds: float, memory: int) -> str:
-        return json.dumps(asdict(Measured("export", parameters, code, seconds, memory, memory, 10**9, 1.0)))
+        return json.dumps(asdict(Measured("export", parameters, code, seconds, seconds, memory, memory, 10**9, 1.0)))
 
     lines = [result(10**9, 0, 99.0, 10**9), result(10**9, 0, 10.0, 10**9), result(4 * 10**9, 0, 40.0, 2 * 10**9)]
     (tmp_path / "results.jsonl").write_text("\n".join([*lines, result(8 * 10**9, 2, 1.0, 1)]))

@@ -1,0 +1,157 @@
+"""A stage that is killed goes on at its last finished layer, and ends with what it would have made without the kill.
+
+The stage runs in a process of its own, which sends itself SIGKILL in the middle: nothing of it can clean up.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from quantization.calibrate import calibrate
+from quantization.calibration import Calibration, layer_file
+from quantization.checkpoint import QuantizedModel
+from quantization.plan import PrecisionPlan
+from quantization.quantize import quantize
+from quantization.statistics import Statistics, read_statistics
+from tapeout.artifact import Artifact
+from tapeout.portable_graph import LinearGroup, PortableGraph
+from tapeout.recipe import Calibrate, DataSource, ModelSource, Plan, Quantize, Recipe, Rule
+from tests.graphs import llama_graph
+from tests.plans import written_plan
+
+ROOT = Path(__file__).parents[2]
+SAMPLES = Calibrate(samples=8, tokens=48)
+SEARCH = Quantize()
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from quantization import calibrate, quantize
+from quantization.calibration import Calibration
+from quantization.plan import PrecisionPlan
+from tapeout.artifact import load
+from tapeout.layer_stream import LayerStream
+from tapeout.portable_graph import PortableGraph
+from tapeout.recipe import Calibrate, Quantize
+from tests.tiny import tiny_texts
+
+def killed_after(count, function):
+    left = [count]
+    def run(*args, **options):
+        left[0] -= 1
+        if left[0] < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args, **options)
+    return run
+
+stage, folder, count = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+graph = load(folder / "graph", PortableGraph)
+if stage == "calibrate":
+    LayerStream.run = killed_after(count, LayerStream.run)
+    calibrate.calibrate(Calibrate(samples=8, tokens=48), graph, tiny_texts(8, 1), folder / "calibration")
+else:
+    quantize.psutil.cpu_count = lambda logical: 1
+    quantize.search = killed_after(count, quantize.search)
+    known = load(folder / "known" / "calibration", Calibration), load(folder / "plan", PrecisionPlan)
+    quantize.quantize(Quantize(), graph, *known, folder / "quantized")
+"""
+Texts = Callable[[int, int], list[str]]
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("resume")
+
+
+@pytest.fixture(scope="module")
+def graph(tiny_checkpoint: Path, folder: Path) -> Artifact[PortableGraph]:
+    return llama_graph(tiny_checkpoint, folder / "graph")
+
+
+@pytest.fixture(scope="module")
+def calibration(graph: Artifact[PortableGraph], tiny_texts: Texts, folder: Path) -> Artifact[Calibration]:
+    return calibrate(SAMPLES, graph, tiny_texts(8, 1), folder / "known" / "calibration")
+
+
+@pytest.fixture(scope="module")
+def plan(graph: Artifact[PortableGraph], folder: Path) -> Artifact[PrecisionPlan]:
+    rules = Plan(schemes=(Rule(match="*", bits=8, group_size=32, symmetric=True),))
+    recipe = Recipe(model=ModelSource(source="file:m"), data=DataSource(source="file:d"), plan=rules)
+    return written_plan(recipe, graph, folder / "plan")
+
+
+@pytest.fixture(scope="module")
+def quantized(
+    graph: Artifact[PortableGraph], calibration: Artifact[Calibration], plan: Artifact[PrecisionPlan], folder: Path
+) -> Artifact[QuantizedModel]:
+    return quantize(SEARCH, graph, calibration, plan, folder / "known" / "quantized")
+
+
+def kill(stage: str, folder: Path, after: int) -> Path:
+    """The hidden folder that the killed stage leaves; its artifact is not there."""
+    command = [sys.executable, "-c", KILLED, stage, str(folder), str(after)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    name = {"calibrate": "calibration", "quantize": "quantized"}[stage]
+    assert not (folder / name).exists()
+    return folder / f".{name}.work"
+
+
+def damage(path: Path) -> None:
+    """One bit of the last byte: the file keeps its length, its header and its name."""
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+@pytest.mark.parametrize("damaged", ["", layer_file(0), "hidden-002", "hidden-002.carried", "cut"])
+def test_calibrate_goes_on_after_a_kill(
+    damaged: str, graph: Artifact[PortableGraph], calibration: Artifact[Calibration], tiny_texts: Texts, folder: Path
+) -> None:
+    work = kill("calibrate", folder, after=1 + 2 * 8 + 3)  # the stream's own call, two layers, and into the third
+    if damaged == "cut":
+        (work / "hidden-002").write_bytes((work / "hidden-002").read_bytes()[:-4000])
+    elif damaged:
+        damage(work / damaged)
+    before = (work / layer_file(1)).stat().st_ino
+    again = calibrate(SAMPLES, graph, tiny_texts(8, 1), folder / "calibration")
+    assert again.digest == calibration.digest
+    assert ((again.folder / layer_file(1)).stat().st_ino == before) == (not damaged)
+    shutil.rmtree(again.folder)
+
+
+@pytest.mark.parametrize("damaged", ["", "part-00000", "cut"])
+def test_quantize_goes_on_after_a_kill(
+    damaged: str,
+    graph: Artifact[PortableGraph],
+    calibration: Artifact[Calibration],
+    plan: Artifact[PrecisionPlan],
+    quantized: Artifact[QuantizedModel],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    work = kill("quantize", folder, after=2 * 4 + 1)  # groups of two layers, and one of the third
+    assert (work / "part-00000").is_file()
+    if damaged == "cut":
+        (work / "part-00000").write_bytes((work / "part-00000").read_bytes()[:-4000])
+    elif damaged:
+        damage(work / damaged)
+    made: list[str] = []
+
+    def watched(calibration: Artifact[Calibration], group: LinearGroup) -> Statistics:
+        made.append(group.name)
+        return read_statistics(calibration, group)
+
+    monkeypatch.setattr("quantization.quantize.read_statistics", watched)
+    again = quantize(SEARCH, graph, calibration, plan, folder / "quantized")
+    assert again.digest == quantized.digest
+    assert any(name.startswith("layers.0.") for name in made) == bool(damaged)
+    assert not any(name.startswith("layers.1.") for name in made)
+    shutil.rmtree(again.folder)
