@@ -214,14 +214,9 @@ def passes(body: dict) -> None:
     [
         (lambda folder: (folder / SERVED_ITEMS).write_text(""), ArtifactError, "0 bytes"),
         (lambda folder: edit_record(folder, passes), EvidenceError, "checks that its items do not give"),
-        (
-            lambda folder: edit_record(folder, lambda body: body["parents"]["verdict"].update(digest="0" * 64)),
-            EvidenceError,
-            "another verdict",
-        ),
-        (lambda folder: folder.rename(folder.with_name(BEST.name)), EvidenceError, f"is about {LEAST.name}"),
+        (lambda folder: folder.rename(folder.with_name(BEST.name)), EvidenceError, f"has evidence of {LEAST.name}"),
     ],
-    ids=["items", "checks", "of another verdict", "of another level"],
+    ids=["items", "checks", "of another level"],
 )
 def test_edited_evidence_of_a_level_is_refused(
     artifacts: Path, edit: Callable[[Path], object], error: type[Exception], found: str, monkeypatch: pytest.MonkeyPatch
@@ -230,6 +225,15 @@ def test_edited_evidence_of_a_level_is_refused(
     if not folder.is_dir():  # the judged level needs none: as if another had been judged
         monkeypatch.setattr("pipeline.registry.levels.judged_level", lambda target, place: None)
     with pytest.raises(error, match=found):
+        require_judged(artifacts / "candidate")
+
+
+def test_evidence_of_another_bundle_or_verdict_does_not_count(artifacts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = verified(artifacts)
+    edit_record(folder, lambda body: body["parents"]["verdict"].update(digest="0" * 64))
+    assert require_judged(artifacts / "candidate") == BEST.name
+    processor(monkeypatch, *LEAST.needed)
+    with pytest.raises(FingerprintError, match="no evidence for"):
         require_judged(artifacts / "candidate")
 
 
