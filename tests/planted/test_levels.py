@@ -43,8 +43,8 @@ from tests.planted.test_registry import edit_record
 
 BEST, *_, LEAST = (level for level in LEVELS if level.machine == "x86_64")
 BYTES = Scheme(bits=8, group_size=32, symmetric=True)
-# Drops the residual before a norm.
-PLANTED = ("store(sum + i, load(x + i) + load(residual + i));", "store(sum + i, load(x + i));")
+# Subtracts the residual before a norm.
+PLANTED = ("store(sum + i, load(x + i) + load(residual + i));", "store(sum + i, load(x + i) - load(residual + i));")
 pytestmark = pytest.mark.skipif(native.level() in (None, LEAST), reason="this processor has one level or none")
 
 
