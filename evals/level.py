@@ -17,7 +17,6 @@ from engines.bundle import EngineBundle
 from evals.check import Check, Outcome, combine
 from evals.items import read_items
 from evals.kind import Executed
-from evals.kinds.parity import ParityReport
 from evals.kinds.serving import ServedItem, ServingBounds, served_checks
 from evals.kinds.text import TextBounds
 from evals.limits import at_least, at_most
@@ -107,35 +106,24 @@ def judged_level(target: str, executed_on: str | None) -> str | None:
 
 def load_level(
     folder: Path, level: str, bundle: Artifact[EngineBundle], verdict: Artifact[Verdict]
-) -> Artifact[LevelVerdict]:
-    """Read evidence of a level and judge it again.
+) -> Artifact[LevelVerdict] | None:
+    """Read evidence of a level and judge it again; None if it was taken of another bundle, or under another verdict.
 
-    :class:`ArtifactError` for files that changed, :class:`EvidenceError` for evidence about another level, bundle or
-    verdict, or of other libraries, and for checks that its items do not give.
+    :class:`ArtifactError` for files that changed, :class:`EvidenceError` for another level than the folder is named
+    after and for checks that its items do not give, :class:`FingerprintError` for other libraries.
     """
     found = load(folder, LevelVerdict)
     found.verify()
+    wanted = {"candidate": bundle.ref, "verdict": verdict.ref}
+    if any(found.parents.get(role) != ref for role, ref in wanted.items()):
+        return None
     ran = found.record.executed_on
     require_match(bundle.record.hardware, ran, f"{folder}: the bundle")
-    wanted = {
-        "candidate": bundle.digest,
-        "verdict": verdict.digest,
-        "parity": verdict.record.evidence.get(ParityReport.noun, ""),
-    }
-    problems = [
-        f"is about another {role} than {digest[:12]}"
-        for role, digest in wanted.items()
-        if role not in found.parents or found.parents[role].digest != digest
-    ]
-    if ran.level != level:
-        problems.append(f"is about {ran.level}")
     items, served = read_items(folder / LEVEL_ITEMS, LevelItem), read_items(folder / SERVED_ITEMS, ServedItem)
-    if level_checks(items, served, verdict.record.bounds) != found.record.checks:
-        problems.append("has checks that its items do not give")
-    if problems:
+    if ran.level != level or level_checks(items, served, verdict.record.bounds) != found.record.checks:
         raise EvidenceError(
-            f"the evidence of {level} in {folder} {'; '.join(problems)}",
-            expected="evidence about this bundle and its verdict, as it was taken",
+            f"{folder} has evidence of {ran.level}, or checks that its items do not give",
+            expected=f"the evidence of {level}, as it was taken",
             remedy="run `tapeout verify` again",
         )
     return found

@@ -48,7 +48,7 @@ def runnable(bundle: Artifact[EngineBundle]) -> list[str]:
 def covered(
     bundle: Artifact[EngineBundle], verdict: Artifact[Verdict], public_key: Path | None = None
 ) -> tuple[str, ...]:
-    """The bundle's levels with evidence of a PASS. Evidence that was edited is an error, whatever it says."""
+    """The bundle's levels with evidence of a PASS. Evidence that was edited is an error."""
     judged = judged_level(bundle.record.target, verdict.record.executed_on)
     levels = [one.level for one in bundle.record.hardware]
     return tuple(level for level in levels if level == judged or _verified(bundle, verdict, level, public_key))
@@ -100,6 +100,9 @@ def _verified(bundle: Artifact[EngineBundle], verdict: Artifact[Verdict], level:
     if not folder.is_dir():
         return False
     found = load_level(folder, level, bundle, verdict)
+    if found is None:
+        log.warning("the evidence in %s is of another bundle or verdict", folder)
+        return False
     path = signature_path(folder)
     if public_key is not None and verify_signature(path, public_key, Statement) != level_statement(found, bundle):
         raise SignatureError(
