@@ -53,7 +53,8 @@ def hardware_target(name: str) -> HardwareTarget:
         raise BuildError(
             f"{name} has no compile step",
             expected=f"a target that compiles for named hardware: {', '.join(_of_kind(HardwareTarget))}",
-            remedy="`dvc repro build-candidate` builds it; --explain shows how it is lowered",
+            remedy="`dvc repro build-candidate` builds it; --explain shows how it is lowered, and a level such as "
+            "ort-cpu:x86-64-avx2 builds the candidate for that level",
         )
     return target
 

@@ -19,6 +19,7 @@ from evals.items import write_items, write_metrics
 from evals.kind import Context, Probe, Reference
 from evals.kinds.parity import KIND, ParityItem, ParityReport, ParitySettings
 from evals.kinds.text import TextSettings
+from evals.reference_logits import REFERENCE_FILE, ReferenceLogits
 from evals.tables import HeadRows, embedding_error
 from evals.text import joined, kl_divergences, token_hash
 from tapeout import artifact
@@ -64,12 +65,14 @@ def parity(
 
     ``max_tokens``: positions of the engine; all documents joined to one of that length are compared, too.
     """
-    rows = HeadRows()
-    items = compare(probe, reference, documents, head=head, rows=rows)
-    items += compare(probe, reference, [joined(documents, max_tokens)], head=head, rows=rows, free=False)
+    rows, logits = HeadRows(), ReferenceLogits()
+    items = compare(probe, reference, documents, head=head, rows=rows, logits=logits)
+    whole = [joined(documents, max_tokens)]
+    items += compare(probe, reference, whole, head=head, rows=rows, logits=logits, free=False)
     embedding = embedding_error(probe.embedding(), reference.embedding())
     with artifact.create(folder, ParityReport) as draft:
         write_items(draft.folder / KIND.items_file, items)
+        logits.save(draft.folder / REFERENCE_FILE)
         write_metrics(draft.folder, parity_metrics(items))
         record = ParityReport(
             candidate=candidate,
@@ -92,12 +95,14 @@ def compare(
     *,
     head: str,
     rows: HeadRows | None = None,
+    logits: ReferenceLogits | None = None,
     free: bool = True,
 ) -> list[ParityItem]:
     """KL(reference || engine) in nats and top-token agreement at every position of every document.
 
     ``probe(tokens)`` gives the engine's logits ``[S, V]`` and each linear's output. The output head is not locked: its
-    logits are what is compared, and what is added to ``rows``. ``free``: compare both running freely, too.
+    logits are what is compared, and what is added to ``rows`` and ``logits``. ``free``: compare both running freely,
+    too.
     :class:`EvidenceError` when there is nothing to compare, when shapes differ, or when
     a logit is not finite.
     """
@@ -106,7 +111,7 @@ def compare(
             "no documents to compare", expected="at least one", remedy="check data.source and evaluate.documents"
         )
     return [
-        _compare_document(probe, reference, tokens, head, rows, free)
+        _compare_document(probe, reference, tokens, head, rows, logits, free)
         for tokens in tqdm(documents, desc="parity", disable=None)
     ]
 
@@ -127,7 +132,13 @@ def parity_metrics(items: Sequence[ParityItem]) -> dict[str, float]:
 
 
 def _compare_document(
-    probe: Probe, reference: Reference, tokens: Sequence[int], head: str, rows: HeadRows | None, free: bool
+    probe: Probe,
+    reference: Reference,
+    tokens: Sequence[int],
+    head: str,
+    rows: HeadRows | None,
+    logits: ReferenceLogits | None,
+    free: bool,
 ) -> ParityItem:
     actual, outputs = probe(tokens)
     locked, errors = reference.locked(tokens, {name: value for name, value in outputs.items() if name != head})
@@ -137,6 +148,8 @@ def _compare_document(
     kl, agree = kl_divergences(locked, actual), int((locked.argmax(axis=1) == actual.argmax(axis=1)).sum())
     if rows is not None:
         rows.add(locked, actual)
+    if logits is not None:
+        logits.add(tokens, actual)
     del locked
     position = max(errors, key=lambda name: errors[name][1])
     item = ParityItem(

@@ -201,9 +201,13 @@ class Streams:
 
 
 def served_items(
-    settings: ServingSettings, baseline: Sequences, candidate: Sequences, reopened: Sequences, text: Sequence[int]
+    settings: ServingSettings,
+    baseline: Sequences | None,
+    candidate: Sequences,
+    reopened: Sequences,
+    text: Sequence[int],
 ) -> list[ServedItem]:
-    """Every path, in an order in which each finds slots that hold other sequences."""
+    """Every path, in an order in which each finds slots that hold other sequences. ``baseline`` None: none is asked."""
     from tqdm import tqdm
 
     log, streams = Log(), Streams(text)
@@ -309,7 +313,7 @@ def steps(engine: Sequences, held: Sequence[Stream], lengths: Sequence[int], cou
             log.add(place, held[slot], at[entry], logits[entry], chosen=int(chosen[entry]))
 
 
-def reuse(engine: Sequences, baseline: Sequences, streams: Streams, count: int, log: Log) -> None:
+def reuse(engine: Sequences, baseline: Sequences | None, streams: Streams, count: int, log: Log) -> None:
     """A short prompt in every slot, where a longer sequence was before, then decode steps of all slots."""
     room = max(1, engine.max_tokens - count)
     lengths = [min(room, REUSE_TOKENS + slot % REUSE_SPREAD) for slot in range(engine.slots)]
@@ -385,7 +389,7 @@ def generation(engine: Sequences, streams: Streams, settings: ServingSettings, l
 
 
 def other_shape(
-    engine: Sequences, baseline: Sequences, reopened: Sequences, streams: Streams, count: int, log: Log
+    engine: Sequences, baseline: Sequences | None, reopened: Sequences, streams: Streams, count: int, log: Log
 ) -> None:
     """The same engine opened with other numbers of slots and threads, in its last slots."""
     first, room = max(reopened.slots - 2, 0), engine.max_tokens - count

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from engines.bundle import EngineBundle
 from evals.check import Outcome
+from evals.level import LevelVerdict
 from evals.verdict import Verdict
 from tapeout.artifact import Artifact
 from tapeout.signing import Digest, Resource, Statement, TestResult, record_resource
@@ -25,9 +27,31 @@ def statement(model: str, verdict: Artifact[Verdict], bundle: Artifact[Any]) -> 
             passedTests=tuple(name for name, passed in outcomes.items() if passed),
             failedTests=tuple(name for name, passed in outcomes.items() if not passed),
             outcome=record.outcome.value,
+            executed_on=record.executed_on,
             model=model,
             bundle=bundle.digest,
             verdict=verdict.digest,
             evidence=record.evidence,
+        ),
+    )
+
+
+def level_statement(found: Artifact[LevelVerdict], bundle: Artifact[EngineBundle]) -> Statement:
+    """The outcome of every check of one level, about the record of this evidence."""
+    record = found.record
+    outcomes = {check.name: check.outcome is Outcome.PASS for check in record.checks}
+    return Statement(
+        subject=(record_resource(found.folder),),
+        predicate=TestResult(
+            result="PASSED" if record.outcome is Outcome.PASS else "FAILED",
+            configuration=(),
+            passedTests=tuple(name for name, passed in outcomes.items() if passed),
+            failedTests=tuple(name for name, passed in outcomes.items() if not passed),
+            outcome=record.outcome.value,
+            executed_on=f"{bundle.record.target}:{record.executed_on.level}",
+            model="",
+            bundle=bundle.digest,
+            verdict=found.parents["verdict"].digest,
+            evidence={parent.noun: parent.digest for parent in found.parents.values()},
         ),
     )

@@ -61,10 +61,11 @@ class EngineClient(Protocol):
         """
         ...
 
-    async def swap(self, folder: Path) -> None:
+    async def swap(self, folder: Path, opener: OpenEngine | None = None) -> None:
         """Open another bundle, give it all new requests, and close the old engine once its requests have ended.
 
-        If it does not open, or gives no token, the old one stays and the reason is raised as :class:`TapeoutError`.
+        ``opener``: instead of the one that opened the engine before. If it does not open, or gives no token, the old
+        one stays and the reason is raised as :class:`TapeoutError`.
         """
         ...
 
@@ -96,7 +97,7 @@ class ProcessClient:
         self._opener, self._limits = opener, limits or Limits()
         self._quiet_seconds, self._stuck_seconds, self._open_seconds = quiet_seconds, stuck_seconds, open_seconds
         self._processes: set[_EngineProcess] = set()
-        self._current = self._start(folder)
+        self._current = self._start(folder, opener)
         self._tasks: set[asyncio.Task[None]] = set()
         self._changing = asyncio.Lock()  # of the current process
         self._draining = False
@@ -139,11 +140,12 @@ class ProcessClient:
         finally:
             process.abandon(stream)
 
-    async def swap(self, folder: Path) -> None:
+    async def swap(self, folder: Path, opener: OpenEngine | None = None) -> None:
         async with self._changing:
-            new = self._start(folder)
+            opener = opener or self._opener
+            new = self._start(folder, opener)
             await self._open(new, probe=True)
-            old, self._current = self._current, new
+            old, self._current, self._opener = self._current, new, opener
         logger.info("requests go to %s from now on", folder)
         self._spawn(self._retire(old))
 
@@ -166,8 +168,8 @@ class ProcessClient:
         await asyncio.gather(*[process.close() for process in self._processes])
         self._processes.clear()
 
-    def _start(self, folder: Path) -> _EngineProcess:
-        process = _EngineProcess(Start(folder, self._opener, self._limits))
+    def _start(self, folder: Path, opener: OpenEngine) -> _EngineProcess:
+        process = _EngineProcess(Start(folder, opener, self._limits))
         self._processes.add(process)
         return process
 
@@ -223,7 +225,7 @@ class ProcessClient:
                 return
             self.restarts += 1
             try:
-                new = self._start(old.folder)
+                new = self._start(old.folder, self._opener)
                 await self._open(new)
             except (TapeoutError, OSError) as error:
                 logger.error("the engine cannot be started again: %s", error)

@@ -37,17 +37,19 @@ class OpenEngine(Protocol):
 class OpenBundle:
     """``threads``: 0 means every physical core. ``slots``: room for so many sequences of full length; as built if None.
 
-    ``kv_bytes``: most memory of the KV cache, instead of ``slots``. ``public_key``: see :func:`engines.load.load`.
+    ``kv_bytes``: most memory of the KV cache, instead of ``slots``. ``public_key``, ``level``: see
+    :func:`engines.load.load`.
     """
 
     threads: int = 0
     slots: int | None = None
     kv_bytes: int | None = None
     public_key: Path | None = None
+    level: str = ""
 
     def __call__(self, folder: Path) -> Opened:
         from engines.bundle import EngineBundle
-        from engines.load import load
+        from engines.load import at_level, load
         from engines.native.sampling import sampling_kernel
         from engines.sessions import library_of
         from engines.threads import physical_cores
@@ -64,7 +66,7 @@ class OpenBundle:
                     f"{self.kv_bytes} bytes of KV cache",
                     expected=f"at least {sequence_bytes}, one sequence of {record.io.max_tokens} tokens",
                 )
-        engine = load(folder, threads=self.threads, slots=slots, public_key=self.public_key)
+        engine = load(folder, threads=self.threads, slots=slots, level=self.level, public_key=self.public_key)
         has = engine.capabilities
         info = EngineInfo(
             digest=engine.digest,
@@ -79,7 +81,9 @@ class OpenBundle:
         )
         tokenizer = folder / "tokenizer.json"
         text = tokenizer.read_text(encoding="utf-8") if tokenizer.is_file() else None
-        kernel = sampling_kernel(library_of(bundle), has.vocab_size, self.threads or physical_cores())
+        kernel = sampling_kernel(
+            library_of(at_level(bundle, self.level)), has.vocab_size, self.threads or physical_cores()
+        )
         return Opened(engine, info, text, kernel)
 
 

@@ -58,6 +58,7 @@ class TestResult(Frozen):
     passedTests: tuple[str, ...]  # noqa: N815 (the format's own names)
     failedTests: tuple[str, ...]  # noqa: N815
     outcome: str
+    executed_on: str | None  # hardware and level of the evidence
     model: str  # the registered model that it was judged for
     bundle: str  # digests, as records have them
     verdict: str
@@ -235,8 +236,8 @@ def verify_signature(path: Path, public_key: Path, kind: type[S]) -> S:
         ) from error
 
 
-def require_signed_pass(bundle: Artifact[Any], public_key: Path) -> None:
-    """:class:`SignatureError` unless a signed statement beside the bundle says that this very bundle passed."""
+def require_signed_pass(bundle: Artifact[Any], public_key: Path) -> Statement:
+    """The signed statement beside the bundle; :class:`SignatureError` unless it says that this very bundle passed."""
     path = signature_path(bundle.folder)
     statement = verify_signature(path, public_key, Statement)
     require_about(statement, bundle.folder, bundle.digest, path)
@@ -246,6 +247,7 @@ def require_signed_pass(bundle: Artifact[Any], public_key: Path) -> None:
             expected="a signed PASS",
             remedy="open a bundle that passed",
         )
+    return statement
 
 
 def require_about(statement: Statement, folder: Path, digest: str, path: Path) -> None:

@@ -92,7 +92,7 @@ class LocalClient:
         if stream is not None:
             stream.put_nowait(message)
 
-    async def swap(self, folder: Path) -> None:
+    async def swap(self, folder: Path, opener: object = None) -> None:
         raise NotImplementedError
 
     async def drain(self, timeout: float) -> None:

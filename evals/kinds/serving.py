@@ -13,7 +13,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from evals.block import QUALITY, Block, FactRow, Table, fact_metrics
-from evals.check import Findings, Judged
+from evals.check import Check, Findings, Judged
 from evals.items import read_items
 from evals.kind import Bounds, Evidence, EvidenceRecord, Kind, Report
 from evals.limits import at_least, at_most
@@ -130,39 +130,10 @@ class Serving(Kind[ServingReport, ServedItem, ServingBounds]):
         return problems
 
     def judge(self, report: Report[ServingReport, ServedItem], evidence: Evidence, bounds: ServingBounds) -> Findings:
-        items = report.items
-        compared = [item for item in items if item.float_kl_sum is not None]
-        gaps = {_place(item): item.gap for item in items if item.path == "greedy"}
+        compared = [item for item in report.items if item.float_kl_sum is not None]
         return Findings(
             checks=(
-                at_most(
-                    "serving_kl",
-                    "largest mean KL of a way of serving against one prefill in slot 0, nats",
-                    _means([item for item in items if item.path != "generation"], lambda item: item.kl_sum),
-                    bounds.max_serving_kl,
-                    "groups",
-                ),
-                at_most(
-                    "serving_position_kl",
-                    "largest KL at one position as served against one prefill in slot 0, nats",
-                    {_place(item): item.kl_max for item in items if item.path != "generation"},
-                    bounds.max_serving_position_kl,
-                    "groups",
-                ),
-                at_least(
-                    "serving_agreement",
-                    "smallest share of same top tokens, as served and in one prefill in slot 0",
-                    _means(items, lambda item: item.agree, fine=False),
-                    bounds.min_serving_agreement,
-                    "paths",
-                ),
-                at_most(
-                    "serving_greedy",
-                    "largest logit that greedy decoding passes over, above the chosen one's",
-                    gaps,
-                    bounds.max_greedy_gap,
-                    "groups",
-                ),
+                *served_checks(report.items, bounds),
                 at_most(
                     "serving_float_kl",
                     "largest mean KL of a way of serving against the float engine, nats",
@@ -202,6 +173,41 @@ class Serving(Kind[ServingReport, ServedItem, ServingBounds]):
             "KL and top tokens against a prefill of the same tokens in one piece in slot 0.",
         )
         return Block(QUALITY, "As served", facts=facts, table=table, metrics=fact_metrics("serving", facts))
+
+
+def served_checks(items: Sequence[ServedItem], bounds: ServingBounds) -> tuple[Check, ...]:
+    """Every way of serving against one prefill of the same engine."""
+    gaps = {_place(item): item.gap for item in items if item.path == "greedy"}
+    return (
+        at_most(
+            "serving_kl",
+            "largest mean KL of a way of serving against one prefill in slot 0, nats",
+            _means([item for item in items if item.path != "generation"], lambda item: item.kl_sum),
+            bounds.max_serving_kl,
+            "groups",
+        ),
+        at_most(
+            "serving_position_kl",
+            "largest KL at one position as served against one prefill in slot 0, nats",
+            {_place(item): item.kl_max for item in items if item.path != "generation"},
+            bounds.max_serving_position_kl,
+            "groups",
+        ),
+        at_least(
+            "serving_agreement",
+            "smallest share of same top tokens, as served and in one prefill in slot 0",
+            _means(items, lambda item: item.agree, fine=False),
+            bounds.min_serving_agreement,
+            "paths",
+        ),
+        at_most(
+            "serving_greedy",
+            "largest logit that greedy decoding passes over, above the chosen one's",
+            gaps,
+            bounds.max_greedy_gap,
+            "groups",
+        ),
+    )
 
 
 RULES: tuple[Rule[ServedItem], ...] = (

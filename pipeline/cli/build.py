@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
@@ -11,7 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from engines.bundle import PassReport
-from engines.load import hardware_target
+from engines.load import find_target, graph_target, hardware_target
+from engines.target import GraphTarget
 from pipeline.stages import hardware
 from pipeline.stages.hardware import Built, Request
 from tapeout.artifact import Artifact
@@ -43,10 +44,13 @@ def parse_batches(text: str, slots: int) -> tuple[int, ...]:
 
 
 def build(request: Request, name: str, capabilities: Sequence[str], console: Any) -> None:
-    """Build for every capability and print the bundles.
+    """Build for every capability, or level of native kernels, and print the bundles.
 
     A capability that the compiler refuses does not stop the others; its :class:`BuildError` is raised at the end.
     """
+    if capabilities and isinstance(find_target(name), GraphTarget):
+        _build_levels(request, {level: graph_target(f"{name}:{level}") for level in capabilities}, console)
+        return
     target = hardware_target(name)
     if not capabilities:
         raise BuildError(
@@ -74,6 +78,15 @@ def build(request: Request, name: str, capabilities: Sequence[str], console: Any
         console.print(bundle_table(built))
     if refused:
         raise refused[0]
+
+
+def _build_levels(request: Request, targets: Mapping[str, GraphTarget], console: Any) -> None:
+    for level, target in targets.items():
+        with console.status(level) as status:
+            built = hardware.build_at(request, target, level, lambda step: status.update(f"{level}: {step}"))  # noqa: B023
+        kernels = ", ".join(one.level for one in built.record.hardware if one.level) or "none of ours"
+        console.print(f"{built.folder}: kernels for {kernels}", markup=False)
+        console.print(f"judge it: set build.target to {target.name}:{level}, then `dvc repro`", markup=False)
 
 
 def _evidence(request: Request, lowered: Artifact[LoweredGraph], console: Any) -> Artifact[PortableReport] | None:

@@ -485,6 +485,39 @@ def promote(
 
 
 @app.command(rich_help_panel="Judge and release")
+def verify(
+    source: Annotated[
+        str, typer.Argument(help="A judged bundle's folder, models:/NAME@ALIAS or models:/NAME/VERSION.")
+    ] = "artifacts/candidate",
+    level: Annotated[
+        str,
+        typer.Option(help="A level of native kernels that the bundle carries; by default the best of this machine."),
+    ] = "",
+    threads: Annotated[int, typer.Option(help="Of the engine; 0 means every physical core.")] = 0,
+    key: Annotated[
+        Path | None,
+        typer.Option(help="Sign the evidence with this private key.", envvar="TAPEOUT_PRIVATE_KEY", show_envvar=True),
+    ] = None,
+    public_key: PublicKey = None,
+    as_json: Json = False,
+) -> None:
+    """Take the short evidence of a level that was not judged, and attach it: 0 PASS, 1 FAIL (docs/deploy.md).
+
+    The engine at this level is compared with the logits of the judged one, and with itself in every way it is served.
+    It takes minutes and no torch. `tapeout serve` then serves at this level.
+
+    Example: `tapeout verify models:/smollm2@champion`
+    """
+    from pipeline.cli.tables import level_verdict
+    from pipeline.cli.verify import run
+
+    found = run(source, level, threads, key, public_key)
+    shown = {"digest": found.digest, "folder": str(found.folder), "outcome": found.record.outcome}
+    _show(shown | found.record.model_dump(mode="json"), level_verdict(found), as_json)
+    raise typer.Exit(found.record.exit_code)
+
+
+@app.command(rich_help_panel="Judge and release")
 def rollback(params: Params = Path("params.yaml"), as_json: Json = False) -> None:
     """Make the former champion champion again. A second rollback undoes the first.
 
@@ -576,7 +609,13 @@ def doctor(params: Params = Path("params.yaml"), as_json: Json = False) -> None:
 
 @app.command(rich_help_panel="Build")
 def build(
-    target: Annotated[str, typer.Option(help="A target, and the GPUs to compile for: `tensorrt-rtx:sm89,sm120`.")],
+    target: Annotated[
+        str,
+        typer.Option(
+            help="A target, and the GPUs to compile for, or levels of a CPU: `tensorrt-rtx:sm89,sm120`, "
+            "`ort-cpu:x86-64-avx2`."
+        ),
+    ],
     precision: Annotated[str, typer.Option(help="fp16, bf16, int4 (block weights) or fp8 (calibrated).")] = "fp16",
     explain: Annotated[bool, typer.Option("--explain", help="Only print the lowering, pass by pass.")] = False,
     checkpoint: Annotated[
@@ -588,7 +627,9 @@ def build(
     artifacts: Artifacts = Path("artifacts"),
     params: Params = Path("params.yaml"),
 ) -> None:
-    """Compile for hardware that this machine may lack, one bundle each under artifacts/targets; or explain a lowering.
+    """Build for hardware that this machine may lack, one bundle each under artifacts/targets; or explain a lowering.
+
+    At a level of a CPU the bundle is the recipe's candidate, with the kernels of that level only.
 
     Example: `tapeout build --target tensorrt-rtx:sm89,sm120 --precision fp8`
     """

@@ -14,15 +14,18 @@ from typing import TYPE_CHECKING, Any
 from engines.bundle import EngineBundle
 from evals.check import Outcome
 from evals.kinds.speed import Benchmark
+from evals.level import judged_level
 from evals.verdict import Verdict
 from pipeline.registry import serving
 from pipeline.registry.access import Reference
+from pipeline.registry.levels import covered, level_to_serve
 from runtime.client import ProcessClient
 from runtime.opening import OpenBundle
 from runtime.scheduler import Limits
 from runtime.server.listen import ServeError, listen
 from tapeout import artifact
 from tapeout.errors import TapeoutError
+from tapeout.signing import require_signed_pass
 
 if TYPE_CHECKING:
     from pipeline.cli.shadow import ShadowOptions
@@ -71,20 +74,19 @@ def run(options: Options) -> None:
     public_key = None if options.unsafe else options.public_key
     reference = Reference.parse(options.source) if options.source.startswith("models:") else None
     if reference is not None:
-        found = asyncio.run(serving.pulled(reference, public_key, unsafe=options.unsafe))
-        folder, name = found.folder, reference.name
-        log.info("%s is version %d: %s", reference, found.version, folder)
+        folder, level = asyncio.run(_pulled(reference, public_key, unsafe=options.unsafe))
+        name = reference.name
     else:
         folder = Path(options.source)
         name = folder.resolve().name
-        require_judged(folder, signed=public_key is not None, unsafe=options.unsafe)
+        level = require_judged(folder, public_key=public_key, unsafe=options.unsafe)
     mirrored = None
     if options.shadow is not None:
         from pipeline.cli.shadow import mirror
 
-        challenger = find_challenger(options.shadow.source, public_key, unsafe=options.unsafe)
-        mirrored = mirror(options.shadow, folder, challenger, public_key)
-    opener = OpenBundle(options.threads, options.slots, options.kv_bytes, public_key)
+        challenger, other = find_challenger(options.shadow.source, public_key, unsafe=options.unsafe)
+        mirrored = mirror(options.shadow, folder, challenger, public_key, other)
+    opener = OpenBundle(options.threads, options.slots, options.kv_bytes, public_key, level)
     client = ProcessClient(folder, opener, Limits(max_waiting=options.max_waiting, most_drafted=options.draft_tokens))
     # Imported while the engine's process opens the bundle.
     from fastapi import APIRouter
@@ -122,7 +124,7 @@ def run(options: Options) -> None:
     async def beside(service: Service) -> None:
         works: list[Awaitable[None]] = []
         if reference is not None and reference.alias and options.follow_seconds:
-            works.append(follow_alias(service, reference, public_key, options.follow_seconds, unsafe=options.unsafe))
+            works.append(follow_alias(service, reference, opener, options.follow_seconds, unsafe=options.unsafe))
         await asyncio.gather(*works, *([mirrored.run()] if mirrored is not None else []))
 
     try:
@@ -144,15 +146,20 @@ def run(options: Options) -> None:
             mirrored.hook.close()
 
 
-def find_challenger(source: str, public_key: Path | None, *, unsafe: bool) -> Path:
-    """The bundle's folder of ``--shadow``. What may not be served is not shadowed either."""
+def find_challenger(source: str, public_key: Path | None, *, unsafe: bool) -> tuple[Path, str]:
+    """The bundle's folder of ``--shadow``, and its level. What may not be served is not shadowed either."""
     if not source.startswith("models:"):
-        require_judged(Path(source), signed=public_key is not None, unsafe=unsafe)
-        return Path(source)
-    reference = Reference.parse(source)
-    found = asyncio.run(serving.pulled(reference, public_key, unsafe=unsafe))
-    log.info("%s is version %d: %s", reference, found.version, found.folder)
-    return found.folder
+        return Path(source), require_judged(Path(source), public_key=public_key, unsafe=unsafe)
+    return asyncio.run(_pulled(Reference.parse(source), public_key, unsafe=unsafe))
+
+
+async def _pulled(reference: Reference, public_key: Path | None, *, unsafe: bool) -> tuple[Path, str]:
+    """The folder of a registered bundle, and the level that it is served at; empty: the best."""
+    found = await serving.pulled(reference, public_key, unsafe=unsafe)
+    bundle = artifact.load_record(found.folder, EngineBundle)
+    level = "" if unsafe else level_to_serve(bundle, found.levels, str(reference))
+    log.info("%s is version %d: %s %s", reference, found.version, found.folder, level)
+    return found.folder, level
 
 
 def measured_bandwidth(folder: Path) -> float | None:
@@ -167,7 +174,7 @@ def measured_bandwidth(folder: Path) -> float | None:
 
 
 async def follow_alias(
-    service: Service, reference: Reference, public_key: Path | None, seconds: float, *, unsafe: bool = False
+    service: Service, reference: Reference, opener: OpenBundle, seconds: float, *, unsafe: bool = False
 ) -> None:
     """Look at the registry every ``seconds``; when the alias is at another version, pull and serve that.
 
@@ -183,7 +190,7 @@ async def follow_alias(
             changed = now is None or now != done
             if changed or (failures and time.monotonic() >= retry_at):
                 failures, done = 0 if changed else failures, now
-                await _serve_alias(service, reference, public_key, unsafe=unsafe)
+                await _serve_alias(service, reference, opener, unsafe=unsafe)
                 failures, said = 0, ""
         except Exception as error:  # of any kind: a broken bundle must not end the watch
             failures += 1
@@ -195,13 +202,12 @@ async def follow_alias(
         await asyncio.sleep(seconds if now is not None else max(seconds, FULL_LOOK_SECONDS))
 
 
-async def _serve_alias(service: Service, reference: Reference, public_key: Path | None, *, unsafe: bool) -> None:
-    found = await serving.pulled(reference, public_key, unsafe=unsafe)
-    if found.digest == service.client.info.digest:
+async def _serve_alias(service: Service, reference: Reference, opener: OpenBundle, *, unsafe: bool) -> None:
+    folder, level = await _pulled(reference, opener.public_key, unsafe=unsafe)
+    if artifact.load_record(folder, EngineBundle).digest == service.client.info.digest:
         return
-    log.info("%s is version %d now: opening %s", reference, found.version, found.folder)
-    await service.swap(found.folder)
-    log.info("version %d is served; requests that were running end on the engine before it", found.version)
+    await service.swap(folder, replace(opener, level=level))
+    log.info("%s is served; requests that were running end on the engine before it", folder)
 
 
 def parse_bytes(text: str) -> int:
@@ -215,18 +221,25 @@ def parse_bytes(text: str) -> int:
     return int(float(found[1]) * (1 << UNITS[found[2]]))
 
 
-def require_judged(folder: Path, *, signed: bool = False, unsafe: bool = False) -> None:
-    """:class:`ServeError` unless the verdict beside the bundle, or a signed one, is a PASS about this very bundle.
+def require_judged(folder: Path, *, public_key: Path | None = None, unsafe: bool = False) -> str:
+    """The level to serve a bundle at; empty: the best that this machine has.
 
-    ``signed``: the engine's loader asks for a signed PASS. It also checks that the bundle was built for this hardware.
+    :class:`ServeError` unless the verdict beside the bundle is a PASS about this very bundle; :class:`SignatureError`
+    unless a signed one is, with a ``public_key``. :class:`FingerprintError` where no level of this machine has
+    evidence.
     """
     bundle = artifact.load_record(folder, EngineBundle)
     if unsafe:
         log.warning("--unsafe: %s is served without a verdict", folder)
-        return
-    if signed:
-        return
+        return ""
     place = folder.resolve().parent / "verdict"
+    if public_key is not None:
+        signed = require_signed_pass(bundle, public_key).predicate
+        verdict = artifact.load(place, Verdict) if place.is_dir() else None
+        if verdict is None or verdict.digest != signed.verdict:
+            level = judged_level(bundle.record.target, signed.executed_on)
+            return level_to_serve(bundle, () if level is None else (level,), str(folder))
+        return level_to_serve(bundle, covered(bundle, verdict, public_key), str(folder))
     remedy = "run `dvc repro gate`, serve the champion (models:/NAME@champion), or accept the risk with --unsafe"
     expected = f"a PASS about bundle {bundle.digest[:12]} in {place}"
     if not place.is_dir():
@@ -241,3 +254,4 @@ def require_judged(folder: Path, *, signed: bool = False, unsafe: bool = False) 
         )
     if verdict.record.outcome is not Outcome.PASS:
         raise ServeError(f"{folder} was judged {verdict.record.outcome.value}", expected=expected, remedy=remedy)
+    return level_to_serve(bundle, covered(bundle, verdict), str(folder))

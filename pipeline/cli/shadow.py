@@ -40,8 +40,8 @@ class ShadowOptions:
 class Mirrored(Collector):
     """The challenger of a server: its hook, its side of the work, and its metrics. The test goes on where it was."""
 
-    def __init__(self, options: ShadowOptions, plan: ShadowPlan, challenger: Path, public_key: Path | None) -> None:
-        self._challenger, self._opener = challenger, OpenBundle(options.threads, 1, None, public_key)
+    def __init__(self, options: ShadowOptions, plan: ShadowPlan, challenger: Path, opener: OpenBundle) -> None:
+        self._challenger, self._opener = challenger, opener
         written = ObservationLog(options.log, plan)
         self._test = fold(plan, written.made)
         self._failed = sum(observation.failed for observation in written.made)
@@ -86,7 +86,9 @@ class Mirrored(Collector):
             yield GaugeMetricFamily(f"tapeout:shadow_{name}", text, value=value)
 
 
-def mirror(options: ShadowOptions, champion: Path, challenger: Path, public_key: Path | None) -> Mirrored:
+def mirror(
+    options: ShadowOptions, champion: Path, challenger: Path, public_key: Path | None, level: str = ""
+) -> Mirrored:
     """Freeze the plan, or go on with the one that there is. :class:`ServeError` for engines that cannot be compared."""
     bundles = [artifact.load_record(folder, EngineBundle) for folder in (champion, challenger)]
     first, second = bundles
@@ -103,7 +105,7 @@ def mirror(options: ShadowOptions, champion: Path, challenger: Path, public_key:
     plan = frozen_plan(options.online, first.digest, second.digest, options.share)
     if not 0 < plan.share <= 1:
         raise ServeError(f"the share of mirrored calls is {plan.share:g}", expected="more than 0 and at most 1")
-    return Mirrored(options, plan, challenger, public_key)
+    return Mirrored(options, plan, challenger, OpenBundle(options.threads, 1, None, public_key, level))
 
 
 def _text(bundle: Artifact[EngineBundle]) -> tuple[object, ...]:

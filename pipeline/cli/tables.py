@@ -13,9 +13,11 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from evals.check import Outcome
-from evals.verdict import COLUMNS, Verdict
+from evals.check import Check, Outcome
+from evals.level import LevelVerdict
+from evals.verdict import COLUMNS, Verdict, row
 from pipeline.cli.doctor import Diagnosis, Status
+from tapeout.artifact import Artifact
 from tapeout.lineage import Explanation, Parent, fields
 
 OUTCOME_STYLE = {Outcome.PASS: "bold green", Outcome.FAIL: "bold red", Outcome.INCONCLUSIVE: "bold yellow"}
@@ -41,12 +43,24 @@ def console() -> Terminal:
     return found if found.is_terminal else Terminal(highlight=False, width=PLAIN_WIDTH)
 
 
-def verdict(judged: Verdict) -> RenderableType:
-    table = Table(title="Verdict", title_justify="left", title_style="bold")
+def checks_table(title: str, checks: Sequence[Check]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
     for column in COLUMNS:
         table.add_column(column, overflow="fold")
-    for check, row in zip(judged.checks, judged.explain(), strict=True):
-        table.add_row(Text(row[0], OUTCOME_STYLE[check.outcome]), *(escape(cell) for cell in row[1:]))
+    for check, cells in zip(checks, map(row, checks), strict=True):
+        table.add_row(Text(cells[0], OUTCOME_STYLE[check.outcome]), *(escape(cell) for cell in cells[1:]))
+    return table
+
+
+def level_verdict(found: Artifact[LevelVerdict]) -> RenderableType:
+    """Of `tapeout verify`."""
+    record, bundle = found.record, found.parents["candidate"].digest
+    said = f"  bundle {bundle[:12]} at {record.executed_on.level}: {found.folder}"
+    headline = Text.assemble((record.outcome.value, OUTCOME_STYLE[record.outcome]), said)
+    return Group(checks_table("Level", record.checks), headline)
+
+
+def verdict(judged: Verdict) -> RenderableType:
     headline = Text.assemble(
         (judged.outcome.value, OUTCOME_STYLE[judged.outcome]),
         f"  candidate {judged.candidate[:12]} against baseline {judged.baseline[:12]}",
@@ -56,7 +70,7 @@ def verdict(judged: Verdict) -> RenderableType:
         for check in judged.checks
         if check.outcome is not Outcome.PASS
     ]
-    return Group(table, headline, *reasons)
+    return Group(checks_table("Verdict", judged.checks), headline, *reasons)
 
 
 def diagnosis(found: Diagnosis) -> RenderableType:
@@ -120,8 +134,8 @@ def _rows(name: str, rows: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
     table = Table(title=name, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         table.add_column(column, overflow="fold")
-    for row in rows[:SHOWN_ROWS]:
-        table.add_row(*(escape(short(row.get(column, ""))) for column in columns))
+    for shown in rows[:SHOWN_ROWS]:
+        table.add_row(*(escape(short(shown.get(column, ""))) for column in columns))
     hidden = len(rows) - SHOWN_ROWS
     return [table, Text(f"… and {hidden} more (--json shows all)\n", "dim")] if hidden > 0 else [table]
 

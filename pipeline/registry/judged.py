@@ -107,6 +107,7 @@ def require_signature(path: Path, key: Path, name: str, verdict: Verdict, digest
         "verdict": digest,
         "evidence": verdict.evidence,
         "outcome": verdict.outcome.value,
+        "executed_on": verdict.executed_on,
         "result": "PASSED" if verdict.outcome is Outcome.PASS else "FAILED",
     }
     require_same(found.predicate.model_dump(mode="json"), expected, path)

@@ -15,16 +15,19 @@ import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from engines.bundle import EngineBundle
 from evals.check import Outcome
+from evals.level import LevelVerdict
 from evals.verdict import Verdict
 from pipeline.registry.access import Reference, Registry, Version, open_registry
 from pipeline.registry.bundle_store import is_whole
 from pipeline.registry.judged import EVIDENCE, MODEL_SIGNATURE, SIGNATURE, VERDICT, require_signature
+from pipeline.registry.levels import FOLDER as LEVELS
+from pipeline.registry.levels import covered, evidence_folder, level_tag, runnable
 from pipeline.registry.versions import tag_of
-from tapeout.artifact import RECORD, Artifact, load, load_record
+from tapeout.artifact import RECORD, Artifact, Record, load, load_record
 from tapeout.durable import replace_folder
 from tapeout.errors import RegistryError, SignatureError, TapeoutError
 from tapeout.file_hashes import sha256_file
@@ -38,11 +41,15 @@ from tapeout.signing import (
     write_signature,
 )
 
+R = TypeVar("R", bound=Record)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Pulled(NamedTuple):
-    """``folder``: of the bundle, in the store. ``fetched_bytes``: 0 if it was there already."""
+    """``folder``: of the bundle, in the store. ``fetched_bytes``: 0 if it was there already.
+
+    ``levels``: of native kernels that evidence covers.
+    """
 
     name: str
     version: int
@@ -51,6 +58,7 @@ class Pulled(NamedTuple):
     signed: bool
     folder: Path
     fetched_bytes: int
+    levels: tuple[str, ...]
 
 
 def pull(reference: Reference, store: Path, *, public_key: Path | None = None, unsafe: bool = False) -> Pulled:
@@ -61,7 +69,7 @@ def pull(reference: Reference, store: Path, *, public_key: Path | None = None, u
     """
     with open_registry() as registry, tempfile.TemporaryDirectory() as scratch:
         version = registry.version(reference)
-        verdict = _verdict(registry, version, Path(scratch))
+        verdict = fetch_verdict(registry, version, Path(scratch))
         digest = verdict.record.candidate
         if verdict.record.outcome is not Outcome.PASS and not unsafe:
             raise RegistryError(
@@ -81,8 +89,11 @@ def pull(reference: Reference, store: Path, *, public_key: Path | None = None, u
             places = (signature_path(folder), model_signature_path(folder)) if signatures else ()
             for path, text in zip(places, signatures, strict=True):
                 write_signature(path, text)
+            kept = load_record(folder, EngineBundle)
+            _level_evidence(registry, version, kept, signed=public_key is not None)
+            levels = covered(kept, verdict, public_key)
     outcome = verdict.record.outcome.value
-    return Pulled(version.name, version.number, digest, outcome, bool(signatures), folder, fetched)
+    return Pulled(version.name, version.number, digest, outcome, bool(signatures), folder, fetched, levels)
 
 
 def require_key(public_key: Path | None) -> Path:
@@ -95,24 +106,48 @@ def require_key(public_key: Path | None) -> Path:
     return public_key
 
 
-def _verdict(registry: Registry, version: Version, scratch: Path) -> Artifact[Verdict]:
-    """The verdict of a version's run, whole, and the one that its tags name."""
-    place = scratch / VERDICT
-    place.mkdir()
+def fetch_logged(registry: Registry, version: Version, path: str, noun: type[R], place: Path) -> Artifact[R]:
+    """An artifact that is logged in a version's run under ``path``, whole, in the new folder ``place``."""
+    place.mkdir(parents=True)
     try:
-        registry.fetch(version.run_root, f"{VERDICT}/{RECORD}", place / RECORD)
-        for name in load_record(place, Verdict).files:
+        registry.fetch(version.run_root, f"{path}/{RECORD}", place / RECORD)
+        for name in load_record(place, noun).files:
             (place / name).parent.mkdir(parents=True, exist_ok=True)
-            registry.fetch(version.run_root, f"{VERDICT}/{name}", place / name)
-        found = load(place, Verdict)
+            registry.fetch(version.run_root, f"{path}/{name}", place / name)
+        return load(place, noun)
     except RegistryError:
         raise
     except TapeoutError as error:
-        raise _changed(version, f"its verdict is not intact: {error.found}") from error
+        raise _changed(version, f"its {noun.noun} is not intact: {error.found}") from error
+
+
+def fetch_verdict(registry: Registry, version: Version, scratch: Path) -> Artifact[Verdict]:
+    """The verdict of a version's run, whole, and the one that its tags name."""
+    found = fetch_logged(registry, version, VERDICT, Verdict, scratch / VERDICT)
     for tag, value in (("verdict", found.digest), ("candidate", found.record.candidate)):
         if tag_of(version.tags, tag, version.number) != value:
             raise _changed(version, f"its tag tapeout.{tag} names another one than its run has")
     return found
+
+
+def _level_evidence(registry: Registry, version: Version, bundle: Artifact[EngineBundle], *, signed: bool) -> None:
+    """Bring what `tapeout verify` attached for levels of this machine, as the version's tags name it."""
+    for level in runnable(bundle):
+        digest, folder = version.tags.get(level_tag(level)), evidence_folder(bundle.folder, level)
+        if digest is None or (folder.is_dir() and load_record(folder, LevelVerdict).digest == digest):
+            continue
+        with tempfile.TemporaryDirectory(dir=bundle.folder.parent) as scratch:
+            place = Path(scratch) / level
+            found = fetch_logged(registry, version, f"{LEVELS}/{level}", LevelVerdict, place)
+            if found.digest != digest:
+                raise _changed(version, f"the evidence of {level} is not the one that its tag names")
+            if signed:
+                name = signature_path(folder).name
+                registry.fetch(version.run_root, f"{LEVELS}/{name}", Path(scratch) / name)
+            folder.parent.mkdir(exist_ok=True)
+            replace_folder(place, folder)
+            if signed:
+                write_signature(signature_path(folder), (Path(scratch) / signature_path(folder).name).read_text())
 
 
 def _record(registry: Registry, version: Version, incoming: Path, digest: str) -> Artifact[EngineBundle]:

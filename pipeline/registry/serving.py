@@ -25,7 +25,7 @@ from tapeout.errors import RegistryError, TapeoutError
 async def pulled(reference: Reference, public_key: Path | None, *, unsafe: bool = False) -> Pulled:
     """Pull in a process of its own; :class:`RegistryError` if the version cannot be relied on."""
     answer = await ask(__name__, str(reference), str(public_key or ""), "unsafe" if unsafe else "")
-    return Pulled(**answer | {"folder": Path(answer["folder"])})
+    return Pulled(**answer | {"folder": Path(answer["folder"]), "levels": tuple(answer["levels"])})
 
 
 async def ask(module: str, *words: str) -> Any:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from engines.bundle import EngineBundle, PassReport
 from engines.lowered import LoweredGraph
-from engines.target import Compilation, HardwareTarget, Progress, Target
+from engines.target import Compilation, GraphTarget, HardwareTarget, Progress, Target
 from pipeline.recipe import Recipe
 from tapeout import artifact
 from tapeout.artifact import Artifact, ArtifactRef, Parents
@@ -86,6 +86,24 @@ def explain(request: Request, target: Target[Any]) -> list[PassReport]:
         qdq=qdq,
     )
     return list(lower(lowering, target.passes().every, lambda _: None))
+
+
+def build_at(
+    request: Request, target: GraphTarget, level: str, progress: Callable[[str], None]
+) -> Artifact[EngineBundle]:
+    """The candidate of the recipe with native kernels of one level, which need not be this machine's."""
+    from pipeline.stages.candidate import build_candidate
+    from quantization.checkpoint import QuantizedModel
+
+    folder = request.checkpoint or request.artifacts / "quantized"
+    return build_candidate(
+        request.graph,
+        artifact.load(folder, QuantizedModel),
+        request.artifacts / "targets" / f"{target.name}-{level}",
+        target=target,
+        slots=request.recipe.build.slots,
+        progress=progress,
+    )
 
 
 def lower(request: Request, target: HardwareTarget, progress: Callable[[str], None]) -> Artifact[LoweredGraph]:

@@ -174,23 +174,15 @@ def _build_baseline(recipe: Recipe) -> None:
 
 
 def _build_candidate(recipe: Recipe) -> None:
-    from engines.compile import build
     from engines.load import graph_target
-    from quantization.checkpoint import KVScales
-    from quantization.compressed_tensors import open_checkpoint
+    from pipeline.stages.candidate import build_candidate
 
-    graph, quantized = _graph(), _quantized()
-    kv = KVScales.read(quantized.folder)
-    build(
-        graph,
-        open_checkpoint(quantized.folder),
+    build_candidate(
+        _graph(),
+        _quantized(),
         ARTIFACTS / "candidate",
         target=graph_target(recipe.build.target),
-        precision=quantized.record.summary,
         slots=recipe.build.slots,
-        kv_scales=kv.scales,
-        kv_bits=kv.bits,
-        parents={"graph": graph, "quantized": quantized},
         progress=_say("build"),
     )
 

@@ -13,6 +13,7 @@ from typing import Any
 from starlette.requests import Request
 
 from runtime.client import EngineClient
+from runtime.opening import OpenEngine
 from runtime.server.calls import CALLER, REQUEST_ID, Call, Caller, Hook
 from runtime.server.errors import ApiError, draining
 from runtime.server.protocol import Body
@@ -70,12 +71,12 @@ class Service:
             **values,
         )
 
-    async def swap(self, folder: Path) -> None:
-        """Serve another bundle: requests that run now end on the old one."""
+    async def swap(self, folder: Path, opener: OpenEngine | None = None) -> None:
+        """Serve another bundle: requests that run now end on the old one. ``opener``: if not as the one before."""
         model = await asyncio.to_thread(TextModel.load, folder)
         self.models[model.digest] = model
         try:
-            await self.client.swap(folder)
+            await self.client.swap(folder, opener)
         finally:
             unused = [digest for digest in self.models if digest != self.client.info.digest]
             for digest in unused:

@@ -38,6 +38,7 @@ STATEMENT = Statement(
         passedTests=("executed",),
         failedTests=("kl",),
         outcome="FAIL",
+        executed_on="cpu",
         model="tiny",
         bundle="1" * 64,
         verdict="2" * 64,

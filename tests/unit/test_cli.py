@@ -43,6 +43,7 @@ COMMANDS = [
     "shadow-verdict",
     "drift",
     "promote",
+    "verify",
     "rollback",
     "report",
     "inspect",

@@ -514,6 +514,25 @@ def test_a_report_taken_on_another_machine_does_not_pass(name: str):
     assert "lacks avx2" in check.reason and verdict.executed_on != "cpu"
 
 
+def test_a_verdict_names_the_one_level_that_its_reports_were_taken_at():
+    levels = tuple(
+        MACHINE.model_copy(update={"level": level, "features": features, "more_features": True})
+        for level, features in (("best", ("avx512f",)), ("least", ("avx2",)))
+    )
+    evidence = make(hardware=levels)
+    for kind in ("tasks", "text", "shadow", "parity", "serving", "source", "speed"):
+        evidence = with_report(kind, evidence, executed_on=MACHINE.model_copy(update={"level": "least"}))
+    verdict = judge(evidence, DEFAULT)
+    assert (verdict.outcome, verdict.executed_on) == (Outcome.PASS, "cpu:least")
+    assert verdict.check("executed").reason == "ran on cpu:least"
+    both = OTHER_MACHINE.model_copy(update={"level": "best"})
+    mixed = judge(with_report("parity", evidence, executed_on=both), DEFAULT)
+    assert mixed.check("executed").outcome is Outcome.INCONCLUSIVE
+    assert "reports were taken at the levels best, least" in mixed.check("executed").reason
+    lacking = with_report("parity", evidence, executed_on=MACHINE.model_copy(update={"level": "best"}))
+    assert "best: this CPU lacks avx512f" in judge(lacking, DEFAULT).check("executed").reason
+
+
 def test_reports_of_other_libraries_do_not_pass():
     elsewhere = MACHINE.model_copy(update={"libraries": {"onnxruntime": "0.9"}})
     check = judge(with_report("parity", executed_on=elsewhere), DEFAULT).check("executed")

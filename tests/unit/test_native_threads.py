@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines import native
-from engines.native import NATIVE
-from engines.sessions import SMALL, THREADS_ENTRY, cpu_options
+from engines.native import NATIVE, SMALL
+from engines.sessions import THREADS_ENTRY, cpu_options
 from engines.targets.ort_cpu import library
 from tapeout.schemes import Scheme
 from tests.native import Array, Run, linear_session, random_linear
@@ -103,12 +103,3 @@ def test_a_graph_with_other_operators_keeps_the_threads_of_the_runtime() -> None
     assert threads_of([*NATIVE, "MatMulNBits"]) == (3, False)
     assert threads_of([]) == (3, False)
     assert cpu_options(3, None, ["Gather"]).intra_op_num_threads == 3
-
-
-def test_the_kernels_of_an_older_bundle_keep_the_threads_of_the_runtime(tmp_path: Path) -> None:
-    path = library()
-    assert path is not None
-    older = tmp_path / "kernels.so"
-    older.write_bytes(path.read_bytes().replace(b"tapeout_threads\0", b"tapeout_older__\0"))
-    assert cpu_options(3, path, ["BlockLinear"]).intra_op_num_threads == 1
-    assert cpu_options(3, older, ["BlockLinear"]).intra_op_num_threads == 3

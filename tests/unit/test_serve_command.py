@@ -89,7 +89,7 @@ def test_the_challenger_of_a_registry(tmp_path: Path, monkeypatch: pytest.Monkey
         bundle = artifact.load(artifacts / "candidate", EngineBundle)
         register(judged.recipe(), verdict, bundle, artifacts)
         if outcome is Outcome.PASS:
-            assert artifact.load(find_challenger(source, None, unsafe=False), EngineBundle).digest == bundle.digest
+            assert artifact.load(find_challenger(source, None, unsafe=False)[0], EngineBundle).digest == bundle.digest
     with pytest.raises(RegistryError, match="judged FAIL"):
         find_challenger(source, None, unsafe=False)
 

@@ -43,6 +43,7 @@ STATEMENT = Statement(
         passedTests=("kl",),
         failedTests=("accuracy",),
         outcome="INCONCLUSIVE",
+        executed_on="cpu",
         model="tapeout-default",
         bundle="2" * 64,
         verdict="3" * 64,

@@ -1,0 +1,129 @@
+"""Evidence of a bundle at another level of native kernels than the one that was judged.
+
+A bundle carries kernels for several processors over one graph and one set of weights. Levels add floats in another
+order, which moves activations to other int8 codes, so their logits are not the same to the bit. The whole evidence is
+of one level. Every other level is compared with it: the judged engine's logits are kept with the parity report, the
+engine at the other level must agree with them, and with itself in every way it is served. The bounds are the verdict's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from engines.bundle import EngineBundle
+from evals.check import Check, Outcome, combine
+from evals.items import read_items
+from evals.kind import Executed
+from evals.kinds.serving import ServedItem, ServingBounds, served_checks
+from evals.kinds.text import TextBounds
+from evals.limits import at_least, at_most
+from evals.reference_logits import LevelItem
+from evals.verdict import EXIT_CODES, Verdict
+from tapeout.artifact import Artifact, Record, Roles, load
+from tapeout.errors import EvidenceError, ExitCode
+from tapeout.fingerprint import require_match
+
+LEVEL_ITEMS, SERVED_ITEMS = "level_items.jsonl", "served_items.jsonl"
+SPEED = "speed"
+
+
+class LevelVerdict(Executed, Record):
+    """What the short evidence of one level gives. ``executed_on`` names the level."""
+
+    noun: ClassVar[str] = "LevelVerdict"
+    remedy: ClassVar[str] = "run `tapeout verify`"
+    parent_roles: ClassVar[Roles] = {
+        "candidate": ("EngineBundle",),
+        "verdict": ("Verdict",),
+        "parity": ("ParityReport",),
+    }
+
+    checks: tuple[Check, ...]
+
+    @property
+    def outcome(self) -> Outcome:
+        """Of quality: no float engine is timed here, so whether this level is faster than one stays open."""
+        return combine(check.outcome for check in self.checks if check.name != SPEED)
+
+    @property
+    def exit_code(self) -> ExitCode:
+        return EXIT_CODES[self.outcome]
+
+
+def level_checks(
+    items: Sequence[LevelItem], served: Sequence[ServedItem], bounds: Mapping[str, int | float]
+) -> tuple[Check, ...]:
+    """``bounds``: of the verdict. :class:`EvidenceError` where there is nothing to judge."""
+    if not items or not served or any(not item.tokens for item in (*items, *served)):
+        raise EvidenceError("the evidence of the level is empty", expected="documents and served positions")
+    serving = ServingBounds.model_validate({name: bounds[name] for name in ServingBounds.model_fields})
+    text = TextBounds.model_validate({name: bounds[name] for name in TextBounds.model_fields})
+    tokens = sum(item.tokens for item in items)
+    return (
+        at_most(
+            "level_kl",
+            "mean KL, judged level against this one, nats",
+            {"all documents": math.fsum(item.kl_sum for item in items) / tokens},
+            serving.max_serving_kl,
+            "documents",
+        ),
+        at_most(
+            "level_document_kl",
+            "mean KL of the worst document, judged level against this one, nats",
+            {f"document {item.doc_hash[:12]}": item.kl_sum / item.tokens for item in items},
+            text.max_document_kl,
+            "documents",
+        ),
+        at_least(
+            "level_top_token",
+            "same top token, judged level and this one",
+            {"all documents": sum(item.agree for item in items) / tokens},
+            serving.min_serving_agreement,
+            "documents",
+        ),
+        *served_checks(served, serving),
+        Check(
+            name=SPEED,
+            title="speed against the float engine at this level",
+            outcome=Outcome.INCONCLUSIVE,
+            reason="not measured: `dvc repro` with build.target at this level measures it",
+        ),
+    )
+
+
+def judged_level(target: str, executed_on: str | None) -> str | None:
+    """At which a verdict's reports were taken, as it says; None where the bundle was not executed on its target.
+
+    >>> judged_level("ort-cpu", "ort-cpu:x86-64-avx2"), judged_level("ort-cpu", "x86_64 (avx)")
+    ('x86-64-avx2', None)
+    """
+    place, _, level = (executed_on or "").partition(":")
+    return level if place == target else None
+
+
+def load_level(
+    folder: Path, level: str, bundle: Artifact[EngineBundle], verdict: Artifact[Verdict]
+) -> Artifact[LevelVerdict] | None:
+    """Read evidence of a level and judge it again; None if it was taken of another bundle, or under another verdict.
+
+    :class:`ArtifactError` for files that changed, :class:`EvidenceError` for another level than the folder is named
+    after and for checks that its items do not give, :class:`FingerprintError` for other libraries.
+    """
+    found = load(folder, LevelVerdict)
+    found.verify()
+    wanted = {"candidate": bundle.ref, "verdict": verdict.ref}
+    if any(found.parents.get(role) != ref for role, ref in wanted.items()):
+        return None
+    ran = found.record.executed_on
+    require_match(bundle.record.hardware, ran, f"{folder}: the bundle")
+    items, served = read_items(folder / LEVEL_ITEMS, LevelItem), read_items(folder / SERVED_ITEMS, ServedItem)
+    if ran.level != level or level_checks(items, served, verdict.record.bounds) != found.record.checks:
+        raise EvidenceError(
+            f"{folder} has evidence of {ran.level}, or checks that its items do not give",
+            expected=f"the evidence of {level}, as it was taken",
+            remedy="run `tapeout verify` again",
+        )
+    return found

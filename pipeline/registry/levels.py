@@ -1,0 +1,113 @@
+"""At which levels of native kernels a bundle may be served: those that evidence covers (evals/level.py).
+
+The verdict covers the level that its reports were taken at, `tapeout verify` any other. Its evidence lies beside the
+bundle, in ``BUNDLE.levels/LEVEL``, and in the registry in the run of the version, whose tag names its digest. With a
+public key it must be signed, as the verdict.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engines.bundle import EngineBundle
+from engines.load import at_level
+from evals.check import Outcome
+from evals.level import LevelVerdict, judged_level, load_level
+from evals.statement import level_statement
+from evals.verdict import Verdict
+from pipeline.registry.tracking import connect
+from pipeline.registry.versions import get_version
+from tapeout.artifact import Artifact
+from tapeout.errors import FingerprintError, SignatureError
+from tapeout.signing import Statement, signature_path, verify_signature
+
+if TYPE_CHECKING:
+    from pipeline.registry.access import Version
+
+FOLDER = "levels"  # of a run
+log = logging.getLogger("tapeout.server")
+
+
+def evidence_folder(bundle: Path, level: str) -> Path:
+    bundle = bundle.resolve()
+    return bundle.with_name(f"{bundle.name}.{FOLDER}") / level
+
+
+def level_tag(level: str) -> str:
+    return f"tapeout.level.{level}"
+
+
+def runnable(bundle: Artifact[EngineBundle]) -> list[str]:
+    """The bundle's levels that this machine has, the best first."""
+    return [one.level for one in bundle.record.hardware if one.level and _runs(bundle, one.level)]
+
+
+def covered(
+    bundle: Artifact[EngineBundle], verdict: Artifact[Verdict], public_key: Path | None = None
+) -> tuple[str, ...]:
+    """The bundle's levels with evidence of a PASS. Evidence that was edited is an error."""
+    judged = judged_level(bundle.record.target, verdict.record.executed_on)
+    levels = [one.level for one in bundle.record.hardware]
+    return tuple(level for level in levels if level == judged or _verified(bundle, verdict, level, public_key))
+
+
+def level_to_serve(bundle: Artifact[EngineBundle], levels: Sequence[str], source: str) -> str:
+    """The best level that this machine has and evidence covers; empty for a bundle without levels.
+
+    ``source``: what the user named. :class:`FingerprintError` where there is none.
+    """
+    if not any(one.level for one in bundle.record.hardware):
+        return ""
+    here = runnable(bundle)
+    chosen = next((level for level in here if level in levels), None)
+    if not here:
+        at_level(bundle)  # says why
+    if chosen is None:
+        raise FingerprintError(
+            f"{source} has no evidence for {', '.join(here)}, which this machine has",
+            expected=f"one of the levels with evidence: {', '.join(levels) or 'none'}",
+            remedy=f"`tapeout verify {source}` takes it in minutes, or accept the risk with --unsafe",
+        )
+    if chosen != here[0]:
+        log.warning("%s is served at %s: `tapeout verify` has not covered %s", source, chosen, here[0])
+    return chosen
+
+
+def attach(found: Artifact[LevelVerdict], version: Version) -> None:
+    """Log the evidence, and its signature if there is one, in the version's run, and name its digest in a tag."""
+    level = found.record.executed_on.level
+    with connect(write=True) as client:
+        run_id = get_version(client, version.name, version.number).run_id or ""
+        client.log_artifacts(run_id, str(found.folder), f"{FOLDER}/{level}")
+        if (signature := signature_path(found.folder)).is_file():
+            client.log_artifact(run_id, str(signature), FOLDER)
+        client.set_model_version_tag(version.name, str(version.number), level_tag(level), found.digest)
+
+
+def _runs(bundle: Artifact[EngineBundle], level: str) -> bool:
+    try:
+        at_level(bundle, level)
+    except FingerprintError:
+        return False
+    return True
+
+
+def _verified(bundle: Artifact[EngineBundle], verdict: Artifact[Verdict], level: str, public_key: Path | None) -> bool:
+    folder = evidence_folder(bundle.folder, level)
+    if not folder.is_dir():
+        return False
+    found = load_level(folder, level, bundle, verdict)
+    if found is None:
+        log.warning("the evidence in %s is of another bundle or verdict", folder)
+        return False
+    path = signature_path(folder)
+    if public_key is not None and verify_signature(path, public_key, Statement) != level_statement(found, bundle):
+        raise SignatureError(
+            f"{path} is about other evidence than {found.digest[:12]}",
+            expected=f"a signature of the evidence in {folder}",
+            remedy="run `tapeout verify --key` again",
+        )
+    return found.record.outcome is Outcome.PASS

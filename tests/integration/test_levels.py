@@ -1,0 +1,288 @@
+"""One bundle for several processors: it runs at each level that is here, and is served where evidence covers one."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from engines import native, sessions
+from engines.bundle import EngineBundle
+from engines.compile import build
+from engines.load import at_level, graph_target, load
+from engines.native import LEVELS, compiler
+from engines.sequences import Sequences
+from evals.check import Outcome
+from evals.items import read_items
+from evals.kinds.parity import ParityReport
+from evals.kinds.serving import ServedItem
+from evals.level import SERVED_ITEMS, LevelVerdict
+from evals.reference_logits import REFERENCE_FILE, ReferenceLogits
+from evals.verdict import Verdict
+from pipeline.cli.main import main
+from pipeline.cli.serve import require_judged
+from pipeline.registry.access import Reference
+from pipeline.registry.levels import evidence_folder, level_to_serve
+from pipeline.registry.promotion import promote
+from pipeline.registry.pull import pull
+from pipeline.registry.register import register
+from quantization.compressed_tensors import open_checkpoint
+from quantization.rounding import round_to_nearest
+from tapeout import artifact, fingerprint
+from tapeout.artifact import Artifact, ArtifactRef
+from tapeout.errors import ArtifactError, BuildError, EvidenceError, FingerprintError, RegistryError
+from tapeout.schemes import Scheme
+from tests import judged
+from tests.families import export_family
+from tests.lowering import FixedWeights
+from tests.planted.test_registry import edit_record
+
+BEST, *_, LEAST = (level for level in LEVELS if level.machine == "x86_64")
+BYTES = Scheme(bits=8, group_size=32, symmetric=True)
+# Rotates keys and queries the wrong way.
+PLANTED = ("store(to + i, vfma(a, c, -b_sin));", "store(to + i, vfma(a, c, b_sin));")
+pytestmark = pytest.mark.skipif(native.level() in (None, LEAST), reason="this processor has one level or none")
+
+
+def builder(graph: Artifact, target: str = "ort-cpu") -> Callable[..., Artifact[EngineBundle]]:
+    """Writes bundles in which operators of ours do all the work."""
+    checkpoint = open_checkpoint(graph.folder)
+    weights = {name: checkpoint.weight(name) for name in checkpoint.names()}
+    tensors = {name: round_to_nearest(weight, BYTES) for name, weight in weights.items() if weight.ndim == 2}
+
+    def write(folder: Path, _: str, **parents: ArtifactRef) -> Artifact[EngineBundle]:
+        return build(
+            graph,
+            FixedWeights({name: tensors.get(name, weight) for name, weight in weights.items()}),
+            folder,
+            target=graph_target(target),
+            precision="w8",
+            slots=4,
+            kv_scales={},
+            parents=parents,
+        )
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return export_family("llama", tmp_path_factory.mktemp("llama"))
+
+
+def judge_run(artifacts: Path, write: Callable[..., Artifact[EngineBundle]]) -> Artifact[Verdict]:
+    """A run whose evidence is made up, but for the logits of the engine at the best level."""
+    judged.write_run(artifacts, write_candidate=write)
+    engine, kept = Sequences(load(artifacts / "candidate", threads=1)), ReferenceLogits()
+    for number in range(3):
+        tokens = [(7 * number + 3 * at) % 40 + 1 for at in range(30)]
+        kept.add(tokens, engine.prefill(0, tokens, positions=range(30)))
+    engine.close()
+    made = artifact.load(artifacts / "parity", ParityReport)
+    with artifact.create(artifacts / "with", ParityReport) as draft:
+        for name in made.files:
+            shutil.copy(made.folder / name, draft.folder / name)
+        kept.save(draft.folder / REFERENCE_FILE)
+        draft.finish(made.record, parents=made.parents)
+    shutil.rmtree(artifacts / "parity")
+    (artifacts / "with").rename(artifacts / "parity")
+    return judged.judge(artifacts, judged.recipe())
+
+
+@pytest.fixture
+def artifacts(graph: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    verdict = judge_run(tmp_path / "artifacts", builder(graph)).record
+    assert (verdict.outcome, verdict.executed_on) == (Outcome.PASS, f"ort-cpu:{BEST.name}")
+    return tmp_path / "artifacts"
+
+
+def processor(patch: pytest.MonkeyPatch, *features: str) -> None:
+    """As if the processor had no other features."""
+    for module in (fingerprint, native, sessions):
+        patch.setattr(module, "cpu_features", lambda: features)
+
+
+def test_a_bundle_runs_at_every_level_and_is_the_same_wherever_it_is_built(
+    graph: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = builder(graph)
+    bundle = write(tmp_path / "bundle", "")
+    assert [one.level for one in bundle.record.hardware] == [level.name for level in LEVELS]
+    assert {level.file for level in LEVELS} <= set(bundle.files)
+    tokens, rows = list(range(1, 31)), {}
+    here = [level for level in LEVELS if not level.refusal()]
+    for level in here:
+        engine = Sequences(load(bundle.folder, threads=1, level=level.name))
+        rows[level.name] = engine.prefill(0, tokens, positions=range(30))
+        engine.close()
+    for level in here[1:]:
+        assert abs(rows[level.name] - rows[here[0].name]).max() < 0.05
+    processor(monkeypatch, "amx_int8", *LEAST.needed)
+    assert at_level(bundle).record.hardware[0].level == LEAST.name
+    assert write(tmp_path / "elsewhere", "").digest == bundle.digest
+    with pytest.raises(FingerprintError, match=f"{BEST.name}: this CPU lacks avx512f"):
+        load(bundle.folder, level=BEST.name)
+    with pytest.raises(FingerprintError, match="not for riscv64-v"):
+        load(bundle.folder, level="riscv64-v")
+    processor(monkeypatch, "avx")
+    with pytest.raises(FingerprintError, match=f"{LEAST.name}: this CPU lacks avx2, fma, f16c"):
+        load(bundle.folder)
+
+
+def test_a_pinned_bundle_runs_at_its_level_only(graph: Artifact, tmp_path: Path) -> None:
+    bundle = builder(graph, f"ort-cpu:{LEAST.name}")(tmp_path / "bundle", "")
+    assert [one.level for one in at_level(bundle).record.hardware] == [LEAST.name]
+    load(bundle.folder, threads=1).close()
+    with pytest.raises(FingerprintError, match=f"it has kernels for {LEAST.name}, not for {BEST.name}"):
+        load(bundle.folder, level=BEST.name)
+
+
+def test_an_edited_library_of_another_level_is_refused(graph: Artifact, tmp_path: Path) -> None:
+    bundle = builder(graph)(tmp_path / "bundle", "")
+    path = bundle.folder / LEAST.file
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    with pytest.raises(ArtifactError, match=f"{LEAST.name}.so has sha256"):
+        load(bundle.folder, level=BEST.name)
+
+
+def test_a_level_is_served_once_it_is_verified(
+    artifacts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    candidate = artifacts / "candidate"
+    assert require_judged(candidate) == BEST.name
+    with monkeypatch.context() as patch:
+        processor(patch, *LEAST.needed)
+        with pytest.raises(FingerprintError, match=f"no evidence for {LEAST.name}, which this machine has") as refused:
+            require_judged(candidate)
+        assert f"`tapeout verify {candidate}`" in refused.value.remedy and BEST.name in refused.value.expected
+        assert require_judged(candidate, unsafe=True) == ""
+        assert main(["verify", str(candidate), "--threads", "1"]) == 0
+        assert f"at {LEAST.name}" in capsys.readouterr().out
+        assert require_judged(candidate) == LEAST.name
+        processor(patch, "avx")
+        with pytest.raises(FingerprintError, match="this CPU lacks avx2"):
+            require_judged(candidate)
+    assert require_judged(candidate) == BEST.name
+    found = artifact.load(evidence_folder(candidate, LEAST.name), LevelVerdict).record
+    assert found.executed_on.level == LEAST.name and found.executed_on.features == LEAST.needed
+    outcomes = {check.name: check.outcome for check in found.checks}
+    assert outcomes.pop("speed") is Outcome.INCONCLUSIVE and set(outcomes.values()) == {Outcome.PASS}
+    assert {"level_kl", "level_document_kl", "level_top_token", "serving_kl", "serving_greedy"} <= set(outcomes)
+
+
+def test_wrong_kernels_of_a_level_fail(graph: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The judged level does not have the defect."""
+    source = tmp_path / "source"
+    shutil.copytree(compiler.SOURCE, source)
+    kernel = source / "cached_attention.c"
+    text = kernel.read_text()
+    assert PLANTED[0] in text
+    kernel.write_text(text.replace(*PLANTED))
+    compiled, right = compiler.library, compiler.SOURCE
+
+    def library(level: native.Level) -> Path:
+        monkeypatch.setattr(compiler, "SOURCE", source if level == LEAST else right)
+        return compiled(level)
+
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "library", library)
+        judge_run(tmp_path / "artifacts", builder(graph))
+    candidate = tmp_path / "artifacts" / "candidate"
+    assert main(["verify", str(candidate), "--level", LEAST.name, "--threads", "1"]) == 1
+    processor(monkeypatch, *LEAST.needed)
+    with pytest.raises(FingerprintError, match="no evidence for"):
+        require_judged(candidate)
+
+
+def verified(artifacts: Path) -> Path:
+    assert main(["verify", str(artifacts / "candidate"), "--level", LEAST.name, "--threads", "1"]) == 0
+    return evidence_folder(artifacts / "candidate", LEAST.name)
+
+
+def passes(body: dict) -> None:
+    """Checks that say that something else was measured."""
+    for check in body["record"]["checks"]:
+        check["value"] = None if check["value"] is None else check["value"] / 2
+
+
+@pytest.mark.parametrize(
+    ("edit", "error", "found"),
+    [
+        (lambda folder: (folder / SERVED_ITEMS).write_text(""), ArtifactError, "0 bytes"),
+        (lambda folder: edit_record(folder, passes), EvidenceError, "checks that its items do not give"),
+        (lambda folder: folder.rename(folder.with_name(BEST.name)), EvidenceError, f"has evidence of {LEAST.name}"),
+    ],
+    ids=["items", "checks", "of another level"],
+)
+def test_edited_evidence_of_a_level_is_refused(
+    artifacts: Path, edit: Callable[[Path], object], error: type[Exception], found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edit(folder := verified(artifacts))
+    if not folder.is_dir():  # the judged level needs none: as if another had been judged
+        monkeypatch.setattr("pipeline.registry.levels.judged_level", lambda target, place: None)
+    with pytest.raises(error, match=found):
+        require_judged(artifacts / "candidate")
+
+
+def test_evidence_of_another_bundle_or_verdict_does_not_count(artifacts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = verified(artifacts)
+    edit_record(folder, lambda body: body["parents"]["verdict"].update(digest="0" * 64))
+    assert require_judged(artifacts / "candidate") == BEST.name
+    processor(monkeypatch, *LEAST.needed)
+    with pytest.raises(FingerprintError, match="no evidence for"):
+        require_judged(artifacts / "candidate")
+
+
+def test_what_cannot_be_verified(artifacts: Path, graph: Artifact, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(artifacts / "candidate"), "--level", "x86-64-v9"]) == 2
+    assert "not for x86-64-v9" in capsys.readouterr().err
+    shutil.rmtree(artifacts / "candidate")
+    builder(graph, f"ort-cpu:{LEAST.name}")(artifacts / "candidate", "")
+    assert main(["verify", str(artifacts / "candidate")]) == 2
+    assert "is about bundle" in capsys.readouterr().err
+    assert not evidence_folder(artifacts / "candidate", LEAST.name).exists()
+
+
+def test_evidence_of_a_level_is_attached_to_a_version(
+    artifacts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    bundle, verdict = (
+        artifact.load(artifacts / "candidate", EngineBundle),
+        artifact.load(artifacts / "verdict", Verdict),
+    )
+    register(judged.recipe(), verdict, bundle, artifacts)
+    promote(judged.recipe())
+    champion = Reference(judged.NAME, "champion")
+    assert pull(champion, tmp_path / "bundles").levels == (BEST.name,)
+    with monkeypatch.context() as patch:
+        processor(patch, *LEAST.needed)
+        before = pull(champion, tmp_path / "first")
+        with pytest.raises(FingerprintError, match="tapeout verify models:/"):
+            level_to_serve(artifact.load_record(before.folder, EngineBundle), before.levels, str(champion))
+        assert main(["verify", str(champion), "--threads", "1"]) == 0
+        there = pull(champion, tmp_path / "second")
+        assert there.levels == (BEST.name, LEAST.name)
+        pulled = artifact.load_record(there.folder, EngineBundle)
+        assert level_to_serve(pulled, there.levels, str(champion)) == LEAST.name
+        logged = next(path.parent for path in tmp_path.rglob(SERVED_ITEMS) if "mlruns" in str(path))
+        items = logged / SERVED_ITEMS
+        items.write_text(items.read_text().replace('"agree": 1', '"agree": 2'))
+        with pytest.raises(RegistryError, match="LevelVerdict is not intact"):
+            pull(champion, tmp_path / "third")
+    assert read_items(evidence_folder(there.folder, LEAST.name) / SERVED_ITEMS, ServedItem)
+
+
+def test_a_bundle_of_foreign_levels_only_is_built_and_not_opened(
+    graph: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = builder(graph, f"ort-cpu:{BEST.name}")(tmp_path / "bundle", "")
+    processor(monkeypatch, *LEAST.needed)
+    with pytest.raises(FingerprintError, match="this CPU lacks avx512f"):
+        load(bundle.folder)
+    with pytest.raises(BuildError, match=f"{BEST.name}.so cannot run here: it needs avx512f"):
+        sessions.library_of(bundle)

@@ -1,0 +1,56 @@
+"""The kept logits of an engine: what another engine's are compared with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evals.reference_logits import KEPT_TOKENS, ReferenceLogits
+from evals.text import kl_divergences
+from tapeout.errors import EvidenceError
+
+VOCABULARY = 300
+
+
+def logits(seed: int, count: int, scale: float = 3.0) -> np.ndarray:
+    return (scale * np.random.default_rng(seed).normal(size=(count, VOCABULARY))).astype(np.float32)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(0, 99), st.floats(0, 1))
+def test_the_divergence_is_at_most_that_of_the_whole_vocabulary(lengths: list[int], seed: int, noise: float) -> None:
+    """Tokens that count as one cannot add to it; with few tokens left over it is nearly all."""
+    reference = ReferenceLogits()
+    for number, count in enumerate(lengths):
+        reference.add(list(range(count)), logits(seed + number, count))
+    for number, count in enumerate(lengths):
+        own = logits(seed + number, count)
+        other = own + np.float32(noise) * logits(seed + 77, count, 1.0)
+        item = reference.compare(number, other)
+        whole = kl_divergences(own, other)
+        assert item.kl_sum <= whole.sum() + 1e-4 * count and item.kl_max <= whole.max() + 1e-4
+        assert item.kl_sum >= 0.4 * whole.sum() - 1e-4 * count
+        assert item.agree == (own.argmax(axis=1) == other.argmax(axis=1)).sum()
+
+
+def test_what_is_kept_is_read_back(tmp_path: Path) -> None:
+    reference = ReferenceLogits()
+    reference.add([5, 6, 7], logits(1, 3))
+    reference.add([8], logits(2, 1))
+    reference.save(tmp_path / "kept.npz")
+    again = ReferenceLogits.load(tmp_path / "kept.npz")
+    assert again.documents == [[5, 6, 7], [8]] and again.ids[0].shape == (3, KEPT_TOKENS)
+    assert again.compare(0, logits(1, 3)) == reference.compare(0, logits(1, 3))
+    same = again.compare(1, logits(2, 1))
+    assert same.kl_sum == pytest.approx(0, abs=1e-6) and same.agree == same.tokens == 1
+
+
+@pytest.mark.parametrize("spoil", [lambda rows: rows[:2], lambda rows: np.where(rows == rows[0, 0], np.nan, rows)])
+def test_logits_that_cannot_be_compared_are_refused(spoil: object) -> None:
+    reference = ReferenceLogits()
+    reference.add([5, 6, 7], logits(1, 3))
+    with pytest.raises(EvidenceError, match="for 3 tokens"):
+        reference.compare(0, spoil(logits(1, 3)))  # type: ignore[operator]
