@@ -9,6 +9,8 @@ qemu runs instructions one by one: it shows neither speed nor how a processor re
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +20,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engines.native import LEVELS, Level, find_level
+from engines.native import LEVELS, Level, compiler, find_level
 from tests.levels import program
+from tests.native import own_cache
 
 SEED = int(os.environ.get("TAPEOUT_FUZZ_SEED", "1"))
 CASES = int(os.environ.get("TAPEOUT_LEVEL_CASES", "800"))
+PLANTED_CASES = 300
 REFERENCE = find_level("x86-64-avx2")  # runs everywhere: qemu knows its instructions
 WIDE = "x86-64-avx512vnni"
 DOTPROD, I8MM = find_level("aarch64-dotprod"), find_level("aarch64-i8mm")
@@ -40,10 +44,9 @@ class Result:
 
 def run(level: Level, folder: Path, cases: int = CASES) -> list[Result]:
     """The results of random cases. The host itself compares them with its reference."""
-    file = folder / f"{level.name}.results"
-    command = [*program.runner(level), str(program.build(level, folder)), str(SEED), str(cases), str(file)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    runner, file = program.runner(level), folder / f"{level.name}.results"
+    done = subprocess.run([*runner, program.build(level, folder), str(SEED), str(cases), file], capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
     return read(file)
 
 
@@ -83,3 +86,45 @@ def test_every_level_gives_the_same_bits(level: Level, reference: list[Result], 
             [one for one in results if one.operator != "CachedAttention"] for results in (found, reference)
         )
     assert difference(found, reference) == ""
+
+
+@pytest.mark.parametrize(("level", "processor"), [(I8MM, "neoverse-n1"), (DOTPROD, "cortex-a72")], ids=str)
+def test_a_processor_below_a_level_cannot_run_it(level: Level, processor: str, tmp_path: Path) -> None:
+    """So the level is compiled for more than the one below it, and the check of features is needed."""
+    emulator = program.emulator(level, processor)
+    done = subprocess.run([*emulator, program.build(level, tmp_path), str(SEED), "40"], capture_output=True)
+    assert done.returncode == -signal.SIGILL
+
+
+# Changes of the vector operations of ARM that the comparison must find: file, text, other text.
+DEFECTS = {
+    "a wrong sign offset": ("vector.h", "codes ^= splat_int((int32_t)0x80808080)", "codes ^= splat_int(0x00808080)"),
+    "lanes are added in another order": (
+        "vector_neon.h",
+        "(four[0] + four[2]) + (four[1] + four[3])",
+        "(four[0] + four[1]) + (four[2] + four[3])",
+    ),
+    "large floats become other integers": ("vector_neon.h", "& ~inside)", "& ~inside & 1)"),
+    "a maximum propagates NaN": ("vector_neon.h", "return blend(a > b, a, b)", "return (F32x16)EACH_QUARTER(MAX)"),
+    "rows of a square are exchanged": ("vector_neon.h", "a, c, 0, 1, 4, 5", "c, a, 0, 1, 4, 5"),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS.values(), ids=DEFECTS)
+def test_a_planted_defect_is_found(
+    defect: tuple[str, str, str], reference: list[Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, before, after = defect
+    source = tmp_path / "source"
+    shutil.copytree(compiler.SOURCE, source)
+    text = (source / name).read_text()
+    assert text.count(before) == 1
+    (source / name).write_text("#define MAX(i) vmaxq_f32(QUARTER(a, i), QUARTER(b, i))\n" + text.replace(before, after))
+    own_cache(monkeypatch, tmp_path / "cache")
+    monkeypatch.setattr(compiler, "SOURCE", source)
+    monkeypatch.setattr(compiler, "FLAGS", tuple("-O1" if flag == "-O3" else flag for flag in compiler.FLAGS))
+    runner, file = program.runner(DOTPROD), tmp_path / "results"
+    command = [*runner, program.build(DOTPROD, tmp_path), str(SEED), str(PLANTED_CASES), file]
+    done = subprocess.run(command, capture_output=True)
+    whole = [one for one in reference if one.case < PLANTED_CASES]
+    assert done.returncode or difference(read(file), whole), f"not found in {PLANTED_CASES} cases"
