@@ -53,7 +53,21 @@ def _llama(hidden: int, layers: int, intermediate: int, rope_factor: float, tied
     return Shape("LlamaForCausalLM", {"model_type": "llama", **sizes, **heads, **common, "tie_word_embeddings": tied})
 
 
+_SMOLLM = {
+    "model_type": "llama",
+    "hidden_size": 576,
+    "num_hidden_layers": 30,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "rope_theta": 1e5,
+    "tie_word_embeddings": True,
+}
+
 SHAPES = {
+    "smollm2-135m": Shape("LlamaForCausalLM", _SMOLLM),
     "qwen2.5-0.5b": _qwen(896, 24, 14, 4864),
     "llama-3.2-1b": _llama(2048, 16, 8192, 32.0, tied=True),
     "qwen2.5-3b": _qwen(2048, 36, 16, 11008),
