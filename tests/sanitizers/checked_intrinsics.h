@@ -5,7 +5,6 @@
 
 #include <immintrin.h>
 #include <string.h>
-#undef _mm_prefetch
 
 static inline void checked_prefetch(const void* at) {
   (void)*(const volatile char*)at;
@@ -29,7 +28,7 @@ static inline void checked_store(void* to, __m256i mask, __m256 x) {
     if (selected[i] < 0) memcpy((char*)to + 4 * i, &lanes[i], 4);
 }
 
-#define _mm_prefetch(at, hint)            checked_prefetch(at)
+#define __builtin_prefetch(at, ...)       checked_prefetch(at)
 #define _mm256_maskload_ps(from, mask)    _mm256_castsi256_ps(checked_load(from, mask))
 #define _mm256_maskload_epi32(from, mask) checked_load(from, mask)
 #define _mm256_maskstore_ps(to, mask, x)  checked_store(to, mask, x)
