@@ -81,8 +81,8 @@ typedef struct {
   float* y;
   Max* max;        /* [M, parts] instead of y */
   int8_t* x_codes; /* [M, K] quantized activations */
-  float* x_scales; /* [M, B] */
-  int32_t* x_sums; /* [M, B] sum of a block's codes; times the midpoint of the weights where they are symmetric */
+  float* x_scales; /* [B, M] */
+  int32_t* x_sums; /* [B, M] less the sum of a block's codes; times the midpoint of the weights where they are symmetric */
 } Work;
 
 static inline F32x16 scale_at(const Work* w, int64_t tile, int64_t block) {
@@ -144,8 +144,8 @@ static void quantize_token(void* state, size_t token) {
       }
     else /* NaN and infinity have no codes, the scale is NaN; what is too small to divide by counts as 0 */
       memset(codes + b * k->block, 0, k->block);
-    w->x_scales[token * w->blocks + b] = largest / 127.0f;
-    w->x_sums[token * w->blocks + b] = reduce_add_int(sum) * midpoint;
+    w->x_scales[b * w->M + (int64_t)token] = largest / 127.0f;
+    w->x_sums[b * w->M + (int64_t)token] = -reduce_add_int(sum) * midpoint;
   }
   release_scratch(SCRATCH_ROW);
 }
@@ -189,10 +189,12 @@ INLINE void matmul_tiles(const Work* w, LaneMax* max, Ahead* ahead, int64_t tile
   const uint8_t* codes = w->codes + tile * (TILE * K * bits / 8);
   const int64_t stride = TILE * K * bits / 8;
   for (int64_t b = 0; b < w->blocks; b++) {
+    const float* x_scales = w->x_scales + b * w->M + token;
+    const int32_t* x_sums = w->x_sums + b * w->M + token;
     I32x16 sum[GROUP][WIDE], more[FEW_TOKENS][CHAINS];
     EACH (int m = 0; m < tokens; m++)
       EACH (int t = 0; t < tiles; t++)
-        sum[m][t] = k->symmetric ? splat_int(-w->x_sums[(token + m) * w->blocks + b]) : (I32x16){0};
+        sum[m][t] = k->symmetric ? splat_int(x_sums[m]) : (I32x16){0};
     EACH (int m = 0; m < tokens; m++)
       EACH (int i = 1; i < chains; i++) more[m][i] = (I32x16){0};
     const int8_t* x = w->x_codes + token * K + b * k->block;
@@ -220,9 +222,8 @@ INLINE void matmul_tiles(const Work* w, LaneMax* max, Ahead* ahead, int64_t tile
       if (!k->symmetric)
         zero_point = widen_bytes(w->zero_points + ((tile + t) * w->blocks + b) * TILE) - splat_int(code_offset(bits));
       EACH (int m = 0; m < tokens; m++) {
-        int64_t at = (token + m) * w->blocks + b;
-        if (!k->symmetric) sum[m][t] -= zero_point * splat_int(w->x_sums[at]);
-        F32x16 combined = scale * splat(w->x_scales[at]);
+        if (!k->symmetric) sum[m][t] += zero_point * splat_int(x_sums[m]);
+        F32x16 combined = scale * splat(x_scales[m]);
         y[m][t] = vfma(to_float(sum[m][t]), combined, y[m][t]);
       }
     }
@@ -300,7 +301,7 @@ static void matmul_part(void* state, size_t part) {
   const int64_t lines = (bytes / 64 + groups * w->blocks - 1) / (groups * w->blocks);
   for (int64_t tile = first; tile < end; tile += width) {
     const char* next = (const char*)w->codes + (tile / width + 1) * bytes;
-    Ahead ahead = {next, groups > 1 && tile + width < w->tiles ? next + bytes : next, lines};
+    Ahead ahead = {next, tile + width < w->tiles ? next + bytes : next, lines};
     for (int64_t g = 0; g < groups; g++) {
       const int64_t token = w->M * g / groups;
       matmul_group(w, max, &ahead, tile, token, (int)(w->M * (g + 1) / groups - token));
