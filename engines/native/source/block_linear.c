@@ -82,7 +82,8 @@ typedef struct {
   Max* max;        /* [M, parts] instead of y */
   int8_t* x_codes; /* [M, K] quantized activations */
   float* x_scales; /* [B, M] */
-  int32_t* x_sums; /* [B, M] less the sum of a block's codes; times the midpoint of the weights where they are symmetric */
+  int32_t*
+      x_sums; /* [B, M] less the sum of a block's codes; times the midpoint of the weights where they are symmetric */
 } Work;
 
 static inline F32x16 scale_at(const Work* w, int64_t tile, int64_t block) {
@@ -193,8 +194,7 @@ INLINE void matmul_tiles(const Work* w, LaneMax* max, Ahead* ahead, int64_t tile
     const int32_t* x_sums = w->x_sums + b * w->M + token;
     I32x16 sum[GROUP][WIDE], more[FEW_TOKENS][CHAINS];
     EACH (int m = 0; m < tokens; m++)
-      EACH (int t = 0; t < tiles; t++)
-        sum[m][t] = k->symmetric ? splat_int(x_sums[m]) : (I32x16){0};
+      EACH (int t = 0; t < tiles; t++) sum[m][t] = k->symmetric ? splat_int(x_sums[m]) : (I32x16){0};
     EACH (int m = 0; m < tokens; m++)
       EACH (int i = 1; i < chains; i++) more[m][i] = (I32x16){0};
     const int8_t* x = w->x_codes + token * K + b * k->block;
@@ -241,18 +241,18 @@ INLINE void matmul_tiles(const Work* w, LaneMax* max, Ahead* ahead, int64_t tile
   }
 }
 
-#define MATMUL_GROUP(bits)                                           \
-  switch (tokens) {                                                  \
+#define MATMUL_GROUP(bits)                                                  \
+  switch (tokens) {                                                         \
     case 1: matmul_tiles(w, max, ahead, tile, token, 1, 1, bits); break;    \
     case 2: matmul_tiles(w, max, ahead, tile, token, 2, 1, bits); break;    \
     case 3: matmul_tiles(w, max, ahead, tile, token, 3, WIDE, bits); break; \
-    case 4:                                                          \
+    case 4:                                                                 \
       matmul_tiles(w, max, ahead, tile, token, 4, WIDE, bits);              \
-      break;                                                         \
-      LARGER_GROUPS(bits)                                            \
+      break;                                                                \
+      LARGER_GROUPS(bits)                                                   \
   }
 #if AVX512
-#define LARGER_GROUPS(bits)                                        \
+#define LARGER_GROUPS(bits)                                               \
   case 5: matmul_tiles(w, max, ahead, tile, token, 5, WIDE, bits); break; \
   case 6: matmul_tiles(w, max, ahead, tile, token, 6, WIDE, bits); break;
 #else
@@ -277,9 +277,8 @@ static Max max_of_lanes(const LaneMax* lanes) {
 }
 
 /* One of `parts` runs of pairs of tiles, for all tokens. A pair stays in the cache while all groups of tokens pass it,
-   and the next pair is prefetched meanwhile, some lines with each block: without this, memory is idle while there is more
-   than one group to compute. For one or two tokens the loop goes tile by tile, so that memory
-   is read in one stream. */
+   and the next pair is prefetched meanwhile, some lines with each block: without this, memory is idle while tokens are
+   computed. For one or two tokens the loop goes tile by tile, so that memory is read in one stream. */
 static void matmul_part(void* state, size_t part) {
   const Work* w = state;
   const int64_t pairs = w->tiles / 2, index = (int64_t)part;

@@ -526,8 +526,8 @@ static void prefetch_next(Unit* unit) {
 }
 
 /* The `count` keys and values of a tile, for all queries of a unit. `int8` is a constant where this is inlined. */
-INLINE void attend_tile(const Work* w, Unit* unit, const char* keys, const char* values, int64_t start,
-                        int64_t count, const int int8) {
+INLINE void attend_tile(const Work* w, Unit* unit, const char* keys, const char* values, int64_t start, int64_t count,
+                        const int int8) {
   const int64_t D = w->D, groups = (unit->count + GROUP - 1) / GROUP;
   prefetch_next(unit);
   if (int8) {
