@@ -82,8 +82,7 @@ typedef struct {
   Max* max;        /* [M, parts] instead of y */
   int8_t* x_codes; /* [M, K] quantized activations */
   float* x_scales; /* [B, M] */
-  int32_t*
-      x_sums; /* [B, M] less the sum of a block's codes; times the midpoint of the weights where they are symmetric */
+  int32_t* x_sums; /* [B, M] minus the sum of a block's codes; symmetric: times the midpoint of the weights */
 } Work;
 
 static inline F32x16 scale_at(const Work* w, int64_t tile, int64_t block) {
