@@ -81,8 +81,8 @@ typedef struct {
   float* y;
   Max* max;        /* [M, parts] instead of y */
   int8_t* x_codes; /* [M, K] quantized activations */
-  float* x_scales; /* [M, B] */
-  int32_t* x_sums; /* [M, B] sum of a block's codes; times the midpoint of the weights where they are symmetric */
+  float* x_scales; /* [B, M] */
+  int32_t* x_sums; /* [B, M] minus the sum of a block's codes; symmetric: times the midpoint of the weights */
 } Work;
 
 static inline F32x16 scale_at(const Work* w, int64_t tile, int64_t block) {
@@ -144,8 +144,8 @@ static void quantize_token(void* state, size_t token) {
       }
     else /* NaN and infinity have no codes, the scale is NaN; what is too small to divide by counts as 0 */
       memset(codes + b * k->block, 0, k->block);
-    w->x_scales[token * w->blocks + b] = largest / 127.0f;
-    w->x_sums[token * w->blocks + b] = reduce_add_int(sum) * midpoint;
+    w->x_scales[b * w->M + (int64_t)token] = largest / 127.0f;
+    w->x_sums[b * w->M + (int64_t)token] = -reduce_add_int(sum) * midpoint;
   }
   release_scratch(SCRATCH_ROW);
 }
@@ -178,8 +178,8 @@ INLINE void update_max(LaneMax* max, F32x16 y, int64_t column, int64_t count) {
 }
 
 /* `tokens` tokens by `tiles` tiles. `tokens`, `tiles` and `bits` are constants where this is inlined. */
-INLINE void matmul_tiles(const Work* w, LaneMax* max, int64_t tile, int64_t token, const int tokens, const int tiles,
-                         const int bits) {
+INLINE void matmul_tiles(const Work* w, LaneMax* max, Ahead* ahead, int64_t tile, int64_t token, const int tokens,
+                         const int tiles, const int bits) {
   const Kernel* k = w->kernel;
   const int64_t K = k->K, block_steps = k->block / STEP;
   const int chains = tiles == 1 ? CHAINS : 1, depth = depth_of(bits);
@@ -189,10 +189,11 @@ INLINE void matmul_tiles(const Work* w, LaneMax* max, int64_t tile, int64_t toke
   const uint8_t* codes = w->codes + tile * (TILE * K * bits / 8);
   const int64_t stride = TILE * K * bits / 8;
   for (int64_t b = 0; b < w->blocks; b++) {
+    const float* x_scales = w->x_scales + b * w->M + token;
+    const int32_t* x_sums = w->x_sums + b * w->M + token;
     I32x16 sum[GROUP][WIDE], more[FEW_TOKENS][CHAINS];
     EACH (int m = 0; m < tokens; m++)
-      EACH (int t = 0; t < tiles; t++)
-        sum[m][t] = k->symmetric ? splat_int(-w->x_sums[(token + m) * w->blocks + b]) : (I32x16){0};
+      EACH (int t = 0; t < tiles; t++) sum[m][t] = k->symmetric ? splat_int(x_sums[m]) : (I32x16){0};
     EACH (int m = 0; m < tokens; m++)
       EACH (int i = 1; i < chains; i++) more[m][i] = (I32x16){0};
     const int8_t* x = w->x_codes + token * K + b * k->block;
@@ -211,6 +212,7 @@ INLINE void matmul_tiles(const Work* w, LaneMax* max, int64_t tile, int64_t toke
             *to = end_dots(*to, partial, bits);
           }
       }
+    prefetch_some(ahead);
     EACH (int m = 0; m < tokens; m++)
       EACH (int i = 1; i < chains; i++) sum[m][0] += more[m][i];
     EACH (int t = 0; t < tiles; t++) {
@@ -219,9 +221,8 @@ INLINE void matmul_tiles(const Work* w, LaneMax* max, int64_t tile, int64_t toke
       if (!k->symmetric)
         zero_point = widen_bytes(w->zero_points + ((tile + t) * w->blocks + b) * TILE) - splat_int(code_offset(bits));
       EACH (int m = 0; m < tokens; m++) {
-        int64_t at = (token + m) * w->blocks + b;
-        if (!k->symmetric) sum[m][t] -= zero_point * splat_int(w->x_sums[at]);
-        F32x16 combined = scale * splat(w->x_scales[at]);
+        if (!k->symmetric) sum[m][t] += zero_point * splat_int(x_sums[m]);
+        F32x16 combined = scale * splat(x_scales[m]);
         y[m][t] = vfma(to_float(sum[m][t]), combined, y[m][t]);
       }
     }
@@ -239,25 +240,25 @@ INLINE void matmul_tiles(const Work* w, LaneMax* max, int64_t tile, int64_t toke
   }
 }
 
-#define MATMUL_GROUP(bits)                                           \
-  switch (tokens) {                                                  \
-    case 1: matmul_tiles(w, max, tile, token, 1, 1, bits); break;    \
-    case 2: matmul_tiles(w, max, tile, token, 2, 1, bits); break;    \
-    case 3: matmul_tiles(w, max, tile, token, 3, WIDE, bits); break; \
-    case 4:                                                          \
-      matmul_tiles(w, max, tile, token, 4, WIDE, bits);              \
-      break;                                                         \
-      LARGER_GROUPS(bits)                                            \
+#define MATMUL_GROUP(bits)                                                  \
+  switch (tokens) {                                                         \
+    case 1: matmul_tiles(w, max, ahead, tile, token, 1, 1, bits); break;    \
+    case 2: matmul_tiles(w, max, ahead, tile, token, 2, 1, bits); break;    \
+    case 3: matmul_tiles(w, max, ahead, tile, token, 3, WIDE, bits); break; \
+    case 4:                                                                 \
+      matmul_tiles(w, max, ahead, tile, token, 4, WIDE, bits);              \
+      break;                                                                \
+      LARGER_GROUPS(bits)                                                   \
   }
 #if AVX512
-#define LARGER_GROUPS(bits)                                        \
-  case 5: matmul_tiles(w, max, tile, token, 5, WIDE, bits); break; \
-  case 6: matmul_tiles(w, max, tile, token, 6, WIDE, bits); break;
+#define LARGER_GROUPS(bits)                                               \
+  case 5: matmul_tiles(w, max, ahead, tile, token, 5, WIDE, bits); break; \
+  case 6: matmul_tiles(w, max, ahead, tile, token, 6, WIDE, bits); break;
 #else
 #define LARGER_GROUPS(bits)
 #endif
 
-static void matmul_group(const Work* w, LaneMax* max, int64_t tile, int64_t token, int tokens) {
+static void matmul_group(const Work* w, LaneMax* max, Ahead* ahead, int64_t tile, int64_t token, int tokens) {
   if (w->kernel->bits == 8)
     MATMUL_GROUP(8)
   else if (w->kernel->bits == 6)
@@ -275,9 +276,8 @@ static Max max_of_lanes(const LaneMax* lanes) {
 }
 
 /* One of `parts` runs of pairs of tiles, for all tokens. A pair stays in the cache while all groups of tokens pass it,
-   and the next pair is prefetched meanwhile: without this, memory is idle while there is more than one group to compute
-   (32 tokens of 576 x 3072: 145 us without, 115 with). For one or two tokens the loop goes tile by tile, so that memory
-   is read in one stream. */
+   and the next pair is prefetched meanwhile, some lines with each block: without this, memory is idle while tokens are
+   computed. For one or two tokens the loop goes tile by tile, so that memory is read in one stream. */
 static void matmul_part(void* state, size_t part) {
   const Work* w = state;
   const int64_t pairs = w->tiles / 2, index = (int64_t)part;
@@ -296,14 +296,13 @@ static void matmul_part(void* state, size_t part) {
     }
   }
   const int64_t bytes = width * TILE * w->kernel->K * w->kernel->bits / 8;
+  const int64_t lines = (bytes / 64 + groups * w->blocks - 1) / (groups * w->blocks);
   for (int64_t tile = first; tile < end; tile += width) {
     const char* next = (const char*)w->codes + (tile / width + 1) * bytes;
-    const int prefetch = groups > 1 && tile + width < w->tiles;
+    Ahead ahead = {next, tile + width < w->tiles ? next + bytes : next, lines};
     for (int64_t g = 0; g < groups; g++) {
       const int64_t token = w->M * g / groups;
-      if (prefetch)
-        for (int64_t at = bytes * g / groups; at < bytes * (g + 1) / groups; at += 64) prefetch_l1(next + at);
-      matmul_group(w, max, tile, token, (int)(w->M * (g + 1) / groups - token));
+      matmul_group(w, max, &ahead, tile, token, (int)(w->M * (g + 1) / groups - token));
     }
   }
   if (!max) return;

@@ -30,8 +30,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* A unit has about UNIT_QUERIES queries, which pass a tile in groups of up to GROUP. */
-enum { VECTORS = 4, KEYS = LANES * VECTORS, GROUP = 6, DIGITS = 3, UNIT_QUERIES = 48 };
+/* A unit has about UNIT_QUERIES queries, which pass a tile in groups of up to GROUP; a group has PHASES of prefetches. */
+enum { VECTORS = 4, KEYS = LANES * VECTORS, GROUP = 6, DIGITS = 3, UNIT_QUERIES = 48, PHASES = 4 };
 enum { LARGEST_HEAD = 512, MOST_HEADS = 1 << 16 };
 /* Fewer pairs of a query and a key than this are computed before another thread has woken up. */
 enum { PARALLEL_PAIRS = 4096 };
@@ -71,6 +71,7 @@ typedef struct {
   float* outputs;       /* [count, D] sums of values times weights */
   char* keys;           /* [D, KEYS] float or [D / 4, KEYS] words of four codes: a transposed tile */
   char* values;         /* [KEYS, D] float or [KEYS / 4, D] words of four keys' codes: a tile of an int8 cache */
+  Ahead next_keys, next_values; /* of the next unit, prefetched while a tile is computed */
 } Unit;
 
 /* unit * 2^x, exact where x is an integer, 0 where x is far below. The minimax polynomial for 2^f, f from 0 to 1, has a
@@ -519,10 +520,16 @@ INLINE void softmax_tile(const Work* w, const Unit* unit, int64_t first, int que
   }
 }
 
+static void prefetch_next(Unit* unit) {
+  prefetch_some(&unit->next_keys);
+  prefetch_some(&unit->next_values);
+}
+
 /* The `count` keys and values of a tile, for all queries of a unit. `int8` is a constant where this is inlined. */
-INLINE void attend_tile(const Work* w, const Unit* unit, const char* keys, const char* values, int64_t start,
-                        int64_t count, const int int8) {
+INLINE void attend_tile(const Work* w, Unit* unit, const char* keys, const char* values, int64_t start, int64_t count,
+                        const int int8) {
   const int64_t D = w->D, groups = (unit->count + GROUP - 1) / GROUP;
+  prefetch_next(unit);
   if (int8) {
     pack_codes(unit, keys, values, count, D);
     values = unit->values;
@@ -536,10 +543,12 @@ INLINE void attend_tile(const Work* w, const Unit* unit, const char* keys, const
     _Alignas(64) float scores[GROUP][KEYS];
     _Alignas(64) char weights[GROUP][4 * KEYS];
     _Alignas(64) float old_scale[LANES], new_scale[LANES];
+    prefetch_next(unit);
     if (int8)
       dot_code_group(unit, first, queries, D, scores);
     else
       dot_float_group(unit, first, queries, D, scores);
+    prefetch_next(unit);
     uint64_t visible[GROUP];
     int plain = !w->kernel->softcap;
     for (int q = 0; q < queries; q++) {
@@ -550,18 +559,11 @@ INLINE void attend_tile(const Work* w, const Unit* unit, const char* keys, const
       softmax_tile(w, unit, first, queries, visible, scores, weights, old_scale, new_scale, 1, int8 && AVX512);
     else
       softmax_tile(w, unit, first, queries, visible, scores, weights, old_scale, new_scale, 0, int8 && AVX512);
+    prefetch_next(unit);
     if (int8)
       add_code_group(values, count, D, weights, old_scale, new_scale, outputs, queries);
     else
       add_float_group(values, count, D, weights, old_scale, new_scale, outputs, queries);
-  }
-}
-
-/* Prefetches keys and values of the next unit, while there is a tile to compute. */
-static void prefetch_tile(const char* keys, const char* values, int64_t bytes) {
-  for (int64_t at = 0; at < bytes; at += 64) {
-    prefetch_l2(keys + at);
-    prefetch_l2(values + at);
   }
 }
 
@@ -599,7 +601,7 @@ static void attend(void* state, size_t index) {
   if (!count) return;
   const int64_t begin = count * part / units, end = count * (part + 1) / units;
   if (units == 1) update_cache(w, b, head);
-  Unit unit;
+  Unit unit = {0};
   if (!create_unit(w, (end - begin) * w->group, w->starts[b] + begin, &unit)) {
     w->out_of_memory = 1;
     return;
@@ -614,8 +616,10 @@ static void attend(void* state, size_t index) {
   for (int64_t start = from; start < total; start += KEYS) {
     const int64_t keys = total - start < KEYS ? total - start : KEYS, left = next_tokens - start;
     if (left > 0) {
-      const int64_t at = entry(w, next, next_head, start);
-      prefetch_tile(w->present_key + at, w->present_value + at, (left < KEYS ? left : KEYS) * size);
+      const int64_t at = entry(w, next, next_head, start), bytes = (left < KEYS ? left : KEYS) * size;
+      const char *next_keys = w->present_key + at, *next_values = w->present_value + at;
+      unit.next_keys = (Ahead){next_keys, next_keys + bytes, KEYS * size / 64 / PHASES};
+      unit.next_values = (Ahead){next_values, next_values + bytes, KEYS * size / 64 / PHASES};
     }
     const int64_t at = entry(w, b, head, start);
     if (w->int8)
