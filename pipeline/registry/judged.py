@@ -20,8 +20,12 @@ from evals.check import Outcome
 from evals.evidence import LINEAGE, measured, require_reproducible
 from evals.verdict import Verdict
 from pipeline.recipe import Recipe
+from pipeline.registry.signatures import require_verdict_signature
 from pipeline.registry.versions import (
+    EVIDENCE,
     NO_CHAMPION,
+    SIGNATURE,
+    VERDICT,
     bundle_name,
     digest_of,
     evidence_digest,
@@ -32,27 +36,13 @@ from pipeline.registry.versions import (
 from quantization.calibration import SAMPLES_FILE
 from tapeout.artifact import RECORD, Artifact, load, verify
 from tapeout.errors import RegistryError, TapeoutError
-from tapeout.signing import (
-    PRIVATE_KEY,
-    PUBLIC_KEY,
-    Statement,
-    key_from_environment,
-    require_about,
-    require_same,
-    verify_signature,
-)
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion
 
 KEY = "tapeout.release"  # one digest of all that is registered, so that nothing is registered twice
-EVIDENCE, VERDICT = "evidence", "verdict"  # folders of a run
-SIGNATURE, MODEL_SIGNATURE, RECIPE = (
-    "verdict.sigstore.json",
-    "model.sig",
-    "recipe.json",
-)  # in the folder of the evidence
+RECIPE = "recipe.json"  # in the folder of the evidence
 
 
 @dataclass(frozen=True)
@@ -84,32 +74,6 @@ def collect(artifacts: Path, recipe: Recipe, folder: Path) -> None:
 
 def dumped(recipe: Recipe) -> dict[str, Any]:
     return recipe.model_dump(mode="json", by_alias=True)
-
-
-def public_key(recipe: Recipe) -> Path | None:
-    """The key that verdicts must be signed with: of ``TAPEOUT_PUBLIC_KEY``, or else of the recipe."""
-    named = recipe.register_.public_key
-    return key_from_environment(PUBLIC_KEY) or (Path(named) if named else None)
-
-
-def private_key(recipe: Recipe) -> Path | None:
-    """The key to sign with: of ``TAPEOUT_PRIVATE_KEY``, or else of the recipe."""
-    named = recipe.register_.private_key
-    return key_from_environment(PRIVATE_KEY) or (Path(named) if named else None)
-
-
-def require_signature(path: Path, key: Path, name: str, verdict: Verdict, digest: str, bundle: Path) -> None:
-    """:class:`SignatureError` unless ``path`` holds a statement, signed with ``key``, about this verdict and bundle."""
-    found = verify_signature(path, key, Statement)
-    require_about(found, bundle, verdict.candidate, path)
-    expected = {
-        "model": name,
-        "verdict": digest,
-        "evidence": verdict.evidence,
-        "outcome": verdict.outcome.value,
-        "result": "PASSED" if verdict.outcome is Outcome.PASS else "FAILED",
-    }
-    require_same(found.predicate.model_dump(mode="json"), expected, path)
 
 
 def tags_of(name: str, recipe: Recipe, verdict: Verdict, digest: str) -> dict[str, str]:
@@ -210,7 +174,8 @@ def require_signed(judged: Judged, name: str, bundle: Path, key: Path) -> None:
         path = Path(scratch) / SIGNATURE
         if judged.signature:
             path.write_text(judged.signature)
-        require_signature(path, key, name, judged.verdict, judged.digest, bundle)
+        record = judged.verdict.model_dump(mode="json")
+        require_verdict_signature(path, key, name, record, judged.digest, bundle)
 
 
 def _require_run(client: MlflowClient, version: ModelVersion) -> None:

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from evals.online import load_judged
 from evals.policy import policy_of
 from pipeline.recipe import Recipe
-from pipeline.registry.judged import Judged, examine, public_key, require_bundle, require_pass, require_signed
+from pipeline.registry.judged import Judged, examine, require_bundle, require_pass, require_signed
 from pipeline.registry.online import log_online, require_online
+from pipeline.registry.signatures import public_key
 from pipeline.registry.tracking import connect
 from pipeline.registry.versions import CHALLENGER, CHAMPION, NO_CHAMPION, ROLLBACK, aliases, get_model
 from tapeout.errors import RegistryError, TapeoutError

@@ -10,33 +10,22 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import re
 import shutil
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from engines.bundle import EngineBundle
-from evals.check import Outcome
-from evals.verdict import Verdict
 from pipeline.registry.access import Reference, Registry, Version, open_registry
 from pipeline.registry.bundle_store import is_whole
-from pipeline.registry.judged import EVIDENCE, MODEL_SIGNATURE, SIGNATURE, VERDICT, require_signature
-from pipeline.registry.versions import tag_of
-from tapeout.artifact import RECORD, Artifact, load, load_record
+from pipeline.registry.versions import EVIDENCE, MODEL_SIGNATURE, SIGNATURE, VERDICT, tag_of
+from tapeout.artifact import RECORD, Artifact, Header, load_header, load_record
 from tapeout.durable import replace_folder
 from tapeout.errors import RegistryError, SignatureError, TapeoutError
 from tapeout.file_hashes import sha256_file
-from tapeout.signing import (
-    PUBLIC_KEY,
-    ModelStatement,
-    model_signature_path,
-    model_statement,
-    signature_path,
-    verify_signature,
-    write_signature,
-)
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -62,10 +51,10 @@ def pull(reference: Reference, store: Path, *, public_key: Path | None = None, u
     with open_registry() as registry, tempfile.TemporaryDirectory() as scratch:
         version = registry.version(reference)
         verdict = _verdict(registry, version, Path(scratch))
-        digest = verdict.record.candidate
-        if verdict.record.outcome is not Outcome.PASS and not unsafe:
+        digest, outcome = str(verdict.record["candidate"]), str(verdict.record["outcome"])
+        if outcome != "PASS" and not unsafe:
             raise RegistryError(
-                f"{reference} was judged {verdict.record.outcome.value}",
+                f"{reference} was judged {outcome}",
                 expected="a version with a PASS",
                 remedy="promote another version, or accept the risk with --unsafe",
             )
@@ -74,42 +63,26 @@ def pull(reference: Reference, store: Path, *, public_key: Path | None = None, u
             fetched = 0
             whole = is_whole(folder, digest)
             bundle = load_record(folder, EngineBundle) if whole else _record(registry, version, incoming, digest)
-            signatures = _signed(registry, version, verdict, bundle, public_key) if public_key else ()
+            signatures = _signatures(registry, version, verdict, bundle, public_key) if public_key else {}
             if not whole:
                 fetched = _files(registry, version, bundle)
                 replace_folder(incoming, folder)
-            places = (signature_path(folder), model_signature_path(folder)) if signatures else ()
-            for path, text in zip(places, signatures, strict=True):
-                write_signature(path, text)
-    outcome = verdict.record.outcome.value
+            _keep(signatures, folder)
     return Pulled(version.name, version.number, digest, outcome, bool(signatures), folder, fetched)
 
 
-def require_key(public_key: Path | None) -> Path:
-    if public_key is None:
-        raise SignatureError(
-            "a signature is required, but no public key is given",
-            expected="the key of whoever judges",
-            remedy=f"name it with --public-key or {PUBLIC_KEY}",
-        )
-    return public_key
-
-
-def _verdict(registry: Registry, version: Version, scratch: Path) -> Artifact[Verdict]:
-    """The verdict of a version's run, whole, and the one that its tags name."""
+def _verdict(registry: Registry, version: Version, scratch: Path) -> Header:
+    """The verdict of a version's run, and the one that its tags name. Its type is not needed: that takes statistics."""
     place = scratch / VERDICT
     place.mkdir()
+    registry.fetch(version.run_root, f"{VERDICT}/{RECORD}", place / RECORD)
     try:
-        registry.fetch(version.run_root, f"{VERDICT}/{RECORD}", place / RECORD)
-        for name in load_record(place, Verdict).files:
-            (place / name).parent.mkdir(parents=True, exist_ok=True)
-            registry.fetch(version.run_root, f"{VERDICT}/{name}", place / name)
-        found = load(place, Verdict)
-    except RegistryError:
-        raise
+        found = load_header(place)
     except TapeoutError as error:
         raise _changed(version, f"its verdict is not intact: {error.found}") from error
-    for tag, value in (("verdict", found.digest), ("candidate", found.record.candidate)):
+    if found.noun != "Verdict" or not re.fullmatch("[0-9a-f]{64}", str(found.record.get("candidate"))):
+        raise _changed(version, f"its verdict is a {found.noun} about no bundle")
+    for tag, value in (("verdict", found.digest), ("candidate", found.record["candidate"])):
         if tag_of(version.tags, tag, version.number) != value:
             raise _changed(version, f"its tag tapeout.{tag} names another one than its run has")
     return found
@@ -152,10 +125,12 @@ def _files(registry: Registry, version: Version, bundle: Artifact[EngineBundle])
     return needed
 
 
-def _signed(
-    registry: Registry, version: Version, verdict: Artifact[Verdict], bundle: Artifact[EngineBundle], key: Path
-) -> tuple[str, ...]:
-    """The signatures of verdict and files, if both are by ``key`` and about what is here."""
+def _signatures(
+    registry: Registry, version: Version, verdict: Header, bundle: Artifact[EngineBundle], key: Path
+) -> dict[str, str]:
+    """The signatures of verdict and files by file name, if both are by ``key`` and about what is here."""
+    from pipeline.registry.signatures import require_model_signature, require_verdict_signature
+
     with tempfile.TemporaryDirectory() as scratch:
         judged, files = Path(scratch) / SIGNATURE, Path(scratch) / MODEL_SIGNATURE
         for path in (judged, files):
@@ -167,14 +142,18 @@ def _signed(
                     expected="a signature, because a public key is given",
                     remedy="register it with the private key: `tapeout register --key tapeout.key`",
                 ) from error
-        require_signature(judged, key, version.name, verdict.record, verdict.digest, bundle.folder)
-        if verify_signature(files, key, ModelStatement) != model_statement(bundle):
-            raise SignatureError(
-                f"the signature of the files is about another bundle than {bundle.digest[:12]}",
-                expected="the files that were signed",
-                remedy="register the bundle again, with the private key",
-            )
-        return judged.read_text(), files.read_text()
+        require_verdict_signature(judged, key, version.name, verdict.record, verdict.digest, bundle.folder)
+        require_model_signature(files, key, bundle)
+        return {path.name: path.read_text() for path in (judged, files)}
+
+
+def _keep(signatures: Mapping[str, str], folder: Path) -> None:
+    """Write them beside the bundle."""
+    if signatures:
+        from tapeout.signing import model_signature_path, signature_path, write_signature
+
+        write_signature(signature_path(folder), signatures[SIGNATURE])
+        write_signature(model_signature_path(folder), signatures[MODEL_SIGNATURE])
 
 
 @contextmanager

@@ -15,8 +15,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,10 +26,10 @@ from tapeout.errors import SourceError
 
 if TYPE_CHECKING:
     import requests
-    from rich.progress import Progress, TaskID
 
 CHUNK_BYTES = 1 << 20
 TIMEOUT_S = (10, 60)  # to connect, and between two pieces of data
+Shown = Callable[[int, int | None], None]  # bytes so far, and in total if that is known
 ATTEMPTS = 5  # consecutive ones without a new byte
 TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
 
@@ -57,12 +57,11 @@ def download_url(url: str, target: Path, *, session: requests.Session | None = N
     part = target.with_name(target.name + ".part")
     failures = 0
     transient = (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError)
-    with progress_bar() as progress, nullcontext(session) if session else requests.Session() as session:
-        task = progress.add_task(target.name, total=None)
+    with progress_bar(target.name) as shown, nullcontext(session) if session else requests.Session() as session:
         while True:
             before = part.stat().st_size if part.exists() else 0
             try:
-                _continue(session, url, part, progress, task)
+                _continue(session, url, part, shown)
                 break
             except (_TryAgainError, *transient) as error:
                 reason: Exception = error
@@ -210,20 +209,26 @@ def download_snapshot(repo: str, revision: str | None, wanted: Callable[[str], b
     return Snapshot(folder, commit, names)
 
 
-def progress_bar() -> Progress:
-    """A byte-counting progress bar on standard error, silent when that is not a terminal."""
+@contextmanager
+def progress_bar(title: str) -> Generator[Shown]:
+    """A byte-counting progress bar on standard error; nothing, and no library for it, where that is not a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
     from rich.console import Console
     from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
-    console, columns = Console(stderr=True), Progress.get_default_columns()
-    return Progress(*columns, DownloadColumn(), TransferSpeedColumn(), console=console, disable=not console.is_terminal)
+    columns = (*Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(title, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 class _TryAgainError(Exception):
     """A failure that another attempt may avoid: the server is busy, or the part cannot be continued."""
 
 
-def _continue(session: requests.Session, url: str, part: Path, progress: Progress, task: TaskID) -> None:
+def _continue(session: requests.Session, url: str, part: Path, shown: Shown) -> None:
     """Append to ``part`` until it is whole; a broken connection raises and leaves the bytes received."""
     validator = _read_validator(part, url)
     start = part.stat().st_size if validator else 0
@@ -246,12 +251,11 @@ def _continue(session: requests.Session, url: str, part: Path, progress: Progres
             part.unlink(missing_ok=True)
             _write_validator(part, url, None if encoded else _validator(response))
         done = start if resumed else 0
-        progress.update(task, total=total, completed=done)
         with part.open("ab") as stream:
             for chunk in response.iter_content(CHUNK_BYTES):
                 stream.write(chunk)
                 done += len(chunk)
-                progress.update(task, completed=done)
+                shown(done, total)
     if total is not None and done != total:
         raise _TryAgainError(f"the connection closed after {done} of {total} bytes")
 
