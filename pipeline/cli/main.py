@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
+import tapeout
 from pipeline.cli.panels import build, explain, judge, use
 from tapeout.errors import ExitCode, TapeoutError
 
@@ -51,9 +52,18 @@ app = typer.Typer(
 )
 
 
+def print_version(asked: bool) -> None:
+    if asked:
+        print(f"tapeout {tapeout.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
 ) -> None:
     pass  # main() reads --debug, because it also applies to errors before this function
 

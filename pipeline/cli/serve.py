@@ -17,6 +17,7 @@ from evals.kinds.speed import Benchmark
 from evals.verdict import Verdict
 from pipeline.registry import serving
 from pipeline.registry.access import Reference
+from pipeline.registry.pull import Requirements
 from runtime.client import ProcessClient
 from runtime.opening import OpenBundle
 from runtime.scheduler import Limits
@@ -52,8 +53,7 @@ class Options:
     request_seconds: float | None
     drain_seconds: float
     follow_seconds: float
-    unsafe: bool
-    public_key: Path | None = None
+    required: Requirements
     api_keys: tuple[str, ...] = ()
     keys_file: Path | None = None
     usage_database: str | None = None
@@ -68,21 +68,28 @@ class Options:
 def run(options: Options) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     listener = listen(options.host, options.port)
-    public_key = None if options.unsafe else options.public_key
+    required = options.required
+    public_key = required.public_key
     reference = Reference.parse(options.source) if options.source.startswith("models:") else None
     if reference is not None:
-        found = asyncio.run(serving.pulled(reference, public_key, unsafe=options.unsafe))
+        found = asyncio.run(serving.pulled(reference, required))
         folder, name = found.folder, reference.name
         log.info("%s is version %d: %s", reference, found.version, folder)
+    elif required.judge_by is not None:
+        raise ServeError(
+            f"{options.source} is no version of a registry, so no evidence is logged with it",
+            expected="models:/NAME@champion with --judge-by",
+            remedy="judge the evidence of a run with `tapeout gate`",
+        )
     else:
         folder = Path(options.source)
         name = folder.resolve().name
-        require_judged(folder, signed=public_key is not None, unsafe=options.unsafe)
+        require_judged(folder, signed=public_key is not None, unsafe=required.unsafe)
     mirrored = None
     if options.shadow is not None:
         from pipeline.cli.shadow import mirror
 
-        challenger = find_challenger(options.shadow.source, public_key, unsafe=options.unsafe)
+        challenger = find_challenger(options.shadow.source, required)
         mirrored = mirror(options.shadow, folder, challenger, public_key)
     opener = OpenBundle(options.threads, options.slots, options.kv_bytes, public_key)
     client = ProcessClient(folder, opener, Limits(max_waiting=options.max_waiting, most_drafted=options.draft_tokens))
@@ -122,7 +129,7 @@ def run(options: Options) -> None:
     async def beside(service: Service) -> None:
         works: list[Awaitable[None]] = []
         if reference is not None and reference.alias and options.follow_seconds:
-            works.append(follow_alias(service, reference, public_key, options.follow_seconds, unsafe=options.unsafe))
+            works.append(follow_alias(service, reference, required, options.follow_seconds))
         await asyncio.gather(*works, *([mirrored.run()] if mirrored is not None else []))
 
     try:
@@ -144,13 +151,13 @@ def run(options: Options) -> None:
             mirrored.hook.close()
 
 
-def find_challenger(source: str, public_key: Path | None, *, unsafe: bool) -> Path:
+def find_challenger(source: str, required: Requirements) -> Path:
     """The bundle's folder of ``--shadow``. What may not be served is not shadowed either."""
     if not source.startswith("models:"):
-        require_judged(Path(source), signed=public_key is not None, unsafe=unsafe)
+        require_judged(Path(source), signed=required.public_key is not None, unsafe=required.unsafe)
         return Path(source)
     reference = Reference.parse(source)
-    found = asyncio.run(serving.pulled(reference, public_key, unsafe=unsafe))
+    found = asyncio.run(serving.pulled(reference, required))
     log.info("%s is version %d: %s", reference, found.version, found.folder)
     return found.folder
 
@@ -166,9 +173,7 @@ def measured_bandwidth(folder: Path) -> float | None:
     return found.record.read_bandwidth_gb_s * 1e9 if found.record.candidate.digest == bundle.digest else None
 
 
-async def follow_alias(
-    service: Service, reference: Reference, public_key: Path | None, seconds: float, *, unsafe: bool = False
-) -> None:
+async def follow_alias(service: Service, reference: Reference, required: Requirements, seconds: float) -> None:
     """Look at the registry every ``seconds``; when the alias is at another version, pull and serve that.
 
     Whatever goes wrong, the engine that is served stays, and the reason is logged once. The version is tried again
@@ -183,7 +188,7 @@ async def follow_alias(
             changed = now is None or now != done
             if changed or (failures and time.monotonic() >= retry_at):
                 failures, done = 0 if changed else failures, now
-                await _serve_alias(service, reference, public_key, unsafe=unsafe)
+                await _serve_alias(service, reference, required)
                 failures, said = 0, ""
         except Exception as error:  # of any kind: a broken bundle must not end the watch
             failures += 1
@@ -195,8 +200,8 @@ async def follow_alias(
         await asyncio.sleep(seconds if now is not None else max(seconds, FULL_LOOK_SECONDS))
 
 
-async def _serve_alias(service: Service, reference: Reference, public_key: Path | None, *, unsafe: bool) -> None:
-    found = await serving.pulled(reference, public_key, unsafe=unsafe)
+async def _serve_alias(service: Service, reference: Reference, required: Requirements) -> None:
+    found = await serving.pulled(reference, required)
     if found.digest == service.client.info.digest:
         return
     log.info("%s is version %d now: opening %s", reference, found.version, found.folder)

@@ -17,6 +17,12 @@ PublicKey = Annotated[
     Path | None,
     typer.Option(help="Refuse what is not signed with its private key.", envvar="TAPEOUT_PUBLIC_KEY", show_envvar=True),
 ]
+JudgeBy = Annotated[
+    Path | None,
+    typer.Option(
+        help="Judge the logged evidence again by this recipe, as promote does; takes scipy.", metavar="PARAMS"
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a script to read.")]
 
 

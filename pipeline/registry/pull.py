@@ -1,8 +1,8 @@
 """Brings the bundle of a registered version to this machine, and believes nothing that it can check.
 
 The alias is resolved once; from then on the version, its run and the bundle's digest are fixed, whatever the registry
-says meanwhile. The verdict must be a PASS about that digest, and signed where a public key is given. The record comes
-first, and every file that it lists is hashed when it has arrived. The bundle takes its place in the store (see
+says meanwhile. The verdict must be a PASS about that digest, signed or judged again where that is required. The record
+comes first, and every file that it lists is hashed while it arrives. The bundle takes its place in the store (see
 pipeline/registry/bundle_store.py) when it is whole. A pull that was interrupted continues at the byte where it stopped.
 """
 
@@ -15,6 +15,9 @@ import shutil
 import tempfile
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +33,19 @@ from tapeout.file_hashes import sha256_file
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+@dataclass(frozen=True)
+class Requirements:
+    """What a version must have beside whole files.
+
+    ``public_key``: verdict and files must be signed with its private key. ``judge_by``: a recipe, by which its logged
+    evidence is judged again, as a promotion does. ``unsafe``: a version without a PASS will do.
+    """
+
+    public_key: Path | None = None
+    judge_by: Path | None = None
+    unsafe: bool = False
+
+
 class Pulled(NamedTuple):
     """``folder``: of the bundle, in the store. ``fetched_bytes``: 0 if it was there already."""
 
@@ -42,28 +58,31 @@ class Pulled(NamedTuple):
     fetched_bytes: int
 
 
-def pull(reference: Reference, store: Path, *, public_key: Path | None = None, unsafe: bool = False) -> Pulled:
+def pull(reference: Reference, store: Path, required: Requirements = Requirements()) -> Pulled:
     """The bundle of a version, whole and checked, in ``store``.
 
-    :class:`RegistryError` for a version without a PASS (unless ``unsafe``), and for files that are not those that were
-    registered; :class:`SignatureError` unless verdict and files are signed, if a ``public_key`` is given.
+    :class:`RegistryError` for a version that is not as ``required``, and for files that are not those that were
+    registered; :class:`SignatureError` unless verdict and files are signed, if a key is required.
     """
     with open_registry() as registry, tempfile.TemporaryDirectory() as scratch:
         version = registry.version(reference)
         verdict = _verdict(registry, version, Path(scratch))
         digest, outcome = str(verdict.record["candidate"]), str(verdict.record["outcome"])
-        if outcome != "PASS" and not unsafe:
+        if outcome != "PASS" and not required.unsafe:
             raise RegistryError(
                 f"{reference} was judged {outcome}",
                 expected="a version with a PASS",
                 remedy="promote another version, or accept the risk with --unsafe",
             )
+        if required.judge_by:
+            _judge_again(registry, version, required.judge_by, Path(scratch))
         folder = store / digest
         with _incoming(store, digest) as incoming:
             fetched = 0
             whole = is_whole(folder, digest)
             bundle = load_record(folder, EngineBundle) if whole else _record(registry, version, incoming, digest)
-            signatures = _signatures(registry, version, verdict, bundle, public_key) if public_key else {}
+            key = required.public_key
+            signatures = _signatures(registry, version, verdict, bundle, key) if key else {}
             if not whole:
                 fetched = _files(registry, version, bundle)
                 replace_folder(incoming, folder)
@@ -88,6 +107,24 @@ def _verdict(registry: Registry, version: Version, scratch: Path) -> Header:
     return found
 
 
+def _judge_again(registry: Registry, version: Version, params: Path, scratch: Path) -> None:
+    """:class:`RegistryError` unless the logged evidence gives the logged verdict, a PASS by the recipe ``params``."""
+    if find_spec("scipy") is None:
+        raise RegistryError(
+            "the package scipy is not installed",
+            expected="it beside tapeout, to judge evidence",
+            remedy="pip install 'tapeout[judging]', or leave out --judge-by",
+        )
+    from pipeline.recipe import load_recipe
+    from pipeline.registry.judged import fetch_logged, judge_again, require_pass, require_policy
+
+    recipe = load_recipe(params)
+    fetch_logged(partial(registry.fetch, version.run_root), scratch)
+    judged = judge_again(scratch, version.name, version.number, version.tags)
+    require_pass(judged)
+    require_policy(judged, recipe)
+
+
 def _record(registry: Registry, version: Version, incoming: Path, digest: str) -> Artifact[EngineBundle]:
     """The record of the bundle that the verdict judged: it says what else to fetch, and what that must hash to."""
     (incoming / RECORD).unlink(missing_ok=True)
@@ -104,7 +141,7 @@ def _record(registry: Registry, version: Version, incoming: Path, digest: str) -
 
 
 def _files(registry: Registry, version: Version, bundle: Artifact[EngineBundle]) -> int:
-    """Every file of the record, hashed when it has arrived; how many bytes were fetched."""
+    """Every file of the record, hashed while it arrives; how many bytes were fetched."""
     missing = {
         name: entry
         for name, entry in sorted(bundle.files.items())
@@ -117,8 +154,7 @@ def _files(registry: Registry, version: Version, bundle: Artifact[EngineBundle])
     for name, entry in missing.items():
         path = bundle.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        registry.fetch(version.bundle_root, name, path)
-        if (found := sha256_file(path)) != entry.sha256:
+        if (found := registry.fetch(version.bundle_root, name, path)) != entry.sha256:
             path.unlink()
             raise _changed(version, f"{name} has sha256 {found[:12]}, and {entry.sha256[:12]} was judged")
         path.chmod(0o444)

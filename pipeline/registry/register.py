@@ -208,10 +208,14 @@ def _run(
 
 def _is_logged(client: MlflowClient, run_id: str, verdict: Artifact[Verdict]) -> bool:
     """Whether this verdict and its evidence lie in the run unchanged."""
+    from mlflow.exceptions import MlflowException
+
     with tempfile.TemporaryDirectory() as scratch:
         try:
-            return read_logged(client, run_id, Path(scratch))[0].digest == verdict.digest
-        except (TapeoutError, OSError):
+            for folder in (EVIDENCE, VERDICT):
+                client.download_artifacts(run_id, folder, scratch)
+            return read_logged(Path(scratch))[0].digest == verdict.digest
+        except (MlflowException, TapeoutError, OSError):
             return False
 
 

@@ -71,9 +71,7 @@ def _sizes(client: MlflowClient, model_id: str, folder: str | None = None) -> di
 
 def _hash_there(registry: Registry, root: str, name: str) -> str:
     with tempfile.TemporaryDirectory() as scratch:
-        copy = Path(scratch) / PurePosixPath(name).name
-        registry.fetch(root, name, copy)
-        return sha256_file(copy)
+        return registry.fetch(root, name, Path(scratch) / PurePosixPath(name).name)
 
 
 def _put(client: MlflowClient, model_id: str, folder: Path, name: str) -> None:

@@ -201,7 +201,12 @@ def _open_url(url: str, sha256: str | None) -> _Offer:
             remedy="add sha256 to the source",
         )
     name = unquote(PurePosixPath(urlsplit(url).path).name)
-    path, digest = cached(url, sha256, lambda folder: download_url(url, folder / name))
+
+    def fetch(folder: Path) -> Path:
+        download_url(url, folder / name)
+        return folder / name
+
+    path, digest = cached(url, sha256, fetch)
     return _Offer({name: partial(path.open, "rb")}, (name,), name, digest)
 
 

@@ -16,7 +16,7 @@ import yaml
 
 from runtime.server.keys import new_key
 from runtime.server.usage import connect, sums
-from tests.integration.test_serve import MODEL, Running, bundles, served
+from tests.integration.test_serve import MODEL, Served, bundles, served
 
 __all__ = ["bundles"]
 TALK: Any = [{"role": "user", "content": "I am ann@example.org. What is a list?"}]
@@ -42,7 +42,7 @@ class Place:
             "--traffic-share=1",
         ]
 
-    def client(self, server: Running) -> openai.OpenAI:
+    def client(self, server: Served) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{server.url}/v1", api_key=self.key, max_retries=0, timeout=60)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -65,7 +65,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
         time.sleep(0.05)
 
 
-def metric(server: Running, name: str) -> float:
+def metric(server: Served, name: str) -> float:
     lines = httpx2.get(f"{server.url}/metrics").text.splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
 

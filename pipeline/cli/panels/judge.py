@@ -179,7 +179,9 @@ def promote(
     expect_champion: Annotated[
         str | None, typer.Option(help="Refuse unless this digest (or `none`) is the champion now.")
     ] = None,
-    bundle: Annotated[Path | None, typer.Option(help="Where the bundle lies, if not where it was registered.")] = None,
+    bundle: Annotated[
+        Path | None, typer.Option(help="Its folder; by default where it was registered, or it is pulled.")
+    ] = None,
     online: Annotated[
         Path | None, typer.Option(help="A PASS of `tapeout shadow-verdict`, which the recipe can require.")
     ] = None,

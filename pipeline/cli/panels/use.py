@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli.shared import Json, Params, PublicKey, show
+from pipeline.cli.shared import Json, JudgeBy, Params, PublicKey, show
 
 commands = typer.Typer()
 on_panel = partial(commands.command, rich_help_panel="Use an engine")
@@ -93,6 +93,7 @@ def serve(
     ] = 5.0,
     unsafe: Annotated[bool, typer.Option("--unsafe", help="Serve a bundle that has no PASS verdict.")] = False,
     public_key: PublicKey = None,
+    judge_by: JudgeBy = None,
     api_key: Annotated[
         list[str] | None, typer.Option(help="Clients must send it; may be given more than once. Or TAPEOUT_API_KEYS.")
     ] = None,
@@ -133,6 +134,7 @@ def serve(
     Example: `tapeout serve artifacts/candidate --port 8000`
     """
     from pipeline.cli import serve as command
+    from pipeline.registry.pull import Requirements
 
     mirrored = None
     if source is None or shadow is not None:
@@ -159,8 +161,7 @@ def serve(
             request_seconds=request_seconds,
             drain_seconds=drain_seconds,
             follow_seconds=follow_seconds,
-            unsafe=unsafe,
-            public_key=public_key,
+            required=Requirements(unsafe=True) if unsafe else Requirements(public_key, judge_by),
             api_keys=tuple(api_key or ()),
             keys_file=keys_file,
             usage_database=usage_database,
@@ -181,6 +182,7 @@ def pull(
         Path | None, typer.Option(help="The store: the bundle lies in TO/DIGEST. By default TAPEOUT_STORE, or bundles.")
     ] = None,
     public_key: PublicKey = None,
+    judge_by: JudgeBy = None,
     require_signature: Annotated[
         bool, typer.Option("--require-signature", help="Refuse to go on without a public key.")
     ] = False,
@@ -195,13 +197,14 @@ def pull(
     """
     from pipeline.registry.access import Reference
     from pipeline.registry.bundle_store import store_folder
+    from pipeline.registry.pull import Requirements
     from pipeline.registry.pull import pull as fetch
 
     if require_signature:
         from pipeline.registry.signatures import require_key
 
         require_key(public_key)
-    found = fetch(Reference.parse(model), to or store_folder(), public_key=public_key, unsafe=unsafe)
+    found = fetch(Reference.parse(model), to or store_folder(), Requirements(public_key, judge_by, unsafe))
     show(found._asdict(), str(found.folder.resolve()), as_json)
 
 
