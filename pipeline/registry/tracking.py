@@ -72,7 +72,7 @@ def unreachable(uri: str, error: OSError) -> RegistryError:
             f"no secure connection to {shown}: {cause}",
             expected="a certificate by an authority that this machine trusts",
             remedy="put the path of the authority's certificate (PEM) into MLFLOW_TRACKING_SERVER_CERT_PATH or "
-            "REQUESTS_CA_BUNDLE; then run this again",
+            "REQUESTS_CA_BUNDLE, or correct MLFLOW_TRACKING_URI; then run this again",
         )
     return RegistryError(
         f"no MLflow server answers at {shown} ({type(error).__name__})",

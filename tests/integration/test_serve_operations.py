@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import yaml
 from runtime.server.keys import new_key
 from runtime.server.usage import connect, sums
 from tests.integration.test_serve import MODEL, Served, bundles, served
+from tests.waiting import wait_for
 
 __all__ = ["bundles"]
 TALK: Any = [{"role": "user", "content": "I am ann@example.org. What is a list?"}]
@@ -56,13 +55,6 @@ class Place:
 @pytest.fixture
 def place(tmp_path: Path) -> Place:
     return Place(tmp_path)
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.05)
 
 
 def metric(server: Served, name: str) -> float:
