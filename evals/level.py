@@ -94,16 +94,6 @@ def level_checks(
     )
 
 
-def judged_level(target: str, executed_on: str | None) -> str | None:
-    """At which a verdict's reports were taken, as it says; None where the bundle was not executed on its target.
-
-    >>> judged_level("ort-cpu", "ort-cpu:x86-64-avx2"), judged_level("ort-cpu", "x86_64 (avx)")
-    ('x86-64-avx2', None)
-    """
-    place, _, level = (executed_on or "").partition(":")
-    return level if place == target else None
-
-
 def load_level(
     folder: Path, level: str, bundle: Artifact[EngineBundle], verdict: Artifact[Verdict]
 ) -> Artifact[LevelVerdict] | None:

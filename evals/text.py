@@ -5,7 +5,6 @@ S  predicted positions      V  vocabulary size
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 
 from engines.protocol import FloatArray
 from engines.sequences import Sequences
-from tapeout.artifact import canonical_json
+from quantization.calibration import sample_hash
 from tapeout.errors import EvidenceError
 
 # Logits are asked for in pieces: 256 rows of 49,152 floats are 50 MB an engine, whatever the document's length.
@@ -26,8 +25,8 @@ Float64Array = NDArray[np.float64]
 
 
 def token_hash(tokens: Sequence[int]) -> str:
-    """Pairing key of a token sequence: sha256 of its canonical JSON."""
-    return hashlib.sha256(canonical_json([int(token) for token in tokens])).hexdigest()
+    """Pairing key of a token sequence. It is that of calibration samples, so that a document in both is found."""
+    return sample_hash(tokens)
 
 
 def joined(documents: Sequence[Sequence[int]], tokens: int) -> list[int]:

@@ -17,7 +17,6 @@ it. ``__init__.pyi`` tells type checkers what they are.
 from __future__ import annotations
 
 import importlib
-from importlib.metadata import version
 from typing import Any
 
 _MODULES = {
@@ -31,6 +30,8 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
+        from importlib.metadata import version  # late: it takes as long as the rest of a short command's imports
+
         return version("tapeout")
     if name not in _MODULES:
         raise AttributeError(f"module 'tapeout' has no attribute {name!r}; it offers {', '.join(_MODULES)}")

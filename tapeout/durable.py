@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import sys
@@ -66,6 +65,8 @@ def _exchange(one: Path, other: Path) -> bool:
     """False where the system or the file system cannot exchange two folders."""
     if not sys.platform.startswith("linux"):
         return False
+    import ctypes  # late: most processes never need it
+
     call = getattr(ctypes.CDLL(None), "renameat2", None)  # absent before glibc 2.28
     paths = os.fsencode(one), os.fsencode(other)
     return call is not None and call(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0

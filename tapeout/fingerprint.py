@@ -102,3 +102,13 @@ def _libraries(built: Fingerprint, here: Fingerprint) -> list[str]:
         for name, version in built.libraries.items()
         if here.libraries.get(name) != version
     ]
+
+
+def judged_level(target: str, executed_on: str | None) -> str | None:
+    """At which a verdict's reports were taken, as it says; None where the bundle was not executed on its target.
+
+    >>> judged_level("ort-cpu", "ort-cpu:x86-64-avx2"), judged_level("ort-cpu", "x86_64 (avx)")
+    ('x86-64-avx2', None)
+    """
+    place, _, level = (executed_on or "").partition(":")
+    return level if place == target else None

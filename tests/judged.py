@@ -5,6 +5,8 @@ Records, digests, lineage and verdict are real: the verdict is what the gate say
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -26,7 +28,17 @@ from pipeline.recipe import Recipe
 from pipeline.report import write as report
 from quantization.calibration import SAMPLES_FILE, CalibrationSample, samples_hash
 from quantization.checkpoint import QuantizedModel
-from tapeout.artifact import Artifact, ArtifactRef, Record, Roles, create, load, load_header, load_record
+from tapeout.artifact import (
+    Artifact,
+    ArtifactRef,
+    Record,
+    Roles,
+    canonical_json,
+    create,
+    load,
+    load_header,
+    load_record,
+)
 from tests.fake_engine import MACHINE
 from tests.report_example import example_report
 from tests.unit.test_gate import (
@@ -204,6 +216,15 @@ def page() -> Path:
     folder = Path(tempfile.mkdtemp()) / "report"
     report.write(example_report(), folder)
     return folder
+
+
+def edit_record(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a record, and compute its digest anew, as a careful forger would."""
+    path = folder / "record.json"
+    body = json.loads(path.read_text())
+    change(body)
+    body.pop("digest")
+    path.write_text(json.dumps({"digest": hashlib.sha256(canonical_json(body)).hexdigest(), **body}))
 
 
 def write_params(path: Path, by: Recipe) -> None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from time import monotonic
+from typing import Any
+from uuid import uuid4
 
 from engines.protocol import Entry, FloatArray, Result
 from runtime.client import EngineDownError
 from runtime.core import EngineCore
 from runtime.messages import Delta, EngineInfo, GenerateRequest, Report
 from runtime.scheduler import Limits
+from runtime.server.calls import Call, Caller, Hook
+from runtime.server.errors import ApiError
 from tapeout.errors import TapeoutError
 from tests.fake_engine import HistoryEngine
 
@@ -20,8 +25,13 @@ class LocalClient:
     """See :class:`runtime.client.EngineClient`. ``down``: as if the engine's process had ended."""
 
     def __init__(
-        self, engine: HistoryEngine, *, stop_tokens: frozenset[int] = frozenset(), limits: Limits | None = None
+        self,
+        engine: HistoryEngine | None = None,
+        *,
+        stop_tokens: frozenset[int] = frozenset(),
+        limits: Limits | None = None,
     ) -> None:
+        engine = engine or HistoryEngine(slots=8, max_tokens=256)
         has = engine.capabilities
         self.engine, self.core = engine, EngineCore(engine, limits or Limits())
         self.info = EngineInfo(
@@ -32,7 +42,7 @@ class LocalClient:
             block_tokens=has.block_tokens,
             blocks=has.blocks,
             block_bytes=has.block_bytes,
-            weight_bytes=0,
+            weight_bytes=1000,
             stop_tokens=stop_tokens,
         )
         self.stats = self.core.stats()
@@ -98,10 +108,59 @@ class LocalClient:
     async def drain(self, timeout: float) -> None:
         self.draining = True
         async with asyncio.timeout(timeout):
-            while self._streams:
+            while self._streams or (self._loop is not None and not self._loop.done()):
                 await asyncio.sleep(0.01)
 
     async def close(self) -> None: ...
+
+
+async def run_call(
+    client: LocalClient,
+    hooks: Sequence[Hook],
+    *,
+    prompt: int = 3,
+    new: int = 5,
+    n: int = 1,
+    leave: int = 0,
+    **more: Any,
+) -> Call:
+    """One call as the server makes it, without text. ``leave``: the client goes away after so many tokens."""
+    values = {
+        "id": uuid4().hex,
+        "request_id": "r",
+        "endpoint": "/v1/completions",
+        "model": "m",
+        "caller": Caller(),
+    } | more
+    call = Call(
+        digest=client.info.digest, stream=True, prompts=[list(range(prompt))], n=n, max_new_tokens=new, **values
+    )
+    admitted: list[Hook] = []
+    try:
+        for hook in hooks:
+            hook.admit(call)
+            admitted.append(hook)
+        for choice in range(n):
+            async with aclosing(client.generate(GenerateRequest(call.id, call.prompts[0], new))) as deltas:
+                async for delta in deltas:
+                    now = monotonic()
+                    if call.first_token is None:
+                        call.first_token, call.queue_seconds = now, delta.queue_seconds
+                    for hook in hooks:
+                        hook.tokens(call, choice, len(delta.tokens), now)
+                    call.completion_tokens += len(delta.tokens)
+                    if delta.finish_reason:
+                        call.finish_reasons[choice] = delta.finish_reason
+                    if call.completion_tokens == leave:
+                        call.cancelled = True
+                        return call
+    except ApiError as error:
+        call.error = error
+    finally:
+        call.end = monotonic()
+        for hook in admitted:
+            hook.ended(call)
+    return call
 
 
 class SlowEngine(HistoryEngine):

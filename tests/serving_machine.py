@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import tomllib
 from contextlib import suppress
 from functools import cache
@@ -15,8 +14,9 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).parents[1]
-COMMAND = [sys.executable, "-c", "import sys; from pipeline.cli.main import main; sys.exit(main(sys.argv[1:]))"]
+from tests.command import COMMAND, ROOT
+
+EXTRAS = ("serve", "signing")
 HOOK = """
 import sys
 
@@ -33,10 +33,10 @@ sys.meta_path.insert(0, NotInstalled())
 """
 
 
-def environment(folder: Path, **variables: str) -> dict[str, str]:
+def environment(folder: Path, *, extras: tuple[str, ...] = EXTRAS, **variables: str) -> dict[str, str]:
     """Variables for such a process. Whatever imports another distribution, in any of its processes, fails."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "sitecustomize.py").write_text(HOOK.format(forbidden=forbidden_modules()))
+    (folder / "sitecustomize.py").write_text(HOOK.format(forbidden=forbidden_modules(extras)))
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW", "TAPEOUT"))}
     paths = os.pathsep.join((str(folder), str(ROOT)))
     own = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TAPEOUT_CACHE": str(folder / "cache")}
@@ -50,21 +50,21 @@ def run(folder: Path, environment: dict[str, str], *words: str, **options: Any) 
 
 
 @cache
-def forbidden_modules() -> frozenset[str]:
+def forbidden_modules(extras: tuple[str, ...]) -> frozenset[str]:
     """Top-level modules of all distributions that serving does not install."""
-    serving, found = _installed(), set[str]()
+    serving, found = _installed(extras), set[str]()
     for module, distributions in metadata.packages_distributions().items():
         if not serving & {canonicalize_name(name) for name in distributions}:
             found.add(module)
     return frozenset(found)
 
 
-def _installed() -> set[str]:
-    """What ``pip install 'tapeout[serve,signing]'`` installs, as ``pyproject.toml`` and the distributions say."""
+def _installed(extras: tuple[str, ...]) -> set[str]:
+    """What ``pip install 'tapeout[extras]'`` installs, as ``pyproject.toml`` and the distributions say."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
+    wanted = [line for extra in extras for line in project["optional-dependencies"][extra]]
     found = {"tapeout"}
-    open_ends = [Requirement(line) for line in (*project["dependencies"], *extras["serve"], *extras["signing"])]
+    open_ends = [Requirement(line) for line in (*project["dependencies"], *wanted)]
     while open_ends:
         requirement = open_ends.pop()
         name = canonicalize_name(requirement.name)

@@ -14,17 +14,18 @@ from typing import TYPE_CHECKING, Any
 from engines.bundle import EngineBundle
 from evals.check import Outcome
 from evals.kinds.speed import Benchmark
-from evals.level import judged_level
 from evals.verdict import Verdict
 from pipeline.registry import serving
 from pipeline.registry.access import Reference
 from pipeline.registry.levels import covered, level_to_serve
+from pipeline.registry.pull import Requirements
 from runtime.client import ProcessClient
 from runtime.opening import OpenBundle
 from runtime.scheduler import Limits
 from runtime.server.listen import ServeError, listen
 from tapeout import artifact
 from tapeout.errors import TapeoutError
+from tapeout.fingerprint import judged_level
 from tapeout.signing import require_signed_pass
 
 if TYPE_CHECKING:
@@ -55,8 +56,7 @@ class Options:
     request_seconds: float | None
     drain_seconds: float
     follow_seconds: float
-    unsafe: bool
-    public_key: Path | None = None
+    required: Requirements
     api_keys: tuple[str, ...] = ()
     keys_file: Path | None = None
     usage_database: str | None = None
@@ -71,20 +71,27 @@ class Options:
 def run(options: Options) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     listener = listen(options.host, options.port)
-    public_key = None if options.unsafe else options.public_key
+    required = options.required
+    public_key = required.public_key
     reference = Reference.parse(options.source) if options.source.startswith("models:") else None
     if reference is not None:
-        folder, level = asyncio.run(_pulled(reference, public_key, unsafe=options.unsafe))
+        folder, level = asyncio.run(_pulled(reference, required))
         name = reference.name
+    elif required.judge_by is not None:
+        raise ServeError(
+            f"{options.source} is no version of a registry, so no evidence is logged with it",
+            expected="models:/NAME@champion with --judge-by",
+            remedy="judge the evidence of a run with `tapeout gate`",
+        )
     else:
         folder = Path(options.source)
         name = folder.resolve().name
-        level = require_judged(folder, public_key=public_key, unsafe=options.unsafe)
+        level = require_judged(folder, public_key=public_key, unsafe=required.unsafe)
     mirrored = None
     if options.shadow is not None:
         from pipeline.cli.shadow import mirror
 
-        challenger, other = find_challenger(options.shadow.source, public_key, unsafe=options.unsafe)
+        challenger, other = find_challenger(options.shadow.source, required)
         mirrored = mirror(options.shadow, folder, challenger, public_key, other)
     opener = OpenBundle(options.threads, options.slots, options.kv_bytes, public_key, level)
     client = ProcessClient(folder, opener, Limits(max_waiting=options.max_waiting, most_drafted=options.draft_tokens))
@@ -124,7 +131,7 @@ def run(options: Options) -> None:
     async def beside(service: Service) -> None:
         works: list[Awaitable[None]] = []
         if reference is not None and reference.alias and options.follow_seconds:
-            works.append(follow_alias(service, reference, opener, options.follow_seconds, unsafe=options.unsafe))
+            works.append(follow_alias(service, reference, required, opener, options.follow_seconds))
         await asyncio.gather(*works, *([mirrored.run()] if mirrored is not None else []))
 
     try:
@@ -146,18 +153,18 @@ def run(options: Options) -> None:
             mirrored.hook.close()
 
 
-def find_challenger(source: str, public_key: Path | None, *, unsafe: bool) -> tuple[Path, str]:
+def find_challenger(source: str, required: Requirements) -> tuple[Path, str]:
     """The bundle's folder of ``--shadow``, and its level. What may not be served is not shadowed either."""
     if not source.startswith("models:"):
-        return Path(source), require_judged(Path(source), public_key=public_key, unsafe=unsafe)
-    return asyncio.run(_pulled(Reference.parse(source), public_key, unsafe=unsafe))
+        return Path(source), require_judged(Path(source), public_key=required.public_key, unsafe=required.unsafe)
+    return asyncio.run(_pulled(Reference.parse(source), required))
 
 
-async def _pulled(reference: Reference, public_key: Path | None, *, unsafe: bool) -> tuple[Path, str]:
+async def _pulled(reference: Reference, required: Requirements) -> tuple[Path, str]:
     """The folder of a registered bundle, and the level that it is served at; empty: the best."""
-    found = await serving.pulled(reference, public_key, unsafe=unsafe)
+    found = await serving.pulled(reference, required)
     bundle = artifact.load_record(found.folder, EngineBundle)
-    level = "" if unsafe else level_to_serve(bundle, found.levels, str(reference))
+    level = "" if required.unsafe else level_to_serve(bundle, found.levels, str(reference))
     log.info("%s is version %d: %s %s", reference, found.version, found.folder, level)
     return found.folder, level
 
@@ -174,7 +181,7 @@ def measured_bandwidth(folder: Path) -> float | None:
 
 
 async def follow_alias(
-    service: Service, reference: Reference, opener: OpenBundle, seconds: float, *, unsafe: bool = False
+    service: Service, reference: Reference, required: Requirements, opener: OpenBundle, seconds: float
 ) -> None:
     """Look at the registry every ``seconds``; when the alias is at another version, pull and serve that.
 
@@ -190,7 +197,7 @@ async def follow_alias(
             changed = now is None or now != done
             if changed or (failures and time.monotonic() >= retry_at):
                 failures, done = 0 if changed else failures, now
-                await _serve_alias(service, reference, opener, unsafe=unsafe)
+                await _serve_alias(service, reference, required, opener)
                 failures, said = 0, ""
         except Exception as error:  # of any kind: a broken bundle must not end the watch
             failures += 1
@@ -202,8 +209,8 @@ async def follow_alias(
         await asyncio.sleep(seconds if now is not None else max(seconds, FULL_LOOK_SECONDS))
 
 
-async def _serve_alias(service: Service, reference: Reference, opener: OpenBundle, *, unsafe: bool) -> None:
-    folder, level = await _pulled(reference, opener.public_key, unsafe=unsafe)
+async def _serve_alias(service: Service, reference: Reference, required: Requirements, opener: OpenBundle) -> None:
+    folder, level = await _pulled(reference, required)
     if artifact.load_record(folder, EngineBundle).digest == service.client.info.digest:
         return
     await service.swap(folder, replace(opener, level=level))

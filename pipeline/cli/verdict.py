@@ -10,7 +10,7 @@ from evals.policy import policy_of
 from evals.statement import statement
 from evals.verdict import Verdict
 from pipeline.recipe import load_recipe
-from pipeline.registry.judged import public_key, require_signature
+from pipeline.registry.signatures import public_key, require_verdict_signature
 from tapeout.artifact import Artifact, load, load_header, load_record, verify
 from tapeout.errors import EvidenceError
 from tapeout.signing import sign, signature_path, write_signature
@@ -42,8 +42,8 @@ def load_verdict(artifacts: Path, params: Path, *, key: Path | None = None) -> A
         bundle = load_record(candidate, EngineBundle)
         write_signature(signature_path(candidate), sign(statement(recipe.register_.model_name, found, bundle), key))
     if (trusted := public_key(recipe)) is not None:
-        name = recipe.register_.model_name
-        require_signature(signature_path(candidate), trusted, name, found.record, found.digest, candidate)
+        name, record = recipe.register_.model_name, found.record.model_dump(mode="json")
+        require_verdict_signature(signature_path(candidate), trusted, name, record, found.digest, candidate)
     return found
 
 

@@ -14,9 +14,10 @@ from evals.statement import level_statement
 from evals.verdict import Verdict
 from pipeline.registry.access import Reference, open_registry
 from pipeline.registry.bundle_store import store_folder
-from pipeline.registry.judged import EVIDENCE
 from pipeline.registry.levels import attach, evidence_folder
-from pipeline.registry.pull import fetch_logged, fetch_verdict, pull
+from pipeline.registry.logged import fetch_artifact, fetch_verdict
+from pipeline.registry.pull import Requirements, pull
+from pipeline.registry.versions import EVIDENCE
 from tapeout.artifact import Artifact, load
 from tapeout.errors import BuildError
 from tapeout.signing import sign, signature_path, write_signature
@@ -33,11 +34,11 @@ def run(
         folder = Path(source)
         verdict = load(folder.resolve().parent / "verdict", Verdict)
         return _take(folder, verdict, load(folder.resolve().parent / "parity", ParityReport), level, threads, key)
-    pulled = pull(Reference.parse(source), store_folder(), public_key=public_key)
+    pulled = pull(Reference.parse(source), store_folder(), Requirements(public_key=public_key))
     with open_registry() as registry, tempfile.TemporaryDirectory() as scratch:
         version = registry.version(Reference(pulled.name, number=pulled.version))
         verdict = fetch_verdict(registry, version, Path(scratch))
-        parity = fetch_logged(registry, version, f"{EVIDENCE}/parity", ParityReport, Path(scratch) / "parity")
+        parity = fetch_artifact(registry, version, f"{EVIDENCE}/parity", ParityReport, Path(scratch) / "parity")
         found = _take(pulled.folder, verdict, parity, level, threads, key)
     attach(found, version)
     return found

@@ -7,7 +7,6 @@ imported only for a registry in a database, and for artifacts that the server do
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -16,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote, urlsplit
 
-from pipeline.registry.tracking import connect, public_uri, tracking_uri
+from pipeline.registry.tracking import connect, http_session, public_uri, tracking_uri, unreachable
 from pipeline.registry.versions import aliases, get_version, model_id_of
 from pipeline.sources.download import TIMEOUT_S, download_url
 from tapeout.errors import RegistryError, SourceError, one_line
+from tapeout.file_hashes import sha256_file
 
 if TYPE_CHECKING:
     import requests
@@ -66,8 +66,11 @@ class Version:
 class Registry(Protocol):
     def version(self, reference: Reference) -> Version: ...
 
-    def fetch(self, root: str, name: str, target: Path) -> None:
-        """One file below ``root`` to ``target``; what arrived of it before is continued where the server can."""
+    def fetch(self, root: str, name: str, target: Path) -> str:
+        """One file below ``root`` to ``target``, and its sha256.
+
+        What arrived of it before is continued where the server can.
+        """
         ...
 
 
@@ -81,23 +84,6 @@ def open_registry() -> Generator[Registry]:
     else:
         with connect(write=False) as client:
             yield ClientRegistry(client)
-
-
-def http_session() -> requests.Session:
-    """With the credentials and certificates that MLflow's own client reads from the environment."""
-    import requests
-
-    session, environment = requests.Session(), os.environ
-    if user := environment.get("MLFLOW_TRACKING_USERNAME"):
-        session.auth = (user, environment.get("MLFLOW_TRACKING_PASSWORD", ""))
-    elif token := environment.get("MLFLOW_TRACKING_TOKEN"):
-        session.headers["Authorization"] = f"Bearer {token}"
-    if environment.get("MLFLOW_TRACKING_INSECURE_TLS", "").lower() in ("1", "true"):
-        session.verify = False
-    elif certificates := environment.get("MLFLOW_TRACKING_SERVER_CERT_PATH"):
-        session.verify = certificates
-    session.cert = environment.get("MLFLOW_TRACKING_CLIENT_CERT_PATH")
-    return session
 
 
 class RestRegistry:
@@ -123,16 +109,15 @@ class RestRegistry:
         roots = run["info"]["artifact_uri"], bundle["info"]["artifact_uri"]
         return Version(reference.name, number, tags, *roots)
 
-    def fetch(self, root: str, name: str, target: Path) -> None:
+    def fetch(self, root: str, name: str, target: Path) -> str:
         parts = urlsplit(root)
         if parts.scheme == "mlflow-artifacts":  # with a host, if it is another than that of the registry
             server = f"{urlsplit(self._uri).scheme}://{parts.netloc}" if parts.netloc else self._uri
             root = f"{server}/{ARTIFACTS}/{quote(parts.path.strip('/'))}"
         elif parts.scheme not in ("http", "https"):
-            _fetch_through_mlflow(root, name, target)
-            return
+            return _fetch_through_mlflow(root, name, target)
         try:
-            download_url(f"{root}/{quote(name)}", target, session=self._session)
+            return download_url(f"{root}/{quote(name)}", target, session=self._session)
         except SourceError as error:
             raise RegistryError(
                 f"the registry does not give {name}: {error.found}",
@@ -154,12 +139,8 @@ class RestRegistry:
                 expected="an MLflow tracking server",
                 remedy="correct MLFLOW_TRACKING_URI, MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
             ) from error
-        except requests.RequestException as error:
-            raise RegistryError(
-                f"no MLflow server answers at {shown} ({type(error).__name__})",
-                expected="a server that can be reached from this machine",
-                remedy="start it, or correct MLFLOW_TRACKING_URI; then run this again",
-            ) from error
+        except OSError as error:  # requests' own errors are among them
+            raise unreachable(self._uri, error) from error
         if answer.status_code == 200:
             return body
         raise RegistryError(
@@ -192,8 +173,8 @@ class ClientRegistry:
         run = self._client.get_run(found.run_id or "")
         return Version(name, number, dict(found.tags), run.info.artifact_uri or "", bundle.artifact_location)
 
-    def fetch(self, root: str, name: str, target: Path) -> None:
-        _fetch_through_mlflow(root, name, target)
+    def fetch(self, root: str, name: str, target: Path) -> str:
+        return _fetch_through_mlflow(root, name, target)
 
 
 def no_bundle(name: str, number: int) -> RegistryError:
@@ -204,7 +185,7 @@ def no_bundle(name: str, number: int) -> RegistryError:
     )
 
 
-def _fetch_through_mlflow(root: str, name: str, target: Path) -> None:
+def _fetch_through_mlflow(root: str, name: str, target: Path) -> str:
     try:
         from mlflow.artifacts import download_artifacts
         from mlflow.exceptions import MlflowException
@@ -217,9 +198,20 @@ def _fetch_through_mlflow(root: str, name: str, target: Path) -> None:
     try:
         found = download_artifacts(artifact_uri=f"{root}/{name}", dst_path=str(target.parent))
         Path(found).replace(target)
+        return sha256_file(target)
     except (MlflowException, OSError) as error:
         raise RegistryError(
             f"the registry does not give {name}: {one_line(error)}",
             expected="the files of the version, as they were registered",
             remedy="start its store, or register the bundle again; then run this again",
         ) from error
+
+
+def changed(version: Version, found: str) -> RegistryError:
+    """The error for a version whose files or tags are not those that were registered."""
+    return RegistryError(
+        f"version {version.number} of {version.name} was changed since it was registered: {found}",
+        expected="what was judged and registered",
+        remedy="register it again (`tapeout register` repairs its files), or promote another version; find out who can "
+        "write to the registry's store",
+    )

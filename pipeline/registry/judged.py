@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,10 +19,15 @@ from pydantic import ValidationError
 
 from evals.check import Outcome
 from evals.evidence import LINEAGE, measured, require_reproducible
+from evals.policy import policy_of
 from evals.verdict import Verdict
 from pipeline.recipe import Recipe
+from pipeline.registry.signatures import require_verdict_signature
 from pipeline.registry.versions import (
+    EVIDENCE,
     NO_CHAMPION,
+    SIGNATURE,
+    VERDICT,
     bundle_name,
     digest_of,
     evidence_digest,
@@ -30,29 +36,15 @@ from pipeline.registry.versions import (
     tag_of,
 )
 from quantization.calibration import SAMPLES_FILE
-from tapeout.artifact import RECORD, Artifact, load, verify
-from tapeout.errors import RegistryError, TapeoutError
-from tapeout.signing import (
-    PRIVATE_KEY,
-    PUBLIC_KEY,
-    Statement,
-    key_from_environment,
-    require_about,
-    require_same,
-    verify_signature,
-)
+from tapeout.artifact import RECORD, Artifact, load, load_header, verify
+from tapeout.errors import RegistryError, TapeoutError, one_line
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion
 
 KEY = "tapeout.release"  # one digest of all that is registered, so that nothing is registered twice
-EVIDENCE, VERDICT = "evidence", "verdict"  # folders of a run
-SIGNATURE, MODEL_SIGNATURE, RECIPE = (
-    "verdict.sigstore.json",
-    "model.sig",
-    "recipe.json",
-)  # in the folder of the evidence
+RECIPE = "recipe.json"  # in the folder of the evidence
 
 
 @dataclass(frozen=True)
@@ -82,35 +74,27 @@ def collect(artifacts: Path, recipe: Recipe, folder: Path) -> None:
     (folder / RECIPE).write_text(json.dumps(dumped(recipe), indent=1) + "\n")
 
 
+def fetch_logged(fetch: Callable[[str, Path], object], folder: Path) -> None:
+    """The same, and the verdict, from a run to ``folder``. ``fetch(name, path)`` gets one file of the run."""
+
+    def get(name: str) -> Path:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fetch(name, path)
+        return path
+
+    for name in (*LINEAGE, *measured()):
+        get(f"{EVIDENCE}/{name}/{RECORD}")
+    get(f"{VERDICT}/{RECORD}")
+    for whole in (VERDICT, *(f"{EVIDENCE}/{name}" for name in measured())):
+        for name in load_header(folder / whole).files:
+            get(f"{whole}/{name}")
+    get(f"{EVIDENCE}/calibration/{SAMPLES_FILE}")
+    get(f"{EVIDENCE}/{RECIPE}")
+
+
 def dumped(recipe: Recipe) -> dict[str, Any]:
     return recipe.model_dump(mode="json", by_alias=True)
-
-
-def public_key(recipe: Recipe) -> Path | None:
-    """The key that verdicts must be signed with: of ``TAPEOUT_PUBLIC_KEY``, or else of the recipe."""
-    named = recipe.register_.public_key
-    return key_from_environment(PUBLIC_KEY) or (Path(named) if named else None)
-
-
-def private_key(recipe: Recipe) -> Path | None:
-    """The key to sign with: of ``TAPEOUT_PRIVATE_KEY``, or else of the recipe."""
-    named = recipe.register_.private_key
-    return key_from_environment(PRIVATE_KEY) or (Path(named) if named else None)
-
-
-def require_signature(path: Path, key: Path, name: str, verdict: Verdict, digest: str, bundle: Path) -> None:
-    """:class:`SignatureError` unless ``path`` holds a statement, signed with ``key``, about this verdict and bundle."""
-    found = verify_signature(path, key, Statement)
-    require_about(found, bundle, verdict.candidate, path)
-    expected = {
-        "model": name,
-        "verdict": digest,
-        "evidence": verdict.evidence,
-        "outcome": verdict.outcome.value,
-        "executed_on": verdict.executed_on,
-        "result": "PASSED" if verdict.outcome is Outcome.PASS else "FAILED",
-    }
-    require_same(found.predicate.model_dump(mode="json"), expected, path)
 
 
 def tags_of(name: str, recipe: Recipe, verdict: Verdict, digest: str) -> dict[str, str]:
@@ -131,44 +115,49 @@ def tags_of(name: str, recipe: Recipe, verdict: Verdict, digest: str) -> dict[st
 
 def examine(client: MlflowClient, name: str, number: int) -> Judged:
     """Judge a version's logged evidence again. :class:`RegistryError` unless verdict, run and tags agree with it."""
-    version = get_version(client, name, number)
-    _require_run(client, version)
-    try:
-        with tempfile.TemporaryDirectory() as scratch:
-            verdict, recipe, signature = read_logged(client, version.run_id or "", Path(scratch))
-    except (TapeoutError, OSError) as error:
-        found = error.found if isinstance(error, TapeoutError) else str(error)
-        raise RegistryError(
-            f"the verdict logged with version {number} is not intact: {found}",
-            expected="the evidence as it was registered, and the verdict that it gives",
-            remedy="run `dvc repro register` again and promote that version",
-        ) from error
-    if recipe.register_.model_name != name:
-        raise _edited(f"version {number} of {name} was judged for {recipe.register_.model_name}", name)
-    expected = tags_of(name, recipe, verdict.record, verdict.digest)
-    for tag, value in expected.items():
-        if (found := tag_of(version.tags, tag.removeprefix("tapeout."), number)) != value:
-            raise _edited(f"tag {tag} of version {number} is {found[:12]}", f"{value[:12]}, as its verdict says")
-    if not _is_source_of(client, version, verdict.record.candidate):
-        raise _edited(f"version {number} has the source {version.source}", "the bundle that its verdict judged")
-    location = Path(tag_of(version.tags, "location", number))
-    return Judged(number, verdict.record, verdict.digest, location, signature)
-
-
-def read_logged(client: MlflowClient, run_id: str, scratch: Path) -> tuple[Artifact[Verdict], Recipe, str]:
-    """The verdict, the recipe and the signature logged in a run; the verdict is what the logged evidence gives."""
     from mlflow.exceptions import MlflowException
 
+    version = get_version(client, name, number)
+    _require_run(client, version)
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            for folder in (EVIDENCE, VERDICT):
+                client.download_artifacts(version.run_id or "", folder, scratch)
+        except (MlflowException, OSError) as error:
+            raise _not_intact(number, one_line(error)) from error
+        found = judge_again(Path(scratch), name, number, version.tags)
+    if not _is_source_of(client, version, found.verdict.candidate):
+        raise _edited(f"version {number} has the source {version.source}", "the bundle that its verdict judged")
+    return found
+
+
+def judge_again(logged: Path, name: str, number: int, tags: Mapping[str, str]) -> Judged:
+    """What the evidence logged with a version gives. :class:`RegistryError` unless verdict and tags say the same.
+
+    ``logged``: a copy of the run's folders ``EVIDENCE`` and ``VERDICT``.
+    """
     try:
-        folder = Path(client.download_artifacts(run_id, EVIDENCE, str(scratch)))
-        verdict = load(Path(client.download_artifacts(run_id, VERDICT, str(scratch))), Verdict)
-    except MlflowException as error:
-        raise RegistryError(str(error).strip().splitlines()[0]) from error
+        verdict, recipe = read_logged(logged)
+    except (TapeoutError, OSError) as error:
+        raise _not_intact(number, error.found if isinstance(error, TapeoutError) else str(error)) from error
+    if recipe.register_.model_name != name:
+        raise _edited(f"version {number} of {name} was judged for {recipe.register_.model_name}", name)
+    for tag, value in tags_of(name, recipe, verdict.record, verdict.digest).items():
+        if (found := tag_of(tags, tag.removeprefix("tapeout."), number)) != value:
+            raise _edited(f"tag {tag} of version {number} is {found[:12]}", f"{value[:12]}, as its verdict says")
+    location = Path(tag_of(tags, "location", number))
+    signature = logged / EVIDENCE / SIGNATURE
+    signed = signature.read_text() if signature.is_file() else ""
+    return Judged(number, verdict.record, verdict.digest, location, signed)
+
+
+def read_logged(logged: Path) -> tuple[Artifact[Verdict], Recipe]:
+    """The verdict and the recipe logged in a run; the verdict is what the logged evidence gives."""
+    verdict = load(logged / VERDICT, Verdict)
     verdict.verify()
-    recipe = _recipe(folder / RECIPE)
-    require_reproducible(verdict, folder, recipe)
-    signature = folder / SIGNATURE
-    return verdict, recipe, signature.read_text() if signature.is_file() else ""
+    recipe = _recipe(logged / EVIDENCE / RECIPE)
+    require_reproducible(verdict, logged / EVIDENCE, recipe)
+    return verdict, recipe
 
 
 def require_pass(judged: Judged) -> None:
@@ -180,6 +169,16 @@ def require_pass(judged: Judged) -> None:
             + "; ".join(reasons or ["no check was made"]),
             expected="a PASS verdict",
             remedy="change the recipe or gather the missing evidence, then run `dvc repro`",
+        )
+
+
+def require_policy(judged: Judged, recipe: Recipe) -> None:
+    """The bounds and the amount of evidence must be those of the recipe in force."""
+    if differences := judged.verdict.policy.differences(policy_of(recipe)):
+        raise RegistryError(
+            f"version {judged.number} was judged by another policy than the one in force: " + "; ".join(differences),
+            expected=f"policy {policy_of(recipe).digest[:12]} of the recipe in force",
+            remedy="run `dvc repro` to judge by this recipe, or name the recipe that it was judged by",
         )
 
 
@@ -211,7 +210,8 @@ def require_signed(judged: Judged, name: str, bundle: Path, key: Path) -> None:
         path = Path(scratch) / SIGNATURE
         if judged.signature:
             path.write_text(judged.signature)
-        require_signature(path, key, name, judged.verdict, judged.digest, bundle)
+        record = judged.verdict.model_dump(mode="json")
+        require_verdict_signature(path, key, name, record, judged.digest, bundle)
 
 
 def _require_run(client: MlflowClient, version: ModelVersion) -> None:
@@ -247,6 +247,14 @@ def _recipe(path: Path) -> Recipe:
         return Recipe.model_validate_json(path.read_bytes())
     except ValidationError as error:
         raise RegistryError(f"{RECIPE} is not a recipe of this version: {error.error_count()} problems") from error
+
+
+def _not_intact(number: int, found: str) -> RegistryError:
+    return RegistryError(
+        f"the verdict logged with version {number} is not intact: {found}",
+        expected="the evidence as it was registered, and the verdict that it gives",
+        remedy="run `dvc repro register` again and promote that version",
+    )
 
 
 def _edited(found: str, expected: str) -> RegistryError:

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING
 from engines.bundle import EngineBundle
 from engines.load import at_level
 from evals.check import Outcome
-from evals.level import LevelVerdict, judged_level, load_level
+from evals.level import LevelVerdict, load_level
 from evals.statement import level_statement
 from evals.verdict import Verdict
 from pipeline.registry.tracking import connect
-from pipeline.registry.versions import get_version
+from pipeline.registry.versions import LEVEL_TAG, get_version
 from tapeout.artifact import Artifact
 from tapeout.errors import FingerprintError, SignatureError
+from tapeout.fingerprint import judged_level
 from tapeout.signing import Statement, signature_path, verify_signature
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def evidence_folder(bundle: Path, level: str) -> Path:
 
 
 def level_tag(level: str) -> str:
-    return f"tapeout.level.{level}"
+    return f"{LEVEL_TAG}{level}"
 
 
 def runnable(bundle: Artifact[EngineBundle]) -> list[str]:

@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from evals.online import load_judged
-from evals.policy import policy_of
 from pipeline.recipe import Recipe
-from pipeline.registry.judged import Judged, examine, public_key, require_bundle, require_pass, require_signed
+from pipeline.registry.access import Reference
+from pipeline.registry.bundle_store import store_folder
+from pipeline.registry.judged import Judged, examine, require_bundle, require_pass, require_policy, require_signed
 from pipeline.registry.online import log_online, require_online
+from pipeline.registry.pull import Requirements, pull
+from pipeline.registry.signatures import public_key
 from pipeline.registry.tracking import connect
 from pipeline.registry.versions import CHALLENGER, CHAMPION, NO_CHAMPION, ROLLBACK, aliases, get_model
 from tapeout.errors import RegistryError, TapeoutError
@@ -53,9 +56,9 @@ def promote(
     Compare-and-set: refused with :class:`RegistryError` unless the version's logged evidence gives a PASS by the policy
     of ``recipe``, its bundle is the one that was judged, and the champion is still the engine the gate compared with
     (none, if that was the float engine), itself with a PASS and a whole bundle. With a public key, the verdict must be
-    signed. ``expect_champion`` adds a condition: the digest of the present champion, or ``"none"``. ``bundle`` is the
-    bundle's folder on this machine, if it is not where it was registered from. ``online``: an OnlineVerdict, which the
-    recipe can demand (``online.required``) of a version that replaces a champion.
+    signed. ``expect_champion`` adds a condition: the digest of the present champion, or ``"none"``. A bundle that is
+    not on this machine is pulled, unless ``bundle`` is its folder. ``online``: an OnlineVerdict, which the recipe can
+    demand (``online.required``) of a version that replaces a champion.
 
     MLflow sets aliases one call at a time. So the move is first recorded as a tag of the registered model, then done,
     then the tag is removed: after a crash between the calls, the next command decides that move again, and finishes it
@@ -111,13 +114,8 @@ def _approved(client: MlflowClient, recipe: Recipe, number: int, bundle: Path | 
     name = recipe.register_.model_name
     found = examine(client, name, number)
     require_pass(found)
-    if differences := found.verdict.policy.differences(policy_of(recipe)):
-        raise RegistryError(
-            f"version {number} was judged by another policy than the one in force: " + "; ".join(differences),
-            expected=f"policy {policy_of(recipe).digest[:12]} of the recipe in force",
-            remedy="run `dvc repro` to judge by this recipe, or pass --params with the one that it was judged by",
-        )
-    folder = bundle or found.location
+    require_policy(found, recipe)
+    folder = bundle or _bundle(name, found)
     require_bundle(folder, found.verdict.candidate, number)
     if (key := public_key(recipe)) is not None:
         require_signed(found, name, folder, key)
@@ -183,7 +181,7 @@ def _in_service(client: MlflowClient, name: str, number: int) -> Judged:
     try:
         found = examine(client, name, number)
         require_pass(found)
-        require_bundle(found.location, found.verdict.candidate, number)
+        require_bundle(_bundle(name, found), found.verdict.candidate, number)
     except RegistryError as error:
         raise RegistryError(
             f"the champion of {name} cannot be relied on, nor gone back to: {error.found}",
@@ -191,6 +189,13 @@ def _in_service(client: MlflowClient, name: str, number: int) -> Judged:
             remedy=f"`tapeout rollback`, put its bundle back, or delete the alias {CHAMPION} and run `dvc repro`",
         ) from error
     return found
+
+
+def _bundle(name: str, version: Judged) -> Path:
+    """Its folder. What was registered on another machine is pulled: it must be what a server would get."""
+    if version.location.is_dir():
+        return version.location
+    return pull(Reference(name, number=version.number), store_folder(), Requirements(unsafe=True)).folder
 
 
 def _require_champion(name: str, now: str, expected: str | None, who: str) -> None:

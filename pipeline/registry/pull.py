@@ -1,8 +1,8 @@
 """Brings the bundle of a registered version to this machine, and believes nothing that it can check.
 
 The alias is resolved once; from then on the version, its run and the bundle's digest are fixed, whatever the registry
-says meanwhile. The verdict must be a PASS about that digest, and signed where a public key is given. The record comes
-first, and every file that it lists is hashed when it has arrived. The bundle takes its place in the store (see
+says meanwhile. The verdict must be a PASS about that digest, signed or judged again where that is required. The record
+comes first, and every file that it lists is hashed while it arrives. The bundle takes its place in the store (see
 pipeline/registry/bundle_store.py) when it is whole. A pull that was interrupted continues at the byte where it stopped.
 """
 
@@ -10,39 +10,41 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import re
 import shutil
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from engines.bundle import EngineBundle
-from evals.check import Outcome
-from evals.level import LevelVerdict
-from evals.verdict import Verdict
-from pipeline.registry.access import Reference, Registry, Version, open_registry
+from pipeline.registry.access import Reference, Registry, Version, changed, open_registry
 from pipeline.registry.bundle_store import is_whole
-from pipeline.registry.judged import EVIDENCE, MODEL_SIGNATURE, SIGNATURE, VERDICT, require_signature
-from pipeline.registry.levels import FOLDER as LEVELS
-from pipeline.registry.levels import covered, evidence_folder, level_tag, runnable
-from pipeline.registry.versions import tag_of
-from tapeout.artifact import RECORD, Artifact, Record, load, load_record
+from pipeline.registry.versions import EVIDENCE, LEVEL_TAG, MODEL_SIGNATURE, SIGNATURE, VERDICT, tag_of
+from tapeout.artifact import RECORD, Artifact, Header, load_header, load_record
 from tapeout.durable import replace_folder
 from tapeout.errors import RegistryError, SignatureError, TapeoutError
 from tapeout.file_hashes import sha256_file
-from tapeout.signing import (
-    PUBLIC_KEY,
-    ModelStatement,
-    model_signature_path,
-    model_statement,
-    signature_path,
-    verify_signature,
-    write_signature,
-)
+from tapeout.fingerprint import judged_level
 
-R = TypeVar("R", bound=Record)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """What a version must have beside whole files.
+
+    ``public_key``: verdict and files must be signed with its private key. ``judge_by``: a recipe, by which its logged
+    evidence is judged again, as a promotion does. ``unsafe``: a version without a PASS will do.
+    """
+
+    public_key: Path | None = None
+    judge_by: Path | None = None
+    unsafe: bool = False
 
 
 class Pulled(NamedTuple):
@@ -61,93 +63,72 @@ class Pulled(NamedTuple):
     levels: tuple[str, ...]
 
 
-def pull(reference: Reference, store: Path, *, public_key: Path | None = None, unsafe: bool = False) -> Pulled:
+def pull(reference: Reference, store: Path, required: Requirements = Requirements()) -> Pulled:
     """The bundle of a version, whole and checked, in ``store``.
 
-    :class:`RegistryError` for a version without a PASS (unless ``unsafe``), and for files that are not those that were
-    registered; :class:`SignatureError` unless verdict and files are signed, if a ``public_key`` is given.
+    :class:`RegistryError` for a version that is not as ``required``, and for files that are not those that were
+    registered; :class:`SignatureError` unless verdict and files are signed, if a key is required.
     """
     with open_registry() as registry, tempfile.TemporaryDirectory() as scratch:
         version = registry.version(reference)
-        verdict = fetch_verdict(registry, version, Path(scratch))
-        digest = verdict.record.candidate
-        if verdict.record.outcome is not Outcome.PASS and not unsafe:
+        verdict = _verdict(registry, version, Path(scratch))
+        digest, outcome = str(verdict.record["candidate"]), str(verdict.record["outcome"])
+        if outcome != "PASS" and not required.unsafe:
             raise RegistryError(
-                f"{reference} was judged {verdict.record.outcome.value}",
+                f"{reference} was judged {outcome}",
                 expected="a version with a PASS",
                 remedy="promote another version, or accept the risk with --unsafe",
             )
+        if required.judge_by:
+            _judge_again(registry, version, required.judge_by, Path(scratch))
         folder = store / digest
         with _incoming(store, digest) as incoming:
             fetched = 0
             whole = is_whole(folder, digest)
             bundle = load_record(folder, EngineBundle) if whole else _record(registry, version, incoming, digest)
-            signatures = _signed(registry, version, verdict, bundle, public_key) if public_key else ()
+            key = required.public_key
+            signatures = _signatures(registry, version, verdict, bundle, key) if key else {}
             if not whole:
                 fetched = _files(registry, version, bundle)
                 replace_folder(incoming, folder)
-            places = (signature_path(folder), model_signature_path(folder)) if signatures else ()
-            for path, text in zip(places, signatures, strict=True):
-                write_signature(path, text)
-            kept = load_record(folder, EngineBundle)
-            _level_evidence(registry, version, kept, signed=public_key is not None)
-            levels = covered(kept, verdict, public_key)
-    outcome = verdict.record.outcome.value
+            _keep(signatures, folder)
+            levels = _levels(registry, version, verdict, load_record(folder, EngineBundle), key)
     return Pulled(version.name, version.number, digest, outcome, bool(signatures), folder, fetched, levels)
 
 
-def require_key(public_key: Path | None) -> Path:
-    if public_key is None:
-        raise SignatureError(
-            "a signature is required, but no public key is given",
-            expected="the key of whoever judges",
-            remedy=f"name it with --public-key or {PUBLIC_KEY}",
-        )
-    return public_key
-
-
-def fetch_logged(registry: Registry, version: Version, path: str, noun: type[R], place: Path) -> Artifact[R]:
-    """An artifact that is logged in a version's run under ``path``, whole, in the new folder ``place``."""
-    place.mkdir(parents=True)
+def _verdict(registry: Registry, version: Version, scratch: Path) -> Header:
+    """The verdict of a version's run, and the one that its tags name. Its type is not needed: that takes statistics."""
+    place = scratch / VERDICT
+    place.mkdir()
+    registry.fetch(version.run_root, f"{VERDICT}/{RECORD}", place / RECORD)
     try:
-        registry.fetch(version.run_root, f"{path}/{RECORD}", place / RECORD)
-        for name in load_record(place, noun).files:
-            (place / name).parent.mkdir(parents=True, exist_ok=True)
-            registry.fetch(version.run_root, f"{path}/{name}", place / name)
-        return load(place, noun)
-    except RegistryError:
-        raise
+        found = load_header(place)
     except TapeoutError as error:
-        raise _changed(version, f"its {noun.noun} is not intact: {error.found}") from error
-
-
-def fetch_verdict(registry: Registry, version: Version, scratch: Path) -> Artifact[Verdict]:
-    """The verdict of a version's run, whole, and the one that its tags name."""
-    found = fetch_logged(registry, version, VERDICT, Verdict, scratch / VERDICT)
-    for tag, value in (("verdict", found.digest), ("candidate", found.record.candidate)):
+        raise changed(version, f"its verdict is not intact: {error.found}") from error
+    if found.noun != "Verdict" or not re.fullmatch("[0-9a-f]{64}", str(found.record.get("candidate"))):
+        raise changed(version, f"its verdict is a {found.noun} about no bundle")
+    for tag, value in (("verdict", found.digest), ("candidate", found.record["candidate"])):
         if tag_of(version.tags, tag, version.number) != value:
-            raise _changed(version, f"its tag tapeout.{tag} names another one than its run has")
+            raise changed(version, f"its tag tapeout.{tag} names another one than its run has")
     return found
 
 
-def _level_evidence(registry: Registry, version: Version, bundle: Artifact[EngineBundle], *, signed: bool) -> None:
-    """Bring what `tapeout verify` attached for levels of this machine, as the version's tags name it."""
-    for level in runnable(bundle):
-        digest, folder = version.tags.get(level_tag(level)), evidence_folder(bundle.folder, level)
-        if digest is None or (folder.is_dir() and load_record(folder, LevelVerdict).digest == digest):
-            continue
-        with tempfile.TemporaryDirectory(dir=bundle.folder.parent) as scratch:
-            place = Path(scratch) / level
-            found = fetch_logged(registry, version, f"{LEVELS}/{level}", LevelVerdict, place)
-            if found.digest != digest:
-                raise _changed(version, f"the evidence of {level} is not the one that its tag names")
-            if signed:
-                name = signature_path(folder).name
-                registry.fetch(version.run_root, f"{LEVELS}/{name}", Path(scratch) / name)
-            folder.parent.mkdir(exist_ok=True)
-            replace_folder(place, folder)
-            if signed:
-                write_signature(signature_path(folder), (Path(scratch) / signature_path(folder).name).read_text())
+def _judge_again(registry: Registry, version: Version, params: Path, scratch: Path) -> None:
+    """:class:`RegistryError` unless the logged evidence gives the logged verdict, a PASS by the recipe ``params``."""
+    if find_spec("scipy") is None:
+        raise RegistryError(
+            "the package scipy is not installed",
+            expected="it beside tapeout, to judge evidence",
+            remedy="pip install 'tapeout[judging]', or leave out --judge-by",
+        )
+    from pipeline.recipe import load_recipe
+    from pipeline.registry.judged import fetch_logged, judge_again, require_pass, require_policy
+
+    recipe = load_recipe(params)
+    fetch_logged(partial(registry.fetch, version.run_root), scratch)
+    judged = judge_again(scratch, version.name, version.number, version.tags)
+    require_pass(judged)
+    require_policy(judged, recipe)
 
 
 def _record(registry: Registry, version: Version, incoming: Path, digest: str) -> Artifact[EngineBundle]:
@@ -158,15 +139,15 @@ def _record(registry: Registry, version: Version, incoming: Path, digest: str) -
         found = load_record(incoming, EngineBundle)
     except TapeoutError as error:
         shutil.rmtree(incoming)
-        raise _changed(version, error.found) from error
+        raise changed(version, error.found) from error
     if found.digest != digest:
         shutil.rmtree(incoming)
-        raise _changed(version, f"its bundle is {found.digest[:12]}, and {digest[:12]} was judged")
+        raise changed(version, f"its bundle is {found.digest[:12]}, and {digest[:12]} was judged")
     return found
 
 
 def _files(registry: Registry, version: Version, bundle: Artifact[EngineBundle]) -> int:
-    """Every file of the record, hashed when it has arrived; how many bytes were fetched."""
+    """Every file of the record, hashed while it arrives; how many bytes were fetched."""
     missing = {
         name: entry
         for name, entry in sorted(bundle.files.items())
@@ -179,18 +160,19 @@ def _files(registry: Registry, version: Version, bundle: Artifact[EngineBundle])
     for name, entry in missing.items():
         path = bundle.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        registry.fetch(version.bundle_root, name, path)
-        if (found := sha256_file(path)) != entry.sha256:
+        if (found := registry.fetch(version.bundle_root, name, path)) != entry.sha256:
             path.unlink()
-            raise _changed(version, f"{name} has sha256 {found[:12]}, and {entry.sha256[:12]} was judged")
+            raise changed(version, f"{name} has sha256 {found[:12]}, and {entry.sha256[:12]} was judged")
         path.chmod(0o444)
     return needed
 
 
-def _signed(
-    registry: Registry, version: Version, verdict: Artifact[Verdict], bundle: Artifact[EngineBundle], key: Path
-) -> tuple[str, ...]:
-    """The signatures of verdict and files, if both are by ``key`` and about what is here."""
+def _signatures(
+    registry: Registry, version: Version, verdict: Header, bundle: Artifact[EngineBundle], key: Path
+) -> dict[str, str]:
+    """The signatures of verdict and files by file name, if both are by ``key`` and about what is here."""
+    from pipeline.registry.signatures import require_model_signature, require_verdict_signature
+
     with tempfile.TemporaryDirectory() as scratch:
         judged, files = Path(scratch) / SIGNATURE, Path(scratch) / MODEL_SIGNATURE
         for path in (judged, files):
@@ -202,14 +184,30 @@ def _signed(
                     expected="a signature, because a public key is given",
                     remedy="register it with the private key: `tapeout register --key tapeout.key`",
                 ) from error
-        require_signature(judged, key, version.name, verdict.record, verdict.digest, bundle.folder)
-        if verify_signature(files, key, ModelStatement) != model_statement(bundle):
-            raise SignatureError(
-                f"the signature of the files is about another bundle than {bundle.digest[:12]}",
-                expected="the files that were signed",
-                remedy="register the bundle again, with the private key",
-            )
-        return judged.read_text(), files.read_text()
+        require_verdict_signature(judged, key, version.name, verdict.record, verdict.digest, bundle.folder)
+        require_model_signature(files, key, bundle)
+        return {path.name: path.read_text() for path in (judged, files)}
+
+
+def _keep(signatures: Mapping[str, str], folder: Path) -> None:
+    """Write them beside the bundle."""
+    if signatures:
+        from tapeout.signing import model_signature_path, signature_path, write_signature
+
+        write_signature(signature_path(folder), signatures[SIGNATURE])
+        write_signature(model_signature_path(folder), signatures[MODEL_SIGNATURE])
+
+
+def _levels(
+    registry: Registry, version: Version, verdict: Header, bundle: Artifact[EngineBundle], key: Path | None
+) -> tuple[str, ...]:
+    """The bundle's levels of native kernels with evidence: the verdict's, and those with evidence of their own."""
+    if any(tag.startswith(LEVEL_TAG) for tag in version.tags):
+        from pipeline.registry.logged import fetch_levels
+
+        return fetch_levels(registry, version, bundle, key)
+    judged = judged_level(bundle.record.target, str(verdict.record.get("executed_on") or ""))
+    return tuple(one.level for one in bundle.record.hardware if one.level == judged)
 
 
 @contextmanager
@@ -234,12 +232,3 @@ def _incoming(store: Path, digest: str) -> Generator[Path]:
             remedy=f"{'free disk space' if full else 'fix its permissions'}, or name another folder with --to or "
             "TAPEOUT_STORE; then run this again: what has arrived is kept",
         ) from error
-
-
-def _changed(version: Version, found: str) -> RegistryError:
-    return RegistryError(
-        f"version {version.number} of {version.name} was changed since it was registered: {found}",
-        expected="what was judged and registered",
-        remedy="register it again (`tapeout register` repairs its files), or promote another version; find out who can "
-        "write to the registry's store",
-    )

@@ -18,24 +18,23 @@ from evals.evidence import require_reproducible
 from evals.statement import statement
 from evals.verdict import Verdict
 from pipeline.recipe import Recipe
-from pipeline.registry.judged import (
-    EVIDENCE,
-    KEY,
-    MODEL_SIGNATURE,
-    SIGNATURE,
-    VERDICT,
-    collect,
-    dumped,
-    examine,
-    private_key,
-    read_logged,
-    require_pass,
-    tags_of,
-)
+from pipeline.registry.judged import KEY, collect, dumped, examine, read_logged, require_pass, tags_of
 from pipeline.registry.release import Release
+from pipeline.registry.signatures import private_key
 from pipeline.registry.tracking import connect, public_uri, sqlite_path, tracking_uri
 from pipeline.registry.upload import upload
-from pipeline.registry.versions import CHALLENGER, CHAMPION, ROLLBACK, aliases, model_exists, source_of
+from pipeline.registry.versions import (
+    CHALLENGER,
+    CHAMPION,
+    EVIDENCE,
+    MODEL_SIGNATURE,
+    ROLLBACK,
+    SIGNATURE,
+    VERDICT,
+    aliases,
+    model_exists,
+    source_of,
+)
 from pipeline.report.data import flatten
 from tapeout.artifact import Artifact, create, load
 from tapeout.errors import RegistryError, TapeoutError
@@ -209,10 +208,14 @@ def _run(
 
 def _is_logged(client: MlflowClient, run_id: str, verdict: Artifact[Verdict]) -> bool:
     """Whether this verdict and its evidence lie in the run unchanged."""
+    from mlflow.exceptions import MlflowException
+
     with tempfile.TemporaryDirectory() as scratch:
         try:
-            return read_logged(client, run_id, Path(scratch))[0].digest == verdict.digest
-        except (TapeoutError, OSError):
+            for folder in (EVIDENCE, VERDICT):
+                client.download_artifacts(run_id, folder, scratch)
+            return read_logged(Path(scratch))[0].digest == verdict.digest
+        except (MlflowException, TapeoutError, OSError):
             return False
 
 

@@ -11,20 +11,21 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from pipeline.registry.access import Reference, RestRegistry, http_session
 from pipeline.registry.bundle_store import store_folder
-from pipeline.registry.pull import Pulled, pull
+from pipeline.registry.pull import Pulled, Requirements, pull
 from pipeline.registry.tracking import sqlite_path, tracking_uri
 from pipeline.registry.versions import UnknownVersionError
 from tapeout.errors import RegistryError, TapeoutError
 
 
-async def pulled(reference: Reference, public_key: Path | None, *, unsafe: bool = False) -> Pulled:
+async def pulled(reference: Reference, required: Requirements) -> Pulled:
     """Pull in a process of its own; :class:`RegistryError` if the version cannot be relied on."""
-    answer = await ask(__name__, str(reference), str(public_key or ""), "unsafe" if unsafe else "")
+    answer = await ask(__name__, str(reference), json.dumps(asdict(required), default=str))
     return Pulled(**answer | {"folder": Path(answer["folder"]), "levels": tuple(answer["levels"])})
 
 
@@ -77,12 +78,11 @@ def state(reference: Reference) -> Any:
 
 
 def main() -> None:
-    reference, key, unsafe = sys.argv[1:]
+    reference, required = sys.argv[1], json.loads(sys.argv[2])
+    paths = {name: required[name] and Path(required[name]) for name in ("public_key", "judge_by")}
 
     def look_up() -> dict[str, Any]:
-        found = pull(
-            Reference.parse(reference), store_folder(), public_key=Path(key) if key else None, unsafe=bool(unsafe)
-        )
+        found = pull(Reference.parse(reference), store_folder(), Requirements(**required | paths))
         return found._asdict() | {"folder": str(found.folder)}
 
     answered(look_up)

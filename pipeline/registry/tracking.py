@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from tapeout.errors import RegistryError
+from pipeline.sources.download import innermost
+from tapeout.errors import RegistryError, one_line
 
 if TYPE_CHECKING:
+    import requests
     from mlflow import MlflowClient
 
 DEFAULT_URI = "sqlite:///mlflow.db"
@@ -43,6 +45,42 @@ def public_uri(uri: str) -> str:
     return uri.replace(f"{parts.netloc.rpartition('@')[0]}@", "", 1) if "@" in parts.netloc else uri
 
 
+def http_session() -> requests.Session:
+    """With the credentials and certificates that MLflow's own client reads from the environment."""
+    import requests
+
+    session, environment = requests.Session(), os.environ
+    if user := environment.get("MLFLOW_TRACKING_USERNAME"):
+        session.auth = (user, environment.get("MLFLOW_TRACKING_PASSWORD", ""))
+    elif token := environment.get("MLFLOW_TRACKING_TOKEN"):
+        session.headers["Authorization"] = f"Bearer {token}"
+    if environment.get("MLFLOW_TRACKING_INSECURE_TLS", "").lower() in ("1", "true"):
+        session.verify = False
+    elif certificates := environment.get("MLFLOW_TRACKING_SERVER_CERT_PATH"):
+        session.verify = certificates
+    session.cert = environment.get("MLFLOW_TRACKING_CLIENT_CERT_PATH")
+    return session
+
+
+def unreachable(uri: str, error: OSError) -> RegistryError:
+    """What to do where no request to a server is answered. ``error``: of requests, or about a file of certificates."""
+    import requests
+
+    shown, cause = public_uri(uri), one_line(innermost(error), 200)
+    if isinstance(error, requests.exceptions.SSLError) or not isinstance(error, requests.RequestException):
+        return RegistryError(
+            f"no secure connection to {shown}: {cause}",
+            expected="a certificate by an authority that this machine trusts",
+            remedy="put the path of the authority's certificate (PEM) into MLFLOW_TRACKING_SERVER_CERT_PATH or "
+            "REQUESTS_CA_BUNDLE, or correct MLFLOW_TRACKING_URI; then run this again",
+        )
+    return RegistryError(
+        f"no MLflow server answers at {shown} ({type(error).__name__})",
+        expected="a server that can be reached from this machine",
+        remedy="start it, correct MLFLOW_TRACKING_URI, or unset that to use a local mlflow.db; then run this again",
+    )
+
+
 @contextmanager
 def connect(*, write: bool) -> Generator[MlflowClient]:
     """A client for ``MLFLOW_TRACKING_URI``; what MLflow or the network raise inside becomes :class:`RegistryError`.
@@ -62,15 +100,15 @@ def connect(*, write: bool) -> Generator[MlflowClient]:
     try:
         if uri.startswith(("http://", "https://")):
             # Any answer will do: MLflow takes minutes to report that there is none.
-            requests.get(f"{uri.rstrip('/')}/health", timeout=10)
+            try:
+                with http_session() as session:
+                    session.get(f"{uri.rstrip('/')}/health", timeout=10)
+            except OSError as error:
+                raise unreachable(uri, error) from error
         with _locked(database) if write and (database := sqlite_path(uri)) else nullcontext():
             yield _client(uri)
     except requests.RequestException as error:
-        raise RegistryError(
-            f"no MLflow server answers at {public_uri(uri)} ({type(error).__name__})",
-            expected="a server that can be reached from this machine",
-            remedy="start it, correct MLFLOW_TRACKING_URI, or unset that to use a local mlflow.db; then run this again",
-        ) from error
+        raise unreachable(uri, error) from error
     except (MlflowException, SQLAlchemyError) as error:
         reason = str(error).strip().splitlines()[0].replace(uri, public_uri(uri))
         raise RegistryError(

@@ -39,13 +39,14 @@ def upload(client: MlflowClient, experiment_id: str, bundle: Artifact[Any], *, r
     wanted = {name: (entry.sha256, entry.size_bytes) for name, entry in sorted(bundle.files.items())}
     record = bundle.folder / RECORD
     wanted[RECORD] = sha256_file(record), record.stat().st_size
-    with open_registry() as registry, progress_bar() as progress:
-        task = progress.add_task(f"bundle {bundle.digest[:12]}", total=sum(size for _, size in wanted.values()))
+    done, total = 0, sum(size for _, size in wanted.values())
+    with open_registry() as registry, progress_bar(f"bundle {bundle.digest[:12]}") as shown:
         for name, (sha256, size) in wanted.items():
             same_size = there.get(name) == size
             if not same_size or not (complete or _hash_there(registry, model.artifact_location, name) == sha256):
                 _put(client, model.model_id, bundle.folder, name)
-            progress.advance(task, size)
+            done += size
+            shown(done, total)
     if model.status is not LoggedModelStatus.READY:
         client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
     return model.model_id
@@ -70,9 +71,7 @@ def _sizes(client: MlflowClient, model_id: str, folder: str | None = None) -> di
 
 def _hash_there(registry: Registry, root: str, name: str) -> str:
     with tempfile.TemporaryDirectory() as scratch:
-        copy = Path(scratch) / PurePosixPath(name).name
-        registry.fetch(root, name, copy)
-        return sha256_file(copy)
+        return registry.fetch(root, name, Path(scratch) / PurePosixPath(name).name)
 
 
 def _put(client: MlflowClient, model_id: str, folder: Path, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Model versions as the registry keeps them: aliases, tags, and clear errors for missing ones."""
+"""Model versions as the registry keeps them: aliases, tags, files of a run, and clear errors for missing ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from evals.verdict import Verdict
 from pipeline.registry.tracking import public_uri, tracking_uri
 from tapeout.artifact import canonical_json
 from tapeout.errors import RegistryError
@@ -16,8 +15,13 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 
+    from evals.verdict import Verdict
+
 CHALLENGER, CHAMPION, ROLLBACK = "challenger", "champion", "rollback"
 NO_CHAMPION = "none"
+EVIDENCE, VERDICT = "evidence", "verdict"  # folders of a version's run
+SIGNATURE, MODEL_SIGNATURE = "verdict.sigstore.json", "model.sig"  # in the folder of the evidence
+LEVEL_TAG = "tapeout.level."  # and the level: the digest of its evidence
 
 
 class UnknownVersionError(RegistryError):

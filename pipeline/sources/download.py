@@ -8,6 +8,7 @@ mix two versions.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -15,8 +16,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,10 +27,10 @@ from tapeout.errors import SourceError
 
 if TYPE_CHECKING:
     import requests
-    from rich.progress import Progress, TaskID
 
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 256 << 10
 TIMEOUT_S = (10, 60)  # to connect, and between two pieces of data
+Shown = Callable[[int, int | None], None]  # bytes so far, and in total if that is known
 ATTEMPTS = 5  # consecutive ones without a new byte
 TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
 
@@ -44,10 +45,10 @@ def redact(url: str) -> str:
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
-def download_url(url: str, target: Path, *, session: requests.Session | None = None, pause_s: float = 1.0) -> Path:
-    """Fetch ``url`` to ``target``; ``pause_s`` is the first pause between attempts, doubled each time.
+def download_url(url: str, target: Path, *, session: requests.Session | None = None, pause_s: float = 1.0) -> str:
+    """Fetch ``url`` to ``target``, and return its sha256, which is computed while the bytes arrive.
 
-    ``session``: holds credentials, and is kept open.
+    ``pause_s``: the first pause between attempts, doubled each time. ``session``: holds credentials, and is kept open.
 
     Raises :class:`SourceError` when the server refuses, cannot be reached, or the connection keeps breaking; the
     bytes received so far stay in ``target`` + ``.part`` for the next call. OSError (a full disk) passes through.
@@ -57,12 +58,11 @@ def download_url(url: str, target: Path, *, session: requests.Session | None = N
     part = target.with_name(target.name + ".part")
     failures = 0
     transient = (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError)
-    with progress_bar() as progress, nullcontext(session) if session else requests.Session() as session:
-        task = progress.add_task(target.name, total=None)
+    with progress_bar(target.name) as shown, nullcontext(session) if session else requests.Session() as session:
         while True:
             before = part.stat().st_size if part.exists() else 0
             try:
-                _continue(session, url, part, progress, task)
+                sha256 = _continue(session, url, part, shown)
                 break
             except (_TryAgainError, *transient) as error:
                 reason: Exception = error
@@ -75,7 +75,7 @@ def download_url(url: str, target: Path, *, session: requests.Session | None = N
             time.sleep(pause_s * 2 ** (failures - 1))
     part.rename(target)
     _state_file(part).unlink(missing_ok=True)
-    return target
+    return sha256
 
 
 def download_wheel(package: str, version: str, folder: Path) -> Path:
@@ -210,21 +210,27 @@ def download_snapshot(repo: str, revision: str | None, wanted: Callable[[str], b
     return Snapshot(folder, commit, names)
 
 
-def progress_bar() -> Progress:
-    """A byte-counting progress bar on standard error, silent when that is not a terminal."""
+@contextmanager
+def progress_bar(title: str) -> Generator[Shown]:
+    """A byte-counting progress bar on standard error; nothing, and no library for it, where that is not a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
     from rich.console import Console
     from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
-    console, columns = Console(stderr=True), Progress.get_default_columns()
-    return Progress(*columns, DownloadColumn(), TransferSpeedColumn(), console=console, disable=not console.is_terminal)
+    columns = (*Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(title, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 class _TryAgainError(Exception):
     """A failure that another attempt may avoid: the server is busy, or the part cannot be continued."""
 
 
-def _continue(session: requests.Session, url: str, part: Path, progress: Progress, task: TaskID) -> None:
-    """Append to ``part`` until it is whole; a broken connection raises and leaves the bytes received."""
+def _continue(session: requests.Session, url: str, part: Path, shown: Shown) -> str:
+    """Append to ``part`` until it is whole, and return its sha256; a broken connection leaves the bytes received."""
     validator = _read_validator(part, url)
     start = part.stat().st_size if validator else 0
     headers = {"Accept-Encoding": "identity"}  # ranges count the bytes of the file, not of a compressed form
@@ -246,14 +252,17 @@ def _continue(session: requests.Session, url: str, part: Path, progress: Progres
             part.unlink(missing_ok=True)
             _write_validator(part, url, None if encoded else _validator(response))
         done = start if resumed else 0
-        progress.update(task, total=total, completed=done)
-        with part.open("ab") as stream:
+        with part.open("a+b") as stream:
+            stream.seek(0)
+            digest = hashlib.file_digest(stream, "sha256")  # of the bytes that arrived before
             for chunk in response.iter_content(CHUNK_BYTES):
                 stream.write(chunk)
+                digest.update(chunk)
                 done += len(chunk)
-                progress.update(task, completed=done)
+                shown(done, total)
     if total is not None and done != total:
         raise _TryAgainError(f"the connection closed after {done} of {total} bytes")
+    return digest.hexdigest()
 
 
 def _check_status(url: str, response: requests.Response) -> None:
@@ -314,8 +323,14 @@ def _unreachable(url: str, reason: Exception, arrived: int) -> SourceError:
     )
 
 
-def _short(error: Exception) -> str:
-    """The innermost cause in one line: requests wraps urllib3, which wraps the error of the operating system."""
-    while (inner := error.__context__) is not None and isinstance(inner, Exception):
+def innermost(error: Exception) -> Exception:
+    """The cause that started it: requests wraps urllib3, which wraps the error of the operating system."""
+    while isinstance(inner := error.__context__, Exception):
         error = inner
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return error
+
+
+def _short(error: Exception) -> str:
+    """The innermost cause in one line."""
+    cause = innermost(error)
+    return str(cause).splitlines()[0] if str(cause) else type(cause).__name__

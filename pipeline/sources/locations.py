@@ -178,8 +178,8 @@ def _copy(source: str, offer: _Offer, incoming: Path, keep: Keep) -> None:
     names = [name for name in offer.files if offer.name or keep(name)]
     if not names:
         raise SourceError(f"{source} holds none of the files that are needed", expected=_sample(offer.offered))
-    with progress_bar() as progress:
-        task = progress.add_task("copying", total=None)
+    copied = 0
+    with progress_bar("copying") as shown:
         for name in names:
             target = incoming / name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -187,7 +187,8 @@ def _copy(source: str, offer: _Offer, incoming: Path, keep: Keep) -> None:
                 with offer.files[name]() as stream, target.open("wb") as out:
                     while chunk := stream.read(COPY_BYTES):
                         out.write(chunk)
-                        progress.advance(task, len(chunk))
+                        copied += len(chunk)
+                        shown(copied, None)
             except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:  # checksum, stream, encryption
                 raise SourceError(f"{name} in {source} is damaged: {error}", remedy=REFETCH) from error
 
@@ -200,7 +201,12 @@ def _open_url(url: str, sha256: str | None) -> _Offer:
             remedy="add sha256 to the source",
         )
     name = unquote(PurePosixPath(urlsplit(url).path).name)
-    path, digest = cached(url, sha256, lambda folder: download_url(url, folder / name))
+
+    def fetch(folder: Path) -> Path:
+        download_url(url, folder / name)
+        return folder / name
+
+    path, digest = cached(url, sha256, fetch)
     return _Offer({name: partial(path.open, "rb")}, (name,), name, digest)
 
 

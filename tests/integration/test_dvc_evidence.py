@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from tests import judged
-from tests.serving_machine import COMMAND, ROOT
+from tests.command import COMMAND, ROOT
 
 GIT = ["git", "-c", "user.name=builder", "-c", "user.email=builder@localhost", "-c", "init.defaultBranch=main"]
 

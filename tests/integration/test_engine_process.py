@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from runtime.messages import Delta, GenerateRequest, SamplingSettings
 from runtime.scheduler import DisplacedError, Limits, QueueFullError
 from tapeout.errors import ArtifactError, RequestError
 from tests.faulty_engine import CRASH, DIES, FAIL, HANG, REFUSES, OpenFaulty, alone
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 BUNDLE = Path("7")
@@ -46,14 +47,6 @@ async def answer(client: ProcessClient, id: str, prompt: list[int], new: int = 2
 def tokens(deltas: list[Delta]) -> list[int]:
     assert [delta.finish_reason is None for delta in deltas] == [True] * (len(deltas) - 1) + [False]
     return [token for delta in deltas for token in delta.tokens]
-
-
-async def until(holds: Callable[[], bool], seconds: float = 20) -> None:
-    for _ in range(int(seconds / 0.01)):
-        if holds():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it did not happen")
 
 
 def run(test: Awaitable[None]) -> None:

@@ -8,10 +8,13 @@ disk, or by a kill.
 from __future__ import annotations
 
 import asyncio
+import datetime
+import ipaddress
 import json
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -27,6 +30,10 @@ from typing import Any
 
 import httpx2
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 
 from engines.bundle import EngineBundle
 from pipeline.recipe import Recipe
@@ -37,8 +44,9 @@ from pipeline.registry.versions import model_id_of
 from tapeout.artifact import load
 from tapeout.errors import RegistryError
 from tapeout.signing import generate_keys
-from tests import judged, serving_machine
-from tests.serving_machine import ROOT
+from tests import command, judged, serving_machine
+from tests.command import COMMAND, ROOT
+from tests.judged import edit_record
 from tests.slow_proxy import proxy
 
 WEIGHTS_BYTES = 8 << 20
@@ -46,12 +54,14 @@ MLFLOW = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--wo
 
 
 @contextmanager
-def mlflow_server(folder: Path, **options: Any) -> Iterator[int]:
-    """The port of a tracking server that keeps everything in ``folder``."""
+def mlflow_server(folder: Path, *, certificate: Path | None = None, **options: Any) -> Iterator[int]:
+    """The port of a tracking server that keeps everything in ``folder``. ``certificate``: with its key, for TLS."""
     folder.mkdir()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     places = ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", str(folder / "store")]
+    if certificate:
+        places += ["--uvicorn-opts", f"--ssl-certfile {certificate}"]
     variables = {**os.environ, "DO_NOT_TRACK": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     variables.pop("MLFLOW_TRACKING_URI", None)
     with (folder / "log").open("wb") as log:
@@ -66,10 +76,11 @@ def mlflow_server(folder: Path, **options: Any) -> Iterator[int]:
         )
     try:
         until = time.monotonic() + 240
+        url = f"{'https' if certificate else 'http'}://127.0.0.1:{port}/health"
         while True:
             assert process.poll() is None and time.monotonic() < until, (folder / "log").read_text()
             try:
-                if httpx2.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200:
+                if httpx2.get(url, timeout=5, verify=False).status_code == 200:
                     break
             except httpx2.HTTPError:
                 time.sleep(0.2)
@@ -119,10 +130,20 @@ class Builder:
             location = client.get_logged_model(model_id_of(version.source)).artifact_location
         return self.store / location.removeprefix("mlflow-artifacts:/")
 
-    def pull(self, *words: str, port: int | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
-        """``tapeout pull`` on the other machine."""
-        uri = f"http://127.0.0.1:{port or self.port}"
-        variables = serving_machine.environment(self.serving, MLFLOW_TRACKING_URI=uri)
+    def pull(
+        self,
+        *words: str,
+        port: int | None = None,
+        extras: tuple[str, ...] = (*serving_machine.EXTRAS, "judging"),
+        more: dict[str, str] | None = None,
+        **options: Any,
+    ) -> subprocess.CompletedProcess[str]:
+        """``tapeout pull`` on the other machine. ``extras``: of tapeout, which are installed there.
+
+        ``more``: environment variables.
+        """
+        uri = {"MLFLOW_TRACKING_URI": f"http://127.0.0.1:{port or self.port}"}
+        variables = serving_machine.environment(self.serving, extras=extras, **uri | (more or {}))
         words = ("pull", *(words or (f"models:/{self.name}@champion",)), "--json")
         return serving_machine.run(self.serving, variables, *words, **options)
 
@@ -189,7 +210,7 @@ def test_a_pull_that_was_killed_continues_at_the_byte(builder: Builder) -> None:
     half = WEIGHTS_BYTES // 2
     with proxy(builder.port, limit=half) as slow:
         variables = serving_machine.environment(builder.serving, MLFLOW_TRACKING_URI=f"http://127.0.0.1:{slow.port}")
-        words = [*serving_machine.COMMAND, "pull", f"models:/{builder.name}@champion"]
+        words = [*COMMAND, "pull", f"models:/{builder.name}@champion"]
         process = subprocess.Popen(words, cwd=builder.serving, env=variables)
         assert slow.reached.wait(120)
         time.sleep(1)  # for what has passed to be written
@@ -270,6 +291,41 @@ def test_signed_versions(builder: Builder) -> None:
     builder.refuses("is about bundle", *trusted)
 
 
+def test_a_pull_can_judge_again_by_its_own_recipe(builder: Builder) -> None:
+    """A forger who can write to the registry: consistent digests and tags do not help without the evidence."""
+    builder.submit(big("l"), evidence=judged.good(0.345))
+    version, recipe = f"models:/{builder.name}/1", builder.folder / "params.yaml"
+    judged.write_params(recipe, builder.recipe)
+    judge = (version, "--judge-by", str(recipe))
+    builder.refuses("scipy is not installed", *judge, extras=serving_machine.EXTRAS)
+    with connect(write=False) as client:
+        run = client.get_model_version(builder.name, "1").run_id or ""
+        logged = Path(client.download_artifacts(run, "verdict", str(builder.folder)))
+        edit_record(logged, lambda body: body["record"].update(outcome="PASS"))
+        client.log_artifact(run, str(logged / "record.json"), "verdict")
+        digest = json.loads((logged / "record.json").read_text())["digest"]
+        client.set_model_version_tag(builder.name, "1", "tapeout.verdict", digest)
+        client.set_model_version_tag(builder.name, "1", "tapeout.outcome", "PASS")
+    builder.refuses("the evidence gives another verdict than the recorded PASS: FAIL", *judge)
+    assert builder.pull(version).returncode == 0, "without --judge-by, only a signature would tell"
+    good = builder.submit(big("m"))
+    judge = (f"models:/{builder.name}/2", *judge[1:])
+    done = builder.pull(*judge)
+    assert done.returncode == 0 and builder.pulled(good), done.stderr
+    shutil.rmtree(builder.serving / "bundles")
+    # A report of another run in the place of the one that was judged.
+    with connect(write=False) as client:
+        run = client.get_model_version(builder.name, "2").run_id or ""
+        other = builder.folder / "run-llllllll" / "evaluation"
+        client.log_artifacts(run, str(other), "evidence/evaluation")
+    builder.refuses("is not intact", *judge)
+    builder.submit(big("m"))
+    assert builder.pull(*judge).returncode == 0
+    shutil.rmtree(builder.serving / "bundles")
+    judged.write_params(recipe, judged.recipe(gate={"max_kl": 0.02}, register=builder.recipe.register_.model_dump()))
+    builder.refuses("by another policy than the one in force: gate.max_kl is 0.03 there and 0.02", *judge)
+
+
 def test_a_full_disk_where_bundles_are_pulled(builder: Builder) -> None:
     digest = builder.submit(big("i"))
     promote(builder.recipe)
@@ -295,6 +351,46 @@ def test_a_full_store_and_a_store_that_is_gone(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(RegistryError, match="no MLflow server answers"):
         builder.submit(big("j"))
     builder.refuses("no MLflow server answers")
+
+
+def self_signed(path: Path) -> None:
+    """A certificate of 127.0.0.1, which nobody trusts, and its key in the same file."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "registry")])
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain)
+    path.write_bytes(private + made.public_bytes(pem))
+
+
+def test_a_server_with_a_certificate_of_a_private_authority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    certificate = tmp_path / "registry.pem"
+    self_signed(certificate)
+    with mlflow_server(tmp_path / "server", certificate=certificate) as port:
+        secure = {"MLFLOW_TRACKING_URI": f"https://127.0.0.1:{port}"}
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", secure["MLFLOW_TRACKING_URI"])
+        builder = Builder(port, tmp_path / "server" / "store", tmp_path, judged.recipe())
+        with pytest.raises(RegistryError, match=r"no secure connection to https://.*self-signed certificate"):
+            builder.submit("n")
+        monkeypatch.setenv("MLFLOW_TRACKING_SERVER_CERT_PATH", str(certificate))
+        digest = builder.submit("n")
+        version = f"models:/{builder.name}/1"
+        builder.refuses("no secure connection to https://.*self-signed certificate", version, more=secure)
+        missing = secure | {"MLFLOW_TRACKING_SERVER_CERT_PATH": "nowhere.pem"}
+        builder.refuses("no secure connection to https://.*nowhere.pem", version, more=missing)
+        for variable in ("MLFLOW_TRACKING_SERVER_CERT_PATH", "REQUESTS_CA_BUNDLE"):
+            done = builder.pull(version, more=secure | {variable: str(certificate)})
+            assert done.returncode == 0 and builder.pulled(digest), done.stderr
+            shutil.rmtree(builder.serving / "bundles")
 
 
 def test_an_upload_that_was_killed_is_continued(builder: Builder) -> None:
@@ -352,36 +448,10 @@ def served(builder: Builder, *options: str) -> Iterator[tuple[str, list[str]]]:
     """``tapeout serve`` of the champion on the other machine: its address, and what it logs."""
     variables = serving_machine.environment(builder.serving, MLFLOW_TRACKING_URI=os.environ["MLFLOW_TRACKING_URI"])
     champion = f"models:/{builder.name}@champion"
-    words = [*serving_machine.COMMAND, "serve", champion, "--port", "0", "--threads", "1", "--follow-seconds", "0.5"]
-    process = subprocess.Popen(
-        [*words, *options], cwd=builder.serving, env=variables, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
-    log: list[str] = []
-    begun = threading.Event()
-
-    def read(lines: Iterator[str]) -> None:
-        for line in lines:
-            log.append(line)
-            if "/v1" in line:
-                begun.set()
-        begun.set()
-
-    reader = threading.Thread(target=read, args=(process.stderr,), daemon=True)
-    reader.start()
-    try:
-        assert begun.wait(240)
-        found = re.search(r"http://\S+?(?=/v1)", "".join(log))
-        assert found, "".join(log)
-        yield found[0], log
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            assert process.wait(60) == 0
-        finally:
-            process.kill()
-            reader.join(10)
-            process.stderr.close()
+    words = (champion, "--follow-seconds", "0.5", *options)
+    with command.served(*words, variables=variables, folder=builder.serving) as running:
+        yield running.url, running.log
+        assert running.stop() == 0
 
 
 async def _stream(client: httpx2.AsyncClient, failed: list[str]) -> None:

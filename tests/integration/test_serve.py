@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,9 +28,10 @@ from engines.sequences import Sequences
 from evals.harness import EngineLM
 from pipeline.export.export import export
 from quantization.compressed_tensors import open_checkpoint
+from tests import command
+from tests.command import COMMAND, ROOT, Running
 from tests.native import own_cache
 
-ROOT = Path(__file__).parents[2]
 MODEL = "tiny"
 TALK: Any = [{"role": "user", "content": "What is a list?"}]
 
@@ -62,68 +60,31 @@ def bundles(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @dataclass
-class Running:
-    process: subprocess.Popen[str]
-    url: str
-    log: list[str]
+class Served(Running):
     openai: openai.OpenAI
 
     def post(self, path: str, body: Any) -> httpx2.Response:
         return httpx2.post(f"{self.url}{path}", json=body, timeout=30)
 
-    def stop(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
-
-
-COMMAND = [sys.executable, "-c", "import sys; from pipeline.cli.main import main; sys.exit(main(sys.argv[1:]))"]
-
 
 @contextmanager
-def served(*options: str) -> Iterator[Running]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [*COMMAND, "serve", *options, "--port", "0", "--served-model-name", MODEL, "--threads", "1"],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
-    log: list[str] = []
-    found: list[str] = []
-    begun = threading.Event()
-
-    def read() -> None:
-        assert process.stderr is not None
-        for line in process.stderr:
-            log.append(line)
-            if match := re.search(r"http://\S+?(?=/v1)", line):
-                found.append(match[0])
-                begun.set()
-        begun.set()
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    try:
-        assert begun.wait(120) and found, "".join(log)
-        with openai.OpenAI(base_url=f"{found[0]}/v1", api_key="x", max_retries=0, timeout=60) as client:
-            yield Running(process, found[0], log, client)
-    finally:
-        process.kill()
-        process.wait()
-        reader.join(10)
-        assert process.stderr is not None
-        process.stderr.close()
+def served(*options: str) -> Iterator[Served]:
+    with (
+        command.served(*options, "--served-model-name", MODEL) as running,
+        openai.OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0, timeout=60) as client,
+    ):
+        yield Served(running.process, running.url, running.log, client)
 
 
 @pytest.fixture(scope="module")
-def server(bundles: tuple[Path, Path]) -> Iterator[Running]:
+def server(bundles: tuple[Path, Path]) -> Iterator[Served]:
     with served(str(bundles[0]), "--unsafe") as running:
         yield running
         assert running.process.poll() is None
         assert running.stop() == 0
 
 
-def test_a_chat_is_what_the_bundle_says_without_a_server(server: Running, bundles: tuple[Path, Path]) -> None:
+def test_a_chat_is_what_the_bundle_says_without_a_server(server: Served, bundles: tuple[Path, Path]) -> None:
     with tapeout.load(bundles[0], threads=1) as engine:
         expected = tapeout.generate(engine, TALK[0]["content"], max_new_tokens=24)
     answer = server.openai.chat.completions.create(model=MODEL, messages=TALK, max_tokens=24, temperature=0)
@@ -139,7 +100,7 @@ def test_a_chat_is_what_the_bundle_says_without_a_server(server: Running, bundle
     assert usage.completion_tokens == answer.usage.completion_tokens
 
 
-def test_choices_stops_and_logprobs(server: Running) -> None:
+def test_choices_stops_and_logprobs(server: Served) -> None:
     ask: Any = {"model": MODEL, "prompt": "The list", "max_tokens": 16}
     several = server.openai.completions.create(**ask, n=3, temperature=1, seed=5, logprobs=2)
     assert [choice.index for choice in several.choices] == [0, 1, 2]
@@ -155,7 +116,7 @@ def test_choices_stops_and_logprobs(server: Running) -> None:
     assert ended.text == greedy[: greedy.index(stop)] and ended.finish_reason == "stop"
 
 
-def test_formats_and_calls_of_tools(server: Running) -> None:
+def test_formats_and_calls_of_tools(server: Served) -> None:
     schema: Any = {
         "type": "object",
         "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
@@ -198,7 +159,7 @@ def instance(kind: str, arguments: tuple[Any, ...]) -> Any:
 
 
 def test_lm_eval_scores_over_http_as_in_process(
-    server: Running, bundles: tuple[Path, Path], tiny_checkpoint: Path, tiny_texts: Callable[[int, int], list[str]]
+    server: Served, bundles: tuple[Path, Path], tiny_checkpoint: Path, tiny_texts: Callable[[int, int], list[str]]
 ) -> None:
     """The very same numbers, up to the rounding of float32 sums in another order."""
     from lm_eval.models.openai_completions import LocalCompletionsAPI
@@ -261,14 +222,14 @@ HOSTILE: list[Any] = [
 
 
 @pytest.mark.parametrize("body", HOSTILE, ids=lambda body: json.dumps(body)[:60])
-def test_a_hostile_request_is_refused_and_harms_nobody(server: Running, body: Any) -> None:
+def test_a_hostile_request_is_refused_and_harms_nobody(server: Served, body: Any) -> None:
     answer = server.post("/v1/completions", body)
     assert answer.status_code == 400 and answer.json()["error"]["message"], answer.text
     good = server.openai.completions.create(model=MODEL, prompt="The", max_tokens=2, temperature=0)
     assert good.usage is not None and good.usage.completion_tokens == 2
 
 
-def test_an_expression_that_may_become_too_complex(server: Running) -> None:
+def test_an_expression_that_may_become_too_complex(server: Served) -> None:
     """It compiles; whether it exceeds the limits depends on what is drawn. Then it is the client's mistake."""
     body = {"prompt": "x", "structured_outputs": {"regex": "(a{1,5000}){1,5000}" * 10}}
     answers = [server.post("/v1/completions", body | {"seed": seed}).status_code for seed in range(4)]
@@ -276,14 +237,14 @@ def test_an_expression_that_may_become_too_complex(server: Running) -> None:
     assert server.post("/v1/completions", {"prompt": "The", "max_tokens": 2}).status_code == 200
 
 
-def test_echo_without_new_tokens_scores(server: Running) -> None:
+def test_echo_without_new_tokens_scores(server: Served) -> None:
     answer = server.post("/v1/completions", {"prompt": "The list is", "echo": True, "max_tokens": 0, "logprobs": 1})
     (choice,) = answer.json()["choices"]
     assert choice["text"] == "The list is" and choice["logprobs"]["token_logprobs"][0] is None
     assert all(score <= 0 for score in choice["logprobs"]["token_logprobs"][1:])
 
 
-def test_a_burst_with_clients_that_go_away(server: Running) -> None:
+def test_a_burst_with_clients_that_go_away(server: Served) -> None:
     """Every second client leaves in the midst of its stream; the others get what they get alone."""
     alone = (
         server.openai.completions.create(model=MODEL, prompt="A class", max_tokens=40, temperature=0).choices[0].text
@@ -310,8 +271,8 @@ def test_a_burst_with_clients_that_go_away(server: Running) -> None:
 
 def refusal(*options: str, **environment: str) -> str:
     variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    command = [*COMMAND, "serve", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=variables)
+    words = [*COMMAND, "serve", *options]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=ROOT, env=variables)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     return done.stderr

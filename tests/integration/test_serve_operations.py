@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,8 @@ import yaml
 
 from runtime.server.keys import new_key
 from runtime.server.usage import connect, sums
-from tests.integration.test_serve import MODEL, Running, bundles, served
+from tests.integration.test_serve import MODEL, Served, bundles, served
+from tests.waiting import wait_for
 
 __all__ = ["bundles"]
 TALK: Any = [{"role": "user", "content": "I am ann@example.org. What is a list?"}]
@@ -42,7 +41,7 @@ class Place:
             "--traffic-share=1",
         ]
 
-    def client(self, server: Running) -> openai.OpenAI:
+    def client(self, server: Served) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{server.url}/v1", api_key=self.key, max_retries=0, timeout=60)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -58,14 +57,7 @@ def place(tmp_path: Path) -> Place:
     return Place(tmp_path)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
-def metric(server: Running, name: str) -> float:
+def metric(server: Served, name: str) -> float:
     lines = httpx2.get(f"{server.url}/metrics").text.splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
 

@@ -23,7 +23,7 @@ from pipeline.export.export import export
 from quantization.compressed_tensors import open_checkpoint
 from tapeout import artifact
 from tapeout.observations import read_observations
-from tests.integration.test_serve import MODEL, Running, served
+from tests.integration.test_serve import MODEL, Served, served
 from tests.native import own_cache
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +63,7 @@ def engines(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         yield found
 
 
-def ask(server: Running, question: str, **options: Any) -> str:
+def ask(server: Served, question: str, **options: Any) -> str:
     messages: Any = [{"role": "user", "content": question}]
     answer = server.openai.chat.completions.create(
         model=MODEL, messages=messages, max_tokens=16, **({"temperature": 0} | options)
@@ -71,14 +71,14 @@ def ask(server: Running, question: str, **options: Any) -> str:
     return answer.choices[0].message.content or ""
 
 
-def metrics(server: Running) -> dict[str, float]:
+def metrics(server: Served) -> dict[str, float]:
     import httpx2
 
     lines = httpx2.get(f"{server.url}/metrics").text.splitlines()
     return {name: float(value) for name, value in (line.split() for line in lines if line.startswith("tapeout:shadow"))}
 
 
-def until(server: Running, name: str, least: float, seconds: float = 240) -> None:
+def until(server: Served, name: str, least: float, seconds: float = 240) -> None:
     for _ in range(int(seconds / 0.1)):
         if metrics(server)[f"tapeout:shadow_{name}"] >= least:
             return

@@ -21,7 +21,7 @@ from pipeline.registry import tracking
 from pipeline.registry.register import register
 from tapeout.artifact import load
 from tests import judged
-from tests.integration.test_serve import Running, bundles, served
+from tests.integration.test_serve import Served, bundles, served
 
 __all__ = ["bundles"]
 DEPLOY = Path(__file__).parents[2] / "docs" / "deploy"
@@ -47,17 +47,17 @@ def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def server(registry: Path, bundles: tuple[Path, Path]) -> Iterator[Running]:
+def server(registry: Path, bundles: tuple[Path, Path]) -> Iterator[Served]:
     with served(str(bundles[0]), "--unsafe", "--api-key", KEY) as running:
         yield running
 
 
-def get(server: Running, name: str, version: str, **options: Any) -> httpx2.Response:
+def get(server: Served, name: str, version: str, **options: Any) -> httpx2.Response:
     return httpx2.get(f"{server.url}/verdict/{name}/{version}", timeout=120, **{"headers": HEADERS, **options})
 
 
 @pytest.mark.parametrize("outcome", list(Outcome))
-def test_the_document_is_that_of_the_schema(server: Running, outcome: Outcome) -> None:
+def test_the_document_is_that_of_the_schema(server: Served, outcome: Outcome) -> None:
     answer = get(server, judged.NAME, VERSIONS[outcome])
     assert answer.status_code == 200
     found = answer.json()
@@ -65,21 +65,21 @@ def test_the_document_is_that_of_the_schema(server: Running, outcome: Outcome) -
     assert (found["outcome"], found["model"], str(found["version"])) == (outcome, judged.NAME, VERSIONS[outcome])
 
 
-def test_an_alias_names_its_version(server: Running) -> None:
+def test_an_alias_names_its_version(server: Served) -> None:
     assert get(server, judged.NAME, "challenger").json()["version"] == 3
 
 
 @pytest.mark.parametrize("name_version", [(judged.NAME, "9"), (judged.NAME, "champion"), ("nobody", "1")])
-def test_what_is_not_there_is_not_found(server: Running, name_version: tuple[str, str]) -> None:
+def test_what_is_not_there_is_not_found(server: Served, name_version: tuple[str, str]) -> None:
     answer = get(server, *name_version)
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "version_not_found")
 
 
-def test_a_key_is_needed(server: Running) -> None:
+def test_a_key_is_needed(server: Served) -> None:
     assert get(server, judged.NAME, "1", headers={}).status_code == 401
 
 
-def argo(server: Running, name: str, version: str) -> str:
+def argo(server: Served, name: str, version: str) -> str:
     """What Argo Rollouts does: it substitutes arguments, fetches, reads the path, and compares."""
     template, rollout = yaml.safe_load_all((DEPLOY / "argo-rollouts.yaml").read_text())
     given = {arg["name"] for step in rollout["spec"]["strategy"]["canary"]["steps"] if "analysis" in step
@@ -106,13 +106,13 @@ def argo(server: Running, name: str, version: str) -> str:
     return "Successful" if holds["successCondition"] else "Inconclusive"
 
 
-def test_argo_goes_on_aborts_or_pauses(server: Running) -> None:
+def test_argo_goes_on_aborts_or_pauses(server: Served) -> None:
     expected = {Outcome.PASS: "Successful", Outcome.FAIL: "Failed", Outcome.INCONCLUSIVE: "Inconclusive"}
     assert {outcome: argo(server, judged.NAME, version) for outcome, version in VERSIONS.items()} == expected
     assert argo(server, judged.NAME, "9") == "Error"
 
 
-def flagger(server: Running, name: str, version: str) -> str:
+def flagger(server: Served, name: str, version: str) -> str:
     """What Flagger does with its webhooks: it posts, and reads the status alone."""
     canary = yaml.safe_load((DEPLOY / "flagger.yaml").read_text())
     body = {"name": "smollm2", "namespace": "default", "phase": "WaitingPromotion", "metadata": {}}
@@ -130,13 +130,13 @@ def flagger(server: Running, name: str, version: str) -> str:
     return "promoted" if hooks["confirm-promotion"] else "waits"
 
 
-def test_flagger_promotes_rolls_back_or_waits(server: Running) -> None:
+def test_flagger_promotes_rolls_back_or_waits(server: Served) -> None:
     expected = {Outcome.PASS: "promoted", Outcome.FAIL: "rolled back", Outcome.INCONCLUSIVE: "waits"}
     assert {outcome: flagger(server, judged.NAME, version) for outcome, version in VERSIONS.items()} == expected
     assert flagger(server, judged.NAME, "9") == "waits"
 
 
-def test_an_outcome_that_does_not_exist_is_refused(server: Running) -> None:
+def test_an_outcome_that_does_not_exist_is_refused(server: Served) -> None:
     answer = httpx2.post(f"{server.url}/verdict/{judged.NAME}/1?outcome=pass", headers=HEADERS, timeout=120)
     assert answer.status_code == 400 and "INCONCLUSIVE" in answer.json()["error"]["message"]
 

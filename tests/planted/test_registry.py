@@ -29,12 +29,14 @@ from pipeline.registry.bundle_store import keep
 from pipeline.registry.judged import KEY, tags_of
 from pipeline.registry.promotion import PENDING, promote, rollback
 from pipeline.registry.register import champion, incumbent, register
+from pipeline.registry.versions import model_id_of
 from tapeout import file_hashes
-from tapeout.artifact import Artifact, ArtifactRef, canonical_json, load
+from tapeout.artifact import Artifact, ArtifactRef, load
 from tapeout.errors import ArtifactError, EvidenceError, RegistryError, SignatureError, TapeoutError
 from tapeout.signing import Statement, generate_keys, require_signed_pass, sign, signature_path, verify_signature
 from tests import judged
 from tests.fake_engine import MACHINE
+from tests.judged import edit_record
 
 RECIPE = judged.recipe()
 LOOSE = judged.recipe(gate={"max_kl": 0.8, "max_document_kl": 1.0})
@@ -116,15 +118,6 @@ def registry(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     with tracking.connect(write=False) as client:
         yield Registry(folder, client, digests)
-
-
-def edit_record(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change a record, and compute its digest anew, as a careful forger would."""
-    path = folder / "record.json"
-    body = json.loads(path.read_text())
-    change(body)
-    body.pop("digest")
-    path.write_text(json.dumps({"digest": hashlib.sha256(canonical_json(body)).hexdigest(), **body}))
 
 
 def edit_file(folder: Path, name: str, old: str, new: str) -> None:
@@ -276,7 +269,12 @@ def test_a_rollback_to_a_bundle_that_was_deleted_or_damaged(registry: Registry) 
     flip(kept / "model.onnx")
     registry.refuses(lambda: rollback(RECIPE), r"model\.onnx has sha256")
     shutil.rmtree(kept)
-    registry.refuses(lambda: rollback(RECIPE), "the bundle of version 2 is missing")
+    model = model_id_of(registry.client.get_model_version(NAME, str(SERVED)).source)
+    stored = Path(registry.client.get_logged_model(model).artifact_location.removeprefix("file://")) / "model.onnx"
+    flip(stored)
+    registry.refuses(lambda: rollback(RECIPE), r"model\.onnx has sha256")
+    flip(stored)
+    assert rollback(RECIPE).changed, "it was not pulled again"
 
 
 def test_a_damaged_bundle_of_the_champion(registry: Registry) -> None:

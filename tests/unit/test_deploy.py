@@ -17,7 +17,7 @@ from typer.main import get_command
 
 from pipeline.cli.main import app
 from runtime.server.metrics import Metrics
-from tests.server_client import InProcessClient
+from tests.serving_client import LocalClient
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -28,7 +28,7 @@ NAME = re.compile(r"\b(?:vllm:|tapeout:|http_re)\w+")
 
 def exposed() -> set[str]:
     """Every sample name that the server can have."""
-    text = Metrics(InProcessClient(), "m", read_bandwidth=1e9).text().decode()
+    text = Metrics(LocalClient(), "m", read_bandwidth=1e9).text().decode()
     found: set[str] = set()
     for name, kind in re.findall(r"^# TYPE (\S+) (\w+)$", text, re.MULTILINE):
         found |= {f"{name}_{part}" for part in ("bucket", "sum", "count")} if kind == "histogram" else {name}

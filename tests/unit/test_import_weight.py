@@ -18,11 +18,16 @@ RUNTIME = sorted(
 )
 
 
-def heavy_imports(statement: str, forbidden: set[str]) -> set[str]:
-    """Which of the ``forbidden`` top-level modules a fresh interpreter holds after running ``statement``."""
-    program = f"{statement}\nimport sys\nprint('\\n'.join(sorted({{name.partition('.')[0] for name in sys.modules}})))"
+def modules(statement: str) -> set[str]:
+    """What a fresh interpreter has imported after running ``statement``."""
+    program = f"{statement}\nimport sys\nprint(*sys.modules, sep='\\n')"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    return set(done.stdout.split()) & forbidden
+    return set(done.stdout.split())
+
+
+def heavy_imports(statement: str, forbidden: set[str]) -> set[str]:
+    """Which of the ``forbidden`` top-level modules it then holds."""
+    return {name.partition(".")[0] for name in modules(statement)} & forbidden
 
 
 def test_this_test_notices_a_heavy_import() -> None:
@@ -45,6 +50,15 @@ def test_help_and_the_gate_need_no_heavy_library(tmp_path: Path) -> None:
     for words in (["--help"], ["gate"], ["inspect", "x"], ["report"]):
         quiet = "with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):"
         assert heavy_imports(f"{call}{quiet} main({words!r})", HEAVY | BACKENDS) == set(), words
+
+
+def test_a_pull_imports_little() -> None:
+    """No statistics, no recipe, no keys, and no terminal library where standard error is not a terminal."""
+    statement = "import requests, pipeline.cli.main, pipeline.registry.pull; from pipeline.sources import download\n"
+    found = modules(f"{statement}with download.progress_bar('x'): ...")
+    libraries = {name.partition(".")[0] for name in found}
+    assert libraries & {*HEAVY, *BACKENDS, "numpy", "yaml", "rich", "cryptography"} == set()
+    assert found & {"evals", "pipeline.recipe", "pipeline.registry.judged", "tapeout.signing"} == set()
 
 
 def test_serving_a_bundle_needs_no_torch_and_no_registry() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +22,7 @@ from runtime.server.page import policy
 from runtime.server.service import Service
 from runtime.server.text import TextModel
 from tests.http_server import END, END_TOKEN, MODEL, TEMPLATE, VOCAB, byte_tokenizer, ids, listening
-from tests.server_client import InProcessClient
-from tests.serving_client import ScriptEngine
+from tests.serving_client import LocalClient, ScriptEngine
 
 CHROMIUM = Path(os.environ.get("TAPEOUT_CHROMIUM", "/usr/bin/chromium"))
 SAID = "Rayleigh scattering: <b>blue</b> light is scattered most by the molecules of the air."
@@ -32,13 +32,14 @@ pytestmark = pytest.mark.skipif(not CHROMIUM.is_file(), reason="no chromium; nam
 
 
 @pytest.fixture
-def client() -> InProcessClient:
+def client() -> LocalClient:
     engine = ScriptEngine(ids("<|start|>assistant\n"), END_TOKEN, VOCAB, slots=8, max_tokens=1024)
     engine.script = ids(SAID)
-    return InProcessClient(engine, pause=0.03, end=END_TOKEN)
+    engine.before = lambda: time.sleep(0.03)
+    return LocalClient(engine, stop_tokens=frozenset({END_TOKEN}))
 
 
-def application(client: InProcessClient, settings: OperationsSettings) -> FastAPI:
+def application(client: LocalClient, settings: OperationsSettings) -> FastAPI:
     operations = Operations(client, MODEL, settings)
     extensions = operations.extensions
     digest = client.info.digest
@@ -50,7 +51,7 @@ def application(client: InProcessClient, settings: OperationsSettings) -> FastAP
 
 
 @pytest.fixture
-def url(client: InProcessClient) -> Iterator[str]:
+def url(client: LocalClient) -> Iterator[str]:
     with listening(application(client, OperationsSettings(read_bandwidth=1e9))) as url:
         yield url
 
@@ -121,7 +122,7 @@ def test_chat_streams_and_the_numbers_change(
 
 
 def test_gauges_show_what_the_engine_reports(
-    url: str, client: InProcessClient, opened: Callable[..., tuple[Any, list[str]]]
+    url: str, client: LocalClient, opened: Callable[..., tuple[Any, list[str]]]
 ) -> None:
     page, _ = opened(url)
     for held, hits in ((2, 0), (6, 30)):
@@ -135,10 +136,10 @@ def test_gauges_show_what_the_engine_reports(
 
 
 def test_stop_ends_the_answer_and_its_request(
-    url: str, client: InProcessClient, opened: Callable[..., tuple[Any, list[str]]]
+    url: str, client: LocalClient, opened: Callable[..., tuple[Any, list[str]]]
 ) -> None:
     page, problems = opened(url)
-    client.pause = 0.1
+    client.engine.before = lambda: time.sleep(0.1)
     playwright.expect(page.locator("#status")).to_have_text("ready")
     ask(page, "Why?")
     playwright.expect(page.locator(".said.assistant span")).to_have_text(re.compile("^R"))
@@ -151,9 +152,7 @@ def test_stop_ends_the_answer_and_its_request(
     assert problems == []
 
 
-def test_a_protected_server_asks_for_a_key(
-    client: InProcessClient, opened: Callable[..., tuple[Any, list[str]]]
-) -> None:
+def test_a_protected_server_asks_for_a_key(client: LocalClient, opened: Callable[..., tuple[Any, list[str]]]) -> None:
     with listening(application(client, OperationsSettings(api_keys=("secret",)))) as url:
         page, _ = opened(url)
         playwright.expect(page.locator("#status")).to_have_text("an API key is needed")
@@ -216,7 +215,7 @@ def test_the_policy_follows_the_page() -> None:
     assert policy("<style>a</style><script>b</script>") != policy("<style>a</style><script>c</script>")
 
 
-def test_metrics_and_usage_see_what_the_openai_client_does(client: InProcessClient, tmp_path: Path) -> None:
+def test_metrics_and_usage_see_what_the_openai_client_does(client: LocalClient, tmp_path: Path) -> None:
     settings = OperationsSettings(
         api_keys=("secret",), usage_database=f"sqlite:///{tmp_path}/u.db", usage_journal=tmp_path / "j"
     )

@@ -20,6 +20,7 @@ from evals.kinds.online import Online, frozen_plan
 from evals.online import conclude, load_judged
 from evals.policy import policy_of
 from pipeline.registry import promotion, tracking
+from pipeline.registry.bundle_store import store_folder
 from pipeline.registry.promotion import promote, rollback
 from pipeline.registry.register import champion, incumbent, register
 from pipeline.registry.release import Release
@@ -268,12 +269,12 @@ def test_a_verdict_edited_in_the_run_is_refused(client: Any, submit: Callable[..
         promote(RECIPE)
 
 
-def test_a_changed_or_missing_bundle_is_refused(submit: Callable[..., Artifact[Release]], tmp_path: Path) -> None:
+def test_a_changed_bundle_is_refused(submit: Callable[..., Artifact[Release]], tmp_path: Path) -> None:
     submit("one")
     elsewhere = tmp_path / "elsewhere"
     shutil.move(tmp_path / "run-one" / "candidate", elsewhere)
-    with pytest.raises(RegistryError, match="bundle of version 1 is missing"):
-        promote(RECIPE)
+    with pytest.raises(RegistryError, match=r"no record\.json in .*nowhere"):
+        promote(RECIPE, bundle=tmp_path / "nowhere")
     (elsewhere / "model.onnx").write_text("eno")
     with pytest.raises(RegistryError, match=r"not the one that was judged: .*model\.onnx has sha256"):
         promote(RECIPE, bundle=elsewhere)
@@ -281,6 +282,23 @@ def test_a_changed_or_missing_bundle_is_refused(submit: Callable[..., Artifact[R
         promote(RECIPE, bundle=judged.write_bundle(tmp_path / "other", "other").folder)
     (elsewhere / "model.onnx").write_text("one")
     assert promote(RECIPE, bundle=elsewhere).changed
+
+
+def test_a_bundle_of_another_machine_is_pulled(
+    client: Any, submit: Callable[..., Artifact[Release]], tmp_path: Path
+) -> None:
+    """What is promoted is what a server would pull, so a registry that lost it has nothing to promote."""
+    digest = submit("one").record.candidate
+    shutil.rmtree(tmp_path / "run-one")
+    model = model_id_of(client.get_model_version(NAME, "1").source)
+    stored = Path(client.get_logged_model(model).artifact_location.removeprefix("file://")) / "model.onnx"
+    content = stored.read_bytes()
+    stored.write_text("eno")
+    with pytest.raises(RegistryError, match=r"model\.onnx has sha256"):
+        promote(RECIPE)
+    stored.write_bytes(content)
+    assert promote(RECIPE).changed
+    load(store_folder() / digest, EngineBundle).verify()
 
 
 def test_mistakes_are_named(client: Any, submit: Callable[..., Artifact[Release]], tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from pipeline.cli.serve import find_challenger, parse_bytes, require_judged
 from pipeline.registry import serving
 from pipeline.registry.access import Reference
 from pipeline.registry.promotion import promote
+from pipeline.registry.pull import Requirements
 from pipeline.registry.register import register
 from runtime.server.listen import ServeError, listen
 from tapeout import artifact
@@ -64,16 +65,16 @@ def test_the_champion_of_a_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     name, recipe = Reference(judged.NAME, "champion"), judged.recipe()
     before = serving.state(name)
     with pytest.raises(RegistryError, match="no model"):
-        asyncio.run(serving.pulled(name, None))
+        asyncio.run(serving.pulled(name, Requirements()))
     verdict = judged.write_run(tmp_path / "artifacts")
     bundle = artifact.load(tmp_path / "artifacts" / "candidate", EngineBundle)
     register(recipe, verdict, bundle, tmp_path / "artifacts")
     registered = serving.state(name)
     promote(recipe)
     assert before != registered != serving.state(name) == serving.state(name)
-    found = asyncio.run(serving.pulled(name, None))
+    found = asyncio.run(serving.pulled(name, Requirements()))
     assert (found.version, found.digest, found.fetched_bytes > 0) == (1, bundle.digest, True)
-    assert asyncio.run(serving.pulled(name, None)).fetched_bytes == 0
+    assert asyncio.run(serving.pulled(name, Requirements())).fetched_bytes == 0
     assert artifact.load(tmp_path / found.folder, EngineBundle).digest == bundle.digest
 
 
@@ -82,16 +83,16 @@ def test_the_challenger_of_a_registry(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     source = f"models:/{judged.NAME}@challenger"
     with pytest.raises(RegistryError, match="no model"):
-        find_challenger(source, None, unsafe=False)
+        find_challenger(source, Requirements())
     for weights, outcome in (("one", Outcome.PASS), ("two", Outcome.FAIL)):
         artifacts = tmp_path / weights
         verdict = judged.write_run(artifacts, weights, evidence=judged.good(KL[outcome]))
         bundle = artifact.load(artifacts / "candidate", EngineBundle)
         register(judged.recipe(), verdict, bundle, artifacts)
         if outcome is Outcome.PASS:
-            assert artifact.load(find_challenger(source, None, unsafe=False)[0], EngineBundle).digest == bundle.digest
+            assert artifact.load(find_challenger(source, Requirements())[0], EngineBundle).digest == bundle.digest
     with pytest.raises(RegistryError, match="judged FAIL"):
-        find_challenger(source, None, unsafe=False)
+        find_challenger(source, Requirements())
 
 
 def test_the_address_is_taken_at_once() -> None:

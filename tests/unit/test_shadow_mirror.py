@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from runtime.server.text import ResponseText, TextModel
 from tapeout.observations import OBSERVATIONS_FILE, ObservationLog, read_observations
 from tests.faulty_engine import REFUSES, OpenFaulty, alone
 from tests.http_server import byte_tokenizer
+from tests.waiting import until
 
 SAME, OTHER = Path("7"), Path("8")  # seeds of the challenger's weights; the champion's is 7
 POISON = 12  # a token that ends a challenger's process
@@ -64,14 +65,6 @@ class Mirroring:
 
     async def observed(self, count: int) -> None:
         await until(lambda: len(read_observations(self.folder).made) >= count)
-
-
-async def until(holds: Callable[[], bool], seconds: float = 120) -> None:
-    for _ in range(int(seconds / 0.01)):
-        if holds():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it did not happen")
 
 
 @asynccontextmanager

@@ -20,8 +20,7 @@ from runtime.server.service import Service
 from runtime.server.text import TextModel
 from runtime.server.tracing import TraceContext, Tracing, otlp_provider
 from tests.http_server import END, END_TOKEN, MODEL, TEMPLATE, VOCAB, byte_tokenizer, ids, listening
-from tests.server_client import InProcessClient, run_call
-from tests.serving_client import ScriptEngine
+from tests.serving_client import LocalClient, ScriptEngine, run_call
 
 sdk = pytest.importorskip("opentelemetry.sdk.trace")
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -49,11 +48,12 @@ def recorded() -> Recorded:
 
 
 def test_a_call_is_one_span_with_its_counts_and_times(recorded: Recorded) -> None:
-    client = InProcessClient(pause=0.01)
+    client = LocalClient()
     call = asyncio.run(run_call(client, [recorded.tracing], prompt=4, new=5))
     span = recorded.span()
     assert (span.name, span.kind.name, span.parent) == ("text_completion m", "SERVER", None)
-    assert dict(span.attributes) | {"gen_ai.response.time_to_first_chunk": 0} == {
+    times = {"gen_ai.response.time_to_first_chunk": 0, "tapeout.queue_seconds": 0}
+    assert dict(span.attributes) | times == {
         "gen_ai.operation.name": "text_completion",
         "gen_ai.provider.name": "tapeout",
         "gen_ai.request.model": "m",
@@ -66,8 +66,7 @@ def test_a_call_is_one_span_with_its_counts_and_times(recorded: Recorded) -> Non
         "gen_ai.usage.input_tokens": 4,
         "gen_ai.usage.output_tokens": 5,
         "gen_ai.usage.cache_read.input_tokens": 0,
-        "tapeout.queue_seconds": 0.0,
-        "gen_ai.response.time_to_first_chunk": 0,
+        **times,
         "tapeout.bundle": client.info.digest,
     }
     (event,) = span.events
@@ -82,10 +81,10 @@ class Fail(Hook):
 
 
 def test_spans_say_how_a_call_failed_or_was_left(recorded: Recorded) -> None:
-    asyncio.run(run_call(InProcessClient(), [recorded.tracing, Fail()]))
+    asyncio.run(run_call(LocalClient(), [recorded.tracing, Fail()]))
     span = recorded.span()
     assert (span.status.status_code.name, span.attributes["error.type"]) == ("ERROR", "queue_full")
-    asyncio.run(run_call(InProcessClient(), [recorded.tracing], leave=2))
+    asyncio.run(run_call(LocalClient(), [recorded.tracing], leave=2))
     span = recorded.span()
     assert (span.status.status_code.name, span.attributes["error.type"]) == ("UNSET", "cancelled")
 
@@ -94,7 +93,7 @@ def test_spans_say_how_a_call_failed_or_was_left(recorded: Recorded) -> None:
 def api(recorded: Recorded) -> Iterator[openai.OpenAI]:
     engine = ScriptEngine(ids("<|start|>assistant\n"), END_TOKEN, VOCAB, slots=8, max_tokens=512)
     engine.script = ids("Hello.")
-    client = InProcessClient(engine, end=END_TOKEN)
+    client = LocalClient(engine, stop_tokens=frozenset({END_TOKEN}))
     digest = client.info.digest
     text = TextModel(digest, byte_tokenizer(), ChatTemplate(TEMPLATE, {}), special_texts={"eos_token": END})
     service = Service(client, {digest: text}, (MODEL,), hooks=[recorded.tracing])
@@ -133,7 +132,7 @@ def test_spans_reach_a_collector(monkeypatch: pytest.MonkeyPatch) -> None:
     Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     tracing = Tracing(otlp_provider())
-    asyncio.run(run_call(InProcessClient(), [tracing]))
+    asyncio.run(run_call(LocalClient(), [tracing]))
     tracing.close()
     server.shutdown()
     assert b"text_completion m" in b"".join(bodies)

@@ -23,6 +23,7 @@ from runtime.server import usage as module
 from runtime.server.calls import Call, Caller
 from runtime.server.errors import ApiError
 from runtime.server.usage import Usage, UsageError, UsageRecord, connect, sums
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,13 +79,6 @@ def crash(usage: Usage) -> None:
     usage._thread.join()
     usage._file.close()
     usage._guard.close()
-
-
-def wait_for(condition: Any) -> None:
-    until = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def test_a_request_is_recorded_with_its_counts(place: Place) -> None:

@@ -11,7 +11,10 @@ enum { HUGE_PAGE = 2 << 20 };
 enum { ADVICE_HUGE_PAGE = 14, ADVICE_PAGE_OUT = 21 };
 int madvise(void* address, size_t bytes, int advice);
 
-/* Brings a cache line to all levels of the cache but the first. */
+/* Brings a cache line to all levels of the cache, or to all but the first. Any address will do. */
+static inline void prefetch_l1(const void* line) {
+  __builtin_prefetch(line, 0, 3);
+}
 static inline void prefetch_l2(const void* line) {
   __builtin_prefetch(line, 0, 2);
 }
