@@ -118,7 +118,16 @@ DEFECTS = {
         "heap-buffer-overflow|expected",
     ),
     "a prefetch goes beyond the weights": Defect(
-        "block_linear.c", "groups > 1 && tile + width < w->tiles", "groups > 1", "heap-buffer-overflow"
+        "block_linear.c",
+        "w->M > FEW_TOKENS && tile + width < w->tiles",
+        "w->M > FEW_TOKENS",
+        "heap-buffer-overflow",
+    ),
+    "a prefetch goes beyond the keys": Defect(
+        "cached_attention.c",
+        "bytes = (left < KEYS ? left : KEYS) * size",
+        "bytes = KEYS * size",
+        "heap-buffer-overflow",
     ),
     "two bits of 6-bit codes are exchanged": Defect(
         "block_linear.c", "if (s % 4 == 3) high >>= 2;", "if (s % 4 == 3) high >>= 1;", "expected"
