@@ -133,7 +133,7 @@ DEFECTS = {
         "block_linear.c", "if (s % 4 == 3) high >>= 2;", "if (s % 4 == 3) high >>= 1;", "expected"
     ),
     "the sums of NaN overflow": Defect(
-        "block_linear.c", "largest <= FLT_MAX && inverse <= FLT_MAX", "1", "signed integer overflow"
+        "block_linear.c", "largest <= FLT_MAX && inverse <= FLT_MAX", "1", "negation of"
     ),
     "blocks may be of any size": Defect("block_linear.c", "found.block > LARGEST_BLOCK", "0", "accepted"),
     "the last of equal logits is chosen": Defect(
