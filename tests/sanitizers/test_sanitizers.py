@@ -118,13 +118,22 @@ DEFECTS = {
         "heap-buffer-overflow|expected",
     ),
     "a prefetch goes beyond the weights": Defect(
-        "block_linear.c", "groups > 1 && tile + width < w->tiles", "groups > 1", "heap-buffer-overflow"
+        "block_linear.c",
+        "w->M > FEW_TOKENS && tile + width < w->tiles",
+        "w->M > FEW_TOKENS",
+        "heap-buffer-overflow",
+    ),
+    "a prefetch goes beyond the keys": Defect(
+        "cached_attention.c",
+        "bytes = (left < KEYS ? left : KEYS) * size",
+        "bytes = KEYS * size",
+        "heap-buffer-overflow",
     ),
     "two bits of 6-bit codes are exchanged": Defect(
         "block_linear.c", "if (s % 4 == 3) high >>= 2;", "if (s % 4 == 3) high >>= 1;", "expected"
     ),
     "the sums of NaN overflow": Defect(
-        "block_linear.c", "largest <= FLT_MAX && inverse <= FLT_MAX", "1", "signed integer overflow"
+        "block_linear.c", "largest <= FLT_MAX && inverse <= FLT_MAX", "1", "negation of"
     ),
     "blocks may be of any size": Defect("block_linear.c", "found.block > LARGEST_BLOCK", "0", "accepted"),
     "the last of equal logits is chosen": Defect(

@@ -277,7 +277,8 @@ static Max max_of_lanes(const LaneMax* lanes) {
 
 /* One of `parts` runs of pairs of tiles, for all tokens. A pair stays in the cache while all groups of tokens pass it,
    and the next pair is prefetched meanwhile, some lines with each block: without this, memory is idle while tokens are
-   computed. For one or two tokens the loop goes tile by tile, so that memory is read in one stream. */
+   computed. For one or two tokens the loop goes tile by tile, so that memory is read in one stream, which the processor
+   prefetches by itself. */
 static void matmul_part(void* state, size_t part) {
   const Work* w = state;
   const int64_t pairs = w->tiles / 2, index = (int64_t)part;
@@ -299,7 +300,7 @@ static void matmul_part(void* state, size_t part) {
   const int64_t lines = (bytes / 64 + groups * w->blocks - 1) / (groups * w->blocks);
   for (int64_t tile = first; tile < end; tile += width) {
     const char* next = (const char*)w->codes + (tile / width + 1) * bytes;
-    Ahead ahead = {next, tile + width < w->tiles ? next + bytes : next, lines};
+    Ahead ahead = {next, w->M > FEW_TOKENS && tile + width < w->tiles ? next + bytes : next, lines};
     for (int64_t g = 0; g < groups; g++) {
       const int64_t token = w->M * g / groups;
       matmul_group(w, max, &ahead, tile, token, (int)(w->M * (g + 1) / groups - token));
