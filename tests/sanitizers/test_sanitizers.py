@@ -22,6 +22,7 @@ from tests.sanitizers import build
 SEED = int(os.environ.get("TAPEOUT_FUZZ_SEED", "1"))
 CASES = int(os.environ.get("TAPEOUT_FUZZ_CASES", "1000"))
 PLANTED_CASES = 3000  # at most: the first finding ends a run
+RACE_CASES = 400
 
 
 @pytest.fixture(scope="module")
@@ -233,6 +234,6 @@ def test_threads_race_only_where_a_race_is_planted(
     assert before in text
     (source / "threads.c").write_text(text.replace(before, after) if before else text)
     changed = build.compile_kernels(source, tmp_path, least_level(), frozenset({"threads.c"}), build.RACES)
-    done = fuzz(build.link(racing | changed, tmp_path / "fuzz", build.RACES), SEED, CASES)
+    done = fuzz(build.link(racing | changed, tmp_path / "fuzz", build.RACES), SEED, RACE_CASES)
     assert ("data race" in done.stderr) == bool(before), done.stderr[-3000:]
     assert (done.returncode == 0) == (not before), done.stderr[-3000:]
