@@ -66,7 +66,7 @@ def _of_kind(kind: type[Target[Any]]) -> list[str]:
 def load(
     folder: Path, *, threads: int = 0, slots: int | None = None, level: str = "", public_key: Path | None = None
 ) -> Engine:
-    """Open a bundle for running. Refused if a file changed, and on other hardware or libraries than it was judged on.
+    """Open a bundle for running. Refused if a file changed, and on hardware or libraries that it was not built for.
 
     ``threads``: 0 means every physical core. ``slots``: sequences held at once; default as built. ``level``: see
     :func:`at_level`. ``public_key``: the bundle must have a signed PASS verdict beside it.

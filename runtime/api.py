@@ -62,7 +62,7 @@ class TextEngine:
 
 
 def load(folder: Path | str, *, threads: int = 0, slots: int = 1) -> TextEngine:
-    """Open a bundle. Refused if a file changed, and on hardware or libraries other than those it was judged on.
+    """Open a bundle. Refused if a file changed, and on hardware or libraries that it was not built for.
 
     With the environment variable ``TAPEOUT_PUBLIC_KEY``, a bundle without a signed PASS verdict is refused too.
     ``threads``: 0 means every physical core. ``slots``: sequences held at once.

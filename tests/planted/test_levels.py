@@ -20,6 +20,7 @@ from evals.kinds.parity import ParityReport
 from evals.kinds.serving import ServedItem
 from evals.level import SERVED_ITEMS, LevelVerdict
 from evals.reference_logits import REFERENCE_FILE, ReferenceLogits
+from evals.statement import statement
 from evals.verdict import Verdict
 from pipeline.cli.main import main
 from pipeline.cli.serve import require_judged
@@ -32,8 +33,9 @@ from quantization.compressed_tensors import open_checkpoint
 from quantization.rounding import round_to_nearest
 from tapeout import artifact, fingerprint
 from tapeout.artifact import Artifact, ArtifactRef
-from tapeout.errors import ArtifactError, BuildError, EvidenceError, FingerprintError, RegistryError
+from tapeout.errors import ArtifactError, BuildError, EvidenceError, FingerprintError, RegistryError, SignatureError
 from tapeout.schemes import Scheme
+from tapeout.signing import generate_keys, sign, signature_path, write_signature
 from tests import judged
 from tests.families import export_family
 from tests.lowering import FixedWeights
@@ -41,8 +43,8 @@ from tests.planted.test_registry import edit_record
 
 BEST, *_, LEAST = (level for level in LEVELS if level.machine == "x86_64")
 BYTES = Scheme(bits=8, group_size=32, symmetric=True)
-# Rotates keys and queries the wrong way.
-PLANTED = ("store(to + i, vfma(a, c, -b_sin));", "store(to + i, vfma(a, c, b_sin));")
+# Subtracts the residual before a norm.
+PLANTED = ("store(sum + i, load(x + i) + load(residual + i));", "store(sum + i, load(x + i) - load(residual + i));")
 pytestmark = pytest.mark.skipif(native.level() in (None, LEAST), reason="this processor has one level or none")
 
 
@@ -177,7 +179,7 @@ def test_wrong_kernels_of_a_level_fail(graph: Artifact, tmp_path: Path, monkeypa
     """The judged level does not have the defect."""
     source = tmp_path / "source"
     shutil.copytree(compiler.SOURCE, source)
-    kernel = source / "cached_attention.c"
+    kernel = source / "block_linear.c"
     text = kernel.read_text()
     assert PLANTED[0] in text
     kernel.write_text(text.replace(*PLANTED))
@@ -235,6 +237,29 @@ def test_evidence_of_another_bundle_or_verdict_does_not_count(artifacts: Path, m
     processor(monkeypatch, *LEAST.needed)
     with pytest.raises(FingerprintError, match="no evidence for"):
         require_judged(artifacts / "candidate")
+
+
+def test_evidence_of_a_level_without_a_signature(
+    artifacts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    private, public = tmp_path / "t.key", tmp_path / "t.pub"
+    generate_keys(private, public)
+    candidate, verdict = artifacts / "candidate", artifact.load(artifacts / "verdict", Verdict)
+    said = statement(judged.NAME, verdict, artifact.load_record(candidate, EngineBundle))
+    write_signature(signature_path(candidate), sign(said, private))
+    assert require_judged(candidate, public_key=public) == BEST.name
+    folder = verified(artifacts)
+    processor(monkeypatch, *LEAST.needed)
+    with pytest.raises(SignatureError, match="no signature at"):
+        require_judged(candidate, public_key=public)
+    assert main(["verify", str(candidate), "--threads", "1", "--key", str(private)]) == 0
+    assert require_judged(candidate, public_key=public) == LEAST.name
+    edit_record(folder, passes)
+    with pytest.raises(EvidenceError, match="its items do not give"):
+        require_judged(candidate, public_key=public)
+    shutil.rmtree(artifacts / "verdict")  # the signed statement names the level that was judged
+    with pytest.raises(FingerprintError, match="no evidence for"):
+        require_judged(candidate, public_key=public)
 
 
 def test_what_cannot_be_verified(artifacts: Path, graph: Artifact, capsys: pytest.CaptureFixture[str]) -> None:
