@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from tests.sanitizers.build import HOST
 
 # Processors of qemu with what a level needs; -cpu max has all that qemu knows.
 PROCESSORS = {"aarch64-i8mm": "max", "aarch64-dotprod": "neoverse-n1", "x86-64-avx2": "max"}
+# Debian's packages with the C library of a machine, for others.
+LIBRARIES = {"aarch64": "libc6-arm64-cross", "x86_64": "libc6-amd64-cross"}
 
 
 def build(level: Level, folder: Path) -> Path:
@@ -36,10 +39,11 @@ def build(level: Level, folder: Path) -> Path:
 def emulator(level: Level, processor: str) -> list[str]:
     """Runs a program of this level's machine on a processor of qemu. Without it a test skips, or fails in CI."""
     name, root = f"qemu-{level.machine}", Path(f"/usr/{level.machine}-linux-gnu")
-    packages = f"qemu-user libc6-{ {'aarch64': 'arm64', 'x86_64': 'amd64'}[level.machine] }-cross"
+    if level.machine == platform.machine():
+        root = Path("/")
     if shutil.which(name) and root.is_dir():
         return [name, "-cpu", processor, "-L", str(root)]
-    reason = f"{name} and {root} run it on another machine (apt-get install {packages})"
+    reason = f"no {name} or no {root} (apt-get install qemu-user {LIBRARIES[level.machine]})"
     if os.environ.get("CI") == "true":
         pytest.fail(f"continuous integration must run the kernels of {level.machine}: {reason}")
     pytest.skip(reason)

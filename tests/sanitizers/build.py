@@ -1,7 +1,7 @@
-"""Builds the native kernels and a small C host with AddressSanitizer and UndefinedBehaviorSanitizer.
+"""Builds the native kernels and a small C host with sanitizers.
 
-The compiler is the product's own, since the kernels use its vector builtins. It instruments code but brings no runtime
-of AddressSanitizer, so gcc links its own; both follow one interface.
+The compiler is the product's own, since the kernels use its vector builtins. It instruments code, and gcc links its own
+runtimes; both follow one interface.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -18,19 +19,33 @@ from engines.native import Level, compiler
 
 HERE = Path(__file__).parent
 HOST = (HERE / "runtime.c", HERE / "fuzz.c")
-FLAGS = (
-    *("-std=c11", "-g", "-Wall", "-Wextra", "-Werror"),
-    *("-fsanitize=undefined", "-fno-sanitize-recover=all"),
-    "-fno-sanitize=function",  # newer than gcc's runtime
-    *("-Xclang", "-fsanitize=address"),
+FLAGS = ("-std=c11", "-g", "-Wall", "-Wextra", "-Werror")
+
+
+@dataclass(frozen=True)
+class Sanitizer:
+    compiled: tuple[str, ...]
+    kernels: tuple[str, ...]  # for the kernels alone
+    linked: str
+
+
+MEMORY = Sanitizer(
+    (
+        *("-fsanitize=undefined", "-fno-sanitize-recover=all"),
+        "-fno-sanitize=function",  # newer than gcc's runtime
+        *("-Xclang", "-fsanitize=address"),
+    ),
+    ("-include", str(HERE / "checked_intrinsics.h")),
+    "-fsanitize=address,undefined",
 )
+RACES = Sanitizer(("-fno-sanitize=undefined", "-Xclang", "-fsanitize=thread"), (), "-fsanitize=thread")
 
 
 def missing() -> str:
     """Why sanitizers cannot be linked here; empty where they can."""
     if shutil.which("gcc") is None:
         return "gcc is not installed; it links the sanitizers' runtimes (apt-get install gcc)"
-    for name in ("libasan.so", "libubsan.so"):
+    for name in ("libasan.so", "libubsan.so", "libtsan.so"):
         found = subprocess.run(["gcc", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout
         if not Path(found.strip()).is_absolute():
             return f"gcc has no {name} (apt-get install libgcc-dev of gcc's version)"
@@ -46,30 +61,33 @@ def require_sanitizers() -> None:
         pytest.skip(reason)
 
 
-def compile_object(source: Path, target: Path, level: Level, *flags: str) -> Path:
-    command = [sys.executable, "-m", compiler.COMPILER, "cc", *FLAGS, *compiler.target_flags(level), *flags]
+def compile_object(source: Path, target: Path, level: Level, sanitizer: Sanitizer, *more: str) -> Path:
+    flags = (*FLAGS, *sanitizer.compiled, *compiler.target_flags(level), *more)
+    command = [sys.executable, "-m", compiler.COMPILER, "cc", *flags]
     _run([*command, "-c", str(source), "-o", str(target)])
     return target
 
 
-def compile_kernels(source: Path, folder: Path, level: Level, only: frozenset[str] | None = None) -> dict[str, Path]:
+def compile_kernels(
+    source: Path, folder: Path, level: Level, only: frozenset[str] | None = None, sanitizer: Sanitizer = MEMORY
+) -> dict[str, Path]:
     """Objects of the kernels by the names of their files; ``only`` some of them."""
     # -O0: what is optimized away is not checked, and the unrolled loops compile 20 times as fast
-    flags = ("-O0", "-include", str(HERE / "checked_intrinsics.h"))
+    flags = ("-O0", *sanitizer.kernels)
     return {
-        path.name: compile_object(path, folder / f"{path.stem}.o", level, *flags)
+        path.name: compile_object(path, folder / f"{path.stem}.o", level, sanitizer, *flags)
         for path in sorted(source.glob("*.c"))
         if only is None or path.name in only
     }
 
 
-def compile_host(folder: Path, level: Level) -> dict[str, Path]:
+def compile_host(folder: Path, level: Level, sanitizer: Sanitizer = MEMORY) -> dict[str, Path]:
     flags = ("-O1", f"-I{compiler.SOURCE}")
-    return {path.name: compile_object(path, folder / f"{path.stem}.o", level, *flags) for path in HOST}
+    return {path.name: compile_object(path, folder / f"{path.stem}.o", level, sanitizer, *flags) for path in HOST}
 
 
-def link(objects: dict[str, Path], program: Path) -> Path:
-    flags = ("-fsanitize=address,undefined", "-Wl,--wrap=aligned_alloc", "-lm", "-lpthread")
+def link(objects: dict[str, Path], program: Path, sanitizer: Sanitizer = MEMORY) -> Path:
+    flags = (sanitizer.linked, "-Wl,--wrap=aligned_alloc", "-lm", "-lpthread")
     _run(["gcc", *map(str, objects.values()), *flags, "-o", str(program)])
     return program
 

@@ -20,7 +20,8 @@ struct Options {
   Domain* domain;
 };
 
-int64_t fail_call = -1, fail_allocation = -1, live_statuses, live_domains;
+int64_t fail_call = -1, live_statuses, live_domains;
+_Atomic int64_t fail_allocation = -1;
 const char* failed_name;
 int use_threads, own_threads;
 static uint64_t random_state;
@@ -30,10 +31,14 @@ static const Op* running;
 
 Status* RegisterCustomOps(Options* options, const ApiBase* base);
 
-/* AddressSanitizer's own name for its defaults. */
-const char* __asan_default_options(void);
+/* The sanitizers' own names for their defaults. ThreadSanitizer asks before it checks. */
+#define UNCHECKED __attribute__((no_sanitize("thread")))
+const char *__asan_default_options(void), *__tsan_default_options(void);
 const char* __asan_default_options(void) {
   return "handle_abort=1:detect_leaks=1:strict_init_order=1";
+}
+UNCHECKED const char* __tsan_default_options(void) {
+  return "halt_on_error=1";
 }
 
 _Noreturn void fail(const char* format, ...) {
@@ -272,6 +277,17 @@ Status* run_node(const Op* op, const Info* info, Context* context) {
   op->destroy(kernel);
   return status;
 }
+
+/* clang calls these, which gcc's runtime of ThreadSanitizer lacks; it checks the functions that they call. */
+#if __has_feature(thread_sanitizer)
+void *__tsan_memcpy(void*, const void*, size_t), *__tsan_memset(void*, int, size_t);
+UNCHECKED void* __tsan_memcpy(void* to, const void* from, size_t bytes) {
+  return memcpy(to, from, bytes);
+}
+UNCHECKED void* __tsan_memset(void* to, int byte, size_t bytes) {
+  return memset(to, byte, bytes);
+}
+#endif
 
 /* The linker sends the kernels' allocations here. */
 void* __real_aligned_alloc(size_t alignment, size_t bytes);

@@ -35,11 +35,11 @@ struct Context {
 };
 
 /* What the next calls do. */
-extern int64_t fail_call;       /* the API call that fails, counted down; negative: none */
-extern const char* failed_name; /* of the attribute that the failing call was for, if any */
-extern int64_t fail_allocation; /* the same for allocations of the kernels */
-extern int own_threads;         /* what the session asks for; 0: nothing */
-extern int use_threads;         /* a parallel for runs on threads, or on the calling one in a random order */
+extern int64_t fail_call;               /* the API call that fails, counted down; negative: none */
+extern const char* failed_name;         /* of the attribute that the failing call was for, if any */
+extern _Atomic int64_t fail_allocation; /* the same for allocations of the kernels */
+extern int own_threads;                 /* what the session asks for; 0: nothing */
+extern int use_threads;                 /* a parallel for runs on threads, or on the calling one in a random order */
 extern int64_t live_statuses, live_domains;
 
 /* The operator of a name and type of its input `input`, from the library's own registration. */

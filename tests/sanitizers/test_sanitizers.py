@@ -1,4 +1,4 @@
-"""The kernels under AddressSanitizer and UndefinedBehaviorSanitizer, on random nodes, valid and malformed.
+"""The kernels under sanitizers (address, undefined behavior, threads), on random nodes, valid and malformed.
 
 Longer runs: ``TAPEOUT_FUZZ_CASES=200000 TAPEOUT_FUZZ_SEED=7 pytest tests/sanitizers``.
 """
@@ -22,6 +22,7 @@ from tests.sanitizers import build
 SEED = int(os.environ.get("TAPEOUT_FUZZ_SEED", "1"))
 CASES = int(os.environ.get("TAPEOUT_FUZZ_CASES", "1000"))
 PLANTED_CASES = 3000  # at most: the first finding ends a run
+RACE_CASES = 400
 
 
 @pytest.fixture(scope="module")
@@ -211,3 +212,37 @@ def test_a_planted_defect_is_found(defect: Defect, whole: dict[str, Path], tmp_p
     done = fuzz(build.link(objects, tmp_path / "fuzz"), SEED, PLANTED_CASES)
     assert done.returncode != 0, f"not found in {PLANTED_CASES} cases: {done.stdout}"
     assert re.search(defect.found, done.stderr), done.stderr[-3000:]
+
+
+# Text of threads.c and another that leaves a race, which x86 would hide: ThreadSanitizer knows C11, not the processor.
+RACES = {
+    "none": ("", ""),
+    "results are not released": (
+        "own->active = 0;",
+        "atomic_store_explicit(&own->active, 0, memory_order_relaxed);",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def racing(sanitizers: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Objects for ThreadSanitizer, of the kernels as they are and of the host."""
+    folder, level = tmp_path_factory.mktemp("racing"), least_level()
+    kernels = build.compile_kernels(compiler.SOURCE, folder, level, sanitizer=build.RACES)
+    return kernels | build.compile_host(folder, level, build.RACES)
+
+
+@pytest.mark.parametrize("race", RACES.values(), ids=RACES)
+def test_threads_race_only_where_a_race_is_planted(
+    race: tuple[str, str], racing: dict[str, Path], tmp_path: Path
+) -> None:
+    before, after = race
+    source = tmp_path / "source"
+    shutil.copytree(compiler.SOURCE, source)
+    text = (source / "threads.c").read_text()
+    assert before in text
+    (source / "threads.c").write_text(text.replace(before, after) if before else text)
+    changed = build.compile_kernels(source, tmp_path, least_level(), frozenset({"threads.c"}), build.RACES)
+    done = fuzz(build.link(racing | changed, tmp_path / "fuzz", build.RACES), SEED, RACE_CASES)
+    assert ("data race" in done.stderr) == bool(before), done.stderr[-3000:]
+    assert (done.returncode == 0) == (not before), done.stderr[-3000:]

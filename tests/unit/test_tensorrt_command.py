@@ -17,6 +17,7 @@ from engines.bundle import EngineBundle
 from engines.compile import build
 from engines.load import find_target
 from engines.lowered import LoweredGraph
+from engines.native import LEVELS
 from evals.check import Outcome
 from evals.kinds.portable import PortableReport
 from evals.verdict import Verdict
@@ -189,6 +190,18 @@ def test_a_chip_that_is_refused_does_not_keep_the_others_from_being_built(
     assert not (folder / "my-chip-b0").exists()
 
 
+@pytest.mark.usefixtures("native_operators")
+def test_the_candidate_is_built_for_a_level_of_a_cpu(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["build", "--target", "my-chip:a1", "--precision", "int4", "--documents", "0"]) == 0
+    least = [level for level in LEVELS if not level.refusal()][-1]
+    checkpoint = here / "artifacts/targets/int4/quantized"
+    assert main(["build", "--target", f"ort-cpu:{least.name}", "--checkpoint", str(checkpoint)]) == 0
+    assert f"kernels for {least.name}" in capsys.readouterr().out
+    built = artifact.load(here / f"artifacts/targets/ort-cpu-{least.name}", EngineBundle)
+    assert [name for name in built.files if name.startswith("kernels/")] == [least.file]
+    assert built.parents["quantized"] == artifact.load(checkpoint, QuantizedModel).ref
+
+
 def test_int4_weights_are_quantized_on_the_calibration(here: Path) -> None:
     assert main(["build", "--target", "my-chip:a1", "--precision", "int4"]) == 0
     folder = here / "artifacts/targets/int4"
@@ -237,7 +250,8 @@ def test_explain_prints_every_pass_and_writes_nothing(
 
 
 REFUSALS: dict[str, tuple[list[str], str]] = {
-    "a target without a compile step": (["--target", "ort-cpu:sm89"], "no compile step"),
+    "a target without a compile step": (["--target", "ort-cpu"], "no compile step"),
+    "a level that there is not": (["--target", "ort-cpu:sm89"], "no level 'sm89'"),
     "no hardware": (["--target", "my-chip"], "names no hardware"),
     "a precision that is none": (["--target", "my-chip:a1", "--precision", "int3"], "precision 'int3'"),
     "buckets that are no counts": (["--target", "my-chip:a1", "--batches", "1,x"], "--batches 1,x"),
