@@ -15,14 +15,16 @@ import argparse
 import json
 import shutil
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from tapeout.tensor_writer import TensorSpec, write_tensors
+from tapeout.tensor_writer import ShardWriter
 
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 SHARD_BYTES = 5 * 10**9  # as transformers cuts a checkpoint
@@ -78,27 +80,16 @@ SHAPES = {
 def write(shape: Shape, folder: Path, tokenizer: Path, *, seed: int = 0, shard_bytes: int = SHARD_BYTES) -> int:
     """Write the checkpoint of ``shape``; returns its number of parameters. ``tokenizer``: a folder with its files."""
     config = _config(shape, tokenizer)
-    specs = _specs(config)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     for name in TEXT_FILES:
         if (tokenizer / name).is_file():
             shutil.copyfile(tokenizer / name, folder / name)
-    shards: list[dict[str, TensorSpec]] = [{}]
-    for name, spec in specs.items():
-        if shards[-1] and sum(s.nbytes for s in shards[-1].values()) + spec.nbytes > shard_bytes:
-            shards.append({})
-        shards[-1][name] = spec
-    total, index = len(shards), dict[str, str]()
-    for number, shard in enumerate(shards, 1):
-        file = "model.safetensors" if total == 1 else f"model-{number:05}-of-{total:05}.safetensors"
-        write_tensors(folder / file, shard, lambda name: _pieces(name, specs[name].shape, seed))
-        index |= dict.fromkeys(shard, file)
-    if total > 1:
-        size = sum(spec.nbytes for spec in specs.values())
-        content = {"metadata": {"total_size": size}, "weight_map": index}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=1) + "\n")
-    return sum(spec.nbytes for spec in specs.values()) // 2
+    writer = ShardWriter(folder, shard_bytes=shard_bytes)
+    for name, sizes in _shapes(config).items():
+        writer.add(name, _random(name, sizes, seed), "BF16")
+    writer.finish()
+    return writer.total_bytes // 2
 
 
 def _config(shape: Shape, tokenizer: Path) -> dict[str, Any]:
@@ -107,25 +98,25 @@ def _config(shape: Shape, tokenizer: Path) -> dict[str, Any]:
     return {"architectures": [shape.architecture], "dtype": "bfloat16", **shape.config, **ids}
 
 
-def _specs(config: dict[str, Any]) -> dict[str, TensorSpec]:
-    """Names and shapes of the parameters, in the model's order, from a model without memory."""
+def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Of the parameters, in the model's order, from a model without memory."""
     import transformers
 
     kind: Any = getattr(transformers, config["architectures"][0])
     with torch.device("meta"):
         model = kind(kind.config_class.from_dict(config))
-    return {name: TensorSpec("BF16", tuple(tensor.shape)) for name, tensor in model.named_parameters()}
+    return {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
 
 
-def _pieces(name: str, shape: tuple[int, ...], seed: int) -> Iterator[memoryview]:
+def _random(name: str, shape: tuple[int, ...], seed: int) -> NDArray[np.uint16]:
+    """The words of a tensor in bfloat16."""
     generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
-    count = torch.Size(shape).numel()
+    tensor = torch.ones(shape, dtype=torch.bfloat16)
     deviation = 0.02 if name.endswith("bias") else shape[-1] ** -0.5
-    for start in range(0, count, PIECE):
-        piece = torch.ones(min(PIECE, count - start))
-        if len(shape) > 1 or name.endswith("bias"):
-            piece.normal_(0, deviation, generator=generator)
-        yield piece.to(torch.bfloat16).view(torch.uint8).numpy().data
+    if len(shape) > 1 or name.endswith("bias"):
+        for piece in tensor.flatten().split(PIECE):
+            piece.copy_(torch.empty(len(piece)).normal_(0, deviation, generator=generator))
+    return tensor.view(torch.uint16).numpy()
 
 
 def main(words: Sequence[str] | None = None) -> None:

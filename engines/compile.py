@@ -34,7 +34,11 @@ CACHE_TYPES = {  # by kv_dtype
     "int8": ir.DataType.INT8,
     "int4": ir.DataType.UINT8,
 }
-BASE_BYTES, WORKING_COPIES = 300 << 20, 4  # of memory while weights are written: libraries, and of the largest one
+BASE_BYTES = 300 << 20  # of memory while weights are written: libraries
+FLOAT_COPIES, CODE_COPIES = (
+    2,
+    4,
+)  # and of the largest one: its parts and what they are merged to; floats that become codes
 ALIGNMENT_BYTES = 4096  # so that the runtime can map each tensor where it lies
 
 
@@ -190,8 +194,10 @@ def bind_parameters(lowering: Lowering) -> None:
 
 def needs(model: ir.Model) -> Needs:
     """What writing the bundle takes: weights are made one at a time, from codes or floats of a few times their size."""
-    sizes = [value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None]
-    return Needs(disk_bytes=sum(sizes), memory_bytes=BASE_BYTES + WORKING_COPIES * max(sizes, default=0))
+    tensors = [value.const_value for value in model.graph.initializers.values() if value.const_value is not None]
+    working = [t.nbytes * (FLOAT_COPIES if t.dtype == ir.DataType.FLOAT else CODE_COPIES) for t in tensors]
+    disk = sum(tensor.nbytes for tensor in tensors)
+    return Needs(disk_bytes=disk, memory_bytes=BASE_BYTES + max(working, default=0))
 
 
 def write_weights(model: ir.Model, path: Path) -> int:

@@ -36,10 +36,10 @@ from safetensors.numpy import save_file
 
 from quantization.formats import BYTES, AnyArray, decode_bytes, encode_bytes, format_of, inferred_bits, integers
 from quantization.rounding import FloatArray, QuantizedLinear
-from quantization.shards import INDEX, SINGLE, ShardWriter
 from tapeout.errors import QuantizationError
 from tapeout.float_types import as_float32
 from tapeout.schemes import Scheme
+from tapeout.tensor_writer import INDEX, SINGLE, ShardWriter
 from tapeout.work_folder import is_kept, keep
 
 PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "input_scale")

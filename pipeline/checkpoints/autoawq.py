@@ -10,9 +10,9 @@ from typing import Any
 from pipeline.checkpoints.folder import SHARD_BYTES, write_config
 from pipeline.checkpoints.source import FLOAT_STORED, Parameter, Place, Source, narrowed
 from quantization import autoawq
-from quantization.shards import ShardWriter
 from tapeout.errors import QuantizationError
 from tapeout.schemes import FLOAT
+from tapeout.tensor_writer import ShardWriter
 
 GROUPS = (32, 64, 128)  # that the kernels of vLLM take
 CODES = "4-bit"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -31,30 +31,28 @@ from tapeout.graph_analysis import find_groups, find_rotary, is_attention, size
 from tapeout.portable_graph import PortableGraph
 from tapeout.portable_model import STORED, save_graph
 from tapeout.resources import require
-from tapeout.tensor_writer import TensorSpec, write_tensors
+from tapeout.tensor_writer import ONE_FILE, ShardWriter
 
 MODEL_FILE = "model.onnx"
-WEIGHTS_FILE = "model.safetensors"
-TYPES = {  # safetensors' names
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.bool: "BOOL",
-}
 
 
-def bind_weights(model: ir.Model, weights: Path, aliases: dict[str, str]) -> None:
-    """Point every parameter at its bytes in a safetensors file, as ONNX external data.
+def bind_weights(model: ir.Model, folder: Path, aliases: Mapping[str, str]) -> None:
+    """Point every parameter at its bytes in the safetensors files of ``folder``, as ONNX external data.
 
     ``aliases`` maps a tied parameter to the name its bytes are stored under.
     """
-    with weights.open("rb") as stream:
-        (header_bytes,) = struct.unpack("<Q", stream.read(8))
-        header = json.loads(stream.read(header_bytes))
-    start = 8 + header_bytes
+    placed: dict[str, ir.ExternalTensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as stream:
+            (header_bytes,) = struct.unpack("<Q", stream.read(8))
+            header = json.loads(stream.read(header_bytes))
+        for name, entry in header.items():
+            if entry.get("dtype") in STORED:
+                begin, end = (8 + header_bytes + offset for offset in entry["data_offsets"])
+                kind, shape = STORED[entry["dtype"]], ir.Shape(entry["shape"])
+                placed[name] = ir.ExternalTensor(
+                    path.name, begin, end - begin, kind, shape=shape, name=name, base_dir=folder
+                )
     graph = model.graph
     for name, value in list(graph.initializers.items()):
         if value.const_value is not None:
@@ -68,20 +66,9 @@ def bind_weights(model: ir.Model, weights: Path, aliases: dict[str, str]) -> Non
                 continue
             value.name = stored
             graph.initializers[stored] = value
-        if stored not in header:
-            raise ExportError(
-                f"parameter {name} is not in {weights.name}", expected="every parameter in the checkpoint"
-            )
-        begin, end = header[stored]["data_offsets"]
-        value.const_value = ir.ExternalTensor(
-            weights.name,
-            start + begin,
-            end - begin,
-            STORED[header[stored]["dtype"]],
-            shape=ir.Shape(header[stored]["shape"]),
-            name=stored,
-            base_dir=weights.parent,
-        )
+        if stored not in placed:
+            raise ExportError(f"parameter {name} is not in {folder}", expected="every parameter in the checkpoint")
+        value.const_value = placed[stored]
 
 
 def save_model(model: Any, aliases: Collection[str], folder: Path) -> None:
@@ -90,20 +77,18 @@ def save_model(model: Any, aliases: Collection[str], folder: Path) -> None:
     Names are the module's own, which the graph carries, not those of the family's first release. ``aliases``: names of
     parameters that are stored under another one.
     """
-    tensors = {name: t.detach().contiguous() for name, t in model.state_dict().items() if name not in aliases}
     model.config.dtype = str(model.get_input_embeddings().weight.dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-    specs = {name: TensorSpec(TYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
-    total = sum(spec.nbytes for spec in specs.values())
-    with tqdm(desc="weights", total=total, unit="B", unit_scale=True, disable=None) as bar:
-
-        def read(name: str) -> list[memoryview]:
-            bar.update(specs[name].nbytes)
-            return [memoryview(tensors[name].flatten().view(torch.uint8).numpy())]
-
-        write_tensors(folder / WEIGHTS_FILE, specs, read)
+    tensors = {name: t.detach().contiguous() for name, t in sorted(model.state_dict().items()) if name not in aliases}
+    writer = ShardWriter(folder, shard_bytes=ONE_FILE)
+    for name in tqdm(tensors, desc="weights", disable=None):
+        if tensors[name].dtype == torch.bfloat16:
+            writer.add(name, tensors[name].view(torch.uint16).numpy(), "BF16")
+        else:
+            writer.add(name, tensors[name].numpy())
+    writer.finish()
 
 
 def tied_parameters(model: torch.nn.Module) -> dict[str, str]:
@@ -150,7 +135,7 @@ def export(
         progress("writing the weights")
         aliases = tied_parameters(model)
         save_model(model, aliases, draft.folder)
-        bind_weights(graph_model, draft.folder / WEIGHTS_FILE, aliases)
+        bind_weights(graph_model, draft.folder, aliases)
         for node in graph_model.graph:
             node.metadata_props.clear()  # the exporter's stack traces, with paths of this machine
         groups, rotary, shapes = find_groups(graph_model, aliases), find_rotary(graph_model), _cache_shapes(graph_model)

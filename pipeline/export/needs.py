@@ -11,7 +11,7 @@ from pipeline.export.mapped import FLOATS
 from pipeline.export.tensor_files import stored_tensors
 from tapeout.resources import Needs
 from tapeout.segments import SEGMENT_BYTES
-from tapeout.tensor_writer import ELEMENT_BYTES, TensorSpec
+from tapeout.tensor_writer import ELEMENT_BYTES
 
 BASE_BYTES = 900 << 20  # torch, transformers, the traced graph, and random caches of the check
 CODES = 8  # weights in a 32-bit word of codes, at most
@@ -26,12 +26,11 @@ def needs(folder: Path, entry: str, adapter: Path | None = None) -> Needs:
         sizes = gguf.read_header(folder / entry).elements
         disk = held = 4 * sum(sizes)
     else:
-        stored = stored_tensors(folder)
-        specs = [TensorSpec(tensor.dtype, tensor.shape) for tensor in stored.values() if tensor.dtype in ELEMENT_BYTES]
-        codes = [spec for spec in specs if spec.dtype not in FLOATS]
-        sizes = [math.prod(spec.shape) * (CODES if spec.dtype == "I32" else 1) for spec in specs]
+        stored = [tensor for tensor in stored_tensors(folder).values() if tensor.dtype in ELEMENT_BYTES]
+        codes = [tensor for tensor in stored if tensor.dtype not in FLOATS]
+        sizes = [math.prod(tensor.shape) * (CODES if tensor.dtype == "I32" else 1) for tensor in stored]
         held = 4 * sum(sizes) if codes else 0
-        disk = held or sum(spec.nbytes for spec in specs)
+        disk = held or sum(math.prod(tensor.shape) * ELEMENT_BYTES[tensor.dtype] for tensor in stored)
     if adapter is not None:
         merged = 4 * merged_elements(adapter)
         disk, held = disk + merged, held + (0 if held else merged)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engines.bundle import EngineBundle
+from engines.compile import FLOAT_COPIES
 from engines.load import load
 from quantization.compressed_tensors import open_checkpoint
 from tapeout.artifact import Artifact
@@ -44,7 +45,7 @@ def test_a_float_build_takes_a_few_times_its_largest_weight(graph: Artifact[Port
     finally:
         tracemalloc.stop()
     assert bundle.record.weight_bytes > 12 * largest
-    assert peak < 5 * largest
+    assert peak < (FLOAT_COPIES + 1) * largest  # and the graph
 
 
 def allocated() -> int:

@@ -33,11 +33,11 @@ from quantization.formats import stored_by_rtn
 from quantization.quantize import quantize
 from quantization.reference import QuantizedReference
 from quantization.rounding import QuantizedLinear, round_to_nearest
-from quantization.shards import INDEX, ShardWriter
 from tapeout.artifact import Artifact
 from tapeout.errors import ArtifactError, ExportError, QuantizationError
 from tapeout.recipe import Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize, Recipe, Rule
 from tapeout.schemes import FLOAT, STATIC_INT8, Scheme
+from tapeout.tensor_writer import INDEX, ShardWriter
 from tests.checkpoints import shard
 from tests.llama_server import Predict, llama_server
 from tests.plans import written_plan

@@ -76,5 +76,5 @@ def test_a_weight_missing_from_the_checkpoint_is_named(tmp_path: Path) -> None:
     del weights["model.norm.weight"]
     shutil.rmtree(checkpoint)
     save_file(weights, tmp_path / "model.safetensors")
-    with pytest.raises(ExportError, match=r"model\.norm\.weight is not in model\.safetensors"):
-        bind_weights(graph, tmp_path / "model.safetensors", {})
+    with pytest.raises(ExportError, match=r"model\.norm\.weight is not in "):
+        bind_weights(graph, tmp_path, {})

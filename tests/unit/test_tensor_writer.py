@@ -1,41 +1,63 @@
-"""A safetensors file that is written tensor by tensor, against the safetensors package."""
+"""Safetensors files that are written tensor by tensor, read by the safetensors package."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors import safe_open
 
-from tapeout.tensor_writer import TensorSpec, write_tensors
+from tapeout.tensor_writer import ELEMENT_BYTES, INDEX, ONE_FILE, SINGLE, ShardWriter
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I8": torch.int8}
 NAMES = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=8)
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
 
-@given(tensors=st.dictionaries(NAMES, st.tuples(st.sampled_from(sorted(DTYPES)), SHAPES), max_size=6))
-def test_bytes_are_those_of_the_safetensors_package(
-    tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, tuple[str, tuple[int, ...]]]
+@given(
+    tensors=st.dictionaries(NAMES, st.tuples(st.sampled_from(sorted(DTYPES)), SHAPES), min_size=1, max_size=6),
+    shard_bytes=st.sampled_from([1, 100, ONE_FILE]),
+)
+def test_what_is_written_is_what_is_read(
+    tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, tuple[str, tuple[int, ...]]], shard_bytes: int
 ) -> None:
     folder = tmp_path_factory.mktemp("written")
     values = {
         name: torch.arange(torch.Size(shape).numel()).reshape(shape).to(DTYPES[d])
         for name, (d, shape) in tensors.items()
     }
-    save_file(values, folder / "expected", metadata={"format": "pt"})
+    writer = ShardWriter(folder, shard_bytes=shard_bytes)
+    for name, value in values.items():
+        if value.dtype == torch.bfloat16:
+            writer.add(name, value.view(torch.uint16).numpy(), "BF16")
+        else:
+            writer.add(name, value.numpy())
+    writer.finish()
+    index = folder / INDEX
+    files = json.loads(index.read_text())["weight_map"] if index.is_file() else dict.fromkeys(values, SINGLE)
+    assert files.keys() == values.keys() and {*files.values(), INDEX} >= {path.name for path in folder.iterdir()}
+    for name, value in values.items():
+        with safe_open(folder / files[name], framework="pt") as file:
+            found = file.get_tensor(name)
+            assert file.get_slice(name).get_dtype() == tensors[name][0]
+        assert found.dtype == value.dtype and found.shape == value.shape and torch.equal(found, value)
+        assert value.element_size() == ELEMENT_BYTES[tensors[name][0]]
+    if shard_bytes == ONE_FILE:
+        assert [path.name for path in folder.iterdir()] == [SINGLE]
 
-    def pieces(name: str) -> list[bytes]:
-        data = values[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        return [data[:3], data[3:]]
 
-    write_tensors(folder / "written", {name: TensorSpec(d, shape) for name, (d, shape) in tensors.items()}, pieces)
-    assert (folder / "written").read_bytes() == (folder / "expected").read_bytes()
-
-
-def test_a_tensor_with_too_few_bytes_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="w has 4 bytes, and 8 by its type and shape"):
-        write_tensors(tmp_path / "w", {"w": TensorSpec("F32", (2,))}, lambda _: [b"1234"])
+def test_every_tensor_lies_at_a_multiple_of_its_element_size(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path, shard_bytes=ONE_FILE)
+    for number in range(1, 9):
+        writer.add(f"bytes.{number}", torch.zeros(number, dtype=torch.int8).numpy())
+        writer.add(f"floats.{number}", torch.zeros(number).numpy())
+    writer.finish()
+    content = (tmp_path / SINGLE).read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    for name, entry in json.loads(content[8 : 8 + length]).items():
+        if name.startswith("floats"):
+            assert (8 + length + entry["data_offsets"][0]) % 4 == 0
