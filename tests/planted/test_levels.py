@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,7 +49,7 @@ PLANTED = ("store(sum + i, load(x + i) + load(residual + i));", "store(sum + i, 
 pytestmark = pytest.mark.skipif(native.level() in (None, LEAST), reason="this processor has one level or none")
 
 
-def builder(graph: Artifact, target: str = "ort-cpu") -> Callable[..., Artifact[EngineBundle]]:
+def builder(graph: Artifact[Any], target: str = "ort-cpu") -> Callable[..., Artifact[EngineBundle]]:
     """Writes bundles in which operators of ours do all the work."""
     checkpoint = open_checkpoint(graph.folder)
     weights = {name: checkpoint.weight(name) for name in checkpoint.names()}
@@ -70,7 +71,7 @@ def builder(graph: Artifact, target: str = "ort-cpu") -> Callable[..., Artifact[
 
 
 @pytest.fixture(scope="module")
-def graph(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+def graph(tmp_path_factory: pytest.TempPathFactory) -> Artifact[Any]:
     return export_family("llama", tmp_path_factory.mktemp("llama"))
 
 
@@ -94,7 +95,7 @@ def judge_run(artifacts: Path, write: Callable[..., Artifact[EngineBundle]]) -> 
 
 
 @pytest.fixture
-def artifacts(graph: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def artifacts(graph: Artifact[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     verdict = judge_run(tmp_path / "artifacts", builder(graph)).record
     assert (verdict.outcome, verdict.executed_on) == (Outcome.PASS, f"ort-cpu:{BEST.name}")
@@ -108,7 +109,7 @@ def processor(patch: pytest.MonkeyPatch, *features: str) -> None:
 
 
 def test_a_bundle_runs_at_every_level_and_is_the_same_wherever_it_is_built(
-    graph: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    graph: Artifact[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = builder(graph)
     bundle = write(tmp_path / "bundle", "")
@@ -134,7 +135,7 @@ def test_a_bundle_runs_at_every_level_and_is_the_same_wherever_it_is_built(
         load(bundle.folder)
 
 
-def test_a_pinned_bundle_runs_at_its_level_only(graph: Artifact, tmp_path: Path) -> None:
+def test_a_pinned_bundle_runs_at_its_level_only(graph: Artifact[Any], tmp_path: Path) -> None:
     bundle = builder(graph, f"ort-cpu:{LEAST.name}")(tmp_path / "bundle", "")
     assert [one.level for one in at_level(bundle).record.hardware] == [LEAST.name]
     load(bundle.folder, threads=1).close()
@@ -142,7 +143,7 @@ def test_a_pinned_bundle_runs_at_its_level_only(graph: Artifact, tmp_path: Path)
         load(bundle.folder, level=BEST.name)
 
 
-def test_an_edited_library_of_another_level_is_refused(graph: Artifact, tmp_path: Path) -> None:
+def test_an_edited_library_of_another_level_is_refused(graph: Artifact[Any], tmp_path: Path) -> None:
     bundle = builder(graph)(tmp_path / "bundle", "")
     path = bundle.folder / LEAST.file
     path.write_bytes(path.read_bytes()[:-1] + b"!")
@@ -175,7 +176,7 @@ def test_a_level_is_served_once_it_is_verified(
     assert {"level_kl", "level_document_kl", "level_top_token", "serving_kl", "serving_greedy"} <= set(outcomes)
 
 
-def test_wrong_kernels_of_a_level_fail(graph: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_kernels_of_a_level_fail(graph: Artifact[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The judged level does not have the defect."""
     source = tmp_path / "source"
     shutil.copytree(compiler.SOURCE, source)
@@ -205,7 +206,7 @@ def verified(artifacts: Path) -> Path:
     return evidence_folder(artifacts / "candidate", LEAST.name)
 
 
-def passes(body: dict) -> None:
+def passes(body: dict[str, Any]) -> None:
     """Checks that say that something else was measured."""
     for check in body["record"]["checks"]:
         check["value"] = None if check["value"] is None else check["value"] / 2
@@ -262,7 +263,7 @@ def test_evidence_of_a_level_without_a_signature(
         require_judged(candidate, public_key=public)
 
 
-def test_what_cannot_be_verified(artifacts: Path, graph: Artifact, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_verified(artifacts: Path, graph: Artifact[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(artifacts / "candidate"), "--level", "x86-64-v9"]) == 2
     assert "not for x86-64-v9" in capsys.readouterr().err
     shutil.rmtree(artifacts / "candidate")
@@ -303,7 +304,7 @@ def test_evidence_of_a_level_is_attached_to_a_version(
 
 
 def test_a_bundle_of_foreign_levels_only_is_built_and_not_opened(
-    graph: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    graph: Artifact[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle = builder(graph, f"ort-cpu:{BEST.name}")(tmp_path / "bundle", "")
     processor(monkeypatch, *LEAST.needed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engines.protocol import FloatArray
 from evals.reference_logits import KEPT_TOKENS, ReferenceLogits
 from evals.text import kl_divergences
 from tapeout.errors import EvidenceError
@@ -16,7 +18,7 @@ from tapeout.errors import EvidenceError
 VOCABULARY = 300
 
 
-def logits(seed: int, count: int, scale: float = 3.0) -> np.ndarray:
+def logits(seed: int, count: int, scale: float = 3.0) -> FloatArray:
     return (scale * np.random.default_rng(seed).normal(size=(count, VOCABULARY))).astype(np.float32)
 
 
@@ -49,8 +51,8 @@ def test_what_is_kept_is_read_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [lambda rows: rows[:2], lambda rows: np.where(rows == rows[0, 0], np.nan, rows)])
-def test_logits_that_cannot_be_compared_are_refused(spoil: object) -> None:
+def test_logits_that_cannot_be_compared_are_refused(spoil: Callable[[FloatArray], FloatArray]) -> None:
     reference = ReferenceLogits()
     reference.add([5, 6, 7], logits(1, 3))
     with pytest.raises(EvidenceError, match="for 3 tokens"):
-        reference.compare(0, spoil(logits(1, 3)))  # type: ignore[operator]
+        reference.compare(0, spoil(logits(1, 3)))
