@@ -11,7 +11,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from benchmarks.scale import Measured, count_parameters, measure
-from benchmarks.scale_table import read, table
+from benchmarks.scale_table import plot, read, table
 
 HELD = 200 << 20
 
@@ -36,9 +36,12 @@ def test_the_table_holds_the_last_result_of_each_size_and_the_exponents(tmp_path
 
     lines = [result(10**9, 0, 99.0, 10**9), result(10**9, 0, 10.0, 10**9), result(4 * 10**9, 0, 40.0, 2 * 10**9)]
     (tmp_path / "results.jsonl").write_text("\n".join([*lines, result(8 * 10**9, 2, 1.0, 1)]))
-    text = table(read([tmp_path / "results.jsonl"]))
-    assert "| export | 1.00 B | 10 | 1.00 GB |" in text and "99" not in text and "8.00 B" not in text
-    assert "time grows with parameters to the power 1.0, peak memory to the power 0.5" in text
+    results = read([tmp_path / "results.jsonl"])
+    text = table(results)
+    assert "| export | 1.00 B | 10 | 10 | 1.00 GB |" in text and "99" not in text and "8.00 B" not in text
+    assert "| export | 1.0 | 0.5 |" in text
+    drawn = plot(results)
+    assert drawn.startswith("<svg") and "export 1.0 and 0.5" in drawn and "peak anonymous memory, GB" in drawn
 
 
 def test_parameters_are_counted_from_headers(tmp_path: Path) -> None:
