@@ -65,6 +65,12 @@ def http_session() -> requests.Session:
     return session
 
 
+def probe(uri: str, timeout: float) -> requests.Response:
+    """Ask a server whether it is there; OSError if nobody answers."""
+    with http_session() as session:
+        return session.get(f"{uri.rstrip('/')}/health", timeout=timeout, verify=session.verify)
+
+
 def unreachable(uri: str, error: OSError) -> RegistryError:
     """What to do where no request to a server is answered. ``error``: of requests, or about a file of certificates."""
     import requests
