@@ -67,7 +67,7 @@ def pull(reference: Reference, store: Path, required: Requirements = Requirement
     with open_registry() as registry, tempfile.TemporaryDirectory() as scratch:
         version = registry.version(reference)
         verdict = _verdict(registry, version, Path(scratch))
-        digest, outcome = str(verdict.record["candidate"]), verdict.record.get("outcome")
+        digest, outcome = str(verdict.record["candidate"]), str(verdict.record.get("outcome"))
         if outcome != "PASS" and not required.unsafe:
             raise RegistryError(
                 f"{reference} was judged {outcome}",
