@@ -22,7 +22,7 @@ from engines import native
 from engines.bundle import EngineBundle
 from engines.load import at_level
 from engines.native.compiler import COMPILER
-from pipeline.registry.tracking import public_uri, sqlite_path, tracking_uri
+from pipeline.registry.tracking import probe, public_uri, sqlite_path, tracking_uri, unreachable
 from tapeout.artifact import load
 from tapeout.errors import TapeoutError
 from tapeout.fingerprint import cpu_features
@@ -242,13 +242,11 @@ def registry(uri: str) -> Finding:
         state = "exists" if database.exists() else "will be created by the register stage"
         return Finding(subject, Status.OK, f"{shown} {state}")
     if uri.startswith(("http://", "https://")):
-        import requests
-
         try:
-            requests.get(f"{uri.rstrip('/')}/health", timeout=PROBE_TIMEOUT_S).raise_for_status()
-        except requests.RequestException as error:
-            remedy = "start it, correct MLFLOW_TRACKING_URI, or unset that to use a local mlflow.db"
-            return Finding(subject, Status.MISSING, f"{shown}: {type(error).__name__}", remedy)
+            probe(uri, PROBE_TIMEOUT_S).raise_for_status()
+        except OSError as error:  # requests' own errors are among them
+            found = unreachable(uri, error)
+            return Finding(subject, Status.MISSING, found.found, found.remedy)
         return Finding(subject, Status.OK, f"{shown} answers")
     return Finding(subject, Status.LIMITED, f"{shown}: not probed", "`tapeout promote` will say if it fails")
 

@@ -131,7 +131,8 @@ class RestRegistry:
 
         shown = public_uri(self._uri)
         try:
-            answer = self._session.get(f"{self._uri}/{API}/{path}", params=query, timeout=TIMEOUT_S)
+            url, verify = f"{self._uri}/{API}/{path}", self._session.verify
+            answer = self._session.get(url, params=query, timeout=TIMEOUT_S, verify=verify)
             body: Any = answer.json()
         except requests.JSONDecodeError as error:
             raise RegistryError(

@@ -17,7 +17,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,7 +72,7 @@ def pull(reference: Reference, store: Path, required: Requirements = Requirement
     with open_registry() as registry, tempfile.TemporaryDirectory() as scratch:
         version = registry.version(reference)
         verdict = _verdict(registry, version, Path(scratch))
-        digest, outcome = str(verdict.record["candidate"]), str(verdict.record["outcome"])
+        digest, outcome = str(verdict.record["candidate"]), str(verdict.record.get("outcome"))
         if outcome != "PASS" and not required.unsafe:
             raise RegistryError(
                 f"{reference} was judged {outcome}",
@@ -115,12 +115,14 @@ def _verdict(registry: Registry, version: Version, scratch: Path) -> Header:
 
 def _judge_again(registry: Registry, version: Version, params: Path, scratch: Path) -> None:
     """:class:`RegistryError` unless the logged evidence gives the logged verdict, a PASS by the recipe ``params``."""
-    if find_spec("scipy") is None:
+    try:
+        import_module("scipy")
+    except ImportError as error:
         raise RegistryError(
             "the package scipy is not installed",
             expected="it beside tapeout, to judge evidence",
             remedy="pip install 'tapeout[judging]', or leave out --judge-by",
-        )
+        ) from error
     from pipeline.recipe import load_recipe
     from pipeline.registry.judged import fetch_logged, judge_again, require_pass, require_policy
 

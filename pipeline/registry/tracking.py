@@ -46,7 +46,10 @@ def public_uri(uri: str) -> str:
 
 
 def http_session() -> requests.Session:
-    """With the credentials and certificates that MLflow's own client reads from the environment."""
+    """With the credentials and certificates that MLflow's own client reads from the environment.
+
+    Each request must pass ``verify=session.verify``: otherwise requests prefers REQUESTS_CA_BUNDLE to it.
+    """
     import requests
 
     session, environment = requests.Session(), os.environ
@@ -60,6 +63,12 @@ def http_session() -> requests.Session:
         session.verify = certificates
     session.cert = environment.get("MLFLOW_TRACKING_CLIENT_CERT_PATH")
     return session
+
+
+def probe(uri: str, timeout: float) -> requests.Response:
+    """Ask a server whether it is there; OSError if nobody answers."""
+    with http_session() as session:
+        return session.get(f"{uri.rstrip('/')}/health", timeout=timeout, verify=session.verify)
 
 
 def unreachable(uri: str, error: OSError) -> RegistryError:
@@ -102,7 +111,7 @@ def connect(*, write: bool) -> Generator[MlflowClient]:
             # Any answer will do: MLflow takes minutes to report that there is none.
             try:
                 with http_session() as session:
-                    session.get(f"{uri.rstrip('/')}/health", timeout=10)
+                    session.get(f"{uri.rstrip('/')}/health", timeout=10, verify=session.verify)
             except OSError as error:
                 raise unreachable(uri, error) from error
         with _locked(database) if write and (database := sqlite_path(uri)) else nullcontext():

@@ -236,7 +236,7 @@ def _continue(session: requests.Session, url: str, part: Path, shown: Shown) -> 
     headers = {"Accept-Encoding": "identity"}  # ranges count the bytes of the file, not of a compressed form
     if start:
         headers |= {"Range": f"bytes={start}-", "If-Range": str(validator)}
-    with session.get(url, headers=headers, stream=True, timeout=TIMEOUT_S) as response:
+    with session.get(url, headers=headers, stream=True, timeout=TIMEOUT_S, verify=session.verify) as response:
         if response.status_code == 416:  # the part is longer than the file: it is not the same file
             part.unlink()
             raise _TryAgainError("the server's file is shorter than the bytes already received")

@@ -28,6 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import certifi
 import httpx2
 import pytest
 from cryptography import x509
@@ -297,7 +298,6 @@ def test_a_pull_can_judge_again_by_its_own_recipe(builder: Builder) -> None:
     version, recipe = f"models:/{builder.name}/1", builder.folder / "params.yaml"
     judged.write_params(recipe, builder.recipe)
     judge = (version, "--judge-by", str(recipe))
-    builder.refuses("scipy is not installed", *judge, extras=serving_machine.EXTRAS)
     with connect(write=False) as client:
         run = client.get_model_version(builder.name, "1").run_id or ""
         logged = Path(client.download_artifacts(run, "verdict", str(builder.folder)))
@@ -307,7 +307,9 @@ def test_a_pull_can_judge_again_by_its_own_recipe(builder: Builder) -> None:
         client.set_model_version_tag(builder.name, "1", "tapeout.verdict", digest)
         client.set_model_version_tag(builder.name, "1", "tapeout.outcome", "PASS")
     builder.refuses("the evidence gives another verdict than the recorded PASS: FAIL", *judge)
+    builder.refuses("scipy is not installed", *judge, extras=serving_machine.EXTRAS)
     assert builder.pull(version).returncode == 0, "without --judge-by, only a signature would tell"
+    shutil.rmtree(builder.serving / "bundles")
     good = builder.submit(big("m"))
     judge = (f"models:/{builder.name}/2", *judge[1:])
     done = builder.pull(*judge)
@@ -378,6 +380,7 @@ def test_a_server_with_a_certificate_of_a_private_authority(tmp_path: Path, monk
     with mlflow_server(tmp_path / "server", certificate=certificate) as port:
         secure = {"MLFLOW_TRACKING_URI": f"https://127.0.0.1:{port}"}
         monkeypatch.setenv("MLFLOW_TRACKING_URI", secure["MLFLOW_TRACKING_URI"])
+        monkeypatch.setenv("REQUESTS_CA_BUNDLE", certifi.where())  # which does not know the authority
         builder = Builder(port, tmp_path / "server" / "store", tmp_path, judged.recipe())
         with pytest.raises(RegistryError, match=r"no secure connection to https://.*self-signed certificate"):
             builder.submit("n")
