@@ -17,7 +17,8 @@ from engines.bundle import EngineBundle
 from evals.check import Check, Outcome, combine
 from evals.items import read_items
 from evals.kind import Executed
-from evals.kinds.serving import ServedItem, ServingBounds, served_checks
+from evals.kinds.parity import ParityReport
+from evals.kinds.serving import ServedItem, ServingBounds, served_checks, served_problems
 from evals.kinds.text import TextBounds
 from evals.limits import at_least, at_most
 from evals.reference_logits import LevelItem
@@ -28,6 +29,7 @@ from tapeout.fingerprint import require_match
 
 LEVEL_ITEMS, SERVED_ITEMS = "level_items.jsonl", "served_items.jsonl"
 SPEED = "speed"
+SLOTS = 8  # fewer than a server has: each batch size up to here is compared
 
 
 class LevelVerdict(Executed, Record):
@@ -59,6 +61,8 @@ def level_checks(
     """``bounds``: of the verdict. :class:`EvidenceError` where there is nothing to judge."""
     if not items or not served or any(not item.tokens for item in (*items, *served)):
         raise EvidenceError("the evidence of the level is empty", expected="documents and served positions")
+    if not all(math.isfinite(item.kl_sum) for item in items):
+        raise EvidenceError("the evidence of the level has a KL that is no number", expected="finite logits")
     serving = ServingBounds.model_validate({name: bounds[name] for name in ServingBounds.model_fields})
     text = TextBounds.model_validate({name: bounds[name] for name in TextBounds.model_fields})
     tokens = sum(item.tokens for item in items)
@@ -96,23 +100,32 @@ def level_checks(
 
 def load_level(
     folder: Path, level: str, bundle: Artifact[EngineBundle], verdict: Artifact[Verdict]
-) -> Artifact[LevelVerdict] | None:
-    """Read evidence of a level and judge it again; None if it was taken of another bundle, or under another verdict.
+) -> Artifact[LevelVerdict]:
+    """Read evidence of a level and judge it again.
 
-    :class:`ArtifactError` for files that changed, :class:`EvidenceError` for another level than the folder is named
-    after and for checks that its items do not give, :class:`FingerprintError` for other libraries.
+    :class:`ArtifactError` for files that changed, :class:`EvidenceError` for another bundle, verdict or level, for
+    items that are missing, and for checks that the items do not give; :class:`FingerprintError` for other libraries.
     """
     found = load(folder, LevelVerdict)
     found.verify()
-    wanted = {"candidate": bundle.ref, "verdict": verdict.ref}
-    if any(found.parents.get(role) != ref for role, ref in wanted.items()):
-        return None
-    ran = found.record.executed_on
-    require_match(bundle.record.hardware, ran, f"{folder}: the bundle")
+    ran, digests = found.record.executed_on, {role: ref.digest for role, ref in found.parents.items()}
+    wanted = {
+        "candidate": bundle.digest,
+        "verdict": verdict.digest,
+        "parity": verdict.record.evidence.get(ParityReport.noun),
+    }
     items, served = read_items(folder / LEVEL_ITEMS, LevelItem), read_items(folder / SERVED_ITEMS, ServedItem)
-    if ran.level != level or level_checks(items, served, verdict.record.bounds) != found.record.checks:
+    problems = [f"is of another {role}" for role, digest in wanted.items() if digests.get(role) != digest]
+    if ran.level != level:
+        problems.append(f"is of {ran.level}")
+    problems += served_problems("the evidence", served, SLOTS, bundle.record.io.max_tokens)
+    if not problems:
+        require_match(bundle.record.hardware, ran, f"{folder}: the bundle")
+        if level_checks(items, served, verdict.record.bounds) != found.record.checks:
+            problems.append("has checks that its items do not give")
+    if problems:
         raise EvidenceError(
-            f"{folder} has evidence of {ran.level}, or checks that its items do not give",
+            f"{folder}: {problems[0]}",
             expected=f"the evidence of {level}, as it was taken",
             remedy="run `tapeout verify` again",
         )

@@ -103,30 +103,9 @@ class Serving(Kind[ServingReport, ServedItem, ServingBounds]):
     def problems(self, report: Report[ServingReport, ServedItem], evidence: Evidence) -> list[str]:
         record, items = report.record, report.items
         problems = counted("ServingReport", "items", len(items), record.items)
-        for path in PATHS:
-            own = [item for item in items if item.path == path]
-            if path in SEVERAL and record.slots == 1:
-                continue
-            if not own:
-                problems.append(f"ServingReport has nothing on the path {path!r}")
-            elif path not in ONCE and (absent := set(range(record.slots)) - {item.slot for item in own}):
-                problems.append(f"ServingReport has nothing of slots {_few(absent)} on the path {path!r}")
-        for path in ("decode", "greedy"):
-            own = [item for item in items if item.path == path]
-            if absent := set(range(1, record.slots + 1)) - {item.batch for item in own}:
-                problems.append(f"ServingReport has no step of batch size {_few(absent)} on the path {path!r}")
-            if record.slots > 1 and not any(item.first_slot for item in own):
-                problems.append(f"ServingReport has no batch behind the first slot on the path {path!r}")
-            reached = max((item.last for item in own), default=-1)
-            if reached != record.max_tokens - 1:
-                problems.append(
-                    f"ServingReport reaches position {reached} on the path {path!r}, not {record.max_tokens - 1}"
-                )
+        problems += served_problems("ServingReport", items, record.slots, record.max_tokens)
         if not any(item.float_kl_sum is not None and item.last == record.max_tokens - 1 for item in items):
             problems.append("ServingReport does not compare the last position with the float engine")
-        for complaint, breaks in RULES:
-            if found := [item for item in items if breaks(item)]:
-                problems.append(f"{len(found)} of {len(items)} served items {complaint}: path {found[0].path!r}")
         return problems
 
     def judge(self, report: Report[ServingReport, ServedItem], evidence: Evidence, bounds: ServingBounds) -> Findings:
@@ -173,6 +152,32 @@ class Serving(Kind[ServingReport, ServedItem, ServingBounds]):
             "KL and top tokens against a prefill of the same tokens in one piece in slot 0.",
         )
         return Block(QUALITY, "As served", facts=facts, table=table, metrics=fact_metrics("serving", facts))
+
+
+def served_problems(name: str, items: Sequence[ServedItem], slots: int, max_tokens: int) -> list[str]:
+    """What is missing or impossible in the items ``name`` of an engine with so many slots and positions."""
+    problems: list[str] = []
+    for path in PATHS:
+        own = [item for item in items if item.path == path]
+        if path in SEVERAL and slots == 1:
+            continue
+        if not own:
+            problems.append(f"{name} has nothing on the path {path!r}")
+        elif path not in ONCE and (absent := set(range(slots)) - {item.slot for item in own}):
+            problems.append(f"{name} has nothing of slots {_few(absent)} on the path {path!r}")
+    for path in ("decode", "greedy"):
+        own = [item for item in items if item.path == path]
+        if absent := set(range(1, slots + 1)) - {item.batch for item in own}:
+            problems.append(f"{name} has no step of batch size {_few(absent)} on the path {path!r}")
+        if slots > 1 and not any(item.first_slot for item in own):
+            problems.append(f"{name} has no batch behind the first slot on the path {path!r}")
+        reached = max((item.last for item in own), default=-1)
+        if reached != max_tokens - 1:
+            problems.append(f"{name} reaches position {reached} on the path {path!r}, not {max_tokens - 1}")
+    for complaint, breaks in RULES:
+        if found := [item for item in items if breaks(item)]:
+            problems.append(f"{len(found)} of {len(items)} served items {complaint}: path {found[0].path!r}")
+    return problems
 
 
 def served_checks(items: Sequence[ServedItem], bounds: ServingBounds) -> tuple[Check, ...]:

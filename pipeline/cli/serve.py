@@ -197,7 +197,7 @@ async def follow_alias(
             changed = now is None or now != done
             if changed or (failures and time.monotonic() >= retry_at):
                 failures, done = 0 if changed else failures, now
-                await _serve_alias(service, reference, required, opener)
+                opener = await _serve_alias(service, reference, required, opener)
                 failures, said = 0, ""
         except Exception as error:  # of any kind: a broken bundle must not end the watch
             failures += 1
@@ -209,12 +209,17 @@ async def follow_alias(
         await asyncio.sleep(seconds if now is not None else max(seconds, FULL_LOOK_SECONDS))
 
 
-async def _serve_alias(service: Service, reference: Reference, required: Requirements, opener: OpenBundle) -> None:
+async def _serve_alias(
+    service: Service, reference: Reference, required: Requirements, opener: OpenBundle
+) -> OpenBundle:
+    """Serve what the alias names, unless it is served: the same bundle may have evidence for another level now."""
     folder, level = await _pulled(reference, required)
-    if artifact.load_record(folder, EngineBundle).digest == service.client.info.digest:
-        return
-    await service.swap(folder, replace(opener, level=level))
-    log.info("%s is served; requests that were running end on the engine before it", folder)
+    bundle = artifact.load_record(folder, EngineBundle)
+    if (bundle.digest, level) != (service.client.info.digest, opener.level):
+        opener = replace(opener, level=level)
+        await service.swap(folder, opener)
+        log.info("%s is served; requests that were running end on the engine before it", folder)
+    return opener
 
 
 def parse_bytes(text: str) -> int:

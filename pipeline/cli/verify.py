@@ -18,9 +18,9 @@ from pipeline.registry.levels import attach, evidence_folder
 from pipeline.registry.logged import fetch_artifact, fetch_verdict
 from pipeline.registry.pull import Requirements, pull
 from pipeline.registry.versions import EVIDENCE
-from tapeout.artifact import Artifact, load
+from tapeout.artifact import Artifact, load, load_record
 from tapeout.errors import BuildError
-from tapeout.signing import sign, signature_path, write_signature
+from tapeout.signing import require_signed_pass, sign, signature_path, write_signature
 
 
 def run(
@@ -32,6 +32,8 @@ def run(
     """
     if not source.startswith("models:"):
         folder = Path(source)
+        if public_key is not None:
+            require_signed_pass(load_record(folder, EngineBundle), public_key)
         verdict = load(folder.resolve().parent / "verdict", Verdict)
         return _take(folder, verdict, load(folder.resolve().parent / "parity", ParityReport), level, threads, key)
     pulled = pull(Reference.parse(source), store_folder(), Requirements(public_key=public_key))
@@ -63,4 +65,6 @@ def _take(
     found = check_level(bundle, verdict, parity, level, evidence_folder(folder, level), threads=threads)
     if key is not None:
         write_signature(signature_path(found.folder), sign(level_statement(found, bundle), key))
+    else:  # one of former evidence
+        signature_path(found.folder).unlink(missing_ok=True)
     return found

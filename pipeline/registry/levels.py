@@ -21,7 +21,7 @@ from evals.verdict import Verdict
 from pipeline.registry.tracking import connect
 from pipeline.registry.versions import LEVEL_TAG, get_version
 from tapeout.artifact import Artifact
-from tapeout.errors import FingerprintError, SignatureError
+from tapeout.errors import FingerprintError, SignatureError, TapeoutError
 from tapeout.fingerprint import judged_level
 from tapeout.signing import Statement, signature_path, verify_signature
 
@@ -49,7 +49,7 @@ def runnable(bundle: Artifact[EngineBundle]) -> list[str]:
 def covered(
     bundle: Artifact[EngineBundle], verdict: Artifact[Verdict], public_key: Path | None = None
 ) -> tuple[str, ...]:
-    """The bundle's levels with evidence of a PASS. Evidence that was edited is an error."""
+    """The bundle's levels with evidence of a PASS. Evidence that is damaged, unsigned or of something else is none."""
     judged = judged_level(bundle.record.target, verdict.record.executed_on)
     levels = [one.level for one in bundle.record.hardware]
     return tuple(level for level in levels if level == judged or _verified(bundle, verdict, level, public_key))
@@ -78,14 +78,24 @@ def level_to_serve(bundle: Artifact[EngineBundle], levels: Sequence[str], source
 
 
 def attach(found: Artifact[LevelVerdict], version: Version) -> None:
-    """Log the evidence, and its signature if there is one, in the version's run, and name its digest in a tag."""
+    """Log the evidence, and its signature if there is one, in the version's run; then name its digest in a tag."""
     level = found.record.executed_on.level
     with connect(write=True) as client:
         run_id = get_version(client, version.name, version.number).run_id or ""
-        client.log_artifacts(run_id, str(found.folder), f"{FOLDER}/{level}")
+        client.log_artifacts(run_id, str(found.folder), logged_evidence(found.digest))
         if (signature := signature_path(found.folder)).is_file():
-            client.log_artifact(run_id, str(signature), FOLDER)
+            client.log_artifact(run_id, str(signature), logged_signature(found.digest))
         client.set_model_version_tag(version.name, str(version.number), level_tag(level), found.digest)
+
+
+def logged_evidence(digest: str) -> str:
+    """The folder of a run that has this evidence. Newer evidence does not replace it."""
+    return f"{FOLDER}/{digest}"
+
+
+def logged_signature(digest: str) -> str:
+    """The folder of a run that has the signature of this evidence."""
+    return f"{FOLDER}/{digest}.signature"
 
 
 def _runs(bundle: Artifact[EngineBundle], level: str) -> bool:
@@ -100,15 +110,21 @@ def _verified(bundle: Artifact[EngineBundle], verdict: Artifact[Verdict], level:
     folder = evidence_folder(bundle.folder, level)
     if not folder.is_dir():
         return False
-    found = load_level(folder, level, bundle, verdict)
-    if found is None:
-        log.warning("the evidence in %s is of another bundle or verdict", folder)
+    try:
+        found = load_level(folder, level, bundle, verdict)
+        if public_key is not None:
+            _require_signed(found, bundle, public_key)
+    except TapeoutError as error:
+        log.warning("evidence that does not count: %s", error)
         return False
-    path = signature_path(folder)
-    if public_key is not None and verify_signature(path, public_key, Statement) != level_statement(found, bundle):
+    return found.record.outcome is Outcome.PASS
+
+
+def _require_signed(found: Artifact[LevelVerdict], bundle: Artifact[EngineBundle], public_key: Path) -> None:
+    path = signature_path(found.folder)
+    if verify_signature(path, public_key, Statement) != level_statement(found, bundle):
         raise SignatureError(
             f"{path} is about other evidence than {found.digest[:12]}",
-            expected=f"a signature of the evidence in {folder}",
+            expected=f"a signature of the evidence in {found.folder}",
             remedy="run `tapeout verify --key` again",
         )
-    return found.record.outcome is Outcome.PASS

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -10,14 +12,16 @@ from engines.bundle import EngineBundle
 from evals.level import LevelVerdict
 from evals.verdict import Verdict
 from pipeline.registry.access import Registry, Version, changed
-from pipeline.registry.levels import FOLDER, covered, evidence_folder, level_tag, runnable
+from pipeline.registry.levels import covered, evidence_folder, level_tag, logged_evidence, logged_signature, runnable
 from pipeline.registry.versions import VERDICT, tag_of
 from tapeout.artifact import RECORD, Artifact, Record, load, load_record
 from tapeout.durable import replace_folder
 from tapeout.errors import RegistryError, TapeoutError
+from tapeout.fingerprint import judged_level
 from tapeout.signing import signature_path, write_signature
 
 R = TypeVar("R", bound=Record)
+log = logging.getLogger("tapeout.server")
 
 
 def fetch_artifact(registry: Registry, version: Version, path: str, noun: type[R], place: Path) -> Artifact[R]:
@@ -47,20 +51,39 @@ def fetch_verdict(registry: Registry, version: Version, scratch: Path) -> Artifa
 def fetch_levels(
     registry: Registry, version: Version, bundle: Artifact[EngineBundle], public_key: Path | None
 ) -> tuple[str, ...]:
-    """Bring what is attached for levels of this machine, as the version's tags name it; the levels with evidence."""
+    """Bring what is attached for levels of this machine, as the version's tags name it; the levels with evidence.
+
+    Evidence that cannot be fetched whole does not stop a pull: its level has none.
+    """
     with tempfile.TemporaryDirectory(dir=bundle.folder.parent) as scratch:
+        verdict = fetch_verdict(registry, version, Path(scratch))
+        judged = judged_level(bundle.record.target, verdict.record.executed_on)
         for level in runnable(bundle):
-            digest, folder = version.tags.get(level_tag(level)), evidence_folder(bundle.folder, level)
-            if digest is None or (folder.is_dir() and load_record(folder, LevelVerdict).digest == digest):
+            digest = version.tags.get(level_tag(level))
+            if level == judged or digest is None:
                 continue
-            place, signature = Path(scratch) / level, Path(scratch) / signature_path(folder).name
-            found = fetch_artifact(registry, version, f"{FOLDER}/{level}", LevelVerdict, place)
-            if found.digest != digest:
-                raise changed(version, f"the evidence of {level} is not the one that its tag names")
-            if public_key is not None:
-                registry.fetch(version.run_root, f"{FOLDER}/{signature.name}", signature)
-            folder.parent.mkdir(exist_ok=True)
-            replace_folder(place, folder)
-            if public_key is not None:
-                write_signature(signature_path(folder), signature.read_text())
-        return covered(bundle, fetch_verdict(registry, version, Path(scratch)), public_key)
+            try:
+                _fetch_level(registry, version, evidence_folder(bundle.folder, level), digest, Path(scratch))
+                if public_key is not None:
+                    _fetch_signature(registry, version, evidence_folder(bundle.folder, level), digest, Path(scratch))
+            except TapeoutError as error:
+                log.warning("the evidence of %s does not count: %s", level, error)
+        return covered(bundle, verdict, public_key)
+
+
+def _fetch_level(registry: Registry, version: Version, folder: Path, digest: str, scratch: Path) -> None:
+    with suppress(TapeoutError):
+        if folder.is_dir() and load(folder, LevelVerdict).digest == digest:
+            return
+    found = fetch_artifact(registry, version, logged_evidence(digest), LevelVerdict, scratch / digest)
+    if found.digest != digest:
+        raise changed(version, f"the evidence of {folder.name} is not the one that its tag names")
+    folder.parent.mkdir(exist_ok=True)
+    replace_folder(found.folder, folder)
+
+
+def _fetch_signature(registry: Registry, version: Version, folder: Path, digest: str, scratch: Path) -> None:
+    """Also where the evidence was here before: it may have been signed since."""
+    arrived = scratch / f"{digest}.signature"
+    registry.fetch(version.run_root, f"{logged_signature(digest)}/{signature_path(folder).name}", arrived)
+    write_signature(signature_path(folder), arrived.read_text())

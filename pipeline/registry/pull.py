@@ -27,7 +27,7 @@ from pipeline.registry.bundle_store import is_whole
 from pipeline.registry.versions import EVIDENCE, LEVEL_TAG, MODEL_SIGNATURE, SIGNATURE, VERDICT, tag_of
 from tapeout.artifact import RECORD, Artifact, Header, load_header, load_record
 from tapeout.durable import replace_folder
-from tapeout.errors import RegistryError, SignatureError, TapeoutError
+from tapeout.errors import ArtifactError, RegistryError, SignatureError, TapeoutError
 from tapeout.file_hashes import sha256_file
 from tapeout.fingerprint import judged_level
 
@@ -127,7 +127,10 @@ def _judge_again(registry: Registry, version: Version, params: Path, scratch: Pa
     from pipeline.registry.judged import fetch_logged, judge_again, require_pass, require_policy
 
     recipe = load_recipe(params)
-    fetch_logged(partial(registry.fetch, version.run_root), scratch)
+    try:
+        fetch_logged(partial(registry.fetch, version.run_root), scratch)
+    except ArtifactError as error:
+        raise changed(version, f"its logged evidence is not intact: {error.found}") from error
     judged = judge_again(scratch, version.name, version.number, version.tags)
     require_pass(judged)
     require_policy(judged, recipe)

@@ -16,10 +16,10 @@ from engines.load import at_level, graph_target, load
 from engines.native import LEVELS, compiler
 from engines.sequences import Sequences
 from evals.check import Outcome
-from evals.items import read_items
+from evals.items import read_items, write_items
 from evals.kinds.parity import ParityReport
 from evals.kinds.serving import ServedItem
-from evals.level import SERVED_ITEMS, LevelVerdict
+from evals.level import LEVEL_ITEMS, SERVED_ITEMS, LevelVerdict
 from evals.reference_logits import REFERENCE_FILE, ReferenceLogits
 from evals.statement import statement
 from evals.verdict import Verdict
@@ -28,13 +28,13 @@ from pipeline.cli.serve import require_judged
 from pipeline.registry.access import Reference
 from pipeline.registry.levels import evidence_folder, level_to_serve
 from pipeline.registry.promotion import promote
-from pipeline.registry.pull import pull
+from pipeline.registry.pull import Requirements, pull
 from pipeline.registry.register import register
 from quantization.compressed_tensors import open_checkpoint
 from quantization.rounding import round_to_nearest
 from tapeout import artifact, fingerprint
 from tapeout.artifact import Artifact, ArtifactRef
-from tapeout.errors import ArtifactError, BuildError, EvidenceError, FingerprintError, RegistryError, SignatureError
+from tapeout.errors import ArtifactError, BuildError, FingerprintError
 from tapeout.schemes import Scheme
 from tapeout.signing import generate_keys, sign, signature_path, write_signature
 from tests import judged
@@ -212,23 +212,45 @@ def passes(body: dict[str, Any]) -> None:
         check["value"] = None if check["value"] is None else check["value"] / 2
 
 
+def without_greedy(folder: Path) -> None:
+    made, again = artifact.load(folder, LevelVerdict), folder.with_name("again")
+    served = [item for item in read_items(folder / SERVED_ITEMS, ServedItem) if item.path != "greedy"]
+    with artifact.create(again, LevelVerdict) as draft:
+        shutil.copy(folder / LEVEL_ITEMS, draft.folder / LEVEL_ITEMS)
+        write_items(draft.folder / SERVED_ITEMS, served)
+        draft.finish(made.record, parents=made.parents)
+    shutil.rmtree(folder)
+    again.rename(folder)
+
+
+def another_parity(body: dict[str, Any]) -> None:
+    body["parents"]["parity"]["digest"] = "0" * 64
+
+
 @pytest.mark.parametrize(
-    ("edit", "error", "found"),
+    ("edit", "found"),
     [
-        (lambda folder: (folder / SERVED_ITEMS).write_text(""), ArtifactError, "0 bytes"),
-        (lambda folder: edit_record(folder, passes), EvidenceError, "checks that its items do not give"),
-        (lambda folder: folder.rename(folder.with_name(BEST.name)), EvidenceError, f"has evidence of {LEAST.name}"),
+        (lambda folder: (folder / SERVED_ITEMS).write_text(""), "0 bytes"),
+        (lambda folder: edit_record(folder, passes), "checks that its items do not give"),
+        (lambda folder: edit_record(folder, another_parity), "is of another parity"),
+        (lambda folder: folder.rename(folder.with_name(BEST.name)), f"is of {LEAST.name}"),
+        (without_greedy, "has nothing on the path 'greedy'"),
     ],
-    ids=["items", "checks", "of another level"],
+    ids=["items", "checks", "parity", "of another level", "a path"],
 )
-def test_edited_evidence_of_a_level_is_refused(
-    artifacts: Path, edit: Callable[[Path], object], error: type[Exception], found: str, monkeypatch: pytest.MonkeyPatch
+def test_edited_evidence_of_a_level_does_not_count(
+    artifacts: Path,
+    edit: Callable[[Path], object],
+    found: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    edit(folder := verified(artifacts))
-    if not folder.is_dir():  # the judged level needs none: as if another had been judged
-        monkeypatch.setattr("pipeline.registry.levels.judged_level", lambda target, place: None)
-    with pytest.raises(error, match=found):
+    edit(verified(artifacts))
+    assert require_judged(artifacts / "candidate") == BEST.name  # which was judged
+    monkeypatch.setattr("pipeline.registry.levels.judged_level", lambda target, place: None)
+    with pytest.raises(FingerprintError, match="no evidence for"):
         require_judged(artifacts / "candidate")
+    assert found in caplog.text
 
 
 def test_evidence_of_another_bundle_or_verdict_does_not_count(artifacts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,22 +263,29 @@ def test_evidence_of_another_bundle_or_verdict_does_not_count(artifacts: Path, m
 
 
 def test_evidence_of_a_level_without_a_signature(
-    artifacts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    artifacts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     private, public = tmp_path / "t.key", tmp_path / "t.pub"
     generate_keys(private, public)
     candidate, verdict = artifacts / "candidate", artifact.load(artifacts / "verdict", Verdict)
+    assert main(["verify", str(candidate), "--public-key", str(public)]) == 2
+    assert "no signature at" in capsys.readouterr().err
     said = statement(judged.NAME, verdict, artifact.load_record(candidate, EngineBundle))
     write_signature(signature_path(candidate), sign(said, private))
-    assert require_judged(candidate, public_key=public) == BEST.name
     folder = verified(artifacts)
+    assert require_judged(candidate, public_key=public) == BEST.name
     processor(monkeypatch, *LEAST.needed)
-    with pytest.raises(SignatureError, match="no signature at"):
+    with pytest.raises(FingerprintError, match="no evidence for"):
         require_judged(candidate, public_key=public)
+    assert "no signature at" in caplog.text
     assert main(["verify", str(candidate), "--threads", "1", "--key", str(private)]) == 0
     assert require_judged(candidate, public_key=public) == LEAST.name
     edit_record(folder, passes)
-    with pytest.raises(EvidenceError, match="its items do not give"):
+    with pytest.raises(FingerprintError, match="no evidence for"):
         require_judged(candidate, public_key=public)
     shutil.rmtree(artifacts / "verdict")  # the signed statement names the level that was judged
     with pytest.raises(FingerprintError, match="no evidence for"):
@@ -274,7 +303,7 @@ def test_what_cannot_be_verified(artifacts: Path, graph: Artifact[Any], capsys: 
 
 
 def test_evidence_of_a_level_is_attached_to_a_version(
-    artifacts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    artifacts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     bundle, verdict = (
@@ -298,9 +327,30 @@ def test_evidence_of_a_level_is_attached_to_a_version(
         logged = next(path.parent for path in tmp_path.rglob(SERVED_ITEMS) if "mlruns" in str(path))
         items = logged / SERVED_ITEMS
         items.write_text(items.read_text().replace('"agree": 1', '"agree": 2'))
-        with pytest.raises(RegistryError, match="LevelVerdict is not intact"):
-            pull(champion, tmp_path / "third")
+        assert pull(champion, tmp_path / "third").levels == (BEST.name,)
+        assert "LevelVerdict is not intact" in caplog.text
     assert read_items(evidence_folder(there.folder, LEAST.name) / SERVED_ITEMS, ServedItem)
+
+
+def test_unsigned_evidence_of_a_level_does_not_stop_a_pull_with_a_key(
+    artifacts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    private, public = tmp_path / "t.key", tmp_path / "t.pub"
+    generate_keys(private, public)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    with monkeypatch.context() as patch:
+        patch.setenv("TAPEOUT_PRIVATE_KEY", str(private))
+        verdict = artifact.load(artifacts / "verdict", Verdict)
+        register(judged.recipe(), verdict, artifact.load(artifacts / "candidate", EngineBundle), artifacts)
+    promote(judged.recipe())
+    champion, signed = Reference(judged.NAME, "champion"), Requirements(public_key=public)
+    for level in (BEST, LEAST):
+        assert main(["verify", str(champion), "--level", level.name, "--threads", "1"]) == 0
+    assert pull(champion, tmp_path / "store", signed).levels == (BEST.name,)
+    assert f"the evidence of {LEAST.name} does not count" in caplog.text
+    words = ["--level", LEAST.name, "--threads", "1", "--key", str(private), "--public-key", str(public)]
+    assert main(["verify", str(champion), *words]) == 0
+    assert pull(champion, tmp_path / "store", signed).levels == (BEST.name, LEAST.name)
 
 
 def test_a_bundle_of_foreign_levels_only_is_built_and_not_opened(
