@@ -35,10 +35,9 @@ CACHE_TYPES = {  # by kv_dtype
     "int4": ir.DataType.UINT8,
 }
 BASE_BYTES = 300 << 20  # of memory while weights are written: libraries
-FLOAT_COPIES, CODE_COPIES = (
-    2,
-    4,
-)  # and of the largest one: its parts and what they are merged to; floats that become codes
+# Memory for the largest tensor, in multiples of its stored size:
+FLOAT_COPIES = 2  # of a float tensor: its parts, and what they are merged to
+CODE_COPIES = 4  # of codes: the floats that become codes
 ALIGNMENT_BYTES = 4096  # so that the runtime can map each tensor where it lies
 
 

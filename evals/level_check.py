@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
-import numpy as np
 from tqdm import tqdm
 
 from engines.bundle import EngineBundle
 from engines.load import load, runs_here
+from engines.protocol import FloatArray
 from engines.sequences import Sequences
 from evals.items import write_items
 from evals.kinds.parity import ParityReport
 from evals.kinds.serving import ServingSettings
-from evals.level import LEVEL_ITEMS, SERVED_ITEMS, LevelVerdict, level_checks
-from evals.reference_logits import REFERENCE_FILE, LevelItem, ReferenceLogits
+from evals.level import LEVEL_ITEMS, SERVED_ITEMS, SLOTS, LevelVerdict, level_checks
+from evals.reference_logits import REFERENCE_FILE, ReferenceLogits
 from evals.serving import served_items
 from evals.text import CHUNK_TOKENS
 from evals.verdict import Verdict
 from tapeout.artifact import Artifact, create
 from tapeout.artifact import load as load_artifact
-from tapeout.errors import EvidenceError
-
-SLOTS = 8  # fewer than a server has: each batch size up to here is compared
+from tapeout.errors import EvidenceError, RequestError
 
 
 def check_level(
@@ -36,14 +36,20 @@ def check_level(
 ) -> Artifact[LevelVerdict]:
     """Run the bundle at ``level`` and write its LevelVerdict to ``folder``.
 
-    :class:`EvidenceError` where verdict or parity report are about another bundle; :class:`FingerprintError` where
-    this machine cannot run that level.
+    :class:`EvidenceError` where verdict or parity report are about another bundle, and where logits are not finite;
+    :class:`FingerprintError` where this machine cannot run that level.
     """
-    if (verdict.record.candidate, verdict.record.evidence.get(ParityReport.noun)) != (bundle.digest, parity.digest):
+    if verdict.record.candidate != bundle.digest:
         raise EvidenceError(
-            f"verdict {verdict.digest[:12]} is about bundle {verdict.record.candidate[:12]} and another parity report",
+            f"verdict {verdict.digest[:12]} is about bundle {verdict.record.candidate[:12]}",
             expected=f"the verdict on bundle {bundle.digest[:12]}",
             remedy="run `dvc repro gate`, or name the bundle that was judged",
+        )
+    if verdict.record.evidence.get(ParityReport.noun) != parity.digest:
+        raise EvidenceError(
+            f"verdict {verdict.digest[:12]} is about another parity report than {parity.digest[:12]}",
+            expected="the parity report that was judged",
+            remedy="run `dvc repro gate`",
         )
     if REFERENCE_FILE not in parity.files:
         raise EvidenceError(
@@ -53,17 +59,24 @@ def check_level(
         )
     here = runs_here(bundle, level)
     reference = ReferenceLogits.load(parity.folder / REFERENCE_FILE)
-    engine, reopened = (
-        Sequences(load(bundle.folder, threads=count, slots=slots, level=level))
-        for count, slots in ((threads, SLOTS), (1, SLOTS + 1))
-    )
-    try:
-        items = [_compare(engine, reference, number) for number in tqdm(range(len(reference.documents)), disable=None)]
+    with ExitStack() as opened:
+        engine, reopened = (
+            opened.enter_context(closing(Sequences(load(bundle.folder, threads=count, slots=slots, level=level))))
+            for count, slots in ((threads, SLOTS), (1, SLOTS + 1))
+        )
         text = [token for tokens in reference.documents for token in tokens]
-        served = served_items(ServingSettings(), None, engine, reopened, text)
-    finally:
-        engine.close()
-        reopened.close()
+        try:
+            items = [
+                reference.compare(number, _logits(engine, tokens))
+                for number, tokens in enumerate(tqdm(reference.documents, disable=None))
+            ]
+            served = served_items(ServingSettings(), None, engine, reopened, text)
+        except RequestError as error:  # an engine refuses logits that are not finite
+            raise EvidenceError(
+                f"at {level} {error.found}",
+                expected=error.expected,
+                remedy="the kernels of this level are wrong on this processor: serve at another level",
+            ) from error
     with create(folder, LevelVerdict) as draft:
         write_items(draft.folder / LEVEL_ITEMS, items)
         write_items(draft.folder / SERVED_ITEMS, served)
@@ -74,12 +87,8 @@ def check_level(
     return load_artifact(folder, LevelVerdict)
 
 
-def _compare(engine: Sequences, reference: ReferenceLogits, number: int) -> LevelItem:
-    tokens = reference.documents[number]
-    rows = [
-        engine.prefill(
-            0, tokens[at : at + CHUNK_TOKENS], start=at, positions=range(len(tokens[at : at + CHUNK_TOKENS]))
-        )
-        for at in range(0, len(tokens), CHUNK_TOKENS)
-    ]
-    return reference.compare(number, np.concatenate(rows))
+def _logits(engine: Sequences, tokens: list[int]) -> Iterator[FloatArray]:
+    """After each of the tokens, a chunk at a time."""
+    for at in range(0, len(tokens), CHUNK_TOKENS):
+        chunk = tokens[at : at + CHUNK_TOKENS]
+        yield engine.prefill(0, chunk, start=at, positions=range(len(chunk)))

@@ -148,9 +148,9 @@ def _compare_document(
     kl, agree = kl_divergences(locked, actual), int((locked.argmax(axis=1) == actual.argmax(axis=1)).sum())
     if rows is not None:
         rows.add(locked, actual)
+    del locked  # before more is allocated: as large as `actual`
     if logits is not None:
         logits.add(tokens, actual)
-    del locked
     position = max(errors, key=lambda name: errors[name][1])
     item = ParityItem(
         doc_hash=token_hash(tokens),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.protocol import FloatArray
-from evals.text import token_hash
+from evals.text import Float64Array, blocks, token_hash
 from tapeout.artifact import Frozen
 from tapeout.errors import EvidenceError
 
@@ -25,7 +25,6 @@ class LevelItem(Frozen):
     doc_hash: str
     tokens: int
     kl_sum: float
-    kl_max: float
     agree: int
 
 
@@ -43,12 +42,14 @@ class ReferenceLogits:
     def add(self, tokens: Sequence[int], logits: FloatArray) -> None:
         """``logits``: ``[S, V]`` after each of the tokens."""
         count = min(KEPT_TOKENS, logits.shape[1])
-        ids = np.argpartition(-logits, count - 1, axis=1)[:, :count]
-        order = np.argsort(-np.take_along_axis(logits, ids, axis=1), axis=1, kind="stable")
-        ids = np.take_along_axis(ids, order, axis=1)
+        ids = np.empty((len(logits), count), np.int32)
+        logprobs = np.empty((len(logits), count), np.float32)
+        for block in blocks(len(logits)):
+            ids[block] = _likeliest(logits[block], count)
+            logprobs[block] = _logprobs(logits[block], ids[block])
         self.documents.append([int(token) for token in tokens])
-        self.ids.append(ids.astype(np.int32))
-        self.logprobs.append(_logprobs(logits, ids))
+        self.ids.append(ids)
+        self.logprobs.append(logprobs)
 
     def save(self, path: Path) -> None:
         lengths = np.array([len(tokens) for tokens in self.documents], np.int32)
@@ -63,23 +64,44 @@ class ReferenceLogits:
             parts = {name: np.split(stored[name], edges) for name in ("tokens", "ids", "logprobs")}
         return ReferenceLogits([part.tolist() for part in parts["tokens"]], parts["ids"], parts["logprobs"])
 
-    def compare(self, number: int, logits: FloatArray) -> LevelItem:
-        """``logits`` ``[S, V]`` of the document of this number, as another engine gives them."""
+    def compare(self, number: int, chunks: Iterable[FloatArray]) -> LevelItem:
+        """``chunks``: the logits of the document of this number, as another engine gives them, ``[rows, V]`` each.
+
+        One chunk is held at a time. :class:`EvidenceError` for too few or too many rows, and for logits that are not
+        finite.
+        """
         tokens, ids, expected = self.documents[number], self.ids[number], self.logprobs[number]
-        if logits.shape[0] != len(tokens) or not np.isfinite(logits).all():
-            raise EvidenceError(
-                f"logits of shape {logits.shape} for {len(tokens)} tokens, or not all of them finite",
-                expected="one finite row for each token",
-                remedy="the kernels of this level are wrong on this processor: serve at another level",
-            )
-        kl = _divergence(expected, _logprobs(logits, ids))
-        return LevelItem(
-            doc_hash=token_hash(tokens),
-            tokens=len(tokens),
-            kl_sum=math.fsum(kl),
-            kl_max=float(kl.max()),
-            agree=int((logits.argmax(axis=1) == ids[:, 0]).sum()),
-        )
+        kl, agree, at = np.empty(len(tokens)), 0, 0
+        for chunk in chunks:
+            if at + len(chunk) > len(tokens):
+                raise _incomparable(f"more than {len(tokens)} rows of logits for {len(tokens)} tokens")
+            for block in blocks(len(chunk)):
+                logits = chunk[block]
+                if not np.isfinite(logits).all():
+                    bad = at + int(np.flatnonzero(~np.isfinite(logits).all(axis=1))[0])
+                    raise _incomparable(f"NaN or infinite logits at position {bad} of document {number}")
+                rows = slice(at, at + len(logits))
+                kl[rows] = _divergence(expected[rows], _logprobs(logits, ids[rows]))
+                agree += int((logits.argmax(axis=1) == ids[rows, 0]).sum())
+                at = rows.stop
+        if at != len(tokens):
+            raise _incomparable(f"{at} rows of logits for {len(tokens)} tokens")
+        return LevelItem(doc_hash=token_hash(tokens), tokens=len(tokens), kl_sum=math.fsum(kl), agree=agree)
+
+
+def _incomparable(found: str) -> EvidenceError:
+    return EvidenceError(
+        found,
+        expected="one finite row for each token",
+        remedy="the kernels of this level are wrong on this processor: serve at another level",
+    )
+
+
+def _likeliest(logits: FloatArray, count: int) -> NDArray[np.integer]:
+    """Ids of the ``count`` likeliest tokens of each row, most likely first."""
+    ids = np.argpartition(-logits, count - 1, axis=1)[:, :count]
+    order = np.argsort(-np.take_along_axis(logits, ids, axis=1), axis=1, kind="stable")
+    return np.take_along_axis(ids, order, axis=1)
 
 
 def _logprobs(logits: FloatArray, ids: NDArray[np.integer]) -> FloatArray:
@@ -88,7 +110,7 @@ def _logprobs(logits: FloatArray, ids: NDArray[np.integer]) -> FloatArray:
     return (np.take_along_axis(shifted, ids, axis=1) - normalizer).astype(np.float32)
 
 
-def _divergence(expected: FloatArray, found: FloatArray) -> NDArray[np.float64]:
+def _divergence(expected: FloatArray, found: FloatArray) -> Float64Array:
     """KL in nats of each row, over the kept tokens and all others as one."""
     p, q = expected.astype(np.float64), found.astype(np.float64)
     rest_p, rest_q = (np.maximum(1 - np.exp(each).sum(axis=1), 1e-9) for each in (p, q))

@@ -121,6 +121,9 @@ class Place:
     first_slot: int
     batch: int
 
+    def __str__(self) -> str:
+        return f"path {self.path}, slot {self.slot}, batch of {self.batch} from slot {self.first_slot}"
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -143,8 +146,17 @@ class Log:
     def add(
         self, place: Place, stream: Stream, position: int, logits: FloatArray, *, chosen: int | None = None
     ) -> None:
-        """``chosen``: the token that the engine picked by itself, where it did; ``logits`` are those it picked by."""
+        """``chosen``: the token that the engine picked by itself, where it did; ``logits`` are those it picked by.
+
+        :class:`EvidenceError` for logits that are not finite.
+        """
         own, reference = stream.own[position], stream.reference.get(position)
+        if not (np.isfinite(own).all() and np.isfinite(logits).all()):
+            raise EvidenceError(
+                f"the engine returned NaN or infinite logits at position {position}, {place}",
+                expected="finite float32 logits in every way the engine is served, and in one prefill",
+                remedy="`tapeout inspect` shows its scales and kernels; build it again, or serve at another level",
+            )
         picked = int(logits.argmax()) if chosen is None else chosen
         entry = Entry(
             position=position,

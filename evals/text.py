@@ -48,7 +48,7 @@ def log_likelihoods(logits: FloatArray, targets: Sequence[int]) -> Float64Array:
     """
     rows = np.arange(len(targets))
     result = np.empty(len(targets))
-    for block in _blocks(len(targets)):
+    for block in blocks(len(targets)):
         shifted = logits[block] - logits[block].max(axis=1, keepdims=True)
         chosen = shifted[rows[: len(shifted)], np.asarray(targets[block])]
         result[block] = chosen - np.log(np.exp(shifted).sum(axis=1, dtype=np.float64))
@@ -63,7 +63,7 @@ def kl_divergences(baseline: FloatArray, candidate: FloatArray) -> Float64Array:
     are equal; that is returned as 0, since a divergence is not negative.
     """
     result = np.empty(len(baseline))
-    for block in _blocks(len(baseline)):
+    for block in blocks(len(baseline)):
         left = baseline[block] - baseline[block].max(axis=1, keepdims=True)
         right = candidate[block] - candidate[block].max(axis=1, keepdims=True)
         weights = np.exp(left)
@@ -75,7 +75,8 @@ def kl_divergences(baseline: FloatArray, candidate: FloatArray) -> Float64Array:
     return np.maximum(result, 0.0)  # keeps NaN
 
 
-def _blocks(rows: int) -> Iterator[slice]:
+def blocks(rows: int) -> Iterator[slice]:
+    """Of ``BLOCK_ROWS`` rows each; the last may have fewer."""
     return (slice(start, start + BLOCK_ROWS) for start in range(0, rows, BLOCK_ROWS))
 
 

@@ -23,6 +23,7 @@ class Site:
     refusals: list[int] = field(default_factory=list)  # status codes of the coming GETs
     commit: str = ""  # as a Hugging Face hub names it
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)  # method, path, Range
+    authorizations: list[str | None] = field(default_factory=list)  # the header of each request
     url: str = ""
 
 
@@ -38,6 +39,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, body: bool) -> None:
         site, path = self.site, unquote(urlsplit(self.path).path)
         site.requests.append((self.command, path, self.headers.get("Range")))
+        site.authorizations.append(self.headers.get("Authorization"))
         content = site.files.get(path)
         if content is None or (body and site.refusals):
             self.send_response(404 if content is None else site.refusals.pop(0))

@@ -243,11 +243,18 @@ def registry(uri: str) -> Finding:
         return Finding(subject, Status.OK, f"{shown} {state}")
     if uri.startswith(("http://", "https://")):
         try:
-            probe(uri, PROBE_TIMEOUT_S).raise_for_status()
+            answer = probe(uri, PROBE_TIMEOUT_S)
         except OSError as error:  # requests' own errors are among them
             found = unreachable(uri, error)
             return Finding(subject, Status.MISSING, found.found, found.remedy)
-        return Finding(subject, Status.OK, f"{shown} answers")
+        if answer.ok:
+            return Finding(subject, Status.OK, f"{shown} answers")
+        state = f"{shown} answers HTTP {answer.status_code} {answer.reason}".rstrip()
+        if answer.status_code in (401, 403):
+            remedy = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+        else:
+            remedy = "correct MLFLOW_TRACKING_URI if that is no MLflow server; else the server's log says more"
+        return Finding(subject, Status.MISSING, state, remedy)
     return Finding(subject, Status.LIMITED, f"{shown}: not probed", "`tapeout promote` will say if it fails")
 
 

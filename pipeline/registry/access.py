@@ -116,8 +116,13 @@ class RestRegistry:
             root = f"{server}/{ARTIFACTS}/{quote(parts.path.strip('/'))}"
         elif parts.scheme not in ("http", "https"):
             return _fetch_through_mlflow(root, name, target)
+        url = f"{root}/{quote(name)}"
         try:
-            return download_url(f"{root}/{quote(name)}", target, session=self._session)
+            if _same_server(url, self._uri):
+                return download_url(url, target, session=self._session)
+            # Whoever can set where a run's files lie must not get our credentials sent there.
+            with http_session(credentials=False) as session:
+                return download_url(url, target, session=session)
         except SourceError as error:
             raise RegistryError(
                 f"the registry does not give {name}: {error.found}",
@@ -176,6 +181,29 @@ class ClientRegistry:
 
     def fetch(self, root: str, name: str, target: Path) -> str:
         return _fetch_through_mlflow(root, name, target)
+
+
+def _same_server(url: str, other: str) -> bool:
+    """Whether scheme, host and port are the same, as requests reads them.
+
+    >>> _same_server("https://me@host/x", "https://HOST:443"), _same_server("http://host:1/x", "http://host:2")
+    (True, False)
+    >>> _same_server("http://other\\\\@host/x", "http://host")  # urlsplit takes "host" for the host, requests "other"
+    False
+    """
+    from urllib3.exceptions import LocationParseError
+
+    try:
+        return _origin(url) == _origin(other)
+    except LocationParseError:  # requests refuses it, too
+        return False
+
+
+def _origin(url: str) -> tuple[str | None, str | None, int | None]:
+    from urllib3.util import parse_url
+
+    parts = parse_url(url)
+    return parts.scheme, parts.host, parts.port or {"http": 80, "https": 443}.get(parts.scheme or "")
 
 
 def no_bundle(name: str, number: int) -> RegistryError:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 DEFAULT_URI = "sqlite:///mlflow.db"
 LOCK_SECONDS = 60.0
+CONNECT_TIMEOUT_S = 10
 
 # By default MLflow retries an absent server for minutes, sends telemetry, and prints links between our lines.
 _QUIET = {
@@ -45,22 +46,25 @@ def public_uri(uri: str) -> str:
     return uri.replace(f"{parts.netloc.rpartition('@')[0]}@", "", 1) if "@" in parts.netloc else uri
 
 
-def http_session() -> requests.Session:
+def http_session(*, credentials: bool = True) -> requests.Session:
     """With the credentials and certificates that MLflow's own client reads from the environment.
 
+    ``credentials`` False: only with the authority that it trusts, for another host than the registry's.
     Each request must pass ``verify=session.verify``: otherwise requests prefers REQUESTS_CA_BUNDLE to it.
     """
     import requests
 
     session, environment = requests.Session(), os.environ
-    if user := environment.get("MLFLOW_TRACKING_USERNAME"):
-        session.auth = (user, environment.get("MLFLOW_TRACKING_PASSWORD", ""))
-    elif token := environment.get("MLFLOW_TRACKING_TOKEN"):
-        session.headers["Authorization"] = f"Bearer {token}"
     if environment.get("MLFLOW_TRACKING_INSECURE_TLS", "").lower() in ("1", "true"):
         session.verify = False
     elif certificates := environment.get("MLFLOW_TRACKING_SERVER_CERT_PATH"):
         session.verify = certificates
+    if not credentials:
+        return session
+    if user := environment.get("MLFLOW_TRACKING_USERNAME"):
+        session.auth = (user, environment.get("MLFLOW_TRACKING_PASSWORD", ""))
+    elif token := environment.get("MLFLOW_TRACKING_TOKEN"):
+        session.headers["Authorization"] = f"Bearer {token}"
     session.cert = environment.get("MLFLOW_TRACKING_CLIENT_CERT_PATH")
     return session
 
@@ -110,8 +114,7 @@ def connect(*, write: bool) -> Generator[MlflowClient]:
         if uri.startswith(("http://", "https://")):
             # Any answer will do: MLflow takes minutes to report that there is none.
             try:
-                with http_session() as session:
-                    session.get(f"{uri.rstrip('/')}/health", timeout=10, verify=session.verify)
+                probe(uri, CONNECT_TIMEOUT_S)
             except OSError as error:
                 raise unreachable(uri, error) from error
         with _locked(database) if write and (database := sqlite_path(uri)) else nullcontext():

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engines import native, sessions
@@ -14,12 +15,15 @@ from engines.bundle import EngineBundle
 from engines.compile import build
 from engines.load import at_level, graph_target, load
 from engines.native import LEVELS, compiler
+from engines.protocol import Entry, FloatArray, Result
 from engines.sequences import Sequences
+from engines.step_inputs import result_of
 from evals.check import Outcome
 from evals.items import read_items, write_items
 from evals.kinds.parity import ParityReport
 from evals.kinds.serving import ServedItem
-from evals.level import LEVEL_ITEMS, SERVED_ITEMS, LevelVerdict
+from evals.level import LEVEL_ITEMS, SERVED_ITEMS, SLOTS, LevelVerdict
+from evals.level_check import check_level
 from evals.reference_logits import REFERENCE_FILE, ReferenceLogits
 from evals.statement import statement
 from evals.verdict import Verdict
@@ -34,7 +38,7 @@ from quantization.compressed_tensors import open_checkpoint
 from quantization.rounding import round_to_nearest
 from tapeout import artifact, fingerprint
 from tapeout.artifact import Artifact, ArtifactRef
-from tapeout.errors import ArtifactError, BuildError, FingerprintError
+from tapeout.errors import ArtifactError, BuildError, EvidenceError, FingerprintError, ResourceError
 from tapeout.schemes import Scheme
 from tapeout.signing import generate_keys, sign, signature_path, write_signature
 from tests import judged
@@ -199,6 +203,69 @@ def test_wrong_kernels_of_a_level_fail(graph: Artifact[Any], tmp_path: Path, mon
     processor(monkeypatch, *LEAST.needed)
     with pytest.raises(FingerprintError, match="no evidence for"):
         require_judged(candidate)
+
+
+def test_nan_in_one_way_of_serving_is_refused(
+    artifacts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One prefill is right; a decode step of three sequences is not."""
+    decode = Sequences.decode
+
+    def planted(self: Sequences, tokens: list[int], lengths: list[int], *, first_slot: int = 0) -> FloatArray:
+        rows = decode(self, tokens, lengths, first_slot=first_slot)
+        if len(tokens) == 3:
+            rows[1, 5] = np.nan
+        return rows
+
+    monkeypatch.setattr(Sequences, "decode", planted)
+    assert main(["verify", str(artifacts / "candidate"), "--level", LEAST.name, "--threads", "1"]) == 2
+    shown = capsys.readouterr().err
+    assert "NaN or infinite logits at position" in shown and "path decode, slot 1, batch of 3 from slot 0" in shown
+    assert not evidence_folder(artifacts / "candidate", LEAST.name).exists()
+
+
+@pytest.mark.parametrize("longest", [1, 1000], ids=["steps of one token", "every step"])
+def test_nan_that_the_engine_finds_is_laid_to_the_level(
+    longest: int, artifacts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def planted(entry: Entry, logits: FloatArray) -> Result:
+        return result_of(entry, logits * np.float32("nan") if len(entry.tokens) <= longest else logits)
+
+    monkeypatch.setattr("engines.targets.ort_cpu.paged_engine.result_of", planted)
+    assert main(["verify", str(artifacts / "candidate"), "--level", LEAST.name, "--threads", "1"]) == 2
+    shown = capsys.readouterr().err
+    assert f"at {LEAST.name} the engine's logits are not finite" in shown and "serve at another level" in shown
+    assert not evidence_folder(artifacts / "candidate", LEAST.name).exists()
+
+
+def test_an_engine_is_closed_where_the_second_does_not_open(artifacts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+    close = Sequences.close
+
+    def counted(self: Sequences) -> None:
+        closed.append(self.digest)
+        close(self)
+
+    def fails(folder: Path, *, slots: int, **options: Any) -> Any:
+        if slots > SLOTS:
+            raise ResourceError("not enough memory")
+        return load(folder, slots=slots, **options)
+
+    monkeypatch.setattr(Sequences, "close", counted)
+    monkeypatch.setattr("evals.level_check.load", fails)
+    assert main(["verify", str(artifacts / "candidate"), "--level", LEAST.name, "--threads", "1"]) == 2
+    assert len(closed) == 1
+
+
+def test_a_parity_report_that_was_not_judged(artifacts: Path, tmp_path: Path) -> None:
+    bundle = artifact.load(artifacts / "candidate", EngineBundle)
+    verdict = artifact.load(artifacts / "verdict", Verdict)
+    parity = artifact.load(artifacts / "parity", ParityReport)
+    with artifact.create(tmp_path / "other", ParityReport) as draft:
+        draft.finish(parity.record, parents=parity.parents)
+    other = artifact.load(tmp_path / "other", ParityReport)
+    with pytest.raises(EvidenceError, match=f"is about another parity report than {other.digest[:12]}"):
+        check_level(bundle, verdict, other, LEAST.name, tmp_path / "level")
 
 
 def verified(artifacts: Path) -> Path:

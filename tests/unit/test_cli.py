@@ -29,6 +29,7 @@ from tapeout.errors import ExitCode
 from tapeout.fingerprint import Fingerprint
 from tapeout.lineage import explain, fields
 from tests import judged
+from tests.file_server import Site, serve
 from tests.unit.test_generate import Scripted, characters
 
 COMMANDS = [
@@ -388,6 +389,17 @@ def test_doctor_finds_a_missing_source(here: Path, capsys: Output, monkeypatch: 
     printed = json.loads(capsys.readouterr().out)
     assert printed["healthy"] == (code == 0)
     assert {finding["status"] for finding in printed["services"]} == {"ok"}
+
+
+@pytest.mark.parametrize(("status", "remedy"), [(401, "MLFLOW_TRACKING_TOKEN"), (500, "the server's log")])
+def test_doctor_names_the_status_of_a_registry_that_refuses(status: int, remedy: str) -> None:
+    from pipeline.cli.doctor import registry
+
+    with serve(Site({"/health": b"OK"}, refusals=[status])) as site:
+        refused, healthy = registry(site.url), registry(site.url)
+    assert refused.status is Status.MISSING and f"answers HTTP {status}" in refused.found and remedy in refused.remedy
+    assert healthy.status is Status.OK
+    assert "no MLflow server answers" in registry(site.url).found
 
 
 def test_doctor_names_instruction_sets_and_their_absence() -> None:
