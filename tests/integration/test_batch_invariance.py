@@ -275,8 +275,7 @@ def share_scales(bundle: Artifact[EngineBundle], folder: Path) -> Artifact[Engin
         node.replace_input_with(1, scale.outputs[0])
         product.replace_input_with(2, scale.outputs[0])
     with artifact.create(folder, EngineBundle) as draft:
-        for name in bundle.files:
-            shutil.copy(bundle.folder / name, draft.folder / name)
+        shutil.copytree(bundle.folder, draft.folder, ignore=shutil.ignore_patterns(artifact.RECORD), dirs_exist_ok=True)
         ir.save(model, draft.folder / "model.onnx")
         draft.finish(bundle.record, parents=bundle.parents)
     return artifact.load(folder, EngineBundle)

@@ -49,7 +49,7 @@ from quantization.compressed_tensors import open_checkpoint
 from quantization.quantize import quantize
 from quantization.reference import QuantizedReference
 from tapeout import artifact
-from tapeout.artifact import Artifact, ArtifactRef
+from tapeout.artifact import RECORD, Artifact, ArtifactRef
 from tapeout.portable_graph import PortableGraph
 from tests.fake_engine import MACHINE
 from tests.plans import written_plan
@@ -306,8 +306,7 @@ def edited(
 ) -> Artifact[EngineBundle]:
     """A bundle whose graph, weights, other files or record were changed. Its own record says nothing of it."""
     with artifact.create(folder, EngineBundle) as draft:
-        for name in bundle.files:
-            shutil.copyfile(bundle.folder / name, draft.folder / name)
+        shutil.copytree(bundle.folder, draft.folder, ignore=shutil.ignore_patterns(RECORD), dirs_exist_ok=True)
         model = onnx.load(str(bundle.folder / "model.onnx"))
         edit(model)
         (draft.folder / "weights.bin").unlink()

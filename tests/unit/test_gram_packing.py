@@ -57,5 +57,5 @@ def test_hidden_states_are_those_of_the_last_layer_that_was_finished(
             if found.hidden is not None and expected.hidden is not None:
                 assert torch.equal(found.hidden, expected.hidden)
             assert found.carried.keys() == expected.carried.keys()
-        kept = {path.name for path in Path(name).iterdir() if not path.name.endswith(".carried")}
+        kept = {path.name for path in Path(name).iterdir() if not path.suffix}
         assert kept == ({f"hidden-{layers:03d}"} if layers else set())

@@ -176,9 +176,9 @@ def machine(monkeypatch: pytest.MonkeyPatch, system: str, kind: str, features: t
     [
         ("Linux", "x86_64", (*BEST.needed, *LEAST.needed), ""),
         ("Linux", "x86_64", ("avx", *LEAST.needed, "avx_vnni"), ""),
-        ("Linux", "riscv64", (), "native kernels are for Linux on x86_64, not Linux on riscv64"),
-        ("Darwin", "x86_64", LEAST.needed, "native kernels are for Linux on x86_64, not Darwin on x86_64"),
-        ("Windows", "AMD64", LEAST.needed, "native kernels are for Linux on x86_64, not Windows on AMD64"),
+        ("Linux", "riscv64", (), "native kernels are for Linux on x86_64 or aarch64, not Linux on riscv64"),
+        ("Darwin", "x86_64", LEAST.needed, "native kernels are for Linux on x86_64 or aarch64, not Darwin on x86_64"),
+        ("Windows", "AMD64", LEAST.needed, "native kernels are for Linux on x86_64 or aarch64, not Windows on AMD64"),
         ("Linux", "x86_64", ("avx", "fma", "f16c"), "native kernels need avx2, which this processor lacks"),
         ("Linux", "x86_64", ("avx",), "native kernels need avx2, fma, f16c, which this processor lacks"),
     ],
