@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from pipeline.checkpoints.write import export_checkpoint
+from quantization.checkpoint_formats.write import export_checkpoint
 
 
 def run(artifact: Path, name: str, to: Path, wider: bool) -> tuple[dict[str, Any], str]:

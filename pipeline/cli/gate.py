@@ -10,12 +10,12 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from engines.bundle import EngineBundle
+from evals.ci.comment import PLOTS
+from evals.ci.document import document
+from evals.ci.github import annotation_lines, broken, no_commands
+from evals.ci.result import Reference, gate_result
+from evals.ci.write import COMMENT, GITHUB, chosen, write
 from evals.statement import statement
-from pipeline.ci.comment import PLOTS
-from pipeline.ci.document import document
-from pipeline.ci.github import annotation_lines, broken, no_commands
-from pipeline.ci.result import Reference, gate_result
-from pipeline.ci.write import COMMENT, GITHUB, chosen, write
 from pipeline.cli.tables import console, verdict
 from pipeline.cli.verdict import load_verdict
 from pipeline.recipe import load_recipe

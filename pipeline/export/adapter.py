@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from pipeline.export.tensor_files import StoredTensor, few, read_header
 from tapeout.errors import ExportError
+from tapeout.tensor_files import StoredTensor, few, read_header
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."

@@ -21,9 +21,9 @@ import torch
 
 from pipeline.export import gguf
 from pipeline.export.mapped import FLOATS, compute_in_float32, is_finite, place_stored, stand_ins
-from pipeline.export.tensor_files import StoredTensor, few, stored_tensors
 from quantization.dequantize import dequantized, describe
 from tapeout.errors import ExportError, one_line
+from tapeout.tensor_files import StoredTensor, few, stored_tensors
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 # Buffers of old releases that transformers computes by itself: masks, positions and rotary frequencies.

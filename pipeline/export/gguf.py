@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.export.tensor_files import few
 from tapeout.errors import ExportError
+from tapeout.tensor_files import few
 
 # Metadata that says what the tensors or other keys say too. ``_implied`` compares some of them.
 IMPLIED = frozenset({"vocab_size", "attention.key_length", "attention.value_length", "rope.dimension_count"})

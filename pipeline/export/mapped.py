@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pipeline.export.tensor_files import StoredTensor
+from tapeout.tensor_files import StoredTensor
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 HALF = (torch.float16, torch.bfloat16)

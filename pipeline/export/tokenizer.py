@@ -16,9 +16,9 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from pipeline.export.gguf import tokens
-from pipeline.export.tensor_files import few
 from runtime.chat import TEMPLATE, ChatTemplate
 from tapeout.errors import ExportError, one_line
+from tapeout.tensor_files import few
 
 FILE = "tokenizer.json"
 SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")

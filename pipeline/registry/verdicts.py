@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from pipeline.ci.document import document
+from evals.ci.document import document
 from pipeline.registry.judged import Judged, examine
 from pipeline.registry.serving import answered
 from pipeline.registry.tracking import connect, public_uri, sqlite_path, tracking_uri

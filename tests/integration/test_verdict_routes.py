@@ -16,7 +16,7 @@ import yaml
 
 from engines.bundle import EngineBundle
 from evals.check import Outcome
-from pipeline.ci import document
+from evals.ci import document
 from pipeline.registry import tracking
 from pipeline.registry.register import register
 from tapeout.artifact import load

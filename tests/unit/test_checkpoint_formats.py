@@ -18,16 +18,16 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from pipeline.checkpoints import autoawq as awq_format
-from pipeline.checkpoints import compressed, gguf_metadata, write
-from pipeline.checkpoints.source import narrowed
-from pipeline.checkpoints.write import Exported, export_checkpoint
 from pipeline.cli.main import main
 from pipeline.export.checkpoint import load_checkpoint
 from pipeline.export.export import export
 from quantization import autoawq, gguf_blocks
 from quantization.calibrate import calibrate
 from quantization.checkpoint import QuantizedModel
+from quantization.checkpoint_formats import autoawq as awq_format
+from quantization.checkpoint_formats import compressed, gguf_metadata, write
+from quantization.checkpoint_formats.source import narrowed
+from quantization.checkpoint_formats.write import Exported, export_checkpoint
 from quantization.compressed_tensors import open_checkpoint
 from quantization.formats import stored_by_rtn
 from quantization.quantize import quantize

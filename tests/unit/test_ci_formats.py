@@ -18,15 +18,15 @@ from markdown_it import MarkdownIt
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from evals.check import Check, Outcome, combine
+from evals.ci import document, github, write
+from evals.ci.comment import COMMENT_BYTES, MARKER, changed, comment
+from evals.ci.gitlab import code_quality, metrics
+from evals.ci.junit import junit
+from evals.ci.markdown import SUMMARY_BYTES, escape, summary
+from evals.ci.result import CiError, GateResult, Reference
+from evals.ci.sarif import sarif
+from evals.ci.write import FORMATS, GITHUB, SYSTEMS, chosen, verdict_json
 from evals.verdict import COLUMNS, Verdict
-from pipeline.ci import document, github, write
-from pipeline.ci.comment import COMMENT_BYTES, MARKER, changed, comment
-from pipeline.ci.gitlab import code_quality, metrics
-from pipeline.ci.junit import junit
-from pipeline.ci.markdown import SUMMARY_BYTES, escape, summary
-from pipeline.ci.result import CiError, GateResult, Reference
-from pipeline.ci.sarif import sarif
-from pipeline.ci.write import FORMATS, GITHUB, SYSTEMS, chosen, verdict_json
 from tapeout.signing import Digest, Resource, Statement, TestResult
 from tests.report_example import example_verdict
 
@@ -248,7 +248,7 @@ def test_verdict_json_has_the_published_schema(outcome: Outcome) -> None:
 
 
 def test_the_published_schema_is_that_of_the_code() -> None:
-    assert document.SCHEMA_FILE.read_text() == document.schema_text(), "run `python -m pipeline.ci.document`"
+    assert document.SCHEMA_FILE.read_text() == document.schema_text(), "run `python -m evals.ci.document`"
 
 
 @pytest.mark.parametrize("variable", SYSTEMS)

@@ -15,8 +15,8 @@ import pytest
 import yaml
 from typer.main import get_command
 
-from pipeline.ci.comment import MARKER, PLOTS
-from pipeline.ci.write import FORMATS, SYSTEMS
+from evals.ci.comment import MARKER, PLOTS
+from evals.ci.write import FORMATS, SYSTEMS
 from pipeline.cli.main import app
 from tests.judged import page
 
@@ -152,7 +152,7 @@ def script(name: str) -> str:
 
 
 def test_the_outputs_of_the_action_are_those_of_the_gate() -> None:
-    from pipeline.ci.github import outputs
+    from evals.ci.github import outputs
     from tests.unit.test_ci_formats import check, result_of
 
     written = {line.split("=")[0] for line in outputs(result_of(check("kl"))).splitlines()}

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoints.folder import SHARD_BYTES, write_config
-from pipeline.checkpoints.source import FLOAT_STORED, Parameter, Place, Source, narrowed
 from quantization import autoawq
+from quantization.checkpoint_formats.folder import SHARD_BYTES, write_config
+from quantization.checkpoint_formats.source import FLOAT_STORED, Parameter, Place, Source, narrowed
 from tapeout.errors import QuantizationError
 from tapeout.schemes import FLOAT
 from tapeout.tensor_writer import ShardWriter

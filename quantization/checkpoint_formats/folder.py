@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoints.source import Source
+from quantization.checkpoint_formats.source import Source
 
 SHARD_BYTES = 5_000_000_000
 

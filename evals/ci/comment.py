@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from urllib.parse import quote
 
 from evals.check import Check
+from evals.ci.markdown import checks_table, escape, heading, table
+from evals.ci.result import GateResult
 from evals.verdict import number
-from pipeline.ci.markdown import checks_table, escape, heading, table
-from pipeline.ci.result import GateResult
 
 COMMENT_BYTES = 60_000  # GitHub takes 65,536 characters
 MARKER = "<!-- tapeout gate -->"  # a later run finds its comment by this line, and edits it

@@ -7,8 +7,8 @@ from urllib.parse import quote
 
 import tapeout
 from evals.check import Outcome
-from pipeline.ci.gitlab import fingerprint
-from pipeline.ci.result import GateResult
+from evals.ci.gitlab import fingerprint
+from evals.ci.result import GateResult
 
 LEVELS = {Outcome.FAIL: "error", Outcome.INCONCLUSIVE: "warning"}
 

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable
 
 from evals.check import Check, Outcome
+from evals.ci.result import GateResult
 from evals.verdict import COLUMNS, row
-from pipeline.ci.result import GateResult
 
 SUMMARY_BYTES = 1024 * 1024  # GitHub refuses a job summary that is larger, as Buildkite does an annotation
 CELL_CHARACTERS = 500

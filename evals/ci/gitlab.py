@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from evals.check import Check, Outcome
+from evals.ci.result import GateResult
 from evals.verdict import EXIT_CODES
-from pipeline.ci.result import GateResult
 
 QUALITY_SEVERITY = {Outcome.FAIL: "blocker", Outcome.INCONCLUSIVE: "major"}
 _LABEL = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from pipeline.checkpoints.autoawq import AutoAWQ
-from pipeline.checkpoints.compressed import CompressedTensors
-from pipeline.checkpoints.gguf import Gguf
-from pipeline.checkpoints.source import FLOAT_STORED, Format, Place, Source
 from quantization.checkpoint import QuantizedModel
+from quantization.checkpoint_formats.autoawq import AutoAWQ
+from quantization.checkpoint_formats.compressed import CompressedTensors
+from quantization.checkpoint_formats.gguf import Gguf
+from quantization.checkpoint_formats.source import FLOAT_STORED, Format, Place, Source
 from tapeout.artifact import load
 from tapeout.durable import replace_folder
 from tapeout.errors import ArtifactError, QuantizationError

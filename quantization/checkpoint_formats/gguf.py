@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.checkpoints import gguf_metadata
-from pipeline.checkpoints.source import FLOAT_STORED, Parameter, Place, Source, narrowed
 from quantization import gguf_blocks
+from quantization.checkpoint_formats import gguf_metadata
+from quantization.checkpoint_formats.source import FLOAT_STORED, Parameter, Place, Source, narrowed
 from tapeout.schemes import FLOAT
 
 FILE = "model.gguf"

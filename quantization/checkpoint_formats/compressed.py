@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.checkpoints.folder import SHARD_BYTES, write_config
-from pipeline.checkpoints.source import FLOAT_STORED, Parameter, Place, Source, narrowed
+from quantization.checkpoint_formats.folder import SHARD_BYTES, write_config
+from quantization.checkpoint_formats.source import FLOAT_STORED, Parameter, Place, Source, narrowed
 from quantization.compressed_tensors import CheckpointWriter, quantization_config
 from quantization.rounding import QuantizedLinear
 from tapeout.schemes import FLOAT, Scheme

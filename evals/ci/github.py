@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TextIO
 
 from evals.check import Outcome
-from pipeline.ci.result import GateResult
+from evals.ci.result import GateResult
 from tapeout.errors import TapeoutError
 
 ANNOTATIONS = 10  # of each kind, in one step; GitHub does not show more

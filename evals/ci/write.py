@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.ci.comment import comment
-from pipeline.ci.document import document
-from pipeline.ci.github import outputs
-from pipeline.ci.gitlab import code_quality, metrics
-from pipeline.ci.junit import junit
-from pipeline.ci.markdown import SUMMARY_BYTES, summary
-from pipeline.ci.result import CiError, GateResult
-from pipeline.ci.sarif import sarif
+from evals.ci.comment import comment
+from evals.ci.document import document
+from evals.ci.github import outputs
+from evals.ci.gitlab import code_quality, metrics
+from evals.ci.junit import junit
+from evals.ci.markdown import SUMMARY_BYTES, summary
+from evals.ci.result import CiError, GateResult
+from evals.ci.sarif import sarif
 
 GITHUB, NONE, COMMENT = "github", "none", "comment"
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.checkpoints.source import Source
+from quantization.checkpoint_formats.source import Source
 from tapeout.errors import ExportError
 
 FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "Q5_0": 8, "BF16": 32}  # llama_ftype in llama.h

@@ -6,8 +6,8 @@ import re
 from xml.etree import ElementTree
 
 from evals.check import Outcome
+from evals.ci.result import GateResult
 from evals.verdict import COLUMNS, row
-from pipeline.ci.result import GateResult
 
 _NOT_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 

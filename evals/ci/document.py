@@ -1,6 +1,6 @@
 """``verdict.json``: the verdict as programs read it, and the JSON Schema of it in docs/verdict.schema.json.
 
-`python -m pipeline.ci.document` writes the schema again.
+`python -m evals.ci.document` writes the schema again.
 """
 
 from __future__ import annotations

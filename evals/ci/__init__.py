@@ -1,0 +1,1 @@
+"""A verdict in the formats that CI systems read, all written from one :class:`evals.ci.result.GateResult`."""

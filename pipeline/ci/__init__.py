@@ -1,1 +1,0 @@
-"""A verdict in the formats that CI systems read, all written from one :class:`pipeline.ci.result.GateResult`."""
