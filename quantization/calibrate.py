@@ -27,6 +27,7 @@ from quantization.calibration import (
     SAMPLES_FILE,
     Calibration,
     CalibrationSample,
+    gram_blocks,
     layer_file,
     sample_hash,
     samples_hash,
@@ -167,7 +168,8 @@ class _GroupSums:
     """Running sums over the inputs ``[S, K]`` of one linear group; those of held-out samples follow all others."""
 
     def __init__(self, channels: int) -> None:
-        self.gram = torch.zeros(channels, channels)
+        blocks = gram_blocks(channels)
+        self.gram = torch.zeros(blocks, channels // blocks, channels // blocks)
         self.abs_sum = torch.zeros(channels, dtype=torch.float64)
         self.abs_max = torch.zeros(channels)
         self.tokens = 0
@@ -183,7 +185,8 @@ class _GroupSums:
             self.gram.zero_()
             self.tokens = 0
         self.tokens += len(inputs)
-        _add_upper(self.gram, inputs)
+        for block, part in zip(self.gram, inputs.chunk(len(self.gram), 1), strict=True):
+            _add_upper(block, part)
         if not holdout:
             magnitude = inputs.abs()
             self.abs_sum += magnitude.sum(0, dtype=torch.float64)
@@ -199,7 +202,7 @@ class _GroupSums:
 
 
 def _add_upper(gram: Tensor, inputs: Tensor) -> None:
-    """Add ``inputsᵀ inputs`` to the upper triangle of ``gram [K, K]``, in whole blocks; below it is left undefined."""
+    """Add ``inputsᵀ inputs`` to the upper triangle of ``gram [k, k]``, in whole blocks; below it is left undefined."""
     for start in range(0, len(gram), GRAM_BLOCK):
         gram[start : start + GRAM_BLOCK, start:].addmm_(inputs[:, start : start + GRAM_BLOCK].T, inputs[:, start:])
 

@@ -1,10 +1,13 @@
 """Calibration: which samples of text were read, and what the linears and the KV cache saw while reading them.
 
-The folder holds, in safetensors (K: input channels of a group; D: head size):
+A Gram matrix is kept in B square blocks along its diagonal, each of k channels: ``gram_blocks`` says how many. It costs
+B k² bytes for K channels instead of K². Between channels of different blocks nothing is known.
+
+The folder holds, in safetensors (K = B k: input channels of a group; D: head size):
 
 ``statistics/layer-NNN.safetensors``, one per layer, and ``statistics/head.safetensors`` for groups outside layers
-    ``GROUP.gram``, ``GROUP.gram_holdout``  int16 ``[K (K - 1) / 2]``  correlations of the input channels over the fit
-        samples and over the held-out samples (the last quarter): what is fitted on one is judged on the other
+    ``GROUP.gram``, ``GROUP.gram_holdout``  int16 ``[B, k (k - 1) / 2]``  correlations of the input channels over the
+        fit samples and over the held-out samples (the last quarter): what is fitted on one is judged on the other
     ``GROUP.gram_power``, ``GROUP.gram_holdout_power``  ``[K]``  mean over tokens of ``x²``. Together they are the Gram
         matrices, the mean of ``x xᵀ`` (``unpack_gram`` of statistics.py); these and all that follow are float32
     ``GROUP.mean_abs``, ``GROUP.max_abs``  ``[K]``  mean and maximum of ``|x|`` over the fit samples
@@ -26,6 +29,9 @@ from tapeout.artifact import Frozen, Record, Roles, canonical_json
 
 SAMPLES_FILE = "samples.jsonl"
 HEAD_FILE = "statistics/head.safetensors"
+# Of a block of a Gram matrix, at most. With K channels in one block, disk and memory grow with K² and a Cholesky factor
+# with K³: 0.8 GB and 14 s for one group of a model of 8 billion parameters (docs/benchmarks/scale.md).
+BLOCK_CHANNELS = 2048
 
 
 class CalibrationSample(Frozen):
@@ -36,7 +42,7 @@ class CalibrationSample(Frozen):
 
 class Calibration(Record):
     noun: ClassVar[str] = "Calibration"
-    schema_version: ClassVar[int] = 3
+    schema_version: ClassVar[int] = 4
     remedy: ClassVar[str] = "run `dvc repro calibrate`"
     parent_roles: ClassVar[Roles] = {"graph": ("PortableGraph",)}
 
@@ -48,6 +54,16 @@ class Calibration(Record):
     layers: int
     statistics: tuple[str, ...]  # files, one per layer and the head's
     versions: dict[str, str]
+
+
+def gram_blocks(channels: int) -> int:
+    """How many equal blocks a Gram matrix is kept in: 1 where no small number of them divides the channels.
+
+    >>> [gram_blocks(channels) for channels in (1536, 8192, 11008, 14336, 4099)]
+    [1, 4, 8, 7, 1]
+    """
+    least = -(-channels // BLOCK_CHANNELS)
+    return next((count for count in range(least, 4 * least) if channels % count == 0), 1)
 
 
 def layer_file(layer: int) -> str:

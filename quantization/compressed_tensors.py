@@ -189,9 +189,10 @@ class CheckpointWriter(ShardWriter):
 
 
 class ResumableWriter(CheckpointWriter):
-    """Keeps finished parts as files, so that an interrupted run goes on after the last one.
+    """Keeps finished parts, so that an interrupted run goes on after the last one. Each part is a shard in the end.
 
-    Holds at most the tensors of one part in memory. ``parts``: the folder of the finished parts, which may hold some.
+    Holds at most the tensors of one part in memory. ``parts``: the folder of the finished parts, which may hold some,
+    on the same file system as ``folder``.
     """
 
     def __init__(self, folder: Path, parts: Path) -> None:
@@ -204,32 +205,33 @@ class ResumableWriter(CheckpointWriter):
         self._pending[name] = np.ascontiguousarray(array)
 
     def has_part(self, number: int) -> bool:
-        return is_kept(self._part(number))
+        return is_kept(self._part(number)) and is_kept(self._notes(number))
 
-    def end_part(self, number: int, notes: Mapping[str, str] | None = None) -> None:
+    def end_part(self, number: int, notes: str = "") -> None:
         """Keep what was added since the last part; parts are written in the order of their numbers."""
         partial = self._parts / "partial"
-        save_file(self._pending, partial, metadata=dict(notes or {}))
+        partial.write_text(notes)
+        keep(partial, self._notes(number))
+        save_file(self._pending, partial, metadata={"format": "pt"})
         keep(partial, self._part(number))
         self._pending = {}
 
-    def notes(self, number: int) -> dict[str, str]:
+    def notes(self, number: int) -> str:
         """What was noted of a finished part."""
-        with safe_open(self._part(number), framework="numpy") as part:
-            return part.metadata() or {}
+        return self._notes(number).read_text()
 
     def finish(self) -> None:
-        """Write the shards from the parts, and what was added after them."""
+        """Every part becomes a shard, by a hard link: the checkpoint is on the disk once."""
         for path in sorted(self._parts.glob("part-?????")):
             with safe_open(path, framework="numpy") as part:
-                for name in part.keys():  # noqa: SIM118
-                    super().add(name, part.get_tensor(name))
-        for name, array in self._pending.items():
-            super().add(name, array)
+                self.add_shard(path, list(part.keys()))
         super().finish()
 
     def _part(self, number: int) -> Path:
         return self._parts / f"part-{number:05d}"
+
+    def _notes(self, number: int) -> Path:
+        return self._parts / f"part-{number:05d}.notes"
 
 
 def quantization_config(

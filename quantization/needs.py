@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from quantization.calibration import gram_blocks
 from quantization.units import HEAD, Schemes, by_layer
 from tapeout.portable_graph import LinearGroup, PortableGraph
 from tapeout.resources import Needs
@@ -22,17 +23,17 @@ def calibration_needs(graph: PortableGraph, tokens: int) -> Needs:
     Memory: a layer's weights and one Gram matrix per group in float32, and those of the fit samples packed.
     """
     layers = [groups for name, groups in by_layer(graph) if name.startswith("layers.")]
-    packed = sum(2 * group.in_features**2 for group in graph.groups)
-    largest = max(4 * _weights(groups) + sum(5 * group.in_features**2 for group in groups) for groups in layers)
+    packed = sum(2 * _gram_elements(group) for group in graph.groups)
+    largest = max(4 * _weights(groups) + sum(5 * _gram_elements(group) for group in groups) for groups in layers)
     return Needs(disk_bytes=packed + 8 * tokens * graph.hidden_size, memory_bytes=TORCH_BYTES + largest)
 
 
 def quantization_needs(graph: PortableGraph, schemes: Schemes) -> Needs:
-    """Disk: the quantized weights, in parts and as a whole. Memory: searches, or the embedding as floats and codes."""
+    """Disk: the quantized weights. Memory: searches, or the embedding as floats and codes."""
     bits = {group.name: schemes[group.name].bits_per_weight(group.in_features) for group in graph.groups}
     linears = sum(bits[group.name] / 8 * _weights([group]) for group in graph.groups if group.name != HEAD)
     embedding = graph.vocab_size * graph.hidden_size
-    disk = 2 * (linears + embedding * (1 if graph.tied_embeddings else 2))  # a byte for each code of an embedding
+    disk = linears + embedding * (1 if graph.tied_embeddings else 2)  # a byte for each code of an embedding
     search = max([SEARCH_BYTES, *map(search_bytes, graph.groups)])
     return Needs(disk_bytes=round(disk), memory_bytes=NUMPY_BYTES + max(min(search, _all(graph)), 8 * embedding))
 
@@ -57,7 +58,11 @@ def reference_needs(model: Any) -> Needs:
 def search_bytes(group: LinearGroup) -> int:
     """About what the search for a group takes: Gram matrices and factors in float32 and float64, and the weights."""
     weights = 0 if group.name == HEAD else 16 * _weights([group])
-    return 28 * group.in_features**2 + weights
+    return 28 * _gram_elements(group) + weights
+
+
+def _gram_elements(group: LinearGroup) -> int:
+    return group.in_features**2 // gram_blocks(group.in_features)
 
 
 def _all(graph: PortableGraph) -> int:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from quantization.input_scale import InputScale, identity
-from quantization.rounding import FloatArray, QuantizedLinear, output_error, round_to_nearest
+from quantization.rounding import FloatArray, QuantizedLinear, diagonal, output_error, round_to_nearest
 from quantization.statistics import Statistics
 from tapeout.errors import QuantizationError
 from tapeout.portable_graph import ScaleSink
@@ -42,7 +42,7 @@ class Inputs:
         """Variance that rounding adds to each channel of x; None where inputs stay in float."""
         if self.scheme.activations == "float":
             return None
-        return input_noise(self.statistics.max_abs, np.diag(self.statistics.gram), self.scale)
+        return input_noise(self.statistics.max_abs, diagonal(self.statistics.gram), self.scale)
 
     @cached_property
     def gram(self) -> FloatArray:
@@ -50,13 +50,14 @@ class Inputs:
         noisy = self._noisy(self.statistics.gram)
         if self.scale.is_identity:
             return noisy
-        scaled = noisy / self.scale.values
-        scaled /= self.scale.values[:, None]
+        scale = self.scale.values.reshape(len(noisy), 1, -1)
+        scaled = noisy / scale
+        scaled /= scale.transpose(0, 2, 1)
         return scaled
 
     @cached_property
     def importance(self) -> FloatArray:
-        return np.ascontiguousarray(np.diag(self.gram))
+        return np.ascontiguousarray(diagonal(self.gram))
 
     @cached_property
     def held_out(self) -> FloatArray:
@@ -69,7 +70,11 @@ class Inputs:
         return self._kept[compute]
 
     def _noisy(self, gram: FloatArray) -> FloatArray:
-        return gram if self.noise is None else gram + np.diag(self.noise)
+        if self.noise is None:
+            return gram
+        noisy = gram.copy()
+        np.einsum("bkk->bk", noisy)[:] += self.noise.reshape(len(gram), -1)
+        return noisy
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +91,7 @@ class Problem:
     def of(
         cls, weights: Sequence[FloatArray], scheme: Scheme, statistics: Statistics, sink: ScaleSink | None, steps: int
     ) -> Problem:
-        return cls(weights, Inputs(scheme, statistics, identity(len(statistics.gram))), sink, steps)
+        return cls(weights, Inputs(scheme, statistics, identity(len(statistics.mean_abs))), sink, steps)
 
     @property
     def scheme(self) -> Scheme:

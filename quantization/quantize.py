@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -90,11 +90,11 @@ class LayerResult:
     reports: list[LinearReport] = field(default_factory=list)
     value_scale: FloatArray | None = None  # [kv_heads * head_size] that value channels were divided by
 
-    def noted(self) -> dict[str, str]:
+    def noted(self) -> str:
         """All but the tensors, to be kept beside them."""
         scale = None if self.value_scale is None else self.value_scale.tolist()
         reports = [report.model_dump(mode="json") for report in self.reports]
-        return {"result": json.dumps({"names": list(self.tensors), "reports": reports, "value_scale": scale})}
+        return json.dumps({"names": list(self.tensors), "reports": reports, "value_scale": scale})
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ class _Noted:
     value_scale: FloatArray | None
 
     @classmethod
-    def of(cls, notes: Mapping[str, str]) -> _Noted:
-        kept = json.loads(notes["result"])
+    def of(cls, notes: str) -> _Noted:
+        kept = json.loads(notes)
         scale = None if kept["value_scale"] is None else np.array(kept["value_scale"], np.float32)
         return cls(tuple(kept["names"]), tuple(map(LinearReport.model_validate, kept["reports"])), scale)
 

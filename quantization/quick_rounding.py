@@ -60,9 +60,9 @@ class Prepared:
         if (
             scheme.bits <= GPTQ_BITS
             and "gptq" in self.candidates
-            and (factor := problem.inputs.once(gptq.factor_of)) is not None
+            and (factors := problem.inputs.once(gptq.factors_of)) is not None
         ):
-            linears = [gptq.gptq(weight, factor, fit_range(weight, scheme), scheme) for weight in problem.scaled()]
+            linears = [gptq.gptq(weight, factors, fit_range(weight, scheme), scheme) for weight in problem.scaled()]
         else:
             linears = [round_to_nearest(weight, scheme) for weight in problem.scaled()]
         if scheme.activations == "int8":

@@ -129,6 +129,16 @@ def round_to_nearest(weight: FloatArray, scheme: Scheme) -> QuantizedLinear:
 def output_error(delta: FloatArray, gram: FloatArray) -> float:
     """Mean over tokens of the squared norm of ``delta @ x``, exactly, with no forward pass.
 
-    ``delta`` is ``[N, K]``; ``gram`` is ``[K, K]``, the mean of x xᵀ: the error is tr(Δ · gram · Δᵀ).
+    ``delta`` is ``[N, K]``; ``gram`` is ``[B, k, k]``, diagonal blocks of the mean of x xᵀ: the error is
+    tr(Δ · gram · Δᵀ). Errors of channels in different blocks count as independent.
     """
-    return float(np.einsum("nk,nk->", delta @ gram, delta, dtype=np.float64))
+    parts = np.split(delta, len(gram), axis=1)
+    return sum(
+        float(np.einsum("nk,nk->", part @ block, part, dtype=np.float64))
+        for part, block in zip(parts, gram, strict=True)
+    )
+
+
+def diagonal(gram: FloatArray) -> FloatArray:
+    """``[K]``, the mean of x²: a view of ``gram [B, k, k]`` where that is one block."""
+    return np.einsum("bkk->bk", gram).reshape(-1)

@@ -1,6 +1,7 @@
 """What calibration measured, read back layer by layer (calibration.py says what the files hold).
 
-K  input channels of a group      H, D  KV heads and head size
+K  input channels of a group      B, k  diagonal blocks of a Gram matrix, and channels of each: K = B k
+H, D  KV heads and head size
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 
 from quantization import kv_cache
-from quantization.calibration import SAMPLES_FILE, Calibration, CalibrationSample, sample_hash, statistics_file
+from quantization.calibration import (
+    SAMPLES_FILE,
+    Calibration,
+    CalibrationSample,
+    gram_blocks,
+    sample_hash,
+    statistics_file,
+)
 from quantization.rounding import FloatArray
 from tapeout.artifact import Artifact
 from tapeout.errors import QuantizationError
@@ -30,8 +38,8 @@ _ROWS_AT_ONCE = 512
 class Statistics:
     """Of one group's inputs."""
 
-    gram: FloatArray  # [K, K]
-    holdout: FloatArray  # [K, K]
+    gram: FloatArray  # [B, k, k]
+    holdout: FloatArray  # [B, k, k]
     mean_abs: FloatArray  # [K]
     max_abs: FloatArray  # [K]
 
@@ -44,11 +52,21 @@ class Statistics:
 
 
 def pack_gram(gram: FloatArray) -> tuple[NDArray[np.int16], FloatArray]:
-    """The correlations above the diagonal of ``[K, K]``, row by row, in steps of 1 / 32767; and the diagonal ``[K]``.
+    """Of ``[B, k, k]`` the correlations above the diagonals, row by row, in steps of 1 / 32767; and the diagonals ``[K]``.
 
     A quarter of the bytes of float32. Errors of 1.5e-5 of a correlation are a thousandth of GPTQ's damping. Below the
     diagonal nothing is read.
     """
+    packed = [_pack_block(block) for block in gram]
+    return np.stack([correlations for correlations, _ in packed]), np.concatenate([power for _, power in packed])
+
+
+def unpack_gram(packed: NDArray[np.int16], power: FloatArray) -> FloatArray:
+    """``[B, k, k]`` from what :func:`pack_gram` made of it."""
+    return np.stack([_unpack_block(*block) for block in zip(packed, np.split(power, len(packed)), strict=True)])
+
+
+def _pack_block(gram: FloatArray) -> tuple[NDArray[np.int16], FloatArray]:
     power = np.diag(gram).astype(np.float32)
     size = np.sqrt(power)
     inverse = np.divide(1, size, out=np.zeros_like(size), where=size > 0)
@@ -62,8 +80,7 @@ def pack_gram(gram: FloatArray) -> tuple[NDArray[np.int16], FloatArray]:
     return packed, power
 
 
-def unpack_gram(packed: NDArray[np.int16], power: FloatArray) -> FloatArray:
-    """``[K, K]`` from what :func:`pack_gram` made of it."""
+def _unpack_block(packed: NDArray[np.int16], power: FloatArray) -> FloatArray:
     size, columns = np.sqrt(power), len(power)
     gram = np.empty((columns, columns), np.float32)
     start = 0
@@ -106,7 +123,8 @@ def read_statistics(calibration: Artifact[Calibration], group: LinearGroup) -> S
 
 def every_channel_alike(columns: int) -> Statistics:
     """Of inputs that are one channel at a time, as those of an embedding are."""
-    alike = np.eye(columns, dtype=np.float32)
+    blocks = gram_blocks(columns)
+    alike = np.tile(np.eye(columns // blocks, dtype=np.float32), (blocks, 1, 1))
     return Statistics(alike, alike, np.ones(columns, np.float32), np.ones(columns, np.float32))
 
 

@@ -13,7 +13,6 @@ B, S  batch and tokens of a sample     C  hidden size     V  vocabulary size
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Generator, Iterable, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,12 +20,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from tapeout.errors import ModelError
+from tapeout.tensor_files import stored_tensors
 
 OUTPUTS_AT_ONCE = 16384  # of a matrix that stays in the file, converted to float32 together
 CarriedStates = dict[str, dict[Any, Any]]  # what a layer leaves in its mutable arguments for later layers, by argument
@@ -41,26 +40,16 @@ class Weights(Protocol):
 
 
 class WeightFiles:
-    """The tensors of a checkpoint folder with one ``model.safetensors``, or with shards and their index.
-
-    A tensor is a view of the mapped file: a page is in memory once it is read, and until the tensor is released.
-    """
+    """The tensors of a checkpoint folder. Each is a view of the mapped file: a page is in memory once it is read."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        index = folder / "model.safetensors.index.json"
-        if index.is_file():
-            self._files: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        else:
-            with safe_open(folder / "model.safetensors", framework="pt") as file:
-                self._files = dict.fromkeys(file.keys(), "model.safetensors")
+        self._stored = stored_tensors(folder)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._files
+        return name in self._stored
 
     def __getitem__(self, name: str) -> Tensor:
-        with safe_open(self._folder / self._files[name], framework="pt") as file:
-            return file.get_tensor(name)
+        return self._stored[name].read()
 
 
 @dataclass(frozen=True)

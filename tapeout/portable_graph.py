@@ -1,8 +1,9 @@
 """PortableGraph: a checkpoint as a standard ONNX graph, with what every later stage needs to know about it.
 
-The folder is at once a Hugging Face float checkpoint (``config.json``, ``model.safetensors``, tokenizer files,
-``generation_config.json``, ``chat_template.jinja``) and an ONNX model (``model.onnx``) whose external weights are
-the tensors of that ``model.safetensors``, under the same names.
+The folder is at once a Hugging Face float checkpoint (``config.json``, ``model.safetensors`` or shards with an index,
+tokenizer files, ``generation_config.json``, ``chat_template.jinja``) and an ONNX model (``model.onnx``) whose external
+weights are the tensors of these safetensors files, under the same names. The files are those of the source where that
+holds the same tensors: two artifacts, one copy on the disk.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Nothing is known of layers or their names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -72,11 +72,23 @@ class SegmentedGraph:
         """Names of the weights of each."""
         return [tuple(segment.weights) for segment in self._segments]
 
-    def run(self, calls: Sequence[Call]) -> None:
-        """All calls, in order within each segment."""
-        kept: list[Arrays] = [{} for _ in calls]
-        with tqdm(desc="graph", total=len(calls) * len(self._segments), disable=None) as bar:
-            for number, segment in enumerate(self._segments):
+    def run(
+        self,
+        calls: Sequence[Call],
+        *,
+        done: int = 0,
+        kept: list[Arrays] | None = None,
+        finished: Callable[[int, list[Arrays]], None] = lambda _, __: None,
+    ) -> None:
+        """All calls, in order within each segment.
+
+        ``finished`` gets the number of segments that are done, and what later ones read of each call. A run that was
+        interrupted goes on where these were its last: with the same two as ``done`` and ``kept``.
+        """
+        kept = kept or [{} for _ in calls]
+        total = len(calls) * len(self._segments)
+        with tqdm(desc="graph", total=total, initial=done * len(calls), disable=None) as bar:
+            for number, segment in list(enumerate(self._segments))[done:]:
                 weights = self._read(segment.weights)
                 later = {name for after in self._segments[number + 1 :] for name in after.inputs}
                 for call, values in zip(calls, kept, strict=True):
@@ -85,6 +97,7 @@ class SegmentedGraph:
                         del values[name]
                     bar.update()
                 del weights  # before the next segment's are read
+                finished(number + 1, kept)
 
     def _run(self, segment: _Segment, weights: Arrays, call: Call, values: Arrays) -> None:
         """``values``: what segments so far computed in this call; outputs of this one are added."""

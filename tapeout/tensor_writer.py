@@ -60,6 +60,14 @@ class ShardWriter:
         else:
             self._append(name, array)
 
+    def add_shard(self, path: Path, names: list[str]) -> None:
+        """A whole file becomes a shard, by a hard link; ``names`` of its tensors."""
+        shard = self._next_path()
+        shard.hardlink_to(path)
+        self._shards.append((shard, names))
+        with shard.open("rb") as stream:
+            self.total_bytes += shard.stat().st_size - 8 - int.from_bytes(stream.read(8), "little")
+
     def finish(self) -> None:
         self._finish_shard()
         if len(self._shards) == 1:
@@ -74,11 +82,14 @@ class ShardWriter:
         (self.folder / INDEX).write_text(json.dumps(body, indent=1) + "\n")
 
     def _start_shard(self) -> None:
-        self._path = self.folder / f"shard-{len(self._shards)}.safetensors"
+        self._path = self._next_path()
         self._entries: dict[str, dict[str, Any]] = {}
         self._waiting: dict[str, NDArray[Any]] = {}
         self._entry_bytes = ENTRY_BYTES  # the metadata
         self._bytes = self._offset = 0
+
+    def _next_path(self) -> Path:
+        return self.folder / f"shard-{len(self._shards)}.safetensors"
 
     def _append(self, name: str, array: NDArray[Any]) -> None:
         if self._file is None:

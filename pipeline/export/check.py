@@ -10,12 +10,14 @@ The last two cost few tokens: a position is an input, and a cache need not be co
 scaled with their number, so that one key more or less in a window changes the logits by far more than rounding does.
 
 All tokens are chosen first. Then every call of the graph goes through a segment before the next one, and every sequence
-through a layer of transformers before the next one: either side reads its weights once and holds a part of them.
+through a layer of transformers before the next one: either side reads its weights once and holds a part of them. What
+a segment or a layer left is kept in a file, so that an interrupted check goes on there.
 """
 
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,7 +33,8 @@ from tqdm import tqdm
 from tapeout.attention_interface import attention_replaced
 from tapeout.graph_analysis import is_attention, size
 from tapeout.layer_stream import LayerState, LayerStream
-from tapeout.segments import Call, SegmentedGraph
+from tapeout.segments import Arrays, Call, SegmentedGraph
+from tapeout.work_folder import is_kept, keep
 
 LENGTHS, STEPS = (9, 14, 21), 4  # tokens of the first prompts, and decode steps after them
 SPREAD_WORK = 1e11  # floating-point operations of a sequence at spread positions: about a second on two cores
@@ -156,10 +159,24 @@ class _RandomCache:
         return float(np.sqrt((seen**2).mean())) * math.sqrt(visible / 2)
 
 
-def largest_difference(model: Any, path: Path, *, positions: int, seed: int = 0) -> Difference:
+class _Progress:
+    """How many segments or layers are done, and what they left, in a file that outlives an interruption."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.done, self.left = pickle.loads(path.read_bytes()) if is_kept(path) else (0, None)
+
+    def keep(self, done: int, left: Any) -> None:
+        partial = self._path.with_suffix(".partial")
+        partial.write_bytes(pickle.dumps((done, left)))
+        keep(partial, self._path)
+
+
+def largest_difference(model: Any, path: Path, work: Path, *, positions: int, seed: int = 0) -> Difference:
     """The largest difference of the graph at ``path`` from transformers, at positions up to ``positions - 1``.
 
-    transformers runs the configuration beside the graph with the weights of ``model``.
+    transformers runs the configuration beside the graph with the weights of ``model``. ``work``: a folder, where a check
+    of the same may have been interrupted.
     """
     graph, generator = SegmentedGraph(path), np.random.default_rng(seed)
     layers = [
@@ -180,10 +197,13 @@ def largest_difference(model: Any, path: Path, *, positions: int, seed: int = 0)
     steps = [probe, *_decoded(model, layers, positions, generator), *_spread(model, layers, positions, generator)]
     for start in _late_starts(model, cache):
         steps += _late(model, cache, start, generator)
-    graph.run(steps)
+    _run_graph(graph, steps, _Progress(work / "graph"))
     compared = [(step.logits, each) for step in steps for each in step.compared]
     _run_transformers(
-        LayerStream(path.parent, weights=weights), list(dict.fromkeys(each.sequence for _, each in compared)), cache
+        LayerStream(path.parent, weights=weights),
+        list(dict.fromkeys(each.sequence for _, each in compared)),
+        cache,
+        _Progress(work / "transformers"),
     )
     errors = [
         Difference(
@@ -307,14 +327,30 @@ def _empty(layers: Sequence[_Layer], entries: int) -> Callable[[str], Floats]:
     return past
 
 
-def _run_transformers(stream: LayerStream, sequences: Sequence[_Sequence], cache: _RandomCache) -> None:
+def _run_graph(graph: SegmentedGraph, steps: Sequence[_Step], progress: _Progress) -> None:
+    kept, results = progress.left or (None, [])
+    for step, (logits, cache) in zip(steps, results, strict=False):
+        step.logits = logits
+        if step.cache is not None:
+            step.cache.update(cache)
+
+    def finished(done: int, kept: list[Arrays]) -> None:
+        progress.keep(done, (kept, [(step.logits, step.cache) for step in steps]))
+
+    graph.run(steps, done=progress.done, kept=kept, finished=finished)
+
+
+def _run_transformers(
+    stream: LayerStream, sequences: Sequence[_Sequence], cache: _RandomCache, progress: _Progress
+) -> None:
     """Compute the logits of each sequence in one call of the unchanged model, layer by layer."""
-    states = [LayerState() for _ in sequences]
-    for layer in tqdm(range(len(stream)), desc="transformers", disable=None):
+    states: list[LayerState] = progress.left or [LayerState() for _ in sequences]
+    for layer in tqdm(range(progress.done, len(stream)), desc="transformers", disable=None):
         with stream.loaded(layer):
             for number, sequence in enumerate(sequences):
                 with _inputs(stream.model, sequence, cache, layer) as inputs:
                     states[number] = stream.run(layer, states[number], **inputs)
+        progress.keep(layer + 1, states)
     for sequence, state in zip(sequences, states, strict=True):
         with _inputs(stream.model, sequence, cache, len(stream)) as inputs:
             sequence.logits = stream.finish(state, **inputs).logits[0].numpy()

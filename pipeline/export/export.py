@@ -7,6 +7,7 @@ what transformers computes (:mod:`pipeline.export.check`).
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import version
@@ -27,13 +28,17 @@ from pipeline.export.trace import KVShape, longest, trace
 from tapeout import artifact
 from tapeout.artifact import Parents
 from tapeout.errors import ExportError
+from tapeout.file_hashes import sha256_file
 from tapeout.graph_analysis import find_groups, find_rotary, is_attention, size
 from tapeout.portable_graph import PortableGraph
 from tapeout.portable_model import STORED, save_graph
-from tapeout.resources import require
+from tapeout.resources import Needs, require
+from tapeout.tensor_files import INDEX, stored_tensors
 from tapeout.tensor_writer import ONE_FILE, ShardWriter
+from tapeout.work_folder import source_hash, work_folder
 
 MODEL_FILE = "model.onnx"
+LIBRARIES = ("torch", "transformers", "onnx", "onnxscript", "onnxruntime")
 
 
 def bind_weights(model: ir.Model, folder: Path, aliases: Mapping[str, str]) -> None:
@@ -71,17 +76,22 @@ def bind_weights(model: ir.Model, folder: Path, aliases: Mapping[str, str]) -> N
         value.const_value = placed[stored]
 
 
-def save_model(model: Any, aliases: Collection[str], folder: Path) -> None:
+def save_model(model: Any, aliases: Collection[str], checkpoint: Path, folder: Path) -> None:
     """Write configuration and weights as transformers does, the weights in the type they are held in.
 
     Names are the module's own, which the graph carries, not those of the family's first release. ``aliases``: names of
-    parameters that are stored under another one.
+    parameters that are stored under another one. Where the files of ``checkpoint`` hold just these tensors under these
+    names, they are linked; :class:`ResourceError` where there is no room for a copy.
     """
     model.config.dtype = str(model.get_input_embeddings().weight.dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     tensors = {name: t.detach().contiguous() for name, t in sorted(model.state_dict().items()) if name not in aliases}
+    if _are_stored(tensors, checkpoint) and _link(checkpoint, folder):
+        return
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    require("the weights of the graph", Needs(disk_bytes=size, memory_bytes=0), folder)
     writer = ShardWriter(folder, shard_bytes=ONE_FILE)
     for name in tqdm(tensors, desc="weights", disable=None):
         if tensors[name].dtype == torch.bfloat16:
@@ -89,6 +99,33 @@ def save_model(model: Any, aliases: Collection[str], folder: Path) -> None:
         else:
             writer.add(name, tensors[name].numpy())
     writer.finish()
+
+
+def _are_stored(tensors: Mapping[str, torch.Tensor], checkpoint: Path) -> bool:
+    """Whether the checkpoint's files hold these tensors and no others."""
+    stored = stored_tensors(checkpoint) if any(checkpoint.glob("*.safetensors")) else {}
+    return stored.keys() == tensors.keys() and all(
+        held.dtype == tensors[name].dtype and torch.equal(held, tensors[name])
+        for name, held in ((name, tensor.read()) for name, tensor in stored.items())
+    )
+
+
+def _link(checkpoint: Path, folder: Path) -> bool:
+    """The same weights files in ``folder``, without a copy; False where the file system cannot.
+
+    A file that is changed in place changes in both artifacts, and both are refused from then on by their hashes.
+    """
+    files = sorted(checkpoint.glob("*.safetensors"))
+    try:
+        for path in files:
+            (folder / path.name).hardlink_to(path.resolve())
+    except OSError:  # another file system, or one without links
+        for path in files:
+            (folder / path.name).unlink(missing_ok=True)
+        return False
+    if (checkpoint / INDEX).is_file():
+        shutil.copyfile(checkpoint / INDEX, folder / INDEX)
+    return True
 
 
 def tied_parameters(model: torch.nn.Module) -> dict[str, str]:
@@ -116,7 +153,8 @@ def export(
 ) -> artifact.Artifact[PortableGraph]:
     """Export a checkpoint and check it: max relative logit error of the graph on ONNX Runtime at most ``tolerance``.
 
-    ``adapter``: the folder of a LoRA adapter, which is merged into the weights first.
+    ``adapter``: the folder of a LoRA adapter, which is merged into the weights first. An interrupted check goes on at
+    its last finished segment or layer; what comes before it, minutes for no model, is done again.
     """
     require("export", needs(checkpoint, entry, adapter), folder.parent, progress)
     progress("loading the checkpoint")
@@ -127,6 +165,7 @@ def export(
         merge_adapter(model, adapter)
     positions = min(max_positions, longest(model))
     factors = fix_rotary(model, positions)
+    versions = {name: version(name) for name in LIBRARIES}
     with artifact.create(folder, PortableGraph) as draft:
         progress("comparing the tokenizer with transformers'")
         tokenizer = save_tokenizer(checkpoint, entry, draft.folder, int(model.get_input_embeddings().weight.shape[0]))
@@ -134,14 +173,21 @@ def export(
         graph_model = trace(model, progress)
         progress("writing the weights")
         aliases = tied_parameters(model)
-        save_model(model, aliases, draft.folder)
+        save_model(model, aliases, checkpoint, draft.folder)
         bind_weights(graph_model, draft.folder, aliases)
         for node in graph_model.graph:
             node.metadata_props.clear()  # the exporter's stack traces, with paths of this machine
         groups, rotary, shapes = find_groups(graph_model, aliases), find_rotary(graph_model), _cache_shapes(graph_model)
         save_graph(graph_model, draft.folder / MODEL_FILE)
         progress("comparing with transformers")
-        difference = largest_difference(model, draft.folder / MODEL_FILE, positions=positions, seed=seed)
+        key = {
+            "graph": sha256_file(draft.folder / MODEL_FILE),
+            "weights": _files(checkpoint),
+            "adapter": _files(adapter),
+        }
+        key |= {"positions": positions, "seed": seed, "versions": versions, "code": source_hash(Path(__file__).parent)}
+        with work_folder(folder, key) as work:
+            difference = largest_difference(model, draft.folder / MODEL_FILE, work, positions=positions, seed=seed)
         if not difference.error <= tolerance:
             raise ExportError(
                 f"the exported graph's logits differ from transformers by {difference.error:.2e} (relative) at "
@@ -167,10 +213,16 @@ def export(
             stop_tokens=stop_tokens,
             dequantized=loaded.dequantized,
             max_relative_error=float(f"{difference.error:.1e}"),
-            versions={name: version(name) for name in ("torch", "transformers", "onnx", "onnxscript", "onnxruntime")},
+            versions=versions,
         )
         draft.finish(record, parents=parents)
     return artifact.load(folder, PortableGraph)
+
+
+def _files(folder: Path | None) -> list[tuple[str, int, int]]:
+    """Enough to see that a checkpoint is another one. Links to its files change the ctime, so that does not count."""
+    found = sorted(folder.iterdir()) if folder else []
+    return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in found]
 
 
 def _parameter_name(model: torch.nn.Module, parameter: torch.Tensor) -> str:

@@ -18,7 +18,9 @@ CODES = 8  # weights in a 32-bit word of codes, at most
 
 
 def needs(folder: Path, entry: str, adapter: Path | None = None) -> Needs:
-    """Float tensors stay in their files; others are dequantized into memory, in float32. So are weights of an adapter.
+    """Float tensors stay in their files, which the graph shares; others are dequantized into memory, in float32.
+
+    So are all that an adapter changes; then every weight is written.
 
     The check against transformers holds one segment's weights in float32 on either side, or the largest tensor's.
     """
@@ -30,7 +32,9 @@ def needs(folder: Path, entry: str, adapter: Path | None = None) -> Needs:
         codes = [tensor for tensor in stored if tensor.dtype not in FLOATS]
         sizes = [math.prod(tensor.shape) * (CODES if tensor.dtype == "I32" else 1) for tensor in stored]
         held = 4 * sum(sizes) if codes else 0
-        disk = held or sum(math.prod(tensor.shape) * ELEMENT_BYTES[tensor.dtype] for tensor in stored)
+        disk = held
+        if adapter is not None and not held:
+            disk = sum(math.prod(tensor.shape) * ELEMENT_BYTES[tensor.dtype] for tensor in stored)
     if adapter is not None:
         merged = 4 * merged_elements(adapter)
         disk, held = disk + merged, held + (0 if held else merged)

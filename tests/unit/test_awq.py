@@ -17,7 +17,7 @@ INT4 = Scheme(bits=4, group_size=32, symmetric=True)
 
 
 def searched(weight: np.ndarray, gram: np.ndarray, mean_abs: np.ndarray) -> InputScale | None:
-    inputs = Statistics(gram, gram, mean_abs=mean_abs, max_abs=mean_abs)
+    inputs = Statistics(gram[None], gram[None], mean_abs=mean_abs, max_abs=mean_abs)
     return awq.propose(Problem.of([weight], INT4, inputs, ScaleSink(kind="norm", weight="n.weight"), 20))
 
 
@@ -88,9 +88,9 @@ def test_the_search_finds_a_scale_for_salient_channels_and_it_lowers_the_error()
     gram = inputs.T @ inputs / 2000
     found = searched(weight, gram, np.abs(inputs).mean(axis=0))
     assert found is not None
-    plain = output_error(round_to_nearest(weight, INT4).dequantize() - weight, gram)
+    plain = output_error(round_to_nearest(weight, INT4).dequantize() - weight, gram[None])
     scaled = round_to_nearest(weight * found.values, INT4).dequantize() / found.values
-    assert output_error(scaled - weight, gram) < 0.5 * plain
+    assert output_error(scaled - weight, gram[None]) < 0.5 * plain
 
 
 def test_the_search_keeps_the_identity_where_every_scale_hurts() -> None:

@@ -36,6 +36,16 @@ def recipe(samples: int = SAMPLES) -> Recipe:
     )
 
 
+def small_blocks(patch: pytest.MonkeyPatch) -> None:
+    """The widest Gram matrices are kept in two blocks, and each is summed in two that are uneven."""
+    patch.setattr("quantization.calibration.BLOCK_CHANNELS", 128)
+    patch.setattr("quantization.calibrate.GRAM_BLOCK", 96)
+
+
+def blocks_of(channels: int) -> int:
+    return channels // 128
+
+
 @pytest.fixture(scope="module")
 def graph(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Artifact[PortableGraph]:
     return llama_graph(tiny_checkpoint, tmp_path_factory.mktemp("graph") / "graph")
@@ -46,7 +56,7 @@ def calibration(
     graph: Artifact[PortableGraph], tiny_texts: Texts, tmp_path_factory: pytest.TempPathFactory
 ) -> Artifact[Calibration]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quantization.calibrate.GRAM_BLOCK", 96)  # so that the small Gram matrices have uneven blocks
+        small_blocks(patch)
         return calibrate(
             recipe().calibrate, graph, tiny_texts(SAMPLES, 1), tmp_path_factory.mktemp("calibration") / "calibration"
         )
@@ -88,9 +98,9 @@ def test_every_group_and_cache_has_its_statistics(
         f"{group.name}.{part}": shape
         for group in graph.record.groups
         for part, shape in {
-            "gram": (group.in_features * (group.in_features - 1) // 2,),
+            "gram": (blocks_of(group.in_features), 128 * 127 // 2),
             "gram_power": (group.in_features,),
-            "gram_holdout": (group.in_features * (group.in_features - 1) // 2,),
+            "gram_holdout": (blocks_of(group.in_features), 128 * 127 // 2),
             "gram_holdout_power": (group.in_features,),
             "mean_abs": (group.in_features,),
             "max_abs": (group.in_features,),
@@ -128,10 +138,13 @@ def test_inputs_match_a_plain_forward_pass(
     handle.remove()
     fit, holdout = torch.cat(inputs[:6]).numpy(), torch.cat(inputs[6:]).numpy()
     found = read_statistics(calibration, next(g for g in graph.record.groups if g.name == group))
-    for gram, expected in ((found.gram, fit.T @ fit / len(fit)), (found.holdout, holdout.T @ holdout / len(holdout))):
-        size = np.sqrt(np.diag(expected))
-        assert (np.abs(gram - expected) <= 2e-4 * np.outer(size, size)).all()
-        np.testing.assert_allclose(np.diag(gram), np.diag(expected), rtol=1e-3)
+    for blocks, inputs_of in ((found.gram, fit), (found.holdout, holdout)):
+        assert len(blocks) == blocks_of(inputs_of.shape[1])
+        for gram, part in zip(blocks, np.split(inputs_of, len(blocks), axis=1), strict=True):
+            expected = part.T @ part / len(part)
+            size = np.sqrt(np.diag(expected))
+            assert (np.abs(gram - expected) <= 2e-4 * np.outer(size, size)).all()
+            np.testing.assert_allclose(np.diag(gram), np.diag(expected), rtol=1e-3)
     np.testing.assert_allclose(found.mean_abs, abs(fit).mean(0), rtol=1e-4)
     np.testing.assert_allclose(found.max_abs, abs(fit).max(0), rtol=1e-4)
 
@@ -184,7 +197,7 @@ def test_an_interrupted_run_goes_on_at_the_layer_it_was_in(
         return run(stream, number, state, **inputs)
 
     monkeypatch.setattr(LayerStream, "run", watched)
-    monkeypatch.setattr("quantization.calibrate.GRAM_BLOCK", 96)
+    small_blocks(monkeypatch)
     stop_after = 1 + 2 * SAMPLES + 3  # the first call is the stream's own; then in the third layer
     with pytest.raises(KeyboardInterrupt):
         calibrate(recipe().calibrate, graph, tiny_texts(SAMPLES, 1), tmp_path / "calibration")
@@ -203,7 +216,7 @@ def test_an_interrupted_run_over_other_samples_starts_again(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("quantization.calibrate.GRAM_BLOCK", 96)
+    small_blocks(monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(LayerStream, "finish", interrupt)
         with pytest.raises(KeyboardInterrupt):

@@ -224,7 +224,7 @@ def write_statistics(model: Any, graph: PortableGraph, folder: Path) -> None:
     for group in graph.groups:
         content = files.setdefault(statistics_file(group.name), {})
         fit, holdout = (torch.cat(rows) for rows in (seen[group.name][:6], seen[group.name][6:]))
-        grams = ((rows.T @ rows / len(rows)).numpy() for rows in (fit, holdout))
+        grams = ((rows.T @ rows / len(rows)).numpy()[None] for rows in (fit, holdout))
         content |= Statistics(*grams, fit.abs().mean(0).numpy(), fit.abs().amax(0).numpy()).tensors(group.name)
     for layer in range(LAYERS):
         content = files[statistics_file(f"layers.{layer}.qkv")]

@@ -1,4 +1,4 @@
-"""A stage that is killed goes on at its last finished layer, and ends with what it would have made without the kill.
+"""A killed stage goes on at its last finished layer or segment, and ends with what it would have made without the kill.
 
 The stage runs in a process of its own, which sends itself SIGKILL in the middle: nothing of it can clean up.
 """
@@ -11,10 +11,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pipeline.export.export import export
 from quantization.calibrate import calibrate
 from quantization.calibration import Calibration, layer_file
 from quantization.checkpoint import QuantizedModel
@@ -22,8 +25,11 @@ from quantization.plan import PrecisionPlan
 from quantization.quantize import quantize
 from quantization.statistics import Statistics, read_statistics
 from tapeout.artifact import Artifact
+from tapeout.layer_stream import LayerStream
 from tapeout.portable_graph import LinearGroup, PortableGraph
 from tapeout.recipe import Calibrate, DataSource, ModelSource, Plan, Quantize, Recipe, Rule
+from tapeout.segments import SegmentedGraph
+from tests.checkpoints import checkpoint
 from tests.graphs import llama_graph
 from tests.plans import written_plan
 
@@ -37,6 +43,7 @@ from quantization import calibrate, quantize
 from quantization.calibration import Calibration
 from quantization.plan import PrecisionPlan
 from tapeout.artifact import load
+from tapeout.layer_stream import LayerStream
 from tapeout.layer_stream import LayerStream
 from tapeout.portable_graph import PortableGraph
 from tapeout.recipe import Calibrate, Quantize
@@ -52,6 +59,14 @@ def killed_after(count, function):
     return run
 
 stage, folder, count = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+if stage.startswith("export"):
+    from tests.unit.test_resume import export_in_segments
+    from tapeout.segments import SegmentedGraph
+    if stage == "export-graph":
+        SegmentedGraph._run = killed_after(count, SegmentedGraph._run)
+    else:
+        LayerStream.run = killed_after(count, LayerStream.run)
+    export_in_segments(folder / "checkpoint", folder / "exported")
 graph = load(folder / "graph", PortableGraph)
 if stage == "calibrate":
     LayerStream.run = killed_after(count, LayerStream.run)
@@ -100,7 +115,7 @@ def kill(stage: str, folder: Path, after: int) -> Path:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
-    name = {"calibrate": "calibration", "quantize": "quantized"}[stage]
+    name = {"calibrate": "calibration", "quantize": "quantized"}.get(stage, "exported")
     assert not (folder / name).exists()
     return folder / f".{name}.work"
 
@@ -109,6 +124,38 @@ def damage(path: Path) -> None:
     """One bit of the last byte: the file keeps its length, its header and its name."""
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def export_in_segments(source: Path, folder: Path) -> Artifact[PortableGraph]:
+    """As export does it, a weight at a time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipeline.export.check.SegmentedGraph", partial(SegmentedGraph, segment_bytes=1))
+        return export(source, "", folder, max_positions=64, tolerance=1e-3, seed=0, parents={})
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize(("stage", "owner", "name"), [("export-graph", SegmentedGraph, "_run"),
+                                                      ("export-transformers", LayerStream, "run")])  # fmt: skip
+def test_the_check_of_an_export_goes_on_after_a_kill(
+    stage: str, owner: type, name: str, damaged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = checkpoint(tmp_path / "checkpoint")
+    function, calls = getattr(owner, name), [0]
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls[0] += 1
+        return function(*args, **options)
+
+    monkeypatch.setattr(owner, name, counted)
+    whole = export_in_segments(source, tmp_path / "whole")
+    total, calls[0] = calls[0], 0
+    work = kill(stage, tmp_path, after=2 * total // 3)
+    assert not calls[0]
+    if damaged:
+        damage(work / stage.removeprefix("export-"))
+    again = export_in_segments(source, tmp_path / "exported")
+    assert again.digest == whole.digest and not work.exists()
+    assert (calls[0] == total) if damaged else (total // 3 <= calls[0] < 9 * total // 10)
 
 
 @pytest.mark.parametrize("damaged", ["", layer_file(0), "hidden-002", "hidden-002.carried", "cut"])
@@ -143,6 +190,7 @@ def test_quantize_goes_on_after_a_kill(
         (work / "part-00000").write_bytes((work / "part-00000").read_bytes()[:-4000])
     elif damaged:
         damage(work / damaged)
+    written = (work / "part-00001").stat().st_ino
     made: list[str] = []
 
     def watched(calibration: Artifact[Calibration], group: LinearGroup) -> Statistics:
@@ -154,4 +202,5 @@ def test_quantize_goes_on_after_a_kill(
     assert again.digest == quantized.digest
     assert any(name.startswith("layers.0.") for name in made) == bool(damaged)
     assert not any(name.startswith("layers.1.") for name in made)
+    assert written in {path.stat().st_ino for path in again.folder.iterdir()}  # a part is a shard: nothing is copied
     shutil.rmtree(again.folder)

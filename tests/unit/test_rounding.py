@@ -10,6 +10,7 @@ from quantization.methods.gptq import gptq, inverse_factor
 from quantization.methods.scale_fit import fit_scales
 from quantization.rounding import (
     assemble,
+    diagonal,
     fit_range,
     nearest_codes,
     output_error,
@@ -137,7 +138,7 @@ def test_packing_is_that_of_compressed_tensors_and_reverses(seed: int, bits: int
 def test_fitted_scales_are_never_worse_by_the_importance_they_were_fitted_to(seed: int, fmt: Scheme) -> None:
     weight = weights(seed)
     importance = np.random.default_rng(seed).exponential(1, 128).astype(np.float32) ** 3
-    metric = np.diag(importance)
+    metric = np.diag(importance)[None]
     fitted = output_error(round_to(weight, fit_scales(weight, importance, fmt), fmt).dequantize() - weight, metric)
     plain = output_error(round_to_nearest(weight, fmt).dequantize() - weight, metric)
     assert fitted <= plain * (1 + 1e-5)
@@ -157,16 +158,33 @@ def test_gptq_lowers_the_output_error_on_correlated_inputs(symmetric: bool) -> N
     fmt = Scheme(bits=4, group_size=32, symmetric=symmetric)
     weight, gram = weights(4, rows=32, columns=192), correlated_gram(192)
     grid = fit_range(weight, fmt)
-    plain = output_error(round_to(weight, grid, fmt).dequantize() - weight, gram)
-    compensated = output_error(gptq(weight, inverse_factor(gram), grid, fmt).dequantize() - weight, gram)
+    plain = output_error(round_to(weight, grid, fmt).dequantize() - weight, gram[None])
+    compensated = output_error(gptq(weight, [inverse_factor(gram)], grid, fmt).dequantize() - weight, gram[None])
     assert compensated < 0.5 * plain
+
+
+def test_blocks_of_a_gram_matrix_are_rounded_and_judged_one_by_one() -> None:
+    fmt = Scheme(bits=4, group_size=32, symmetric=True)
+    weight, blocks = weights(4, rows=32, columns=192), np.stack([correlated_gram(96, seed) for seed in (1, 2)])
+    factors = [inverse_factor(block) for block in blocks]
+    found = gptq(weight, factors, fit_range(weight, fmt), fmt)
+    halves = [
+        gptq(half, [factor], fit_range(half, fmt), fmt)
+        for half, factor in zip(np.split(weight, 2, axis=1), factors, strict=True)
+    ]
+    np.testing.assert_array_equal(found.codes, np.concatenate([half.codes for half in halves], axis=1))
+    whole = np.zeros((1, 192, 192), np.float32)
+    whole[0, :96, :96], whole[0, 96:, 96:] = blocks
+    delta = found.dequantize() - weight
+    assert output_error(delta, blocks) == pytest.approx(output_error(delta, whole), rel=1e-6)
+    np.testing.assert_array_equal(diagonal(blocks), diagonal(whole))
 
 
 def test_gptq_on_uncorrelated_inputs_is_rounding_to_nearest() -> None:
     fmt = Scheme(bits=4, group_size=32, symmetric=False)
     weight = weights(6, columns=160)
     grid = fit_range(weight, fmt)
-    result = gptq(weight, inverse_factor(np.diag(np.linspace(1, 9, 160)).astype(np.float32)), grid, fmt)
+    result = gptq(weight, [inverse_factor(np.diag(np.linspace(1, 9, 160)).astype(np.float32))], grid, fmt)
     expected = assemble(nearest_codes(weight, grid, fmt).reshape(weight.shape), grid, fmt)
     np.testing.assert_array_equal(result.codes, expected.codes)
 
@@ -185,5 +203,5 @@ def test_gptq_copes_with_inputs_that_never_fire() -> None:
     gram[:, 10:20] = 0
     fmt = Scheme(bits=4, group_size=32, symmetric=True)
     weight = weights(7, columns=64)
-    result = gptq(weight, inverse_factor(gram), fit_range(weight, fmt), fmt)
+    result = gptq(weight, [inverse_factor(gram)], fit_range(weight, fmt), fmt)
     assert np.isfinite(result.dequantize()).all()

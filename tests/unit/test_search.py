@@ -43,7 +43,7 @@ def head() -> Statistics:
         (RNG.standard_normal((500, 8)) @ mixing + 0.1 * RNG.standard_normal((500, 64))).astype(np.float32)
         for _ in range(2)
     )
-    grams = ((inputs.T @ inputs / np.float32(500)).astype(np.float32) for inputs in (fitted, held))
+    grams = ((inputs.T @ inputs / np.float32(500)).astype(np.float32)[None] for inputs in (fitted, held))
     return Statistics(*grams, mean_abs=np.abs(fitted).mean(0), max_abs=np.abs(fitted).max(0))
 
 

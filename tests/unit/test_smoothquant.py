@@ -46,7 +46,7 @@ def predicted(x: FloatArray, weight: FloatArray, scale: InputScale) -> float:
 
 def problem_of(x: FloatArray, weight: FloatArray, steps: int) -> Problem:
     gram, magnitude = gram_of(x), np.abs(x)
-    inputs = Statistics(gram, gram, mean_abs=magnitude.mean(axis=0), max_abs=magnitude.max(axis=0))
+    inputs = Statistics(gram[None], gram[None], mean_abs=magnitude.mean(axis=0), max_abs=magnitude.max(axis=0))
     return Problem.of([weight], STATIC, inputs, NORM, steps)
 
 

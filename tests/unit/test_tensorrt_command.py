@@ -118,7 +118,7 @@ def calibrate(graph: artifact.Artifact[PortableGraph], folder: Path) -> None:
     files: dict[str, dict[str, np.ndarray]] = {}
     for group in graph.record.groups:
         x = rng.standard_normal((4 * group.in_features, group.in_features)).astype(np.float32)
-        statistics = Statistics(x.T @ x, x.T @ x, mean_abs=abs(x).mean(0), max_abs=abs(x).max(0))
+        statistics = Statistics((x.T @ x)[None], (x.T @ x)[None], mean_abs=abs(x).mean(0), max_abs=abs(x).max(0))
         files.setdefault(statistics_file(group.name), {}).update(statistics.tensors(group.name))
     with artifact.create(folder, Calibration) as draft:
         for name, tensors in files.items():
