@@ -52,7 +52,7 @@ class Statistics:
 
 
 def pack_gram(gram: FloatArray) -> tuple[NDArray[np.int16], FloatArray]:
-    """Of ``[B, k, k]`` the correlations above the diagonals, row by row, in steps of 1 / 32767; and the diagonals ``[K]``.
+    """Correlations above the diagonals of ``[B, k, k]``, row by row, in steps of 1 / 32767; and the diagonals ``[K]``.
 
     A quarter of the bytes of float32. Errors of 1.5e-5 of a correlation are a thousandth of GPTQ's damping. Below the
     diagonal nothing is read.

@@ -1,8 +1,6 @@
 """Run a dense decoder of transformers one layer at a time, with no more than one layer's weights in memory.
 
-The model is built without weights: every parameter is a single NaN, expanded to its shape, so that one which is read
-before it is loaded shows in the result. What lies outside the layers is small and loaded at once, except matrices of
-embeddings and linears (the token embedding, lm_head): these stay in the file, in its dtype, and are read in slices.
+Weights stay in their files, and those of a layer are converted once for all samples (tapeout/mapped_weights.py).
 
 To compute layer N of a sample, the whole model is called with the sample's usual inputs. Layers before N pass on the
 hidden states that were kept; layer N computes; then the call ends. So each layer gets the masks, position embeddings
@@ -13,43 +11,20 @@ B, S  batch and tokens of a sample     C  hidden size     V  vocabulary size
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from tapeout.errors import ModelError
+from tapeout.mapped_weights import HALF, compute_in_float32, widened
 from tapeout.tensor_files import stored_tensors
 
-OUTPUTS_AT_ONCE = 16384  # of a matrix that stays in the file, converted to float32 together
 CarriedStates = dict[str, dict[Any, Any]]  # what a layer leaves in its mutable arguments for later layers, by argument
-
-
-class Weights(Protocol):
-    """Parameters by name, in any float dtype."""
-
-    def __contains__(self, name: object) -> bool: ...
-
-    def __getitem__(self, name: str) -> Tensor: ...
-
-
-class WeightFiles:
-    """The tensors of a checkpoint folder. Each is a view of the mapped file: a page is in memory once it is read."""
-
-    def __init__(self, folder: Path) -> None:
-        self._stored = stored_tensors(folder)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._stored
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._stored[name].read()
 
 
 @dataclass(frozen=True)
@@ -77,22 +52,6 @@ class _Reached(Exception):  # noqa: N818 - not an error: the rest of the forward
     """The layer of this call has been computed."""
 
 
-@dataclass(frozen=True)
-class _Slot:
-    """Where a parameter belongs, and its name in the checkpoint."""
-
-    module: nn.Module
-    attribute: str
-    stored: str
-
-    @property
-    def value(self) -> Tensor:
-        return getattr(self.module, self.attribute)
-
-    def fill(self, tensor: Tensor) -> None:
-        setattr(self.module, self.attribute, nn.Parameter(tensor, requires_grad=False))
-
-
 class LayerStream:
     """``model`` takes hooks and another attention like any model of transformers; its layers compute when loaded.
 
@@ -100,24 +59,18 @@ class LayerStream:
     and for parameters that the checkpoint lacks or has in another shape.
     """
 
-    def __init__(self, folder: Path, *, weights: Weights | None = None) -> None:
+    def __init__(self, folder: Path, *, weights: Mapping[str, Tensor] | None = None) -> None:
         from accelerate import init_empty_weights
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        self._weights = WeightFiles(folder) if weights is None else weights
+        weights = {n: stored.read() for n, stored in stored_tensors(folder).items()} if weights is None else weights
         with init_empty_weights(include_buffers=False):
             config = AutoConfig.from_pretrained(folder)
             self.model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         self.model.tie_weights()
         self.layers = _decoder_layers(self.model)
-        inside = [set(layer.modules()) for layer in self.layers]
-        slots = _slots(self.model, self._weights)
-        _load_buffers(self.model, self._weights)
-        self._of_layer = [[slot for slot in slots if slot.module in modules] for modules in inside]
-        outside = [slot for slot in slots if not any(slot.module in modules for modules in inside)]
-        self._unload(slots)
-        self._in_files = {id(slot.value): slot.stored for slot in outside if _is_matrix(slot)}
-        self._load([slot for slot in outside if not _is_matrix(slot)])
+        _place(self.model, weights)
+        compute_in_float32(self.model)
         self._call: _Call | None = None
         self._returned = 0  # values in the tuple that a layer returns; 0: it returns hidden states alone
         for number, layer in enumerate(self.layers):
@@ -127,14 +80,9 @@ class LayerStream:
     def __len__(self) -> int:
         return len(self.layers)
 
-    @contextmanager
-    def loaded(self, number: int) -> Generator[None]:
-        """Keep the layer's weights in memory, in float32, while the context lasts."""
-        self._load(self._of_layer[number])
-        try:
-            yield
-        finally:
-            self._unload(self._of_layer[number])
+    def loaded(self, number: int) -> AbstractContextManager[None]:
+        """Keep the layer's weights in memory, in float32, while the context lasts; else each call converts them."""
+        return widened(self.layers[number].parameters())
 
     def run(self, number: int, state: LayerState, **inputs: Any) -> LayerState:
         """The state after layer ``number``, which is loaded; ``state`` is that before it.
@@ -171,7 +119,7 @@ class LayerStream:
     def _calling(self, call: _Call) -> Generator[None]:
         self._call = call
         try:
-            with torch.inference_mode(), _ReadInSlices(self._in_files, self._weights):
+            with torch.inference_mode():
                 yield
         finally:
             self._call = None
@@ -201,40 +149,6 @@ class LayerStream:
 
         return replaced
 
-    def _load(self, slots: Iterable[_Slot]) -> None:
-        for slot in slots:
-            stored = self._weights[slot.stored]
-            if stored.shape != slot.value.shape:
-                raise ModelError(
-                    f"{slot.stored} is {list(stored.shape)} in the checkpoint",
-                    expected=f"{list(slot.value.shape)}, as its configuration says",
-                    remedy="restore the configuration that the weights were saved with",
-                )
-            slot.fill(stored.to(torch.float32, copy=True))  # in memory of its own, which can be released
-
-    @staticmethod
-    def _unload(slots: Iterable[_Slot]) -> None:
-        for slot in slots:
-            slot.fill(torch.full([1] * slot.value.dim(), torch.nan).expand(slot.value.shape))
-
-
-class _ReadInSlices(TorchFunctionMode):
-    """Embeddings and linears whose weight stays in the file: the rows that are looked up, or some outputs at a time."""
-
-    def __init__(self, names: dict[int, str], weights: Weights) -> None:
-        super().__init__()
-        self._names, self._weights = names, weights
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (functional.embedding, functional.linear) and (name := self._names.get(id(args[1]))):
-            weight = self._weights[name]
-            if func is functional.embedding:
-                return weight[args[0]].float()
-            bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
-            parts = [functional.linear(args[0], part.float()) for part in weight.split(OUTPUTS_AT_ONCE)]
-            return torch.cat(parts, -1) if bias is None else torch.cat(parts, -1) + bias
-        return func(*args, **(kwargs or {}))
-
 
 def _decoder_layers(model: Any) -> list[Any]:
     """The list of layers that holds most of the model's parameters."""
@@ -249,11 +163,11 @@ def _decoder_layers(model: Any) -> list[Any]:
     return list(max(lists, key=lambda found: sum(parameter.numel() for parameter in found.parameters())))
 
 
-def _slots(model: Any, weights: Weights) -> list[_Slot]:
-    """Of every parameter. Tied ones are stored under one name."""
-    names: dict[int, list[str]] = {}
+def _place(model: Any, weights: Mapping[str, Tensor]) -> None:
+    """Give every parameter and stored buffer its tensor. Tied parameters are stored under one name, and stay tied."""
+    names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+        names.setdefault(parameter, []).append(name)
     stored = {key: next((name for name in alike if name in weights), "") for key, alike in names.items()}
     if missing := [names[key][0] for key, name in stored.items() if not name]:
         raise ModelError(
@@ -261,21 +175,24 @@ def _slots(model: Any, weights: Weights) -> list[_Slot]:
             expected="every parameter of the model",
             remedy="complete the checkpoint, or export the model again",
         )
-    return [
-        _Slot(module, name, stored[id(parameter)])
-        for module in model.modules()
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
-    ]
-
-
-def _load_buffers(model: Any, weights: Weights) -> None:
+    placed = {key: _read(weights, name, key.shape) for key, name in stored.items()}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            setattr(module, name, placed[parameter])
     for name, buffer in model.named_buffers():
         if name in weights:
-            buffer.data = weights[name].to(torch.float32 if buffer.is_floating_point() else buffer.dtype, copy=True)
+            buffer.data = weights[name].to(buffer.dtype, copy=True)
 
 
-def _is_matrix(slot: _Slot) -> bool:
-    return slot.attribute == "weight" and isinstance(slot.module, nn.Embedding | nn.Linear)
+def _read(weights: Mapping[str, Tensor], name: str, shape: torch.Size) -> nn.Parameter:
+    stored = weights[name]
+    if stored.shape != shape:
+        raise ModelError(
+            f"{name} is {list(stored.shape)} in the checkpoint",
+            expected=f"{list(shape)}, as its configuration says",
+            remedy="restore the configuration that the weights were saved with",
+        )
+    return nn.Parameter(stored if stored.dtype in HALF else stored.float(), requires_grad=False)
 
 
 def _mappings(options: dict[str, Any]) -> list[tuple[str, MutableMapping[Any, Any]]]:

@@ -51,7 +51,6 @@ class SegmentedGraph:
 
     def __init__(self, path: Path, *, segment_bytes: int = SEGMENT_BYTES) -> None:
         model = load_graph(path)
-        self.nodes = tuple(model.graph)
         graph = model.graph
         self._weights = {
             name: value.const_value

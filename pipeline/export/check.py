@@ -33,7 +33,8 @@ from tqdm import tqdm
 from tapeout.attention_interface import attention_replaced
 from tapeout.graph_analysis import is_attention, size
 from tapeout.layer_stream import LayerState, LayerStream
-from tapeout.segments import Arrays, Call, SegmentedGraph
+from tapeout.portable_model import load_graph
+from tapeout.segments import SEGMENT_BYTES, Arrays, Call, SegmentedGraph
 from tapeout.work_folder import is_kept, keep
 
 LENGTHS, STEPS = (9, 14, 21), 4  # tokens of the first prompts, and decode steps after them
@@ -43,6 +44,8 @@ PIECE = 5  # tokens fed at a late start, and one decode step after them
 # Parts of names in a configuration that tell of lengths; the values are positions to look at.
 THRESHOLDS = ("position", "window", "chunk", "floor", "length", "context", "block")
 CACHE_BYTES = 1 << 30  # of one sequence's random cache; of larger models, positions beyond are only spread over
+
+CACHES_AT_ONCE = 1 << 29  # bytes of the caches of a segment's layers, which has fewer layers where they are long
 
 Tokens = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -164,21 +167,25 @@ class _Progress:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.done, self.left = pickle.loads(path.read_bytes()) if is_kept(path) else (0, None)
+        self.done, self.left = 0, None
+        if is_kept(path):
+            with path.open("rb") as file:
+                self.done, self.left = pickle.load(file)
 
     def keep(self, done: int, left: Any) -> None:
         partial = self._path.with_suffix(".partial")
-        partial.write_bytes(pickle.dumps((done, left)))
+        with partial.open("wb") as file:
+            pickle.dump((done, left), file, protocol=5)  # arrays are written as they lie in memory
         keep(partial, self._path)
 
 
 def largest_difference(model: Any, path: Path, work: Path, *, positions: int, seed: int = 0) -> Difference:
     """The largest difference of the graph at ``path`` from transformers, at positions up to ``positions - 1``.
 
-    transformers runs the configuration beside the graph with the weights of ``model``. ``work``: a folder, where a check
-    of the same may have been interrupted.
+    transformers runs the configuration beside the graph with the weights of ``model``. ``work``: a folder, where a
+    check of the same may have been interrupted.
     """
-    graph, generator = SegmentedGraph(path), np.random.default_rng(seed)
+    generator = np.random.default_rng(seed)
     layers = [
         _Layer(
             size(node.inputs[4], 1),
@@ -187,7 +194,7 @@ def largest_difference(model: Any, path: Path, work: Path, *, positions: int, se
             node.attributes["softcap"].as_float(),
             node.attributes["window"].as_int(),
         )
-        for node in graph.nodes
+        for node in load_graph(path).graph
         if is_attention(node)
     ]
     weights = model.state_dict()
@@ -197,7 +204,9 @@ def largest_difference(model: Any, path: Path, work: Path, *, positions: int, se
     steps = [probe, *_decoded(model, layers, positions, generator), *_spread(model, layers, positions, generator)]
     for start in _late_starts(model, cache):
         steps += _late(model, cache, start, generator)
-    _run_graph(graph, steps, _Progress(work / "graph"))
+    held = 4 * per_token * (cache.longest + PIECE + 1)  # two sequences, before and after a call
+    share = min(1.0, CACHES_AT_ONCE / held) * 4 * sum(weight.numel() for weight in model.parameters())
+    _run_graph(SegmentedGraph(path, segment_bytes=min(SEGMENT_BYTES, int(share))), steps, _Progress(work / "graph"))
     compared = [(step.logits, each) for step in steps for each in step.compared]
     _run_transformers(
         LayerStream(path.parent, weights=weights),

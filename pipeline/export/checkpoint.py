@@ -20,9 +20,10 @@ from typing import Any
 import torch
 
 from pipeline.export import gguf
-from pipeline.export.mapped import FLOATS, compute_in_float32, is_finite, place_stored, stand_ins
+from pipeline.export.mapped import FLOATS, place_stored, stand_ins
 from quantization.dequantize import dequantized, describe
 from tapeout.errors import ExportError, one_line
+from tapeout.mapped_weights import compute_in_float32, is_finite
 from tapeout.tensor_files import StoredTensor, few, stored_tensors
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"

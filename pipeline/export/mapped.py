@@ -1,25 +1,20 @@
-"""Parameters that stay in their files: mapped, in the type they are stored in, and in float32 only while they are used.
+"""Place the tensors of a checkpoint in a model of transformers as views of their files (tapeout/mapped_weights.py).
 
-transformers reads a checkpoint into memory and converts it. A model of several gigabytes then needs twice the memory of
-its file before anything is computed. Here transformers places stand-ins, which have shapes and no memory, and reports
-what is missing, unknown or misshapen. The tensors that take their place are views of the mapped files, which the system
-reads when they are used and drops when memory is short.
+transformers gets stand-ins, which have shapes and no memory, and reports what is missing, unknown or misshapen. Then
+mapped tensors take their place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 
+from tapeout.mapped_weights import HALF, PIECE
 from tapeout.tensor_files import StoredTensor
 
 FLOATS = ("F64", "F32", "F16", "BF16")
-HALF = (torch.float16, torch.bfloat16)
 Stored = Mapping[str, StoredTensor]
-PIECE = 1 << 22  # elements that are looked at in one go
 
 
 def stand_ins(stored: Stored, vocabulary: int) -> dict[str, torch.Tensor]:
@@ -60,42 +55,6 @@ def place_stored(model: torch.nn.Module, placed: Mapping[str, torch.Tensor], sto
             keep = read.dtype in HALF and isinstance(value, torch.nn.Parameter)
             value.data = read if keep else read.to(value.dtype)
     return True
-
-
-def compute_in_float32(model: torch.nn.Module) -> None:
-    """Let modules over 16-bit parameters compute in float32: each holds a float32 copy while it runs."""
-
-    def widen(module: torch.nn.Module, _: Any) -> None:
-        module.__dict__["narrow"] = [(p, p.data) for p in module.parameters(recurse=False) if p.dtype in HALF]
-        for parameter, data in module.__dict__["narrow"]:
-            parameter.data = data.float()
-
-    def restore(module: torch.nn.Module, *_: Any) -> None:
-        for parameter, data in module.__dict__.pop("narrow", ()):
-            parameter.data = data
-
-    for module in model.modules():
-        if any(parameter.dtype in HALF for parameter in module.parameters(recurse=False)):
-            module.register_forward_pre_hook(widen)
-            module.register_forward_hook(restore, always_call=True)
-
-
-@contextmanager
-def weightless(model: torch.nn.Module) -> Generator[None]:
-    """While it holds, parameters are float32 and take no memory: for tracing, which needs shapes alone."""
-    held = [(parameter, parameter.data) for parameter in model.parameters()]
-    for parameter, data in held:
-        parameter.data = torch.zeros(()).expand(data.shape)
-    try:
-        yield
-    finally:
-        for parameter, data in held:
-            parameter.data = data
-
-
-def is_finite(tensor: torch.Tensor) -> bool:
-    """Without NaN and infinity. Read piece by piece, so that little memory is taken."""
-    return all(bool(torch.isfinite(piece).all()) for piece in tensor.detach().flatten().split(PIECE))
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -24,10 +24,10 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from pipeline.export.mapped import weightless
 from tapeout.attention_function import ATTENTION_DOMAIN, attention_function
 from tapeout.attention_interface import attention_replaced
 from tapeout.errors import ExportError, one_line
+from tapeout.mapped_weights import weightless
 
 OPSET = 23
 # Options of transformers' attention interface that do not change what attention computes outside training.

@@ -10,8 +10,8 @@ import pytest
 
 from engines.native import unsupported
 from pipeline.export.checkpoint import load_checkpoint
-from pipeline.export.export import bind_weights, tied_parameters
 from pipeline.export.trace import trace
+from pipeline.export.weights import bind_weights, tied_parameters
 from quantization.compressed_tensors import open_checkpoint
 from tapeout.errors import ExportError
 from tests.families import FAMILIES, LAYERS, VOCAB_SIZE, export_family, random_model, save_checkpoint

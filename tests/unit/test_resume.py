@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +128,7 @@ def damage(path: Path) -> None:
 def export_in_segments(source: Path, folder: Path) -> Artifact[PortableGraph]:
     """As export does it, a weight at a time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipeline.export.check.SegmentedGraph", partial(SegmentedGraph, segment_bytes=1))
+        patch.setattr("pipeline.export.check.SEGMENT_BYTES", 1)
         return export(source, "", folder, max_positions=64, tolerance=1e-3, seed=0, parents={})
 
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from pipeline.export.adapter import merge_adapter
 from pipeline.export.checkpoint import load_checkpoint
-from pipeline.export.mapped import weightless
 from tapeout.errors import ExportError
+from tapeout.mapped_weights import weightless
 from tests.checkpoints import WEIGHTS, adapter, change_weights, checkpoint, shard
 from tests.families import FAMILIES, export_model, random_model, save_checkpoint
 from tests.family_engines import build_float

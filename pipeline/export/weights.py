@@ -1,0 +1,118 @@
+"""The weights of a portable graph: shared with the checkpoint or written beside the graph, and bound to its parameters."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from tqdm import tqdm
+
+from tapeout.errors import ExportError
+from tapeout.portable_model import STORED
+from tapeout.resources import Needs, require
+from tapeout.tensor_files import INDEX, stored_tensors
+from tapeout.tensor_writer import ONE_FILE, ShardWriter
+
+
+def bind_weights(model: ir.Model, folder: Path, aliases: Mapping[str, str]) -> None:
+    """Point every parameter at its bytes in the safetensors files of ``folder``, as ONNX external data.
+
+    ``aliases`` maps a tied parameter to the name its bytes are stored under.
+    """
+    placed: dict[str, ir.ExternalTensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as stream:
+            (header_bytes,) = struct.unpack("<Q", stream.read(8))
+            header = json.loads(stream.read(header_bytes))
+        for name, entry in header.items():
+            if entry.get("dtype") in STORED:
+                begin, end = (8 + header_bytes + offset for offset in entry["data_offsets"])
+                kind, shape = STORED[entry["dtype"]], ir.Shape(entry["shape"])
+                placed[name] = ir.ExternalTensor(
+                    path.name, begin, end - begin, kind, shape=shape, name=name, base_dir=folder
+                )
+    graph = model.graph
+    for name, value in list(graph.initializers.items()):
+        if value.const_value is not None:
+            continue  # a buffer that is not in the checkpoint, such as rotary frequencies: kept inline
+        stored = aliases.get(name, name)
+        if stored != name:
+            del graph.initializers[name]
+            known = graph.initializers.get(stored)
+            if known is not None:
+                ir.convenience.replace_all_uses_with(value, known)
+                continue
+            value.name = stored
+            graph.initializers[stored] = value
+        if stored not in placed:
+            raise ExportError(f"parameter {name} is not in {folder}", expected="every parameter in the checkpoint")
+        value.const_value = placed[stored]
+
+
+def save_model(model: Any, aliases: Collection[str], checkpoint: Path, folder: Path) -> None:
+    """Write configuration and weights as transformers does, the weights in the type they are held in.
+
+    Names are the module's own, which the graph carries, not those of the family's first release. ``aliases``: names of
+    parameters that are stored under another one. Where the files of ``checkpoint`` hold just these tensors under these
+    names, they are linked; :class:`ResourceError` where there is no room for a copy.
+    """
+    model.config.dtype = str(model.get_input_embeddings().weight.dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    tensors = {name: t.detach().contiguous() for name, t in sorted(model.state_dict().items()) if name not in aliases}
+    if _are_stored(tensors, checkpoint) and _link(checkpoint, folder):
+        return
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    require("the weights of the graph", Needs(disk_bytes=size, memory_bytes=0), folder)
+    writer = ShardWriter(folder, shard_bytes=ONE_FILE)
+    for name in tqdm(tensors, desc="weights", disable=None):
+        if tensors[name].dtype == torch.bfloat16:
+            writer.add(name, tensors[name].view(torch.uint16).numpy(), "BF16")
+        else:
+            writer.add(name, tensors[name].numpy())
+    writer.finish()
+
+
+def _are_stored(tensors: Mapping[str, torch.Tensor], checkpoint: Path) -> bool:
+    """Whether the checkpoint's files hold these tensors and no others."""
+    stored = stored_tensors(checkpoint) if any(checkpoint.glob("*.safetensors")) else {}
+    return stored.keys() == tensors.keys() and all(
+        held.dtype == tensors[name].dtype and torch.equal(held, tensors[name])
+        for name, held in ((name, tensor.read()) for name, tensor in stored.items())
+    )
+
+
+def _link(checkpoint: Path, folder: Path) -> bool:
+    """The same weights files in ``folder``, without a copy; False where the file system cannot.
+
+    A file that is changed in place changes in both artifacts, and both are refused from then on by their hashes.
+    """
+    files = sorted(checkpoint.glob("*.safetensors"))
+    try:
+        for path in files:
+            (folder / path.name).hardlink_to(path.resolve())
+    except OSError:  # another file system, or one without links
+        for path in files:
+            (folder / path.name).unlink(missing_ok=True)
+        return False
+    if (checkpoint / INDEX).is_file():
+        shutil.copyfile(checkpoint / INDEX, folder / INDEX)
+    return True
+
+
+def tied_parameters(model: torch.nn.Module) -> dict[str, str]:
+    """Parameters that share storage with an earlier one: ``{later name: first name}``."""
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        known = first.setdefault(parameter.data_ptr(), name)
+        if known != name:
+            aliases[name] = known
+    return aliases
