@@ -112,7 +112,13 @@ class Reference(Protocol):
 
 
 class SourceModel(Protocol):
-    """The model of the checkpoint as it came, in transformers."""
+    """The model of the checkpoint as it came, in transformers.
+
+    ``module`` and ``tokenizer``: the model itself and the checkpoint's tokenizer, both of transformers.
+    """
+
+    module: Any
+    tokenizer: Any
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
@@ -146,6 +152,10 @@ class Context(Protocol):
 
     def champion(self) -> tuple[Artifact[EngineBundle], Sequences, bool]:
         """The registered champion, or the baseline and True where there is none."""
+        ...
+
+    def draws(self, logits: FloatArray) -> tuple[Any, ...]:
+        """:class:`evals.kinds.serving.Draws` of the candidate's library from logits ``[P, V]``, if it has one."""
         ...
 
     def executed_on(self) -> Fingerprint:

@@ -18,7 +18,15 @@ from evals.check import Check, Outcome, combine
 from evals.items import read_items
 from evals.kind import Executed
 from evals.kinds.parity import ParityReport
-from evals.kinds.serving import ServedItem, ServingBounds, served_checks, served_problems
+from evals.kinds.serving import (
+    Draws,
+    ServedItem,
+    ServingBounds,
+    draw_problems,
+    draws_check,
+    served_checks,
+    served_problems,
+)
 from evals.kinds.text import TextBounds
 from evals.limits import at_least, at_most
 from evals.reference_logits import LevelItem
@@ -37,6 +45,7 @@ class LevelVerdict(Executed, Record):
 
     noun: ClassVar[str] = "LevelVerdict"
     remedy: ClassVar[str] = "run `tapeout verify`"
+    schema_version: ClassVar[int] = 2
     parent_roles: ClassVar[Roles] = {
         "candidate": ("EngineBundle",),
         "verdict": ("Verdict",),
@@ -44,6 +53,7 @@ class LevelVerdict(Executed, Record):
     }
 
     checks: tuple[Check, ...]
+    draws: tuple[Draws, ...]
 
     @property
     def outcome(self) -> Outcome:
@@ -56,7 +66,10 @@ class LevelVerdict(Executed, Record):
 
 
 def level_checks(
-    items: Sequence[LevelItem], served: Sequence[ServedItem], bounds: Mapping[str, int | float]
+    items: Sequence[LevelItem],
+    served: Sequence[ServedItem],
+    draws: Sequence[Draws],
+    bounds: Mapping[str, int | float],
 ) -> tuple[Check, ...]:
     """``bounds``: of the verdict. :class:`EvidenceError` where there is nothing to judge."""
     if not items or not served or any(not item.tokens for item in (*items, *served)):
@@ -89,6 +102,7 @@ def level_checks(
             "documents",
         ),
         *served_checks(served, serving),
+        draws_check(draws),
         Check(
             name=SPEED,
             title="speed against the float engine at this level",
@@ -119,9 +133,10 @@ def load_level(
     if ran.level != level:
         problems.append(f"is of {ran.level}")
     problems += served_problems("the evidence", served, SLOTS, bundle.record.io.max_tokens)
+    problems += draw_problems("the evidence", found.record.draws, True)
     if not problems:
         require_match(bundle.record.hardware, ran, f"{folder}: the bundle")
-        if level_checks(items, served, verdict.record.bounds) != found.record.checks:
+        if level_checks(items, served, found.record.draws, verdict.record.bounds) != found.record.checks:
             problems.append("has checks that its items do not give")
     if problems:
         raise EvidenceError(

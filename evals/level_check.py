@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 
 from tqdm import tqdm
 
 from engines.bundle import EngineBundle
-from engines.load import load, runs_here
+from engines.load import at_level, load, runs_here
 from engines.protocol import FloatArray
 from engines.sequences import Sequences
 from evals.items import write_items
 from evals.kinds.parity import ParityReport
-from evals.kinds.serving import ServingSettings
+from evals.kinds.serving import Draws, ServingSettings
 from evals.level import LEVEL_ITEMS, SERVED_ITEMS, SLOTS, LevelVerdict, level_checks
 from evals.reference_logits import REFERENCE_FILE, ReferenceLogits
-from evals.serving import served_items
+from evals.serving import drawn_logits, served_items
 from evals.text import CHUNK_TOKENS
 from evals.verdict import Verdict
 from tapeout.artifact import Artifact, create
@@ -31,10 +31,13 @@ def check_level(
     parity: Artifact[ParityReport],
     level: str,
     folder: Path,
+    draws: Callable[[Artifact[EngineBundle], FloatArray], tuple[Draws, ...]],
     *,
     threads: int = 0,
 ) -> Artifact[LevelVerdict]:
     """Run the bundle at ``level`` and write its LevelVerdict to ``folder``.
+
+    ``draws``: what the bundle as it runs at that level draws from logits ``[P, V]``.
 
     :class:`EvidenceError` where verdict or parity report are about another bundle, and where logits are not finite;
     :class:`FingerprintError` where this machine cannot run that level.
@@ -71,6 +74,7 @@ def check_level(
                 for number, tokens in enumerate(tqdm(reference.documents, disable=None))
             ]
             served = served_items(ServingSettings(), None, engine, reopened, text)
+            drawn = draws(at_level(bundle, level), drawn_logits(engine, text))
         except RequestError as error:  # an engine refuses logits that are not finite
             raise EvidenceError(
                 f"at {level} {error.found}",
@@ -81,7 +85,9 @@ def check_level(
         write_items(draft.folder / LEVEL_ITEMS, items)
         write_items(draft.folder / SERVED_ITEMS, served)
         draft.finish(
-            LevelVerdict(checks=level_checks(items, served, verdict.record.bounds), executed_on=here),
+            LevelVerdict(
+                checks=level_checks(items, served, drawn, verdict.record.bounds), draws=drawn, executed_on=here
+            ),
             parents={"candidate": bundle, "verdict": verdict, "parity": parity},
         )
     return load_artifact(folder, LevelVerdict)

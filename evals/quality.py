@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -75,10 +76,9 @@ def evaluate(
         EngineLM(engine, tokenizer, end_of_text=end_of_text, beginning=beginning, name=name)
         for engine, name in ((baseline, "baseline"), (candidate, "candidate"))
     )
-    tasks = {name: load_task(name, data) for name in settings.tasks}
-    contents = {name: task.contents() for name, task in tasks.items()}
-    chosen = choose_documents(contents, settings.items, seed, least=TaskSettings.items_per_task)
-    answered = [item for name, numbers in chosen.items() for item in task_items(tasks[name], numbers, left, right)]
+    answered = [
+        item for task, numbers in questions(settings, data, seed) for item in task_items(task, numbers, left, right)
+    ]
     for lm in (left, right):
         rate = lm.tokens / lm.seconds if lm.seconds else 0.0
         log.info("%s: %d calls, %d tokens, %.0f tokens/s", lm.name, lm.calls, lm.tokens, rate)
@@ -100,7 +100,7 @@ def evaluate(
             EvalReport(
                 baseline=baseline.digest,
                 candidate=candidate.digest,
-                tasks={name: len(numbers) for name, numbers in chosen.items()},
+                tasks=dict(Counter(item.task for item in answered)),
                 documents=len(scored),
                 max_tokens=positions,
                 versions={name: version(name) for name in ("lm-eval", "tokenizers", "datasets", "numpy")},
@@ -112,10 +112,18 @@ def evaluate(
     return load(folder, EvalReport)
 
 
+def questions(settings: TaskSettings, data: Path, seed: int) -> list[tuple[LocalTask, list[int]]]:
+    """The tasks, and which documents of each are asked."""
+    tasks = {name: load_task(name, data) for name in settings.tasks}
+    contents = {name: task.contents() for name, task in tasks.items()}
+    chosen = choose_documents(contents, settings.items, seed, least=TaskSettings.items_per_task)
+    return [(tasks[name], numbers) for name, numbers in chosen.items()]
+
+
 def task_items(task: LocalTask, numbers: Sequence[int], baseline: EngineLM, candidate: EngineLM) -> list[TaskItem]:
     """Both engines' answers to the documents ``numbers`` (ascending) of one task, paired by document and hashes."""
-    left, right = (_answers(task, numbers, lm) for lm in (baseline, candidate))
-    if [_pairing_key(answer) for answer in left] != [_pairing_key(answer) for answer in right]:
+    left, right = (answers(task, numbers, lm) for lm in (baseline, candidate))
+    if [pairing_key(answer) for answer in left] != [pairing_key(answer) for answer in right]:
         raise EvidenceError(
             f"the two engines were not asked the same questions of {task.config.task}",
             expected=f"equal {', '.join(PAIRING_KEYS)} in the same order",
@@ -124,7 +132,8 @@ def task_items(task: LocalTask, numbers: Sequence[int], baseline: EngineLM, cand
     return [_task_item(task, one, other) for one, other in zip(left, right, strict=True)]
 
 
-def _answers(task: LocalTask, numbers: Sequence[int], lm: EngineLM) -> list[dict[str, Any]]:
+def answers(task: LocalTask, numbers: Sequence[int], lm: Any) -> list[dict[str, Any]]:
+    """lm-eval's log of its model ``lm`` on these documents of a task."""
     name = str(task.config.task)
     lm.task = name
     # lm-eval numbers the drawn documents by their place in this list, which must therefore ascend.
@@ -134,40 +143,41 @@ def _answers(task: LocalTask, numbers: Sequence[int], lm: EngineLM) -> list[dict
     return results["samples"][name]
 
 
-def _pairing_key(answer: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(answer[key] for key in PAIRING_KEYS)
+def pairing_key(answer: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: answer[key] for key in PAIRING_KEYS}
 
 
 def _task_item(task: LocalTask, baseline: Mapping[str, Any], candidate: Mapping[str, Any]) -> TaskItem:
-    doc, metric = baseline["doc"], task.main_metric
-    choices = task.doc_to_choice(doc)
-    gold = task.right_choice(doc)
-    lengths = [len(choice) if metric == "acc_norm" else 1 for choice in choices]
-    scores, picks, correct = [], [], []
-    for answer in (baseline, candidate):
-        likelihoods = tuple(float(score) for score, _ in answer["filtered_resps"])
-        pick = int(np.argmax(np.array(likelihoods) / lengths))
-        if float(pick == gold) != float(answer[metric]):
-            raise EvidenceError(
-                f"{task.config.task} document {answer['doc_id']}: choice {pick} of {len(choices)}, gold {gold}",
-                expected=f"lm-eval's own {metric} of {answer[metric]}",
-                remedy="this task scores differently from multiple choice: leave it out of `evaluate.tasks`",
-            )
-        scores.append(likelihoods)
-        picks.append(pick)
-        correct.append(pick == gold)
+    gold = task.right_choice(baseline["doc"])
+    (left, one), (right, other) = (scored(task, answer) for answer in (baseline, candidate))
     return TaskItem(
         task=str(task.config.task),
-        metric=metric,
+        metric=task.main_metric,
         gold=gold,
-        baseline_choice=picks[0],
-        candidate_choice=picks[1],
-        baseline_correct=correct[0],
-        candidate_correct=correct[1],
-        baseline_loglikelihoods=scores[0],
-        candidate_loglikelihoods=scores[1],
-        **{key: baseline[key] for key in PAIRING_KEYS},
+        baseline_choice=one,
+        candidate_choice=other,
+        baseline_correct=one == gold,
+        candidate_correct=other == gold,
+        baseline_loglikelihoods=left,
+        candidate_loglikelihoods=right,
+        **pairing_key(baseline),
     )
+
+
+def scored(task: LocalTask, answer: Mapping[str, Any]) -> tuple[tuple[float, ...], int]:
+    """Log-likelihoods of the choices, and the one that the task's metric takes."""
+    doc, metric = answer["doc"], task.main_metric
+    choices, gold = task.doc_to_choice(doc), task.right_choice(doc)
+    lengths = [len(choice) if metric == "acc_norm" else 1 for choice in choices]
+    likelihoods = tuple(float(score) for score, _ in answer["filtered_resps"])
+    pick = int(np.argmax(np.array(likelihoods) / lengths))
+    if float(pick == gold) != float(answer[metric]):
+        raise EvidenceError(
+            f"{task.config.task} document {answer['doc_id']}: choice {pick} of {len(choices)}, gold {gold}",
+            expected=f"lm-eval's own {metric} of {answer[metric]}",
+            remedy="this task scores differently from multiple choice: leave it out of `evaluate.tasks`",
+        )
+    return likelihoods, pick
 
 
 def task_metrics(items: Sequence[TaskItem]) -> dict[str, float]:

@@ -19,7 +19,7 @@ from engines.sequences import Fed, Sequences
 from evals.generation import greedy
 from evals.items import write_items, write_metrics
 from evals.kind import Context
-from evals.kinds.serving import KIND, ServedItem, ServingReport, ServingSettings
+from evals.kinds.serving import KIND, Draws, ServedItem, ServingReport, ServingSettings
 from evals.kinds.text import TextSettings
 from evals.text import kl_divergences
 from tapeout.artifact import Artifact, Parents, create, load
@@ -33,19 +33,22 @@ PIECES = (1, 7, 64, 255, 256, 300)
 SHARED = (17, 65, 300)  # within a block, just behind one, and over several
 REUSE_TOKENS = 40  # and as many more as the number of the slot, up to REUSE_SPREAD
 REUSE_SPREAD = 16
+DRAWN_POSITIONS = range(3, 256, 8)  # of the text that tokens are drawn from
 STRIDE = 1009  # a prime: streams begin at different places of the text
 
 
 def measure(context: Context, folder: Path) -> None:
     """The stage of `evals/kinds/serving.py`."""
     documents = context.encode(context.heldout_texts(context.section(TextSettings).documents))
+    text = [token for tokens in documents for token in tokens]
     candidate = context.engine("candidate")
     serving(
         context.section(ServingSettings),
         context.engine("baseline", slots=1),
         candidate,
         context.engine("candidate", slots=candidate.slots + 1, threads=1),
-        text=[token for tokens in documents for token in tokens],
+        text=text,
+        draws=context.draws(drawn_logits(candidate, text)),
         executed_on=context.executed_on(),
         folder=folder,
         parents={
@@ -63,6 +66,7 @@ def serving(
     reopened: Sequences,
     *,
     text: Sequence[int],
+    draws: tuple[Draws, ...],
     executed_on: Fingerprint,
     folder: Path,
     parents: Parents,
@@ -79,11 +83,18 @@ def serving(
                 slots=candidate.slots,
                 max_tokens=candidate.max_tokens,
                 items=len(items),
+                draws=draws,
                 executed_on=executed_on,
             ),
             parents=parents,
         )
     return load(folder, ServingReport)
+
+
+def drawn_logits(engine: Sequences, text: Sequence[int]) -> FloatArray:
+    """Logits ``[P, V]`` of some positions of a text, to draw tokens from."""
+    positions = [position for position in DRAWN_POSITIONS if position < engine.max_tokens]
+    return engine.prefill(0, Streams(text).next(positions[-1] + 1).tokens, positions=positions)
 
 
 def serving_metrics(items: Sequence[ServedItem]) -> dict[str, float]:

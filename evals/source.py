@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ from evals.items import write_items, write_metrics
 from evals.kind import Context, SourceModel
 from evals.kinds.parity import ParitySettings, TableError
 from evals.kinds.shadow import ShadowSettings
-from evals.kinds.source import KIND, SourceItem, SourceReport, TextFile
+from evals.kinds.source import ANSWERS_PER_TASK, KIND, SourceAnswer, SourceItem, SourceReport, TextFile
+from evals.kinds.tasks import TaskSettings
 from evals.kinds.text import TextSettings
 from evals.tables import embedding_error
 from evals.text import CHUNK_TOKENS, joined, kl_divergences, log_likelihoods, token_hash
@@ -24,6 +27,7 @@ from tapeout.errors import EvidenceError
 from tapeout.fingerprint import Fingerprint
 
 PROMPTS = 8
+BATCH = 4  # sequences of a step of the source model; its logits are kept for every position
 
 
 def measure(context: Context, folder: Path) -> None:
@@ -33,7 +37,7 @@ def measure(context: Context, folder: Path) -> None:
     documents = [ids[: text.document_tokens] for ids in context.encode(context.heldout_texts(text.documents)[:count])]
     prompts = context.chat_prompts(context.section(ShadowSettings).datasets, PROMPTS)
     context.say("loading the checkpoint")
-    model, graph = context.source_model(), context.graph()
+    model, graph, source = context.source_model(), context.graph(), context.source()
     positions = bundles["candidate"].record.io.max_tokens
     texts = [
         *(("document", tokens) for tokens in documents),
@@ -46,6 +50,13 @@ def measure(context: Context, folder: Path) -> None:
         context.engine("candidate", slots=1),
         texts,
         embedding=embedding_error(context.probe().embedding(), model.embedding()),
+        answers=source_answers(
+            model,
+            context.section(TaskSettings),
+            source.folder / source.record.data_entry,
+            seed=context.seed,
+            max_tokens=positions,
+        ),
         files=text_files(graph, bundles),
         stop_tokens={
             "source": model.stop_tokens,
@@ -54,7 +65,7 @@ def measure(context: Context, folder: Path) -> None:
         },
         executed_on=context.executed_on(),
         folder=folder,
-        parents={**bundles, "graph": graph, "source": context.source()},
+        parents={**bundles, "graph": graph, "source": source},
     )
 
 
@@ -65,6 +76,7 @@ def compare_source(
     texts: Sequence[tuple[str, Sequence[int]]],
     *,
     embedding: TableError,
+    answers: tuple[SourceAnswer, ...],
     files: tuple[TextFile, ...],
     stop_tokens: Mapping[str, tuple[int, ...]],
     executed_on: Fingerprint,
@@ -87,6 +99,7 @@ def compare_source(
                 max_tokens=candidate.max_tokens,
                 vocabulary=candidate.vocab_size,
                 embedding=embedding,
+                answers=answers,
                 files=files,
                 stop_tokens=dict(stop_tokens),
                 executed_on=executed_on,
@@ -145,6 +158,36 @@ def source_item(
         baseline_nll=float(nll[1]),
         candidate_nll=float(nll[2]),
     )
+
+
+def source_answers(
+    model: SourceModel, settings: TaskSettings, data: Path, *, seed: int, max_tokens: int
+) -> tuple[SourceAnswer, ...]:
+    """What the model answers to some of the questions of every task that the engines are asked.
+
+    lm-eval's own model over transformers scores them. It shares nothing with the engines' harness: transformers'
+    tokenizer encodes them, and every choice is computed with its context. ``max_tokens``: positions of the engines.
+    """
+    from lm_eval.models.huggingface import HFLM
+
+    from evals.quality import answers, pairing_key, questions, scored
+
+    lm: Any = HFLM(
+        pretrained=model.module,
+        tokenizer=model.tokenizer,
+        batch_size=BATCH,
+        max_length=max_tokens,
+        softmax_dtype="float32",
+    )
+    lm.loglikelihood = partial(lm.loglikelihood, disable_tqdm=True)
+    found: list[SourceAnswer] = []
+    for task, numbers in questions(settings, data, seed):
+        name = str(task.config.task)
+        drawn = random.Random(f"{seed}/source/{name}").sample(numbers, min(ANSWERS_PER_TASK, len(numbers)))
+        for answer in answers(task, drawn, lm):
+            likelihoods, choice = scored(task, answer)
+            found.append(SourceAnswer(task=name, choice=choice, loglikelihoods=likelihoods, **pairing_key(answer)))
+    return tuple(found)
 
 
 def _parts(count: int) -> Iterator[slice]:

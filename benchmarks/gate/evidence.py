@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from evals.items import read_items
 from evals.kinds.parity import ParityItem
-from evals.kinds.serving import CONTEXT, PATHS, SEVERAL, ServedItem
+from evals.kinds.serving import CONTEXT, DRAWN, PATHS, SEVERAL, Draws, ServedItem
 from evals.kinds.shadow import ShadowItem
-from evals.kinds.source import SourceItem
+from evals.kinds.source import ANSWERS_PER_TASK, SourceAnswer, SourceItem
 from evals.kinds.speed import Benchmark, SpeedSample
 from evals.kinds.tasks import TaskItem, discordant
 from evals.kinds.text import TextItem
@@ -226,6 +226,26 @@ def served_items() -> tuple[ServedItem, ...]:
         for path in PATHS
         if path not in SEVERAL
     )  # fmt: skip
+
+
+def draws() -> tuple[Draws, ...]:
+    """Of a library that draws what numpy draws."""
+    return tuple(Draws(settings=name, draws=128, differ=0) for name in DRAWN)
+
+
+def source_answers(asked: Sequence[TaskItem]) -> tuple[SourceAnswer, ...]:
+    """The source model's answers to the first questions of each task: the baseline's."""
+    found: dict[str, list[SourceAnswer]] = {}
+    for item in asked:
+        if len(own := found.setdefault(item.task, [])) < ANSWERS_PER_TASK:
+            hashes = {name: getattr(item, name) for name in ("doc_hash", "prompt_hash", "target_hash")}
+            own.append(
+                SourceAnswer(
+                    task=item.task, doc_id=item.doc_id, choice=item.baseline_choice,
+                    loglikelihoods=item.baseline_loglikelihoods, **hashes,
+                )
+            )  # fmt: skip
+    return tuple(answer for own in found.values() for answer in own)
 
 
 def source_items(documents: int) -> tuple[SourceItem, ...]:

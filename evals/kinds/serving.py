@@ -13,7 +13,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from evals.block import QUALITY, Block, FactRow, Table, fact_metrics
-from evals.check import Check, Findings, Judged
+from evals.check import Check, Findings, Judged, Outcome
 from evals.items import read_items
 from evals.kind import Bounds, Evidence, EvidenceRecord, Kind, Report
 from evals.limits import at_least, at_most
@@ -28,6 +28,8 @@ ONCE = ("generation", "reopened")
 # word is anyone's guess, and attention has nothing else to read. 1.0 nat behind one token on the default model.
 CONTEXT = 16
 PATHS = (*EVERY_SLOT, *SEVERAL, *ONCE)
+# Settings that tokens are drawn with; the draws themselves are made where the server's sampler can be imported.
+DRAWN = ("temperature", "top_k", "top_p", "min_p", "all_filters", "penalties", "logit_bias", "logprobs")
 
 
 class ServedItem(Frozen):
@@ -53,9 +55,21 @@ class ServedItem(Frozen):
     float_kl_sum: float | None  # None: the float engine was not asked
 
 
+class Draws(Frozen):
+    """Tokens drawn with fixed seeds from the engine's own logits, by the bundle's library and by numpy.
+
+    ``differ``: how many of the draws are not the same: the token, or a log-probability.
+    """
+
+    settings: str  # one of DRAWN
+    draws: int
+    differ: int
+
+
 class ServingReport(EvidenceRecord):
     noun: ClassVar[str] = "ServingReport"
     remedy: ClassVar[str] = "run `dvc repro serving`"
+    schema_version: ClassVar[int] = 2
     parent_roles: ClassVar[Roles] = {
         "baseline": ("EngineBundle",),
         "candidate": ("EngineBundle",),
@@ -67,6 +81,7 @@ class ServingReport(EvidenceRecord):
     slots: int
     max_tokens: int
     items: int
+    draws: tuple[Draws, ...]  # none where the bundle has no native library: then numpy draws
 
 
 class ServingSettings(Section):
@@ -104,6 +119,7 @@ class Serving(Kind[ServingReport, ServedItem, ServingBounds]):
         record, items = report.record, report.items
         problems = counted("ServingReport", "items", len(items), record.items)
         problems += served_problems("ServingReport", items, record.slots, record.max_tokens)
+        problems += draw_problems("ServingReport", record.draws, any(one.level for one in evidence.hardware))
         if not any(item.float_kl_sum is not None and item.last == record.max_tokens - 1 for item in items):
             problems.append("ServingReport does not compare the last position with the float engine")
         return problems
@@ -113,6 +129,7 @@ class Serving(Kind[ServingReport, ServedItem, ServingBounds]):
         return Findings(
             checks=(
                 *served_checks(report.items, bounds),
+                draws_check(report.record.draws),
                 at_most(
                     "serving_float_kl",
                     "largest mean KL of a way of serving against the float engine, nats",
@@ -132,6 +149,7 @@ class Serving(Kind[ServingReport, ServedItem, ServingBounds]):
         facts = (
             FactRow("slots", "Slots", report.slots, note="each on every path"),
             FactRow("last_position", "Last position reached", max(item.last for item in items)),
+            FactRow("draws", "Tokens drawn", sum(one.draws for one in report.draws), note="by the bundle and by numpy"),
         )
         rows: list[tuple[str, float, float, float, float | None]] = []
         for path in dict.fromkeys(item.path for item in items):
@@ -178,6 +196,26 @@ def served_problems(name: str, items: Sequence[ServedItem], slots: int, max_toke
         if found := [item for item in items if breaks(item)]:
             problems.append(f"{len(found)} of {len(items)} served items {complaint}: path {found[0].path!r}")
     return problems
+
+
+def draw_problems(name: str, draws: Sequence[Draws], native: bool) -> list[str]:
+    """What is missing or impossible in the draws ``name`` of a bundle with a native library, or without one."""
+    if not draws and not native:
+        return []
+    problems = [
+        f"{name} has no draws with {missing}" for missing in DRAWN if missing not in {d.settings for d in draws}
+    ]
+    wrong = [one.settings for one in draws if not 0 <= one.differ <= one.draws or not one.draws]
+    return problems + [f"{name} has an impossible number of draws with {settings}" for settings in wrong]
+
+
+def draws_check(draws: Sequence[Draws]) -> Check:
+    """The bundle's library draws the tokens that numpy draws."""
+    title = "draws of the bundle's library that numpy does not make"
+    if not draws:
+        reason = "the bundle has no sampler of its own: numpy draws"
+        return Check(name="serving_draws", title=title, outcome=Outcome.PASS, reason=reason)
+    return at_most("serving_draws", title, {one.settings: one.differ for one in draws}, 0, "settings")
 
 
 def served_checks(items: Sequence[ServedItem], bounds: ServingBounds) -> tuple[Check, ...]:

@@ -7,24 +7,25 @@ and both engines are held against it. ``evals/source.py`` measures it.
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
 from pydantic import Field
 
 from evals.check import Check, Findings, Outcome
 from evals.kind import DocumentBounds, Evidence, EvidenceRecord, Kind, Report
 from evals.kinds.parity import TableError
-from evals.limits import at_most
+from evals.kinds.tasks import TaskItem
+from evals.limits import at_least, at_most
 from evals.rules import Rule, broken, counted, mean_above_largest, short, sum_of_nats, token_rules
 from tapeout.artifact import Frozen, Roles
 from tapeout.recipe import Fraction
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 FORMS = ("document", "long", "prompt")
+ANSWERS_PER_TASK = 20  # of the source model to questions of each task
 
 
 class SourceItem(Frozen):
@@ -54,9 +55,22 @@ class TextFile(Frozen):
     candidate: str | None
 
 
+class SourceAnswer(Frozen):
+    """The source model's answer to a question of :class:`evals.kinds.tasks.TaskItem`, with log-likelihoods in nats."""
+
+    task: str
+    doc_id: int
+    doc_hash: str
+    prompt_hash: str
+    target_hash: str
+    choice: int
+    loglikelihoods: tuple[float, ...]
+
+
 class SourceReport(EvidenceRecord):
     noun: ClassVar[str] = "SourceReport"
     remedy: ClassVar[str] = "run `dvc repro source`"
+    schema_version: ClassVar[int] = 2
     parent_roles: ClassVar[Roles] = {
         "baseline": ("EngineBundle",),
         "candidate": ("EngineBundle",),
@@ -70,12 +84,15 @@ class SourceReport(EvidenceRecord):
     max_tokens: int  # positions of the engines
     vocabulary: int
     embedding: TableError  # of the candidate, against the source model
+    answers: tuple[SourceAnswer, ...]
     files: tuple[TextFile, ...]
     stop_tokens: dict[str, tuple[int, ...]]  # of the source model, the exported one, and both engines
 
 
 class SourceBounds(DocumentBounds):
     max_source_kl: float = Field(default=1e-4, gt=0, le=0.1)
+    min_same_answers: Fraction = 0.95
+    max_answer_error: float = Field(default=0.02, gt=0, le=0.5)
     max_source_perplexity_ratio: float = Field(default=1.05, gt=1, le=2)
     max_perplexity: float = Field(default=1000.0, gt=1)
     min_accuracy: Fraction = 0.0
@@ -105,7 +122,7 @@ class Source(Kind[SourceReport, SourceItem, SourceBounds]):
             problems.append("SourceReport has no finite error of the embedding")
         if not record.files or set(record.stop_tokens) != {"source", "graph", "baseline", "candidate"}:
             problems.append("SourceReport does not compare tokenizers and stop tokens")
-        return problems
+        return problems + _unpaired(record.answers, _asked(evidence))
 
     def judge(self, report: Report[SourceReport, SourceItem], evidence: Evidence, bounds: SourceBounds) -> Findings:
         from evals.conditions import Condition, perplexity_check
@@ -125,6 +142,7 @@ class Source(Kind[SourceReport, SourceItem, SourceBounds]):
                     bounds.max_source_kl,
                     "texts",
                 ),
+                *_same_answers(report.record.answers, _asked(evidence), bounds),
                 perplexity_check(
                     [item.source_nll for item in documents],
                     [item.candidate_nll for item in documents],
@@ -162,6 +180,75 @@ RULES: tuple[Rule[SourceItem], ...] = (
 )
 
 
+ANSWER_RULES: tuple[Rule[SourceAnswer], ...] = (
+    ("have no finite log-likelihoods", lambda a: not (a.loglikelihoods and all(map(math.isfinite, a.loglikelihoods)))),
+    ("choose what does not exist", lambda a: a.choice not in range(len(a.loglikelihoods))),
+)
+
+
+def _asked(evidence: Evidence) -> dict[str, TaskItem]:
+    """The questions that both engines answered, by name."""
+    report = evidence.reports.get("tasks")
+    return {_question(item): item for item in report.items} if report else {}
+
+
+def _question(item: TaskItem | SourceAnswer) -> str:
+    return f"{item.task}/{item.doc_id}"
+
+
+def _unpaired(answers: Sequence[SourceAnswer], asked: Mapping[str, TaskItem]) -> list[str]:
+    """Why the source model's answers cannot be compared with the engines'."""
+
+    def differs(answer: SourceAnswer) -> bool:
+        item = asked.get(_question(answer))
+        return item is None or (
+            (item.doc_hash, item.prompt_hash, item.target_hash, len(item.baseline_loglikelihoods))
+            != (answer.doc_hash, answer.prompt_hash, answer.target_hash, len(answer.loglikelihoods))
+        )
+
+    other: Rule[SourceAnswer] = ("are to another question than the engines were asked", differs)
+    problems = broken("answer of the source model", answers, _question, (*ANSWER_RULES, other), key="question")
+    sizes, found = (Counter(item.task for item in items) for items in (asked.values(), answers))
+    return problems + [
+        f"SourceReport answers {found[task]} questions of task {task}, not {min(size, ANSWERS_PER_TASK)}"
+        for task, size in sizes.items()
+        if found[task] < min(size, ANSWERS_PER_TASK)
+    ]
+
+
+def _same_answers(
+    answers: Sequence[SourceAnswer], asked: Mapping[str, TaskItem], bounds: SourceBounds
+) -> tuple[Check, ...]:
+    """The float engine answers the questions as the source model does, with the same log-likelihoods."""
+    pairs = [(answer, asked[_question(answer)]) for answer in answers if _question(answer) in asked]
+    if not pairs:
+        return ()
+    same: dict[str, list[bool]] = {}
+    for answer, item in pairs:
+        same.setdefault(answer.task, []).append(answer.choice == item.baseline_choice)
+    return (
+        at_least(
+            "source_answers",
+            "same answers on the worst task, float engine and source model",
+            {task: sum(own) / len(own) for task, own in same.items()},
+            bounds.min_same_answers,
+            "tasks",
+        ),
+        at_most(
+            "source_loglikelihood",
+            "largest difference of a choice's log-likelihood, float engine and source model, nats",
+            {
+                _question(answer): max(
+                    abs(a - b) for a, b in zip(answer.loglikelihoods, item.baseline_loglikelihoods, strict=True)
+                )
+                for answer, item in pairs
+            },
+            bounds.max_answer_error,
+            "questions",
+        ),
+    )
+
+
 def _same_text(record: SourceReport) -> Check:
     """Tokenizer, chat template, generation settings and stop tokens are those of the model."""
     reasons = [
@@ -191,8 +278,7 @@ def _accuracy_floors(evidence: Evidence, bounds: SourceBounds) -> tuple[Check, .
     from evals.conditions import Condition
     from evals.statistics import proportion
 
-    report = evidence.reports.get("tasks")
-    items: Sequence[Any] = report.items if report else ()
+    items = _asked(evidence).values()
     if not items:
         return ()
     accuracy = proportion(sum(item.candidate_correct for item in items), len(items), bounds.confidence)

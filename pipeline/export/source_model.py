@@ -14,6 +14,7 @@ from pipeline.export.adapter import merge_adapter
 from pipeline.export.checkpoint import load_checkpoint
 from pipeline.export.needs import needs
 from pipeline.export.rotary import fix_rotary
+from pipeline.export.tokenizer import load_tokenizer
 from tapeout.resources import Needs, require
 
 
@@ -27,17 +28,18 @@ class CheckpointModel:
     def __init__(self, folder: Path, entry: str, *, adapter: Path | None, positions: int) -> None:
         memory = needs(folder, entry, adapter).memory_bytes
         require("the checkpoint's model", Needs(disk_bytes=0, memory_bytes=memory), folder)
-        self._model: Any = load_checkpoint(folder, entry).model
+        self.module: Any = load_checkpoint(folder, entry).model
+        self.tokenizer: Any = load_tokenizer(folder, entry)
         if adapter is not None:
-            merge_adapter(self._model, adapter)
-        fix_rotary(self._model, positions)
-        configured = self._model.generation_config.eos_token_id
+            merge_adapter(self.module, adapter)
+        fix_rotary(self.module, positions)
+        configured = self.module.generation_config.eos_token_id
         stops = configured if isinstance(configured, list) else [configured]
         self.stop_tokens: tuple[int, ...] = tuple(int(token) for token in stops if token is not None)
 
     def __call__(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         with torch.inference_mode():
-            return self._model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0].float().numpy()
+            return self.module(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0].float().numpy()
 
     def embedding(self) -> NDArray[np.float32]:
-        return self._model.get_input_embeddings().weight.detach().float().numpy()
+        return self.module.get_input_embeddings().weight.detach().float().numpy()

@@ -23,9 +23,11 @@ from tapeout.portable_graph import PortableGraph
 
 if TYPE_CHECKING:
     from engines.bundle import EngineBundle
+    from engines.protocol import FloatArray
     from engines.sequences import Sequences
     from engines.target import Probe
     from evals.kind import Kind, S, SourceModel
+    from evals.kinds.serving import Draws
     from pipeline.registry.release import Release
     from pipeline.sources.source import Source
     from quantization.calibration import Calibration
@@ -56,7 +58,8 @@ def _quiet_libraries() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     warnings.filterwarnings("ignore", module=r"(torch|transformers|onnxscript|copyreg|mlflow|lm_eval).*")
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    for name in ("torch.onnx", "lm_eval.models.huggingface"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _say(stage: str) -> Callable[[str], None]:
@@ -352,6 +355,12 @@ class Measurement:
                 remedy="give another model or machine its own register.model_name, or `tapeout rollback` first",
             ) from error
         return bundle, champion, incumbent is None
+
+    def draws(self, logits: FloatArray) -> tuple[Draws, ...]:
+        from engines.load import at_level
+        from pipeline.stages.draws import draws
+
+        return draws(at_level(self.bundle("candidate")), logits)
 
     def executed_on(self) -> Fingerprint:
         from engines.load import runs_here

@@ -16,33 +16,38 @@ import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper
+from tokenizers import Tokenizer
 
 from engines.bundle import EngineBundle
 from engines.compile import build
-from engines.load import find_target, load, open_probe
+from engines.load import at_level, find_target, load, open_probe
+from engines.native import compiler
 from engines.protocol import Engine, FloatArray, TokenArray
 from engines.sequences import Fed, Sequences
 from evals.check import Check, Outcome
+from evals.harness import EngineLM
 from evals.kind import Bounds, Evidence, Kind, Report
 from evals.kinds import parity as parity_kind
 from evals.kinds import serving as serving_kind
 from evals.kinds import shadow as shadow_kind
 from evals.kinds import source as source_kind
 from evals.kinds import text as text_kind
-from evals.kinds.serving import ServingReport, ServingSettings
+from evals.kinds.serving import ServingReport, ServingSettings, draws_check
 from evals.kinds.shadow import ShadowReport
-from evals.kinds.source import SourceReport
-from evals.kinds.tasks import EvalReport
+from evals.kinds.source import SourceAnswer, SourceReport
+from evals.kinds.tasks import EvalReport, TaskItem, TaskSettings
 from evals.kinds.text import text_items
 from evals.parity import parity
-from evals.serving import served_items
+from evals.quality import questions, task_items
+from evals.serving import drawn_logits, served_items
 from evals.shadow import shadow_items
-from evals.source import source_item, text_files
+from evals.source import source_answers, source_item, text_files
 from evals.tables import embedding_error
 from evals.text import joined
 from pipeline.export.export import export
 from pipeline.export.source_model import CheckpointModel
 from pipeline.recipe import Recipe
+from pipeline.stages.draws import draws
 from quantization.calibrate import calibrate
 from quantization.checkpoint import KVScales, QuantizedModel
 from quantization.compressed_tensors import open_checkpoint
@@ -52,7 +57,9 @@ from tapeout import artifact
 from tapeout.artifact import RECORD, Artifact, ArtifactRef
 from tapeout.portable_graph import PortableGraph
 from tests.fake_engine import MACHINE
+from tests.native import least_level
 from tests.plans import written_plan
+from tests.task_tables import write_tables
 
 SOURCES = {"model": {"source": "file:model"}, "data": {"source": "file:data"}}
 RECIPE = Recipe.model_validate({**SOURCES, "calibrate": {"samples": 16, "tokens": 128}})
@@ -60,6 +67,7 @@ BOUNDS = Recipe.model_validate(
     {**SOURCES, "gate": {"min_documents": 8, "min_shadow_prompts": 10, "max_kl": 0.001}}
 ).section(Bounds)
 SLOTS = 4
+TASKS = TaskSettings(tasks=("sciq", "winogrande"), items=48)
 HEAD = "model.embed_tokens.weight"
 LATE = 256  # positions from here on
 
@@ -84,8 +92,6 @@ class Made:
 def made(
     tiny_checkpoint: Path, tiny_texts: Callable[[int, int], list[str]], tmp_path_factory: pytest.TempPathFactory
 ) -> Made:
-    from tokenizers import Tokenizer
-
     folder = tmp_path_factory.mktemp("served")
     texts = tiny_texts(28, 4)
     graph = export(tiny_checkpoint, "", folder / "graph", max_positions=512, tolerance=1e-3, seed=0, parents={})
@@ -207,9 +213,14 @@ class ContinuedPrompts(Sequences):
 # how they are judged
 
 
-def checks(kind: Kind[Any, Any, Any], record: Any, items: Sequence[Any]) -> dict[str, Check]:
+def checks(
+    kind: Kind[Any, Any, Any], record: Any, items: Sequence[Any], asked: Sequence[TaskItem] = ()
+) -> dict[str, Check]:
     report = Report(ArtifactRef(kind.nouns[0], "digest"), record, tuple(items))
-    evidence = Evidence("b" * 64, "c" * 64, ArtifactRef("QuantizedModel", "q"), "cpu", MACHINE, {kind.name: report})
+    reports = {kind.name: report} | (
+        {"tasks": Report(ArtifactRef("EvalReport", "e"), None, tuple(asked))} if asked else {}
+    )
+    evidence = Evidence("b" * 64, "c" * 64, ArtifactRef("QuantizedModel", "q"), "cpu", (MACHINE,), reports)
     assert kind.problems(report, evidence) == []
     return {check.name: check for check in kind.findings(evidence, BOUNDS).checks}
 
@@ -220,12 +231,14 @@ def serve(made: Made, wrap: Callable[[Engine], Sequences]) -> dict[str, Check]:
     candidate = wrap(load(made.candidate.folder, threads=1))
     text = [token for document in made.documents for token in document]
     items = served_items(ServingSettings(steps=4, answers=6, new_tokens=8), baseline, candidate, wrap(reopened), text)
+    logits = drawn_logits(Sequences(load(made.candidate.folder, threads=1)), text)
     record = ServingReport(
         baseline=baseline.digest,
         candidate=candidate.digest,
         slots=SLOTS,
         max_tokens=512,
         items=len(items),
+        draws=draws(at_level(made.candidate), logits),
         executed_on=MACHINE,
     )
     return checks(serving_kind.KIND, record, items)
@@ -268,7 +281,13 @@ def text_checks(baseline: Sequences, candidate: Sequences, documents: list[list[
 
 
 def source_checks(
-    made: Made, folder: Path, *, baseline: Artifact[EngineBundle], candidate: Artifact[EngineBundle]
+    made: Made,
+    folder: Path,
+    *,
+    baseline: Artifact[EngineBundle],
+    candidate: Artifact[EngineBundle],
+    asked: Sequence[TaskItem] = (),
+    answers: tuple[SourceAnswer, ...] = (),
 ) -> dict[str, Check]:
     model = CheckpointModel(made.checkpoint, "", adapter=None, positions=512)
     engines = [Sequences(load(bundle.folder, threads=1, slots=1)) for bundle in (baseline, candidate)]
@@ -285,6 +304,7 @@ def source_checks(
         max_tokens=512,
         vocabulary=1024,
         embedding=embedding_error(open_probe(candidate, threads=1).embedding(), model.embedding()),
+        answers=answers,
         files=text_files(made.graph, {"baseline": baseline, "candidate": candidate}),
         stop_tokens={
             "source": model.stop_tokens,
@@ -294,7 +314,36 @@ def source_checks(
         },
         executed_on=MACHINE,
     )
-    return checks(source_kind.KIND, record, items)
+    return checks(source_kind.KIND, record, items, asked)
+
+
+@pytest.fixture(scope="module")
+def questions_on_disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("tables")
+    write_tables(root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def answers(made: Made, questions_on_disk: Path) -> tuple[SourceAnswer, ...]:
+    model = CheckpointModel(made.checkpoint, "", adapter=None, positions=512)
+    return source_answers(model, TASKS, questions_on_disk, seed=0, max_tokens=512)
+
+
+def ask(
+    made: Made, questions_on_disk: Path, harness: type[EngineLM] = EngineLM, beginning: int | None = None
+) -> list[TaskItem]:
+    """What both engines answer, asked by a harness."""
+    tokenizer = Tokenizer.from_file(str(made.graph.folder / "tokenizer.json"))
+    baseline, candidate = (
+        harness(Sequences(load(bundle.folder, threads=1)), tokenizer, end_of_text=2, beginning=beginning)
+        for bundle in (made.baseline, made.candidate)
+    )
+    return [
+        item
+        for task, numbers in questions(TASKS, questions_on_disk, 0)
+        for item in task_items(task, numbers, baseline, candidate)
+    ]
 
 
 def edited(
@@ -435,6 +484,99 @@ def test_a_baseline_that_is_not_the_source_model(made: Made, tmp_path: Path) -> 
     )
     found = failed(source_checks(made, tmp_path, baseline=broken, candidate=made.candidate))
     assert found == {"source_kl"}
+
+
+class Shifted(EngineLM):
+    """Scores of one task are shifted, by more for every choice."""
+
+    def _loglikelihood_tokens(self, requests: Sequence[Any], **kwargs: Any) -> list[tuple[float, bool]]:
+        found = super()._loglikelihood_tokens(requests, **kwargs)
+        shift = 0.05 if self.task == "sciq" else 0.0
+        return [(score + shift * (number % 4), greedy) for number, (score, greedy) in enumerate(found)]
+
+
+class LostSpaces(EngineLM):
+    """Another prompt than the task's own is encoded."""
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        return super().tok_encode(string.replace("Question: ", "Q: "), add_special_tokens, **kwargs)
+
+
+def answered(
+    made: Made, folder: Path, asked: Sequence[TaskItem], answers: tuple[SourceAnswer, ...]
+) -> dict[str, Check]:
+    found = source_checks(made, folder, **made.bundles, asked=asked, answers=answers)
+    return {name: found[name] for name in ("source_answers", "source_loglikelihood")}
+
+
+def test_sound_engines_answer_as_the_source_model_does(
+    made: Made, questions_on_disk: Path, answers: tuple[SourceAnswer, ...], tmp_path: Path
+) -> None:
+    found = answered(made, tmp_path, ask(made, questions_on_disk), answers)
+    assert {check.outcome for check in found.values()} == {Outcome.PASS}
+    assert found["source_answers"].value == 1 and (found["source_loglikelihood"].value or 1) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("harness", "beginning", "worst"), [(Shifted, None, "sciq"), (LostSpaces, None, ""), (EngineLM, 1, "")]
+)
+def test_a_harness_that_scores_something_else(
+    made: Made,
+    questions_on_disk: Path,
+    answers: tuple[SourceAnswer, ...],
+    tmp_path: Path,
+    harness: type[EngineLM],
+    beginning: int | None,
+    worst: str,
+) -> None:
+    """Both engines are asked in the same wrong way, so comparing them shows nothing."""
+    check = answered(made, tmp_path, ask(made, questions_on_disk, harness, beginning), answers)["source_loglikelihood"]
+    assert check.outcome is Outcome.FAIL and check.reason.startswith(worst)
+
+
+def test_engines_that_were_asked_other_questions(
+    made: Made, questions_on_disk: Path, answers: tuple[SourceAnswer, ...], tmp_path: Path
+) -> None:
+    asked = ask(made, questions_on_disk)
+    swapped = [item.model_copy(update={"prompt_hash": "f" * 64}) for item in asked]
+    for wrong, complaint in ((swapped, "another question"), (asked[:10], "another question")):
+        with pytest.raises(AssertionError, match=complaint):
+            answered(made, tmp_path, wrong, answers)
+    with pytest.raises(AssertionError, match="answers 19 questions of task sciq, not 20"):
+        answered(made, tmp_path, asked, answers[1:])
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "settings"),
+    [
+        ("find_largest(w, row->top_k)", "find_largest(w, row->top_k + 1)", {"top_k"}),
+        ("row->top_p * (double)total)", "0.98 * row->top_p * (double)total)", {"top_p"}),
+        ("Row* row = rows[i];", "Row* row = rows[i]; row->least = 0;", {"min_p"}),
+        ("x > 0 ? x / row->factor[i] : x * row->factor[i]", "x / row->factor[i]", {"penalties"}),
+        ("w->scores[token] + row->bias[i]", "w->scores[token]", {"logit_bias"}),
+        ("(unsigned __int128)random *", "(unsigned __int128)(random >> 1) *", {"temperature", "top_k", "top_p"}),
+        ("row->total = find_weights(", "row->total = 1 + find_weights(", {"logprobs"}),
+    ],
+    ids=["top-k", "top-p", "min-p", "penalties", "bias", "random numbers", "log-probabilities"],
+)
+def test_a_library_that_draws_other_tokens(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, right: str, wrong: str, settings: set[str]
+) -> None:
+    """A bundle whose sampling kernel is wrong; everything else in it is right."""
+    level = least_level()
+    source = tmp_path / "source"
+    shutil.copytree(compiler.SOURCE, source, ignore=shutil.ignore_patterns("*.c"))
+    text = (compiler.SOURCE / "sampling.c").read_text()
+    assert right in text
+    (source / "sampling.c").write_text(text.replace(right, wrong))
+    monkeypatch.setattr(compiler, "SOURCE", source)
+    broken = edited(made.candidate, tmp_path / "bundle", files={level.file: compiler.library(level).read_bytes()})
+    text_tokens = [token for document in made.documents for token in document]
+    logits = drawn_logits(Sequences(load(made.candidate.folder, threads=1)), text_tokens)
+    found = draws(at_level(broken, level.name), logits)
+    assert settings <= {one.settings for one in found if one.differ}
+    assert draws_check(found).outcome is Outcome.FAIL
+    assert draws_check(draws(at_level(made.candidate, level.name), logits)).outcome is Outcome.PASS
 
 
 def test_stop_token_dropped(made: Made, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,9 @@ from evals.kind import Bounds, Evidence, Report
 from evals.kinds.parity import ParityItem, ParityReport, TableError
 from evals.kinds.portable import PortableReport
 from evals.kinds.proof import ProofSummary
-from evals.kinds.serving import ServedItem, ServingReport
+from evals.kinds.serving import DRAWN, Draws, ServedItem, ServingReport
 from evals.kinds.shadow import ShadowItem, ShadowReport
-from evals.kinds.source import SourceItem, SourceReport, TextFile
+from evals.kinds.source import ANSWERS_PER_TASK, SourceAnswer, SourceItem, SourceReport, TextFile
 from evals.kinds.speed import Benchmark, EngineNumbers, SpeedSample, SpeedSummary
 from evals.kinds.tasks import EvalReport, TaskItem
 from evals.kinds.text import TextItem
@@ -168,6 +168,21 @@ def source_items(n: int = 30, kl: float = 1e-7) -> tuple[SourceItem, ...]:
     )
 
 
+def source_answers(asked: Sequence[TaskItem]) -> tuple[SourceAnswer, ...]:
+    """The source model answers the first questions of each task as the baseline does."""
+    tasks = {item.task for item in asked}
+    first = ([item for item in asked if item.task == task][:ANSWERS_PER_TASK] for task in sorted(tasks))
+    return tuple(
+        SourceAnswer(
+            **{name: getattr(item, name) for name in ("task", "doc_id", "doc_hash", "prompt_hash", "target_hash")},
+            choice=item.baseline_choice,
+            loglikelihoods=item.baseline_loglikelihoods,
+        )
+        for own in first
+        for item in own
+    )
+
+
 def speed(*ratios: float, batch: int = 1, phase: str = "decode") -> SpeedSample:
     return SpeedSample(
         batch=batch,
@@ -244,13 +259,20 @@ def make(
         executed_on=MACHINE,
     )
     both: dict[str, Any] = {"baseline": BASELINE, "candidate": CANDIDATE, "executed_on": MACHINE}
-    serving = ServingReport(**both, slots=2, max_tokens=64, items=len(served_items()))
+    serving = ServingReport(
+        **both,
+        slots=2,
+        max_tokens=64,
+        items=len(served_items()),
+        draws=tuple(Draws(settings=name, draws=32, differ=0) for name in DRAWN),
+    )
     source = SourceReport(
         **both,
         documents=len(source_items()),
         max_tokens=64,
         vocabulary=10,
         embedding=TABLE,
+        answers=source_answers(tasks),
         files=(TextFile(name="tokenizer.json", graph="t", baseline="t", candidate="t"),),
         stop_tokens=dict.fromkeys(("source", "graph", "baseline", "candidate"), (2,)),
     )
@@ -310,6 +332,7 @@ def test_good_evidence_passes_with_every_check():
             "serving_position_kl",
             "serving_agreement",
             "serving_greedy",
+            "serving_draws",
             "serving_float_kl",
             "parity_error",
             "parity_mean_error",
@@ -319,6 +342,8 @@ def test_good_evidence_passes_with_every_check():
             "parity_kl",
             "parity_top_token",
             "source_kl",
+            "source_answers",
+            "source_loglikelihood",
             "source_perplexity",
             "perplexity_floor",
             "embedding_rows",

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from evals.text import log_likelihoods
 from tapeout.artifact import ArtifactRef, load
 from tapeout.errors import EvidenceError, RecipeError, RequestError
 from tests.fake_engine import MACHINE, History, TorchEngine
+from tests.task_tables import write_tables
 
 TOKENS = st.lists(st.integers(0, 31), min_size=1, max_size=6)
 
@@ -211,30 +211,8 @@ def test_a_question_that_stands_twice_in_the_data_is_asked_once() -> None:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tables in the columns of sciq (shared context) and winogrande (a context per choice)."""
-    from tests.tiny import tiny_texts
-
     root = tmp_path_factory.mktemp("tables")
-    rng = random.Random(5)
-    science, schemas = [], []
-    for text in tiny_texts(24, 7):
-        source = text.split()
-        options = [" ".join(rng.sample(source, rng.choice([1, 1, 2]))) for _ in range(4)]
-        names = ("distractor1", "distractor2", "distractor3", "correct_answer")
-        science.append(
-            {"support": " ".join(source[:30]), "question": " ".join(source[30:36])}
-            | dict(zip(names, options, strict=True))
-        )
-        schemas.append(
-            {
-                "sentence": " ".join([*source[:12], "_", *source[13:20]]),
-                "option1": source[12],
-                "option2": options[0],
-                "answer": rng.choice("12"),
-            }
-        )
-    Dataset.from_list(science).save_to_disk(str(root / "sciq/none/validation"))
-    Dataset.from_list(schemas).save_to_disk(str(root / "winogrande/winogrande_xl/validation"))
+    write_tables(root)
     return root
 
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from evals.kind import Evidence
 from evals.kinds.serving import KIND, ServedItem, ServingReport, ServingSettings
 from evals.serving import mixed_lengths, served_items, serving, serving_metrics, windows
+from tapeout.artifact import ArtifactRef
 from tapeout.errors import EvidenceError, RequestError
 from tests.fake_engine import MACHINE, History
 
@@ -34,6 +36,7 @@ def test_a_sound_engine_is_measured_whole_and_agrees_with_itself(slots: int, max
         candidate,
         reopened,
         text=TEXT,
+        draws=(),
         executed_on=MACHINE,
         folder=tmp_path / "serving",
         parents={},
@@ -46,9 +49,10 @@ def test_a_sound_engine_is_measured_whole_and_agrees_with_itself(slots: int, max
         slots=slots,
         max_tokens=max_tokens,
         items=len(found.items),
+        draws=(),
         executed_on=MACHINE,
     )
-    evidence: Any = None
+    evidence = Evidence("b", "c", ArtifactRef("QuantizedModel", "q"), "cpu", (MACHINE,), {})
     assert KIND.problems(found, evidence) == []
     assert all(item.agree == item.tokens and item.kl_sum == item.error == item.gap == 0 for item in found.items)
     assert all((item.float_kl_sum is None) == (item.path in ("generation", "share")) for item in found.items)

@@ -1,0 +1,75 @@
+"""What a bundle's native library draws from logits, compared with numpy: the server's sampler with both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from engines.bundle import EngineBundle
+from engines.native.sampling import SamplingKernel
+from engines.protocol import FloatArray
+from engines.sessions import library_of
+from evals.kinds.serving import Draws
+from runtime.messages import GenerateRequest, SamplingSettings
+from runtime.sampling import BatchSampler, Choice
+from tapeout.artifact import Artifact
+
+SEEDS = range(4)
+THREADS = 2
+LOGPROBS = 20
+# Temperatures above 1, so that filters have something to cut off. Those that need more than settings are in `_request`.
+SETTINGS: Mapping[str, SamplingSettings] = {
+    "temperature": SamplingSettings(temperature=1.5),
+    "top_k": SamplingSettings(temperature=2, top_k=20),
+    "top_p": SamplingSettings(temperature=1.5, top_p=0.8),
+    "min_p": SamplingSettings(temperature=2, min_p=0.02),
+    "all_filters": SamplingSettings(temperature=2, top_k=50, top_p=0.9, min_p=0.01),
+    "penalties": SamplingSettings(presence_penalty=1, frequency_penalty=0.5, repetition_penalty=1.3),
+    "logit_bias": SamplingSettings(temperature=1),
+    "logprobs": SamplingSettings(temperature=1),
+}
+
+
+def draws(bundle: Artifact[EngineBundle], logits: FloatArray) -> tuple[Draws, ...]:
+    """One response to each setting and seed, whose logits are the rows of ``logits``: ``[P, V]``.
+
+    ``bundle``: as :func:`engines.load.at_level` gives it. Nothing where it has no native library.
+    """
+    library = library_of(bundle)
+    return () if library is None else compared(SamplingKernel(library, logits.shape[1], THREADS), logits)
+
+
+def compared(kernel: SamplingKernel, logits: FloatArray) -> tuple[Draws, ...]:
+    """:func:`draws` of a library that is open."""
+    requests = {f"{name} {seed}": _request(name, seed, logits) for name in SETTINGS for seed in SEEDS}
+    native, numpy = (_responses(one, requests, logits) for one in (kernel, None))
+    found: list[Draws] = []
+    for name in SETTINGS:
+        own = [id for id in requests if id.rpartition(" ")[0] == name]
+        pairs = [pair for id in own for pair in zip(native[id], numpy[id], strict=True)]
+        found.append(Draws(settings=name, draws=len(pairs), differ=sum(a != b for a, b in pairs)))
+    return tuple(found)
+
+
+def _request(name: str, seed: int, logits: FloatArray) -> GenerateRequest:
+    likeliest = logits.argmax(axis=1).tolist()
+    settings = vars(SETTINGS[name]) | {"seed": seed}
+    if name == "logit_bias":  # the likeliest tokens are excluded, and others made likely
+        settings["logit_bias"] = dict.fromkeys(likeliest, -100) | dict.fromkeys(range(8), 12.5)
+    return GenerateRequest(
+        id=f"{name} {seed}",
+        prompt=likeliest,
+        max_new_tokens=len(logits),
+        sampling=SamplingSettings(**settings),
+        stop_tokens=frozenset({0}),
+        logprobs=LOGPROBS if name == "logprobs" else None,
+    )
+
+
+def _responses(
+    kernel: SamplingKernel | None, requests: Mapping[str, GenerateRequest], logits: FloatArray
+) -> dict[str, list[Choice]]:
+    sampler = BatchSampler(logits.shape[1], kernel=kernel)
+    for request in requests.values():
+        sampler.add(request)
+    steps = [sampler.choose(list(requests), [row] * len(requests)) for row in logits]
+    return {id: [step[number] for step in steps] for number, id in enumerate(requests)}
