@@ -25,8 +25,10 @@ from tapeout.errors import QuantizationError
 Goal = Literal["seconds", "bytes"]
 FRONTIER_SHOWN = 50  # plans of a frontier that is drawn
 SOLVER_SECONDS = 10.0  # of one plan; one that is not proven to be the best in this time says so
-SLACK = 1e-6  # of a budget, left to the tolerances of HiGHS, which else cuts off plans that meet it exactly
-VALUE_RANGE = 1e3  # of the objective: HiGHS takes a difference of 1e-6 for none
+SLACK = 1e-6  # of a budget: without it, HiGHS cuts off plans that meet the budget exactly
+# Objective and budgets are scaled to this: the tolerance of HiGHS, 1e-6, is then a thousandth of the slack. Where the
+# two were equal, its presolve cut off a plan that meets two budgets exactly, and called the next best one optimal.
+SCALE = 1e3
 OPTIMAL, INFEASIBLE = 0, 2  # statuses of scipy.optimize.milp
 ROUNDS = 6  # plans that are measured as a whole
 NEAR = 0.95  # of the limit: a KL between is not worth another round
@@ -241,7 +243,9 @@ class _Knapsack:
         allowed = np.all([self._beyond[part] <= value for part, value in left.items()] or [True], axis=0)
         constraints = [LinearConstraint(csr_array((np.ones(count), (self._units, np.arange(count)))), 1, 1)]
         constraints += [
-            LinearConstraint((np.where(allowed, self._beyond[part], 0) / value)[None], -np.inf, 1 + SLACK)
+            LinearConstraint(
+                (np.where(allowed, self._beyond[part], 0) * (SCALE / value))[None], -np.inf, SCALE * (1 + SLACK)
+            )
             for part, value in left.items()
             if value
         ]
@@ -250,7 +254,7 @@ class _Knapsack:
         limits: Any = (np.zeros(count), np.broadcast_to(allowed, count).astype(float))
         with _silent():
             result: Any = milp(
-                value * (VALUE_RANGE / (value.max() or 1.0)),
+                value * (SCALE / (value.max() or 1.0)),
                 integrality=np.ones(count),
                 bounds=Bounds(*limits),
                 constraints=constraints,

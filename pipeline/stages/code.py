@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import grimp
 
@@ -30,6 +31,8 @@ REGISTRIES = {
     "quantization.formats": "quantization.formats",
     "quantization.methods": "quantization.methods",
 }
+
+BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")  # where a statement holds others
 
 Stage = Callable[..., object]  # a function of ``wiring.py``, or its ``_measure`` bound to a kind of evidence
 
@@ -141,13 +144,18 @@ def _closure(graph: grimp.ImportGraph, roots: Iterable[str], dynamic: Mapping[st
 
 
 def _files(modules: Iterable[str]) -> dict[str, str]:
-    hashes: dict[str, str] = {}
-    for module in sorted(modules):
-        path = _source(module)
-        hashes[str(path.relative_to(ROOT))] = _python_hash(path, assignments_only=module == RECIPE)
-        if path.name == "__init__.py":
-            hashes |= {str(data.relative_to(ROOT)): _sha256(data.read_bytes()) for data in _data(path.parent)}
-    return hashes
+    return {path: digest for module in sorted(modules) for path, digest in _files_of(module).items()}
+
+
+@cache
+def _files_of(module: str) -> dict[str, str]:
+    """The module and, of a package, its files that are not Python."""
+    path = _source(module)
+    body = ast.parse(path.read_text()).body
+    counted = [node for node in body if isinstance(node, ast.Assign | ast.AnnAssign) or module != RECIPE]
+    data = _data(path.parent) if path.name == "__init__.py" else []
+    hashes = {path: _sha256(_statements(counted)), **{file: _sha256(file.read_bytes()) for file in data}}
+    return {str(file.relative_to(ROOT)): digest for file, digest in hashes.items()}
 
 
 def _data(package: Path) -> list[Path]:
@@ -160,23 +168,19 @@ def _package(path: Path) -> Path:
     return next(folder for folder in path.parents if (folder / "__init__.py").is_file())
 
 
-@cache
-def _python_hash(path: Path, *, assignments_only: bool) -> str:
-    body = ast.parse(path.read_text()).body
-    counted = [node for node in body if isinstance(node, ast.Assign | ast.AnnAssign) or not assignments_only]
-    return _sha256(_statements(counted))
-
-
 def _statements(body: Iterable[ast.stmt]) -> bytes:
     """Source text without comments and docstrings."""
     tree = ast.Module(list(body), [])
-    for node in ast.walk(tree):
-        match node:
-            case ast.Module(body=inner) | ast.FunctionDef(body=inner) | ast.ClassDef(body=inner):
-                if inner and isinstance(inner[0], ast.Expr) and isinstance(inner[0].value, ast.Constant):
-                    inner[0] = ast.Pass()
-            case _:
-                pass
+    waiting: list[Any] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            match node.body:
+                case [ast.Expr(value=ast.Constant()), *_]:
+                    node.body[0] = ast.Pass()
+                case _:
+                    pass
+        waiting += [inner for part in BLOCKS for inner in getattr(node, part, ())]
     return ast.unparse(tree).encode()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import platform
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,14 @@ def machine() -> dict[str, object]:
 
 def listed(pipeline: str, stage: str) -> list[str]:
     """The parameters that a ``dvc.yaml`` lists for a stage; those of the whole recipe where it lists the file."""
-    names: list[Any] = yaml.safe_load((ROOT / pipeline).read_text())["stages"][stage].get("params", [])
+    names: list[Any] = _stages(ROOT / pipeline)[stage].get("params", [])
     whole = [info.alias or name for name, info in Recipe.model_fields.items()]
     return [part for name in names for part in (whole if isinstance(name, dict) else [name])]
+
+
+@cache
+def _stages(pipeline: Path) -> dict[str, Any]:
+    return yaml.safe_load(pipeline.read_text())["stages"]
 
 
 def resolved(recipe: Recipe, names: Sequence[str]) -> dict[str, object]:
