@@ -1,7 +1,7 @@
 """Write a checkpoint with random weights in the shape of a known model, to measure stages at real sizes.
 
 python -m benchmarks.shapes llama-3.2-1b scratch/llama-1b --tokenizer artifacts/graph
-python -m benchmarks.shapes llama-3.1-8b scratch/llama-8b --tokenizer artifacts/graph --layers 4
+python -m benchmarks.shapes llama-3.1-8b scratch/llama-8b --tokenizer artifacts/graph --set num_hidden_layers=4
 
 Weights are normal with a deviation of 1/sqrt(inputs), biases of 0.02, norms are 1, so hidden states keep their size
 over the layers. Tensors are written one by one in bfloat16, in shards as published models have them. Random weights
@@ -124,12 +124,14 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("shape", choices=sorted(SHAPES))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tokenizer", type=Path, default=Path("artifacts/graph"), help="folder with a tokenizer")
-    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="NAME=VALUE", help="change config.json; values are JSON"
+    )
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(words)
     shape = SHAPES[given.shape]
-    if given.layers:
-        shape = Shape(shape.architecture, {**shape.config, "num_hidden_layers": given.layers})
+    changed = {name: json.loads(value) for name, _, value in (setting.partition("=") for setting in given.set)}
+    shape = Shape(shape.architecture, {**shape.config, **changed})
     count = write(shape, given.folder, given.tokenizer, seed=given.seed)
     print(f"{given.folder}: {count / 1e9:.2f} billion parameters, {2 * count / 1e9:.2f} GB")
 

@@ -1,6 +1,6 @@
 """Export: a checkpoint to a PortableGraph, whose parameters are stored in the safetensors files beside it.
 
-The traced graph (:mod:`pipeline.export.trace`) holds no weights of its own (:mod:`pipeline.export.weights`), and is kept
+The traced graph (:mod:`pipeline.export.trace`) holds no weights of its own (:mod:`pipeline.export.weights`). It is kept
 only if it computes what transformers computes (:mod:`pipeline.export.check`).
 """
 

@@ -1,4 +1,4 @@
-"""The weights of a portable graph: shared with the checkpoint or written beside the graph, and bound to its parameters."""
+"""Weights of a portable graph: shared with the checkpoint or written beside the graph, and bound to its parameters."""
 
 from __future__ import annotations
 
