@@ -1,5 +1,7 @@
 """The tokenizer of a checkpoint: kept byte for byte, and compared with the one that transformers makes of it.
 
+A checkpoint that has a file of sentencepiece alone gets a converted one (:mod:`pipeline.export.sentencepiece_file`).
+
 Engines and evaluation encode with ``tokenizer.json`` alone. transformers may build another tokenizer from the same
 folder: some of its classes replace the pre-tokenizer or the post-processor of the file. Then nobody can say which of
 the two the model was trained with, so a difference is refused with an example.
@@ -16,6 +18,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from pipeline.export.gguf import tokens
+from pipeline.export.sentencepiece_file import converted
 from runtime.chat import TEMPLATE, ChatTemplate
 from tapeout.errors import ExportError, one_line
 from tapeout.tensor_files import few
@@ -85,12 +88,7 @@ def load_tokenizer(checkpoint: Path, entry: str) -> Any:
             remedy="copy the tokenizer's files from the model that this checkpoint was made from",
         )
     if not entry and all(name in SENTENCEPIECE for name in files):
-        raise ExportError(
-            f"the tokenizer of {checkpoint} is {few(files)} alone, in the format of sentencepiece",
-            expected=FILE,
-            remedy="convert it: `pip install sentencepiece`, then `AutoTokenizer.from_pretrained(folder)"
-            ".save_pretrained(folder)`; or copy the file from the model that this checkpoint was made from",
-        )
+        return converted(checkpoint, files[0], TEXTS)
     kind: Any = AutoTokenizer
     if FILE in files and not entry:
         _read(checkpoint / FILE)

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from pipeline.cli.main import main
+from pipeline.export import sentencepiece_file
 from pipeline.export.adapter import merge_adapter
 from pipeline.export.checkpoint import load_checkpoint
 from pipeline.export.export import find_stop_tokens
@@ -29,6 +30,7 @@ from tapeout.schemes import Scheme
 from tests import checkpoints
 from tests.checkpoints import CONFIG, WEIGHTS, Tensors, change_json, change_weights, gguf_file, shard, write_index
 from tests.families import VOCAB_SIZE
+from tests.sentencepiece_files import write_sentencepiece
 
 UP = "model.layers.1.mlp.up_proj.weight"
 BYTES = Scheme(bits=8)
@@ -292,9 +294,19 @@ def test_there_is_no_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     tokenizer_refused(folder, "no tokenizer in")
     (folder / "tokenizer.model").write_bytes(b"\x0a\x07garbage")
-    tokenizer_refused(folder, r"is tokenizer\.model alone, in the format of sentencepiece")
+    tokenizer_refused(folder, r"tokenizer\.model cannot be converted to tokenizer\.json")
     (folder / "vocab.json").write_text("{")
     tokenizer_refused(folder, r"cannot read the tokenizer of .*vocab\.json")
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_a_sentencepiece_file_is_converted_into_another_tokenizer(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the space that sentencepiece puts before a text."""
+    write_sentencepiece(tmp_path / "tokenizer.model", kind)
+    monkeypatch.setattr(sentencepiece_file, "FORMS", ((),))
+    tokenizer_refused(tmp_path, "is another tokenizer than sentencepiece makes of it: 'The quick brown")
 
 
 def test_a_chat_template_that_is_no_template(tiny_checkpoint: Path, tmp_path: Path) -> None:
