@@ -5,6 +5,7 @@ tapeout/signing.py has the fields and signs them. INCONCLUSIVE counts as FAILED:
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from engines.bundle import EngineBundle
@@ -18,40 +19,42 @@ from tapeout.signing import Digest, Resource, Statement, TestResult, record_reso
 def statement(model: str, verdict: Artifact[Verdict], bundle: Artifact[Any]) -> Statement:
     """The outcome of every check, about the record of ``bundle``. ``model``: the registered name it was judged for."""
     record = verdict.record
-    outcomes = {check.name: check.outcome is Outcome.PASS for check in record.checks}
-    return Statement(
-        subject=(record_resource(bundle.folder),),
-        predicate=TestResult(
-            result="PASSED" if record.outcome is Outcome.PASS else "FAILED",
-            configuration=(Resource(name="policy", digest=Digest(sha256=record.policy.digest)),),
-            passedTests=tuple(name for name, passed in outcomes.items() if passed),
-            failedTests=tuple(name for name, passed in outcomes.items() if not passed),
-            outcome=record.outcome.value,
-            executed_on=record.executed_on,
-            model=model,
-            bundle=bundle.digest,
-            verdict=verdict.digest,
-            evidence=record.evidence,
-        ),
+    return _statement(
+        record,
+        bundle.folder,
+        configuration=(Resource(name="policy", digest=Digest(sha256=record.policy.digest)),),
+        executed_on=record.executed_on,
+        model=model,
+        bundle=bundle.digest,
+        verdict=verdict.digest,
+        evidence=record.evidence,
     )
 
 
 def level_statement(found: Artifact[LevelVerdict], bundle: Artifact[EngineBundle]) -> Statement:
     """The outcome of every check of one level, about the record of this evidence."""
-    record = found.record
+    return _statement(
+        found.record,
+        found.folder,
+        configuration=(),
+        executed_on=f"{bundle.record.target}:{found.record.executed_on.level}",
+        model="",
+        bundle=bundle.digest,
+        verdict=found.parents["verdict"].digest,
+        evidence={parent.noun: parent.digest for parent in found.parents.values()},
+    )
+
+
+def _statement(record: Verdict | LevelVerdict, subject: Path, **fields: Any) -> Statement:
+    """``fields``: of the result, beside the outcomes of the record's checks."""
     outcomes = {check.name: check.outcome is Outcome.PASS for check in record.checks}
     return Statement(
-        subject=(record_resource(found.folder),),
+        subject=(record_resource(subject),),
         predicate=TestResult(
             result="PASSED" if record.outcome is Outcome.PASS else "FAILED",
-            configuration=(),
             passedTests=tuple(name for name, passed in outcomes.items() if passed),
             failedTests=tuple(name for name, passed in outcomes.items() if not passed),
             outcome=record.outcome.value,
-            executed_on=f"{bundle.record.target}:{record.executed_on.level}",
-            model="",
-            bundle=bundle.digest,
-            verdict=found.parents["verdict"].digest,
-            evidence={parent.noun: parent.digest for parent in found.parents.values()},
+            **fields,
         ),
     )

@@ -24,7 +24,8 @@ from quantization.reference import QuantizedReference
 from tapeout.artifact import Artifact
 from tapeout.portable_graph import PortableGraph
 from tapeout.recipe import Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize, Recipe, Rule
-from tests.families import export_family, vocab_size
+from tests.exported import family_graph
+from tests.families import vocab_size
 from tests.plans import written_plan
 
 ROWS, TOKENS = 8, 48  # calibration samples and tokens of each
@@ -69,9 +70,9 @@ class Made:
     bundle: Artifact[EngineBundle]
 
 
-def make(name: str, folder: Path, graph: Artifact[PortableGraph] | None = None) -> Made:
-    """The family quantized and built; ``graph``: exported already."""
-    graph = graph or export_family(name, folder)
+def make(name: str, folder: Path) -> Made:
+    """The family quantized and built."""
+    graph = family_graph(name)
     calibration = calibrate(recipe().calibrate, graph, texts(words(name, ROWS, TOKENS, 1)), folder / "calibration")
     plan = written_plan(recipe(), graph, folder / "plan")
     quantized = quantize(recipe().quantize, graph, calibration, plan, folder / "quantized")
@@ -100,19 +101,6 @@ def difference_from_checkpoint(made: Made, documents: int, tokens: int) -> str:
     wrong += [f"agreement of {agreed:.1%}"] * (not agreed > 0.995)
     wrong += [f"a linear off by {worst:.1e}"] * (not worst < 0.01)  # the gate's bound
     return ", ".join(wrong)
-
-
-def build_float(graph: Artifact[PortableGraph], folder: Path, slots: int) -> Artifact[EngineBundle]:
-    return build(
-        graph,
-        open_checkpoint(graph.folder),
-        folder,
-        target=find_target("ort-cpu"),
-        precision="float32",
-        slots=slots,
-        kv_scales={},
-        parents={},
-    )
 
 
 def transformers_logits(model: Any, tokens: Sequence[int]) -> FloatArray:

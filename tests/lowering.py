@@ -84,6 +84,20 @@ def linear(x: ir.Value, name: str, weight: NDArray[np.float32], bias: NDArray[np
     return product if bias is None else op("Add", [product, parameter(f"{name}.bias", bias)], shape)
 
 
+def linear_model(
+    members: Mapping[str, int], columns: int = 64, *, biased: bool = False, rng: np.random.Generator
+) -> ir.Model:
+    """Linears of random weights over one input ``[batch, tokens, columns]``. ``members``: output channels of each."""
+    x = value("x", ["batch", "tokens", columns])
+    outputs: list[ir.Value] = []
+    for name, rows in members.items():
+        weight = rng.standard_normal((rows, columns)).astype(np.float32)
+        bias = rng.standard_normal(rows).astype(np.float32) if biased else None
+        result = linear(x, name, weight, bias)
+        outputs.append(named(name, op("Neg", [result], result.shape)))
+    return model_of([x], outputs)
+
+
 def named(name: str, output: ir.Value) -> ir.Value:
     output.name = name
     return output

@@ -16,8 +16,9 @@ from pathlib import Path
 
 from pipeline.export.checkpoint import load_checkpoint
 from tapeout.errors import TapeoutError
-from tests.families import ALL_FAMILIES, export_family
-from tests.family_engines import PROMPTS, build_float, difference_from_checkpoint, largest_errors, make
+from tests.exported import build_float, family_graph
+from tests.families import ALL_FAMILIES
+from tests.family_engines import PROMPTS, difference_from_checkpoint, largest_errors, make
 
 PAGE = Path(__file__).parents[1] / "docs/models.md"
 HEADER = "| family | transformers' type | exported | quantized | decoded in batches |"
@@ -44,7 +45,7 @@ def examine(family: str) -> Row:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:
-            graph = export_family(family, folder)
+            graph = family_graph(family)
         except TapeoutError as error:
             return Row(family, f"refused: {error.found}")
         errors = largest_errors(
@@ -53,7 +54,7 @@ def examine(family: str) -> Row:
         wrong = [f"{use} differs by {error:.0e}" for use, error in errors.items() if not error < TOLERANCE]
         decoded = "; ".join(wrong) or "yes"
         try:
-            difference = difference_from_checkpoint(make(family, folder, graph), DOCUMENTS, DOCUMENT_TOKENS)
+            difference = difference_from_checkpoint(make(family, folder), DOCUMENTS, DOCUMENT_TOKENS)
         except TapeoutError as error:
             return Row(family, "yes", f"refused: {error.found}", decoded)
         return Row(family, "yes", difference or "yes", decoded)

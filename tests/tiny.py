@@ -4,22 +4,19 @@ Random weights cannot tell a good quantizer from a bad one: their logits are noi
 anything. This model (4 layers, hidden 128, 4 heads over 2 KV heads, 1,024 byte-level BPE tokens) has read the
 language reference in ``pydoc_data.topics`` and predicts held-out passages of it far better than token frequencies do.
 
-It is trained once per machine and kept in the temporary folder under a name that hashes this file and the versions
-that shape its weights; concurrent test workers wait for the first.
+It is trained once per machine, and again when this file or a version that shapes its weights changes.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
 import platform
 import random
-import shutil
-import tempfile
 from functools import cache
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
+
+from tests.kept import kept
 
 PAD, START, STOP = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 VOCAB_SIZE = 1024
@@ -48,18 +45,7 @@ def tiny_texts(count: int, seed: int) -> list[str]:
 
 def tiny_checkpoint() -> Path:
     """The Hugging Face checkpoint folder: weights, tokenizer, chat template, generation config with a stop token."""
-    from filelock import FileLock
-
-    home = Path(tempfile.gettempdir()) / f"tapeout-tests-{os.getuid()}"
-    home.mkdir(exist_ok=True)
-    folder = home / f"tiny-llama-{_key()}"
-    with FileLock(folder.with_suffix(".lock")):
-        if not folder.exists():
-            partial = folder.with_suffix(".partial")
-            shutil.rmtree(partial, ignore_errors=True)
-            _train(partial)
-            partial.rename(folder)
-    return folder
+    return kept("tiny-llama", _key(), _train)
 
 
 @cache
@@ -89,7 +75,7 @@ def _key() -> str:
     import transformers
 
     versions = f"{platform.python_version()} {torch.__version__} {transformers.__version__}"
-    return hashlib.sha256(Path(__file__).read_bytes() + versions.encode()).hexdigest()[:16]
+    return Path(__file__).read_text() + versions
 
 
 def _tokenizer(texts: list[str]) -> Any:

@@ -31,6 +31,7 @@ from pipeline.registry.versions import (
     bundle_name,
     digest_of,
     evidence_digest,
+    existing,
     get_version,
     model_id_of,
     tag_of,
@@ -191,16 +192,13 @@ def require_bundle(folder: Path, digest: str, number: int) -> None:
             f"the bundle of version {number} is missing: no {RECORD} in {folder}", expected=wanted, remedy=remedy
         )
     try:
-        found = verify(folder).digest
+        here = verify(folder).digest
+        problem = "" if here == digest else f"{RECORD} says {here[:12]}"
     except TapeoutError as error:
+        problem = error.found
+    if problem:
         raise RegistryError(
-            f"the bundle in {folder} is not the one that was judged: {error.found}", expected=wanted, remedy=remedy
-        ) from error
-    if found != digest:
-        raise RegistryError(
-            f"the bundle in {folder} is not the one that was judged: {RECORD} says {found[:12]}",
-            expected=wanted,
-            remedy=remedy,
+            f"the bundle in {folder} is not the one that was judged: {problem}", expected=wanted, remedy=remedy
         )
 
 
@@ -231,15 +229,9 @@ def _require_run(client: MlflowClient, version: ModelVersion) -> None:
 
 def _is_source_of(client: MlflowClient, version: ModelVersion, digest: str) -> bool:
     """Whether a version points to the bundle of this digest."""
-    from mlflow.exceptions import MlflowException
-
     model_id = model_id_of(version.source)
-    try:
-        return bool(model_id) and client.get_logged_model(model_id).name == bundle_name(digest)
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-            raise
-        return False
+    model = existing(client.get_logged_model, model_id) if model_id else None
+    return model is not None and model.name == bundle_name(digest)
 
 
 def _recipe(path: Path) -> Recipe:

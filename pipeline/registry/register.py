@@ -32,7 +32,7 @@ from pipeline.registry.versions import (
     SIGNATURE,
     VERDICT,
     aliases,
-    model_exists,
+    existing,
     source_of,
 )
 from pipeline.report.data import flatten
@@ -152,7 +152,7 @@ def _holder(model_name: str, alias: str) -> RegisteredBundle | None:
     if database is not None and not database.exists():
         return None  # connecting would create it
     with connect(write=False) as client:
-        if not model_exists(client, model_name):
+        if existing(client.get_registered_model, model_name) is None:
             return None
         number = aliases(client, model_name).get(alias)
         if number is None:
@@ -231,7 +231,7 @@ def _report_metrics(report: Path) -> dict[str, float]:
 
 
 def _version(client: MlflowClient, name: str, tags: Mapping[str, str], run_id: str, model_id: str) -> ModelVersion:
-    if not model_exists(client, name):
+    if existing(client.get_registered_model, name) is None:
         client.create_registered_model(name)
     same = [v for v in client.search_model_versions(f"tags.`{KEY}` = '{tags[KEY]}'") if v.name == name]
     source = source_of(model_id)

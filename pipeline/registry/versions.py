@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipeline.registry.tracking import public_uri, tracking_uri
 from tapeout.artifact import canonical_json
@@ -22,6 +22,7 @@ NO_CHAMPION = "none"
 EVIDENCE, VERDICT = "evidence", "verdict"  # folders of a version's run
 SIGNATURE, MODEL_SIGNATURE = "verdict.sigstore.json", "model.sig"  # in the folder of the evidence
 LEVEL_TAG = "tapeout.level."  # and the level: the digest of its evidence
+T = TypeVar("T")
 
 
 class UnknownVersionError(RegistryError):
@@ -57,40 +58,37 @@ def aliases(client: MlflowClient, name: str) -> dict[str, int]:
     return {str(alias): int(number) for alias, number in get_model(client, name).aliases.items()}
 
 
-def model_exists(client: MlflowClient, name: str) -> bool:
+def existing(call: Callable[..., T], *arguments: str) -> T | None:
+    """What a call of MLflow's client gives; None where the registry has no such thing."""
     from mlflow.exceptions import MlflowException
 
     try:
-        client.get_registered_model(name)
+        return call(*arguments)
     except MlflowException as error:
         if error.error_code != "RESOURCE_DOES_NOT_EXIST":
             raise
-        return False
-    return True
+        return None
 
 
 def get_model(client: MlflowClient, name: str) -> RegisteredModel:
-    if not model_exists(client, name):
+    model = existing(client.get_registered_model, name)
+    if model is None:
         raise UnknownVersionError(
             f"no model {name!r} in the registry at {public_uri(tracking_uri())}",
             expected="the `register.model_name` of params.yaml",
             remedy="run `dvc repro register`, or correct the name or MLFLOW_TRACKING_URI",
         )
-    return client.get_registered_model(name)
+    return model
 
 
 def get_version(client: MlflowClient, name: str, number: int) -> ModelVersion:
-    from mlflow.exceptions import MlflowException
-
-    try:
-        return client.get_model_version(name, str(number))
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-            raise
+    version = existing(client.get_model_version, name, str(number))
+    if version is None:
         known = sorted(int(v.version) for v in client.search_model_versions(f"name='{name}'"))
         raise UnknownVersionError(
             f"{name} has no version {number}", expected=f"one of {', '.join(map(str, known)) or 'none'}"
-        ) from error
+        )
+    return version
 
 
 def tag_of(tags: Mapping[str, str], name: str, number: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 import re
 from collections.abc import Sequence
@@ -18,15 +17,6 @@ if TYPE_CHECKING:
 
 QUESTION = "question"  # the column of nq_open and trivia_qa that a user would type
 OVERLAP_WORDS = 13  # texts that share a run this long count as the same: Brown et al. 2020 (GPT-3), appendix C
-
-
-def text_hash(text: str) -> str:
-    """The stable name of a text: the first 16 hex digits of its sha256.
-
-    >>> text_hash("The capital of France is Paris.")
-    'a1b7eb2ee7a6aded'
-    """
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def read_split(source: Artifact[Source], dataset: str, split: str = "validation") -> Dataset:

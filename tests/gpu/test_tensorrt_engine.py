@@ -12,7 +12,7 @@ from engines.load import hardware_target, load
 from engines.portable import PortableEngine
 from engines.sequences import Sequences
 from engines.target import Compilation
-from tests.families import export_family
+from tests.exported import family_graph
 from tests.lowered import SLOTS, lowered
 
 GPU = hardware_target("tensorrt").features()
@@ -36,7 +36,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
     def get(family: str, precision: str) -> tuple[Sequences, Sequences]:
         folder = tmp_path_factory.mktemp(f"{family}-{precision}")
-        source = lowered(export_family(family, folder), folder / "lowered", precision)
+        source = lowered(family_graph(family), folder / "lowered", precision)
         hardware_target(TARGET).compile(source, folder / "bundle", Compilation(GPU[0], (1, SLOTS)))
         engines = load(folder / "bundle"), PortableEngine(source, max_tokens=TOKENS + 8, slots=SLOTS)
         return Sequences(engines[0]), Sequences(engines[1])

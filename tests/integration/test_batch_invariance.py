@@ -26,7 +26,6 @@ from engines.compile import build
 from engines.load import find_target, load
 from engines.protocol import FloatArray
 from engines.sequences import Sequences
-from pipeline.export.export import export
 from quantization.calibrate import calibrate
 from quantization.calibration import Calibration
 from quantization.checkpoint import KV_SCALES
@@ -36,7 +35,8 @@ from tapeout import artifact
 from tapeout.artifact import Artifact
 from tapeout.portable_graph import PortableGraph
 from tapeout.recipe import Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize, Recipe, Rule
-from tests.families import FAMILIES, MAX_POSITIONS, export_family
+from tests.exported import family_graph, tiny_graph
+from tests.families import FAMILIES, MAX_POSITIONS
 from tests.plans import written_plan
 
 SLOTS = 33  # one more than the largest batch, so that a batch can stand in more than one place
@@ -121,7 +121,7 @@ def models(
         from transformers import AutoTokenizer
 
         folder = tmp_path_factory.mktemp("tiny")
-        graph = export(tiny_checkpoint, "", folder / "graph", max_positions=512, tolerance=1e-3, seed=0, parents={})
+        graph = tiny_graph()
         tokenizer: Any = AutoTokenizer.from_pretrained(tiny_checkpoint)
         texts = [tokenizer(text).input_ids for text in tiny_texts(2 * PROMPTS, 5)]
         prompts = [(texts[2 * i] + texts[2 * i + 1])[:length] for i, length in enumerate(lengths(LONGEST))]
@@ -134,7 +134,7 @@ def models(
         draw = np.random.default_rng(1)
         words = draw.integers(3, FAMILIES[ODD].vocab_size, (8, 48))
         texts = [" ".join(f"w{word}" for word in row) for row in words]
-        graph = export_family(ODD, folder)
+        graph = family_graph(ODD)
         prompts = [
             draw.integers(3, FAMILIES[ODD].vocab_size, length).tolist() for length in lengths(MAX_POSITIONS - STEPS)
         ]

@@ -27,32 +27,18 @@ from benchmarks.serving.endurance import (
     untried,
     usage_problems,
 )
-from engines.compile import build
-from engines.load import graph_target
-from pipeline.export.export import export
-from quantization.compressed_tensors import open_checkpoint
+from tests.exported import build_float, tiny_graph
 from tests.native import own_cache
 
 SECONDS, KILL_SECONDS = 30.0, 8.0
 
 
 @pytest.fixture(scope="module")
-def bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("endurance")
-    graph = export(tiny_checkpoint, "", folder / "graph", max_positions=512, tolerance=1e-3, seed=0, parents={})
     with pytest.MonkeyPatch.context() as patch:
         own_cache(patch, folder / "cache")
-        built = build(
-            graph,
-            open_checkpoint(graph.folder),
-            folder / "bundle",
-            target=graph_target("ort-cpu"),
-            precision="float32",
-            slots=8,
-            kv_scales={},
-            parents={"graph": graph},
-        )
-    return built.folder
+        return build_float(tiny_graph(), folder / "bundle", slots=8).folder
 
 
 def test_the_server_endures(bundle: Path) -> None:

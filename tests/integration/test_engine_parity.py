@@ -18,7 +18,6 @@ from engines.sequences import Sequences
 from evals.kinds.parity import ParityItem
 from evals.parity import compare
 from evals.text import kl_divergences
-from pipeline.export.export import export
 from quantization.calibrate import calibrate
 from quantization.checkpoint import KVScales, QuantizedModel
 from quantization.compressed_tensors import open_checkpoint
@@ -27,6 +26,7 @@ from quantization.reference import QuantizedReference
 from tapeout.artifact import Artifact
 from tapeout.recipe import Calibrate, DataSource, KVCache, ModelSource, Plan, Recipe, Rule
 from tapeout.schemes import Scheme
+from tests.exported import tiny_graph
 from tests.native import without_native_operators
 from tests.plans import written_plan
 
@@ -53,7 +53,6 @@ TABLES = Scheme(bits=6, group_size=32, symmetric=True)
 @pytest.fixture(scope="module", params=[("int8", "native"), ("int8", "stock"), ("int4", "native")], ids="-".join)
 def made(
     request: pytest.FixtureRequest,
-    tiny_checkpoint: Path,
     tiny_texts: Callable[[int, int], list[str]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Artifact[QuantizedModel], Artifact[EngineBundle]]:
@@ -68,7 +67,7 @@ def made(
         calibrate=Calibrate(samples=32, tokens=128),
         plan=Plan(schemes=MIXED, embeddings=TABLES, kv_cache=KVCache(dtype=cache)),
     )
-    graph = export(tiny_checkpoint, "", folder / "graph", max_positions=512, tolerance=1e-3, seed=0, parents={})
+    graph = tiny_graph()
     calibration = calibrate(recipe.calibrate, graph, tiny_texts(44, 9)[:32], folder / "calibration")
     plan = written_plan(recipe, graph, folder / "plan")
     quantized = quantize(recipe.quantize, graph, calibration, plan, folder / "quantized")

@@ -22,7 +22,8 @@ from quantization.calibrate import calibrate
 from quantization.calibration import layer_file
 from tapeout.artifact import Artifact
 from tapeout.portable_graph import PortableGraph
-from tests.families import FAMILIES, LAYERS, MAX_POSITIONS, export_family
+from tests.exported import family_graph
+from tests.families import FAMILIES, LAYERS, MAX_POSITIONS
 from tests.family_engines import ROWS, Made, difference_from_checkpoint, make, recipe, texts, words
 
 SHAPES = (
@@ -60,7 +61,7 @@ def test_a_model_of_this_shape_is_quantized_whole_and_computed_right(name: str, 
 @pytest.mark.parametrize("name", ["minicpm3", "youtu"])
 def test_key_thresholds_of_latent_attention_hold_at_later_positions(name: str, tmp_path: Path) -> None:
     """Its heads are rotated in their last part, as halves, or as a complex product."""
-    graph = export_family(name, tmp_path)
+    graph = family_graph(name)
     assert graph.record.rotary == "half"
     assert_key_thresholds_hold_at_later_positions(graph, name, tmp_path)
 

@@ -31,7 +31,7 @@ from tapeout.artifact import Artifact
 from tapeout.portable_graph import LinearGroup, PortableGraph
 from tapeout.schemes import STATIC_INT8, Scheme
 from tests.between_passes import FloatArray, GraphRunner, written_out
-from tests.families import export_family
+from tests.exported import family_graph
 from tests.lowering import FixedWeights
 
 FAMILIES = (
@@ -207,30 +207,19 @@ def mixed(group: LinearGroup, weight: NDArray[np.float32], *, step: float) -> Qu
     return round_to_nearest(weight, schemes.get(unit, Scheme(bits=8, symmetric=True)).fitted(group.in_features))
 
 
-@pytest.fixture(scope="module")
-def graphs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Artifact[PortableGraph]]:
-    made: dict[str, Artifact[PortableGraph]] = {}
-
-    def graph(name: str) -> Artifact[PortableGraph]:
-        if name not in made:
-            made[name] = export_family(name, tmp_path_factory.mktemp(name))
-        return made[name]
-
-    return graph
-
-
 @pytest.mark.parametrize(("target", "precision"), CASES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_after_each_pass_the_graph_computes_the_same(
     request: pytest.FixtureRequest,
-    graphs: Callable[[str], Artifact[PortableGraph]],
     family: str,
     target: str,
     precision: str,
 ) -> None:
     if target == "ort-cpu":
         request.getfixturevalue("stock_operators" if precision.endswith("stock") else "native_operators")
-    reports = compare_each(lowering_of(graphs(family), precision.partition(",")[0]), find_target(target).passes().every)
+    reports = compare_each(
+        lowering_of(family_graph(family), precision.partition(",")[0]), find_target(target).passes().every
+    )
     idle = {report.name for report in reports if not report.matched}
     assert idle == (IDLE[precision] | IDLE.get(family, set())) & {report.name for report in reports}
     assert all(report.declined for report in reports if not report.matched)
@@ -243,9 +232,7 @@ def test_after_each_pass_the_graph_computes_the_same(
     ("step", "operator", "attribute"),
     [(grouped_query_attention, "GroupQueryAttention", "scale"), (silu, "QuickGelu", "alpha")],
 )
-def test_a_pass_that_changes_what_is_computed_is_named(
-    graphs: Callable[[str], Artifact[PortableGraph]], step: Any, operator: str, attribute: str
-) -> None:
+def test_a_pass_that_changes_what_is_computed_is_named(step: Any, operator: str, attribute: str) -> None:
     """By a hundredth of one attribute in the first layer."""
 
     def run(lowering: Lowering) -> PassResult:
@@ -258,7 +245,7 @@ def test_a_pass_that_changes_what_is_computed_is_named(
     passes = [broken if known is step else known for known in find_target("ort-cpu").passes().every]
     name = step.__name__.rpartition(".")[2]
     with pytest.raises(AssertionError, match=name):
-        compare_each(lowering_of(graphs("llama-odd-sizes"), "float"), passes)
+        compare_each(lowering_of(family_graph("llama-odd-sizes"), "float"), passes)
 
 
 def test_the_passes_of_every_target_are_compared() -> None:

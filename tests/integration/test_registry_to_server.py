@@ -419,17 +419,14 @@ def test_an_upload_that_was_killed_is_continued(builder: Builder) -> None:
 
 
 @pytest.fixture(scope="module")
-def write_engine(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., object]:
+def write_engine() -> Callable[..., object]:
     """Writes a bundle of the tiny llama as the candidate of a run; different slots make different engines."""
     from engines.compile import build
     from engines.load import graph_target
-    from pipeline.export.export import export
     from quantization.compressed_tensors import open_checkpoint
+    from tests.exported import tiny_graph
 
-    graph = export(
-        tiny_checkpoint, "", tmp_path_factory.mktemp("graph") / "graph", max_positions=512, tolerance=1e-3, seed=0,
-        parents={},
-    )  # fmt: skip
+    graph = tiny_graph()
 
     def write(folder: Path, weights: str, **parents: Any) -> object:
         return build(

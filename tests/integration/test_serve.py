@@ -22,14 +22,12 @@ import pytest
 from tokenizers import Tokenizer
 
 import tapeout
-from engines.compile import build
-from engines.load import graph_target, load
+from engines.load import load
 from engines.sequences import Sequences
 from evals.harness import EngineLM
-from pipeline.export.export import export
-from quantization.compressed_tensors import open_checkpoint
 from tests import command
 from tests.command import COMMAND, ROOT, Running
+from tests.exported import build_float, tiny_graph
 from tests.native import own_cache
 
 MODEL = "tiny"
@@ -37,25 +35,12 @@ TALK: Any = [{"role": "user", "content": "What is a list?"}]
 
 
 @pytest.fixture(scope="module")
-def bundles(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The tiny llama on the target of the default recipe, in two precisions: two engines of one model."""
     folder = tmp_path_factory.mktemp("serve")
-    graph = export(tiny_checkpoint, "", folder / "graph", max_positions=512, tolerance=1e-3, seed=0, parents={})
     with pytest.MonkeyPatch.context() as patch:
         own_cache(patch, folder / "cache")
-        made = [
-            build(
-                graph,
-                open_checkpoint(graph.folder),
-                folder / name,
-                target=graph_target("ort-cpu"),
-                precision="float32",
-                slots=slots,
-                kv_scales={},
-                parents={"graph": graph},
-            ).folder
-            for name, slots in (("first", 8), ("second", 6))
-        ]
+        made = [build_float(tiny_graph(), folder / name, slots).folder for name, slots in (("first", 8), ("second", 6))]
     return made[0], made[1]
 
 

@@ -7,15 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from engines.compile import build
-from engines.load import graph_target, load
+from engines.load import load
 from engines.sequences import Sequences
-from quantization.compressed_tensors import open_checkpoint
 from runtime.client import ProcessClient
 from runtime.messages import GenerateRequest
 from runtime.opening import OpenBundle
 from tapeout.errors import ArtifactError, RequestError
-from tests.families import export_family
+from tests.exported import build_float, family_graph
 
 NEW = 12
 
@@ -23,18 +21,7 @@ NEW = 12
 @pytest.fixture
 def bundle(operators_of: str, tmp_path: Path) -> Path:
     """With native attention it is paged; with ONNX Runtime's own, one block is a sequence."""
-    graph = export_family("llama", tmp_path)
-    target = graph_target("ort-cpu")
-    return build(
-        graph,
-        open_checkpoint(graph.folder),
-        tmp_path / "bundle",
-        target=target,
-        precision="float32",
-        slots=2,
-        kv_scales={},
-        parents={"graph": graph},
-    ).folder
+    return build_float(family_graph("llama"), tmp_path / "bundle", slots=2).folder
 
 
 def greedy(sequences: Sequences, prompt: list[int]) -> list[int]:

@@ -16,13 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engines.bundle import EngineBundle
-from engines.compile import build
-from engines.load import graph_target
 from pipeline.cli.main import main
 from pipeline.export.export import export
-from quantization.compressed_tensors import open_checkpoint
 from tapeout import artifact
 from tapeout.observations import read_observations
+from tests.exported import build_float, tiny_graph
 from tests.integration.test_serve import MODEL, Served, served
 from tests.native import own_cache
 
@@ -39,28 +37,11 @@ def engines(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     for path in noisy.glob("*.safetensors"):
         tensors = {name: t + 0.5 * t.std() * torch.randn_like(t) for name, t in load_file(path).items()}
         save_file(tensors, path, metadata={"format": "pt"})
-    found: dict[str, Path] = {}
     with pytest.MonkeyPatch.context() as patch:
         own_cache(patch, folder / "cache")
-        for name, checkpoint, slots in (
-            ("champion", tiny_checkpoint, 8),
-            ("equal", tiny_checkpoint, 6),
-            ("noisy", noisy, 8),
-        ):
-            graph = export(
-                checkpoint, "", folder / f"graph-{name}", max_positions=256, tolerance=1e-3, seed=0, parents={}
-            )
-            found[name] = build(
-                graph,
-                open_checkpoint(graph.folder),
-                folder / name,
-                target=graph_target("ort-cpu"),
-                precision="float32",
-                slots=slots,
-                kv_scales={},
-                parents={"graph": graph},
-            ).folder
-        yield found
+        noise = export(noisy, "", folder / "graph-noisy", max_positions=512, tolerance=1e-3, seed=0, parents={})
+        graphs = {"champion": (tiny_graph(), 8), "equal": (tiny_graph(), 6), "noisy": (noise, 8)}
+        yield {name: build_float(graph, folder / name, slots).folder for name, (graph, slots) in graphs.items()}
 
 
 def ask(server: Served, question: str, **options: Any) -> str:

@@ -42,7 +42,7 @@ from tapeout.errors import ArtifactError, BuildError, EvidenceError, Fingerprint
 from tapeout.schemes import Scheme
 from tapeout.signing import generate_keys, sign, signature_path, write_signature
 from tests import judged
-from tests.families import export_family
+from tests.exported import family_graph
 from tests.lowering import FixedWeights
 from tests.planted.test_registry import edit_record
 
@@ -75,8 +75,8 @@ def builder(graph: Artifact[Any], target: str = "ort-cpu") -> Callable[..., Arti
 
 
 @pytest.fixture(scope="module")
-def graph(tmp_path_factory: pytest.TempPathFactory) -> Artifact[Any]:
-    return export_family("llama", tmp_path_factory.mktemp("llama"))
+def graph() -> Artifact[Any]:
+    return family_graph("llama")
 
 
 def judge_run(artifacts: Path, write: Callable[..., Artifact[EngineBundle]]) -> Artifact[Verdict]:

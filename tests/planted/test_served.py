@@ -44,7 +44,6 @@ from evals.shadow import shadow_items
 from evals.source import source_answers, source_item, text_files
 from evals.tables import embedding_error
 from evals.text import joined
-from pipeline.export.export import export
 from pipeline.export.source_model import CheckpointModel
 from pipeline.recipe import Recipe
 from pipeline.stages.draws import draws
@@ -56,6 +55,7 @@ from quantization.reference import QuantizedReference
 from tapeout import artifact
 from tapeout.artifact import RECORD, Artifact, ArtifactRef
 from tapeout.portable_graph import PortableGraph
+from tests.exported import tiny_graph
 from tests.fake_engine import MACHINE
 from tests.native import least_level
 from tests.plans import written_plan
@@ -94,7 +94,7 @@ def made(
 ) -> Made:
     folder = tmp_path_factory.mktemp("served")
     texts = tiny_texts(28, 4)
-    graph = export(tiny_checkpoint, "", folder / "graph", max_positions=512, tolerance=1e-3, seed=0, parents={})
+    graph = tiny_graph()
     calibration = calibrate(RECIPE.calibrate, graph, texts[:16], folder / "calibration")
     plan = written_plan(RECIPE, graph, folder / "plan")
     quantized = quantize(RECIPE.quantize, graph, calibration, plan, folder / "quantized")

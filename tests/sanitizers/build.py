@@ -11,11 +11,13 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from engines.native import Level, compiler
+from tests.kept import kept
 
 HERE = Path(__file__).parent
 HOST = (HERE / "runtime.c", HERE / "fuzz.c")
@@ -61,29 +63,36 @@ def require_sanitizers() -> None:
         pytest.skip(reason)
 
 
-def compile_object(source: Path, target: Path, level: Level, sanitizer: Sanitizer, *more: str) -> Path:
+def compile_object(source: Path, level: Level, sanitizer: Sanitizer, *more: str) -> Path:
+    """Kept, so that each content is compiled once per machine."""
     flags = (*FLAGS, *sanitizer.compiled, *compiler.target_flags(level), *more)
-    command = [sys.executable, "-m", compiler.COMPILER, "cc", *flags]
-    _run([*command, "-c", str(source), "-o", str(target)])
-    return target
+    read = [source, *sorted(source.parent.glob("*.h")), *sorted(compiler.SOURCE.glob("*.h")), *sorted(HERE.glob("*.h"))]
+
+    def write(folder: Path) -> None:
+        folder.mkdir()
+        command = [sys.executable, "-m", compiler.COMPILER, "cc", *flags]
+        _run([*command, "-c", str(source), "-o", str(folder / "object.o")])
+
+    key = (metadata.version(compiler.COMPILER), flags, [path.read_text() for path in read])
+    return kept(f"object-{source.stem}", repr(key), write) / "object.o"
 
 
 def compile_kernels(
-    source: Path, folder: Path, level: Level, only: frozenset[str] | None = None, sanitizer: Sanitizer = MEMORY
+    source: Path, level: Level, only: frozenset[str] | None = None, sanitizer: Sanitizer = MEMORY
 ) -> dict[str, Path]:
     """Objects of the kernels by the names of their files; ``only`` some of them."""
     # -O0: what is optimized away is not checked, and the unrolled loops compile 20 times as fast
     flags = ("-O0", *sanitizer.kernels)
     return {
-        path.name: compile_object(path, folder / f"{path.stem}.o", level, sanitizer, *flags)
+        path.name: compile_object(path, level, sanitizer, *flags)
         for path in sorted(source.glob("*.c"))
         if only is None or path.name in only
     }
 
 
-def compile_host(folder: Path, level: Level, sanitizer: Sanitizer = MEMORY) -> dict[str, Path]:
+def compile_host(level: Level, sanitizer: Sanitizer = MEMORY) -> dict[str, Path]:
     flags = ("-O1", f"-I{compiler.SOURCE}")
-    return {path.name: compile_object(path, folder / f"{path.stem}.o", level, sanitizer, *flags) for path in HOST}
+    return {path.name: compile_object(path, level, sanitizer, *flags) for path in HOST}
 
 
 def link(objects: dict[str, Path], program: Path, sanitizer: Sanitizer = MEMORY) -> Path:

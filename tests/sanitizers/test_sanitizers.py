@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,7 +45,7 @@ def fuzz(program: Path, seed: int, cases: int) -> subprocess.CompletedProcess[st
 
 @pytest.mark.usefixtures("sanitizers")
 def test_random_nodes_are_computed_or_refused(level: Level, tmp_path: Path) -> None:
-    objects = build.compile_kernels(compiler.SOURCE, tmp_path, level) | build.compile_host(tmp_path, level)
+    objects = build.compile_kernels(compiler.SOURCE, level) | build.compile_host(level)
     done = fuzz(build.link(objects, tmp_path / "fuzz"), SEED, CASES)
     print(f"{level.name}: {done.stdout.strip()}")
     assert done.returncode == 0, done.stderr[-6000:]
@@ -194,10 +193,9 @@ DEFECTS = {
 
 
 @pytest.fixture(scope="module")
-def whole(sanitizers: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+def whole(sanitizers: None) -> dict[str, Path]:
     """Objects of the kernels as they are, and of the host."""
-    folder = tmp_path_factory.mktemp("whole")
-    yield build.compile_kernels(compiler.SOURCE, folder, least_level()) | build.compile_host(folder, least_level())
+    return build.compile_kernels(compiler.SOURCE, least_level()) | build.compile_host(least_level())
 
 
 @pytest.mark.parametrize("defect", DEFECTS.values(), ids=DEFECTS)
@@ -208,7 +206,7 @@ def test_a_planted_defect_is_found(defect: Defect, whole: dict[str, Path], tmp_p
     assert text.count(defect.before) >= 1, f"{defect.file} no longer has: {defect.before}"
     (source / defect.file).write_text(text.replace(defect.before, defect.after))
     changed = None if defect.file.endswith(".h") else frozenset({defect.file})
-    objects = whole | build.compile_kernels(source, tmp_path, least_level(), changed)
+    objects = whole | build.compile_kernels(source, least_level(), changed)
     done = fuzz(build.link(objects, tmp_path / "fuzz"), SEED, PLANTED_CASES)
     assert done.returncode != 0, f"not found in {PLANTED_CASES} cases: {done.stdout}"
     assert re.search(defect.found, done.stderr), done.stderr[-3000:]
@@ -225,11 +223,10 @@ RACES = {
 
 
 @pytest.fixture(scope="module")
-def racing(sanitizers: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def racing(sanitizers: None) -> dict[str, Path]:
     """Objects for ThreadSanitizer, of the kernels as they are and of the host."""
-    folder, level = tmp_path_factory.mktemp("racing"), least_level()
-    kernels = build.compile_kernels(compiler.SOURCE, folder, level, sanitizer=build.RACES)
-    return kernels | build.compile_host(folder, level, build.RACES)
+    kernels = build.compile_kernels(compiler.SOURCE, least_level(), sanitizer=build.RACES)
+    return kernels | build.compile_host(least_level(), build.RACES)
 
 
 @pytest.mark.parametrize("race", RACES.values(), ids=RACES)
@@ -242,7 +239,7 @@ def test_threads_race_only_where_a_race_is_planted(
     text = (source / "threads.c").read_text()
     assert before in text
     (source / "threads.c").write_text(text.replace(before, after) if before else text)
-    changed = build.compile_kernels(source, tmp_path, least_level(), frozenset({"threads.c"}), build.RACES)
+    changed = build.compile_kernels(source, least_level(), frozenset({"threads.c"}), build.RACES)
     done = fuzz(build.link(racing | changed, tmp_path / "fuzz", build.RACES), SEED, RACE_CASES)
     assert ("data race" in done.stderr) == bool(before), done.stderr[-3000:]
     assert (done.returncode == 0) == (not before), done.stderr[-3000:]

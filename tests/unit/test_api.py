@@ -8,11 +8,8 @@ from pathlib import Path
 import pytest
 
 import tapeout
-from engines.compile import build
-from engines.load import graph_target
-from quantization.compressed_tensors import open_checkpoint
 from tapeout.errors import ArtifactError, RequestError
-from tests.families import export_family
+from tests.exported import build_float, family_graph
 
 ROOT = Path(__file__).parents[2]
 NAMES = ["SamplingSettings", "TapeoutError", "TextEngine", "__version__", "generate", "load"]
@@ -20,19 +17,7 @@ NAMES = ["SamplingSettings", "TapeoutError", "TextEngine", "__version__", "gener
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("api")
-    graph = export_family("llama", folder)
-    built = build(
-        graph,
-        open_checkpoint(graph.folder),
-        folder / "bundle",
-        target=graph_target("ort-cpu"),
-        precision="float32",
-        slots=2,
-        kv_scales={},
-        parents={"graph": graph},
-    )
-    return built.folder
+    return build_float(family_graph("llama"), tmp_path_factory.mktemp("api") / "bundle", slots=2).folder
 
 
 def test_a_folder_and_an_open_engine_give_the_same_text(bundle: Path) -> None:

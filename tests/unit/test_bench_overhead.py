@@ -8,25 +8,12 @@ import onnxruntime as ort
 import pytest
 
 from benchmarks.overhead import arguments, overhead, recorded_runs, run
-from engines.compile import build
-from engines.load import find_target
-from quantization.compressed_tensors import open_checkpoint
 from tapeout.errors import EvidenceError
-from tests.families import export_family
+from tests.exported import build_float, family_graph
 
 
 def test_every_path_is_measured_and_the_session_class_is_restored(tmp_path: Path) -> None:
-    graph = export_family("llama", tmp_path)
-    build(
-        graph,
-        open_checkpoint(graph.folder),
-        tmp_path / "bundle",
-        target=find_target("ort-cpu"),
-        precision="float32",
-        slots=1,
-        kv_scales={},
-        parents={},
-    )
+    build_float(family_graph("llama"), tmp_path / "bundle", slots=1)
     before = ort.InferenceSession.run_with_iobinding
     options = ["--batches", "1", "3", "--steps", "4", "--prompt-tokens", "6", "--threads", "1"]
     found = run(arguments([str(tmp_path / "bundle"), *options]))

@@ -16,8 +16,8 @@ from engines.load import load
 from quantization.compressed_tensors import open_checkpoint
 from tapeout.artifact import Artifact
 from tapeout.portable_graph import PortableGraph
+from tests.exported import build_float
 from tests.families import export_model, random_model
-from tests.family_engines import build_float
 
 LAYERS, HIDDEN, INTERMEDIATE = 8, 512, 1536
 SIZES = {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_hidden_layers": LAYERS}

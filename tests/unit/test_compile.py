@@ -23,15 +23,16 @@ from tapeout.artifact import Artifact
 from tapeout.errors import BuildError
 from tapeout.portable_graph import PortableGraph
 from tapeout.schemes import Scheme
-from tests.families import LAYERS, VOCAB_SIZE, export_family
+from tests.exported import family_graph
+from tests.families import LAYERS, VOCAB_SIZE
 from tests.lowering import FixedWeights, linear, lowering, model_of, named, op, parameter, value
 
 EMBEDDING = "model.embed_tokens.weight"
 
 
 @pytest.fixture(scope="module")
-def graph(tmp_path_factory: pytest.TempPathFactory) -> Artifact[PortableGraph]:
-    return export_family("qwen2", tmp_path_factory.mktemp("qwen2"))  # tied, with biases on q, k and v
+def graph() -> Artifact[PortableGraph]:
+    return family_graph("qwen2")  # tied, with biases on q, k and v
 
 
 def test_a_float_bundle_says_what_it_is(graph: Artifact[PortableGraph], tmp_path: Path, operators_of: str) -> None:

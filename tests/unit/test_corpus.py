@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.sources.corpus import calibration_and_heldout, chat_prompts, read_split, text_hash
+from pipeline.sources.corpus import calibration_and_heldout, chat_prompts, read_split
 from pipeline.sources.source import FOLDERS, Source
 from tapeout.artifact import Artifact, create, load
 from tapeout.errors import SourceError
@@ -149,8 +149,3 @@ def test_prompts_are_different_and_taken_in_turn(source: Artifact[Source]) -> No
         chat_prompts(source, ["nq_open", "trivia_qa"], count=24, seed=0)
     with pytest.raises(SourceError, match="no data set"):
         chat_prompts(source, [], count=1, seed=0)
-
-
-def test_a_hash_names_a_text() -> None:
-    assert text_hash("a") == "ca978112ca1bbdca"  # sha256("a"), FIPS 180-4
-    assert text_hash("a") != text_hash("a ")

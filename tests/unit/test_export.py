@@ -14,8 +14,9 @@ from pipeline.export.trace import trace
 from pipeline.export.weights import bind_weights, tied_parameters
 from quantization.compressed_tensors import open_checkpoint
 from tapeout.errors import ExportError
+from tests.exported import build_float, family_graph
 from tests.families import FAMILIES, LAYERS, VOCAB_SIZE, export_family, random_model, save_checkpoint
-from tests.family_engines import PROMPTS, build_float, largest_errors
+from tests.family_engines import PROMPTS, largest_errors
 
 TOLERANCE = 1e-3  # of the issue; what is measured is near 1e-6
 
@@ -23,7 +24,7 @@ TOLERANCE = 1e-3  # of the issue; what is measured is near 1e-6
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_keeps_its_logits_in_the_graph_and_in_the_engine(name: str, tmp_path: Path) -> None:
     model = random_model(name)
-    graph = export_family(name, tmp_path, tolerance=TOLERANCE)
+    graph = family_graph(name)
     assert graph.record.max_relative_error <= TOLERANCE
     assert graph.record.layers == LAYERS and graph.record.vocab_size == FAMILIES[name].vocab_size
     assert graph.record.rotary == FAMILIES[name].rotary
@@ -38,10 +39,10 @@ def test_a_head_that_is_not_tied_is_told_from_one_that_is(tmp_path: Path) -> Non
     assert tied_parameters(random_model("qwen2")) == {"lm_head.weight": "model.embed_tokens.weight"}
 
 
-def test_names_of_a_first_release_give_way_to_those_the_graph_carries(tmp_path: Path) -> None:
+def test_names_of_a_first_release_give_way_to_those_the_graph_carries() -> None:
     """gpt_neox was published with ``embed_out``, which transformers calls ``lm_head`` today."""
-    graph = export_family("gpt_neox", tmp_path)
-    checkpoint = tmp_path / "checkpoint"
+    graph = family_graph("gpt_neox")
+    checkpoint = graph.folder.with_name("checkpoint")
     assert "embed_out.weight" in open_checkpoint(checkpoint).names()
     stored = open_checkpoint(graph.folder)
     assert {name for group in graph.record.groups for name in group.members} <= set(stored.names())

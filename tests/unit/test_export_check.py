@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from pipeline.export.check import largest_difference
-from tests.families import MAX_POSITIONS, export_family, random_model
+from tests.exported import family_graph
+from tests.families import MAX_POSITIONS, random_model
 
 
 @pytest.fixture(scope="module")
-def graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return export_family("llama", tmp_path_factory.mktemp("llama")).folder / "model.onnx"
+def graph() -> Path:
+    return family_graph("llama").folder / "model.onnx"
 
 
 def test_the_same_weights_agree(graph: Path, tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ from tapeout.artifact import Artifact
 from tapeout.errors import ArtifactError, FingerprintError, RequestError
 from tapeout.portable_graph import PortableGraph
 from tapeout.schemes import Scheme
-from tests.families import LAYERS, MAX_POSITIONS, VOCAB_SIZE, export_family
+from tests.exported import family_graph
+from tests.families import LAYERS, MAX_POSITIONS, VOCAB_SIZE
 from tests.lowering import FixedWeights
 
 SLOTS = 9
@@ -51,8 +52,8 @@ def quantized_weights(graph: Artifact[PortableGraph]) -> FixedWeights:
 
 
 @pytest.fixture(scope="module")
-def graph(tmp_path_factory: pytest.TempPathFactory) -> Artifact[PortableGraph]:
-    return export_family("llama-rope-scaling", tmp_path_factory.mktemp("llama"))
+def graph() -> Artifact[PortableGraph]:
+    return family_graph("llama-rope-scaling")
 
 
 @pytest.fixture(scope="module", params=["float32", "quantized", "4-bit KV"])

@@ -15,8 +15,8 @@ from pipeline.export.checkpoint import load_checkpoint
 from tapeout.errors import ExportError
 from tapeout.mapped_weights import weightless
 from tests.checkpoints import WEIGHTS, adapter, change_weights, checkpoint, shard
+from tests.exported import build_float
 from tests.families import FAMILIES, export_model, random_model, save_checkpoint
-from tests.family_engines import build_float
 
 IDS = torch.arange(3, 30)[None]
 

@@ -18,7 +18,8 @@ from engines.sequences import Sequences
 from engines.target import Passes, Target
 from quantization.compressed_tensors import open_checkpoint
 from tapeout.errors import BuildError, FingerprintError
-from tests.families import LAYERS, export_family
+from tests.exported import family_graph
+from tests.families import LAYERS
 
 DOCUMENTED = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs/targets.md").read_text(), re.DOTALL)
 ENGINE = "from engines.targets.ort_cpu.slot_engine import OrtSlotEngine as MyEngine\n"
@@ -44,7 +45,7 @@ def custom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[str]:
 
 
 def test_one_module_is_a_target(custom: str, tmp_path: Path) -> None:
-    graph = export_family("llama", tmp_path)
+    graph = family_graph("llama")
     bundle = build(
         graph,
         open_checkpoint(graph.folder),
@@ -68,7 +69,7 @@ def test_one_module_is_a_target(custom: str, tmp_path: Path) -> None:
 def test_a_target_whose_passes_make_no_such_cache_is_refused(
     custom: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    graph = export_family("llama", tmp_path)
+    graph = family_graph("llama")
     monkeypatch.setattr(find_target(custom), "passes", lambda: Passes((rotary_tables, linears, fixed_kv_cache)))
     shape = (graph.record.kv_heads, graph.record.head_size)
     with pytest.raises(BuildError, match=rf"past_key_values\.0\.key is FLOAT after the passes of {custom}") as refused:

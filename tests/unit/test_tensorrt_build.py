@@ -16,7 +16,7 @@ from engines.target import Compilation
 from tapeout import artifact
 from tapeout.artifact import Artifact
 from tapeout.errors import BuildError, FingerprintError
-from tests.families import export_family
+from tests.exported import family_graph
 from tests.lowered import lowered as lowered_graph
 
 pytestmark = pytest.mark.skipif(
@@ -34,15 +34,11 @@ Made = Callable[[str, str], Artifact[LoweredGraph]]
 @pytest.fixture(scope="module")
 def lowered(tmp_path_factory: pytest.TempPathFactory) -> Made:
     made: dict[tuple[str, str], Artifact[LoweredGraph]] = {}
-    graphs: dict[str, Any] = {}
 
     def get(family: str, precision: str) -> Artifact[LoweredGraph]:
-        if family not in graphs:
-            graphs[family] = export_family(family, tmp_path_factory.mktemp(family))
-        graph = graphs[family]
         if (family, precision) not in made:
             folder = tmp_path_factory.mktemp(f"{family}-{precision}")
-            made[family, precision] = lowered_graph(graph, folder / "lowered", precision)
+            made[family, precision] = lowered_graph(family_graph(family), folder / "lowered", precision)
         return made[family, precision]
 
     return get

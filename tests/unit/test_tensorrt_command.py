@@ -31,7 +31,8 @@ from quantization.statistics import Statistics
 from tapeout import artifact
 from tapeout.portable_graph import PortableGraph
 from tapeout.recipe import Quantize
-from tests.families import VOCAB_SIZE, export_family
+from tests.exported import family_graph
+from tests.families import VOCAB_SIZE
 
 ROOT = Path(__file__).parents[2]
 MATRIX = yaml.safe_load((ROOT / "pipeline/targets/dvc.yaml").read_text())["stages"]["engines"]
@@ -86,10 +87,8 @@ TARGET = MyChip()
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with params.yaml and what `dvc repro` leaves for a build: graph, calibration, float engine."""
     folder = tmp_path_factory.mktemp("project")
-    exported = export_family("qwen3", folder)
     artifacts = folder / "artifacts"
-    artifacts.mkdir()
-    exported.folder.rename(artifacts / "graph")
+    shutil.copytree(family_graph("qwen3").folder, artifacts / "graph")
     graph = artifact.load(artifacts / "graph", PortableGraph)
     build(
         graph,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +21,13 @@ from tapeout.artifact import Artifact
 from tapeout.errors import BuildError
 from tapeout.portable_graph import PortableGraph
 from tapeout.schemes import Scheme
-from tests.families import export_family
+from tests.exported import family_graph
 from tests.lowered import lowered
 
 FAMILIES = ("qwen2", "qwen3", "mistral-short-window", "gemma2")
 # Largest relative logit error of two random layers: rounding of fp16, of three-bit mantissas, of sixteen levels.
 TOLERANCE = {"fp16": 0.01, "fp8": 0.25, "int4": 0.6}
 TOKENS = 24
-
-
-@pytest.fixture(scope="module")
-def graphs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Artifact[PortableGraph]]:
-    made: dict[str, Artifact[PortableGraph]] = {}
-
-    def graph(name: str) -> Artifact[PortableGraph]:
-        if name not in made:
-            made[name] = export_family(name, tmp_path_factory.mktemp(name))
-        return made[name]
-
-    return graph
 
 
 def float_logits(graph: Artifact[PortableGraph], tokens: list[int]) -> NDArray[np.float32]:
@@ -64,10 +51,8 @@ def tokens_for(graph: Artifact[PortableGraph], seed: int = 0) -> list[int]:
 
 @pytest.mark.parametrize("precision", TOLERANCE)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_lowered_graph_computes_the_model(
-    graphs: Callable[[str], Artifact[PortableGraph]], tmp_path: Path, family: str, precision: str
-) -> None:
-    graph = graphs(family)
+def test_the_lowered_graph_computes_the_model(tmp_path: Path, family: str, precision: str) -> None:
+    graph = family_graph(family)
     tokens = tokens_for(graph)
     expected = float_logits(graph, tokens)
     engine = Sequences(PortableEngine(lowered(graph, tmp_path / "lowered", precision), max_tokens=TOKENS))
@@ -79,10 +64,8 @@ def test_the_lowered_graph_computes_the_model(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_chunks_steps_and_neighbours_change_nothing(
-    graphs: Callable[[str], Artifact[PortableGraph]], tmp_path: Path, family: str
-) -> None:
-    graph = graphs(family)
+def test_chunks_steps_and_neighbours_change_nothing(tmp_path: Path, family: str) -> None:
+    graph = family_graph(family)
     tokens = tokens_for(graph)
     engine = Sequences(PortableEngine(lowered(graph, tmp_path / "lowered", "fp16"), max_tokens=TOKENS + 2, slots=3))
     whole = engine.prefill(0, tokens, positions=range(TOKENS))
@@ -95,10 +78,8 @@ def test_chunks_steps_and_neighbours_change_nothing(
     np.testing.assert_allclose(stepped, whole[lengths], atol=2e-2)
 
 
-def test_a_copied_slot_goes_on_like_its_source(
-    graphs: Callable[[str], Artifact[PortableGraph]], tmp_path: Path
-) -> None:
-    graph = graphs("qwen3")
+def test_a_copied_slot_goes_on_like_its_source(tmp_path: Path) -> None:
+    graph = family_graph("qwen3")
     tokens = tokens_for(graph, seed=3)
     engine = Sequences(PortableEngine(lowered(graph, tmp_path / "lowered", "fp16"), max_tokens=TOKENS, slots=2))
     engine.prefill(0, tokens[:10])
@@ -108,24 +89,24 @@ def test_a_copied_slot_goes_on_like_its_source(
     )
 
 
-def test_masks_are_explicit_and_shared(graphs: Callable[[str], Artifact[PortableGraph]], tmp_path: Path) -> None:
+def test_masks_are_explicit_and_shared(tmp_path: Path) -> None:
     """The parser drops ``nonpad_kv_seqlen`` and misreads ``is_causal`` over fixed buffers: neither may appear."""
-    model = onnx.load(lowered(graphs("mistral-short-window"), tmp_path / "l", "fp16").folder / "model.onnx")
+    model = onnx.load(lowered(family_graph("mistral-short-window"), tmp_path / "l", "fp16").folder / "model.onnx")
     attentions = [n for n in model.graph.node if n.op_type == "Attention"]
     assert len(attentions) == 2
     assert all(len(n.input) == 4 and n.input[3] == "seen.8" for n in attentions)
     assert not any(a.name == "is_causal" for n in attentions for a in n.attribute)
 
 
-def test_a_soft_cap_is_written_out_and_said(graphs: Callable[[str], Artifact[PortableGraph]], tmp_path: Path) -> None:
-    record = lowered(graphs("gemma2"), tmp_path / "l", "fp16").record
+def test_a_soft_cap_is_written_out_and_said(tmp_path: Path) -> None:
+    record = lowered(family_graph("gemma2"), tmp_path / "l", "fp16").record
     report = next(r for r in record.passes if r.name == "fixed_kv_cache")
     assert report.matched == 2 and len(report.declined) == 2 and "soft cap" in report.declined[0]
     assert "Attention" not in record.census and record.census["TensorScatter"] == 4
 
 
-def test_precision_is_in_the_graph(graphs: Callable[[str], Artifact[PortableGraph]], tmp_path: Path) -> None:
-    graph = graphs("qwen3")
+def test_precision_is_in_the_graph(tmp_path: Path) -> None:
+    graph = family_graph("qwen3")
     linears = sum(len(group.members) for group in graph.record.groups if group.name != "lm_head")
     int4 = lowered(graph, tmp_path / "int4", "int4").record
     fp8 = lowered(graph, tmp_path / "fp8", "fp8").record
@@ -135,8 +116,8 @@ def test_precision_is_in_the_graph(graphs: Callable[[str], Artifact[PortableGrap
     assert 4 < int4.bits_per_weight < fp8.bits_per_weight < 12  # the head, large here, stays in fp16
 
 
-def test_what_cannot_be_lowered_is_refused(graphs: Callable[[str], Artifact[PortableGraph]], tmp_path: Path) -> None:
-    graph = graphs("qwen3")
+def test_what_cannot_be_lowered_is_refused(tmp_path: Path) -> None:
+    graph = family_graph("qwen3")
     with pytest.raises(BuildError, match="precision 'int3'"):
         lowered(graph, tmp_path / "a", "int3")
     with pytest.raises(BuildError, match="no calibrated range"):

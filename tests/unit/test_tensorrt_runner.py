@@ -22,7 +22,8 @@ from engines.sequences import Sequences
 from engines.targets.tensorrt.engine import TensorRTEngine
 from tapeout.artifact import Artifact
 from tapeout.errors import RequestError
-from tests.families import MAX_POSITIONS, VOCAB_SIZE, export_family
+from tests.exported import family_graph
+from tests.families import MAX_POSITIONS, VOCAB_SIZE
 from tests.host_gpu import MODULE, HostCuda, host_bundle, install
 from tests.lowered import lowered as lowered_graph
 
@@ -43,7 +44,7 @@ class Pair:
 @pytest.fixture(scope="module")
 def lowered(tmp_path_factory: pytest.TempPathFactory) -> Artifact[LoweredGraph]:
     folder = tmp_path_factory.mktemp("qwen3")
-    return lowered_graph(export_family("qwen3", folder), folder / "lowered", "fp16", slots=SLOTS)
+    return lowered_graph(family_graph("qwen3"), folder / "lowered", "fp16", slots=SLOTS)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,24 +15,12 @@ from engines.passes.block_linears import STEP, TILE, tiles_of
 from quantization.rounding import QuantizedLinear
 from tapeout.errors import BuildError
 from tapeout.schemes import STATIC_INT8, Scheme
-from tests.lowering import apply, group, linear, lowering, model_of, named, op, operators, run, value
+from tests.lowering import apply, group, linear_model, lowering, model_of, named, op, operators, run, value
 from tests.native import check, expected, random_linear
 
 RNG = np.random.default_rng(0)
 BITS: tuple[int, ...] = (4, 6, 8)
 SYMMETRIC = Scheme(bits=4, group_size=32, symmetric=True)
-
-
-def product(members: dict[str, int], *, columns: int = 64, biased: bool = False) -> ir.Model:
-    """One product (merged when there are several members)."""
-    x = value("x", ["batch", "tokens", columns])
-    outputs: list[ir.Value] = []
-    for name, rows in members.items():
-        weight = RNG.standard_normal((rows, columns)).astype(np.float32)
-        bias = RNG.standard_normal(rows).astype(np.float32) if biased else None
-        result = linear(x, name, weight, bias)
-        outputs.append(named(name, op("Neg", [result], result.shape)))
-    return model_of([x], outputs)
 
 
 def inputs(tokens: int, columns: int = 64) -> NDArray[np.float32]:
@@ -46,7 +33,7 @@ def inputs(tokens: int, columns: int = 64) -> NDArray[np.float32]:
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", BITS)
 def test_a_quantized_product_is_one_native_node(bits: int, symmetric: bool, biased: bool, half: bool) -> None:
-    model = product({"block.fc": 37}, biased=biased)
+    model = linear_model({"block.fc": 37}, biased=biased, rng=RNG)
     weight = random_linear(37, 64, Scheme(bits=bits, group_size=32, symmetric=symmetric), half=half)
     lowered = lowering(model, {"block.fc.weight": weight})
     bias = lowered.weights.tensor("block.fc.bias") if biased else None
@@ -69,7 +56,7 @@ def test_it_computes_what_the_stock_product_computes(request: pytest.FixtureRequ
     weight = random_linear(37, 64, Scheme(bits=4, group_size=32, symmetric=False))
     results: list[NDArray[Any]] = []
     for kernel in ("BlockLinear", "MatMulNBits"):
-        model = product({"block.fc": 37})
+        model = linear_model({"block.fc": 37}, rng=RNG)
         apply(lowering(model, {"block.fc.weight": weight}), linears, block_linears, linear_kernels)
         assert operators(model) == [kernel, "Neg"]
         results.append(run(model, {"x": x})["block.fc"])
@@ -84,7 +71,7 @@ def test_it_computes_what_the_stock_product_computes(request: pytest.FixtureRequ
 )
 def test_a_merged_product_stacks_its_members(fmt: Scheme, biased: bool) -> None:
     members = {"block.q": 32, "block.k": 10, "block.v": 17}  # bounds of members within a tile
-    model = product(members, biased=biased)
+    model = linear_model(members, biased=biased, rng=RNG)
     weights = {
         f"{name}.weight": random_linear(rows, 64, fmt, seed=rows, half=name != "block.k")
         for name, rows in members.items()
@@ -117,7 +104,7 @@ def test_a_merged_product_stacks_its_members(fmt: Scheme, biased: bool) -> None:
 )
 def test_formats_that_differ_within_a_merged_product_are_refused(other: Scheme) -> None:
     members = {"block.gate": 32, "block.up": 32}
-    model = product(members)
+    model = linear_model(members, rng=RNG)
     tensors = {"block.gate.weight": random_linear(32, 64, SYMMETRIC), "block.up.weight": random_linear(32, 64, other)}
     lowered = lowering(model, tensors, groups=[group("layers.0.gate_up", *members)])
     with pytest.raises(BuildError, match=r"layers\.0\.gate_up mixes .* in one merged linear") as caught:
@@ -129,7 +116,7 @@ def test_formats_that_differ_within_a_merged_product_are_refused(other: Scheme) 
 @pytest.mark.usefixtures("native_operators")
 def test_what_is_in_float_is_left_to_the_next_pass_and_that_is_said() -> None:
     members = {"block.gate": 32, "block.up": 32, "block.down": 16}
-    model = product(members)
+    model = linear_model(members, rng=RNG)
     stored = {f"block.{name}.weight": random_linear(members[f"block.{name}"], 64, SYMMETRIC) for name in ("up", "down")}
     lowered = lowering(model, stored, groups=[group("layers.0.gate", "block.gate")])
     outcome = apply(lowered, linears, block_linears)
@@ -142,7 +129,7 @@ def test_what_is_in_float_is_left_to_the_next_pass_and_that_is_said() -> None:
 @pytest.mark.usefixtures("native_operators")
 def test_a_merged_product_of_codes_and_floats_is_left_and_then_refused() -> None:
     members = {"block.gate": 32, "block.up": 32}
-    model = product(members)
+    model = linear_model(members, rng=RNG)
     lowered = lowering(
         model, {"block.up.weight": random_linear(32, 64, SYMMETRIC)}, groups=[group("layers.0.gate_up", *members)]
     )
@@ -162,7 +149,7 @@ def test_a_graph_without_linears_is_said_and_imports_nothing() -> None:
 
 
 def test_where_they_do_not_run_every_linear_is_left_and_that_is_said(stock_operators: str) -> None:
-    model = product({"block.fc": 37})
+    model = linear_model({"block.fc": 37}, rng=RNG)
     lowered = lowering(model, {"block.fc.weight": random_linear(37, 64, SYMMETRIC)})
     outcome = apply(lowered, linears, block_linears)
     said = f"every linear: {stock_operators}; left to the next kernel pass"
@@ -174,7 +161,7 @@ def test_where_they_do_not_run_every_linear_is_left_and_that_is_said(stock_opera
 
 @pytest.mark.usefixtures("native_operators")
 def test_a_static_scale_for_the_inputs_is_taken_before() -> None:
-    model = product({"block.fc": 37})
+    model = linear_model({"block.fc": 37}, rng=RNG)
     codes = random_linear(37, 64, Scheme(bits=8, group_size=64, symmetric=True))
     static = QuantizedLinear(codes.codes, codes.scales[:, :1], None, STATIC_INT8, input_scale=0.03)
     lowered = lowering(model, {"block.fc.weight": static})

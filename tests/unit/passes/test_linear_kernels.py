@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import numpy as np
-import onnx_ir as ir
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,21 +11,9 @@ from engines.passes.block_linears import widened
 from quantization.rounding import QuantizedLinear, round_to_nearest
 from tapeout.errors import BuildError
 from tapeout.schemes import Scheme
-from tests.lowering import apply, group, linear, lowering, model_of, named, op, operators, run, value
+from tests.lowering import apply, group, linear_model, lowering, operators, run
 
 RNG = np.random.default_rng(0)
-
-
-def product(columns: int, members: dict[str, int], *, biased: bool) -> ir.Model:
-    """One product (merged when there are several members) over ``columns`` inputs."""
-    x = value("x", ["batch", "tokens", columns])
-    outputs: list[ir.Value] = []
-    for name, rows in members.items():
-        weight = RNG.standard_normal((rows, columns)).astype(np.float32)
-        bias = RNG.standard_normal(rows).astype(np.float32) if biased else None
-        result = linear(x, name, weight, bias)
-        outputs.append(named(name, op("Neg", [result], result.shape)))
-    return model_of([x], outputs)
 
 
 def rounded_activations(x: NDArray[np.float32], block: int) -> NDArray[np.float32]:
@@ -67,7 +54,7 @@ def test_a_quantized_product_computes_what_its_codes_say(
     bits: int, symmetric: bool, columns: int, biased: bool
 ) -> None:
     fmt = Scheme(bits=bits, group_size=32, symmetric=symmetric)
-    model = product(columns, {"block.fc": 37}, biased=biased)
+    model = linear_model({"block.fc": 37}, columns, biased=biased, rng=RNG)
     weight = random_linear(37, columns, fmt)
     lowered = lowering(model, {"block.fc.weight": weight})
     bias = lowered.weights.tensor("block.fc.bias") if biased else 0.0
@@ -84,7 +71,7 @@ def test_a_quantized_product_computes_what_its_codes_say(
 
 
 def test_tokens_of_a_batch_do_not_share_an_activation_scale() -> None:
-    model = product(64, {"block.fc": 37}, biased=False)
+    model = linear_model({"block.fc": 37}, rng=RNG)
     lowered = lowering(model, {"block.fc.weight": random_linear(37, 64, Scheme(bits=4, group_size=32, symmetric=True))})
     apply(lowered, linears, linear_kernels)
     x = RNG.standard_normal((4, 1, 64)).astype(np.float32)
@@ -100,7 +87,7 @@ def test_tokens_of_a_batch_do_not_share_an_activation_scale() -> None:
 )
 def test_a_merged_product_stacks_codes_scales_and_zero_points(fmt: Scheme) -> None:
     members = {"block.q": 32, "block.k": 16, "block.v": 16}
-    model = product(64, members, biased=True)
+    model = linear_model(members, biased=True, rng=RNG)
     weights = {f"{name}.weight": random_linear(rows, 64, fmt) for name, rows in members.items()}
     lowered = lowering(model, weights, groups=[group("layers.0.qkv", *members, biased=True)])
     biases = {name: lowered.weights.tensor(f"{name}.bias") for name in members}
@@ -120,7 +107,7 @@ def test_a_merged_product_stacks_codes_scales_and_zero_points(fmt: Scheme) -> No
 )
 def test_formats_that_differ_within_a_merged_product_are_refused(other: Scheme | None) -> None:
     members = {"block.gate": 32, "block.up": 32}
-    model = product(64, members, biased=False)
+    model = linear_model(members, rng=RNG)
     first = random_linear(32, 64, Scheme(bits=8, group_size=32, symmetric=True))
     tensors = {"block.gate.weight": first} | ({"block.up.weight": random_linear(32, 64, other)} if other else {})
     lowered = lowering(model, tensors, groups=[group("layers.0.gate_up", *members)])
@@ -130,7 +117,7 @@ def test_formats_that_differ_within_a_merged_product_are_refused(other: Scheme |
 
 def test_an_untied_head_in_float_keeps_its_place_among_the_initializers() -> None:
     """Its group is called ``lm_head``, and so is its parameter, which the graph still holds."""
-    model = product(32, {"lm_head": 53}, biased=True)
+    model = linear_model({"lm_head": 53}, 32, biased=True, rng=RNG)
     x = RNG.standard_normal((1, 2, 32)).astype(np.float32)
     before = run(model, {"x": x})["lm_head"]
     lowered = lowering(model, groups=[group("lm_head", "lm_head", out_features=53, biased=True)])

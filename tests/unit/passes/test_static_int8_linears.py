@@ -3,14 +3,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import onnx_ir as ir
 import pytest
 
 from engines.passes import linear_kernels, linears, merge_linears, static_int8_linears
 from quantization.rounding import QuantizedLinear, round_to_nearest
 from tapeout.errors import BuildError
 from tapeout.schemes import STATIC_INT8, Scheme
-from tests.lowering import apply, group, linear, lowering, model_of, named, op, operators, run, value
+from tests.lowering import apply, group, linear_model, lowering, operators, run
 
 RNG = np.random.default_rng(0)
 STEP = 0.04
@@ -21,16 +20,6 @@ def static(rows: int, columns: int, step: float = STEP) -> QuantizedLinear:
     weight = RNG.choice([-1, 1, 0.3], (rows, columns)).astype(np.float32)
     fmt = STATIC_INT8
     return replace(round_to_nearest(weight, fmt), input_scale=step)
-
-
-def product(columns: int, members: dict[str, int], *, biased: bool) -> ir.Model:
-    x = value("x", ["batch", "tokens", columns])
-    outputs: list[ir.Value] = []
-    for name, rows in members.items():
-        bias = RNG.standard_normal(rows).astype(np.float32) if biased else None
-        result = linear(x, name, np.zeros((rows, columns), np.float32), bias)
-        outputs.append(named(name, op("Neg", [result], ["batch", "tokens", rows])))
-    return model_of([x], outputs)
 
 
 def rounded(x: np.ndarray, step: float = STEP) -> np.ndarray:
@@ -46,7 +35,7 @@ def test_a_product_computes_what_its_codes_say(
     if signed and not static_int8_linears.signed_weights_are_exact():
         pytest.skip("this processor's kernels saturate, and the pass avoids them")
     monkeypatch.setattr(static_int8_linears, "signed_weights_are_exact", lambda: signed)
-    model = product(columns, {"block.fc": 37}, biased=biased)
+    model = linear_model({"block.fc": 37}, columns, biased=biased, rng=RNG)
     weight = static(37, columns)
     lowered = lowering(model, {"block.fc.weight": weight})
     bias = lowered.weights.tensor("block.fc.bias") if biased else 0.0
@@ -59,7 +48,7 @@ def test_a_product_computes_what_its_codes_say(
 
 
 def test_tokens_of_a_batch_do_not_influence_each_other() -> None:
-    model = product(64, {"block.fc": 37}, biased=False)
+    model = linear_model({"block.fc": 37}, rng=RNG)
     apply(lowering(model, {"block.fc.weight": static(37, 64)}), linears, static_int8_linears)
     x = RNG.standard_normal((4, 1, 64)).astype(np.float32)
     x[2] *= 1000
@@ -70,7 +59,7 @@ def test_tokens_of_a_batch_do_not_influence_each_other() -> None:
 
 def test_a_merged_product_reads_one_rounded_input_and_others_keep_their_kernels() -> None:
     members = {"block.q": 32, "block.k": 16, "block.v": 16}
-    model = product(64, {**members, "block.o": 24}, biased=True)
+    model = linear_model({**members, "block.o": 24}, biased=True, rng=RNG)
     weights: dict[str, QuantizedLinear] = {f"{name}.weight": static(rows, 64) for name, rows in members.items()}
     other = round_to_nearest(
         RNG.standard_normal((24, 64)).astype(np.float32), Scheme(bits=8, group_size=32, symmetric=True)
@@ -98,7 +87,7 @@ def test_a_merged_product_reads_one_rounded_input_and_others_keep_their_kernels(
 @pytest.mark.parametrize("step", [0.05, None])
 def test_members_of_one_product_with_different_input_scales_are_refused(step: float | None) -> None:
     members = {"block.gate": 32, "block.up": 32}
-    model = product(64, members, biased=False)
+    model = linear_model(members, rng=RNG)
     tensors = {"block.gate.weight": static(32, 64), "block.up.weight": replace(static(32, 64), input_scale=step)}
     lowered = lowering(model, tensors, groups=[group("layers.0.gate_up", *members)])
     with pytest.raises(BuildError, match=r"layers\.0\.gate_up reads one input with scales"):

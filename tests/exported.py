@@ -1,0 +1,64 @@
+"""Portable graphs that many tests read, exported once per machine, and float engines of them.
+
+They are exported again when code that the export can reach, a library, or the model changes.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from engines.bundle import EngineBundle
+from engines.compile import build
+from engines.load import find_target
+from pipeline.stages.code import module_hashes
+from pipeline.stages.environment import libraries
+from quantization.compressed_tensors import open_checkpoint
+from tapeout import artifact
+from tapeout.artifact import Artifact
+from tapeout.portable_graph import PortableGraph
+from tests import families
+from tests.kept import kept
+from tests.tiny import tiny_checkpoint
+
+
+@cache
+def tiny_graph() -> Artifact[PortableGraph]:
+    """Of the tiny llama, at 512 positions; do not write to it."""
+    from pipeline.export.export import export
+
+    checkpoint = tiny_checkpoint()
+
+    def write(folder: Path) -> None:
+        export(checkpoint, "", folder / "graph", max_positions=512, tolerance=1e-3, seed=0, parents={})
+
+    return _graph(kept("tiny-graph", f"{checkpoint} {_code()}", write))
+
+
+@cache
+def family_graph(name: str) -> Artifact[PortableGraph]:
+    """Of a family in tests/families.py, with its checkpoint beside it; do not write to either."""
+    made_by = Path(families.__file__).read_text()
+    return _graph(kept(f"family-{name}", f"{made_by} {_code()}", lambda folder: families.export_family(name, folder)))
+
+
+def build_float(graph: Artifact[PortableGraph], folder: Path, slots: int) -> Artifact[EngineBundle]:
+    return build(
+        graph,
+        open_checkpoint(graph.folder),
+        folder,
+        target=find_target("ort-cpu"),
+        precision="float32",
+        slots=slots,
+        kv_scales={},
+        parents={"graph": graph},
+    )
+
+
+@cache
+def _code() -> str:
+    return f"{module_hashes('pipeline.export.export', 'ort-cpu')} {libraries()}"
+
+
+def _graph(folder: Path) -> Artifact[PortableGraph]:
+    return artifact.load(folder / "graph", PortableGraph)
