@@ -29,8 +29,8 @@ from tapeout.artifact import Frozen, Record, Roles, canonical_json
 
 SAMPLES_FILE = "samples.jsonl"
 HEAD_FILE = "statistics/head.safetensors"
-# Of a block of a Gram matrix, at most. With K channels in one block, disk and memory grow with K² and a Cholesky factor
-# with K³: 0.8 GB and 14 s for one group of a model of 8 billion parameters (docs/benchmarks/scale.md).
+# Of a block of a Gram matrix, at most. In one block of K channels disk and memory grow with K², a Cholesky factor with
+# K³: the search of one group of a model of 8 billion parameters would take 5.8 GB (docs/benchmarks/scale.md).
 BLOCK_CHANNELS = 2048
 
 

@@ -213,6 +213,7 @@ class ResumableWriter(CheckpointWriter):
         partial.write_text(notes)
         keep(partial, self._notes(number))
         save_file(self._pending, partial, metadata={"format": "pt"})
+        partial.chmod(self._notes(number).stat().st_mode)  # save_file lets nobody but the owner read
         keep(partial, self._part(number))
         self._pending = {}
 

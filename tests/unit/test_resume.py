@@ -202,4 +202,5 @@ def test_quantize_goes_on_after_a_kill(
     assert any(name.startswith("layers.0.") for name in made) == bool(damaged)
     assert not any(name.startswith("layers.1.") for name in made)
     assert written in {path.stat().st_ino for path in again.folder.iterdir()}  # a part is a shard: nothing is copied
+    assert len({path.stat().st_mode for path in again.folder.iterdir()}) == 1  # readable for all that read the record
     shutil.rmtree(again.folder)

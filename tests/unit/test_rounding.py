@@ -99,7 +99,9 @@ def test_scales_too_small_for_float16_are_not_flushed_to_zero() -> None:
     weight = weights(1) * np.float32(1e-9)
     linear = round_to_nearest(weight, Scheme(bits=4, group_size=32, symmetric=True))
     assert (linear.scales != 0).all()
-    assert output_error(linear.dequantize() - weight, np.eye(128, dtype=np.float32)) < 0.02 * float((weight**2).sum())
+    assert output_error(linear.dequantize() - weight, np.eye(128, dtype=np.float32)[None]) < 0.02 * float(
+        (weight**2).sum()
+    )
 
 
 def test_weights_that_are_not_finite_are_refused() -> None:

@@ -15,7 +15,7 @@ from tapeout.errors import ArtifactError, ResourceError
 from tapeout.portable_graph import PortableGraph
 from tests.checkpoints import WEIGHTS, Tensors, change_weights, checkpoint, shard
 from tests.families import random_model
-from tests.family_engines import build_float, largest_errors
+from tests.family_engines import PROMPTS, build_float, largest_errors
 
 
 def exported(source: Path) -> Artifact[PortableGraph]:
@@ -32,7 +32,7 @@ def test_shards_are_shared_and_make_the_same_engine(tmp_path: Path) -> None:
     shard(source)
     graph = exported(source)
     assert shared(graph, source) == [True, True]
-    bundle = build_float(graph, tmp_path / "bundle", slots=3)
+    bundle = build_float(graph, tmp_path / "bundle", slots=len(PROMPTS))
     assert max(largest_errors(bundle, random_model("llama"), "llama").values()) < 1e-3
 
 
