@@ -27,7 +27,7 @@ from tapeout.artifact import Artifact, create, load
 from tapeout.errors import EvidenceError
 from tapeout.fingerprint import Fingerprint
 
-PREFILL_TRIALS = 15  # a repeat is their median: one prefill is short, and easily disturbed
+PREFILL_TRIALS = 7  # a repeat is their median: one prefill is short, and easily disturbed
 # Threads of an engine that has just run spin on for some 20 ms, on the cores of the one that is timed next: 128 tokens
 # of prompt took 60 ms right after the other engine, 49 after a pause of 20 ms, 30 after 100 and alone (measured).
 REST_SECONDS = 0.1

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice, takewhile
+from typing import Any, NamedTuple
 
 import numpy as np
 from lm_eval.api.instance import Instance
@@ -27,9 +27,50 @@ from tapeout.errors import EvidenceError
 
 DEFAULT_NEW_TOKENS = 256  # lm-eval's own default for generate_until
 
-Context = tuple[int, ...]
+SHARED_TOKENS = 4  # to copy fewer costs more than to compute them
 # ((context, continuation) or None, context tokens, continuation tokens), as TemplateLM hands them over.
 TokenRequest = tuple[tuple[str, str] | None, list[int], list[int]]
+
+
+class Text(NamedTuple):
+    """The tokens that are fed to score a continuation: all but its last one, behind ``before`` tokens of context.
+
+    ``shared``: so many are those of the first text of its family; of the first itself, all.
+    """
+
+    tokens: tuple[int, ...]
+    before: int
+    continuation: list[int]
+    shared: int = 0
+
+
+def _families(texts: Iterable[Text], slots: int) -> Iterator[list[Text]]:
+    """Texts that follow one another and begin with the same tokens, such as the choices of one question."""
+    family: list[Text] = []
+    for text in texts:
+        same = takewhile(
+            lambda pair: pair[0] == pair[1], zip(family[0].tokens if family else (), text.tokens, strict=False)
+        )
+        shared = sum(1 for _ in same)
+        joined = [*family, text._replace(shared=shared)]
+        if shared >= SHARED_TOKENS and _slots(joined) <= slots:
+            family = joined
+            continue
+        if family:
+            yield family
+        family = [text._replace(shared=len(text.tokens))]
+    if family:
+        yield family
+
+
+def _slots(family: Sequence[Text]) -> int:
+    """One for the first text, and one for each that has tokens of its own."""
+    return 1 + sum(text.shared < len(text.tokens) for text in family)
+
+
+def _begin(family: Sequence[Text]) -> int:
+    """The first position whose logits a family needs."""
+    return min(text.before for text in family) - 1
 
 
 def beginning_of_text(tokenizer: Tokenizer) -> int | None:
@@ -92,23 +133,18 @@ class EngineLM(TemplateLM):
 
     def _loglikelihood_tokens(self, requests: Sequence[TokenRequest], **kwargs: Any) -> list[tuple[float, bool]]:
         """(log-likelihood in nats, is greedy) of each continuation, in the order of the requests."""
-        shared: dict[Context, list[int]] = {}
-        for number, request in enumerate(requests):
-            shared.setdefault(self._fit_context(request), []).append(number)
-        results: dict[int, tuple[float, bool]] = {}
+        results: list[tuple[float, bool]] = []
         with tqdm(total=len(requests), desc=f"{self.name} {self.task}", unit="choice", disable=None) as bar:
-            for group in self._groups(shared):
-                scores = self._score([(context, [requests[n][2] for n in numbers]) for context, numbers in group])
-                numbers = [number for _, own in group for number in own]
-                results.update(zip(numbers, scores, strict=True))
-                bar.update(len(numbers))
-        for number, (strings, _, _) in enumerate(requests):
+            for group in self._groups(_families(map(self._text, requests), self.engine.slots)):
+                results += self._score(group)
+                bar.update(len(results) - bar.n)
+        for (strings, _, _), result in zip(requests, results, strict=True):
             if strings is not None:
-                self.cache_hook.add_partial("loglikelihood", strings, results[number])
-        return [results[number] for number in range(len(requests))]
+                self.cache_hook.add_partial("loglikelihood", strings, result)
+        return results
 
-    def _fit_context(self, request: TokenRequest) -> Context:
-        """The context, cut from the left so that all but the last continuation token fit the engine."""
+    def _text(self, request: TokenRequest) -> Text:
+        """What is fed for a request. The context is cut from the left so that it fits the engine."""
         strings, context, continuation = request
         # The last token is predicted, never fed; the context keeps at least the token that predicts the first.
         room = self.engine.max_tokens + 1 - len(continuation)
@@ -118,43 +154,44 @@ class EngineLM(TemplateLM):
                 expected=f"at least one of each, and at most {self.engine.max_tokens} in the continuation",
                 remedy="leave this item's task out of `evaluate.tasks`, or export with a larger `export.max_positions`",
             )
-        return tuple(context[-room:])
+        kept = context[-room:]
+        return Text((*kept, *continuation[:-1]), len(kept), continuation)
 
-    def _groups(self, shared: Mapping[Context, list[int]]) -> Iterator[list[tuple[Context, list[int]]]]:
-        """Contexts that are scored together: as many as there are slots for their continuations, at least one."""
-        group: list[tuple[Context, list[int]]] = []
+    def _groups(self, families: Iterable[list[Text]]) -> Iterator[list[list[Text]]]:
+        """Families that are scored together: as many as there are slots for their texts, at least one."""
+        group: list[list[Text]] = []
         room = self.engine.slots
-        for context, numbers in shared.items():
-            if group and len(numbers) > room:
+        for family in families:
+            if group and _slots(family) > room:
                 yield group
                 group, room = [], self.engine.slots
-            group.append((context, numbers))
-            room -= len(numbers)
+            group.append(family)
+            room -= _slots(family)
         if group:
             yield group
 
-    def _score(self, group: Sequence[tuple[Context, list[list[int]]]]) -> list[tuple[float, bool]]:
-        """Every continuation of the contexts. A context is computed once, together with its first continuation."""
-        slots, slot = self.engine.slots, 0
-        firsts, others = list[Fed](), list[Fed]()
-        for context, continuations in group:
-            before, (first, *rest) = len(context), continuations
-            tokens = (*context, *first[:-1])
-            firsts.append(Fed(slot, tokens, 0, range(before - 1, len(tokens))))
-            fed = [continuation[:-1] for continuation in rest if len(continuation) > 1]
-            others += [
-                Fed((slot + number) % slots, tokens, before, range(len(tokens)), slot)
-                for number, tokens in enumerate(fed, start=1)
-            ]
-            slot += len(continuations)
+    def _score(self, group: Sequence[list[Text]]) -> list[tuple[float, bool]]:
+        """Every continuation of the families. What texts share with the first of their family is computed once."""
+        firsts, others, slot = list[Fed](), list[Fed](), 0
+        for family in group:
+            source, tokens = slot, family[0].tokens
+            firsts.append(Fed(source, tokens, 0, range(_begin(family), len(tokens))))
+            for text in family:
+                if fed := text.tokens[text.shared :]:
+                    slot += 1
+                    own = range(max(text.before - 1 - text.shared, 0), len(fed))
+                    others.append(Fed(slot, fed, text.shared, own, source))
+            slot += 1
         rows_of_firsts = self._feed(firsts)
-        further = iter([rows for begin in range(0, len(others), slots) for rows in self._feed(others[begin:][:slots])])
+        further = iter(self._feed(others) if others else ())
         results: list[tuple[float, bool]] = []
-        for (_, (first, *rest)), rows in zip(group, rows_of_firsts, strict=True):
-            results.append(_read(rows, first))
-            for continuation in rest:
-                whole = rows[:1] if len(continuation) == 1 else np.concatenate([rows[:1], next(further)])
-                results.append(_read(whole, continuation))
+        for family, rows in zip(group, rows_of_firsts, strict=True):
+            begin = _begin(family)
+            for text in family:
+                common = rows[text.before - 1 - begin : max(text.shared - begin, 0)]
+                whole = text.shared == len(text.tokens)
+                logits = common if whole else np.concatenate([common, next(further)])
+                results.append(_read(logits, text.continuation))
         return results
 
     def _feed(self, batch: Sequence[Fed]) -> list[FloatArray]:

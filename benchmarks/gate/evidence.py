@@ -38,12 +38,14 @@ class Run:
     """What a real run of the default recipe measured, as far as a simulation needs it.
 
     ``text``, ``shadow``, ``parity``: tokens, KL a token, share of tokens that disagree, and for text the logarithm of
-    the perplexity ratio, of each document. ``tasks``: items, baseline right, lost, gained. ``speed``: ratios.
+    the perplexity ratio, of each document. ``source``: the logarithm of the perplexity ratio to the source model.
+    ``tasks``: items, baseline right, lost, gained. ``speed``: ratios.
     """
 
     text: tuple[tuple[float, float, float, float], ...]
     shadow: tuple[tuple[float, float, float], ...]
     parity: tuple[tuple[float, float, float], ...]
+    source: tuple[tuple[float, float], ...]
     tasks: Mapping[str, tuple[int, int, int, int]]
     speed: Mapping[str, tuple[float, ...]]
 
@@ -60,6 +62,7 @@ def keep(artifacts: Path) -> None:
     text = read_items(artifacts / "evaluation/text_items.jsonl", TextItem)
     shadow = read_items(artifacts / "shadow/shadow_items.jsonl", ShadowItem)
     parity = read_items(artifacts / "parity/parity_items.jsonl", ParityItem)
+    source = read_items(artifacts / "source-model/source_items.jsonl", SourceItem)
     answered = read_items(artifacts / "evaluation/task_items.jsonl", TaskItem)
     tasks: dict[str, tuple[int, int, int, int]] = {}
     for task in dict.fromkeys(item.task for item in answered):
@@ -74,6 +77,7 @@ def keep(artifacts: Path) -> None:
         ],
         "shadow": [(i.champion_tokens, i.kl_sum / i.champion_tokens, 1 - i.agree / i.champion_tokens) for i in shadow],
         "parity": [(i.tokens, i.kl_sum / i.tokens, 1 - i.agree / i.tokens) for i in parity],
+        "source": [(i.tokens, (i.candidate_nll - i.source_nll) / i.tokens) for i in source if i.form == "document"],
         "tasks": tasks,
         "speed": {f"{s.phase} {s.batch}": _ratios(s) for s in samples},
     }
@@ -216,48 +220,64 @@ def parity_items(tokens: Floats, kl: Floats, differ: Floats) -> tuple[ParityItem
 LAST = CONTEXT  # position of an engine that is served, the first at which it is compared with the float engine
 
 
-def served_items() -> tuple[ServedItem, ...]:
-    """Of a sound engine with one slot. Nothing here is drawn: an engine serves as it does."""
+SERVED = tuple(path for path in PATHS if path not in SEVERAL)  # by an engine with one slot
+
+
+def served_items(wrong: str = "", kl: float = 0) -> tuple[ServedItem, ...]:
+    """Of a sound engine with one slot, but for the KL of one path. Nothing is drawn: an engine serves as it does."""
     return tuple(
         ServedItem(
-            path=path, slot=0, first_slot=0, batch=1, first=LAST, last=LAST, tokens=1, agree=1, kl_sum=0, kl_max=0,
-            error=0, gap=0, float_kl_sum=0,
+            path=path, slot=0, first_slot=0, batch=1, first=LAST, last=LAST, tokens=1, agree=1, error=0, gap=0,
+            kl_sum=kl if path == wrong else 0, kl_max=kl if path == wrong else 0, float_kl_sum=0,
         )
-        for path in PATHS
-        if path not in SEVERAL
+        for path in SERVED
     )  # fmt: skip
 
 
-def draws() -> tuple[Draws, ...]:
-    """Of a library that draws what numpy draws."""
-    return tuple(Draws(settings=name, draws=128, differ=0) for name in DRAWN)
+def draws(wrong: str = "") -> tuple[Draws, ...]:
+    """Of a library that draws what numpy draws, but for one draw with one of the settings."""
+    return tuple(Draws(settings=name, draws=128, differ=int(name == wrong)) for name in DRAWN)
 
 
-def source_answers(asked: Sequence[TaskItem]) -> tuple[SourceAnswer, ...]:
-    """The source model's answers to the first questions of each task: the baseline's."""
+def source_answers(
+    asked: Sequence[TaskItem], rng: Generator | None = None, other: float = 0, shift: Mapping[str, float] | None = None
+) -> tuple[SourceAnswer, ...]:
+    """The source model's answers to the first questions of each task: the baseline's.
+
+    ``other``: share of them that are another choice. ``shift``: of the log-likelihoods of some tasks.
+    """
     found: dict[str, list[SourceAnswer]] = {}
     for item in asked:
         if len(own := found.setdefault(item.task, [])) < ANSWERS_PER_TASK:
             hashes = {name: getattr(item, name) for name in ("doc_hash", "prompt_hash", "target_hash")}
+            changed = int(rng is not None and rng.random() < other)
+            by = (shift or {}).get(item.task, 0)
             own.append(
                 SourceAnswer(
-                    task=item.task, doc_id=item.doc_id, choice=item.baseline_choice,
-                    loglikelihoods=item.baseline_loglikelihoods, **hashes,
+                    task=item.task, doc_id=item.doc_id, choice=(item.baseline_choice + changed) % 2,
+                    loglikelihoods=tuple(score + by for score in item.baseline_loglikelihoods), **hashes,
                 )
             )  # fmt: skip
     return tuple(answer for own in found.values() for answer in own)
 
 
-def source_items(documents: int) -> tuple[SourceItem, ...]:
-    """Of engines that compute what the source model computes."""
-    forms = ("long", "prompt", *["document"] * documents)
+def source_items(tokens: Floats, log_ratio: Floats) -> tuple[SourceItem, ...]:
+    """Documents ``[G]``, and the other texts. ``log_ratio``: of the perplexity, candidate over source model."""
+    forms = ("long", "prompt", *["document"] * len(tokens))
+    sizes, ratios = [1, 1, *tokens.astype(int).tolist()], [0.0, 0.0, *log_ratio.tolist()]
     return tuple(
-        SourceItem(
-            doc_hash=f"source {i}", form=form, tokens=10, kl_sum=0, kl_max=0, agree=10, source_nll=30 + i,
-            baseline_nll=30 + i, candidate_nll=30 + i,
+        SourceItem.model_construct(
+            doc_hash=f"source {i}", form=form, tokens=size, kl_sum=0, kl_max=0, agree=size, source_nll=3.0 * size,
+            baseline_nll=3.0 * size, candidate_nll=(3.0 + ratio) * size,
         )
-        for i, form in enumerate(forms)
+        for i, (form, size, ratio) in enumerate(zip(forms, sizes, ratios, strict=True))
     )  # fmt: skip
+
+
+def guessed(rng: Generator, size: int, accuracy: float) -> tuple[TaskItem, ...]:
+    """A task with three choices that an engine answers with this accuracy."""
+    right = rng.binomial(size, accuracy)
+    return task_items({"guessed": [right, 0, 0, size - right]})
 
 
 ANSWERS = ((True, True), (True, False), (False, True), (False, False))  # baseline and candidate are right

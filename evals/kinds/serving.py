@@ -29,7 +29,7 @@ ONCE = ("generation", "reopened")
 CONTEXT = 16
 PATHS = (*EVERY_SLOT, *SEVERAL, *ONCE)
 # Settings that tokens are drawn with; the draws themselves are made where the server's sampler can be imported.
-DRAWN = ("temperature", "top_k", "top_p", "min_p", "all_filters", "penalties", "logit_bias", "logprobs")
+DRAWN = ("temperature", "top_k", "top_p", "min_p", "all_filters", "penalties", "greedy", "logit_bias", "logprobs")
 
 
 class ServedItem(Frozen):

@@ -16,14 +16,15 @@ from tapeout.artifact import Artifact
 SEEDS = range(4)
 THREADS = 2
 LOGPROBS = 20
-# Temperatures above 1, so that filters have something to cut off. Those that need more than settings are in `_request`.
+# Temperatures are above 1, so that filters have something to cut off. `_request` adds what depends on the logits.
 SETTINGS: Mapping[str, SamplingSettings] = {
     "temperature": SamplingSettings(temperature=1.5),
     "top_k": SamplingSettings(temperature=2, top_k=20),
     "top_p": SamplingSettings(temperature=1.5, top_p=0.8),
     "min_p": SamplingSettings(temperature=2, min_p=0.02),
     "all_filters": SamplingSettings(temperature=2, top_k=50, top_p=0.9, min_p=0.01),
-    "penalties": SamplingSettings(presence_penalty=1, frequency_penalty=0.5, repetition_penalty=1.3),
+    "penalties": SamplingSettings(temperature=1.5, presence_penalty=1, frequency_penalty=0.5, repetition_penalty=1.5),
+    "greedy": SamplingSettings(presence_penalty=1, frequency_penalty=0.5, repetition_penalty=1.5),
     "logit_bias": SamplingSettings(temperature=1),
     "logprobs": SamplingSettings(temperature=1),
 }

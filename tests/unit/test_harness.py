@@ -47,7 +47,8 @@ def instance(kind: Any, *arguments: Any) -> Instance:
 @settings(deadline=None, max_examples=150)
 @given(st.lists(TOKENS, min_size=1, max_size=4), st.data())
 def test_scores_come_back_in_request_order_whatever_is_shared(contexts: list[list[int]], data: st.DataObject) -> None:
-    draw = st.lists(st.tuples(st.sampled_from(contexts), TOKENS), min_size=1, max_size=12)
+    longer = [one + other for one in contexts for other in contexts]  # some have a common beginning
+    draw = st.lists(st.tuples(st.sampled_from([*contexts, *longer]), TOKENS), min_size=1, max_size=12)
     requests = [(None, context, continuation) for context, continuation in data.draw(draw)]
     engine = History()
     results = lm_over(engine)._loglikelihood_tokens(requests)
@@ -68,6 +69,12 @@ def test_a_shared_context_is_computed_once_and_one_token_choices_cost_nothing_mo
     assert engine.engine.steps[2:] == [[5]]
     lm._loglikelihood_tokens([(None, context, choice) for choice in ([7, 8, 9], [5, 6])])  # the first comes with it
     assert engine.engine.steps[3:] == [[6], [1]]
+
+
+def test_what_two_contexts_have_in_common_is_computed_once() -> None:
+    engine = History()
+    lm_over(engine)._loglikelihood_tokens([(None, [1, 2, 3, 4, option], [7, 8]) for option in (5, 6)])
+    assert engine.engine.steps == [[6], [2]]
 
 
 def test_greedy_flag_is_true_for_the_likeliest_continuation_only() -> None:
