@@ -28,7 +28,7 @@ repro: $(INSTALLED)
 	tapeout summary
 
 test: check
-	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 pytest -n $(WORKERS)
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 check: $(INSTALLED)
 	ruff format --check .

@@ -36,10 +36,22 @@ def tiny_graph() -> Artifact[PortableGraph]:
 
 
 @cache
-def family_graph(name: str) -> Artifact[PortableGraph]:
-    """Of a family in tests/families.py, with its checkpoint beside it; do not write to either."""
+def family_graph(name: str, *dtypes: str, **settings: int) -> Artifact[PortableGraph]:
+    """Of a family in tests/families.py, with its checkpoint beside it; do not write to either.
+
+    ``dtypes``: types of torch that its weights are converted to in turn. ``settings``: of its configuration.
+    """
+    import torch
+
+    def write(folder: Path) -> None:
+        model = families.random_model(name, **settings)
+        for dtype in dtypes:
+            model = model.to(getattr(torch, dtype))
+        positions = settings.get("max_position_embeddings", families.MAX_POSITIONS)
+        families.export_model(model, folder, max_positions=positions)
+
     made_by = Path(families.__file__).read_text()
-    return _graph(kept(f"family-{name}", f"{made_by} {_code()}", lambda folder: families.export_family(name, folder)))
+    return _graph(kept(f"family-{name}", f"{dtypes} {settings} {made_by} {_code()}", write))
 
 
 def build_float(graph: Artifact[PortableGraph], folder: Path, slots: int) -> Artifact[EngineBundle]:

@@ -63,8 +63,9 @@ def build(request: Request, name: str, capabilities: Sequence[str], console: Any
     report = _evidence(request, lowered, console)
     built: list[Built] = []
     refused: list[BuildError] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     for capability in capabilities:
-        with _bar(console) as bar:
+        with Progress(*columns, console=console) as bar:
             task = bar.add_task(capability, total=None)
 
             def progress(phase: str, done: int, total: int, *, name: str = capability) -> None:
@@ -156,9 +157,3 @@ def bundle_table(built: Sequence[Built]) -> Table:
 def _headline(verdict: Verdict) -> str:
     reasons = [check.reason for check in verdict.checks if check.outcome is verdict.outcome]
     return f"{verdict.outcome}: {reasons[0]}"
-
-
-def _bar(console: Any) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
-    )

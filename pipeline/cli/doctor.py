@@ -37,6 +37,7 @@ GIB = 1 << 30
 NEEDED_MEMORY_BYTES = 6 * GIB  # the default recipe's promise
 NEEDED_DISK_BYTES = 4 * GIB  # artifacts, their DVC cache and the download cache of the default recipe
 PROBE_TIMEOUT_S = 20
+SOURCE = "source"  # the subject of findings about one
 
 # Features of tapeout.fingerprint that speed up quantized kernels, by the names people know.
 INSTRUCTION_SETS = {
@@ -90,12 +91,7 @@ class Diagnosis:
         return not {finding.status for finding in self.abilities} & {Status.MISSING, Status.BROKEN}
 
     def sections(self) -> Mapping[str, tuple[Finding, ...]]:
-        return {
-            "machine": self.machine,
-            "software": self.software,
-            "services": self.services,
-            "abilities": self.abilities,
-        }
+        return {name: getattr(self, name) for name in ("machine", "software", "services", "abilities")}
 
 
 def diagnose(recipe: Recipe | None, folder: Path) -> Diagnosis:
@@ -171,12 +167,7 @@ def gpu() -> Finding:
 
 def pinned() -> dict[str, str]:
     """Package -> the version that this project was tested with, from its own metadata."""
-    pins: dict[str, str] = {}
-    for requirement in metadata.requires("tapeout") or []:
-        match = re.match(r"([\w.-]+)==([\w.]+)", requirement)
-        if match:
-            pins[match[1]] = match[2]
-    return pins
+    return dict(re.findall(r"^([\w.-]+)==([\w.]+)", "\n".join(metadata.requires("tapeout") or []), re.MULTILINE))
 
 
 def package(name: str, pins: Mapping[str, str]) -> Finding:
@@ -202,22 +193,17 @@ def optional_package(name: str) -> Finding:
 
 def operators() -> Finding:
     """Whether the installed ONNX Runtime has CPU kernels for the operators that engines use."""
+    subject = "onnxruntime kernels"
     try:
         # A compiled module without type information.
         from onnxruntime.capi import onnxruntime_pybind11_state as ort  # pyright: ignore[reportAttributeAccessIssue]
 
         kernels = {kernel.op_name for kernel in ort.get_all_opkernel_def() if kernel.provider == "CPUExecutionProvider"}
     except (ImportError, AttributeError) as error:
-        return Finding("onnxruntime kernels", Status.MISSING, str(error), "reinstall onnxruntime at its pinned version")
-    lacking = [name for name in ENGINE_OPERATORS if name not in kernels]
-    if lacking:
-        return Finding(
-            "onnxruntime kernels",
-            Status.MISSING,
-            f"no {', '.join(lacking)}",
-            "install onnxruntime at its pinned version",
-        )
-    return Finding("onnxruntime kernels", Status.OK, ", ".join(ENGINE_OPERATORS))
+        return Finding(subject, Status.MISSING, str(error), "reinstall onnxruntime at its pinned version")
+    if lacking := [name for name in ENGINE_OPERATORS if name not in kernels]:
+        return Finding(subject, Status.MISSING, f"no {', '.join(lacking)}", "install onnxruntime at its pinned version")
+    return Finding(subject, Status.OK, ", ".join(ENGINE_OPERATORS))
 
 
 def native_kernels(level: native.Level | None) -> Finding:
@@ -264,45 +250,42 @@ def source(text: str) -> Finding:
     from pipeline.sources.locations import FileSource, HubSource, UrlSource, WheelSource, parse
     from tapeout.errors import SourceError
 
-    subject = "source"
     try:
         parsed = parse(text)
     except SourceError as error:
-        return Finding(subject, Status.MISSING, error.found, error.remedy)
+        return Finding(SOURCE, Status.MISSING, error.found, error.remedy)
     key = f"pypi://{parsed.package}=={parsed.version}" if isinstance(parsed, WheelSource) else text
     if (entry_folder(key) / ENTRY).is_file():
-        return Finding(subject, Status.OK, f"{text}: in the download cache")
+        return Finding(SOURCE, Status.OK, f"{text}: in the download cache")
     match parsed:
         case FileSource():
             there = parsed.path.exists()
             remedy = "" if there else "correct the source in params.yaml"
-            return Finding(subject, Status.OK if there else Status.MISSING, f"{parsed.path}", remedy)
+            return Finding(SOURCE, Status.OK if there else Status.MISSING, f"{parsed.path}", remedy)
         case WheelSource():
-            return _index(subject, parsed.package, parsed.version)
+            return _index(parsed.package, parsed.version)
         case HubSource():
-            return _answers(subject, f"https://huggingface.co/api/models/{parsed.repo}", text)
+            return _answers(f"https://huggingface.co/api/models/{parsed.repo}", text)
         case UrlSource():
-            return _answers(subject, parsed.url, text)
+            return _answers(parsed.url, text)
 
 
-def _index(subject: str, name: str, version: str) -> Finding:
+def _index(name: str, version: str) -> Finding:
     # pip itself asks, so that the answer holds for the user's own index, proxy and certificates.
     command = [sys.executable, "-m", "pip", "index", "versions", name]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        return Finding(
-            subject, Status.MISSING, f"the package index did not answer in {PROBE_TIMEOUT_S} s", "check the network"
-        )
+        found = f"the package index did not answer in {PROBE_TIMEOUT_S} s"
+        return Finding(SOURCE, Status.MISSING, found, "check the network")
     offered = re.split(r"[,\s]+", done.stdout.partition("Available versions:")[2])
     if version not in offered:
-        return Finding(
-            subject, Status.MISSING, f"the package index does not offer {name} {version}", "check `pip config list`"
-        )
-    return Finding(subject, Status.OK, f"the package index offers {name} {version}")
+        found = f"the package index does not offer {name} {version}"
+        return Finding(SOURCE, Status.MISSING, found, "check `pip config list`")
+    return Finding(SOURCE, Status.OK, f"the package index offers {name} {version}")
 
 
-def _answers(subject: str, url: str, text: str) -> Finding:
+def _answers(url: str, text: str) -> Finding:
     import requests
 
     from pipeline.sources.download import redact
@@ -311,8 +294,8 @@ def _answers(subject: str, url: str, text: str) -> Finding:
         requests.head(url, timeout=PROBE_TIMEOUT_S, allow_redirects=True).raise_for_status()
     except requests.RequestException as error:
         remedy = "check the network, or use a source that this machine can reach (docs/recipes.md)"
-        return Finding(subject, Status.MISSING, f"{redact(text)}: {type(error).__name__}", remedy)
-    return Finding(subject, Status.OK, f"{redact(text)} answers")
+        return Finding(SOURCE, Status.MISSING, f"{redact(text)}: {type(error).__name__}", remedy)
+    return Finding(SOURCE, Status.OK, f"{redact(text)} answers")
 
 
 def bundle(folder: Path) -> Finding:
@@ -323,11 +306,8 @@ def bundle(folder: Path) -> Finding:
         hardware = at_level(found).record.hardware[0]
     except TapeoutError as error:
         return Finding(subject, Status.BROKEN, f"no: {error.found}", error.remedy)
-    return Finding(
-        subject,
-        Status.OK,
-        f"yes: {found.record.target}{hardware.level and f':{hardware.level}'}, {found.record.precision}",
-    )
+    target = f"{found.record.target}{hardware.level and f':{hardware.level}'}"
+    return Finding(subject, Status.OK, f"yes: {target}, {found.record.precision}")
 
 
 def _ability(subject: str, needs: Iterable[Finding]) -> Finding:
@@ -339,8 +319,5 @@ def _ability(subject: str, needs: Iterable[Finding]) -> Finding:
 
 def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    named = re.search(r"^model name\s*: *(.+)", info.read_text(), re.MULTILINE) if info.is_file() else None
+    return named[1].strip() if named else platform.processor() or platform.machine()

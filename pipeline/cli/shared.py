@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 
 Artifacts = Annotated[Path, typer.Option(help="Folder the pipeline writes its artifacts to.")]
 Params = Annotated[Path, typer.Option(help="The recipe (docs/recipes.md explains every parameter).")]
+PrivateKey = Annotated[
+    Path | None,
+    typer.Option(help="Sign with this private key.", envvar="TAPEOUT_PRIVATE_KEY", show_envvar=True),
+]
 PublicKey = Annotated[
     Path | None,
     typer.Option(help="Refuse what is not signed with its private key.", envvar="TAPEOUT_PUBLIC_KEY", show_envvar=True),

@@ -103,7 +103,11 @@ class RestRegistry:
         run = self._get("runs/get", run_id=found.get("run_id", ""))["run"]
         number, model = int(found["version"]), model_id_of(found.get("source"))
         if not model:
-            raise no_bundle(reference.name, number)
+            raise RegistryError(
+                f"version {number} of {reference.name} has no bundle in the registry",
+                expected="a version that this version of Tapeout registered",
+                remedy="register it again: `tapeout register`",
+            )
         bundle = self._get(f"logged-models/{quote(model, safe='')}")["model"]
         tags = {tag["key"]: tag.get("value", "") for tag in found.get("tags", [])}
         roots = run["info"]["artifact_uri"], bundle["info"]["artifact_uri"]
@@ -204,14 +208,6 @@ def _origin(url: str) -> tuple[str | None, str | None, int | None]:
 
     parts = parse_url(url)
     return parts.scheme, parts.host, parts.port or {"http": 80, "https": 443}.get(parts.scheme or "")
-
-
-def no_bundle(name: str, number: int) -> RegistryError:
-    return RegistryError(
-        f"version {number} of {name} has no bundle in the registry",
-        expected="a version that this version of Tapeout registered",
-        remedy="register it again: `tapeout register`",
-    )
 
 
 def _fetch_through_mlflow(root: str, name: str, target: Path) -> str:

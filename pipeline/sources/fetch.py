@@ -73,7 +73,9 @@ def fetch(recipe: Recipe, folder: Path) -> Artifact[Source]:
             traffic_source=log and log.source,
             traffic_sha256=log and log.sha256,
             traffic_revision=log and log.revision,
-            datasets=tuple(sorted(p.relative_to(data.path).parent.as_posix() for p in _split_folders(data.path))),
+            datasets=tuple(
+                sorted(p.relative_to(data.path).parents[1].as_posix() for p in data.path.rglob("state.json"))
+            ),
         )
         draft.finish(record, parents={})
     return load(folder, Source)
@@ -202,7 +204,3 @@ def _require_datasets(data: Fetched, needed: Sequence[str]) -> None:
                 if dataset == TRAFFIC
                 else "correct calibrate.dataset, evaluate.tasks or shadow.datasets, or the data source",
             )
-
-
-def _split_folders(folder: Path) -> list[Path]:
-    return [state.parent for state in folder.rglob("state.json")]

@@ -212,13 +212,7 @@ def _open_url(url: str, sha256: str | None) -> _Offer:
 
 def _open_local(source: str, path: Path, sha256: str | None) -> _Offer:
     if path.is_file():
-        digest = sha256_file(path)
-        if sha256 not in (None, digest):
-            raise SourceError(
-                f"{path} has sha256 {digest}",
-                expected=f"{sha256}, its pin",
-                remedy="if this is the file you mean, put its hash in the recipe; else restore the pinned file",
-            )
+        digest = _pinned_digest(path, sha256, "restore the pinned file")
         return _Offer({path.name: partial(path.open, "rb")}, (path.name,), path.name, digest)
     if not path.is_dir():
         siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
@@ -288,13 +282,7 @@ def _open_hub(source: str, hub: HubSource, sha256: str | None, keep: Keep) -> _O
     if hub.path in found.names:
         name = PurePosixPath(hub.path).name
         path = found.folder / hub.path
-        digest = sha256_file(path)
-        if sha256 not in (None, digest):
-            raise SourceError(
-                f"{source} has sha256 {digest}",
-                expected=f"{sha256}, its pin",
-                remedy=f"if this is the file you mean, put its hash in the recipe; else delete {path} and fetch again",
-            )
+        digest = _pinned_digest(path, sha256, "delete that file and fetch again")
         return _Offer({name: partial(path.open, "rb")}, (name,), name, digest, found.commit)
     _refuse_pin(source, sha256, " a commit as its revision pins a repository")
     offered = tuple(name.removeprefix(prefix) for name in found.names if name.startswith(prefix))
@@ -318,6 +306,18 @@ def _card_license(folder: Path) -> tuple[str, ...]:
     except (yaml.YAMLError, AttributeError):
         return ()
     return (str(stated),) if stated else ()
+
+
+def _pinned_digest(path: Path, sha256: str | None, otherwise: str) -> str:
+    """The file's sha256, which is that of its pin, if it has one."""
+    digest = sha256_file(path)
+    if sha256 not in (None, digest):
+        raise SourceError(
+            f"{path} has sha256 {digest}",
+            expected=f"{sha256}, its pin",
+            remedy=f"if this is the file you mean, put its hash in the recipe; else {otherwise}",
+        )
+    return digest
 
 
 def _refuse_pin(source: str, sha256: str | None, hint: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,16 @@ import numpy as np
 import pytest
 
 from engines.bundle import EngineBundle
-from engines.compile import build
-from engines.load import find_target, load, open_probe
+from engines.load import graph_target, load, open_probe
 from engines.native import unsupported
 from engines.protocol import FloatArray
 from engines.sequences import Sequences
 from evals.kinds.parity import ParityItem
 from evals.parity import compare
 from evals.text import kl_divergences
+from pipeline.stages.candidate import build_candidate
 from quantization.calibrate import calibrate
-from quantization.checkpoint import KVScales, QuantizedModel
-from quantization.compressed_tensors import open_checkpoint
+from quantization.checkpoint import QuantizedModel
 from quantization.quantize import quantize
 from quantization.reference import QuantizedReference
 from tapeout.artifact import Artifact
@@ -50,43 +50,47 @@ def documents(tiny_checkpoint: Path, tiny_texts: Callable[[int, int], list[str]]
 TABLES = Scheme(bits=6, group_size=32, symmetric=True)
 
 
+@pytest.fixture(scope="module")
+def quantized_with(
+    tiny_texts: Callable[[int, int], list[str]], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Artifact[QuantizedModel]]:
+    """The checkpoint, by the type of the KV cache."""
+    folder, graph = tmp_path_factory.mktemp("quantized"), tiny_graph()
+    settings = Calibrate(samples=32, tokens=128)
+    calibration = calibrate(settings, graph, tiny_texts(44, 9)[:32], folder / "calibration")
+
+    @cache
+    def get(kv: Any) -> Artifact[QuantizedModel]:
+        recipe = Recipe(
+            model=ModelSource(source="file:model"),
+            data=DataSource(source="file:data"),
+            calibrate=settings,
+            plan=Plan(schemes=MIXED, embeddings=TABLES, kv_cache=KVCache(dtype=kv)),
+        )
+        plan = written_plan(recipe, graph, folder / f"plan-{kv}")
+        return quantize(recipe.quantize, graph, calibration, plan, folder / kv)
+
+    return get
+
+
 @pytest.fixture(scope="module", params=[("int8", "native"), ("int8", "stock"), ("int4", "native")], ids="-".join)
 def made(
     request: pytest.FixtureRequest,
-    tiny_texts: Callable[[int, int], list[str]],
+    quantized_with: Callable[[str], Artifact[QuantizedModel]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Artifact[QuantizedModel], Artifact[EngineBundle]]:
     """The checkpoint and its engine, by the type of the KV cache and by whose operators are in the graph."""
-    cache, operators = request.param
+    kv_type, operators = request.param
     if operators == "native" and unsupported():
         pytest.skip(unsupported())
-    folder = tmp_path_factory.mktemp(f"{cache}-{operators}")
-    recipe = Recipe(
-        model=ModelSource(source="file:model"),
-        data=DataSource(source="file:data"),
-        calibrate=Calibrate(samples=32, tokens=128),
-        plan=Plan(schemes=MIXED, embeddings=TABLES, kv_cache=KVCache(dtype=cache)),
-    )
-    graph = tiny_graph()
-    calibration = calibrate(recipe.calibrate, graph, tiny_texts(44, 9)[:32], folder / "calibration")
-    plan = written_plan(recipe, graph, folder / "plan")
-    quantized = quantize(recipe.quantize, graph, calibration, plan, folder / "quantized")
-    kv = KVScales.read(quantized.folder)
+    folder, quantized = tmp_path_factory.mktemp(f"{kv_type}-{operators}"), quantized_with(kv_type)
     with pytest.MonkeyPatch.context() as patch:
         if operators == "stock":
             without_native_operators(patch)
-        bundle = build(
-            graph,
-            open_checkpoint(quantized.folder),
-            folder / "bundle",
-            target=find_target("ort-cpu"),
-            precision="mixed",
-            slots=3,
-            kv_scales=kv.scales,
-            kv_bits=kv.bits,
-            parents={},
+        bundle = build_candidate(
+            tiny_graph(), quantized, folder / "bundle", target=graph_target("ort-cpu"), slots=3, progress=lambda _: None
         )
-    assert bundle.record.io.kv_dtype == cache
+    assert bundle.record.io.kv_dtype == kv_type
     assert ("BlockLinear" in str(bundle.record.plan)) == (operators == "native")
     return quantized, bundle
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ AFTER_CALIBRATE = (
     *("sensitivity", "plan", "quantize", "build-candidate"),
     *("parity", "benchmark", "evaluate", "incumbent", "shadow", "serving", "source", "gate"),
 )
+FEWER_ITEMS = tuple(name for name in AFTER_CALIBRATE if "evaluate.items" in DVC[name]["params"] or name == "gate")
 ITEMS = 1000
 
 
@@ -126,14 +127,14 @@ def project(
     return folder
 
 
-def judged(project: Path, recipe: str, folder: Path, patch: pytest.MonkeyPatch) -> Verdict:
-    """The verdict on a copy of the project with a shipped recipe laid over its parameters."""
+def judged(project: Path, recipe: str, stages: Sequence[str], folder: Path, patch: pytest.MonkeyPatch) -> Verdict:
+    """The verdict on a copy of the project with a shipped recipe laid over its parameters. ``stages``: to run again."""
     shutil.copytree(project, folder, copy_function=shutil.copy2)
     patch.chdir(folder)
     own_cache(patch, project.with_name("cache"))
     patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder / 'mlflow.db'}")
     (folder / "params.yaml").write_text(shipped.overlay(recipe, folder / "params.yaml"))
-    for name in AFTER_CALIBRATE:
+    for name in stages:
         wiring.run(name, Path("params.yaml"))
     return artifact.load(folder / "artifacts" / "verdict", Verdict).record
 
@@ -185,7 +186,7 @@ def test_dvc_knows_the_parameters_a_stage_reads(name: str, project: Path, reads:
 
 
 def test_four_bits_by_rounding_fail_by_merit(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    verdict = judged(project, "w4-rtn", tmp_path / "project", monkeypatch)
+    verdict = judged(project, "w4-rtn", AFTER_CALIBRATE, tmp_path / "project", monkeypatch)
     assert verdict.outcome is Outcome.FAIL
     assert verdict.check("kl").outcome is Outcome.FAIL
     assert verdict.check("quantized").outcome is Outcome.PASS  # it is a quantized model, and computed right: just worse
@@ -193,7 +194,7 @@ def test_four_bits_by_rounding_fail_by_merit(project: Path, tmp_path: Path, monk
 
 
 def test_too_few_items_are_inconclusive(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    verdict = judged(project, "starved", tmp_path / "project", monkeypatch)
+    verdict = judged(project, "starved", FEWER_ITEMS, tmp_path / "project", monkeypatch)
     assert verdict.outcome is Outcome.INCONCLUSIVE
     assert verdict.check("accuracy").outcome is Outcome.INCONCLUSIVE
     assert not [check for check in verdict.checks if check.outcome is Outcome.FAIL]

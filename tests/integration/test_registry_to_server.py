@@ -48,6 +48,7 @@ from tapeout.signing import generate_keys
 from tests import command, judged, serving_machine
 from tests.command import COMMAND, ROOT
 from tests.judged import edit_record
+from tests.registries import empty_registry
 from tests.slow_proxy import proxy
 
 WEIGHTS_BYTES = 8 << 20
@@ -60,7 +61,7 @@ def mlflow_server(folder: Path, *, certificate: Path | None = None, **options: A
     folder.mkdir()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    places = ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", str(folder / "store")]
+    places = ["--backend-store-uri", empty_registry(folder), "--artifacts-destination", str(folder / "store")]
     if certificate:
         places += ["--uvicorn-opts", f"--ssl-certfile {certificate}"]
     variables = {**os.environ, "DO_NOT_TRACK": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}

@@ -29,6 +29,7 @@ from tests import command
 from tests.command import COMMAND, ROOT, Running
 from tests.exported import build_float, tiny_graph
 from tests.native import own_cache
+from tests.registries import empty_registry
 
 MODEL = "tiny"
 TALK: Any = [{"role": "user", "content": "What is a list?"}]
@@ -272,7 +273,7 @@ def test_what_cannot_be_served_is_refused(bundles: tuple[Path, Path], tmp_path: 
     assert "has no verdict" in refusal(str(bundles[0]), "--port", "0")
     assert "record.json" in refusal(str(tmp_path), "--port", "0")
     assert "models:/NAME@champion" in refusal("models:/x", "--port", "0")
-    registry = f"sqlite:///{tmp_path}/mlflow.db"
+    registry = empty_registry(tmp_path)
     assert "no model 'x' in the registry" in refusal("models:/x@champion", "--port", "0", MLFLOW_TRACKING_URI=registry)
 
 

@@ -22,6 +22,7 @@ from pipeline.registry.register import register
 from tapeout.artifact import load
 from tests import judged
 from tests.integration.test_serve import Served, bundles, served
+from tests.registries import empty_registry
 
 __all__ = ["bundles"]
 DEPLOY = Path(__file__).parents[2] / "docs" / "deploy"
@@ -38,7 +39,7 @@ def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("registry")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder}/mlflow.db")
+        patch.setenv("MLFLOW_TRACKING_URI", empty_registry(folder))
         for outcome in VERSIONS:
             artifacts = folder / outcome.value
             verdict = judged.write_run(artifacts, outcome.value, evidence=judged.good(KL[outcome]))

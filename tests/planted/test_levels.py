@@ -45,6 +45,7 @@ from tests import judged
 from tests.exported import family_graph
 from tests.lowering import FixedWeights
 from tests.planted.test_registry import edit_record
+from tests.registries import empty_registry
 
 BEST, *_, LEAST = (level for level in LEVELS if level.machine == "x86_64")
 BYTES = Scheme(bits=8, group_size=32, symmetric=True)
@@ -372,7 +373,7 @@ def test_what_cannot_be_verified(artifacts: Path, graph: Artifact[Any], capsys: 
 def test_evidence_of_a_level_is_attached_to_a_version(
     artifacts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", empty_registry(tmp_path))
     bundle, verdict = (
         artifact.load(artifacts / "candidate", EngineBundle),
         artifact.load(artifacts / "verdict", Verdict),
@@ -404,7 +405,7 @@ def test_unsigned_evidence_of_a_level_does_not_stop_a_pull_with_a_key(
 ) -> None:
     private, public = tmp_path / "t.key", tmp_path / "t.pub"
     generate_keys(private, public)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", empty_registry(tmp_path))
     with monkeypatch.context() as patch:
         patch.setenv("TAPEOUT_PRIVATE_KEY", str(private))
         verdict = artifact.load(artifacts / "verdict", Verdict)

@@ -37,6 +37,7 @@ from tapeout.signing import Statement, generate_keys, require_signed_pass, sign,
 from tests import judged
 from tests.fake_engine import MACHINE
 from tests.judged import edit_record
+from tests.registries import empty_registry
 
 RECIPE = judged.recipe()
 LOOSE = judged.recipe(gate={"max_kl": 0.8, "max_document_kl": 1.0})
@@ -96,7 +97,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path
     folder.mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder}/mlflow.db")
+        patch.setenv("MLFLOW_TRACKING_URI", empty_registry(folder))
         digests = {EARLY: submit(folder, EARLY, RECIPE), SERVED: submit(folder, SERVED, RECIPE)}
         promote(RECIPE)
         digests[NEXT] = submit(folder, NEXT, RECIPE, against=digests[SERVED])

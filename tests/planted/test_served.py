@@ -19,8 +19,7 @@ from onnx import numpy_helper
 from tokenizers import Tokenizer
 
 from engines.bundle import EngineBundle
-from engines.compile import build
-from engines.load import at_level, find_target, load, open_probe
+from engines.load import at_level, graph_target, load, open_probe
 from engines.native import compiler
 from engines.protocol import Engine, FloatArray, TokenArray
 from engines.sequences import Fed, Sequences
@@ -46,16 +45,16 @@ from evals.tables import embedding_error
 from evals.text import joined
 from pipeline.export.source_model import CheckpointModel
 from pipeline.recipe import Recipe
+from pipeline.stages.candidate import build_candidate
 from pipeline.stages.draws import draws
 from quantization.calibrate import calibrate
-from quantization.checkpoint import KVScales, QuantizedModel
-from quantization.compressed_tensors import open_checkpoint
+from quantization.checkpoint import QuantizedModel
 from quantization.quantize import quantize
 from quantization.reference import QuantizedReference
 from tapeout import artifact
 from tapeout.artifact import RECORD, Artifact, ArtifactRef
 from tapeout.portable_graph import PortableGraph
-from tests.exported import tiny_graph
+from tests.exported import build_float, tiny_graph
 from tests.fake_engine import MACHINE
 from tests.native import least_level
 from tests.plans import written_plan
@@ -98,20 +97,10 @@ def made(
     calibration = calibrate(RECIPE.calibrate, graph, texts[:16], folder / "calibration")
     plan = written_plan(RECIPE, graph, folder / "plan")
     quantized = quantize(RECIPE.quantize, graph, calibration, plan, folder / "quantized")
-    kv = KVScales.read(quantized.folder)
-    target = find_target("ort-cpu")
-    common: dict[str, Any] = {"target": target, "slots": SLOTS, "parents": {}}
-    baseline = build(
-        graph, open_checkpoint(graph.folder), folder / "baseline", precision="float32", kv_scales={}, **common
-    )
-    candidate = build(
-        graph,
-        open_checkpoint(quantized.folder),
-        folder / "candidate",
-        precision="mixed",
-        kv_scales=kv.scales,
-        kv_bits=kv.bits,
-        **common,
+    target = graph_target("ort-cpu")
+    baseline = build_float(graph, folder / "baseline", SLOTS)
+    candidate = build_candidate(
+        graph, quantized, folder / "candidate", target=target, slots=SLOTS, progress=lambda _: None
     )
     tokenizer: Any = Tokenizer.from_file(str(graph.folder / "tokenizer.json"))
     documents = [tokenizer.encode(text).ids[:200] for text in texts[16:]]

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from engines.bundle import EngineBundle
 from engines.compile import FLOAT_COPIES
@@ -16,16 +15,15 @@ from engines.load import load
 from quantization.compressed_tensors import open_checkpoint
 from tapeout.artifact import Artifact
 from tapeout.portable_graph import PortableGraph
-from tests.exported import build_float
-from tests.families import export_model, random_model
+from tests.exported import build_float, family_graph
 
 LAYERS, HIDDEN, INTERMEDIATE = 8, 512, 1536
 SIZES = {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_hidden_layers": LAYERS}
 
 
 @pytest.fixture(scope="module")
-def graph(tmp_path_factory: pytest.TempPathFactory) -> Artifact[PortableGraph]:
-    return export_model(random_model("llama", **SIZES).to(torch.bfloat16), tmp_path_factory.mktemp("llama"))
+def graph() -> Artifact[PortableGraph]:
+    return family_graph("llama", "bfloat16", **SIZES)
 
 
 @pytest.fixture(scope="module")

@@ -30,6 +30,7 @@ from tapeout.fingerprint import Fingerprint
 from tapeout.lineage import explain, fields
 from tests import judged
 from tests.file_server import Site, serve
+from tests.registries import empty_registry
 from tests.unit.test_generate import Scripted, characters
 
 COMMANDS = [
@@ -543,6 +544,7 @@ def test_the_comment_compares_with_the_champion_of_the_registry(
     assert "is registered, so there is nothing to compare with" in (here / "out/comment.md").read_text()
     assert "https://x.example/p/kl.svg" in (here / "out/comment.md").read_text()
     assert not (here / "mlflow.db").exists(), "looking does not make a registry"
+    empty_registry(here)
     register(recipe, verdict, load(here / "artifacts/candidate", EngineBundle), here / "artifacts")
     promote(recipe)
     assert main(comment) == 0

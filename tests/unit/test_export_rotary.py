@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pipeline.export.rotary import fix_rotary
-from tests.families import MAX_POSITIONS, export_model, random_model
+from tests.exported import family_graph
+from tests.families import MAX_POSITIONS, random_model
 
 ORIGINAL = 24  # original_max_position_embeddings of the family
 
@@ -49,9 +49,9 @@ def test_a_sequence_beyond_the_original_length_gets_what_transformers_gives_it()
     assert np.abs(logits(model, 20) - logits(unchanged, 20)).max() > 1e-2
 
 
-def test_the_exported_checkpoint_has_the_chosen_factors_only(tmp_path: Path) -> None:
+def test_the_exported_checkpoint_has_the_chosen_factors_only() -> None:
     """What calibration and every comparison load is the model that the graph computes."""
-    graph = export_model(random_model("phi3-longrope"), tmp_path)
+    graph = family_graph("phi3-longrope")
     assert graph.record.rotary_factors == "long"
     model, loaded = random_model("phi3-longrope"), AutoModelForCausalLM.from_pretrained(graph.folder)
     fix_rotary(model, MAX_POSITIONS)

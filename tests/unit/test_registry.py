@@ -29,28 +29,16 @@ from tapeout.artifact import Artifact, canonical_json, load
 from tapeout.errors import ArtifactError, EvidenceError, RegistryError
 from tapeout.observations import Observation, ObservationLog
 from tests import judged
+from tests.registries import empty_registry
 
 RECIPE = judged.recipe()
 NAME = judged.NAME
 
 
-@pytest.fixture(scope="session")
-def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A migrated database without content: making one takes seconds, copying it does not."""
-    path = tmp_path_factory.mktemp("registry") / "mlflow.db"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(path.parent)
-        patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{path}")
-        with tracking.connect(write=True) as client:
-            client.search_experiments()
-    return path
-
-
 @pytest.fixture
-def client(empty_database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    shutil.copy(empty_database, tmp_path / "mlflow.db")
+def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", empty_registry(tmp_path))
     with tracking.connect(write=False) as connected:
         yield connected
 

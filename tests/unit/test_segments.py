@@ -11,7 +11,6 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,16 +19,15 @@ from tapeout.float_types import as_float32
 from tapeout.portable_graph import PortableGraph
 from tapeout.portable_model import load_graph, save_graph
 from tapeout.segments import Call, SegmentedGraph
-from tests.families import export_model, random_model
+from tests.exported import family_graph
 
 FAMILIES = ("llama", "qwen2", "gemma2", "gpt2")  # a head of its own, tied, weights that are computed with, [in, out]
 Feeds = dict[str, np.ndarray[Any, Any]]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def graph(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Artifact[PortableGraph]:
-    model = random_model(request.param).to(torch.bfloat16)
-    return export_model(model, tmp_path_factory.mktemp(request.param))
+def graph(request: pytest.FixtureRequest) -> Artifact[PortableGraph]:
+    return family_graph(request.param, "bfloat16")
 
 
 def feeds(graph: Artifact[PortableGraph]) -> Feeds:

@@ -20,6 +20,7 @@ from runtime.server.listen import ServeError, listen
 from tapeout import artifact
 from tapeout.errors import ArtifactError, RegistryError
 from tests import judged
+from tests.registries import empty_registry
 
 KL = {Outcome.PASS: 0.01, Outcome.INCONCLUSIVE: 0.03, Outcome.FAIL: 0.345}
 
@@ -61,7 +62,7 @@ def test_a_verdict_that_was_edited_is_refused(tmp_path: Path) -> None:
 
 def test_the_champion_of_a_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", empty_registry(tmp_path))
     name, recipe = Reference(judged.NAME, "champion"), judged.recipe()
     before = serving.state(name)
     with pytest.raises(RegistryError, match="no model"):
@@ -80,7 +81,7 @@ def test_the_champion_of_a_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_the_challenger_of_a_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", empty_registry(tmp_path))
     source = f"models:/{judged.NAME}@challenger"
     with pytest.raises(RegistryError, match="no model"):
         find_challenger(source, Requirements())

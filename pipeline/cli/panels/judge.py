@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli.shared import Artifacts, Json, Params, PublicKey, show
+from pipeline.cli.shared import Artifacts, Json, Params, PrivateKey, PublicKey, show
 from tapeout.errors import ExitCode
 
 commands = typer.Typer()
@@ -21,10 +21,7 @@ on_panel = partial(commands.command, rich_help_panel="Judge and release")
 def gate(
     artifacts: Artifacts = Path("artifacts"),
     params: Params = Path("params.yaml"),
-    key: Annotated[
-        Path | None,
-        typer.Option(help="Sign the verdict with this private key.", envvar="TAPEOUT_PRIVATE_KEY", show_envvar=True),
-    ] = None,
+    key: PrivateKey = None,
     formats: Annotated[
         list[str] | None,
         typer.Option("--format", help="What CI reads, such as junit; by default as the CI system needs (docs/ci.md)."),
@@ -65,10 +62,7 @@ def keygen(
 
 @on_panel()
 def register(
-    key: Annotated[
-        Path | None,
-        typer.Option(help="Sign verdict and bundle with this.", envvar="TAPEOUT_PRIVATE_KEY", show_envvar=True),
-    ] = None,
+    key: PrivateKey = None,
     params: Params = Path("params.yaml"),
     as_json: Json = False,
 ) -> None:
@@ -211,10 +205,7 @@ def verify(
         typer.Option(help="A level of native kernels that the bundle carries; by default the best of this machine."),
     ] = "",
     threads: Annotated[int, typer.Option(help="Of the engine; 0 means every physical core.")] = 0,
-    key: Annotated[
-        Path | None,
-        typer.Option(help="Sign the evidence with this private key.", envvar="TAPEOUT_PRIVATE_KEY", show_envvar=True),
-    ] = None,
+    key: PrivateKey = None,
     public_key: PublicKey = None,
     as_json: Json = False,
 ) -> None:
