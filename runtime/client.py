@@ -16,6 +16,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Protocol
 
+from engines.cores import usable
 from runtime.messages import Add, Cancel, Close, Command, Delta, EngineInfo, EngineStats, GenerateRequest, Report
 from runtime.opening import OpenEngine, Start
 from runtime.scheduler import Limits
@@ -94,7 +95,7 @@ class ProcessClient:
         stuck_seconds: float = 30.0,
         open_seconds: float = 300.0,
     ) -> None:
-        self._opener, self._limits = opener, limits or Limits()
+        self._opener, self._limits, self._cores = opener, limits or Limits(), usable()
         self._quiet_seconds, self._stuck_seconds, self._open_seconds = quiet_seconds, stuck_seconds, open_seconds
         self._processes: set[_EngineProcess] = set()
         self._current = self._start(folder, opener)
@@ -169,7 +170,7 @@ class ProcessClient:
         self._processes.clear()
 
     def _start(self, folder: Path, opener: OpenEngine) -> _EngineProcess:
-        process = _EngineProcess(Start(folder, opener, self._limits))
+        process = _EngineProcess(Start(folder, opener, self._limits, self._cores))
         self._processes.add(process)
         return process
 
@@ -300,6 +301,7 @@ class _EngineProcess:
         self.info: EngineInfo | None = None
         self.stats = EngineStats()
         self.down = self._closing = False
+        self._answered = False  # the first message has come; reports follow
         self.idle = asyncio.Event()  # it has no requests
         self.idle.set()
         self._reported_at = monotonic()
@@ -417,21 +419,25 @@ class _EngineProcess:
         self.fail("has ended")
 
     def _receive(self, data: bytes) -> None:
-        message: EngineInfo | TapeoutError | Report = pickle.loads(data)
         self._reported_at = monotonic()
-        if isinstance(message, Report):
-            self._dispatch(message)
-        elif self._opened is not None and not self._opened.done():
-            if isinstance(message, TapeoutError):
-                self._opened.set_exception(message)
-            else:
-                self._opened.set_result(message)
+        if self._answered:
+            self._dispatch(Report.decode(data))
+            return
+        self._answered = True
+        answer: EngineInfo | TapeoutError = pickle.loads(data)
+        if self._opened is None or self._opened.done():  # nobody waits for it any more
+            return
+        if isinstance(answer, TapeoutError):
+            self._opened.set_exception(answer)
+        else:
+            self._opened.set_result(answer)
 
     def _dispatch(self, report: Report) -> None:
         self.stats = report.stats
         streams = self._streams
         for delta in report.deltas:
-            stream = streams.get(delta.id) if delta.finish_reason is None else streams.pop(delta.id, None)
+            id = delta.id
+            stream = streams.get(id) if delta.finish_reason is None else streams.pop(id, None)
             if stream is not None:
                 stream.push(delta)
         for id, error in report.refusals:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from engines.cores import keep_to, usable
 from runtime.draw import MaskArray
 from runtime.messages import Constraint
 from tapeout.errors import RequestError, one_line
@@ -48,6 +49,7 @@ class ConstraintCompiler:
         self._tokenizer: LLTokenizer | None = None
         self._cache: OrderedDict[bytes, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
+        self._cores = usable()  # the thread that starts a compilation may have left one of them to the server
 
     def load(self) -> None:
         """:class:`RequestError` if this model cannot have constraints."""
@@ -70,6 +72,7 @@ class ConstraintCompiler:
         future: Future[Matcher] = Future()
 
         def run() -> None:
+            keep_to(self._cores)
             try:
                 future.set_result(self.compile(constraint))
             except RequestError as error:

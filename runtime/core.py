@@ -235,7 +235,8 @@ class EngineCore:
             if result.error is not None:
                 active.error = str(result.error)
             elif result.tokens is not None:
-                active.take(accept(result.tokens.tolist(), work.tokens[first:]))
+                chosen = result.tokens.tolist()
+                active.take(accept(chosen, work.tokens[first:]) if work.drafts else chosen)
             elif result.logits is not None:
                 self._score(active, result.logits)
                 if work.samples and active.error is None:

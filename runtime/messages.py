@@ -1,12 +1,14 @@
 """What passes between the server and the engine's process: requests one way, new tokens the other.
 
-Plain data that pickles quickly: neither numpy nor an engine is imported here.
+Plain data: neither numpy nor an engine is imported here.
 """
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from runtime.scheduler import FinishReason
@@ -129,10 +131,10 @@ class EngineInfo:
     block_bytes: int
     weight_bytes: int  # that a decode step reads
     stop_tokens: frozenset[int]
+    server_cores: frozenset[int] = frozenset()  # see :mod:`engines.cores`
 
 
-@dataclass(frozen=True)
-class EngineStats:
+class EngineStats(NamedTuple):
     """Counters since the engine was opened, and the state after its last step; what `/metrics` and the page show.
 
     Times are ``time.monotonic()`` seconds, which processes of one machine share.
@@ -157,7 +159,7 @@ class EngineStats:
     drafts: int = 0  # times that tokens were drafted
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    finished: Mapping[str, int] = field(default_factory=dict[str, int])  # requests by finish reason
+    finished: Mapping[str, int] = MappingProxyType({})  # requests by finish reason
 
 
 class Refusal(NamedTuple):
@@ -173,6 +175,16 @@ class Report(NamedTuple):
     deltas: tuple[Delta, ...]
     stats: EngineStats
     refusals: tuple[Refusal, ...] = ()
+
+    def encode(self) -> bytes:
+        """Plain tuples: pickle stores a class with each value of its own, and calls it again to load one."""
+        parts = [*map(tuple, self.deltas)], tuple(self.stats), [*map(tuple, self.refusals)]
+        return pickle.dumps(parts, pickle.HIGHEST_PROTOCOL)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Report:
+        deltas, stats, refusals = pickle.loads(data)
+        return cls(tuple(map(Delta._make, deltas)), EngineStats._make(stats), tuple(map(Refusal._make, refusals)))
 
 
 class Add(NamedTuple):

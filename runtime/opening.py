@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 class Opened(NamedTuple):
     """``tokenizer``: the text of ``tokenizer.json``; None for a model that cannot have constraints.
 
-    ``kernel``: chooses tokens; without one numpy does.
+    ``kernel``: chooses tokens; without one numpy does. ``threads``: of the engine, where each takes a core.
     """
 
     engine: Engine
     info: EngineInfo
     tokenizer: str | None = None
     kernel: SamplingKernel | None = None
+    threads: int = 0
 
 
 class OpenEngine(Protocol):
@@ -81,10 +82,9 @@ class OpenBundle:
         )
         tokenizer = folder / "tokenizer.json"
         text = tokenizer.read_text(encoding="utf-8") if tokenizer.is_file() else None
-        kernel = sampling_kernel(
-            library_of(at_level(bundle, self.level)), has.vocab_size, self.threads or physical_cores()
-        )
-        return Opened(engine, info, text, kernel)
+        threads = self.threads or physical_cores()
+        kernel = sampling_kernel(library_of(at_level(bundle, self.level)), has.vocab_size, threads)
+        return Opened(engine, info, text, kernel, threads)
 
 
 @dataclass(frozen=True)
@@ -94,3 +94,4 @@ class Start:
     folder: Path
     open: OpenEngine
     limits: Limits
+    cores: frozenset[int]  # that the process may use, whatever its parent was bound to meanwhile

@@ -13,9 +13,11 @@ import select
 import signal
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from time import monotonic
 
+from engines.cores import keep_to, share_cores
 from runtime.constraints import ConstraintCompiler
 from runtime.core import EngineCore
 from runtime.messages import Add, Cancel, Close, Command
@@ -36,6 +38,7 @@ def main(descriptor: int) -> None:
     with Connection(descriptor) as connection:
         try:
             start: Start = connection.recv()
+            keep_to(start.cores)
             opened = start.open(start.folder)
         except TapeoutError as error:
             connection.send(error)
@@ -44,6 +47,7 @@ def main(descriptor: int) -> None:
         if opened.tokenizer is not None:
             compiler = ConstraintCompiler(opened.tokenizer, info.vocab_size, info.stop_tokens)
         core = EngineCore(opened.engine, start.limits, BatchSampler(info.vocab_size, compiler, opened.kernel))
+        info = replace(info, server_cores=share_cores(opened.threads))
         gc.freeze()  # what was imported and opened stays: the collector need not look at it again
         try:
             connection.send(info)
@@ -74,7 +78,7 @@ def _serve(connection: Connection, core: EngineCore, compiler: ConstraintCompile
                 compiler.load()
             prepared = True
         report = core.step(monotonic()) if core.busy else core.report()
-        connection.send_bytes(pickle.dumps(report, pickle.HIGHEST_PROTOCOL))
+        connection.send_bytes(report.encode())
 
 
 def _end_with_parent(descriptor: int) -> None:

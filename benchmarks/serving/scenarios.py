@@ -25,7 +25,10 @@ from tapeout.errors import EvidenceError
 
 SATURATING_RATE = 50.0  # arrivals per second, above what any server here can answer
 COST_STREAMS, COST_PROMPT, COST_TOKENS = 16, 32, 256  # short prompts, so that all streams soon run together
-LONG_PROMPT, LONG_AFTER = 2000, 48  # tokens; pieces read of each stream before the long prompt arrives
+LONG_PROMPT = 2000  # tokens
+# Pieces read of each stream before the long prompt arrives. Where drafts hold, a piece has up to nine tokens: streams
+# that repeat themselves must not end before the slowest has so many pieces.
+LONG_AFTER = 16
 LONG_TOKENS, LONG_ANSWER = 640, 16  # new tokens of each stream, and of the long prompt
 PREFIX, QUESTION, PREFIX_PAIRS = 512, 16, 5
 STREAM_PROMPT, STREAM_TOKENS = 64, 96

@@ -10,10 +10,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from engines.cores import keep_to, usable
 from tapeout.errors import BuildError
 
 NOT_FINITE, NONE_LEFT = -1, -2
@@ -70,7 +72,9 @@ class SamplingKernel:
         self._sample.restype = None
         self._vocab_size = vocab_size
         self._memory = [np.empty(-(-size(vocab_size) // 8), np.int64) for _ in range(threads)]
-        self._pool = ThreadPoolExecutor(threads - 1, "sampling") if threads > 1 else None
+        # They may start when the calling thread has left a core to the server, and need not leave it themselves.
+        start = partial(keep_to, usable())
+        self._pool = ThreadPoolExecutor(threads - 1, "sampling", start) if threads > 1 else None
 
     def run(self, rows: Sequence[Row]) -> None:
         """Set the results of all rows."""

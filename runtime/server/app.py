@@ -25,7 +25,7 @@ from runtime.server.protocol import DetokenizeBody, TokenizeBody, parse
 from runtime.server.requests import context_tokens
 from runtime.server.responses import responses
 from runtime.server.service import Service
-from runtime.server.sse import JsonResponse
+from runtime.server.sse import SEND, JsonResponse
 from runtime.server.text import TextModel
 from tapeout.errors import TapeoutError
 
@@ -90,7 +90,7 @@ class RequestIds:
             return
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), None)
         own = request_id(None if given is None else given.decode("latin-1"))
-        scope.setdefault("state", {})[REQUEST_ID] = own
+        scope.setdefault("state", {}).update({REQUEST_ID: own, SEND: send})
         begun = False
 
         async def send_with_id(message: Message) -> None:

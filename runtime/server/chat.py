@@ -20,7 +20,7 @@ from runtime.server.logprobs import Logprobs
 from runtime.server.protocol import ChatBody, NamedTool, Tool, parse
 from runtime.server.requests import check_prompts, choices_of, constraint_of, most_tokens, new_tokens, truncated
 from runtime.server.service import Service, headers, usage
-from runtime.server.sse import EventStream, JsonResponse, event
+from runtime.server.sse import TEXT, EventStream, JsonResponse, TextEvents, event
 from runtime.server.text import TextModel
 from runtime.server.tools import CallDelta, NamedReader, RequiredReader, ToolReader, reader, required_call
 
@@ -127,6 +127,8 @@ class _Writer:
         self._body, self._call, self._model, self._tools = body, call, model, tools
         self._logprobs = Logprobs(model, as_ids=bool(body.return_tokens_as_token_ids))
         self._messages = [_Message(self._reader()) for _ in range(call.choices)]
+        self._only_text = not (body.logprobs or body.return_token_ids or body.continuous_usage)
+        self._texts: dict[int, TextEvents] = {}  # by choice: its events between the first and the last
 
     def _reader(self) -> ToolReader | None:
         if not self._tools:
@@ -190,6 +192,8 @@ class _Writer:
         """The events of a part: one, unless it holds content and calls."""
         message = self._messages[part.choice.index]
         content, calls = self._read(message, part)
+        if self._only_text and content and not calls and part.finish_reason is None:
+            return [self._text(part.choice.index, content)]
         message.calls += [call for call in calls if call.name is not None]
         deltas: list[dict[str, Any]] = [{"content": content}] if content else []
         deltas += [{"tool_calls": [call.body()]} for call in calls]
@@ -198,7 +202,18 @@ class _Writer:
         last = len(deltas) - 1
         return [self._event(part.choice.index, delta, part if i == last else None) for i, delta in enumerate(deltas)]
 
+    def _text(self, index: int, text: str) -> bytes:
+        events = self._texts.get(index)
+        if events is None:
+            events = self._texts[index] = TextEvents(self._data(index, {"content": TEXT}))
+        return events.event(text)
+
     def _event(self, index: int, delta: dict[str, Any], part: Part | None = None, *, first: bool = False) -> bytes:
+        return event(self._data(index, delta, part, first=first))
+
+    def _data(
+        self, index: int, delta: dict[str, Any], part: Part | None = None, *, first: bool = False
+    ) -> dict[str, Any]:
         """``part``: whose end this event is."""
         choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         if part is not None:
@@ -213,7 +228,7 @@ class _Writer:
             data["prompt_token_ids"] = list(self._call.prompts[0])
         if self._body.include_usage:
             data["usage"] = usage(self._call) if self._body.continuous_usage else None
-        return event(data)
+        return data
 
     @staticmethod
     def _read(message: _Message, part: Part) -> tuple[str, list[CallDelta]]:

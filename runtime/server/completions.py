@@ -18,7 +18,7 @@ from runtime.server.logprobs import Logprobs
 from runtime.server.protocol import CompletionBody, parse
 from runtime.server.requests import check_prompts, choices_of, constraint_of, most_tokens, new_tokens, truncated
 from runtime.server.service import Service, headers, usage
-from runtime.server.sse import EventStream, JsonResponse, event
+from runtime.server.sse import TEXT, EventStream, JsonResponse, TextEvents, event
 from runtime.server.text import ResponseText, TextModel
 
 NEW_TOKENS = 16  # OpenAI's default
@@ -101,6 +101,8 @@ class _Writer:
         self._body, self._call, self._model, self._texts = body, call, model, texts
         self._logprobs = Logprobs(model, as_ids=bool(body.return_tokens_as_token_ids))
         self._echoes: dict[int, tuple[str, list[int]]] = {}
+        self._only_text = body.logprobs is None and not body.return_token_ids and not body.continuous_usage
+        self._texts_of: dict[int, TextEvents] = {}  # by choice: its events between the first and the last
 
     async def whole(self, parts: AsyncGenerator[Part]) -> dict[str, Any]:
         made: dict[int, list[Part]] = {}
@@ -126,10 +128,19 @@ class _Writer:
             yield event(self._head() | {"choices": [], "usage": usage(self._call)})
 
     def _event(self, part: Part, *, begins: bool) -> bytes:
+        if self._only_text and not begins and part.finish_reason is None:
+            index = part.choice.index
+            events = self._texts_of.get(index)
+            if events is None:
+                events = self._texts_of[index] = TextEvents(self._data(part._replace(text=TEXT), begins=False))
+            return events.event(part.text)
+        return event(self._data(part, begins=begins))
+
+    def _data(self, part: Part, *, begins: bool) -> dict[str, Any]:
         data = self._head() | {"choices": [self._choice([part], begins=begins)]}
         if self._body.include_usage:
             data["usage"] = usage(self._call) if self._body.continuous_usage else None
-        return event(data)
+        return data
 
     def _choice(self, parts: Sequence[Part], *, begins: bool = True) -> dict[str, Any]:
         """Of all parts of a choice, or of one of them."""

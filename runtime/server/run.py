@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,6 +16,7 @@ import uvloop
 from fastapi import APIRouter
 from starlette.middleware import Middleware
 
+from engines.cores import keep_to
 from runtime.client import ProcessClient
 from runtime.server.app import create_app
 from runtime.server.calls import Hook
@@ -91,6 +93,8 @@ async def _serve(
             timeout_graceful_shutdown=FLUSH_SECONDS,
         )
         await client.open()
+        gc.freeze()  # what was imported stays: the collector need not look at it again
+        keep_to(client.info.server_cores)
         host, port = listener.getsockname()[:2]
         log.info("serving %s at http://%s:%d/v1", settings.names[0], host, port)
         beside = asyncio.ensure_future(companion(service)) if companion else None

@@ -14,11 +14,27 @@ from runtime.server.connection import DisconnectedError, unless_disconnected
 from runtime.server.errors import from_exception
 
 DONE = b"data: [DONE]\n\n"
+SEND = "send"  # in the state of a request: sends what comes after the headers, past every middleware
+TEXT = "\0text\0"  # no other value of an event holds it
 
 
 def event(data: Any, name: str = "") -> bytes:
     head = f"event: {name}\n".encode() if name else b""
     return head + b"data: " + orjson.dumps(data) + b"\n\n"
+
+
+class TextEvents:
+    """Events that differ in one text alone: the rest is encoded once. ``data`` has :data:`TEXT` in its place.
+
+    >>> TextEvents({"choices": [{"text": TEXT}]}).event("a\\"b")
+    b'data: {"choices":[{"text":"a\\\\"b"}]}\\n\\n'
+    """
+
+    def __init__(self, data: Any) -> None:
+        self._before, self._after = event(data).split(orjson.dumps(TEXT))
+
+    def event(self, text: str) -> bytes:
+        return self._before + orjson.dumps(text) + self._after
 
 
 class JsonResponse(Response):
@@ -44,7 +60,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         with suppress(DisconnectedError):
-            await unless_disconnected(receive, self._write(send))
+            await unless_disconnected(receive, self._write(scope["state"][SEND]))
 
     async def _write(self, send: Send) -> None:
         async with aclosing(self._events):

@@ -19,6 +19,7 @@ import psutil
 import pytest
 import uvloop
 
+from engines.cores import keep_to, usable
 from runtime.client import EngineDownError, ProcessClient
 from runtime.messages import Delta, GenerateRequest, SamplingSettings
 from runtime.scheduler import DisplacedError, Limits, QueueFullError
@@ -130,6 +131,24 @@ def test_an_event_loop_that_was_blocked_does_not_take_the_engine_for_stuck() -> 
             assert client.healthy
             await asyncio.sleep(0.5)
             assert client.healthy and client.restarts == 0
+
+    run(test())
+
+
+@pytest.mark.skipif(len(usable()) < 2, reason="needs two cores")
+def test_an_engine_that_is_opened_later_may_use_all_cores() -> None:
+    """The server keeps to one of them meanwhile, and a process inherits that."""
+
+    async def test() -> None:
+        cores = usable()
+        async with served() as client:
+            try:
+                keep_to(frozenset({max(cores)}))
+                await client.swap(Path("8"))
+                await until(lambda: len(psutil.Process().children()) == 1)
+                assert os.sched_getaffinity(psutil.Process().children()[0].pid) == cores
+            finally:
+                keep_to(cores)
 
     run(test())
 

@@ -157,6 +157,8 @@ class Served(RuleBasedStateMachine):
         self.take(self.core.step(self.now))
 
     def take(self, report: Report) -> None:
+        received = Report.decode(report.encode())
+        assert received[:2] == report[:2] and list(map(repr, received.refusals)) == list(map(repr, report.refusals))
         for delta in report.deltas:
             assert delta.id in self.live, "more of a request that has ended"
             self.deltas[delta.id].append(delta)

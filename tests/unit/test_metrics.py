@@ -6,7 +6,6 @@ import asyncio
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -89,7 +88,7 @@ def test_counters_do_not_fall_when_the_engine_is_opened_again() -> None:
     assert found["vllm:prefix_cache_queries_total"] == 57
     assert found["vllm:num_preemptions_total"] == 3
     assert found["tapeout:steps_total"] == 92
-    client.stats = replace(client.stats, steps=3, prefix_queries=9)
+    client.stats = client.stats._replace(steps=3, prefix_queries=9)
     assert values(metrics)["vllm:prefix_cache_queries_total"] == 59
 
 

@@ -19,6 +19,7 @@
      away, or the caller sees 1 and waits. Weaker orders would let both loads come before both stores.
    - What a thread wrote in a job it releases by `active` = 0, which the caller acquires.
    - `jobs` and `sleeping` are such a pair, too: a thread that goes to sleep sees the job, or its caller sees the sleeper.
+     So are `active` and `caller_sleeps`: the caller sees that a thread has left, or the thread sees that the caller sleeps.
    - The relaxed load of `next` saves an atomic addition where a range is empty. It reads this job's value or a later one,
      since `open` came between, and only the addition gives an index away.
    - `bytes` and `source` of a stream are written before its `data`, and read after it. */
@@ -34,6 +35,8 @@
 enum { CACHE_LINE = 64 };
 /* About half a millisecond: longer than what lies between the steps of a decode. */
 enum { SPINS = 1 << 15 };
+/* Some 40 microseconds: the caller's wait at the end of a job, unless another thread was interrupted. */
+enum { END_SPINS = 1 << 11 };
 /* What a thread prefetches of its own range and of the caller's: half of a second-level cache of 1 MiB at most. */
 enum { AHEAD_BYTES = 1 << 18, AHEAD_SLICE = 1 << 10 };
 /* Memory for weights is taken in chunks; what is never written costs nothing. */
@@ -75,8 +78,8 @@ struct Threads {
   Helper* helpers;
   pthread_t* started;
   pthread_mutex_t lock; /* of what follows */
-  pthread_cond_t wake;
-  _Atomic int sleeping;
+  pthread_cond_t wake, done;
+  _Atomic int sleeping, caller_sleeps;
   int kernels;
   Chunk* chunks;
 };
@@ -128,6 +131,35 @@ static void wait_for_job(Threads* t, uint32_t seen) {
   pthread_mutex_unlock(&t->lock);
 }
 
+/* The thread uses the job no more. */
+static void leave(Threads* t, Range* own) {
+  own->active = 0;
+  if (!t->caller_sleeps) return;
+  pthread_mutex_lock(&t->lock);
+  pthread_cond_signal(&t->done);
+  pthread_mutex_unlock(&t->lock);
+}
+
+static int anyone_active(const Threads* t) {
+  for (size_t i = 1; i < t->count; i++)
+    if (t->ranges[i].active) return 1;
+  return 0;
+}
+
+/* Until no thread uses the job. Another process may have a thread's core: the caller then sleeps, so that the thread, or
+   that process, can have the caller's. */
+static void wait_for_helpers(Threads* t) {
+  for (int i = 0; i < END_SPINS; i++) {
+    if (!anyone_active(t)) return;
+    pause_spin();
+  }
+  pthread_mutex_lock(&t->lock);
+  t->caller_sleeps = 1;
+  while (anyone_active(t)) pthread_cond_wait(&t->done, &t->lock);
+  t->caller_sleeps = 0;
+  pthread_mutex_unlock(&t->lock);
+}
+
 static void* help(void* self) {
   const Helper* helper = self;
   Threads* t = helper->threads;
@@ -138,7 +170,7 @@ static void* help(void* self) {
     own->active = 1; /* before `open` is read: the caller closes the job before it reads `active` */
     seen = t->jobs;
     if (t->open) take_part(t, helper->number);
-    own->active = 0;
+    leave(t, own);
     read_ahead(t, helper->number, seen);
   }
   return NULL;
@@ -158,6 +190,7 @@ Threads* create_threads(size_t count) {
   *t = (Threads){.count = count, .busy = ATOMIC_FLAG_INIT};
   pthread_mutex_init(&t->lock, NULL);
   pthread_cond_init(&t->wake, NULL);
+  pthread_cond_init(&t->done, NULL);
   return t;
 }
 
@@ -257,7 +290,6 @@ void run_on(Threads* t, void (*work)(void*, size_t), size_t total, void* state, 
   announce(t);
   take_part(t, 0);
   t->open = 0;
-  for (size_t i = 1; i < t->count; i++)
-    while (t->ranges[i].active) pause_spin();
+  wait_for_helpers(t);
   atomic_flag_clear(&t->busy);
 }

@@ -127,6 +127,7 @@ class PagedEngine:
         chosen = bound.output(NEXT_TOKENS, (count,))
         self._session.run_with_iobinding(bound.binding)
         chosen, first = chosen.copy(), 0
+        finite = chosen.min() >= 0 if len(chosen) else True
         for piece in run:
             if not piece.positions:
                 continue
@@ -135,7 +136,7 @@ class PagedEngine:
             before = results[piece.entry]
             if before.error is not None:
                 continue
-            if found.min() < 0:
+            if not finite and found.min() < 0:
                 results[piece.entry] = Result(error=not_finite())
             else:
                 tokens = found if before.tokens is None else np.concatenate((before.tokens, found))
