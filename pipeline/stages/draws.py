@@ -13,7 +13,7 @@ from runtime.messages import GenerateRequest, SamplingSettings
 from runtime.sampling import BatchSampler, Choice
 from tapeout.artifact import Artifact
 
-SEEDS = range(4)
+SEEDS = range(8)
 THREADS = 2
 LOGPROBS = 20
 # Temperatures are above 1, so that filters have something to cut off. `_request` adds what depends on the logits.
