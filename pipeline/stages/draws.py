@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from engines.bundle import EngineBundle
 from engines.native.sampling import SamplingKernel
@@ -52,15 +53,15 @@ def compared(kernel: SamplingKernel, logits: FloatArray) -> tuple[Draws, ...]:
 
 
 def _request(name: str, seed: int, logits: FloatArray) -> GenerateRequest:
-    likeliest = logits.argmax(axis=1).tolist()
-    settings = vars(SETTINGS[name]) | {"seed": seed}
+    likeliest: list[int] = logits.argmax(axis=1).tolist()
+    bias: dict[int, float] = {}
     if name == "logit_bias":  # the likeliest tokens are excluded, and others made likely
-        settings["logit_bias"] = dict.fromkeys(likeliest, -100) | dict.fromkeys(range(8), 12.5)
+        bias = dict.fromkeys(likeliest, -100.0) | dict.fromkeys(range(8), 12.5)
     return GenerateRequest(
         id=f"{name} {seed}",
         prompt=likeliest,
         max_new_tokens=len(logits),
-        sampling=SamplingSettings(**settings),
+        sampling=replace(SETTINGS[name], seed=seed, logit_bias=bias),
         stop_tokens=frozenset({0}),
         logprobs=LOGPROBS if name == "logprobs" else None,
     )
