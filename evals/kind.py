@@ -112,13 +112,7 @@ class Reference(Protocol):
 
 
 class SourceModel(Protocol):
-    """The model of the checkpoint as it came, in transformers.
-
-    ``module`` and ``tokenizer``: the model itself and the checkpoint's tokenizer, both of transformers.
-    """
-
-    module: Any
-    tokenizer: Any
+    """The model of the checkpoint as it came, in transformers."""
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
@@ -127,6 +121,10 @@ class SourceModel(Protocol):
 
     def __call__(self, tokens: Sequence[int]) -> FloatArray:
         """Logits ``[S, V]``."""
+        ...
+
+    def batch(self, texts: Sequence[Sequence[int]]) -> list[FloatArray]:
+        """Logits ``[S, V]`` of each of several texts, which are computed together."""
         ...
 
     def embedding(self) -> FloatArray:
@@ -144,6 +142,10 @@ class Context(Protocol):
     def section(self, kind: type[S]) -> S: ...
     def source(self) -> Artifact[Any]: ...
     def source_model(self) -> SourceModel: ...
+    def tokenizer(self) -> Any:
+        """transformers' own tokenizer of the exported model."""
+        ...
+
     def graph(self) -> Artifact[PortableGraph]: ...
     def bundle(self, role: str) -> Artifact[EngineBundle]: ...
     def engine(self, role: str, *, slots: int | None = None, threads: int | None = None) -> Sequences:

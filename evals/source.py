@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lm_eval.api.model import TemplateLM
 
 from engines.bundle import TEXT_FILES, EngineBundle
 from engines.protocol import FloatArray
@@ -20,6 +20,7 @@ from evals.kinds.shadow import ShadowSettings
 from evals.kinds.source import ANSWERS_PER_TASK, KIND, SourceAnswer, SourceItem, SourceReport, TextFile
 from evals.kinds.tasks import TaskSettings
 from evals.kinds.text import TextSettings
+from evals.quality import answers, pairing_key, questions, scored
 from evals.tables import embedding_error
 from evals.text import CHUNK_TOKENS, joined, kl_divergences, log_likelihoods, token_hash
 from tapeout.artifact import Artifact, Parents, create, load
@@ -27,7 +28,7 @@ from tapeout.errors import EvidenceError
 from tapeout.fingerprint import Fingerprint
 
 PROMPTS = 8
-BATCH = 4  # sequences of a step of the source model; its logits are kept for every position
+BATCH = 16  # texts of one step of the source model
 
 
 def measure(context: Context, folder: Path) -> None:
@@ -52,6 +53,7 @@ def measure(context: Context, folder: Path) -> None:
         embedding=embedding_error(context.probe().embedding(), model.embedding()),
         answers=source_answers(
             model,
+            context.tokenizer(),
             context.section(TaskSettings),
             source.folder / source.record.data_entry,
             seed=context.seed,
@@ -160,27 +162,52 @@ def source_item(
     )
 
 
-def source_answers(
-    model: SourceModel, settings: TaskSettings, data: Path, *, seed: int, max_tokens: int
-) -> tuple[SourceAnswer, ...]:
-    """What the model answers to some of the questions of every task that the engines are asked.
+class SourceLM(TemplateLM):
+    """lm-eval's interface over the source model. It shares nothing with that of the engines but lm-eval itself.
 
-    lm-eval's own model over transformers scores them. It shares nothing with the engines' harness: transformers'
-    tokenizer encodes them, and every choice is computed with its context. ``max_tokens``: positions of the engines.
+    ``tokenizer``: of transformers. ``max_tokens``: positions of the engines.
     """
-    from lm_eval.models.huggingface import HFLM
 
-    from evals.quality import answers, pairing_key, questions, scored
+    def __init__(self, model: SourceModel, tokenizer: Any, max_tokens: int) -> None:
+        super().__init__()
+        self._model, self._tokenizer, self._max_tokens = model, tokenizer, max_tokens
 
-    lm: Any = HFLM(
-        pretrained=model.module,
-        tokenizer=model.tokenizer,
-        batch_size=BATCH,
-        max_length=max_tokens,
-        softmax_dtype="float32",
-    )
-    lm.loglikelihood = partial(lm.loglikelihood, disable_tqdm=True)
-    found: list[SourceAnswer] = []
+    @property
+    def eot_token_id(self) -> int:
+        return self._model.stop_tokens[0]
+
+    @property
+    def prefix_token_id(self) -> int:
+        """As transformers puts it before a text, if it does."""
+        return next(iter(self._tokenizer("").input_ids), self.eot_token_id)
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        return self._tokenizer(string, add_special_tokens=add_special_tokens is not False).input_ids
+
+    def _loglikelihood_tokens(self, requests: Sequence[Any], **kwargs: Any) -> list[tuple[float, bool]]:
+        texts = [[*context, *continuation][-(self._max_tokens + 1) :] for _, context, continuation in requests]
+        order = sorted(range(len(texts)), key=lambda number: len(texts[number]))
+        found: dict[int, tuple[float, bool]] = {}
+        for begin in range(0, len(order), BATCH):
+            batch = order[begin:][:BATCH]
+            for number, logits in zip(batch, self._model.batch([texts[n][:-1] for n in batch]), strict=True):
+                tokens = requests[number][2]
+                rows = logits[-len(tokens) :]
+                found[number] = float(log_likelihoods(rows, tokens).sum()), rows.argmax(axis=1).tolist() == tokens
+        return [found[number] for number in range(len(texts))]
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+        raise NotImplementedError("tasks are multiple choice")
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+        raise NotImplementedError("tasks are multiple choice")
+
+
+def source_answers(
+    model: SourceModel, tokenizer: Any, settings: TaskSettings, data: Path, *, seed: int, max_tokens: int
+) -> tuple[SourceAnswer, ...]:
+    """What the model answers to some of the questions of every task that the engines are asked."""
+    lm, found = SourceLM(model, tokenizer, max_tokens), list[SourceAnswer]()
     for task, numbers in questions(settings, data, seed):
         name = str(task.config.task)
         drawn = random.Random(f"{seed}/source/{name}").sample(numbers, min(ANSWERS_PER_TASK, len(numbers)))

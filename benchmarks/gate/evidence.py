@@ -236,7 +236,7 @@ def served_items(wrong: str = "", kl: float = 0) -> tuple[ServedItem, ...]:
 
 def draws(wrong: str = "") -> tuple[Draws, ...]:
     """Of a library that draws what numpy draws, but for one draw with one of the settings."""
-    return tuple(Draws(settings=name, draws=128, differ=int(name == wrong)) for name in DRAWN)
+    return tuple(Draws(settings=name, draws=256, differ=int(name == wrong)) for name in DRAWN)
 
 
 def source_answers(

@@ -25,7 +25,7 @@ from tapeout.artifact import Frozen, Roles
 from tapeout.recipe import Fraction
 
 FORMS = ("document", "long", "prompt")
-ANSWERS_PER_TASK = 20  # of the source model to questions of each task
+ANSWERS_PER_TASK = 12  # of the source model to questions of each task
 
 
 class SourceItem(Frozen):
@@ -91,7 +91,7 @@ class SourceReport(EvidenceRecord):
 
 class SourceBounds(DocumentBounds):
     max_source_kl: float = Field(default=1e-4, gt=0, le=0.1)
-    min_same_answers: Fraction = 0.95
+    min_same_answers: Fraction = 0.9
     max_answer_error: float = Field(default=0.02, gt=0, le=0.5)
     max_source_perplexity_ratio: float = Field(default=1.05, gt=1, le=2)
     max_perplexity: float = Field(default=1000.0, gt=1)

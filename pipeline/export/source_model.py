@@ -14,7 +14,6 @@ from pipeline.export.adapter import merge_adapter
 from pipeline.export.checkpoint import load_checkpoint
 from pipeline.export.needs import needs
 from pipeline.export.rotary import fix_rotary
-from pipeline.export.tokenizer import load_tokenizer
 from tapeout.resources import Needs, require
 
 
@@ -28,18 +27,23 @@ class CheckpointModel:
     def __init__(self, folder: Path, entry: str, *, adapter: Path | None, positions: int) -> None:
         memory = needs(folder, entry, adapter).memory_bytes
         require("the checkpoint's model", Needs(disk_bytes=0, memory_bytes=memory), folder)
-        self.module: Any = load_checkpoint(folder, entry).model
-        self.tokenizer: Any = load_tokenizer(folder, entry)
+        self._model: Any = load_checkpoint(folder, entry).model
         if adapter is not None:
-            merge_adapter(self.module, adapter)
-        fix_rotary(self.module, positions)
-        configured = self.module.generation_config.eos_token_id
+            merge_adapter(self._model, adapter)
+        fix_rotary(self._model, positions)
+        configured = self._model.generation_config.eos_token_id
         stops = configured if isinstance(configured, list) else [configured]
         self.stop_tokens: tuple[int, ...] = tuple(int(token) for token in stops if token is not None)
 
     def __call__(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        return self.batch([tokens])[0]
+
+    def batch(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+        longest = max(map(len, texts))
+        ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])  # no token sees those behind it
         with torch.inference_mode():
-            return self.module(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0].float().numpy()
+            logits = self._model(input_ids=ids, use_cache=False).logits.float().numpy()
+        return [rows[: len(text)] for rows, text in zip(logits, texts, strict=True)]
 
     def embedding(self) -> NDArray[np.float32]:
-        return self.module.get_input_embeddings().weight.detach().float().numpy()
+        return self._model.get_input_embeddings().weight.detach().float().numpy()

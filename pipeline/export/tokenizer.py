@@ -54,7 +54,7 @@ def save_tokenizer(checkpoint: Path, entry: str, folder: Path, rows: int) -> Any
 
     ``rows``: of the embedding. :class:`ExportError` for a tokenizer that is missing, ambiguous or too large.
     """
-    tokenizer = load_tokenizer(checkpoint, entry)
+    tokenizer = _load(checkpoint, entry)
     tokenizer.save_pretrained(folder)
     kept = checkpoint / FILE
     if not entry and kept.is_file():
@@ -76,8 +76,7 @@ def save_tokenizer(checkpoint: Path, entry: str, folder: Path, rows: int) -> Any
     return tokenizer
 
 
-def load_tokenizer(checkpoint: Path, entry: str) -> Any:
-    """The tokenizer of a checkpoint folder, or of the GGUF file ``entry`` in it, as transformers has it."""
+def _load(checkpoint: Path, entry: str) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     files = [name for name in (FILE, *OTHER_FILES) if (checkpoint / name).is_file()]

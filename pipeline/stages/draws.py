@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from engines.bundle import EngineBundle
 from engines.native.sampling import SamplingKernel
@@ -13,7 +14,7 @@ from runtime.messages import GenerateRequest, SamplingSettings
 from runtime.sampling import BatchSampler, Choice
 from tapeout.artifact import Artifact
 
-SEEDS = range(4)
+SEEDS = range(8)
 THREADS = 2
 LOGPROBS = 20
 # Temperatures are above 1, so that filters have something to cut off. `_request` adds what depends on the logits.
@@ -52,15 +53,15 @@ def compared(kernel: SamplingKernel, logits: FloatArray) -> tuple[Draws, ...]:
 
 
 def _request(name: str, seed: int, logits: FloatArray) -> GenerateRequest:
-    likeliest = logits.argmax(axis=1).tolist()
-    settings = vars(SETTINGS[name]) | {"seed": seed}
+    likeliest: list[int] = logits.argmax(axis=1).tolist()
+    bias: dict[int, float] = {}
     if name == "logit_bias":  # the likeliest tokens are excluded, and others made likely
-        settings["logit_bias"] = dict.fromkeys(likeliest, -100) | dict.fromkeys(range(8), 12.5)
+        bias = dict.fromkeys(likeliest, -100.0) | dict.fromkeys(range(8), 12.5)
     return GenerateRequest(
         id=f"{name} {seed}",
         prompt=likeliest,
         max_new_tokens=len(logits),
-        sampling=SamplingSettings(**settings),
+        sampling=replace(SETTINGS[name], seed=seed, logit_bias=bias),
         stop_tokens=frozenset({0}),
         logprobs=LOGPROBS if name == "logprobs" else None,
     )

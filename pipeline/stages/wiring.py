@@ -58,8 +58,7 @@ def _quiet_libraries() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     warnings.filterwarnings("ignore", module=r"(torch|transformers|onnxscript|copyreg|mlflow|lm_eval).*")
-    for name in ("torch.onnx", "lm_eval.models.huggingface"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
 
 
 def _say(stage: str) -> Callable[[str], None]:
@@ -320,6 +319,11 @@ class Measurement:
         source = _source()
         positions = _graph().record.max_positions
         return CheckpointModel(*_checkpoint(source), adapter=_adapter(source), positions=positions)
+
+    def tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(_graph().folder)
 
     def graph(self) -> Artifact[PortableGraph]:
         return _graph()
