@@ -31,7 +31,7 @@ SAMPLES_FILE = "samples.jsonl"
 HEAD_FILE = "statistics/head.safetensors"
 # Of a block of a Gram matrix, at most. In one block of K channels disk and memory grow with K², a Cholesky factor with
 # K³: the search of one group of a model of 8 billion parameters would take 5.8 GB (docs/benchmarks/scale.md).
-BLOCK_CHANNELS = 2048
+BLOCK_CHANNELS = 3584
 
 
 class CalibrationSample(Frozen):
@@ -60,7 +60,7 @@ def gram_blocks(channels: int) -> int:
     """How many equal blocks a Gram matrix is kept in: 1 where no small number of them divides the channels.
 
     >>> [gram_blocks(channels) for channels in (1536, 8192, 11008, 14336, 4099)]
-    [1, 4, 8, 7, 1]
+    [1, 4, 4, 4, 1]
     """
     least = -(-channels // BLOCK_CHANNELS)
     return next((count for count in range(least, 4 * least) if channels % count == 0), 1)

@@ -9,7 +9,7 @@ outputs that they need, some at a time: lm_head alone may be 2 GB.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ def compute_in_float32(model: nn.Module) -> None:
         parameters = list(module.parameters(recurse=False))
         if any(parameter.dtype in HALF for parameter in parameters):
             sliced = isinstance(module, nn.Embedding | nn.Linear)
-            context = _Sliced() if sliced else widened(parameters)
+            context: AbstractContextManager[Any] = _Sliced() if sliced else widened(parameters)
             context.__enter__()
             module.__dict__[_CONTEXT] = context
 
@@ -44,12 +44,12 @@ def compute_in_float32(model: nn.Module) -> None:
             module.register_forward_hook(end, always_call=True)
 
 
-def widened(parameters: Iterable[nn.Parameter]) -> Any:
+def widened(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
     """A context in which 16-bit parameters are float32 copies."""
     return _exchanged((parameter for parameter in parameters if parameter.dtype in HALF), Tensor.float)
 
 
-def weightless(model: nn.Module) -> Any:
+def weightless(model: nn.Module) -> AbstractContextManager[None]:
     """A context in which parameters are float32 and take no memory: for tracing, which needs shapes alone."""
     return _exchanged(model.parameters(), lambda data: torch.zeros(()).expand(data.shape))
 

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -167,7 +167,7 @@ class _Progress:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.done, self.left = 0, None
+        self.done, self.left = 0, cast(Any, None)
         if is_kept(path):
             with path.open("rb") as file:
                 self.done, self.left = pickle.load(file)
@@ -337,11 +337,12 @@ def _empty(layers: Sequence[_Layer], entries: int) -> Callable[[str], Floats]:
 
 
 def _run_graph(graph: SegmentedGraph, steps: Sequence[_Step], progress: _Progress) -> None:
-    kept, results = progress.left or (None, [])
+    left: tuple[list[Arrays] | None, list[tuple[Floats, dict[str, Floats] | None]]] = progress.left or (None, [])
+    kept, results = left
     for step, (logits, cache) in zip(steps, results, strict=False):
         step.logits = logits
         if step.cache is not None:
-            step.cache.update(cache)
+            step.cache.update(cache or {})
 
     def finished(done: int, kept: list[Arrays]) -> None:
         progress.keep(done, (kept, [(step.logits, step.cache) for step in steps]))

@@ -15,9 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tapeout.artifact import Artifact
-from tapeout.float_types import as_float32
 from tapeout.portable_graph import PortableGraph
-from tapeout.portable_model import load_graph, save_graph
+from tapeout.portable_model import load_graph, read_float32, save_graph
 from tapeout.segments import Call, SegmentedGraph
 from tests.exported import family_graph
 
@@ -105,7 +104,7 @@ def test_weights_are_read_once_for_all_calls(graph: Artifact[PortableGraph], mon
     path, given_ = graph.folder / "model.onnx", feeds(graph)
     cut, read = SegmentedGraph(path, segment_bytes=1), list[str]()
     monkeypatch.setattr(
-        "tapeout.segments.read_float32", lambda tensor: read.append(tensor.name) or as_float32(tensor.numpy())
+        "tapeout.segments.read_float32", lambda tensor: read.append(tensor.name) or read_float32(tensor)
     )
     first, alone = Kept(given_), run(cut, given_)
     again = {**given_, "attention_mask": np.ones((2, 11), np.int64), "position_ids": given_["position_ids"] + 4}

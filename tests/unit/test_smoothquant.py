@@ -28,7 +28,7 @@ def outliers(tokens: int = 4000, factor: float = 80) -> FloatArray:
 
 
 def gram_of(x: FloatArray) -> FloatArray:
-    return (x.T @ x / len(x)).astype(np.float32)
+    return (x.T @ x / len(x)).astype(np.float32)[None]
 
 
 def measured(x: FloatArray, weight: FloatArray, scale: InputScale) -> float:
@@ -46,7 +46,7 @@ def predicted(x: FloatArray, weight: FloatArray, scale: InputScale) -> float:
 
 def problem_of(x: FloatArray, weight: FloatArray, steps: int) -> Problem:
     gram, magnitude = gram_of(x), np.abs(x)
-    inputs = Statistics(gram[None], gram[None], mean_abs=magnitude.mean(axis=0), max_abs=magnitude.max(axis=0))
+    inputs = Statistics(gram, gram, mean_abs=magnitude.mean(axis=0), max_abs=magnitude.max(axis=0))
     return Problem.of([weight], STATIC, inputs, NORM, steps)
 
 
