@@ -22,6 +22,7 @@ import pytest
 from tokenizers import Tokenizer
 
 import tapeout
+from benchmarks.peers.environments import python_of
 from engines.load import load
 from engines.sequences import Sequences
 from evals.harness import EngineLM
@@ -176,6 +177,37 @@ def test_lm_eval_scores_over_http_as_in_process(
     assert [score for score, _ in by_server.loglikelihood(requests[:3])] == pytest.approx(
         [score for score, _ in expected[:3]], abs=1e-4
     )
+
+
+@pytest.mark.skipif(not python_of("vllm").is_file(), reason="vLLM is not installed for the benchmarks")
+def test_vllm_bench_serve_measures_this_server(server: Served, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    count, tokens = 6, 8
+    # What the command runs: the command itself asks for metadata that the CPU package lacks.
+    code = "import argparse; from vllm.benchmarks.serve import add_cli_args, main; "
+    code += "parser = argparse.ArgumentParser(); add_cli_args(parser); main(parser.parse_args())"
+    words = [
+        str(python_of("vllm")),
+        "-c",
+        code,
+        "--backend",
+        "openai",
+        "--base-url",
+        server.url,
+        "--model",
+        MODEL,
+        "--tokenizer",
+        str(tiny_checkpoint),
+        "--ignore-eos",
+    ]
+    words += ["--dataset-name", "random", "--random-input-len", "16", "--random-output-len", str(tokens)]
+    words += ["--num-prompts", str(count), "--save-result", "--result-dir", str(tmp_path), "--result-filename", "found"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        words, cwd=tmp_path, env=environment | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads((tmp_path / "found").read_text())
+    assert (found["completed"], found["total_output_tokens"]) == (count, count * tokens)
 
 
 HOSTILE: list[Any] = [

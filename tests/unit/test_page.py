@@ -7,7 +7,6 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +125,7 @@ def test_gauges_show_what_the_engine_reports(
 ) -> None:
     page, _ = opened(url)
     for held, hits in ((2, 0), (6, 30)):
-        client.stats = replace(client.stats, blocks=8, blocks_held=held, prefix_queries=40, prefix_hits=hits)
+        client.stats = client.stats._replace(blocks=8, blocks_held=held, prefix_queries=40, prefix_hits=hits)
         playwright.expect(page.get_by_role("meter", name="KV cache in use")).to_have_attribute(
             "aria-valuenow", f"{100 * held / 8:g}"
         )
