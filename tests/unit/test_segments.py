@@ -137,6 +137,6 @@ def test_any_limit_holds_and_changes_nothing(graph: Artifact[PortableGraph], lim
 
 def test_a_stored_graph_reads_back_as_it_was(graph: Artifact[PortableGraph], tmp_path: Path) -> None:
     path = graph.folder / "model.onnx"
-    (tmp_path / "model.safetensors").hardlink_to(graph.folder / "model.safetensors")
+    shutil.copy(graph.folder / "model.safetensors", tmp_path)
     save_graph(load_graph(path), tmp_path / "model.onnx")
     assert (tmp_path / "model.onnx").read_bytes() == path.read_bytes()
