@@ -184,6 +184,10 @@ class SourceLM(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         return self._tokenizer(string, add_special_tokens=add_special_tokens is not False).input_ids
 
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        # lm-eval's bar over the tokenization would write to logs.
+        return super().loglikelihood(requests, disable_tqdm=True)
+
     def _loglikelihood_tokens(self, requests: Sequence[Any], **kwargs: Any) -> list[tuple[float, bool]]:
         texts = [[*context, *continuation][-(self._max_tokens + 1) :] for _, context, continuation in requests]
         order = sorted(range(len(texts)), key=lambda number: len(texts[number]))
