@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from rich.progress import Progress
-from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -43,6 +42,7 @@ from tapeout.layer_stream import LayerStream
 from tapeout.portable_graph import LinearGroup, PortableGraph
 from tapeout.recipe import Calibrate
 from tapeout.resources import require
+from tapeout.tensor_writer import write_tensors
 from tapeout.work_folder import is_kept, keep, source_hash, work_folder
 
 MIN_TOKENS = 8
@@ -132,7 +132,7 @@ def _run(graph: Artifact[PortableGraph], samples: Sequence[Sequence[int]], fit_s
 
 def _write(tensors: dict[str, Array], path: Path) -> None:
     partial = path.with_suffix(".partial")
-    save_file(tensors, partial)
+    write_tensors(partial, tensors)
     keep(partial, path)
 
 

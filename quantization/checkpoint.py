@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from safetensors import safe_open
-from safetensors.numpy import save_file
 
 from quantization.proof import Proof
 from quantization.rounding import FloatArray
 from tapeout.artifact import Frozen, Record, Roles
 from tapeout.errors import QuantizationError
 from tapeout.schemes import Scheme
+from tapeout.tensor_writer import write_tensors
 
 KV_SCALES = "kv_scales.safetensors"
 
@@ -61,7 +61,7 @@ class KVScales:
     bits: int
 
     def write(self, folder: Path) -> None:
-        save_file(dict(self.scales), folder / KV_SCALES, metadata={"bits": str(self.bits)})
+        write_tensors(folder / KV_SCALES, self.scales, {"bits": str(self.bits)})
 
     @classmethod
     def read(cls, folder: Path) -> KVScales:

@@ -32,14 +32,13 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 from safetensors import safe_open
-from safetensors.numpy import save_file
 
 from quantization.formats import BYTES, AnyArray, decode_bytes, encode_bytes, format_of, inferred_bits, integers
 from quantization.rounding import FloatArray, QuantizedLinear
 from tapeout.errors import QuantizationError
 from tapeout.float_types import as_float32
 from tapeout.schemes import Scheme
-from tapeout.tensor_writer import INDEX, SINGLE, ShardWriter
+from tapeout.tensor_writer import INDEX, SINGLE, ShardWriter, write_tensors
 from tapeout.work_folder import is_kept, keep
 
 PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "input_scale")
@@ -212,8 +211,7 @@ class ResumableWriter(CheckpointWriter):
         partial = self._parts / "partial"
         partial.write_text(notes)
         keep(partial, self._notes(number))
-        save_file(self._pending, partial, metadata={"format": "pt"})
-        partial.chmod(self._notes(number).stat().st_mode)  # save_file lets nobody but the owner read
+        write_tensors(partial, self._pending, {"format": "pt"})
         keep(partial, self._part(number))
         self._pending = {}
 

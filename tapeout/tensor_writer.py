@@ -8,11 +8,13 @@ multiple of its element size: tensors whose size is no multiple of 8 bytes (shor
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors.numpy import save_file
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEADER_BYTES = 1 << 18  # with the 8 bytes of its length; about 1,500 tensors
@@ -28,6 +30,14 @@ ELEMENT_BYTES = {
     "U64": 8, "I64": 8, "F64": 8, "F32": 4, "U32": 4, "I32": 4, "BF16": 2, "F16": 2, "U16": 2, "I16": 2,
     "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> None:
+    """Arrays of numpy, in a file with the permissions of any other: safetensors' own lets only the owner read it."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(dict(tensors), path, metadata=dict(metadata) if metadata else None)
+    path.chmod(mode)
 
 
 class ShardWriter:

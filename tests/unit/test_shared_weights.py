@@ -14,8 +14,9 @@ from tapeout.artifact import Artifact, load
 from tapeout.errors import ArtifactError, ResourceError
 from tapeout.portable_graph import PortableGraph
 from tests.checkpoints import WEIGHTS, Tensors, change_weights, checkpoint, shard
+from tests.exported import build_float
 from tests.families import random_model
-from tests.family_engines import PROMPTS, build_float, largest_errors
+from tests.family_engines import PROMPTS, largest_errors
 
 
 def exported(source: Path) -> Artifact[PortableGraph]:
