@@ -156,8 +156,8 @@ class Context(Protocol):
         """The registered champion, or the baseline and True where there is none."""
         ...
 
-    def draws(self, logits: FloatArray) -> tuple[Any, ...]:
-        """:class:`evals.kinds.serving.Draws` of the candidate's library from logits ``[P, V]``, if it has one."""
+    def draw_counts(self, logits: FloatArray) -> Mapping[str, tuple[int, int]]:
+        """By settings: tokens the candidate's library draws from ``[P, V]`` logits, how many numpy does not draw."""
         ...
 
     def executed_on(self) -> Fingerprint:

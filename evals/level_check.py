@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from engines.protocol import FloatArray
 from engines.sequences import Sequences
 from evals.items import write_items
 from evals.kinds.parity import ParityReport
-from evals.kinds.serving import Draws, ServingSettings
+from evals.kinds.serving import ServingSettings, draws_of
 from evals.level import LEVEL_ITEMS, SERVED_ITEMS, SLOTS, LevelVerdict, level_checks
 from evals.reference_logits import REFERENCE_FILE, ReferenceLogits
 from evals.serving import drawn_logits, served_items
@@ -31,13 +31,13 @@ def check_level(
     parity: Artifact[ParityReport],
     level: str,
     folder: Path,
-    draws: Callable[[Artifact[EngineBundle], FloatArray], tuple[Draws, ...]],
+    draw_counts: Callable[[Artifact[EngineBundle], FloatArray], Mapping[str, tuple[int, int]]],
     *,
     threads: int = 0,
 ) -> Artifact[LevelVerdict]:
     """Run the bundle at ``level`` and write its LevelVerdict to ``folder``.
 
-    ``draws``: what the bundle as it runs at that level draws from logits ``[P, V]``.
+    ``draw_counts``: tokens the bundle draws at that level from ``[P, V]`` logits, and how many numpy does not draw.
 
     :class:`EvidenceError` where verdict or parity report are about another bundle, and where logits are not finite;
     :class:`FingerprintError` where this machine cannot run that level.
@@ -74,7 +74,7 @@ def check_level(
                 for number, tokens in enumerate(tqdm(reference.documents, disable=None))
             ]
             served = served_items(ServingSettings(), None, engine, reopened, text)
-            drawn = draws(at_level(bundle, level), drawn_logits(engine, text))
+            drawn = draws_of(draw_counts(at_level(bundle, level), drawn_logits(engine, text)))
         except RequestError as error:  # an engine refuses logits that are not finite
             raise EvidenceError(
                 f"at {level} {error.found}",

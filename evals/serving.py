@@ -19,7 +19,7 @@ from engines.sequences import Fed, Sequences
 from evals.generation import greedy
 from evals.items import write_items, write_metrics
 from evals.kind import Context
-from evals.kinds.serving import KIND, Draws, ServedItem, ServingReport, ServingSettings
+from evals.kinds.serving import KIND, Draws, ServedItem, ServingReport, ServingSettings, draws_of
 from evals.kinds.text import TextSettings
 from evals.text import kl_divergences
 from tapeout.artifact import Artifact, Parents, create, load
@@ -48,7 +48,7 @@ def measure(context: Context, folder: Path) -> None:
         candidate,
         context.engine("candidate", slots=candidate.slots + 1, threads=1),
         text=text,
-        draws=context.draws(drawn_logits(candidate, text)),
+        draws=draws_of(context.draw_counts(drawn_logits(candidate, text))),
         executed_on=context.executed_on(),
         folder=folder,
         parents={

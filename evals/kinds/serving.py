@@ -6,7 +6,7 @@ Accuracy and text are measured with prefills in slot 0. Users get batched decode
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -64,6 +64,11 @@ class Draws(Frozen):
     settings: str  # one of DRAWN
     draws: int
     differ: int
+
+
+def draws_of(counts: Mapping[str, tuple[int, int]]) -> tuple[Draws, ...]:
+    """From how many tokens were drawn and how many of them differ, by settings."""
+    return tuple(Draws(settings=name, draws=draws, differ=differ) for name, (draws, differ) in counts.items())
 
 
 class ServingReport(EvidenceRecord):

@@ -18,7 +18,7 @@ from pipeline.registry.levels import attach, evidence_folder
 from pipeline.registry.logged import fetch_artifact, fetch_verdict
 from pipeline.registry.pull import Requirements, pull
 from pipeline.registry.versions import EVIDENCE
-from pipeline.stages.draws import draws
+from runtime.draw_check import draw_counts
 from tapeout.artifact import Artifact, load, load_record
 from tapeout.errors import BuildError
 from tapeout.signing import require_signed_pass, sign, signature_path, write_signature
@@ -63,7 +63,7 @@ def _take(
             expected="a bundle with native kernels",
             remedy="its verdict covers all of it: `tapeout gate`",
         )
-    found = check_level(bundle, verdict, parity, level, evidence_folder(folder, level), draws, threads=threads)
+    found = check_level(bundle, verdict, parity, level, evidence_folder(folder, level), draw_counts, threads=threads)
     if key is not None:
         write_signature(signature_path(found.folder), sign(level_statement(found, bundle), key))
     else:  # one of former evidence

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from engines.sequences import Sequences
     from engines.target import Probe
     from evals.kind import Kind, S, SourceModel
-    from evals.kinds.serving import Draws
     from pipeline.registry.release import Release
     from pipeline.sources.source import Source
     from quantization.calibration import Calibration
@@ -360,11 +359,11 @@ class Measurement:
             ) from error
         return bundle, champion, incumbent is None
 
-    def draws(self, logits: FloatArray) -> tuple[Draws, ...]:
+    def draw_counts(self, logits: FloatArray) -> dict[str, tuple[int, int]]:
         from engines.load import at_level
-        from pipeline.stages.draws import draws
+        from runtime.draw_check import draw_counts
 
-        return draws(at_level(self.bundle("candidate")), logits)
+        return draw_counts(at_level(self.bundle("candidate")), logits)
 
     def executed_on(self) -> Fingerprint:
         from engines.load import runs_here

@@ -34,9 +34,9 @@ from pipeline.registry.levels import evidence_folder, level_to_serve
 from pipeline.registry.promotion import promote
 from pipeline.registry.pull import Requirements, pull
 from pipeline.registry.register import register
-from pipeline.stages.draws import draws
 from quantization.compressed_tensors import open_checkpoint
 from quantization.rounding import round_to_nearest
+from runtime.draw_check import draw_counts
 from tapeout import artifact, fingerprint
 from tapeout.artifact import Artifact, ArtifactRef
 from tapeout.errors import ArtifactError, BuildError, EvidenceError, FingerprintError, ResourceError
@@ -267,7 +267,7 @@ def test_a_parity_report_that_was_not_judged(artifacts: Path, tmp_path: Path) ->
         draft.finish(parity.record, parents=parity.parents)
     other = artifact.load(tmp_path / "other", ParityReport)
     with pytest.raises(EvidenceError, match=f"is about another parity report than {other.digest[:12]}"):
-        check_level(bundle, verdict, other, LEAST.name, tmp_path / "level", draws)
+        check_level(bundle, verdict, other, LEAST.name, tmp_path / "level", draw_counts)
 
 
 def verified(artifacts: Path) -> Path:

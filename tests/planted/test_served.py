@@ -32,7 +32,7 @@ from evals.kinds import serving as serving_kind
 from evals.kinds import shadow as shadow_kind
 from evals.kinds import source as source_kind
 from evals.kinds import text as text_kind
-from evals.kinds.serving import ServingReport, ServingSettings, draws_check
+from evals.kinds.serving import ServingReport, ServingSettings, draws_check, draws_of
 from evals.kinds.shadow import ShadowReport
 from evals.kinds.source import SourceAnswer, SourceReport
 from evals.kinds.tasks import EvalReport, TaskItem, TaskSettings
@@ -47,11 +47,11 @@ from evals.text import joined
 from pipeline.export.source_model import CheckpointModel
 from pipeline.recipe import Recipe
 from pipeline.stages.candidate import build_candidate
-from pipeline.stages.draws import draws
 from quantization.calibrate import calibrate
 from quantization.checkpoint import QuantizedModel
 from quantization.quantize import quantize
 from quantization.reference import QuantizedReference
+from runtime.draw_check import draw_counts
 from tapeout import artifact
 from tapeout.artifact import RECORD, Artifact, ArtifactRef
 from tapeout.portable_graph import PortableGraph
@@ -228,7 +228,7 @@ def serve(made: Made, wrap: Callable[[Engine], Sequences]) -> dict[str, Check]:
         slots=SLOTS,
         max_tokens=512,
         items=len(items),
-        draws=draws(at_level(made.candidate), logits),
+        draws=draws_of(draw_counts(at_level(made.candidate), logits)),
         executed_on=MACHINE,
     )
     return checks(serving_kind.KIND, record, items)
@@ -564,10 +564,10 @@ def test_a_library_that_draws_other_tokens(
     broken = edited(made.candidate, tmp_path / "bundle", files={level.file: compiler.library(level).read_bytes()})
     text_tokens = [token for document in made.documents for token in document]
     logits = drawn_logits(Sequences(load(made.candidate.folder, threads=1)), text_tokens)
-    found = draws(at_level(broken, level.name), logits)
+    found = draws_of(draw_counts(at_level(broken, level.name), logits))
     assert settings <= {one.settings for one in found if one.differ}
     assert draws_check(found).outcome is Outcome.FAIL
-    assert draws_check(draws(at_level(made.candidate, level.name), logits)).outcome is Outcome.PASS
+    assert draws_check(draws_of(draw_counts(at_level(made.candidate, level.name), logits))).outcome is Outcome.PASS
 
 
 def test_stop_token_dropped(made: Made, tmp_path: Path) -> None:

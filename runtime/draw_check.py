@@ -9,7 +9,6 @@ from engines.bundle import EngineBundle
 from engines.native.sampling import SamplingKernel
 from engines.protocol import FloatArray
 from engines.sessions import library_of
-from evals.kinds.serving import Draws
 from runtime.messages import GenerateRequest, SamplingSettings
 from runtime.sampling import BatchSampler, Choice
 from tapeout.artifact import Artifact
@@ -31,25 +30,27 @@ SETTINGS: Mapping[str, SamplingSettings] = {
 }
 
 
-def draws(bundle: Artifact[EngineBundle], logits: FloatArray) -> tuple[Draws, ...]:
-    """One response to each setting and seed, whose logits are the rows of ``logits``: ``[P, V]``.
+def draw_counts(bundle: Artifact[EngineBundle], logits: FloatArray) -> dict[str, tuple[int, int]]:
+    """How many tokens were drawn and how many of them differ, by name of :data:`SETTINGS`.
+
+    One response to each setting and seed, whose logits are the rows of ``logits``: ``[P, V]``.
 
     ``bundle``: as :func:`engines.load.at_level` gives it. Nothing where it has no native library.
     """
     library = library_of(bundle)
-    return () if library is None else compared(SamplingKernel(library, logits.shape[1], THREADS), logits)
+    return {} if library is None else compared(SamplingKernel(library, logits.shape[1], THREADS), logits)
 
 
-def compared(kernel: SamplingKernel, logits: FloatArray) -> tuple[Draws, ...]:
-    """:func:`draws` of a library that is open."""
+def compared(kernel: SamplingKernel, logits: FloatArray) -> dict[str, tuple[int, int]]:
+    """:func:`draw_counts` of a library that is open."""
     requests = {f"{name} {seed}": _request(name, seed, logits) for name in SETTINGS for seed in SEEDS}
     native, numpy = (_responses(one, requests, logits) for one in (kernel, None))
-    found: list[Draws] = []
+    found: dict[str, tuple[int, int]] = {}
     for name in SETTINGS:
         own = [id for id in requests if id.rpartition(" ")[0] == name]
         pairs = [pair for id in own for pair in zip(native[id], numpy[id], strict=True)]
-        found.append(Draws(settings=name, draws=len(pairs), differ=sum(a != b for a, b in pairs)))
-    return tuple(found)
+        found[name] = len(pairs), sum(a != b for a, b in pairs)
+    return found
 
 
 def _request(name: str, seed: int, logits: FloatArray) -> GenerateRequest:
