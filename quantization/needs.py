@@ -1,4 +1,4 @@
-"""What calibrate and quantize take of disk and memory, from the shapes that a graph's record holds.
+"""What stages of quantization take of disk and memory, from the shapes that a graph's record holds.
 
 K  input channels of a group
 """
@@ -9,11 +9,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from quantization.calibration import gram_blocks
-from quantization.units import HEAD, Schemes, by_layer
+from quantization.units import HEAD, Schemes, Unit, by_layer
 from tapeout.portable_graph import LinearGroup, PortableGraph
 from tapeout.resources import Needs
 
 TORCH_BYTES, NUMPY_BYTES = 700 << 20, 300 << 20  # of a process with its libraries
+DECODED_BYTES = 2 << 30  # float32 linears that a QuantizedReference holds; others are decoded at each call
 SEARCH_BYTES = 3 << 30  # what searches of several groups may take together; one alone may take more
 
 
@@ -38,21 +39,29 @@ def quantization_needs(graph: PortableGraph, schemes: Schemes) -> Needs:
     return Needs(disk_bytes=round(disk), memory_bytes=NUMPY_BYTES + max(min(search, _all(graph)), 8 * embedding))
 
 
-def simulation_needs(graph: PortableGraph, positions: int, *, plans: bool) -> Needs:
-    """Of a :class:`Simulation`, which holds the float model. ``positions``: whose distributions are compared.
+def simulation_needs(graph: PortableGraph, units: Iterable[Unit], positions: int, *, plans: bool) -> Needs:
+    """Of a :class:`Simulation` and what rounds one of ``units`` after the other; ``positions``: that are compared.
 
-    ``plans``: the weights of a whole plan are held beside it.
+    Memory: a unit's weights and statistics, searches for two of its groups, the embedding decoded, and logits twice.
+    ``plans``: the codes of all units lie on the disk.
     """
-    linears = _weights(group for group in graph.groups if group.name != HEAD)
-    embeddings = graph.vocab_size * graph.hidden_size * (1 if graph.tied_embeddings else 2)
-    models = 4 * (linears + embeddings) * (2 if plans else 1)
-    return Needs(disk_bytes=0, memory_bytes=TORCH_BYTES + models + 4 * positions * graph.vocab_size)
+    held = max(
+        sum(5 * _weights([group]) + 12 * _gram_elements(group) for group in unit.groups)
+        + 2 * max(map(search_bytes, unit.groups))
+        for unit in units
+    )
+    embedding = 6 * graph.vocab_size * graph.hidden_size  # as floats and codes, and those of an untied head
+    codes = _weights(group for group in graph.groups if group.name != HEAD) if plans else 0
+    return Needs(codes, TORCH_BYTES + max(held, embedding) + 8 * positions * graph.vocab_size)
 
 
 def reference_needs(model: Any) -> Needs:
     """Of a :class:`QuantizedReference`. ``model``: without its weights."""
-    sizes = [parameter.numel() for parameter in model.parameters()]
-    return Needs(disk_bytes=0, memory_bytes=TORCH_BYTES + 4 * sum(sizes) + 8 * max(sizes, default=0))
+    sizes = {id(parameter): parameter.numel() for parameter in model.parameters()}
+    embeddings = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
+    kept = sum(sizes[one] for one in embeddings)
+    held = 4 * kept + min(4 * (sum(sizes.values()) - kept), DECODED_BYTES)
+    return Needs(disk_bytes=0, memory_bytes=TORCH_BYTES + held + 8 * max(sizes.values(), default=0))
 
 
 def search_bytes(group: LinearGroup) -> int:

@@ -7,14 +7,18 @@ that no sensitivity was measured on; the budget of the sum is corrected by what 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
+
+import numpy as np
 
 from quantization import frontier
 from quantization.calibration import Calibration, sample_hash
 from quantization.cost_table import Cost, CostTable, workload_of
 from quantization.frontier import FrontierPoint
+from quantization.needs import simulation_needs
 from quantization.plan import (
     COLUMNS,
     FRONTIER_FILE,
@@ -29,8 +33,9 @@ from quantization.plan import (
 from quantization.plan_solver import Choice, Chosen, Goal, Limits, Option, Workload, settle
 from quantization.plan_solver import frontier as best_plans
 from quantization.quick_rounding import QuickRounding
+from quantization.rounding import QuantizedLinear
 from quantization.sensitivity import Sensitivity
-from quantization.simulate import Simulated, Simulation
+from quantization.simulate import POSITIONS, Simulated, Simulation
 from quantization.statistics import held_out
 from quantization.units import (
     EMBEDDING,
@@ -48,6 +53,7 @@ from tapeout.artifact import Artifact
 from tapeout.errors import QuantizationError
 from tapeout.portable_graph import PortableGraph
 from tapeout.recipe import KVCache, Plan, Quantize
+from tapeout.resources import require
 from tapeout.schemes import FLOAT, Scheme
 
 EMBEDDINGS, KV_CACHE = "embeddings", "KV cache"  # units beside those of linears
@@ -258,7 +264,10 @@ class _Whole:
     ) -> None:
         self._menus = menus
         self._rounding = QuickRounding(graph, calibration, settings)
-        self._simulation = Simulation(graph, samples, (), plans=True)
+        needs = simulation_needs(graph.record, menus.units.values(), POSITIONS * len(samples), plans=True)
+        require("measuring plans as a whole", needs, graph.folder)
+        self._simulation = Simulation(graph, samples, ())
+        self._disk = graph.folder.parent
         self._rounded: dict[str, tuple[str, dict[str, Simulated]]] = {}  # by unit: a scheme, and groups under it
 
     def kl(self, chosen: Mapping[str, str]) -> float:
@@ -274,7 +283,15 @@ class _Whole:
             return self._rounding.embeddings(scheme)
         if scheme == FLOAT:
             return {}
-        return self._rounding.rounded(self._rounding.prepare(self._menus.units[unit].groups), scheme)
+        found = self._rounding.rounded(self._rounding.prepare(self._menus.units[unit].groups), scheme)
+        return {name: Simulated(tuple(map(self._on_disk, group.linears)), group.scale) for name, group in found.items()}
+
+    def _on_disk(self, linear: QuantizedLinear) -> QuantizedLinear:
+        """The same, its codes in a mapped file without a name: those of a whole plan may not fit the memory."""
+        with TemporaryFile(dir=self._disk) as file:
+            linear.codes.tofile(file)
+            codes = np.memmap(file, linear.codes.dtype, "r", shape=linear.codes.shape)
+        return replace(linear, codes=codes)
 
 
 def reason(choice: Choice, options: Sequence[Option], workload: Workload, minimize: Goal) -> str:

@@ -21,13 +21,14 @@ from torch import Tensor
 from quantization.attention_hook import KVFunction
 from quantization.calibration import Calibration
 from quantization.compressed_tensors import open_checkpoint
+from quantization.input_scale import identity
 from quantization.kv_cache import BITS
 from quantization.methods import awq, gptq, smoothquant
 from quantization.problem import Problem, input_step
-from quantization.reference import InputGrid, round_to_grid
-from quantization.rounding import FloatArray, fit_range, round_to_nearest
+from quantization.reference import round_to_grid
+from quantization.rounding import FloatArray, QuantizedLinear, fit_range, round_to_nearest
 from quantization.search import search
-from quantization.simulate import Simulated, simulated
+from quantization.simulate import Simulated
 from quantization.statistics import Statistics, every_channel_alike, kv_scales, read_statistics
 from quantization.units import EMBEDDING, HEAD, embeddings_of, head_with, out_by_in, sink_of
 from tapeout.artifact import Artifact
@@ -68,7 +69,7 @@ class Prepared:
         if scheme.activations == "int8":
             step = input_step(self.statistics.max_abs, problem.scale)
             linears = [replace(linear, input_scale=step) for linear in linears]
-        return simulated(linears, problem.scale)
+        return Simulated(tuple(linears), problem.scale)
 
 
 class QuickRounding:
@@ -94,14 +95,10 @@ class QuickRounding:
         if scheme == FLOAT:
             return {}
         scheme = scheme.fitted(graph.hidden_size)
-        decoded = {name: self._decoded(name, scheme) for name in embeddings_of(graph)}
-        found = {EMBEDDING: Simulated((decoded[graph.embedding],), None)}
-        for group in graph.groups:
-            if group.name == HEAD:
-                found[HEAD] = Simulated(
-                    (decoded[group.members[0]],), InputGrid(scheme.group_size or graph.hidden_size, None)
-                )
-        return found
+        as_given = identity(graph.hidden_size)
+        found = {name: Simulated((self._embedding(name, scheme),), as_given) for name in embeddings_of(graph)}
+        head = next(group.members[0] for group in graph.groups if group.name == HEAD)
+        return {EMBEDDING: found[graph.embedding], HEAD: found[head]}
 
     def kv_cache(self, settings: KVCache) -> KVFunction | None:
         """How keys and values are rounded; None for a cache in float."""
@@ -125,10 +122,10 @@ class QuickRounding:
         statistics = read_statistics(self._calibration, group)
         return Prepared(weights, statistics, sink_of(group, self._graph.record), self._settings.candidates)
 
-    def _decoded(self, name: str, scheme: Scheme) -> FloatArray:
+    def _embedding(self, name: str, scheme: Scheme) -> QuantizedLinear:
         head, weight = head_with(self._graph.record, name), self._source.tensor(name)
         inputs = every_channel_alike(weight.shape[1]) if head is None else read_statistics(self._calibration, head)
-        return search([weight], scheme, inputs, self._settings).members[0].linear.dequantize()
+        return search([weight], scheme, inputs, self._settings).members[0].linear
 
 
 @contextmanager

@@ -5,6 +5,7 @@ attention, as do the inputs of linears that have an input scale. As an option th
 are rounded per row and block, as ONNX Runtime's MatMulNBits does it at ``accuracy_level`` 4. An engine that agrees with
 this model was lowered correctly, whatever quantization itself cost.
 
+Weights beyond DECODED_BYTES are decoded at each call of their linear, so that the model need not fit the memory.
 The checkpoint is decoded by this package's reader and not by transformers, which cannot load packed zero points
 (compressed_tensors.py); the modules and their attention are transformers' own.
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +28,12 @@ from transformers.pytorch_utils import Conv1D
 
 from quantization.attention_hook import kv_function
 from quantization.checkpoint import KV_SCALES, KVScales
-from quantization.compressed_tensors import open_checkpoint
+from quantization.compressed_tensors import Checkpoint, open_checkpoint
 from quantization.kv_cache import largest_code
-from quantization.needs import reference_needs
+from quantization.needs import DECODED_BYTES, reference_needs
 from quantization.rounding import QuantizedLinear
 from tapeout.errors import QuantizationError
+from tapeout.mapped_weights import weight_at_call
 from tapeout.resources import require
 
 FloatArray = NDArray[np.float32]
@@ -177,7 +180,7 @@ def _exchange(name: str, value: FloatArray, errors: dict[str, tuple[float, float
 
 
 def _load(folder: Path) -> tuple[Any, list[tuple[torch.nn.Module, InputGrid]]]:
-    """The model with decoded float32 weights, and its quantized linears with how their inputs are rounded."""
+    """The model with float32 weights, and its quantized linears with how their inputs are rounded."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -189,16 +192,27 @@ def _load(folder: Path) -> tuple[Any, list[tuple[torch.nn.Module, InputGrid]]]:
     model.tie_weights()
     require("the quantized model in float32", reference_needs(model), folder)
     checkpoint = open_checkpoint(folder)
+    ends = {id(end.weight) for end in (model.get_input_embeddings(), model.get_output_embeddings())}
+    kept = {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in ends}
+    transposed = _stored_in_out(model)
     weights: dict[str, Tensor] = {}
     grids: dict[str, InputGrid] = {}
+    late: dict[str, Callable[[], Tensor]] = {}
+    free = DECODED_BYTES
     for name in checkpoint.names():
         stored = checkpoint.linear(name)
-        if isinstance(stored, QuantizedLinear):
-            grids[name] = InputGrid.of(stored)
-            stored = stored.dequantize()
-        weights[name] = torch.from_numpy(np.array(stored, np.float32))
-    for name in grids.keys() & _stored_in_out(model):
-        weights[name] = weights[name].T.contiguous()
+        if not isinstance(stored, QuantizedLinear):
+            weights[name] = torch.from_numpy(np.array(stored, np.float32))
+            continue
+        grids[name] = InputGrid.of(stored)
+        size = 0 if name in kept else 4 * stored.codes.size
+        if size <= free:
+            free -= size
+            weights[name] = _decoded(stored, name in transposed)
+        else:
+            late[name] = partial(_read, checkpoint, name, name in transposed)
+            shape = stored.codes.shape
+            weights[name] = torch.zeros(()).expand(shape[::-1] if name in transposed else shape)
     result = model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
     parameters = dict(model.named_parameters())  # a tied one once, by its first name
@@ -216,4 +230,17 @@ def _load(folder: Path) -> tuple[Any, list[tuple[torch.nn.Module, InputGrid]]]:
         name = names.get(id(getattr(module, "weight", None)))
         if name in grids and not isinstance(module, torch.nn.Embedding):
             linears.append((module, grids[name]))
+            if name in late:
+                weight_at_call(module, late[name])
     return model, linears
+
+
+def _read(checkpoint: Checkpoint, name: str, transposed: bool) -> Tensor:
+    linear = checkpoint.linear(name)
+    assert isinstance(linear, QuantizedLinear)
+    return _decoded(linear, transposed)
+
+
+def _decoded(linear: QuantizedLinear, transposed: bool) -> Tensor:
+    weight = torch.from_numpy(linear.dequantize())
+    return weight.T.contiguous() if transposed else weight

@@ -13,15 +13,17 @@ from pathlib import Path
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from quantization.calibration import Calibration, sample_hash
+from quantization.needs import simulation_needs
 from quantization.quick_rounding import QuickRounding
 from quantization.sensitivity import Sensitivity, UnitSensitivity
-from quantization.simulate import Simulation
+from quantization.simulate import POSITIONS, Simulation
 from quantization.statistics import held_out
 from quantization.units import caches, embedding_schemes, menu_for, units_of
 from tapeout import artifact
 from tapeout.artifact import Artifact
 from tapeout.portable_graph import PortableGraph
 from tapeout.recipe import Plan, Quantize
+from tapeout.resources import require
 from tapeout.schemes import FLOAT
 
 _PROGRESS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -50,6 +52,9 @@ def sweep(
     embeddings = embedding_schemes(wanted.embeddings, graph.record.hidden_size)
     kept = caches(wanted.kv_cache, graph.record.head_size)
     count = sum(len(schemes) for _, schemes in work) + len(embeddings) + len(kept)
+    require(
+        "measuring sensitivity", simulation_needs(graph.record, units, POSITIONS * len(chosen), plans=False), folder
+    )
     rounding = QuickRounding(graph, calibration, settings)
     measured: list[UnitSensitivity] = []
     with artifact.create(folder, Sensitivity) as draft, Progress(*_PROGRESS) as progress:

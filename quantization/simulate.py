@@ -1,32 +1,34 @@
 """The float model with chosen linears computed as their schemes say: what a scheme costs in quality, measured.
 
-Weights are decoded and put into the stock modules, inputs are rounded in front of them, keys and values on their way
+Stock modules take decoded weights during their calls, inputs are rounded in front of them, keys and values on their way
 into attention. What lies before the first changed layer is not computed again: its result is kept from the float run.
+The float weights stay in their files, and all samples go through the model together, so that a weight is converted or
+decoded once.
 
-S  positions that are compared      V  vocabulary size      K  input channels
+S  positions that are compared, of all samples      V  vocabulary size      N, K  output and input channels
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from quantization.attention_hook import KVFunction, kv_function
 from quantization.input_scale import InputScale
-from quantization.needs import simulation_needs
 from quantization.reference import InputGrid, input_hook
-from quantization.rounding import FloatArray, QuantizedLinear
+from quantization.rounding import QuantizedLinear
 from quantization.units import EMBEDDING, HEAD
 from tapeout.artifact import Artifact
 from tapeout.errors import QuantizationError
+from tapeout.mapped_model import open_model
+from tapeout.mapped_weights import weight_at_call
 from tapeout.portable_graph import LinearGroup, PortableGraph
-from tapeout.resources import require
 
 POSITIONS = (
     64  # of a sample whose distributions are compared, evenly spaced: the head is a fifth of a small model's work
@@ -35,97 +37,82 @@ POSITIONS = (
 
 @dataclass(frozen=True)
 class Simulated:
-    """The linears of one group as a scheme has them."""
+    """The weights of one group under a scheme; inputs are not divided by ``scale``, under which they were quantized."""
 
-    weights: tuple[FloatArray, ...]  # of the members, decoded, [N, K]
-    round_inputs: Callable[[Tensor], Tensor] | None
+    linears: tuple[QuantizedLinear, ...]
+    scale: InputScale
 
+    def weight(self, number: int) -> Tensor:
+        """Of a member, decoded: ``[N, K]``."""
+        decoded = self.linears[number].dequantize()
+        return torch.from_numpy(decoded if self.scale.is_identity else decoded / self.scale.values)
 
-def simulated(linears: Sequence[QuantizedLinear], scale: InputScale) -> Simulated:
-    """Linears that were quantized under an input scale, in front of inputs that were not divided by it."""
-    factor = torch.from_numpy(scale.values)
-    rounding = InputGrid.of(linears[0])
-    return Simulated(
-        tuple(linear.dequantize() / scale.values for linear in linears),
-        rounding if scale.is_identity else lambda inputs: rounding(inputs / factor) * factor,
-    )
+    def round_inputs(self, inputs: Tensor) -> Tensor:
+        rounded = InputGrid.of(self.linears[0])
+        if self.scale.is_identity:
+            return rounded(inputs)
+        factor = torch.from_numpy(self.scale.values)
+        return rounded(inputs / factor) * factor
 
 
 class Simulation:
-    """Holds the float model and what it says of ``samples`` of token ids."""
+    """The float model and what it says of ``samples`` of token ids."""
 
     def __init__(
-        self,
-        graph: Artifact[PortableGraph],
-        samples: Sequence[Sequence[int]],
-        starts: Collection[int],
-        *,
-        plans: bool = False,
+        self, graph: Artifact[PortableGraph], samples: Sequence[Sequence[int]], starts: Collection[int]
     ) -> None:
-        """``starts``: layers that a changed part may begin with. ``plans``: all units are changed at once.
-
-        :class:`ResourceError` where memory does not suffice.
-        """
-        from transformers import AutoModelForCausalLM
-
-        positions = sum(min(len(sample), POSITIONS) for sample in samples)
-        require("a simulation of the model", simulation_needs(graph.record, positions, plans=plans), graph.folder)
-        self._samples = [torch.tensor([list(sample)]) for sample in samples]
-        self._model: Any = AutoModelForCausalLM.from_pretrained(graph.folder, dtype=torch.float32).eval()
+        """``starts``: layers that a changed part may begin with."""
+        longest = max(map(len, samples))
+        # No token sees those behind it, so shorter samples may end in any.
+        self._ids = torch.tensor([[*sample, *[0] * (longest - len(sample))] for sample in samples])
+        self._compared = [torch.linspace(0, len(s) - 1, min(len(s), POSITIONS)).long() for s in samples]
+        self.positions = sum(map(len, self._compared))
+        self._model: Any = open_model(graph.folder)
         self._head: Any = self._model.get_output_embeddings()
         self._layers = _layers_of(self._model, graph.record)
         self._modules = {group.name: self._modules_of(group) for group in graph.record.groups}
         self._transposed = {group.name for group in graph.record.groups if group.transposed}
         self._modules[EMBEDDING] = [self._model.get_input_embeddings()]
-        self._before = {start: list[Any]() for start in starts if start}  # what layer start - 1 returned, by sample
-        self._float = self._float_run()
-        self.positions = sum(len(exact.share) for exact in self._float)
+        self._before: dict[int, Any] = {}  # by start: what the layer before it returned
+        self._float = self._float_run(starts)
 
     def kl(self, changed: Mapping[str, Simulated], *, first_layer: int = 0, kv: KVFunction | None = None) -> float:
         """Mean KL(float, changed) in nats per position; nothing before ``first_layer`` may be changed."""
-        total = 0.0
-        with self._exchanged(changed), torch.inference_mode():
-            for number, exact in enumerate(self._float):
-                with self._resumed(first_layer, number):
-                    logits = self._run(number, kv)
-                total += float(exact.divergence(logits).sum())
-        return max(0.0, total / self.positions)
+        with self._exchanged(changed), self._resumed(first_layer), torch.inference_mode():
+            logits = self._run(kv)
+            divergences = [float(exact.divergence(rows).sum()) for exact, rows in zip(self._float, logits, strict=True)]
+        return max(0.0, sum(divergences) / self.positions)
 
-    def _float_run(self) -> list[Distributions]:
-        handles = [
-            self._layers[start - 1].register_forward_hook(
-                lambda _module, _inputs, output, kept=kept: kept.append(output)
-            )
-            for start, kept in self._before.items()
-        ]
+    def _float_run(self, starts: Collection[int]) -> list[Distributions]:
+        def keep(start: int, _module: Any, _inputs: Any, output: Any) -> None:
+            self._before[start] = output
+
+        kept = [self._layers[s - 1].register_forward_hook(partial(keep, s)) for s in sorted(set(starts)) if s]
         try:
             with torch.inference_mode():
-                return [Distributions.of(self._run(number, None)) for number in range(len(self._samples))]
+                return [Distributions.of(logits) for logits in self._run(None)]
         finally:
-            for handle in handles:
+            for handle in kept:
                 handle.remove()
 
-    def _run(self, number: int, kv: KVFunction | None) -> Tensor:
-        """Logits ``[S, V]`` at the compared positions of a sample."""
-        sample = self._samples[number]
-        compared = torch.linspace(0, sample.shape[1] - 1, min(sample.shape[1], POSITIONS)).long()
-        handle = self._head.register_forward_pre_hook(lambda _module, inputs: (inputs[0][:, compared], *inputs[1:]))
+    def _run(self, kv: KVFunction | None) -> tuple[Tensor, ...]:
+        """Logits ``[P, V]`` at the compared positions of each sample."""
+        counts = [len(positions) for positions in self._compared]
+        rows = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+        places = rows, torch.cat(self._compared)
+        handle = self._head.register_forward_pre_hook(lambda _module, inputs: (inputs[0][places][None], *inputs[1:]))
         try:
             with kv_function(self._model, kv or _as_it_is):
-                return self._model(input_ids=sample, use_cache=False).logits[0]
+                return self._model(input_ids=self._ids, use_cache=False).logits[0].split(counts)
         finally:
             handle.remove()
 
     @contextmanager
-    def _resumed(self, first_layer: int, number: int) -> Generator[None]:
+    def _resumed(self, first_layer: int) -> Generator[None]:
         """Layers before ``first_layer`` return what the last of them did in the float run."""
-        if not first_layer:
-            yield
-            return
-        output = self._before[first_layer][number]
         skipped = self._layers[:first_layer]
         for layer in skipped:
-            layer.forward = lambda *_, **__: output
+            layer.forward = lambda *_, **__: self._before[first_layer]
         try:
             yield
         finally:
@@ -136,11 +123,17 @@ class Simulation:
     def _exchanged(self, changed: Mapping[str, Simulated]) -> Generator[None]:
         with ExitStack() as stack:
             for name, group in changed.items():
-                for module, weight in zip(self._modules[name], group.weights, strict=True):
-                    stack.enter_context(_weight(module, weight.T if name in self._transposed else weight))
-                    if group.round_inputs is not None:
-                        stack.callback(module.register_forward_pre_hook(input_hook(group.round_inputs)).remove)
+                for number, module in enumerate(self._modules[name]):
+                    hooks = [*weight_at_call(module, partial(self._weight, name, group, number))]
+                    if name != EMBEDDING:
+                        hooks.append(module.register_forward_pre_hook(input_hook(group.round_inputs)))
+                    for hook in hooks:
+                        stack.callback(hook.remove)
             yield
+
+    def _weight(self, name: str, group: Simulated, number: int) -> Tensor:
+        weight = group.weight(number)
+        return weight.T if name in self._transposed else weight
 
     def _modules_of(self, group: LinearGroup) -> list[Any]:
         """A tied head goes by its embedding's name, so it is asked for."""
@@ -174,16 +167,6 @@ class Distributions:
 
 def _as_it_is(_layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     return key, value
-
-
-@contextmanager
-def _weight(module: Any, weight: FloatArray) -> Generator[None]:
-    before = module.weight
-    module.weight = torch.nn.Parameter(torch.from_numpy(np.ascontiguousarray(weight, np.float32)), requires_grad=False)
-    try:
-        yield
-    finally:
-        module.weight = before
 
 
 def _layers_of(model: Any, graph: PortableGraph) -> Any:

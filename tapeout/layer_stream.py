@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from tapeout.errors import ModelError
-from tapeout.mapped_weights import HALF, compute_in_float32, widened
-from tapeout.tensor_files import stored_tensors
+from tapeout.mapped_model import open_model
+from tapeout.mapped_weights import widened
 
 CarriedStates = dict[str, dict[Any, Any]]  # what a layer leaves in its mutable arguments for later layers, by argument
 
@@ -60,17 +60,8 @@ class LayerStream:
     """
 
     def __init__(self, folder: Path, *, weights: Mapping[str, Tensor] | None = None) -> None:
-        from accelerate import init_empty_weights
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        weights = {n: stored.read() for n, stored in stored_tensors(folder).items()} if weights is None else weights
-        with init_empty_weights(include_buffers=False):
-            config = AutoConfig.from_pretrained(folder)
-            self.model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-        self.model.tie_weights()
+        self.model: Any = open_model(folder, weights)
         self.layers = _decoder_layers(self.model)
-        _place(self.model, weights)
-        compute_in_float32(self.model)
         self._call: _Call | None = None
         self._returned = 0  # values in the tuple that a layer returns; 0: it returns hidden states alone
         for number, layer in enumerate(self.layers):
@@ -161,38 +152,6 @@ def _decoder_layers(model: Any) -> list[Any]:
             remedy="choose a dense decoder",
         )
     return list(max(lists, key=lambda found: sum(parameter.numel() for parameter in found.parameters())))
-
-
-def _place(model: Any, weights: Mapping[str, Tensor]) -> None:
-    """Give every parameter and stored buffer its tensor. Tied parameters are stored under one name, and stay tied."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    stored = {key: next((name for name in alike if name in weights), "") for key, alike in names.items()}
-    if missing := [names[key][0] for key, name in stored.items() if not name]:
-        raise ModelError(
-            f"the checkpoint lacks {len(missing)} parameters of {type(model).__name__}, such as {missing[0]}",
-            expected="every parameter of the model",
-            remedy="complete the checkpoint, or export the model again",
-        )
-    placed = {key: _read(weights, name, key.shape) for key, name in stored.items()}
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            setattr(module, name, placed[parameter])
-    for name, buffer in model.named_buffers():
-        if name in weights:
-            buffer.data = weights[name].to(buffer.dtype, copy=True)
-
-
-def _read(weights: Mapping[str, Tensor], name: str, shape: torch.Size) -> nn.Parameter:
-    stored = weights[name]
-    if stored.shape != shape:
-        raise ModelError(
-            f"{name} is {list(stored.shape)} in the checkpoint",
-            expected=f"{list(shape)}, as its configuration says",
-            remedy="restore the configuration that the weights were saved with",
-        )
-    return nn.Parameter(stored if stored.dtype in HALF else stored.float(), requires_grad=False)
 
 
 def _mappings(options: dict[str, Any]) -> list[tuple[str, MutableMapping[Any, Any]]]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 HALF = (torch.float16, torch.bfloat16)
 OUTPUTS_AT_ONCE = 16384  # of a linear, converted to float32 together
@@ -47,6 +48,24 @@ def compute_in_float32(model: nn.Module) -> None:
 def widened(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
     """A context in which 16-bit parameters are float32 copies."""
     return _exchanged((parameter for parameter in parameters if parameter.dtype in HALF), Tensor.float)
+
+
+def weight_at_call(module: nn.Module, weight: Callable[[], Tensor]) -> tuple[RemovableHandle, RemovableHandle]:
+    """Let ``module`` compute with ``weight()``, which is held during its calls only. Returns the hooks that do it."""
+    held: list[Tensor] = []
+
+    def begin(module: Any, _: Any) -> None:
+        held.append(module.weight.data)
+        module.weight.data = weight()
+
+    def end(module: Any, *_: Any) -> None:
+        module.weight.data = held.pop()
+
+    # Before the hooks of `compute_in_float32`, which then have nothing to convert.
+    return (
+        module.register_forward_pre_hook(begin, prepend=True),
+        module.register_forward_hook(end, always_call=True),
+    )
 
 
 def weightless(model: nn.Module) -> AbstractContextManager[None]:

@@ -1,7 +1,8 @@
-"""What holds a whole model in float32 says so before it reads a weight, where memory does not suffice."""
+"""What takes much memory says so before it reads a weight, where memory does not suffice."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,9 @@ import torch
 from pipeline.export.checkpoint import load_checkpoint
 from pipeline.export.needs import needs
 from pipeline.export.source_model import CheckpointModel
-from quantization.needs import TORCH_BYTES, simulation_needs
+from quantization.needs import TORCH_BYTES, reference_needs, simulation_needs
 from quantization.reference import QuantizedReference
-from quantization.simulate import Simulation
+from quantization.units import HEAD, units_of
 from tapeout.errors import ResourceError
 from tapeout.schemes import Scheme
 from tests.checkpoints import adapter, change_weights, checkpoint
@@ -25,19 +26,26 @@ def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tapeout.resources.available_memory", lambda: 100 << 20)
 
 
-def test_a_simulation_counts_the_model_its_distributions_and_a_plan(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    graph = llama_graph(tiny_checkpoint, tmp_path / "graph")
-    held = 4 * sum(p.numel() for p in load_checkpoint(tiny_checkpoint).model.parameters() if p.dim() > 1)
-    found = [simulation_needs(graph.record, 100, plans=plans).memory_bytes - TORCH_BYTES for plans in (False, True)]
-    assert found == [held + 400 * graph.record.vocab_size, 2 * held + 400 * graph.record.vocab_size]
+def test_more_layers_need_no_more_memory_to_look_for_a_plan(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    graph = llama_graph(tiny_checkpoint, tmp_path / "graph").record
+    units = units_of(graph, 2)
+    assert len(units) == 8
+    few, all_of_them = (simulation_needs(graph, some, 100, plans=False) for some in (units[:4], units))
+    assert few == all_of_them and few.disk_bytes == 0 and few.memory_bytes > TORCH_BYTES
+    linears = sum(group.in_features * sum(group.out_features) for group in graph.groups if group.name != HEAD)
+    assert simulation_needs(graph, units, 100, plans=True) == replace(few, disk_bytes=linears)
 
 
-def test_a_simulation_is_refused(tiny_checkpoint: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    graph = llama_graph(tiny_checkpoint, tmp_path / "graph")
-    request.getfixturevalue("little_memory")
-    with pytest.raises(ResourceError, match=r"0\.1 GB of memory available") as caught:
-        Simulation(graph, [[1, 2, 3]], ())
-    assert "for a simulation of the model" in caught.value.expected
+def test_a_reference_holds_no_more_than_its_bound_and_the_embeddings(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_checkpoint(tiny_checkpoint).model
+    embedding = model.get_input_embeddings().weight.numel()
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    fixed = TORCH_BYTES + 8 * max(sizes)
+    assert reference_needs(model).memory_bytes == fixed + 4 * sum(sizes)
+    monkeypatch.setattr("quantization.needs.DECODED_BYTES", 1000)
+    assert reference_needs(model).memory_bytes == fixed + 4 * embedding + 1000
 
 
 @pytest.mark.usefixtures("little_memory")

@@ -75,6 +75,28 @@ def test_weights_are_the_decoded_ones(folder: Path, tiny_checkpoint: Path, token
     np.testing.assert_allclose(actual, expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("bound", [0, 300_000])
+def test_weights_beyond_the_bound_are_held_during_their_calls_only(
+    bound: int, folder: Path, tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = QuantizedReference(folder, int8_activations=True)
+    monkeypatch.setattr("quantization.reference.DECODED_BYTES", bound)
+    bounded = QuantizedReference(folder, int8_activations=True)
+    np.testing.assert_array_equal(bounded(tokens), whole(tokens))
+    outputs = {"model.layers.1.mlp.down_proj.weight": np.ones((len(tokens), 128), np.float32)}
+    logits, errors = bounded.locked(tokens, outputs)
+    expected, others = whole.locked(tokens, outputs)
+    np.testing.assert_array_equal(logits, expected)
+    assert errors == others
+
+    held = sum(
+        module.weight.untyped_storage().nbytes()
+        for name, module in bounded.model.named_modules()
+        if isinstance(module, torch.nn.Linear) and name != "lm_head"
+    )
+    assert held <= bound + 4 * 28  # a number for each of the others
+
+
 def test_keys_and_values_stand_on_their_grid(folder: Path, tokens: list[int], tmp_path: Path) -> None:
     """Coarse scales hurt, fine ones hardly; values are those of the kv_cache module."""
     plain = QuantizedReference(folder)(tokens)

@@ -18,7 +18,7 @@ from quantization.simulate import Distributions, Simulation
 from quantization.statistics import held_out
 from quantization.units import menu_for, units_of
 from tapeout.artifact import Artifact
-from tapeout.errors import QuantizationError
+from tapeout.errors import QuantizationError, ResourceError
 from tapeout.portable_graph import PortableGraph
 from tapeout.recipe import Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize, Recipe
 from tapeout.schemes import EMBEDDING_MENU, FLOAT, MENU, Scheme
@@ -100,6 +100,25 @@ def test_a_written_plan_asks_for_nothing(inputs: Inputs, tmp_path: Path) -> None
     assert found.record == Sensitivity(asked=False)
 
 
+def test_too_little_memory_is_said_before_anything_is_measured(
+    inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tapeout.resources.available_memory", lambda: 100 << 20)
+    with pytest.raises(ResourceError, match=r"0\.1 GB of memory available") as caught:
+        swept(inputs, tmp_path / "sensitivity")
+    assert "for measuring sensitivity" in caught.value.expected and not list(tmp_path.iterdir())
+
+
+def test_samples_of_other_lengths_are_measured_as_alone(inputs: Inputs) -> None:
+    """They go through the model together, the shorter ones with other tokens behind them."""
+    samples = [sample[:length] for sample, length in zip(inputs.samples, (96, 17, 70), strict=False)]
+    unit = changed(inputs, "layers.0-1.o")
+    together = Simulation(inputs.graph, samples, ())
+    alone = [Simulation(inputs.graph, [sample], ()) for sample in samples]
+    expected = sum(one.kl(unit) * one.positions for one in alone) / together.positions
+    assert together.kl(unit) == pytest.approx(expected, rel=1e-3, abs=1e-6)
+
+
 def test_tables_and_cache_that_are_written_out_are_measured_alone(inputs: Inputs, tmp_path: Path) -> None:
     fixed = {"embeddings": Scheme(bits=4, group_size=16, symmetric=True), "kv_cache": KVCache(granularity="per_tensor")}
     written = inputs.recipe.model_copy(update={"plan": inputs.recipe.plan.model_copy(update=fixed | {"samples": 1})})
@@ -154,7 +173,7 @@ def test_a_changed_unit_costs_what_the_whole_model_says_in_torch(inputs: Inputs,
     models: list[Any] = [AutoModelForCausalLM.from_pretrained(inputs.graph.folder).eval() for _ in range(2)]
     for layer in (0, 1):
         module, group = models[1].model.layers[layer].self_attn.o_proj, unit[f"layers.{layer}.o"]
-        module.weight.data = torch.from_numpy(group.weights[0]).float()
+        module.weight.data = group.weight(0)
         module.register_forward_pre_hook(lambda _m, args, group=group: (group.round_inputs(args[0]),))
     with torch.no_grad():
         for sample in samples:

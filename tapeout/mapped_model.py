@@ -1,0 +1,65 @@
+"""Open a checkpoint that export wrote as a model of transformers, its weights still in their files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tapeout.errors import ModelError
+from tapeout.mapped_weights import HALF, compute_in_float32
+from tapeout.tensor_files import stored_tensors
+
+
+def open_model(folder: Path, weights: Mapping[str, Tensor] | None = None) -> Any:
+    """Computes in float32, whatever its weights are stored in (tapeout/mapped_weights.py).
+
+    ``weights``: those of the folder unless given. :class:`ModelError` for parameters that the checkpoint lacks or has
+    in another shape.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    weights = {n: stored.read() for n, stored in stored_tensors(folder).items()} if weights is None else weights
+    with init_empty_weights(include_buffers=False):
+        config = AutoConfig.from_pretrained(folder)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.tie_weights()
+    _place(model, weights)
+    compute_in_float32(model)
+    return model
+
+
+def _place(model: Any, weights: Mapping[str, Tensor]) -> None:
+    """Give every parameter and stored buffer its tensor. Tied parameters are stored under one name, and stay tied."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    stored = {key: next((name for name in alike if name in weights), "") for key, alike in names.items()}
+    if missing := [names[key][0] for key, name in stored.items() if not name]:
+        raise ModelError(
+            f"the checkpoint lacks {len(missing)} parameters of {type(model).__name__}, such as {missing[0]}",
+            expected="every parameter of the model",
+            remedy="complete the checkpoint, or export the model again",
+        )
+    placed = {key: _read(weights, name, key.shape) for key, name in stored.items()}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            setattr(module, name, placed[parameter])
+    for name, buffer in model.named_buffers():
+        if name in weights:
+            buffer.data = weights[name].to(buffer.dtype, copy=True)
+
+
+def _read(weights: Mapping[str, Tensor], name: str, shape: torch.Size) -> nn.Parameter:
+    stored = weights[name]
+    if stored.shape != shape:
+        raise ModelError(
+            f"{name} is {list(stored.shape)} in the checkpoint",
+            expected=f"{list(shape)}, as its configuration says",
+            remedy="restore the configuration that the weights were saved with",
+        )
+    return nn.Parameter(stored if stored.dtype in HALF else stored.float(), requires_grad=False)
