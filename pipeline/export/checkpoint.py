@@ -90,8 +90,9 @@ def _load_gguf(folder: Path, entry: str) -> LoadedCheckpoint:
     gguf.require_known(header, config, path)
     _require_decoder(config, None, entry)
     source = {"pretrained_model_name_or_path": folder, "config": config, "gguf_file": entry}
-    model = _filled(AutoModelForCausalLM, source, entry)
-    gguf.require_used(header, model, path)
+    with gguf.names_mapped_once():
+        model = _filled(AutoModelForCausalLM, source, entry)
+        gguf.require_used(header, model, path)
     # The dequantized model is a float model: how the file stored it must not reach the exported config.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

@@ -9,7 +9,10 @@ from __future__ import annotations
 import math
 import struct
 from collections import Counter
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +104,19 @@ def require_known(header: Header, config: Any, path: Path) -> None:
             expected="metadata that the model's configuration has a place for",
             remedy=REMEDY,
         )
+
+
+@contextmanager
+def names_mapped_once() -> Generator[None]:
+    """transformers asks gguf for the same map of names at every module: half of the time to load a small model."""
+    import gguf
+
+    asked = gguf.get_tensor_name_map
+    gguf.get_tensor_name_map = cache(asked)
+    try:
+        yield
+    finally:
+        gguf.get_tensor_name_map = asked
 
 
 def require_used(header: Header, model: Any, path: Path) -> None:
