@@ -10,7 +10,9 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,7 @@ else:
     known = load(folder / "known" / "calibration", Calibration), load(folder / "plan", PrecisionPlan)
     quantize.quantize(Quantize(), graph, *known, folder / "quantized")
 """
+CHECKS = {"export-graph": (SegmentedGraph, "_run"), "export-transformers": (LayerStream, "run")}
 Texts = Callable[[int, int], list[str]]
 
 
@@ -131,29 +134,57 @@ def export_in_segments(source: Path, folder: Path) -> Artifact[PortableGraph]:
         return export(source, "", folder, max_positions=64, tolerance=1e-3, seed=0, parents={})
 
 
+@contextmanager
+def counted_calls() -> Generator[Counter[str]]:
+    """By stage of the check: how often it computes a segment or a layer for one call."""
+    calls = Counter[str]()
+
+    def counted(stage: str, function: Any) -> Any:
+        def run(*args: Any, **options: Any) -> Any:
+            calls[stage] += 1
+            return function(*args, **options)
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        for stage, (owner, name) in CHECKS.items():
+            patch.setattr(owner, name, counted(stage, getattr(owner, name)))
+        yield calls
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, Counter[str]]:
+    """A checkpoint, and what its export ends with when nothing kills it: its digest, and the calls it took."""
+    folder = tmp_path_factory.mktemp("whole")
+    source = checkpoint(folder / "checkpoint")
+    with counted_calls() as calls:
+        return source, export_in_segments(source, folder / "graph").digest, calls
+
+
+@pytest.fixture(scope="module", params=CHECKS)
+def killed(
+    request: pytest.FixtureRequest, whole: tuple[Path, str, Counter[str]], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path]:
+    """A stage of the check, and the hidden folder that its kill left."""
+    source, _, calls = whole
+    left = kill(request.param, source.parent, after=2 * calls[request.param] // 3)
+    return request.param, left.rename(tmp_path_factory.mktemp(request.param) / left.name)
+
+
 @pytest.mark.parametrize("damaged", [False, True])
-@pytest.mark.parametrize(("stage", "owner", "name"), [("export-graph", SegmentedGraph, "_run"),
-                                                      ("export-transformers", LayerStream, "run")])  # fmt: skip
 def test_the_check_of_an_export_goes_on_after_a_kill(
-    stage: str, owner: type, name: str, damaged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    damaged: bool, killed: tuple[str, Path], whole: tuple[Path, str, Counter[str]], tmp_path: Path
 ) -> None:
-    source = checkpoint(tmp_path / "checkpoint")
-    function, calls = getattr(owner, name), [0]
-
-    def counted(*args: Any, **options: Any) -> Any:
-        calls[0] += 1
-        return function(*args, **options)
-
-    monkeypatch.setattr(owner, name, counted)
-    whole = export_in_segments(source, tmp_path / "whole")
-    total, calls[0] = calls[0], 0
-    work = kill(stage, tmp_path, after=2 * total // 3)
-    assert not calls[0]
+    stage, left = killed
+    source, digest, calls = whole
+    work = shutil.copytree(left, tmp_path / left.name)
     if damaged:
         damage(work / stage.removeprefix("export-"))
-    again = export_in_segments(source, tmp_path / "exported")
-    assert again.digest == whole.digest and not work.exists()
-    assert (calls[0] == total) if damaged else (total // 3 <= calls[0] < 9 * total // 10)
+    with counted_calls() as again:
+        assert export_in_segments(source, tmp_path / "exported").digest == digest
+    assert not work.exists()
+    total = calls[stage]
+    assert again[stage] == total if damaged else total // 3 <= again[stage] < 9 * total // 10
 
 
 @pytest.mark.parametrize("damaged", ["", layer_file(0), "hidden-002", "hidden-002.carried", "cut"])
