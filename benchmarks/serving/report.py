@@ -169,7 +169,10 @@ def _long_bar(ours: Measured) -> Bar:
         return Bar(what, bar, "", None)
     middle = sorted(ours.long_prompt, key=lambda found: found.worst_ratio)[len(ours.long_prompt) // 2]
     found = f"{middle.worst_ratio:.1f} times ({middle.worst_ms:,.0f} and {middle.median_ms:,.0f} ms)"
-    return Bar(what, bar, f"{found}; its TTFT {middle.long_ttft_ms:,.0f} ms", middle.worst_ratio <= LONG_BAR)
+    rounds = ", ".join(f"{one.worst_ratio:.1f}" for one in ours.long_prompt)
+    usual = ", ".join(f"{one.usual_ratio:.1f}" for one in ours.long_prompt)
+    found += f"; its TTFT {middle.long_ttft_ms:,.0f} ms. Rounds: {rounds}; without the prompt {usual}"
+    return Bar(what, bar, found, middle.worst_ratio <= LONG_BAR)
 
 
 def _prefix_bar(ours: Measured) -> Bar:

@@ -51,6 +51,7 @@ from tapeout.portable_graph import PortableGraph
 SCENARIOS = ("saturation", "latency", "cost", "long", "prefix", "streams")
 LATENCY_SHARE = 0.7  # of the best peer's saturation
 STREAM_COUNTS = (1, 8, 32, 128)
+SHORT_ROUNDS = 5  # of scenarios that take seconds, and whose figures differ most between rounds
 OUR_OPTIONS = ("--slots", "64")  # KV memory of our server, in sequences of full length
 TOOLS = ("llama-server", "llama-quantize")
 BUILD = ("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DBUILD_SHARED_LIBS=OFF", "-DLLAMA_CURL=OFF")
@@ -192,7 +193,7 @@ class Bench:
         if "long" in wanted:
             found = [
                 self._in_turn(kind, "long", lambda server: interruption(server.url, self.text))
-                for _ in range(self.options.rounds)
+                for _ in range(max(self.options.rounds, SHORT_ROUNDS))
             ]
             self._note(kind, long_prompt=tuple(each for each in found if each))
         if "cost" in wanted:
@@ -228,7 +229,7 @@ class Bench:
             )
             process.pause()
             bare = Bare(process)
-            for _ in range(self.options.rounds):
+            for _ in range(max(self.options.rounds, SHORT_ROUNDS)):
                 pair = self._try("cost", lambda: cost(server.url, self.text, bare))
                 self.progress(f"cost: {pair}")
                 if pair:

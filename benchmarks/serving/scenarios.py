@@ -50,12 +50,13 @@ class Load(Frozen):
 
 class Interruption(Frozen):
     """Inter-token latencies of streams while a long prompt arrives. ``worst_ratio``: largest of any stream to its
-    median."""
+    median; ``usual_ratio``: the same without the prompt, over as long a time: what client and machine do anyway."""
 
     median_ms: float
     worst_ms: float
     worst_ratio: float
     long_ttft_ms: float
+    usual_ratio: float
 
 
 class Prefix(Frozen):
@@ -167,20 +168,29 @@ def interruption(url: str, text: Text) -> Interruption:
     planned = text.streams(COST_STREAMS, STREAM_PROMPT, LONG_TOKENS)
     long = Planned(text.prompt(LONG_PROMPT), LONG_ANSWER, after_pieces=LONG_AFTER)
     *others, arrived = complete(url, [*planned, long])
-    ratios: list[tuple[float, float]] = []  # of each stream: its worst gap while the prompt is fed, and its median
-    for answer in others:
-        pairs = pairwise(answer.events)
-        gaps = [after - before for before, after in pairs if after > arrived.sent and before < arrived.events[0]]
-        if gaps:  # else it ended before
-            ratios.append((max(gaps), median(answer.gaps)))
-    if not ratios:
-        raise EvidenceError("every stream ended before the long prompt arrived", remedy="use longer answers")
+    while_fed = _gaps(others, arrived.sent, arrived.events[0])
+    alone = complete(url, planned)
+    begin = max(answer.events[LONG_AFTER - 1] for answer in alone)
+    usual = _gaps(alone, begin, begin + arrived.first_token_seconds)
     return Interruption(
-        median_ms=1000 * median(middle for _, middle in ratios),
-        worst_ms=1000 * max(worst for worst, _ in ratios),
-        worst_ratio=max(worst / middle for worst, middle in ratios),
+        median_ms=1000 * median(middle for _, middle in while_fed),
+        worst_ms=1000 * max(worst for worst, _ in while_fed),
+        worst_ratio=max(worst / middle for worst, middle in while_fed),
         long_ttft_ms=1000 * arrived.first_token_seconds,
+        usual_ratio=max(worst / middle for worst, middle in usual),
     )
+
+
+def _gaps(answers: Sequence[Answer], begin: float, end: float) -> list[tuple[float, float]]:
+    """Of each stream that runs between two times: its worst gap there, and its median. Seconds."""
+    found: list[tuple[float, float]] = []
+    for answer in answers:
+        gaps = [after - before for before, after in pairwise(answer.events) if after > begin and before < end]
+        if gaps:  # else it ended before
+            found.append((max(gaps), median(answer.gaps)))
+    if not found:
+        raise EvidenceError("every stream ended before the long prompt arrived", remedy="use longer answers")
+    return found
 
 
 def prefix(url: str, text: Text) -> Prefix:
