@@ -50,7 +50,7 @@ def simulation_needs(graph: PortableGraph, units: Iterable[Unit], positions: int
         + 2 * max(map(search_bytes, unit.groups))
         for unit in units
     )
-    embedding = 6 * graph.vocab_size * graph.hidden_size  # as floats and codes, and those of an untied head
+    embedding = 14 * graph.vocab_size * graph.hidden_size  # in its search; measured at 263 million weights
     codes = _weights(group for group in graph.groups if group.name != HEAD) if plans else 0
     return Needs(codes, TORCH_BYTES + max(held, embedding) + 8 * positions * graph.vocab_size)
 
