@@ -8,7 +8,6 @@ from dataclasses import replace
 from engines.bundle import EngineBundle
 from engines.native.sampling import SamplingKernel
 from engines.protocol import FloatArray
-from engines.sessions import library_of
 from runtime.messages import GenerateRequest, SamplingSettings
 from runtime.sampling import BatchSampler, Choice
 from tapeout.artifact import Artifact
@@ -37,6 +36,8 @@ def draw_counts(bundle: Artifact[EngineBundle], logits: FloatArray) -> dict[str,
 
     ``bundle``: as :func:`engines.load.at_level` gives it. Nothing where it has no native library.
     """
+    from engines.sessions import library_of
+
     library = library_of(bundle)
     return {} if library is None else compared(SamplingKernel(library, logits.shape[1], THREADS), logits)
 
