@@ -107,6 +107,9 @@ def runs_here(bundle: Artifact[EngineBundle], level: str = "") -> Fingerprint:
     return find_target(bundle.record.target).fingerprint().model_copy(update={"level": chosen})
 
 
-def open_probe(bundle: Artifact[EngineBundle], *, threads: int = 0) -> Probe:
-    """The output of every linear, for comparing a bundle with a reference layer by layer."""
-    return find_target(bundle.record.target).probe(at_level(bundle), threads=threads)
+def open_probe(bundle: Artifact[EngineBundle], scratch: Path, *, threads: int = 0) -> Probe:
+    """The output of every linear, for comparing a bundle with a reference layer by layer.
+
+    ``scratch``: a folder on the disk that holds them while they are compared, in files without names.
+    """
+    return find_target(bundle.record.target).probe(at_level(bundle), scratch, threads=threads)

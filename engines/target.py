@@ -7,7 +7,7 @@ A module in ``engines/targets`` is a target. It defines ``TARGET``, a :class:`Gr
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -38,8 +38,8 @@ class Probe(Protocol):
         """Logits ``[S, V]`` of one document, and each linear's output ``[S, out]`` by parameter name."""
         ...
 
-    def embedding(self) -> FloatArray:
-        """The embedding of every token id, ``[V, H]``, as the graph computes it."""
+    def embedding(self) -> Iterable[FloatArray]:
+        """The embedding of every token id as the graph computes it: ``[rows, H]`` at a time, in the order of ids."""
         ...
 
 
@@ -133,7 +133,8 @@ class Target(ABC, Generic[Made]):
     def fingerprint(self) -> Fingerprint:
         return fingerprint.current(self.capabilities.libraries, self.features)
 
-    def probe(self, bundle: Artifact[EngineBundle], *, threads: int) -> Probe:
+    def probe(self, bundle: Artifact[EngineBundle], scratch: Path, *, threads: int) -> Probe:
+        """``scratch``: a folder on a disk for what a probe returns; its files have no names there."""
         raise BuildError(
             f"{self.name} has no parity probe", expected="a target that declares one", remedy="see docs/targets.md"
         )

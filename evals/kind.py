@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar, cast
@@ -92,7 +92,7 @@ class Probe(Protocol):
     """The inside of an engine: see :class:`engines.target.Probe`."""
 
     def __call__(self, tokens: Sequence[int]) -> tuple[FloatArray, dict[str, FloatArray]]: ...
-    def embedding(self) -> FloatArray: ...
+    def embedding(self) -> Iterable[FloatArray]: ...
 
 
 class Reference(Protocol):

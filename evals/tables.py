@@ -5,14 +5,14 @@ V  vocabulary size     H  hidden size
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from engines.protocol import FloatArray
 from evals.kinds.parity import TableError
 from evals.text import BLOCK_ROWS, Float64Array
 from tapeout.errors import EvidenceError
-
-EMBEDDING_ROWS = 4096  # compared at a time
 
 
 class HeadRows:
@@ -39,17 +39,30 @@ class HeadRows:
         return _table_error(self._off, self._size)
 
 
-def embedding_error(actual: FloatArray, expected: FloatArray) -> TableError:
-    """Of each token's embedding. :class:`EvidenceError` for tables of different shapes."""
-    if actual.shape != expected.shape:
-        raise EvidenceError(
-            f"{actual.shape} embeddings from the engine, {expected.shape} from the reference",
-            expected="one row per token",
-            remedy="build the engine from the quantized model it is compared with",
-        )
-    parts = [slice(begin, begin + EMBEDDING_ROWS) for begin in range(0, len(expected), EMBEDDING_ROWS)]
-    off = [np.square(actual[part] - expected[part]).sum(axis=1) for part in parts]
-    return _table_error(np.concatenate(off), np.concatenate([np.square(expected[p]).sum(axis=1) for p in parts]))
+def embedding_error(actual: Iterable[FloatArray], expected: FloatArray) -> TableError:
+    """Of each token's embedding. ``actual``: some rows at a time, in order. ``expected``: ``[V, H]``.
+
+    :class:`EvidenceError` for tables of different shapes.
+    """
+    off, size, at = np.empty(len(expected)), np.empty(len(expected)), 0
+    for rows in actual:
+        part = expected[at : at + len(rows)]
+        if rows.shape != part.shape:
+            raise _other_shape(f"{at + len(rows)} embeddings or more of size {rows.shape[1]}", expected)
+        off[at : at + len(rows)] = np.square(rows - part).sum(axis=1)
+        size[at : at + len(rows)] = np.square(part).sum(axis=1)
+        at += len(rows)
+    if at < len(expected):
+        raise _other_shape(f"{at} embeddings", expected)
+    return _table_error(off, size)
+
+
+def _other_shape(found: str, expected: FloatArray) -> EvidenceError:
+    return EvidenceError(
+        f"{found} from the engine, {expected.shape} from the reference",
+        expected="one row per token",
+        remedy="build the engine from the quantized model it is compared with",
+    )
 
 
 def _table_error(off: Float64Array, size: Float64Array) -> TableError:

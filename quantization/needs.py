@@ -57,11 +57,10 @@ def simulation_needs(graph: PortableGraph, units: Iterable[Unit], positions: int
 
 def reference_needs(model: Any) -> Needs:
     """Of a :class:`QuantizedReference`. ``model``: without its weights."""
-    sizes = {id(parameter): parameter.numel() for parameter in model.parameters()}
-    embeddings = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
-    kept = sum(sizes[one] for one in embeddings)
-    held = 4 * kept + min(4 * (sum(sizes.values()) - kept), DECODED_BYTES)
-    return Needs(disk_bytes=0, memory_bytes=TORCH_BYTES + held + 8 * max(sizes.values(), default=0))
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    kept = model.get_input_embeddings().weight.numel()
+    held = 4 * kept + min(4 * (sum(sizes) - kept), DECODED_BYTES)
+    return Needs(disk_bytes=0, memory_bytes=TORCH_BYTES + held + 5 * max(sizes))
 
 
 def search_bytes(group: LinearGroup) -> int:

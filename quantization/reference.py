@@ -5,7 +5,7 @@ attention, as do the inputs of linears that have an input scale. As an option th
 are rounded per row and block, as ONNX Runtime's MatMulNBits does it at ``accuracy_level`` 4. An engine that agrees with
 this model was lowered correctly, whatever quantization itself cost.
 
-Weights beyond DECODED_BYTES are decoded at each call of their linear, so that the model need not fit the memory.
+Linears beyond DECODED_BYTES are decoded at each call, so that the model need not fit the memory. The embedding is held.
 The checkpoint is decoded by this package's reader and not by transformers, which cannot load packed zero points
 (compressed_tensors.py); the modules and their attention are transformers' own.
 
@@ -165,9 +165,8 @@ def input_hook(rounding: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _exchange(name: str, value: FloatArray, errors: dict[str, tuple[float, float]]) -> Any:
-    given = torch.from_numpy(np.ascontiguousarray(value))
-
     def hook(_: Any, __: Any, output: Tensor) -> Tensor:
+        given = torch.from_numpy(np.ascontiguousarray(value))  # read here: all values may be larger than the memory
         own = output.reshape(given.shape)
         off, size = (own - given).square().sum(1), given.square().sum(1)
         whole = (off.sum() / size.sum().clamp_min(TINY)).sqrt()
@@ -192,8 +191,8 @@ def _load(folder: Path) -> tuple[Any, list[tuple[torch.nn.Module, InputGrid]]]:
     model.tie_weights()
     require("the quantized model in float32", reference_needs(model), folder)
     checkpoint = open_checkpoint(folder)
-    ends = {id(end.weight) for end in (model.get_input_embeddings(), model.get_output_embeddings())}
-    kept = {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in ends}
+    embedding = model.get_input_embeddings().weight
+    kept = {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is embedding}
     transposed = _stored_in_out(model)
     weights: dict[str, Tensor] = {}
     grids: dict[str, InputGrid] = {}

@@ -53,8 +53,11 @@ class QuantizedLinear:
     def dequantize(self) -> FloatArray:
         """float32 ``[N, K]``."""
         zero_points = self.scheme.midpoint if self.zero_points is None else self.zero_points[:, :, None]
-        codes = grouped(self.codes.astype(np.float32), self.scheme)
-        return ((codes - np.float32(zero_points)) * self.scales[:, :, None]).reshape(self.codes.shape)
+        decoded = self.codes.astype(np.float32, order="C")
+        groups = grouped(decoded, self.scheme)  # in place: an embedding may have gigabytes
+        groups -= np.float32(zero_points)
+        groups *= self.scales[:, :, None]
+        return decoded
 
 
 def grouped(weight: FloatArray, scheme: Scheme) -> FloatArray:

@@ -392,7 +392,7 @@ class Measurement:
     def probe(self) -> Probe:
         from engines.load import open_probe
 
-        return open_probe(self.bundle("candidate"), threads=self.threads)
+        return open_probe(self.bundle("candidate"), ARTIFACTS, threads=self.threads)
 
     def reference(self) -> tuple[Artifact[QuantizedModel], QuantizedReference]:
         from engines.load import find_target

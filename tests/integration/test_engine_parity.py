@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from mmap import mmap
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from quantization.checkpoint import QuantizedModel
 from quantization.quantize import quantize
 from quantization.reference import QuantizedReference
 from tapeout.artifact import Artifact
+from tapeout.errors import ResourceError
 from tapeout.recipe import Calibrate, DataSource, KVCache, ModelSource, Plan, Recipe, Rule
 from tapeout.schemes import Scheme
 from tests.exported import tiny_graph
@@ -100,10 +102,10 @@ def mean_kl(items: Sequence[ParityItem]) -> float:
 
 
 def test_the_engine_computes_what_the_quantized_checkpoint_says(
-    made: tuple[Artifact[QuantizedModel], Artifact[EngineBundle]], documents: list[list[int]]
+    made: tuple[Artifact[QuantizedModel], Artifact[EngineBundle]], documents: list[list[int]], tmp_path: Path
 ) -> None:
     quantized, bundle = made
-    probe, head = open_probe(bundle), "model.embed_tokens.weight"
+    probe, head = open_probe(bundle, tmp_path), "model.embed_tokens.weight"
     exact = compare(probe, QuantizedReference(quantized.folder, int8_activations=True), documents, head=head)
     loose = compare(probe, QuantizedReference(quantized.folder), documents, head=head)
     assert mean_kl(exact) < 1e-5  # 5e-7 when this was written; the gate's bound is 1e-3
@@ -115,6 +117,30 @@ def test_the_engine_computes_what_the_quantized_checkpoint_says(
     # Rounding the activations is part of what the engine computes, and a reference without it is told apart.
     assert mean_kl(loose) > 5 * mean_kl(exact)
     assert min(i.worst_error for i in loose) > 5 * max(i.worst_error for i in exact)
+
+
+def test_outputs_lie_in_a_file_that_leaves_nothing_behind(
+    made: tuple[Artifact[QuantizedModel], Artifact[EngineBundle]],
+    documents: list[list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A long document's outputs of all linears may be larger than the memory."""
+    probe = open_probe(made[1], tmp_path)
+    logits, outputs = probe(documents[0])
+    assert all(_is_mapped(values) for values in (logits, *outputs.values()))
+    again = probe(documents[0])[1]  # in a file of its own
+    assert all(np.array_equal(outputs[name], again[name]) for name in outputs)
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr("tapeout.resources.free_disk", lambda _: 1000)
+    with pytest.raises(ResourceError, match="of disk free"):
+        probe(documents[0])
+
+
+def _is_mapped(values: object) -> bool:
+    while values is not None and not isinstance(values, mmap):
+        values = getattr(values, "base", None)
+    return values is not None
 
 
 def test_chunks_and_ragged_decode_are_what_the_checkpoint_says_too(

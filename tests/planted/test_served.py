@@ -240,7 +240,7 @@ def failed(found: Mapping[str, Check]) -> set[str]:
 
 def parity_checks(made: Made, candidate: Artifact[EngineBundle], folder: Path) -> dict[str, Check]:
     report = parity(
-        open_probe(candidate, threads=1),
+        open_probe(candidate, candidate.folder.parent, threads=1),
         QuantizedReference(made.quantized.folder, int8_activations=True),
         made.documents,
         folder / "parity",
@@ -293,7 +293,9 @@ def source_checks(
         documents=len(items),
         max_tokens=512,
         vocabulary=1024,
-        embedding=embedding_error(open_probe(candidate, threads=1).embedding(), model.embedding()),
+        embedding=embedding_error(
+            open_probe(candidate, candidate.folder.parent, threads=1).embedding(), model.embedding()
+        ),
         answers=answers,
         files=text_files(made.graph, {"baseline": baseline, "candidate": candidate}),
         stop_tokens={

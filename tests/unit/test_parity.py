@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from engines.protocol import FloatArray
 from evals.items import read_items
 from evals.kinds.parity import KIND, ParityItem, ParityReport
 from evals.parity import compare, parity, parity_metrics
+from evals.tables import embedding_error
 from evals.text import token_hash
 from tapeout import artifact
 from tapeout.errors import EvidenceError
@@ -73,8 +74,9 @@ class Inside:
     def __call__(self, tokens: Sequence[int]) -> tuple[FloatArray, dict[str, FloatArray]]:
         return self.model.run(tokens, {})
 
-    def embedding(self) -> FloatArray:
-        return self.model.table
+    def embedding(self) -> Iterator[FloatArray]:
+        yield self.model.table[:5]
+        yield self.model.table[5:]
 
 
 def log_softmax(logits: FloatArray) -> np.ndarray:
@@ -135,6 +137,23 @@ def test_the_report_names_both_sides_and_keeps_every_item(tmp_path: Path) -> Non
     assert list(items[2:]) == compare(engine.probe, reference, [joined], head=HEAD, free=False)
     assert parity_metrics(items)["worst_error"] == max(i.worst_error for i in items)
     assert artifact.load(tmp_path / "parity", ParityReport).digest == report.digest
+
+
+def test_the_worst_embedding_is_found_in_whatever_pieces_they_come() -> None:
+    expected = TwoLayers().table
+    actual = expected.copy()
+    actual[7] *= 1.5
+    for at in (1, 7, 8, VOCAB):
+        found = embedding_error((actual[:at], actual[at:]), expected)
+        assert (found.rows, found.worst) == (VOCAB, 7)
+        assert found.error == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("rows", [[VOCAB - 1], [VOCAB, 1], [5, VOCAB], []])
+def test_a_table_of_another_size_is_refused(rows: list[int]) -> None:
+    pieces = [np.zeros((count, WIDTH), np.float32) for count in rows]
+    with pytest.raises(EvidenceError, match=r"embeddings.* from the engine, \(32, 8\) from the reference"):
+        embedding_error(pieces, TwoLayers().table)
 
 
 class NotANumber(TwoLayers):

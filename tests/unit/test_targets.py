@@ -60,7 +60,7 @@ def test_one_module_is_a_target(custom: str, tmp_path: Path) -> None:
     assert set(bundle.record.hardware[0].libraries) == {"numpy"}
     assert Sequences(load(tmp_path / "bundle")).prefill(0, [3, 4, 5]).shape == (1, graph.record.vocab_size)
     with pytest.raises(BuildError, match="my-chip has no parity probe"):
-        open_probe(bundle)
+        open_probe(bundle, tmp_path)
     find_target(custom).chip = "chip-2"  # type: ignore[attr-defined]
     with pytest.raises(FingerprintError, match="lacks chip-1"):
         load(tmp_path / "bundle")

@@ -138,10 +138,10 @@ class OrtCpu(GraphTarget):
             return OrtSlotEngine(bundle, threads=threads, slots=slots)
         return PagedEngine(bundle, threads=threads, blocks=slots * -(-io.max_tokens // BLOCK_TOKENS))
 
-    def probe(self, bundle: Artifact[EngineBundle], *, threads: int) -> Probe:
+    def probe(self, bundle: Artifact[EngineBundle], scratch: Path, *, threads: int) -> Probe:
         from engines.probe import OrtProbe
 
-        return OrtProbe(bundle, threads=threads)
+        return OrtProbe(bundle, scratch, threads=threads)
 
     def timer(self, model: ir.Model, threads: int) -> Timer:
         from engines.sessions import SessionTimer
