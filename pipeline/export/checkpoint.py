@@ -86,11 +86,11 @@ def _load_gguf(folder: Path, entry: str) -> LoadedCheckpoint:
 
     path = folder / entry
     header = gguf.read_header(path)
-    config = _config(folder, gguf_file=entry)
-    gguf.require_known(header, config, path)
-    _require_decoder(config, None, entry)
-    source = {"pretrained_model_name_or_path": folder, "config": config, "gguf_file": entry}
-    with gguf.names_mapped_once():
+    with gguf.quickly_read():
+        config = _config(folder, gguf_file=entry)
+        gguf.require_known(header, config, path)
+        _require_decoder(config, None, entry)
+        source = {"pretrained_model_name_or_path": folder, "config": config, "gguf_file": entry}
         model = _filled(AutoModelForCausalLM, source, entry)
         gguf.require_used(header, model, path)
     # The dequantized model is a float model: how the file stored it must not reach the exported config.

@@ -17,7 +17,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from pipeline.export.gguf import tokens
+from pipeline.export.gguf import quickly_read, tokens
 from pipeline.export.sentencepiece_file import converted
 from runtime.chat import TEMPLATE, ChatTemplate
 from tapeout.errors import ExportError, one_line
@@ -95,7 +95,8 @@ def _load(checkpoint: Path, entry: str) -> Any:
         kind = PreTrainedTokenizerFast if declared in AS_IT_IS else AutoTokenizer
     options = {"gguf_file": entry} if entry else {}
     try:
-        return kind.from_pretrained(checkpoint, **options)
+        with quickly_read():
+            return kind.from_pretrained(checkpoint, **options)
     except Exception as error:  # a library's own words about files that it cannot read
         raise ExportError(
             f"transformers cannot read the tokenizer of {checkpoint / entry} ({few(files) or 'in the file'}): "
