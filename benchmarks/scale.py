@@ -33,7 +33,10 @@ from safetensors import safe_open
 TAPEOUT = (sys.executable, "-c", "import sys; from pipeline.cli.main import main; sys.exit(main(sys.argv[1:]))")
 INTERVAL_S = 0.02
 FOLDERS = {"fetch": "source", "export": "graph", "calibrate": "calibration", "quantize": "quantized"}
-STAGES = ("fetch", "export", "calibrate", "sensitivity", "plan", "quantize", "build-candidate", "build-baseline")
+STAGES = (
+    *("fetch", "export", "calibrate", "sensitivity", "plan", "quantize", "build-candidate", "build-baseline"),
+    "parity",
+)
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,13 @@ import hashlib
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from filelock import FileLock
+
+UNUSED_DAYS = 3  # after which what other code made is removed
 
 
 def kept(name: str, key: str, make: Callable[[Path], object]) -> Path:
@@ -23,4 +26,14 @@ def kept(name: str, key: str, make: Callable[[Path], object]) -> Path:
             shutil.rmtree(partial, ignore_errors=True)
             make(partial)
             partial.rename(folder)
+            _remove_unused(home, name)
+        os.utime(folder)
     return folder
+
+
+def _remove_unused(home: Path, name: str) -> None:
+    before = time.time() - UNUSED_DAYS * 24 * 3600
+    for folder in home.glob(f"{name}-????????????????"):
+        if folder.stat().st_mtime < before:
+            shutil.rmtree(folder)
+            Path(f"{folder}.lock").unlink()
