@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tqdm import tqdm
 
 from evals.kinds.drift import Distance, DriftReport, DriftSettings
 from tapeout.artifact import Artifact, canonical_json, create, load
@@ -24,28 +25,41 @@ from tapeout.errors import EvidenceError
 PERMUTATIONS = 199
 COUNTED_TOKENS = 2000  # the commonest of both; all others count as one
 Tokens = Sequence[Sequence[int]]
+KVCounter = Callable[[Sequence[int]], tuple[int, int]]  # of a text: values stored, and clipped
 Floats = NDArray[np.float64]
 Choice = NDArray[np.bool_]  # which of the N are live, ``[N]``
 
 
 def drift(
-    settings: DriftSettings, live: Tokens, samples: Tokens, folder: Path, *, calibration: Artifact[Any], seed: int = 0
+    settings: DriftSettings,
+    live: Tokens,
+    samples: Tokens,
+    folder: Path,
+    *,
+    calibration: Artifact[Any],
+    seed: int = 0,
+    kv_counts: KVCounter | None = None,
 ) -> Artifact[DriftReport]:
-    """Write a :class:`DriftReport` of token ids: exchanges, the latest last, and calibration samples."""
+    """Write a :class:`DriftReport` of token ids: exchanges, the latest last, and calibration samples.
+
+    ``kv_counts``: gives the values that an engine writes to its KV cache for a text, and how many it clips.
+    """
     kept = list(live[-settings.exchanges :])
     record = DriftReport(
         exchanges=len(kept),
         samples=len(samples),
         live=hashlib.sha256(canonical_json([list(map(int, tokens)) for tokens in kept])).hexdigest(),
         enough=len(kept) >= settings.min_exchanges,
-        distances=distances(settings, kept, samples, seed=seed),
+        distances=distances(settings, kept, samples, seed=seed, kv_counts=kv_counts),
     )
     with create(folder, DriftReport) as draft:
         draft.finish(record, parents={"calibration": calibration})
     return load(folder, DriftReport)
 
 
-def distances(settings: DriftSettings, live: Tokens, samples: Tokens, *, seed: int = 0) -> tuple[Distance, ...]:
+def distances(
+    settings: DriftSettings, live: Tokens, samples: Tokens, *, seed: int = 0, kv_counts: KVCounter | None = None
+) -> tuple[Distance, ...]:
     """:class:`EvidenceError` where there is nothing to compare."""
     both = [*live, *samples]
     if not live or not samples or not all(both):
@@ -77,11 +91,22 @@ def distances(settings: DriftSettings, live: Tokens, samples: Tokens, *, seed: i
 
         return float(jensenshannon(counts[choice].sum(axis=0), counts[~choice].sum(axis=0), base=2))
 
-    return (
+    found = [
         measured("lengths", "lengths", settings.max_lengths, lengths, 1),
         # A divergence is the square of its distance, and adds up.
         measured("tokens", "tokens", settings.max_tokens, histogram, 2),
-    )
+    ]
+    if kv_counts is not None:
+        values = np.array([kv_counts(text) for text in tqdm(both, desc="KV cache", disable=None)], dtype=np.float64)
+
+        def clipped(choice: Choice) -> float:
+            """The share among live texts, less that among samples: an engine clips a few values of those, too."""
+            (stored, live_clipped), (others, sample_clipped) = values[choice].sum(axis=0), values[~choice].sum(axis=0)
+            return float(live_clipped / stored - sample_clipped / others)
+
+        if values[:, 0].all():
+            found.append(measured("kv_clipped", "clipped KV values", settings.max_kv_clipped, clipped, 1))
+    return tuple(found)
 
 
 def _counts(texts: Tokens) -> Floats:

@@ -10,10 +10,11 @@ rather than copied: such engines hold few sequences, and the one that holds the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import monotonic
 
+from engines.native.kv_values import KVCounts
 from engines.protocol import Engine, Entry, FloatArray, Result
 from runtime.blocks import BlockPool
 from runtime.messages import Delta, EngineStats, GenerateRequest, Refusal, Report, TokenLogprobs
@@ -63,14 +64,22 @@ class EngineCore:
     """No more requests run at once than the engine takes in a step, whatever the limits.
 
     ``sampler``: by default one without constraints, in numpy.
+    ``kv_counts``: keys and values that the engine wrote, and clipped.
     """
 
-    def __init__(self, engine: Engine, limits: Limits, sampler: BatchSampler | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        limits: Limits,
+        sampler: BatchSampler | None = None,
+        kv_counts: Callable[[], KVCounts] = KVCounts,
+    ) -> None:
         has = engine.capabilities
         self.engine = engine
         limits = replace(limits, max_running=min(limits.max_running, has.max_batch))
         self.scheduler = Scheduler(BlockPool(has.blocks), limits, has.block_tokens, has.max_tokens)
         self._sampler = sampler or BatchSampler(has.vocab_size)
+        self._kv_counts = kv_counts
         # Where a sequence is one block, several tokens of a sequence are fed alone, and drafts never pay.
         self._most_drafted = limits.most_drafted if has.shares_blocks else 0
         self._counts = Counts()
@@ -131,7 +140,7 @@ class EngineCore:
         return report
 
     def stats(self) -> EngineStats:
-        scheduler, pool = self.scheduler, self.scheduler.pool
+        scheduler, pool, values = self.scheduler, self.scheduler.pool, self._kv_counts()
         return EngineStats(
             running=scheduler.running,
             waiting=scheduler.waiting,
@@ -152,6 +161,8 @@ class EngineCore:
             drafts=self._counts.drafts,
             drafted_tokens=self._counts.drafted,
             accepted_tokens=self._counts.accepted,
+            kv_values=values.stored,
+            kv_values_clipped=values.clipped,
             finished=dict(self._finished),
         )
 

@@ -159,6 +159,8 @@ class EngineStats(NamedTuple):
     drafts: int = 0  # times that tokens were drafted
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    kv_values: int = 0  # written to an int8 cache
+    kv_values_clipped: int = 0
     finished: Mapping[str, int] = MappingProxyType({})  # requests by finish reason
 
 

@@ -46,7 +46,8 @@ def main(descriptor: int) -> None:
         info, compiler = opened.info, None
         if opened.tokenizer is not None:
             compiler = ConstraintCompiler(opened.tokenizer, info.vocab_size, info.stop_tokens)
-        core = EngineCore(opened.engine, start.limits, BatchSampler(info.vocab_size, compiler, opened.kernel))
+        sampler = BatchSampler(info.vocab_size, compiler, opened.kernel)
+        core = EngineCore(opened.engine, start.limits, sampler, opened.kv_counts)
         info = replace(info, server_cores=share_cores(opened.threads))
         gc.freeze()  # what was imported and opened stays: the collector need not look at it again
         try:

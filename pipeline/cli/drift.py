@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from evals.drift import drift
+from evals.drift import KVCounter, drift
 from evals.kinds.drift import DriftReport
 from pipeline.recipe import Recipe, load_recipe
 from pipeline.sources.corpus import calibration_and_heldout
@@ -17,7 +19,7 @@ from pipeline.sources.traffic import NAME, exchanges
 from quantization.calibration import SAMPLES_FILE, Calibration, CalibrationSample, sample_hash
 from tapeout import artifact
 from tapeout.artifact import Artifact
-from tapeout.errors import EvidenceError, RecipeError
+from tapeout.errors import EvidenceError, FingerprintError, RecipeError
 
 COLUMN = "text"  # of the data set that a traffic log becomes
 
@@ -27,7 +29,35 @@ def run(traffic: Path, artifacts: Path, params: Path, out: Path) -> Artifact[Dri
     calibration = artifact.load(artifacts / "calibration", Calibration)
     samples = _samples(recipe, artifacts, calibration)
     live = [tokens for tokens in _encode([one["text"] for one in exchanges(traffic)], artifacts, None) if tokens]
-    return drift(recipe.drift, live, samples, out, calibration=calibration, seed=recipe.seed)
+    counter = kv_counter(artifacts / "candidate", recipe.build.threads)
+    return drift(recipe.drift, live, samples, out, calibration=calibration, seed=recipe.seed, kv_counts=counter)
+
+
+def kv_counter(folder: Path, threads: int) -> KVCounter | None:
+    """Of the engine in ``folder``; None where there is none that runs here and counts what it clips."""
+    if not (folder / artifact.RECORD).is_file():
+        return None
+    from engines.bundle import EngineBundle
+    from engines.load import at_level, load
+    from engines.native.kv_values import KVValues
+    from engines.sequences import Sequences
+    from engines.sessions import library_of
+
+    bundle = artifact.load(folder, EngineBundle)
+    try:
+        engine = Sequences(load(folder, threads=threads, slots=1))
+    except FingerprintError as error:
+        print(f"clipped KV values are not counted: {error.found}", file=sys.stderr)
+        return None
+    values = KVValues(library_of(at_level(bundle)))
+
+    def count(tokens: Sequence[int]) -> tuple[int, int]:
+        before = values.read()
+        engine.prefill(0, tokens[: engine.max_tokens])
+        after = values.read()
+        return after.stored - before.stored, after.clipped - before.clipped
+
+    return count if values.read().stored or count([0])[0] else None
 
 
 def table(found: DriftReport) -> Table:

@@ -19,6 +19,7 @@ from engines.sequences import Sequences
 from evals.kinds.parity import ParityItem
 from evals.parity import compare
 from evals.text import kl_divergences
+from pipeline.cli.drift import kv_counter
 from pipeline.stages.candidate import build_candidate
 from quantization.calibrate import calibrate
 from quantization.checkpoint import QuantizedModel
@@ -135,6 +136,24 @@ def test_outputs_lie_in_a_file_that_leaves_nothing_behind(
     monkeypatch.setattr("tapeout.resources.free_disk", lambda _: 1000)
     with pytest.raises(ResourceError, match="of disk free"):
         probe(documents[0])
+
+
+def test_drift_counts_what_the_cache_clips(
+    made: tuple[Artifact[QuantizedModel], Artifact[EngineBundle]], documents: list[list[int]], tmp_path: Path
+) -> None:
+    """Where native kernels write an int8 cache; other engines have no count."""
+    bundle, tokens = made[1], documents[0]
+    counter = kv_counter(bundle.folder, threads=1)
+    if "CachedAttention" not in bundle.record.census or bundle.record.io.kv_dtype != "int8":
+        assert counter is None
+        return
+    assert counter is not None
+    graph = tiny_graph().record
+    stored, clipped = counter(tokens)
+    assert stored == 2 * len(tokens) * graph.layers * graph.kv_heads * graph.head_size
+    assert clipped < 0.01 * stored
+    assert counter(tokens) == (stored, clipped)
+    assert kv_counter(tmp_path, threads=1) is None  # no engine there
 
 
 def _is_mapped(values: object) -> bool:

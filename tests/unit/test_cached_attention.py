@@ -5,7 +5,9 @@ At the end the pass that puts it into a graph.
 
 from __future__ import annotations
 
+import _ctypes
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from engines import native
+from engines.native.kv_values import KVCounts, KVValues
 from engines.passes import cached_attention, prompt_attention
 from engines.targets.ort_cpu import library
 from tests import attention_graph, lowering
@@ -554,6 +557,31 @@ def test_every_run_is_checked_anew(codes: bool) -> None:
     with pytest.raises(Exception, match="queries, keys or values of another shape"):
         compute(case, feeds | {"v": feeds["v"][:, :1].copy()}, [2, 2], [9, 4], pools, table.blocks)
     np.testing.assert_array_equal(run(case, step)[0], expected)
+
+
+@pytest.mark.parametrize("case", [CASES["default"], CASES["heads of 80"], CASES["separate q, k, v"]])
+def test_values_that_the_scales_clip_are_counted(case: Case) -> None:
+    """In whatever units: several tokens of several sequences, and one token of one."""
+    for tokens, past in ((70, [0, 5, 77]), (1, [40])):
+        step = step_of(case, tokens, past)
+        counted = KVValues(library())
+        run(case, step)
+        found, codes = counted.read(), np.rint(np.stack(written(case, step)))
+        clipped = int(((codes < -128) | (codes > 127)).sum())
+        assert found.stored == codes.size
+        assert clipped > 0.01 * codes.size and abs(found.clipped - clipped) <= 3  # float's rounding beside a half
+        assert counted.read() == found
+
+
+def test_a_cache_of_floats_clips_nothing() -> None:
+    counted = KVValues(library())
+    run(CASES["float cache"], step_of(CASES["float cache"], 3, [0, 61]))
+    assert counted.read() == KVCounts()
+
+
+def test_without_a_library_nothing_is_counted() -> None:
+    assert KVValues(None).read() == KVCounts()
+    assert KVValues(Path(_ctypes.__file__)).read() == KVCounts()  # a library that does not count
 
 
 def test_no_new_tokens_leave_the_cache_as_it_was() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +71,23 @@ def test_a_small_difference_that_is_certain_is_no_drift() -> None:
     rng = np.random.default_rng(0)
     by_name = found(texts(rng, 1000, length=66), texts(rng, 500))
     assert by_name["lengths"].p_value <= 0.01 and not by_name["lengths"].drifted
+
+
+@pytest.mark.parametrize(("clipped", "drifted"), [(2e-5, False), (5e-4, False), (5e-3, True)])
+def test_live_texts_that_the_cache_clips_more_of_are_drift(clipped: float, drifted: bool) -> None:
+    """Samples lose 2 of 100,000 values, as those of the default model do; ``clipped``: what live texts lose."""
+    rng = np.random.default_rng(0)
+    live, samples = texts(rng, 120), texts(rng, 128)
+    shares = {id(text): share for group, share in ((live, clipped), (samples, 2e-5)) for text in group}
+
+    def counts(text: Sequence[int]) -> tuple[int, int]:
+        stored = 11_520 * len(text)
+        return stored, int(rng.binomial(stored, shares[id(text)]))
+
+    by_name = {one.name: one for one in distances(SETTINGS, live, samples, kv_counts=counts)}
+    assert by_name["kv_clipped"].drifted is drifted
+    assert by_name["kv_clipped"].value == pytest.approx(clipped - 2e-5, rel=0.1, abs=2e-6)
+    assert "kv_clipped" not in {one.name for one in distances(SETTINGS, live, samples, kv_counts=lambda _: (0, 0))}
 
 
 def test_what_cannot_be_compared_is_refused() -> None:

@@ -27,6 +27,7 @@
 #include "vector.h"
 
 #include <float.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -135,26 +136,45 @@ static int64_t entry(const Work* w, int64_t b, int64_t head, int64_t position) {
   return w->int8 ? channels : channels * (int64_t)sizeof(float);
 }
 
-static void quantize(const float* from, const float* scale, int64_t count, int8_t* to) {
-  for (int64_t i = 0; i < count; i += LANES)
-    store_int8(to + i, saturate_int8(round_to_int(load(from + i) / load(scale + i))));
+/* Keys and values that this process wrote to int8 caches, and how many of them lay beyond what the scale reaches. */
+static _Atomic uint64_t stored_values, clipped_values;
+
+__attribute__((visibility("default"))) void tapeout_kv_values(uint64_t* stored, uint64_t* clipped) {
+  *stored = atomic_load_explicit(&stored_values, memory_order_relaxed);
+  *clipped = atomic_load_explicit(&clipped_values, memory_order_relaxed);
+}
+
+/* Returns how many values were clipped. */
+static int64_t quantize(const float* from, const float* scale, int64_t count, int8_t* to) {
+  I32x16 clipped = splat_int(0);
+  for (int64_t i = 0; i < count; i += LANES) {
+    const I32x16 x = round_to_int(load(from + i) / load(scale + i));
+    clipped -= (x > INT8_MAX) | (x < INT8_MIN); /* true is -1 */
+    store_int8(to + i, saturate_int8(x));
+  }
+  return reduce_add_int(clipped);
 }
 
 /* Writes the new tokens of a sequence to the cache of one KV head. */
 static void update_cache(const Work* w, int64_t b, int64_t head) {
   const int64_t D = w->D, count = count_of(w, b), first = w->starts[b];
   float rotated[LARGEST_HEAD];
+  int64_t clipped = 0;
   for (int64_t s = 0; s < count; s++) {
     const int64_t token = (w->offsets[b] + s) * w->key_stride + head * D, at = entry(w, b, head, first + s);
     char *to_key = w->present_key + at, *to_value = w->present_value + at;
     if (w->int8) {
       rotate(w, w->key + token, first + s, rotated);
-      quantize(rotated, w->key_scale + head * D, D, (int8_t*)to_key);
-      quantize(w->value + token, w->value_scale + head * D, D, (int8_t*)to_value);
+      clipped += quantize(rotated, w->key_scale + head * D, D, (int8_t*)to_key);
+      clipped += quantize(w->value + token, w->value_scale + head * D, D, (int8_t*)to_value);
     } else {
       rotate(w, w->key + token, first + s, (float*)to_key);
       memcpy(to_value, w->value + token, D * sizeof(float));
     }
+  }
+  if (w->int8) {
+    atomic_fetch_add_explicit(&stored_values, 2 * D * count, memory_order_relaxed);
+    if (clipped) atomic_fetch_add_explicit(&clipped_values, clipped, memory_order_relaxed);
   }
 }
 
