@@ -142,7 +142,7 @@ def _compare_document(
 ) -> ParityItem:
     actual, outputs = probe(tokens)
     locked, errors = reference.locked(tokens, {name: value for name, value in outputs.items() if name != head})
-    del outputs  # a long document has gigabytes of them
+    del outputs
     _require_comparable(actual, locked, len(tokens))
     _require_errors(errors)
     kl, agree = kl_divergences(locked, actual), int((locked.argmax(axis=1) == actual.argmax(axis=1)).sum())

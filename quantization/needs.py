@@ -5,7 +5,7 @@ K  input channels of a group
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from quantization.calibration import gram_blocks
@@ -39,11 +39,13 @@ def quantization_needs(graph: PortableGraph, schemes: Schemes) -> Needs:
     return Needs(disk_bytes=round(disk), memory_bytes=NUMPY_BYTES + max(min(search, _all(graph)), 8 * embedding))
 
 
-def simulation_needs(graph: PortableGraph, units: Iterable[Unit], positions: int, *, plans: bool) -> Needs:
-    """Of a :class:`Simulation` and what rounds one of ``units`` after the other; ``positions``: that are compared.
+def simulation_needs(graph: PortableGraph, units: Sequence[Unit], tokens: int, positions: int, *, plans: bool) -> Needs:
+    """Of a :class:`Simulation` and what rounds one of ``units`` after the other.
 
-    Memory: a unit's weights and statistics, searches for two of its groups, the embedding decoded, and logits twice.
-    ``plans``: the codes of all units lie on the disk.
+    ``tokens``: of all samples, which are computed together; ``positions``: that are compared.
+    Memory: a unit's weights and statistics, searches for two of its groups, the embedding decoded, activations, the
+    hidden states before each unit, and logits three times. ``plans``: the codes of all units lie on the disk, their
+    scales in memory.
     """
     held = max(
         sum(5 * _weights([group]) + 12 * _gram_elements(group) for group in unit.groups)
@@ -51,12 +53,20 @@ def simulation_needs(graph: PortableGraph, units: Iterable[Unit], positions: int
         for unit in units
     )
     embedding = 14 * graph.vocab_size * graph.hidden_size  # in its search; measured at 263 million weights
-    codes = _weights(group for group in graph.groups if group.name != HEAD) if plans else 0
-    return Needs(codes, TORCH_BYTES + max(held, embedding) + 8 * positions * graph.vocab_size)
+    linears = [group for group in graph.groups if group.name != HEAD]
+    widest = max(sum(group.out_features) + group.in_features for group in linears)
+    activations = 4 * tokens * (3 * widest + graph.hidden_size * len(units))
+    codes = _weights(linears) if plans else 0
+    scales = codes // 8  # four bytes for a group of 32, the smallest
+    logits = 12 * positions * graph.vocab_size
+    return Needs(codes, TORCH_BYTES + max(held, embedding) + activations + scales + logits)
 
 
 def reference_needs(model: Any) -> Needs:
-    """Of a :class:`QuantizedReference`. ``model``: without its weights."""
+    """Of a :class:`QuantizedReference`: the embedding, linears, and the largest of them while it is decoded.
+
+    ``model``: without its weights.
+    """
     sizes = [parameter.numel() for parameter in model.parameters()]
     kept = model.get_input_embeddings().weight.numel()
     held = 4 * kept + min(4 * (sum(sizes) - kept), DECODED_BYTES)

@@ -264,7 +264,8 @@ class _Whole:
     ) -> None:
         self._menus = menus
         self._rounding = QuickRounding(graph, calibration, settings)
-        needs = simulation_needs(graph.record, menus.units.values(), POSITIONS * len(samples), plans=True)
+        tokens, positions = len(samples) * max(map(len, samples)), POSITIONS * len(samples)
+        needs = simulation_needs(graph.record, [*menus.units.values()], tokens, positions, plans=True)
         require("measuring plans as a whole", needs, graph.folder)
         self._simulation = Simulation(graph, samples, ())
         self._disk = graph.folder.parent
@@ -284,14 +285,24 @@ class _Whole:
         if scheme == FLOAT:
             return {}
         found = self._rounding.rounded(self._rounding.prepare(self._menus.units[unit].groups), scheme)
-        return {name: Simulated(tuple(map(self._on_disk, group.linears)), group.scale) for name, group in found.items()}
+        return self._on_disk(found)
 
-    def _on_disk(self, linear: QuantizedLinear) -> QuantizedLinear:
-        """The same, its codes in a mapped file without a name: those of a whole plan may not fit the memory."""
+    def _on_disk(self, groups: Mapping[str, Simulated]) -> dict[str, Simulated]:
+        """The same, all codes in one mapped file without a name: those of a whole plan may not fit the memory."""
         with TemporaryFile(dir=self._disk) as file:
-            linear.codes.tofile(file)
-            codes = np.memmap(file, linear.codes.dtype, "r", shape=linear.codes.shape)
-        return replace(linear, codes=codes)
+            for group in groups.values():
+                for linear in group.linears:
+                    linear.codes.tofile(file)
+            held = np.memmap(file, np.uint8, "r")
+        at, mapped = 0, dict[str, Simulated]()
+        for name, group in groups.items():
+            linears: list[QuantizedLinear] = []
+            for linear in group.linears:
+                codes = held[at : at + linear.codes.nbytes].view(linear.codes.dtype).reshape(linear.codes.shape)
+                linears.append(replace(linear, codes=codes))
+                at += codes.nbytes
+            mapped[name] = Simulated(tuple(linears), group.scale)
+        return mapped
 
 
 def reason(choice: Choice, options: Sequence[Option], workload: Workload, minimize: Goal) -> str:

@@ -14,6 +14,7 @@ S  tokens of a document     V  vocabulary size     K  input channels     H, D  K
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -189,10 +190,11 @@ def _load(folder: Path) -> tuple[Any, list[tuple[torch.nn.Module, InputGrid]]]:
     with init_empty_weights(include_buffers=False):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     model.tie_weights()
-    require("the quantized model in float32", reference_needs(model), folder)
+    require("the quantized model in torch", reference_needs(model), folder)
     checkpoint = open_checkpoint(folder)
     embedding = model.get_input_embeddings().weight
     kept = {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is embedding}
+    linear = {f"{n}.weight" for n, module in model.named_modules() if isinstance(module, torch.nn.Linear | Conv1D)}
     transposed = _stored_in_out(model)
     weights: dict[str, Tensor] = {}
     grids: dict[str, InputGrid] = {}
@@ -200,18 +202,17 @@ def _load(folder: Path) -> tuple[Any, list[tuple[torch.nn.Module, InputGrid]]]:
     free = DECODED_BYTES
     for name in checkpoint.names():
         stored = checkpoint.linear(name)
-        if not isinstance(stored, QuantizedLinear):
-            weights[name] = torch.from_numpy(np.array(stored, np.float32))
-            continue
-        grids[name] = InputGrid.of(stored)
-        size = 0 if name in kept else 4 * stored.codes.size
+        shape = stored.codes.shape if isinstance(stored, QuantizedLinear) else stored.shape
+        if isinstance(stored, QuantizedLinear):
+            grids[name] = InputGrid.of(stored)
+            shape = shape[::-1] if name in transposed else shape
+        size = 4 * math.prod(shape) if name in linear - kept else 0
         if size <= free:
             free -= size
             weights[name] = _decoded(stored, name in transposed)
         else:
             late[name] = partial(_read, checkpoint, name, name in transposed)
-            shape = stored.codes.shape
-            weights[name] = torch.zeros(()).expand(shape[::-1] if name in transposed else shape)
+            weights[name] = torch.zeros(()).expand(shape)
     result = model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
     parameters = dict(model.named_parameters())  # a tied one once, by its first name
@@ -227,19 +228,20 @@ def _load(folder: Path) -> tuple[Any, list[tuple[torch.nn.Module, InputGrid]]]:
     linears: list[tuple[torch.nn.Module, InputGrid]] = []
     for module in model.modules():
         name = names.get(id(getattr(module, "weight", None)))
+        if name in late:
+            weight_at_call(module, late[name])
         if name in grids and not isinstance(module, torch.nn.Embedding):
             linears.append((module, grids[name]))
-            if name in late:
-                weight_at_call(module, late[name])
     return model, linears
 
 
 def _read(checkpoint: Checkpoint, name: str, transposed: bool) -> Tensor:
-    linear = checkpoint.linear(name)
-    assert isinstance(linear, QuantizedLinear)
-    return _decoded(linear, transposed)
+    return _decoded(checkpoint.linear(name), transposed)
 
 
-def _decoded(linear: QuantizedLinear, transposed: bool) -> Tensor:
-    weight = torch.from_numpy(linear.dequantize())
-    return weight.T.contiguous() if transposed else weight
+def _decoded(stored: QuantizedLinear | FloatArray, transposed: bool) -> Tensor:
+    """As the module has it; ``transposed``: it is stored ``[out, in]`` once it is quantized."""
+    if not isinstance(stored, QuantizedLinear):
+        return torch.from_numpy(np.array(stored, np.float32))
+    weight = torch.from_numpy(stored.dequantize())
+    return weight.T if transposed else weight

@@ -52,9 +52,8 @@ def sweep(
     embeddings = embedding_schemes(wanted.embeddings, graph.record.hidden_size)
     kept = caches(wanted.kv_cache, graph.record.head_size)
     count = sum(len(schemes) for _, schemes in work) + len(embeddings) + len(kept)
-    require(
-        "measuring sensitivity", simulation_needs(graph.record, units, POSITIONS * len(chosen), plans=False), folder
-    )
+    tokens, positions = len(chosen) * max(map(len, chosen)), POSITIONS * len(chosen)
+    require("measuring sensitivity", simulation_needs(graph.record, units, tokens, positions, plans=False), folder)
     rounding = QuickRounding(graph, calibration, settings)
     measured: list[UnitSensitivity] = []
     with artifact.create(folder, Sensitivity) as draft, Progress(*_PROGRESS) as progress:

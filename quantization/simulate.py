@@ -85,7 +85,7 @@ class Simulation:
 
     def _float_run(self, starts: Collection[int]) -> list[Distributions]:
         def keep(start: int, _module: Any, _inputs: Any, output: Any) -> None:
-            self._before[start] = output
+            self._before[start] = _copied(output)
 
         kept = [self._layers[s - 1].register_forward_hook(partial(keep, s)) for s in sorted(set(starts)) if s]
         try:
@@ -112,7 +112,7 @@ class Simulation:
         """Layers before ``first_layer`` return what the last of them did in the float run."""
         skipped = self._layers[:first_layer]
         for layer in skipped:
-            layer.forward = lambda *_, **__: self._before[first_layer]
+            layer.forward = lambda *_, **__: _copied(self._before[first_layer])
         try:
             yield
         finally:
@@ -163,6 +163,11 @@ class Distributions:
         is taken to be one, or a matmul that drops the tail of the vocabulary, makes KLs of 1e-4 from nothing.
         """
         return self.negentropy - (self.share * logits).sum(-1) + self.mass * logits.logsumexp(-1)
+
+
+def _copied(output: Any) -> Any:
+    """What a layer returned; some layers write to their input, which is the output of the one before."""
+    return output.clone() if isinstance(output, Tensor) else tuple(map(_copied, output))
 
 
 def _as_it_is(_layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

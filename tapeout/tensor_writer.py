@@ -34,9 +34,11 @@ ELEMENT_BYTES = {
 
 def write_tensors(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> None:
     """Arrays of numpy, in a file with the permissions of any other: safetensors' own lets only the owner read it."""
+    # safetensors writes the memory of an array as it lies there, whatever its strides.
+    arrays = {name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}
     path.touch()
     mode = path.stat().st_mode
-    save_file(dict(tensors), path, metadata=dict(metadata) if metadata else None)
+    save_file(arrays, path, metadata=dict(metadata) if metadata else None)
     path.chmod(mode)
 
 

@@ -93,7 +93,8 @@ def difference_from_checkpoint(made: Made, documents: int, tokens: int) -> str:
     """Where the engine does not compute what its checkpoint says; empty: it does. Bounds of test_engine_parity.py."""
     head = next(group.members[0] for group in made.graph.record.groups if group.name == "lm_head")
     reference = QuantizedReference(made.quantized.folder, int8_activations=True)
-    items = compare(open_probe(made.bundle, threads=1), reference, words(made.name, documents, tokens, 2), head=head)
+    probe = open_probe(made.bundle, made.bundle.folder.parent, threads=1)
+    items = compare(probe, reference, words(made.name, documents, tokens, 2), head=head)
     count = sum(item.tokens for item in items)
     kl, agreed = sum(item.kl_sum for item in items) / count, sum(item.agree for item in items) / count
     worst = max(item.worst_error for item in items)

@@ -8,9 +8,10 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 UNUSED_DAYS = 3  # after which what other code made is removed
 
@@ -24,16 +25,21 @@ def kept(name: str, key: str, make: Callable[[Path], object]) -> Path:
         if not folder.exists():
             partial = folder.with_name(f"{folder.name}.partial")
             shutil.rmtree(partial, ignore_errors=True)
-            make(partial)
+            try:
+                make(partial)
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
             partial.rename(folder)
-            _remove_unused(home, name)
         os.utime(folder)
+    _remove_unused(home, name)
     return folder
 
 
 def _remove_unused(home: Path, name: str) -> None:
+    """Locks stay: who deletes one that others wait for lets two of them in."""
     before = time.time() - UNUSED_DAYS * 24 * 3600
     for folder in home.glob(f"{name}-????????????????"):
-        if folder.stat().st_mtime < before:
-            shutil.rmtree(folder)
-            Path(f"{folder}.lock").unlink()
+        with suppress(Timeout, FileNotFoundError), FileLock(f"{folder}.lock", timeout=0):
+            if folder.stat().st_mtime < before:
+                shutil.rmtree(folder)

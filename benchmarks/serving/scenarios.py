@@ -169,7 +169,7 @@ def interruption(url: str, text: Text) -> Interruption:
     long = Planned(text.prompt(LONG_PROMPT), LONG_ANSWER, after_pieces=LONG_AFTER)
     *others, arrived = complete(url, [*planned, long])
     while_fed = _gaps(others, arrived.sent, arrived.events[0])
-    alone = complete(url, planned)
+    alone = complete(url, text.streams(COST_STREAMS, STREAM_PROMPT, LONG_TOKENS))
     begin = max(answer.events[LONG_AFTER - 1] for answer in alone)
     usual = _gaps(alone, begin, begin + arrived.first_token_seconds)
     return Interruption(
@@ -189,7 +189,7 @@ def _gaps(answers: Sequence[Answer], begin: float, end: float) -> list[tuple[flo
         if gaps:  # else it ended before
             found.append((max(gaps), median(answer.gaps)))
     if not found:
-        raise EvidenceError("every stream ended before the long prompt arrived", remedy="use longer answers")
+        raise EvidenceError("every stream ended before the time that is looked at", remedy="use longer answers")
     return found
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def _load(checkpoint: Path, entry: str) -> Any:
         kind = PreTrainedTokenizerFast if declared in AS_IT_IS else AutoTokenizer
     options = {"gguf_file": entry} if entry else {}
     try:
-        with quickly_read():
+        with quickly_read() if entry else nullcontext():
             return kind.from_pretrained(checkpoint, **options)
     except Exception as error:  # a library's own words about files that it cannot read
         raise ExportError(

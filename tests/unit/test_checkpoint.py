@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.export.checkpoint import load_checkpoint
 from pipeline.export.export import find_stop_tokens
+from pipeline.export.gguf import quickly_read
 from pipeline.export.tokenizer import save_tokenizer
 from quantization.autoawq import ORDER
 from tests import checkpoints
@@ -256,3 +257,20 @@ def test_what_quantize_writes_can_be_read_as_a_checkpoint(tmp_path: Path) -> Non
     reader = open_checkpoint(folder)
     assert_loaded(folder, {name: torch.from_numpy(reader.weight(name)) for name in source})
     assert json.loads((folder / CONFIG).read_text())["tie_word_embeddings"]
+
+
+def test_gguf_files_are_read_quickly_and_the_same(tmp_path: Path) -> None:
+    """transformers uses what the context puts in the place of gguf's own, and its own is back afterwards."""
+    import gguf
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    path = checkpoints.gguf_file(tmp_path / "m.gguf")
+    plain, own, expected = gguf.GGUFReader(path), gguf.GGUFReader, load_gguf_checkpoint(str(path))
+    with quickly_read(), pytest.MonkeyPatch.context() as patch:
+        opened: list[gguf.GGUFReader] = []
+        reader = gguf.GGUFReader
+        patch.setattr(gguf, "GGUFReader", lambda *given: opened.append(reader(*given)) or opened[-1])
+        assert load_gguf_checkpoint(str(path)) == expected
+    assert [type(one.data) for one in opened] == [np.ndarray] and type(plain.data) is np.memmap
+    assert [field.contents() for field in opened[0].fields.values()] == [f.contents() for f in plain.fields.values()]
+    assert gguf.GGUFReader is own

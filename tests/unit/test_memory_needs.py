@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from quantization.needs import TORCH_BYTES, reference_needs, simulation_needs
 from quantization.reference import QuantizedReference
 from quantization.units import HEAD, units_of
 from tapeout.errors import ResourceError
+from tapeout.resources import Needs
 from tapeout.schemes import Scheme
 from tests.checkpoints import adapter, change_weights, checkpoint
 from tests.graphs import llama_graph
@@ -30,10 +30,15 @@ def test_more_layers_need_no_more_memory_to_look_for_a_plan(tiny_checkpoint: Pat
     graph = llama_graph(tiny_checkpoint, tmp_path / "graph").record
     units = units_of(graph, 2)
     assert len(units) == 8
-    few, all_of_them = (simulation_needs(graph, some, 100, plans=False) for some in (units[:4], units))
-    assert few == all_of_them and few.disk_bytes == 0 and few.memory_bytes > TORCH_BYTES
+    few, all_of_them = (simulation_needs(graph, some, 50, 100, plans=False) for some in (units[:4], units))
+    hidden_states = 4 * 50 * graph.hidden_size * 4  # before each of the four other units
+    assert all_of_them.memory_bytes == few.memory_bytes + hidden_states
+    assert few.disk_bytes == 0 and few.memory_bytes > TORCH_BYTES
     linears = sum(group.in_features * sum(group.out_features) for group in graph.groups if group.name != HEAD)
-    assert simulation_needs(graph, units, 100, plans=True) == replace(few, disk_bytes=linears)
+    plans = simulation_needs(graph, units, 50, 100, plans=True)
+    assert plans == Needs(linears, all_of_them.memory_bytes + linears // 8)  # codes on the disk, and their scales
+    longer = simulation_needs(graph, units, 500, 100, plans=False)
+    assert longer.memory_bytes > all_of_them.memory_bytes + 4 * 450 * graph.hidden_size * 8
 
 
 def test_a_reference_holds_no_more_than_its_bound_and_the_embeddings(
@@ -53,7 +58,7 @@ def test_the_reference_of_a_quantized_model_is_refused(tmp_path: Path) -> None:
     model = quantized_model(tmp_path / "q", lambda _: Scheme(bits=8, group_size=32, symmetric=True))
     with pytest.raises(ResourceError, match=r"0\.1 GB of memory available") as caught:
         QuantizedReference(model.folder)
-    assert "for the quantized model in float32" in caught.value.expected
+    assert "for the quantized model in torch" in caught.value.expected
 
 
 @pytest.mark.usefixtures("little_memory")

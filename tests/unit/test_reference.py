@@ -29,9 +29,12 @@ TABLE = Scheme(bits=8, group_size=64, symmetric=True)
 Texts = Callable[[int, int], list[str]]
 
 
+IN_FLOAT = "model.layers.2.mlp.up_proj.weight"
+
+
 @pytest.fixture(scope="module")
 def folder(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny llama with 4-bit asymmetric linears and an 8-bit tied table, in the published layout."""
+    """The tiny llama with 4-bit asymmetric linears but for one, and an 8-bit tied table, in the published layout."""
     target = tmp_path_factory.mktemp("reference") / "quantized"
     shutil.copytree(tiny_checkpoint, target, ignore=shutil.ignore_patterns("*.safetensors"))
     source = open_checkpoint(tiny_checkpoint)
@@ -40,7 +43,7 @@ def folder(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> P
         weight = source.tensor(name)
         if "embed" in name:
             writer.add_embedding(name, round_to_nearest(weight, TABLE), tied_to="lm_head.weight")
-        elif weight.ndim == 2:
+        elif weight.ndim == 2 and name != IN_FLOAT:
             writer.add_linear(name, round_to_nearest(weight, LINEAR))
         else:
             writer.add(name, weight)
@@ -154,7 +157,7 @@ def test_a_layer_without_scales_is_refused(folder: Path, tmp_path: Path) -> None
 def test_every_quantized_linear_and_the_tied_head_round_their_inputs(folder: Path, tokens: list[int]) -> None:
     reference = QuantizedReference(folder, int8_activations=True)
     hooked = [name for name, module in reference.model.named_modules() if module._forward_pre_hooks]
-    assert len(hooked) == 4 * 7 + 1 and "lm_head" in hooked and "model.embed_tokens" not in hooked
+    assert len(hooked) == 4 * 7 and "lm_head" in hooked and "model.embed_tokens" not in hooked
     divergence = kl(QuantizedReference(folder)(tokens), reference(tokens))
     assert 0 < divergence < 0.01, divergence
 
