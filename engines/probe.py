@@ -38,7 +38,8 @@ class OrtProbe:
         for linear in self._record.linear_outputs:
             if linear.value not in present:
                 model.graph.output.append(onnx.helper.make_empty_tensor_value_info(linear.value))
-        self._options = cpu_options(threads, library_of(bundle), bundle.record.census)
+        # Without threads of their own, native operators read weights from the mapped file, and hold no copy of them.
+        self._options = cpu_options(threads, library_of(bundle))
         # A model given as bytes finds its weights beside this path.
         self._options.add_session_config_entry(
             "session.model_external_initializers_file_folder_path", str(bundle.folder)
