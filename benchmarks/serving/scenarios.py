@@ -168,10 +168,10 @@ def interruption(url: str, text: Text) -> Interruption:
     planned = text.streams(COST_STREAMS, STREAM_PROMPT, LONG_TOKENS)
     long = Planned(text.prompt(LONG_PROMPT), LONG_ANSWER, after_pieces=LONG_AFTER)
     *others, arrived = complete(url, [*planned, long])
-    while_fed = _gaps(others, arrived.sent, arrived.events[0])
+    while_fed = gaps_between(others, arrived.sent, arrived.events[0])
     alone = complete(url, text.streams(COST_STREAMS, STREAM_PROMPT, LONG_TOKENS))
     begin = max(answer.events[LONG_AFTER - 1] for answer in alone)
-    usual = _gaps(alone, begin, begin + arrived.first_token_seconds)
+    usual = gaps_between(alone, begin, begin + arrived.first_token_seconds)
     return Interruption(
         median_ms=1000 * median(middle for _, middle in while_fed),
         worst_ms=1000 * max(worst for worst, _ in while_fed),
@@ -181,7 +181,7 @@ def interruption(url: str, text: Text) -> Interruption:
     )
 
 
-def _gaps(answers: Sequence[Answer], begin: float, end: float) -> list[tuple[float, float]]:
+def gaps_between(answers: Sequence[Answer], begin: float, end: float) -> list[tuple[float, float]]:
     """Of each stream that runs between two times: its worst gap there, and its median. Seconds."""
     found: list[tuple[float, float]] = []
     for answer in answers:

@@ -14,7 +14,7 @@ from benchmarks.serving.client import Answer, Plan, Planned, play
 from benchmarks.serving.load import Text
 from benchmarks.serving.report import Measured, Run, bars, page, write
 from benchmarks.serving.run import arguments, bench
-from benchmarks.serving.scenarios import Interruption, Load, Prefix, decode_rate, throughput
+from benchmarks.serving.scenarios import Interruption, Load, Prefix, decode_rate, gaps_between, throughput
 from benchmarks.serving.servers import KINDS, OURS, VLLM, ServerProcess, command
 from tapeout.errors import EvidenceError, TapeoutError
 
@@ -99,6 +99,16 @@ def test_decode_is_timed_while_every_stream_runs() -> None:
     assert decode_rate([first, second]) == pytest.approx(20)
     with pytest.raises(EvidenceError):
         decode_rate([first, Answer(0, 9, [7.0, 8.0], 2)])
+
+
+def test_gaps_are_those_of_streams_that_run_then() -> None:
+    """A gap counts that lies in part between the two times; the median is of the whole answer."""
+    slow = Answer(0, 9, [0, 1, 2, 5, 6], 5)
+    ended = Answer(0, 2, [0, 1, 2], 3)
+    assert gaps_between([slow, ended], 3, 4) == [(3, 1)]
+    assert gaps_between([slow, ended], 1.5, 1.6) == [(1, 1), (1, 1)]
+    with pytest.raises(EvidenceError, match="every stream ended"):
+        gaps_between([slow, ended], 7, 8)
 
 
 def load(tokens: float = 100.0, itl: float = 10.0, ttft: float = 50.0) -> Load:
