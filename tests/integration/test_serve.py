@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import os
 import signal
@@ -294,6 +295,17 @@ def refusal(*options: str, **environment: str) -> str:
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     return done.stderr
+
+
+def test_an_idle_connection_stays_open(server: Served) -> None:
+    """Load balancers send requests through connections that were idle for up to a minute; uvicorn closes after 5 s."""
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)
+    for pause in (0, 6):
+        time.sleep(pause)
+        connection.request("GET", "/health")
+        response = connection.getresponse()
+        response.read()
+        assert response.status == 200
 
 
 def test_what_cannot_be_served_is_refused(bundles: tuple[Path, Path], tmp_path: Path) -> None:
