@@ -3,7 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 INSTALLED := $(VENV)/.installed
-WORKERS ?= 2
+# Of pytest. On two cores the third runs while others wait for servers.
+WORKERS ?= 3
 
 # Stages, tests and tools run with this environment's programs, whether or not it is activated.
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
