@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from benchmarks.serving.scenarios import COST_STREAMS, LONG_PROMPT, PREFIX, Interruption, Load, Prefix
+from benchmarks.serving.scenarios import COST_STREAMS, LONG_PROMPT, PREFIX, SHORT_ROUNDS, Interruption, Load, Prefix
 from tapeout.artifact import Frozen
 
 THROUGHPUT_BAR, COST_BAR, LONG_BAR, PREFIX_BAR, START_BAR = 1.5, 0.10, 2.0, 8.0, 3.0
@@ -59,8 +59,8 @@ def page(run: Run) -> str:
         "# Serving under load",
         "This page is written by `make bench-serving`; do not edit it. [serving.json](serving.json) has all figures.",
         f"{run.machine}; each server has {run.threads} threads, and shares the machine with the client, which is one "
-        f"process. Servers take turns, {run.rounds} rounds, and at least 5 of scenarios that take seconds; those of "
-        "others are stopped while it is not their turn. "
+        f"process. Servers take turns, {run.rounds} rounds, and at least {SHORT_ROUNDS} of scenarios that take "
+        "seconds; those of others are stopped while it is not their turn. "
         "All get the same token ids over the same API (`/v1/completions`, streamed, greedy, without a stop token). "
         f"The load average was {run.load_before:.1f} before the run.",
         "## Bars",

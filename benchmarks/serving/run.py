@@ -33,6 +33,7 @@ from benchmarks.serving.scenarios import (
     COST_STREAMS,
     COST_TOKENS,
     SATURATING_RATE,
+    SHORT_ROUNDS,
     Bare,
     Load,
     cost,
@@ -51,7 +52,6 @@ from tapeout.portable_graph import PortableGraph
 SCENARIOS = ("saturation", "latency", "cost", "long", "prefix", "streams")
 LATENCY_SHARE = 0.7  # of the best peer's saturation
 STREAM_COUNTS = (1, 8, 32, 128)
-SHORT_ROUNDS = 5  # of scenarios that take seconds, and whose figures differ most between rounds
 OUR_OPTIONS = ("--slots", "64")  # KV memory of our server, in sequences of full length
 TOOLS = ("llama-server", "llama-quantize")
 BUILD = ("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DBUILD_SHARED_LIBS=OFF", "-DLLAMA_CURL=OFF")

@@ -32,6 +32,7 @@ LONG_AFTER = 16
 LONG_TOKENS, LONG_ANSWER = 640, 16  # new tokens of each stream, and of the long prompt
 PREFIX, QUESTION, PREFIX_PAIRS = 512, 16, 5
 STREAM_PROMPT, STREAM_TOKENS = 64, 96
+SHORT_ROUNDS = 5  # of scenarios that take seconds, and whose figures differ most between rounds
 
 
 class Load(Frozen):

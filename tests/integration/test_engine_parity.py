@@ -25,6 +25,7 @@ from quantization.calibrate import calibrate
 from quantization.checkpoint import QuantizedModel
 from quantization.quantize import quantize
 from quantization.reference import QuantizedReference
+from runtime.opening import OpenBundle
 from tapeout.artifact import Artifact
 from tapeout.errors import ResourceError
 from tapeout.recipe import Calibrate, DataSource, KVCache, ModelSource, Plan, Recipe, Rule
@@ -155,6 +156,9 @@ def test_drift_counts_what_the_cache_clips(
     assert clipped < 0.01 * stored
     assert counter(tokens) == (stored, clipped)
     assert kv_counter(tmp_path, threads=1) is None  # no engine there
+    opened = OpenBundle(threads=1)(bundle.folder)  # as a server does
+    Sequences(opened.engine).prefill(0, tokens)
+    assert opened.kv_counts() == (stored, clipped)
 
 
 def _is_mapped(values: object) -> bool:

@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engines.native.kv_values import KVCounts
 from engines.protocol import Entry, Result
 from runtime.core import BROKEN_STEPS, EngineBrokenError, EngineCore
 from runtime.messages import Delta, GenerateRequest, Report, SamplingSettings
@@ -313,6 +314,12 @@ def test_drafts_change_how_many_steps_it_takes_and_nothing_else(sampled: bool, m
     stats = drafting.stats()
     assert stats.drafted_tokens >= stats.accepted_tokens > 0 and stats.drafts > 0
     assert stats.steps <= plain.stats().steps and not plain.stats().drafts
+
+
+def test_the_report_has_what_the_engine_wrote_and_clipped() -> None:
+    stats = EngineCore(CoreEngine(), Limits(), kv_counts=lambda: KVCounts(900, 2)).report().stats
+    assert (stats.kv_values, stats.kv_values_clipped) == (900, 2)
+    assert not core().stats().kv_values
 
 
 def test_an_engine_of_slots_gets_no_drafts() -> None:

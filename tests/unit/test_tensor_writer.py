@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from tapeout.tensor_writer import ELEMENT_BYTES, INDEX, ONE_FILE, SINGLE, ShardWriter
+from tapeout.tensor_writer import ELEMENT_BYTES, INDEX, ONE_FILE, SINGLE, ShardWriter, write_tensors
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I8": torch.int8}
 NAMES = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=8)
@@ -61,3 +62,12 @@ def test_every_tensor_lies_at_a_multiple_of_its_element_size(tmp_path: Path) -> 
     for name, entry in json.loads(content[8 : 8 + length]).items():
         if name.startswith("floats"):
             assert (8 + length + entry["data_offsets"][0]) % 4 == 0
+
+
+def test_an_array_with_other_strides_is_written_as_it_reads(tmp_path: Path) -> None:
+    """safetensors alone writes the memory as it lies there."""
+    array = np.arange(6).reshape(2, 3)
+    write_tensors(tmp_path / "a.safetensors", {"transposed": array.T, "one": np.float32(3)})
+    with safe_open(tmp_path / "a.safetensors", framework="numpy") as file:
+        assert file.get_tensor("transposed").tolist() == array.T.tolist()
+        assert file.get_tensor("one").shape == ()
