@@ -116,7 +116,7 @@ def questions(settings: TaskSettings, data: Path, seed: int) -> list[tuple[Local
     """The tasks, and which documents of each are asked."""
     tasks = {name: load_task(name, data) for name in settings.tasks}
     contents = {name: task.contents() for name, task in tasks.items()}
-    chosen = choose_documents(contents, settings.items, seed, least=TaskSettings.items_per_task)
+    chosen = choose_documents(contents, settings.items, seed)
     return [(tasks[name], numbers) for name, numbers in chosen.items()]
 
 

@@ -2,9 +2,9 @@
 
 Prompts, choices, targets and metrics are lm-eval's; only the source of the rows is replaced. A data folder holds
 ``<dataset>/<configuration>/<split>`` folders that ``datasets.load_from_disk`` opens, where ``<dataset>`` is the
-definition's ``dataset_path`` or its last part, and ``<configuration>`` its ``dataset_name``, or, where it has none,
-the only one there is. As in lm-eval, the definition's test split is taken, or its validation split where the
-definition names no test split or the folder has none.
+definition's ``dataset_path``, its last part or the data set's other name, and ``<configuration>`` its
+``dataset_name``, or, where it has none, the only one there is. As in lm-eval, the definition's test split is taken, or
+its validation split where the definition names no test split or the folder has none.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from tapeout.errors import EvidenceError, RecipeError
 
 # lm-eval compiles a task's templates again for every document and use: 50,000 times for the default recipe.
 lm_eval.utils.env.from_string = lru_cache(256)(lm_eval.utils.env.from_string)  # pyright: ignore[reportAttributeAccessIssue]
+# Data sets that lm-eval reads from a copy of another name.
+OTHER_NAMES = {"siqa": "social_i_qa"}
 TASK_LINE = re.compile(r"^task:[ \t]*[\"']?([\w.-]+)[\"']?[ \t]*$", re.MULTILINE)
 
 
@@ -142,7 +144,7 @@ def find_table(data: Path, name: str, definition: Mapping[str, Any]) -> tuple[st
     dataset, configuration = str(definition["dataset_path"]), definition.get("dataset_name")
     splits = [definition[key] for key in ("test_split", "validation_split") if definition.get(key)]
     short = dataset.rpartition("/")[2]
-    for place in (data / dataset, data / short):
+    for place in (data / dataset, data / short, data / OTHER_NAMES.get(short, short)):
         folders = [place / configuration] if configuration else sorted(p for p in place.glob("*") if p.is_dir())
         if len(folders) != 1:
             continue
@@ -157,35 +159,21 @@ def find_table(data: Path, name: str, definition: Mapping[str, Any]) -> tuple[st
     )
 
 
-def share_out(sizes: Mapping[str, int], items: int, least: int = 0) -> dict[str, int]:
-    """Divide ``items`` over the tasks in proportion to their sizes; all of them when there are fewer.
-
-    A task gets at least ``least`` of them, or all it has, as far as ``items`` reach: its loss is judged by itself.
-    Largest remainders get what rounding leaves, the first of equals first.
+def share_out(sizes: Mapping[str, int], items: int) -> dict[str, int]:
+    """Divide ``items`` evenly over the tasks: each is judged by itself, too. A task that has fewer gives all it has.
 
     >>> share_out({"a": 600, "b": 300, "c": 100}, 15)
-    {'a': 9, 'b': 5, 'c': 1}
-    >>> share_out({"a": 600, "b": 300, "c": 100}, 15, least=3)
-    {'a': 8, 'b': 4, 'c': 3}
+    {'a': 5, 'b': 5, 'c': 5}
+    >>> share_out({"a": 600, "b": 300, "c": 100}, 501)
+    {'a': 201, 'b': 200, 'c': 100}
     """
-    total = sum(sizes.values())
-    if items >= total:
-        return dict(sizes)
-    shares = {task: size * items // total for task, size in sizes.items()}
-    floor = min(least, items // len(sizes))
-    if small := {task: min(size, floor) for task, size in sizes.items() if shares[task] < min(size, floor)}:
-        others = {task: size for task, size in sizes.items() if task not in small}
-        rest = share_out(others, items - sum(small.values()), floor)
-        return {task: small[task] if task in small else rest[task] for task in sizes}
-    by_remainder = sorted(sizes, key=lambda task: sizes[task] * items % total, reverse=True)
-    for task in by_remainder[: items - sum(shares.values())]:
-        shares[task] += 1
-    return shares
+    shares: dict[str, int] = {}
+    for left, task in zip(range(len(sizes), 0, -1), sorted(sizes, key=lambda task: sizes[task]), strict=True):
+        shares[task] = min(sizes[task], (items - sum(shares.values())) // left)
+    return {task: shares[task] for task in sizes}
 
 
-def choose_documents(
-    contents: Mapping[str, Sequence[str]], items: int, seed: int, least: int = 0
-) -> dict[str, list[int]]:
+def choose_documents(contents: Mapping[str, Sequence[str]], items: int, seed: int) -> dict[str, list[int]]:
     """Document numbers per task, ascending, drawn without replacement; each task's draw depends on its name alone.
 
     ``contents``: what each document of a task asks; of equal ones the first is drawn, if any. Tasks whose share is 0
@@ -195,7 +183,7 @@ def choose_documents(
     sizes = {task: len(numbers) for task, numbers in distinct.items()}
     return {
         task: sorted(random.Random(f"{seed}/{task}").sample(distinct[task], count))
-        for task, count in share_out(sizes, items, least).items()
+        for task, count in share_out(sizes, items).items()
         if count
     }
 

@@ -66,10 +66,14 @@ class EvalReport(EvidenceRecord):
 
 
 class TaskSettings(Section):
-    items_per_task: ClassVar[int] = 350  # at least, or all it has: each task is judged by itself, too
-
-    tasks: Annotated[tuple[str, ...], Field(min_length=1)] = ("arc_easy", "piqa", "openbookqa", "winogrande", "sciq")
-    items: Count = 2500  # pooled over the tasks, shared out by size
+    tasks: Annotated[tuple[str, ...], Field(min_length=1)] = (
+        "arc_easy",
+        "piqa",
+        "openbookqa",
+        "winogrande",
+        "social_iqa",
+    )
+    items: Count = 2500  # pooled over the tasks, the same number of each
 
 
 class TaskBounds(Bounds):

@@ -24,6 +24,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
+from pipeline.export.decompose import decomposed_where_needed
 from tapeout.attention_function import ATTENTION_DOMAIN, attention_function
 from tapeout.attention_interface import attention_replaced
 from tapeout.errors import ExportError, one_line
@@ -269,8 +270,7 @@ def _refuse_unsupported(model: Any) -> None:
 def _probe_shapes(model: Any, state: _Trace) -> list[KVShape]:
     """The KV shape of each attention call, in call order, from one run over three tokens."""
     state.start(None, ())
-    with torch.no_grad():
-        model(input_ids=torch.zeros(1, 3, dtype=torch.int64), position_ids=torch.arange(3)[None], use_cache=False)
+    model(input_ids=torch.zeros(1, 3, dtype=torch.int64), position_ids=torch.arange(3)[None], use_cache=False)
     shapes = state.shapes
     if len(shapes) != model.config.get_text_config().num_hidden_layers:
         raise ExportError(
@@ -283,7 +283,8 @@ def _probe_shapes(model: Any, state: _Trace) -> list[KVShape]:
 
 
 def _export_program(model: Any, state: _Trace) -> Any:
-    with _module_stack(model) as modules:
+    # Without gradients, modules that turn them off leave no mark in the program.
+    with _module_stack(model) as modules, torch.no_grad(), decomposed_where_needed():
         try:
             shapes = _probe_shapes(model, state)
             past = [torch.randn(2, s.kv_heads, 5, s.head_size) for s in shapes for _ in range(2)]

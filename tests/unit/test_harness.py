@@ -169,31 +169,17 @@ def test_generate_until_cuts_at_the_stop_string_and_truncates_from_the_left() ->
         lm.generate_until([instance("generate_until", "w3", {"temperature": 0.7})])
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.text(max_size=3), st.integers(1, 500), min_size=1, max_size=6), st.integers(1, 1500))
-def test_items_are_shared_out_by_size_and_add_up(sizes: dict[str, int], items: int) -> None:
+def test_items_are_shared_out_evenly_and_add_up(sizes: dict[str, int], items: int) -> None:
     shares = share_out(sizes, items)
-    assert sum(shares.values()) == min(items, sum(sizes.values()))
+    assert shares.keys() == sizes.keys() and sum(shares.values()) == min(items, sum(sizes.values()))
     for task, share in shares.items():
-        assert 0 <= share <= sizes[task]
-        assert items >= sum(sizes.values()) or abs(share - items * sizes[task] / sum(sizes.values())) < 1
+        assert share <= sizes[task]
+        assert share == sizes[task] or share >= max(shares.values()) - 1
     chosen = choose_documents({task: contents(size) for task, size in sizes.items()}, items, seed=3)
     assert {task: len(numbers) for task, numbers in chosen.items()} == {t: n for t, n in shares.items() if n}
     for task, numbers in chosen.items():
         assert numbers == sorted(set(numbers)) and numbers[-1] < sizes[task]
-
-
-@settings(deadline=None)
-@given(
-    st.dictionaries(st.text(max_size=3), st.integers(1, 500), min_size=1, max_size=6),
-    st.integers(1, 1500),
-    st.integers(0, 80),
-)
-def test_a_small_task_gets_enough_items_to_be_judged(sizes: dict[str, int], items: int, least: int) -> None:
-    shares = share_out(sizes, items, least)
-    assert shares.keys() == sizes.keys() and sum(shares.values()) == min(items, sum(sizes.values()))
-    for task, share in shares.items():
-        assert min(least, sizes[task], items // len(sizes)) <= share <= sizes[task]
 
 
 def contents(size: int) -> list[str]:
@@ -344,6 +330,15 @@ def test_definitions_are_lm_evals_own() -> None:
     assert definition_path("arc_easy").parts[-2:] == ("arc", "arc_easy.yaml")
     with pytest.raises(RecipeError, match="arc_easy"):
         definition_path("arc_esay")
+
+
+def test_a_data_set_is_found_by_its_other_name(tmp_path: Path) -> None:
+    """lm-eval's social_iqa reads lighteval/siqa, a copy of allenai/social_i_qa."""
+    answers = {"answerA": "rest", "answerB": "run", "answerC": "shout"}
+    row = {"context": "Robin came home late.", "question": "What does Robin want to do?", **answers, "label": "1"}
+    Dataset.from_list([row]).save_to_disk(str(tmp_path / "social_i_qa/none/validation"))
+    task = load_task("social_iqa", tmp_path)
+    assert task.right_choice(task.task_docs[0]) == 0 and task.main_metric == "acc"
 
 
 def test_tasks_that_cannot_be_paired_or_read_are_refused(data: Path, tmp_path: Path) -> None:

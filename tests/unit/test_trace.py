@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 import pytest
 
+from pipeline.export import decompose
 from pipeline.export.trace import _reason, trace
 from tapeout.errors import ExportError
 from tapeout.graph_analysis import is_attention
@@ -63,6 +64,33 @@ def test_windows_are_those_of_the_masks() -> None:
     windows = [node.attributes["window"].as_int() for node in trace(model).graph if is_attention(node)]
     expected = [8 if kind == "sliding_attention" else 0 for kind in model.config.layer_types]
     assert windows == expected and 8 in windows
+
+
+@pytest.mark.parametrize(
+    ("name", "decomposed"), [("gemma2", False), ("gpt2", False), ("cohere2", True), ("arcee", True)]
+)
+def test_a_program_that_onnx_has_is_not_decomposed(
+    name: str, decomposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cohere2 flattens, which is one operator of torch and four of ONNX; arcee squares, which ONNX cannot translate."""
+    from torch.export import ExportedProgram
+
+    def operators(graph: ir.Model) -> list[str]:
+        return [node.op_type for node in graph.graph]
+
+    calls: list[ExportedProgram] = []
+    decompositions = ExportedProgram.run_decompositions
+
+    def counted(self: ExportedProgram, *options: object) -> ExportedProgram:
+        calls.append(self)
+        return decompositions(self, *options)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(ExportedProgram, "run_decompositions", counted)
+    quick = operators(trace(random_model(name)))
+    assert len(calls) == decomposed
+    monkeypatch.setattr(decompose, "_without_casts", lambda *_: False)
+    assert quick == operators(trace(random_model(name)))
+    assert len(calls) == decomposed + 1
 
 
 def test_a_trace_inside_another_leaves_it_alone() -> None:
