@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +71,18 @@ def task_item(number: int, baseline: bool, candidate: bool, task: str = "arc") -
     )
 
 
+@cache
 def task_items(n: int = 2500, lost: int = 40, gained: int = 40) -> tuple[TaskItem, ...]:
-    """Three fifths right in both arms, besides those that changed; every fifth item belongs to a second task."""
+    """Three fifths right in both arms, besides those that changed; every fifth item belongs to a second task.
+
+    Made once for equal arguments: most evidence shares them.
+    """
     pairs = [(True, False)] * lost + [(False, True)] * gained
     pairs += [(i % 5 < 3,) * 2 for i in range(n - lost - gained)]
     return tuple(task_item(i, *pair, task="piqa" if i % 5 == 0 else "arc") for i, pair in enumerate(pairs))
 
 
+@cache
 def text_items(n: int = 300, kl: float = 0.01, agree: float = 0.95, worse_by: float = 0.005) -> tuple[TextItem, ...]:
     """Documents of 200 tokens whose values vary by a tenth around the mean asked for."""
     return tuple(
@@ -94,6 +100,7 @@ def text_items(n: int = 300, kl: float = 0.01, agree: float = 0.95, worse_by: fl
     )
 
 
+@cache
 def shadow_items(n: int = 300, kl: float = 0.01, agree: float = 0.95) -> tuple[ShadowItem, ...]:
     return tuple(
         ShadowItem(
