@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -32,10 +32,8 @@ from quantization.plan import (
 )
 from quantization.plan_solver import Choice, Chosen, Goal, Limits, Option, Workload, settle
 from quantization.plan_solver import frontier as best_plans
-from quantization.quick_rounding import QuickRounding
 from quantization.rounding import QuantizedLinear
 from quantization.sensitivity import Sensitivity
-from quantization.simulate import POSITIONS, Simulated, Simulation
 from quantization.statistics import held_out
 from quantization.units import (
     EMBEDDING,
@@ -55,6 +53,9 @@ from tapeout.portable_graph import PortableGraph
 from tapeout.recipe import KVCache, Plan, Quantize
 from tapeout.resources import require
 from tapeout.schemes import FLOAT, Scheme
+
+if TYPE_CHECKING:
+    from quantization.simulate import Simulated
 
 EMBEDDINGS, KV_CACHE = "embeddings", "KV cache"  # units beside those of linears
 EMBEDDING_GROUPS = (EMBEDDING, HEAD)
@@ -262,6 +263,9 @@ class _Whole:
         menus: _Menus,
         samples: Sequence[Sequence[int]],
     ) -> None:
+        from quantization.quick_rounding import QuickRounding
+        from quantization.simulate import POSITIONS, Simulation
+
         self._menus = menus
         self._rounding = QuickRounding(graph, calibration, settings)
         tokens, positions = len(samples) * max(map(len, samples)), POSITIONS * len(samples)
@@ -301,7 +305,7 @@ class _Whole:
                 codes = held[at : at + linear.codes.nbytes].view(linear.codes.dtype).reshape(linear.codes.shape)
                 linears.append(replace(linear, codes=codes))
                 at += codes.nbytes
-            mapped[name] = Simulated(tuple(linears), group.scale)
+            mapped[name] = replace(group, linears=tuple(linears))
         return mapped
 
 

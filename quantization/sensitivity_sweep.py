@@ -14,9 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from quantization.calibration import Calibration, sample_hash
 from quantization.needs import simulation_needs
-from quantization.quick_rounding import QuickRounding
 from quantization.sensitivity import Sensitivity, UnitSensitivity
-from quantization.simulate import POSITIONS, Simulation
 from quantization.statistics import held_out
 from quantization.units import caches, embedding_schemes, menu_for, units_of
 from tapeout import artifact
@@ -46,6 +44,9 @@ def sweep(
         with artifact.create(folder, Sensitivity) as draft:
             draft.finish(Sensitivity(asked=False), parents=parents)
         return artifact.load(folder, Sensitivity)
+    from quantization.quick_rounding import QuickRounding
+    from quantization.simulate import POSITIONS, Simulation
+
     chosen = held_out(calibration, samples)[: wanted.samples]
     units = units_of(graph.record, wanted.band)
     work = [(unit, [scheme for scheme in menu_for(unit.columns) if scheme != FLOAT]) for unit in units]

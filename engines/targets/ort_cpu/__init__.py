@@ -5,7 +5,9 @@ Native kernels run where the processor allows, ONNX Runtime's own operators else
 
 from __future__ import annotations
 
+import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -123,8 +125,9 @@ class OrtCpu(GraphTarget):
             levels = (level,)
             hardware = (bundle.hardware[0].model_copy(update={"level": level.name}),)
         (folder / "kernels").mkdir()
-        for level in levels:
-            shutil.copyfile(compiler.library(level), folder / level.file)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # a compiler each, where they are not compiled yet
+            for level, compiled in zip(levels, pool.map(compiler.library, levels), strict=True):
+                shutil.copyfile(compiled, folder / level.file)
         return bundle.model_copy(update={"hardware": hardware})
 
     def open(self, bundle: Artifact[EngineBundle], *, threads: int, slots: int | None) -> Engine:
