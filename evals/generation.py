@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Protocol
 
 from engines.protocol import FloatArray, TokenArray
@@ -16,7 +17,7 @@ class Decoder(Protocol):
     slots: int
     max_tokens: int
 
-    def prefill(self, slot: int, tokens: Sequence[int]) -> FloatArray: ...
+    def prefill(self, slot: int, tokens: Sequence[int], *, start: int = 0) -> FloatArray: ...
 
     def decode_greedy(self, tokens: Sequence[int], lengths: Sequence[int]) -> TokenArray: ...
 
@@ -53,7 +54,8 @@ def greedy(
 
     Live sequences always fill slots 0..B-1: one that ends is replaced by the next waiting prompt, or by the last live
     sequence once none waits. The schedule depends on the prompts and answers alone, so a run can be repeated exactly.
-    ``finished`` may end a response early by its tokens so far; that counts as stopped.
+    ``finished`` may end a response early by its tokens so far; that counts as stopped. What all prompts begin with,
+    such as a system prompt, is computed once and copied to the other slots, as a server's prefix cache does.
     :class:`EvidenceError` for an empty prompt and for one that leaves no room for ``max_new_tokens``.
     """
     from tqdm import tqdm
@@ -67,6 +69,9 @@ def greedy(
                 remedy="leave out that prompt, lower `shadow.max_new_tokens` or raise `export.max_positions`",
             )
     stops = frozenset(stop_tokens)
+    same = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*(prompt[:-1] for prompt in prompts), strict=False))
+    common = sum(1 for _ in same)
+    begun: set[int] = set()  # slots that hold the common tokens
     responses: dict[int, Response] = {}
     live: list[_Sequence] = []
     waiting = iter(range(len(prompts)))
@@ -82,11 +87,18 @@ def greedy(
         bar.update()
         return True
 
+    def first_token(slot: int, prompt: Sequence[int]) -> int:
+        if begun and slot not in begun:
+            engine.copy_slot(0, slot, common)
+        start = common if begun else 0
+        begun.add(slot)
+        return int(engine.prefill(slot, prompt[start:], start=start)[0].argmax())
+
     def admit(slot: int) -> _Sequence | None:
         """Prefill waiting prompts into the slot until one has more than its first token to say."""
         for number in waiting:
             sequence = _Sequence(number, len(prompts[number]))
-            if not accept(sequence, int(engine.prefill(slot, prompts[number])[0].argmax())):
+            if not accept(sequence, first_token(slot, prompts[number])):
                 return sequence
         return None
 

@@ -123,8 +123,8 @@ class Lockstep:
         self.answers: list[Forced] = []
         self._held: dict[int, Forced] = {}
 
-    def prefill(self, slot: int, tokens: Sequence[int]) -> FloatArray:
-        left, right = (engine.prefill(slot, tokens) for engine in self._engines)
+    def prefill(self, slot: int, tokens: Sequence[int], *, start: int = 0) -> FloatArray:
+        left, right = (engine.prefill(slot, tokens, start=start) for engine in self._engines)
         self._held[slot] = Forced()
         self.answers.append(self._held[slot])
         self._held[slot].add(left[-1], right[-1])

@@ -59,11 +59,14 @@ class LocalTask(ConfigurableTask):
         return "acc_norm" if "acc_norm" in names else "acc"
 
     def contents(self) -> list[str]:
-        """What each document asks, without its name: equal where a data set asks the same question twice."""
+        """What each document asks, without its name: equal where a data set asks the same question twice.
+
+        The right answer is left out: social_iqa asks some questions twice and has another answer the second time.
+        """
         documents: list[Any] = list(self.task_docs)
-        return [
-            json.dumps([self.doc_to_text(doc), self.doc_to_choice(doc), self.doc_to_target(doc)]) for doc in documents
-        ]
+        if self.multiple_input:  # the text before the choices is the number of the right one
+            return [json.dumps([self.doc_to_choice(doc), self.doc_to_target(doc)]) for doc in documents]
+        return [json.dumps([self.doc_to_text(doc), self.doc_to_choice(doc)]) for doc in documents]
 
     def right_choice(self, doc: Any) -> int:
         """Index of the right answer. :class:`EvidenceError` where there is none: lm-eval would score it as wrong."""

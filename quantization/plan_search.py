@@ -298,7 +298,8 @@ class _Whole:
                 for linear in group.linears:
                     linear.codes.tofile(file)
             held = np.memmap(file, np.uint8, "r")
-        at, mapped = 0, dict[str, Simulated]()
+        at = 0
+        mapped: dict[str, Simulated] = {}
         for name, group in groups.items():
             linears: list[QuantizedLinear] = []
             for linear in group.linears:

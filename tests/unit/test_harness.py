@@ -336,9 +336,12 @@ def test_a_data_set_is_found_by_its_other_name(tmp_path: Path) -> None:
     """lm-eval's social_iqa reads lighteval/siqa, a copy of allenai/social_i_qa."""
     answers = {"answerA": "rest", "answerB": "run", "answerC": "shout"}
     row = {"context": "Robin came home late.", "question": "What does Robin want to do?", **answers, "label": "1"}
-    Dataset.from_list([row]).save_to_disk(str(tmp_path / "social_i_qa/none/validation"))
+    rows = [row, {**row, "label": "3"}, {**row, "question": "Why did Robin come late?"}]
+    Dataset.from_list(rows).save_to_disk(str(tmp_path / "social_i_qa/none/validation"))
     task = load_task("social_iqa", tmp_path)
     assert task.right_choice(task.task_docs[0]) == 0 and task.main_metric == "acc"
+    asked = task.contents()
+    assert asked[0] == asked[1] != asked[2]  # another right answer makes no other question
 
 
 def test_tasks_that_cannot_be_paired_or_read_are_refused(data: Path, tmp_path: Path) -> None:

@@ -30,11 +30,17 @@ def _alone(engine: History, prompt: list[int], limit: int, stops: set[int]) -> R
 
 
 @settings(deadline=None, max_examples=150)
-@given(PROMPTS, st.integers(1, 5), st.integers(1, 12), st.sets(st.integers(0, 31), max_size=12))
+@given(
+    st.lists(st.integers(0, 31), max_size=6),
+    PROMPTS,
+    st.integers(1, 5),
+    st.integers(1, 12),
+    st.sets(st.integers(0, 31), max_size=12),
+)
 def test_greedy_gives_every_prompt_its_own_answer(
-    prompts: list[list[int]], slots: int, limit: int, stops: set[int]
+    beginning: list[int], rests: list[list[int]], slots: int, limit: int, stops: set[int]
 ) -> None:
-    engine = History(slots=slots)
+    engine, prompts = History(slots=slots), [beginning + rest for rest in rests]
     answers = greedy(engine, prompts, max_new_tokens=limit, stop_tokens=stops)
     assert answers == [_alone(engine, prompt, limit, stops) for prompt in prompts]
 
@@ -48,6 +54,12 @@ def test_greedy_keeps_its_slots_busy(slots: int, count: int, limit: int) -> None
     steps = engine.engine.steps  # a prompt has one token, too, and is fed alone
     assert sum(len(fed) for fed in steps) == count + count * (limit - 1)
     assert len(steps) == count + -(-count // slots) * (limit - 1)
+
+
+def test_what_all_prompts_begin_with_is_fed_once() -> None:
+    engine = History(slots=2)
+    greedy(engine, [[1, 2, 3], [1, 2, 4, 5], [1, 2, 3]], max_new_tokens=1, stop_tokens=[])
+    assert [fed for step in engine.engine.steps for fed in step] == [3, 2, 1]
 
 
 def test_finished_ends_a_response_early() -> None:
