@@ -88,7 +88,7 @@ def greedy(
         return True
 
     def first_token(slot: int, prompt: Sequence[int]) -> int:
-        if begun and slot not in begun:
+        if common and begun and slot not in begun:
             engine.copy_slot(0, slot, common)
         start = common if begun else 0
         begun.add(slot)
