@@ -187,11 +187,28 @@ def test_the_check_of_an_export_goes_on_after_a_kill(
     assert again[stage] == total if damaged else total // 3 <= again[stage] < 9 * total // 10
 
 
+@pytest.fixture(scope="module")
+def killed_calibrate(graph: Artifact[PortableGraph], folder: Path) -> Path:
+    left = kill("calibrate", folder, after=1 + 2 * 8 + 3)  # the stream's own call, two layers, and into the third
+    return left.rename(folder / "killed calibrate")
+
+
+@pytest.fixture(scope="module")
+def killed_quantize(calibration: Artifact[Calibration], plan: Artifact[PrecisionPlan], folder: Path) -> Path:
+    left = kill("quantize", folder, after=2)  # two layers are written, and the third is searched
+    return left.rename(folder / "killed quantize")
+
+
 @pytest.mark.parametrize("damaged", ["", layer_file(0), "hidden-002", "hidden-002.carried", "cut"])
 def test_calibrate_goes_on_after_a_kill(
-    damaged: str, graph: Artifact[PortableGraph], calibration: Artifact[Calibration], tiny_texts: Texts, folder: Path
+    damaged: str,
+    graph: Artifact[PortableGraph],
+    calibration: Artifact[Calibration],
+    killed_calibrate: Path,
+    tiny_texts: Texts,
+    folder: Path,
 ) -> None:
-    work = kill("calibrate", folder, after=1 + 2 * 8 + 3)  # the stream's own call, two layers, and into the third
+    work = shutil.copytree(killed_calibrate, folder / ".calibration.work")
     if damaged == "cut":
         (work / "hidden-002").write_bytes((work / "hidden-002").read_bytes()[:-4000])
     elif damaged:
@@ -210,10 +227,11 @@ def test_quantize_goes_on_after_a_kill(
     calibration: Artifact[Calibration],
     plan: Artifact[PrecisionPlan],
     quantized: Artifact[QuantizedModel],
+    killed_quantize: Path,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    work = kill("quantize", folder, after=2)  # two layers are written, and the third is searched
+    work = shutil.copytree(killed_quantize, folder / ".quantized.work")
     assert (work / "part-00000").is_file()
     if damaged == "cut":
         (work / "part-00000").write_bytes((work / "part-00000").read_bytes()[:-4000])
