@@ -60,15 +60,15 @@ def page(run: Run) -> str:
         "This page is written by `make bench-serving`; do not edit it. [serving.json](serving.json) has all figures.",
         f"{run.machine}; each server has {run.threads} threads, and shares the machine with the client, which is one "
         f"process. Servers take turns (rounds: {run.rounds}, and at least {SHORT_ROUNDS} of scenarios that take "
-        "seconds); those of others are stopped while it is not their turn. "
+        "seconds); while one runs, the others are paused. "
         "All get the same token ids over the same API (`/v1/completions`, streamed, greedy, without a stop token). "
         f"The load average was {run.load_before:.1f} before the run.",
         "## Bars",
         _bars(bars(run)),
         "## Open-loop load",
         f"Poisson arrivals of {run.requests} requests with prompts of 32 to 512 tokens and answers of 16 to 128. "
-        "Saturation offers more than any server can answer; its row is the median round. The second run offers 70 % of "
-        "the requests per second that the best other server answers at saturation.",
+        "Saturation offers more than any server can answer; its row is the median round. Rates count answered requests "
+        "only. The second run offers 70 % of the requests per second that the best other server answers at saturation.",
         _loads(run),
         "## Cold start",
         "From the start of the process to the first token of a response; model files are in the page cache.",
@@ -190,7 +190,7 @@ def _prefix_bar(ours: Measured) -> Bar:
 
 
 def _streams_bar(ours: Measured) -> Bar:
-    what, bar = "throughput at 1, 8, 32 and 128 streams", "never falls"
+    what, bar = "throughput at 1, 8, 32 and 128 streams", f"never falls by more than {1 - STREAMS_BAR:.0%}"
     rates = [median(found) for _, found in ours.streams]
     if len(rates) < 2:
         return Bar(what, bar, "", None)

@@ -201,7 +201,7 @@ class Bench:
 
     def _streams(self) -> None:
         rates: dict[int, list[float]] = {count: [] for count in STREAM_COUNTS}
-        for _ in range(self.options.rounds):
+        for _ in range(max(self.options.rounds, SHORT_ROUNDS)):
             for count, found in rates.items():
                 rate = self._in_turn(
                     OURS, f"{count} streams", lambda server, count=count: streams(server.url, self.text, count)

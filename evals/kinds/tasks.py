@@ -67,7 +67,7 @@ class EvalReport(EvidenceRecord):
 
 class TaskSettings(Section):
     tasks: Annotated[tuple[str, ...], Field(min_length=1)] = ("arc_easy", "piqa", "openbookqa", "social_iqa")
-    items: Count = 2500  # pooled over the tasks, the same number of each
+    items: Count = 2500  # pooled over the tasks, shared equally as far as each has enough
 
 
 class TaskBounds(Bounds):

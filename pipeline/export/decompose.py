@@ -1,8 +1,8 @@
 """Leave out the exporter's second trace of a model, where the first one already holds operators that ONNX has.
 
 After the capture, ``torch.onnx.export`` traces the whole program again to decompose operators that it cannot
-translate. Of the models in tests/families.py, nine in ten hold none but casts, and casts need no trace: without it an
-export of 30 layers takes two thirds of its time (docs/models.md says what exports).
+translate. Most models of docs/models.md hold none but casts, and casts need no trace. Without it, exporting two
+layers takes half the time, and the export stage of the default model 41 seconds instead of 50.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 _CASTS = frozenset({torch.ops.aten.to.dtype, torch.ops.aten.to.dtype_layout, torch.ops.aten.to.device})
-
-
-_LONG_IN_ONNX = frozenset({torch.ops.aten.flatten.using_ints})  # several operators, where decomposed one
+# Translated as it is, it becomes several operators of ONNX; decomposed first, one.
+_LONG_IN_ONNX = frozenset({torch.ops.aten.flatten.using_ints})
 
 
 @contextmanager
@@ -28,7 +27,7 @@ def decomposed_where_needed() -> Generator[None]:
 
     def quick(program: Any, registry: Any) -> Any:
         known = {choices[0].fx_target for choices in registry.functions.values()} - _LONG_IN_ONNX
-        return program if _without_casts(program.graph_module, known) else decompose(program, registry)
+        return program if _made_translatable(program.graph_module, known) else decompose(program, registry)
 
     _fx_passes.decompose_with_registry = quick
     try:
@@ -37,16 +36,22 @@ def decomposed_where_needed() -> Generator[None]:
         _fx_passes.decompose_with_registry = decompose
 
 
-def _without_casts(module: torch.fx.GraphModule, known: set[Any]) -> bool:
-    """Write casts as operators in ``known`` or leave them out; False, with nothing written, if others are unknown."""
+def _made_translatable(module: torch.fx.GraphModule, known: set[Any]) -> bool:
+    """Replace casts by operators of ``known``, or leave out those that change nothing.
+
+    False, with all casts as they were, if an operator is unknown or an output is a cast, which the program's signature
+    names. Unused nodes are removed in any case.
+    """
     graph = module.graph
     graph.eliminate_dead_code()
     others = [node for node in graph.nodes if node.op not in ("placeholder", "output") and not _is_assertion(node)]
-    if any(node.op != "call_function" or node.target not in known | _CASTS for node in others):
+    casts = [node for node in others if node.target in _CASTS]
+    if any(node.op != "call_function" or node.target not in known for node in others if node not in casts):
         return False
-    for node in others:
-        if node.target in _CASTS:
-            _rewrite_cast(graph, node)
+    if any(user.op == "output" for cast in casts for user in cast.users):
+        return False
+    for cast in casts:
+        _rewrite_cast(graph, cast)
     module.recompile()
     return True
 

@@ -125,7 +125,6 @@ def flagger(server: Served, name: str, version: str) -> str:
     ],
 )
 def test_controllers_act_on_an_outcome(server: Served, outcome: Outcome, argo_says: str, flagger_does: str) -> None:
-    """All ask for one version, one after the other: the server looks it up once."""
     answer = get(server, judged.NAME, VERSIONS[outcome])
     assert answer.status_code == 200
     found = answer.json()
@@ -136,6 +135,8 @@ def test_controllers_act_on_an_outcome(server: Served, outcome: Outcome, argo_sa
 
 
 def test_controllers_wait_for_a_version_that_is_not_there(server: Served) -> None:
+    answer = get(server, judged.NAME, "9")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "version_not_found")
     assert argo(server, judged.NAME, "9") == "Error"
     assert flagger(server, judged.NAME, "9") == "waits"
 

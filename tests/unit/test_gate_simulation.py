@@ -79,7 +79,7 @@ def test_the_simulation_sees_a_bound_that_does_not_hold(monkeypatch: pytest.Monk
     assert not found["kl"].holds(0.95)
 
 
-def test_the_simulation_sees_tasks_that_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_simulation_sees_a_check_of_tasks_that_always_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     (row,) = (row for row in ROWS if row.checks == {"accuracy_worst_task": "openbookqa alone loses the margin"})
     monkeypatch.setattr(
         evals.kinds.tasks,

@@ -86,6 +86,11 @@ def test_serving_a_bundle_needs_no_torch_and_no_registry() -> None:
     assert heavy_imports(statement, HEAVY) == set()
 
 
+def test_searching_a_plan_needs_no_torch() -> None:
+    """A recipe that writes the plan out simulates no rounding, which is what takes torch."""
+    assert heavy_imports("import quantization.plan_search, quantization.sensitivity_sweep", {"torch"}) == set()
+
+
 def test_opening_an_engine_and_generating_needs_no_torch() -> None:
     statement = "import pipeline.cli.generate, engines.targets.ort_cpu, tapeout; tapeout.generate"
     assert heavy_imports(statement, HEAVY) == set()

@@ -58,8 +58,9 @@ def test_greedy_keeps_its_slots_busy(slots: int, count: int, limit: int) -> None
 
 def test_what_all_prompts_begin_with_is_fed_once() -> None:
     engine = History(slots=2)
-    greedy(engine, [[1, 2, 3], [1, 2, 4, 5], [1, 2, 3]], max_new_tokens=1, stop_tokens=[])
-    assert [fed for step in engine.engine.steps for fed in step] == [3, 2, 1]
+    greedy(engine, [[1, 2, 3], [1, 2, 4, 5], [1, 2, 3]], max_new_tokens=2, stop_tokens=[])
+    prompts_and_steps = [fed for step in engine.engine.steps for fed in step]
+    assert prompts_and_steps == [3, 2, 1, 1, 1, 1]
 
 
 def test_finished_ends_a_response_early() -> None:

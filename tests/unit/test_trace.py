@@ -68,12 +68,17 @@ def test_windows_are_those_of_the_masks() -> None:
     assert windows == expected and 8 in windows
 
 
-def operators(graph: ir.Model) -> list[str]:
-    return [node.op_type for node in graph.graph]
+def operators(graph: ir.Model) -> list[tuple[object, ...]]:
+    """Operators in order, with their attributes and how many inputs are given. ``allowzero`` is about empty tensors."""
+
+    def attributes(node: ir.Node) -> dict[str, str]:
+        return {name: str(value.value) for name, value in node.attributes.items() if name != "allowzero"}
+
+    return [(node.op_type, attributes(node), [value is not None for value in node.inputs]) for node in graph.graph]
 
 
 @cache
-def operators_of_family(name: str) -> tuple[list[str], int]:
+def operators_of_family(name: str) -> tuple[list[tuple[object, ...]], int]:
     """Of its graph, and how often torch decomposed the program for it."""
     from torch.export import ExportedProgram
 
@@ -92,8 +97,23 @@ def operators_of_family(name: str) -> tuple[list[str], int]:
 @pytest.mark.parametrize("name", ["gemma2", "gpt2"])
 def test_a_program_that_onnx_has_is_not_decomposed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     quick, decomposed = operators_of_family(name)
-    monkeypatch.setattr(decompose, "_without_casts", lambda *_: False)
+    monkeypatch.setattr(decompose, "_made_translatable", lambda *_: False)
     assert not decomposed and quick == operators(trace(random_model(name)))
+
+
+def test_an_output_that_is_a_cast_is_exported() -> None:
+    import torch
+
+    class Casts(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return (x + 1).float(), (x + 2).to(torch.float16)
+
+    with decompose.decomposed_where_needed():
+        program = torch.onnx.export(Casts().eval(), (torch.ones(2),), dynamo=True, verbose=False)
+    assert program is not None and [value.dtype for value in program.model.graph.outputs] == [
+        ir.DataType.FLOAT,
+        ir.DataType.FLOAT16,
+    ]
 
 
 @pytest.mark.parametrize("name", ["cohere2", "arcee"])

@@ -5,13 +5,13 @@ Native kernels run where the processor allows, ONNX Runtime's own operators else
 
 from __future__ import annotations
 
-import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engines.target import Capabilities, GraphTarget, Passes
+from engines.threads import physical_cores
 from tapeout.errors import BuildError
 from tapeout.fingerprint import Fingerprint
 
@@ -125,7 +125,7 @@ class OrtCpu(GraphTarget):
             levels = (level,)
             hardware = (bundle.hardware[0].model_copy(update={"level": level.name}),)
         (folder / "kernels").mkdir()
-        with ThreadPoolExecutor(os.cpu_count()) as pool:  # a compiler each, where they are not compiled yet
+        with ThreadPoolExecutor(physical_cores()) as pool:  # a compiler each, where they are not compiled yet
             for level, compiled in zip(levels, pool.map(compiler.library, levels), strict=True):
                 shutil.copyfile(compiled, folder / level.file)
         return bundle.model_copy(update={"hardware": hardware})
