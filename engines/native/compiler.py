@@ -27,8 +27,12 @@ FLAGS = (
 )
 
 
-def library(level: Level) -> Path:
-    """The library, compiled once for these sources, this level and this compiler. :class:`BuildError` without one."""
+def library(level: Level, source: Path | None = None) -> Path:
+    """The library, compiled once for these sources, this level and this compiler. :class:`BuildError` without one.
+
+    Several threads may ask at once: ``source`` (default: :data:`SOURCE`) is what is compiled and what names the result.
+    """
+    source = source or SOURCE
     if importlib.util.find_spec(COMPILER) is None:
         raise BuildError(
             f"no compiler: the package {COMPILER} is not installed",
@@ -36,11 +40,11 @@ def library(level: Level) -> Path:
             remedy='pip install ".[pipeline]"',
         )
     flags = (*FLAGS, *target_flags(level))
-    path = cache() / _key(flags) / f"{level.name}.so"
+    path = cache() / _key(source, flags) / f"{level.name}.so"
     try:
         if not path.is_file():
             path.parent.mkdir(parents=True, exist_ok=True)
-            _compile(path, flags)
+            _compile(source, path, flags)
     except OSError as error:
         raise BuildError(
             f"kernels cannot be compiled into {path.parent}: {error}",
@@ -59,27 +63,27 @@ def cache() -> Path:
     return cache_folder() / "kernels"
 
 
-def _key(flags: tuple[str, ...]) -> str:
+def _key(source: Path, flags: tuple[str, ...]) -> str:
     content = hashlib.sha256(repr((metadata.version(COMPILER), flags)).encode())
-    for path in sorted(SOURCE.iterdir()):
+    for path in sorted(source.iterdir()):
         content.update(path.name.encode() + b"\0" + path.read_bytes())
     return content.hexdigest()[:16]
 
 
-def _compile(path: Path, flags: tuple[str, ...]) -> None:
+def _compile(source: Path, path: Path, flags: tuple[str, ...]) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as own:  # other processes may compile the same
         partial = Path(own) / path.name
-        sources = sorted(file.name for file in SOURCE.glob("*.c"))
+        sources = sorted(file.name for file in source.glob("*.c"))
         done = subprocess.run(
             [sys.executable, "-m", COMPILER, "cc", *flags, "-o", str(partial), *sources],
-            cwd=SOURCE,
+            cwd=source,
             capture_output=True,
             text=True,
             env=os.environ | {"ZIG_GLOBAL_CACHE_DIR": str(cache() / "compiler")},
         )
         if done.returncode:
             raise BuildError(
-                f"the kernels in {SOURCE} do not compile: {done.stderr.strip()[-2000:]}",
+                f"the kernels in {source} do not compile: {done.stderr.strip()[-2000:]}",
                 expected="a library",
                 remedy=f"reinstall {COMPILER} in the version that pyproject.toml names",
             )

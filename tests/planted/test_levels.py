@@ -190,11 +190,10 @@ def test_wrong_kernels_of_a_level_fail(graph: Artifact[Any], tmp_path: Path, mon
     text = kernel.read_text()
     assert PLANTED[0] in text
     kernel.write_text(text.replace(*PLANTED))
-    compiled, right = compiler.library, compiler.SOURCE
+    compiled = compiler.library
 
     def library(level: native.Level) -> Path:
-        monkeypatch.setattr(compiler, "SOURCE", source if level == LEAST else right)
-        return compiled(level)
+        return compiled(level, source if level == LEAST else None)
 
     monkeypatch.chdir(tmp_path)
     with monkeypatch.context() as patch:
