@@ -10,7 +10,8 @@ Shapes: N output channels, K input channels, G groups of input channels.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -53,10 +54,14 @@ def describe(config: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def dequantized(stored: Mapping[str, Stored], config: Any, *, tied: bool) -> dict[str, torch.Tensor]:
-    """Every parameter, quantized ones in float32; :class:`QuantizationError` for what is read in no way.
+Read = Callable[[], torch.Tensor]
 
-    ``tied``: lm_head shares the embedding, and may repeat its scales.
+
+def dequantized(stored: Mapping[str, Stored], config: Any, *, tied: bool) -> dict[str, Read]:
+    """By name of the parameter, what reads it: quantized ones in float32, others as they are stored.
+
+    So one tensor at a time is in memory. :class:`QuantizationError` for what is read in no way; where parts do not fit
+    together, when that tensor is read. ``tied``: lm_head shares the embedding, and may repeat its scales.
     """
     method = _method(config)
     if method is None:
@@ -78,13 +83,14 @@ def dequantized(stored: Mapping[str, Stored], config: Any, *, tied: bool) -> dic
             expected="the codes and the scales of every quantized weight",
             remedy="complete the checkpoint",
         )
-    return found | {name: tensor.read() for name, tensor in left.items()}
+    return found | {name: tensor.read for name, tensor in left.items()}
 
 
-Left = dict[str, Stored]  # tensors that no parameter was made of yet
+Left = dict[str, Stored]  # tensors that no parameter is made of yet
+Parts = Mapping[str, Stored]  # of one weight
 
 
-def _method(config: Any) -> Callable[[Left, Mapping[str, Any]], dict[str, torch.Tensor]] | None:
+def _method(config: Any) -> Callable[[Left, Mapping[str, Any]], dict[str, Read]] | None:
     if not isinstance(config, Mapping):
         return None
     name = config.get("quant_method")
@@ -104,56 +110,65 @@ def _shown(config: Any) -> str:
     return ", ".join(f"{name} {config[name]}" for name in names if config.get(name)) or "an unknown method"
 
 
-def _awq(left: Left, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _awq(left: Left, config: Mapping[str, Any]) -> dict[str, Read]:
     """Every linear of AutoAWQ's layout (quantization/autoawq.py); its scales may be of any float type."""
-    found: dict[str, torch.Tensor] = {}
-    for name in [name for name in left if name.endswith(".qweight")]:
-        module = name.removesuffix(".qweight")
-        parts = {part: _part(left, module, part) for part in autoawq.PARTS}
-        parts["scales"] = parts["scales"].float()
-        linear = autoawq.decode({part: tensor.numpy() for part, tensor in parts.items()}, module)
-        found[f"{module}.weight"] = torch.from_numpy(linear.dequantize())
-    return found
+
+    def read(module: str, parts: Parts) -> torch.Tensor:
+        tensors = {name: part.read() for name, part in parts.items()}
+        tensors["scales"] = tensors["scales"].float()
+        linear = autoawq.decode({name: tensor.numpy() for name, tensor in tensors.items()}, module)
+        return torch.from_numpy(linear.dequantize())
+
+    modules = [name.removesuffix(".qweight") for name in left if name.endswith(".qweight")]
+    return {f"{module}.weight": partial(read, module, _parts(left, module, autoawq.PARTS)) for module in modules}
 
 
-def _fp8(left: Left, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _fp8(left: Left, config: Mapping[str, Any]) -> dict[str, Read]:
     """``weight`` float8 [N, K] and ``weight_scale_inv`` for blocks of it; blocks at the ends may be smaller."""
-    block = config.get("weight_block_size")
-    found: dict[str, torch.Tensor] = {}
-    for name in [name for name in left if name.endswith(".weight_scale_inv")]:
-        module = name.removesuffix(".weight_scale_inv")
-        weight, scale = _part(left, module, "weight").float(), _part(left, module, "weight_scale_inv").float()
-        found[f"{module}.weight"] = weight * _spread(scale, weight, block, module)
-    return found
+
+    def read(module: str, parts: Parts) -> torch.Tensor:
+        weight, scale = (parts[name].read().float() for name in ("weight", "weight_scale_inv"))
+        return weight.mul_(_spread(scale, weight, config.get("weight_block_size"), module))
+
+    names = ("weight", "weight_scale_inv")
+    modules = [name.removesuffix(".weight_scale_inv") for name in left if name.endswith(".weight_scale_inv")]
+    return {f"{module}.weight": partial(read, module, _parts(left, module, names)) for module in modules}
 
 
-def _compressed(left: Left, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+def _compressed(left: Left, config: Mapping[str, Any]) -> dict[str, Read]:
+    found: dict[str, Read] = {}
     for name in [name for name in left if name.endswith(".weight_scale")]:
         module = name.removesuffix(".weight_scale")
         if f"{module}.weight_packed" not in left and f"{module}.weight" not in left:
             continue  # of a tied lm_head
-        weights = _weights_of(module, config)
-        scale = _part(left, module, "weight_scale").float()
-        zeros = _part(left, module, "weight_zero_point") if f"{module}.weight_zero_point" in left else None
-        if f"{module}.weight_packed" in left:
-            words, shape = _part(left, module, "weight_packed"), _part(left, module, "weight_shape")
-            bits, (rows, columns) = int(weights["num_bits"]), (int(n) for n in shape)
-            packing = next((f for f in formats().values() if isinstance(f, Packed) and f.bits == bits), None)
-            if packing is None or tuple(words.shape) != (rows, packing.words_of(columns)):
-                raise _unfit(f"{module} in {bits} bits", words, shape)
-            codes = _tensor(packing.codes(words.numpy(), columns))
-            if zeros is not None:
-                zeros = _tensor(packing.codes(np.ascontiguousarray(zeros.numpy().T), rows).T)
-            offset = torch.tensor(float(1 << (bits - 1))) if zeros is None else zeros
-        else:
-            codes = _part(left, module, "weight").float()
-            offset = torch.zeros(()) if zeros is None else zeros.float()
-        order = _part(left, module, "weight_g_idx") if f"{module}.weight_g_idx" in left else None
-        block = weights.get("block_structure")
-        offsets, scales = (_spread(part, codes, block, module, order) for part in (offset, scale))
-        found[f"{module}.weight"] = (codes - offsets) * scales
+        codes = ("weight_packed", "weight_shape") if f"{module}.weight_packed" in left else ("weight",)
+        optional = [part for part in ("weight_zero_point", "weight_g_idx") if f"{module}.{part}" in left]
+        parts = _parts(left, module, ("weight_scale", *codes, *optional))
+        found[f"{module}.weight"] = partial(_read_compressed, module, parts, _weights_of(module, config))
     return found
+
+
+def _read_compressed(module: str, parts: Parts, weights: Mapping[str, Any]) -> torch.Tensor:
+    """``weights``: the arguments that the codes were made with."""
+    scale = parts["weight_scale"].read().float()
+    zeros = parts["weight_zero_point"].read() if "weight_zero_point" in parts else None
+    if "weight_packed" in parts:
+        words, shape = parts["weight_packed"].read(), parts["weight_shape"].read()
+        bits, (rows, columns) = int(weights["num_bits"]), (int(n) for n in shape)
+        packing = next((f for f in formats().values() if isinstance(f, Packed) and f.bits == bits), None)
+        if packing is None or tuple(words.shape) != (rows, packing.words_of(columns)):
+            raise _unfit(f"{module} in {bits} bits", words, shape)
+        codes = _tensor(packing.codes(words.numpy(), columns))
+        if zeros is not None:
+            zeros = _tensor(packing.codes(np.ascontiguousarray(zeros.numpy().T), rows).T)
+        offset = torch.tensor(float(1 << (bits - 1))) if zeros is None else zeros
+    else:
+        codes = parts["weight"].read().float()
+        offset = torch.zeros(()) if zeros is None else zeros.float()
+    order = parts["weight_g_idx"].read() if "weight_g_idx" in parts else None
+    block = weights.get("block_structure")
+    codes.sub_(_spread(offset, codes, block, module, order))
+    return codes.mul_(_spread(scale, codes, block, module, order))
 
 
 def _tensor(codes: Any) -> torch.Tensor:
@@ -202,15 +217,15 @@ def _weights_of(module: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
     )
 
 
-def _part(left: Left, module: str, part: str) -> torch.Tensor:
-    try:
-        return left.pop(f"{module}.{part}").read()
-    except KeyError:
+def _parts(left: Left, module: str, names: Iterable[str]) -> Parts:
+    """Taken out of ``left``."""
+    if absent := next((name for name in names if f"{module}.{name}" not in left), None):
         raise QuantizationError(
-            f"no {module}.{part}, which its other tensors need",
+            f"no {module}.{absent}, which its other tensors need",
             expected="the codes and the scales of every quantized weight",
             remedy="complete the checkpoint",
-        ) from None
+        )
+    return {name: left.pop(f"{module}.{name}") for name in names}
 
 
 def _drop_repeated_scales(left: Left, stored: Mapping[str, Stored]) -> None:

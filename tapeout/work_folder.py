@@ -1,4 +1,7 @@
-"""Finished parts of an artifact, kept when a stage is interrupted and used by the next run of the same work."""
+"""Folders beside an artifact for what is not in it.
+
+Finished parts are kept when a stage is interrupted and used by the next run of the same work. Scratch files are not.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +39,18 @@ def work_folder(folder: Path, key: Mapping[str, Any]) -> Generator[Path]:
             shutil.rmtree(work)
         raise
     shutil.rmtree(work)
+
+
+@contextmanager
+def scratch_folder(folder: Path) -> Generator[Path]:
+    """A hidden empty folder beside ``folder``, removed at the end. What a killed run left there is removed before."""
+    scratch = folder.with_name(f".{folder.name}.scratch")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch)
 
 
 def keep(written: Path, part: Path) -> None:

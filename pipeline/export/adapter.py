@@ -12,14 +12,19 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
+from pipeline.export.weights import write_weights
 from tapeout.errors import ExportError
-from tapeout.tensor_files import StoredTensor, few, read_header
+from tapeout.mapped_weights import is_finite
+from tapeout.tensor_files import StoredTensor, few, read_header, stored_tensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -60,28 +65,44 @@ PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva", None)
 REMEDY = "merge the adapter with peft (`merge_and_unload`), save the model, and name that folder in model.source"
 
 
-def merge_adapter(model: Any, folder: Path) -> None:
-    """Change the weights of ``model`` in place; :class:`ExportError` before the first change."""
+def merge_adapter(model: Any, folder: Path, scratch: Path | None = None) -> None:
+    """Change the weights of ``model`` in place; :class:`ExportError` before the first change.
+
+    ``scratch``: where the changed weights are written in float32, one at a time, and mapped from; default: files
+    without a name in the system's temporary folder.
+    """
     config = _read_config(folder)
     stored = {tensor.name: tensor for tensor in read_header(folder / WEIGHTS)}
     tied = {name for pair in model.all_tied_weights_keys.items() for name in pair}
     scale = config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
     pairs, saved = _sorted_out(stored, config)
     _require_targets(model, set(pairs), config)
-    changes: dict[str, torch.Tensor] = {}
+    changes: dict[str, Callable[[], torch.Tensor]] = {}
     for module, (down, up) in pairs.items():
-        name = f"{module}.weight"
-        changes[name] = _parameter(model, name, tied) + scale * _delta(model, module, down, up, config)
+        parameter = _parameter(model, f"{module}.weight", tied)
+        changes[f"{module}.weight"] = partial(_merged, parameter, scale, _factors(model, module, down, up, config))
     for name, tensor in saved.items():
-        parameter, value = _parameter(model, name, tied), tensor.read().float()
-        if value.shape != parameter.shape:
-            raise _unfit(tensor.name, tuple(value.shape), tuple(parameter.shape))
-        changes[name] = value
-    if broken := [name for name, value in changes.items() if not bool(torch.isfinite(value).all())]:
+        if tensor.shape != tuple(_parameter(model, name, tied).shape):
+            raise _unfit(tensor.name, tensor.shape, tuple(_parameter(model, name, tied).shape))
+        changes[name] = partial(_replaced, tensor)
+    with ExitStack() as stack:
+        scratch = scratch or Path(stack.enter_context(TemporaryDirectory()))
+        scratch.mkdir(parents=True, exist_ok=True)
+        write_weights(scratch, changes)
+        merged = {name: tensor.read() for name, tensor in stored_tensors(scratch).items()}
+    if broken := [name for name, value in merged.items() if not is_finite(value)]:
         raise ExportError(f"the adapter makes NaN or infinite weights of {few(broken)}", remedy="choose another one")
     with torch.no_grad():
-        for name, value in changes.items():
+        for name, value in merged.items():
             model.get_parameter(name).data = value  # float32, whatever the type of the stored one
+
+
+def _merged(parameter: torch.Tensor, scale: float, factors: Callable[[], torch.Tensor]) -> torch.Tensor:
+    return parameter + scale * factors()
+
+
+def _replaced(tensor: StoredTensor) -> torch.Tensor:
+    return tensor.read().float()
 
 
 def merged_elements(folder: Path) -> int:
@@ -192,8 +213,10 @@ def _is_target(name: str, module: Any, model: Any, config: Mapping[str, Any]) ->
     return number is not None and int(number[1]) in ([layers] if isinstance(layers, int) else layers)
 
 
-def _delta(model: Any, module: str, down: StoredTensor, up: StoredTensor, config: Mapping[str, Any]) -> torch.Tensor:
-    """``B @ A`` in the layout of the module's weight."""
+def _factors(
+    model: Any, module: str, down: StoredTensor, up: StoredTensor, config: Mapping[str, Any]
+) -> Callable[[], torch.Tensor]:
+    """What computes ``B @ A`` in the layout of the module's weight."""
     from transformers.pytorch_utils import Conv1D
 
     weight, rank = model.get_submodule(module).weight, config["r"]
@@ -204,8 +227,12 @@ def _delta(model: Any, module: str, down: StoredTensor, up: StoredTensor, config
     for tensor, shape in ((down, (rank, inputs)), (up, (outputs, rank))):
         if tensor.shape != shape:
             raise _unfit(tensor.name, tensor.shape, shape)
-    delta = up.read().float() @ down.read().float()
-    return delta.T if transposed else delta
+
+    def product() -> torch.Tensor:
+        delta = up.read().float() @ down.read().float()
+        return delta.T if transposed else delta
+
+    return product
 
 
 def _parameter(model: Any, name: str, tied: set[str]) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Load a checkpoint as a causal language model that computes in float32, with every stored tensor in its place.
 
 Float checkpoints stay in their files (:mod:`pipeline.export.mapped`). Quantized ones and GGUF files are dequantized
-into memory.
+into files, so that no model is held in memory.
 
 transformers fills a missing tensor with random numbers, drops a tensor that it does not know, and goes on. Here each is
 an error that names the tensor. What can be refused from ``config.json`` and from the headers of the weights files is
@@ -13,14 +13,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from pipeline.export import gguf
 from pipeline.export.mapped import FLOATS, place_stored, stand_ins
+from pipeline.export.weights import write_weights
 from quantization.dequantize import dequantized, describe
 from tapeout.errors import ExportError, one_line
 from tapeout.mapped_weights import compute_in_float32, is_finite
@@ -35,69 +38,78 @@ DECODER = "a dense decoder that transformers.AutoModelForCausalLM knows"
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """``dequantized``: how the checkpoint stored its weights, where they were quantized; they are float32 then."""
+    """``dequantized``: how the checkpoint stored its weights, where they were quantized; they are float32 then.
+
+    ``weights``: the folder whose files the parameters are mapped from.
+    """
 
     model: Any
     dequantized: str | None
+    weights: Path
 
 
-def load_checkpoint(folder: Path, entry: str = "") -> LoadedCheckpoint:
-    """The model of a checkpoint folder, or of the GGUF file ``entry`` in it."""
+def load_checkpoint(folder: Path, entry: str = "", scratch: Path | None = None) -> LoadedCheckpoint:
+    """The model of a checkpoint folder, or of the GGUF file ``entry`` in it.
+
+    ``scratch``: where the weights of a quantized checkpoint or GGUF file are written in float32, one at a time, and
+    mapped from; default: files without a name in the system's temporary folder.
+    """
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    loaded = _load_gguf(folder, entry) if entry.endswith(".gguf") else _load_folder(folder)
+    with ExitStack() as stack:
+        scratch = scratch or Path(stack.enter_context(TemporaryDirectory()))
+        scratch.mkdir(parents=True, exist_ok=True)
+        loaded = _load_gguf(folder, entry, scratch) if entry.endswith(".gguf") else _load_folder(folder, scratch)
     _require_finite(loaded.model)
     compute_in_float32(loaded.model)
     return loaded
 
 
-def _load_folder(folder: Path) -> LoadedCheckpoint:
+def _load_folder(folder: Path, scratch: Path) -> LoadedCheckpoint:
     from transformers import GenerationConfig
 
     written = _read_config(folder)
     config = _config(folder)
-    architecture = _require_decoder(config, written.get("architectures"), str(folder))
-    stored = stored_tensors(folder)
+    kind = _require_decoder(config, written.get("architectures"), str(folder))
+    stored, weights = stored_tensors(folder), folder
     quantization = written.get("quantization_config") or written.get("compression_config")
     if quantization is None:
         _require_floats(stored)
-        tensors = stand_ins(stored, _text(config).vocab_size)
     else:
-        tensors = dequantized(stored, quantization, tied=bool(_text(config).tie_word_embeddings))
+        write_weights(scratch, dequantized(stored, quantization, tied=bool(_text(config).tie_word_embeddings)))
+        stored, weights = stored_tensors(scratch), scratch
         vars(config).pop("quantization_config", None)
         vars(config).pop("compression_config", None)
-    model = _filled(architecture, _given(config, tensors), str(folder))
-    if quantization is None and not place_stored(model, tensors, stored):
-        # transformers computes parameters of this family from stored ones
-        read = {name: tensor.read() for name, tensor in stored.items()}
-        model = _filled(architecture, _given(config, read), str(folder))
+    model = _placed(kind, config, stored, str(folder))
     if (folder / GENERATION_CONFIG).is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    return LoadedCheckpoint(model, None if quantization is None else describe(quantization))
+    return LoadedCheckpoint(model, None if quantization is None else describe(quantization), weights)
 
 
-def _given(config: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    return {"pretrained_model_name_or_path": None, "config": config, "state_dict": dict(tensors)}
+def _placed(kind: Any, config: Any, stored: Mapping[str, StoredTensor], where: str) -> Any:
+    """The model, its parameters mapped from their files."""
+    tensors = stand_ins(stored, _text(config).vocab_size)
+    model = _filled(kind, config, tensors, where)
+    if not place_stored(model, tensors, stored):
+        # transformers computes parameters of this family from stored ones
+        model = _filled(kind, config, {name: tensor.read() for name, tensor in stored.items()}, where)
+    return model
 
 
-def _load_gguf(folder: Path, entry: str) -> LoadedCheckpoint:
-    from transformers import AutoModelForCausalLM
-
+def _load_gguf(folder: Path, entry: str, scratch: Path) -> LoadedCheckpoint:
     path = folder / entry
     header = gguf.read_header(path)
     with gguf.quickly_read():
         config = _config(folder, gguf_file=entry)
         gguf.require_known(header, config, path)
-        _require_decoder(config, None, entry)
-        source = {"pretrained_model_name_or_path": folder, "config": config, "gguf_file": entry}
-        model = _filled(AutoModelForCausalLM, source, entry)
-        gguf.require_used(header, model, path)
+        kind = _require_decoder(config, None, entry)
+        with torch.device("meta"):
+            skeleton = kind(config)
+        write_weights(scratch, gguf.dequantized(path, header, skeleton))
     # The dequantized model is a float model: how the file stored it must not reach the exported config.
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.hf_quantizer = None
-    return LoadedCheckpoint(model, gguf.describe(header))
+    vars(config).pop("quantization_config", None)
+    return LoadedCheckpoint(_placed(kind, config, stored_tensors(scratch), entry), gguf.describe(header), scratch)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -224,11 +236,16 @@ def _require_floats(stored: Mapping[str, StoredTensor]) -> None:
         )
 
 
-def _filled(kind: Any, source: dict[str, Any], where: str) -> Any:
+def _filled(kind: Any, config: Any, tensors: Mapping[str, Any], where: str) -> Any:
     """The model with its weights. Refused by name: tensors that are missing, unknown or of another shape."""
     try:
         model, report = kind.from_pretrained(
-            **source, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
+            None,
+            config=config,
+            state_dict=dict(tensors),
+            dtype=torch.float32,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
     except MemoryError:
         raise

@@ -30,7 +30,7 @@ from tapeout.graph_analysis import find_groups, find_rotary, is_attention, size
 from tapeout.portable_graph import PortableGraph
 from tapeout.portable_model import save_graph
 from tapeout.resources import require
-from tapeout.work_folder import source_hash, work_folder
+from tapeout.work_folder import scratch_folder, source_hash, work_folder
 
 MODEL_FILE = "model.onnx"
 LIBRARIES = ("torch", "transformers", "onnx", "onnxscript", "onnxruntime")
@@ -54,23 +54,23 @@ def export(
     its last finished segment or layer; what comes before it, minutes for no model, is done again.
     """
     require("export", needs(checkpoint, entry, adapter), folder.parent, progress)
-    progress("loading the checkpoint")
-    loaded = load_checkpoint(checkpoint, entry)
-    model = loaded.model
-    if adapter is not None:
-        progress("merging the adapter")
-        merge_adapter(model, adapter)
-    positions = min(max_positions, longest(model))
-    factors = fix_rotary(model, positions)
     versions = {name: version(name) for name in LIBRARIES}
-    with artifact.create(folder, PortableGraph) as draft:
+    with scratch_folder(folder) as scratch, artifact.create(folder, PortableGraph) as draft:
+        progress("loading the checkpoint")
+        loaded = load_checkpoint(checkpoint, entry, scratch / "model")
+        model = loaded.model
+        if adapter is not None:
+            progress("merging the adapter")
+            merge_adapter(model, adapter, scratch / "adapter")
+        positions = min(max_positions, longest(model))
+        factors = fix_rotary(model, positions)
         progress("comparing the tokenizer with transformers'")
         tokenizer = save_tokenizer(checkpoint, entry, draft.folder, int(model.get_input_embeddings().weight.shape[0]))
         stop_tokens = find_stop_tokens(model, tokenizer)
         graph_model = trace(model, progress)
         progress("writing the weights")
         aliases = tied_parameters(model)
-        save_model(model, aliases, checkpoint, draft.folder)
+        save_model(model, aliases, loaded.weights, draft.folder)
         bind_weights(graph_model, draft.folder, aliases)
         for node in graph_model.graph:
             node.metadata_props.clear()  # the exporter's stack traces, with paths of this machine

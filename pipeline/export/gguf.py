@@ -9,17 +9,18 @@ from __future__ import annotations
 import math
 import struct
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from tapeout.errors import ExportError
+from tapeout.errors import ExportError, one_line
 from tapeout.tensor_files import few
 
 # Metadata that says what the tensors or other keys say too. ``_implied`` compares some of them.
@@ -93,7 +94,11 @@ def require_known(header: Header, config: Any, path: Path) -> None:
             remedy="mixture-of-experts models are not supported; choose a dense one",
         )
     if header.architecture in GGUF_CONFIG_ARCHS:
-        return  # read as a whole
+        raise ExportError(
+            f"{path.name} holds a model of architecture {header.architecture}, which keeps a state beside its KV cache",
+            expected="a dense decoder with attention in every layer",
+            remedy="choose another model",
+        )
     places = GGUF_TO_TRANSFORMERS_MAPPING["config"]
     known = {*places.get(header.architecture, {}), *places.get(config.model_type, {})} | IMPLIED
     unknown = [key for key, value in said.items() if key not in known and value not in NEUTRAL]
@@ -135,14 +140,22 @@ def quickly_read() -> Generator[None]:
         gguf.get_tensor_name_map, gguf.GGUFReader = found
 
 
-def require_used(header: Header, model: Any, path: Path) -> None:
-    """Refuse tensors that have no place in the model."""
-    from transformers.integrations.gguf.utils import is_gguf_arch_supported
-    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+def dequantized(path: Path, header: Header, model: Any) -> dict[str, Callable[[], torch.Tensor]]:
+    """By name of the parameter in ``model``, what reads it in float32. Refused: tensors that have no place in it.
 
-    if is_gguf_arch_supported(header.architecture):
-        return  # the loading report covers them
-    processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config={})
+    ``model`` may be on the meta device. transformers' own loader holds all tensors in memory; its names and its order
+    of the weights are used here.
+    """
+    from gguf import GGUFReader
+    from transformers.modeling_gguf_pytorch_utils import (
+        TENSOR_PROCESSORS,
+        TensorProcessor,
+        get_gguf_hf_weights_map,
+        load_gguf_checkpoint,
+    )
+
+    config = load_gguf_checkpoint(str(path))["config"]
+    processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=config)
     places = get_gguf_hf_weights_map(model, processor)
     if unused := [name for name in header.tensors if name not in places]:
         reason = " (rotary scaling)" if any(name.startswith("rope_") for name in unused) else ""
@@ -151,6 +164,25 @@ def require_used(header: Header, model: Any, path: Path) -> None:
             expected="tensors of this model only",
             remedy=REMEDY,
         )
+    return {places[tensor.name]: partial(_read, tensor, processor, path) for tensor in GGUFReader(path).tensors}
+
+
+def _read(tensor: Any, processor: Any, path: Path) -> torch.Tensor:
+    from gguf import dequantize
+
+    try:
+        weights = dequantize(tensor.data, tensor.tensor_type)
+    except (NotImplementedError, ValueError) as error:
+        raise ExportError(
+            f"{tensor.name} of {path.name} cannot be dequantized: {one_line(error)}",
+            expected="a type that the gguf package reads",
+            remedy=REMEDY,
+        ) from error
+    # Some families have their heads' channels in another order, transposed weights, or norms that lack 1.
+    kept: dict[str, Any] = {"tensors": {}}
+    ordered = processor.process(weights=weights, name=tensor.name, parsed_parameters=kept, tensor_key_mapping={})
+    weights = ordered.weights if ordered.name is not None else next(iter(kept["tensors"].values()))
+    return torch.from_numpy(np.require(weights, np.float32, ("C", "W")))
 
 
 def describe(header: Header) -> str | None:

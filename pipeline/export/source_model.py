@@ -12,24 +12,25 @@ from numpy.typing import NDArray
 
 from pipeline.export.adapter import merge_adapter
 from pipeline.export.checkpoint import load_checkpoint
-from pipeline.export.needs import needs
+from pipeline.export.needs import model_needs
 from pipeline.export.rotary import fix_rotary
-from tapeout.resources import Needs, require
+from tapeout.resources import require
 
 
 class CheckpointModel:
     """See :class:`evals.kind.SourceModel`. Nothing of what was exported is used.
 
     ``adapter``: folder of the adapter that is merged. ``positions``: of the longest sequence, which decides between
-    factors of rotary scaling (:mod:`pipeline.export.rotary`). :class:`ResourceError` where memory does not suffice.
+    factors of rotary scaling (:mod:`pipeline.export.rotary`). ``scratch``: an empty folder for weights that are not
+    stored as floats; what is written there may be removed at once. :class:`ResourceError` where disk or memory does not
+    suffice.
     """
 
-    def __init__(self, folder: Path, entry: str, *, adapter: Path | None, positions: int) -> None:
-        memory = needs(folder, entry, adapter).memory_bytes
-        require("the checkpoint's model", Needs(disk_bytes=0, memory_bytes=memory), folder)
-        self._model: Any = load_checkpoint(folder, entry).model
+    def __init__(self, folder: Path, entry: str, scratch: Path, *, adapter: Path | None, positions: int) -> None:
+        require("the checkpoint's model", model_needs(folder, entry, adapter), scratch)
+        self._model: Any = load_checkpoint(folder, entry, scratch / "model").model
         if adapter is not None:
-            merge_adapter(self._model, adapter)
+            merge_adapter(self._model, adapter, scratch / "adapter")
         fix_rotary(self._model, positions)
         configured = self._model.generation_config.eos_token_id
         stops = configured if isinstance(configured, list) else [configured]

@@ -1,11 +1,11 @@
-"""Weights of a portable graph: shared with the checkpoint or written beside the graph, and bound to its parameters."""
+"""Weights in safetensors files: written, shared with a checkpoint, and bound to the parameters of a portable graph."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +71,18 @@ def save_model(model: Any, aliases: Collection[str], checkpoint: Path, folder: P
         return
     size = sum(tensor.nbytes for tensor in tensors.values())
     require("the weights of the graph", Needs(disk_bytes=size, memory_bytes=0), folder)
+    write_weights(folder, {name: tensor.contiguous for name, tensor in tensors.items()})
+
+
+def write_weights(folder: Path, weights: Mapping[str, Callable[[], torch.Tensor]]) -> None:
+    """Write safetensors files, each tensor in its own type. One is read at a time."""
     writer = ShardWriter(folder, shard_bytes=ONE_FILE)
-    for name in tqdm(tensors, desc="weights", disable=None):
-        if tensors[name].dtype == torch.bfloat16:
-            writer.add(name, tensors[name].view(torch.uint16).numpy(), "BF16")
+    for name, read in tqdm(weights.items(), desc="weights", disable=None):
+        tensor = read().contiguous()
+        if tensor.dtype == torch.bfloat16:
+            writer.add(name, tensor.view(torch.uint16).numpy(), "BF16")
         else:
-            writer.add(name, tensors[name].numpy())
+            writer.add(name, tensor.numpy())
     writer.finish()
 
 

@@ -314,10 +314,12 @@ class Measurement:
 
     def source_model(self) -> SourceModel:
         from pipeline.export.source_model import CheckpointModel
+        from tapeout.work_folder import scratch_folder
 
         source = _source()
         positions = _graph().record.max_positions
-        return CheckpointModel(*_checkpoint(source), adapter=_adapter(source), positions=positions)
+        with scratch_folder(ARTIFACTS / "model") as scratch:
+            return CheckpointModel(*_checkpoint(source), scratch, adapter=_adapter(source), positions=positions)
 
     def tokenizer(self) -> Any:
         from transformers import AutoTokenizer

@@ -279,7 +279,7 @@ def source_checks(
     asked: Sequence[TaskItem] = (),
     answers: tuple[SourceAnswer, ...] = (),
 ) -> dict[str, Check]:
-    model = CheckpointModel(made.checkpoint, "", adapter=None, positions=512)
+    model = CheckpointModel(made.checkpoint, "", folder / "scratch", adapter=None, positions=512)
     engines = [Sequences(load(bundle.folder, threads=1, slots=1)) for bundle in (baseline, candidate)]
     texts = [
         *(("document", tokens) for tokens in made.documents),
@@ -318,7 +318,7 @@ def questions_on_disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(made: Made, questions_on_disk: Path) -> tuple[SourceAnswer, ...]:
-    model = CheckpointModel(made.checkpoint, "", adapter=None, positions=512)
+    model = CheckpointModel(made.checkpoint, "", questions_on_disk / "scratch", adapter=None, positions=512)
     tokenizer = AutoTokenizer.from_pretrained(made.checkpoint)
     return source_answers(model, tokenizer, TASKS, questions_on_disk, seed=0, max_tokens=512)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from pipeline.export.checkpoint import load_checkpoint
-from pipeline.export.needs import needs
+from pipeline.export.gguf import read_header
+from pipeline.export.needs import BASE_BYTES, model_needs, needs
 from pipeline.export.source_model import CheckpointModel
 from quantization.needs import TORCH_BYTES, reference_needs, simulation_needs
 from quantization.reference import QuantizedReference
@@ -16,7 +16,7 @@ from quantization.units import HEAD, units_of
 from tapeout.errors import ResourceError
 from tapeout.resources import Needs
 from tapeout.schemes import Scheme
-from tests.checkpoints import adapter, change_weights, checkpoint
+from tests.checkpoints import adapter, change_weights, checkpoint, gguf_file
 from tests.graphs import llama_graph
 from tests.quantized import quantized_model
 
@@ -64,16 +64,29 @@ def test_the_reference_of_a_quantized_model_is_refused(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("little_memory")
 def test_the_model_of_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match=r"0\.1 GB of memory available") as caught:
-        CheckpointModel(checkpoint(tmp_path), "", adapter=None, positions=64)
+        CheckpointModel(checkpoint(tmp_path / "checkpoint"), "", tmp_path, adapter=None, positions=64)
     assert "for the checkpoint's model" in caught.value.expected
 
 
-def test_merged_weights_count_in_float32(tmp_path: Path) -> None:
+def test_quantized_and_merged_weights_count_as_files(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "checkpoint")
     change_weights(folder, lambda t: t.update({n: v.bfloat16() for n, v in t.items()}))
     model = load_checkpoint(folder).model
     adapter(tmp_path / "adapter", model)
+    weights = sum(parameter.numel() for parameter in model.parameters())
     merged = sum(p.numel() for n, p in model.named_parameters() if n.endswith(("q_proj.weight", "down_proj.weight")))
-    without, with_it = needs(folder, ""), needs(folder, "", tmp_path / "adapter")
-    assert with_it.memory_bytes - without.memory_bytes == 4 * merged
-    assert model.lm_head.weight.dtype == torch.bfloat16  # stays in its file
+    assert needs(folder, "").disk_bytes == 0
+    assert model_needs(folder, "", tmp_path / "adapter").disk_bytes == 4 * merged
+    assert needs(folder, "", tmp_path / "adapter").disk_bytes == 2 * 4 * merged + 2 * weights
+    gguf_file(tmp_path / "m.gguf")
+    assert needs(tmp_path, "m.gguf").disk_bytes == 4 * sum(read_header(tmp_path / "m.gguf").elements)
+
+
+def test_memory_follows_from_the_largest_tensor(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.export.needs.SEGMENT_BYTES", 0)
+    gguf_file(tmp_path / "m.gguf")
+    largest = 4 * max(read_header(tmp_path / "m.gguf").elements)
+    assert needs(tmp_path, "m.gguf").memory_bytes == BASE_BYTES + 4 * largest
+    assert needs(tiny_checkpoint, "").memory_bytes == BASE_BYTES + 2 * largest

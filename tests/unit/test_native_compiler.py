@@ -92,7 +92,7 @@ def test_what_is_compiled_is_not_compiled_again(cache: Path, source: Path, monke
     path = compiler.library(BEST)
     assert files(cache) == [path]
 
-    def never(path: Path, flags: tuple[str, ...]) -> None:
+    def never(source: Path, path: Path, flags: tuple[str, ...]) -> None:
         raise AssertionError(f"{path} is compiled again")
 
     monkeypatch.setattr(compiler, "_compile", never)
@@ -136,12 +136,12 @@ def test_two_that_compile_at_once_end_with_one_whole_library(
     compiled: list[Path] = []
     compile_ = compiler._compile  # pyright: ignore[reportPrivateUsage]
 
-    def slowly(path: Path, flags: tuple[str, ...]) -> None:
+    def slowly(source: Path, path: Path, flags: tuple[str, ...]) -> None:
         compiled.append(path)
         deadline = time.monotonic() + 20
         while len(compiled) < 2 and time.monotonic() < deadline:  # until neither has found the other's
             time.sleep(0.01)
-        compile_(path, flags)
+        compile_(source, path, flags)
 
     monkeypatch.setattr(compiler, "_compile", slowly)
     with ThreadPoolExecutor(2) as pool:

@@ -14,7 +14,7 @@ from pipeline.export.adapter import merge_adapter
 from pipeline.export.checkpoint import load_checkpoint
 from tapeout.errors import ExportError
 from tapeout.mapped_weights import weightless
-from tests.checkpoints import WEIGHTS, adapter, change_weights, checkpoint, shard
+from tests.checkpoints import WEIGHTS, adapter, change_json, change_weights, checkpoint, gguf_file, shard
 from tests.exported import build_float, family_graph
 from tests.families import FAMILIES, random_model, save_checkpoint
 
@@ -72,15 +72,38 @@ def test_tensors_of_several_types_keep_theirs(tmp_path: Path) -> None:
     assert all(parameter.dtype == stored[name].dtype for name, parameter in model.named_parameters())  # afterwards, too
 
 
-def test_parameters_of_a_checkpoint_take_no_memory_of_their_own(tmp_path: Path) -> None:
-    folder = checkpoint(tmp_path / "checkpoint")
-    change_weights(folder, lambda t: t.update({n: v.bfloat16() for n, v in t.items()}))
-    shard(folder)
-    model = load_checkpoint(folder).model
+def mapped(model: torch.nn.Module) -> dict[str, bool]:
+    """Whether a parameter lies in the mapping of a file, also of one that was removed since."""
     maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
-    spans = [tuple(int(end, 16) for end in line[0].split("-")) for line in maps if line[-1].endswith(".safetensors")]
-    for name, parameter in model.named_parameters():
-        assert any(low <= parameter.data_ptr() < high for low, high in spans), name
+    spans = [tuple(int(end, 16) for end in line[0].split("-")) for line in maps if ".safetensors" in " ".join(line)]
+    return {
+        name: any(low <= parameter.data_ptr() < high for low, high in spans)
+        for name, parameter in model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("stored_as", ["bfloat16", "fp8", "gguf"])
+def test_parameters_of_a_checkpoint_take_no_memory_of_their_own(stored_as: str, tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "checkpoint")
+    if stored_as == "gguf":
+        gguf_file(folder / "m.gguf")
+    elif stored_as == "fp8":
+        change_weights(folder, to_fp8)
+        change_json(folder / "config.json", quantization_config={"quant_method": "fp8"})
+    else:
+        change_weights(folder, lambda t: t.update({n: v.bfloat16() for n, v in t.items()}))
+        shard(folder)
+    model = load_checkpoint(folder, "m.gguf" if stored_as == "gguf" else "").model
+    assert all(mapped(model).values()), mapped(model)
+    adapter(tmp_path / "adapter", model)
+    merge_adapter(model, tmp_path / "adapter")
+    assert all(mapped(model).values()), mapped(model)
+
+
+def to_fp8(tensors: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = torch.ones(1)
 
 
 def test_a_trace_needs_no_weights_and_leaves_them(tmp_path: Path) -> None:
