@@ -44,6 +44,7 @@ class Case:
     window: int = 0
     softcap: float = 0.0
     threads: int = 2
+    max_tokens: int = MAX_TOKENS
 
     @property
     def group(self) -> int:
@@ -69,7 +70,7 @@ class Step:
 
 def constants(case: Case) -> dict[str, Array]:
     rng = np.random.default_rng(7)
-    angles = np.arange(MAX_TOKENS)[:, None] * 1000.0 ** -np.linspace(0, 1, case.head_size // 2)
+    angles = np.arange(case.max_tokens)[:, None] * 1000.0 ** -np.linspace(0, 1, case.head_size // 2)
     found = {"cos": np.cos(angles), "sin": np.sin(angles)} if case.rotary != "none" else {}
     if case.codes:
         found |= {name: rng.uniform(0.01, 0.04, (1, case.kv_heads, 1, case.head_size)) for name in ("ks", "vs")}
@@ -79,7 +80,7 @@ def constants(case: Case) -> dict[str, Array]:
 def step_of(case: Case, tokens: int, past: list[int], seed: int = 0) -> Step:
     """Random tokens after ``past[b]`` random ones; the rest of the buffers is random too."""
     rng, rows = np.random.default_rng(seed), len(past)
-    shape = (rows, case.kv_heads, MAX_TOKENS, case.head_size)
+    shape = (rows, case.kv_heads, case.max_tokens, case.head_size)
     if case.codes:
         caches = [rng.integers(-128, 128, shape).astype(np.int8) for _ in range(2)]
     else:
@@ -167,7 +168,7 @@ def run(
         feeds |= {"past_key": step.past_key, "past_value": step.past_value, "last": step.last, "total": total}
         y, key, value = (np.asarray(result) for result in session(case, op_type).run(["y", "key", "value"], feeds))
         return y.reshape(step.query.shape), key, value
-    table = Table.random(rows) if paged else Table.of_one_block_each(rows)
+    table = (Table.random if paged else Table.of_one_block_each)(rows, case.max_tokens)
     y, key, value = compute(
         case,
         feeds,
@@ -189,12 +190,12 @@ class Table:
     spare: int = 0  # blocks of nobody
 
     @staticmethod
-    def of_one_block_each(rows: int) -> Table:
-        return Table(np.arange(rows, dtype=np.int32)[:, None], MAX_TOKENS)
+    def of_one_block_each(rows: int, max_tokens: int = MAX_TOKENS) -> Table:
+        return Table(np.arange(rows, dtype=np.int32)[:, None], max_tokens)
 
     @staticmethod
-    def random(rows: int, seed: int = 3) -> Table:
-        each, spare = -(-MAX_TOKENS // BLOCK_TOKENS), 2
+    def random(rows: int, max_tokens: int = MAX_TOKENS, seed: int = 3) -> Table:
+        each, spare = -(-max_tokens // BLOCK_TOKENS), 2
         places = np.random.default_rng(seed).permutation(rows * each + spare)[: rows * each]
         return Table(places.reshape(rows, each).astype(np.int32), BLOCK_TOKENS, spare)
 
@@ -357,6 +358,20 @@ def test_it_computes_what_it_says(case: Case, tokens: int, past: list[int]) -> N
         check(case, step, other)
     for before, after in ((step.past_key, in_place[1]), (step.past_value, in_place[2])):
         assert np.count_nonzero((before != after).any(axis=-1)) <= len(past) * case.kv_heads * tokens
+
+
+@pytest.mark.parametrize("threads", [1, 16])
+@pytest.mark.parametrize(
+    ("tokens", "past"),
+    [(1, [8191, 63, 5000]), (4096, [0]), (300, [7892])],
+    ids=["decode", "prompt", "last of a prompt"],
+)
+def test_contexts_of_8192_tokens(tokens: int, past: list[int], threads: int) -> None:
+    case = Case(heads=2, kv_heads=1, threads=threads, max_tokens=8192)
+    step = step_of(case, tokens, past)
+    result = run(case, step, in_place=True, paged=True)
+    check(case, step, result)
+    np.testing.assert_array_equal(result[0], run(replace(case, threads=2), step, paged=True)[0])
 
 
 @pytest.mark.parametrize(("tokens", "past"), [(1, [0, 5, 63, 140]), (70, [33]), (100, [0])], ids=str)

@@ -128,6 +128,20 @@ def test_a_long_prompt_is_computed_in_chunks_of_the_same_bits(kind: str) -> None
             np.testing.assert_array_equal(output[token : token + 1], single)
 
 
+@pytest.mark.parametrize("threads", [4, 16])
+@pytest.mark.parametrize(("outputs", "columns"), [(14336, 896), (896, 14336), (2048, 4096)], ids=str)
+def test_linears_of_models_of_8_billion_weights(outputs: int, columns: int, threads: int) -> None:
+    """Many outputs, long sums, and more threads than there are cores; every 61st output is compared."""
+    linear = random_linear(outputs, columns, Scheme(bits=6, group_size=64, symmetric=True))
+    run, alone = (linear_session("BlockLinear", linear, threads=count) for count in (threads, 1))
+    part = replace(linear, codes=linear.codes[::61], scales=linear.scales[::61])
+    for count in (1, 8, 70):
+        x = random_matrix(count, columns)
+        y = run(x)[0]
+        check(y[:, ::61], expected(x, part))
+        np.testing.assert_array_equal(y, alone(x)[0])
+
+
 @pytest.mark.parametrize("rank", [1, 2, 3, 4])
 def test_leading_axes_are_kept(rank: int) -> None:
     linear = random_linear(24, 64, Scheme(bits=6, group_size=32, symmetric=True))
