@@ -20,7 +20,14 @@ from benchmarks import shapes as known
 from benchmarks.peers.environments import peers_folder
 
 STAGES = ("fetch", "export", "calibrate", "sensitivity", "plan", "quantize", "build-candidate")
-SETTINGS = ("quantize.candidates=[rtn]", "calibrate.samples=4", "calibrate.tokens=64", "plan.samples=1")
+# Contexts of 8,192 tokens and an answer.
+SETTINGS = (
+    "quantize.candidates=[rtn]",
+    "calibrate.samples=4",
+    "calibrate.tokens=64",
+    "plan.samples=1",
+    "export.max_positions=8448",
+)
 # Names of llama.cpp (gguf-py, constants.py), by those of transformers.
 GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
