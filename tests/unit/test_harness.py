@@ -248,6 +248,15 @@ def test_loglikelihoods_match_lm_evals_own_transformers_model(
         assert left[1] == right[1]
 
 
+def test_templates_that_are_compiled_once_read_the_same(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import lm_eval.utils
+
+    environment: Any = lm_eval.utils.env
+    once = {name: load_task(name, data).contents() for name in ("sciq", "winogrande")}
+    monkeypatch.setattr(environment, "from_string", environment.from_string.__wrapped__)
+    assert {name: load_task(name, data).contents() for name in once} == once
+
+
 def test_task_items_pair_by_document_and_know_the_right_answer(data: Path, tiny_checkpoint: Path) -> None:
     tokenizer = Tokenizer.from_file(str(tiny_checkpoint / "tokenizer.json"))
     engines = [History(tokenizer.get_vocab_size(), max_tokens=512, noise=noise) for noise in (0.0, 0.4)]

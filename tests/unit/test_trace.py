@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache
+from typing import Any
 
 import onnx_ir as ir
 import pytest
 
 from pipeline.export import decompose
-from pipeline.export.trace import _reason, trace
+from pipeline.export.trace import _first_output_looked_at_first, _reason, trace
 from tapeout.errors import ExportError
 from tapeout.graph_analysis import is_attention
 from tests.families import random_model
@@ -99,6 +101,26 @@ def test_a_program_that_onnx_has_is_not_decomposed(name: str, monkeypatch: pytes
     quick, decomposed = operators_of_family(name)
     monkeypatch.setattr(decompose, "_made_translatable", lambda *_: False)
     assert not decomposed and quick == operators(trace(random_model(name)))
+
+
+@pytest.mark.parametrize("operators_in_order", [("Neg", "Abs"), ("Abs", "Neg")])
+def test_patterns_of_two_outputs_are_found_as_without_our_shortcut(operators_in_order: tuple[str, str]) -> None:
+    from onnxscript.rewriter import pattern
+
+    def two(op: Any, x: Any) -> Any:
+        return op.Neg(x), op.Abs(x)
+
+    def other(op: Any, x: Any) -> Any:
+        return op.Relu(x), op.Sigmoid(x)
+
+    rule = pattern.RewriteRuleSet([pattern.RewriteRule(two, other)])
+    for context in (nullcontext, _first_output_looked_at_first):
+        x = ir.Value(name="x", shape=ir.Shape([2]), type=ir.TensorType(ir.DataType.FLOAT))
+        nodes = [ir.node(name, [x]) for name in ("Exp", *operators_in_order)]
+        graph = ir.Graph([x], [node.outputs[0] for node in nodes], nodes=nodes, opset_imports={"": 20})
+        with context():
+            assert rule.apply_to_model(ir.Model(graph, ir_version=10)) == 1
+        assert sorted(node.op_type for node in graph) == ["Exp", "Relu", "Sigmoid"]
 
 
 def test_an_output_that_is_a_cast_is_exported() -> None:
