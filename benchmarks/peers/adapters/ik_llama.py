@@ -28,7 +28,7 @@ ROW = re.compile(r"^\|\s*(\d+) \|\s*(\d+) \|\s*(\d+) \|\s*\d+ \|\s*([\d.]+) \|\s
 
 
 def run(program: str, *words: str) -> str:
-    """Standard output of a program of the build; ``RuntimeError`` with the end of its log if it fails."""
+    """What a program of the build prints; ``RuntimeError`` with the end of its log if it fails."""
     build = Path(os.environ["TAPEOUT_IK_LLAMA"]).resolve()
     paths = f"{build}:{build / 'bin'}:{os.environ.get('LD_LIBRARY_PATH', '')}"
     path = next((p for p in (build / program, build / "bin" / program) if p.is_file()), build / program)
@@ -39,7 +39,7 @@ def run(program: str, *words: str) -> str:
         raise RuntimeError(f"{program} has instructions that this processor lacks: build it here")
     if done.returncode:
         raise RuntimeError(f"{program} ended with {done.returncode}: {done.stderr.strip()[-500:]}")
-    return done.stdout
+    return done.stdout + done.stderr  # where the table is printed differs from build to build
 
 
 class IkLlama:
