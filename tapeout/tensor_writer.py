@@ -20,7 +20,6 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEADER_BYTES = 1 << 18  # with the 8 bytes of its length; about 1,500 tensors
 ENTRY_BYTES = 120  # most of an entry of the header, without the tensor's name
 ALIGNMENT = 8
-ONE_FILE = 1 << 62  # for shard_bytes
 DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32", "int8": "I8", "uint8": "U8",
     "bool": "BOOL",

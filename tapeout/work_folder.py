@@ -50,7 +50,7 @@ def scratch_folder(folder: Path) -> Generator[Path]:
     try:
         yield scratch
     finally:
-        shutil.rmtree(scratch)
+        shutil.rmtree(scratch, ignore_errors=True)  # network file systems keep files that are still mapped
 
 
 def keep(written: Path, part: Path) -> None:

@@ -59,7 +59,9 @@ def write_index(folder: Path, weight_map: Mapping[str, str]) -> None:
     (folder / f"{WEIGHTS}.index.json").write_text(json.dumps(body))
 
 
-def gguf_file(path: Path, change: Callable[[Tensors], object] = lambda _: None, **metadata: float | str) -> Path:
+def gguf_file(
+    path: Path, change: Callable[[Tensors], object] = lambda _: None, title: str = "tiny", **metadata: float | str
+) -> Path:
     """The trained tiny llama as a GGUF file of floats; ``metadata``: more keys, with ``_`` for a point."""
     from gguf import MODEL_ARCH, GGUFWriter, get_tensor_name_map
 
@@ -67,7 +69,7 @@ def gguf_file(path: Path, change: Callable[[Tensors], object] = lambda _: None, 
     config = json.loads((source / CONFIG).read_text())
     vocabulary = json.loads((source / "tokenizer.json").read_text())["model"]
     writer = GGUFWriter(path, "llama")
-    writer.add_name("tiny")
+    writer.add_name(title)
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])

@@ -105,13 +105,13 @@ def _replaced(tensor: StoredTensor) -> torch.Tensor:
     return tensor.read().float()
 
 
-def merged_elements(folder: Path) -> int:
-    """Elements of the weights that the adapter changes, from the header of its file."""
+def merged_elements(folder: Path) -> list[int]:
+    """Elements of each weight that the adapter changes, from the header of its file."""
     stored = {tensor.name: tensor for tensor in read_header(folder / WEIGHTS)}
     pairs, saved = _sorted_out(stored, _read_config(folder))
-    return sum(up.shape[0] * down.shape[-1] for down, up in pairs.values()) + sum(
+    return [up.shape[0] * down.shape[-1] for down, up in pairs.values()] + [
         math.prod(tensor.shape) for tensor in saved.values()
-    )
+    ]
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -38,7 +38,7 @@ DECODER = "a dense decoder that transformers.AutoModelForCausalLM knows"
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """``dequantized``: how the checkpoint stored its weights, where they were quantized; they are float32 then.
+    """``dequantized``: how the checkpoint stored its weights, where they were quantized; those are float32 then.
 
     ``weights``: the folder whose files the parameters are mapped from.
     """
@@ -134,6 +134,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ExportError(
             f"no {path.name} in {path.parent}", expected="a checkpoint folder", remedy="check model.source"
         ) from error
+    except OSError as error:
+        raise ExportError(f"{path} cannot be read: {error}", remedy="fix its permissions, or fetch it again") from error
     except ValueError as error:
         raise ExportError(
             f"{path} is not JSON: {error}", expected="the file of the checkpoint", remedy="fetch it again"

@@ -53,9 +53,9 @@ def export(
     ``adapter``: the folder of a LoRA adapter, which is merged into the weights first. An interrupted check goes on at
     its last finished segment or layer; what comes before it, minutes for no model, is done again.
     """
-    require("export", needs(checkpoint, entry, adapter), folder.parent, progress)
     versions = {name: version(name) for name in LIBRARIES}
-    with scratch_folder(folder) as scratch, artifact.create(folder, PortableGraph) as draft:
+    with scratch_folder(folder) as scratch, artifact.create(folder, PortableGraph) as draft:  # without a killed run's
+        require("export", needs(checkpoint, entry, adapter), folder.parent, progress)
         progress("loading the checkpoint")
         loaded = load_checkpoint(checkpoint, entry, scratch / "model")
         model = loaded.model

@@ -61,6 +61,8 @@ def read_header(path: Path) -> Header:
         raise ExportError(
             f"{path.name} is cut off: {path.stat().st_size} bytes", expected=f"{end}", remedy="fetch it again"
         )
+    if not names:
+        raise ExportError(f"{path.name} holds no tensor", expected="a model", remedy=REMEDY)
     if not isinstance(metadata.get(TOKENS), list):
         raise ExportError(f"{path.name} has no tokenizer", expected=TOKENS, remedy=REMEDY)
     sizes = tuple(math.prod(tensor.shape) for tensor in header.tensors)
@@ -154,9 +156,18 @@ def dequantized(path: Path, header: Header, model: Any) -> dict[str, Callable[[]
         load_gguf_checkpoint,
     )
 
-    config = load_gguf_checkpoint(str(path))["config"]
-    processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=config)
-    places = get_gguf_hf_weights_map(model, processor)
+    try:
+        config = load_gguf_checkpoint(str(path))["config"]
+        processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=config)
+        places = get_gguf_hf_weights_map(model, processor)
+    except MemoryError:
+        raise
+    except Exception as error:  # a library's own words about a file that it cannot read
+        raise ExportError(
+            f"transformers has no names for the tensors of {path.name}: {one_line(error)}",
+            expected="a file of an architecture that transformers and gguf know",
+            remedy=REMEDY,
+        ) from error
     if unused := [name for name in header.tensors if name not in places]:
         reason = " (rotary scaling)" if any(name.startswith("rope_") for name in unused) else ""
         raise ExportError(
@@ -170,17 +181,20 @@ def dequantized(path: Path, header: Header, model: Any) -> dict[str, Callable[[]
 def _read(tensor: Any, processor: Any, path: Path) -> torch.Tensor:
     from gguf import dequantize
 
-    try:
-        weights = dequantize(tensor.data, tensor.tensor_type)
-    except (NotImplementedError, ValueError) as error:
-        raise ExportError(
-            f"{tensor.name} of {path.name} cannot be dequantized: {one_line(error)}",
-            expected="a type that the gguf package reads",
-            remedy=REMEDY,
-        ) from error
     # Some families have their heads' channels in another order, transposed weights, or norms that lack 1.
     kept: dict[str, Any] = {"tensors": {}}
-    ordered = processor.process(weights=weights, name=tensor.name, parsed_parameters=kept, tensor_key_mapping={})
+    try:
+        weights = dequantize(tensor.data, tensor.tensor_type)
+        ordered = processor.process(weights=weights, name=tensor.name, parsed_parameters=kept, tensor_key_mapping={})
+    except MemoryError:
+        raise
+    except Exception as error:  # a type that is not known, or a shape that the metadata contradict
+        raise ExportError(
+            f"{tensor.name} of {path.name} ({tensor.tensor_type.name}, {tensor.shape.tolist()}) cannot be read: "
+            f"{one_line(error)}",
+            expected="a type that the gguf package reads, and the shape that the file's metadata say",
+            remedy=REMEDY,
+        ) from error
     weights = ordered.weights if ordered.name is not None else next(iter(kept["tensors"].values()))
     return torch.from_numpy(np.require(weights, np.float32, ("C", "W")))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from tapeout.tensor_files import stored_tensors
 from tapeout.tensor_writer import ELEMENT_BYTES
 
 BASE_BYTES = 900 << 20  # torch, transformers, the traced graph, and random caches of the check
-CODES = 8  # weights in a 32-bit word of codes, at most
+CODES = 8  # weights in a 32-bit word of codes, where the configuration does not say
 WRITTEN = 4  # copies of a tensor while it is dequantized: codes, scales, zero points, and its float32 words
 
 
@@ -28,7 +29,8 @@ def needs(folder: Path, entry: str, adapter: Path | None = None) -> Needs:
     if adapter is None:
         return model
     sizes = _sizes(folder, entry)
-    return Needs(model.disk_bytes + sizes.stored_bytes + 4 * merged_elements(adapter), model.memory_bytes)
+    graph = sizes.stored_bytes + (4 - sizes.least_bytes) * sum(merged_elements(adapter))
+    return Needs(model.disk_bytes + graph, model.memory_bytes)
 
 
 def model_needs(folder: Path, entry: str, adapter: Path | None = None) -> Needs:
@@ -38,31 +40,49 @@ def model_needs(folder: Path, entry: str, adapter: Path | None = None) -> Needs:
     against transformers holds one segment's weights in float32 on either side, or the largest tensor's.
     """
     sizes = _sizes(folder, entry)
-    disk = sizes.stored_bytes if sizes.quantized else 0
-    disk += 0 if adapter is None else 4 * merged_elements(adapter)
-    largest = 4 * max(sizes.elements, default=0)
-    working = 2 * max(largest, min(4 * sum(sizes.elements), SEGMENT_BYTES))
-    written = WRITTEN * largest if disk else 0
+    merged = [] if adapter is None else merged_elements(adapter)
+    disk = (sizes.stored_bytes if sizes.written else 0) + 4 * sum(merged)
+    working = 2 * max(4 * max(sizes.elements, default=0), min(4 * sum(sizes.elements), SEGMENT_BYTES))
+    written = WRITTEN * 4 * max([*sizes.written, *merged], default=0)
     return Needs(disk_bytes=disk, memory_bytes=BASE_BYTES + max(working, written))
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """``elements`` of each tensor; ``stored_bytes`` of all, quantized ones in float32."""
+    """``elements`` of each tensor, and of each that is ``written`` in float32. ``stored_bytes``: of all of them, then.
+
+    ``least_bytes``: of an element of a weight.
+    """
 
     elements: list[int]
+    written: list[int]
     stored_bytes: int
-    quantized: bool
+    least_bytes: int
 
 
 def _sizes(folder: Path, entry: str) -> _Sizes:
     if entry.endswith(".gguf"):
         elements = [*gguf.read_header(folder / entry).elements]
-        return _Sizes(elements, 4 * sum(elements), quantized=True)
+        return _Sizes(elements, elements, 4 * sum(elements), 4)
     stored = [tensor for tensor in stored_tensors(folder).values() if tensor.dtype in ELEMENT_BYTES]
-    elements = [math.prod(tensor.shape) * (CODES if tensor.dtype == "I32" else 1) for tensor in stored]
-    quantized = any(tensor.dtype not in FLOATS for tensor in stored)
-    sizes = [
-        4 if quantized and tensor.dtype not in ("BF16", "F16") else ELEMENT_BYTES[tensor.dtype] for tensor in stored
-    ]
-    return _Sizes(elements, sum(n * size for n, size in zip(elements, sizes, strict=True)), quantized)
+    codes = _weights_of_a_word(folder)
+    elements = [math.prod(tensor.shape) * (codes if tensor.dtype == "I32" else 1) for tensor in stored]
+    written = [n for n, tensor in zip(elements, stored, strict=True) if tensor.dtype not in FLOATS]
+    kept = {tensor.dtype for tensor in stored if tensor.dtype in FLOATS}
+    size = sum(
+        n * (ELEMENT_BYTES[tensor.dtype] if tensor.dtype in FLOATS else 4)
+        for n, tensor in zip(elements, stored, strict=True)
+    )
+    least = 4 if written else min((ELEMENT_BYTES[kind] for kind in kept), default=4)
+    return _Sizes(elements, written, size, min(least, 4))
+
+
+def _weights_of_a_word(folder: Path) -> int:
+    """In 32 bits, by the configuration; what is wrong with that is said when it is loaded."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        groups = (config.get("quantization_config") or {}).get("config_groups") or {}
+        bits = [group["weights"]["num_bits"] for group in groups.values() if group.get("weights")]
+        return -(-32 // min(bits)) if bits else CODES
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, ZeroDivisionError):
+        return CODES

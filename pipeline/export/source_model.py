@@ -21,9 +21,9 @@ class CheckpointModel:
     """See :class:`evals.kind.SourceModel`. Nothing of what was exported is used.
 
     ``adapter``: folder of the adapter that is merged. ``positions``: of the longest sequence, which decides between
-    factors of rotary scaling (:mod:`pipeline.export.rotary`). ``scratch``: an empty folder for weights that are not
-    stored as floats; what is written there may be removed at once. :class:`ResourceError` where disk or memory does not
-    suffice.
+    factors of rotary scaling (:mod:`pipeline.export.rotary`). ``scratch``: an empty folder for weights of GGUF files,
+    and for those that are quantized or merged; what is written there may be removed at once. :class:`ResourceError`
+    where disk or memory does not suffice.
     """
 
     def __init__(self, folder: Path, entry: str, scratch: Path, *, adapter: Path | None, positions: int) -> None:

@@ -13,11 +13,13 @@ import onnx_ir as ir
 import torch
 from tqdm import tqdm
 
-from tapeout.errors import ExportError
+from tapeout.errors import ExportError, ResourceError
 from tapeout.portable_model import STORED
 from tapeout.resources import Needs, require
 from tapeout.tensor_files import INDEX, stored_tensors
-from tapeout.tensor_writer import ONE_FILE, ShardWriter
+from tapeout.tensor_writer import ShardWriter
+
+SHARD_BYTES = 2 << 30  # a file is mapped as a whole, and Linux maps none that is larger than its memory
 
 
 def bind_weights(model: ir.Model, folder: Path, aliases: Mapping[str, str]) -> None:
@@ -76,14 +78,24 @@ def save_model(model: Any, aliases: Collection[str], checkpoint: Path, folder: P
 
 def write_weights(folder: Path, weights: Mapping[str, Callable[[], torch.Tensor]]) -> None:
     """Write safetensors files, each tensor in its own type. One is read at a time."""
-    writer = ShardWriter(folder, shard_bytes=ONE_FILE)
-    for name, read in tqdm(weights.items(), desc="weights", disable=None):
-        tensor = read().contiguous()
-        if tensor.dtype == torch.bfloat16:
-            writer.add(name, tensor.view(torch.uint16).numpy(), "BF16")
-        else:
-            writer.add(name, tensor.numpy())
-    writer.finish()
+    try:
+        writer = ShardWriter(folder, shard_bytes=SHARD_BYTES)
+        for name, read in tqdm(weights.items(), desc="weights", disable=None):
+            _add(writer, name, read().contiguous())
+        writer.finish()
+    except OSError as error:
+        raise ResourceError(
+            f"weights cannot be written to {folder}: {error}",
+            expected="room for the weights, in float32 where they were quantized",
+            remedy="free disk space, or fix the folder's permissions",
+        ) from error
+
+
+def _add(writer: ShardWriter, name: str, tensor: torch.Tensor) -> None:
+    if tensor.dtype == torch.bfloat16:
+        writer.add(name, tensor.view(torch.uint16).numpy(), "BF16")
+    else:
+        writer.add(name, tensor.numpy())
 
 
 def _are_stored(tensors: Mapping[str, torch.Tensor], checkpoint: Path) -> bool:

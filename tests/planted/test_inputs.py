@@ -231,6 +231,22 @@ def test_a_gguf_file_holds_a_tensor_that_transformers_leaves_out(tmp_path: Path,
     refused(tmp_path, rf"holds {re.escape(name)}", "m.gguf")
 
 
+def test_a_gguf_file_whose_tensor_does_not_fit_its_metadata(tmp_path: Path) -> None:
+    gguf_file(tmp_path / "m.gguf", lambda tensors: tensors.update({"blk.0.attn_q.weight": torch.zeros(60, 64)}))
+    refused(tmp_path, r"blk\.0\.attn_q\.weight of m\.gguf \(F32, \[64, 60\]\) cannot be read", "m.gguf")
+
+
+def test_a_gguf_file_without_tensors(tmp_path: Path) -> None:
+    gguf_file(tmp_path / "m.gguf", lambda tensors: tensors.clear())
+    refused(tmp_path, r"m\.gguf holds no tensor", "m.gguf")
+
+
+def test_a_gguf_file_of_a_name_that_changes_its_type(tmp_path: Path) -> None:
+    """transformers takes a llama file for a mistral one by the model's name, and gguf knows no such type."""
+    gguf_file(tmp_path / "m.gguf", title="mistral")
+    refused(tmp_path, r"transformers has no names for the tensors of m\.gguf: Unknown gguf model_type", "m.gguf")
+
+
 def test_a_gguf_file_asks_for_what_transformers_leaves_out(tmp_path: Path) -> None:
     gguf_file(tmp_path / "m.gguf", rope__scaling__type="yarn", rope__scaling__factor=4.0)
     refused(tmp_path, r"says llama\.rope\.scaling\.type = yarn, llama\.rope\.scaling\.factor", "m.gguf")

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from pipeline.export.checkpoint import load_checkpoint
+from pipeline.export.export import export
 from pipeline.export.gguf import read_header
 from pipeline.export.needs import BASE_BYTES, model_needs, needs
 from pipeline.export.source_model import CheckpointModel
@@ -16,7 +18,7 @@ from quantization.units import HEAD, units_of
 from tapeout.errors import ResourceError
 from tapeout.resources import Needs
 from tapeout.schemes import Scheme
-from tests.checkpoints import adapter, change_weights, checkpoint, gguf_file
+from tests.checkpoints import adapter, change_json, change_weights, checkpoint, gguf_file
 from tests.graphs import llama_graph
 from tests.quantized import quantized_model
 
@@ -77,7 +79,7 @@ def test_quantized_and_merged_weights_count_as_files(tmp_path: Path) -> None:
     merged = sum(p.numel() for n, p in model.named_parameters() if n.endswith(("q_proj.weight", "down_proj.weight")))
     assert needs(folder, "").disk_bytes == 0
     assert model_needs(folder, "", tmp_path / "adapter").disk_bytes == 4 * merged
-    assert needs(folder, "", tmp_path / "adapter").disk_bytes == 2 * 4 * merged + 2 * weights
+    assert needs(folder, "", tmp_path / "adapter").disk_bytes == 4 * merged + 2 * (weights - merged) + 4 * merged
     gguf_file(tmp_path / "m.gguf")
     assert needs(tmp_path, "m.gguf").disk_bytes == 4 * sum(read_header(tmp_path / "m.gguf").elements)
 
@@ -90,3 +92,39 @@ def test_memory_follows_from_the_largest_tensor(
     largest = 4 * max(read_header(tmp_path / "m.gguf").elements)
     assert needs(tmp_path, "m.gguf").memory_bytes == BASE_BYTES + 4 * largest
     assert needs(tiny_checkpoint, "").memory_bytes == BASE_BYTES + 2 * largest
+    adapter(tmp_path / "adapter", load_checkpoint(tiny_checkpoint).model)  # of matrices that are smaller than the head
+    merged = needs(tiny_checkpoint, "", tmp_path / "adapter").memory_bytes
+    assert BASE_BYTES + 2 * largest <= merged < BASE_BYTES + 4 * largest
+
+
+@pytest.mark.parametrize(("bits", "words"), [(4, 8), (8, 4), (6, 6)])
+def test_weights_in_words_are_counted_by_their_bits(bits: int, words: int, tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "checkpoint")
+    name = "model.layers.0.mlp.up_proj.weight"
+    before = sum(parameter.numel() for parameter in load_checkpoint(folder).model.parameters())
+    size: list[int] = []
+
+    def pack(tensors: dict[str, torch.Tensor]) -> None:
+        size.append(tensors.pop(name).numel())
+        tensors[f"{name}_packed"] = torch.zeros(10, 3, dtype=torch.int32)
+
+    change_weights(folder, pack)
+    groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": bits}}}
+    change_json(folder / "config.json", quantization_config={"config_groups": groups})
+    assert needs(folder, "").disk_bytes == 4 * (before - size[0] + 30 * words)
+
+
+def test_what_a_killed_export_left_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = checkpoint(tmp_path / "checkpoint")
+    left = tmp_path / ".graph.scratch" / "model" / "shard-0.safetensors"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"weights")
+    found: list[bool] = []
+    monkeypatch.setattr("pipeline.export.export.require", lambda *_: found.append(left.exists()) or refuse())
+
+    def refuse() -> None:
+        raise ResourceError("too little")
+
+    with pytest.raises(ResourceError, match="too little"):
+        export(folder, "", tmp_path / "graph", max_positions=64, tolerance=1e-4, seed=0, parents={})
+    assert found == [False] and not list(tmp_path.glob(".graph*"))

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from pipeline.export.adapter import merge_adapter
 from pipeline.export.checkpoint import load_checkpoint
+from pipeline.export.weights import save_model, tied_parameters
 from tapeout.errors import ExportError
 from tapeout.mapped_weights import weightless
 from tests.checkpoints import WEIGHTS, adapter, change_json, change_weights, checkpoint, gguf_file, shard
@@ -98,6 +99,21 @@ def test_parameters_of_a_checkpoint_take_no_memory_of_their_own(stored_as: str, 
     adapter(tmp_path / "adapter", model)
     merge_adapter(model, tmp_path / "adapter")
     assert all(mapped(model).values()), mapped(model)
+
+
+def test_dequantized_weights_lie_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux maps no file that is larger than its memory, and a float32 copy of a large model is."""
+    gguf_file(tmp_path / "m.gguf")
+    expected = logits(load_checkpoint(tmp_path, "m.gguf", tmp_path / "one").model)
+    monkeypatch.setattr("pipeline.export.weights.SHARD_BYTES", 100_000)
+    loaded = load_checkpoint(tmp_path, "m.gguf", tmp_path / "several")
+    assert torch.equal(logits(loaded.model), expected) and all(mapped(loaded.model).values())
+    assert [len(list((tmp_path / name).glob("*.safetensors"))) > 1 for name in ("one", "several")] == [False, True]
+    graph = tmp_path / "graph"
+    graph.mkdir()
+    save_model(loaded.model, tied_parameters(loaded.model), loaded.weights, graph)
+    for path in loaded.weights.iterdir():
+        assert path.samefile(graph / path.name) or path.suffix == ".json"
 
 
 def to_fp8(tensors: dict[str, torch.Tensor]) -> None:

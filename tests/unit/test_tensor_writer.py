@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from tapeout.tensor_writer import ELEMENT_BYTES, INDEX, ONE_FILE, SINGLE, ShardWriter, write_tensors
+from tapeout.tensor_writer import ELEMENT_BYTES, INDEX, SINGLE, ShardWriter, write_tensors
+
+ONE_FILE = 1 << 62
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I8": torch.int8}
 NAMES = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=8)
