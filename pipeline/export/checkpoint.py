@@ -40,7 +40,7 @@ DECODER = "a dense decoder that transformers.AutoModelForCausalLM knows"
 class LoadedCheckpoint:
     """``dequantized``: how the checkpoint stored its weights, where they were quantized; those are float32 then.
 
-    ``weights``: the folder whose files the parameters are mapped from.
+    ``weights``: the folder whose files the parameters are mapped from; without a scratch folder it may be gone.
     """
 
     model: Any
