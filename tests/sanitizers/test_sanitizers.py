@@ -130,8 +130,8 @@ DEFECTS = {
     ),
     "a prefetch goes beyond the weights": Defect(
         "block_linear.c",
-        "w->M > FEW_TOKENS && tile + width < w->tiles",
-        "w->M > FEW_TOKENS",
+        "smaller(from + (stop - begin) * bytes, all)",
+        "from + (stop - begin) * bytes",
         "heap-buffer-overflow",
     ),
     "a prefetch goes beyond the keys": Defect(
