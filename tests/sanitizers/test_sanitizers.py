@@ -196,7 +196,10 @@ DEFECTS = {
         "threads.c", "&t->ranges[(number + i) % t->count]", "&t->ranges[number]", "expected|chose|changed|Sanitizer"
     ),
     "the threads of a library stay": Defect(
-        "threads.c", "if (t && !--t->kernels) end_helpers(t, t->count);", "if (t) --t->kernels;", "leak|Sanitizer|null pointer"
+        "threads.c",
+        "if (t && !--t->kernels) end_helpers(t, t->count);",
+        "if (t) --t->kernels;",
+        "leak|Sanitizer|null pointer",
     ),
     "a domain leaks": Defect("library.c", "((void (*)(Domain*))api[RELEASE_DOMAIN])(domain);", "", "leak"),
 }
