@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,9 +20,31 @@ from engines.native import LEVELS, Level
 from tests import tiny
 from tests.native import without_native_operators
 
+gc.disable()  # until all is imported: imports make many objects and no garbage
+
 # Timing is never asserted: on a loaded machine a first example can take longer than any deadline.
 settings.register_profile("tapeout", deadline=None)
 settings.load_profile("tapeout")
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay to the end: the collector passes over them, and looks at the rest less often."""
+    gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
+    gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def translations_of_torch() -> Iterator[None]:
+    """Exports of a process share one table: torch makes it for each, and parses hundreds of functions for it."""
+    if "torch" not in sys.modules:  # few tests run, and importing it takes longer
+        yield
+        return
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(cache(ONNXRegistry.from_torchlib)))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -323,7 +323,6 @@ def source_rows(run: Run, bounds: Bounds) -> Iterator[Row]:
     )
     yield Row({"accuracy_above_chance": "the engine guesses"}, "2,500 items", BOUND, guesses)
     tables = {task: [table[0], 0, 0, 0] for task, table in run.tasks.items()}
-    questions = made.task_items(tables)
     for check, title, answers in (
         (
             "source_answers",
@@ -339,7 +338,7 @@ def source_rows(run: Run, bounds: Bounds) -> Iterator[Row]:
         ),
     ):
         units = f"{ANSWERS_PER_TASK * len(tables)} questions"
-        yield Row({check: title}, units, BAD, asked(lambda _: questions, answers))
+        yield Row({check: title}, units, BAD, asked(lambda _: made.task_items(tables), answers))
 
 
 def serving_rows(bounds: Bounds) -> Iterator[Row]:

@@ -604,37 +604,49 @@ import os, signal, sys
 from pathlib import Path
 from tests.unit.test_artifact import Thing, write
 from tapeout import durable
-if sys.argv[3] == "no exchange":
+if sys.argv[2] == "no exchange":
     durable._exchange = lambda one, other: False
 steps = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree", "ctypes.dlsym", "open"}
-left, place = [int(sys.argv[2])], os.path.abspath(sys.argv[1])
+left, place = [0], os.path.abspath(sys.argv[1])
 def die(event, arguments):
     if event in steps and os.path.dirname(place) in repr(arguments) or event == "ctypes.dlsym":
         left[0] -= 1
         if left[0] == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-sys.addaudithook(die)
-write(Path(place), "new")
+for line in sys.stdin:  # the step to be killed at
+    if (child := os.fork()) == 0:
+        left[0] = int(line)
+        sys.addaudithook(die)
+        write(Path(place), "new")
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
 @pytest.mark.parametrize("how", ["exchange", "no exchange"])
 def test_a_kill_while_an_artifact_is_replaced(tmp_path: Path, how: str) -> None:
-    """Killed before every step in turn: afterwards the old artifact or the new one is there, whole."""
+    """Killed before every step in turn: afterwards the old artifact or the new one is there, whole.
+
+    Each writer is a fork of one process, which has imported all that it needs.
+    """
     from tests.unit.test_artifact import Thing, write
 
     place, root = tmp_path / "store" / "a", Path(__file__).parents[2]
     contents: list[str] = []
-    for step in range(1, 200):
-        write(place, "old")
-        program = [sys.executable, "-c", KILLED_REWRITE, str(place), str(step), how]
-        done = subprocess.run(program, env={**os.environ, "PYTHONPATH": str(root)}, check=False)
-        found = load(place, Thing)
-        found.verify()
-        contents.append((place / "sub" / "data.txt").read_text())
-        if done.returncode == 0:
-            break
-        assert done.returncode == -signal.SIGKILL
+    program = [sys.executable, "-c", KILLED_REWRITE, str(place), how]
+    variables = {**os.environ, "PYTHONPATH": str(root)}
+    with subprocess.Popen(program, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdin and writer.stdout
+        for step in range(1, 200):
+            write(place, "old")
+            print(step, file=writer.stdin, flush=True)
+            ended = int(writer.stdout.readline())
+            found = load(place, Thing)
+            found.verify()
+            contents.append((place / "sub" / "data.txt").read_text())
+            if ended == 0:
+                break
+            assert ended == -signal.SIGKILL
     assert contents[0] == "old" and contents[-1] == "new" and len(contents) > 8
     assert contents == sorted(contents, key=["old", "new"].index)  # never back to the old one
     write(place, "again")

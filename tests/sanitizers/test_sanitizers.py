@@ -20,9 +20,8 @@ from tests.sanitizers import build
 
 SEED = int(os.environ.get("TAPEOUT_FUZZ_SEED", "1"))
 CASES = int(os.environ.get("TAPEOUT_FUZZ_CASES", "1000"))
-ATTEMPTS = 5
-PLANTED_CASES = 3000  # at most: the first finding ends a run
-RACE_CASES = 400
+PLANTED_CASES, PLANTED_RUNS = 300, 50  # at most: the first finding ends a run, but a leak shows only at its end
+RACE_CASES, RACE_RUNS = 400, 5
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +43,10 @@ def fuzz(program: Path, seed: int, cases: int) -> subprocess.CompletedProcess[st
     return subprocess.run([program, str(seed), str(cases)], capture_output=True, text=True)
 
 
-def fuzz_until_found(program: Path, cases: int) -> subprocess.CompletedProcess[str]:
+def fuzz_until_found(program: Path, cases: int, runs: int) -> subprocess.CompletedProcess[str]:
     """A defect of threads shows only where one is interrupted at the wrong time: another seed, another try."""
     done = fuzz(program, SEED, cases)
-    for seed in range(SEED + 1, SEED + ATTEMPTS):
+    for seed in range(SEED + 1, SEED + runs):
         if done.returncode:
             break
         done = fuzz(program, seed, cases)
@@ -197,7 +196,10 @@ DEFECTS = {
         "threads.c", "&t->ranges[(number + i) % t->count]", "&t->ranges[number]", "expected|chose|changed|Sanitizer"
     ),
     "the threads of a library stay": Defect(
-        "threads.c", "if (t && !--t->kernels) end_helpers(t, t->count);", "if (t) --t->kernels;", "leak|Sanitizer"
+        "threads.c",
+        "if (t && !--t->kernels) end_helpers(t, t->count);",
+        "if (t) --t->kernels;",
+        "leak|Sanitizer|null pointer",
     ),
     "a domain leaks": Defect("library.c", "((void (*)(Domain*))api[RELEASE_DOMAIN])(domain);", "", "leak"),
 }
@@ -218,8 +220,8 @@ def test_a_planted_defect_is_found(defect: Defect, whole: dict[str, Path], tmp_p
     (source / defect.file).write_text(text.replace(defect.before, defect.after))
     changed = None if defect.file.endswith(".h") else frozenset({defect.file})
     objects = whole | build.compile_kernels(source, least_level(), changed)
-    done = fuzz_until_found(build.link(objects, tmp_path / "fuzz"), PLANTED_CASES)
-    assert done.returncode != 0, f"not found in {ATTEMPTS} x {PLANTED_CASES} cases: {done.stdout}"
+    done = fuzz_until_found(build.link(objects, tmp_path / "fuzz"), PLANTED_CASES, PLANTED_RUNS)
+    assert done.returncode != 0, f"not found in {PLANTED_RUNS} x {PLANTED_CASES} cases: {done.stdout}"
     assert re.search(defect.found, done.stderr), done.stderr[-3000:]
 
 
@@ -252,6 +254,6 @@ def test_threads_race_only_where_a_race_is_planted(
     (source / "threads.c").write_text(text.replace(before, after) if before else text)
     changed = build.compile_kernels(source, least_level(), frozenset({"threads.c"}), build.RACES)
     program = build.link(racing | changed, tmp_path / "fuzz", build.RACES)
-    done = fuzz_until_found(program, RACE_CASES) if before else fuzz(program, SEED, RACE_CASES)
+    done = fuzz_until_found(program, RACE_CASES, RACE_RUNS) if before else fuzz(program, SEED, RACE_CASES)
     assert ("data race" in done.stderr) == bool(before), done.stderr[-3000:]
     assert (done.returncode == 0) == (not before), done.stderr[-3000:]
