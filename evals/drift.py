@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from engines.native.clipping import Clipping
 from evals.kinds.drift import Distance, DriftReport, DriftSettings
 from tapeout.artifact import Artifact, canonical_json, create, load
 from tapeout.errors import EvidenceError
@@ -25,7 +27,7 @@ from tapeout.errors import EvidenceError
 PERMUTATIONS = 199
 COUNTED_TOKENS = 2000  # the commonest of both; all others count as one
 Tokens = Sequence[Sequence[int]]
-KVCounter = Callable[[Sequence[int]], tuple[int, int]]  # of a text: values stored, and clipped
+ClipCounter = Callable[[Sequence[int]], Clipping]  # of a text
 Floats = NDArray[np.float64]
 Choice = NDArray[np.bool_]  # which of the N are live, ``[N]``
 
@@ -38,11 +40,11 @@ def drift(
     *,
     calibration: Artifact[Any],
     seed: int = 0,
-    kv_counts: KVCounter | None = None,
+    clip_counts: ClipCounter | None = None,
 ) -> Artifact[DriftReport]:
     """Write a :class:`DriftReport` of token ids: exchanges, the latest last, and calibration samples.
 
-    ``kv_counts``: gives the values that an engine writes to its KV cache for a text, and how many it clips.
+    ``clip_counts``: gives the values that an engine stores on static grids for a text, and how many it clips.
     """
     kept = list(live[-settings.exchanges :])
     record = DriftReport(
@@ -50,7 +52,7 @@ def drift(
         samples=len(samples),
         live=hashlib.sha256(canonical_json([list(map(int, tokens)) for tokens in kept])).hexdigest(),
         enough=len(kept) >= settings.min_exchanges,
-        distances=distances(settings, kept, samples, seed=seed, kv_counts=kv_counts),
+        distances=distances(settings, kept, samples, seed=seed, clip_counts=clip_counts),
     )
     with create(folder, DriftReport) as draft:
         draft.finish(record, parents={"calibration": calibration})
@@ -58,7 +60,7 @@ def drift(
 
 
 def distances(
-    settings: DriftSettings, live: Tokens, samples: Tokens, *, seed: int = 0, kv_counts: KVCounter | None = None
+    settings: DriftSettings, live: Tokens, samples: Tokens, *, seed: int = 0, clip_counts: ClipCounter | None = None
 ) -> tuple[Distance, ...]:
     """:class:`EvidenceError` where there is nothing to compare."""
     both = [*live, *samples]
@@ -96,17 +98,21 @@ def distances(
         # A divergence is the square of its distance, and adds up.
         measured("tokens", "tokens", settings.max_tokens, histogram, 2),
     ]
-    if kv_counts is not None:
-        values = np.array([kv_counts(text) for text in tqdm(both, desc="KV cache", disable=None)], dtype=np.float64)
-
-        def clipped(choice: Choice) -> float:
-            """The share among live texts, less that among samples: an engine clips a few values of those, too."""
-            (stored, live_clipped), (others, sample_clipped) = values[choice].sum(axis=0), values[~choice].sum(axis=0)
-            return float(live_clipped / stored - sample_clipped / others)
-
-        if values[:, 0].all():
-            found.append(measured("kv_clipped", "clipped KV values", settings.max_kv_clipped, clipped, 1))
+    if clip_counts is not None:
+        values = np.array([clip_counts(text) for text in tqdm(both, desc="clipped values", disable=None)], np.float64)
+        for counts_of, name, title, bound in (
+            (values[:, 0], "kv_clipped", "clipped KV values", settings.max_kv_clipped),
+            (values[:, 1], "activations_clipped", "clipped activations", settings.max_activations_clipped),
+        ):
+            if counts_of[:, 0].all():
+                found.append(measured(name, title, bound, partial(_more_clipped, counts_of), 1))
     return tuple(found)
+
+
+def _more_clipped(counts: Floats, live: Choice) -> float:
+    """The share among live texts, less that among samples: an engine clips a few values of those, too. ``[N, 2]``."""
+    (stored, clipped), (others, clipped_of_others) = counts[live].sum(axis=0), counts[~live].sum(axis=0)
+    return float(clipped / stored - clipped_of_others / others)
 
 
 def _counts(texts: Tokens) -> Floats:

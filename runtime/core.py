@@ -10,11 +10,11 @@ rather than copied: such engines hold few sequences, and the one that holds the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import monotonic
 
-from engines.native.kv_values import KVCounts
+from engines.native.clipping import Clipping, Clippings
 from engines.protocol import Engine, Entry, FloatArray, Result
 from runtime.blocks import BlockPool
 from runtime.messages import Delta, EngineStats, GenerateRequest, Refusal, Report, TokenLogprobs
@@ -64,7 +64,7 @@ class EngineCore:
     """No more requests run at once than the engine takes in a step, whatever the limits.
 
     ``sampler``: by default one without constraints, in numpy.
-    ``kv_counts``: keys and values that the engine wrote, and clipped.
+    ``clippings``: values that the engine stored on static grids, and clipped.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class EngineCore:
         engine: Engine,
         limits: Limits,
         sampler: BatchSampler | None = None,
-        kv_counts: Callable[[], KVCounts] = KVCounts,
+        clippings: Clippings = Clipping,
     ) -> None:
         has = engine.capabilities
         self.engine = engine
         limits = replace(limits, max_running=min(limits.max_running, has.max_batch))
         self.scheduler = Scheduler(BlockPool(has.blocks), limits, has.block_tokens, has.max_tokens)
         self._sampler = sampler or BatchSampler(has.vocab_size)
-        self._kv_counts = kv_counts
+        self._clippings = clippings
         # Where a sequence is one block, several tokens of a sequence are fed alone, and drafts never pay.
         self._most_drafted = limits.most_drafted if has.shares_blocks else 0
         self._counts = Counts()
@@ -140,7 +140,7 @@ class EngineCore:
         return report
 
     def stats(self) -> EngineStats:
-        scheduler, pool, values = self.scheduler, self.scheduler.pool, self._kv_counts()
+        scheduler, pool, values = self.scheduler, self.scheduler.pool, self._clippings()
         return EngineStats(
             running=scheduler.running,
             waiting=scheduler.waiting,
@@ -161,8 +161,10 @@ class EngineCore:
             drafts=self._counts.drafts,
             drafted_tokens=self._counts.drafted,
             accepted_tokens=self._counts.accepted,
-            kv_values=values.stored,
-            kv_values_clipped=values.clipped,
+            kv_values=values.kv.stored,
+            kv_values_clipped=values.kv.clipped,
+            activation_values=values.activations.stored,
+            activation_values_clipped=values.activations.clipped,
             finished=dict(self._finished),
         )
 

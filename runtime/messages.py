@@ -161,6 +161,8 @@ class EngineStats(NamedTuple):
     accepted_tokens: int = 0
     kv_values: int = 0  # written to an int8 cache
     kv_values_clipped: int = 0
+    activation_values: int = 0  # quantized to int8 with static scales
+    activation_values_clipped: int = 0
     finished: Mapping[str, int] = MappingProxyType({})  # requests by finish reason
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from engines.native.kv_values import KVCounts
+from engines.native.clipping import Clipping, Clippings, clippings
 from runtime.messages import EngineInfo
 from runtime.scheduler import Limits
 from tapeout.errors import RequestError
@@ -21,7 +20,7 @@ class Opened(NamedTuple):
     """``tokenizer``: the text of ``tokenizer.json``; None for a model that cannot have constraints.
 
     ``kernel``: chooses tokens; without one numpy does. ``threads``: of the engine, where each takes a core.
-    ``kv_counts``: keys and values that the engine wrote, and clipped.
+    ``clippings``: values that the engine stored on static grids, and clipped.
     """
 
     engine: Engine
@@ -29,7 +28,7 @@ class Opened(NamedTuple):
     tokenizer: str | None = None
     kernel: SamplingKernel | None = None
     threads: int = 0
-    kv_counts: Callable[[], KVCounts] = KVCounts
+    clippings: Clippings = Clipping
 
 
 class OpenEngine(Protocol):
@@ -55,7 +54,6 @@ class OpenBundle:
     def __call__(self, folder: Path) -> Opened:
         from engines.bundle import EngineBundle
         from engines.load import at_level, load
-        from engines.native.kv_values import KVValues
         from engines.native.sampling import sampling_kernel
         from engines.sessions import library_of
         from engines.threads import physical_cores
@@ -90,7 +88,7 @@ class OpenBundle:
         threads = self.threads or physical_cores()
         library = library_of(at_level(bundle, self.level))
         kernel = sampling_kernel(library, has.vocab_size, threads)
-        return Opened(engine, info, text, kernel, threads, KVValues(library).read)
+        return Opened(engine, info, text, kernel, threads, clippings(library))
 
 
 @dataclass(frozen=True)

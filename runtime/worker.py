@@ -47,7 +47,7 @@ def main(descriptor: int) -> None:
         if opened.tokenizer is not None:
             compiler = ConstraintCompiler(opened.tokenizer, info.vocab_size, info.stop_tokens)
         sampler = BatchSampler(info.vocab_size, compiler, opened.kernel)
-        core = EngineCore(opened.engine, start.limits, sampler, opened.kv_counts)
+        core = EngineCore(opened.engine, start.limits, sampler, opened.clippings)
         info = replace(info, server_cores=share_cores(opened.threads))
         gc.freeze()  # what was imported and opened stays: the collector need not look at it again
         try:

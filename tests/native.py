@@ -20,7 +20,7 @@ import pytest
 from numpy.typing import NDArray
 
 from engines.native import DOMAIN, LEVELS, Level, compiler
-from engines.passes import block_linears, cached_attention, embedding
+from engines.passes import block_linears, cached_attention, embedding, static_int8_linears
 from engines.sessions import cpu_options
 from engines.targets.ort_cpu import library
 from quantization.rounding import QuantizedLinear
@@ -51,7 +51,7 @@ def least_level() -> Level:
 
 def without_native_operators(patch: pytest.MonkeyPatch) -> str:
     """Passes write ONNX Runtime's own operators, as where native ones cannot run. Why is what reports say then."""
-    for step in (block_linears, cached_attention, embedding):
+    for step in (block_linears, cached_attention, embedding, static_int8_linears):
         patch.setattr(step, "unsupported", lambda: STOCK)
     return STOCK
 

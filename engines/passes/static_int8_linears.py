@@ -1,7 +1,10 @@
 """Linears with a static input scale become integer matmuls: two to three times the arithmetic of block kernels.
 
     Linear(x) over codes with an input scale
-        ->   MatMulIntegerToFloat(QuantizeLinear(x, scale, 128), codes [K, N], scale, scales [N], 128[, zero][, bias])
+        ->   MatMulIntegerToFloat(QuantizeActivations(x, scale), codes [K, N], scale, scales [N], 128[, zero][, bias])
+
+QuantizeActivations is a kernel of our own, which counts what the grid clips. Where it does not run,
+QuantizeLinear(x, scale, 128) computes the same and counts nothing.
 
 The scale is one constant from calibration, so tokens of different requests share nothing that depends on them. Inputs
 are uint8 around 128: with int8 ones ONNX Runtime 1.31 has no vector kernel on x86 and is hundreds of times slower.
@@ -17,6 +20,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from engines.native import DOMAIN, unsupported
 from engines.passes.base import CONTRIB, Lowering, PassResult, deferred, initializer, new_value
 from engines.passes.linears import is_linear, label_of, put, stacked_bias, trimmed, weights_of
 from tapeout.errors import BuildError
@@ -45,7 +49,11 @@ def run(lowering: Lowering) -> PassResult:
         _lower(lowering, node, parts, signed=signed)
         matched += 1
     lowering.model.opset_imports[CONTRIB] = 1
-    return PassResult(matched, tuple(declined) if matched else ("no linear has a static scale for its inputs",))
+    if not matched:
+        return PassResult(0, ("no linear has a static scale for its inputs",))
+    if reason := unsupported():
+        declined.append(f"inputs with a static scale: {reason}; what their grids clip is not counted")
+    return PassResult(matched, tuple(declined))
 
 
 def signed_weights_are_exact() -> bool:
@@ -64,9 +72,14 @@ def _lower(lowering: Lowering, node: ir.Node, parts: list[Any], *, signed: bool)
     shape = (parts[0].codes.shape[1], sum(len(part.codes) for part in parts))
     scale = initializer(model, f"{label}.input_scale", np.array(parts[0].input_scale, np.float32))
     middle = initializer(model, f"{label}.input_zero", np.array(MIDPOINT, np.uint8))
-    rounded = ir.node("QuantizeLinear", [node.inputs[0], scale, middle], outputs=[new_value(f"{label}.inputs")])
+    grid, rounded = [node.inputs[0], scale], [new_value(f"{label}.inputs")]
+    if unsupported():
+        quantize = ir.node("QuantizeLinear", [*grid, middle], outputs=rounded)
+    else:
+        quantize = ir.node("QuantizeActivations", grid, domain=DOMAIN, outputs=rounded)
+        model.opset_imports[DOMAIN] = 1
     inputs = [
-        rounded.outputs[0],
+        rounded[0],
         deferred(model, f"{label}.codes", shape, ir.DataType.INT8 if signed else ir.DataType.UINT8, codes),
         scale,
         initializer(model, f"{label}.scales", np.concatenate([part.scales[:, 0] for part in parts]).astype(np.float32)),
@@ -76,4 +89,4 @@ def _lower(lowering: Lowering, node: ir.Node, parts: list[Any], *, signed: bool)
     ]
     output = new_value(f"{label}.matmul", node.outputs[0])
     linear = ir.node("MatMulIntegerToFloat", trimmed(inputs), domain=CONTRIB, outputs=[output])
-    put(lowering, node, [rounded, linear], "MatMulIntegerToFloat 8-bit, static int8 input")
+    put(lowering, node, [quantize, linear], "MatMulIntegerToFloat 8-bit, static int8 input")

@@ -10,7 +10,8 @@ from typing import Any
 
 from rich.table import Table
 
-from evals.drift import KVCounter, drift
+from engines.native.clipping import Clipping, clippings
+from evals.drift import ClipCounter, drift
 from evals.kinds.drift import DriftReport
 from pipeline.recipe import Recipe, load_recipe
 from pipeline.sources.corpus import calibration_and_heldout
@@ -29,17 +30,16 @@ def run(traffic: Path, artifacts: Path, params: Path, out: Path) -> Artifact[Dri
     calibration = artifact.load(artifacts / "calibration", Calibration)
     samples = _samples(recipe, artifacts, calibration)
     live = [tokens for tokens in _encode([one["text"] for one in exchanges(traffic)], artifacts, None) if tokens]
-    counter = kv_counter(artifacts / "candidate", recipe.build.threads)
-    return drift(recipe.drift, live, samples, out, calibration=calibration, seed=recipe.seed, kv_counts=counter)
+    counter = clip_counter(artifacts / "candidate", recipe.build.threads)
+    return drift(recipe.drift, live, samples, out, calibration=calibration, seed=recipe.seed, clip_counts=counter)
 
 
-def kv_counter(folder: Path, threads: int) -> KVCounter | None:
+def clip_counter(folder: Path, threads: int) -> ClipCounter | None:
     """Of the engine in ``folder``; None where there is none that runs here and counts what it clips."""
     if not (folder / artifact.RECORD).is_file():
         return None
     from engines.bundle import EngineBundle
     from engines.load import at_level, load
-    from engines.native.kv_values import KVValues
     from engines.sequences import Sequences
     from engines.sessions import library_of
 
@@ -47,17 +47,16 @@ def kv_counter(folder: Path, threads: int) -> KVCounter | None:
     try:
         engine = Sequences(load(folder, threads=threads, slots=1))
     except FingerprintError as error:
-        print(f"clipped KV values are not counted: {error.found}", file=sys.stderr)
+        print(f"clipped values are not counted: {error.found}", file=sys.stderr)
         return None
-    values = KVValues(library_of(at_level(bundle)))
+    read = clippings(library_of(at_level(bundle)))
 
-    def count(tokens: Sequence[int]) -> tuple[int, int]:
-        before = values.read()
+    def count(tokens: Sequence[int]) -> Clipping:
+        before = read()
         engine.prefill(0, tokens[: engine.max_tokens])
-        after = values.read()
-        return after.stored - before.stored, after.clipped - before.clipped
+        return read().since(before)
 
-    return count if values.read().stored or count([0])[0] else None
+    return count if any(counts.stored for counts in count([0])) else None
 
 
 def table(found: DriftReport) -> Table:

@@ -5,6 +5,8 @@ Exit codes: 0 pass, 1 gate failed, 2 something broke, 3 inconclusive, 130 interr
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import sys
 import traceback
@@ -19,6 +21,8 @@ from pipeline.cli.panels import build, explain, judge, use
 from tapeout.errors import ExitCode, TapeoutError
 
 INTERRUPTED = 130
+# Nothing is left to collect when the process ends; looking for it took 55 ms of a command of half a second.
+atexit.register(gc.freeze)
 
 
 class Commands(typer.core.TyperGroup):

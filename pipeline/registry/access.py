@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote, urlsplit
 
-from pipeline.registry.tracking import connect, http_session, public_uri, tracking_uri, unreachable
+from pipeline.registry.tracking import connect, http_session, public_uri, store_errors, tracking_uri, unreachable
 from pipeline.registry.versions import aliases, get_version, model_id_of
 from pipeline.sources.download import TIMEOUT_S, download_url
 from tapeout.errors import RegistryError, SourceError, one_line
@@ -218,13 +218,14 @@ def _fetch_through_mlflow(root: str, name: str, target: Path) -> str:
         raise RegistryError(
             f"the files lie at {public_uri(root)}, which takes the package {error.name!r}",
             expected="a server that passes artifacts through: `mlflow server --serve-artifacts`",
-            remedy="pip install mlflow and the client of that store, or let the server pass artifacts through",
+            remedy="install MLflow and the client of that store (for S3: pip install 'tapeout[s3]'), or let the server "
+            "pass artifacts through",
         ) from error
     try:
         found = download_artifacts(artifact_uri=f"{root}/{name}", dst_path=str(target.parent))
         Path(found).replace(target)
         return sha256_file(target)
-    except (MlflowException, OSError) as error:
+    except (MlflowException, OSError, *store_errors()) as error:
         raise RegistryError(
             f"the registry does not give {name}: {one_line(error)}",
             expected="the files of the version, as they were registered",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -94,6 +95,16 @@ def unreachable(uri: str, error: OSError) -> RegistryError:
     )
 
 
+def store_errors() -> tuple[type[Exception], ...]:
+    """What the client of S3 raises, where it is loaded: MLflow lets that pass."""
+    if "boto3" not in sys.modules:
+        return ()
+    from boto3.exceptions import Boto3Error
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    return Boto3Error, BotoCoreError, ClientError
+
+
 @contextmanager
 def connect(*, write: bool) -> Generator[MlflowClient]:
     """A client for ``MLFLOW_TRACKING_URI``; what MLflow or the network raise inside becomes :class:`RegistryError`.
@@ -121,7 +132,7 @@ def connect(*, write: bool) -> Generator[MlflowClient]:
             yield _client(uri)
     except requests.RequestException as error:
         raise unreachable(uri, error) from error
-    except (MlflowException, SQLAlchemyError) as error:
+    except (MlflowException, SQLAlchemyError, *store_errors()) as error:
         reason = str(error).strip().splitlines()[0].replace(uri, public_uri(uri))
         raise RegistryError(
             f"the registry at {public_uri(uri)} refused: {reason}",

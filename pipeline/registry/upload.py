@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from pipeline.registry.access import Registry, open_registry
+from pipeline.registry.tracking import store_errors
 from pipeline.registry.versions import bundle_name
 from pipeline.sources.download import progress_bar
 from tapeout.artifact import RECORD, Artifact
@@ -81,7 +82,7 @@ def _put(client: MlflowClient, model_id: str, folder: Path, name: str) -> None:
     place = str(PurePosixPath(name).parent)
     try:
         client.log_model_artifact(model_id, str(folder / name), None if place == "." else place)
-    except (MlflowException, RequestException, OSError) as error:
+    except (MlflowException, RequestException, OSError, *store_errors()) as error:
         raise RegistryError(
             f"the registry's store did not take {name}: {one_line(error, 300)}",
             expected=f"room for {(folder / name).stat().st_size / 1e6:.1f} MB, and a server that stays up",

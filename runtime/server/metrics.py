@@ -234,6 +234,12 @@ ENGINE_COUNTERS = (
     ("tapeout:steps", "Steps of the engine.", "steps"),
     ("tapeout:kv_values", "Keys and values written to an int8 KV cache.", "kv_values"),
     ("tapeout:kv_values_clipped", "Of those, beyond what the scales of calibration reach.", "kv_values_clipped"),
+    ("tapeout:activation_values", "Activations quantized to int8 with static scales.", "activation_values"),
+    (
+        "tapeout:activation_values_clipped",
+        "Of those, beyond what the scales of calibration reach.",
+        "activation_values_clipped",
+    ),
 )
 
 

@@ -266,7 +266,7 @@ def share_scales(bundle: Artifact[EngineBundle], folder: Path) -> Artifact[Engin
     model = ir.load(bundle.folder / "model.onnx")
     largest_code = ir.Value(name="largest_code", const_value=ir.tensor(np.array(127, np.float32), name="largest_code"))
     model.graph.register_initializer(largest_code)
-    for node in [n for n in model.graph if n.op_type == "QuantizeLinear"]:
+    for node in [n for n in model.graph if n.op_type in ("QuantizeActivations", "QuantizeLinear")]:
         magnitude = ir.node("Abs", [node.inputs[0]])
         largest = ir.node("ReduceMax", [magnitude.outputs[0]], attributes={"keepdims": 0})
         scale = ir.node("Div", [largest.outputs[0], largest_code])

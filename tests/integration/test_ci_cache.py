@@ -30,8 +30,8 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
-def repro(folder: Path) -> str:
-    done = run(folder, "dvc", "repro", "gate")
+def repro(folder: Path, *options: str) -> str:
+    done = run(folder, "dvc", "repro", *options, "gate")
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -72,3 +72,16 @@ def test_an_unchanged_engine_is_not_judged_again_on_the_next_runner(first: Path,
     (second / "params.yaml").write_text(changed)
     assert "Running stage 'gate'" in repro(second)
     assert run(second, "tapeout", "gate", "--format", "none").returncode == 1
+
+
+def test_a_remote_without_a_lock_file_is_enough(first: Path, tmp_path: Path) -> None:
+    """The run cache names what a stage has made; only ``repro --pull`` fetches it. Without, the stage runs again."""
+    assert run(first, "dvc", "remote", "add", "--default", "store", str(tmp_path / "remote")).returncode == 0
+    repro(first)
+    assert run(first, "dvc", "push", "--run-cache").returncode == 0
+    for options, runs in (("--pull",), False), ((), True):
+        second = tmp_path / f"second{len(options)}"
+        shutil.copytree(first, second, ignore=shutil.ignore_patterns("cache", "tmp", "dvc.lock"))
+        shutil.rmtree(second / "artifacts/verdict")
+        assert run(second, "dvc", "pull", "--run-cache", "--allow-missing").returncode == 0
+        assert ("Running stage 'gate'" in repro(second, *options)) == runs

@@ -14,12 +14,13 @@ import pytest
 from engines.bundle import EngineBundle
 from engines.load import graph_target, load, open_probe
 from engines.native import unsupported
+from engines.native.clipping import ValueCounts
 from engines.protocol import FloatArray
 from engines.sequences import Sequences
 from evals.kinds.parity import ParityItem
 from evals.parity import compare
 from evals.text import kl_divergences
-from pipeline.cli.drift import kv_counter
+from pipeline.cli.drift import clip_counter
 from pipeline.stages.candidate import build_candidate
 from quantization.calibrate import calibrate
 from quantization.checkpoint import QuantizedModel
@@ -140,25 +141,28 @@ def test_outputs_lie_in_a_file_that_leaves_nothing_behind(
         probe(documents[0])
 
 
-def test_drift_counts_what_the_cache_clips(
+def test_drift_counts_what_static_grids_clip(
     made: tuple[Artifact[QuantizedModel], Artifact[EngineBundle]], documents: list[list[int]], tmp_path: Path
 ) -> None:
-    """Where native kernels write an int8 cache; other engines have no count."""
+    """Where native kernels quantize activations and write an int8 cache; other engines have no count."""
     bundle, tokens = made[1], documents[0]
-    counter = kv_counter(bundle.folder, threads=1)
-    if "CachedAttention" not in bundle.record.census or bundle.record.io.kv_dtype != "int8":
-        assert counter is None
+    counter, census = clip_counter(bundle.folder, threads=1), bundle.record.census
+    if "QuantizeActivations" not in census:
+        assert counter is None and "QuantizeLinear" in census
         return
-    assert counter is not None
-    graph = tiny_graph().record
-    stored, clipped = counter(tokens)
-    assert stored == 2 * len(tokens) * graph.layers * graph.kv_heads * graph.head_size
-    assert clipped < 0.01 * stored
-    assert counter(tokens) == (stored, clipped)
-    assert kv_counter(tmp_path, threads=1) is None  # no engine there
+    assert counter is not None and census["QuantizeActivations"] == 2  # MIXED has two linears with static inputs
+    graph, counted = tiny_graph().record, counter(tokens)
+    assert counted.activations.stored == 2 * len(tokens) * graph.hidden_size
+    if bundle.record.io.kv_dtype == "int8":
+        assert counted.kv.stored == 2 * len(tokens) * graph.layers * graph.kv_heads * graph.head_size
+    else:
+        assert counted.kv == ValueCounts()
+    assert all(counts.clipped <= 0.01 * counts.stored for counts in counted)
+    assert counter(tokens) == counted
+    assert clip_counter(tmp_path, threads=1) is None  # no engine there
     opened = OpenBundle(threads=1)(bundle.folder)  # as a server does
     Sequences(opened.engine).prefill(0, tokens)
-    assert opened.kv_counts() == (stored, clipped)
+    assert opened.clippings() == counted
 
 
 def _is_mapped(values: object) -> bool:

@@ -52,16 +52,25 @@ from tests.registries import empty_registry
 from tests.slow_proxy import proxy
 
 WEIGHTS_BYTES = 8 << 20
-MLFLOW = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--workers", "1", "--serve-artifacts"]
+MLFLOW = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--workers", "1"]
 
 
 @contextmanager
-def mlflow_server(folder: Path, *, certificate: Path | None = None, **options: Any) -> Iterator[int]:
-    """The port of a tracking server that keeps everything in ``folder``. ``certificate``: with its key, for TLS."""
+def mlflow_server(
+    folder: Path, *, certificate: Path | None = None, artifact_root: str = "", **options: Any
+) -> Iterator[int]:
+    """The port of a tracking server that keeps everything in ``folder``. ``certificate``: with its key, for TLS.
+
+    ``artifact_root``: where clients put artifacts themselves, which the server then does not pass through.
+    """
     folder.mkdir()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    places = ["--backend-store-uri", empty_registry(folder), "--artifacts-destination", str(folder / "store")]
+    places = ["--backend-store-uri", empty_registry(folder)]
+    if artifact_root:
+        places += ["--no-serve-artifacts", "--default-artifact-root", artifact_root]
+    else:
+        places += ["--serve-artifacts", "--artifacts-destination", str(folder / "store")]
     if certificate:
         places += ["--uvicorn-opts", f"--ssl-certfile {certificate}"]
     variables = {**os.environ, "DO_NOT_TRACK": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
@@ -198,6 +207,84 @@ def test_a_bundle_is_stored_once_and_pulled_once(builder: Builder) -> None:
     assert builder.submit(big("a"), evidence=judged.good(0.011)) == digest  # judged again, on other evidence
     assert builder.stored(2) == before
     assert json.loads(builder.pull(f"models:/{builder.name}/2").stdout)["fetched_bytes"] == 0
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Of a server that speaks S3. ``variables``: what a client of it needs in its environment."""
+
+    client: Any
+    name: str
+    variables: dict[str, str]
+
+    def keys(self, ending: str) -> list[str]:
+        found = self.client.list_objects_v2(Bucket=self.name)["Contents"]
+        return [one["Key"] for one in found if one["Key"].endswith(ending)]
+
+    def read(self, key: str) -> bytes:
+        return self.client.get_object(Bucket=self.name, Key=key)["Body"].read()
+
+    def write(self, key: str, content: bytes) -> None:
+        self.client.put_object(Bucket=self.name, Key=key, Body=content)
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    running = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    running.start()
+    host, port = running.get_host_and_port()
+    variables = {
+        "MLFLOW_S3_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "somebody",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_MAX_ATTEMPTS": "1",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    client: Any = boto3.client("s3", endpoint_url=variables["MLFLOW_S3_ENDPOINT_URL"])  # pyright: ignore[reportUnknownMemberType]
+    client.create_bucket(Bucket="models")
+    yield Bucket(client, "models", variables)
+    running.stop()
+
+
+def test_artifacts_in_s3_that_the_server_does_not_pass_through(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Builder and serving machine speak S3 themselves; the latter with what ``tapeout[s3]`` installs, and no more."""
+    with mlflow_server(tmp_path / "server", artifact_root=f"s3://{bucket.name}/mlflow") as port:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
+        name = {"model_name": "in-s3", "experiment": "in-s3"}
+        builder = Builder(port, tmp_path / "server" / "store", tmp_path, judged.recipe(register=name))
+        digest = builder.submit(big("s"))
+        promote(builder.recipe)
+        assert not builder.store.exists()
+        (weights,) = bucket.keys("model.onnx")
+        content = bucket.read(weights)
+        pull: Any = partial(builder.pull, extras=(*serving_machine.EXTRAS, "s3"), more=bucket.variables)
+        builder.refuses("takes the package 'mlflow'", extras=serving_machine.EXTRAS)
+        # A byte that was flipped in the store, and a file that is gone from it; the builder repairs both.
+        bucket.write(weights, content[:-1] + bytes([content[-1] ^ 1]))
+        done = pull()
+        assert done.returncode == 2 and re.search(r"model\.onnx has sha256", done.stderr), done.stderr
+        bucket.client.delete_object(Bucket=bucket.name, Key=weights)
+        done = pull()
+        assert done.returncode == 2 and "the registry does not give model.onnx" in done.stderr, done.stderr
+        assert "Traceback" not in done.stderr and not builder.pulled(digest)
+        builder.submit(big("s"))
+        done = pull()
+        assert done.returncode == 0 and builder.pulled(digest), done.stderr
+        assert json.loads(pull().stdout)["fetched_bytes"] == 0
+        # A store that refuses an upload: an error that names the file, and the next attempt goes on.
+        with monkeypatch.context() as patch:
+            patch.setenv("MLFLOW_S3_ENDPOINT_URL", "http://127.0.0.1:1")
+            with pytest.raises(RegistryError, match="the registry"):
+                builder.submit(big("t"))
+        builder.submit(big("t"), against=digest)
 
 
 def test_what_was_judged_otherwise_is_not_pulled(builder: Builder) -> None:

@@ -124,7 +124,8 @@ typedef struct {
   int kind;
   int64_t heads, kv_heads, D, B, T, columns, blocks, rotary, window, int8, packed, in_place; /* of attention */
   float softcap, scale, epsilon;
-  Value past_key, past_value; /* as they were before the run */
+  uint64_t quantized, clipped; /* activations that the process counted before the run */
+  Value past_key, past_value;  /* as they were before the run */
 } Node;
 
 enum { LAST_AXIS = 1, TYPE = 2, PRESENCE = 4, ALIGNMENT = 8, ALL = 15 };
@@ -331,6 +332,48 @@ static void check_gather(Node* node) {
       if (found != expected) fail("BlockGather: channel %d of %d: %g, expected %g", (int)k, (int)id, found, expected);
     }
   }
+}
+
+/* --- activations on a static grid ------------------------------------------------------------------------------- */
+
+void tapeout_activation_values(uint64_t* quantized, uint64_t* clipped);
+
+static Node new_quantize(void) {
+  Node node = {.what = "QuantizeActivations", .op = find_op("QuantizeActivations", 0, FLOAT)};
+  Value *in = node.context.inputs, *scale = &in[1];
+  const int64_t K = one_in(8) ? random_int(8000, 9000) : random_int(1, 70); /* one part, or two */
+  new_value(&in[0], FLOAT, 2, (int64_t[]){random_int(0, 3), K});
+  fill_floats(&in[0], 1);
+  new_value(scale, FLOAT, one_in(2), (int64_t[]){1});
+  *(float*)scale->data = (float)random_int(1, 40) / 1000;
+  float* x = in[0].data;
+  for (int64_t i = 0; i < elements_of(&in[0]) && one_in(3); i += random_int(1, 40)) {
+    const float special[] = {NAN, INFINITY, -INFINITY, 1e30f, -1e30f, 127.5f * *(float*)scale->data};
+    x[i] = special[random_int(0, 5)];
+  }
+  node.changed[0] = TYPE | PRESENCE | ALIGNMENT;
+  node.changed[1] = TYPE | PRESENCE | ALIGNMENT | (scale->rank ? LAST_AXIS : 0);
+  node.context.input_count = 2;
+  tapeout_activation_values(&node.quantized, &node.clipped);
+  return node;
+}
+
+static void check_quantize(Node* node) {
+  const Value* in = &node->context.inputs[0];
+  const float *x = in->data, scale = *(const float*)node->context.inputs[1].data;
+  uint64_t quantized, clipped, expected = 0;
+  for (int64_t i = 0; i < elements_of(in); i++) {
+    const float nearest = rintf(x[i] / scale);
+    const int code = !(nearest >= -128) ? 0 : nearest > 127 ? 255 : (int)nearest + 128; /* NaN: 0 */
+    const int found = ((uint8_t*)node->context.outputs[0].data)[i];
+    expected += !(nearest >= -128 && nearest <= 127);
+    if (found != code) fail("QuantizeActivations: %g at scale %g is %d, expected %d", x[i], scale, found, code);
+  }
+  tapeout_activation_values(&quantized, &clipped);
+  quantized -= node->quantized, clipped -= node->clipped;
+  if (quantized != (uint64_t)elements_of(in) || clipped != expected)
+    fail("QuantizeActivations: %d of %d are counted as clipped, expected %d of %d", (int)clipped, (int)quantized,
+         (int)expected, (int)elements_of(in));
 }
 
 /* --- attention -------------------------------------------------------------------------------------------------- */
@@ -587,6 +630,7 @@ static const char* malform(Node* node, int64_t thing) {
     return "data that is not aligned";
   }
   if (thing == MOST_INPUTS) {
+    if (!node->info.count) return NULL;
     Attribute* attribute = &node->info.attributes[random_int(0, (int64_t)node->info.count - 1)];
     if (!is_optional(attribute->name) && one_in(4) &&
         (strcmp(attribute->name, "symmetric") || strcmp(node->what, "BlockGather"))) {
@@ -637,6 +681,11 @@ static const char* malform(Node* node, int64_t thing) {
     const int64_t N = node->weights.N, ids[] = {N, -N - 1, INT64_MIN, INT64_MAX};
     ((int64_t*)context->inputs[0].data)[0] = ids[random_int(0, 3)];
     return "a malformed id";
+  }
+  if (!strcmp(node->what, "QuantizeActivations")) {
+    const float wrong[] = {0, -0.01f, NAN, INFINITY};
+    *(float*)context->inputs[1].data = wrong[random_int(0, 3)];
+    return "a malformed scale";
   }
   return NULL;
 }
@@ -749,7 +798,8 @@ static void run_draws(void) {
 /* --- cases ------------------------------------------------------------------------------------------------------ */
 
 static Node new_node(int64_t op) {
-  return op < 4 ? new_linear(one_in(150) ? 32768 : 0) : op == 4 ? new_gather() : new_attention();
+  if (op < 4) return new_linear(one_in(150) ? 32768 : 0);
+  return op == 4 ? new_gather() : op < 8 ? new_attention() : new_quantize();
 }
 static void check_node(Node* node) {
   write_results(node);
@@ -757,6 +807,8 @@ static void check_node(Node* node) {
     check_attention(node);
   else if (!strcmp(node->what, "BlockGather"))
     check_gather(node);
+  else if (!strcmp(node->what, "QuantizeActivations"))
+    check_quantize(node);
   else
     check_linear(node);
 }
@@ -775,7 +827,7 @@ static void run_case(int64_t counts[4]) {
     counts[1]++;
     return;
   }
-  Node node = new_node(random_int(0, 7));
+  Node node = new_node(random_int(0, 8));
   const int64_t way = random_int(0, 9);
   use_threads = one_in(12);
   if (way < 5) {

@@ -153,6 +153,17 @@ DEFECTS = {
     "zero points are not checked": Defect(
         "block_gather.c", "(zero_points.present && !holds(&zero_points, UINT8, blocks))", "0", "overflow|accepted"
     ),
+    "the last activations are read as a whole vector": Defect(
+        "quantize_activations.c", "load_first(x + i, count - i)", "load(x + i)", "heap-buffer-overflow"
+    ),
+    "the last activations are not counted": Defect(
+        "quantize_activations.c",
+        "/* no zero lies beyond the grid */\n    clipped += beyond_int8(codes);",
+        "",
+        "counted as clipped",
+    ),
+    "the largest code counts as clipped": Defect("vector.h", "(x > INT8_MAX)", "(x >= INT8_MAX)", "counted as clipped"),
+    "a static scale may be zero": Defect("quantize_activations.c", "w.scale > 0 &&", "", "accepted"),
     "a status leaks": Defect(
         "ort.h", "  release_status(api, status);\n  return status ? otherwise", "  return status ? otherwise", "leak"
     ),

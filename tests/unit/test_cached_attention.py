@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from engines import native
-from engines.native.kv_values import KVCounts, KVValues
+from engines.native.clipping import Clipping, ValueCounts, clippings
 from engines.passes import cached_attention, prompt_attention
 from engines.targets.ort_cpu import library
 from tests import attention_graph, lowering
@@ -579,24 +579,24 @@ def test_values_that_the_scales_clip_are_counted(case: Case) -> None:
     """In whatever units: several tokens of several sequences, and one token of one."""
     for tokens, past in ((70, [0, 5, 77]), (1, [40])):
         step = step_of(case, tokens, past)
-        counted = KVValues(library())
+        counted = clippings(library())
         run(case, step)
-        found, codes = counted.read(), np.rint(np.stack(written(case, step)))
+        found, codes = counted().kv, np.rint(np.stack(written(case, step)))
         clipped = int(((codes < -128) | (codes > 127)).sum())
         assert found.stored == codes.size
         assert clipped > 0.01 * codes.size and abs(found.clipped - clipped) <= 3  # float's rounding beside a half
-        assert counted.read() == found
+        assert counted() == Clipping(kv=found)
 
 
 def test_a_cache_of_floats_clips_nothing() -> None:
-    counted = KVValues(library())
+    counted = clippings(library())
     run(CASES["float cache"], step_of(CASES["float cache"], 3, [0, 61]))
-    assert counted.read() == KVCounts()
+    assert counted().kv == ValueCounts()
 
 
 def test_without_a_library_nothing_is_counted() -> None:
-    assert KVValues(None).read() == KVCounts()
-    assert KVValues(Path(_ctypes.__file__)).read() == KVCounts()  # a library that does not count
+    assert clippings(None)() == Clipping()
+    assert clippings(Path(_ctypes.__file__))() == Clipping()  # a library that does not count
 
 
 def test_no_new_tokens_leave_the_cache_as_it_was() -> None:

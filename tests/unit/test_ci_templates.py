@@ -87,7 +87,9 @@ def test_zizmor_finds_nothing_in_action_and_workflows(tmp_path: Path) -> None:
         return run("zizmor", "--offline", "--config", ROOT / ".github/zizmor.yml", *paths).returncode
 
     assert findings(ACTION, *WORKFLOWS) == 0
-    (tmp_path / "action.yml").write_text(ACTION.read_text().replace('"$REMOTE" ||', "${{ inputs.remote }} ||"))
+    (tmp_path / "action.yml").write_text(
+        ACTION.read_text().replace('core.remote "$REMOTE"', "core.remote ${{ inputs.remote }}")
+    )
     assert findings(tmp_path / "action.yml") != 0
 
 

@@ -12,6 +12,7 @@ from datasets import Dataset
 from numpy.random import Generator
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from engines.native.clipping import Clipping, ValueCounts
 from evals.drift import distances, drift
 from evals.kinds.drift import KIND, Distance, DriftReport, DriftSettings
 from pipeline.cli.main import main
@@ -74,20 +75,26 @@ def test_a_small_difference_that_is_certain_is_no_drift() -> None:
 
 
 @pytest.mark.parametrize(("clipped", "drifted"), [(2e-5, False), (5e-4, False), (5e-3, True)])
-def test_live_texts_that_the_cache_clips_more_of_are_drift(clipped: float, drifted: bool) -> None:
+@pytest.mark.parametrize("name", ["kv", "activations"])
+def test_live_texts_that_an_engine_clips_more_of_are_drift(name: str, clipped: float, drifted: bool) -> None:
     """Samples lose 2 of 100,000 values, as those of the default model do; ``clipped``: what live texts lose."""
     rng = np.random.default_rng(0)
     live, samples = texts(rng, 120), texts(rng, 128)
     shares = {id(text): share for group, share in ((live, clipped), (samples, 2e-5)) for text in group}
 
-    def counts(text: Sequence[int]) -> tuple[int, int]:
+    def counts(text: Sequence[int]) -> Clipping:
         stored = 11_520 * len(text)
-        return stored, int(rng.binomial(stored, shares[id(text)]))
+        return Clipping(**{name: ValueCounts(stored, int(rng.binomial(stored, shares[id(text)])))})
 
-    by_name = {one.name: one for one in distances(SETTINGS, live, samples, kv_counts=counts)}
-    assert by_name["kv_clipped"].drifted is drifted
-    assert by_name["kv_clipped"].value == pytest.approx(clipped - 2e-5, rel=0.1, abs=2e-6)
-    assert "kv_clipped" not in {one.name for one in distances(SETTINGS, live, samples, kv_counts=lambda _: (0, 0))}
+    by_name = {one.name: one for one in distances(SETTINGS, live, samples, clip_counts=counts)}
+    assert list(by_name) == [
+        "lengths",
+        "tokens",
+        f"{name}_clipped",
+    ]  # an engine without the other has no distance of it
+    found = by_name[f"{name}_clipped"]
+    assert found.drifted is drifted
+    assert found.value == pytest.approx(clipped - 2e-5, rel=0.1, abs=2e-6)
 
 
 def test_what_cannot_be_compared_is_refused() -> None:

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engines.native.kv_values import KVCounts
+from engines.native.clipping import Clipping, ValueCounts
 from engines.protocol import Entry, Result
 from runtime.core import BROKEN_STEPS, EngineBrokenError, EngineCore
 from runtime.messages import Delta, GenerateRequest, Report, SamplingSettings
@@ -317,9 +317,11 @@ def test_drafts_change_how_many_steps_it_takes_and_nothing_else(sampled: bool, m
 
 
 def test_the_report_has_what_the_engine_wrote_and_clipped() -> None:
-    stats = EngineCore(CoreEngine(), Limits(), kv_counts=lambda: KVCounts(900, 2)).report().stats
+    counted = Clipping(ValueCounts(900, 2), ValueCounts(70, 1))
+    stats = EngineCore(CoreEngine(), Limits(), clippings=lambda: counted).report().stats
     assert (stats.kv_values, stats.kv_values_clipped) == (900, 2)
-    assert not core().stats().kv_values
+    assert (stats.activation_values, stats.activation_values_clipped) == (70, 1)
+    assert not core().stats().kv_values and not core().stats().activation_values
 
 
 def test_an_engine_of_slots_gets_no_drafts() -> None:

@@ -40,7 +40,8 @@ def test_every_kernel_of_the_menu_has_a_name_of_its_own_and_is_what_the_passes_w
     assert len(operators) == len(MENU)
     product = {"native": "BlockLinear", "stock": "MatMulNBits"}[operators_of]
     assert operators.pop("fp32") == {"MatMul"}
-    assert operators.pop("static int8") == {"QuantizeLinear", "MatMulIntegerToFloat"}
+    quantize = {"native": "QuantizeActivations", "stock": "QuantizeLinear"}[operators_of]
+    assert operators.pop("static int8") == {quantize, "MatMulIntegerToFloat"}
     assert all(written == {product} for written in operators.values()) and "4-bit g32" in operators
 
 

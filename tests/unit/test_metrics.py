@@ -81,14 +81,18 @@ def test_refused_requests_are_not_among_those_that_ended() -> None:
 def test_counters_do_not_fall_when_the_engine_is_opened_again() -> None:
     client = LocalClient()
     metrics = Metrics(client, "m")
-    client.stats = EngineStats(steps=90, prefix_queries=50, preemptions=3, kv_values=4000, kv_values_clipped=1)
+    client.stats = EngineStats(
+        steps=90, prefix_queries=50, preemptions=3, kv_values=4000, kv_values_clipped=1, activation_values_clipped=2
+    )
     assert values(metrics)["vllm:prefix_cache_queries_total"] == 50
-    client.stats = EngineStats(steps=2, prefix_queries=7, kv_values=1000)
+    client.stats = EngineStats(steps=2, prefix_queries=7, kv_values=1000, activation_values=30)
     found = values(metrics)
     assert found["vllm:prefix_cache_queries_total"] == 57
     assert found["vllm:num_preemptions_total"] == 3
     assert found["tapeout:steps_total"] == 92
     assert (found["tapeout:kv_values_total"], found["tapeout:kv_values_clipped_total"]) == (5000, 1)
+    assert found["tapeout:activation_values_total"] == 30
+    assert found["tapeout:activation_values_clipped_total"] == 2
     client.stats = client.stats._replace(steps=3, prefix_queries=9)
     assert values(metrics)["vllm:prefix_cache_queries_total"] == 59
 

@@ -149,7 +149,7 @@ static int64_t quantize(const float* from, const float* scale, int64_t count, in
   I32x16 clipped = splat_int(0);
   for (int64_t i = 0; i < count; i += LANES) {
     const I32x16 x = round_to_int(load(from + i) / load(scale + i));
-    clipped -= (x > INT8_MAX) | (x < INT8_MIN); /* true is -1 */
+    clipped += beyond_int8(x);
     store_int8(to + i, saturate_int8(x));
   }
   return reduce_add_int(clipped);

@@ -18,7 +18,8 @@ static const struct {
                  {&linear_op, 1},
                  {&linear_op, 2},
                  {&linear_op, 3},
-                 {&linear_op, 4}};
+                 {&linear_op, 4},
+                 {&quantize_activations_op, 0}};
 enum { OPERATOR_COUNT = sizeof OPERATORS / sizeof *OPERATORS };
 
 static pthread_key_t keys[SCRATCHES];

@@ -101,6 +101,10 @@ INLINE I32x16 widen_bytes(const void* from) {
 INLINE I8x16 truncate_int8(I32x16 x) {
   return __builtin_convertvector(x, I8x16);
 }
+/* 1 where an integer has no code of 8 bits, so that `saturate_int8` clips it; else 0. */
+INLINE I32x16 beyond_int8(I32x16 x) {
+  return -((x > INT8_MAX) | (x < INT8_MIN)); /* true is -1 */
+}
 INLINE int32_t reduce_add_int(I32x16 x) {
   return __builtin_reduce_add(x);
 }
