@@ -52,6 +52,8 @@ class Plan:
 class Answer:
     """Times in seconds after the start of the load. ``events``: when each piece of text was read.
 
+    ``sent``: when the request was due, so that a client that is late counts as the server's delay.
+
     ``tokens``: new tokens as the server counts them. ``error``: why there is no complete answer.
     """
 
@@ -122,7 +124,7 @@ async def _request(
     await asyncio.sleep(max(start + request.at - time.perf_counter(), 0))
     while any(len(other.pieces) < request.after_pieces and not other.ended for other in before):
         await asyncio.sleep(0.01)
-    reading.sent = time.perf_counter() - start
+    reading.sent = time.perf_counter() - start if request.after_pieces else request.at
     try:
         async with session.post("/v1/completions", data=body, headers={"Content-Type": "application/json"}) as response:
             reading.status = response.status

@@ -52,7 +52,7 @@ def run(lowering: Lowering) -> PassResult:
     if not matched:
         return PassResult(0, ("no linear has a static scale for its inputs",))
     if reason := unsupported():
-        declined.append(f"inputs with a static scale: {reason}; what their grids clip is not counted")
+        declined.append(f"every linear: {reason}; what static grids clip is not counted")
     return PassResult(matched, tuple(declined))
 
 

@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote, urlsplit
 
-from pipeline.registry.tracking import connect, http_session, public_uri, store_errors, tracking_uri, unreachable
+from pipeline.registry.tracking import (
+    connect,
+    http_session,
+    public_uri,
+    quiet_mlflow,
+    store_errors,
+    store_remedy,
+    tracking_uri,
+    unreachable,
+)
 from pipeline.registry.versions import aliases, get_version, model_id_of
 from pipeline.sources.download import TIMEOUT_S, download_url
 from tapeout.errors import RegistryError, SourceError, one_line
@@ -211,6 +220,7 @@ def _origin(url: str) -> tuple[str | None, str | None, int | None]:
 
 
 def _fetch_through_mlflow(root: str, name: str, target: Path) -> str:
+    quiet_mlflow()
     try:
         from mlflow.artifacts import download_artifacts
         from mlflow.exceptions import MlflowException
@@ -229,7 +239,7 @@ def _fetch_through_mlflow(root: str, name: str, target: Path) -> str:
         raise RegistryError(
             f"the registry does not give {name}: {one_line(error)}",
             expected="the files of the version, as they were registered",
-            remedy="start its store, or register the bundle again; then run this again",
+            remedy=store_remedy(error, "start its store, or register the bundle again") + "; then run this again",
         ) from error
 
 

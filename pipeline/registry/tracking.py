@@ -95,14 +95,27 @@ def unreachable(uri: str, error: OSError) -> RegistryError:
     )
 
 
+def quiet_mlflow() -> None:
+    """To be called before MLflow is imported."""
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+
+
 def store_errors() -> tuple[type[Exception], ...]:
-    """What the client of S3 raises, where it is loaded: MLflow lets that pass."""
-    if "boto3" not in sys.modules:
-        return ()
+    """What MLflow lets pass of a store's client: that it is not installed, and what that of S3 raises."""
+    if sys.modules.get("boto3") is None:
+        return (ModuleNotFoundError,)
     from boto3.exceptions import Boto3Error
     from botocore.exceptions import BotoCoreError, ClientError
 
-    return Boto3Error, BotoCoreError, ClientError
+    return ModuleNotFoundError, Boto3Error, BotoCoreError, ClientError
+
+
+def store_remedy(error: Exception, otherwise: str) -> str:
+    """What to do about an error of a store."""
+    if isinstance(error, ModuleNotFoundError):
+        return f"install the client of that store, the package {error.name!r} (for S3: pip install 'tapeout[s3]')"
+    return otherwise
 
 
 @contextmanager
@@ -113,8 +126,7 @@ def connect(*, write: bool) -> Generator[MlflowClient]:
     lock file beside it serializes them. A server has none; see ``promotion.promote`` for what that means.
     """
     uri = tracking_uri()
-    for name, value in _QUIET.items():
-        os.environ.setdefault(name, value)
+    quiet_mlflow()
     import requests
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
@@ -132,7 +144,13 @@ def connect(*, write: bool) -> Generator[MlflowClient]:
             yield _client(uri)
     except requests.RequestException as error:
         raise unreachable(uri, error) from error
-    except (MlflowException, SQLAlchemyError, *store_errors()) as error:
+    except store_errors() as error:
+        raise RegistryError(
+            f"the store of the registry's files refused: {one_line(error)}",
+            expected="a store that is up, and credentials for it in the environment",
+            remedy=store_remedy(error, "correct that and run this again; every step continues where it stopped"),
+        ) from error
+    except (MlflowException, SQLAlchemyError) as error:
         reason = str(error).strip().splitlines()[0].replace(uri, public_uri(uri))
         raise RegistryError(
             f"the registry at {public_uri(uri)} refused: {reason}",

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from pipeline.registry.access import Registry, open_registry
-from pipeline.registry.tracking import store_errors
+from pipeline.registry.tracking import store_errors, store_remedy
 from pipeline.registry.versions import bundle_name
 from pipeline.sources.download import progress_bar
 from tapeout.artifact import RECORD, Artifact
@@ -86,6 +86,6 @@ def _put(client: MlflowClient, model_id: str, folder: Path, name: str) -> None:
         raise RegistryError(
             f"the registry's store did not take {name}: {one_line(error, 300)}",
             expected=f"room for {(folder / name).stat().st_size / 1e6:.1f} MB, and a server that stays up",
-            remedy="free space in its artifact store or start it, then run `tapeout register` again: files that have "
-            "arrived are not sent again",
+            remedy=store_remedy(error, "free space in its artifact store or start it")
+            + "; then run `tapeout register` again: files that have arrived are not sent again",
         ) from error

@@ -17,11 +17,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit, urlunsplit
 
 from tapeout.errors import SourceError
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     import requests
 
 CHUNK_BYTES = 256 << 10
-WRITEBACK_BYTES = 16 << 20  # so many are sent to the disk at once while more arrive
 TIMEOUT_S = (10, 60)  # to connect, and between two pieces of data
 Shown = Callable[[int, int | None], None]  # bytes so far, and in total if that is known
 ATTEMPTS = 5  # consecutive ones without a new byte
@@ -254,7 +252,7 @@ def _continue(session: requests.Session, url: str, part: Path, shown: Shown) -> 
             part.unlink(missing_ok=True)
             _write_validator(part, url, None if encoded else _validator(response))
         done = start if resumed else 0
-        with part.open("a+b") as stream, _Writeback(stream) as writeback:
+        with part.open("a+b") as stream:
             stream.seek(0)
             digest = hashlib.file_digest(stream, "sha256")  # of the bytes that arrived before
             for chunk in response.iter_content(CHUNK_BYTES):
@@ -262,37 +260,9 @@ def _continue(session: requests.Session, url: str, part: Path, shown: Shown) -> 
                 digest.update(chunk)
                 done += len(chunk)
                 shown(done, total)
-                writeback.written(len(chunk))
     if total is not None and done != total:
         raise _TryAgainError(f"the connection closed after {done} of {total} bytes")
     return digest.hexdigest()
-
-
-class _Writeback:
-    """Sends what is written to the disk by a thread, so that who syncs the whole file later waits for its end alone.
-
-    OSError where the disk refuses. The system may tell it to the first who syncs, and to nobody after that.
-    """
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream, self._bytes = stream, 0
-        self._thread = ThreadPoolExecutor(1)
-        self._sync: Future[None] | None = None
-
-    def __enter__(self) -> _Writeback:
-        return self
-
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        self._thread.shutdown()
-        if self._sync is not None and error is None:
-            self._sync.result()
-
-    def written(self, count: int) -> None:
-        self._bytes += count
-        if self._bytes >= WRITEBACK_BYTES and (self._sync is None or self._sync.done()):
-            if self._sync is not None:
-                self._sync.result()
-            self._bytes, self._sync = 0, self._thread.submit(os.fdatasync, self._stream.fileno())
 
 
 def _check_status(url: str, response: requests.Response) -> None:

@@ -149,7 +149,9 @@ def _compared(step: Any) -> Callable[[Lowering], PassResult]:
 def rounds(lowering: Lowering) -> bool:
     """Whether something in the graph rounds to codes while it runs: keys and values, or the inputs of products."""
     operators = {node.op_type for node in lowering.model.graph.all_nodes()}
-    return bool(lowering.kv_scales or operators & {"QuantizeLinear", "MatMulNBits", *BLOCK_PRODUCTS})
+    return bool(
+        lowering.kv_scales or operators & {"QuantizeLinear", "QuantizeActivations", "MatMulNBits", *BLOCK_PRODUCTS}
+    )
 
 
 def lowering_of(graph: Artifact[PortableGraph], precision: str) -> Lowering:

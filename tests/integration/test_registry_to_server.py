@@ -38,9 +38,10 @@ from cryptography.x509.oid import NameOID
 
 from engines.bundle import EngineBundle
 from pipeline.recipe import Recipe
+from pipeline.registry.access import RestRegistry
 from pipeline.registry.promotion import promote, rollback
 from pipeline.registry.register import register
-from pipeline.registry.tracking import connect
+from pipeline.registry.tracking import connect, http_session
 from pipeline.registry.versions import model_id_of
 from tapeout.artifact import load
 from tapeout.errors import RegistryError
@@ -267,6 +268,10 @@ def test_artifacts_in_s3_that_the_server_does_not_pass_through(
         content = bucket.read(weights)
         pull: Any = partial(builder.pull, extras=(*serving_machine.EXTRAS, "s3"), more=bucket.variables)
         builder.refuses("takes the package 'mlflow'", extras=serving_machine.EXTRAS)
+        store_down = {"MLFLOW_S3_ENDPOINT_URL": "http://127.0.0.1:1"}
+        done = pull(more=bucket.variables | store_down)
+        assert done.returncode == 2 and "the registry does not give" in done.stderr, done.stderr
+        assert "fault in tapeout" not in done.stderr and "Downloading artifacts" not in done.stderr, done.stderr
         # A byte that was flipped in the store, and a file that is gone from it; the builder repairs both.
         bucket.write(weights, content[:-1] + bytes([content[-1] ^ 1]))
         done = pull()
@@ -279,12 +284,33 @@ def test_artifacts_in_s3_that_the_server_does_not_pass_through(
         done = pull()
         assert done.returncode == 0 and builder.pulled(digest), done.stderr
         assert json.loads(pull().stdout)["fetched_bytes"] == 0
-        # A store that refuses an upload: an error that names the file, and the next attempt goes on.
+        # A store that is down, or goes down before an upload: the next attempt goes on.
         with monkeypatch.context() as patch:
-            patch.setenv("MLFLOW_S3_ENDPOINT_URL", "http://127.0.0.1:1")
-            with pytest.raises(RegistryError, match="the registry"):
+            patch.setenv(*next(iter(store_down.items())))
+            with pytest.raises(RegistryError, match="store of the registry's files refused"):
+                builder.submit(big("t"))
+        from mlflow import MlflowClient
+
+        with monkeypatch.context() as patch:
+            upload = MlflowClient.log_model_artifact
+
+            def down(*arguments: Any) -> None:
+                patch.setenv(*next(iter(store_down.items())))
+                upload(*arguments)
+
+            patch.setattr(MlflowClient, "log_model_artifact", down)
+            with pytest.raises(RegistryError, match="store did not take"):
                 builder.submit(big("t"))
         builder.submit(big("t"), against=digest)
+
+
+def test_a_store_whose_client_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("boto3", "botocore"):
+        monkeypatch.setitem(sys.modules, name, None)
+    registry = RestRegistry("http://127.0.0.1:1", http_session())
+    with pytest.raises(RegistryError, match=r"does not give model\.onnx") as caught:
+        registry.fetch("s3://models/mlflow", "model.onnx", tmp_path / "model.onnx")
+    assert "pip install 'tapeout[s3]'" in str(caught.value.remedy)
 
 
 def test_what_was_judged_otherwise_is_not_pulled(builder: Builder) -> None:

@@ -29,7 +29,7 @@ DEPLOY = Path(__file__).parents[2] / "docs" / "deploy"
 KEY = "secret"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 VERSIONS = {Outcome.PASS: "1", Outcome.FAIL: "2", Outcome.INCONCLUSIVE: "3"}
-EDITED = "4"  # no other test asks for it: the server keeps what it found
+EDITED = "4"  # no other test asks for it by its number: the server keeps answers by what was asked
 KL = {Outcome.PASS: 0.01, Outcome.FAIL: 0.345, Outcome.INCONCLUSIVE: 0.03}
 SCHEMA = document.schema()
 
@@ -62,7 +62,7 @@ def test_an_alias_names_its_version(server: Served) -> None:
     assert get(server, judged.NAME, "challenger").json()["version"] == int(EDITED)  # the last
 
 
-@pytest.mark.parametrize("name_version", [(judged.NAME, "champion"), ("nobody", "1")])
+@pytest.mark.parametrize("name_version", [(judged.NAME, "champion"), (judged.NAME, "9"), ("nobody", "1")])
 def test_what_is_not_there_is_not_found(server: Served, name_version: tuple[str, str]) -> None:
     answer = get(server, *name_version)
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "version_not_found")

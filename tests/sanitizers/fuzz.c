@@ -166,7 +166,7 @@ static Node new_linear(int64_t long_block) {
   node.M = overflow && one_in(3) ? 130 /* more than one chunk */
            : many                ? random_int(300, 700)
            : wide                ? random_int(1, 4)
-                                 : PICK(1, 1, 2, 3, 4, 5, 6, 7, 13, 0);
+                                 : (one_in(10) ? 0 : random_int(1, 13));
   node.values = overflow ? EXTREME : one_in(6) ? NON_FINITE : one_in(6) ? EXTREME : ROUTINE;
   Value* in = node.context.inputs;
   size_t next = 0;

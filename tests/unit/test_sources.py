@@ -11,7 +11,6 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Generator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from hypothesis import strategies as st
 
 from evals.kinds.shadow import ShadowSettings
 from pipeline.recipe import Recipe
-from pipeline.sources import download
 from pipeline.sources.corpus import calibration_and_heldout, chat_prompts, read_split
 from pipeline.sources.fetch import fetch
 from pipeline.sources.locations import FileSource, HubSource, UrlSource, WheelSource, fetch_source, parse
@@ -169,35 +167,6 @@ def test_an_interrupted_transfer_is_continued_by_the_next_run(tmp_path: Path, si
     assert fetch_source(url, tmp_path / "a", sha256=pin).path.read_bytes() == CONTENT
     assert site.requests == [("GET", "/models/m.gguf", f"bytes={kept}-")]
     assert not list(cache.rglob("*.part*"))
-
-
-@pytest.mark.parametrize("refused", [1, 2])
-def test_what_the_disk_refuses_while_bytes_arrive_is_no_file(
-    tmp_path: Path, site: Site, cache: Path, monkeypatch: pytest.MonkeyPatch, refused: int
-) -> None:
-    """The system may tell it once: to the sync that runs beside the transfer, whichever that is."""
-    monkeypatch.setattr(download, "WRITEBACK_BYTES", len(CONTENT) // 3)
-    syncs: list[int] = []
-
-    def sync(descriptor: int) -> None:
-        syncs.append(descriptor)
-        if len(syncs) == refused:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "fdatasync", sync)
-    monkeypatch.setattr(download, "ThreadPoolExecutor", Inline)
-    with pytest.raises(OSError, match="Input/output error"):
-        download.download_url(f"{site.url}/models/m.gguf", tmp_path / "m.gguf")
-    assert len(syncs) == refused and not (tmp_path / "m.gguf").exists()
-
-
-class Inline(ThreadPoolExecutor):
-    """Runs what it is given at once, so that a test knows the order."""
-
-    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        done: Future[Any] = super().submit(fn, *args, **kwargs)
-        done.exception()
-        return done
 
 
 @pytest.mark.parametrize("change", ["file", "no ranges", "no tags"])

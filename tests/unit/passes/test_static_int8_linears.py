@@ -41,7 +41,7 @@ def test_a_product_computes_what_its_codes_say(
     lowered = lowering(model, {"block.fc.weight": weight})
     bias = lowered.weights.tensor("block.fc.bias") if biased else 0.0
     outcome = apply(lowered, linears, static_int8_linears)
-    unseen = f"inputs with a static scale: {STOCK}; what their grids clip is not counted"
+    unseen = f"every linear: {STOCK}; what static grids clip is not counted"
     quantize, declined = {"native": ("QuantizeActivations", ()), "stock": ("QuantizeLinear", (unseen,))}[operators_of]
     assert (outcome.matched, outcome.declined) == (1, declined)
     assert operators(model) == [quantize, "MatMulIntegerToFloat", "Neg"]
