@@ -54,7 +54,7 @@ class Prepared:
 
 
 def prepare(name: str, recipe: Path, tokenizer: Path, progress: Callable[[str], None]) -> Prepared:
-    """Make what is missing of a shape, in the folder of the peers. Finished parts are kept between runs."""
+    """Make what is missing of a shape, in the folder of the peers. All but our bundle is kept between runs."""
     folder = peers_folder() / "shapes" / name
     artifacts = folder / "work/artifacts"
     made = Prepared(artifacts / "graph", artifacts / "source", folder / "model.gguf", artifacts / "candidate")
@@ -62,10 +62,10 @@ def prepare(name: str, recipe: Path, tokenizer: Path, progress: Callable[[str], 
     if not checkpoint.is_dir():
         progress(f"writing random weights in the shape of {name}")
         known.write(known.SHAPES[name], checkpoint, tokenizer)
-    if not made.bundle.is_dir():
-        progress(f"building our bundle of {name}")
-        words = [str(checkpoint), str(folder / "work"), "--recipe", str(recipe.resolve()), "--stages", *STAGES]
-        scale.main([*words, "--set", *SETTINGS])
+    progress(f"building our bundle of {name}")
+    stages = STAGES[-1:] if made.bundle.is_dir() else STAGES  # what is measured has the kernels of this version
+    words = [str(checkpoint), str(folder / "work"), "--recipe", str(recipe.resolve()), "--stages", *stages]
+    scale.main([*words, "--set", *SETTINGS])
     if not made.gguf.is_file():
         progress(f"writing the GGUF file of {name}")
         partial = made.gguf.with_suffix(".partial")
