@@ -53,7 +53,6 @@ class Answer:
     """Times in seconds after the start of the load. ``events``: when each piece of text was read.
 
     ``sent``: when the request was due, so that a client that is late counts as the server's delay.
-
     ``tokens``: new tokens as the server counts them. ``error``: why there is no complete answer.
     """
 
