@@ -63,12 +63,30 @@ class Sample(Frozen):
     tokens_per_s: tuple[float, ...]
 
 
+class Turns(Frozen):
+    """Decode at batch 1 and plain reads of memory in turns (:mod:`benchmarks.peers.roofline`).
+
+    Entry i of both is one turn, in bytes per second: the median step, and the better of the reads beside it."""
+
+    steps: tuple[float, ...]
+    reads: tuple[float, ...]
+
+    @property
+    def share(self) -> float:
+        """The bandwidth of a step as a share of that of a read: the median over the turns.
+
+        >>> Turns(steps=(8e9, 30e9, 9e9), reads=(10e9, 40e9, 10e9)).share
+        0.8
+        """
+        return median(step / read for step, read in zip(self.steps, self.reads, strict=True))
+
+
 class Measured(Frozen):
     """All figures of one system: one line of the results table.
 
     ``weight_bits``, ``by_format`` and ``unclassed``: see :class:`benchmarks.peers.systems.System`. ``kl`` in nats and
     ``top_token`` as a share, both against the float reference over ``predictions`` positions; None without logits.
-    ``step_bytes`` and ``budget_bytes`` (weights and KV cache of the largest workload) are known only for our bundles.
+    ``budget_bytes`` (weights and KV cache of the largest workload) and ``turns`` are known only for our bundles.
     """
 
     name: str
@@ -82,8 +100,8 @@ class Measured(Frozen):
     kl: float | None = None
     top_token: float | None = None
     predictions: int = 0
-    step_bytes: int | None = None
     budget_bytes: int | None = None
+    turns: Turns | None = None
     versions: dict[str, str] = Field(default_factory=dict)
 
     def speeds(self, workload: Workload) -> tuple[float, ...]:
@@ -171,14 +189,14 @@ def speed_bar(ours: Measured, class_name: ClassName, workload: Workload, systems
     return Bar(ours.name, class_name, str(workload), ratios[peer], bound, peer, ratios[peer] >= bound)
 
 
-def bars(systems: Sequence[Measured], bandwidth_bytes_per_s: float) -> list[Bar]:
+def bars(systems: Sequence[Measured]) -> list[Bar]:
     """Every bar of each of our bundles, in each of its classes, for the workloads that were run."""
     found: list[Bar] = []
     for ours in (m for m in systems if m.ours):
         for name in classes(ours):
             found += [speed_bar(ours, name, workload, systems) for workload in BARS[name] if ours.speeds(workload)]
-            share = roofline_share(ours, bandwidth_bytes_per_s)
-            if share is not None:
+            if ours.turns is not None:
+                share = ours.turns.share
                 met = ROOFLINE_SHARE <= share <= 1  # above one, the bandwidth was measured too low
                 found.append(Bar(ours.name, name, "share of the roofline, B=1", share, ROOFLINE_SHARE, None, met))
             if ours.budget_bytes is not None:
@@ -186,14 +204,6 @@ def bars(systems: Sequence[Measured], bandwidth_bytes_per_s: float) -> list[Bar]
                 peak = ours.peak_bytes
                 found.append(Bar(ours.name, name, "peak memory, MB", peak / 1e6, bound / 1e6, None, 0 < peak <= bound))
     return found
-
-
-def roofline_share(measured: Measured, bandwidth_bytes_per_s: float) -> float | None:
-    """Time to read the bytes of a step at the measured bandwidth, as a share of the step time at batch 1."""
-    speed = measured.speed(Workload("decode", 1))
-    if speed is None or measured.step_bytes is None:
-        return None
-    return measured.step_bytes / bandwidth_bytes_per_s * speed
 
 
 def dominators(systems: Sequence[Measured], workload: Workload) -> list[str]:

@@ -21,8 +21,8 @@ from benchmarks.peers.judge import (
     dominated_bundles,
     dominators,
     paired_ratio,
-    roofline_share,
 )
+from benchmarks.peers.roofline import TURNS
 from pipeline.report.vega import BASELINE, CANDIDATE, FAIL, RULE, draw, rows, rule, standalone
 from tapeout.artifact import Frozen
 from tapeout.errors import EvidenceError
@@ -41,7 +41,6 @@ class Run(Frozen):
 
     systems: tuple[Measured, ...]
     failures: dict[str, str]
-    bandwidth_gb_s: float
     threads: int
     rounds: int
     prompt_tokens: int
@@ -94,7 +93,7 @@ def page(run: Run, stem: str) -> str:
         "## Bars",
         "The rivals of a bundle are the peers in its class. A ratio is the median of the ratios of the single rounds. "
         "The table names the rival with the smallest ratio.",
-        _bars(bars(run.systems, run.bandwidth_gb_s * 1e9)),
+        _bars(bars(run.systems)),
         *(["## Domination", "\n".join(_domination(run, workload) for workload in decodes)] if run.documents else []),
         "## Ratios",
         "The speed of each of our bundles divided by the speed of every engine: the median of the ratios of the single "
@@ -111,9 +110,9 @@ def page(run: Run, stem: str) -> str:
 
 def _conditions(run: Run) -> str:
     return (
-        f"{run.model} on {run.machine}: {run.threads} threads for each engine, {run.bandwidth_gb_s:.1f} GB/s measured "
-        f"read bandwidth. Decode is greedy, with prompts of {run.prompt_tokens} tokens and {run.new_tokens} generated "
-        f"tokens. There are {run.rounds} rounds. In each round all engines take turns, and only one runs at a time. "
+        f"{run.model} on {run.machine}: {run.threads} threads for each engine. Decode is greedy, with prompts of "
+        f"{run.prompt_tokens} tokens and {run.new_tokens} generated tokens. There are {run.rounds} rounds. In each "
+        "round all engines take turns, and only one runs at a time. "
         "Figures are medians over rounds. "
         + (
             f"KL and top-token agreement are against our float bundle on the same {run.documents} held-out passages."
@@ -133,6 +132,8 @@ def _legend() -> str:
         "llama.cpp on the file that our float reference came from.",
         "Decode: only the steps in which every sequence gains one token are counted.",
         "Prefill: one prompt, until its first token is chosen.",
+        "Roofline: bytes of weights that a step at B=1 reads per second, as a share of what a plain loop reads. The "
+        f"median of {TURNS} turns of steps and reads, since the bandwidth of a virtual machine changes within seconds.",
         "Peak MB: peak memory of the whole process over all timed work, libraries and interpreter included.",
         "ik_llama.cpp gives no logits, so its class follows from its bits per weight.",
         "Logits: OpenVINO's come from its runtime on the same model file with the same properties, because its "
@@ -144,22 +145,20 @@ def _legend() -> str:
 def _table(run: Run) -> str:
     columns = workloads(run)
     head = ["engine", "class", "KL", "top token", *(str(w) for w in columns), "roofline", "peak MB", "weights MB"]
-    rows: list[list[str]] = []
-    for m in sorted(run.systems, key=lambda m: not m.ours):
-        share = roofline_share(m, run.bandwidth_gb_s * 1e9)
-        rows.append(
-            [
-                f"**{m.name}**" if m.ours else m.name,
-                " and ".join(classes(m)) or ("unclassed" if m.unclassed else "none"),
-                "-" if m.kl is None else f"{m.kl:.4f}",
-                "-" if m.top_token is None else f"{m.top_token:.1%}",
-                *(_number(m.speed(w)) for w in columns),
-                "-" if share is None else f"{share:.0%}",
-                f"{m.peak_bytes / 1e6:,.0f}",
-                f"{m.file_bytes / 1e6:,.0f}",
-            ]
-        )
-    return "Speeds are in tokens per second.\n\n" + _markdown(head, rows)
+    lines = [
+        [
+            f"**{m.name}**" if m.ours else m.name,
+            " and ".join(classes(m)) or ("unclassed" if m.unclassed else "none"),
+            "-" if m.kl is None else f"{m.kl:.4f}",
+            "-" if m.top_token is None else f"{m.top_token:.1%}",
+            *(_number(m.speed(w)) for w in columns),
+            f"{m.turns.share:.0%}" if m.turns else "-",
+            f"{m.peak_bytes / 1e6:,.0f}",
+            f"{m.file_bytes / 1e6:,.0f}",
+        ]
+        for m in sorted(run.systems, key=lambda m: not m.ours)
+    ]
+    return "Speeds are in tokens per second.\n\n" + _markdown(head, lines)
 
 
 def _bars(found: Sequence[Bar]) -> str:

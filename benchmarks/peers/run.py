@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.peers import environments, report, shapes
+from benchmarks.peers import environments, report, roofline, shapes
 from benchmarks.peers.corpus import Corpus, read_corpus
 from benchmarks.peers.judge import Measured, Sample, Workload, schedule
 from benchmarks.peers.process import PeerFailedError, PeerProcess
@@ -25,7 +25,6 @@ from benchmarks.peers.report import Run
 from benchmarks.peers.systems import OURS, PEERS, System
 from benchmarks.shapes import SHAPES
 from engines.bundle import EngineBundle
-from engines.native.bandwidth import read_bandwidth
 from evals.text import kl_divergences
 from pipeline.recipe import load_recipe
 from pipeline.sources.source import Source
@@ -86,6 +85,7 @@ class Harness:
         self.failures: dict[str, str] = {}
         self.speeds: dict[tuple[str, Workload], list[float]] = {}
         self.peaks: dict[str, int] = {}
+        self.turns: dict[str, roofline.Turns] = {}
         self.divergences: dict[str, list[np.ndarray]] = {}
         self.agreements: dict[str, list[np.ndarray]] = {}
 
@@ -155,6 +155,13 @@ class Harness:
             except PeerFailedError as error:
                 self._fail(name, error)
 
+    def read_in_turns(self, corpus: Corpus, bundles: dict[System, Path]) -> None:
+        """The share of the roofline of each of our bundles that was measured."""
+        for system, folder in bundles.items():
+            if system.name in self.systems and Workload("decode", 1) in {w for _, w in self.speeds}:
+                self.progress(f"reading memory and decoding in turns: {system.name}")
+                self.turns[system.name] = roofline.in_turns(folder, self.options.threads, corpus.prompts[0])
+
     def compare(self, corpus: Corpus, reference: PeerProcess) -> None:
         """KL and top-token agreement of every system against the float reference, document by document.
 
@@ -207,6 +214,7 @@ class Harness:
                 kl=float(np.concatenate(kl).mean()) if kl else None,
                 top_token=float(np.concatenate(agree).mean()) if agree else None,
                 predictions=sum(map(len, kl)) if kl else 0,
+                turns=self.turns.get(name),
                 versions=environments.versions(system.environment),
             )
             found.append(self._with_bundle(measured, folders[name]) if system.ours else measured)
@@ -225,7 +233,6 @@ class Harness:
             update={
                 "weight_bits": 8 * record.weight_bytes / parameters,
                 "file_bytes": record.weight_bytes,
-                "step_bytes": record.step_bytes,
                 "budget_bytes": record.weight_bytes + kv,
             }
         )
@@ -301,16 +308,14 @@ def bench(options: argparse.Namespace, progress: Callable[[str], None]) -> int:
     reference = None if prepared else _reference(options)
     try:
         harness.open(ready)
-        bandwidth = [read_bandwidth(options.threads)]
         harness.warm_up(corpus)
         harness.measure(corpus)
-        bandwidth.append(read_bandwidth(options.threads))
+        harness.read_in_turns(corpus, bundles)
         if reference:
             harness.compare(corpus, reference)
         run = Run(
             systems=tuple(harness.results(bundles)),
             failures=harness.failures,
-            bandwidth_gb_s=max(bandwidth) / 1e9,
             threads=options.threads,
             rounds=options.rounds,
             prompt_tokens=options.prompt_tokens,

@@ -13,20 +13,21 @@ from engines.timing import last_level_cache_bytes
 from tapeout.errors import EvidenceError
 
 BYTES = 256 << 20  # several times the last-level cache of one socket
-TRIALS = 5  # of each prefetch distance
+TRIALS = 5  # of each prefetch distance, unless told otherwise
 
 
-def read_bandwidth(threads: int) -> float:
+def read_bandwidth(threads: int, trials: int = TRIALS) -> float:
     """Bytes per second that ``threads`` cores read from memory together: the best of several reads of a large array.
 
-    Where native kernels cannot run, numpy reads. :class:`tapeout.errors.BuildError` without the kernels' compiler.
+    Each of five distances of the prefetch is tried ``trials`` times. Where native kernels cannot run, numpy reads.
+    :class:`tapeout.errors.BuildError` without the kernels' compiler.
     """
     here = level()
     if here is None:
-        return _numpy_bandwidth(threads)
+        return _numpy_bandwidth(threads, trials)
     probe = ctypes.CDLL(str(compiler.library(here))).tapeout_read_bandwidth
     probe.argtypes, probe.restype = [ctypes.c_int64] * 3, ctypes.c_double
-    found = probe(BYTES, threads, TRIALS)
+    found = probe(BYTES, threads, trials)
     if not found:
         raise EvidenceError(
             "the read bandwidth cannot be measured", expected=f"{BYTES >> 20} MiB of memory and {threads} threads"
@@ -53,10 +54,10 @@ def roofline_share(step_bytes: int, step_seconds: float, bandwidth: float) -> fl
     return share
 
 
-def _numpy_bandwidth(threads: int) -> float:
+def _numpy_bandwidth(threads: int, trials: int) -> float:
     arrays = [np.ones(BYTES // 4 // threads, np.float32) for _ in range(threads)]
     best = 0.0
-    for _ in range(5 * TRIALS):
+    for _ in range(5 * trials):
         workers = [threading.Thread(target=np.max, args=(array,)) for array in arrays]
         start = time.perf_counter()
         for worker in workers:

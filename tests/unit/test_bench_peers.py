@@ -23,6 +23,7 @@ from benchmarks.peers.judge import (
     BARS,
     Measured,
     Sample,
+    Turns,
     Workload,
     bars,
     classes,
@@ -30,7 +31,6 @@ from benchmarks.peers.judge import (
     dominators,
     paired_ratio,
     rivals,
-    roofline_share,
     schedule,
     speed_bar,
 )
@@ -68,7 +68,7 @@ def measured(
         samples=(sample,) if speeds else (),
         kl=kl,
         top_token=None if kl is None else 0.9,
-        step_bytes=10**8 if ours else None,
+        turns=Turns(steps=(10e9, 22e9, 33e9), reads=(20e9, 40e9, 60e9)) if ours else None,
         budget_bytes=budget_bytes,
     )
 
@@ -155,21 +155,18 @@ def test_without_a_rival_no_bar_is_met() -> None:
 
 
 def test_a_bundle_in_no_class_has_no_bar() -> None:
-    assert bars([measured("ours", 0.5, 999, ours=True), measured("peer", 0.01, 1)], 1e9) == []
+    assert bars([measured("ours", 0.5, 999, ours=True), measured("peer", 0.01, 1)]) == []
 
 
 @pytest.mark.parametrize(("budget", "met"), [(250 * 10**6, True), (249 * 10**6, False)])
 def test_memory_and_roofline_are_compared_with_their_bounds(budget: int, met: bool) -> None:
     ours = measured("ours", 0.01, 220, ours=True, budget_bytes=budget)
-    found = {bar.what: bar for bar in bars([ours], 40e9)}
+    found = {bar.what: bar for bar in bars([ours])}
     assert found["peak memory, MB"].met is met
     assert found["share of the roofline, B=1"].value == pytest.approx(0.55)
-    assert [bar.met for gb_s in (40, 25, 20) for bar in bars([ours], gb_s * 1e9) if bar.what.startswith("share")] == [
-        False,
-        True,
-        False,
-    ]  # a share above one is a defect of the probe
-    assert roofline_share(measured("peer", 0.01, 220), 40e9) is None
+    for read, met in ((10e9, True), (12e9, False), (9e9, False)):  # above one, the probe has a defect
+        turns = ours.model_copy(update={"turns": Turns(steps=(10e9,), reads=(read,))})
+        assert [bar.met for bar in bars([turns]) if bar.what.startswith("share")] == [met]
 
 
 def test_the_bars_are_the_required_ones() -> None:
@@ -215,7 +212,6 @@ def run_of(*systems: Measured, failures: dict[str, str] | None = None) -> Run:
     return Run(
         systems=systems,
         failures=failures or {},
-        bandwidth_gb_s=40.0,
         threads=2,
         rounds=1,
         prompt_tokens=128,
@@ -281,7 +277,7 @@ def test_a_peer_that_ends_is_reported_wherever_it_is_noticed(tmp_path: Path, rea
 
 
 def test_an_engine_whose_memory_was_not_read_does_not_meet_its_bound() -> None:
-    found = bars([measured("ours", 0.01, 150, ours=True, budget_bytes=10**8).model_copy(update={"peak_bytes": 0})], 40)
+    found = bars([measured("ours", 0.01, 150, ours=True, budget_bytes=10**8).model_copy(update={"peak_bytes": 0})])
     assert not next(bar for bar in found if bar.what == "peak memory, MB").met
 
 
