@@ -7,6 +7,7 @@ import logging
 import os
 import pickle
 import select
+import signal
 import socket
 import struct
 import subprocess
@@ -101,7 +102,7 @@ class ProcessClient:
         self._current = self._start(folder, opener)
         self._tasks: set[asyncio.Task[None]] = set()
         self._changing = asyncio.Lock()  # of the current process
-        self._draining = False
+        self._draining = self._paused = False
         self.restarts = 0  # how often the process was started again
 
     async def open(self) -> None:
@@ -149,6 +150,15 @@ class ProcessClient:
             old, self._current, self._opener = self._current, new, opener
         logger.info("requests go to %s from now on", folder)
         self._spawn(self._retire(old))
+
+    def pause(self) -> None:
+        """Stop the engine's process, whatever it does, until :meth:`resume`; its requests wait meanwhile."""
+        self._paused = True
+        self._current.pause()
+
+    def resume(self) -> None:
+        self._paused = False
+        self._current.resume()
 
     async def drain(self, timeout: float) -> None:
         self._draining = True
@@ -232,6 +242,8 @@ class ProcessClient:
                 logger.error("the engine cannot be started again: %s", error)
                 return
             self._current = new
+            if self._paused:
+                new.pause()
             self._processes.discard(old)
             await old.close()
             logger.warning("the engine was started again")
@@ -300,7 +312,7 @@ class _EngineProcess:
         self.folder = start.folder
         self.info: EngineInfo | None = None
         self.stats = EngineStats()
-        self.down = self._closing = False
+        self.down = self._closing = self._paused = False
         self._answered = False  # the first message has come; reports follow
         self.idle = asyncio.Event()  # it has no requests
         self.idle.set()
@@ -329,8 +341,18 @@ class _EngineProcess:
 
     @property
     def silent_seconds(self) -> float:
-        """Since the last report; 0 if there is one that the event loop had no time to read."""
-        return 0.0 if self._arrived.poll(0) else monotonic() - self._reported_at
+        """Since the last report; 0 if there is one that the event loop had no time to read, or while it is paused."""
+        return 0.0 if self._paused or self._arrived.poll(0) else monotonic() - self._reported_at
+
+    def pause(self) -> None:
+        if self.serves and not self._paused:  # one that is being opened has a time limit
+            self._paused = True
+            self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        if self._paused:
+            self._paused, self._reported_at = False, monotonic()
+            self._process.send_signal(signal.SIGCONT)
 
     async def open(self, timeout: float) -> None:
         loop = asyncio.get_running_loop()
@@ -397,6 +419,7 @@ class _EngineProcess:
     async def close(self) -> None:
         """End the process; its requests are lost."""
         self._closing = True
+        self.resume()
         if not self.down:
             self._send(Close())
         try:

@@ -23,13 +23,13 @@ TURNS = 40
 STEPS = 5  # of a turn
 
 
-def in_turns(folder: Path, threads: int, prompt: Sequence[int]) -> Turns:
+def in_turns(folder: Path, threads: int, prompt: Sequence[int], turns: int = TURNS) -> Turns:
     """Decode one sequence of the bundle in ``folder``; between turns of ``STEPS`` steps read the memory."""
     step_bytes = artifact.load(folder, EngineBundle).record.step_bytes
     engine = Sequences(load(folder, threads=threads, slots=1))
     chosen, length = [int(engine.prefill(0, prompt)[0].argmax())], len(prompt)
     reads, steps = [read_bandwidth(threads, trials=1)], []
-    for _ in range(TURNS):
+    for _ in range(turns):
         seconds = []
         for _ in range(STEPS):
             start = time.perf_counter()

@@ -1,17 +1,20 @@
 """Mirrors a share of the finished calls to a challenger, which scores the champion's answers. Users notice nothing.
 
-The challenger is an engine in a process of its own, which gets only the processor time that others leave, and a new
-answer only while no call runs. It is fed the champion's prompt and answer as one prompt, so one early divergence does
-not make every later token count as different. Where it fails on an answer, it disagrees everywhere; where an answer had
-no room to wait, its conversation was missed. Nothing but counts is written (``tapeout/observations.py``).
+The challenger is an engine in a process of its own. It gets only the processor time that others leave, and is stopped
+while a call runs: threads share memory and caches. It is fed the champion's prompt and answer as one prompt, so one early
+divergence does not make every later token count as different. Where it fails on an answer, it disagrees everywhere;
+where an answer had no room to wait, its conversation was missed. Nothing but counts is written
+(``tapeout/observations.py``).
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import hashlib
 import logging
 import os
+import signal
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -33,20 +36,26 @@ from tapeout.observations import Observation, ObservationLog, ShadowPlan
 
 WAITING = 256  # answers that wait for the challenger; more are missed
 ATTEMPTS = 2  # at an answer during which the challenger's process ends
-QUIET_SECONDS = 0.05  # without a call, before the challenger gets an answer
-STUCK_SECONDS = 300.0  # that a step of the challenger may take: it waits while users' calls run
+QUIET_SECONDS = 0.05  # without a call, before the challenger goes on
+STUCK_SECONDS = 300.0  # that a step of the challenger may take: other processes of the machine come first
 RESTART_SECONDS = 0.1  # between two looks whether the challenger has been started again
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class OpenAtLowPriority:
-    """Opens an engine whose process runs only while no other wants the processor."""
+    """Opens an engine whose process runs only while no other wants the processor.
+
+    It is killed when the server ends: while it is stopped it cannot see that by itself.
+    """
 
     open: OpenEngine
 
     def __call__(self, folder: Path) -> Opened:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # threads that are started from now on have it too
         return self.open(folder)
 
@@ -103,8 +112,10 @@ class Shadow(Hook):
         self._log, self._plan, self._observed = log, plan, observed
         self._salt = kept_salt(folder)
         self._running = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._quiet = asyncio.Event()  # no call has run for QUIET_SECONDS
+        self._quiet.set()
+        self._resuming: asyncio.TimerHandle | None = None
+        self._challenger: ProcessClient | None = None
         self._answers: deque[tuple[str, Answer]] = deque()
         self._arrived = asyncio.Event()
         self.picked = self.missed = 0
@@ -116,14 +127,15 @@ class Shadow(Hook):
 
     def admit(self, call: Call) -> None:
         self._running += 1
-        self._idle.clear()
+        if self._running == 1:
+            self._make_way()
         if self.ready and call.digest == self._plan.champion and self._drawn(call.id):
             call.answer = Answer()
 
     def ended(self, call: Call) -> None:
         self._running -= 1
         if not self._running:
-            self._idle.set()
+            self._resuming = asyncio.get_running_loop().call_later(QUIET_SECONDS, self._go_on)
         answer = call.answer
         if not isinstance(answer, Answer) or not answer.whole or call.error is not None or call.cancelled:
             return
@@ -147,7 +159,9 @@ class Shadow(Hook):
         client = ProcessClient(folder, OpenAtLowPriority(opener), Limits(max_running=1), stuck_seconds=STUCK_SECONDS)
         try:
             await client.open()
-            self.ready = True
+            self._challenger, self.ready = client, True
+            if self._running:
+                client.pause()
             log.info("the challenger %s is open; %g %% of the calls are mirrored", folder, 100 * self._plan.share)
             while True:
                 conversation, answer = await self._next()
@@ -155,7 +169,7 @@ class Shadow(Hook):
         except Exception as error:  # whatever the challenger does, the server goes on
             log.error("no call is mirrored any more: %s", error)
         finally:
-            self.ready = False
+            self._challenger, self.ready = None, False
             await client.close()
 
     def close(self) -> None:
@@ -173,11 +187,21 @@ class Shadow(Hook):
         while not self._answers:
             self._arrived.clear()
             await self._arrived.wait()
-        while True:
-            await self._idle.wait()
-            await asyncio.sleep(QUIET_SECONDS)
-            if not self._running:
-                return self._answers.popleft()
+        await self._quiet.wait()
+        return self._answers.popleft()
+
+    def _make_way(self) -> None:
+        """A call has come."""
+        self._quiet.clear()
+        if self._resuming is not None:
+            self._resuming.cancel()
+        if self._challenger is not None:
+            self._challenger.pause()
+
+    def _go_on(self) -> None:
+        self._quiet.set()
+        if self._challenger is not None:
+            self._challenger.resume()
 
     def _record(self, conversation: str, answer: Answer, agree: int | None) -> None:
         observation = Observation(

@@ -36,12 +36,14 @@ from benchmarks.peers.judge import (
 )
 from benchmarks.peers.process import PeerFailedError, PeerProcess
 from benchmarks.peers.report import Run, page, plot, write
+from benchmarks.peers.roofline import in_turns
 from benchmarks.peers.run import arguments, our_systems
 from benchmarks.peers.shapes import write_gguf
 from benchmarks.peers.systems import OURS, PEERS
 from benchmarks.shapes import SHAPES, Shape
 from benchmarks.shapes import write as write_shape
 from tapeout.errors import EvidenceError
+from tests.exported import build_float, family_graph
 
 ROOT = Path(__file__).parents[2]
 ONE = Workload("decode", 1)
@@ -167,6 +169,13 @@ def test_memory_and_roofline_are_compared_with_their_bounds(budget: int, met: bo
     for read, met in ((10e9, True), (12e9, False), (9e9, False)):  # above one, the probe has a defect
         turns = ours.model_copy(update={"turns": Turns(steps=(10e9,), reads=(read,))})
         assert [bar.met for bar in bars([turns]) if bar.what.startswith("share")] == [met]
+
+
+def test_steps_and_reads_take_turns(tmp_path: Path) -> None:
+    bundle = build_float(family_graph("llama"), tmp_path / "bundle", slots=1)
+    turns = in_turns(bundle.folder, threads=1, prompt=[5, 6, 7], turns=3)
+    assert len(turns.steps) == len(turns.reads) == 3
+    assert min(turns.steps) > 0 and turns.share > 0
 
 
 def test_the_bars_are_the_required_ones() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -65,6 +67,11 @@ class Mirroring:
 
     async def observed(self, count: int) -> None:
         await until(lambda: len(read_observations(self.folder).made) >= count)
+
+
+def challenger_process() -> psutil.Process:
+    """The champion's process was started first."""
+    return max(psutil.Process().children(), key=lambda child: child.create_time())
 
 
 @asynccontextmanager
@@ -177,8 +184,7 @@ def test_a_challenger_that_is_killed_is_started_again(tmp_path: Path) -> None:
         async with mirroring(tmp_path) as served:
             await served.ask([1, 2])
             await served.observed(1)
-            # The champion's process was started first.
-            max(psutil.Process().children(), key=lambda child: child.pid).kill()
+            challenger_process().kill()
             for number in range(3):
                 await served.ask([2, number])
             await served.observed(4)
@@ -215,10 +221,39 @@ def test_the_challenger_waits_while_calls_run(tmp_path: Path) -> None:
             await served.ask([1, 2], new=4)
             await asyncio.sleep(0.3)
             assert not long.done() and served.shadow.waiting == 1 and not read_observations(tmp_path).made
+            assert challenger_process().status() == psutil.STATUS_STOPPED
             await long
             await served.observed(2)
+            assert challenger_process().status() != psutil.STATUS_STOPPED
 
     run(test())
+
+
+def test_a_call_stops_the_challenger_in_the_middle_of_an_answer(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with mirroring(tmp_path, opener=OpenFaulty(step_seconds=0.5)) as served:
+            await served.ask([1, 2])
+            await until(lambda: not served.shadow.waiting)
+            assert not read_observations(tmp_path).made
+            await served.ask([3, 4], new=1)
+            assert challenger_process().status() == psutil.STATUS_STOPPED
+            await served.observed(2)
+            assert not any(one.failed for one in read_observations(tmp_path).made)
+
+    run(test())
+
+
+def test_a_challenger_that_is_stopped_ends_with_the_server(tmp_path: Path) -> None:
+    """A stopped process would outlive a server that was killed, and keep its memory."""
+    server = subprocess.Popen([sys.executable, "-m", "tests.paused_challenger"], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    challenger = psutil.Process(int(server.stdout.readline()))
+    assert challenger.status() == psutil.STATUS_STOPPED
+    server.kill()
+    server.wait()
+    server.stdout.close()
+    psutil.wait_procs([challenger], timeout=10)
+    assert not challenger.is_running() or challenger.status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_conversation_is_one_unit(tmp_path: Path) -> None:

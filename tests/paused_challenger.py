@@ -1,0 +1,27 @@
+"""A server whose challenger is stopped: prints the challenger's process id, and waits to be killed."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import psutil
+
+from runtime.client import ProcessClient
+from runtime.server.shadow import OpenAtLowPriority
+from tests.faulty_engine import OpenFaulty
+
+
+async def main() -> None:
+    client = ProcessClient(Path("7"), OpenAtLowPriority(OpenFaulty()))
+    await client.open()
+    client.pause()
+    (challenger,) = psutil.Process().children()
+    while challenger.status() != psutil.STATUS_STOPPED:
+        await asyncio.sleep(0.01)
+    print(challenger.pid, flush=True)
+    await asyncio.sleep(600)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
