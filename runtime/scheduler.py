@@ -66,7 +66,7 @@ class Limits:
     scored_tokens: int = 64
     most_drafted: int = 8
     itl_factor: float = 1.7
-    itl_seconds: float = 0.02
+    itl_seconds: float = 0.015
     backlog_seconds: float = 1.0
     step_seconds: float = 1.0
 
@@ -265,7 +265,7 @@ class Scheduler:
         backlog = self.waiting_tokens + sum(pending) - max(pending, default=0)
         budget = self.costs.prompt_budget(len(self._planned), budget, backlog)
         if drafts:  # they delay the others as prompts do, and leave those half of the room
-            budget -= self._add_drafts(drafts, budget // 2 if backlog else budget)
+            budget -= self._add_drafts(drafts, budget // 2 if prompts or self._waiting else budget)
         scored = self.limits.scored_tokens
         for sequence in prompts:
             if budget and sequence.id in self._running:

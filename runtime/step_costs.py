@@ -34,7 +34,7 @@ class StepCosts:
     def __init__(
         self,
         itl_factor: float = 1.7,
-        itl_seconds: float = 0.02,
+        itl_seconds: float = 0.015,
         backlog_seconds: float = 1.0,
         step_seconds: float = 1.0,
     ) -> None:

@@ -173,7 +173,9 @@ def _long_bar(ours: Measured) -> Bar:
     found = f"{middle.worst_ratio:.1f} times ({middle.worst_ms:,.0f} and {middle.median_ms:,.0f} ms)"
     rounds = ", ".join(f"{one.worst_ratio:.1f}" for one in ours.long_prompt)
     usual = ", ".join(f"{one.usual_ratio:.1f}" for one in ours.long_prompt)
-    found += f"; its TTFT {middle.long_ttft_ms:,.0f} ms. Rounds: {rounds}; without the prompt {usual}"
+    found += f"; its TTFT {middle.long_ttft_ms:,.0f} ms. Rounds: {rounds}; without the prompt {usual}. P99 of a round: "
+    found += f"{median(one.p99_ratio for one in ours.long_prompt):.1f} times, without the prompt "
+    found += f"{median(one.usual_p99_ratio for one in ours.long_prompt):.1f}"
     return Bar(what, bar, found, middle.worst_ratio <= LONG_BAR)
 
 

@@ -50,14 +50,19 @@ class Load(Frozen):
 
 
 class Interruption(Frozen):
-    """Inter-token latencies of streams while a long prompt arrives. ``worst_ratio``: largest of any stream to its
-    median; ``usual_ratio``: the same without the prompt, over as long a time: what client and machine do anyway."""
+    """Inter-token latencies of streams while a long prompt arrives, each divided by the median of its stream.
+
+    ``worst_ratio`` is the largest, ``p99_ratio`` the 99th percentile. ``usual_ratio``, ``usual_p99_ratio``: the same
+    without the prompt, over as long a time: what client and machine do anyway.
+    """
 
     median_ms: float
     worst_ms: float
     worst_ratio: float
+    p99_ratio: float
     long_ttft_ms: float
     usual_ratio: float
+    usual_p99_ratio: float
 
 
 class Prefix(Frozen):
@@ -175,20 +180,31 @@ def interruption(url: str, text: Text) -> Interruption:
     usual = gaps_between(alone, begin, begin + arrived.first_token_seconds)
     return Interruption(
         median_ms=1000 * median(middle for _, middle in while_fed),
-        worst_ms=1000 * max(worst for worst, _ in while_fed),
-        worst_ratio=max(worst / middle for worst, middle in while_fed),
+        worst_ms=1000 * max(max(gaps) for gaps, _ in while_fed),
+        worst_ratio=max(ratios(while_fed)),
+        p99_ratio=float(np.percentile(ratios(while_fed), 99)),
         long_ttft_ms=1000 * arrived.first_token_seconds,
-        usual_ratio=max(worst / middle for worst, middle in usual),
+        usual_ratio=max(ratios(usual)),
+        usual_p99_ratio=float(np.percentile(ratios(usual), 99)),
     )
 
 
-def gaps_between(answers: Sequence[Answer], begin: float, end: float) -> list[tuple[float, float]]:
-    """Of each stream that runs between two times: its worst gap there, and its median. Seconds."""
-    found: list[tuple[float, float]] = []
+def ratios(streams: Sequence[tuple[Sequence[float], float]]) -> list[float]:
+    """Every gap of every stream, divided by the stream's median.
+
+    >>> ratios([([1.0, 2.0], 1.0), ([6.0], 2.0)])
+    [1.0, 2.0, 3.0]
+    """
+    return [gap / middle for gaps, middle in streams for gap in gaps]
+
+
+def gaps_between(answers: Sequence[Answer], begin: float, end: float) -> list[tuple[list[float], float]]:
+    """Of each stream that runs between two times: its gaps there, and its median. Seconds."""
+    found: list[tuple[list[float], float]] = []
     for answer in answers:
         gaps = [after - before for before, after in pairwise(answer.events) if after > begin and before < end]
         if gaps:  # else it ended before
-            found.append((max(gaps), median(answer.gaps)))
+            found.append((gaps, median(answer.gaps)))
     if not found:
         raise EvidenceError("every stream ended before the time that is looked at", remedy="use longer answers")
     return found

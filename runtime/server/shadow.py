@@ -1,9 +1,9 @@
 """Mirrors a share of the finished calls to a challenger, which scores the champion's answers. Users notice nothing.
 
 The challenger is an engine in a process of its own. It gets only the processor time that others leave, and is stopped
-while a call runs: threads share memory and caches. It is fed the champion's prompt and answer as one prompt, so one early
-divergence does not make every later token count as different. Where it fails on an answer, it disagrees everywhere;
-where an answer had no room to wait, its conversation was missed. Nothing but counts is written
+while a call runs: threads share memory and caches. It is fed the champion's prompt and answer as one prompt, so that
+one early divergence does not make every later token count as different. Where it fails on an answer, it disagrees
+everywhere; where an answer had no room to wait, its conversation was missed. Nothing but counts is written
 (``tapeout/observations.py``).
 """
 

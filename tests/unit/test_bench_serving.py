@@ -105,8 +105,8 @@ def test_gaps_are_those_of_streams_that_run_then() -> None:
     """A gap counts that lies in part between the two times; the median is of the whole answer."""
     slow = Answer(0, 9, [0, 1, 2, 5, 6], 5)
     ended = Answer(0, 2, [0, 1, 2], 3)
-    assert gaps_between([slow, ended], 3, 4) == [(3, 1)]
-    assert gaps_between([slow, ended], 1.5, 1.6) == [(1, 1), (1, 1)]
+    assert gaps_between([slow, ended], 3, 5.5) == [([3, 1], 1)]
+    assert gaps_between([slow, ended], 1.5, 1.6) == [([1], 1), ([1], 1)]
     with pytest.raises(EvidenceError, match="every stream ended"):
         gaps_between([slow, ended], 7, 8)
 
@@ -130,7 +130,17 @@ def ours(**changes: Any) -> Measured:
         "saturation": (load(160),),
         "latency": load(itl=9, ttft=40),
         "cost": ((95.0, 100.0),),
-        "long_prompt": (Interruption(median_ms=10, worst_ms=19, worst_ratio=1.9, long_ttft_ms=900, usual_ratio=1.5),),
+        "long_prompt": (
+            Interruption(
+                median_ms=10,
+                worst_ms=19,
+                worst_ratio=1.9,
+                p99_ratio=1.7,
+                long_ttft_ms=900,
+                usual_ratio=1.5,
+                usual_p99_ratio=1.2,
+            ),
+        ),
         "prefix": Prefix(cold_ms=90, warm_ms=10, cached_tokens=512),
         "streams": ((1, (50.0,)), (8, (200.0,))),
         "cold_start_seconds": 2.0,
@@ -156,7 +166,19 @@ MISSED: list[dict[str, Any]] = [
     {"latency": load(itl=11, ttft=40)},
     {"latency": load(itl=9, ttft=51)},
     {"cost": ((89.0, 100.0),)},
-    {"long_prompt": (Interruption(median_ms=10, worst_ms=21, worst_ratio=2.1, long_ttft_ms=900, usual_ratio=1.5),)},
+    {
+        "long_prompt": (
+            Interruption(
+                median_ms=10,
+                worst_ms=21,
+                worst_ratio=2.1,
+                p99_ratio=1.7,
+                long_ttft_ms=900,
+                usual_ratio=1.5,
+                usual_p99_ratio=1.2,
+            ),
+        )
+    },
     {"prefix": Prefix(cold_ms=79, warm_ms=10, cached_tokens=512)},
     {"streams": ((1, (50.0,)), (8, (48.0,)))},
     {"cold_start_seconds": 3.1},

@@ -71,7 +71,7 @@ class Mirroring:
 
 def challenger_process() -> psutil.Process:
     """The champion's process was started first."""
-    return max(psutil.Process().children(), key=lambda child: child.create_time())
+    return max(psutil.Process().children(), key=lambda child: child.pid)
 
 
 @asynccontextmanager
