@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext, suppress
@@ -212,8 +213,11 @@ def download_snapshot(repo: str, revision: str | None, wanted: Callable[[str], b
 
 @contextmanager
 def progress_bar(title: str) -> Generator[Shown]:
-    """A byte-counting progress bar on standard error; nothing, and no library for it, where that is not a terminal."""
-    if not sys.stderr.isatty():
+    """A byte-counting progress bar on standard error; nothing, and no library for it, where that is not a terminal.
+
+    Nor in another thread than the main one: two bars would be drawn over each other.
+    """
+    if not sys.stderr.isatty() or threading.current_thread() is not threading.main_thread():
         yield lambda done, total: None
         return
     from rich.console import Console
