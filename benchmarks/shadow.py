@@ -22,6 +22,7 @@ from benchmarks.serving.load import Text
 from benchmarks.serving.scenarios import open_loop
 from benchmarks.serving.servers import OURS, ServerProcess
 
+SETTLED_SECONDS = 2.0  # without another observation
 WITHOUT, AGAIN = "without", "without, again"
 
 
@@ -33,9 +34,10 @@ def metric(url: str, name: str) -> float:
 
 def wait_for_challenger(url: str) -> None:
     """Until it has scored what it was given, so that it does not disturb the next server."""
-    while metric(url, "waiting"):
-        time.sleep(0.2)
-    time.sleep(1)  # of the last answer
+    before = -1.0
+    while (observed := metric(url, "conversations")) != before or metric(url, "waiting"):
+        before = observed
+        time.sleep(SETTLED_SECONDS)
 
 
 def main() -> None:

@@ -148,11 +148,14 @@ class ProcessClient:
             new = self._start(folder, opener)
             await self._open(new, probe=True)
             old, self._current, self._opener = self._current, new, opener
+            if self._paused:
+                new.pause()
+                old.resume()  # its requests end
         logger.info("requests go to %s from now on", folder)
         self._spawn(self._retire(old))
 
     def pause(self) -> None:
-        """Stop the engine's process, whatever it does, until :meth:`resume`; its requests wait meanwhile."""
+        """Stop the engine's process until :meth:`resume`; requests wait meanwhile. While it opens it is not stopped."""
         self._paused = True
         self._current.pause()
 

@@ -153,7 +153,7 @@ def _table(run: Run) -> str:
             "-" if m.top_token is None else f"{m.top_token:.1%}",
             *(_number(m.speed(w)) for w in columns),
             f"{m.turns.share:.0%}" if m.turns else "-",
-            f"{m.peak_bytes / 1e6:,.0f}",
+            f"{m.peak_bytes / 1e6:,.0f}" if m.peak_bytes else "-",
             f"{m.file_bytes / 1e6:,.0f}",
         ]
         for m in sorted(run.systems, key=lambda m: not m.ours)

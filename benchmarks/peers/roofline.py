@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from statistics import median
 
@@ -26,16 +27,16 @@ STEPS = 5  # of a turn
 def in_turns(folder: Path, threads: int, prompt: Sequence[int], turns: int = TURNS) -> Turns:
     """Decode one sequence of the bundle in ``folder``; between turns of ``STEPS`` steps read the memory."""
     step_bytes = artifact.load(folder, EngineBundle).record.step_bytes
-    engine = Sequences(load(folder, threads=threads, slots=1))
-    chosen, length = [int(engine.prefill(0, prompt)[0].argmax())], len(prompt)
-    reads, steps = [read_bandwidth(threads, trials=1)], []
-    for _ in range(turns):
-        seconds = []
-        for _ in range(STEPS):
-            start = time.perf_counter()
-            chosen = engine.decode_greedy(chosen, [length]).tolist()
-            seconds.append(time.perf_counter() - start)
-            length += 1
-        steps.append(step_bytes / median(seconds))
-        reads.append(read_bandwidth(threads, trials=1))
+    with closing(Sequences(load(folder, threads=threads, slots=1))) as engine:
+        chosen, length = [int(engine.prefill(0, prompt)[0].argmax())], len(prompt)
+        reads, steps = [read_bandwidth(threads, trials=1)], []
+        for _ in range(turns):
+            seconds = []
+            for _ in range(STEPS):
+                start = time.perf_counter()
+                chosen = engine.decode_greedy(chosen, [length]).tolist()
+                seconds.append(time.perf_counter() - start)
+                length += 1
+            steps.append(step_bytes / median(seconds))
+            reads.append(read_bandwidth(threads, trials=1))
     return Turns(steps=tuple(steps), reads=tuple(map(max, itertools.pairwise(reads))))

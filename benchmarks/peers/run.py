@@ -158,9 +158,13 @@ class Harness:
     def read_in_turns(self, corpus: Corpus, bundles: dict[System, Path]) -> None:
         """The share of the roofline of each of our bundles that was measured."""
         for system, folder in bundles.items():
-            if system.name in self.systems and Workload("decode", 1) in {w for _, w in self.speeds}:
-                self.progress(f"reading memory and decoding in turns: {system.name}")
+            if (system.name, Workload("decode", 1)) not in self.speeds:
+                continue
+            self.progress(f"reading memory and decoding in turns: {system.name}")
+            try:
                 self.turns[system.name] = roofline.in_turns(folder, self.options.threads, corpus.prompts[0])
+            except TapeoutError as error:
+                self._fail(system.name, error)
 
     def compare(self, corpus: Corpus, reference: PeerProcess) -> None:
         """KL and top-token agreement of every system against the float reference, document by document.

@@ -13,6 +13,7 @@ import fcntl
 import re
 import shutil
 import tempfile
+import threading
 from collections.abc import Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -165,22 +166,33 @@ def _files(registry: Registry, version: Version, bundle: Artifact[EngineBundle])
     if needed > free:
         raise OSError(errno.ENOSPC, f"{needed / 1e6:.0f} MB are missing, {free / 1e6:.0f} MB are free")
 
+    failed = threading.Event()  # so that no thread begins another file
+
     def fetch(registry: Registry, names: Iterable[str]) -> None:
-        for name in names:
-            path, expected = bundle.folder / name, missing[name].sha256
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if (found := registry.fetch(version.bundle_root, name, path)) != expected:
-                path.unlink()
-                raise changed(version, f"{name} has sha256 {found[:12]}, and {expected[:12]} was judged")
-            path.chmod(0o444)
+        try:
+            for name in names:
+                if failed.is_set():
+                    return
+                _file(registry, version, name, bundle.folder / name, missing[name].sha256)
+        except BaseException:
+            failed.set()
+            raise
 
     # A small file takes a server as long to find as to send, so they arrive beside the large ones.
     small = [name for name, entry in missing.items() if entry.size_bytes < SMALL_BYTES]
-    with ThreadPoolExecutor(1) as beside, open_registry() as another:
+    with open_registry() as another, ThreadPoolExecutor(1) as beside:
         arriving = beside.submit(fetch, another, small)
         fetch(registry, [name for name in missing if name not in small])
         arriving.result()
     return needed
+
+
+def _file(registry: Registry, version: Version, name: str, path: Path, sha256: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if (found := registry.fetch(version.bundle_root, name, path)) != sha256:
+        path.unlink()
+        raise changed(version, f"{name} has sha256 {found[:12]}, and {sha256[:12]} was judged")
+    path.chmod(0o444)
 
 
 def _signatures(

@@ -221,7 +221,7 @@ def test_the_challenger_waits_while_calls_run(tmp_path: Path) -> None:
             await served.ask([1, 2], new=4)
             await asyncio.sleep(0.3)
             assert not long.done() and served.shadow.waiting == 1 and not read_observations(tmp_path).made
-            assert challenger_process().status() == psutil.STATUS_STOPPED
+            await until(lambda: challenger_process().status() == psutil.STATUS_STOPPED)
             await long
             await served.observed(2)
             assert challenger_process().status() != psutil.STATUS_STOPPED
@@ -231,12 +231,16 @@ def test_the_challenger_waits_while_calls_run(tmp_path: Path) -> None:
 
 def test_a_call_stops_the_challenger_in_the_middle_of_an_answer(tmp_path: Path) -> None:
     async def test() -> None:
-        async with mirroring(tmp_path, opener=OpenFaulty(step_seconds=0.5)) as served:
+        async with mirroring(
+            tmp_path, opener=OpenFaulty(step_seconds=0.5), champion=OpenFaulty(step_seconds=0.02)
+        ) as served:
             await served.ask([1, 2])
             await until(lambda: not served.shadow.waiting)
             assert not read_observations(tmp_path).made
-            await served.ask([3, 4], new=1)
-            assert challenger_process().status() == psutil.STATUS_STOPPED
+            call = asyncio.ensure_future(served.ask([3, 4], new=100))
+            await until(lambda: challenger_process().status() == psutil.STATUS_STOPPED)
+            assert not call.done()
+            await call
             await served.observed(2)
             assert not any(one.failed for one in read_observations(tmp_path).made)
 
@@ -247,11 +251,13 @@ def test_a_challenger_that_is_stopped_ends_with_the_server(tmp_path: Path) -> No
     """A stopped process would outlive a server that was killed, and keep its memory."""
     server = subprocess.Popen([sys.executable, "-m", "tests.paused_challenger"], stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
-    challenger = psutil.Process(int(server.stdout.readline()))
-    assert challenger.status() == psutil.STATUS_STOPPED
-    server.kill()
-    server.wait()
-    server.stdout.close()
+    try:
+        challenger = psutil.Process(int(server.stdout.readline()))
+        assert challenger.status() == psutil.STATUS_STOPPED
+    finally:
+        server.kill()
+        server.wait()
+        server.stdout.close()
     psutil.wait_procs([challenger], timeout=10)
     assert not challenger.is_running() or challenger.status() == psutil.STATUS_ZOMBIE
 

@@ -77,3 +77,11 @@ def test_a_long_backlog_makes_steps_longer_but_not_endless() -> None:
     made.observe(16, 0, 0.01)
     made.observe(0, 100, 0.1)
     assert [made.prompt_budget(16, 4096, backlog) for backlog in (5000, 10_000, 10**6)] == [MIN_CHUNK, 30, 990]
+
+
+def test_prompts_may_always_make_a_step_last_fifteen_milliseconds() -> None:
+    """A step of one stream takes 2 ms here: 1.7 times that would leave prompts next to nothing."""
+    made = StepCosts()
+    made.observe(1, 0, 0.002)
+    made.observe(0, 256, 0.0256)
+    assert made.prompt_budget(1, 4096, 0) == 130

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -122,6 +123,8 @@ def _execute(peer: Peer, command: str, request: dict[str, Any]) -> Any:
         if decoded.steps < request["new_tokens"] * 0.9:
             raise RuntimeError(f"only {decoded.steps} of {request['new_tokens']} steps decoded the whole batch")
         return {"seconds": decoded.seconds, "steps": decoded.steps, "tokens": decoded.tokens}
+    if command == "ended_children":
+        return {"peak_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10}
     if command == "logits":
         values = np.ascontiguousarray(peer.logits(request["tokens"]), np.float32)
         np.save(request["file"], values)
