@@ -167,4 +167,6 @@ def _session(proto: onnx.ModelProto, segment: _Segment) -> Any:
     model.ir_version = proto.ir_version
     options = ort.SessionOptions()
     options.enable_cpu_mem_arena = False  # what a segment took is given back
+    # The threads of a session sleep as soon as its turn is over: those of all segments would take the others' cores.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])

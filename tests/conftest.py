@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
+import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -31,6 +33,9 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
     gc.enable()
+    # pytest listens to loggers that do not propagate, and where somebody listens to this one, torch tells it every step
+    # of a trace.
+    logging.getLogger("torch.__trace").propagate = True
 
 
 @pytest.fixture(scope="session")
@@ -59,7 +64,10 @@ def native_operators() -> None:
         pytest.skip(reason)
 
 
-@pytest.fixture(scope="module", params=LEVELS, ids=lambda level: level.name)
+OWN_LEVELS = [level for level in LEVELS if level.machine == platform.machine()]  # tests/levels runs the others
+
+
+@pytest.fixture(scope="module", params=OWN_LEVELS, ids=lambda level: level.name)
 def level(request: pytest.FixtureRequest) -> Iterator[Level]:
     """A test runs for every level of native kernels that this processor has, as if it had no better one."""
     if refusal := request.param.refusal():

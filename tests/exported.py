@@ -5,8 +5,13 @@ They are exported again when code that the export can reach, a library, or the m
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import pytest
 
 from engines.bundle import EngineBundle
 from engines.compile import build
@@ -54,10 +59,34 @@ def family_graph(name: str, *dtypes: str, **settings: int) -> Artifact[PortableG
     return _graph(kept(f"family-{name}", f"{dtypes} {settings} {made_by} {_code()}", write))
 
 
-def build_float(graph: Artifact[PortableGraph], folder: Path, slots: int) -> Artifact[EngineBundle]:
+def traced_once(patch: pytest.MonkeyPatch) -> None:
+    """Within ``patch`` exports of one configuration share one trace: for tests of what comes after it.
+
+    A graph depends on parameters by their names, types and shapes alone.
+    """
+    from pipeline.export.trace import trace
+
+    def traced(model: Any, progress: Callable[[str], None]) -> ir.Model:
+        config = {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"}
+        parameters = [(name, value.dtype, value.shape) for name, value in model.named_parameters()]
+        key = repr((type(model), config, parameters))
+        if key not in _traces:
+            _traces[key] = trace(model, progress)
+        return _traces[key].clone()
+
+    patch.setattr("pipeline.export.export.trace", traced)
+
+
+_traces: dict[str, ir.Model] = {}
+
+
+def build_float(
+    graph: Artifact[PortableGraph], folder: Path, slots: int, checkpoint: Path | None = None
+) -> Artifact[EngineBundle]:
+    """``checkpoint``: other weights than the graph's own."""
     return build(
         graph,
-        open_checkpoint(graph.folder),
+        open_checkpoint(checkpoint or graph.folder),
         folder,
         target=find_target("ort-cpu"),
         precision="float32",

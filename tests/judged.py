@@ -40,6 +40,7 @@ from tapeout.artifact import (
     load_record,
 )
 from tests.fake_engine import MACHINE
+from tests.kept import kept
 from tests.report_example import example_report
 from tests.unit.test_gate import (
     BASELINE,
@@ -210,12 +211,10 @@ def with_items(evidence: Evidence, name: str, items: tuple[Any, ...]) -> Evidenc
 
 @cache
 def page() -> Path:
-    """A written report; every run has the same."""
-    import tempfile
-
-    folder = Path(tempfile.mkdtemp()) / "report"
-    report.write(example_report(), folder)
-    return folder
+    """A written report; every run has the same. Drawing its charts takes seconds."""
+    sources = [*Path(report.__file__).parent.iterdir(), Path(__file__).with_name("report_example.py")]
+    made_by = [path.read_text() for path in sorted(sources) if path.is_file()]
+    return kept("report", repr(made_by), lambda folder: report.write(example_report(), folder))
 
 
 def edit_record(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:

@@ -20,6 +20,17 @@ def empty_registry(folder: Path) -> str:
     return _address(folder)
 
 
+def restored(pristine: Path, folder: Path, elsewhere: Path) -> str:
+    """The address of a registry whose ``folder`` is again as its copy ``pristine``; records name that folder.
+
+    Its database comes to lie in ``elsewhere``, new for each test: connections to one of before are kept open.
+    """
+    shutil.rmtree(folder)
+    shutil.copytree(pristine, folder)
+    shutil.move(folder / DATABASE, elsewhere / DATABASE)
+    return _address(elsewhere)
+
+
 def _make(folder: Path) -> None:
     folder.mkdir()
     with pytest.MonkeyPatch.context() as patch:

@@ -62,7 +62,9 @@ def _evaluate(model: ir.Model, values: list[ir.Value], positions: int) -> list[N
         angles = ir.Model(ir.convenience.extract(model.graph, ids, values), ir_version=min(model.ir_version, 11))
     except ValueError:
         return None
-    session = ort.InferenceSession(ir.to_proto(angles).SerializeToString(), providers=["CPUExecutionProvider"])
+    options = ort.SessionOptions()
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # it runs four times, then nobody waits
+    session = ort.InferenceSession(ir.to_proto(angles).SerializeToString(), options, providers=["CPUExecutionProvider"])
 
     def at(places: NDArray[np.int64]) -> list[NDArray[np.float32]]:
         results = session.run([value.name for value in values], {POSITIONS: places[None]})

@@ -27,6 +27,7 @@ from benchmarks.peers.environments import python_of
 from engines.load import load
 from engines.sequences import Sequences
 from evals.harness import EngineLM
+from pipeline.cli.main import main
 from tests import command
 from tests.command import COMMAND, ROOT, Running
 from tests.exported import build_float, tiny_graph
@@ -288,9 +289,8 @@ def test_a_burst_with_clients_that_go_away(server: Served) -> None:
     assert texts[::2] == [alone] * 12
 
 
-def refusal(*options: str, **environment: str) -> str:
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    words = [*COMMAND, "serve", *options]
+def refusal(*options: str) -> str:
+    words, variables = [*COMMAND, "serve", *options], {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=ROOT, env=variables)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
@@ -308,17 +308,23 @@ def test_an_idle_connection_stays_open(server: Served) -> None:
         assert response.status == 200
 
 
-def test_what_cannot_be_served_is_refused(bundles: tuple[Path, Path], tmp_path: Path) -> None:
+def test_what_cannot_be_served_is_refused(
+    bundles: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         said = refusal(str(bundles[0]), "--unsafe", "--port", str(taken.getsockname()[1]))
     assert "cannot listen" in said and "--port" in said
-    assert "has no verdict" in refusal(str(bundles[0]), "--port", "0")
-    assert "record.json" in refusal(str(tmp_path), "--port", "0")
-    assert "models:/NAME@champion" in refusal("models:/x", "--port", "0")
-    registry = empty_registry(tmp_path)
-    assert "no model 'x' in the registry" in refusal("models:/x@champion", "--port", "0", MLFLOW_TRACKING_URI=registry)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", empty_registry(tmp_path))
+    for source, words in (
+        (str(bundles[0]), "has no verdict"),
+        (str(tmp_path), "record.json"),
+        ("models:/x", "models:/NAME@champion"),
+        ("models:/x@champion", "no model 'x' in the registry"),
+    ):
+        assert main(["serve", source, "--port", "0"]) == 2
+        assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("seconds", [30, 1])
@@ -327,7 +333,8 @@ def test_sigterm_drains(bundles: tuple[Path, Path], seconds: int) -> None:
     with served(str(bundles[0]), "--unsafe", "--drain-seconds", str(seconds)) as running:
         engines = psutil.Process(running.process.pid).children(recursive=True)
         assert engines
-        body = {"prompt": ["x"] * 8, "n": 8, "max_tokens": 480, "stream": True, "ignore_eos": True}
+        tokens = 160 if seconds == 30 else 480  # of 64 answers: a second or more, and more than three seconds
+        body = {"prompt": ["x"] * 8, "n": 8, "max_tokens": tokens, "stream": True, "ignore_eos": True}
         with httpx2.stream("POST", f"{running.url}/v1/completions", json=body, timeout=120) as answer:
             lines = answer.iter_lines()
             next(lines)

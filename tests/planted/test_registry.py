@@ -37,7 +37,7 @@ from tapeout.signing import Statement, generate_keys, require_signed_pass, sign,
 from tests import judged
 from tests.fake_engine import MACHINE
 from tests.judged import edit_record
-from tests.registries import empty_registry
+from tests.registries import empty_registry, restored
 
 RECIPE = judged.recipe()
 LOOSE = judged.recipe(gate={"max_kl": 0.8, "max_document_kl": 1.0})
@@ -111,12 +111,8 @@ def registry(
     world: tuple[Path, Path, dict[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Registry]:
     folder, pristine, digests = world
-    shutil.rmtree(folder)
-    shutil.copytree(pristine, folder)
-    # Another path for each test: connections to a database of before are kept open.
-    shutil.move(folder / "mlflow.db", tmp_path / "mlflow.db")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", restored(pristine, folder, tmp_path))
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     with tracking.connect(write=False) as client:
         yield Registry(folder, client, digests)
 

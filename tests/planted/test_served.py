@@ -32,7 +32,7 @@ from evals.kinds import serving as serving_kind
 from evals.kinds import shadow as shadow_kind
 from evals.kinds import source as source_kind
 from evals.kinds import text as text_kind
-from evals.kinds.serving import ServingReport, ServingSettings, draws_check, draws_of
+from evals.kinds.serving import Draws, ServingReport, ServingSettings, draws_check, draws_of
 from evals.kinds.shadow import ShadowReport
 from evals.kinds.source import SourceAnswer, SourceReport
 from evals.kinds.tasks import EvalReport, TaskItem, TaskSettings
@@ -82,6 +82,8 @@ class Made:
     baseline: Artifact[EngineBundle]
     candidate: Artifact[EngineBundle]
     documents: list[list[int]]
+    logits: FloatArray  # that the candidate draws from
+    draws: tuple[Draws, ...]  # its own, at this machine's level
 
     @property
     def bundles(self) -> dict[str, Artifact[EngineBundle]]:
@@ -105,7 +107,10 @@ def made(
     )
     tokenizer: Any = Tokenizer.from_file(str(graph.folder / "tokenizer.json"))
     documents = [tokenizer.encode(text).ids[:200] for text in texts[16:]]
-    return Made(tiny_checkpoint, graph, quantized, baseline, candidate, documents)
+    text = [token for document in documents for token in document]
+    logits = drawn_logits(Sequences(load(candidate.folder, threads=1)), text)
+    draws = draws_of(draw_counts(at_level(candidate), logits))
+    return Made(tiny_checkpoint, graph, quantized, baseline, candidate, documents, logits, draws)
 
 
 # defective engines: a real one, of which one method is wrong
@@ -215,20 +220,23 @@ def checks(
     return {check.name: check for check in kind.findings(evidence, BOUNDS).checks}
 
 
+def opened(bundle: Artifact[EngineBundle]) -> Sequences:
+    return Sequences(load(bundle.folder, threads=1))
+
+
 def serve(made: Made, wrap: Callable[[Engine], Sequences]) -> dict[str, Check]:
     baseline = Sequences(load(made.baseline.folder, threads=1))
     reopened = load(made.candidate.folder, threads=2, slots=SLOTS + 1)
     candidate = wrap(load(made.candidate.folder, threads=1))
     text = [token for document in made.documents for token in document]
     items = served_items(ServingSettings(steps=4, answers=6, new_tokens=8), baseline, candidate, wrap(reopened), text)
-    logits = drawn_logits(Sequences(load(made.candidate.folder, threads=1)), text)
     record = ServingReport(
         baseline=baseline.digest,
         candidate=candidate.digest,
         slots=SLOTS,
         max_tokens=512,
         items=len(items),
-        draws=draws_of(draw_counts(at_level(made.candidate), logits)),
+        draws=made.draws,
         executed_on=MACHINE,
     )
     return checks(serving_kind.KIND, record, items)
@@ -383,8 +391,10 @@ def from_row(row: int) -> Callable[[np.ndarray], np.ndarray]:
 def test_sound_engines_pass(made: Made, tmp_path: Path) -> None:
     found = serve(made, Sequences) | parity_checks(made, made.candidate, tmp_path)
     found |= source_checks(made, tmp_path, **made.bundles)
-    found |= text_checks(Sequences(load(made.baseline.folder)), Sequences(load(made.candidate.folder)), made.documents)
+    found |= text_checks(opened(made.baseline), opened(made.candidate), made.documents)
     assert failed(found) == set()
+    least = at_level(made.candidate, least_level().name)
+    assert draws_check(draws_of(draw_counts(least, made.logits))).outcome is Outcome.PASS
     few = {"kl", "top_token", "perplexity", "source_perplexity"}  # 12 documents bound no mean
     assert {
         name: check.reason for name, check in found.items() if check.outcome is not Outcome.PASS and name not in few
@@ -423,7 +433,7 @@ def test_rotary_tables_zeroed_late(made: Made, tmp_path: Path) -> None:
 
     broken = edited(made.candidate, tmp_path / "bundle", cut)
     found = parity_checks(made, broken, tmp_path)
-    found |= text_checks(Sequences(load(made.baseline.folder)), Sequences(load(broken.folder)), made.documents)
+    found |= text_checks(opened(made.baseline), opened(broken), made.documents)
     assert {"parity_error", "parity_position_error", "document_kl"} <= failed(found)
     assert found["kl"].outcome is not Outcome.FAIL  # the other documents end before
 
@@ -564,12 +574,9 @@ def test_a_library_that_draws_other_tokens(
     (source / "sampling.c").write_text(text.replace(right, wrong))
     monkeypatch.setattr(compiler, "SOURCE", source)
     broken = edited(made.candidate, tmp_path / "bundle", files={level.file: compiler.library(level).read_bytes()})
-    text_tokens = [token for document in made.documents for token in document]
-    logits = drawn_logits(Sequences(load(made.candidate.folder, threads=1)), text_tokens)
-    found = draws_of(draw_counts(at_level(broken, level.name), logits))
+    found = draws_of(draw_counts(at_level(broken, level.name), made.logits))
     assert settings <= {one.settings for one in found if one.differ}
     assert draws_check(found).outcome is Outcome.FAIL
-    assert draws_check(draws_of(draw_counts(at_level(made.candidate, level.name), logits))).outcome is Outcome.PASS
 
 
 def test_stop_token_dropped(made: Made, tmp_path: Path) -> None:
@@ -601,7 +608,7 @@ def test_one_terrible_document_among_good_ones(made: Made) -> None:
             logits = super().prefill(slot, tokens, start=start, positions=positions)
             return logits * np.float32(0.5) if list(tokens[:8]) == made.documents[3][:8] else logits
 
-    sound, broken = Sequences(load(made.baseline.folder)), OneDocument(load(made.baseline.folder))
+    sound, broken = (kind(load(made.baseline.folder, threads=1)) for kind in (Sequences, OneDocument))
     found = text_checks(sound, broken, made.documents)
     assert "document_kl" in failed(found)
 

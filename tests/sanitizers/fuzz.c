@@ -44,7 +44,8 @@ static float random_float(void) {
 }
 static void fill_floats(Value* value, float size) {
   float* data = value->data;
-  for (int64_t i = 0; i < elements_of(value); i++) data[i] = random_float() * size;
+  const int64_t count = elements_of(value);
+  for (int64_t i = 0; i < count; i++) data[i] = random_float() * size;
 }
 
 static void add_int(Info* info, const char* name, int64_t i) {
@@ -232,35 +233,63 @@ static void activations(const Node* node, int64_t token, double* a) {
   for (int64_t i = 0; i < w->K; i++) a[i] = a[i] / sqrt(squares / (double)w->K + node->epsilon) * weight[i];
 }
 
-static void check_linear_token(const Node* node, int64_t token, const float* y, double* a) {
+/* The activations of a token, and as a kernel rounds them: arrays of K, and the largest of each block. */
+typedef struct {
+  double *exact, *codes;
+  char* near_tie; /* whether another rounding of the activation itself may give another code */
+  float* largest;
+  int finite;
+} Token;
+
+static Token new_token(int64_t K) {
+  return (Token){malloc(K * sizeof(double)), malloc(K * sizeof(double)), malloc(K), malloc(K * sizeof(float)), 1};
+}
+static void release_token(Token* t) {
+  free(t->exact), free(t->codes), free(t->near_tie), free(t->largest);
+}
+
+static void round_token(const Node* node, int64_t token, double slack, Token* t) {
+  const Weights* w = &node->weights;
+  activations(node, token, t->exact);
+  t->finite = 1;
+  for (int64_t i = 0; i < w->K; i++) t->finite &= isfinite(t->exact[i]) != 0;
+  for (int64_t b = 0; b < w->blocks && t->finite; b++) {
+    float largest = 0;
+    for (int64_t i = b * w->block; i < (b + 1) * w->block; i++) largest = fmaxf(largest, fabsf((float)t->exact[i]));
+    const float inverse = largest > 0 ? 127 / largest : 0;
+    const int small = inverse > FLT_MAX; /* too small to divide by */
+    t->largest[b] = largest;
+    for (int64_t i = b * w->block; i < (b + 1) * w->block; i++) {
+      const float quotient = small ? 0 : (float)t->exact[i] * inverse;
+      t->codes[i] = nearbyintf(quotient);
+      t->near_tie[i] = fabs(quotient - floorf(quotient) - 0.5f) < 2 * 127 * slack;
+    }
+  }
+}
+
+static void check_linear_token(const Node* node, int64_t token, const float* y, Token* t) {
   const Weights* w = &node->weights;
   const Value* bias = &node->context.inputs[node->context.input_count - 1];
   const int exact = node->kind == PLAIN || node->kind == HEAD;
   const double slack = exact ? 0 : MADE;
-  activations(node, token, a);
-  int finite = 1;
-  for (int64_t i = 0; i < w->K; i++) finite &= isfinite(a[i]) != 0;
+  round_token(node, token, slack, t);
   for (int64_t n = 0; n < w->N; n++) {
     double sum = 0, size = 0, flips = 0;
-    for (int64_t b = 0; b < w->blocks && finite; b++) {
+    for (int64_t b = 0; b < w->blocks && t->finite; b++) {
       const double scale = w->scales[n * w->blocks + b];
       const int zero_point = w->zero_points[n * w->blocks + b];
-      float largest = 0;
-      for (int64_t i = b * w->block; i < (b + 1) * w->block; i++) largest = fmaxf(largest, fabsf((float)a[i]));
-      const float inverse = largest > 0 ? 127 / largest : 0;
-      if (inverse > FLT_MAX) continue; /* too small to divide by */
+      const float largest = t->largest[b];
       double term = 0;
       for (int64_t i = b * w->block; i < (b + 1) * w->block; i++) {
         const int weight = w->codes[n * w->K + i] - zero_point;
-        const float quotient = (float)a[i] * inverse;
-        term += nearbyintf(quotient) * weight;
-        if (fabs(quotient - floorf(quotient) - 0.5f) < 2 * 127 * slack) flips += fabs(weight * scale) * largest / 127;
+        term += t->codes[i] * weight;
+        if (t->near_tie[i]) flips += fabs(weight * scale) * largest / 127;
       }
       sum += term * scale * (largest / 127);
       size += fabs(term * scale * (largest / 127));
     }
     if (bias->present) sum += ((const float*)bias->data)[n], size += fabs(((const float*)bias->data)[n]);
-    if (!finite) {
+    if (!t->finite) {
       if (isfinite(y[n])) fail("%s: token %d, output %d: NaN is lost", node->what, (int)token, (int)n);
     } else if (!(fabs(y[n] - sum) <= size * ((double)(w->blocks + 4) * ROUNDING + 2 * slack) + flips + 1e-30)) {
       fail("%s: N %d K %d block %d bits %d symmetric %d M %d: token %d, output %d: %.9g, expected %.9g", node->what,
@@ -272,17 +301,17 @@ static void check_linear_token(const Node* node, int64_t token, const float* y, 
 
 static void check_linear(Node* node) {
   const Weights* w = &node->weights;
-  double* a = malloc(w->K * sizeof *a);
+  Token t = new_token(w->K);
   const float* y = node->context.outputs[0].data;
   const int64_t stride = node->M > 20 ? 37 : 1;
-  for (int64_t token = 0; token < node->M; token += stride) check_linear_token(node, token, y + token * w->N, a);
+  for (int64_t token = 0; token < node->M; token += stride) check_linear_token(node, token, y + token * w->N, &t);
   if (node->kind == RESIDUAL_NORM)
     for (int64_t i = 0; i < node->M * w->K; i++) {
       const float sum = ((float*)node->context.inputs[0].data)[i] + ((float*)node->context.inputs[1].data)[i];
       const float found = ((float*)node->context.outputs[1].data)[i];
       if (found != sum && !(isnan(sum) && isnan(found))) fail("ResidualNormLinear: the sum differs");
     }
-  free(a);
+  release_token(&t);
   if (node->kind != HEAD) return;
   /* The same node once more, greedy: the first of the largest of the logits it gave. */
   Value logits = node->context.outputs[0];
@@ -430,7 +459,8 @@ static Node new_attention(void) {
   for (int i = PAST_KEY; i <= PAST_VALUE; i++) {
     new_value(&in[i], node.int8 ? INT8 : FLOAT, 4, (int64_t[]){node.blocks, node.kv_heads, node.T, node.D});
     if (node.int8)
-      for (int64_t j = 0; j < elements_of(&in[i]); j++) ((int8_t*)in[i].data)[j] = (int8_t)random_int(-128, 127);
+      for (int64_t j = 0, count = elements_of(&in[i]); j < count; j++)
+        ((int8_t*)in[i].data)[j] = (int8_t)random_int(-128, 127);
     else
       fill_floats(&in[i], 1);
     node.changed[i] = LAST_AXIS | PRESENCE | (node.int8 ? 0 : ALIGNMENT);
@@ -500,10 +530,10 @@ static void rotated(const Node* node, const float* from, int64_t position, doubl
   }
 }
 
-static double cached(const Node* node, const Value* cache, int scale, int64_t head, int64_t index) {
-  if (!node->int8) return ((float*)cache->data)[index];
-  return ((int8_t*)cache->data)[index] *
-         (double)((float*)node->context.inputs[scale].data)[head * node->D + index % node->D];
+/* `at`: where an entry of the cache begins; `i`: a channel of it. */
+static double cached(const Node* node, const Value* cache, int scale, int64_t head, int64_t at, int64_t i) {
+  if (!node->int8) return ((float*)cache->data)[at + i];
+  return ((int8_t*)cache->data)[at + i] * (double)((float*)node->context.inputs[scale].data)[head * node->D + i];
 }
 
 /* New entries are the rounded keys and values; all others of the pool are as they were. */
@@ -562,7 +592,7 @@ static void check_attention(Node* node) {
         for (int64_t t = first; t <= position; t++) {
           const int64_t at = entry_of(node, b, head, t) * D;
           double score = 0;
-          for (int64_t i = 0; i < D; i++) score += query[i] * cached(node, &out[1], KEY_SCALE, head, at + i);
+          for (int64_t i = 0; i < D; i++) score += query[i] * cached(node, &out[1], KEY_SCALE, head, at, i);
           score *= node->scale;
           if (node->softcap > 0) score = node->softcap * tanh(score / node->softcap);
           scores[t] = score, max = fmax(max, score);
@@ -570,9 +600,10 @@ static void check_attention(Node* node) {
         for (int64_t t = first; t <= position; t++) sum += exp(scores[t] - max);
         for (int64_t t = first; t <= position; t++) {
           const int64_t at = entry_of(node, b, head, t) * D;
+          const double weight = exp(scores[t] - max) / sum;
           for (int64_t i = 0; i < D; i++) {
-            const double value = cached(node, &out[2], VALUE_SCALE, head, at + i);
-            y[i] += exp(scores[t] - max) / sum * value, largest = fmax(largest, fabs(value));
+            const double value = cached(node, &out[2], VALUE_SCALE, head, at, i);
+            y[i] += weight * value, largest = fmax(largest, fabs(value));
           }
         }
         const float* found = (float*)out[0].data + (token * node->heads + h) * D;
@@ -813,9 +844,11 @@ static void check_node(Node* node) {
     check_linear(node);
 }
 
-/* An input, or what follows them in `malform`. */
+/* An input, or what follows them in `malform`. Values that a node must check are as likely as all else together: there is
+   one way to break the shape of an input, and many to break a start, an offset or a block of a sequence. */
 static int64_t random_thing(const Node* node) {
   const int64_t inputs = (int64_t)node->context.input_count, thing = random_int(0, inputs + 1);
+  if (one_in(2)) return MOST_INPUTS + 1;
   return thing < inputs ? thing : MOST_INPUTS + thing - inputs;
 }
 

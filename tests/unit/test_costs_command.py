@@ -23,9 +23,15 @@ benchmark: {batches: [1]}
 """
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one test has measured, the others read."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture
-def folder(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    own_cache(monkeypatch, tmp_path / "cache")
+def folder(tiny_checkpoint: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    own_cache(monkeypatch, cache)
     monkeypatch.setattr(timing, "ROUNDS", 1)
     llama_graph(tiny_checkpoint, tmp_path / "graph")
     (tmp_path / "params.yaml").write_text(PARAMS)

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from tapeout.artifact import Artifact, canonical_json, load
 from tapeout.errors import ArtifactError, EvidenceError, RegistryError
 from tapeout.observations import Observation, ObservationLog
 from tests import judged
-from tests.registries import empty_registry
+from tests.registries import empty_registry, restored
 
 RECIPE = judged.recipe()
 NAME = judged.NAME
@@ -46,16 +48,54 @@ def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 KL = {Outcome.PASS: 0.01, Outcome.INCONCLUSIVE: 0.03, Outcome.FAIL: 0.345}
 
 
+def submit_in(
+    folder: Path, weights: str, *, against: str | None = None, outcome: Outcome = Outcome.PASS
+) -> Artifact[Release]:
+    """Register a bundle with the given weights, judged against ``against`` (None: no champion, the float engine)."""
+    artifacts = folder / f"run-{weights}"
+    verdict = judged.write_run(artifacts, weights, against=against, evidence=judged.good(KL[outcome]))
+    return register(RECIPE, verdict, load(artifacts / "candidate", EngineBundle), artifacts)
+
+
 @pytest.fixture
 def submit(client: Any, tmp_path: Path) -> Callable[..., Artifact[Release]]:
-    """Register a bundle with the given weights, judged against ``against`` (None: no champion, the float engine)."""
+    return partial(submit_in, tmp_path)
 
-    def run(weights: str, *, against: str | None = None, outcome: Outcome = Outcome.PASS) -> Artifact[Release]:
-        artifacts = tmp_path / f"run-{weights}"
-        verdict = judged.write_run(artifacts, weights, against=against, evidence=judged.good(KL[outcome]))
-        return register(RECIPE, verdict, load(artifacts / "candidate", EngineBundle), artifacts)
 
-    return run
+@dataclass(frozen=True)
+class Begun:
+    """A registry in which version 1 was promoted, and version 2 passed when judged against it."""
+
+    folder: Path
+    client: Any
+    champion: str
+
+    def submit(self, weights: str) -> None:
+        """Judged against the champion, too."""
+        submit_in(self.folder, weights, against=self.champion)
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
+    """Where the registry of ``begun`` lies, a copy of it, and the digest of its champion."""
+    folder = tmp_path_factory.mktemp("begun") / "project"
+    folder.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("MLFLOW_TRACKING_URI", empty_registry(folder))
+        one = submit_in(folder, "one").record.candidate
+        promote(RECIPE)
+        submit_in(folder, "two", against=one)
+    return folder, shutil.copytree(folder, folder.with_name("pristine")), one
+
+
+@pytest.fixture
+def begun(pristine: tuple[Path, Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Begun]:
+    folder, copied, champion = pristine
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", restored(copied, folder, tmp_path))
+    monkeypatch.chdir(folder)
+    with tracking.connect(write=False) as connected:
+        yield Begun(folder, connected, champion)
 
 
 def state(client: Any) -> dict[str, Any]:
@@ -168,11 +208,9 @@ def test_a_recipe_can_require_a_pass_on_live_traffic(
     assert rollback(strict).champion == 1  # it has served before
 
 
-def test_an_edited_online_verdict_is_refused(submit: Callable[..., Artifact[Release]], tmp_path: Path) -> None:
-    one = submit("one").record.candidate
-    promote(RECIPE)
-    two = submit("two", against=one).record.candidate
-    folder = observe(tmp_path / "fail", one, two, agree=24, count=300)
+def test_an_edited_online_verdict_is_refused(begun: Begun, tmp_path: Path) -> None:
+    challenger = begun.client.get_model_version(NAME, "2").tags["tapeout.candidate"]
+    folder = observe(tmp_path / "fail", begun.champion, challenger, agree=24, count=300)
     record = folder / "record.json"
     record.write_text(record.read_text().replace('"FAIL"', '"PASS"'))
     with pytest.raises(ArtifactError):
@@ -377,78 +415,55 @@ def test_a_crash_anywhere_while_registering_is_made_good(client: Any, submit: Ca
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4])
-def test_a_crash_anywhere_while_promoting_is_made_good(
-    client: Any, submit: Callable[..., Artifact[Release]], at: int
-) -> None:
-    one = submit("one").record.candidate
-    promote(RECIPE)
-    submit("two", against=one)
+def test_a_crash_anywhere_while_promoting_is_made_good(begun: Begun, at: int) -> None:
     with pytest.raises(Killed), dying_at_call(at):
         promote(RECIPE)
     move = promote(RECIPE)
     assert (move.champion, move.rollback, move.changed) == (2, 1, True)
-    assert state(client)["aliases"] == {"challenger": 2, "champion": 2, "rollback": 1}
-    assert promotion.PENDING not in state(client)["tags"]
+    assert state(begun.client)["aliases"] == {"challenger": 2, "champion": 2, "rollback": 1}
+    assert promotion.PENDING not in state(begun.client)["tags"]
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4])
-def test_a_crash_anywhere_while_rolling_back_is_made_good(
-    client: Any, submit: Callable[..., Artifact[Release]], at: int
-) -> None:
-    one = submit("one").record.candidate
-    promote(RECIPE)
-    submit("two", against=one)
+def test_a_crash_anywhere_while_rolling_back_is_made_good(begun: Begun, at: int) -> None:
     promote(RECIPE)
     with pytest.raises(Killed), dying_at_call(at):
         rollback(RECIPE)
     assert rollback(RECIPE).champion == 1
-    assert state(client)["aliases"] == {"challenger": 2, "champion": 1, "rollback": 2}
+    assert state(begun.client)["aliases"] == {"challenger": 2, "champion": 1, "rollback": 2}
 
 
-def test_rollback_after_an_interrupted_promotion_returns_to_the_former(
-    client: Any, submit: Callable[..., Artifact[Release]]
-) -> None:
-    one = submit("one").record.candidate
-    promote(RECIPE)
-    submit("two", against=one)
+def test_rollback_after_an_interrupted_promotion_returns_to_the_former(begun: Begun) -> None:
     with pytest.raises(Killed), dying_at_call(3):
         promote(RECIPE)
     assert rollback(RECIPE).champion == 1
 
 
-def test_a_plan_overtaken_by_hand_is_dropped_aloud(client: Any, submit: Callable[..., Artifact[Release]]) -> None:
-    one = submit("one").record.candidate
-    promote(RECIPE)
-    submit("two", against=one)
-    submit("three", against=one)
+def test_a_plan_overtaken_by_hand_is_dropped_aloud(begun: Begun) -> None:
+    begun.submit("three")
     with pytest.raises(Killed), dying_at_call(2):
         promote(RECIPE, version=2)
-    client.set_registered_model_alias(NAME, "champion", "3")
+    begun.client.set_registered_model_alias(NAME, "champion", "3")
     with pytest.raises(RegistryError, match=r"unfinished move .* was dropped"):
         promote(RECIPE, version=2)
-    assert state(client)["aliases"]["champion"] == 3
+    assert state(begun.client)["aliases"]["champion"] == 3
     with pytest.raises(RegistryError, match="which the gate of version 2 compared with"):
         promote(RECIPE, version=2)
 
 
-def test_a_promoter_that_was_overtaken_says_so(
-    client: Any, submit: Callable[..., Artifact[Release]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_promoter_that_was_overtaken_says_so(begun: Begun, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a server, where no lock holds the other back: it moves the champion after we checked it."""
-    one = submit("one").record.candidate
-    promote(RECIPE)
-    submit("two", against=one)
-    submit("three", against=one)
+    begun.submit("three")
     original = promotion.require_bundle
 
     def overtaken(*args: Any) -> None:
         original(*args)
-        client.set_registered_model_alias(NAME, "champion", "3")
+        begun.client.set_registered_model_alias(NAME, "champion", "3")
 
     monkeypatch.setattr(promotion, "require_bundle", overtaken)
     with pytest.raises(RegistryError, match=r"another promotion .* champion is version 3"):
         promote(RECIPE, version=2)
-    assert state(client)["aliases"]["champion"] == 3
+    assert state(begun.client)["aliases"]["champion"] == 3
 
 
 def test_a_second_process_waits_for_the_lock(client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,9 +71,9 @@ def parse(page: str) -> Balanced:
 
 
 @pytest.mark.parametrize("outcome", list(Outcome))
-def test_the_page_is_whole_self_contained_and_says_the_verdict(outcome: Outcome) -> None:
+def test_the_page_is_whole_self_contained_and_says_the_verdict(outcome: Outcome, drawn: dict[str, str]) -> None:
     verdict = example_verdict(outcome)
-    page = render(example_report(verdict))
+    page = render_with(example_report(verdict), drawn)
     parsed = parse(page)
     assert f'<span class="badge">{outcome.value}</span>' in page
     assert "script" not in parsed.tags and all(link.startswith("#a-") for link in parsed.references)
@@ -106,10 +106,11 @@ def test_absent_evidence_is_said_not_drawn() -> None:
     assert "<svg" not in page and "nothing was replayed" in page
 
 
-def test_hostile_text_is_escaped() -> None:
+def test_hostile_text_is_escaped(drawn: dict[str, str]) -> None:
     check = Check(name="x", title="<script>alert(1)</script>", outcome=Outcome.FAIL, reason="a & b <i>")
     verdict = example_verdict(Outcome.FAIL, checks=(check,))
-    page = render(replace(example_report(verdict), model_name='"><img src=x>', recipe={"<b>": "</table>"}))
+    data = replace(example_report(verdict), model_name='"><img src=x>', recipe={"<b>": "</table>"})
+    page = render_with(data, drawn)
     assert "script" not in parse(page).tags and "<img" not in page
 
 
@@ -146,8 +147,8 @@ def test_a_confidence_is_not_rounded_up() -> None:
     assert "one-sided at 99.9 %" in page and "99.9 % confidence each" in page and "at 100%" not in page
 
 
-def test_tokens_are_shown_with_the_clusters_their_bounds_rest_on() -> None:
-    text = " ".join(" ".join(parse(render(example_report())).text).split())
+def test_tokens_are_shown_with_the_clusters_their_bounds_rest_on(drawn: dict[str, str]) -> None:
+    text = " ".join(" ".join(parse(render_with(example_report(), drawn)).text).split())
     assert "16,384 tokens in 64 clusters" in text and "2,500 items the lower bound" in text
 
 
@@ -273,14 +274,14 @@ def test_an_unknown_unit_is_refused() -> None:
         charts.layer_error(example_report().layers, "conv")
 
 
-def test_the_written_folder_holds_page_plots_tables_and_metrics(tmp_path: Path) -> None:
+def test_the_written_folder_holds_page_plots_tables_and_metrics(tmp_path: Path, drawn: dict[str, str]) -> None:
     data = example_report()
     (tmp_path / "report" / "plots").mkdir(parents=True)
     (tmp_path / "report" / "plots" / "stale.svg").write_text("")
     page = write(data, tmp_path / "report")
-    assert page.read_text() == render(data)
+    assert page.read_text() == render_with(data, drawn)
     files = {path.name for path in (page.parent / "plots").iterdir()}
-    assert files == {f"{name}.svg" for name in charts.charts(data)} | {
+    assert files == {f"{name}.svg" for name in drawn} | {
         *("kl.csv", "frontier.csv", "layers.csv", "throughput.csv"),
     }
     with (page.parent / "plots" / "kl.csv").open() as stream:

@@ -31,14 +31,16 @@ from tapeout.portable_graph import LinearGroup, PortableGraph
 from tapeout.recipe import Calibrate, DataSource, ModelSource, Plan, Quantize, Recipe, Rule
 from tapeout.segments import SegmentedGraph
 from tests.checkpoints import checkpoint
+from tests.exported import traced_once
 from tests.graphs import llama_graph
+from tests.killed import killed_after
 from tests.plans import written_plan
 
 ROOT = Path(__file__).parents[2]
 SAMPLES = Calibrate(samples=8, tokens=48)
 SEARCH = Quantize()
 KILLED = """
-import os, signal, sys
+import sys
 from pathlib import Path
 from quantization import calibrate, quantize
 from quantization.calibration import Calibration
@@ -48,25 +50,14 @@ from tapeout.artifact import load
 from tapeout.layer_stream import LayerStream
 from tapeout.portable_graph import PortableGraph
 from tapeout.recipe import Calibrate, Quantize
+from tests.killed import killed_after
 from tests.tiny import tiny_texts
 
-def killed_after(count, function):
-    left = [count]
-    def run(*args, **options):
-        left[0] -= 1
-        if left[0] < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return function(*args, **options)
-    return run
-
 stage, folder, count = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-if stage.startswith("export"):
+if stage == "export-graph":
     from tests.unit.test_resume import export_in_segments
     from tapeout.segments import SegmentedGraph
-    if stage == "export-graph":
-        SegmentedGraph._run = killed_after(count, SegmentedGraph._run)
-    else:
-        LayerStream.run = killed_after(count, LayerStream.run)
+    SegmentedGraph._run = killed_after(count, SegmentedGraph._run)
     export_in_segments(folder / "checkpoint", folder / "exported")
 graph = load(folder / "graph", PortableGraph)
 if stage == "calibrate":
@@ -111,7 +102,10 @@ def quantized(
 
 
 def kill(stage: str, folder: Path, after: int) -> Path:
-    """The hidden folder that the killed stage leaves; its artifact is not there."""
+    """The hidden folder that the killed stage leaves; its artifact is not there.
+
+    It fits what another process makes, whatever that knows and whatever the order of its sets.
+    """
     command = [sys.executable, "-c", KILLED, stage, str(folder), str(after)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -121,6 +115,20 @@ def kill(stage: str, folder: Path, after: int) -> Path:
     return folder / f".{name}.work"
 
 
+def kill_fork(stage: str, folder: Path, after: int) -> Path:
+    """The same of an export, killed in a copy of this process, which has the trace and needs no seconds to start."""
+    if (child := os.fork()) == 0:
+        owner, name = CHECKS[stage]
+        setattr(owner, name, killed_after(after, getattr(owner, name)))
+        try:
+            export_in_segments(folder / "checkpoint", folder / "exported")
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert not (folder / "exported").exists()
+    return folder / ".exported.work"
+
+
 def damage(path: Path) -> None:
     """One bit of the last byte: the file keeps its length, its header and its name."""
     content = path.read_bytes()
@@ -128,8 +136,9 @@ def damage(path: Path) -> None:
 
 
 def export_in_segments(source: Path, folder: Path) -> Artifact[PortableGraph]:
-    """As export does it, a weight at a time."""
+    """As export does it, a weight at a time. What a killed process left fits only if it traced the same graph."""
     with pytest.MonkeyPatch.context() as patch:
+        traced_once(patch)
         patch.setattr("pipeline.export.check.SEGMENT_BYTES", 1)
         return export(source, "", folder, max_positions=64, tolerance=1e-3, seed=0, parents={})
 
@@ -167,7 +176,8 @@ def killed(
 ) -> tuple[str, Path]:
     """A stage of the check, and the hidden folder that its kill left."""
     source, _, calls = whole
-    left = kill(request.param, source.parent, after=2 * calls[request.param] // 3)
+    kill_export = kill if request.param == "export-graph" else kill_fork
+    left = kill_export(request.param, source.parent, after=2 * calls[request.param] // 3)
     return request.param, left.rename(tmp_path_factory.mktemp(request.param) / left.name)
 
 

@@ -14,14 +14,16 @@ from tapeout.artifact import Artifact, load
 from tapeout.errors import ArtifactError, ResourceError
 from tapeout.portable_graph import PortableGraph
 from tests.checkpoints import WEIGHTS, Tensors, change_weights, checkpoint, shard
-from tests.exported import build_float
+from tests.exported import build_float, traced_once
 from tests.families import random_model
 from tests.family_engines import PROMPTS, largest_errors
 
 
 def exported(source: Path) -> Artifact[PortableGraph]:
     graph = source.parent / "graph"
-    return export(source, "", graph, max_positions=64, tolerance=1e-3, seed=0, parents={})
+    with pytest.MonkeyPatch.context() as patch:
+        traced_once(patch)
+        return export(source, "", graph, max_positions=64, tolerance=1e-3, seed=0, parents={})
 
 
 def shared(graph: Artifact[PortableGraph], source: Path) -> list[bool]:

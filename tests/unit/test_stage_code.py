@@ -25,25 +25,41 @@ DVC = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
 STALE = {name for name, stage in DVC.items() if not stage.get("always_changed")}
 WHOLE_RECIPE = {"report"}  # the stage of STALE that lists all parameters
 Hashes = dict[str, dict[str, dict[str, object]]]  # by stage: "code" and "recipe"
-# The recipe leaves out every default.
+# The recipe leaves out every default. Hashing all files takes a second: one whose bytes are those of the first run has
+# the hash that it got then.
 PROGRAM = """
-import json, sys
+import functools, hashlib, json, sys
 from pathlib import Path
 from pipeline.recipe import load_recipe
-from pipeline.stages.code import code_hashes
+from pipeline.stages import code
 from pipeline.stages.environment import listed, resolved
 from pipeline.stages.wiring import STAGES
-recipe, code = load_recipe(Path("bare.yaml")), code_hashes(STAGES, sys.argv[1])
+known_file, made, of_module = Path("known.json"), {}, code._files_of
+known = json.loads(known_file.read_text()) if known_file.exists() else {}
+
+@functools.cache
+def remembered(module):
+    path = code._source(module)
+    read = [path, *(code._data(path.parent) if path.name == "__init__.py" else [])]
+    key = hashlib.sha256(repr([module, [(str(file), file.read_bytes()) for file in read]]).encode()).hexdigest()
+    if key not in made:
+        made[key] = known.get(key) or of_module(module)
+    return made[key]
+
+code._files_of = remembered
+recipe, code = load_recipe(Path("bare.yaml")), code.code_hashes(STAGES, sys.argv[1])
 print(json.dumps({s: {"code": code[s], "recipe": resolved(recipe, listed("dvc.yaml", s))} for s in STAGES}))
+known_file.write_text(json.dumps(known or made))
 """
 ENGINES = {"build-baseline", "build-candidate", "benchmark", "evaluate", "shadow"}
 
 
 def hashes(folder: Path, target: str = "ort-cpu") -> Hashes:
     """Of the code in ``folder`` and of a recipe, in a process that imports it from there."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, target], cwd=folder, capture_output=True, text=True, check=True
-    )
+    # Bytecode of an edit would be taken for that of the next one, if it has the same size and comes in the same second.
+    options = ["-B"] if (folder / "known.json").exists() else []
+    command = [sys.executable, *options, "-c", PROGRAM, target]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
 
 
