@@ -33,8 +33,8 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
     gc.enable()
-    # pytest listens to loggers that do not propagate, and where somebody listens to this one, torch tells it every step
-    # of a trace.
+    # pytest adds a handler to loggers that do not propagate, and torch writes down every step of a trace where this one
+    # has a handler.
     logging.getLogger("torch.__trace").propagate = True
 
 

@@ -30,7 +30,7 @@ from benchmarks.serving.endurance import (
 from tests.exported import build_float, tiny_graph
 from tests.native import own_cache
 
-SECONDS, KILL_SECONDS = 30.0, 8.0
+SECONDS, KILL_SECONDS = 60.0, 8.0
 
 
 @pytest.fixture(scope="module")

@@ -84,6 +84,8 @@ def test_the_challenger_of_a_registry(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", empty_registry(tmp_path))
     source = f"models:/{judged.NAME}@challenger"
+    with pytest.raises(RegistryError, match="no model"):
+        find_challenger(source, Requirements())
     for weights, outcome in (("one", Outcome.PASS), ("two", Outcome.FAIL)):
         artifacts = tmp_path / weights
         verdict = judged.write_run(artifacts, weights, evidence=judged.good(KL[outcome]))
