@@ -66,7 +66,8 @@ class Sample(Frozen):
 class Turns(Frozen):
     """Decode at batch 1 and plain reads of memory in turns (:mod:`benchmarks.peers.roofline`).
 
-    Entry i of both is one turn, in bytes per second: the median step, and the better of the reads beside it."""
+    Entry i of both is one turn, in bytes per second: the median step, and the better of the reads beside it.
+    """
 
     steps: tuple[float, ...]
     reads: tuple[float, ...]

@@ -63,7 +63,7 @@ def _evaluate(model: ir.Model, values: list[ir.Value], positions: int) -> list[N
     except ValueError:
         return None
     options = ort.SessionOptions()
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # it runs four times, then nobody waits
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # it runs only four times
     session = ort.InferenceSession(ir.to_proto(angles).SerializeToString(), options, providers=["CPUExecutionProvider"])
 
     def at(places: NDArray[np.int64]) -> list[NDArray[np.float32]]:
