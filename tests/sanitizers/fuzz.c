@@ -18,6 +18,11 @@
 #include <stdlib.h>
 #include <string.h>
 
+#ifdef __AVX512F__
+enum { IN_DIGITS = 1 };
+#else
+enum { IN_DIGITS = 0 };
+#endif
 static const double ROUNDING = 1.0 / (1 << 24); /* relative error of a float32 operation */
 static const double MADE = 3e-6;                /* of activations that a kernel computes itself */
 
@@ -580,6 +585,9 @@ static void check_attention(Node* node) {
   const Value *in = node->context.inputs, *out = node->context.outputs;
   const int64_t D = node->D, group = node->heads / node->kv_heads;
   const int64_t stride = node->packed ? (node->heads + 2 * node->kv_heads) * D : node->heads * D;
+  /* With AVX-512 queries and weights have 16 bits where the cache is int8: a score of 80 channels moves by up to 7e-4, and
+     the weights of a tile by up to 5e-4 together. */
+  const double limit = node->int8 && IN_DIGITS ? 1e-3 : 2e-5;
   check_cache(node);
   const int64_t step = node->heads > 30 ? 13 : 1;
   for (int64_t b = 0; b < node->B; b++)
@@ -608,7 +616,7 @@ static void check_attention(Node* node) {
         }
         const float* found = (float*)out[0].data + (token * node->heads + h) * D;
         for (int64_t i = 0; i < D; i++)
-          if (!(fabs(found[i] - y[i]) <= 2e-5 * largest))
+          if (!(fabs(found[i] - y[i]) <= limit * largest))
             fail("CachedAttention: B %d T %d M %d D %d int8 %d window %d: token %d, head %d: %.9g, expected %.9g",
                  (int)node->B, (int)node->T, (int)node->columns, (int)D, (int)node->int8, (int)node->window, (int)token,
                  (int)h, found[i], y[i]);
@@ -865,6 +873,7 @@ static void run_case(int64_t counts[4]) {
   Node node = new_node(random_int(0, 8));
   const int64_t way = random_int(0, 9);
   use_threads = one_in(12);
+  constant_inputs = one_in(2) ? next_random() : 0;
   if (way < 5) {
     expect_success(&node, run_node(node.op, &node.info, &node.context));
     check_node(&node);

@@ -24,10 +24,12 @@ int64_t fail_call = -1, live_statuses, live_domains;
 _Atomic int64_t fail_allocation = -1;
 const char* failed_name;
 int use_threads, own_threads;
+uint64_t constant_inputs;
 static uint64_t random_state;
 static uint32_t newest_version;
 static Options options;
 static const Op* running;
+static const Context* running_context;
 
 Status* RegisterCustomOps(Options* options, const ApiBase* base);
 
@@ -138,6 +140,13 @@ static Status* get_attribute_int(const Info* info, const char* name, int64_t* va
   return NULL;
 }
 
+static Status* get_constant_input(const Info* info, size_t index, int* constant, const Value** value) {
+  (void)info;
+  TRY(injected());
+  *constant = index < running_context->input_count && (constant_inputs >> index & 1);
+  if (*constant && running_context->inputs[index].present) *value = &running_context->inputs[index];
+  return NULL;
+}
 static Status* get_input(const Context* context, size_t index, const Value** value) {
   TRY(injected());
   *value = index < context->input_count && context->inputs[index].present ? &context->inputs[index] : NULL;
@@ -214,6 +223,7 @@ static Api get_api(uint32_t version) {
   api[TENSOR_DATA] = (const void*)tensor_data;
   api[ATTRIBUTE_FLOAT] = (const void*)get_attribute_float;
   api[ATTRIBUTE_INT] = (const void*)get_attribute_int;
+  api[CONSTANT_INPUT] = (const void*)get_constant_input;
   api[GET_INPUT] = (const void*)get_input;
   api[GET_OUTPUT] = (const void*)get_output;
   api[RELEASE_STATUS] = (const void*)drop_status;
@@ -270,7 +280,7 @@ void release_context(Context* context) {
 
 Status* run_node(const Op* op, const Info* info, Context* context) {
   void* kernel = NULL;
-  running = op;
+  running = op, running_context = context;
   Status* status = op->create(op, get_api(newest_version), info, &kernel);
   if (status) return status;
   status = op->compute(kernel, context);

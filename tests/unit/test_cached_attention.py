@@ -33,6 +33,17 @@ MAX_TOKENS = 150  # more than two tiles of 64 keys, and no multiple of one
 BLOCK_TOKENS = 64
 
 
+def rounds_queries(case: Case) -> bool:
+    """Whether queries and weights of the softmax are rounded to 16 bits (``cached_attention.c``)."""
+    level = native.level()
+    return case.codes and level is not None and level.name == "x86-64-avx512vnni"
+
+
+def limit(case: Case) -> float:
+    """Largest error of a result, as a share of the largest result."""
+    return 2e-4 if rounds_queries(case) else 3e-6
+
+
 @dataclass(frozen=True)
 class Case:
     heads: int = 9
@@ -317,7 +328,7 @@ def check(case: Case, step: Step, result: tuple[Array, Array, Array]) -> None:
             np.testing.assert_allclose(new_rows(step, cache), new, rtol=1e-5, atol=1e-6)
     expected = attended(case, step, key, value)
     largest = np.abs(expected).max()
-    assert np.abs(y - expected).max() <= 3e-6 * largest
+    assert np.abs(y - expected).max() <= limit(case) * largest
 
 
 SHAPES = {
@@ -382,8 +393,8 @@ def test_it_equals_the_stock_operator(case: Case, tokens: int, past: list[int]) 
     step = step_of(case, tokens, past)
     own, stock = (run(case, step, op_type)[0] for op_type in ("CachedAttention", "GroupQueryAttention"))
     # Of an int8 cache a code in a thousand or so differs by one: the stock operator multiplies by 1 / scale.
-    limit = 5e-3 if case.codes and tokens > 1 else 3e-6
-    assert np.abs(own - stock).max() <= limit * np.abs(stock).max()
+    most = 5e-3 if case.codes and tokens > 1 else limit(case)
+    assert np.abs(own - stock).max() <= most * np.abs(stock).max()
 
 
 @pytest.mark.parametrize("case", [Case(), Case(codes=False), Case(window=40), Case(heads=3, kv_heads=3)], ids=str)
@@ -442,7 +453,10 @@ def test_scores_far_apart_leave_no_trace_of_the_small_ones(softcap: float) -> No
     step = replace(step, query=step.query * 1000)
     y, key, value = run(case, step)
     expected = attended(case, step, key, value)
-    assert np.abs(y - expected).max() <= 2e-3 * np.abs(expected).max()  # a float that counts in thousands has no more
+    # A float that counts in thousands has no more digits. A rounded query moves such scores by a thirtieth of what the
+    # rounding of keys moves them.
+    most = 5e-2 if rounds_queries(case) else 2e-3
+    assert np.abs(y - expected).max() <= most * np.abs(expected).max()
 
 
 def test_queries_of_zeros_average_the_values() -> None:

@@ -14,6 +14,7 @@ typedef struct {
   Api api;
   Threads* threads;
   int64_t N, K, block, bits, half_scales;
+  Tensor codes, scales, zero_points; /* where they are constant */
 } Kernel;
 
 typedef struct {
@@ -65,10 +66,10 @@ static Status* compute(void* self, Context* context) {
   const Kernel* k = self;
   Api api = k->api;
   Tensor ids, codes, scales, zero_points;
-  TRY(input(api, context, 0, &ids));
-  TRY(input(api, context, 1, &codes));
-  TRY(input(api, context, 2, &scales));
-  TRY(input(api, context, 3, &zero_points));
+  TRY(input(api, context, 0, NULL, &ids));
+  TRY(input(api, context, 1, &k->codes, &codes));
+  TRY(input(api, context, 2, &k->scales, &scales));
+  TRY(input(api, context, 3, &k->zero_points, &zero_points));
   const int64_t channels = (k->N + 2 * TILE - 1) / (2 * TILE) * (2 * TILE), blocks = channels * (k->K / k->block);
   if (!ids.present || ids.type != INT64 || ids.rank >= MAX_RANK)
     return failure(api, ERROR_ARGUMENT, "BlockGather: ids are not int64 or have more than 7 axes");
@@ -96,6 +97,9 @@ static Status* create(const Op* op, Api api, const Info* info, void** self) {
   if (found.N < 1 || found.N > LARGEST_N || found.K < 1 || found.K > LARGEST_K || found.block < 16 ||
       found.block % 16 || found.K % found.block || (found.bits != 4 && found.bits != 6 && found.bits != 8))
     return failure(api, ERROR_ARGUMENT, "BlockGather: unsupported N, K, block_size or bits");
+  TRY(constant_input(api, info, 1, &found.codes));
+  TRY(constant_input(api, info, 2, &found.scales));
+  TRY(constant_input(api, info, 3, &found.zero_points));
   Kernel* k = malloc(sizeof *k);
   if (!k || !hold_threads(found.threads)) {
     free(k);

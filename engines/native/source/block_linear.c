@@ -55,7 +55,8 @@ typedef struct {
   Kind kind;
   int64_t N, K, block, bits, half_scales, symmetric;
   float epsilon;
-  Stream stream;
+  Stream* stream; /* of `threads` */
+  Tensor weight, codes, scales, zero_points, bias; /* where they are constant */
 } Kernel;
 
 /* The largest logits of a token so far, in each lane of its tiles, and their columns. */
@@ -348,7 +349,7 @@ static Status* compute_tokens(Work* w, Context* context, void* memory, int64_t* 
     for (int64_t token = 0; token < w->M; token++) quantize_token(w, token);
   else
     TRY(parallel(api, context, k->threads, quantize_token, w->M, w, NULL));
-  if (!w->out_of_memory) TRY(parallel(api, context, k->threads, matmul_part, w->parts, w, &k->stream));
+  if (!w->out_of_memory) TRY(parallel(api, context, k->threads, matmul_part, w->parts, w, k->stream));
   if (w->out_of_memory) return failure(api, ERROR_FAIL, "block-quantized linear: out of memory");
   for (int64_t token = 0; greedy && token < w->M; token++) greedy[token] = argmax(w, token);
   return NULL;
@@ -383,14 +384,14 @@ static Status* compute(void* self, Context* context) {
   const int normed = k->kind == NORM || k->kind == RESIDUAL_NORM;
   Tensor x, residual = {0}, greedy = {0}, weight = {0}, codes, scales, zero_points, bias;
   size_t next = 0;
-  TRY(input(api, context, next++, &x));
-  if (k->kind == RESIDUAL_NORM) TRY(input(api, context, next++, &residual));
-  if (k->kind == HEAD) TRY(input(api, context, next++, &greedy));
-  if (normed) TRY(input(api, context, next++, &weight));
-  TRY(input(api, context, next++, &codes));
-  TRY(input(api, context, next++, &scales));
-  TRY(input(api, context, next++, &zero_points));
-  TRY(input(api, context, next, &bias));
+  TRY(input(api, context, next++, NULL, &x));
+  if (k->kind == RESIDUAL_NORM) TRY(input(api, context, next++, NULL, &residual));
+  if (k->kind == HEAD) TRY(input(api, context, next++, NULL, &greedy));
+  if (normed) TRY(input(api, context, next++, &k->weight, &weight));
+  TRY(input(api, context, next++, &k->codes, &codes));
+  TRY(input(api, context, next++, &k->scales, &scales));
+  TRY(input(api, context, next++, &k->zero_points, &zero_points));
+  TRY(input(api, context, next, &k->bias, &bias));
 
   if (!x.present || x.type != FLOAT || !x.rank || x.rank > MAX_RANK ||
       x.dims[x.rank - 1] != (k->kind == GATED ? 2 * k->K : k->K))
@@ -414,7 +415,7 @@ static Status* compute(void* self, Context* context) {
             .x = x.data,
             .residual = residual.data,
             .weight = weight.data,
-            .codes = resident(k->threads, &k->stream, codes.data, codes.elements),
+            .codes = resident(k->threads, k->stream, codes.data, codes.elements),
             .scales = scales.data,
             .zero_points = zero_points.data,
             .bias = bias.data};
@@ -438,6 +439,11 @@ static Status* compute(void* self, Context* context) {
   return compute_chunks(&w, context, chosen);
 }
 
+static size_t before_codes(const Op* op) {
+  static const size_t counts[] = {1, 1, 2, 3, 2};
+  return counts[kind_of(op)];
+}
+
 static Status* create(const Op* op, Api api, const Info* info, void** self) {
   Kernel found = {.api = api, .kind = (Kind)kind_of(op), .threads = threads_of(op)};
   TRY(attribute_int(api, info, "N", &found.N));
@@ -453,10 +459,22 @@ static Status* create(const Op* op, Api api, const Info* info, void** self) {
   if (found.block > LARGEST_BLOCK)
     return failure(api, ERROR_ARGUMENT, "block-quantized linear: sums over more than 32768 channels overflow");
   if (!(found.epsilon >= 0)) return failure(api, ERROR_ARGUMENT, "block-quantized linear: a negative epsilon");
+  const size_t first = before_codes(op);
+  if (found.kind == NORM || found.kind == RESIDUAL_NORM)
+    TRY(constant_input(api, info, first - 1, &found.weight));
+  TRY(constant_input(api, info, first, &found.codes));
+  TRY(constant_input(api, info, first + 1, &found.scales));
+  TRY(constant_input(api, info, first + 2, &found.zero_points));
+  TRY(constant_input(api, info, first + 3, &found.bias));
   Kernel* k = malloc(sizeof *k);
   if (!k || !hold_threads(found.threads)) {
     free(k);
     return failure(api, ERROR_FAIL, "block-quantized linear: out of memory or threads");
+  }
+  if (found.threads && !(found.stream = create_stream(found.threads))) {
+    release_threads(found.threads);
+    free(k);
+    return failure(api, ERROR_FAIL, "block-quantized linear: out of memory");
   }
   *k = found;
   *self = k;
@@ -472,11 +490,6 @@ static void destroy(void* self) {
 static const char* name(const Op* op) {
   static const char* const names[] = {"BlockLinear", "GatedLinear", "NormLinear", "ResidualNormLinear", "HeadLinear"};
   return names[kind_of(op)];
-}
-
-static size_t before_codes(const Op* op) {
-  static const size_t counts[] = {1, 1, 2, 3, 2};
-  return counts[kind_of(op)];
 }
 
 static size_t inputs(const Op* op) {

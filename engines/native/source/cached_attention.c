@@ -15,10 +15,10 @@
    batch, nor on how a prompt is cut into chunks.
 
    An int8 cache is never dequantized in memory: the scales of keys are multiplied into the query, those of values into
-   the result. With AVX-512 queries and weights of the softmax are quantized to 24 bits, by their largest, in three
-   digits of 8: matmuls sum integers, four products to an instruction, as exactly as floats and in fewer instructions.
-   With weights of two digits prompts took an eighth less, and results were off by up to 1e-4 of the largest. Without
-   AVX-512 codes are converted to floats, a tile at a time: digits took twice as long for prompts.
+   the result. With AVX-512 queries and weights of the softmax are quantized to 16 bits, by their largest, in two
+   digits of 8: matmuls sum integers, four products to an instruction. The codes of keys and values have 8 bits, so their
+   own rounding is 256 times as coarse; docs/native-kernels.md says what it adds. Without AVX-512 codes are converted to
+   floats, a tile at a time: digits took twice as long for prompts.
 
    Names: H query heads, KV key heads, D channels of a head, T tokens of a block, M columns of the block table. A query of
    a unit is one token of one query head, in the order of tokens. */
@@ -32,19 +32,36 @@
 #include <string.h>
 
 /* A unit has about UNIT_QUERIES queries, which pass a tile in groups of up to GROUP; a group has PHASES of prefetches. */
-enum { VECTORS = 4, KEYS = LANES * VECTORS, GROUP = 6, DIGITS = 3, UNIT_QUERIES = 48, PHASES = 4 };
+enum { VECTORS = 4, KEYS = LANES * VECTORS, GROUP = 6, DIGITS = 2, DIGIT_QUERIES = 3, UNIT_QUERIES = 48, PHASES = 4 };
 enum { LARGEST_HEAD = 512, MOST_HEADS = 1 << 16 };
 /* Fewer pairs of a query and a key than this are computed before another thread has woken up. */
 enum { PARALLEL_PAIRS = 4096 };
 
+enum {
+  QUERY,
+  KEY,
+  VALUE,
+  PAST_KEY,
+  PAST_VALUE,
+  OFFSETS,
+  STARTS,
+  TABLE,
+  COSINES,
+  SINES,
+  KEY_SCALE,
+  VALUE_SCALE,
+  INPUTS
+};
+
 static const float MASKED = -1e30f, LOG2_E = 1.44269504f;
-static const float LARGEST_WEIGHT = (1 << 24) - 64;
+static const float LARGEST_WEIGHT = (1 << 16) - 1;
 
 typedef struct {
   Api api;
   Threads* threads;
   int64_t heads, kv_heads, rotary, interleaved, window;
   float scale, softcap;
+  Tensor constants[INPUTS]; /* of RoPE and the scales, where they are */
 } Kernel;
 
 typedef struct {
@@ -304,7 +321,7 @@ static float prepare_query(const float* query, const float* scale, int64_t D, co
   int8_t* digits = (int8_t*)unit->queries + index * DIGITS * D;
   F32x16 max = {0};
   for (int64_t i = 0; i < D; i += LANES) max = vmax(max, vabs(load(query + i) * load(scale + i)));
-  const float largest = reduce_max(max), LARGEST_QUERY = 127 * 65536;
+  const float largest = reduce_max(max), LARGEST_QUERY = 127 * 256;
   F32x16 inverse = splat(largest > 0 ? LARGEST_QUERY / largest : 0.0f);
   I32x16 sums[DIGITS];
   EACH (int d = 0; d < DIGITS; d++) sums[d] = (I32x16){0};
@@ -341,14 +358,14 @@ static void pack_codes(const Unit* unit, const char* keys, const char* values, i
   if (key < count) pack_four(values + key * D, D, count - key, unit->values + key * D);
 }
 
-/* The sum of three digits' sums. Two of them fit 32 bits together, for up to LARGEST_HEAD products. */
-INLINE F32x16 combine_digits(I32x16 high, I32x16 middle, I32x16 low) {
-  return vfma(to_float(wrapping_add(shift_left(high, 8), middle)), splat(256), to_float(low));
+/* The sum of both digits' sums, which fits 32 bits for up to LARGEST_HEAD products. */
+INLINE F32x16 combine_digits(const I32x16 (*digits)[VECTORS], int v) {
+  return to_float(wrapping_add(shift_left(digits[0][v], 8), digits[1][v]));
 }
 
 INLINE void dot_digits(const Unit* unit, int64_t first, int64_t D, float (*scores)[KEYS], const int queries) {
   const char* query = unit->queries + first * DIGITS * D;
-  I32x16 sum[2][DIGITS][VECTORS];
+  I32x16 sum[DIGIT_QUERIES][DIGITS][VECTORS];
   EACH (int q = 0; q < queries; q++)
     EACH (int d = 0; d < DIGITS; d++) {
       I32x16 offset = splat_int(unit->offsets[(first + q) * DIGITS + d]);
@@ -365,18 +382,21 @@ INLINE void dot_digits(const Unit* unit, int64_t first, int64_t D, float (*score
   }
   EACH (int q = 0; q < queries; q++)
     EACH (int v = 0; v < VECTORS; v++)
-      store(scores[q] + v * LANES, combine_digits(sum[q][0][v], sum[q][1][v], sum[q][2][v]));
+      store(scores[q] + v * LANES, combine_digits(sum[q], v));
 }
 
 static void dot_code_group(const Unit* unit, int64_t first, int queries, int64_t D, float (*scores)[KEYS]) {
-  for (int q = 0; q + 2 <= queries; q += 2) dot_digits(unit, first + q, D, scores + q, 2);
-  if (queries % 2) dot_digits(unit, first + queries - 1, D, scores + queries - 1, 1);
+  for (int q = 0; q < queries; q += DIGIT_QUERIES) switch (queries - q) {
+      case 1: dot_digits(unit, first + q, D, scores + q, 1); break;
+      case 2: dot_digits(unit, first + q, D, scores + q, 2); break;
+      default: dot_digits(unit, first + q, D, scores + q, DIGIT_QUERIES); break;
+    }
 }
 
 INLINE void add_digits(const char* values, int64_t count, int64_t D, const char (*weights)[4 * KEYS],
                        const float* old_scale, const float* new_scale, float* outputs, const int queries,
                        const int vectors) {
-  I32x16 sum[2][DIGITS][VECTORS];
+  I32x16 sum[DIGIT_QUERIES][DIGITS][VECTORS];
   EACH (int q = 0; q < queries; q++)
     EACH (int d = 0; d < DIGITS; d++)
       EACH (int v = 0; v < vectors; v++) sum[q][d][v] = (I32x16){0};
@@ -391,7 +411,7 @@ INLINE void add_digits(const char* values, int64_t count, int64_t D, const char 
   }
   EACH (int q = 0; q < queries; q++) {
     F32x16 result[VECTORS];
-    EACH (int v = 0; v < vectors; v++) result[v] = combine_digits(sum[q][0][v], sum[q][1][v], sum[q][2][v]);
+    EACH (int v = 0; v < vectors; v++) result[v] = combine_digits(sum[q], v);
     accumulate(result, old_scale[q], new_scale[q], outputs + q * D, vectors);
   }
 }
@@ -401,18 +421,18 @@ static void add_code_group(const char* values, int64_t count, int64_t D, const c
   for (int64_t channel = 0; channel < D;) {
     const int wide = D - channel >= VECTORS * LANES;
     const char* from = values + 4 * channel;
-    for (int q = 0; q < queries; q += 2) {
+    for (int q = 0; q < queries; q += DIGIT_QUERIES) {
       float* to = outputs + q * D + channel;
-#define ADD_DIGITS(n, v) add_digits(from, count, D, weights + q, old_scale + q, new_scale + q, to, n, v)
-      if (queries - q >= 2) {
-        if (wide)
-          ADD_DIGITS(2, VECTORS);
-        else
-          ADD_DIGITS(2, 1);
-      } else if (wide)
-        ADD_DIGITS(1, VECTORS);
-      else
-        ADD_DIGITS(1, 1);
+#define ADD_DIGITS(n)                                                                                  \
+  if (wide)                                                                                            \
+    add_digits(from, count, D, weights + q, old_scale + q, new_scale + q, to, n, VECTORS);             \
+  else                                                                                                 \
+    add_digits(from, count, D, weights + q, old_scale + q, new_scale + q, to, n, 1)
+      switch (queries - q) {
+        case 1: ADD_DIGITS(1); break;
+        case 2: ADD_DIGITS(2); break;
+        default: ADD_DIGITS(DIGIT_QUERIES); break;
+      }
     }
     channel += wide ? VECTORS * LANES : LANES;
   }
@@ -480,8 +500,8 @@ INLINE F32x16 soft_capped(F32x16 score, float cap) {
   return (splat(1) - splat(2) / denominator) * splat(cap * LOG2_E);
 }
 
-/* Of every four weights the high digits, the middle ones, the low ones, and zeros. */
-#define FOUR(i) i + 2, i + 6, i + 10, i + 14, i + 1, i + 5, i + 9, i + 13, i, i + 4, i + 8, i + 12, 64, 64, 64, 64
+/* Of every four weights the high digits, the low ones, and zeros. */
+#define FOUR(i) i + 1, i + 5, i + 9, i + 13, i, i + 4, i + 8, i + 12, 64, 64, 64, 64, 64, 64, 64, 64
 INLINE I32x16 digits_of(I32x16 x) {
   return (I32x16)__builtin_shufflevector((I8x64)x, (I8x64){0}, FOUR(0), FOUR(16), FOUR(32), FOUR(48));
 }
@@ -660,22 +680,6 @@ static void attend(void* state, size_t index) {
   release_scratch(SCRATCH_ATTENTION);
 }
 
-enum {
-  QUERY,
-  KEY,
-  VALUE,
-  PAST_KEY,
-  PAST_VALUE,
-  OFFSETS,
-  STARTS,
-  TABLE,
-  COSINES,
-  SINES,
-  KEY_SCALE,
-  VALUE_SCALE,
-  INPUTS
-};
-
 /* Fills `w` from the inputs of a run, whose shapes and types must fit each other. */
 static Status* check_inputs(const Kernel* k, const Tensor* in, Work* w) {
   Api api = k->api;
@@ -748,7 +752,7 @@ static Status* compute(void* self, Context* context) {
   const Kernel* k = self;
   Api api = k->api;
   Tensor in[INPUTS];
-  for (size_t i = 0; i < INPUTS; i++) TRY(input(api, context, i, &in[i]));
+  for (size_t i = 0; i < INPUTS; i++) TRY(input(api, context, i, &k->constants[i], &in[i]));
   Work w = {.kernel = k};
   TRY(check_inputs(k, in, &w));
   int64_t y_dims[3] = {in[QUERY].dims[0], in[QUERY].dims[1], k->heads * w.D};
@@ -797,6 +801,7 @@ static Status* create(const Op* op, Api api, const Info* info, void** self) {
       found.window < 0 || !(found.scale > 0) || !(found.scale <= FLT_MAX) || !(found.softcap >= 0) ||
       !(found.softcap <= FLT_MAX))
     return failure(api, ERROR_ARGUMENT, "CachedAttention: unsupported heads, scale, window or softcap");
+  for (size_t i = COSINES; i < INPUTS; i++) TRY(constant_input(api, info, i, &found.constants[i]));
   Kernel* k = malloc(sizeof *k);
   if (!k || !hold_threads(found.threads)) {
     free(k);

@@ -16,6 +16,7 @@ enum { PART = 1 << 13, MAX_RANK = 8 };
 typedef struct {
   Api api;
   Threads* threads;
+  Tensor scale; /* where it is constant */
 } Kernel;
 
 typedef struct {
@@ -65,8 +66,8 @@ static Status* compute(void* self, Context* context) {
   const Kernel* k = self;
   Api api = k->api;
   Tensor x, scale;
-  TRY(input(api, context, 0, &x));
-  TRY(input(api, context, 1, &scale));
+  TRY(input(api, context, 0, NULL, &x));
+  TRY(input(api, context, 1, &k->scale, &scale));
   if (!x.present || x.type != FLOAT || x.rank > MAX_RANK)
     return failure(api, ERROR_ARGUMENT, "QuantizeActivations: the input is not float or has more than 8 axes");
   if (!holds(&scale, FLOAT, 1)) return failure(api, ERROR_ARGUMENT, "QuantizeActivations: the scale is not one float");
@@ -79,13 +80,14 @@ static Status* compute(void* self, Context* context) {
 }
 
 static Status* create(const Op* op, Api api, const Info* info, void** self) {
-  (void)info;
+  Kernel found = {.api = api, .threads = threads_of(op)};
+  TRY(constant_input(api, info, 1, &found.scale));
   Kernel* k = malloc(sizeof *k);
-  if (!k || !hold_threads(threads_of(op))) {
+  if (!k || !hold_threads(found.threads)) {
     free(k);
     return failure(api, ERROR_FAIL, "QuantizeActivations: out of memory or threads");
   }
-  *k = (Kernel){api, threads_of(op)};
+  *k = found;
   *self = k;
   return NULL;
 }

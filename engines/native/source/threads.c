@@ -7,8 +7,9 @@
    Weights are copied to huge pages in the first run. The pages that they came from are paged out: those of a file are
    read again where another operator needs them.
 
-   Between jobs a thread prefetches the weights of the linear that comes next, then spins, then sleeps. Which linear is
-   next is learned from the step before: nodes run in the same order in each. A wrong guess costs bandwidth alone.
+   Between jobs a thread prefetches the weights of the linears that come next, then spins, then sleeps. Which linear is
+   next is learned from the step before: nodes run in the same order in each. A wrong guess costs bandwidth alone. Between
+   two nodes there is time for a few hundred kilobytes, between two steps for the first layers of the next.
 
    Memory order. Processors with 64-bit ARM reorder more than x86, so what follows is argued from C11 alone, where an
    atomic access is sequentially consistent unless it says otherwise:
@@ -37,8 +38,9 @@ enum { CACHE_LINE = 64 };
 enum { SPINS = 1 << 15 };
 /* Some 40 microseconds: the caller's wait at the end of a job, unless another thread was interrupted. */
 enum { END_SPINS = 1 << 11 };
-/* What a thread prefetches of its own range and of the caller's: half of a second-level cache of 1 MiB at most. */
-enum { AHEAD_BYTES = 1 << 18, AHEAD_SLICE = 1 << 10 };
+/* What a thread prefetches of its own ranges, and of the caller's: half of a second-level cache of 1 MiB of the next
+   linear, and then as much as a third-level cache keeps. */
+enum { AHEAD_BYTES = 8 << 20, AHEAD_FOR_CALLER = 1 << 18, AHEAD_SLICE = 1 << 10 };
 /* Memory for weights is taken in chunks; what is never written costs nothing. */
 enum { CHUNK_BYTES = 64 << 20 };
 
@@ -68,8 +70,7 @@ struct Threads {
   _Alignas(CACHE_LINE) _Atomic int open;
   void (*work)(void*, size_t);
   void* state;
-  _Atomic(const char*) ahead;
-  _Atomic size_t ahead_bytes;
+  _Atomic(Stream*) ahead; /* what the next job reads */
 
   _Alignas(CACHE_LINE) size_t count; /* threads, the caller's too; started when the first kernel is created */
   atomic_flag busy;
@@ -82,6 +83,7 @@ struct Threads {
   _Atomic int sleeping, caller_sleeps;
   int kernels;
   Chunk* chunks;
+  Stream* streams; /* all of them */
 };
 
 /* Between two looks of a thread that spins. On ARM `isb` takes about as long as x86's `pause`; `yield` takes no time. */
@@ -105,16 +107,19 @@ static void take_part(Threads* t, size_t number) {
 
 /* Prefetches weights until a job comes or there is enough. */
 static void read_ahead(Threads* t, size_t number, uint32_t seen) {
-  const char* data = t->ahead;
-  const size_t bytes = t->ahead_bytes, own = bytes / t->count * number;
-  size_t most = bytes / t->count;
-  if (most > AHEAD_BYTES) most = AHEAD_BYTES;
-  for (size_t at = 0; at + AHEAD_SLICE <= most; at += AHEAD_SLICE) {
-    if (t->jobs != seen) return;
-    for (size_t i = 0; i < AHEAD_SLICE; i += CACHE_LINE) {
-      prefetch_l2(data + own + at + i);
-      if (number == 1) prefetch_l2(data + at + i);
+  size_t left = AHEAD_BYTES / (t->count - 1), for_caller = number == 1 ? AHEAD_FOR_CALLER : 0;
+  for (const Stream* stream = t->ahead; stream && left; stream = stream->next) {
+    const char* data = stream->data;
+    const size_t part = data ? stream->bytes / t->count / AHEAD_SLICE * AHEAD_SLICE : 0, most = part < left ? part : left;
+    if (!most) return;
+    for (size_t at = 0; at < most; at += AHEAD_SLICE) {
+      if (t->jobs != seen) return;
+      for (size_t i = 0; i < AHEAD_SLICE; i += CACHE_LINE) {
+        prefetch_l2(data + stream->bytes / t->count * number + at + i);
+        if (at < for_caller) prefetch_l2(data + at + i);
+      }
     }
+    left -= most, for_caller = 0;
   }
 }
 
@@ -207,8 +212,13 @@ static void end_helpers(Threads* t, size_t running) {
     free(chunk->memory);
     free(chunk);
   }
+  while (t->streams) {
+    Stream* stream = t->streams;
+    t->streams = stream->other;
+    free(stream);
+  }
   t->ranges = NULL, t->helpers = NULL, t->started = NULL, t->last = NULL;
-  t->ahead_bytes = 0, t->ending = 0;
+  t->ahead = NULL, t->ending = 0;
 }
 
 int hold_threads(Threads* t) {
@@ -225,6 +235,13 @@ int hold_threads(Threads* t) {
   end_helpers(t, running);
   t->kernels = 0;
   return 0;
+}
+
+Stream* create_stream(Threads* t) {
+  Stream* stream = calloc(1, sizeof *stream);
+  if (!stream) return NULL;
+  stream->other = t->streams;
+  return t->streams = stream;
 }
 
 void release_threads(Threads* t) {
@@ -276,10 +293,9 @@ void run_on(Threads* t, void (*work)(void*, size_t), size_t total, void* state, 
     return;
   }
   if (stream) {
-    if (t->last) t->last->next = stream;
+    if (t->last && t->last->next != stream) t->last->next = stream;
     t->last = stream;
-    t->ahead = stream->next ? stream->next->data : NULL;
-    t->ahead_bytes = stream->next ? stream->next->bytes : 0;
+    t->ahead = stream->next;
   }
   t->work = work, t->state = state;
   for (size_t i = 0; i < t->count; i++) {
