@@ -123,7 +123,7 @@ def timings(
     decode: list[dict[int, list[float]]] = [{} for _ in engines]
     for number in range(rounds):
         progress(f"round {number + 1} of {rounds}")
-        for tokens in corpus.long_prompts.values():
+        for tokens, *_ in corpus.long_prompts.values():
             for engine, samples in zip(engines, prefill, strict=True):
                 prefill_seconds(engine, tokens)  # compiles the kernels for this shape
                 samples.setdefault(len(tokens), []).append(prefill_seconds(engine, tokens))

@@ -14,13 +14,17 @@ from tapeout import artifact
 from tapeout.errors import EvidenceError
 from tapeout.recipe import Recipe
 
+PREFILLS = 3  # of a turn: a single one would be the first after minutes in which the engine was stopped
+
 
 @dataclass(frozen=True)
 class Corpus:
-    """``prompts`` have equal lengths, and fill the largest batch. ``long_prompts``: one for each prefill length."""
+    """``prompts`` have equal lengths, and fill the largest batch. ``long_prompts``: those of one turn, for each prefill
+    length; they differ, so that no engine finds one in a cache.
+    """
 
     prompts: tuple[tuple[int, ...], ...]
-    long_prompts: dict[int, tuple[int, ...]]
+    long_prompts: dict[int, tuple[tuple[int, ...], ...]]
     documents: tuple[tuple[int, ...], ...]
 
 
@@ -52,7 +56,7 @@ def read_corpus(
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     beginning = beginning_of_text(tokenizer)
     tokens = [token for text in calibration for token in encode(tokenizer, text, None)]
-    required = max(prompts * prompt_tokens, *prefill_tokens)
+    required = max(prompts * prompt_tokens, *(PREFILLS * count for count in prefill_tokens))
     if len(tokens) < required:
         raise EvidenceError(
             f"the calibration text has {len(tokens)} tokens",
@@ -60,7 +64,11 @@ def read_corpus(
             remedy="use shorter prompts or smaller batches",
         )
     return Corpus(
-        prompts=tuple(tuple(tokens[i * prompt_tokens : (i + 1) * prompt_tokens]) for i in range(prompts)),
-        long_prompts={count: tuple(tokens[:count]) for count in prefill_tokens},
+        prompts=_cut(tokens, prompts, prompt_tokens),
+        long_prompts={count: _cut(tokens, PREFILLS, count) for count in prefill_tokens},
         documents=tuple(tuple(encode(tokenizer, text, beginning)[:document_tokens]) for text in heldout),
     )
+
+
+def _cut(tokens: list[int], prompts: int, length: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(tokens[i * length : (i + 1) * length]) for i in range(prompts))

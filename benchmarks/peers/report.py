@@ -10,6 +10,7 @@ from typing import Any
 
 import altair as alt
 
+from benchmarks.peers.corpus import PREFILLS
 from benchmarks.peers.judge import (
     FOUR_BIT_LIMIT,
     NEAR_LOSSLESS_KL,
@@ -131,7 +132,7 @@ def _legend() -> str:
         "An engine may be in both classes. An engine marked *unclassed* is measured and compared, but is in no class: "
         "llama.cpp on the file that our float reference came from.",
         "Decode: only the steps in which every sequence gains one token are counted.",
-        "Prefill: one prompt, until its first token is chosen.",
+        f"Prefill: one prompt, until its first token is chosen; the median of {PREFILLS} prompts in each round.",
         "Roofline: bytes of weights that a step at B=1 reads per second, as a share of what a plain loop reads. The "
         f"median of {TURNS} turns of steps and reads, since the bandwidth of a virtual machine changes within seconds.",
         "Peak MB: peak memory of the whole process over all timed work, libraries and interpreter included.",

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -139,14 +140,14 @@ class Harness:
         workloads += [Workload("prefill", count) for count in self.options.prefill_tokens]
         for number, workload, name in schedule(list(self.processes), workloads, self.options.rounds):
             if workload.phase == "prefill":
-                answer = self._ask(name, "prefill", tokens=corpus.long_prompts[workload.size])
-                tokens = workload.size
+                asked = [self._ask(name, "prefill", tokens=prompt) for prompt in corpus.long_prompts[workload.size]]
+                rates = [workload.size / answer["seconds"] for answer in asked if answer]
             else:
                 prompts = corpus.prompts[: workload.size]
                 answer = self._ask(name, "decode", prompts=prompts, new_tokens=self.options.new_tokens)
-                tokens = workload.size * (answer["steps"] if answer else 0)
-            if answer:
-                rate = tokens / answer["seconds"]
+                rates = [workload.size * answer["steps"] / answer["seconds"]] if answer else []
+            if rates:
+                rate = median(rates)
                 self.speeds.setdefault((name, workload), []).append(rate)
                 self.progress(f"round {number + 1} of {self.options.rounds}, {workload}: {name} {rate:,.0f} tokens/s")
         for name, process in self.processes.items():

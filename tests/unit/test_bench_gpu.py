@@ -16,7 +16,7 @@ from engines.protocol import FloatArray
 from tests.fake_engine import History
 
 ROOT = Path(__file__).parents[2]
-CORPUS = Corpus(prompts=((3, 4, 5, 6), (7, 8, 9)), long_prompts={8: tuple(range(3, 11))}, documents=())
+CORPUS = Corpus(prompts=((3, 4, 5, 6), (7, 8, 9)), long_prompts={8: (tuple(range(3, 11)),)}, documents=())
 
 
 def numbers(**changes: object) -> GpuNumbers:

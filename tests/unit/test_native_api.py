@@ -26,7 +26,13 @@ pytestmark = pytest.mark.skipif(bool(native.unsupported()), reason=native.unsupp
 HEADER = (compiler.SOURCE / "ort.h").read_text()
 PLACES = {name: int(place) for name, place in re.findall(r"^  ([A-Z_]+) = (\d+), +/\* \w+ \*/$", HEADER, re.MULTILINE)}
 VERSIONS = {name: int(v) for name, v in re.findall(r"^#define (API_VERSION|OP_VERSION) +(\d+)", HEADER, re.MULTILINE)}
-IN_KERNELS = {"ATTRIBUTE_FLOAT", "ATTRIBUTE_INT", "CONSTANT_INPUT", "GET_INPUT", "GET_OUTPUT"}  # called while a kernel is made or runs
+IN_KERNELS = {
+    "ATTRIBUTE_FLOAT",
+    "ATTRIBUTE_INT",
+    "CONSTANT_INPUT",
+    "GET_INPUT",
+    "GET_OUTPUT",
+}  # called while a kernel is made or runs
 # Entries that only this test calls.
 GET_ERROR_CODE, GET_ERROR_MESSAGE, CREATE_OPTIONS, CREATE_TENSOR, CREATE_MEMORY_INFO = 1, 2, 10, 49, 69
 RELEASE_MEMORY_INFO, RELEASE_VALUE, RELEASE_OPTIONS = 94, 96, 100

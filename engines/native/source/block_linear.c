@@ -55,7 +55,7 @@ typedef struct {
   Kind kind;
   int64_t N, K, block, bits, half_scales, symmetric;
   float epsilon;
-  Stream* stream; /* of `threads` */
+  Stream* stream;                                  /* of `threads` */
   Tensor weight, codes, scales, zero_points, bias; /* where they are constant */
 } Kernel;
 
@@ -460,8 +460,7 @@ static Status* create(const Op* op, Api api, const Info* info, void** self) {
     return failure(api, ERROR_ARGUMENT, "block-quantized linear: sums over more than 32768 channels overflow");
   if (!(found.epsilon >= 0)) return failure(api, ERROR_ARGUMENT, "block-quantized linear: a negative epsilon");
   const size_t first = before_codes(op);
-  if (found.kind == NORM || found.kind == RESIDUAL_NORM)
-    TRY(constant_input(api, info, first - 1, &found.weight));
+  if (found.kind == NORM || found.kind == RESIDUAL_NORM) TRY(constant_input(api, info, first - 1, &found.weight));
   TRY(constant_input(api, info, first, &found.codes));
   TRY(constant_input(api, info, first + 1, &found.scales));
   TRY(constant_input(api, info, first + 2, &found.zero_points));

@@ -381,8 +381,7 @@ INLINE void dot_digits(const Unit* unit, int64_t first, int64_t D, float (*score
       }
   }
   EACH (int q = 0; q < queries; q++)
-    EACH (int v = 0; v < VECTORS; v++)
-      store(scores[q] + v * LANES, combine_digits(sum[q], v));
+    EACH (int v = 0; v < VECTORS; v++) store(scores[q] + v * LANES, combine_digits(sum[q], v));
 }
 
 static void dot_code_group(const Unit* unit, int64_t first, int queries, int64_t D, float (*scores)[KEYS]) {
@@ -423,10 +422,10 @@ static void add_code_group(const char* values, int64_t count, int64_t D, const c
     const char* from = values + 4 * channel;
     for (int q = 0; q < queries; q += DIGIT_QUERIES) {
       float* to = outputs + q * D + channel;
-#define ADD_DIGITS(n)                                                                                  \
-  if (wide)                                                                                            \
-    add_digits(from, count, D, weights + q, old_scale + q, new_scale + q, to, n, VECTORS);             \
-  else                                                                                                 \
+#define ADD_DIGITS(n)                                                                      \
+  if (wide)                                                                                \
+    add_digits(from, count, D, weights + q, old_scale + q, new_scale + q, to, n, VECTORS); \
+  else                                                                                     \
     add_digits(from, count, D, weights + q, old_scale + q, new_scale + q, to, n, 1)
       switch (queries - q) {
         case 1: ADD_DIGITS(1); break;

@@ -110,7 +110,8 @@ static void read_ahead(Threads* t, size_t number, uint32_t seen) {
   size_t left = AHEAD_BYTES / (t->count - 1), for_caller = number == 1 ? AHEAD_FOR_CALLER : 0;
   for (const Stream* stream = t->ahead; stream && left; stream = stream->next) {
     const char* data = stream->data;
-    const size_t part = data ? stream->bytes / t->count / AHEAD_SLICE * AHEAD_SLICE : 0, most = part < left ? part : left;
+    const size_t part = data ? stream->bytes / t->count / AHEAD_SLICE * AHEAD_SLICE : 0,
+                 most = part < left ? part : left;
     if (!most) return;
     for (size_t at = 0; at < most; at += AHEAD_SLICE) {
       if (t->jobs != seen) return;
