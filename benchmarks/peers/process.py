@@ -80,7 +80,7 @@ class PeerProcess:
         self._signal(signal.SIGCONT)
 
     def peak_memory_bytes(self) -> int:
-        """Largest resident memory so far, summed over the peer's process, its children, and the largest that has ended.
+        """Of a paused peer, the largest resident memory so far, summed over the peer's process, its children, and the largest that has ended.
 
         :class:`PeerFailedError` if the peer has ended.
         """
@@ -91,7 +91,11 @@ class PeerProcess:
         peaks = [_peak_bytes(pid) for pid in (self._process.pid, *(child.pid for child in children))]
         if not peaks[0]:
             raise PeerFailedError(f"{self.adapter} ended before its memory was read", remedy=f"read {self._log}")
-        return sum(peaks) + self.ask("ended_children")["peak_bytes"]
+        self.resume()
+        try:
+            return sum(peaks) + self.ask("ended_children")["peak_bytes"]
+        finally:
+            self.pause()
 
     def close(self) -> None:
         self.resume()

@@ -1,9 +1,10 @@
 """One client for all servers: sends planned requests to ``/v1/completions`` and records when each piece arrived.
 
 It runs in its own process (``python -m benchmarks.serving.client``), reads a :class:`Plan` as JSON from its input and
-writes :class:`Played` as JSON. While requests run it only notes the time of what it reads; events are parsed
-afterwards, so that it takes little of the processor that it shares with the server. Nor does an event that arrives
-interrupt the server, as it would not if the client ran on another machine: :func:`yield_to_servers`.
+writes :class:`Played` as JSON. While requests run it only keeps what it reads; responses are parsed afterwards, so that
+it takes little of the processor that it shares with the server. Nor does an event that arrives interrupt the server, as
+it would not if the client ran on another machine: :func:`yield_to_servers`. So the client may read an event some
+milliseconds late; where the system says when data arrived (Linux), that counts and not when it was read.
 """
 
 from __future__ import annotations
@@ -12,17 +13,22 @@ import asyncio
 import gc
 import os
 import resource
+import socket
+import struct
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
-import aiohttp
+import h11
 import orjson
 import uvloop
 
 END_OF_EVENT = b"\n\n"
+READ_BYTES = 1 << 16
+SO_TIMESTAMPNS = 35  # of Linux, on x86 and ARM: data comes with the time at which the system received it
 LEAD_SECONDS = 0.2  # between the start of the client and the first planned request
 
 
@@ -50,7 +56,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Answer:
-    """Times in seconds after the start of the load. ``events``: when each piece of text was read.
+    """Times in seconds after the start of the load. ``events``: when each piece of text arrived.
 
     ``sent``: when the request was due, so that a client that is late counts as the server's delay.
     ``tokens``: new tokens as the server counts them. ``error``: why there is no complete answer.
@@ -83,11 +89,10 @@ class Played:
 
 @dataclass
 class _Reading:
-    """What was read of one response, and when."""
+    """The bytes of one response, and when they arrived."""
 
     sent: float = 0.0
     ended: float = 0.0
-    status: int = 0
     error: str = ""
     pieces: list[tuple[float, bytes]] = field(default_factory=list[tuple[float, bytes]])
 
@@ -95,43 +100,87 @@ class _Reading:
 async def play(plan: Plan) -> Played:
     """Send all requests of the plan, each at its time, whether or not the ones before it have been answered."""
     readings = [_Reading() for _ in plan.requests]
-    timeout = aiohttp.ClientTimeout(total=plan.timeout_seconds)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(plan.url, connector=connector, timeout=timeout) as session:
-        bodies = [_body(plan.model, request) for request in plan.requests]
-        gc.collect()
-        gc.disable()
-        start = time.perf_counter() + LEAD_SECONDS
-        used = _cpu_seconds()
-        async with asyncio.TaskGroup() as group:
-            for number, request in enumerate(plan.requests):
-                before = readings[:number] if request.after_pieces else []
-                group.create_task(_request(session, request, bodies[number], readings[number], before, start))
-        share = (_cpu_seconds() - used) / (time.perf_counter() - start + LEAD_SECONDS)
-        gc.enable()
+    messages = [_message(plan, request) for request in plan.requests]
+    gc.collect()
+    gc.disable()
+    start = time.time() + LEAD_SECONDS  # the clock that the system takes the times of data from
+    used = _cpu_seconds()
+    async with asyncio.TaskGroup() as group:
+        for number, request in enumerate(plan.requests):
+            before = readings[:number] if request.after_pieces else []
+            group.create_task(_request(plan, request, messages[number], readings[number], before, start))
+    share = (_cpu_seconds() - used) / (time.time() - start + LEAD_SECONDS)
+    gc.enable()
     return Played([_parsed(reading) for reading in readings], share)
 
 
 async def _request(
-    session: aiohttp.ClientSession,
-    request: Planned,
-    body: bytes,
-    reading: _Reading,
-    before: Sequence[_Reading],
-    start: float,
+    plan: Plan, request: Planned, message: bytes, reading: _Reading, before: Sequence[_Reading], start: float
 ) -> None:
-    await asyncio.sleep(max(start + request.at - time.perf_counter(), 0))
+    await asyncio.sleep(max(start + request.at - time.time(), 0))
     while any(len(other.pieces) < request.after_pieces and not other.ended for other in before):
         await asyncio.sleep(0.01)
-    reading.sent = time.perf_counter() - start if request.after_pieces else request.at
+    reading.sent = time.time() - start if request.after_pieces else request.at
     try:
-        async with session.post("/v1/completions", data=body, headers={"Content-Type": "application/json"}) as response:
-            reading.status = response.status
-            while piece := await response.content.readany():
-                reading.pieces.append((time.perf_counter() - start, piece))
-    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        async with asyncio.timeout(plan.timeout_seconds):
+            await _exchange(plan.url, message, reading, start)
+    except (TimeoutError, OSError) as error:
         reading.error = f"{type(error).__name__}: {error}"
-    reading.ended = time.perf_counter() - start
+    reading.ended = time.time() - start
+
+
+async def _exchange(url: str, message: bytes, reading: _Reading, start: float) -> None:
+    """Send a request on a connection of its own, and read until the server closes it."""
+    loop, address = asyncio.get_running_loop(), urlsplit(url)
+    with socket.socket() as connection:
+        connection.setblocking(False)
+        if sys.platform == "linux":
+            connection.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
+        await loop.sock_connect(connection, (address.hostname, address.port))
+        await loop.sock_sendall(connection, message)
+        ended: asyncio.Future[None] = loop.create_future()
+
+        def read() -> None:
+            try:
+                data, ancillary, _, _ = connection.recvmsg(READ_BYTES, socket.CMSG_SPACE(16))
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if not ended.done():
+                    ended.set_exception(error)
+                return
+            if data:
+                reading.pieces.append((_arrived(ancillary) - start, data))
+            elif not ended.done():
+                ended.set_result(None)
+
+        loop.add_reader(connection, read)
+        try:
+            await ended
+        finally:
+            loop.remove_reader(connection)
+
+
+def _arrived(ancillary: Sequence[tuple[int, int, bytes]]) -> float:
+    """When the system received what was just read, in seconds since the epoch; now, where it does not say."""
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, SO_TIMESTAMPNS):
+            seconds, nanoseconds = struct.unpack("qq", data)
+            return seconds + 1e-9 * nanoseconds
+    return time.time()
+
+
+def _message(plan: Plan, request: Planned) -> bytes:
+    body = _body(plan.model, request)
+    connection = h11.Connection(h11.CLIENT)
+    headers = [
+        ("Host", urlsplit(plan.url).netloc),
+        ("Connection", "close"),
+        ("Content-Type", "application/json"),
+        ("Content-Length", str(len(body))),
+    ]
+    head = connection.send(h11.Request(method="POST", target="/v1/completions", headers=headers))
+    return b"".join(filter(None, (head, connection.send(h11.Data(data=body)), connection.send(h11.EndOfMessage()))))
 
 
 def _body(model: str, request: Planned) -> bytes:
@@ -150,13 +199,14 @@ def _body(model: str, request: Planned) -> bytes:
 
 def _parsed(reading: _Reading) -> Answer:
     """The events of a response; each has the time of the piece that completed it."""
-    if reading.status != 200 and not reading.error:
-        text = b"".join(piece for _, piece in reading.pieces).decode(errors="replace")[:200]
-        return Answer(reading.sent, reading.ended, error=f"{reading.status}: {text}")
+    status, pieces, failure = _decoded(reading)
+    if status != 200 and not reading.error:
+        text = b"".join(piece for _, piece in pieces).decode(errors="replace")[:200]
+        return Answer(reading.sent, reading.ended, error=f"{status}: {text}" if status else failure)
     times: list[float] = []
     usage: dict[str, Any] = {}
     error, done, rest = reading.error, False, b""
-    for at, piece in reading.pieces:
+    for at, piece in pieces:
         *events, rest = (rest + piece.replace(b"\r", b"")).split(END_OF_EVENT)
         for event in events:
             data = event.partition(b"data:")[2].strip()
@@ -176,6 +226,27 @@ def _parsed(reading: _Reading) -> Answer:
     details = usage.get("prompt_tokens_details") or {}
     tokens, cached = usage.get("completion_tokens", len(times)), details.get("cached_tokens") or 0
     return Answer(reading.sent, reading.ended, times, tokens, cached, error)
+
+
+def _decoded(reading: _Reading) -> tuple[int, list[tuple[float, bytes]], str]:
+    """The status of a response, 0 if there is none, its body by time of arrival, and what is wrong with it."""
+    connection = h11.Connection(h11.CLIENT)
+    connection.send(h11.Request(method="POST", target="/", headers=[("Host", "-")]))
+    connection.send(h11.EndOfMessage())
+    status, body = 0, list[tuple[float, bytes]]()
+    for at, data in [*reading.pieces, (reading.ended, b"")]:  # the last: the connection was closed
+        try:
+            connection.receive_data(data)
+            while not isinstance(event := connection.next_event(), type) and not isinstance(event, h11.EndOfMessage):
+                if isinstance(event, h11.Response):
+                    status = event.status_code
+                elif isinstance(event, h11.Data):
+                    body.append((at, bytes(event.data)))
+        except h11.RemoteProtocolError as error:
+            return status, body, f"no whole response: {error}"
+        if isinstance(event, h11.EndOfMessage):
+            break
+    return status, body, ""
 
 
 def _cpu_seconds() -> float:

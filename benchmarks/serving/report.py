@@ -59,7 +59,7 @@ def page(run: Run) -> str:
         "# Serving under load",
         "This page is written by `make bench-serving`; do not edit it. [serving.json](serving.json) has all figures.",
         f"{run.machine}; each server has {run.threads} threads, and shares the machine with the client, which is one "
-        "process that does not interrupt them (`SCHED_BATCH`). "
+        "process that does not interrupt them (`SCHED_BATCH`). An event counts from when the system received it. "
         f"Servers take turns (rounds: {run.rounds}, and at least {SHORT_ROUNDS} of scenarios that take "
         "seconds); while one runs, the others are paused. "
         "All get the same token ids over the same API (`/v1/completions`, streamed, greedy, without a stop token). "

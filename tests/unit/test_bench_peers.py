@@ -272,6 +272,7 @@ def test_bundles_are_named_on_the_command_line() -> None:
 def test_a_peer_that_ends_is_reported_wherever_it_is_noticed(tmp_path: Path, reaped: bool) -> None:
     peer = PeerProcess("ours", Path(sys.executable), tmp_path / "log")
     with peer:
+        peer.pause()  # as a benchmark does between commands
         assert peer.peak_memory_bytes() > 0
         pid = peer._process.pid  # pyright: ignore[reportPrivateUsage]
         os.killpg(pid, signal.SIGKILL)

@@ -66,7 +66,7 @@ def test_events_are_timed_by_the_piece_that_completes_them() -> None:
         (HEAD + TEXT, "ended early"),
         (HEAD + DONE, "ended early"),
         (HEAD + TEXT + b'data: {"error":{"message":"broken"}}\n\n' + DONE, "broken"),
-        (b"", "ServerDisconnected"),
+        (b"", "no whole response"),
     ],
 )
 def test_what_is_no_complete_answer_is_an_error(response: bytes, error: str) -> None:
