@@ -23,7 +23,7 @@ struct Options {
 int64_t fail_call = -1, live_statuses, live_domains;
 _Atomic int64_t fail_allocation = -1;
 const char* failed_name;
-int use_threads, own_threads;
+int use_threads, own_threads, runs = 1;
 uint64_t constant_inputs;
 static uint64_t random_state;
 static uint32_t newest_version;
@@ -283,7 +283,7 @@ Status* run_node(const Op* op, const Info* info, Context* context) {
   running = op, running_context = context;
   Status* status = op->create(op, get_api(newest_version), info, &kernel);
   if (status) return status;
-  status = op->compute(kernel, context);
+  for (int run = 0; run < runs && !status; run++) status = op->compute(kernel, context);
   op->destroy(kernel);
   return status;
 }

@@ -212,6 +212,18 @@ DEFECTS = {
         "if (t) --t->kernels;",
         "leak|Sanitizer|null pointer",
     ),
+    "what threads read ahead is freed before they end": Defect(
+        "threads.c",
+        "  t->ending = 1;\n",
+        "  Stream* early = t->streams;\n  t->streams = NULL;\n  free(early);\n  t->ending = 1;\n",
+        "heap-use-after-free",
+    ),
+    "a constant of another shape is taken": Defect(
+        "block_linear.c",
+        "!holds(&codes, UINT8, tiles * TILE * k->K * k->bits / 8)",
+        "(!k->codes.present && !holds(&codes, UINT8, tiles * TILE * k->K * k->bits / 8))",
+        "overflow|accepted",
+    ),
     "a domain leaks": Defect("library.c", "((void (*)(Domain*))api[RELEASE_DOMAIN])(domain);", "", "leak"),
 }
 
