@@ -33,8 +33,7 @@ repro: $(INSTALLED)
 
 # Types are checked beside the tests, of which some only wait, and what was found in them is printed at the end.
 test: style
-	@$(MAKE) --no-print-directory --jobs=2 --keep-going types-in-file pytest; \
-		failed=$$?; cat $(TYPES); exit $$failed
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going types-in-file pytest; failed=$$?; cat $(TYPES); exit $$failed
 
 pytest: $(INSTALLED)
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -51,7 +50,7 @@ types: $(INSTALLED)
 	pyright
 
 types-in-file: $(INSTALLED)
-	@pyright >$(TYPES) 2>&1
+	pyright >$(TYPES) 2>&1
 
 install: $(INSTALLED)
 
