@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 INSTALLED := $(VENV)/.installed
+TYPES := $(VENV)/types.txt
 # Of pytest. On two cores the third runs while others wait for servers.
 WORKERS ?= 3
 
@@ -14,7 +15,7 @@ unexport PYTHONPATH PYTHONHOME
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help repro test check install bench-peers bench-serving simulate-gate clean
+.PHONY: help repro test check style types types-in-file pytest install bench-peers bench-serving simulate-gate clean
 
 help:
 	@echo "make repro   install, then build, judge and register the engine of params.yaml"
@@ -30,15 +31,26 @@ repro: $(INSTALLED)
 	dvc repro
 	tapeout summary
 
-test: check
+# Types are checked beside the tests, of which some only wait, and what was found in them is printed at the end.
+test: style
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going types-in-file pytest; failed=$$?; cat $(TYPES); exit $$failed
+
+pytest: $(INSTALLED)
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-check: $(INSTALLED)
+check: style types
+
+style: $(INSTALLED)
 	ruff format --check .
 	ruff check .
-	pyright
 	lint-imports
 	clang-format --dry-run --Werror engines/native/source/* tests/sanitizers/*.[ch]
+
+types: $(INSTALLED)
+	pyright
+
+types-in-file: $(INSTALLED)
+	pyright >$(TYPES) 2>&1
 
 install: $(INSTALLED)
 

@@ -17,6 +17,7 @@ import shutil
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +101,7 @@ def _config(shape: Shape, tokenizer: Path) -> dict[str, Any]:
 
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Of the parameters, in the model's order, from a model without memory."""
-    import transformers
-
-    kind: Any = getattr(transformers, config["architectures"][0])
+    kind: Any = getattr(import_module("transformers"), config["architectures"][0])
     with torch.device("meta"):
         model = kind(kind.config_class.from_dict(config))
     return {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}

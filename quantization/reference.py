@@ -182,7 +182,8 @@ def _exchange(name: str, value: FloatArray, errors: dict[str, tuple[float, float
 def _load(folder: Path) -> tuple[Any, list[tuple[torch.nn.Module, InputGrid]]]:
     """The model with float32 weights, and its quantized linears with how their inputs are rounded."""
     from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import AutoConfig
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
     config: Any = AutoConfig.from_pretrained(folder)
     if hasattr(config, "quantization_config"):

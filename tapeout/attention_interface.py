@@ -17,7 +17,8 @@ def attention_replaced(model: Any, attention: Callable[..., Any], mask: Callable
     Both follow transformers' ``AttentionInterface`` and ``AttentionMaskInterface``, which look them up by name. Each
     use registers a name of its own, so that models in one process never call each other's functions.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
 
     interfaces: dict[Any, Callable[..., Any]] = {AttentionInterface: attention, AttentionMaskInterface: mask}
     name, previous = f"tapeout_{next(_numbers)}", model.config._attn_implementation

@@ -21,7 +21,8 @@ def open_model(folder: Path, weights: Mapping[str, Tensor] | None = None) -> Any
     in another shape.
     """
     from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import AutoConfig
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
     weights = {n: stored.read() for n, stored in stored_tensors(folder).items()} if weights is None else weights
     with init_empty_weights(include_buffers=False):

@@ -126,12 +126,11 @@ class GraphRunner:
     The caches of all slots are kept in fixed buffers ``[slots, H, max_tokens, D]`` either way, in the graph's type.
     """
 
-    def __init__(self, lowering: Lowering, model: ir.Model, *, slots: int) -> None:
+    def __init__(self, lowering: Lowering, model: bytes, *, slots: int) -> None:
         options = cpu_options(1, library())
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.add_session_config_entry("session.disable_quant_qdq", "1")
-        proto = ir.to_proto(model).SerializeToString()
-        self._session = ort.InferenceSession(proto, options, providers=["CPUExecutionProvider"])
+        self._session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
         self._known = {put.name for put in self._session.get_inputs()}
         self._outputs = [put.name for put in self._session.get_outputs()]
         self._scales = lowering.kv_scales

@@ -38,6 +38,21 @@ def pytest_collection_finish() -> None:
     logging.getLogger("torch.__trace").propagate = True
 
 
+# Half a minute of processor time or more each, where nothing is kept from an earlier run.
+LONG = frozenset(
+    f"test_{name}.py"
+    for name in (
+        *("endurance", "passes_one_by_one", "pipeline", "registry_to_server", "verdict_routes"),
+        *("families", "sanitizers", "export", "registry", "resume", "stored_types", "trace"),
+    )
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take long come first: a worker that begins one of them last keeps all others waiting."""
+    items.sort(key=lambda item: item.path.name not in LONG)
+
+
 @pytest.fixture(scope="session")
 def tiny_checkpoint() -> Path:
     """Folder of a Hugging Face float32 checkpoint (llama, 4 layers) trained once per machine; do not write to it."""

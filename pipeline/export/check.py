@@ -413,7 +413,7 @@ def _inputs(model: Any, sequence: _Sequence, cache: _RandomCache, layer: int) ->
 
 def _length_only(length: int) -> Any:
     """A cache of transformers that says it holds ``length`` tokens, and holds none."""
-    from transformers import Cache as TransformersCache
+    from transformers.cache_utils import Cache as TransformersCache
 
     class LengthOnly(TransformersCache):
         def update(self, key_states: Any, value_states: Any, layer_idx: int, *_: Any, **__: Any) -> tuple[Any, Any]:

@@ -67,7 +67,7 @@ def load_checkpoint(folder: Path, entry: str = "", scratch: Path | None = None) 
 
 
 def _load_folder(folder: Path, scratch: Path) -> LoadedCheckpoint:
-    from transformers import GenerationConfig
+    from transformers.generation.configuration_utils import GenerationConfig
 
     written = _read_config(folder)
     config = _config(folder)
@@ -146,7 +146,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _config(folder: Path, **options: str) -> Any:
-    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(folder, **options)

@@ -32,7 +32,7 @@ def converted(checkpoint: Path, name: str, texts: Sequence[str]) -> Any:
     than sentencepiece: the error shows the first.
     """
     from sentencepiece import SentencePieceProcessor
-    from transformers import PreTrainedTokenizerFast
+    from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
     try:
         processor: Any = SentencePieceProcessor(model_file=str(checkpoint / name))

@@ -78,7 +78,8 @@ def save_tokenizer(checkpoint: Path, entry: str, folder: Path, rows: int) -> Any
 
 
 def _load(checkpoint: Path, entry: str) -> Any:
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers.models.auto.tokenization_auto import AutoTokenizer
+    from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
     files = [name for name in (FILE, *OTHER_FILES) if (checkpoint / name).is_file()]
     if not entry and not files:

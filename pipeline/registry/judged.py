@@ -23,6 +23,7 @@ from evals.policy import policy_of
 from evals.verdict import Verdict
 from pipeline.recipe import Recipe
 from pipeline.registry.signatures import require_verdict_signature
+from pipeline.registry.tracking import tracking_uri
 from pipeline.registry.versions import (
     EVIDENCE,
     NO_CHAMPION,
@@ -42,6 +43,7 @@ from tapeout.errors import RegistryError, TapeoutError, one_line
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities import Run
     from mlflow.entities.model_registry import ModelVersion
 
 KEY = "tapeout.release"  # one digest of all that is registered, so that nothing is registered twice
@@ -119,17 +121,27 @@ def examine(client: MlflowClient, name: str, number: int) -> Judged:
     from mlflow.exceptions import MlflowException
 
     version = get_version(client, name, number)
-    _require_run(client, version)
+    run = _require_run(client, version)
     with tempfile.TemporaryDirectory() as scratch:
         try:
-            for folder in (EVIDENCE, VERDICT):
-                client.download_artifacts(version.run_id or "", folder, scratch)
+            download_logged(run, scratch)
         except (MlflowException, OSError) as error:
             raise _not_intact(number, one_line(error)) from error
         found = judge_again(Path(scratch), name, number, version.tags)
     if not _is_source_of(client, version, found.verdict.candidate):
         raise _edited(f"version {number} has the source {version.source}", "the bundle that its verdict judged")
     return found
+
+
+def download_logged(run: Run, into: str) -> None:
+    """The folders ``EVIDENCE`` and ``VERDICT`` of a run, and no more.
+
+    By the run's id, MLflow would look for models of these names, too, and put their files over the run's.
+    """
+    from mlflow.artifacts import download_artifacts
+
+    for folder in (EVIDENCE, VERDICT):
+        download_artifacts(artifact_uri=f"{run.info.artifact_uri}/{folder}", dst_path=into, tracking_uri=tracking_uri())
 
 
 def judge_again(logged: Path, name: str, number: int, tags: Mapping[str, str]) -> Judged:
@@ -212,7 +224,7 @@ def require_signed(judged: Judged, name: str, bundle: Path, key: Path) -> None:
         require_verdict_signature(path, key, name, record, judged.digest, bundle)
 
 
-def _require_run(client: MlflowClient, version: ModelVersion) -> None:
+def _require_run(client: MlflowClient, version: ModelVersion) -> Run:
     from mlflow.exceptions import MlflowException
 
     number, tags = int(version.version), version.tags
@@ -225,6 +237,7 @@ def _require_run(client: MlflowClient, version: ModelVersion) -> None:
         raise _edited(f"the run of version {number} is {state}", "a finished run")
     if run.data.tags.get(KEY) != tags.get(KEY):
         raise _edited(f"version {number} names a run that registered something else", "the run that registered it")
+    return run
 
 
 def _is_source_of(client: MlflowClient, version: ModelVersion, digest: str) -> bool:

@@ -18,7 +18,7 @@ from evals.evidence import require_reproducible
 from evals.statement import statement
 from evals.verdict import Verdict
 from pipeline.recipe import Recipe
-from pipeline.registry.judged import KEY, collect, dumped, examine, read_logged, require_pass, tags_of
+from pipeline.registry.judged import KEY, collect, download_logged, dumped, examine, read_logged, require_pass, tags_of
 from pipeline.registry.release import Release
 from pipeline.registry.signatures import private_key
 from pipeline.registry.tracking import connect, public_uri, sqlite_path, tracking_uri
@@ -212,8 +212,7 @@ def _is_logged(client: MlflowClient, run_id: str, verdict: Artifact[Verdict]) ->
 
     with tempfile.TemporaryDirectory() as scratch:
         try:
-            for folder in (EVIDENCE, VERDICT):
-                client.download_artifacts(run_id, folder, scratch)
+            download_logged(client.get_run(run_id), scratch)
             return read_logged(Path(scratch))[0].digest == verdict.digest
         except (MlflowException, TapeoutError, OSError):
             return False

@@ -322,7 +322,7 @@ class Measurement:
             return CheckpointModel(*_checkpoint(source), scratch, adapter=_adapter(source), positions=positions)
 
     def tokenizer(self) -> Any:
-        from transformers import AutoTokenizer
+        from transformers.models.auto.tokenization_auto import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(_graph().folder)
 

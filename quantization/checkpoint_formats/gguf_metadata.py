@@ -144,7 +144,7 @@ def _rope_factors(source: Source) -> NDArray[np.float32] | None:
     """What each rotary frequency is divided by: the default ones over those that the model uses."""
     if _rope(source.config)["rope_type"] == "default":
         return None
-    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import AutoConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     config: Any = AutoConfig.from_pretrained(source.folder)

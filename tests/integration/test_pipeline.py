@@ -34,7 +34,7 @@ AFTER_CALIBRATE = (
     *("parity", "benchmark", "evaluate", "incumbent", "shadow", "serving", "source", "gate"),
 )
 FEWER_ITEMS = tuple(name for name in AFTER_CALIBRATE if "evaluate.items" in DVC[name]["params"] or name == "gate")
-ITEMS = 1000
+ITEMS = 600
 
 
 def params(checkpoint: Path, data: Path) -> dict[str, object]:

@@ -73,7 +73,9 @@ def compile_object(source: Path, level: Level, sanitizer: Sanitizer, *more: str)
         command = [sys.executable, "-m", compiler.COMPILER, "cc", *flags]
         _run([*command, "-c", str(source), "-o", str(folder / "object.o")])
 
-    key = (metadata.version(compiler.COMPILER), flags, [path.read_text() for path in read])
+    # Not by where the checkout lies, so that all checkouts of a machine share them.
+    named = [flag.replace(f"{HERE}/", "").replace(str(compiler.SOURCE), "") for flag in flags]
+    key = (metadata.version(compiler.COMPILER), named, [path.read_text() for path in read])
     return kept(f"object-{source.stem}", repr(key), write) / "object.o"
 
 

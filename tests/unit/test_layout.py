@@ -74,11 +74,12 @@ def test_every_package_and_every_room_of_the_pipeline_has_its_layer() -> None:
 
 
 def commands_of(target: str) -> list[list[str]]:
-    """The command lines of a target of the Makefile and of the targets it needs, as words."""
+    """The command lines of a target of the Makefile and of the targets it needs or makes, as words."""
     rules = re.findall(r"^([\w$()-]+):[ ]?(.*)\n((?:\t.*\n)*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
     known = {name: (needs.split(), recipe) for name, needs, recipe in rules}
     needs, recipe = known[target]
     words = [shlex.split(line, comments=True) for line in recipe.splitlines()]
+    needs = needs + [name for line in words if "@$(MAKE)" in line for name in (w.strip(";") for w in line)]
     return [command for need in needs if need in known and need != INSTALLED for command in commands_of(need)] + words
 
 

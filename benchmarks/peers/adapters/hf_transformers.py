@@ -21,7 +21,7 @@ class Transformers:
 
     def load(self, folder: Path, variant: str, threads: int, max_batch: int, max_tokens: int) -> dict[str, Any]:
         import torch
-        from transformers import AutoModelForCausalLM
+        from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
         torch.set_num_threads(threads)
         self._torch = torch
