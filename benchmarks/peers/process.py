@@ -80,7 +80,8 @@ class PeerProcess:
         self._signal(signal.SIGCONT)
 
     def peak_memory_bytes(self) -> int:
-        """Of a paused peer, the largest resident memory so far, summed over the peer's process, its children, and the largest that has ended.
+        """Largest resident memory so far, summed over the process of a paused peer, its children, and the largest of
+        those that have ended.
 
         :class:`PeerFailedError` if the peer has ended.
         """
