@@ -40,7 +40,7 @@ extern const char* failed_name;         /* of the attribute that the failing cal
 extern _Atomic int64_t fail_allocation; /* the same for allocations of the kernels */
 extern int own_threads;                 /* what the session asks for; 0: nothing */
 extern int use_threads;                 /* a parallel for runs on threads, or on the calling one in a random order */
-extern int runs;                                /* of a node; threads read ahead for the second and later ones */
+extern int runs;                        /* of a node; threads read ahead for the second and later ones */
 extern uint64_t constant_inputs;        /* a bit for each input that is an initializer of the graph */
 extern int64_t live_statuses, live_domains;
 
