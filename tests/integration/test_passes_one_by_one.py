@@ -82,6 +82,9 @@ FLOAT32 = 256 * 2.0**-24
 # An input within float32's rounding of the middle between two codes may fall on either, and what follows it moves by a
 # step: 2e-2 was seen, in one position of a hundred. So this bounds the worst position, and FLOAT32 nine of ten.
 FLIPPED, MOST = 0.1, 0.9
+# With AVX-512 attention over codes rounds queries and weights of the softmax to 16 bits, which moves more of the inputs
+# after it to another code. 2e-4 was seen in one position of ten.
+SIXTEEN_BITS = 1e-3
 # Some forty roundings to 2^-11 follow each other. Over FP8 inputs every one of them moves some to another code, an
 # eighth away: 0.14 was seen.
 FLOAT16 = {"fp16": 40 * 2.0**-11, "int4": 40 * 2.0**-11, "fp8": 0.25}
@@ -153,7 +156,8 @@ def _compared(step: Any, known: Known) -> Callable[[Lowering], PassResult]:
         if name == "half_precision":
             assert apart.max() <= FLOAT16[lowering.precision], f"{name}: {apart.max():.1e}"
         else:
-            assert np.quantile(apart, MOST) <= FLOAT32, f"{name}: {np.quantile(apart, MOST):.1e} in one row of ten"
+            most = SIXTEEN_BITS if name == "cached_attention" and lowering.kv_scales else FLOAT32
+            assert np.quantile(apart, MOST) <= most, f"{name}: {np.quantile(apart, MOST):.1e} in one row of ten"
             assert apart.max() <= (FLIPPED if rounds(lowering) else FLOAT32), f"{name}: {apart.max():.1e}"
         return outcome
 
