@@ -31,36 +31,9 @@ def decomposed_where_needed() -> Generator[None]:
 
     _fx_passes.decompose_with_registry = quick
     try:
-        with _one_table():
-            yield
-    finally:
-        _fx_passes.decompose_with_registry = decompose
-
-
-@contextmanager
-def _one_table() -> Generator[None]:
-    """Within it, exports of a process share torch's table of translations, which they only read.
-
-    torch makes it for each, and parses the source of five hundred functions for it: a fifth of an export of two layers.
-    """
-    from torch.onnx._internal.exporter._registration import ONNXRegistry
-
-    make: Any = ONNXRegistry.__dict__["from_torchlib"]
-
-    def known(**options: Any) -> Any:
-        key = tuple(options.items())
-        if key not in _tables:
-            _tables[key] = make.__func__(ONNXRegistry, **options)
-        return _tables[key]
-
-    ONNXRegistry.from_torchlib = staticmethod(known)  # pyright: ignore[reportAttributeAccessIssue]
-    try:
         yield
     finally:
-        ONNXRegistry.from_torchlib = make
-
-
-_tables: dict[tuple[tuple[str, Any], ...], Any] = {}
+        _fx_passes.decompose_with_registry = decompose
 
 
 def _made_translatable(module: torch.fx.GraphModule, known: set[Any]) -> bool:
