@@ -16,7 +16,7 @@ from engines.compile import MODEL_FILE
 from engines.lowered import LoweredGraph
 from engines.passes.fixed_kv_cache import WRITE_POSITIONS
 from engines.protocol import EngineCapabilities, FloatArray
-from engines.sessions import CPU, cpu_options
+from engines.sessions import cpu_options, open_session
 from engines.slot_engine import SlotEngine
 from engines.step_inputs import Int64Array, SlotInputs
 from tapeout.artifact import Artifact
@@ -40,7 +40,7 @@ class PortableEngine(SlotEngine):
         # Fusing Q/DQ pairs into integer kernels would round where the compiled engine does not.
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
         options.add_session_config_entry("session.disable_quant_qdq", "1")
-        self._session = ort.InferenceSession(str(lowered.folder / MODEL_FILE), options, providers=CPU)
+        self._session = open_session(str(lowered.folder / MODEL_FILE), options)
         tokens = min(max_tokens or io.max_tokens, io.max_tokens)
         self.digest, self.prompt_tokens = lowered.digest, tokens
         self.capabilities = EngineCapabilities(

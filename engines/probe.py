@@ -10,11 +10,10 @@ from tempfile import TemporaryFile
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 
 from engines.bundle import BLOCK_TABLE, GREEDY, OFFSETS, STARTS, EngineBundle
 from engines.protocol import FloatArray
-from engines.sessions import CPU, cpu_options, library_of
+from engines.sessions import cpu_options, library_of, open_session
 from tapeout.artifact import Artifact
 from tapeout.errors import BuildError
 from tapeout.resources import Needs, require
@@ -44,7 +43,7 @@ class OrtProbe:
         self._options.add_session_config_entry(
             "session.model_external_initializers_file_folder_path", str(bundle.folder)
         )
-        self._session = ort.InferenceSession(model.SerializeToString(), self._options, providers=CPU)
+        self._session = open_session(model.SerializeToString(), self._options)
         self._names = list(dict.fromkeys(["logits", *(linear.value for linear in self._record.linear_outputs)]))
         few = self._session.run(self._names, self._feeds([0] * FEW))
         self._shapes = [np.asarray(value).shape for value in few]
@@ -102,7 +101,7 @@ class OrtProbe:
     def embedding(self) -> Iterator[FloatArray]:
         """See :meth:`engines.target.Probe.embedding`. Runs the bundle's own graph up to there."""
         model = _until_embedding(onnx.load(str(self._folder / "model.onnx"), load_external_data=False))
-        session = ort.InferenceSession(model.SerializeToString(), self._options, providers=CPU)
+        session = open_session(model.SerializeToString(), self._options)
         vocabulary = self._record.io.vocab_size
         for first in range(0, vocabulary, IDS_AT_ONCE):
             ids = np.arange(first, min(first + IDS_AT_ONCE, vocabulary), dtype=np.int64)[None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import platform
 import time
 from collections.abc import Collection, Mapping
@@ -23,8 +25,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 MAPPED_SHARE = 0.5  # of the available memory: weights of more bytes are not copied
-CPU = ["CPUExecutionProvider"]
-THREADS_ENTRY = "tapeout.threads"  # a session's entry that native/source/library.c reads
+THREADS_ENTRY = "tapeout.threads"  # a session's entry that native/source/provider.c reads
 
 
 def library_of(bundle: Artifact[EngineBundle]) -> Path | None:
@@ -48,7 +49,9 @@ def library_of(bundle: Artifact[EngineBundle]) -> Path | None:
 
 
 def cpu_options(threads: int, library: Path | None, operators: Collection[str] = ()) -> ort.SessionOptions:
-    """``threads``: 0 means every physical core. ``library``: native kernels that the graph uses.
+    """Options for :func:`open_session`. ``threads``: 0 means every physical core.
+
+    ``library``: native kernels that the graph uses, an execution provider of ONNX Runtime.
 
     ``operators``: all of the graph, where they are known. Native operators start threads of their own where no other
     has work for several: two sets of threads that wait for work would take each other's cores.
@@ -64,8 +67,38 @@ def cpu_options(threads: int, library: Path | None, operators: Collection[str] =
         reason = unsupported()
         if reason:
             raise _cannot_run(library, reason)
-        options.register_custom_ops_library(str(library.resolve()))
+        options.add_provider_for_devices(_devices(library.resolve()), {})
     return options
+
+
+def open_session(model: str | bytes, options: ort.SessionOptions) -> ort.InferenceSession:
+    """``model``: a path, or the bytes of a model. What the provider of ``options`` does not take, ONNX Runtime runs."""
+    return ort.InferenceSession(model, options, providers=None if options.has_providers() else ["CPUExecutionProvider"])
+
+
+def _devices(library: Path) -> list[ort.OrtEpDevice]:
+    """Of the execution provider in ``library``. A process registers the same bytes once, under a name of their own."""
+    return _registered(library, hashlib.sha256(library.read_bytes()).hexdigest()[:16])
+
+
+@functools.cache
+def _registered(library: Path, digest: str) -> list[ort.OrtEpDevice]:
+    name = f"tapeout-{digest}"
+    if not (found := _devices_of(name)):
+        try:
+            ort.register_execution_provider_library(name, str(library))
+        except Exception as error:  # ONNX Runtime's errors have no class in common
+            raise BuildError(
+                f"{library} cannot be loaded: {str(error).splitlines()[0]}",
+                expected="native kernels that this version compiled, and memory for them",
+                remedy="build the bundle again with `dvc repro`, or `tapeout stage build-candidate`",
+            ) from error
+        found = _devices_of(name)
+    return found
+
+
+def _devices_of(name: str) -> list[ort.OrtEpDevice]:
+    return [device for device in ort.get_ep_devices() if device.ep_name == name]
 
 
 class SessionTimer:
@@ -77,7 +110,7 @@ class SessionTimer:
         options = cpu_options(threads, library, {node.op_type for node in model.graph.all_nodes()})
         # Threads spin within a run, as the engine's do, but not on into the run of another session.
         options.add_session_config_entry("session.force_spinning_stop", "1")
-        self._session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=CPU)
+        self._session = open_session(ir.to_proto(model).SerializeToString(), options)
 
     def bind(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         self._arrays = dict(arrays)  # their memory is bound by address

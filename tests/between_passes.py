@@ -23,7 +23,7 @@ from engines.passes import block_linears
 from engines.passes.base import CONTRIB, Lowering, initializer, replace
 from engines.passes.fixed_kv_cache import WRITE_POSITIONS
 from engines.passes.linears import biases_of, group_name, is_head, is_linear, weights_of
-from engines.sessions import cpu_options
+from engines.sessions import cpu_options, open_session
 from engines.targets.ort_cpu import library
 from quantization.qdq import fp8_input_scale
 from tapeout.graph_analysis import is_attention
@@ -130,7 +130,7 @@ class GraphRunner:
         options = cpu_options(1, library())
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.add_session_config_entry("session.disable_quant_qdq", "1")
-        self._session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        self._session = open_session(model, options)
         self._known = {put.name for put in self._session.get_inputs()}
         self._outputs = [put.name for put in self._session.get_outputs()]
         self._scales = lowering.kv_scales

@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 from numpy.typing import NDArray
 
 from engines.passes.base import CONTRIB, Lowering, PassResult
-from engines.sessions import cpu_options
+from engines.sessions import cpu_options, open_session
 from engines.targets.ort_cpu import library
 from quantization.rounding import QuantizedLinear
 from tapeout.attention_function import ATTENTION_DOMAIN, attention_function
@@ -135,7 +134,7 @@ def model_of(inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> ir.Mode
 
 def run(model: ir.Model, feeds: Mapping[str, NDArray[Any]], *, threads: int = 1) -> dict[str, NDArray[Any]]:
     options = cpu_options(threads, library())
-    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session = open_session(ir.to_proto(model).SerializeToString(), options)
     names = [output.name for output in session.get_outputs()]
     wanted = {i.name for i in session.get_inputs()}
     results = session.run(names, {name: array for name, array in feeds.items() if name in wanted})

@@ -15,13 +15,12 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
 
 from engines.native import DOMAIN, LEVELS, Level, compiler
 from engines.passes import block_linears, cached_attention, embedding, static_int8_linears
-from engines.sessions import cpu_options
+from engines.sessions import cpu_options, open_session
 from engines.targets.ort_cpu import library
 from quantization.rounding import QuantizedLinear
 from tapeout.schemes import Scheme
@@ -127,9 +126,11 @@ def _session(
             v.graph.initializers.pop(v.name or "")
     model = model_of(inputs, [named(f"y{at}", output) for at, output in enumerate(node.outputs)])
     model.opset_imports[DOMAIN] = 1
-    session = ort.InferenceSession(
-        ir.to_proto(model).SerializeToString(), cpu_options(threads, library(), operators), ["CPUExecutionProvider"]
-    )
+    options = cpu_options(threads, library(), operators)
+    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    session = open_session(ir.to_proto(model).SerializeToString(), options)
+    (assigned,) = session.get_provider_graph_assignment_info()
+    assert assigned.ep_name.startswith("tapeout") == (kind != "BlockGather")
 
     def run(*arrays: Array) -> list[Array]:
         return [np.asarray(y) for y in session.run(None, dict(zip((i.name for i in inputs), arrays, strict=True)))]

@@ -1,4 +1,4 @@
-/* A stand-in for ONNX Runtime: the entries of its API that the kernels use, over tensors in heap blocks of their exact
+/* A stand-in for ONNX Runtime: the entries of its API that the library uses, over tensors in heap blocks of their exact
    sizes, so that AddressSanitizer sees a read past any end. Any call can be made to fail. */
 #ifndef TAPEOUT_RUNTIME_H
 #define TAPEOUT_RUNTIME_H
@@ -41,6 +41,7 @@ extern _Atomic int64_t fail_allocation; /* the same for allocations of the kerne
 extern int own_threads;                 /* what the session asks for; 0: nothing */
 extern int use_threads;                 /* a parallel for runs on threads, or on the calling one in a random order */
 extern int runs;                        /* of a node; threads read ahead for the second and later ones */
+extern int copies;                      /* how often a graph has the node */
 extern uint64_t constant_inputs;        /* a bit for each input that is an initializer of the graph */
 extern int64_t live_statuses, live_domains;
 
@@ -58,7 +59,7 @@ void new_value(Value* value, int type, size_t rank, const int64_t* dims);
 void release_value(Value* value);
 void release_context(Context* context);
 
-/* Creates the kernel of a node, runs it `runs` times and destroys it. */
+/* Makes a step of a graph with this node, as the library's execution provider does, runs it `runs` times and releases it. */
 Status* run_node(const Op* op, const Info* info, Context* context);
 
 uint64_t next_random(void);

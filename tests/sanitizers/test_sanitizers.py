@@ -168,7 +168,7 @@ DEFECTS = {
         "ort.h", "  release_status(api, status);\n  return status ? otherwise", "  return status ? otherwise", "leak"
     ),
     "a failing call is ignored": Defect(
-        "ort.h", "TRY(data_of(api, value, &tensor->data));", "", "null pointer|missing"
+        "ort.h", "TRY(data_of(api, value, &tensor->data));", "", "null pointer|missing|Sanitizer"
     ),
     "the last logits are read as whole vectors": Defect(
         "sampling.c",
@@ -224,7 +224,31 @@ DEFECTS = {
         "(!k->codes.present && !holds(&codes, UINT8, tiles * TILE * k->K * k->bits / 8))",
         "overflow|accepted",
     ),
-    "a domain leaks": Defect("library.c", "((void (*)(Domain*))api[RELEASE_DOMAIN])(domain);", "", "leak"),
+    "a domain leaks": Defect(
+        "provider.c", "if (f->domain) ((void (*)(Domain*))f->ort[RELEASE_DOMAIN])(f->domain);", "", "leak"
+    ),
+    "an initializer is not copied": Defect(
+        "provider.c", "constant->dims = dims, constant->data = data;", "", "expected|chose|changed|Sanitizer|non-zero"
+    ),
+    "copies of initializers leak": Defect("provider.c", "free(chunk->memory);", "", "leak"),
+    "a step takes operators of others": Defect(
+        "provider.c", "!strcmp(domain, OPERATOR_DOMAIN) && i < operator_count", "i < operator_count", "a step of"
+    ),
+    "the buffers of a step leak": Defect(
+        "step.c", "for (size_t i = 0; i < f->buffer_count; i++) free(f->buffers[i].memory);", "", "leak"
+    ),
+    "a step takes another output": Defect(
+        "step.c",
+        "(size_t)plan->output, dims",
+        "(size_t)(plan->output ^ 1), dims",
+        "expected|Sanitizer|output|shape|null pointer",
+    ),
+    "a buffer of a step is too small": Defect(
+        "step.c",
+        "b->memory = aligned_alloc(CACHE_LINE, rounded)",
+        "b->memory = aligned_alloc(CACHE_LINE, 64)",
+        "overflow",
+    ),
 }
 
 

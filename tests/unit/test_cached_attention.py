@@ -22,6 +22,7 @@ from onnx import TensorProto, helper, numpy_helper
 from engines import native
 from engines.native.clipping import Clipping, ValueCounts, clippings
 from engines.passes import cached_attention, prompt_attention
+from engines.sessions import cpu_options, open_session
 from engines.targets.ort_cpu import library
 from tests import attention_graph, lowering
 from tests.attention_graph import LAYOUTS, Buffers, Layout, exported, graph, lower, sequences
@@ -158,12 +159,9 @@ SESSIONS: dict[tuple[Case, str, native.Level | None], ort.InferenceSession] = {}
 def session(case: Case, op_type: str) -> ort.InferenceSession:
     key = case, op_type, native.level()
     if key not in SESSIONS:
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = case.threads
+        options = cpu_options(case.threads, library())
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        options.register_custom_ops_library(str(library()))
-        made = ort.InferenceSession(model(case, op_type), options, providers=["CPUExecutionProvider"])
-        SESSIONS[key] = made
+        SESSIONS[key] = open_session(model(case, op_type), options)
     return SESSIONS[key]
 
 

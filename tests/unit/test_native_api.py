@@ -1,12 +1,15 @@
 """The places of ONNX Runtime's API that ``ort.h`` names, called in the installed runtime.
 
-No package brings the official header: not the wheels of onnxruntime, and not Debian 12. So every entry that can be
-called without a kernel is, with what it must answer; the others run in every session of a native kernel.
+No package brings the official header: not the wheels of onnxruntime, and not Debian 12. So entries that can be called
+without a graph are, with what they must answer; the others run in every session of native kernels, which must notice
+when one of them is moved.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
+import os
 import re
 import subprocess
 import sys
@@ -26,18 +29,21 @@ from tests.native import least_level
 pytestmark = pytest.mark.skipif(bool(native.unsupported()), reason=native.unsupported() or "they can")
 
 HEADER = (compiler.SOURCE / "ort.h").read_text()
-PLACES = {name: int(place) for name, place in re.findall(r"^  ([A-Z_]+) = (\d+), +/\* \w+ \*/$", HEADER, re.MULTILINE)}
+ENTRY = re.compile(r"^  ([A-Z_]+) = (\d+), +/\* \w+ \*/$", re.MULTILINE)
+OF_API, OF_PROVIDERS = HEADER.split("enum { /* of OrtEpApi */")
+PLACES = {name: int(place) for name, place in ENTRY.findall(OF_API)}
+PROVIDER_PLACES = {name: int(place) for name, place in ENTRY.findall(OF_PROVIDERS)}
 VERSIONS = {name: int(v) for name, v in re.findall(r"^#define (API_VERSION|OP_VERSION) +(\d+)", HEADER, re.MULTILINE)}
-IN_KERNELS = {
-    "ATTRIBUTE_FLOAT",
-    "ATTRIBUTE_INT",
-    "CONSTANT_INPUT",
-    "GET_INPUT",
-    "GET_OUTPUT",
-}  # called while a kernel is made or runs
+CALLED_HERE = {
+    *("CREATE_STATUS", "RELEASE_STATUS", "CREATE_DOMAIN", "DOMAIN_ADD", "RELEASE_DOMAIN", "SESSION_ENTRY"),
+    *("TENSOR_DATA", "TENSOR_TYPE_SHAPE", "PARALLEL_FOR"),
+}
+UNUSED = {"ATTRIBUTE_FLOAT"}  # only operators of steps ask for it, and step.c answers
+IN_SESSIONS = sorted({*PLACES, *PROVIDER_PLACES} - CALLED_HERE - UNUSED)
 # Entries that only this test calls.
-GET_ERROR_CODE, GET_ERROR_MESSAGE, CREATE_OPTIONS, CREATE_TENSOR, CREATE_MEMORY_INFO = 1, 2, 10, 49, 69
+GET_ERROR_CODE, GET_ERROR_MESSAGE, CREATE_OPTIONS, ADD_DOMAIN, CREATE_TENSOR, CREATE_MEMORY_INFO = 1, 2, 10, 28, 49, 69
 RELEASE_MEMORY_INFO, RELEASE_VALUE, RELEASE_OPTIONS = 94, 96, 100
+ADD_ENTRY = 130
 FLOAT = 1
 
 
@@ -77,7 +83,7 @@ def test_the_runtime_is_the_one_that_is_supported(base: Base) -> None:
 
 
 def test_every_place_is_an_entry_of_its_own(base: Base) -> None:
-    assert len(PLACES) == 15 and len(set(PLACES.values())) == 15
+    assert len(PLACES) == len(set(PLACES.values())) == 32 and len(PROVIDER_PLACES) == 2
     table = ctypes.cast(base.get(VERSIONS["API_VERSION"]), POINTER(c_void_p))
     assert all(table[place] for place in PLACES.values())
 
@@ -92,9 +98,19 @@ def test_domains_are_created_filled_added_and_released(base: Base) -> None:
     assert call(base, CREATE_OPTIONS, byref(options)) is None
     assert call(base, PLACES["CREATE_DOMAIN"], c_char_p(b"a.domain"), byref(domain)) is None and domain.value
     assert call(base, PLACES["DOMAIN_ADD"], domain, op) is None
-    assert call(base, PLACES["ADD_DOMAIN"], options, domain) is None
+    assert call(base, ADD_DOMAIN, options, domain) is None
     call(base, RELEASE_OPTIONS, options, result=None)
     call(base, PLACES["RELEASE_DOMAIN"], domain, result=None)
+
+
+def test_entries_of_a_session_are_read(base: Base) -> None:
+    options, text, size = c_void_p(), ctypes.create_string_buffer(16), c_size_t(16)
+    assert call(base, CREATE_OPTIONS, byref(options)) is None
+    assert call(base, ADD_ENTRY, options, c_char_p(b"tapeout.threads"), c_char_p(b"12")) is None
+    entry = (options, c_char_p(b"tapeout.threads"), text, byref(size))
+    assert call(base, PLACES["SESSION_ENTRY"], *entry) is None
+    assert (text.value, size.value) == (b"12", 3)
+    call(base, RELEASE_OPTIONS, options, result=None)
 
 
 def test_data_type_and_shape_of_a_tensor_are_read(base: Base) -> None:
@@ -123,52 +139,87 @@ def test_a_parallel_for_needs_a_context(base: Base) -> None:
     assert error(base, status)[1] == "Invalid context"
 
 
-# A node whose result depends on both kinds of attributes, its inputs and its outputs.
-SESSION = """
-import sys
+# A step with attributes of both kinds, one with values of its own, and an operator that ONNX Runtime runs. Each library
+# has a process of its own.
+SESSIONS = """
+import json, os, sys
 import numpy as np
 import tests.native as kernels
+import tests.unit.test_native_steps as steps
 from pathlib import Path
 from tapeout.schemes import Scheme
-kernels.library = lambda: Path(sys.argv[1])
-linear = kernels.random_linear(40, 64, Scheme(bits=8, group_size=32, symmetric=True))
-x, weight = np.ones((3, 64), np.float32), np.ones(64, np.float32)
-(y,) = kernels.linear_session("NormLinear", linear, weight=weight, epsilon=3.0)(x)
-kernels.check(y, kernels.expected(x / 2, linear, slack=3e-6))
+
+def run(library):
+    kernels.library = lambda: Path(library)
+    linear = kernels.random_linear(40, 64, Scheme(bits=8, group_size=32, symmetric=True))
+    x, weight = np.ones((3, 64), np.float32), np.ones(64, np.float32)
+    (y,) = kernels.linear_session("NormLinear", linear, weight=weight, epsilon=3.0)(x)
+    kernels.check(y, kernels.expected(x / 2, linear, slack=3e-6))
+    assert steps.same(steps.session(Path(library)).run(steps.OUTPUTS, {"x": x}), steps.node_by_node(x))
+    (rows,) = kernels.gather_session(linear)(np.array([[39, 0]]))
+    assert np.isfinite(rows).all()
+
+def ends_well(library):
+    child = os.fork()
+    if not child:
+        try:
+            run(library)
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == 0
+
+print(json.dumps([ends_well(library) for library in sys.argv[1:]]))
 """
+# What uses entries beyond those of `CALLED_HERE`; BlockGather is no part of a step.
+USERS = ("provider.c", "step.c", "block_gather.c")
 
 
-def session(library: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", SESSION, library], capture_output=True, text=True)
+def library(*moved: str) -> Path:
+    """Compiled with the next place of the ``moved`` entries; each content once per machine."""
+    header = HEADER
+    for name in moved:
+        place = (PLACES | PROVIDER_PLACES)[name]
+        assert f"  {name} = {place}," in header
+        header = header.replace(f"  {name} = {place},", f"  {name} = {place + 1},")
+    sources = {path.name: path.read_text() for path in sorted(compiler.SOURCE.iterdir())} | {"ort.h": header}
+    flags = [
+        flag for flag in (*compiler.FLAGS, *compiler.target_flags(least_level())) if flag not in ("-O3", "-shared")
+    ]
 
-
-def with_moved_entry(name: str) -> Path:
-    """The library with another place of this entry. Kept, so that each content is compiled once per machine."""
-    place = f"  {name} = {PLACES[name]},"
-    assert place in HEADER
-    sources = {path.name: path.read_text() for path in sorted(compiler.SOURCE.iterdir())}
-    sources["ort.h"] = HEADER.replace(place, f"  {name} = {PLACES[name] + 1},")
-    flags = tuple("-O0" if flag == "-O3" else flag for flag in compiler.FLAGS)
+    def run(folder: Path, *arguments: str) -> None:
+        environment = os.environ | {"ZIG_GLOBAL_CACHE_DIR": str(compiler.cache() / "compiler")}
+        command = [sys.executable, "-m", compiler.COMPILER, "cc", *flags, *arguments]
+        subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True)
 
     def write(folder: Path) -> None:
-        (folder / "source").mkdir(parents=True)
+        folder.mkdir()
         for file, text in sources.items():
-            (folder / "source" / file).write_text(text)
-        with pytest.MonkeyPatch.context() as patch:
-            (folder / "kernels").mkdir()
-            (folder / "kernels" / "compiler").symlink_to(
-                compiler.cache() / "compiler"
-            )  # what the compiler itself keeps
-            patch.setenv("TAPEOUT_CACHE", str(folder))
-            patch.setattr(compiler, "FLAGS", flags)
-            compiler.library(least_level(), folder / "source").rename(folder / "library.so")
+            (folder / file).write_text(text)
+        others = [file for file in sources if file.endswith(".c") and file not in USERS]
+        if moved:
+            objects = [str(library().parent / f"{file}.o") for file in others]
+        else:
+            objects = [f"{file}.o" for file in others]
+            for file, to in zip(others, objects, strict=True):
+                run(folder, "-c", file, "-o", to)
+        run(folder, "-shared", *USERS, *objects, "-o", "library.so")
 
-    key = repr((metadata.version(compiler.COMPILER), flags, compiler.target_flags(least_level()), sources))
-    return kept(f"moved-{name.lower()}", key, write) / "library.so"
+    key = repr((metadata.version(compiler.COMPILER), flags, sources))
+    return kept(f"moved-{'-'.join(moved) or 'none'}".lower(), key, write) / "library.so"
 
 
-@pytest.mark.parametrize("moved", ["", *sorted(IN_KERNELS)])
-@pytest.mark.usefixtures("native_operators")
-def test_a_session_notices_a_moved_entry(moved: str) -> None:
-    done = session(with_moved_entry(moved) if moved else compiler.library(least_level()))
-    assert (done.returncode == 0) == (not moved), done.stderr[-2000:]
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, bool]:
+    """Of sessions, by the entry that is moved; "" where none is."""
+    libraries = {"": library()} | {name: library(name) for name in IN_SESSIONS}
+    done = subprocess.run(
+        [sys.executable, "-c", SESSIONS, *map(str, libraries.values())], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return dict(zip(libraries, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+@pytest.mark.parametrize("moved", ["", *IN_SESSIONS])
+def test_a_session_notices_a_moved_entry(moved: str, outcomes: dict[str, bool]) -> None:
+    assert outcomes[moved] == (not moved)

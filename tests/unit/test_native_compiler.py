@@ -314,5 +314,6 @@ def test_a_level_that_is_unknown_or_cannot_run_here_is_refused(tmp_path: Path, m
 def test_a_library_of_another_kind_is_refused_when_a_session_starts(tmp_path: Path) -> None:
     library = tmp_path / "kernels.so"
     library.write_bytes(np.arange(64, dtype=np.uint8).tobytes())
-    with pytest.raises(Exception, match=library.name):
+    with pytest.raises(BuildError, match=f"{library.name} cannot be loaded: ") as caught:
         cpu_options(1, library)
+    assert "build the bundle again" in (caught.value.remedy or "")

@@ -6,13 +6,12 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
 
 from engines.native import DOMAIN
 from engines.native.clipping import Clipping, ValueCounts, clippings
-from engines.sessions import cpu_options
+from engines.sessions import cpu_options, open_session
 from engines.targets.ort_cpu import library
 from tests.lowering import model_of, named, parameter, value
 
@@ -33,7 +32,7 @@ def session(scale: Any = SCALE, *, stock: bool = False, threads: int = 2, own_th
     model = model_of([x], [named("y", node.outputs[0])])
     model.opset_imports[DOMAIN] = 1
     options = cpu_options(threads, library(), [operator] if own_threads else ())
-    return ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, ["CPUExecutionProvider"])
+    return open_session(ir.to_proto(model).SerializeToString(), options)
 
 
 def run(opened: Any, x: NDArray[np.float32]) -> NDArray[np.uint8]:

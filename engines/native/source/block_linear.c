@@ -415,7 +415,7 @@ static Status* compute(void* self, Context* context) {
             .x = x.data,
             .residual = residual.data,
             .weight = weight.data,
-            .codes = resident(k->threads, k->stream, codes.data, codes.elements),
+            .codes = codes.data,
             .scales = scales.data,
             .zero_points = zero_points.data,
             .bias = bias.data};
@@ -470,7 +470,8 @@ static Status* create(const Op* op, Api api, const Info* info, void** self) {
     free(k);
     return failure(api, ERROR_FAIL, "block-quantized linear: out of memory or threads");
   }
-  if (found.threads && !(found.stream = create_stream(found.threads))) {
+  const Tensor* codes = &found.codes; /* not constant: nothing is read ahead */
+  if (found.threads && !(found.stream = create_stream(found.threads, codes->data, codes->elements))) {
     release_threads(found.threads);
     free(k);
     return failure(api, ERROR_FAIL, "block-quantized linear: out of memory");

@@ -1,11 +1,10 @@
-/* The operators of this library, their registration with ONNX Runtime, and scratch memory. */
+/* The operators of this library, and scratch memory. */
 #include "ort.h"
 
 #include <pthread.h>
-#include <stdatomic.h>
 #include <stdlib.h>
 
-enum { CACHE_LINE = 64, MOST_THREADS = 1024 };
+enum { CACHE_LINE = 64 };
 
 /* Each with its kind, where several share a description. */
 static const struct {
@@ -21,6 +20,7 @@ static const struct {
                  {&linear_op, 4},
                  {&quantize_activations_op, 0}};
 enum { OPERATOR_COUNT = sizeof OPERATORS / sizeof *OPERATORS };
+const size_t operator_count = OPERATOR_COUNT;
 
 static pthread_key_t keys[SCRATCHES];
 static int keys_created; /* the first so many of `keys` */
@@ -39,69 +39,15 @@ __attribute__((destructor)) static void delete_keys(void) {
   }
 }
 
-/* Says that this library starts threads where a session asks for them. */
-__attribute__((visibility("default"))) const char tapeout_threads = 1;
-
-/* The number of threads that native operators start, from the options of a session; 0 where they use ONNX Runtime's. */
-static size_t thread_count(Api api, const Options* options) {
-  char text[16] = "0";
-  size_t size = sizeof text;
-  Status* status = ((Status * (*)(const Options*, const char*, char*, size_t*)) api[SESSION_ENTRY])(
-      options, "tapeout.threads", text, &size);
-  release_status(api, status); /* there is no such entry */
-  const long count = status ? 0 : strtol(text, NULL, 10);
-  return count > 0 && count <= MOST_THREADS ? (size_t)count : 0;
+Operator* create_operators(Threads* threads) {
+  Operator* list = calloc(OPERATOR_COUNT, sizeof *list);
+  for (size_t i = 0; list && i < OPERATOR_COUNT; i++)
+    list[i] = (Operator){*OPERATORS[i].op, OPERATORS[i].kind, threads};
+  return list;
 }
 
-/* What a session was given. It stays: ONNX Runtime does not say when a session no longer needs it. */
-typedef struct Registered Registered;
-struct Registered {
-  Registered* next;
-  Threads* threads;
-  Operator operators[OPERATOR_COUNT];
-};
-static _Atomic(Registered*) sessions;
-
-static void keep(Registered* session) {
-  session->next = sessions;
-  while (!atomic_compare_exchange_weak(&sessions, &session->next, session)) {
-  }
-}
-
-static Registered* create_operators(Threads* threads) {
-  Registered* session = calloc(1, sizeof *session);
-  if (!session) return NULL;
-  session->threads = threads;
-  for (size_t i = 0; i < OPERATOR_COUNT; i++)
-    session->operators[i] = (Operator){*OPERATORS[i].op, OPERATORS[i].kind, threads};
-  return session;
-}
-
-__attribute__((visibility("default"))) Status* RegisterCustomOps(Options* options, const ApiBase* base) {
-  Api api = base->get(API_VERSION);
-  if (!api) {
-    Api oldest = base->get(1);
-    return failure(oldest, ERROR_FAIL, "this ONNX Runtime is older than 1.24, the first that the kernels run in");
-  }
-  if (keys_created < SCRATCHES) return failure(api, ERROR_FAIL, "the process has no thread-specific keys left");
-  Domain* domain = NULL;
-  TRY(((Status * (*)(const char*, Domain**)) api[CREATE_DOMAIN])("tapeout.kernels", &domain));
-  const size_t count = thread_count(api, options);
-  Threads* threads = count ? create_threads(count) : NULL;
-  Registered* session = create_operators(threads);
-  Status* status = NULL;
-  if (!session || (count && !threads)) status = failure(api, ERROR_FAIL, "out of memory");
-  for (size_t i = 0; !status && i < OPERATOR_COUNT; i++)
-    status = ((Status * (*)(Domain*, const Op*)) api[DOMAIN_ADD])(domain, &session->operators[i].op);
-  if (!status) status = ((Status * (*)(Options*, Domain*)) api[ADD_DOMAIN])(options, domain);
-  if (status) {
-    ((void (*)(Domain*))api[RELEASE_DOMAIN])(domain);
-    free(session);
-    free(threads);
-  } else {
-    keep(session);
-  }
-  return status;
+int has_scratch(void) {
+  return keys_created == SCRATCHES;
 }
 
 /* A block begins with a cache line that holds the number of bytes after it. */

@@ -1,8 +1,8 @@
-/* The part of ONNX Runtime's C API that a custom operator needs.
+/* The part of ONNX Runtime's C API that custom operators and an execution provider of them need.
 
    The API is a table of function pointers that only grows at its end, so the index of an entry is part of the interface
-   (onnxruntime_c_api.h, "struct OrtApi"). ONNX Runtime's wheels bring no headers, so the indexes stand here. API version
-   24 is the first that has all of them. */
+   (onnxruntime_c_api.h, "struct OrtApi"; onnxruntime_ep_c_api.h, "struct OrtEpApi"). ONNX Runtime's wheels bring no
+   headers, so the indexes stand here. API version 24 is the first that has all of them. */
 #ifndef TAPEOUT_ORT_H
 #define TAPEOUT_ORT_H
 
@@ -33,8 +33,9 @@ enum {
   CREATE_STATUS = 0,       /* CreateStatus */
   CREATE_DOMAIN = 26,      /* CreateCustomOpDomain */
   DOMAIN_ADD = 27,         /* CustomOpDomain_Add */
-  ADD_DOMAIN = 28,         /* AddCustomOpDomain */
   TENSOR_DATA = 51,        /* GetTensorMutableData */
+  TYPE_TENSOR = 55,        /* CastTypeInfoToTensorInfo */
+  TENSOR_ELEMENT = 60,     /* GetTensorElementType */
   ATTRIBUTE_FLOAT = 85,    /* KernelInfoGetAttribute_float */
   ATTRIBUTE_INT = 86,      /* KernelInfoGetAttribute_int64 */
   GET_INPUT = 90,          /* KernelContext_GetInput */
@@ -43,9 +44,30 @@ enum {
   RELEASE_DOMAIN = 101,    /* ReleaseCustomOpDomain */
   SESSION_ENTRY = 238,     /* GetSessionConfigEntry */
   CONSTANT_INPUT = 249,    /* KernelInfoGetConstantInput_tensor */
+  READ_ATTRIBUTE = 272,    /* ReadOpAttr */
   PARALLEL_FOR = 274,      /* KernelContext_ParallelFor */
+  VALUE_NAME = 289,        /* GetValueInfoName */
+  VALUE_TYPE = 290,        /* GetValueInfoTypeInfo */
+  DEVICE_TYPE = 307,       /* HardwareDevice_Type */
+  PROVIDER_API = 317,      /* GetEpApi */
+  VALUE_INITIALIZER = 326, /* ValueInfo_GetInitializerValue */
+  VALUE_IS_CONSTANT = 331, /* ValueInfo_IsConstantInitializer */
+  GRAPH_NODE_COUNT = 344,  /* Graph_GetNumNodes */
+  GRAPH_NODES = 345,       /* Graph_GetNodes */
+  NODE_TYPE = 350,         /* Node_GetOperatorType */
+  NODE_DOMAIN = 351,       /* Node_GetDomain */
+  NODE_INPUT_COUNT = 353,  /* Node_GetNumInputs */
+  NODE_INPUTS = 354,       /* Node_GetInputs */
+  NODE_OUTPUT_COUNT = 355, /* Node_GetNumOutputs */
+  NODE_OUTPUTS = 356,      /* Node_GetOutputs */
+  NODE_ATTRIBUTE = 361,    /* Node_GetAttributeByName */
   TENSOR_TYPE_SHAPE = 414, /* GetTensorElementTypeAndShapeDataReference */
 };
+enum {                        /* of OrtEpApi */
+       CREATE_DEVICE = 0,     /* CreateEpDevice */
+       ADD_NODES_TO_FUSE = 2, /* EpGraphSupportInfo_AddNodesToFuse */
+};
+enum { NODE_INT = 1, NODE_FLOAT = 3 }; /* OrtOpAttrType */
 
 /* The first fields of OrtCustomOp, all that version 17 reads. */
 typedef struct Op Op;
@@ -198,12 +220,15 @@ static inline Threads* threads_of(const Op* op) {
   return ((const Operator*)op)->threads;
 }
 
+/* All operators of this library, in memory of the caller's; NULL if there is none. */
+Operator* create_operators(Threads* threads);
+extern const size_t operator_count;
+
 /* What the jobs of a kernel read from memory, each range of their indexes a range of the bytes; and what the next job
    reads. */
 typedef struct Stream Stream;
 struct Stream {
-  _Atomic(const char*) data;
-  const void* source; /* of `data`, where it is a copy */
+  const char* data;
   size_t bytes;
   _Atomic(Stream*) next;
   Stream* other; /* of the same threads */
@@ -213,11 +238,8 @@ struct Stream {
 Threads* create_threads(size_t count);
 int hold_threads(Threads* threads);
 void release_threads(Threads* threads);
-/* Memory of the threads: they read it until they end, after a kernel is destroyed. NULL if there is none. */
-Stream* create_stream(Threads* threads);
-/* Where to read the bytes of an initializer: a copy of them in huge pages, made once, or `data` itself without memory for
-   it or without `threads`. */
-const void* resident(Threads* threads, Stream* stream, const void* data, size_t bytes);
+/* Of the threads, which read it until they end; so `data` must live as long. NULL if there is no memory. */
+Stream* create_stream(Threads* threads, const void* data, size_t bytes);
 void run_on(Threads* threads, void (*work)(void*, size_t), size_t total, void* state, Stream* stream);
 
 /* `work(state, i)` for i in 0 .. total-1 on the session's threads. `stream` may be NULL. */
@@ -241,6 +263,7 @@ enum { SCRATCH_LINEAR, SCRATCH_ROW, SCRATCH_ATTENTION, SCRATCHES };
 enum { SCRATCH_KEPT = 4 << 20 };
 void* scratch(int which, size_t bytes);
 void release_scratch(int which);
+int has_scratch(void); /* whether the process had keys for it */
 
 /* What the descriptions of all operators of this library have in common. */
 static inline const char* default_provider(const Op* op) {

@@ -4,12 +4,10 @@
    left of the others'. So the same thread reads the same weights in every step, nobody waits for a thread that sleeps or
    was interrupted before its first index, and the caller alone can do it all.
 
-   Weights are copied to huge pages in the first run. The pages that they came from are paged out: those of a file are
-   read again where another operator needs them.
-
-   Between jobs a thread prefetches the weights of the linears that come next, then spins, then sleeps. Which linear is
-   next is learned from the step before: nodes run in the same order in each. A wrong guess costs bandwidth alone. Between
-   two nodes there is time for a few hundred kilobytes, between two steps for the first layers of the next.
+   Between jobs a thread reads the weights of the linears that come next, so that caches have them, then spins, then
+   sleeps. Which linear is next is learned from the step before: nodes run in the same order in each. A wrong guess costs
+   bandwidth alone. Between two nodes there is time for a hundred kilobytes, between two steps for the first layers of the
+   next.
 
    Memory order. Processors with 64-bit ARM reorder more than x86, so what follows is argued from C11 alone, where an
    atomic access is sequentially consistent unless it says otherwise:
@@ -22,27 +20,21 @@
    - `jobs` and `sleeping` are such a pair, too: a thread that goes to sleep sees the job, or its caller sees the sleeper.
      So are `active` and `caller_sleeps`: the caller sees that a thread has left, or the thread sees that the caller sleeps.
    - The relaxed load of `next` saves an atomic addition where a range is empty. It reads this job's value or a later one,
-     since `open` came between, and only the addition gives an index away.
-   - `bytes` and `source` of a stream are written before its `data`, and read after it. */
-#include "memory.h"
+     since `open` came between, and only the addition gives an index away. */
 #include "ort.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
 
 enum { CACHE_LINE = 64 };
 /* About half a millisecond: longer than what lies between the steps of a decode. */
 enum { SPINS = 1 << 15 };
 /* Some 40 microseconds: the caller's wait at the end of a job, unless another thread was interrupted. */
 enum { END_SPINS = 1 << 11 };
-/* What a thread prefetches of its own ranges, and of the caller's: half of a second-level cache of 1 MiB of the next
+/* What a thread reads ahead of its own ranges, and of the caller's: half of a second-level cache of 1 MiB of the next
    linear, and then as much as a third-level cache keeps. */
-enum { AHEAD_BYTES = 8 << 20, AHEAD_FOR_CALLER = 1 << 18, AHEAD_SLICE = 1 << 10 };
-/* Memory for weights is taken in chunks; what is never written costs nothing. */
-enum { CHUNK_BYTES = 64 << 20 };
+enum { AHEAD_BYTES = 4 << 20, AHEAD_FOR_CALLER = 1 << 18, AHEAD_SLICE = 1 << 10 };
 
 typedef struct {
   _Alignas(CACHE_LINE) _Atomic size_t next; /* index */
@@ -54,14 +46,6 @@ typedef struct {
   Threads* threads;
   size_t number;
 } Helper;
-
-typedef struct Chunk Chunk;
-struct Chunk {
-  Chunk* next;
-  size_t left;
-  char* free;
-  char* memory;
-};
 
 struct Threads {
   _Alignas(CACHE_LINE) _Atomic uint32_t jobs; /* counts them; waiting threads read nothing else */
@@ -82,7 +66,6 @@ struct Threads {
   pthread_cond_t wake, done;
   _Atomic int sleeping, caller_sleeps;
   int kernels;
-  Chunk* chunks;
   Stream* streams; /* all of them */
 };
 
@@ -105,20 +88,22 @@ static void take_part(Threads* t, size_t number) {
   }
 }
 
-/* Prefetches weights until a job comes or there is enough. */
+static void read_slice(const char* data) {
+  for (size_t i = 0; i < AHEAD_SLICE; i += CACHE_LINE) (void)*(const volatile char*)(data + i);
+}
+
+/* Reads weights until a job comes or there is enough. Not with prefetch instructions: where a core waits for as many lines
+   as it can, it drops them. A Zen 4 took 120 GB/s of them, of which a quarter arrived; it reads 30 GB/s. */
 static void read_ahead(Threads* t, size_t number, uint32_t seen) {
   size_t left = AHEAD_BYTES / (t->count - 1), for_caller = number == 1 ? AHEAD_FOR_CALLER : 0;
   for (const Stream* stream = t->ahead; stream && left; stream = stream->next) {
-    const char* data = stream->data;
-    const size_t part = data ? stream->bytes / t->count / AHEAD_SLICE * AHEAD_SLICE : 0,
-                 most = part < left ? part : left;
+    const size_t part = stream->bytes / t->count / AHEAD_SLICE * AHEAD_SLICE, most = part < left ? part : left;
+    const char* own = stream->data + stream->bytes / t->count * number;
     if (!most) return;
     for (size_t at = 0; at < most; at += AHEAD_SLICE) {
       if (t->jobs != seen) return;
-      for (size_t i = 0; i < AHEAD_SLICE; i += CACHE_LINE) {
-        prefetch_l2(data + stream->bytes / t->count * number + at + i);
-        if (at < for_caller) prefetch_l2(data + at + i);
-      }
+      read_slice(own + at);
+      if (at < for_caller) read_slice(stream->data + at);
     }
     left -= most, for_caller = 0;
   }
@@ -207,12 +192,6 @@ static void end_helpers(Threads* t, size_t running) {
   free(t->ranges);
   free(t->helpers);
   free(t->started);
-  while (t->chunks) {
-    Chunk* chunk = t->chunks;
-    t->chunks = chunk->next;
-    free(chunk->memory);
-    free(chunk);
-  }
   while (t->streams) {
     Stream* stream = t->streams;
     t->streams = stream->other;
@@ -238,54 +217,15 @@ int hold_threads(Threads* t) {
   return 0;
 }
 
-Stream* create_stream(Threads* t) {
+Stream* create_stream(Threads* t, const void* data, size_t bytes) {
   Stream* stream = calloc(1, sizeof *stream);
   if (!stream) return NULL;
-  stream->other = t->streams;
+  stream->data = data, stream->bytes = bytes, stream->other = t->streams;
   return t->streams = stream;
 }
 
 void release_threads(Threads* t) {
   if (t && !--t->kernels) end_helpers(t, t->count);
-}
-
-/* Memory in huge pages that lives as long as the session's kernels; NULL if there is none. The lock is held. */
-static char* weights_memory(Threads* t, size_t bytes) {
-  const size_t rounded = (bytes + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE;
-  if (!t->chunks || t->chunks->left < rounded) {
-    const size_t size = rounded > CHUNK_BYTES ? (rounded + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE : CHUNK_BYTES;
-    Chunk* chunk = malloc(sizeof *chunk);
-    char* memory = chunk ? aligned_alloc(HUGE_PAGE, size) : NULL;
-    if (!memory) {
-      free(chunk);
-      return NULL;
-    }
-    madvise(memory, size, ADVICE_HUGE_PAGE);
-    *chunk = (Chunk){t->chunks, size, memory, memory};
-    t->chunks = chunk;
-  }
-  char* found = t->chunks->free;
-  t->chunks->free += rounded, t->chunks->left -= rounded;
-  return found;
-}
-
-const void* resident(Threads* t, Stream* stream, const void* data, size_t bytes) {
-  if (!t) return data;
-  if (stream->data) return stream->source == data ? stream->data : data;
-  pthread_mutex_lock(&t->lock);
-  if (!stream->data) {
-    char* copy = weights_memory(t, bytes);
-    if (copy) {
-      memcpy(copy, data, bytes);
-      const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE); /* 4, 16 or 64 KiB on ARM */
-      const uintptr_t first = ((uintptr_t)data + page - 1) / page * page, end = ((uintptr_t)data + bytes) / page * page;
-      if (end > first) madvise((char*)data + (first - (uintptr_t)data), end - first, ADVICE_PAGE_OUT);
-    }
-    stream->bytes = bytes, stream->source = data;
-    stream->data = copy ? copy : data; /* last: others read the rest only when this is there */
-  }
-  pthread_mutex_unlock(&t->lock);
-  return stream->data;
 }
 
 void run_on(Threads* t, void (*work)(void*, size_t), size_t total, void* state, Stream* stream) {

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 from numpy.typing import NDArray
 
 from engines.bundle import GREEDY, NEXT_TOKENS, EngineBundle
 from engines.protocol import EngineCapabilities, FloatArray, TokenArray
-from engines.sessions import CPU, cpu_options, keep_mapped, library_of
+from engines.sessions import cpu_options, keep_mapped, library_of, open_session
 from engines.slot_engine import SlotEngine
 from engines.step_inputs import Int64Array
 from engines.targets.ort_cpu.buffers import Bound, bind_cache, zeros
@@ -33,7 +32,7 @@ class OrtSlotEngine(SlotEngine):
         io = bundle.record.io
         options = cpu_options(threads, library_of(bundle))
         keep_mapped(options, bundle)
-        self._session = ort.InferenceSession(str(bundle.folder / "model.onnx"), options, providers=CPU)
+        self._session = open_session(str(bundle.folder / "model.onnx"), options)
         self.digest = bundle.digest
         self.capabilities = EngineCapabilities(
             block_tokens=io.max_tokens,

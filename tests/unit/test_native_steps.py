@@ -1,0 +1,143 @@
+"""Native operators that follow each other run as one node: with the same results, to the bit, as node by node."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import threading
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engines import native
+from engines.native import DOMAIN, compiler
+from engines.passes import block_linears
+from engines.sessions import cpu_options, open_session
+from engines.targets.ort_cpu import library
+from tapeout.schemes import Scheme
+from tests.lowering import model_of, named, parameter, value
+from tests.native import Array, linear_session, random_linear
+
+pytestmark = pytest.mark.skipif(native.level() is None, reason=native.unsupported())
+WIDTH = 64
+EIGHT = Scheme(bits=8, group_size=32, symmetric=True)
+WEIGHTS = {name: random_linear(WIDTH, WIDTH, EIGHT, seed=seed) for seed, name in enumerate("abcde")}
+NORM = np.linspace(0.5, 2, WIDTH, dtype=np.float32)
+OUTPUTS = ("first", "sum", "last")
+
+
+def graph() -> bytes:
+    """Nodes a to d are one step, in which values live for different times; behind a node of others, e is another."""
+    x, holder = value("x", ["tokens", "width"]), model_of([], [])
+
+    def linear(kind: str, name: str, *inputs: ir.Value) -> ir.Node:
+        codes, scales, _ = block_linears.stacked(holder, name, lambda: [WEIGHTS[name]])
+        known = {"N": WIDTH} | block_linears.attributes(WEIGHTS[name], scales)
+        norm = [parameter(f"{name}.norm", NORM)] if kind == "ResidualNormLinear" else []
+        for weights in (codes, scales):
+            holder.graph.initializers.pop(weights.name or "", None)
+        rest = [*norm, codes, scales]
+        node = ir.node(kind, [*inputs, *rest], attributes=known, domain=DOMAIN, num_outputs=1 + len(norm))
+        for number, output in enumerate(node.outputs):
+            output.name, output.type = f"{name}.{number}", ir.TensorType(ir.DataType.FLOAT)
+        return node
+
+    a = linear("BlockLinear", "a", x)
+    b = linear("BlockLinear", "b", a.outputs[0])
+    c = linear("BlockLinear", "c", b.outputs[0])
+    d = linear("ResidualNormLinear", "d", c.outputs[0], b.outputs[0])
+    total = ir.node("Add", [d.outputs[0], x])
+    total.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
+    e = linear("BlockLinear", "e", total.outputs[0])
+    results = (a.outputs[0], d.outputs[1], e.outputs[0])
+    model = model_of([x], [named(name, result) for name, result in zip(OUTPUTS, results, strict=True)])
+    model.opset_imports[DOMAIN] = 1
+    return ir.to_proto(model).SerializeToString()
+
+
+def session(of: Path | None = None, threads: int = 1) -> ort.InferenceSession:
+    options = cpu_options(threads, of or library(), ["BlockLinear"] if threads > 1 else [])
+    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    return open_session(graph(), options)
+
+
+def node_by_node(x: Array) -> tuple[Array, Array, Array]:
+    def run(kind: str, name: str, *inputs: Array) -> list[Array]:
+        weight = NORM if kind == "ResidualNormLinear" else None
+        return linear_session(kind, WEIGHTS[name], weight=weight)(*inputs)
+
+    (a,) = run("BlockLinear", "a", x)
+    (b,) = run("BlockLinear", "b", a)
+    (c,) = run("BlockLinear", "c", b)
+    d, residual = run("ResidualNormLinear", "d", c, b)
+    (e,) = run("BlockLinear", "e", d + x)
+    return a, residual, e
+
+
+def tokens(count: int, seed: int = 0) -> Array:
+    return np.random.default_rng(seed).standard_normal((count, WIDTH)).astype(np.float32)
+
+
+def same(found: list[Array], expected: tuple[Array, ...]) -> bool:
+    return all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_operators_that_follow_each_other_are_one_step() -> None:
+    steps = [
+        sorted(node.op_type for node in subgraph.get_nodes())
+        for subgraph in session().get_provider_graph_assignment_info()
+        if subgraph.ep_name.startswith("tapeout")
+    ]
+    assert sorted(steps, key=len) == [["BlockLinear"], ["BlockLinear"] * 3 + ["ResidualNormLinear"]]
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.sampled_from([0, 1, 2, 7, 40, 300]), min_size=1, max_size=8))
+def test_runs_of_any_shapes_give_the_results_of_single_nodes(counts: list[int]) -> None:
+    """Memory of a run is used again by the next, whether that needs more or less."""
+    own, expected = _shared()
+    for count in counts:
+        assert same(own.run(OUTPUTS, {"x": tokens(300)[:count]}), tuple(array[:count] for array in expected))
+
+
+@functools.cache
+def _shared() -> tuple[ort.InferenceSession, tuple[Array, ...]]:
+    return session(threads=2), node_by_node(tokens(300))
+
+
+def test_runs_beside_each_other_do_not_share_memory() -> None:
+    own, x = session(), [tokens(count, count) for count in (1, 9, 33, 200)]
+    expected, wrong = [node_by_node(given_tokens) for given_tokens in x], list[int]()
+
+    def run(number: int) -> None:
+        for _ in range(100):
+            if not same(own.run(OUTPUTS, {"x": x[number]}), expected[number]):
+                wrong.append(number)
+
+    callers = [threading.Thread(target=run, args=(number,)) for number in range(len(x))]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert not wrong
+
+
+def test_a_step_that_failed_runs_again() -> None:
+    own, x = session(), tokens(3)
+    with pytest.raises(Exception, match="does not have K columns"):
+        own.run(OUTPUTS, {"x": np.zeros((3, WIDTH + 1), np.float32)})
+    assert same(own.run(OUTPUTS, {"x": x}), node_by_node(x))
+
+
+def test_a_value_that_is_given_away_before_its_last_reader_is_found(tmp_path: Path) -> None:
+    source, best, x = tmp_path / "source", native.level(), tokens(300)
+    shutil.copytree(compiler.SOURCE, source)
+    text, reads = (source / "provider.c").read_text(), "if (part->inputs[j] != NONE) last[part->inputs[j]] = (int)i;"
+    assert text.count(reads) == 1 and best
+    (source / "provider.c").write_text(text.replace(reads, "(void)0;"))
+    assert not same(session(compiler.library(best, source)).run(OUTPUTS, {"x": x}), node_by_node(x))
