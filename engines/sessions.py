@@ -77,13 +77,16 @@ def open_session(model: str | bytes, options: ort.SessionOptions) -> ort.Inferen
 
 
 def _devices(library: Path) -> list[ort.OrtEpDevice]:
-    """Of the execution provider in ``library``. A process registers the same bytes once, under a name of their own."""
-    return _registered(library, hashlib.sha256(library.read_bytes()).hexdigest()[:16])
+    """Of the execution provider in ``library``, under a name for its path and its bytes.
+
+    For the path, too: who reads a library's counts opens it by its path, and must find the one that the session runs.
+    """
+    key = hashlib.sha256(bytes(library) + b"\0" + library.read_bytes())
+    return _registered(library, f"tapeout-{key.hexdigest()[:16]}")
 
 
 @functools.cache
-def _registered(library: Path, digest: str) -> list[ort.OrtEpDevice]:
-    name = f"tapeout-{digest}"
+def _registered(library: Path, name: str) -> list[ort.OrtEpDevice]:
     if not (found := _devices_of(name)):
         try:
             ort.register_execution_provider_library(name, str(library))

@@ -482,9 +482,9 @@ static Status* run_on_provider(Provider* provider, const Graph* graph, const Gra
   if (support.count != step.count) fail("a step of %zu nodes, not %zu", support.count, step.count);
   Compute* compute = NULL;
   void *unused = NULL, *dropped[MOST_INPUTS];
-  Status* status = provider->compile(provider, &steps, &fused, 1, &compute, &unused);
+  TRY(provider->compile(provider, &steps, &fused, 1, &compute, &unused)); /* nothing is released after an error */
   swap_constants(node, context, dropped, 1);
-  if (!status) status = run_compiled(compute, context);
+  Status* status = run_compiled(compute, context);
   swap_constants(node, context, dropped, 0);
   provider->release_computes(provider, &compute, 1);
   return status;

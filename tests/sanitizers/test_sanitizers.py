@@ -231,6 +231,9 @@ DEFECTS = {
         "provider.c", "constant->dims = dims, constant->data = data;", "", "expected|chose|changed|Sanitizer|non-zero"
     ),
     "copies of initializers leak": Defect("provider.c", "free(chunk->memory);", "", "leak"),
+    "a step that cannot be made leaks": Defect(
+        "provider.c", "if (status) release_computes(p, computes, count);", "", "leak|Sanitizer"
+    ),
     "a step takes operators of others": Defect(
         "provider.c", "!strcmp(domain, OPERATOR_DOMAIN) && i < operator_count", "i < operator_count", "a step of"
     ),

@@ -336,23 +336,29 @@ static void release_compute(Compute* c) {
 }
 static void release_computes(Provider* p, Compute** computes, size_t count) {
   (void)p;
-  for (size_t i = 0; i < count; i++)
+  for (size_t i = 0; i < count; i++) {
     if (computes[i]) release_compute(computes[i]);
+    computes[i] = NULL;
+  }
 }
 
 static Status* compile(Provider* p, const Graph** graphs, const Node** fused, size_t count, Compute** computes,
                        void** contexts) {
   (void)contexts;
   Status* status = NULL;
+  for (size_t i = 0; i < count; i++) computes[i] = NULL;
   for (size_t i = 0; !status && i < count; i++) {
-    Compute* c = calloc(1, sizeof *c);
-    if (!c) return out_of_memory(p->factory->ort);
+    Compute* c = computes[i] = calloc(1, sizeof *c);
+    if (!c) {
+      status = out_of_memory(p->factory->ort);
+      break;
+    }
     c->version = API_VERSION, c->create_state = create_state, c->compute = compute, c->release_state = release_state;
     c->step.ort = p->factory->ort;
     pthread_mutex_init(&c->step.lock, NULL);
-    computes[i] = c;
     status = make_step(p, graphs[i], fused[i], &c->step);
   }
+  if (status) release_computes(p, computes, count); /* ONNX Runtime releases only what was compiled without an error */
   return status;
 }
 
