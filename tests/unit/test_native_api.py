@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(bool(native.unsupported()), reason=native.unsupp
 
 HEADER = (compiler.SOURCE / "ort.h").read_text()
 ENTRY = re.compile(r"^  ([A-Z_]+) = (\d+), +/\* \w+ \*/$", re.MULTILINE)
-OF_API, OF_PROVIDERS = HEADER.split("/* of OrtEpApi */")
+OF_API, OF_PROVIDERS = HEADER.split("/* Of OrtEpApi. */")
 PLACES = {name: int(place) for name, place in ENTRY.findall(OF_API)}
 PROVIDER_PLACES = {name: int(place) for name, place in ENTRY.findall(OF_PROVIDERS)}
 VERSIONS = {name: int(v) for name, v in re.findall(r"^#define (API_VERSION|OP_VERSION) +(\d+)", HEADER, re.MULTILINE)}

@@ -63,9 +63,10 @@ enum {
   NODE_ATTRIBUTE = 361,    /* Node_GetAttributeByName */
   TENSOR_TYPE_SHAPE = 414, /* GetTensorElementTypeAndShapeDataReference */
 };
-enum {                        /* of OrtEpApi */
-       CREATE_DEVICE = 0,     /* CreateEpDevice */
-       ADD_NODES_TO_FUSE = 2, /* EpGraphSupportInfo_AddNodesToFuse */
+/* Of OrtEpApi. */
+enum {
+  CREATE_DEVICE = 0,     /* CreateEpDevice */
+  ADD_NODES_TO_FUSE = 2, /* EpGraphSupportInfo_AddNodesToFuse */
 };
 enum { NODE_INT = 1, NODE_FLOAT = 3 }; /* OrtOpAttrType */
 
