@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -132,6 +133,36 @@ def test_a_step_that_failed_runs_again() -> None:
     with pytest.raises(Exception, match="does not have K columns"):
         own.run(OUTPUTS, {"x": np.zeros((3, WIDTH + 1), np.float32)})
     assert same(own.run(OUTPUTS, {"x": x}), node_by_node(x))
+
+
+def with_steps(count: int) -> bytes:
+    """Each of one linear, all with the same weights of 16 MiB; a node of others follows each."""
+    x, holder, weights = value("x", ["tokens", 4096]), model_of([], []), random_linear(4096, 4096, EIGHT)
+    codes, scales, _ = block_linears.stacked(holder, "w", lambda: [weights])
+    known, last = {"N": 4096} | block_linears.attributes(weights, scales), x
+    holder.graph.initializers.clear()
+    for _ in range(count):
+        node = ir.node("BlockLinear", [last, codes, scales], attributes=known, domain=DOMAIN)
+        other = ir.node("Neg", [node.outputs[0]])
+        last = other.outputs[0]
+        for output in (node.outputs[0], last):
+            output.type = ir.TensorType(ir.DataType.FLOAT)
+    model = model_of([x], [named("y", last)])
+    model.opset_imports[DOMAIN] = 1
+    return ir.to_proto(model).SerializeToString()
+
+
+def test_steps_share_an_initializer() -> None:
+    """As attention of all layers shares the tables of RoPE, where other nodes lie between them."""
+    opened = [open_session(with_steps(1), cpu_options(1, library()))]  # ONNX Runtime's own memory is taken
+    model, before = with_steps(3), anonymous_bytes()
+    opened.append(open_session(model, cpu_options(1, library())))
+    assert anonymous_bytes() - before < 2 * (16 << 20)
+
+
+def anonymous_bytes() -> int:
+    (found,) = re.findall(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(found) << 10
 
 
 def test_a_value_that_is_given_away_before_its_last_reader_is_found(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ struct Compute {
   Step step; /* ours */
 };
 typedef struct Chunk Chunk;
+typedef struct Copy Copy;
 struct Provider {
   uint32_t version;
   const char* (*name)(const Provider*);
@@ -52,6 +53,7 @@ struct Provider {
   Operator* operators;
   Chunk* chunks;
   size_t taken; /* bytes of all chunks */
+  Copy* copies;
 };
 struct Factory {
   uint32_t version;
@@ -85,6 +87,12 @@ struct Chunk {
   Chunk* next;
   size_t left;
   char *free, *memory;
+};
+/* An initializer in memory of the provider's: steps may share one, such as a table of RoPE. */
+struct Copy {
+  Copy* next;
+  const char* name;
+  Tensor tensor;
 };
 
 static Status* out_of_memory(Api ort) {
@@ -181,7 +189,15 @@ static void page_out(char* data, size_t bytes) {
   if (end > first) madvise(data + (first - (uintptr_t)data), end - first, ADVICE_PAGE_OUT);
 }
 
-static Status* copy_constant(Provider* p, const ValueInfo* value, Tensor* constant) {
+/* Subgraphs that exclude each other may give one name to different initializers. */
+static int is_copy(const Copy* copy, const char* name, const Tensor* of) {
+  const Tensor* has = &copy->tensor;
+  return !strcmp(copy->name, name) && has->type == of->type && has->rank == of->rank &&
+         (!of->rank || !memcmp(has->dims, of->dims, of->rank * sizeof *of->dims)) &&
+         (!of->elements || !memcmp(has->data, of->data, (size_t)of->elements * size_of(of->type)));
+}
+
+static Status* copy_constant(Provider* p, const ValueInfo* value, const char* name, Tensor* constant) {
   Api ort = p->factory->ort;
   const Value* found = NULL;
   _Bool is_constant = 0;
@@ -191,15 +207,26 @@ static Status* copy_constant(Provider* p, const ValueInfo* value, Tensor* consta
   TRY(((Status * (*)(const ValueInfo*, const Value**)) ort[VALUE_INITIALIZER])(value, &found));
   if (!found) return NULL;
   TRY(describe(ort, found, &from));
+  const Copy* known = p->copies;
+  while (known && !is_copy(known, name, &from)) known = known->next;
+  if (known) {
+    *constant = known->tensor;
+    return NULL;
+  }
   const size_t bytes = (size_t)from.elements * size_of(from.type), dims_bytes = from.rank * sizeof *from.dims;
+  Copy* copy = (Copy*)take_memory(p, sizeof *copy);
+  char* own_name = take_memory(p, strlen(name) + 1);
   int64_t* dims = (int64_t*)take_memory(p, dims_bytes);
   char* data = take_memory(p, bytes);
-  if (!dims || !data) return out_of_memory(ort);
+  if (!copy || !own_name || !dims || !data) return out_of_memory(ort);
+  strcpy(own_name, name);
   if (from.rank) memcpy(dims, from.dims, dims_bytes);
   if (bytes) memcpy(data, from.data, bytes);
   page_out(from.data, bytes);
   *constant = from;
   constant->dims = dims, constant->data = data;
+  *copy = (Copy){p->copies, own_name, *constant};
+  p->copies = copy;
   return NULL;
 }
 
@@ -244,7 +271,7 @@ static Status* number_values(Provider* p, Step* step, Names* names, const Node* 
     if (outputs)
       status = type_of(step->ort, values[i], &plan->type);
     else if (!plan->constant.present)
-      status = copy_constant(p, values[i], &plan->constant);
+      status = copy_constant(p, values[i], names->names[(*numbers)[i]], &plan->constant);
   }
   free(values);
   return status;
