@@ -138,7 +138,7 @@ class LoweredRecord(Record):
 
 class EngineBundle(LoweredRecord):
     noun: ClassVar[str] = "EngineBundle"
-    schema_version: ClassVar[int] = 3  # 3: kernels of several levels
+    schema_version: ClassVar[int] = 4  # 4: native attention writes caches in place
     remedy: ClassVar[str] = "run `dvc repro build-baseline build-candidate`"
     parent_roles: ClassVar[Roles] = {
         **LoweredRecord.parent_roles,

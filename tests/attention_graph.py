@@ -136,7 +136,8 @@ class Buffers:
         }
         results = run(self.model, feeds)
         for name, buffer in self.past.items():
-            buffer[part] = results[name.replace("past_key_values", "present")]
+            # Native attention has written its input, and has no such output.
+            buffer[part] = results.get(name.replace("past_key_values", "present"), feeds[name])
         return results["y"]
 
 

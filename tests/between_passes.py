@@ -165,7 +165,9 @@ class GraphRunner:
             feeds[f"past_key_values.{name}"] = self._aligned(window, begin) if grows else window
         results = dict(zip(self._outputs, map(np.asarray, self._session.run(None, feeds)), strict=True))
         for name, buffer in self._cache.items():
-            for row, (start, present) in enumerate(zip(starts, results[f"present.{name}"], strict=True)):
+            # Native attention has written its input, and has no such output.
+            written = results.get(f"present.{name}", feeds[f"past_key_values.{name}"])
+            for row, (start, present) in enumerate(zip(starts, written, strict=True)):
                 at = int(begin.max()) if grows else start
                 fresh = slice(start, start + tokens.shape[1])
                 buffer[first + row, :, fresh] = present[:, at : at + tokens.shape[1]]

@@ -130,10 +130,10 @@ typedef struct {
   Weights weights;
   int64_t M, values; /* of linears */
   int kind;
-  int64_t heads, kv_heads, D, B, T, columns, blocks, rotary, window, int8, packed, in_place; /* of attention */
+  int64_t heads, kv_heads, D, B, T, columns, blocks, rotary, window, int8, packed; /* of attention */
   float softcap, scale, epsilon;
-  uint64_t quantized, clipped; /* activations that the process counted before the run */
-  Value past_key, past_value;  /* as they were before the run */
+  uint64_t quantized, clipped;  /* activations that the process counted before the run */
+  Value key_cache, value_cache; /* as they were before the run */
 } Node;
 
 enum { LAST_AXIS = 1, TYPE = 2, PRESENCE = 4, ALIGNMENT = 8, ALL = 15 };
@@ -141,7 +141,7 @@ enum { LAST_AXIS = 1, TYPE = 2, PRESENCE = 4, ALIGNMENT = 8, ALL = 15 };
 static void release_node(Node* node) {
   release_context(&node->context);
   release_weights(&node->weights);
-  release_value(&node->past_key), release_value(&node->past_value);
+  release_value(&node->key_cache), release_value(&node->value_cache);
 }
 
 static void expect_success(Node* node, Status* status) {
@@ -152,11 +152,16 @@ static void expect_status(Node* node, Status* status, const char* why) {
   drop_status(status);
 }
 
-/* All outputs of a node. */
+static void write_value(const Node* node, const Value* value) {
+  if (value->data)
+    write_result(node->what, value->type, value->data, elements_of(value) * (int64_t)size_of(value->type));
+}
+/* All outputs of a node, and the inputs that it writes. */
 static void write_results(const Node* node) {
-  for (const Value* output = node->context.outputs; output < node->context.outputs + MOST_OUTPUTS; output++)
-    if (output->data)
-      write_result(node->what, output->type, output->data, elements_of(output) * (int64_t)size_of(output->type));
+  const Context* context = &node->context;
+  for (int i = 0; i < MOST_OUTPUTS; i++) write_value(node, &context->outputs[i]);
+  for (int i = 0; i < MOST_INPUTS; i++)
+    if (context->written >> i & 1) write_value(node, &context->inputs[i]);
 }
 
 /* --- linears ---------------------------------------------------------------------------------------------------- */
@@ -414,7 +419,21 @@ static void check_quantize(Node* node) {
 
 /* --- attention -------------------------------------------------------------------------------------------------- */
 
-enum { QUERY, KEY, VALUE, PAST_KEY, PAST_VALUE, OFFSETS, FIRST, TABLE, COSINES, SINES, KEY_SCALE, VALUE_SCALE, INPUTS };
+enum {
+  QUERY,
+  KEY,
+  VALUE,
+  KEY_CACHE,
+  VALUE_CACHE,
+  OFFSETS,
+  FIRST,
+  TABLE,
+  COSINES,
+  SINES,
+  KEY_SCALE,
+  VALUE_SCALE,
+  INPUTS
+};
 enum { NO_ROPE, HALVES, INTERLEAVED };
 
 static void copy_value(const Value* from, Value* to) {
@@ -435,7 +454,7 @@ static int64_t entry_of(const Node* node, int64_t b, int64_t head, int64_t posit
 }
 
 static Node new_attention(void) {
-  Node node = {.what = "CachedAttention", .int8 = one_in(2), .packed = one_in(2), .in_place = one_in(2)};
+  Node node = {.what = "CachedAttention", .int8 = one_in(2), .packed = one_in(2)};
   Value* in = node.context.inputs;
   const int64_t group = random_int(1, 7);
   const int many = one_in(30);
@@ -463,7 +482,7 @@ static Node new_attention(void) {
     fill_floats(&in[i], 1);
     node.changed[i] = ALL;
   }
-  for (int i = PAST_KEY; i <= PAST_VALUE; i++) {
+  for (int i = KEY_CACHE; i <= VALUE_CACHE; i++) {
     new_value(&in[i], node.int8 ? INT8 : FLOAT, 4, (int64_t[]){node.blocks, node.kv_heads, node.T, node.D});
     if (node.int8)
       for (int64_t j = 0, count = elements_of(&in[i]); j < count; j++)
@@ -471,9 +490,7 @@ static Node new_attention(void) {
     else
       fill_floats(&in[i], 1);
     node.changed[i] = LAST_AXIS | PRESENCE | (node.int8 ? 0 : ALIGNMENT);
-    copy_value(&in[i], i == PAST_KEY ? &node.past_key : &node.past_value);
-    if (!node.in_place) continue;
-    node.context.outputs[i - PAST_KEY + 1] = in[i];
+    copy_value(&in[i], i == KEY_CACHE ? &node.key_cache : &node.value_cache);
   }
   new_value(&in[OFFSETS], INT32, 1, (int64_t[]){node.B + 1});
   new_value(&in[FIRST], INT32, 1, &node.B);
@@ -514,7 +531,8 @@ static Node new_attention(void) {
   node.changed[QUERY] = ALL, node.changed[OFFSETS] = ALL, node.changed[FIRST] = ALL;
   node.changed[TABLE] = TYPE | PRESENCE | ALIGNMENT;
   node.context.input_count = INPUTS;
-  node.op = find_op("CachedAttention", PAST_KEY, node.int8 ? INT8 : FLOAT);
+  node.context.written = 1 << KEY_CACHE | 1 << VALUE_CACHE;
+  node.op = find_op("CachedAttention", KEY_CACHE, node.int8 ? INT8 : FLOAT);
   add_int(&node.info, "num_heads", node.heads), add_int(&node.info, "kv_num_heads", node.kv_heads);
   add_float(&node.info, "scale", node.scale);
   add_int(&node.info, "do_rotary", node.rotary != NO_ROPE);
@@ -545,7 +563,7 @@ static double cached(const Node* node, const Value* cache, int scale, int64_t he
 
 /* New entries are the rounded keys and values; all others of the pool are as they were. */
 static void check_cache(const Node* node) {
-  const Value *in = node->context.inputs, *out = node->context.outputs;
+  const Value* in = node->context.inputs;
   const int64_t D = node->D, size = size_of(node->int8 ? INT8 : FLOAT), kv_width = node->kv_heads * D;
   const int64_t entries = node->blocks * node->kv_heads * node->T;
   char* fresh = calloc(entries ? entries : 1, 1);
@@ -567,17 +585,17 @@ static void check_cache(const Node* node) {
             if (node->int8) {
               wanted /= ((float*)in[KEY_SCALE + side].data)[head * D + i];
               wanted = fmin(fmax(wanted, -128), 127), limit = 0.5 + 1e-3;
-              found = ((int8_t*)out[1 + side].data)[at * D + i];
+              found = ((int8_t*)in[KEY_CACHE + side].data)[at * D + i];
             } else {
-              found = ((float*)out[1 + side].data)[at * D + i];
+              found = ((float*)in[KEY_CACHE + side].data)[at * D + i];
             }
             if (!(fabs(found - wanted) <= limit)) fail("CachedAttention: cache entry %g, expected %g", found, wanted);
           }
         }
   for (int64_t at = 0; at < entries; at++)
     for (int side = 0; side < 2 && !fresh[at]; side++)
-      if (memcmp((char*)(side ? &node->past_value : &node->past_key)->data + at * D * size,
-                 (char*)out[1 + side].data + at * D * size, D * size))
+      if (memcmp((char*)(side ? &node->value_cache : &node->key_cache)->data + at * D * size,
+                 (char*)in[KEY_CACHE + side].data + at * D * size, D * size))
         fail("CachedAttention: entry %d of the cache changed", (int)at);
   free(fresh);
 }
@@ -602,7 +620,7 @@ static void check_attention(Node* node) {
         for (int64_t t = first; t <= position; t++) {
           const int64_t at = entry_of(node, b, head, t) * D;
           double score = 0;
-          for (int64_t i = 0; i < D; i++) score += query[i] * cached(node, &out[1], KEY_SCALE, head, at, i);
+          for (int64_t i = 0; i < D; i++) score += query[i] * cached(node, &in[KEY_CACHE], KEY_SCALE, head, at, i);
           score *= node->scale;
           if (node->softcap > 0) score = node->softcap * tanh(score / node->softcap);
           scores[t] = score, max = fmax(max, score);
@@ -612,7 +630,7 @@ static void check_attention(Node* node) {
           const int64_t at = entry_of(node, b, head, t) * D;
           const double weight = exp(scores[t] - max) / sum;
           for (int64_t i = 0; i < D; i++) {
-            const double value = cached(node, &out[2], VALUE_SCALE, head, at, i);
+            const double value = cached(node, &in[VALUE_CACHE], VALUE_SCALE, head, at, i);
             y[i] += weight * value, largest = fmax(largest, fabs(value));
           }
         }
@@ -645,7 +663,6 @@ static const char* malform(Node* node, int64_t thing) {
     const int64_t kinds = node->changed[thing], kind = PICK(LAST_AXIS, LAST_AXIS, TYPE, PRESENCE, ALIGNMENT);
     if (!value->present || !(kinds & kind) || !elements_of(value)) return NULL;
     const Value before = *value;
-    const int bound = node->in_place && (thing == PAST_KEY || thing == PAST_VALUE); /* its memory is an output's, too */
     if (kind == LAST_AXIS || kind == TYPE) {
       if (kind == LAST_AXIS) {
         int64_t* axis = &value->dims[value->rank - 1];
@@ -655,7 +672,7 @@ static const char* malform(Node* node, int64_t thing) {
       const int type = kind == LAST_AXIS ? shape.type : shape.type == INT64 ? FLOAT : INT64;
       new_value(value, type, shape.rank, shape.dims);
       if (value->data) memset(value->data, 0, elements_of(value) * size_of(value->type));
-      if (!bound) free(before.block);
+      free(before.block);
       return kind == TYPE ? "another type" : "another last axis";
     }
     if (kind == PRESENCE) {
@@ -666,7 +683,7 @@ static const char* malform(Node* node, int64_t thing) {
     value->block = malloc(bytes + 1);
     value->data = (char*)value->block + 1;
     memset(value->data, 0, bytes);
-    if (!bound) free(before.block);
+    free(before.block);
     return "data that is not aligned";
   }
   if (thing == MOST_INPUTS) {

@@ -429,11 +429,7 @@ void release_value(Value* value) {
   *value = (Value){0};
 }
 void release_context(Context* context) {
-  for (size_t i = 0; i < MOST_OUTPUTS; i++) {
-    for (size_t j = 0; j < MOST_INPUTS; j++) /* memory that is bound as an input, too */
-      if (context->outputs[i].block == context->inputs[j].block) context->outputs[i].block = NULL;
-    release_value(&context->outputs[i]);
-  }
+  for (size_t i = 0; i < MOST_OUTPUTS; i++) release_value(&context->outputs[i]);
   for (size_t i = 0; i < MOST_INPUTS; i++) release_value(&context->inputs[i]);
 }
 
@@ -507,9 +503,7 @@ Status* run_node(const Op* op, const Info* info, Context* context) {
     const Value* value = &context->inputs[i];
     snprintf(inputs[i].name, sizeof inputs[i].name, "input %zu", i);
     if (!value->present) continue;
-    int written = 0; /* an output is bound to its memory */
-    for (size_t j = 0; j < MOST_OUTPUTS; j++) written |= context->outputs[j].block == value->block;
-    inputs[i].constant = !written && (constant_inputs >> i & 1) ? value : NULL;
+    inputs[i].constant = (constant_inputs & ~context->written) >> i & 1 ? value : NULL;
     for (int copy = 0; copy < COPIES; copy++) nodes[copy].inputs[i] = &inputs[i];
     if (inputs[i].constant) continue;
     input_of[fused.input_count] = i;

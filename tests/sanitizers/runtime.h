@@ -6,7 +6,7 @@
 #include "ort.h"
 
 #define MOST_INPUTS     12
-#define MOST_OUTPUTS    3
+#define MOST_OUTPUTS    2
 #define MOST_ATTRIBUTES 8
 
 struct Value {
@@ -31,6 +31,7 @@ struct Info {
 
 struct Context {
   size_t input_count;
+  uint64_t written; /* a bit for each input that is written in place */
   Value inputs[MOST_INPUTS], outputs[MOST_OUTPUTS];
 };
 

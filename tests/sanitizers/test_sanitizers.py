@@ -77,9 +77,9 @@ class Defect:
 DEFECTS = {
     "the size of past values is not checked": Defect(
         "cached_attention.c",
-        "!holds(&in[PAST_VALUE], past->type, past->elements)",
+        "!holds(&in[VALUE_CACHE], cache->type, cache->elements)",
         "0",
-        "heap-buffer-overflow|accepted",
+        "heap-buffer-overflow|null pointer|accepted",
     ),
     "the size of sines is not checked": Defect(
         "cached_attention.c", "!holds(sines, FLOAT, cosines->elements)", "!sines->present", "overflow|accepted"

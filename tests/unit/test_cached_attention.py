@@ -125,7 +125,8 @@ def model(case: Case, op_type: str) -> bytes:
         inputs += ["", "", ""]
         attributes |= {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
     domain = native.DOMAIN if own else "com.microsoft"
-    node = helper.make_node(op_type, [*inputs, *scales], ["y", "key", "value"], domain=domain, **attributes)
+    outputs = ["y"] if own else ["y", "key", "value"]  # ours writes its inputs
+    node = helper.make_node(op_type, [*inputs, *scales], outputs, domain=domain, **attributes)
     cache_type = TensorProto.INT8 if case.codes else TensorProto.FLOAT
     cache = ["blocks", case.kv_heads, "block_tokens", case.head_size]
 
@@ -144,7 +145,7 @@ def model(case: Case, op_type: str) -> bytes:
     else:
         graph_inputs += [info("last", TensorProto.INT32, ["rows"]), info("total", TensorProto.INT32, [])]
     graph_outputs = [info("y", TensorProto.FLOAT, ["rows", "tokens", width])]
-    graph_outputs += [info(name, cache_type, cache) for name in ("key", "value")]
+    graph_outputs += [info(name, cache_type, cache) for name in outputs[1:]]
     initializers = [numpy_helper.from_array(array, name) for name, array in found.items()]
     graph = helper.make_graph([node], "attention", graph_inputs, graph_outputs, initializers)
     opsets = [
@@ -165,9 +166,7 @@ def session(case: Case, op_type: str) -> ort.InferenceSession:
     return SESSIONS[key]
 
 
-def run(
-    case: Case, step: Step, op_type: str = "CachedAttention", *, in_place: bool = False, paged: bool = False
-) -> tuple[Array, Array, Array]:
+def run(case: Case, step: Step, op_type: str = "CachedAttention", *, paged: bool = False) -> tuple[Array, Array, Array]:
     """``y [B, S, H, D]`` and both caches. ``paged``: they lie in blocks of a pool, in any order, while it runs."""
     rows, tokens = step.query.shape[:2]
     parts = [x.reshape(*x.shape[:2], x.shape[2] * x.shape[3]) for x in (step.query, step.key, step.value)]
@@ -185,7 +184,6 @@ def run(
         (step.last + 1 - tokens).tolist(),
         (table.pool(step.past_key), table.pool(step.past_value)),
         table.blocks,
-        in_place=in_place,
     )
     return y.reshape(step.query.shape), table.logical(key, step.past_key), table.logical(value, step.past_value)
 
@@ -235,26 +233,23 @@ def compute(
     starts: list[int],
     pools: tuple[Array, Array],
     table: Array,
-    *,
-    in_place: bool = False,
 ) -> tuple[Array, Array, Array]:
-    """One run over packed tokens. ``feeds``: queries, or queries, keys and values, ``[.., .., columns]``."""
+    """One run over packed tokens. ``feeds``: queries, or queries, keys and values, ``[.., .., columns]``.
+
+    The operator writes its caches in place; ``pools`` stay, and what became of them is returned.
+    """
     offsets = np.cumsum([0, *counts]).astype(np.int32)
     feeds = feeds | {"past_key": pools[0], "past_value": pools[1], "offsets": offsets, "table": table}
     feeds["starts"] = np.array(starts, np.int32)
     runner = session(case, "CachedAttention")
-    if not in_place:
-        y, key, value = (np.asarray(result) for result in runner.run(["y", "key", "value"], feeds))
-        return y, key, value
     feeds = {name: np.array(array, order="C") for name, array in feeds.items()}
     binding = runner.io_binding()
     y = np.zeros((*feeds["q"].shape[:2], case.heads * case.head_size), np.float32)
-    outputs = {"y": y, "key": feeds["past_key"], "value": feeds["past_value"]}
-    for bind, arrays in ((binding.bind_input, feeds), (binding.bind_output, outputs)):
+    for bind, arrays in ((binding.bind_input, feeds), (binding.bind_output, {"y": y})):
         for name, array in arrays.items():
             bind(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
     runner.run_with_iobinding(binding)
-    return y, outputs["key"], outputs["value"]
+    return y, feeds["past_key"], feeds["past_value"]
 
 
 def rotated(case: Case, x: Array, positions: Array) -> Array:
@@ -359,13 +354,11 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_it_computes_what_it_says(case: Case, tokens: int, past: list[int]) -> None:
     step = step_of(case, tokens, past)
-    copied = run(case, step)
-    check(case, step, copied)
-    in_place = run(case, step, in_place=True)
-    for other in (in_place, run(case, step, paged=True), run(case, step, in_place=True, paged=True)):
-        np.testing.assert_array_equal(other[0], copied[0])
-        check(case, step, other)
-    for before, after in ((step.past_key, in_place[1]), (step.past_value, in_place[2])):
+    alone, paged = run(case, step), run(case, step, paged=True)
+    check(case, step, alone)
+    check(case, step, paged)
+    np.testing.assert_array_equal(alone[0], paged[0])
+    for before, after in ((step.past_key, alone[1]), (step.past_value, alone[2])):
         assert np.count_nonzero((before != after).any(axis=-1)) <= len(past) * case.kv_heads * tokens
 
 
@@ -378,7 +371,7 @@ def test_it_computes_what_it_says(case: Case, tokens: int, past: list[int]) -> N
 def test_contexts_of_8192_tokens(tokens: int, past: list[int], threads: int) -> None:
     case = Case(heads=2, kv_heads=1, threads=threads, max_tokens=8192)
     step = step_of(case, tokens, past)
-    result = run(case, step, in_place=True, paged=True)
+    result = run(case, step, paged=True)
     check(case, step, result)
     np.testing.assert_array_equal(result[0], run(replace(case, threads=2), step, paged=True)[0])
 
@@ -493,7 +486,7 @@ def test_any_mix_of_prompts_and_single_tokens_equals_each_alone(counts: list[int
     feeds = {"q": np.concatenate(packed, axis=1)[None]}
     if not case.packed:
         feeds = {name: part[None] for name, part in zip("qkv", packed, strict=True)}
-    y, key, value = compute(case, feeds, counts, past[: len(counts)], (pools[0], pools[1]), table.blocks, in_place=True)
+    y, key, value = compute(case, feeds, counts, past[: len(counts)], (pools[0], pools[1]), table.blocks)
     first, expected = 0, [pool.copy() for pool in pools]
     for row, (step, count) in enumerate(zip(steps, counts, strict=True)):
         if not count:

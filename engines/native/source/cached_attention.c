@@ -1,7 +1,7 @@
 /* CachedAttention: RoPE, the new entries of the KV cache, and attention over the cache, in one operator.
 
      query [.., .., H*D] float, key and value [.., .., KV*D] float; or all in one, [.., .., (H + 2*KV)*D]
-     past key and value [blocks, KV, T, D], float or int8 with scales [KV, D]; present ones in the same memory, or a copy
+     caches of keys and of values [blocks, KV, T, D], float or int8 with scales [KV, D]: inputs that are written in place
      offsets [B + 1] int32, starts [B] int32, block table [B, M] int32; cosines and sines [.., D / 2] of RoPE
      y [.., .., H*D] float
 
@@ -41,8 +41,8 @@ enum {
   QUERY,
   KEY,
   VALUE,
-  PAST_KEY,
-  PAST_VALUE,
+  KEY_CACHE,
+  VALUE_CACHE,
   OFFSETS,
   STARTS,
   TABLE,
@@ -69,8 +69,7 @@ typedef struct {
   int64_t B, D, T, M, blocks, group, int8; /* group: query heads of a KV head; int8: whether the cache is */
   const float *query, *key, *value;        /* of the first token */
   int64_t query_stride, key_stride;        /* from a token to the next */
-  const char *past_key, *past_value;
-  char *present_key, *present_value;
+  char *key_cache, *value_cache;
   const int32_t *offsets, *starts, *table;
   const float *cosines, *sines, *key_scale, *value_scale;
   float* y;
@@ -179,7 +178,7 @@ static void update_cache(const Work* w, int64_t b, int64_t head) {
   int64_t clipped = 0;
   for (int64_t s = 0; s < count; s++) {
     const int64_t token = (w->offsets[b] + s) * w->key_stride + head * D, at = entry(w, b, head, first + s);
-    char *to_key = w->present_key + at, *to_value = w->present_value + at;
+    char *to_key = w->key_cache + at, *to_value = w->value_cache + at;
     if (w->int8) {
       rotate(w, w->key + token, first + s, rotated);
       clipped += quantize(rotated, w->key_scale + head * D, D, (int8_t*)to_key);
@@ -656,15 +655,15 @@ static void attend(void* state, size_t index) {
     const int64_t keys = total - start < KEYS ? total - start : KEYS, left = next_tokens - start;
     if (left > 0) {
       const int64_t at = entry(w, next, next_head, start), bytes = (left < KEYS ? left : KEYS) * size;
-      const char *next_keys = w->present_key + at, *next_values = w->present_value + at;
+      const char *next_keys = w->key_cache + at, *next_values = w->value_cache + at;
       unit.next_keys = (Ahead){next_keys, next_keys + bytes, KEYS * size / 64 / PHASES};
       unit.next_values = (Ahead){next_values, next_values + bytes, KEYS * size / 64 / PHASES};
     }
     const int64_t at = entry(w, b, head, start);
     if (w->int8)
-      attend_tile(w, &unit, w->present_key + at, w->present_value + at, start, keys, 1);
+      attend_tile(w, &unit, w->key_cache + at, w->value_cache + at, start, keys, 1);
     else
-      attend_tile(w, &unit, w->present_key + at, w->present_value + at, start, keys, 0);
+      attend_tile(w, &unit, w->key_cache + at, w->value_cache + at, start, keys, 0);
   }
   for (int64_t q = 0; q < unit.count; q++) {
     const int64_t token = w->offsets[b] + begin + q / w->group;
@@ -682,8 +681,8 @@ static void attend(void* state, size_t index) {
 /* Fills `w` from the inputs of a run, whose shapes and types must fit each other. */
 static Status* check_inputs(const Kernel* k, const Tensor* in, Work* w) {
   Api api = k->api;
-  const Tensor *query = &in[QUERY], *past = &in[PAST_KEY], *cosines = &in[COSINES], *sines = &in[SINES];
-  if (!query->present || query->type != FLOAT || query->rank != 3 || !past->present || past->rank != 4)
+  const Tensor *query = &in[QUERY], *cache = &in[KEY_CACHE], *cosines = &in[COSINES], *sines = &in[SINES];
+  if (!query->present || query->type != FLOAT || query->rank != 3 || !cache->present || cache->rank != 4)
     return failure(api, ERROR_ARGUMENT, "CachedAttention: queries are [B, S, columns], a cache is [B, KV, T, D]");
   const Tensor* table = &in[TABLE];
   if (!table->present || table->type != INT32 || table->rank != 2 || table->dims[1] < 1 ||
@@ -691,12 +690,12 @@ static Status* check_inputs(const Kernel* k, const Tensor* in, Work* w) {
     return failure(api, ERROR_ARGUMENT,
                    "CachedAttention: offsets [B + 1], starts [B] and a block table [B, M] are int32");
   w->B = table->dims[0], w->M = table->dims[1];
-  w->blocks = past->dims[0], w->T = past->dims[2], w->D = past->dims[3];
+  w->blocks = cache->dims[0], w->T = cache->dims[2], w->D = cache->dims[3];
   w->group = k->heads / k->kv_heads;
-  w->int8 = past->type == INT8;
-  if (w->D < LANES || w->D % LANES || w->D > LARGEST_HEAD || past->dims[1] != k->kv_heads || w->T < 1 ||
-      (w->M > 1 && w->T % KEYS) || (!w->int8 && past->type != FLOAT) ||
-      !holds(&in[PAST_VALUE], past->type, past->elements))
+  w->int8 = cache->type == INT8;
+  if (w->D < LANES || w->D % LANES || w->D > LARGEST_HEAD || cache->dims[1] != k->kv_heads || w->T < 1 ||
+      (w->M > 1 && w->T % KEYS) || (!w->int8 && cache->type != FLOAT) ||
+      !holds(&in[VALUE_CACHE], cache->type, cache->elements))
     return failure(api, ERROR_ARGUMENT, "CachedAttention: a cache of an unsupported shape or type");
   w->query_stride = k->heads * w->D, w->key_stride = k->kv_heads * w->D;
   w->query = query->data, w->key = in[KEY].data, w->value = in[VALUE].data;
@@ -710,7 +709,7 @@ static Status* check_inputs(const Kernel* k, const Tensor* in, Work* w) {
   if (w->int8 && (!holds(&in[KEY_SCALE], FLOAT, key_columns) || !holds(&in[VALUE_SCALE], FLOAT, key_columns)))
     return failure(api, ERROR_ARGUMENT, "CachedAttention: an int8 cache without scales [KV, D]");
   w->key_scale = in[KEY_SCALE].data, w->value_scale = in[VALUE_SCALE].data;
-  w->past_key = past->data, w->past_value = in[PAST_VALUE].data;
+  w->key_cache = cache->data, w->value_cache = in[VALUE_CACHE].data;
   w->offsets = in[OFFSETS].data, w->starts = in[STARTS].data, w->table = table->data;
   int64_t positions = w->T * w->M;
   if (k->rotary) {
@@ -756,11 +755,6 @@ static Status* compute(void* self, Context* context) {
   TRY(check_inputs(k, in, &w));
   int64_t y_dims[3] = {in[QUERY].dims[0], in[QUERY].dims[1], k->heads * w.D};
   TRY(output(api, context, 0, y_dims, 3, &w.y));
-  TRY(output(api, context, 1, in[PAST_KEY].dims, 4, &w.present_key));
-  TRY(output(api, context, 2, in[PAST_KEY].dims, 4, &w.present_value));
-  const size_t bytes = in[PAST_KEY].elements * (w.int8 ? 1 : sizeof(float));
-  if (bytes && w.present_key != w.past_key) memcpy(w.present_key, w.past_key, bytes);
-  if (bytes && w.present_value != w.past_value) memcpy(w.present_value, w.past_value, bytes);
   w.unit_tokens = w.group < UNIT_QUERIES ? UNIT_QUERIES / w.group : 1;
   int64_t most = 0, pairs = 0, parts = w.B; /* pairs of a query and a key */
   for (int64_t b = 0; b < w.B; b++) {
@@ -824,7 +818,7 @@ static size_t inputs(const Op* op) {
   return (void)op, INPUTS;
 }
 static size_t outputs(const Op* op) {
-  return (void)op, 3;
+  return (void)op, 1;
 }
 static int float_input(const Op* op, size_t i) {
   return (void)op, i >= OFFSETS && i <= TABLE ? INT32 : FLOAT;
@@ -833,17 +827,14 @@ static int float_output(const Op* op, size_t i) {
   return (void)op, (void)i, FLOAT;
 }
 static int int8_input(const Op* op, size_t i) {
-  return i == PAST_KEY || i == PAST_VALUE ? INT8 : float_input(op, i);
-}
-static int int8_output(const Op* op, size_t i) {
-  return (void)op, i ? INT8 : FLOAT;
+  return i == KEY_CACHE || i == VALUE_CACHE ? INT8 : float_input(op, i);
 }
 static int input_presence(const Op* op, size_t i) {
-  return (void)op, i == QUERY || (i >= PAST_KEY && i <= TABLE) ? REQUIRED : OPTIONAL;
+  return (void)op, i == QUERY || (i >= KEY_CACHE && i <= TABLE) ? REQUIRED : OPTIONAL;
 }
 
 /* Two descriptions of one operator; ONNX Runtime chooses by the type of the cache. */
 const Op cached_attention_float_op =
     OPERATOR(name, inputs, float_input, input_presence, outputs, float_output, create, compute, destroy);
 const Op cached_attention_int8_op =
-    OPERATOR(name, inputs, int8_input, input_presence, outputs, int8_output, create, compute, destroy);
+    OPERATOR(name, inputs, int8_input, input_presence, outputs, float_output, create, compute, destroy);

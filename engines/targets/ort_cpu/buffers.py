@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,14 +19,21 @@ from numpy.typing import NDArray
 
 @dataclass
 class Bound:
-    """A binding, and the bound arrays by name besides the KV cache."""
+    """A binding, and the bound arrays by name besides the KV cache. ``written``: by name, what the last run read."""
 
     binding: ort.IOBinding
-    arrays: dict[str, NDArray[Any]]
+    arrays: dict[str, NDArray[Any]] = field(default_factory=dict[str, NDArray[Any]])
+    written: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
 
     def input(self, name: str, shape: tuple[int, ...], dtype: Any = np.int64) -> NDArray[Any]:
         """The array that the next run reads an input from."""
         return self._array(self.binding.bind_input, name, shape, dtype)
+
+    def write(self, name: str, values: list[int], dtype: Any = np.int64) -> None:
+        """An input of ``len(values)`` elements. Decode steps often read what the step before read."""
+        if self.written.get(name) != values:
+            self.input(name, (len(values),), dtype)[:] = values
+            self.written[name] = values
 
     def output(self, name: str, shape: tuple[int, ...], dtype: Any = np.int64) -> NDArray[Any]:
         """The array that the next run writes an output to."""
@@ -40,10 +47,14 @@ class Bound:
         return array
 
 
-def bind_cache(binding: ort.IOBinding, cache: dict[str, NDArray[Any]]) -> None:
-    """Bind caches by name, ``LAYER.key|value``, as past and as present, so that they are updated in place."""
+def bind_cache(binding: ort.IOBinding, cache: dict[str, NDArray[Any]], *, present: bool) -> None:
+    """Bind caches by name, ``LAYER.key|value``, so that they are updated in place.
+
+    ``present``: ONNX Runtime's attention has outputs of this name for the same memory. Native attention has none.
+    """
+    binds = [(binding.bind_input, "past_key_values"), *([(binding.bind_output, "present")] if present else [])]
     for name, buffer in cache.items():
-        for bind, prefix in ((binding.bind_input, "past_key_values"), (binding.bind_output, "present")):
+        for bind, prefix in binds:
             bind(f"{prefix}.{name}", "cpu", 0, buffer.dtype.type, buffer.shape, buffer.ctypes.data)
 
 

@@ -53,7 +53,7 @@ class PagedEngine:
         }
         self._columns = -(-io.max_tokens // BLOCK_TOKENS)
         self._wants_positions = "position_ids" in io.inputs
-        self._bound = {wanted: self._bind() for wanted in ("logits", NEXT_TOKENS)}
+        self._bound = {wanted: self._bind(wanted) for wanted in ("logits", NEXT_TOKENS)}
 
     def step(self, batch: Sequence[Entry]) -> list[Result]:
         errors = check(batch, self.capabilities)
@@ -81,9 +81,11 @@ class PagedEngine:
         self._bound.clear()
         self._cache.clear()
 
-    def _bind(self) -> Bound:
-        bound = Bound(self._session.io_binding(), {})
-        bind_cache(bound.binding, self._cache)
+    def _bind(self, wanted: str) -> Bound:
+        bound = Bound(self._session.io_binding())
+        bind_cache(bound.binding, self._cache, present=False)
+        if self.capabilities.chooses_tokens:
+            bound.input(GREEDY, (), np.bool_)[...] = wanted == NEXT_TOKENS
         return bound
 
     def _feed(self, run: Sequence[Piece], wanted: str) -> tuple[Bound, int]:
@@ -101,16 +103,14 @@ class PagedEngine:
                 ids[0, offset : offset + len(piece.tokens)] = piece.tokens
         for row, piece in enumerate(run):
             table[row, : len(piece.blocks)] = piece.blocks
-        bound.input(OFFSETS, (entries + 1,), np.int32)[:] = offsets
+        bound.write(OFFSETS, offsets, np.int32)
+        bound.write("logit_positions", places)
         bound.input(STARTS, (entries,), np.int32)[:] = [piece.start for piece in run]
-        bound.input("logit_positions", (len(places),))[:] = places
         if self._wants_positions:
             positions = bound.input("position_ids", (1, tokens))
             for piece, offset in zip(run, offsets, strict=False):
                 count = len(piece.tokens)
                 positions[0, offset : offset + count] = np.arange(piece.start, piece.start + count)
-        if self.capabilities.chooses_tokens:
-            bound.input(GREEDY, (), np.bool_)[...] = wanted == NEXT_TOKENS
         return bound, len(places)
 
     def _logits(self, run: Sequence[Piece]) -> FloatArray:

@@ -79,8 +79,9 @@ class OrtSlotEngine(SlotEngine):
     def _window(self, first: int, count: int, wanted: str) -> Bound:
         window = self._windows.get((first, count, wanted))
         if window is None:
-            window = self._windows[first, count, wanted] = Bound(self._session.io_binding(), {})
-            bind_cache(window.binding, {name: buffer[first : first + count] for name, buffer in self._cache.items()})
+            window = self._windows[first, count, wanted] = Bound(self._session.io_binding())
+            part = {name: buffer[first : first + count] for name, buffer in self._cache.items()}
+            bind_cache(window.binding, part, present=True)
         return window
 
     def _feed(self, first: int, ids: Int64Array, starts: Int64Array, places: Sequence[int], wanted: str) -> Bound:
