@@ -41,6 +41,7 @@ _DECODED = Linears(("float_linears",))
 LOWERINGS = {
     "float": _row(Linears(("linear_kernels",)), _DECODED),
     "int4": _row(_blocks(4, 4), Linears(("int4_linears", "float_linears"))),
+    "int5": _row(_blocks(5, 8), _DECODED),
     "int6": _row(_blocks(6, 8), _DECODED),
     "int8": _row(_blocks(8, 8), _DECODED),
     "int8-static": _row(

@@ -45,6 +45,7 @@ KINDS = {
     for kind in (
         Kind("float", 32, grouped=False),
         Kind("int4", 4),
+        Kind("int5", 5),
         Kind("int6", 6),
         Kind("int8", 8),
         Kind("int8-static", 8, activations="int8", grouped=False),
@@ -159,12 +160,13 @@ FLOAT = Scheme(bits=32)
 STATIC_INT8 = Scheme(bits=8, activations="int8")
 
 # For linears. Groups of 128 shrink to 64 where they do not divide the inputs. Larger or smaller ones of 8 bits are no
-# faster.
+# faster. Of 5 bits, zero points have two thirds of the KL at 2 % more bytes (docs/benchmarks/plans.md).
 MENU: tuple[Scheme, ...] = (
     FLOAT,
     Scheme(bits=8, group_size=128, symmetric=True),
     STATIC_INT8,
     Scheme(bits=6, group_size=64, symmetric=True),
+    Scheme(bits=5, group_size=64, symmetric=False),
     Scheme(bits=4, group_size=32, symmetric=True),
     Scheme(bits=4, group_size=128, symmetric=True),
 )
@@ -176,5 +178,6 @@ EMBEDDING_MENU: tuple[Scheme, ...] = (
     Scheme(bits=8, group_size=64, symmetric=True),
     Scheme(bits=6, group_size=64, symmetric=True),
     Scheme(bits=6, group_size=32, symmetric=True),
+    Scheme(bits=5, group_size=32, symmetric=True),
     Scheme(bits=4, group_size=32, symmetric=True),
 )

@@ -3,13 +3,15 @@
     Linear(x) over codes   ->   BlockLinear(x, codes, scales[, zero points][, bias])
 
 What it computes is what MatMulNBits does at accuracy level 4: inputs rounded to int8 for every token and block. Codes
-of 4, 6 and 8 bits are packed as the kernel reads them (engines/native/source/block_linear.c):
+of 4, 5, 6 and 8 bits are packed as the kernel reads them (engines/native/source/codes.h):
 
 tile   16 output channels, the lanes of a vector; N is padded to whole pairs of tiles
 step   4 input channels: a step of a tile is 64 codes, lane by lane
 8 bits   64 bytes a step
 4 bits   64 bytes a pair of steps, the first in the low nibbles
 6 bits   192 bytes four steps: 64 with the low four bits of the first two, 64 of the others, 64 with all high bits
+5 bits   320 bytes eight steps: 64 with the low four bits of each two, 64 with all high bits. Groups of 16 channels
+         have only four steps and are stored in 6 bits
 
 Scales and zero points follow tile by tile, ``[tiles, blocks, 16]``; scales are float16 where that loses nothing.
 """
@@ -43,7 +45,6 @@ from engines.passes.linears import (
 
 FAMILY = "onnxruntime"
 TILE, STEP = 16, 4  # output channels, input channels
-LANES = 16  # a group is a multiple of
 PIECE_TILES = 64  # packed at a time
 
 
@@ -71,7 +72,7 @@ def run(lowering: Lowering) -> PassResult:
 
 def _lower(lowering: Lowering, node: ir.Node, label: str, parts: list[Quantized]) -> None:
     one_scheme(label, parts)
-    bits = lowering_of(parts[0].scheme, FAMILY).native_bits
+    bits = native_bits(parts[0])
     names = weights_of(node)
     codes, scales, zero_points = stacked(
         lowering.model, label, lambda: [widened(lowering.weights.linear(name), bits) for name in names]
@@ -91,9 +92,15 @@ def unfit(linear: Quantized) -> str:
     size, columns = linear.group_size, linear.codes.shape[1]
     if not lowering_of(linear.scheme, FAMILY).native_bits:
         return f"native kernels take no weights in {linear.scheme.name}"
-    if size % LANES or columns % size:
-        return f"groups of {size} of {columns} input channels, where native kernels take multiples of {LANES}"
+    if size % TILE or columns % size:
+        return f"groups of {size} of {columns} input channels, where native kernels take multiples of {TILE}"
     return ""
+
+
+def native_bits(linear: Quantized) -> int:
+    """Bits of a code as native kernels store it."""
+    bits = lowering_of(linear.scheme, FAMILY).native_bits
+    return 6 if bits == 5 and linear.group_size % (8 * STEP) else bits
 
 
 def widened(linear: Any, bits: int) -> Any:
@@ -171,11 +178,11 @@ def _packed(codes: NDArray[np.uint8], tiles: int, bits: int) -> NDArray[np.uint8
         return np.ascontiguousarray(steps).reshape(tiles, -1)
     if bits == 4:
         return _joined(steps[:, 0::2], steps[:, 1::2], 4).reshape(tiles, -1)
-    fours = steps.reshape(tiles, columns // (4 * STEP), 4, TILE * STEP)
-    low, high = (fours & np.uint8(15)).astype(np.uint8), (fours >> np.uint8(4)).astype(np.uint8)
-    first, second = (_joined(low[:, :, at], low[:, :, at + 1], 4) for at in (0, 2))
-    top = _joined(_joined(high[:, :, 0], high[:, :, 1], 2), _joined(high[:, :, 2], high[:, :, 3], 2), 4)
-    return np.stack([first, second, top], axis=2).reshape(tiles, -1)
+    together, width = (8, 1) if bits == 5 else (4, 2)  # steps, high bits of a code
+    steps = steps.reshape(tiles, columns // (together * STEP), together, TILE * STEP)
+    low, high = (steps & np.uint8(15)).astype(np.uint8), (steps >> np.uint8(4)).astype(np.uint8)
+    top = np.bitwise_or.reduce(high << (width * np.arange(together, dtype=np.uint8))[:, None], axis=2, keepdims=True)
+    return np.concatenate([_joined(low[:, :, 0::2], low[:, :, 1::2], 4), top], axis=2).reshape(tiles, -1)
 
 
 def _joined(low: NDArray[np.uint8], high: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:

@@ -41,7 +41,7 @@ def run(lowering: Lowering) -> PassResult:
             remedy="run `dvc repro quantize`",
         )
     reason = unsupported() or block_linears.unfit(weight)
-    bits = known.stock_bits if reason else known.native_bits
+    bits = known.stock_bits if reason else block_linears.native_bits(weight)
     for node in nodes:
         gather = (_stock if reason else _native)(lowering, name, bits, node)
         replace(lowering.model, [node], [gather], {node.outputs[0]: gather.outputs[0]})

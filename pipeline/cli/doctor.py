@@ -209,7 +209,7 @@ def operators() -> Finding:
 def native_kernels(level: native.Level | None) -> Finding:
     """``level``: as :func:`engines.native.level` gives it."""
     if level is None:
-        remedy = "engines run on ONNX Runtime's own operators, which are slower; 6-bit weights take 8 bits"
+        remedy = "engines run on ONNX Runtime's own operators, which are slower; 5- and 6-bit weights take 8 bits"
         return Finding("native kernels", Status.LIMITED, native.unsupported(), remedy)
     try:
         version = metadata.version(COMPILER)

@@ -25,7 +25,7 @@ ROPE_FACTORS = "rope_freqs.weight"
 class Gguf:
     name: str = "gguf"
     recipe: str = (
-        "symmetric: true, bits 4 or 8 and group_size 32, 64, 128 or 256 for every rule of plan.schemes and for "
+        "symmetric: true, bits 4, 5 or 8 and group_size 32, 64, 128 or 256 for every rule of plan.schemes and for "
         "plan.embeddings"
     )
 
@@ -76,10 +76,14 @@ def _place(parameter: Parameter) -> Place:
     match scheme.bits, scheme.symmetric:
         case 4, True:
             return Place(parameter, "Q4_0")
+        case 5, True:
+            return Place(parameter, "Q5_0")
         case 8, True:
             return Place(parameter, "Q8_0")
         case 4, False:
             return Place(parameter, "Q5_0", "Q4_1 would round its zero points, to float16 offsets")
+        case 5, False:
+            return Place(parameter, "Q8_0", "Q5_1 would round its zero points, to float16 offsets")
         case 6, _:
             return Place(parameter, "Q8_0", "Q6_K would round its scales")
         case _:

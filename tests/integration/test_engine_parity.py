@@ -40,6 +40,7 @@ MIXED = (
     Rule(match="layers.[01].gate_up", bits=8, activations="int8"),
     Rule(match="layers.[01].down", bits=8, group_size=128, symmetric=True),
     Rule(match="layers.*.down", bits=6, group_size=64, symmetric=True),
+    Rule(match="layers.*.gate_up", bits=5, group_size=64, symmetric=False),
     Rule(match="*", bits=4, group_size=32, symmetric=False),
 )
 

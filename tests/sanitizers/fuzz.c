@@ -73,7 +73,8 @@ typedef struct {
 /* Random weights and their packed tensors. `largest`: all codes are the largest. */
 static Weights new_weights(int64_t N, int64_t K, int64_t block, int largest, Value* codes, Value* scales,
                            Value* zero_points) {
-  Weights w = {.N = N, .K = K, .block = block, .bits = PICK(4, 6, 8), .half = one_in(2), .symmetric = one_in(2)};
+  Weights w = {.N = N, .K = K, .block = block, .bits = PICK(4, 5, 6, 8), .half = one_in(2), .symmetric = one_in(2)};
+  if (block % 32 && w.bits == 5) w.bits = 6; /* 5 bits have no such blocks */
   w.tiles = (N + 31) / 32 * 2, w.blocks = K / block;
   w.codes = malloc(N * K), w.zero_points = malloc(N * w.blocks), w.scales = malloc(N * w.blocks * sizeof(float));
   const int64_t top = (1 << w.bits) - 1;
@@ -89,6 +90,11 @@ static Weights new_weights(int64_t N, int64_t K, int64_t block, int largest, Val
       const int64_t step = k / 4, byte = n % 16 * 4 + k % 4;
       if (w.bits == 8) tile[64 * step + byte] = code;
       if (w.bits == 4) tile[64 * (step / 2) + byte] |= (uint8_t)(code << (step % 2 * 4));
+      if (w.bits == 5) {
+        uint8_t* eight_steps = tile + 320 * (step / 8);
+        eight_steps[64 * (step % 8 / 2) + byte] |= (uint8_t)((code & 15) << (step % 2 * 4));
+        eight_steps[256 + byte] |= (uint8_t)((code >> 4) << (step % 8));
+      }
       if (w.bits == 6) {
         uint8_t* four_steps = tile + 192 * (step / 4);
         four_steps[64 * (step % 4 / 2) + byte] |= (uint8_t)((code & 15) << (step % 2 * 4));

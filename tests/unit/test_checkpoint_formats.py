@@ -218,6 +218,8 @@ def test_compressed_tensors_refuse_what_only_one_reader_loads(tmp_path: Path) ->
         (Scheme(bits=4, group_size=128, symmetric=True), "Q4_0"),
         (INT4_ASYMMETRIC, "Q5_0"),
         (Scheme(bits=4, group_size=64), "Q5_0"),
+        (Scheme(bits=5, group_size=64, symmetric=True), "Q5_0"),
+        (Scheme(bits=5, group_size=32), "Q8_0"),
         (INT6, "Q8_0"),
         (Scheme(bits=6, group_size=32), "Q8_0"),
         (INT8, "Q8_0"),

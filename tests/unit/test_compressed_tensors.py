@@ -19,7 +19,7 @@ from quantization.rounding import QuantizedLinear, round_to_nearest
 from tapeout.errors import QuantizationError
 from tapeout.schemes import STATIC_INT8, Scheme
 
-BITS = (4, 6, 8)
+BITS = (4, 5, 6, 8)
 FORMATS = [Scheme(bits=b, group_size=g, symmetric=s) for b in BITS for g in (16, 32, 64) for s in (True, False)]
 
 

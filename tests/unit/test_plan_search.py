@@ -100,6 +100,8 @@ FIGURES = {  # seconds and size
     "static int8": (3.0, 8),
     "6-bit g32": (2.95, 8),
     "6-bit g64": (2.9, 7),
+    "5-bit g32": (2.5, 6),
+    "5-bit g64 asym": (2.45, 6),
     "4-bit g32": (2.0, 5),
     "4-bit g128": (1.9, 4),
 }

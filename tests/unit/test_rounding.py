@@ -120,7 +120,9 @@ def test_a_group_size_that_does_not_divide_falls_back_to_one_that_does() -> None
         round_to_nearest(weights(0, columns=48), Scheme(bits=4, group_size=32, symmetric=True))
 
 
-@given(seed=st.integers(0, 1000), bits=st.sampled_from([4, 6, 8]), rows=st.integers(1, 5), columns=st.integers(1, 70))
+@given(
+    seed=st.integers(0, 1000), bits=st.sampled_from([4, 5, 6, 8]), rows=st.integers(1, 5), columns=st.integers(1, 70)
+)
 @settings(max_examples=120, deadline=None)
 def test_packing_is_that_of_compressed_tensors_and_reverses(seed: int, bits: int, rows: int, columns: int) -> None:
     import torch

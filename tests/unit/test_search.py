@@ -47,7 +47,7 @@ def head() -> Statistics:
     return Statistics(*grams, mean_abs=np.abs(fitted).mean(0), max_abs=np.abs(fitted).max(0))
 
 
-@pytest.mark.parametrize("bits", [4, 6, 8])
+@pytest.mark.parametrize("bits", [4, 5, 6, 8])
 def test_a_head_loses_much_less_of_its_output_than_to_nearest(bits: int, head: Statistics) -> None:
     fmt = Scheme(bits=bits, group_size=32, symmetric=True)
     found = searched(fmt, head)

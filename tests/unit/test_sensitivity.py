@@ -25,7 +25,7 @@ from tapeout.schemes import EMBEDDING_MENU, FLOAT, MENU, Scheme
 from tests.graphs import llama_graph
 
 KINDS = ("8-bit g128", "4-bit g32", "4-bit g128")
-TABLES = ("8-bit g64", "6-bit g64", "6-bit g32", "4-bit g32")
+TABLES = ("8-bit g64", "6-bit g64", "6-bit g32", "5-bit g32", "4-bit g32")
 FOUR_BITS = Scheme(bits=4, group_size=32, symmetric=True)
 
 
@@ -81,8 +81,8 @@ def test_float_costs_nothing_and_fewer_bits_cost_more(inputs: Inputs, measured: 
     eight, four, coarse = (sum(unit.kl[name] for unit in record.units) for name in KINDS)
     assert 1.5 * eight < four < coarse
     assert list(record.embeddings) == [kernel.name for kernel in menu_for(128, EMBEDDING_MENU)]
-    eight, six, fine, four = (record.embeddings[name] for name in TABLES)
-    assert record.embeddings["fp32"] == 0 < eight < fine < six < four
+    eight, six, fine, five, four = (record.embeddings[name] for name in TABLES)
+    assert record.embeddings["fp32"] == 0 < eight < fine < six < five < four
     assert list(record.kv_cache) == ["float32", "int8 per channel", "int4 per channel"]
     assert (
         record.kv_cache["float32"] == 0 < 4 * record.kv_cache["int8 per channel"] < record.kv_cache["int4 per channel"]

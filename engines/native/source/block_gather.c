@@ -2,13 +2,13 @@
 
      ids [..] int64   codes, scales, zero points: as of BlockLinear
      y [.., K] float */
+#include "codes.h"
 #include "ort.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-enum { TILE = 16, STEP = 4, MAX_RANK = 8 };
-enum { LARGEST_N = 1 << 28, LARGEST_K = 1 << 24 }; /* sizes in bytes fit 64 bits */
+enum { MAX_RANK = 8 };
 
 typedef struct {
   Api api;
@@ -30,6 +30,11 @@ static int code_at(const uint8_t* tile, int64_t lane, int64_t k, int bits) {
   int64_t step = k / STEP, byte = lane * STEP + k % STEP;
   if (bits == 8) return tile[64 * step + byte];
   if (bits == 4) return tile[64 * (step / 2) + byte] >> (step % 2 * 4) & 15;
+  if (bits == 5) {
+    const uint8_t* eight_steps = tile + 320 * (step / 8);
+    int low = eight_steps[64 * (step % 8 / 2) + byte] >> (step % 2 * 4) & 15;
+    return low | (eight_steps[256 + byte] >> (step % 8) & 1) << 4;
+  }
   const uint8_t* four_steps = tile + 192 * (step / 4);
   int low = four_steps[64 * (step % 4 / 2) + byte] >> (step % 2 * 4) & 15;
   int high = four_steps[128 + byte] >> (step % 4 * 2) & 3;
@@ -94,8 +99,7 @@ static Status* create(const Op* op, Api api, const Info* info, void** self) {
   TRY(attribute_int(api, info, "block_size", &found.block));
   TRY(attribute_int(api, info, "bits", &found.bits));
   TRY(attribute_int(api, info, "half_scales", &found.half_scales));
-  if (found.N < 1 || found.N > LARGEST_N || found.K < 1 || found.K > LARGEST_K || found.block < 16 ||
-      found.block % 16 || found.K % found.block || (found.bits != 4 && found.bits != 6 && found.bits != 8))
+  if (!is_supported(found.N, found.K, found.block, found.bits))
     return failure(api, ERROR_ARGUMENT, "BlockGather: unsupported N, K, block_size or bits");
   TRY(constant_input(api, info, 1, &found.codes));
   TRY(constant_input(api, info, 2, &found.scales));

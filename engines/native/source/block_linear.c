@@ -1,4 +1,4 @@
-/* Linears with activations quantized to int8 and weights of 4, 6 or 8 bits: y = f(x) * W^T + bias.
+/* Linears with activations quantized to int8 and weights of 4, 5, 6 or 8 bits: y = f(x) * W^T + bias.
 
    Activations are quantized for each token and block on its own, as MatMulNBits does at accuracy level 4
    (quantization/reference.py, round_activations). Products are summed in integers within a block and in float across
@@ -15,8 +15,9 @@
 
    All take codes, scales, zero points and bias after these; engines/passes/block_linears.py packs them.
 
-   Names: M tokens, N output channels, K input channels, B blocks of K (K / block). A tile is 16 output channels, the
-   lanes of a vector; a step is 4 input channels, which a lane sums at once. Tiles come in pairs: N is padded. */
+   Names: M tokens, N output channels, K input channels, B blocks of K (K / block); tiles and steps as in codes.h. N is
+   padded to pairs of tiles. */
+#include "codes.h"
 #include "memory.h"
 #include "ort.h"
 #include "vector.h"
@@ -31,10 +32,9 @@ enum { PARALLEL_ACTIVATIONS = 1 << 13 };
 /* The columns are cut into parts for the threads: at least PARTS if there are so many pairs of tiles, and more where a
    part would have more than PART_BYTES of weights, which take about ten microseconds to read. */
 enum { PARTS = 64, PART_BYTES = 1 << 18 };
-enum { TILE = LANES, STEP = 4, FEW_TOKENS = 2, MAX_RANK = 8 };
-/* With 255 * 127 a product and 128 * 127 an offset, sums over a block of 2^15 channels fit 32 bits. Sizes in bytes fit
-   64 bits, and columns 32. */
-enum { LARGEST_BLOCK = 1 << 15, LARGEST_N = 1 << 28, LARGEST_K = 1 << 24 };
+enum { FEW_TOKENS = 2, MAX_RANK = 8 };
+/* With 255 * 127 a product and 128 * 127 an offset, sums over a block of 2^15 channels fit 32 bits. */
+enum { LARGEST_BLOCK = 1 << 15 };
 /* The sums of GROUP tokens and one tile are held in registers. At least CHAINS of them do not depend on each other, so
    few tokens have several sums each. */
 #if AVX512
@@ -168,10 +168,18 @@ static void quantize_token(void* state, size_t token) {
 /* Codes of `STEP` input channels of a tile, a byte each: step `s` of the tile that begins at `tile`. */
 INLINE I32x16 codes_at(const uint8_t* tile, int64_t s, const int bits) {
   if (bits == 8) return load_int(tile + 64 * s);
-  const I32x16 nibble = splat_int(0x0f0f0f0f), top = splat_int(0x30303030);
+  const I32x16 nibble = splat_int(0x0f0f0f0f);
   if (bits == 4) {
     I32x16 both = load_int(tile + 64 * (s / 2));
     return (s % 2 ? both >> 4 : both) & nibble;
+  }
+  if (bits == 5) {
+    /* Of eight steps, 256 bytes hold the low four bits and 64 the high one. */
+    const uint8_t* eight_steps = tile + 320 * (s / 8);
+    I32x16 low = load_int(eight_steps + 64 * (s % 8 / 2)), high = load_int(eight_steps + 256);
+    if (s % 2) low >>= 4;
+    high = s % 8 < 4 ? shift_left(high, 4 - s % 8) : high >> (s % 8 - 4);
+    return (low & nibble) | (high & splat_int(0x10101010));
   }
   /* 6 bits: of four steps, 128 bytes hold the low four bits and 64 the high two. */
   const uint8_t* four_steps = tile + 192 * (s / 4);
@@ -180,7 +188,7 @@ INLINE I32x16 codes_at(const uint8_t* tile, int64_t s, const int bits) {
   if (s % 4 == 0) high = shift_left(high, 4);
   if (s % 4 == 1) high = shift_left(high, 2);
   if (s % 4 == 3) high >>= 2;
-  return (low & nibble) | (high & top);
+  return (low & nibble) | (high & splat_int(0x30303030));
 }
 
 INLINE void update_max(LaneMax* max, F32x16 y, int64_t column, int64_t count) {
@@ -197,7 +205,7 @@ INLINE void matmul_tile(const Work* w, LaneMax* max, Ahead* ahead, int64_t tile,
                         const int bits) {
   const Kernel* k = w->kernel;
   const int64_t block_steps = k->block / STEP, stride = row_bytes(k->K);
-  const int chains = (CHAINS + tokens - 1) / tokens, depth = depth_of(bits);
+  const int chains = (CHAINS + tokens - 1) / tokens, depth = depth_of(bits), joined = joined_steps(bits);
   F32x16 y[GROUP];
   EACH (int m = 0; m < tokens; m++) y[m] = (F32x16){0};
   const uint8_t* codes = w->codes + tile * (TILE * k->K * bits / 8);
@@ -210,8 +218,8 @@ INLINE void matmul_tile(const Work* w, LaneMax* max, Ahead* ahead, int64_t tile,
       EACH (int i = 1; i < chains; i++) more[m][i] = (I32x16){0};
     const int8_t* x = w->x_codes + token * stride + b * k->block;
     const uint8_t* from = codes + b * (TILE * k->block * bits / 8);
-    for (int64_t s = 0; s < block_steps; s += 4)
-      EACH (int i = 0; i < 4; i += depth) {
+    for (int64_t s = 0; s < block_steps; s += joined)
+      EACH (int i = 0; i < joined; i += depth) {
         I32x16 weights[4];
         EACH (int j = 0; j < depth; j++) weights[j] = codes_at(from + 64 * s * bits / 8, i + j, bits);
         EACH (int m = 0; m < tokens; m++) {
@@ -275,6 +283,8 @@ static void matmul_group(const Work* w, LaneMax* max, Ahead* ahead, int64_t tile
     MATMUL_GROUP(8)
   else if (w->kernel->bits == 6)
     MATMUL_GROUP(6)
+  else if (w->kernel->bits == 5)
+    MATMUL_GROUP(5)
   else
     MATMUL_GROUP(4)
 }
@@ -453,8 +463,7 @@ static Status* create(const Op* op, Api api, const Info* info, void** self) {
   TRY(attribute_int(api, info, "half_scales", &found.half_scales));
   TRY(attribute_int(api, info, "symmetric", &found.symmetric));
   found.epsilon = optional_float(api, info, "epsilon", 1e-5f);
-  if (found.N < 1 || found.N > LARGEST_N || found.K < 1 || found.K > LARGEST_K || found.block < 16 ||
-      found.block % 16 || found.K % found.block || (found.bits != 4 && found.bits != 6 && found.bits != 8))
+  if (!is_supported(found.N, found.K, found.block, found.bits))
     return failure(api, ERROR_ARGUMENT, "block-quantized linear: unsupported N, K, block_size or bits");
   if (found.block > LARGEST_BLOCK)
     return failure(api, ERROR_ARGUMENT, "block-quantized linear: sums over more than 32768 channels overflow");

@@ -391,7 +391,7 @@ INLINE F32x16 vscalef(F32x16 y, F32x16 x) {
    `code_offset`.
 
    Without an instruction that sums in 32 bits, products are summed in 16: those hold two of up to 128 * 127, four of
-   63 * 127 or eight of 15 * 127. Codes of 8 bits less 128 become a magnitude and a sign; where the instruction multiplies
+   63 * 127 or eight of 31 * 127. Codes of 8 bits less 128 become a magnitude and a sign; where the instruction multiplies
    signed bytes only, they become signed bytes. */
 #ifndef SIGNED_CODES
 #define SIGNED_CODES 0
@@ -418,7 +418,7 @@ INLINE int code_offset(const int bits) {
   return bits == 8 ? 128 : 0;
 }
 INLINE int depth_of(const int bits) {
-  return bits == 4 ? 4 : bits == 6 ? 2 : 1;
+  return bits == 8 ? 1 : bits == 6 ? 2 : 4;
 }
 INLINE I32x16 begin_dots(I32x16 sum, const int bits) {
   return bits == 8 ? sum : (I32x16){0};

@@ -19,7 +19,7 @@ from tests.lowering import apply, group, linear_model, lowering, model_of, named
 from tests.native import check, expected, random_linear
 
 RNG = np.random.default_rng(0)
-BITS: tuple[int, ...] = (4, 6, 8)
+BITS: tuple[int, ...] = (4, 5, 6, 8)
 SYMMETRIC = Scheme(bits=4, group_size=32, symmetric=True)
 
 
@@ -48,6 +48,20 @@ def test_a_quantized_product_is_one_native_node(bits: int, symmetric: bool, bias
     for tokens in (1, 5):
         x = inputs(tokens)
         check(-run(model, {"x": x})["block.fc"].reshape(-1, 37), expected(x.reshape(-1, 64), weight, bias))
+
+
+@pytest.mark.usefixtures("native_operators")
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_5_bit_codes_in_groups_of_16_are_stored_in_6_bits(symmetric: bool) -> None:
+    """Eight steps of 4 input channels lie together, and a block has whole ones."""
+    model = linear_model({"block.fc": 37}, rng=RNG)
+    weight = random_linear(37, 64, Scheme(bits=5, group_size=16, symmetric=symmetric))
+    lowered = lowering(model, {"block.fc.weight": weight})
+    apply(lowered, linears, block_linears)
+    said = f"BlockLinear 5-bit g16 {'sym' if symmetric else 'asym'}, stored in 6 bits"
+    assert lowered.plan == {"block.fc.weight": said}
+    x = inputs(3)
+    check(-run(model, {"x": x})["block.fc"].reshape(-1, 37), expected(x.reshape(-1, 64), weight, None))
 
 
 @pytest.mark.usefixtures("native_operators")
@@ -176,20 +190,25 @@ def code_at(tile: NDArray[np.uint8], lane: int, column: int, bits: int) -> int:
         return int(tile[64 * step + byte])
     if bits == 4:
         return int(tile[64 * (step // 2) + byte]) >> 4 * (step % 2) & 15
+    if bits == 5:
+        eight = tile[320 * (step // 8) :]
+        low = int(eight[64 * (step % 8 // 2) + byte]) >> 4 * (step % 2) & 15
+        return low | (int(eight[256 + byte]) >> step % 8 & 1) << 4
     four = tile[192 * (step // 4) :]
     low = int(four[64 * (step % 4 // 2) + byte]) >> 4 * (step % 2) & 15
     return low | (int(four[128 + byte]) >> 2 * (step % 4) & 3) << 4
 
 
 @settings(max_examples=40, deadline=None)
-@given(rows=st.integers(1, 35), steps=st.integers(1, 5), bits=st.sampled_from(BITS), seed=st.integers(0, 99))
-def test_packing_keeps_every_code_where_the_kernel_reads_it(rows: int, steps: int, bits: int, seed: int) -> None:
-    codes = np.random.default_rng(seed).integers(0, 1 << bits, (rows, 16 * steps)).astype(np.uint8)
+@given(rows=st.integers(1, 35), groups=st.integers(1, 5), bits=st.sampled_from(BITS), seed=st.integers(0, 99))
+def test_packing_keeps_every_code_where_the_kernel_reads_it(rows: int, groups: int, bits: int, seed: int) -> None:
+    columns = groups * (32 if bits == 5 else 16)
+    codes = np.random.default_rng(seed).integers(0, 1 << bits, (rows, columns)).astype(np.uint8)
     packed = block_linears.packed(codes, bits)
     tiles = tiles_of(rows)
-    assert packed.shape == (tiles, 16 * steps * TILE * bits // 8) and packed.dtype == np.uint8
+    assert packed.shape == (tiles, columns * TILE * bits // 8) and packed.dtype == np.uint8
     for row in range(tiles * TILE):
-        for column in range(0, 16 * steps, 3):
+        for column in range(0, columns, 3):
             wanted = codes[row, column] if row < rows else 1 << (bits - 1)  # lanes beyond N are zeros
             assert code_at(packed[row // TILE], row % TILE, column, bits) == wanted
 

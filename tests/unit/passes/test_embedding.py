@@ -29,7 +29,7 @@ def formats(*bits: int) -> list[Scheme]:
     ]
 
 
-@pytest.mark.parametrize("fmt", formats(4, 6, 8), ids=str)
+@pytest.mark.parametrize("fmt", formats(4, 5, 6, 8), ids=str)
 def test_a_quantized_table_is_read_row_by_row(fmt: Scheme, native_operators: None) -> None:
     table = round_to_nearest(TABLE, fmt)
     model = graph()
@@ -41,7 +41,7 @@ def test_a_quantized_table_is_read_row_by_row(fmt: Scheme, native_operators: Non
     np.testing.assert_array_equal(-run(model, {"input_ids": IDS})["rows"], table.dequantize()[IDS])
 
 
-@pytest.mark.parametrize("fmt", formats(4, 6, 8), ids=str)
+@pytest.mark.parametrize("fmt", formats(4, 5, 6, 8), ids=str)
 def test_where_native_operators_do_not_run_a_stock_one_reads_it_and_that_is_said(
     fmt: Scheme, stock_operators: str
 ) -> None:
@@ -52,7 +52,7 @@ def test_where_native_operators_do_not_run_a_stock_one_reads_it_and_that_is_said
     said = f"embed.weight: {stock_operators}; ONNX Runtime's own operator reads it"
     assert (outcome.matched, outcome.declined) == (1, (said,))
     assert operators(model) == ["GatherBlockQuantized", "Neg"]
-    stored = ", stored in 8 bits" if fmt.bits == 6 else ""
+    stored = ", stored in 8 bits" if fmt.bits in (5, 6) else ""
     assert lowered.plan == {"embedding": f"GatherBlockQuantized {fmt.bits}-bit g{fmt.group_size}{stored}"}
     np.testing.assert_allclose(-run(model, {"input_ids": IDS})["rows"], table.dequantize()[IDS], rtol=1e-6, atol=1e-6)
 
