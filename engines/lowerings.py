@@ -17,7 +17,8 @@ class Linears:
     """``passes``: modules of ``engines/passes``; the first that runs here takes a linear.
 
     For ONNX Runtime, group-quantized codes are ``native_bits`` wide in native kernels (BlockLinear, BlockGather) and
-    ``stock_bits`` in ONNX Runtime's own operators. Codes of fewer bits are widened: the same weights, in more bytes.
+    ``stock_bits`` in ONNX Runtime's own operators. Codes of fewer bits are widened: the same weights, in more bytes. So
+    are codes whose groups native kernels do not take in these bits (``block_linears.native_bits``).
     """
 
     passes: tuple[str, ...]

@@ -136,7 +136,7 @@ class Buffers:
         }
         results = run(self.model, feeds)
         for name, buffer in self.past.items():
-            # Native attention has written its input, and has no such output.
+            # Native attention has no such output: it has written its input, which ONNX Runtime does not copy.
             buffer[part] = results.get(name.replace("past_key_values", "present"), feeds[name])
         return results["y"]
 

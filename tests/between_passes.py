@@ -165,7 +165,7 @@ class GraphRunner:
             feeds[f"past_key_values.{name}"] = self._aligned(window, begin) if grows else window
         results = dict(zip(self._outputs, map(np.asarray, self._session.run(None, feeds)), strict=True))
         for name, buffer in self._cache.items():
-            # Native attention has written its input, and has no such output.
+            # Native attention has no such output: it has written its input, which ONNX Runtime does not copy.
             written = results.get(f"present.{name}", feeds[f"past_key_values.{name}"])
             for row, (start, present) in enumerate(zip(starts, written, strict=True)):
                 at = int(begin.max()) if grows else start

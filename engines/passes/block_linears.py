@@ -45,6 +45,7 @@ from engines.passes.linears import (
 
 FAMILY = "onnxruntime"
 TILE, STEP = 16, 4  # output channels, input channels
+SMALLEST_BLOCK = 16  # input channels
 PIECE_TILES = 64  # packed at a time
 
 
@@ -92,15 +93,20 @@ def unfit(linear: Quantized) -> str:
     size, columns = linear.group_size, linear.codes.shape[1]
     if not lowering_of(linear.scheme, FAMILY).native_bits:
         return f"native kernels take no weights in {linear.scheme.name}"
-    if size % TILE or columns % size:
-        return f"groups of {size} of {columns} input channels, where native kernels take multiples of {TILE}"
+    if size % SMALLEST_BLOCK or columns % size:
+        return f"groups of {size} of {columns} input channels, where native kernels take multiples of {SMALLEST_BLOCK}"
     return ""
 
 
 def native_bits(linear: Quantized) -> int:
     """Bits of a code as native kernels store it."""
     bits = lowering_of(linear.scheme, FAMILY).native_bits
-    return 6 if bits == 5 and linear.group_size % (8 * STEP) else bits
+    return bits if linear.group_size % (STEP * joined_steps(bits)) == 0 else 6
+
+
+def joined_steps(bits: int) -> int:
+    """Steps whose codes lie together. A group has whole ones; 5-bit codes of smaller groups are stored in 6 bits."""
+    return 8 if bits == 5 else 4
 
 
 def widened(linear: Any, bits: int) -> Any:
@@ -178,7 +184,7 @@ def _packed(codes: NDArray[np.uint8], tiles: int, bits: int) -> NDArray[np.uint8
         return np.ascontiguousarray(steps).reshape(tiles, -1)
     if bits == 4:
         return _joined(steps[:, 0::2], steps[:, 1::2], 4).reshape(tiles, -1)
-    together, width = (8, 1) if bits == 5 else (4, 2)  # steps, high bits of a code
+    together, width = joined_steps(bits), bits - 4  # width: high bits of a code
     steps = steps.reshape(tiles, columns // (together * STEP), together, TILE * STEP)
     low, high = (steps & np.uint8(15)).astype(np.uint8), (steps >> np.uint8(4)).astype(np.uint8)
     top = np.bitwise_or.reduce(high << (width * np.arange(together, dtype=np.uint8))[:, None], axis=2, keepdims=True)

@@ -75,7 +75,7 @@ class Defect:
 
 
 DEFECTS = {
-    "the size of past values is not checked": Defect(
+    "the size of the value cache is not checked": Defect(
         "cached_attention.c",
         "!holds(&in[VALUE_CACHE], cache->type, cache->elements)",
         "0",
@@ -142,7 +142,10 @@ DEFECTS = {
     "two bits of 6-bit codes are exchanged": Defect(
         "block_linear.c", "if (s % 4 == 3) high >>= 2;", "if (s % 4 == 3) high >>= 1;", "expected"
     ),
-    "a bit of 5-bit codes is another step's": Defect(
+    "the high bit of a 5-bit code is that of an earlier step": Defect(
+        "block_linear.c", "shift_left(high, 4 - s % 8)", "shift_left(high, 5 - s % 8)", "expected"
+    ),
+    "the high bit of a 5-bit code is that of a later step": Defect(
         "block_linear.c", "high >> (s % 8 - 4);", "high >> (s % 8 - 3);", "expected"
     ),
     "the sums of NaN overflow": Defect(

@@ -13,7 +13,7 @@ static inline int joined_steps(const int bits) {
   return bits == 5 ? 8 : 4;
 }
 
-/* Whether there are kernels for a weight `[N, K]` in blocks of codes of so many bits. */
+/* Whether there are kernels for a weight `[N, K]` in blocks of codes of `bits` bits. */
 static inline int is_supported(int64_t N, int64_t K, int64_t block, int64_t bits) {
   return N >= 1 && N <= LARGEST_N && K >= 1 && K <= LARGEST_K && (bits == 4 || bits == 5 || bits == 6 || bits == 8) &&
          block >= 1 && block % (STEP * joined_steps((int)bits)) == 0 && K % block == 0;

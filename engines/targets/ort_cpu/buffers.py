@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,21 +19,34 @@ from numpy.typing import NDArray
 
 @dataclass
 class Bound:
-    """A binding, and the bound arrays by name besides the KV cache. ``written``: by name, what the last run read."""
+    """A binding, and the bound arrays by name besides the KV cache. ``written``: by name, what was written last.
+
+    Decode steps often read what the step before read, and to compare a list takes less time than to write an array.
+    """
 
     binding: ort.IOBinding
     arrays: dict[str, NDArray[Any]] = field(default_factory=dict[str, NDArray[Any]])
-    written: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
+    written: dict[str, list[Any]] = field(default_factory=dict[str, list[Any]])
 
     def input(self, name: str, shape: tuple[int, ...], dtype: Any = np.int64) -> NDArray[Any]:
         """The array that the next run reads an input from."""
         return self._array(self.binding.bind_input, name, shape, dtype)
 
     def write(self, name: str, values: list[int], dtype: Any = np.int64) -> None:
-        """An input of ``len(values)`` elements. Decode steps often read what the step before read."""
+        """An input of ``len(values)`` elements."""
         if self.written.get(name) != values:
+            self.written.pop(name, None)
             self.input(name, (len(values),), dtype)[:] = values
             self.written[name] = values
+
+    def write_rows(self, name: str, rows: list[Sequence[int]], columns: int, dtype: Any) -> None:
+        """An input ``[len(rows), columns]``. What lies behind the end of a row is never read."""
+        if self.written.get(name) != rows:
+            self.written.pop(name, None)
+            array = self.input(name, (len(rows), columns), dtype)
+            for number, row in enumerate(rows):
+                array[number, : len(row)] = row
+            self.written[name] = [list(row) for row in rows]  # a caller may extend its own
 
     def output(self, name: str, shape: tuple[int, ...], dtype: Any = np.int64) -> NDArray[Any]:
         """The array that the next run writes an output to."""

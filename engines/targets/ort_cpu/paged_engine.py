@@ -95,16 +95,14 @@ class PagedEngine:
         places = [offset + p for piece, offset in zip(run, offsets, strict=False) for p in piece.positions]
         entries, tokens = len(run), offsets[-1]
         ids = bound.input("input_ids", (1, tokens))
-        table = bound.input(BLOCK_TABLE, (entries, self._columns), np.int32)
         if tokens == entries:
             ids[0] = [piece.tokens[0] for piece in run]
         else:
             for piece, offset in zip(run, offsets, strict=False):
                 ids[0, offset : offset + len(piece.tokens)] = piece.tokens
-        for row, piece in enumerate(run):
-            table[row, : len(piece.blocks)] = piece.blocks
         bound.write(OFFSETS, offsets, np.int32)
         bound.write("logit_positions", places)
+        bound.write_rows(BLOCK_TABLE, [piece.blocks for piece in run], self._columns, np.int32)
         bound.input(STARTS, (entries,), np.int32)[:] = [piece.start for piece in run]
         if self._wants_positions:
             positions = bound.input("position_ids", (1, tokens))

@@ -41,6 +41,15 @@ def test_a_quantized_table_is_read_row_by_row(fmt: Scheme, native_operators: Non
     np.testing.assert_array_equal(-run(model, {"input_ids": IDS})["rows"], table.dequantize()[IDS])
 
 
+def test_5_bit_codes_in_groups_of_16_are_stored_in_6_bits(native_operators: None) -> None:
+    table = round_to_nearest(TABLE, Scheme(bits=5, group_size=16, symmetric=True))
+    model = graph()
+    lowered = lowering(model, {"embed.weight": table})
+    apply(lowered, embedding)
+    assert lowered.plan == {"embedding": "BlockGather 5-bit g16, stored in 6 bits"}
+    np.testing.assert_array_equal(-run(model, {"input_ids": IDS})["rows"], table.dequantize()[IDS])
+
+
 @pytest.mark.parametrize("fmt", formats(4, 5, 6, 8), ids=str)
 def test_where_native_operators_do_not_run_a_stock_one_reads_it_and_that_is_said(
     fmt: Scheme, stock_operators: str
