@@ -82,7 +82,9 @@ class Engine:
 
 
 async def answer(engine: Engine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Requests of one connection, one after the other. Only POST /v1/completions with "stream" is understood."""
+    """Requests of one connection, one after the other, until the client closes it or asks to. Only POST /v1/completions
+    with "stream" is understood.
+    """
     try:
         while True:
             head = (await reader.readuntil(b"\r\n\r\n")).lower()
@@ -97,6 +99,8 @@ async def answer(engine: Engine, reader: asyncio.StreamReader, writer: asyncio.S
             data = b"data: [DONE]\n\n"
             writer.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data))
             await writer.drain()
+            if b"\r\nconnection: close\r\n" in head:
+                return
     except (asyncio.IncompleteReadError, ConnectionError):
         pass
     finally:

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.serving.client import Answer, Plan, Planned, play
 from benchmarks.serving.load import Text
+from benchmarks.serving.openvino_server import answer
 from benchmarks.serving.report import Measured, Run, bars, page, write
 from benchmarks.serving.run import arguments, bench
 from benchmarks.serving.scenarios import Interruption, Load, Prefix, decode_rate, gaps_between, throughput
@@ -72,6 +73,30 @@ def test_events_are_timed_by_the_piece_that_completes_them() -> None:
 def test_what_is_no_complete_answer_is_an_error(response: bytes, error: str) -> None:
     answers, _ = served(response)
     assert all(error in answer.error for answer in answers)
+
+
+class TwoTokens:
+    """In place of OpenVINO's engine: two tokens, and the end."""
+
+    def add(self, body: dict[str, Any]) -> asyncio.Queue[tuple[str, int] | None]:
+        queue: asyncio.Queue[tuple[str, int] | None] = asyncio.Queue()
+        for message in (("a", 1), (body["model"], 2), None):
+            queue.put_nowait(message)
+        return queue
+
+
+def test_the_server_of_openvino_closes_the_connection_of_the_client() -> None:
+    """The client reads until then: a server that keeps the connection hangs the benchmark."""
+    engine: Any = TwoTokens()
+
+    async def run() -> list[Answer]:
+        server = await asyncio.start_server(lambda r, w: answer(engine, r, w), "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with server:
+            return list((await play(Plan(url, "m", [Planned([1, 2], 2)], timeout_seconds=10.0))).answers)
+
+    (found,) = asyncio.run(run())
+    assert (found.error, found.tokens, len(found.events)) == ("", 2, 2)
 
 
 def text() -> Text:
