@@ -1,9 +1,9 @@
 """Linears rounded to a scheme well enough to rank schemes by, in a fraction of what the quantize stage takes.
 
-Every scheme gets the search for input scales that belongs to it, on a coarse grid. Then codes of up to 6 bits are
-GPTQ's on the full range, and those of 8 the nearest; embeddings are rounded as the quantize stage does it. Less would
-not do: without the search 8-bit Q/K/V of the default model seem to cost two to four times what the quantize stage makes
-of them, without GPTQ 4-bit ones three to five times (docs/negative-results.md), and 5- and 6-bit ones 1.4 to 1.6 times.
+Every scheme gets the search for input scales that belongs to it, on a coarse grid. Then 4-bit codes are GPTQ's on the
+full range, and those of more bits the nearest; embeddings are rounded as the quantize stage does it. Less would not
+do: without the search 8-bit Q/K/V of the default model seem to cost two to four times what the quantize stage makes of
+them, and without GPTQ 4-bit ones three to five times, 5- and 6-bit ones 1.4 to 1.6 times (docs/negative-results.md).
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from tapeout.schemes import FLOAT, Scheme
 
 STEPS = 8  # of the exponent between 0 and 1, in searches for input scales
 AT_ONCE = 2  # groups; numpy releases the interpreter
-GPTQ_BITS = 6  # and fewer
+# And fewer. With GPTQ for 6 bits, too, plans use up all of plan.max_kl, and the verdict of `latency` is INCONCLUSIVE.
+GPTQ_BITS = 4
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,7 @@ FLOAT = Scheme(bits=32)
 STATIC_INT8 = Scheme(bits=8, activations="int8")
 
 # For linears. Groups of 128 shrink to 64 where they do not divide the inputs. Larger or smaller ones of 8 bits are no
-# faster. 5 bits in groups of 32 have 0.6 times the KL of groups of 64 at 5 % more bytes (docs/benchmarks/plans.md).
+# faster. 5 bits in groups of 32 have 0.6 to 0.7 times the KL of 64 at 5 % more bytes (docs/benchmarks/plans.md).
 MENU: tuple[Scheme, ...] = (
     FLOAT,
     Scheme(bits=8, group_size=128, symmetric=True),
