@@ -192,7 +192,8 @@ class EngineCore:
             return {}
         drafts: dict[str, Sequence[int]] = {}
         decoding = self.scheduler.decoding()
-        if self.scheduler.costs.worth(len(decoding)) > MOST_WORTH:
+        costs = self.scheduler.costs
+        if costs.plain_due(len(decoding)) or costs.worth(len(decoding)) > MOST_WORTH:
             return {}
         for id, tokens, room in decoding:
             speculation = self._active[id].speculation

@@ -65,7 +65,7 @@ class Limits:
     aging_seconds: float = 5.0
     scored_tokens: int = 64
     most_drafted: int = 8
-    itl_factor: float = 1.7
+    itl_factor: float = 1.5
     itl_seconds: float = 0.015
     backlog_seconds: float = 1.0
     step_seconds: float = 1.0
@@ -264,15 +264,15 @@ class Scheduler:
         pending = [self._pending(sequence) for sequence in prompts]
         backlog = self.waiting_tokens + sum(pending) - max(pending, default=0)
         budget = self.costs.prompt_budget(len(self._planned), budget, backlog)
-        if drafts:  # they delay the others as prompts do, and leave those half of the room
-            budget -= self._add_drafts(drafts, budget // 2 if prompts or self._waiting else budget)
         scored = self.limits.scored_tokens
         for sequence in prompts:
             if budget and sequence.id in self._running:
                 fed, scored = self._feed_prompt(sequence, budget, scored, now)
                 budget -= fed
         if self.preemptions == before:  # else those that were preempted would be admitted right away
-            self._admit(budget, scored, now)
+            budget = self._admit(budget, scored, now)
+        if drafts:  # what is left: a prompt's tokens must be computed in any case, and a guess may be wrong
+            self._add_drafts(drafts, budget)
         return list(self._planned.values())
 
     def commit(self, outcomes: Mapping[str, Outcome], now: float) -> list[Finished]:
@@ -345,12 +345,12 @@ class Scheduler:
             scored -= count
         return (self._feed(sequence, count, now) if count else 0), scored
 
-    def _add_drafts(self, drafts: Mapping[str, Sequence[int]], budget: int) -> int:
-        """Append guesses to the planned work, as far as free blocks and the requests' limits allow; how many."""
-        before, size = budget, self._block_tokens
+    def _add_drafts(self, drafts: Mapping[str, Sequence[int]], budget: int) -> None:
+        """Append guesses to the planned work, as far as free blocks and the requests' limits allow."""
+        size = self._block_tokens
         for id, guesses in drafts.items():
             work, sequence = self._planned.get(id), self._running.get(id)
-            if work is None or sequence is None:
+            if work is None or sequence is None or len(work.tokens) > 1:  # a prompt is no decode
                 continue
             end, count = work.start + 1, min(len(guesses), budget, self._room(sequence))
             missing = -(-(end + count) // size) - len(sequence.blocks)
@@ -363,19 +363,19 @@ class Scheduler:
             if count > 0:
                 self._planned[id] = work._replace(tokens=[*work.tokens, *guesses[:count]], drafts=count)
                 budget -= count
-        return before - budget
 
-    def _admit(self, budget: int, scored: int, now: float) -> None:
+    def _admit(self, budget: int, scored: int, now: float) -> int:
         """Waiting requests run while there is budget, and room for their tokens so far and those that are expected.
+        What is left of the budget.
 
         One that does not fit is not overtaken by smaller ones of a lower rank, or it would starve.
         """
         size = self._block_tokens
         if not budget or len(self._running) >= self.limits.max_running:
-            return
+            return budget
         for sequence in self._queue.ranked(now):
             if not budget or len(self._running) >= self.limits.max_running:
-                return
+                break
             sequence.keys = block_keys(sequence.tokens, size, sequence.request.salt, sequence.keys)
             # The last token is computed in any case: its logits decide the next one.
             usable = 0 if sequence.request.scored else (len(sequence.tokens) - 1) // size
@@ -389,7 +389,7 @@ class Scheduler:
             rest = self.pool.take(missing) if spare >= 0 or not self._running else None
             if rest is None:
                 self.pool.release(found)
-                return
+                break
             sequence.blocks, sequence.computed, sequence.published = found + rest, len(found) * size, len(found)
             if not sequence.started:
                 sequence.cached, sequence.started = sequence.computed, True
@@ -399,6 +399,7 @@ class Scheduler:
                 self._computing.setdefault(key, sequence.id)
             fed, scored = self._feed_prompt(sequence, budget, scored, now)
             budget -= fed
+        return budget
 
     def _growth(self, candidate: _Sequence, now: float) -> int:
         """Blocks that a candidate, and the running requests of higher rank, are expected to need beyond their tokens.

@@ -19,6 +19,7 @@ import orjson
 from benchmarks.peers.process import ROOT, PeerProcess
 from benchmarks.serving.client import Answer, Plan, Planned, Played
 from benchmarks.serving.load import Text
+from benchmarks.serving.pauses import longest_pause_ms
 from benchmarks.serving.servers import MODEL
 from tapeout.artifact import Frozen
 from tapeout.errors import EvidenceError
@@ -32,7 +33,7 @@ LONG_AFTER = 16
 LONG_TOKENS, LONG_ANSWER = 640, 16  # new tokens of each stream, and of the long prompt
 PREFIX, QUESTION, PREFIX_PAIRS = 512, 16, 5
 STREAM_PROMPT, STREAM_TOKENS = 64, 96
-SHORT_ROUNDS = 5  # of scenarios that take seconds, and whose figures differ most between rounds
+SHORT_ROUNDS = 9  # of scenarios that take seconds, and whose figures differ most between rounds
 
 
 class Load(Frozen):
@@ -53,7 +54,8 @@ class Interruption(Frozen):
     """Inter-token latencies of streams while a long prompt arrives, each divided by the median of its stream.
 
     ``worst_ratio`` is the largest, ``p99_ratio`` the 99th percentile. ``usual_ratio``, ``usual_p99_ratio``: the same
-    without the prompt, over as long a time: what client and machine do anyway.
+    without the prompt, over as long a time: what client and machine do anyway. ``pause_ms``: for how long the machine
+    held up a loop that only reads the clock, over as long a time again.
     """
 
     median_ms: float
@@ -63,6 +65,7 @@ class Interruption(Frozen):
     long_ttft_ms: float
     usual_ratio: float
     usual_p99_ratio: float
+    pause_ms: float
 
 
 class Prefix(Frozen):
@@ -186,6 +189,7 @@ def interruption(url: str, text: Text) -> Interruption:
         long_ttft_ms=1000 * arrived.first_token_seconds,
         usual_ratio=max(ratios(usual)),
         usual_p99_ratio=float(np.percentile(ratios(usual), 99)),
+        pause_ms=longest_pause_ms(arrived.first_token_seconds),
     )
 
 

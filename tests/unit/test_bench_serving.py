@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.serving import pauses
 from benchmarks.serving.client import Answer, Plan, Planned, play
 from benchmarks.serving.load import Text
 from benchmarks.serving.openvino_server import answer
@@ -164,6 +165,7 @@ def ours(**changes: Any) -> Measured:
                 long_ttft_ms=900,
                 usual_ratio=1.5,
                 usual_p99_ratio=1.2,
+                pause_ms=3,
             ),
         ),
         "prefix": Prefix(cold_ms=90, warm_ms=10, cached_tokens=512),
@@ -201,6 +203,7 @@ MISSED: list[dict[str, Any]] = [
                 long_ttft_ms=900,
                 usual_ratio=1.5,
                 usual_p99_ratio=1.2,
+                pause_ms=3,
             ),
         )
     },
@@ -219,6 +222,24 @@ def test_every_bar_holds_is_missed_or_has_no_figure(tmp_path: Path) -> None:
     write(run_of(bare), tmp_path)
     assert "not measured" in (tmp_path / "serving.md").read_text() and (tmp_path / "serving.json").is_file()
     assert "other" in page(run_of(ours()))
+
+
+def test_a_pause_is_the_longest_time_between_two_readings_of_the_clock(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    readings = iter([0.0, 0.25, 0.5, 3.0, 5.5])
+    monkeypatch.setattr(pauses, "monotonic", lambda: next(readings))
+    kept: list[set[int]] = []
+    monkeypatch.setattr("os.sched_setaffinity", lambda _, cores: kept.append(cores))
+    pauses.main(["5", "1"])
+    assert capsys.readouterr().out == "2500.0\n" and kept == [{1}]
+
+
+def test_pauses_are_looked_for_on_every_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 0 < pauses.longest_pause_ms(0.02) < 60_000
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    with pytest.raises(EvidenceError, match="exit code 1"):
+        pauses.longest_pause_ms(0.02)
 
 
 def test_every_server_has_a_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
