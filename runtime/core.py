@@ -187,8 +187,8 @@ class EngineCore:
         self._step_tokens = sum(len(work.tokens) for work in works)
 
     def _drafts(self) -> dict[str, Sequence[int]]:
-        """Guesses for the requests that decode in the next step, where they pay."""
-        if not self._most_drafted:
+        """Guesses for the requests that decode in the next step, where they pay and prompts leave room for them."""
+        if not self._most_drafted or self.scheduler.feeds_prompts:
             return {}
         drafts: dict[str, Sequence[int]] = {}
         decoding = self.scheduler.decoding()

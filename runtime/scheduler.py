@@ -183,6 +183,11 @@ class Scheduler:
         """Prompt tokens of a running request that it did not have to compute."""
         return self._running[id].cached
 
+    @property
+    def feeds_prompts(self) -> bool:
+        """A running request has more than one token to feed: the next step has room for prompts first."""
+        return any(self._pending(sequence) > 1 for sequence in self._running.values())
+
     def decoding(self) -> list[tuple[str, Sequence[int], int]]:
         """Requests that feed one token in the next step: id, tokens so far, and how many guesses there is room for."""
         return [
@@ -277,7 +282,7 @@ class Scheduler:
 
     def commit(self, outcomes: Mapping[str, Outcome], now: float) -> list[Finished]:
         """What came of the planned work; requests that were cancelled meanwhile may be missing. Who has ended."""
-        fed, decodes, finished = 0, 0, list[Finished]()
+        fed, decodes, failed, finished = 0, 0, False, list[Finished]()
         planned, self._planned = self._planned, {}
         for id, work in planned.items():
             sequence = self._running.get(id)
@@ -285,6 +290,7 @@ class Scheduler:
                 continue
             outcome = outcomes[id]
             if outcome.failed:
+                failed = True
                 finished.append(self._finish(id, "error"))
                 continue
             count, request = len(work.tokens), sequence.request
@@ -301,7 +307,9 @@ class Scheduler:
                 finished.append(self._finish(id, "stop"))
             elif sequence.answered == request.max_new_tokens and (work.samples or not self._pending(sequence)):
                 finished.append(self._finish(id, "length"))
-        self._measure(decodes, fed, now)
+        if not failed:  # else it is not known what took the time
+            self.costs.observe(decodes, fed - decodes, now - self._planned_at)
+        self._measure(fed, now)
         return finished
 
     def check(self) -> None:
@@ -346,13 +354,20 @@ class Scheduler:
         return (self._feed(sequence, count, now) if count else 0), scored
 
     def _add_drafts(self, drafts: Mapping[str, Sequence[int]], budget: int) -> None:
-        """Append guesses to the planned work, as far as free blocks and the requests' limits allow."""
-        size = self._block_tokens
+        """Append guesses to the planned work, as far as free blocks and the requests' limits allow.
+
+        Where there is room for some only, everybody gets the first ones: later ones hold less often.
+        """
+        size, wanted = self._block_tokens, list[tuple[int, _Sequence, Work, Sequence[int]]]()
         for id, guesses in drafts.items():
             work, sequence = self._planned.get(id), self._running.get(id)
-            if work is None or sequence is None or len(work.tokens) > 1:  # a prompt is no decode
+            if work is None or sequence is None or not work.samples or len(work.tokens) > 1:  # a prompt is no decode
                 continue
-            end, count = work.start + 1, min(len(guesses), budget, self._room(sequence))
+            if (count := min(len(guesses), self._room(sequence))) > 0:
+                wanted.append((count, sequence, work, guesses))
+        wanted.sort(key=lambda found: found[0])
+        for number, (most, sequence, work, guesses) in enumerate(wanted):
+            end, count = work.start + 1, min(most, budget // (len(wanted) - number))
             missing = -(-(end + count) // size) - len(sequence.blocks)
             if missing > 0:
                 taken = self.pool.take(missing)
@@ -361,7 +376,8 @@ class Scheduler:
                 else:
                     sequence.blocks += taken
             if count > 0:
-                self._planned[id] = work._replace(tokens=[*work.tokens, *guesses[:count]], drafts=count)
+                tokens = [*work.tokens, *guesses[:count]]
+                self._planned[sequence.id] = work._replace(tokens=tokens, drafts=count)
                 budget -= count
 
     def _admit(self, budget: int, scored: int, now: float) -> int:
@@ -508,8 +524,7 @@ class Scheduler:
         priority = request.priority - (now - sequence.arrival) // self.limits.aging_seconds
         return priority, self._served[request.tenant], sequence.arrival, request.id
 
-    def _measure(self, decodes: int, fed: int, now: float) -> None:
-        self.costs.observe(decodes, fed - decodes, now - self._planned_at)
+    def _measure(self, fed: int, now: float) -> None:
         elapsed = now - (self._planned_at if self._busy_since is None else self._busy_since)
         if fed and elapsed > 0:
             speed = fed / elapsed

@@ -9,9 +9,11 @@ from collections import deque
 from statistics import median_low
 
 MIN_CHUNK = 8  # prompt tokens that a step may always feed, or prompts would not progress
+# Steps of fewer tokens, without decodes, take as long as weights take to read, whatever a token costs.
+ALONE = 64
 REMEMBERED = 5  # steps whose median counts: one that the machine has held up does not
 # A step without prompts and drafts is due after so many with them: by how much these are longer is not known else.
-PLAIN_EVERY, FIRST_PLAIN_EVERY, FIRST_PLAIN = 16, 4, 3  # more often while there were fewer than FIRST_PLAIN
+PLAIN_AFTER, FIRST_PLAIN_AFTER, FIRST_PLAIN = 16, 4, 3  # sooner while there were fewer than FIRST_PLAIN
 
 
 class _Typical:
@@ -43,7 +45,7 @@ class StepCosts:
     that proportion. ``step_seconds`` bounds any step, so that arrivals and cancellations do not wait longer.
 
     A decode step is bandwidth-bound: its time hardly grows with the number of sequences, and not by a simple law. So
-    it is kept for each number of decodes, from 8 on in classes an eighth to a quarter wide. Prompt tokens and drafts
+    it is kept for each number of decodes, from 8 on in classes of a seventh to a quarter. Prompt tokens and drafts
     are compute-bound: one time per token is enough. Both are medians of the latest steps. A step that is plain, with
     decodes alone, is planned now and then where there would be none (:meth:`plain_due`): with drafts in every step the
     first plain one, slow since everything was cold, counted for ever (measured: 15.7 ms instead of 9.5 at 16 streams,
@@ -66,7 +68,7 @@ class StepCosts:
         """One step: ``decodes`` sequences fed one token each, and ``more_tokens`` of prompts and drafts."""
         if seconds <= 0 or not decodes + more_tokens:
             return
-        if more_tokens >= MIN_CHUNK:  # fewer tell more of the noise of a step than of their cost
+        if more_tokens >= (MIN_CHUNK if decodes else ALONE):  # fewer tell more of the noise than of their cost
             self._token.add(max(seconds - self.decode_seconds(decodes), 0.1 * seconds) / more_tokens)
         if decodes:
             of_class = self._decodes.setdefault(_least_of_class(decodes), _Decode())
@@ -81,7 +83,7 @@ class StepCosts:
         known = self._decodes.get(_least_of_class(decodes)) if decodes else None
         if known is None:
             return False
-        return known.others >= (FIRST_PLAIN_EVERY if len(known.seconds) < FIRST_PLAIN else PLAIN_EVERY)
+        return known.others >= (FIRST_PLAIN_AFTER if len(known.seconds) < FIRST_PLAIN else PLAIN_AFTER)
 
     def decode_seconds(self, decodes: int) -> float:
         """Of a step without prompts; of the nearest number of decodes that was seen. 0 if there was none."""
@@ -103,8 +105,8 @@ class StepCosts:
         return min(1.0, cost * decodes / seconds) if seconds and cost else 0.5
 
     def prompt_budget(self, decodes: int, most: int, backlog: int) -> int:
-        """Prompt tokens that a step with so many decodes may feed, at most ``most``; all of them until costs are known,
-        and none in a step that is to be plain.
+        """Tokens of prompts and drafts that a step with so many decodes may feed, at most ``most``: all of them until
+        costs are known, and none in a step that is to be plain.
 
         ``backlog``: prompt tokens that wait to be fed.
 
@@ -129,7 +131,7 @@ class StepCosts:
 
 
 def _least_of_class(decodes: int) -> int:
-    """1 to 8 are classes of their own; then there are four between a power of two and the next.
+    """1 to 7 are classes of their own; then there are four between a power of two and the next.
 
     >>> [_least_of_class(decodes) for decodes in (1, 7, 8, 9, 15, 16, 19, 20, 64, 79)]
     [1, 7, 8, 8, 14, 16, 16, 20, 64, 64]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import subprocess
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -221,21 +222,34 @@ def test_every_bar_holds_is_missed_or_has_no_figure(tmp_path: Path) -> None:
     assert [bar.holds for bar in bars(run_of(bare))] == [None] * 7 + [True]
     write(run_of(bare), tmp_path)
     assert "not measured" in (tmp_path / "serving.md").read_text() and (tmp_path / "serving.json").is_file()
-    assert "other" in page(run_of(ours()))
+    assert "other" in page(run_of(ours())) and "reads the clock for 3 ms" in page(run_of(ours()))
 
 
 def test_a_pause_is_the_longest_time_between_two_readings_of_the_clock(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    readings = iter([0.0, 0.25, 0.5, 3.0, 5.5])
+    readings = iter([0.0, 0.0, 0.25, 0.5, 3.0, 5.5])
     monkeypatch.setattr(pauses, "monotonic", lambda: next(readings))
     kept: list[set[int]] = []
     monkeypatch.setattr("os.sched_setaffinity", lambda _, cores: kept.append(cores))
-    pauses.main(["5", "1"])
+    pauses.main(["0", "5", "1"])
     assert capsys.readouterr().out == "2500.0\n" and kept == [{1}]
 
 
-def test_pauses_are_looked_for_on_every_core(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_longest_pause_of_all_cores_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each loop is a program here that says which core it was given."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {3, 5, 4})
+    start, started = subprocess.Popen, list[str]()
+
+    def say_core(words: list[str], **more: Any) -> subprocess.Popen[str]:
+        started.append(words[-1])
+        return start(["echo", words[-1]], **more)
+
+    monkeypatch.setattr("subprocess.Popen", say_core)
+    assert pauses.longest_pause_ms(0.1) == 5 and started == ["3", "4", "5"]
+
+
+def test_a_loop_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < pauses.longest_pause_ms(0.02) < 60_000
     monkeypatch.setattr("sys.executable", "/bin/false")
     with pytest.raises(EvidenceError, match="exit code 1"):

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engines.protocol import Entry
 from runtime.blocks import BlockPool, block_keys
 from runtime.scheduler import Finished, Limits, Outcome, QueueFullError, Request, Scheduler, Work
-from runtime.step_costs import FIRST_PLAIN_EVERY, MIN_CHUNK
+from runtime.step_costs import FIRST_PLAIN_AFTER, MIN_CHUNK
 from tapeout.errors import RequestError
 from tests.fake_engine import HistoryEngine
 
@@ -142,7 +142,8 @@ class Served(RuleBasedStateMachine):
             del outcomes[works[cancels].id]
         for id, outcome in outcomes.items():
             self.answers[id] += outcome.tokens
-        self.end(self.scheduler.commit(outcomes, self.now))
+        fed = sum(len(work.tokens) for work in works)
+        self.end(self.scheduler.commit(outcomes, self.now + 0.01 + 0.001 * fed))  # so costs are learned
 
     @invariant()
     def adds_up(self) -> None:
@@ -480,6 +481,28 @@ def test_guesses_leave_decodes_their_latency_and_prompts_come_before_them() -> N
     assert [step() for _ in range(5)] == [*[(0, MIN_CHUNK)] * 3, (MIN_CHUNK - 3, 3), (MIN_CHUNK, 0)]
 
 
+def test_every_decode_has_a_first_guess_before_any_has_a_second() -> None:
+    """Later guesses hold less often."""
+    made = Scheduler(BlockPool(4000), Limits(step_tokens=10), BLOCK, 8000)
+    for id in "abcd":
+        made.add(Request(id, [1], 50), 0)
+    advance(made)
+    guesses = {"a": [7] * 8, "b": [7], "c": [7] * 8, "d": [7] * 8}
+    works = made.plan(0, guesses)  # 10 tokens, of which 4 decode
+    assert {work.id: work.drafts for work in works} == {"a": 1, "b": 1, "c": 2, "d": 2}
+
+
+def test_a_step_that_failed_teaches_no_cost() -> None:
+    made = scheduler(blocks=64)
+    for id in "ab":
+        made.add(Request(id, [1], 50), 0)
+    advance(made)
+    made.costs.observe(2, 0, 0.01)
+    made.plan(0)
+    made.commit({"a": Outcome([1]), "b": Outcome(failed=True)}, 9.0)
+    assert made.costs.decode_seconds(2) == 0.01
+
+
 def test_a_step_is_plain_where_one_is_due() -> None:
     made = Scheduler(BlockPool(4000), Limits(), BLOCK, 8000)
     made.add(Request("a", [1], 50), 0)
@@ -487,11 +510,11 @@ def test_a_step_is_plain_where_one_is_due() -> None:
     made.costs.observe(1, 0, 0.01)
     made.add(Request("prompt", [2] * 4000, 1), 0)
     plain: list[bool] = []
-    for _ in range(FIRST_PLAIN_EVERY + 2):
+    for _ in range(FIRST_PLAIN_AFTER + 2):
         works = made.plan(0, {"a": [7] * 8})
         plain.append([(work.id, len(work.tokens)) for work in works] == [("a", 1)])
         made.commit({work.id: Outcome([1] if work.samples else []) for work in works}, 0.01)
-    assert plain == [*[False] * FIRST_PLAIN_EVERY, True, False]
+    assert plain == [*[False] * FIRST_PLAIN_AFTER, True, False]
 
 
 def test_one_long_prompt_is_no_backlog_but_several_are() -> None:

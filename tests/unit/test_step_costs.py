@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from runtime.step_costs import FIRST_PLAIN_EVERY, MIN_CHUNK, PLAIN_EVERY, StepCosts
+from runtime.step_costs import FIRST_PLAIN_AFTER, MIN_CHUNK, PLAIN_AFTER, StepCosts
 
 
 def costs() -> StepCosts:
@@ -101,7 +101,7 @@ def test_steps_that_all_have_drafts_do_not_hide_what_a_plain_one_takes() -> None
             plain.append(number)
     assert made.decode_seconds(16) == seconds(16, 0)
     gaps = [after - before for before, after in itertools.pairwise(plain)]
-    assert gaps[0] == FIRST_PLAIN_EVERY + 1 and set(gaps[1:]) == {PLAIN_EVERY + 1}
+    assert gaps[0] == FIRST_PLAIN_AFTER + 1 and set(gaps[1:]) == {PLAIN_AFTER + 1}
 
 
 def test_steps_that_are_plain_anyway_need_no_others() -> None:
@@ -112,8 +112,18 @@ def test_steps_that_are_plain_anyway_need_no_others() -> None:
     assert not made.plain_due(0) and not made.plain_due(64)  # none without decodes, nor of a kind that was not seen
 
 
+def test_a_short_prompt_alone_says_nothing_of_what_a_token_costs() -> None:
+    """It takes as long as weights take to read."""
+    made = costs()
+    made.observe(0, 256, seconds(0, 256))
+    known = made.prompt_budget(0, 4096, 0)
+    for _ in range(9):
+        made.observe(0, MIN_CHUNK, seconds(1, 0))
+    assert made.prompt_budget(0, 4096, 0) == known
+
+
 def test_prompts_may_always_make_a_step_last_fifteen_milliseconds() -> None:
-    """A step of one stream takes 2 ms here: 1.7 times that would leave prompts next to nothing."""
+    """A step of one stream takes 2 ms here: 1.5 times that would leave prompts next to nothing."""
     made = StepCosts()
     made.observe(1, 0, 0.002)
     made.observe(0, 256, 0.0256)
