@@ -174,11 +174,11 @@ def _long_bar(ours: Measured) -> Bar:
     rounds = ", ".join(f"{one.worst_ratio:.1f}" for one in ours.long_prompt)
     usual = ", ".join(f"{one.usual_ratio:.1f}" for one in ours.long_prompt)
     found += f"; its TTFT {middle.long_ttft_ms:,.0f} ms. Rounds: {rounds}; without the prompt {usual}. P99 of a round: "
-    found += f"{median(one.p99_ratio for one in ours.long_prompt):.1f} times, without the prompt "
-    found += (
-        f"{median(one.usual_p99_ratio for one in ours.long_prompt):.1f}. The machine held up a loop that only reads "
-    )
-    found += f"the clock for {', '.join(f'{one.pause_ms:.0f}' for one in ours.long_prompt)} ms, over as long a time"
+    p99 = median(one.p99_ratio for one in ours.long_prompt)
+    usual_p99 = median(one.usual_p99_ratio for one in ours.long_prompt)
+    pauses = ", ".join(f"{one.pause_ms:.0f}" for one in ours.long_prompt)
+    found += f"{p99:.1f} times, without the prompt {usual_p99:.1f}. "
+    found += f"The machine held up a loop that only reads the clock for {pauses} ms, over as long a time"
     return Bar(what, bar, found, middle.worst_ratio <= LONG_BAR)
 
 
