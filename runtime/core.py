@@ -187,12 +187,13 @@ class EngineCore:
         self._step_tokens = sum(len(work.tokens) for work in works)
 
     def _drafts(self) -> dict[str, Sequence[int]]:
-        """Guesses for the requests that decode in the next step, where they pay."""
-        if not self._most_drafted:
+        """Guesses for the requests that decode in the next step, where they pay and prompts leave room for them."""
+        if not self._most_drafted or self.scheduler.feeds_prompts:
             return {}
         drafts: dict[str, Sequence[int]] = {}
         decoding = self.scheduler.decoding()
-        if self.scheduler.costs.worth(len(decoding)) > MOST_WORTH:
+        costs = self.scheduler.costs
+        if costs.plain_due(len(decoding)) or costs.worth(len(decoding)) > MOST_WORTH:
             return {}
         for id, tokens, room in decoding:
             speculation = self._active[id].speculation

@@ -65,9 +65,9 @@ class Limits:
     aging_seconds: float = 5.0
     scored_tokens: int = 64
     most_drafted: int = 8
-    itl_factor: float = 1.7
+    itl_factor: float = 1.5
     itl_seconds: float = 0.015
-    backlog_seconds: float = 1.0
+    backlog_seconds: float = 0.25
     step_seconds: float = 1.0
 
 
@@ -183,6 +183,11 @@ class Scheduler:
         """Prompt tokens of a running request that it did not have to compute."""
         return self._running[id].cached
 
+    @property
+    def feeds_prompts(self) -> bool:
+        """A running request has more than one token to feed: the next step has room for prompts first."""
+        return any(self._pending(sequence) > 1 for sequence in self._running.values())
+
     def decoding(self) -> list[tuple[str, Sequence[int], int]]:
         """Requests that feed one token in the next step: id, tokens so far, and how many guesses there is room for."""
         return [
@@ -262,22 +267,22 @@ class Scheduler:
                 budget -= self._feed(sequence, 1, now)
         # One long prompt is no backlog: it takes its time, and nobody else waits longer for that.
         pending = [self._pending(sequence) for sequence in prompts]
-        backlog = self.waiting_tokens + sum(pending) - max(pending, default=0)
+        backlog = self.waiting_tokens + sum(pending) - max(self._queue.longest, *pending, 0)
         budget = self.costs.prompt_budget(len(self._planned), budget, backlog)
-        if drafts:  # they delay the others as prompts do, and leave those half of the room
-            budget -= self._add_drafts(drafts, budget // 2 if prompts or self._waiting else budget)
         scored = self.limits.scored_tokens
         for sequence in prompts:
             if budget and sequence.id in self._running:
                 fed, scored = self._feed_prompt(sequence, budget, scored, now)
                 budget -= fed
         if self.preemptions == before:  # else those that were preempted would be admitted right away
-            self._admit(budget, scored, now)
+            budget = self._admit(budget, scored, now)
+        if drafts:  # what is left: a prompt's tokens must be computed in any case, and a guess may be wrong
+            self._add_drafts(drafts, budget)
         return list(self._planned.values())
 
     def commit(self, outcomes: Mapping[str, Outcome], now: float) -> list[Finished]:
         """What came of the planned work; requests that were cancelled meanwhile may be missing. Who has ended."""
-        fed, decodes, finished = 0, 0, list[Finished]()
+        fed, decodes, failed, finished = 0, 0, False, list[Finished]()
         planned, self._planned = self._planned, {}
         for id, work in planned.items():
             sequence = self._running.get(id)
@@ -285,6 +290,7 @@ class Scheduler:
                 continue
             outcome = outcomes[id]
             if outcome.failed:
+                failed = True
                 finished.append(self._finish(id, "error"))
                 continue
             count, request = len(work.tokens), sequence.request
@@ -301,7 +307,9 @@ class Scheduler:
                 finished.append(self._finish(id, "stop"))
             elif sequence.answered == request.max_new_tokens and (work.samples or not self._pending(sequence)):
                 finished.append(self._finish(id, "length"))
-        self._measure(decodes, fed, now)
+        if not failed:  # else it is not known what took the time
+            self.costs.observe(decodes, fed - decodes, now - self._planned_at)
+        self._measure(fed, now)
         return finished
 
     def check(self) -> None:
@@ -345,14 +353,21 @@ class Scheduler:
             scored -= count
         return (self._feed(sequence, count, now) if count else 0), scored
 
-    def _add_drafts(self, drafts: Mapping[str, Sequence[int]], budget: int) -> int:
-        """Append guesses to the planned work, as far as free blocks and the requests' limits allow; how many."""
-        before, size = budget, self._block_tokens
+    def _add_drafts(self, drafts: Mapping[str, Sequence[int]], budget: int) -> None:
+        """Append guesses to the planned work, as far as free blocks and the requests' limits allow.
+
+        Where there is room for some only, everybody gets the first ones: later ones hold less often.
+        """
+        size, wanted = self._block_tokens, list[tuple[int, _Sequence, Work, Sequence[int]]]()
         for id, guesses in drafts.items():
             work, sequence = self._planned.get(id), self._running.get(id)
-            if work is None or sequence is None:
+            if work is None or sequence is None or not work.samples or len(work.tokens) > 1:  # a prompt is no decode
                 continue
-            end, count = work.start + 1, min(len(guesses), budget, self._room(sequence))
+            if (count := min(len(guesses), self._room(sequence))) > 0:
+                wanted.append((count, sequence, work, guesses))
+        wanted.sort(key=lambda found: found[0])
+        for number, (most, sequence, work, guesses) in enumerate(wanted):
+            end, count = work.start + 1, min(most, budget // (len(wanted) - number))
             missing = -(-(end + count) // size) - len(sequence.blocks)
             if missing > 0:
                 taken = self.pool.take(missing)
@@ -361,21 +376,22 @@ class Scheduler:
                 else:
                     sequence.blocks += taken
             if count > 0:
-                self._planned[id] = work._replace(tokens=[*work.tokens, *guesses[:count]], drafts=count)
+                tokens = [*work.tokens, *guesses[:count]]
+                self._planned[sequence.id] = work._replace(tokens=tokens, drafts=count)
                 budget -= count
-        return before - budget
 
-    def _admit(self, budget: int, scored: int, now: float) -> None:
+    def _admit(self, budget: int, scored: int, now: float) -> int:
         """Waiting requests run while there is budget, and room for their tokens so far and those that are expected.
+        What is left of the budget.
 
         One that does not fit is not overtaken by smaller ones of a lower rank, or it would starve.
         """
         size = self._block_tokens
         if not budget or len(self._running) >= self.limits.max_running:
-            return
+            return budget
         for sequence in self._queue.ranked(now):
             if not budget or len(self._running) >= self.limits.max_running:
-                return
+                break
             sequence.keys = block_keys(sequence.tokens, size, sequence.request.salt, sequence.keys)
             # The last token is computed in any case: its logits decide the next one.
             usable = 0 if sequence.request.scored else (len(sequence.tokens) - 1) // size
@@ -389,7 +405,7 @@ class Scheduler:
             rest = self.pool.take(missing) if spare >= 0 or not self._running else None
             if rest is None:
                 self.pool.release(found)
-                return
+                break
             sequence.blocks, sequence.computed, sequence.published = found + rest, len(found) * size, len(found)
             if not sequence.started:
                 sequence.cached, sequence.started = sequence.computed, True
@@ -399,6 +415,7 @@ class Scheduler:
                 self._computing.setdefault(key, sequence.id)
             fed, scored = self._feed_prompt(sequence, budget, scored, now)
             budget -= fed
+        return budget
 
     def _growth(self, candidate: _Sequence, now: float) -> int:
         """Blocks that a candidate, and the running requests of higher rank, are expected to need beyond their tokens.
@@ -507,8 +524,7 @@ class Scheduler:
         priority = request.priority - (now - sequence.arrival) // self.limits.aging_seconds
         return priority, self._served[request.tenant], sequence.arrival, request.id
 
-    def _measure(self, decodes: int, fed: int, now: float) -> None:
-        self.costs.observe(decodes, fed - decodes, now - self._planned_at)
+    def _measure(self, fed: int, now: float) -> None:
         elapsed = now - (self._planned_at if self._busy_since is None else self._busy_since)
         if fed and elapsed > 0:
             speed = fed / elapsed

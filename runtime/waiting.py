@@ -45,6 +45,11 @@ class WaitingQueue(Generic[S]):
         """By id."""
         return self._sequences
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence; 0 without any."""
+        return max((len(sequence.tokens) for sequence in self._sequences.values()), default=0)
+
     def add(self, sequence: S) -> None:
         self._sequences[sequence.id] = sequence
         self.tokens += len(sequence.tokens)

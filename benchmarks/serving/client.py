@@ -81,10 +81,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class Played:
-    """``cpu_share``: of one core, that the client took."""
+    """``cpu_share``: of one core, that the client took. ``started``: the start of the load, seconds since the epoch."""
 
     answers: Sequence[Answer]
     cpu_share: float
+    started: float
 
 
 @dataclass
@@ -111,7 +112,7 @@ async def play(plan: Plan) -> Played:
             group.create_task(_request(plan, request, messages[number], readings[number], before, start))
     share = (_cpu_seconds() - used) / (time.time() - start + LEAD_SECONDS)
     gc.enable()
-    return Played([_parsed(reading) for reading in readings], share)
+    return Played([_parsed(reading) for reading in readings], share, start)
 
 
 async def _request(

@@ -18,8 +18,8 @@ import orjson
 
 from benchmarks.peers.process import ROOT, PeerProcess
 from benchmarks.serving.client import Answer, Plan, Planned, Played
+from benchmarks.serving.kernel_threads import KernelThreads
 from benchmarks.serving.load import Text
-from benchmarks.serving.pauses import longest_pause_ms
 from benchmarks.serving.servers import MODEL
 from tapeout.artifact import Frozen
 from tapeout.errors import EvidenceError
@@ -50,22 +50,24 @@ class Load(Frozen):
     client_cpu_share: float
 
 
-class Interruption(Frozen):
-    """Inter-token latencies of streams while a long prompt arrives, each divided by the median of its stream.
-
-    ``worst_ratio`` is the largest, ``p99_ratio`` the 99th percentile. ``usual_ratio``, ``usual_p99_ratio``: the same
-    without the prompt, over as long a time: what client and machine do anyway. ``pause_ms``: for how long the machine
-    held up a loop that only reads the clock, over as long a time again.
+class Gaps(Frozen):
+    """The inter-token latencies of streams, each divided by the median of its stream: the largest, and the 99th
+    percentile. ``kernel_ms``: the longest that a thread of the kernel had a core meanwhile.
     """
 
-    median_ms: float
-    worst_ms: float
     worst_ratio: float
     p99_ratio: float
+    worst_ms: float
+    median_ms: float  # of the streams
+    kernel_ms: float
+
+
+class Interruption(Frozen):
+    """``fed``: while a long prompt is read among streams. ``usual``: without it, over as long a time."""
+
+    fed: Gaps
+    usual: Gaps
     long_ttft_ms: float
-    usual_ratio: float
-    usual_p99_ratio: float
-    pause_ms: float
 
 
 class Prefix(Frozen):
@@ -90,17 +92,21 @@ def play(url: str, requests: Sequence[Planned]) -> Played:
             raise EvidenceError(f"the client failed: {done.stderr.decode()[-500:]}")
         answers.seek(0)
         found = orjson.loads(answers.read())
-    return Played([Answer(**answer) for answer in found["answers"]], found["cpu_share"])
+    return Played([Answer(**answer) for answer in found["answers"]], found["cpu_share"], found["started"])
 
 
-def complete(url: str, requests: Sequence[Planned]) -> list[Answer]:
+def complete(url: str, requests: Sequence[Planned]) -> Sequence[Answer]:
     """The answers; :class:`EvidenceError` if one is missing or has another length than asked for."""
-    answers = list(play(url, requests).answers)
-    for answer, request in zip(answers, requests, strict=True):
+    return _complete(url, requests).answers
+
+
+def _complete(url: str, requests: Sequence[Planned]) -> Played:
+    played = play(url, requests)
+    for answer, request in zip(played.answers, requests, strict=True):
         if answer.error or answer.tokens != request.new_tokens:
             found = answer.error or f"{answer.tokens} new tokens"
             raise EvidenceError(f"{url}: {found}", expected=f"{request.new_tokens} new tokens")
-    return answers
+    return played
 
 
 def throughput(answers: Sequence[Answer]) -> float:
@@ -176,20 +182,25 @@ def interruption(url: str, text: Text) -> Interruption:
     """16 streams, among which a prompt of 2,000 tokens arrives once each has had its first tokens."""
     planned = text.streams(COST_STREAMS, STREAM_PROMPT, LONG_TOKENS)
     long = Planned(text.prompt(LONG_PROMPT), LONG_ANSWER, after_pieces=LONG_AFTER)
-    *others, arrived = complete(url, [*planned, long])
-    while_fed = gaps_between(others, arrived.sent, arrived.events[0])
-    alone = complete(url, text.streams(COST_STREAMS, STREAM_PROMPT, LONG_TOKENS))
-    begin = max(answer.events[LONG_AFTER - 1] for answer in alone)
-    usual = gaps_between(alone, begin, begin + arrived.first_token_seconds)
-    return Interruption(
-        median_ms=1000 * median(middle for _, middle in while_fed),
-        worst_ms=1000 * max(max(gaps) for gaps, _ in while_fed),
-        worst_ratio=max(ratios(while_fed)),
-        p99_ratio=float(np.percentile(ratios(while_fed), 99)),
-        long_ttft_ms=1000 * arrived.first_token_seconds,
-        usual_ratio=max(ratios(usual)),
-        usual_p99_ratio=float(np.percentile(ratios(usual), 99)),
-        pause_ms=longest_pause_ms(arrived.first_token_seconds),
+    with KernelThreads() as kernel:
+        played = _complete(url, [*planned, long])
+        *others, arrived = played.answers
+        fed = _gaps(played.started, others, arrived.sent, arrived.events[0], kernel)
+        alone = _complete(url, text.streams(COST_STREAMS, STREAM_PROMPT, LONG_TOKENS))
+        begin = max(answer.events[LONG_AFTER - 1] for answer in alone.answers)
+        usual = _gaps(alone.started, alone.answers, begin, begin + arrived.first_token_seconds, kernel)
+    return Interruption(fed=fed, usual=usual, long_ttft_ms=1000 * arrived.first_token_seconds)
+
+
+def _gaps(started: float, answers: Sequence[Answer], begin: float, end: float, kernel: KernelThreads) -> Gaps:
+    streams = gaps_between(answers, begin, end)
+    found = ratios(streams)
+    return Gaps(
+        worst_ratio=max(found),
+        p99_ratio=float(np.percentile(found, 99)),
+        worst_ms=1000 * max(max(gaps) for gaps, _ in streams),
+        median_ms=1000 * median(middle for _, middle in streams),
+        kernel_ms=kernel.longest_ms(started + begin, started + end),
     )
 
 

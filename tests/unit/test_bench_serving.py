@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import random
-import subprocess
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.serving import pauses
+from benchmarks.serving import kernel_threads
 from benchmarks.serving.client import Answer, Plan, Planned, play
+from benchmarks.serving.kernel_threads import KernelThreads
 from benchmarks.serving.load import Text
 from benchmarks.serving.openvino_server import answer
 from benchmarks.serving.report import Measured, Run, bars, page, write
 from benchmarks.serving.run import arguments, bench
-from benchmarks.serving.scenarios import Interruption, Load, Prefix, decode_rate, gaps_between, throughput
+from benchmarks.serving.scenarios import Gaps, Interruption, Load, Prefix, decode_rate, gaps_between, throughput
 from benchmarks.serving.servers import KINDS, OURS, VLLM, ServerProcess, command
 from tapeout.errors import EvidenceError, TapeoutError
 
@@ -152,23 +153,16 @@ def load(tokens: float = 100.0, itl: float = 10.0, ttft: float = 50.0) -> Load:
     )
 
 
+def gaps(worst: float, kernel_ms: float = 1) -> Gaps:
+    return Gaps(worst_ratio=worst, p99_ratio=1.7, worst_ms=10 * worst, median_ms=10, kernel_ms=kernel_ms)
+
+
 def ours(**changes: Any) -> Measured:
     good: dict[str, Any] = {
         "saturation": (load(160),),
         "latency": load(itl=9, ttft=40),
         "cost": ((95.0, 100.0),),
-        "long_prompt": (
-            Interruption(
-                median_ms=10,
-                worst_ms=19,
-                worst_ratio=1.9,
-                p99_ratio=1.7,
-                long_ttft_ms=900,
-                usual_ratio=1.5,
-                usual_p99_ratio=1.2,
-                pause_ms=3,
-            ),
-        ),
+        "long_prompt": (Interruption(fed=gaps(1.9), usual=gaps(1.5), long_ttft_ms=900),),
         "prefix": Prefix(cold_ms=90, warm_ms=10, cached_tokens=512),
         "streams": ((1, (50.0,)), (8, (200.0,))),
         "cold_start_seconds": 2.0,
@@ -194,20 +188,7 @@ MISSED: list[dict[str, Any]] = [
     {"latency": load(itl=11, ttft=40)},
     {"latency": load(itl=9, ttft=51)},
     {"cost": ((89.0, 100.0),)},
-    {
-        "long_prompt": (
-            Interruption(
-                median_ms=10,
-                worst_ms=21,
-                worst_ratio=2.1,
-                p99_ratio=1.7,
-                long_ttft_ms=900,
-                usual_ratio=1.5,
-                usual_p99_ratio=1.2,
-                pause_ms=3,
-            ),
-        )
-    },
+    {"long_prompt": (Interruption(fed=gaps(2.1), usual=gaps(1.5), long_ttft_ms=900),)},
     {"prefix": Prefix(cold_ms=79, warm_ms=10, cached_tokens=512)},
     {"streams": ((1, (50.0,)), (8, (48.0,)))},
     {"cold_start_seconds": 3.1},
@@ -222,38 +203,59 @@ def test_every_bar_holds_is_missed_or_has_no_figure(tmp_path: Path) -> None:
     assert [bar.holds for bar in bars(run_of(bare))] == [None] * 7 + [True]
     write(run_of(bare), tmp_path)
     assert "not measured" in (tmp_path / "serving.md").read_text() and (tmp_path / "serving.json").is_file()
-    assert "other" in page(run_of(ours())) and "reads the clock for 3 ms" in page(run_of(ours()))
+    assert "other" in page(run_of(ours()))
 
 
-def test_a_pause_is_the_longest_time_between_two_readings_of_the_clock(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("rounds", "found", "holds"),
+    [
+        (
+            [gaps(1.8), gaps(4.0, 30), gaps(1.7), gaps(3.0, 20), gaps(2.1)],
+            "1.8 times (18 and 10 ms) in the 3 of 5",
+            True,
+        ),
+        ([gaps(2.2), gaps(1.8, 30), gaps(1.7, 30)], "2.2 times (22 and 10 ms) in the 1 of 3", False),
+        ([gaps(1.8, 4), gaps(4.0, 30), gaps(2.1, 5)], "2.1 times (21 and 10 ms) in the 0 of 3", False),
+    ],
+)
+def test_rounds_in_which_the_kernel_had_a_core_do_not_judge_the_server(
+    rounds: list[Gaps], found: str, holds: bool
 ) -> None:
-    readings = iter([0.0, 0.0, 0.25, 0.5, 3.0, 5.5])
-    monkeypatch.setattr(pauses, "monotonic", lambda: next(readings))
-    kept: list[set[int]] = []
-    monkeypatch.setattr("os.sched_setaffinity", lambda _, cores: kept.append(cores))
-    pauses.main(["0", "5", "1"])
-    assert capsys.readouterr().out == "2500.0\n" and kept == [{1}]
+    long = tuple(Interruption(fed=each, usual=gaps(1.5), long_ttft_ms=900) for each in rounds)
+    bar = next(bar for bar in bars(run_of(ours(long_prompt=long))) if "largest" in bar.what)
+    assert bar.found.startswith(found) and bar.holds is holds
 
 
-def test_the_longest_pause_of_all_cores_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each loop is a program here that says which core it was given."""
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {3, 5, 4})
-    start, started = subprocess.Popen, list[str]()
+def test_the_longest_time_of_a_kernel_thread_is_that_between_two_readings(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A ``/proc`` of three threads of the kernel and a program; the time goes on with each reading."""
+    for id, parent, name in ((7, 2, "kworker/0:1"), (8, 2, "odd) 1 2 ("), (9, 2, "idle"), (10, 1, "program")):
+        (tmp_path / str(id)).mkdir()
+        (tmp_path / str(id) / "stat").write_text(f"{id} ({name}) S {parent} 0 0")
+        (tmp_path / str(id) / "schedstat").write_text(f"{1_000_000 * id} 0 0")
+    monkeypatch.setattr(kernel_threads, "PROC", tmp_path)
+    monkeypatch.setattr(kernel_threads, "WATCHED", 2)
+    monkeypatch.setattr(kernel_threads, "READ_SECONDS", 0.001)
+    watch = KernelThreads()
+    with watch:
+        time.sleep(0.01)
+        begin = time.time()
+        (tmp_path / "more").write_text("38000000 0 0")  # 30 ms
+        (tmp_path / "more").rename(tmp_path / "8" / "schedstat")
+        (tmp_path / "9" / "schedstat").unlink()  # it ends: it had 9 ms
+        (tmp_path / "7" / "schedstat").write_text("999000000 0 0")  # it is not among the two busiest
+        time.sleep(0.01)
+        end = time.time()
+    assert watch.longest_ms(begin, end) == pytest.approx(30) and watch.longest_ms(end, end + 9) < 1
+    assert watch.longest_ms(begin - 9, begin - 8) == 0
 
-    def say_core(words: list[str], **more: Any) -> subprocess.Popen[str]:
-        started.append(words[-1])
-        return start(["echo", words[-1]], **more)
 
-    monkeypatch.setattr("subprocess.Popen", say_core)
-    assert pauses.longest_pause_ms(0.1) == 5 and started == ["3", "4", "5"]
-
-
-def test_a_loop_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert 0 < pauses.longest_pause_ms(0.02) < 60_000
-    monkeypatch.setattr("sys.executable", "/bin/false")
-    with pytest.raises(EvidenceError, match="exit code 1"):
-        pauses.longest_pause_ms(0.02)
+def test_without_proc_no_thread_of_the_kernel_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(kernel_threads, "PROC", tmp_path)
+    with KernelThreads() as watch:
+        pass
+    assert watch.longest_ms(0, time.time()) == 0
 
 
 def test_every_server_has_a_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engines.protocol import Entry
 from runtime.blocks import BlockPool, block_keys
 from runtime.scheduler import Finished, Limits, Outcome, QueueFullError, Request, Scheduler, Work
+from runtime.step_costs import FIRST_PLAIN_AFTER, MIN_CHUNK
 from tapeout.errors import RequestError
 from tests.fake_engine import HistoryEngine
 
@@ -141,7 +142,8 @@ class Served(RuleBasedStateMachine):
             del outcomes[works[cancels].id]
         for id, outcome in outcomes.items():
             self.answers[id] += outcome.tokens
-        self.end(self.scheduler.commit(outcomes, self.now))
+        fed = sum(len(work.tokens) for work in works)
+        self.end(self.scheduler.commit(outcomes, self.now + 0.01 + 0.001 * fed))  # so costs are learned
 
     @invariant()
     def adds_up(self) -> None:
@@ -457,28 +459,67 @@ def test_admission_leaves_room_for_answers() -> None:
     assert made.preemptions and not made.running and not made.waiting, "the guess was wrong, and nobody is lost"
 
 
-def test_guesses_leave_decodes_their_latency_and_prompts_half_the_room() -> None:
-    """Costs: 10 ms for decodes, and 1 ms for each other token. Steps with decodes may last 17 ms."""
+def test_guesses_leave_decodes_their_latency_and_prompts_come_before_them() -> None:
+    """Costs: 10 ms for decodes, and 1 ms for each other token. Steps with decodes may last 15 ms."""
     made = scheduler(blocks=64)
     for id in "abcd":
         made.add(Request(id, [1], 50), 0)
     advance(made)
-    made.costs.observe(4, 0, 0.01)
+    for _ in range(3):
+        made.costs.observe(4, 0, 0.01)
     made.costs.observe(0, 1000, 1.0)
     guesses = {id: [7] * 8 for id in "abcd"}
-    works = made.plan(0, guesses)
-    assert sum(work.drafts for work in works) == 16  # MIN_CHUNK; 7 ms would do for 7
-    made.commit({work.id: Outcome([1]) for work in works}, 0)
-    made.add(Request("prompt", [2] * 40, 1), 0)
-    for _ in range(3):  # it waits, then runs: a single prompt is no backlog, and gets its half, too
+
+    def step() -> tuple[int, int]:
+        """Guesses and prompt tokens of a step; no guess holds."""
         works = made.plan(0, guesses)
-        assert sum(work.drafts for work in works) == 8 and len(works[-1].tokens) == 8
         made.commit({work.id: Outcome([1] if work.samples else []) for work in works}, 0)
+        return sum(work.drafts for work in works), sum(len(work.tokens) for work in works if work.id == "prompt")
+
+    assert step() == (MIN_CHUNK, 0)  # 5 ms would do for 5
+    made.add(Request("prompt", [2] * (3 * MIN_CHUNK + 3), 1), 0)
+    assert [step() for _ in range(5)] == [*[(0, MIN_CHUNK)] * 3, (MIN_CHUNK - 3, 3), (MIN_CHUNK, 0)]
+
+
+def test_every_decode_has_a_first_guess_before_any_has_a_second() -> None:
+    """Later guesses hold less often."""
+    made = Scheduler(BlockPool(4000), Limits(step_tokens=10), BLOCK, 8000)
+    for id in "abcd":
+        made.add(Request(id, [1], 50), 0)
+    advance(made)
+    guesses = {"a": [7] * 8, "b": [7], "c": [7] * 8, "d": [7] * 8}
+    works = made.plan(0, guesses)  # 10 tokens, of which 4 decode
+    assert {work.id: work.drafts for work in works} == {"a": 1, "b": 1, "c": 2, "d": 2}
+
+
+def test_a_step_that_failed_teaches_no_cost() -> None:
+    made = scheduler(blocks=64)
+    for id in "ab":
+        made.add(Request(id, [1], 50), 0)
+    advance(made)
+    made.costs.observe(2, 0, 0.01)
+    made.plan(0)
+    made.commit({"a": Outcome([1]), "b": Outcome(failed=True)}, 9.0)
+    assert made.costs.decode_seconds(2) == 0.01
+
+
+def test_a_step_is_plain_where_one_is_due() -> None:
+    made = Scheduler(BlockPool(4000), Limits(), BLOCK, 8000)
+    made.add(Request("a", [1], 50), 0)
+    advance(made)
+    made.costs.observe(1, 0, 0.01)
+    made.add(Request("prompt", [2] * 4000, 1), 0)
+    plain: list[bool] = []
+    for _ in range(FIRST_PLAIN_AFTER + 2):
+        works = made.plan(0, {"a": [7] * 8})
+        plain.append([(work.id, len(work.tokens)) for work in works] == [("a", 1)])
+        made.commit({work.id: Outcome([1] if work.samples else []) for work in works}, 0.01)
+    assert plain == [*[False] * FIRST_PLAIN_AFTER, True, False]
 
 
 def test_one_long_prompt_is_no_backlog_but_several_are() -> None:
-    """A step of the decode takes 10 ms, a prompt token 1 ms; 20 ms are allowed, and more where prompts queue up."""
-    scheduler = Scheduler(BlockPool(4000), Limits(backlog_seconds=1.0), BLOCK, 8000)
+    """A step of the decode takes 10 ms, a prompt token 1 ms; 15 ms are allowed, and more where prompts queue up."""
+    scheduler = Scheduler(BlockPool(4000), Limits(), BLOCK, 8000)
     scheduler.add(Request("decode", [1], 100), 0.0)
     works, now = {}, 0.0
     for step in range(6):
@@ -491,5 +532,6 @@ def test_one_long_prompt_is_no_backlog_but_several_are() -> None:
         works[step] = {work.id: len(work.tokens) for work in scheduler.plan(now)}
         now += (10 + sum(works[step].values()) - 1) / 1000
         scheduler.commit({id: Outcome([5] if id == "decode" else ()) for id in works[step]}, now)
-    alone, beside = works[3]["long"], works[5]["long"]
-    assert alone <= 20 and beside > 1.5 * alone
+    # Planted: one that waits counted as a backlog, and its first step was many times as long as all others.
+    assert works[1]["long"] == works[3]["long"] == MIN_CHUNK
+    assert works[5]["long"] > 5 * MIN_CHUNK

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
 
-from runtime.step_costs import MIN_CHUNK, StepCosts
+from runtime.step_costs import FIRST_PLAIN_AFTER, MIN_CHUNK, PLAIN_AFTER, StepCosts
 
 
 def costs() -> StepCosts:
@@ -61,7 +62,7 @@ def test_costs_are_not_forgotten_while_nothing_is_learned_of_them() -> None:
     made.observe(0, 100, 0.1)
     for _ in range(10_000):
         made.observe(4, 0, 0.01)
-    assert made.prompt_budget(4, 256, 0) == MIN_CHUNK and made.prompt_budget(0, 4096, 0) == 1000
+    assert made.prompt_budget(4, 256, 0) == 10 and made.prompt_budget(0, 4096, 0) == 1000
 
 
 def test_a_slower_machine_is_noticed() -> None:
@@ -76,11 +77,53 @@ def test_a_long_backlog_makes_steps_longer_but_not_endless() -> None:
     made = costs()
     made.observe(16, 0, 0.01)
     made.observe(0, 100, 0.1)
-    assert [made.prompt_budget(16, 4096, backlog) for backlog in (5000, 10_000, 10**6)] == [MIN_CHUNK, 30, 990]
+    assert [made.prompt_budget(16, 4096, backlog) for backlog in (5000, 10_000, 10**6)] == [10, 30, 990]
+
+
+def test_one_slow_step_decides_nothing() -> None:
+    """The first of its kind is slow since everything is cold, and a later one since the machine held it up."""
+    made = costs()
+    for taken in (0.03, 0.01, 0.011, 0.01, 0.2, 0.01):
+        made.observe(16, 0, taken)
+        made.observe(0, 100, 10 * taken)
+    assert made.decode_seconds(16) == 0.01 and made.prompt_budget(0, 4096, 0) == 1000
+
+
+def test_steps_that_all_have_drafts_do_not_hide_what_a_plain_one_takes() -> None:
+    """Planted: no step is plain unless one is due. The first, slow one would count for ever."""
+    made, plain = costs(), list[int]()
+    made.observe(16, 0, 0.03)
+    for number in range(200):
+        more = 0 if made.plain_due(16) else 32
+        assert more or made.prompt_budget(16, 256, 10**6) == 0
+        made.observe(16, more, seconds(16, more))
+        if not more:
+            plain.append(number)
+    assert made.decode_seconds(16) == seconds(16, 0)
+    gaps = [after - before for before, after in itertools.pairwise(plain)]
+    assert gaps[0] == FIRST_PLAIN_AFTER + 1 and set(gaps[1:]) == {PLAIN_AFTER + 1}
+
+
+def test_steps_that_are_plain_anyway_need_no_others() -> None:
+    made = costs()
+    for _ in range(100):
+        made.observe(4, 0, 0.01)
+        assert not made.plain_due(4)
+    assert not made.plain_due(0) and not made.plain_due(64)  # none without decodes, nor of a kind that was not seen
+
+
+def test_a_short_prompt_alone_says_nothing_of_what_a_token_costs() -> None:
+    """It takes as long as weights take to read."""
+    made = costs()
+    made.observe(0, 256, seconds(0, 256))
+    known = made.prompt_budget(0, 4096, 0)
+    for _ in range(9):
+        made.observe(0, MIN_CHUNK, seconds(1, 0))
+    assert made.prompt_budget(0, 4096, 0) == known
 
 
 def test_prompts_may_always_make_a_step_last_fifteen_milliseconds() -> None:
-    """A step of one stream takes 2 ms here: 1.7 times that would leave prompts next to nothing."""
+    """A step of one stream takes 2 ms here: 1.5 times that would leave prompts next to nothing."""
     made = StepCosts()
     made.observe(1, 0, 0.002)
     made.observe(0, 256, 0.0256)

@@ -1,0 +1,71 @@
+"""How long a thread of the kernel had a core at a time, while something else was measured.
+
+A program cannot interrupt it, so whoever has that core waits until it is done.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+PROC = Path("/proc")
+KTHREADD = 2  # all threads of the Linux kernel are its children
+WATCHED = 5  # those that have had most time since the machine started: reading all would cost too much
+READ_SECONDS = 0.02
+
+_Reading = tuple[float, tuple[float, ...]]  # when, in seconds since the epoch; seconds that each thread has had
+
+
+class KernelThreads:
+    """Watches while it is entered. Without Linux's ``/proc`` there is nothing to see."""
+
+    def __init__(self) -> None:
+        self._files = _busiest()
+        self._readings: list[_Reading] = []
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def longest_ms(self, begin: float, end: float) -> float:
+        """The longest that one of them had a core between two readings; times in seconds since the epoch."""
+        spans = [(before, after) for before, after in pairwise(self._readings) if after[0] > begin and before[0] < end]
+        had = [b - a for before, after in spans for a, b in zip(before[1], after[1], strict=True)]
+        return 1000 * max(had, default=0.0)
+
+    def _watch(self) -> None:
+        while True:
+            self._readings.append((time.time(), tuple(map(_seconds, self._files))))
+            if self._ended.wait(READ_SECONDS):
+                return
+
+
+def _busiest() -> list[Path]:
+    files = [stat.with_name("schedstat") for stat in PROC.glob("[0-9]*/stat") if _parent(stat) == KTHREADD]
+    return sorted(files, key=_seconds, reverse=True)[:WATCHED]
+
+
+def _parent(stat: Path) -> int:
+    """Of a process; 0 if it has ended. The name, in parentheses, may hold anything."""
+    try:
+        return int(stat.read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def _seconds(schedstat: Path) -> float:
+    """That a thread has had a core; 0 if it has ended."""
+    try:
+        return int(schedstat.read_text().split()[0]) / 1e9
+    except OSError:
+        return 0.0
