@@ -1,4 +1,4 @@
-"""How long a thread of the kernel had a core at a time, while something else was measured.
+"""When a thread of the kernel had a core for long, while something else was measured.
 
 A program cannot interrupt it, so whoever has that core waits until it is done.
 """
@@ -37,11 +37,13 @@ class KernelThreads:
         self._ended.set()
         self._thread.join()
 
-    def longest_ms(self, begin: float, end: float) -> float:
-        """The longest that one of them had a core between two readings; times in seconds since the epoch."""
-        spans = [(before, after) for before, after in pairwise(self._readings) if after[0] > begin and before[0] < end]
-        had = [b - a for before, after in spans for a, b in zip(before[1], after[1], strict=True)]
-        return 1000 * max(had, default=0.0)
+    def held(self, least_ms: float) -> list[tuple[float, float]]:
+        """When one of them had a core for so long between two readings: begin and end, seconds since the epoch."""
+        return [
+            (before[0], after[0])
+            for before, after in pairwise(self._readings)
+            if max((1000 * (b - a) for a, b in zip(before[1], after[1], strict=True)), default=0.0) >= least_ms
+        ]
 
     def _watch(self) -> None:
         while True:

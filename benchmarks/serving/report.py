@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
 from benchmarks.serving.scenarios import (
     COST_STREAMS,
+    KERNEL_MS,
     LONG_PROMPT,
     PREFIX,
     SHORT_ROUNDS,
-    Gaps,
     Interruption,
     Load,
     Prefix,
@@ -21,7 +21,7 @@ from benchmarks.serving.scenarios import (
 from tapeout.artifact import Frozen
 
 THROUGHPUT_BAR, COST_BAR, LONG_BAR, PREFIX_BAR, START_BAR = 1.5, 0.10, 2.0, 8.0, 3.0
-KERNEL_MS = 3  # a thread of the kernel that has a core for longer decides how long a step of 10 ms takes
+MOST_DISTURBED = 0.1  # of the latencies; with more, what is left says nothing of the server
 STREAMS_BAR = 0.98  # of the throughput of fewer streams: medians of few rounds differ by a per cent or two
 
 
@@ -175,27 +175,27 @@ def _cost_bar(ours: Measured) -> Bar:
 
 
 def _long_bar(ours: Measured) -> Bar:
-    """Judged by the rounds that the kernel left alone: no server can make up for a core that it does not get."""
+    """Judged without latencies in which the kernel took a core: no server can make up for what it does not get."""
     what = f"a prompt of {LONG_PROMPT:,} tokens among {COST_STREAMS} streams: largest inter-token latency"
     bar = f"at most {LONG_BAR:.0f} times the median"
     if not ours.long_prompt:
         return Bar(what, bar, "", None)
     fed, usual = [one.fed for one in ours.long_prompt], [one.usual for one in ours.long_prompt]
-    quiet = [gaps for gaps in fed if gaps.kernel_ms < KERNEL_MS]
-    judged = _typical(quiet or fed)
-    found = f"{judged.worst_ratio:.1f} times ({judged.worst_ms:,.0f} and {judged.median_ms:,.0f} ms)"
-    found += f" in the {len(quiet)} of {len(fed)} rounds in which no thread of the kernel had a core for {KERNEL_MS} ms"
-    for where, rounds in (("All rounds", fed), ("without the prompt", usual)):
-        each = ", ".join(f"{gaps.worst_ratio:.1f} ({gaps.kernel_ms:.0f})" for gaps in rounds)
-        p99 = median(gaps.p99_ratio for gaps in rounds)
-        found += f"; {where}, with the longest time of such a thread in ms: {each}; 99th percentile {p99:.1f}"
-    ttft = median(one.long_ttft_ms for one in ours.long_prompt)
-    return Bar(what, bar, f"{found}; TTFT of the prompt {ttft:,.0f} ms", judged.worst_ratio <= LONG_BAR)
+    judged, share = median(gaps.undisturbed_ratio for gaps in fed), median(gaps.disturbed_share for gaps in fed)
+    found = f"{judged:.1f} times, without the {share:.1%} of the latencies in "
+    found += f"which a thread of the kernel had a core for {KERNEL_MS:.0f} ms or more (rounds: "
+    found += f"{_each(gaps.undisturbed_ratio for gaps in fed)}); "
+    for where, rounds in (("with them", fed), ("without the prompt, with them", usual)):
+        found += f"{where} {median(gaps.worst_ratio for gaps in rounds):.1f} times "
+        found += f"({_each(gaps.worst_ratio for gaps in rounds)}), 99th percentile "
+        found += f"{median(gaps.p99_ratio for gaps in rounds):.1f}; "
+    found += f"median {median(gaps.median_ms for gaps in fed):,.0f} ms; "
+    found += f"TTFT of the prompt {median(one.long_ttft_ms for one in ours.long_prompt):,.0f} ms"
+    return Bar(what, bar, found, judged <= LONG_BAR if share <= MOST_DISTURBED else None)
 
 
-def _typical(rounds: Sequence[Gaps]) -> Gaps:
-    """The round with the median; of two, the worse one."""
-    return sorted(rounds, key=lambda gaps: gaps.worst_ratio)[len(rounds) // 2]
+def _each(ratios: Iterable[float]) -> str:
+    return ", ".join(f"{ratio:.1f}" for ratio in ratios)
 
 
 def _prefix_bar(ours: Measured) -> Bar:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 import orjson
@@ -30,6 +31,7 @@ LONG_PROMPT = 2000  # tokens
 # Pieces read of each stream before the long prompt arrives. Where drafts hold, a piece has up to nine tokens: streams
 # that repeat themselves must not end before the slowest has so many pieces.
 LONG_AFTER = 16
+KERNEL_MS = 3.0  # a thread of the kernel that has a core for longer decides how long a step of 10 ms takes
 LONG_TOKENS, LONG_ANSWER = 640, 16  # new tokens of each stream, and of the long prompt
 PREFIX, QUESTION, PREFIX_PAIRS = 512, 16, 5
 STREAM_PROMPT, STREAM_TOKENS = 64, 96
@@ -52,14 +54,16 @@ class Load(Frozen):
 
 class Gaps(Frozen):
     """The inter-token latencies of streams, each divided by the median of its stream: the largest, and the 99th
-    percentile. ``kernel_ms``: the longest that a thread of the kernel had a core meanwhile.
+    percentile. ``undisturbed_ratio``: the largest without those in which a thread of the kernel had a core for
+    ``KERNEL_MS``; their share is ``disturbed_share``.
     """
 
     worst_ratio: float
     p99_ratio: float
+    undisturbed_ratio: float
+    disturbed_share: float
     worst_ms: float
     median_ms: float  # of the streams
-    kernel_ms: float
 
 
 class Interruption(Frozen):
@@ -68,6 +72,18 @@ class Interruption(Frozen):
     fed: Gaps
     usual: Gaps
     long_ttft_ms: float
+
+
+class Gap(NamedTuple):
+    """Between two events of a stream, and the median of all gaps of that stream. Seconds."""
+
+    begin: float
+    end: float
+    median: float
+
+    @property
+    def ratio(self) -> float:
+        return (self.end - self.begin) / self.median
 
 
 class Prefix(Frozen):
@@ -193,33 +209,36 @@ def interruption(url: str, text: Text) -> Interruption:
 
 
 def _gaps(started: float, answers: Sequence[Answer], begin: float, end: float, kernel: KernelThreads) -> Gaps:
-    streams = gaps_between(answers, begin, end)
-    found = ratios(streams)
+    held = [(since - started, until - started) for since, until in kernel.held(KERNEL_MS)]
+    return summary(gaps_between(answers, begin, end), held)
+
+
+def summary(gaps: Sequence[Gap], held: Sequence[tuple[float, float]]) -> Gaps:
+    """``held``: when a thread of the kernel had a core.
+
+    >>> found = summary([Gap(0, 2, 1), Gap(2, 3, 1), Gap(3, 9, 2)], [(3.5, 4)])
+    >>> found.worst_ratio, found.undisturbed_ratio, round(found.disturbed_share, 2), found.worst_ms
+    (3.0, 2.0, 0.33, 6000.0)
+    """
+    ratios = [gap.ratio for gap in gaps]
+    undisturbed = [gap.ratio for gap in gaps if not any(gap.begin < until and gap.end > since for since, until in held)]
     return Gaps(
-        worst_ratio=max(found),
-        p99_ratio=float(np.percentile(found, 99)),
-        worst_ms=1000 * max(max(gaps) for gaps, _ in streams),
-        median_ms=1000 * median(middle for _, middle in streams),
-        kernel_ms=kernel.longest_ms(started + begin, started + end),
+        worst_ratio=max(ratios),
+        p99_ratio=float(np.percentile(ratios, 99)),
+        undisturbed_ratio=max(undisturbed, default=0.0),
+        disturbed_share=1 - len(undisturbed) / len(ratios),
+        worst_ms=1000 * max(gap.end - gap.begin for gap in gaps),
+        median_ms=1000 * median(gap.median for gap in gaps),
     )
 
 
-def ratios(streams: Sequence[tuple[Sequence[float], float]]) -> list[float]:
-    """Every gap of every stream, divided by the stream's median.
-
-    >>> ratios([([1.0, 2.0], 1.0), ([6.0], 2.0)])
-    [1.0, 2.0, 3.0]
-    """
-    return [gap / middle for gaps, middle in streams for gap in gaps]
-
-
-def gaps_between(answers: Sequence[Answer], begin: float, end: float) -> list[tuple[list[float], float]]:
-    """Of each stream that runs between two times: its gaps there, and its median. Seconds."""
-    found: list[tuple[list[float], float]] = []
+def gaps_between(answers: Sequence[Answer], begin: float, end: float) -> list[Gap]:
+    """The gaps of each stream that runs between two times, those that lie there in part too."""
+    found: list[Gap] = []
     for answer in answers:
-        gaps = [after - before for before, after in pairwise(answer.events) if after > begin and before < end]
-        if gaps:  # else it ended before
-            found.append((gaps, median(answer.gaps)))
+        middle = median(answer.gaps) if answer.gaps else 0.0
+        times = pairwise(answer.events)
+        found += [Gap(before, after, middle) for before, after in times if after > begin and before < end]
     if not found:
         raise EvidenceError("every stream ended before the time that is looked at", remedy="use longer answers")
     return found

@@ -18,7 +18,17 @@ from benchmarks.serving.load import Text
 from benchmarks.serving.openvino_server import answer
 from benchmarks.serving.report import Measured, Run, bars, page, write
 from benchmarks.serving.run import arguments, bench
-from benchmarks.serving.scenarios import Gaps, Interruption, Load, Prefix, decode_rate, gaps_between, throughput
+from benchmarks.serving.scenarios import (
+    Gap,
+    Gaps,
+    Interruption,
+    Load,
+    Prefix,
+    decode_rate,
+    gaps_between,
+    summary,
+    throughput,
+)
 from benchmarks.serving.servers import KINDS, OURS, VLLM, ServerProcess, command
 from tapeout.errors import EvidenceError, TapeoutError
 
@@ -133,8 +143,8 @@ def test_gaps_are_those_of_streams_that_run_then() -> None:
     """A gap counts that lies in part between the two times; the median is of the whole answer."""
     slow = Answer(0, 9, [0, 1, 2, 5, 6], 5)
     ended = Answer(0, 2, [0, 1, 2], 3)
-    assert gaps_between([slow, ended], 3, 5.5) == [([3, 1], 1)]
-    assert gaps_between([slow, ended], 1.5, 1.6) == [([1], 1), ([1], 1)]
+    assert gaps_between([slow, ended], 3, 5.5) == [(2, 5, 1), (5, 6, 1)]
+    assert gaps_between([slow, ended], 1.5, 1.6) == [(1, 2, 1), (1, 2, 1)]
     with pytest.raises(EvidenceError, match="every stream ended"):
         gaps_between([slow, ended], 7, 8)
 
@@ -153,8 +163,15 @@ def load(tokens: float = 100.0, itl: float = 10.0, ttft: float = 50.0) -> Load:
     )
 
 
-def gaps(worst: float, kernel_ms: float = 1) -> Gaps:
-    return Gaps(worst_ratio=worst, p99_ratio=1.7, worst_ms=10 * worst, median_ms=10, kernel_ms=kernel_ms)
+def gaps(undisturbed: float, worst: float = 3.0, share: float = 0.02) -> Gaps:
+    return Gaps(
+        worst_ratio=worst,
+        p99_ratio=1.7,
+        undisturbed_ratio=undisturbed,
+        disturbed_share=share,
+        worst_ms=10 * worst,
+        median_ms=10,
+    )
 
 
 def ours(**changes: Any) -> Measured:
@@ -209,24 +226,29 @@ def test_every_bar_holds_is_missed_or_has_no_figure(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rounds", "found", "holds"),
     [
-        (
-            [gaps(1.8), gaps(4.0, 30), gaps(1.7), gaps(3.0, 20), gaps(2.1)],
-            "1.8 times (18 and 10 ms) in the 3 of 5",
-            True,
-        ),
-        ([gaps(2.2), gaps(1.8, 30), gaps(1.7, 30)], "2.2 times (22 and 10 ms) in the 1 of 3", False),
-        ([gaps(1.8, 4), gaps(4.0, 30), gaps(2.1, 5)], "2.1 times (21 and 10 ms) in the 0 of 3", False),
+        ([gaps(1.8), gaps(1.7), gaps(2.1)], "1.8 times, without the 2.0% of the latencies", True),
+        ([gaps(2.2), gaps(1.7), gaps(2.1)], "2.1 times, without the 2.0% of the latencies", False),
+        ([gaps(1.8, share=0.2)] * 3, "1.8 times, without the 20.0% of the latencies", None),
     ],
 )
-def test_rounds_in_which_the_kernel_had_a_core_do_not_judge_the_server(
-    rounds: list[Gaps], found: str, holds: bool
+def test_latencies_in_which_the_kernel_had_a_core_do_not_judge_the_server(
+    rounds: list[Gaps], found: str, holds: bool | None
 ) -> None:
     long = tuple(Interruption(fed=each, usual=gaps(1.5), long_ttft_ms=900) for each in rounds)
     bar = next(bar for bar in bars(run_of(ours(long_prompt=long))) if "largest" in bar.what)
     assert bar.found.startswith(found) and bar.holds is holds
+    assert "with them 3.0 times (3.0, 3.0, 3.0)" in bar.found
 
 
-def test_the_longest_time_of_a_kernel_thread_is_that_between_two_readings(
+def test_a_latency_is_disturbed_where_the_kernel_had_a_core_in_a_part_of_it() -> None:
+    streams = [Gap(0, 1, 1), Gap(1, 4, 1), Gap(4, 5, 1), Gap(5, 7, 1)]
+    assert summary(streams, []).undisturbed_ratio == 3
+    assert [summary(streams, [held]).undisturbed_ratio for held in ((3.9, 4.1), (1, 3), (4, 5), (0, 9))] == [2, 2, 3, 0]
+    assert summary(streams, [(1, 3), (6, 9)]).disturbed_share == 0.5
+    assert summary(streams, [(0, 9)]).worst_ratio == 3
+
+
+def test_a_kernel_thread_had_a_core_where_its_time_grew_between_two_readings(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A ``/proc`` of three threads of the kernel and a program; the time goes on with each reading."""
@@ -247,15 +269,16 @@ def test_the_longest_time_of_a_kernel_thread_is_that_between_two_readings(
         (tmp_path / "7" / "schedstat").write_text("999000000 0 0")  # it is not among the two busiest
         time.sleep(0.01)
         end = time.time()
-    assert watch.longest_ms(begin, end) == pytest.approx(30) and watch.longest_ms(end, end + 9) < 1
-    assert watch.longest_ms(begin - 9, begin - 8) == 0
+    [(since, until)] = watch.held(30)
+    assert since < end and until > begin and until - since < 1
+    assert not watch.held(31)
 
 
 def test_without_proc_no_thread_of_the_kernel_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(kernel_threads, "PROC", tmp_path)
     with KernelThreads() as watch:
         pass
-    assert watch.longest_ms(0, time.time()) == 0
+    assert not watch.held(0.001)
 
 
 def test_every_server_has_a_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
