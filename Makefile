@@ -23,7 +23,7 @@ help:
 	@echo "make check   linters, types and import contracts only"
 	@echo "make bench-peers  our bundles against other engines on this machine; OURS='near-lossless=FOLDER 4-bit=FOLDER',"
 	@echo "                  or random weights of a known shape; SHAPE=llama-3.2-1b"
-	@echo "make bench-serving  our server against others on this machine; BUNDLE=FOLDER, takes about ten minutes"
+	@echo "make bench-serving  our server against others on this machine; BUNDLE=FOLDER, takes about 20 minutes"
 	@echo "make simulate-gate  how often the gate is wrong, for docs/benchmarks/gate.md; takes about ten minutes"
 	@echo "make clean   remove artifacts and caches; .venv, downloads, the registry and the bundles it points to stay"
 

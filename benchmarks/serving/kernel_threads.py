@@ -1,6 +1,6 @@
 """When a thread of the kernel had a core for long, while something else was measured.
 
-A program cannot interrupt it, so whoever has that core waits until it is done.
+It is hardly ever interrupted, so a program that needs that core waits until it is done.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Reading = tuple[float, tuple[float, ...]]  # when, in seconds since the epoch; 
 
 
 class KernelThreads:
-    """Watches while it is entered. Without Linux's ``/proc`` there is nothing to see."""
+    """Watches while it is entered. Where the system does not show them there is nothing to see."""
 
     def __init__(self) -> None:
         self._files = _busiest()
@@ -53,6 +53,12 @@ class KernelThreads:
 
 
 def _busiest() -> list[Path]:
+    """None in a container that does not see the threads of the kernel: process 2 is another program there."""
+    try:
+        if (PROC / str(KTHREADD) / "comm").read_text().strip() != "kthreadd":
+            return []
+    except OSError:
+        return []
     files = [stat.with_name("schedstat") for stat in PROC.glob("[0-9]*/stat") if _parent(stat) == KTHREADD]
     return sorted(files, key=_seconds, reverse=True)[:WATCHED]
 

@@ -17,6 +17,7 @@ from engines.protocol import Entry, Result
 from runtime.core import BROKEN_STEPS, EngineBrokenError, EngineCore
 from runtime.messages import Delta, GenerateRequest, Report, SamplingSettings
 from runtime.scheduler import Limits, QueueFullError
+from runtime.speculation import Speculation
 from runtime.step_costs import StepCosts
 from tapeout.errors import RequestError
 from tests.fake_engine import HistoryEngine
@@ -314,6 +315,26 @@ def test_drafts_change_how_many_steps_it_takes_and_nothing_else(sampled: bool, m
     stats = drafting.stats()
     assert stats.drafted_tokens >= stats.accepted_tokens > 0 and stats.drafts > 0
     assert stats.steps <= plain.stats().steps and not plain.stats().drafts
+
+
+def test_nobody_looks_for_drafts_while_a_prompt_takes_their_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a draft that is tried once in a while would be used up without having been fed."""
+    looked: list[str] = []
+    monkeypatch.setattr(Speculation, "draft", lambda *_: looked.append("draft") or [])
+    made = EngineCore(CoreEngine(), Limits(step_tokens=4))
+    made.add(GenerateRequest("decodes", [1], 30), 0)
+    for now in range(1, 4):
+        made.step(now)
+    assert looked
+    made.add(GenerateRequest("prompt", [2] * 30, 1), 4)
+    made.step(4)  # the prompt is admitted, and takes three tokens of each step from now on
+    looked.clear()
+    for now in range(5, 12):
+        made.step(now)
+    assert not looked
+    for now in range(12, 20):  # the prompt ends
+        made.step(now)
+    assert looked
 
 
 def test_the_report_has_what_the_engine_wrote_and_clipped() -> None:
