@@ -139,6 +139,18 @@ DEFECTS = {
         "bytes = KEYS * size",
         "heap-buffer-overflow",
     ),
+    "the unit after the last is prefetched": Defect(
+        "cached_attention.c",
+        "next_pair < w->pairs ? last_key(w, next_pair) : 0",
+        "last_key(w, next_pair)",
+        "heap-buffer-overflow",
+    ),
+    "the first sequence of a mix is left out": Defect(
+        "cached_attention.c",
+        "is_long(w, b, scores) == now) *to++",
+        "is_long(w, b, scores) == now && b) *to++",
+        "expected|AddressSanitizer|SEGV|runtime error",
+    ),
     "two bits of 6-bit codes are exchanged": Defect(
         "block_linear.c", "if (s % 4 == 3) high >>= 2;", "if (s % 4 == 3) high >>= 1;", "expected"
     ),

@@ -34,8 +34,8 @@
 /* A unit has about UNIT_QUERIES queries, which pass a tile in groups of up to GROUP; a group has PHASES of prefetches. */
 enum { VECTORS = 4, KEYS = LANES * VECTORS, GROUP = 6, DIGITS = 2, DIGIT_QUERIES = 3, UNIT_QUERIES = 48, PHASES = 4 };
 enum { LARGEST_HEAD = 512, MOST_HEADS = 1 << 16 };
-/* Fewer pairs of a query and a key than this are computed before another thread has woken up. */
-enum { PARALLEL_PAIRS = 4096 };
+/* Fewer scores, one for each query and key, than this are computed before another thread has woken up. */
+enum { PARALLEL_SCORES = 4096 };
 
 enum {
   QUERY,
@@ -74,7 +74,8 @@ typedef struct {
   const float *cosines, *sines, *key_scale, *value_scale;
   float* y;
   int64_t unit_tokens;    /* most tokens of a unit */
-  const int32_t* part_of; /* [parts, 2] sequence, and which of its units; NULL: sequence i has the one unit i */
+  int64_t pairs;          /* of a sequence and a part of its new tokens */
+  const int32_t* part_of; /* [pairs, 2] sequence, and which of its units; NULL: sequence i has the one unit i */
   _Atomic int out_of_memory;
 } Work;
 
@@ -630,11 +631,21 @@ static int create_unit(const Work* w, int64_t count, int64_t first, Unit* unit) 
   return 1;
 }
 
+static int64_t sequence_of(const Work* w, int64_t pair) {
+  return w->part_of ? w->part_of[2 * pair] : pair;
+}
+
+/* The keys that the last query of a unit's sequence sees; 0 if the sequence has no new tokens. */
+static int64_t last_key(const Work* w, int64_t pair) {
+  const int64_t b = sequence_of(w, pair), count = count_of(w, b);
+  return count ? w->starts[b] + count : 0;
+}
+
 static void attend(void* state, size_t index) {
   Work* w = state;
   const Kernel* k = w->kernel;
   const int64_t D = w->D, pair = (int64_t)index / k->kv_heads, head = (int64_t)index % k->kv_heads;
-  const int64_t b = w->part_of ? w->part_of[2 * pair] : pair, part = w->part_of ? w->part_of[2 * pair + 1] : 0;
+  const int64_t b = sequence_of(w, pair), part = w->part_of ? w->part_of[2 * pair + 1] : 0;
   const int64_t count = count_of(w, b), units = units_of(w, b);
   if (!count) return;
   const int64_t begin = count * part / units, end = count * (part + 1) / units;
@@ -648,9 +659,10 @@ static void attend(void* state, size_t index) {
   const int64_t size = w->int8 ? D : D * (int64_t)sizeof(float), total = unit.first + end - begin;
   int64_t from = k->window ? unit.first + 1 - k->window : 0;
   from = from > 0 ? from / KEYS * KEYS : 0;
-  /* While decoding, the next unit is prefetched: ONNX Runtime gives a thread a run of adjacent indexes as a rule. */
-  const int64_t next = head + 1 < k->kv_heads ? b : b + 1, next_head = (head + 1) % k->kv_heads;
-  const int64_t next_tokens = !w->part_of && next < w->B && count_of(w, next) ? w->starts[next] + (int64_t)1 : 0;
+  /* The next unit is prefetched: a thread is given a run of adjacent indexes as a rule. */
+  const int64_t next_pair = head + 1 < k->kv_heads ? pair : pair + 1, next_head = (head + 1) % k->kv_heads;
+  const int64_t next = next_pair < w->pairs ? sequence_of(w, next_pair) : 0;
+  const int64_t next_tokens = next_pair < w->pairs ? last_key(w, next_pair) : 0;
   for (int64_t start = from; start < total; start += KEYS) {
     const int64_t keys = total - start < KEYS ? total - start : KEYS, left = next_tokens - start;
     if (left > 0) {
@@ -733,16 +745,25 @@ static Status* check_inputs(const Kernel* k, const Tensor* in, Work* w) {
   return NULL;
 }
 
-/* The units of all sequences, for `part_of`. Of a prompt the last tokens come first: they have most to do, and threads
-   should end together. NULL if there is no memory. */
-static int32_t* list_parts(const Work* w, int64_t most, int64_t* parts) {
-  int64_t sum = 0;
-  for (int64_t b = 0; b < w->B; b++) sum += units_of(w, b);
-  int32_t *list = malloc((sum ? sum : 1) * 2 * sizeof *list), *to = list;
-  for (int64_t part = most - 1; list && part >= 0; part--)
-    for (int64_t b = 0; b < w->B; b++)
-      if (part < units_of(w, b)) *to++ = (int32_t)b, *to++ = (int32_t)part;
-  *parts = sum;
+/* Pairs of a new token of a sequence and a key. */
+static int64_t scores_of(const Work* w, int64_t b) {
+  return (w->starts[b] + count_of(w, b)) * count_of(w, b);
+}
+
+/* The units of a sequence have more than twice as much to do as the mean of all units, which have `scores` together. */
+static int is_long(const Work* w, int64_t b, int64_t scores) {
+  return scores_of(w, b) * w->pairs > 2 * scores * units_of(w, b);
+}
+
+/* The units of all sequences, for `part_of`: long ones first, as threads should end together; the others as their
+   sequences, so that what is prefetched is what the same thread reads next. Of a prompt the last tokens come first: they
+   have most to do. NULL if there is no memory. */
+static int32_t* list_parts(const Work* w, int64_t most, int64_t scores) {
+  int32_t *list = malloc((w->pairs ? w->pairs : 1) * 2 * sizeof *list), *to = list;
+  for (int now = 1; list && now >= 0; now--)
+    for (int64_t part = most - 1; part >= 0; part--)
+      for (int64_t b = 0; b < w->B; b++)
+        if (part < units_of(w, b) && is_long(w, b, scores) == now) *to++ = (int32_t)b, *to++ = (int32_t)part;
   return list;
 }
 
@@ -756,25 +777,31 @@ static Status* compute(void* self, Context* context) {
   int64_t y_dims[3] = {in[QUERY].dims[0], in[QUERY].dims[1], k->heads * w.D};
   TRY(output(api, context, 0, y_dims, 3, &w.y));
   w.unit_tokens = w.group < UNIT_QUERIES ? UNIT_QUERIES / w.group : 1;
-  int64_t most = 0, pairs = 0, parts = w.B; /* pairs of a query and a key */
+  int64_t most_units = 0, scores = 0;
   for (int64_t b = 0; b < w.B; b++) {
-    const int64_t units = units_of(&w, b), count = count_of(&w, b);
-    if (units > most) most = units;
-    pairs += (w.starts[b] + count) * count * k->heads;
+    const int64_t units = units_of(&w, b);
+    if (units > most_units) most_units = units;
+    w.pairs += units;
+    scores += scores_of(&w, b);
   }
+  int listed = most_units > 1;
+  for (int64_t b = 0; !listed && b < w.B; b++) listed = is_long(&w, b, scores);
   int32_t* list = NULL;
-  if (most > 1) {
-    list = list_parts(&w, most, &parts);
+  if (listed) {
+    list = list_parts(&w, most_units, scores);
     if (!list) return failure(api, ERROR_FAIL, "CachedAttention: out of memory");
     w.part_of = list;
+  } else {
+    w.pairs = w.B;
   }
   Status* status = NULL;
-  if (pairs <= PARALLEL_PAIRS) {
-    for (int64_t i = 0; most > 1 && i < w.B * k->kv_heads; i++) update_long(&w, i);
-    for (int64_t i = 0; i < parts * k->kv_heads; i++) attend(&w, i);
+  const int64_t updates = most_units > 1 ? w.B * k->kv_heads : 0, units = w.pairs * k->kv_heads;
+  if (scores * k->heads <= PARALLEL_SCORES) {
+    for (int64_t i = 0; i < updates; i++) update_long(&w, i);
+    for (int64_t i = 0; i < units; i++) attend(&w, i);
   } else {
-    if (most > 1) status = parallel(api, context, k->threads, update_long, w.B * k->kv_heads, &w, NULL);
-    if (!status) status = parallel(api, context, k->threads, attend, parts * k->kv_heads, &w, NULL);
+    if (updates) status = parallel(api, context, k->threads, update_long, updates, &w, NULL);
+    if (!status) status = parallel(api, context, k->threads, attend, units, &w, NULL);
   }
   free(list);
   if (status) return status;
