@@ -66,7 +66,7 @@ class Limits:
     scored_tokens: int = 64
     most_drafted: int = 8
     itl_factor: float = 1.5
-    itl_seconds: float = 0.015
+    itl_seconds: float = 0.0075
     backlog_seconds: float = 0.25
     step_seconds: float = 1.0
 
@@ -268,7 +268,8 @@ class Scheduler:
         # One long prompt is no backlog: it takes its time, and nobody else waits longer for that.
         pending = [self._pending(sequence) for sequence in prompts]
         backlog = self.waiting_tokens + sum(pending) - max(self._queue.longest, *pending, 0)
-        budget = self.costs.prompt_budget(len(self._planned), budget, backlog)
+        decodes = len(self._planned)
+        budget = prompt_budget = self.costs.prompt_budget(decodes, budget, backlog)
         scored = self.limits.scored_tokens
         for sequence in prompts:
             if budget and sequence.id in self._running:
@@ -276,13 +277,14 @@ class Scheduler:
                 budget -= fed
         if self.preemptions == before:  # else those that were preempted would be admitted right away
             budget = self._admit(budget, scored, now)
-        if drafts:  # what is left: a prompt's tokens must be computed in any case, and a guess may be wrong
-            self._add_drafts(drafts, budget)
+        # Not beside prompts: their tokens must be computed in any case, and a guess may be wrong.
+        if drafts and budget == prompt_budget:
+            self._add_drafts(drafts, self.costs.draft_budget(decodes, self.limits.step_tokens - decodes))
         return list(self._planned.values())
 
     def commit(self, outcomes: Mapping[str, Outcome], now: float) -> list[Finished]:
         """What came of the planned work; requests that were cancelled meanwhile may be missing. Who has ended."""
-        fed, decodes, failed, finished = 0, 0, False, list[Finished]()
+        fed, decodes, drafts, failed, finished = 0, 0, 0, False, list[Finished]()
         planned, self._planned = self._planned, {}
         for id, work in planned.items():
             sequence = self._running.get(id)
@@ -295,6 +297,7 @@ class Scheduler:
                 continue
             count, request = len(work.tokens), sequence.request
             fed += count
+            drafts += work.drafts
             decodes += work.samples and count - work.drafts == 1
             self._served[request.tenant] += count
             sequence.computed = work.start + count - work.drafts
@@ -308,7 +311,7 @@ class Scheduler:
             elif sequence.answered == request.max_new_tokens and (work.samples or not self._pending(sequence)):
                 finished.append(self._finish(id, "length"))
         if not failed:  # else it is not known what took the time
-            self.costs.observe(decodes, fed - decodes, now - self._planned_at)
+            self.costs.observe(decodes, fed - decodes - drafts, drafts, now - self._planned_at)
         self._measure(fed, now)
         return finished
 

@@ -466,8 +466,9 @@ def test_guesses_leave_decodes_their_latency_and_prompts_come_before_them() -> N
         made.add(Request(id, [1], 50), 0)
     advance(made)
     for _ in range(3):
-        made.costs.observe(4, 0, 0.01)
-    made.costs.observe(0, 1000, 1.0)
+        made.costs.observe(4, 0, 0, 0.01)
+    made.costs.observe(0, 1000, 0, 1.0)
+    made.costs.observe(4, 0, 10, 0.02)
     guesses = {id: [7] * 8 for id in "abcd"}
 
     def step() -> tuple[int, int]:
@@ -478,7 +479,7 @@ def test_guesses_leave_decodes_their_latency_and_prompts_come_before_them() -> N
 
     assert step() == (MIN_CHUNK, 0)  # 5 ms would do for 5
     made.add(Request("prompt", [2] * (3 * MIN_CHUNK + 3), 1), 0)
-    assert [step() for _ in range(5)] == [*[(0, MIN_CHUNK)] * 3, (MIN_CHUNK - 3, 3), (MIN_CHUNK, 0)]
+    assert [step() for _ in range(5)] == [*[(0, MIN_CHUNK)] * 3, (0, 3), (MIN_CHUNK, 0)]
 
 
 def test_every_decode_has_a_first_guess_before_any_has_a_second() -> None:
@@ -497,7 +498,7 @@ def test_a_step_that_failed_teaches_no_cost() -> None:
     for id in "ab":
         made.add(Request(id, [1], 50), 0)
     advance(made)
-    made.costs.observe(2, 0, 0.01)
+    made.costs.observe(2, 0, 0, 0.01)
     made.plan(0)
     made.commit({"a": Outcome([1]), "b": Outcome(failed=True)}, 9.0)
     assert made.costs.decode_seconds(1) == made.costs.decode_seconds(2) == 0.01  # one decode was left
@@ -507,7 +508,7 @@ def test_a_step_is_plain_where_one_is_due() -> None:
     made = Scheduler(BlockPool(4000), Limits(), BLOCK, 8000)
     made.add(Request("a", [1], 50), 0)
     advance(made)
-    made.costs.observe(1, 0, 0.01)
+    made.costs.observe(1, 0, 0, 0.01)
     made.add(Request("prompt", [2] * 4000, 1), 0)
     plain: list[bool] = []
     for _ in range(FIRST_PLAIN_AFTER + 2):
@@ -527,8 +528,8 @@ def test_one_long_prompt_is_no_backlog_but_several_are() -> None:
             scheduler.add(Request("long", [2] * 3000, 1), now)
         if step == 4:
             scheduler.add(Request("other", [3] * 3000, 1), now)
-        scheduler.costs.observe(1, 0, 0.01)
-        scheduler.costs.observe(0, 100, 0.1)
+        scheduler.costs.observe(1, 0, 0, 0.01)
+        scheduler.costs.observe(0, 100, 0, 0.1)
         works[step] = {work.id: len(work.tokens) for work in scheduler.plan(now)}
         now += (10 + sum(works[step].values()) - 1) / 1000
         scheduler.commit({id: Outcome([5] if id == "decode" else ()) for id in works[step]}, now)

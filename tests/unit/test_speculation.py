@@ -87,8 +87,8 @@ def test_tokens_are_accepted_up_to_the_first_other_one(chosen: list[int], drafts
 def costs_of(base: float, slope: float) -> StepCosts:
     costs = StepCosts()
     for decodes in range(1, 17):
-        costs.observe(decodes, 0, base + slope * decodes)
-    costs.observe(1, 1000, base + slope * 1001)
+        costs.observe(decodes, 0, 0, base + slope * decodes)
+    costs.observe(1, 0, 1000, base + slope * 1001)
     return costs
 
 
@@ -99,7 +99,7 @@ def test_what_pays_follows_from_measured_steps() -> None:
     assert StepCosts().worth(3) == 0.5
     same = StepCosts()
     for _ in range(100):
-        same.observe(4, 0, 0.01)
+        same.observe(4, 0, 0, 0.01)
     assert same.worth(3) == 0.5  # steps of one size say nothing of a token's cost
 
 

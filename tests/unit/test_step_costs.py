@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from runtime.step_costs import FIRST_PLAIN_AFTER, MIN_CHUNK, PLAIN_AFTER, StepCosts
+from runtime.step_costs import FIRST_PLAIN_AFTER, FORGET_DRAFTS, MIN_CHUNK, MIN_DRAFTS, PLAIN_AFTER, StepCosts
 
 
 def costs() -> StepCosts:
@@ -30,7 +30,7 @@ def test_steps_with_decodes_keep_their_bound(decodes: int) -> None:
     for _ in range(200):
         for count in (1, 4, 16, 64):
             prompt_tokens = noise.choice([0, 0, 7, 40, 200])
-            made.observe(count, prompt_tokens, seconds(count, prompt_tokens) * noise.uniform(0.9, 1.1))
+            made.observe(count, prompt_tokens, 0, seconds(count, prompt_tokens) * noise.uniform(0.9, 1.1))
     budget = made.prompt_budget(decodes, 4096, 0)
     bound = max(1.8 * seconds(decodes, 0), 0.02)
     assert 0.8 * bound <= seconds(decodes, budget) <= 1.2 * bound
@@ -38,45 +38,45 @@ def test_steps_with_decodes_keep_their_bound(decodes: int) -> None:
 
 def test_prompts_alone_get_as_much_as_a_step_may_last() -> None:
     made = costs()
-    made.observe(0, 100, 0.1)
+    made.observe(0, 100, 0, 0.1)
     assert made.prompt_budget(0, 256, 0) == 256 and made.prompt_budget(0, 4096, 0) == 1000
 
 
 def test_prompts_always_progress() -> None:
     made = costs()
-    made.observe(16, 0, 10.0)
-    made.observe(0, 100, 1000.0)
+    made.observe(16, 0, 0, 10.0)
+    made.observe(0, 100, 0, 1000.0)
     assert made.prompt_budget(16, 256, 0) == made.prompt_budget(0, 256, 0) == MIN_CHUNK
     assert made.prompt_budget(16, 3, 0) == 3
 
 
 def test_a_number_of_decodes_that_was_not_seen_costs_as_the_nearest() -> None:
     made = costs()
-    made.observe(8, 0, 0.01)
-    made.observe(32, 0, 0.03)
+    made.observe(8, 0, 0, 0.01)
+    made.observe(32, 0, 0, 0.03)
     assert [made.decode_seconds(n) for n in (0, 1, 19, 21, 99)] == [0, 0.01, 0.01, 0.03, 0.03]
 
 
 def test_costs_are_not_forgotten_while_nothing_is_learned_of_them() -> None:
     made = costs()
-    made.observe(0, 100, 0.1)
+    made.observe(0, 100, 0, 0.1)
     for _ in range(10_000):
-        made.observe(4, 0, 0.01)
+        made.observe(4, 0, 0, 0.01)
     assert made.prompt_budget(4, 256, 0) == 10 and made.prompt_budget(0, 4096, 0) == 1000
 
 
 def test_a_slower_machine_is_noticed() -> None:
     made = costs()
-    made.observe(0, 100, 0.1)
+    made.observe(0, 100, 0, 0.1)
     for _ in range(30):
-        made.observe(0, 100, 0.4)
+        made.observe(0, 100, 0, 0.4)
     assert made.prompt_budget(0, 4096, 0) == pytest.approx(250, rel=0.02)
 
 
 def test_a_long_backlog_makes_steps_longer_but_not_endless() -> None:
     made = costs()
-    made.observe(16, 0, 0.01)
-    made.observe(0, 100, 0.1)
+    made.observe(16, 0, 0, 0.01)
+    made.observe(0, 100, 0, 0.1)
     assert [made.prompt_budget(16, 4096, backlog) for backlog in (5000, 10_000, 10**6)] == [10, 30, 990]
 
 
@@ -84,19 +84,19 @@ def test_one_slow_step_decides_nothing() -> None:
     """The first of its kind is slow since everything is cold, and a later one since the machine held it up."""
     made = costs()
     for taken in (0.03, 0.01, 0.011, 0.01, 0.2, 0.01):
-        made.observe(16, 0, taken)
-        made.observe(0, 100, 10 * taken)
+        made.observe(16, 0, 0, taken)
+        made.observe(0, 100, 0, 10 * taken)
     assert made.decode_seconds(16) == 0.01 and made.prompt_budget(0, 4096, 0) == 1000
 
 
 def test_steps_that_all_have_drafts_do_not_hide_what_a_plain_one_takes() -> None:
     """Planted: no step is plain unless one is due. The first, slow one would count for ever."""
     made, plain = costs(), list[int]()
-    made.observe(16, 0, 0.03)
+    made.observe(16, 0, 0, 0.03)
     for number in range(200):
         more = 0 if made.plain_due(16) else 32
         assert more or made.prompt_budget(16, 256, 10**6) == 0
-        made.observe(16, more, seconds(16, more))
+        made.observe(16, 0, more, seconds(16, more))
         if not more:
             plain.append(number)
     assert made.decode_seconds(16) == seconds(16, 0)
@@ -107,7 +107,7 @@ def test_steps_that_all_have_drafts_do_not_hide_what_a_plain_one_takes() -> None
 def test_steps_that_are_plain_anyway_need_no_others() -> None:
     made = costs()
     for _ in range(100):
-        made.observe(4, 0, 0.01)
+        made.observe(4, 0, 0, 0.01)
         assert not made.plain_due(4)
     assert not made.plain_due(0) and not made.plain_due(64)  # none without decodes, nor of a kind that was not seen
 
@@ -115,16 +115,42 @@ def test_steps_that_are_plain_anyway_need_no_others() -> None:
 def test_a_short_prompt_alone_says_nothing_of_what_a_token_costs() -> None:
     """It takes as long as weights take to read."""
     made = costs()
-    made.observe(0, 256, seconds(0, 256))
+    made.observe(0, 256, 0, seconds(0, 256))
     known = made.prompt_budget(0, 4096, 0)
     for _ in range(9):
-        made.observe(0, MIN_CHUNK, seconds(1, 0))
+        made.observe(0, MIN_CHUNK, 0, seconds(1, 0))
     assert made.prompt_budget(0, 4096, 0) == known
 
 
-def test_prompts_may_always_make_a_step_last_fifteen_milliseconds() -> None:
+def test_prompts_and_drafts_teach_what_each_of_them_costs() -> None:
+    """Planted: one cost for both. A chunk of a long prompt then says that drafts never pay, and none is fed again."""
+    made = costs()
+    made.observe(16, 0, 0, 0.006)
+    made.observe(16, 32, 0, 0.0092)
+    made.observe(16, 0, 20, 0.008)
+    for _ in range(9):
+        made.observe(16, MIN_CHUNK, 0, 0.0094)  # late in a long prompt
+        made.observe(16, 1, 40, 0.03)  # both: nobody knows of which it is the cost
+        made.observe(16, 0, MIN_DRAFTS - 1, 0.02)  # too few to tell
+        made.observe(16, 0, 0, 0.006)
+    assert made.worth(16) == pytest.approx(0.0001 * 16 / 0.006)
+    assert made.draft_budget(16, 256) == 140 and made.prompt_budget(16, 256, 0) == 32
+
+
+def test_a_draft_that_never_pays_is_tried_again() -> None:
+    """Planted: its cost is kept for ever. A few steps that the machine held up then switch drafts off."""
+    made = costs()
+    made.observe(16, 0, 0, 0.006)
+    made.observe(16, 0, 20, 0.3)
+    assert made.worth(16) == 1
+    for _ in range(FORGET_DRAFTS):
+        made.observe(16, 0, 0, 0.006)
+    assert made.worth(16) == 0.5 and made.draft_budget(16, 256) == MIN_CHUNK, "few, or that step would be the longest"
+
+
+def test_prompts_may_always_make_a_step_last_some_milliseconds() -> None:
     """A step of one stream takes 2 ms here: 1.5 times that would leave prompts next to nothing."""
     made = StepCosts()
-    made.observe(1, 0, 0.002)
-    made.observe(0, 256, 0.0256)
-    assert made.prompt_budget(1, 4096, 0) == 130
+    made.observe(1, 0, 0, 0.002)
+    made.observe(0, 256, 0, 0.0256)
+    assert made.prompt_budget(1, 4096, 0) == pytest.approx(55, abs=1)

@@ -11,19 +11,20 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engines.bundle import BLOCK_TABLE, BLOCK_TOKENS, GREEDY, NEXT_TOKENS, OFFSETS, STARTS, EngineBundle
 from engines.protocol import EngineCapabilities, Entry, FloatArray, Result
 from engines.sessions import cpu_options, keep_mapped, library_of, open_session
 from engines.step_inputs import Piece, check, not_finite, result_of, runs
-from engines.targets.ort_cpu.buffers import Bound, bind_cache, zeros
+from engines.targets.ort_cpu.buffers import BlockMemory, Bound, bind_cache
 from tapeout.artifact import Artifact
 
 # A step is run in pieces of so many tokens: a long prompt then needs no more memory than a short one, and activations
 # stay in the processor's caches.
 RUN_TOKENS = 256
 MAX_BATCH = 1024
+# Blocks whose pages are made ready in a step. 64 decodes fill one in a step, and with drafts that hold a few.
+READY_A_STEP = 2
 
 
 class PagedEngine:
@@ -46,11 +47,13 @@ class PagedEngine:
             chooses_tokens=GREEDY in io.inputs,
         )
         element: Any = np.dtype(io.kv_element).type
-        self._cache: dict[str, NDArray[Any]] = {
-            f"{layer}.{part}": zeros(io.kv_shape(shape, blocks, BLOCK_TOKENS), element)
+        shapes = {
+            f"{layer}.{part}": io.kv_shape(shape, blocks, BLOCK_TOKENS)
             for layer, shape in enumerate(io.kv_layers)
             for part in ("key", "value")
         }
+        self._memory = BlockMemory(shapes, element)
+        self._next_block = 0  # none from this one on was in a block table
         self._columns = -(-io.max_tokens // BLOCK_TOKENS)
         self._wants_positions = "position_ids" in io.inputs
         self._bound = {wanted: self._bind(wanted) for wanted in ("logits", NEXT_TOKENS)}
@@ -71,19 +74,21 @@ class PagedEngine:
         for number, found in parts.items():
             if results[number].error is None:
                 results[number] = result_of(batch[number], found[0] if len(found) == 1 else np.concatenate(found))
+        # A pool gives the lowest blocks that nobody has used, and each entry may need one in the same step.
+        self._memory.make_ready(READY_A_STEP, self._next_block + len(batch))
         return results
 
     def copy_block(self, source: int, target: int, tokens: int) -> None:
-        for buffer in self._cache.values():
+        for buffer in self._memory.arrays.values():
             buffer[target, :, :tokens] = buffer[source, :, :tokens]
 
     def close(self) -> None:
         self._bound.clear()
-        self._cache.clear()
+        self._memory.arrays.clear()
 
     def _bind(self, wanted: str) -> Bound:
         bound = Bound(self._session.io_binding())
-        bind_cache(bound.binding, self._cache, present=False)
+        bind_cache(bound.binding, self._memory.arrays, present=False)
         if self.capabilities.chooses_tokens:
             bound.input(GREEDY, (), np.bool_)[...] = wanted == NEXT_TOKENS
         return bound
@@ -102,7 +107,9 @@ class PagedEngine:
                 ids[0, offset : offset + len(piece.tokens)] = piece.tokens
         bound.write(OFFSETS, offsets, np.int32)
         bound.write("logit_positions", places)
-        bound.write_rows(BLOCK_TABLE, [piece.blocks for piece in run], self._columns, np.int32)
+        if bound.write_rows(BLOCK_TABLE, [piece.blocks for piece in run], self._columns, np.int32):
+            self._next_block = max(self._next_block, 1 + max(max(piece.blocks) for piece in run))
+            self._memory.ready = max(self._memory.ready, self._next_block)
         bound.input(STARTS, (entries,), np.int32)[:] = [piece.start for piece in run]
         if self._wants_positions:
             positions = bound.input("position_ids", (1, tokens))
