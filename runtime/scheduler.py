@@ -67,7 +67,7 @@ class Limits:
     most_drafted: int = 8
     itl_factor: float = 1.5
     itl_seconds: float = 0.0075
-    backlog_seconds: float = 0.25
+    backlog_seconds: float = 0.1
     step_seconds: float = 1.0
 
 

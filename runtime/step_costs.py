@@ -63,7 +63,7 @@ class StepCosts:
         self,
         itl_factor: float = 1.5,
         itl_seconds: float = 0.0075,
-        backlog_seconds: float = 0.25,
+        backlog_seconds: float = 0.1,
         step_seconds: float = 1.0,
     ) -> None:
         self.itl_factor, self.itl_seconds = itl_factor, itl_seconds
