@@ -285,3 +285,22 @@ def test_a_pool_of_any_size_can_be_opened(kind: Kind) -> None:
     if isinstance(engine, PagedEngine):
         assert engine.capabilities.blocks == SLOTS * -(-engine.capabilities.max_tokens // 64)
     engine.close()
+
+
+def test_pages_of_the_next_blocks_are_made_ready_a_few_at_a_time(
+    graph: Artifact[PortableGraph], tmp_path: Path
+) -> None:
+    """As many as there are entries, since all may begin a block in one step; planted: all of the pool, or none."""
+    engine = opened(graph, tmp_path / "bundle", codes=False)()
+    if not isinstance(engine, PagedEngine):
+        pytest.skip("no native attention on this processor")
+    try:
+        ready: list[int] = []
+        for start in range(4):
+            engine.step([Entry([5], start, [block]) for block in (0, 3, 1)])
+            ready.append(engine._memory.ready)
+        assert ready == [6, 7, 7, 7]
+        engine.step([Entry([5], 0, [4])])
+        assert engine._memory.ready == 7
+    finally:
+        engine.close()

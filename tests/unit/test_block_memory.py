@@ -1,0 +1,68 @@
+"""Pages of KV blocks: there before they are written, and nothing else changes."""
+
+from __future__ import annotations
+
+import platform
+import resource
+
+import numpy as np
+import pytest
+
+from engines.targets.ort_cpu import buffers
+from engines.targets.ort_cpu.buffers import BlockMemory
+
+BLOCKS, PAGES = 64, 3  # 3 pages of 4 KiB a block and cache
+SHAPES = {f"{layer}.{part}": (BLOCKS, 3, 64, 64) for layer in range(8) for part in ("key", "value")}
+
+linux = pytest.mark.skipif(
+    platform.system() != "Linux" or tuple(map(int, platform.release().split(".")[:2])) < (5, 14),
+    reason="only Linux from 5.14 on makes pages ready",
+)
+
+
+def faults_of_writing(memory: BlockMemory, block: int) -> int:
+    """Pages that the system had to find while all arrays of a block were written."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for array in memory.arrays.values():
+        array[block] = 1
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+@linux
+def test_blocks_that_are_ready_are_written_without_a_page_fault() -> None:
+    """Planted: nothing is made ready, or only the first page."""
+    memory = BlockMemory(SHAPES, np.int8)
+    memory.make_ready(most=2, end=BLOCKS)
+    assert memory.ready == 2
+    pages = PAGES * len(SHAPES)
+    assert faults_of_writing(memory, 0) + faults_of_writing(memory, 1) < pages / 4
+    assert faults_of_writing(memory, 2) >= pages
+
+
+@linux
+def test_no_more_is_made_ready_than_asked_for() -> None:
+    memory = BlockMemory(SHAPES, np.int8)
+    for expected in (2, 4, 5, 5):
+        memory.make_ready(most=2, end=5)
+        assert memory.ready == expected
+    memory.make_ready(most=10 * BLOCKS, end=10 * BLOCKS)
+    assert memory.ready == BLOCKS
+
+
+@linux
+def test_what_blocks_hold_is_not_changed() -> None:
+    memory = BlockMemory({"a": (5, 1, 3, 7), "b": (5, 2, 3, 7)}, np.float32)  # blocks that share pages
+    rng = np.random.default_rng(0)
+    for array in memory.arrays.values():
+        array[:] = rng.normal(size=array.shape)
+    before = {name: array.copy() for name, array in memory.arrays.items()}
+    memory.make_ready(most=5, end=5)
+    assert memory.ready == 5
+    assert all((memory.arrays[name] == before[name]).all() for name in before)
+
+
+def test_a_system_that_cannot_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffers, "POPULATE_WRITE", 9999)
+    memory = BlockMemory(SHAPES, np.int8)
+    memory.make_ready(most=2, end=BLOCKS)
+    assert memory.ready == BLOCKS and not memory.arrays["0.key"][:2].any()
