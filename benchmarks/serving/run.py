@@ -283,7 +283,7 @@ def bench(options: argparse.Namespace, progress: Progress) -> int:
         return ExitCode.BROKEN if run.failures else ExitCode.PASS
     load = psutil.getloadavg()[0]
     try:
-        # A paused server still holds memory, which a thread of the kernel looks through: it took a core six times as long.
+        # A paused server holds memory, which a thread of the kernel looks through: it had a core six times as often.
         run.start({kind: model for kind, model in models.items() if kind.ours})
         run.ours_alone()
         run.start({kind: model for kind, model in models.items() if not kind.ours})
