@@ -53,7 +53,8 @@ class StepCosts:
     it is kept for each number of decodes, from 8 on in classes of a seventh to a quarter. Prompt tokens and drafts
     are compute-bound: one time per token is enough for each of them. They differ, and a step has one kind or the other:
     a prompt's tokens all look at what was read of it before, so eight of them took 3.4 ms after 1,900 others, which
-    said of drafts that they never pay. All are medians of the latest steps. A step that is plain, with
+    said of drafts that they never pay. Of the latest steps the median counts, and for how much a step may feed the
+    second largest, since steps may be shorter than their bound but not longer. A step that is plain, with
     decodes alone, is planned now and then where there would be none (:meth:`plain_due`): with drafts in every step the
     first plain one, slow since everything was cold, counted for ever (measured: 15.7 ms instead of 9.5 at 16 streams,
     so steps with prompts took 26 ms instead of 16).
