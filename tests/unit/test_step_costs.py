@@ -134,6 +134,9 @@ def test_prompts_and_drafts_teach_what_each_of_them_costs() -> None:
         made.observe(16, 0, MIN_DRAFTS - 1, 0.02)  # too few to tell
         made.observe(16, 0, 0, 0.006)
     assert made.worth(16) == pytest.approx(0.0001 * 16 / 0.006)
+    for _ in range(9):
+        made.observe(16, 0, 20, 0.008)
+        made.observe(16, 0, 0, 0.006)
     assert made.prompt_budget(16, 256, 0) == 32
 
 
