@@ -88,6 +88,13 @@ class Engine(Protocol):
         """
         ...
 
+    def prepare(self, ahead: int) -> bool:
+        """Do a millisecond of work that the next steps would otherwise wait for. Is there more to do?
+
+        ``ahead``: new blocks that the next steps may use. No result changes, and it need not be called.
+        """
+        ...
+
     def copy_block(self, source: int, target: int, tokens: int) -> None:
         """Copy the first ``tokens`` positions of one block to another."""
         ...

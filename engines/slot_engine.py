@@ -37,6 +37,9 @@ class SlotEngine(ABC):
         """As :meth:`decode`, but the likeliest tokens ``[B]``; -1 where logits are not finite."""
         raise NotImplementedError
 
+    def prepare(self, ahead: int) -> bool:
+        return False
+
     @abstractmethod
     def copy_block(self, source: int, target: int, tokens: int) -> None: ...
 

@@ -58,18 +58,20 @@ def _check_entry(entry: Entry, engine: EngineCapabilities, written: set[int]) ->
         return RequestError(
             f"{count} tokens at position {start}", expected=f"at least one token, within {engine.max_tokens} positions"
         )
-    if (least := min(tokens)) < 0 or max(tokens) >= engine.vocab_size:  # the embedding would be read past its end
+    least, highest = (tokens[0], tokens[0]) if count == 1 else (min(tokens), max(tokens))
+    if least < 0 or highest >= engine.vocab_size:  # the embedding would be read past its end
         return RequestError(
-            f"token ids {least} to {max(tokens)}",
+            f"token ids {least} to {highest}",
             expected=f"ids of this model's vocabulary, 0 to {engine.vocab_size - 1}",
         )
     needed = -(-end // size)
-    if len(blocks) < needed or min(blocks[:needed]) < 0 or max(blocks[:needed]) >= engine.blocks:
+    read = blocks if len(blocks) == needed else blocks[:needed]
+    if len(read) < needed or min(read) < 0 or max(read) >= engine.blocks:
         return RequestError(
             f"block table {list(blocks)[:8]} for {end} positions",
             expected=f"{needed} of the blocks 0 to {engine.blocks - 1}, each of {size} positions",
         )
-    own = blocks[start // size : needed]
+    own = read[start // size :]
     if not written.isdisjoint(own):
         return RequestError(f"another entry of this step writes block {min(written & set(own))}, too")
     written.update(own)

@@ -26,6 +26,7 @@ from tapeout.errors import RequestError, one_line
 BROKEN_STEPS = 3  # so many steps in turn in which every entry failed: the engine is broken, not the requests
 # Nobody looks for drafts where more of them than this must be accepted to pay: looking takes time, too.
 MOST_WORTH = 0.8
+COUNTED_STEPS = 16  # so often the kernels' counts of clipped values are read while requests run: it takes 10 µs
 _NOTHING = Outcome()
 _FAILED = Outcome(failed=True)
 
@@ -79,7 +80,7 @@ class EngineCore:
         limits = replace(limits, max_running=min(limits.max_running, has.max_batch))
         self.scheduler = Scheduler(BlockPool(has.blocks), limits, has.block_tokens, has.max_tokens)
         self._sampler = sampler or BatchSampler(has.vocab_size)
-        self._clippings = clippings
+        self._clippings, self._clipped = clippings, clippings()
         # Where a sequence is one block, several tokens of a sequence are fed alone, and drafts never pay.
         self._most_drafted = limits.most_drafted if has.shares_blocks else 0
         self._counts = Counts()
@@ -132,6 +133,13 @@ class EngineCore:
             self._run(works, now)
         return self.report()
 
+    def prepare(self) -> bool:
+        """Do work ahead that later steps would wait for; to be called after a report was sent. Is there more to do?
+
+        Each running request may need a block in the next step. While none runs, as many as may run are expected.
+        """
+        return self.engine.prepare(self.scheduler.running or self.scheduler.limits.max_running)
+
     def report(self) -> Report:
         """What happened since the last report, and the state now."""
         report = Report(tuple(self._deltas), self.stats(), tuple(self._refusals))
@@ -140,7 +148,10 @@ class EngineCore:
         return report
 
     def stats(self) -> EngineStats:
-        scheduler, pool, values = self.scheduler, self.scheduler.pool, self._clippings()
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        if not scheduler.running or self._steps % COUNTED_STEPS == 0:
+            self._clipped = self._clippings()
+        values = self._clipped
         return EngineStats(
             running=scheduler.running,
             waiting=scheduler.waiting,
@@ -191,10 +202,10 @@ class EngineCore:
         if not self._most_drafted or self.scheduler.feeds_prompts:
             return {}
         drafts: dict[str, Sequence[int]] = {}
-        decoding = self.scheduler.decoding()
         costs = self.scheduler.costs
-        if costs.plain_due(len(decoding)) or costs.worth(len(decoding)) > MOST_WORTH:
+        if costs.plain_due(self.scheduler.running) or costs.worth(self.scheduler.running) > MOST_WORTH:
             return {}
+        decoding = self.scheduler.decoding()
         for id, tokens, room in decoding:
             speculation = self._active[id].speculation
             if speculation and (found := speculation.draft(tokens, min(room, self._most_drafted), len(decoding))):

@@ -62,9 +62,9 @@ def main(descriptor: int) -> None:
 def _serve(connection: Connection, core: EngineCore, compiler: ConstraintCompiler | None) -> None:
     arrived = select.poll()
     arrived.register(connection.fileno(), select.POLLIN)
-    prepared = False
+    prepared, preparing = False, True
     while True:
-        while arrived.poll(0 if core.busy else IDLE_MS):
+        while arrived.poll(0 if core.busy or preparing else IDLE_MS):
             command: Command = pickle.loads(connection.recv_bytes())
             match command:
                 case Add():
@@ -80,6 +80,7 @@ def _serve(connection: Connection, core: EngineCore, compiler: ConstraintCompile
             prepared = True
         report = core.step(monotonic()) if core.busy else core.report()
         connection.send_bytes(report.encode())
+        preparing = core.prepare()  # while the server passes tokens on
 
 
 def _end_with_parent(descriptor: int) -> None:

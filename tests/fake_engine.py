@@ -54,6 +54,7 @@ class HistoryEngine:
         self.table = (2 * table).astype(np.float32)
         self.held: list[list[int | None]] = [[None] * size for _ in range(blocks)]
         self.steps: list[list[int]] = []  # tokens of each entry
+        self.prepared: list[int] = []  # what was asked for
 
     def logits_after(self, tokens: Sequence[int]) -> FloatArray:
         state = 1
@@ -77,6 +78,10 @@ class HistoryEngine:
         if not len(wanted):
             return Result()
         return result_of(entry, np.stack([self.logits_after(history[: entry.start + at + 1]) for at in wanted]))
+
+    def prepare(self, ahead: int) -> bool:
+        self.prepared.append(ahead)
+        return False
 
     def copy_block(self, source: int, target: int, tokens: int) -> None:
         assert None not in self.held[source][:tokens], "copies positions that were never written"

@@ -42,8 +42,8 @@ def test_blocks_that_are_ready_are_written_without_a_page_fault() -> None:
 @linux
 def test_no_more_is_made_ready_than_asked_for() -> None:
     memory = BlockMemory(SHAPES, np.int8)
-    for expected in (2, 4, 5, 5):
-        memory.make_ready(most=2, end=5)
+    for expected, more in ((2, True), (4, True), (5, False), (5, False)):
+        assert memory.make_ready(most=2, end=5) == more
         assert memory.ready == expected
     memory.make_ready(most=10 * BLOCKS, end=10 * BLOCKS)
     assert memory.ready == BLOCKS

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engines.native.clipping import Clipping, ValueCounts
 from engines.protocol import Entry, Result
-from runtime.core import BROKEN_STEPS, EngineBrokenError, EngineCore
+from runtime.core import BROKEN_STEPS, COUNTED_STEPS, EngineBrokenError, EngineCore
 from runtime.messages import Delta, GenerateRequest, Report, SamplingSettings
 from runtime.scheduler import Limits, QueueFullError
 from runtime.speculation import Speculation
@@ -343,6 +343,28 @@ def test_the_report_has_what_the_engine_wrote_and_clipped() -> None:
     assert (stats.kv_values, stats.kv_values_clipped) == (900, 2)
     assert (stats.activation_values, stats.activation_values_clipped) == (70, 1)
     assert not core().stats().kv_values and not core().stats().activation_values
+
+
+def test_clipped_values_are_counted_at_the_end_and_now_and_then_before() -> None:
+    """Planted: counted once, or never again after the requests have ended."""
+    engine, limits = CoreEngine(), Limits(most_drafted=0)
+    core = EngineCore(engine, limits, clippings=lambda: Clipping(ValueCounts(len(engine.steps), 0), ValueCounts(0, 0)))
+    core.add(GenerateRequest("a", [1, 2], 40), 0)
+    seen = [core.step(now).stats.kv_values for now in range(1, 41)]
+    assert not core.busy and len(engine.steps) == 40
+    assert all(steps - COUNTED_STEPS < found <= steps for steps, found in enumerate(seen, start=1))
+    assert seen[-1] == 40
+
+
+def test_work_ahead_is_for_all_that_run_or_may_run() -> None:
+    engine = CoreEngine()
+    core = EngineCore(engine, Limits(max_running=7))
+    core.prepare()
+    for name in "ab":
+        core.add(GenerateRequest(name, [1, 2], 4), 0)
+    core.step(1)
+    core.prepare()
+    assert engine.prepared == [7, 2]
 
 
 def test_an_engine_of_slots_gets_no_drafts() -> None:

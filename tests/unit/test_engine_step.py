@@ -17,6 +17,7 @@ from engines import native
 from engines.compile import build
 from engines.load import find_target, load
 from engines.protocol import Engine, Entry, FloatArray, Result
+from engines.targets.ort_cpu import paged_engine
 from engines.targets.ort_cpu.paged_engine import PagedEngine
 from quantization.compressed_tensors import open_checkpoint
 from tapeout.artifact import Artifact
@@ -288,19 +289,28 @@ def test_a_pool_of_any_size_can_be_opened(kind: Kind) -> None:
 
 
 def test_pages_of_the_next_blocks_are_made_ready_a_few_at_a_time(
-    graph: Artifact[PortableGraph], tmp_path: Path
+    graph: Artifact[PortableGraph], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many as there are entries, since all may begin a block in one step; planted: all of the pool, or none."""
+    """As far ahead as is asked for and as is allowed; planted: all of the pool, or none."""
     engine = opened(graph, tmp_path / "bundle", codes=False)()
     if not isinstance(engine, PagedEngine):
         pytest.skip("no native attention on this processor")
+    each = engine.capabilities.block_bytes
+    monkeypatch.setattr(paged_engine, "READY_AT_ONCE_BYTES", 2 * each)
+    monkeypatch.setattr(paged_engine, "READY_AHEAD_BYTES", 4 * each)
     try:
-        ready: list[int] = []
-        for start in range(4):
-            engine.step([Entry([5], start, [block]) for block in (0, 3, 1)])
-            ready.append(engine._memory.ready)
-        assert ready == [6, 7, 7, 7]
+        engine.step([Entry([5], 0, [block]) for block in (0, 3, 1)])
+        assert engine._memory.ready == 4
+        more = [(engine.prepare(3), engine._memory.ready) for _ in range(3)]
+        assert more == [(True, 6), (False, 7), (False, 7)]
         engine.step([Entry([5], 0, [4])])
-        assert engine._memory.ready == 7
+        assert not engine.prepare(1) and engine._memory.ready == 7
+        more = [(engine.prepare(100), engine._memory.ready) for _ in range(2)]
+        assert more == [(False, 9), (False, 9)]
+        monkeypatch.setattr(paged_engine, "READY_AT_ONCE_BYTES", each - 1)
+        engine.step([Entry([5], 0, [5])])
+        assert engine.prepare(100) is False and engine._memory.ready == 10, (
+            "a block that is larger than that is made ready"
+        )
     finally:
         engine.close()

@@ -80,7 +80,7 @@ class BlockMemory:
 
     The first write to a page holds up its writer (1.6 µs on a virtual machine). Where 16 sequences of the default model
     began a block in the same step, that step wrote 2,880 pages and took 4.5 ms longer than the 6 to 8 of others. So
-    pages of the blocks that come next are made ready ahead of time, a few in each step (:meth:`make_ready`).
+    pages of the blocks that come next are made ready ahead of time, a few between two steps (:meth:`make_ready`).
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: Any) -> None:
@@ -90,11 +90,15 @@ class BlockMemory:
         self.blocks = min(shape[0] for shape in shapes.values())
         self.ready = 0  # blocks below this number have their pages, or have been written
 
-    def make_ready(self, most: int, end: int) -> None:
-        """Up to ``most`` more blocks, below the block ``end``, get their pages. What blocks hold is not changed."""
-        first, last = self.ready, min(self.ready + most, end, self.blocks)
+    def make_ready(self, most: int, end: int) -> bool:
+        """Up to ``most`` more blocks, below the block ``end``, get their pages. What blocks hold is not changed.
+
+        Whether blocks below ``end`` are left without pages.
+        """
+        end = min(end, self.blocks)
+        first, last = self.ready, min(self.ready + most, end)
         if first >= last:
-            return
+            return False
         for pages in self._memory:
             each = len(pages) // self.blocks
             start = first * each // mmap.PAGESIZE * mmap.PAGESIZE
@@ -104,6 +108,7 @@ class BlockMemory:
                 last = self.blocks
                 break
         self.ready = last
+        return last < end
 
 
 def zeros(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:

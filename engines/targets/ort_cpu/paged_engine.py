@@ -23,8 +23,10 @@ from tapeout.artifact import Artifact
 # stay in the processor's caches.
 RUN_TOKENS = 256
 MAX_BATCH = 1024
-# Blocks whose pages are made ready in a step. 64 decodes fill one in a step, and with drafts that hold a few.
-READY_A_STEP = 2
+# Memory of blocks that is made ready by one call, in about a millisecond. 64 decodes of the default model fill a block
+# of 0.7 MB in a step, and with drafts that hold a few.
+READY_AT_ONCE_BYTES = 2 << 20
+READY_AHEAD_BYTES = 64 << 20  # most that is made ready before a sequence needs it
 
 
 class PagedEngine:
@@ -74,9 +76,13 @@ class PagedEngine:
         for number, found in parts.items():
             if results[number].error is None:
                 results[number] = result_of(batch[number], found[0] if len(found) == 1 else np.concatenate(found))
-        # A pool gives the lowest blocks that nobody has used, and each entry may need one in the same step.
-        self._memory.make_ready(READY_A_STEP, self._next_block + len(batch))
         return results
+
+    def prepare(self, ahead: int) -> bool:
+        each = self.capabilities.block_bytes
+        ahead = min(ahead, READY_AHEAD_BYTES // each)
+        # A pool gives the lowest blocks that nobody has used.
+        return self._memory.make_ready(max(1, READY_AT_ONCE_BYTES // each), self._next_block + ahead)
 
     def copy_block(self, source: int, target: int, tokens: int) -> None:
         for buffer in self._memory.arrays.values():
