@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from engines.protocol import FloatArray
 from engines.sequences import Sequences
-from runtime.detokenize import Detokenizer
+from runtime.detokenize import Detokenizer, TokenTexts
 from runtime.messages import GenerateRequest, SamplingSettings
 from runtime.sampling import BatchSampler
 from runtime.stops import StopMatcher
@@ -81,7 +81,7 @@ def _stream(
 ) -> Iterator[Piece]:
     sampler = BatchSampler(engine.vocab_size)
     sampler.add(GenerateRequest(_ID, prompt, settings.max_new_tokens, settings.sampling))
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = Detokenizer(TokenTexts(tokenizer))
     matcher = StopMatcher(settings.stop_strings)
     token = _choose(sampler, engine.prefill(slot, prompt))
     for count in range(1, settings.max_new_tokens + 1):

@@ -15,7 +15,7 @@ from engines.bundle import EngineBundle
 from runtime.chat import TEMPLATE, ChatTemplate
 from runtime.chat import special_tokens as special_texts
 from runtime.constraint_check import ConstraintChecker
-from runtime.detokenize import Detokenizer, special_tokens
+from runtime.detokenize import Detokenizer, TokenTexts
 from runtime.messages import Constraint
 from runtime.scheduler import FinishReason
 from runtime.server.errors import invalid
@@ -49,7 +49,7 @@ class TextModel:
         self.tool_format: Format | None = tool_format or (format_of(template.source) if template else None)
         self.constraints: ConstraintChecker | None = None
         self._checking = asyncio.Lock()
-        self.special = special_tokens(tokenizer)
+        self.texts = TokenTexts(tokenizer)
         self._longest_token = max(map(len, tokenizer.get_vocab()))
         self.token_bytes = lru_cache(1 << 16)(_token_bytes(tokenizer))
 
@@ -146,7 +146,7 @@ class ResponseText:
         include_stop: bool = False,
         skip_special: bool = True,
     ) -> None:
-        self._detokenizer = Detokenizer(model.tokenizer, model.special if skip_special else frozenset())
+        self._detokenizer = Detokenizer(model.texts, skip_special=skip_special)
         self._matcher, self._matches = StopMatcher(stop_strings), bool(stop_strings)
         self._stop_tokens, self._min_tokens, self._include_stop = stop_tokens, min_tokens, include_stop
         self.count = 0  # tokens so far

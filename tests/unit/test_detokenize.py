@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from runtime.detokenize import REPLACEMENT, Detokenizer
+from runtime.detokenize import REPLACEMENT, Detokenizer, TokenTexts
 
 
 @cache
@@ -45,7 +45,7 @@ def byte_fallback() -> Tokenizer:
 
 
 def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = Detokenizer(TokenTexts(tokenizer))
     return [*(detokenizer.push(token) for token in ids), detokenizer.finish()]
 
 
