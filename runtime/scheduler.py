@@ -257,13 +257,17 @@ class Scheduler:
         assert not self._planned, "the last step was not committed"
         self._planned_at = now
         budget, before = self.limits.step_tokens, self.preemptions
-        ranked = sorted(self._running.values(), key=lambda sequence: self._rank(sequence, now))
+        decoding, prompts = list[_Sequence](), list[_Sequence]()
+        for sequence in self._running.values():
+            (decoding if len(sequence.tokens) - sequence.computed == 1 else prompts).append(sequence)
+        # Who comes first matters only where there is no room for all: each may need a block.
+        if len(decoding) > min(budget, self.pool.available):
+            decoding.sort(key=lambda sequence: self._rank(sequence, now))
+        if len(prompts) > 1:
+            prompts.sort(key=lambda sequence: self._rank(sequence, now))
         # A decoding request feeds one token: prompts wait for them, since each would delay all of them.
-        prompts: list[_Sequence] = []
-        for sequence in ranked:
-            if len(sequence.tokens) - sequence.computed > 1:
-                prompts.append(sequence)
-            elif budget and sequence.id in self._running:
+        for sequence in decoding:
+            if budget and sequence.id in self._running:
                 budget -= self._feed(sequence, 1, now)
         # One long prompt is no backlog: it takes its time, and nobody else waits longer for that.
         pending = [self._pending(sequence) for sequence in prompts]
@@ -305,7 +309,8 @@ class Scheduler:
                 assert 1 <= len(outcome.tokens) <= work.drafts + 1, f"request {id} got {len(outcome.tokens)} tokens"
                 sequence.tokens += outcome.tokens
                 sequence.computed += len(outcome.tokens) - 1
-            self._publish(sequence)
+            if sequence.computed >= (sequence.published + 1) * self._block_tokens:
+                self._publish(sequence)
             if outcome.stop:
                 finished.append(self._finish(id, "stop"))
             elif sequence.answered == request.max_new_tokens and (work.samples or not self._pending(sequence)):
@@ -510,8 +515,6 @@ class Scheduler:
         """Give full blocks their keys, so that others find them."""
         size = self._block_tokens
         full = sequence.computed // size
-        if full <= sequence.published:
-            return
         if full > len(sequence.keys):
             sequence.keys = block_keys(sequence.tokens[: full * size], size, sequence.request.salt, sequence.keys)
         for index in range(sequence.published, full):
