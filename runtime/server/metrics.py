@@ -82,14 +82,18 @@ class Metrics(Hook):
             labels = ["model_name", "engine"]
             return Histogram(name, text, labels, buckets=tuple(buckets), registry=self.registry).labels(model, "0")
 
+        def often(name: str, text: str, buckets: Sequence[float]) -> _PlainHistogram:
+            made = _PlainHistogram(name, text, buckets, model)
+            self.registry.register(made)
+            return made
+
         def counter(name: str, text: str) -> Counter:
             return Counter(name, text, ["model_name", "engine"], registry=self.registry).labels(model, "0")
 
         self.ttft = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS)
-        self.inter_token = _PlainHistogram(
-            "vllm:inter_token_latency_seconds", "Between two deltas of a request.", INTER_TOKEN_BUCKETS, model
+        self.inter_token = often(
+            "vllm:inter_token_latency_seconds", "Between two deltas of a request.", INTER_TOKEN_BUCKETS
         )
-        self.registry.register(self.inter_token)
         self.per_token = histogram(
             "vllm:request_time_per_output_token_seconds",
             "First to last token of a request, per token after the first.",
@@ -111,9 +115,9 @@ class Metrics(Hook):
         self.request_computed = histogram(
             "vllm:request_prefill_kv_computed_tokens", "Prompt tokens that were not found in KV blocks.", TOKEN_BUCKETS
         )
-        self.step_tokens = histogram("vllm:iteration_tokens_total", "Tokens fed in a step.", TOKEN_BUCKETS)
-        self.step_requests = histogram("tapeout:step_requests", "Requests in a step: the batch size.", BATCH_BUCKETS)
-        self.step_seconds = histogram("tapeout:step_seconds", "Duration of a step.", INTER_TOKEN_BUCKETS)
+        self.step_tokens = often("vllm:iteration_tokens_total", "Tokens fed in a step.", TOKEN_BUCKETS)
+        self.step_requests = often("tapeout:step_requests", "Requests in a step: the batch size.", BATCH_BUCKETS)
+        self.step_seconds = often("tapeout:step_seconds", "Duration of a step.", INTER_TOKEN_BUCKETS)
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of answered requests.")
         self.cached_tokens = counter("vllm:prompt_tokens_cached", "Of those, tokens found in KV blocks.")
         self.success = Counter(
@@ -244,7 +248,7 @@ ENGINE_COUNTERS = (
 
 
 class _PlainHistogram(Collector):
-    """For what is observed with each token: prometheus_client's takes locks and compares with one bound at a time."""
+    """For what each token or step brings: prometheus_client's takes locks and compares with one bound at a time."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float], model: str) -> None:
         self._name, self._text, self._bounds, self._model = name, text, bounds, model
