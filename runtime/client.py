@@ -20,7 +20,7 @@ from typing import Protocol
 from engines.cores import usable
 from runtime.messages import Add, Cancel, Close, Command, Delta, EngineInfo, EngineStats, GenerateRequest, Report
 from runtime.opening import OpenEngine, Start
-from runtime.scheduler import Limits
+from runtime.work import Limits
 from tapeout.errors import RequestError, TapeoutError
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class EngineClient(Protocol):
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
         """The deltas of a request, up to the one with a finish reason. Closing the iterator cancels the request.
 
-        :class:`RequestError` for a request that can never run, :class:`runtime.scheduler.QueueFullError` without room
+        :class:`RequestError` for a request that can never run, :class:`runtime.work.QueueFullError` without room
         in the queue, :class:`EngineDownError` if the engine ends meanwhile.
         """
         ...

@@ -19,8 +19,9 @@ from engines.protocol import Engine, Entry, FloatArray, Result
 from runtime.blocks import BlockPool
 from runtime.messages import Delta, EngineStats, GenerateRequest, Refusal, Report, TokenLogprobs
 from runtime.sampling import BatchSampler, Choice
-from runtime.scheduler import DisplacedError, FinishReason, Limits, Outcome, Request, Scheduler, Work
+from runtime.scheduler import Scheduler
 from runtime.speculation import Counts, Speculation, accept
+from runtime.work import DisplacedError, FinishReason, Limits, Outcome, Request, Work
 from tapeout.errors import RequestError, one_line
 
 BROKEN_STEPS = 3  # so many steps in turn in which every entry failed: the engine is broken, not the requests

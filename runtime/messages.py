@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from runtime.scheduler import FinishReason
+from runtime.work import FinishReason
 from tapeout.errors import RequestError
 
 ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
@@ -67,7 +67,7 @@ class GenerateRequest:
     ``stop_tokens`` end the response once it has ``min_new_tokens``. ``logprobs``: so many of the likeliest tokens with
     each token of the response; ``prompt_logprobs`` the same of the prompt. Log-probabilities are those of the model,
     before penalties, temperature and filters. ``max_new_tokens`` 0 only scores the prompt.
-    ``priority``, ``tenant`` and ``salt``: see :class:`runtime.scheduler.Request`. Timeouts are seconds from arrival: of
+    ``priority``, ``tenant`` and ``salt``: see :class:`runtime.work.Request`. Timeouts are seconds from arrival: of
     leaving the queue, of the first token and of the last.
     """
 

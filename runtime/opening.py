@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from engines.native.clipping import Clipping, Clippings, clippings
 from runtime.messages import EngineInfo
-from runtime.scheduler import Limits
+from runtime.work import Limits
 from tapeout.errors import RequestError
 
 if TYPE_CHECKING:

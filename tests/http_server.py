@@ -18,12 +18,12 @@ from fastapi import FastAPI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from runtime.chat import ChatTemplate
-from runtime.scheduler import Limits
 from runtime.server.app import create_app
 from runtime.server.calls import Hook
 from runtime.server.requests import ServerLimits
 from runtime.server.service import Service
 from runtime.server.text import TextModel
+from runtime.work import Limits
 from tests.serving_client import LocalClient, SlowEngine
 
 END, START, CALLS = "<|end|>", "<|start|>", "[TOOL_CALLS]"

@@ -14,9 +14,9 @@ from engines.protocol import Entry, FloatArray, Result
 from runtime.client import EngineDownError
 from runtime.core import EngineCore
 from runtime.messages import Delta, EngineInfo, GenerateRequest, Report
-from runtime.scheduler import Limits
 from runtime.server.calls import Call, Caller, Hook
 from runtime.server.errors import ApiError
+from runtime.work import Limits
 from tapeout.errors import TapeoutError
 from tests.fake_engine import HistoryEngine
 

@@ -21,8 +21,8 @@ from pipeline.registry.levels import covered, level_to_serve
 from pipeline.registry.pull import Requirements
 from runtime.client import ProcessClient
 from runtime.opening import OpenBundle
-from runtime.scheduler import Limits
 from runtime.server.listen import ServeError, listen
+from runtime.work import Limits
 from tapeout import artifact
 from tapeout.errors import TapeoutError
 from tapeout.fingerprint import judged_level

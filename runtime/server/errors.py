@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from runtime.client import EngineDownError
-from runtime.scheduler import QueueFullError
+from runtime.work import QueueFullError
 from tapeout.errors import RequestError, TapeoutError, one_line
 
 log = logging.getLogger("tapeout.server")

@@ -27,10 +27,10 @@ from pydantic import BaseModel
 from runtime.client import EngineClient, EngineDownError, ProcessClient
 from runtime.messages import Delta, GenerateRequest, SamplingSettings
 from runtime.opening import Opened, OpenEngine
-from runtime.scheduler import Limits
 from runtime.server.calls import Call, Hook
 from runtime.server.requests import context_tokens
 from runtime.server.salt import kept_salt
+from runtime.work import Limits
 from tapeout.errors import RequestError
 from tapeout.observations import Observation, ObservationLog, ShadowPlan
 

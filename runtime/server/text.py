@@ -17,10 +17,10 @@ from runtime.chat import special_tokens as special_texts
 from runtime.constraint_check import ConstraintChecker
 from runtime.detokenize import Detokenizer, TokenTexts
 from runtime.messages import Constraint
-from runtime.scheduler import FinishReason
 from runtime.server.errors import invalid
 from runtime.server.tools import Format, format_of
 from runtime.stops import StopMatcher
+from runtime.work import FinishReason
 from tapeout import artifact
 
 THREAD_CHARS = 4096  # a longer text is tokenized in a thread: it takes milliseconds

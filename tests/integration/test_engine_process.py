@@ -22,7 +22,7 @@ import uvloop
 from engines.cores import keep_to, usable
 from runtime.client import EngineDownError, ProcessClient
 from runtime.messages import Delta, GenerateRequest, SamplingSettings
-from runtime.scheduler import DisplacedError, Limits, QueueFullError
+from runtime.work import DisplacedError, Limits, QueueFullError
 from tapeout.errors import ArtifactError, RequestError
 from tests.faulty_engine import CRASH, DIES, FAIL, HANG, REFUSES, OpenFaulty, alone
 from tests.waiting import until

@@ -21,8 +21,8 @@ import pytest
 from runtime.client import EngineDownError, ProcessClient
 from runtime.core import EngineCore
 from runtime.messages import Delta, GenerateRequest
-from runtime.scheduler import Limits
 from runtime.server.health import Health
+from runtime.work import Limits
 from tapeout.errors import RequestError
 from tests.fake_engine import HistoryEngine
 from tests.faulty_engine import CRASH, HANG, OpenFaulty

@@ -16,9 +16,9 @@ from engines.native.clipping import Clipping, ValueCounts
 from engines.protocol import Entry, Result
 from runtime.core import BROKEN_STEPS, COUNTED_STEPS, EngineBrokenError, EngineCore
 from runtime.messages import Delta, GenerateRequest, Report, SamplingSettings
-from runtime.scheduler import Limits, QueueFullError
 from runtime.speculation import Speculation
 from runtime.step_costs import StepCosts
+from runtime.work import Limits, QueueFullError
 from tapeout.errors import RequestError
 from tests.fake_engine import HistoryEngine
 

@@ -12,8 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engines.protocol import Entry
 from runtime.blocks import BlockPool, block_keys
-from runtime.scheduler import Finished, Limits, Outcome, QueueFullError, Request, Scheduler, Work
+from runtime.scheduler import Scheduler
 from runtime.step_costs import FIRST_PLAIN_AFTER, MIN_CHUNK
+from runtime.work import Finished, Limits, Outcome, QueueFullError, Request, Work
 from tapeout.errors import RequestError
 from tests.fake_engine import HistoryEngine
 

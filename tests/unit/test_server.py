@@ -14,11 +14,11 @@ from typing import Any
 import openai
 import pytest
 
-from runtime.scheduler import Limits
 from runtime.server.calls import Call, Hook
 from runtime.server.errors import ApiError
 from runtime.server.requests import ServerLimits
 from runtime.stops import StopMatcher
+from runtime.work import Limits
 from tests.http_server import END_TOKEN, MODEL, VOCAB, Served, byte_tokenizer, ids, serving
 from tests.serving_client import SlowEngine
 
