@@ -89,9 +89,10 @@ class Engine(Protocol):
         ...
 
     def prepare(self, ahead: int) -> bool:
-        """Do a millisecond of work that the next steps would otherwise wait for. Is there more to do?
+        """Do some work that the next steps would otherwise wait for; True if another call would do more.
 
-        ``ahead``: new blocks that the next steps may use. No result changes, and it need not be called.
+        ``ahead``: new blocks that the next steps may use. A call takes about a millisecond, and longer only for blocks
+        that are larger than 2 MB. No result changes, and it need not be called.
         """
         ...
 

@@ -27,7 +27,7 @@ from tapeout.errors import RequestError, one_line
 BROKEN_STEPS = 3  # so many steps in turn in which every entry failed: the engine is broken, not the requests
 # Nobody looks for drafts where more of them than this must be accepted to pay: looking takes time, too.
 MOST_WORTH = 0.8
-COUNTED_STEPS = 16  # so often the kernels' counts of clipped values are read while requests run: it takes 10 µs
+CLIPPING_STEPS = 16  # between two reads of the kernels' counts of clipped values, of 10 µs each, while requests run
 _NOTHING = Outcome()
 _FAILED = Outcome(failed=True)
 
@@ -135,7 +135,7 @@ class EngineCore:
         return self.report()
 
     def prepare(self) -> bool:
-        """Do work ahead that later steps would wait for; to be called after a report was sent. Is there more to do?
+        """Do some work that later steps would wait for; True if another call would do more.
 
         Each running request may need a block in the next step. While none runs, as many as may run are expected.
         """
@@ -150,7 +150,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         scheduler, pool = self.scheduler, self.scheduler.pool
-        if not scheduler.running or self._steps % COUNTED_STEPS == 0:
+        if not scheduler.running or self._steps % CLIPPING_STEPS == 0:
             self._clipped = self._clippings()
         values = self._clipped
         return EngineStats(
@@ -204,7 +204,8 @@ class EngineCore:
             return {}
         drafts: dict[str, Sequence[int]] = {}
         costs = self.scheduler.costs
-        if costs.plain_due(self.scheduler.running) or costs.worth(self.scheduler.running) > MOST_WORTH:
+        running = self.scheduler.running  # all of them decode
+        if costs.plain_due(running) or costs.worth(running) > MOST_WORTH:
             return {}
         decoding = self.scheduler.decoding()
         for id, tokens, room in decoding:

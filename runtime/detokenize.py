@@ -11,7 +11,7 @@ byte-fallback tokenizer (Llama 2, Mistral, Gemma) gets byte tokens that are not 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -19,29 +19,44 @@ from tokenizers import AddedToken, Tokenizer
 
 REPLACEMENT = "\ufffd"  # what undecodable bytes read as
 MOST_PENDING = 64  # tokens; no character has so many, so these are bytes without any
-KEPT_TEXTS = 1 << 16  # of single tokens: a token takes 0.3 µs in a loop; decoded each time, with its context, 1.0
+# Texts of single tokens that are kept, 12 MB at most: a token then takes 0.3 µs in a loop, and 1.0 where it is decoded
+# together with the one before it.
+KEPT_TEXTS = 1 << 16
+
+
+def decoder_state(tokenizer: Tokenizer) -> dict[str, Any]:
+    """How a tokenizer turns tokens into text, as its file says it; empty without a decoder."""
+    return json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else {}
 
 
 class TokenTexts:
-    """What the tokens of a tokenizer read as. Tokens in ``special`` (end of turn, padding) are no text.
+    """The texts of tokens.
 
-    ``byte_level``: text is the bytes of all tokens in turn, as in GPT-2, Llama 3, Qwen and SmolLM.
+    ``special``: ids of special tokens (end of turn, padding); they have a text here, which a response leaves out.
+    ``byte_level``: a text is the bytes of its tokens one after the other, as in GPT-2, Llama 3, Qwen and SmolLM.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
         self.special = frozenset(token for token, entry in added.items() if entry.special)
-        state: Any = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else {}
-        self.byte_level = state.get("type") == "ByteLevel"
+        self.byte_level = decoder_state(tokenizer).get("type") == "ByteLevel"
         self._tokenizer = tokenizer
-        self._one = lru_cache(KEPT_TEXTS)(self._decode)
+        self._one = _cached(tokenizer)
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Special tokens included."""
-        return self._one(tokens[0]) if len(tokens) == 1 else self._decode(*tokens)
-
-    def _decode(self, *tokens: int) -> str:
+        if len(tokens) == 1:
+            return self._one(tokens[0])
         return self._tokenizer.decode(tokens, skip_special_tokens=False) if tokens else ""
+
+
+def _cached(tokenizer: Tokenizer) -> Callable[[int], str]:
+    """Not a method: the cache would hold its owner, which then is not freed when a server changes its bundle."""
+
+    @lru_cache(KEPT_TEXTS)
+    def one(token: int) -> str:
+        return tokenizer.decode([token], skip_special_tokens=False)
+
+    return one
 
 
 class Detokenizer:

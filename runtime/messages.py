@@ -137,6 +137,8 @@ class EngineInfo:
 class EngineStats(NamedTuple):
     """Counters since the engine was opened, and the state after its last step; what `/metrics` and the page show.
 
+    While requests run, counts of stored and clipped values may be 15 steps old.
+
     Times are ``time.monotonic()`` seconds, which processes of one machine share.
     """
 

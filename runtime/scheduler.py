@@ -165,7 +165,7 @@ class Scheduler:
         decoding, prompts = list[_Sequence](), list[_Sequence]()
         for sequence in self._running.values():
             (decoding if len(sequence.tokens) - sequence.computed == 1 else prompts).append(sequence)
-        # Who comes first matters only where there is no room for all: each may need a block.
+        # The order decides who gets a block, which matters only where there are too few: each may need one.
         if len(decoding) > min(budget, self.pool.available):
             decoding.sort(key=lambda sequence: self._rank(sequence, now))
         if len(prompts) > 1:

@@ -1,7 +1,8 @@
 """The engine's own process: it takes commands from a socket, steps, and sends a report after each step.
 
 It ends when its parent does, when it is told to, and when its engine is broken. It neither spins nor steps while there
-is nothing to do.
+is nothing to do. What later steps would wait for (:meth:`EngineCore.prepare`) it does once a report was sent, while
+the server passes tokens on, and while it is idle.
 """
 
 from __future__ import annotations
@@ -52,19 +53,24 @@ def main(descriptor: int) -> None:
         gc.freeze()  # what was imported and opened stays: the collector need not look at it again
         try:
             connection.send(info)
-            _serve(connection, core, compiler)
+            serve(connection, core, compiler)
         except (EOFError, ConnectionError):
             os._exit(EXIT_ORPHANED)  # the parent is gone
         finally:
             core.close()
 
 
-def _serve(connection: Connection, core: EngineCore, compiler: ConstraintCompiler | None) -> None:
+def serve(connection: Connection, core: EngineCore, compiler: ConstraintCompiler | None) -> None:
+    """Until a :class:`Close` comes. ``compiler``: is loaded once nobody has asked for anything for a while."""
     arrived = select.poll()
     arrived.register(connection.fileno(), select.POLLIN)
-    prepared, preparing = False, True
+    loaded = compiler is None
     while True:
-        while arrived.poll(0 if core.busy or preparing else IDLE_MS):
+        while not core.busy and not arrived.poll(0) and core.prepare():
+            pass
+        commands = arrived.poll(0 if core.busy else IDLE_MS)
+        paused = not core.busy and not commands
+        while commands:
             command: Command = pickle.loads(connection.recv_bytes())
             match command:
                 case Add():
@@ -73,14 +79,16 @@ def _serve(connection: Connection, core: EngineCore, compiler: ConstraintCompile
                     core.cancel(command.id)
                 case Close():
                     return
-        if not core.busy and not prepared and compiler is not None:
+            commands = arrived.poll(0)
+        if paused and not loaded and compiler is not None:
             # Else the first request with a constraint would wait for it, and everybody else with it.
             with suppress(RequestError):  # requests with constraints will be told
                 compiler.load()
-            prepared = True
+            loaded = True
         report = core.step(monotonic()) if core.busy else core.report()
         connection.send_bytes(report.encode())
-        preparing = core.prepare()  # while the server passes tokens on
+        if core.busy:
+            core.prepare()
 
 
 def _end_with_parent(descriptor: int) -> None:

@@ -54,7 +54,8 @@ class HistoryEngine:
         self.table = (2 * table).astype(np.float32)
         self.held: list[list[int | None]] = [[None] * size for _ in range(blocks)]
         self.steps: list[list[int]] = []  # tokens of each entry
-        self.prepared: list[int] = []  # what was asked for
+        self.prepared: list[int] = []  # blocks that each call of prepare expects
+        self.work_ahead = 0  # calls of prepare until there is nothing more to do
 
     def logits_after(self, tokens: Sequence[int]) -> FloatArray:
         state = 1
@@ -81,7 +82,7 @@ class HistoryEngine:
 
     def prepare(self, ahead: int) -> bool:
         self.prepared.append(ahead)
-        return False
+        return len(self.prepared) < self.work_ahead
 
     def copy_block(self, source: int, target: int, tokens: int) -> None:
         assert None not in self.held[source][:tokens], "copies positions that were never written"

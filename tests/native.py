@@ -31,6 +31,10 @@ Matrix = NDArray[np.float32]
 Run = Callable[..., list[Array]]
 STOCK = "native kernels are left out of this test"
 ROUNDING = 2.0**-24  # of one float32 operation, relative
+makes_pages_ready = pytest.mark.skipif(
+    platform.system() != "Linux" or tuple(map(int, platform.release().split(".")[:2])) < (5, 14),
+    reason="only Linux from 5.14 on makes pages ready",
+)
 
 
 def own_cache(patch: pytest.MonkeyPatch, folder: Path) -> None:

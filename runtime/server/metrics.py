@@ -82,7 +82,7 @@ class Metrics(Hook):
             labels = ["model_name", "engine"]
             return Histogram(name, text, labels, buckets=tuple(buckets), registry=self.registry).labels(model, "0")
 
-        def often(name: str, text: str, buckets: Sequence[float]) -> _PlainHistogram:
+        def plain_histogram(name: str, text: str, buckets: Sequence[float]) -> _PlainHistogram:
             made = _PlainHistogram(name, text, buckets, model)
             self.registry.register(made)
             return made
@@ -91,7 +91,7 @@ class Metrics(Hook):
             return Counter(name, text, ["model_name", "engine"], registry=self.registry).labels(model, "0")
 
         self.ttft = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS)
-        self.inter_token = often(
+        self.inter_token = plain_histogram(
             "vllm:inter_token_latency_seconds", "Between two deltas of a request.", INTER_TOKEN_BUCKETS
         )
         self.per_token = histogram(
@@ -115,9 +115,11 @@ class Metrics(Hook):
         self.request_computed = histogram(
             "vllm:request_prefill_kv_computed_tokens", "Prompt tokens that were not found in KV blocks.", TOKEN_BUCKETS
         )
-        self.step_tokens = often("vllm:iteration_tokens_total", "Tokens fed in a step.", TOKEN_BUCKETS)
-        self.step_requests = often("tapeout:step_requests", "Requests in a step: the batch size.", BATCH_BUCKETS)
-        self.step_seconds = often("tapeout:step_seconds", "Duration of a step.", INTER_TOKEN_BUCKETS)
+        self.step_tokens = plain_histogram("vllm:iteration_tokens_total", "Tokens fed in a step.", TOKEN_BUCKETS)
+        self.step_requests = plain_histogram(
+            "tapeout:step_requests", "Requests in a step: the batch size.", BATCH_BUCKETS
+        )
+        self.step_seconds = plain_histogram("tapeout:step_seconds", "Duration of a step.", INTER_TOKEN_BUCKETS)
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of answered requests.")
         self.cached_tokens = counter("vllm:prompt_tokens_cached", "Of those, tokens found in KV blocks.")
         self.success = Counter(

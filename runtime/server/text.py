@@ -15,7 +15,7 @@ from engines.bundle import EngineBundle
 from runtime.chat import TEMPLATE, ChatTemplate
 from runtime.chat import special_tokens as special_texts
 from runtime.constraint_check import ConstraintChecker
-from runtime.detokenize import Detokenizer, TokenTexts
+from runtime.detokenize import Detokenizer, TokenTexts, decoder_state
 from runtime.messages import Constraint
 from runtime.server.errors import invalid
 from runtime.server.tools import Format, format_of
@@ -185,7 +185,7 @@ class ResponseText:
 def _token_bytes(tokenizer: Tokenizer) -> Callable[[int], bytes]:
     """How a token reads on its own, in bytes: the text of a token can be a part of a character."""
     added = {token: entry.content for token, entry in tokenizer.get_added_tokens_decoder().items()}
-    state: Any = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else {}
+    state = decoder_state(tokenizer)
     kinds = {state.get("type"), *(entry.get("type") for entry in state.get("decoders", ()))}
     letters = _byte_letters()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import resource
 
 import numpy as np
@@ -10,14 +9,10 @@ import pytest
 
 from engines.targets.ort_cpu import buffers
 from engines.targets.ort_cpu.buffers import BlockMemory
+from tests.native import makes_pages_ready
 
 BLOCKS, PAGES = 64, 3  # 3 pages of 4 KiB a block and cache
 SHAPES = {f"{layer}.{part}": (BLOCKS, 3, 64, 64) for layer in range(8) for part in ("key", "value")}
-
-linux = pytest.mark.skipif(
-    platform.system() != "Linux" or tuple(map(int, platform.release().split(".")[:2])) < (5, 14),
-    reason="only Linux from 5.14 on makes pages ready",
-)
 
 
 def faults_of_writing(memory: BlockMemory, block: int) -> int:
@@ -28,7 +23,7 @@ def faults_of_writing(memory: BlockMemory, block: int) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
-@linux
+@makes_pages_ready
 def test_blocks_that_are_ready_are_written_without_a_page_fault() -> None:
     """Planted: nothing is made ready, or only the first page."""
     memory = BlockMemory(SHAPES, np.int8)
@@ -39,7 +34,7 @@ def test_blocks_that_are_ready_are_written_without_a_page_fault() -> None:
     assert faults_of_writing(memory, 2) >= pages
 
 
-@linux
+@makes_pages_ready
 def test_no_more_is_made_ready_than_asked_for() -> None:
     memory = BlockMemory(SHAPES, np.int8)
     for expected, more in ((2, True), (4, True), (5, False), (5, False)):
@@ -49,7 +44,7 @@ def test_no_more_is_made_ready_than_asked_for() -> None:
     assert memory.ready == BLOCKS
 
 
-@linux
+@makes_pages_ready
 def test_what_blocks_hold_is_not_changed() -> None:
     memory = BlockMemory({"a": (5, 1, 3, 7), "b": (5, 2, 3, 7)}, np.float32)  # blocks that share pages
     rng = np.random.default_rng(0)
@@ -64,5 +59,5 @@ def test_what_blocks_hold_is_not_changed() -> None:
 def test_a_system_that_cannot_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buffers, "POPULATE_WRITE", 9999)
     memory = BlockMemory(SHAPES, np.int8)
-    memory.make_ready(most=2, end=BLOCKS)
+    assert memory.make_ready(most=2, end=BLOCKS) is False, "who asks again while there is more to do would never end"
     assert memory.ready == BLOCKS and not memory.arrays["0.key"][:2].any()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from functools import cache
 
 import pytest
@@ -82,6 +84,28 @@ def test_unfinished_bytes_come_out_at_the_end_as_replacement_characters() -> Non
     tokenizer = byte_level()
     ids = [token for token in range(256) if tokenizer.decode([token]) == REPLACEMENT][-1:]
     assert pieces(tokenizer, ids) == ["", REPLACEMENT]
+
+
+def test_byte_level_vocabularies_are_told_by_their_decoder() -> None:
+    assert TokenTexts(byte_level()).byte_level
+    assert not TokenTexts(byte_fallback()).byte_level
+    assert not TokenTexts(Tokenizer(models.BPE())).byte_level
+    several = Tokenizer.from_str(byte_level().to_str())
+    several.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    assert not TokenTexts(several).byte_level, "what else it does may depend on the tokens before"
+
+
+def test_texts_are_freed_without_the_collector() -> None:
+    """A server of a champion opens new bundles, and what it had at its start is frozen."""
+    texts = TokenTexts(byte_level())
+    assert texts.text([70])
+    seen = weakref.ref(texts)
+    gc.disable()
+    try:
+        del texts
+        assert seen() is None
+    finally:
+        gc.enable()
 
 
 def test_a_skipped_special_token_does_not_eat_the_next_space() -> None:

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engines.native.clipping import Clipping, ValueCounts
 from engines.protocol import Entry, Result
-from runtime.core import BROKEN_STEPS, COUNTED_STEPS, EngineBrokenError, EngineCore
+from runtime.core import BROKEN_STEPS, CLIPPING_STEPS, EngineBrokenError, EngineCore
 from runtime.messages import Delta, GenerateRequest, Report, SamplingSettings
 from runtime.speculation import Speculation
 from runtime.step_costs import StepCosts
@@ -352,7 +352,7 @@ def test_clipped_values_are_counted_at_the_end_and_now_and_then_before() -> None
     core.add(GenerateRequest("a", [1, 2], 40), 0)
     seen = [core.step(now).stats.kv_values for now in range(1, 41)]
     assert not core.busy and len(engine.steps) == 40
-    assert all(steps - COUNTED_STEPS < found <= steps for steps, found in enumerate(seen, start=1))
+    assert all(steps - CLIPPING_STEPS < found <= steps for steps, found in enumerate(seen, start=1))
     assert seen[-1] == 40
 
 

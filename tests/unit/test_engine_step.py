@@ -25,7 +25,7 @@ from tapeout.errors import RequestError
 from tapeout.portable_graph import PortableGraph
 from tests.fake_engine import HistoryEngine
 from tests.families import DENSE, LAYERS, save_checkpoint
-from tests.native import without_native_operators
+from tests.native import makes_pages_ready, without_native_operators
 
 SLOTS, MAX_TOKENS = 4, 320
 
@@ -288,6 +288,7 @@ def test_a_pool_of_any_size_can_be_opened(kind: Kind) -> None:
     engine.close()
 
 
+@makes_pages_ready
 def test_pages_of_the_next_blocks_are_made_ready_a_few_at_a_time(
     graph: Artifact[PortableGraph], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

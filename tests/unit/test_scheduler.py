@@ -185,6 +185,23 @@ def advance(made: Scheduler, now: float = 0.0, *, stop: bool = False) -> list[st
     return [work.id for work in works]
 
 
+def test_where_blocks_run_out_the_lowest_rank_gives_up_its_own() -> None:
+    """Planted: requests that decode are never ranked."""
+    made = scheduler(blocks=3)
+    made.add(Request("low", [1, 2, 3], 6, priority=1), 0)
+    assert advance(made) == ["low"]
+    made.add(Request("high", [4, 5, 6, 7], 6, priority=0), 0)
+    assert sorted(advance(made)) == ["high", "low"]
+    assert advance(made) == ["high"] and made.preemptions == 1
+
+
+def test_a_block_is_found_by_others_as_soon_as_it_is_full() -> None:
+    made = scheduler()
+    made.add(Request("a", list(range(1, BLOCK + 1)), 2), 0)
+    advance(made)
+    assert made.pool.find(block_keys(list(range(1, BLOCK + 1)), BLOCK, b"", []))
+
+
 def test_a_prefix_is_computed_once() -> None:
     made = scheduler()
     prompt = list(range(1, 11))

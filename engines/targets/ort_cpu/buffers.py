@@ -93,7 +93,7 @@ class BlockMemory:
     def make_ready(self, most: int, end: int) -> bool:
         """Up to ``most`` more blocks, below the block ``end``, get their pages. What blocks hold is not changed.
 
-        Whether blocks below ``end`` are left without pages.
+        True if another call would do more.
         """
         end = min(end, self.blocks)
         first, last = self.ready, min(self.ready + most, end)

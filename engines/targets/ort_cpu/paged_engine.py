@@ -1,7 +1,7 @@
 """Runs an ``ort-cpu`` bundle with native attention: one session, and one pool of KV blocks that is bound once.
 
 The tokens of a step are packed, and attention finds each sequence's keys through its block table. Blocks are arrays of
-zeros; a page of them costs no memory until it is written.
+zeros; a page of them costs no memory until it is written, or made ready shortly before.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from tapeout.artifact import Artifact
 # stay in the processor's caches.
 RUN_TOKENS = 256
 MAX_BATCH = 1024
-# Memory of blocks that is made ready by one call, in about a millisecond. 64 decodes of the default model fill a block
-# of 0.7 MB in a step, and with drafts that hold a few.
+# Memory of blocks that one call makes ready, one block at least: 2 MB take about a millisecond. 64 decodes of the
+# default model fill one block (0.7 MB) a step, and several where drafts are accepted.
 READY_AT_ONCE_BYTES = 2 << 20
-READY_AHEAD_BYTES = 64 << 20  # most that is made ready before a sequence needs it
+READY_AHEAD_BYTES = 64 << 20  # most that is made ready before a sequence needs it, however many blocks are expected
 
 
 class PagedEngine:
