@@ -35,12 +35,12 @@ enum { PARTS = 64, PART_BYTES = 1 << 18 };
 enum { FEW_TOKENS = 2, MAX_RANK = 8 };
 /* With 255 * 127 a product and 128 * 127 an offset, sums over a block of 2^15 channels fit 32 bits. */
 enum { LARGEST_BLOCK = 1 << 15 };
-/* The sums of GROUP tokens and one tile are held in registers. At least CHAINS of them do not depend on each other, so
-   few tokens have several sums each. */
+/* The sums of GROUP tokens and one tile are held in registers, or of GROUP / WIDE tokens and WIDE tiles, where tokens are
+   several groups. At least CHAINS sums do not depend on each other, so few tokens have several each. */
 #if AVX512
-enum { GROUP = 12, CHAINS = 4 };
+enum { GROUP = 12, WIDE = 2, CHAINS = 4 };
 #else
-enum { GROUP = 4, CHAINS = 1 };
+enum { GROUP = 4, WIDE = 1, CHAINS = 1 };
 #endif
 /* Weights of a run, which all groups of tokens pass in turn: they fit the second-level cache with the next ones. And how
    far ahead of the dot products weights are prefetched that one group passes: at three to six tokens 1.05 times as fast as
@@ -200,85 +200,113 @@ INLINE void update_max(LaneMax* max, F32x16 y, int64_t column, int64_t count) {
   store_int(max->column, blend_int(greater_lanes, lane + splat_int((int32_t)column), load_int(max->column)));
 }
 
-/* `tokens` tokens by a tile. `tokens` and `bits` are constants where this is inlined. */
-INLINE void matmul_tile(const Work* w, LaneMax* max, Ahead* ahead, int64_t tile, int64_t token, const int tokens,
-                        const int bits) {
+/* `tokens` tokens by `tiles` tiles. `tokens`, `tiles` and `bits` are constants where this is inlined. */
+INLINE void matmul_tiles(const Work* w, LaneMax* max, Ahead* ahead, int64_t tile, int64_t token, const int tokens,
+                         const int tiles, const int bits) {
   const Kernel* k = w->kernel;
-  const int64_t block_steps = k->block / STEP, stride = row_bytes(k->K);
-  const int chains = (CHAINS + tokens - 1) / tokens, depth = depth_of(bits), joined = joined_steps(bits);
-  F32x16 y[GROUP];
-  EACH (int m = 0; m < tokens; m++) y[m] = (F32x16){0};
-  const uint8_t* codes = w->codes + tile * (TILE * k->K * bits / 8);
+  const int64_t block_steps = k->block / STEP, stride = row_bytes(k->K), tile_bytes = TILE * k->K * bits / 8;
+  const int chains = (CHAINS + tokens * tiles - 1) / (tokens * tiles), depth = depth_of(bits),
+            joined = joined_steps(bits);
+  F32x16 y[GROUP][WIDE];
+  EACH (int m = 0; m < tokens; m++)
+    EACH (int t = 0; t < tiles; t++) y[m][t] = (F32x16){0};
+  const uint8_t* codes = w->codes + tile * tile_bytes;
   for (int64_t b = 0; b < w->blocks; b++) {
     const float* x_scales = w->x_scales + b * w->M + token;
     const int32_t* x_sums = w->x_sums + b * w->M + token;
-    I32x16 sum[GROUP], more[CHAINS][CHAINS];
-    EACH (int m = 0; m < tokens; m++) sum[m] = k->symmetric ? splat_int(x_sums[m]) : (I32x16){0};
+    I32x16 sum[GROUP][WIDE], more[CHAINS][WIDE][CHAINS];
     EACH (int m = 0; m < tokens; m++)
-      EACH (int i = 1; i < chains; i++) more[m][i] = (I32x16){0};
+      EACH (int t = 0; t < tiles; t++) sum[m][t] = k->symmetric ? splat_int(x_sums[m]) : (I32x16){0};
+    EACH (int m = 0; m < tokens; m++)
+      EACH (int t = 0; t < tiles; t++)
+        EACH (int i = 1; i < chains; i++) more[m][t][i] = (I32x16){0};
     const int8_t* x = w->x_codes + token * stride + b * k->block;
     const uint8_t* from = codes + b * (TILE * k->block * bits / 8);
     for (int64_t s = 0; s < block_steps; s += joined)
       EACH (int i = 0; i < joined; i += depth) {
-        I32x16 weights[4];
-        EACH (int j = 0; j < depth; j++) weights[j] = codes_at(from + 64 * s * bits / 8, i + j, bits);
+        I32x16 weights[4][WIDE];
+        EACH (int j = 0; j < depth; j++)
+          EACH (int t = 0; t < tiles; t++)
+            weights[j][t] = codes_at(from + t * tile_bytes + 64 * s * bits / 8, i + j, bits);
         EACH (int m = 0; m < tokens; m++) {
-          I32x16* to = i % chains ? &more[m][i % chains] : &sum[m];
-          I32x16 partial = begin_dots(*to, bits);
-          EACH (int j = 0; j < depth; j++)
-            partial = add_dot(partial, weights[j], splat_int8x4(x + m * stride + STEP * (s + i + j)), bits);
-          *to = end_dots(*to, partial, bits);
+          I32x16 partial[WIDE], *to[WIDE];
+          EACH (int t = 0; t < tiles; t++) {
+            to[t] = i % chains ? &more[m][t][i % chains] : &sum[m][t];
+            partial[t] = begin_dots(*to[t], bits);
+          }
+          EACH (int j = 0; j < depth; j++) {
+            const I32x16 activations = splat_int8x4(x + m * stride + STEP * (s + i + j));
+            EACH (int t = 0; t < tiles; t++) partial[t] = add_dot(partial[t], weights[j][t], activations, bits);
+          }
+          EACH (int t = 0; t < tiles; t++) *to[t] = end_dots(*to[t], partial[t], bits);
         }
       }
     prefetch_some(ahead);
     EACH (int m = 0; m < tokens; m++)
-      EACH (int i = 1; i < chains; i++) sum[m] += more[m][i];
-    F32x16 scale = scale_at(w, tile, b);
-    I32x16 zero_point = {0};
-    if (!k->symmetric)
-      zero_point = widen_bytes(w->zero_points + (tile * w->blocks + b) * TILE) - splat_int(code_offset(bits));
-    EACH (int m = 0; m < tokens; m++) {
-      if (!k->symmetric) sum[m] += zero_point * splat_int(x_sums[m]);
-      F32x16 combined = scale * splat(x_scales[m]);
-      y[m] = vfma(to_float(sum[m]), combined, y[m]);
+      EACH (int t = 0; t < tiles; t++)
+        EACH (int i = 1; i < chains; i++) sum[m][t] += more[m][t][i];
+    EACH (int t = 0; t < tiles; t++) {
+      F32x16 scale = scale_at(w, tile + t, b);
+      I32x16 zero_point = {0};
+      if (!k->symmetric)
+        zero_point = widen_bytes(w->zero_points + ((tile + t) * w->blocks + b) * TILE) - splat_int(code_offset(bits));
+      EACH (int m = 0; m < tokens; m++) {
+        if (!k->symmetric) sum[m][t] += zero_point * splat_int(x_sums[m]);
+        F32x16 combined = scale * splat(x_scales[m]);
+        y[m][t] = vfma(to_float(sum[m][t]), combined, y[m][t]);
+      }
     }
   }
-  /* A tile of padding has no columns; it must not even form addresses beyond those of the last. */
-  const int64_t left = k->N - tile * TILE;
-  const int64_t count = left >= TILE ? TILE : left > 0 ? left : 0, column = left > 0 ? tile * TILE : 0;
-  F32x16 bias = w->bias ? load_first(w->bias + column, count) : (F32x16){0};
-  EACH (int m = 0; m < tokens; m++)
-    if (max)
-      update_max(max + token + m, y[m] + bias, column, count);
-    else
-      store_first(w->y + (token + m) * k->N + column, y[m] + bias, count);
+  EACH (int t = 0; t < tiles; t++) {
+    /* A tile of padding has no columns; it must not even form addresses beyond those of the last. */
+    const int64_t left = k->N - (tile + t) * TILE;
+    const int64_t count = left >= TILE ? TILE : left > 0 ? left : 0, column = left > 0 ? (tile + t) * TILE : 0;
+    F32x16 bias = w->bias ? load_first(w->bias + column, count) : (F32x16){0};
+    EACH (int m = 0; m < tokens; m++)
+      if (max)
+        update_max(max + token + m, y[m][t] + bias, column, count);
+      else
+        store_first(w->y + (token + m) * k->N + column, y[m][t] + bias, count);
+  }
 }
 
-#define TOKENS(count, bits) \
-  case count: matmul_tile(w, max, ahead, tile, token, count, bits); break;
+#define TOKENS(count, tiles, bits) \
+  case count: matmul_tiles(w, max, ahead, tile, token, count, tiles, bits); break;
 #if AVX512
 #define LARGER_GROUPS(bits) \
-  TOKENS(5, bits)           \
-  TOKENS(6, bits)           \
-  TOKENS(7, bits)           \
-  TOKENS(8, bits)           \
-  TOKENS(9, bits)           \
-  TOKENS(10, bits)          \
-  TOKENS(11, bits)          \
-  TOKENS(12, bits)
+  TOKENS(5, 1, bits)        \
+  TOKENS(6, 1, bits)        \
+  TOKENS(7, 1, bits)        \
+  TOKENS(8, 1, bits)        \
+  TOKENS(9, 1, bits)        \
+  TOKENS(10, 1, bits)       \
+  TOKENS(11, 1, bits)       \
+  TOKENS(12, 1, bits)
+/* Of more than GROUP tokens, each group has at least four. */
+#define WIDE_GROUPS(bits) \
+  TOKENS(4, WIDE, bits)   \
+  TOKENS(5, WIDE, bits)   \
+  TOKENS(6, WIDE, bits)
 #else
 #define LARGER_GROUPS(bits)
+#define WIDE_GROUPS(bits)
 #endif
-#define MATMUL_GROUP(bits) \
-  switch (tokens) {        \
-    TOKENS(1, bits)        \
-    TOKENS(2, bits)        \
-    TOKENS(3, bits)        \
-    TOKENS(4, bits)        \
-    LARGER_GROUPS(bits)    \
-  }
+#define MATMUL_GROUP(bits)         \
+  if (width > 1) switch (tokens) { \
+      WIDE_GROUPS(bits)            \
+    }                              \
+  else                             \
+    switch (tokens) {              \
+      TOKENS(1, 1, bits)           \
+      TOKENS(2, 1, bits)           \
+      TOKENS(3, 1, bits)           \
+      TOKENS(4, 1, bits)           \
+      LARGER_GROUPS(bits)          \
+    }
 
-static void matmul_group(const Work* w, LaneMax* max, Ahead* ahead, int64_t tile, int64_t token, int tokens) {
+/* A group of tokens by `width` tiles. */
+static void matmul_group(const Work* w, LaneMax* max, Ahead* ahead, int64_t tile, int64_t width, int64_t token,
+                         int tokens) {
   if (w->kernel->bits == 8)
     MATMUL_GROUP(8)
   else if (w->kernel->bits == 6)
@@ -305,7 +333,8 @@ static void matmul_part(void* state, size_t part) {
   const Work* w = state;
   const int64_t pairs = w->tiles / 2, index = (int64_t)part;
   const int64_t first = pairs * index / w->parts * 2, end = pairs * (index + 1) / w->parts * 2;
-  const int64_t groups = (w->M + GROUP - 1) / GROUP;
+  const int64_t width = w->M > GROUP ? WIDE : 1, most_tokens = GROUP / width;
+  const int64_t groups = (w->M + most_tokens - 1) / most_tokens;
   LaneMax* max = NULL;
   if (w->max) {
     max = scratch(SCRATCH_ROW, w->M * sizeof(LaneMax));
@@ -319,8 +348,8 @@ static void matmul_part(void* state, size_t part) {
     }
   }
   const int64_t bytes = TILE * w->kernel->K * w->kernel->bits / 8, all = w->tiles * bytes;
-  const int64_t lines = (bytes / 64 + groups * w->blocks - 1) / (groups * w->blocks);
-  const int64_t most = RUN_BYTES > bytes ? RUN_BYTES / bytes : 1;
+  const int64_t lines = (width * bytes / 64 + groups * w->blocks - 1) / (groups * w->blocks);
+  const int64_t most = RUN_BYTES > width * bytes ? RUN_BYTES / (width * bytes) * width : width;
   for (int64_t begin = first; begin < end; begin += most) {
     const int64_t stop = smaller(begin + most, end);
     const int64_t from = smaller(groups > 1 ? stop * bytes : begin * bytes + STREAM_AHEAD, all);
@@ -329,7 +358,7 @@ static void matmul_part(void* state, size_t part) {
     for (int64_t g = 0; g < groups; g++) {
       const int64_t token = w->M * g / groups;
       const int tokens = (int)(w->M * (g + 1) / groups - token);
-      for (int64_t tile = begin; tile < stop; tile++) matmul_group(w, max, &ahead, tile, token, tokens);
+      for (int64_t tile = begin; tile < stop; tile += width) matmul_group(w, max, &ahead, tile, width, token, tokens);
     }
   }
   if (!max) return;
