@@ -14,7 +14,7 @@ from tapeout.portable_graph import LinearGroup, PortableGraph
 from tapeout.resources import Needs
 
 TORCH_BYTES, NUMPY_BYTES = 700 << 20, 300 << 20  # of a process with its libraries
-DECODED_BYTES = 2 << 30  # float32 linears that a QuantizedReference holds; others are decoded at each call
+DECODED_BYTES = 1 << 29  # float32 linears that a QuantizedReference holds; others are decoded at each call
 SEARCH_BYTES = 3 << 30  # what searches of several groups may take together; one alone may take more
 
 
@@ -67,10 +67,10 @@ def reference_needs(model: Any) -> Needs:
 
     ``model``: without its weights.
     """
-    sizes = [parameter.numel() for parameter in model.parameters()]
-    kept = model.get_input_embeddings().weight.numel()
-    held = 4 * kept + min(4 * (sum(sizes) - kept), DECODED_BYTES)
-    return Needs(disk_bytes=0, memory_bytes=TORCH_BYTES + held + 5 * max(sizes))
+    embedding = model.get_input_embeddings().weight
+    others = [parameter.numel() for parameter in model.parameters() if parameter is not embedding]
+    held = 4 * embedding.numel() + min(4 * sum(others), DECODED_BYTES) + 5 * max(others)
+    return Needs(disk_bytes=0, memory_bytes=TORCH_BYTES + max(held, 5 * embedding.numel()))
 
 
 def search_bytes(group: LinearGroup) -> int:
