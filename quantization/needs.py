@@ -67,10 +67,10 @@ def reference_needs(model: Any) -> Needs:
 
     ``model``: without its weights.
     """
-    embedding = model.get_input_embeddings().weight
-    others = [parameter.numel() for parameter in model.parameters() if parameter is not embedding]
-    held = 4 * embedding.numel() + min(4 * sum(others), DECODED_BYTES) + 5 * max(others)
-    return Needs(disk_bytes=0, memory_bytes=TORCH_BYTES + max(held, 5 * embedding.numel()))
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    kept = model.get_input_embeddings().weight.numel()
+    held = 4 * kept + min(4 * (sum(sizes) - kept), DECODED_BYTES)
+    return Needs(disk_bytes=0, memory_bytes=TORCH_BYTES + held + 5 * max(sizes))
 
 
 def search_bytes(group: LinearGroup) -> int:

@@ -51,8 +51,8 @@ def free_disk(folder: Path) -> int:
 
 def available_memory() -> int:
     """Bytes that can be taken without swapping: the system's, or what the limits of control groups leave."""
-    left = [group.limit - group.used + group.cached for group in _limited_groups()]
-    return min([psutil.virtual_memory().available, *left])
+    left = [group.limit - max(0, group.used - group.cached) for group in _limited_groups()]
+    return max(0, min([psutil.virtual_memory().available, *left]))
 
 
 def container_limit() -> int | None:
@@ -68,35 +68,59 @@ class _Group(NamedTuple):
     cached: int
 
 
+class _Version(NamedTuple):
+    """Where a version of control groups keeps what it counts. ``prefix``: of numbers that include the groups below."""
+
+    base: Path
+    limit: str
+    used: str
+    prefix: str
+
+
 def _limited_groups() -> list[_Group]:
-    """The control groups that hold this process and have a memory limit: its own, and those above it."""
+    """The control groups that hold this process and have a memory limit: its own, and those above it.
+
+    One that cannot be read counts as one without a limit.
+    """
     found: list[_Group] = []
     for line in OWN_CGROUPS.read_text().splitlines() if OWN_CGROUPS.is_file() else []:
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            base, (limit, used), prefix = CGROUP, ("memory.max", "memory.current"), ""
+            base = CGROUP / "unified" if (CGROUP / "unified").is_dir() else CGROUP  # beside folders of version 1
+            version = _Version(base, "memory.max", "memory.current", "")
         elif "memory" in controllers.split(","):
-            base, (limit, used), prefix = (
-                CGROUP / "memory",
-                ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-                "total_",
-            )
+            version = _Version(CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
         else:
             continue
-        own = base / path.lstrip("/")
-        # A container may see its own group as the base, and the path of the host's.
-        for folder in [own, *own.parents] if own.is_relative_to(base) and own.is_dir() else [base]:
-            if folder.is_relative_to(base) and (most := _bytes(folder / limit)) is not None:
-                statistics = dict(entry.split() for entry in (folder / "memory.stat").read_text().splitlines())
-                cached = sum(int(statistics.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
-                found.append(_Group(most, int((folder / used).read_text()), cached))
+        for folder in _folders(version.base, path):
+            try:
+                group = _read(folder, version)
+            except (OSError, ValueError):
+                continue
+            if group is not None:
+                found.append(group)
     return found
 
 
-def _bytes(limit: Path) -> int | None:
-    """None where the file is not there, or says that there is no limit."""
-    text = limit.read_text().strip() if limit.is_file() else "max"
-    return None if text == "max" or int(text) >= UNLIMITED else int(text)
+def _folders(base: Path, path: str) -> list[Path]:
+    """Of the group and those above it. A container may see a group of the host's path as ``base``."""
+    parts = [part for part in path.split("/") if part]
+    if ".." in parts:  # of a process that was moved out of what it sees
+        return [base]
+    own = next((parts[skipped:] for skipped in range(len(parts)) if base.joinpath(*parts[skipped:]).is_dir()), [])
+    return [base.joinpath(*own[:depth]) for depth in range(len(own), -1, -1)]
+
+
+def _read(folder: Path, version: _Version) -> _Group | None:
+    """None without a limit. ``hierarchical_memory_limit``: of groups above, which a container does not see."""
+    text = (folder / version.limit).read_text().strip()
+    statistics = dict(entry.split() for entry in (folder / "memory.stat").read_text().splitlines())
+    limit = UNLIMITED if text == "max" else int(text)
+    limit = min(limit, int(statistics.get("hierarchical_memory_limit", UNLIMITED)))
+    if limit >= UNLIMITED:
+        return None
+    cached = sum(int(statistics.get(f"{version.prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
+    return _Group(limit, int((folder / version.used).read_text()), cached)
 
 
 def _gb(count: int) -> str:

@@ -177,13 +177,13 @@ def kinds(level: Level) -> list[tuple[Run, int, int]]:
     return all_kinds()
 
 
-@given(seed=st.integers(0, 999), kind=st.integers(0, 15), order=st.permutations(range(15)), count=st.integers(1, 15))
+@given(seed=st.integers(0, 999), kind=st.integers(0, 15), order=st.permutations(range(25)), count=st.integers(1, 25))
 @settings(max_examples=60, deadline=None)
 def test_a_token_alone_is_that_token_in_any_batch_bit_for_bit(
     kinds: list[tuple[Run, int, int]], seed: int, kind: int, order: list[int], count: int
 ) -> None:
     run, inputs, columns = kinds[kind]
-    arrays = [random_matrix(15, columns, seed + n) for n in range(inputs)]
+    arrays = [random_matrix(25, columns, seed + n) for n in range(inputs)]
     picked = order[:count]
     together = run(*(array[picked] for array in arrays))
     for at, token in enumerate(picked[:3]):

@@ -42,9 +42,10 @@ enum { GROUP = 12, WIDE = 2, CHAINS = 4 };
 #else
 enum { GROUP = 4, WIDE = 1, CHAINS = 1 };
 #endif
-/* Weights of a run, which all groups of tokens pass in turn: they fit the second-level cache with the next ones. And how
-   far ahead of the dot products weights are prefetched that one group passes: at three to six tokens 1.05 times as fast as
-   a whole tile ahead, and faster than 2, 4, 10 or 16 KB (1.24 billion parameters, two threads of a Zen 4). */
+/* Weights of a run, which all groups of tokens pass in turn: with the next ones they fit the second-level cache, unless a
+   pair of tiles alone has more. And how far ahead of the dot products weights are prefetched that one group passes: at three
+   to six tokens 1.05 times as fast as a whole tile ahead, and faster than 2, 4, 10 or 16 KB (1.24 billion parameters, two
+   threads of a Zen 4). */
 enum { RUN_BYTES = 128 << 10, STREAM_AHEAD = 6 << 10 };
 
 typedef enum { PLAIN, GATED, NORM, RESIDUAL_NORM, HEAD } Kind;
@@ -304,6 +305,7 @@ INLINE void matmul_tiles(const Work* w, LaneMax* max, Ahead* ahead, int64_t tile
       LARGER_GROUPS(bits)          \
     }
 
+_Static_assert(WIDE == 1 || GROUP / WIDE == 6, "of more than GROUP tokens a group has 4 to GROUP / WIDE");
 /* A group of tokens by `width` tiles. */
 static void matmul_group(const Work* w, LaneMax* max, Ahead* ahead, int64_t tile, int64_t width, int64_t token,
                          int tokens) {
