@@ -10,11 +10,11 @@ from typing import Any
 
 from quantization.calibration import gram_blocks
 from quantization.units import HEAD, Schemes, Unit, by_layer
+from tapeout import resources
 from tapeout.portable_graph import LinearGroup, PortableGraph
 from tapeout.resources import Needs
 
 TORCH_BYTES, NUMPY_BYTES = 700 << 20, 300 << 20  # of a process with its libraries
-DECODED_BYTES = 1 << 29  # float32 linears that a QuantizedReference holds; others are decoded at each call
 SEARCH_BYTES = 3 << 30  # what searches of several groups may take together; one alone may take more
 
 
@@ -62,6 +62,14 @@ def simulation_needs(graph: PortableGraph, units: Sequence[Unit], tokens: int, p
     return Needs(codes, TORCH_BYTES + max(held, embedding) + activations + scales + logits)
 
 
+def decoded_bytes() -> int:
+    """Of float32 linears that a :class:`QuantizedReference` holds; others are decoded at each call.
+
+    An eighth of the available memory, within 0.5 and 2 GiB: with 2 GiB, 1.24 billion parameters took more than 4 GB.
+    """
+    return min(max(resources.available_memory() // 8, 1 << 29), 2 << 30)
+
+
 def reference_needs(model: Any) -> Needs:
     """Of a :class:`QuantizedReference`: the embedding, linears, and the largest of them while it is decoded.
 
@@ -69,7 +77,7 @@ def reference_needs(model: Any) -> Needs:
     """
     sizes = [parameter.numel() for parameter in model.parameters()]
     kept = model.get_input_embeddings().weight.numel()
-    held = 4 * kept + min(4 * (sum(sizes) - kept), DECODED_BYTES)
+    held = 4 * kept + min(4 * (sum(sizes) - kept), decoded_bytes())
     return Needs(disk_bytes=0, memory_bytes=TORCH_BYTES + held + 5 * max(sizes))
 
 

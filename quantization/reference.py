@@ -5,7 +5,8 @@ attention, as do the inputs of linears that have an input scale. As an option th
 are rounded per row and block, as ONNX Runtime's MatMulNBits does it at ``accuracy_level`` 4. An engine that agrees with
 this model was lowered correctly, whatever quantization itself cost.
 
-Linears beyond DECODED_BYTES are decoded at each call, so that the model need not fit the memory. The embedding is held.
+Linears beyond ``decoded_bytes()`` are decoded at each call, so that the model need not fit the memory. The embedding is
+held.
 The checkpoint is decoded by this package's reader and not by transformers, which cannot load packed zero points
 (compressed_tensors.py); the modules and their attention are transformers' own.
 
@@ -31,7 +32,7 @@ from quantization.attention_hook import kv_function
 from quantization.checkpoint import KV_SCALES, KVScales
 from quantization.compressed_tensors import Checkpoint, open_checkpoint
 from quantization.kv_cache import largest_code
-from quantization.needs import DECODED_BYTES, reference_needs
+from quantization.needs import decoded_bytes, reference_needs
 from quantization.rounding import QuantizedLinear
 from tapeout.errors import QuantizationError
 from tapeout.mapped_weights import weight_at_call
@@ -200,7 +201,7 @@ def _load(folder: Path) -> tuple[Any, list[tuple[torch.nn.Module, InputGrid]]]:
     weights: dict[str, Tensor] = {}
     grids: dict[str, InputGrid] = {}
     late: dict[str, Callable[[], Tensor]] = {}
-    free = DECODED_BYTES
+    free = decoded_bytes()
     for name in checkpoint.names():
         stored = checkpoint.linear(name)
         shape = stored.codes.shape if isinstance(stored, QuantizedLinear) else stored.shape

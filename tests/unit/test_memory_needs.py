@@ -12,7 +12,7 @@ from pipeline.export.export import export
 from pipeline.export.gguf import read_header
 from pipeline.export.needs import BASE_BYTES, model_needs, needs
 from pipeline.export.source_model import CheckpointModel
-from quantization.needs import TORCH_BYTES, reference_needs, simulation_needs
+from quantization.needs import TORCH_BYTES, decoded_bytes, reference_needs, simulation_needs
 from quantization.reference import QuantizedReference
 from quantization.units import HEAD, units_of
 from tapeout.errors import ResourceError
@@ -51,8 +51,17 @@ def test_a_reference_holds_no_more_than_its_bound_and_the_embeddings(
     sizes = [parameter.numel() for parameter in model.parameters()]
     fixed = TORCH_BYTES + 5 * max(sizes)
     assert reference_needs(model).memory_bytes == fixed + 4 * sum(sizes)
-    monkeypatch.setattr("quantization.needs.DECODED_BYTES", 1000)
+    monkeypatch.setattr("quantization.needs.decoded_bytes", lambda: 1000)
     assert reference_needs(model).memory_bytes == fixed + 4 * embedding + 1000
+
+
+@pytest.mark.parametrize(("available", "held"), [(4, 0.5), (1, 0.5), (8, 1), (64, 2)])
+def test_a_reference_holds_more_where_there_is_more_memory(
+    available: int, held: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In GiB."""
+    monkeypatch.setattr("tapeout.resources.available_memory", lambda: available << 30)
+    assert decoded_bytes() == held * (1 << 30)
 
 
 @pytest.mark.usefixtures("little_memory")

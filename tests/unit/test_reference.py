@@ -83,7 +83,7 @@ def test_weights_beyond_the_bound_are_held_during_their_calls_only(
     bound: int, folder: Path, tokens: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = QuantizedReference(folder, int8_activations=True)
-    monkeypatch.setattr("quantization.reference.DECODED_BYTES", bound)
+    monkeypatch.setattr("quantization.reference.decoded_bytes", lambda: bound)
     bounded = QuantizedReference(folder, int8_activations=True)
     np.testing.assert_array_equal(bounded(tokens), whole(tokens))
     outputs = {"model.layers.1.mlp.down_proj.weight": np.ones((len(tokens), 128), np.float32)}
