@@ -32,7 +32,7 @@ enum { PARALLEL_ACTIVATIONS = 1 << 13 };
 /* The columns are cut into parts for the threads: at least PARTS if there are so many pairs of tiles, and more where a
    part would have more than PART_BYTES of weights, which take about ten microseconds to read. */
 enum { PARTS = 64, PART_BYTES = 1 << 18 };
-enum { FEW_TOKENS = 2, MAX_RANK = 8 };
+enum { MAX_RANK = 8 };
 /* With 255 * 127 a product and 128 * 127 an offset, sums over a block of 2^15 channels fit 32 bits. */
 enum { LARGEST_BLOCK = 1 << 15 };
 /* The sums of GROUP tokens and one tile are held in registers, or of GROUP / WIDE tokens and WIDE tiles, where tokens are
@@ -43,10 +43,9 @@ enum { GROUP = 12, WIDE = 2, CHAINS = 4 };
 enum { GROUP = 4, WIDE = 1, CHAINS = 1 };
 #endif
 /* Weights of a run, which all groups of tokens pass in turn: with the next ones they fit the second-level cache, unless a
-   pair of tiles alone has more. And how far ahead of the dot products weights are prefetched that one group passes: at three
-   to six tokens 1.05 times as fast as a whole tile ahead, and faster than 2, 4, 10 or 16 KB (1.24 billion parameters, two
-   threads of a Zen 4). */
-enum { RUN_BYTES = 128 << 10, STREAM_AHEAD = 6 << 10 };
+   pair of tiles alone has more. And how far ahead of the dot products weights are prefetched that one group passes: on a
+   Zen 5, 4 KB is as fast where memory reads 50 GB/s, and slower where it reads 65; 12 and 24 KB are slower at one token. */
+enum { RUN_BYTES = 128 << 10, STREAM_AHEAD = 8 << 10 };
 
 typedef enum { PLAIN, GATED, NORM, RESIDUAL_NORM, HEAD } Kind;
 
@@ -201,7 +200,8 @@ INLINE void update_max(LaneMax* max, F32x16 y, int64_t column, int64_t count) {
   store_int(max->column, blend_int(greater_lanes, lane + splat_int((int32_t)column), load_int(max->column)));
 }
 
-/* `tokens` tokens by `tiles` tiles. `tokens`, `tiles` and `bits` are constants where this is inlined. */
+/* `tokens` tokens by `tiles` tiles. `tokens`, `tiles` and `bits` are constants where this is inlined. `ahead` is memory to
+   prefetch, some lines with each block; NULL: the weights that follow, line by line as others are used. */
 INLINE void matmul_tiles(const Work* w, LaneMax* max, Ahead* ahead, int64_t tile, int64_t token, const int tokens,
                          const int tiles, const int bits) {
   const Kernel* k = w->kernel;
@@ -223,12 +223,15 @@ INLINE void matmul_tiles(const Work* w, LaneMax* max, Ahead* ahead, int64_t tile
         EACH (int i = 1; i < chains; i++) more[m][t][i] = (I32x16){0};
     const int8_t* x = w->x_codes + token * stride + b * k->block;
     const uint8_t* from = codes + b * (TILE * k->block * bits / 8);
-    for (int64_t s = 0; s < block_steps; s += joined)
+    for (int64_t s = 0; s < block_steps; s += joined) {
+      const uint8_t* steps = from + 64 * s * bits / 8;
+      if (!ahead)
+        EACH (int i = 0; i < joined * bits / 8; i++)
+          prefetch_l1((const void*)((uintptr_t)steps + STREAM_AHEAD + 64 * i));
       EACH (int i = 0; i < joined; i += depth) {
         I32x16 weights[4][WIDE];
         EACH (int j = 0; j < depth; j++)
-          EACH (int t = 0; t < tiles; t++)
-            weights[j][t] = codes_at(from + t * tile_bytes + 64 * s * bits / 8, i + j, bits);
+          EACH (int t = 0; t < tiles; t++) weights[j][t] = codes_at(steps + t * tile_bytes, i + j, bits);
         EACH (int m = 0; m < tokens; m++) {
           I32x16 partial[WIDE], *to[WIDE];
           EACH (int t = 0; t < tiles; t++) {
@@ -242,7 +245,8 @@ INLINE void matmul_tiles(const Work* w, LaneMax* max, Ahead* ahead, int64_t tile
           EACH (int t = 0; t < tiles; t++) *to[t] = end_dots(*to[t], partial[t], bits);
         }
       }
-    prefetch_some(ahead);
+    }
+    if (ahead) prefetch_some(ahead);
     EACH (int m = 0; m < tokens; m++)
       EACH (int t = 0; t < tiles; t++)
         EACH (int i = 1; i < chains; i++) sum[m][t] += more[m][t][i];
@@ -330,7 +334,8 @@ static Max max_of_lanes(const LaneMax* lanes) {
 /* One of `parts` ranges of tiles, for all tokens. Each group of tokens passes a run of tiles before the next group does, so
    its activations stay in the first-level cache and the weights in the second. The next run is prefetched meanwhile, some
    lines with each block: without this, memory is idle while tokens are computed. Where all tokens are one group, memory is
-   read in one stream and prefetched a few pages ahead; for one or two tokens the processor does that by itself. */
+   read in one stream and prefetched two pages ahead. The processor's own prefetching stops at the end of a page, and the
+   fewer bits a weight has, the fewer bytes its window of instructions reaches beyond it. */
 static void matmul_part(void* state, size_t part) {
   const Work* w = state;
   const int64_t pairs = w->tiles / 2, index = (int64_t)part;
@@ -354,13 +359,13 @@ static void matmul_part(void* state, size_t part) {
   const int64_t most = RUN_BYTES > width * bytes ? RUN_BYTES / (width * bytes) * width : width;
   for (int64_t begin = first; begin < end; begin += most) {
     const int64_t stop = smaller(begin + most, end);
-    const int64_t from = smaller(groups > 1 ? stop * bytes : begin * bytes + STREAM_AHEAD, all);
-    const int64_t to = w->M > FEW_TOKENS ? smaller(from + (stop - begin) * bytes, all) : from;
-    Ahead ahead = {(const char*)w->codes + from, (const char*)w->codes + to, lines};
+    const char *next = (const char*)w->codes + stop * bytes, *last = (const char*)w->codes + all;
+    Ahead ahead = {next, last - next > (stop - begin) * bytes ? next + (stop - begin) * bytes : last, lines};
     for (int64_t g = 0; g < groups; g++) {
       const int64_t token = w->M * g / groups;
       const int tokens = (int)(w->M * (g + 1) / groups - token);
-      for (int64_t tile = begin; tile < stop; tile += width) matmul_group(w, max, &ahead, tile, width, token, tokens);
+      for (int64_t tile = begin; tile < stop; tile += width)
+        matmul_group(w, max, groups > 1 ? &ahead : NULL, tile, width, token, tokens);
     }
   }
   if (!max) return;
