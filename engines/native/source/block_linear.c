@@ -45,7 +45,7 @@ enum { GROUP = 4, WIDE = 1, CHAINS = 1 };
 /* Weights of a run, which all groups of tokens pass in turn: with the next ones they fit the second-level cache, unless a
    pair of tiles alone has more. And how far ahead of the dot products weights are prefetched that one group passes: on a
    Zen 5, 4 KB is as fast where memory reads 50 GB/s, and slower where it reads 65; 12 and 24 KB are slower at one token. */
-enum { RUN_BYTES = 128 << 10, STREAM_AHEAD = 8 << 10 };
+enum { RUN_BYTES = 64 << 10, STREAM_AHEAD = 8 << 10 };
 
 typedef enum { PLAIN, GATED, NORM, RESIDUAL_NORM, HEAD } Kind;
 
@@ -354,13 +354,15 @@ static void matmul_part(void* state, size_t part) {
       store_int(max[token].column, splat_int(INT32_MAX));
     }
   }
-  const int64_t bytes = TILE * w->kernel->K * w->kernel->bits / 8, all = w->tiles * bytes;
-  const int64_t lines = (width * bytes / 64 + groups * w->blocks - 1) / (groups * w->blocks);
+  const int64_t bytes = TILE * w->kernel->K * w->kernel->bits / 8;
   const int64_t most = RUN_BYTES > width * bytes ? RUN_BYTES / (width * bytes) * width : width;
   for (int64_t begin = first; begin < end; begin += most) {
     const int64_t stop = smaller(begin + most, end);
-    const char *next = (const char*)w->codes + stop * bytes, *last = (const char*)w->codes + all;
-    Ahead ahead = {next, last - next > (stop - begin) * bytes ? next + (stop - begin) * bytes : last, lines};
+    /* The run after this one may be the first of another part. It is prefetched in as many portions as this run has blocks. */
+    const int64_t left = stop < end ? end - stop : smaller(end - first, w->tiles - stop), next = smaller(most, left);
+    const int64_t portions = groups * w->blocks * (stop - begin) / width;
+    const char* from = (const char*)w->codes + stop * bytes;
+    Ahead ahead = {from, from + next * bytes, (next * bytes / 64 + portions - 1) / portions};
     for (int64_t g = 0; g < groups; g++) {
       const int64_t token = w->M * g / groups;
       const int tokens = (int)(w->M * (g + 1) / groups - token);
