@@ -467,10 +467,11 @@ static Node new_attention(void) {
   node.kv_heads = random_int(1, 3), node.heads = node.kv_heads * (many ? 60 : group);
   node.D = PICK(16, 16, 32, 48, 64, 80);
   node.B = random_int(0, 9) ? random_int(1, 4) : 0;
-  node.columns = one_in(2) ? 1 : random_int(2, 3),
-  node.T = node.columns > 1 ? 64 * (one_in(4) ? 2 : 1) : random_int(1, 150);
+  const int many_keys = one_in(4); /* more than those of a unit whose next one is prefetched */
+  node.columns = one_in(2) ? 1 : random_int(2, many_keys ? 7 : 3),
+  node.T = node.columns > 1 ? 64 * (one_in(4) ? 2 : 1) : random_int(1, many_keys ? 450 : 150);
   node.blocks = node.B * node.columns + random_int(0, 2);
-  const int64_t positions = node.columns * node.T > 158 ? 158 : node.columns * node.T;
+  const int64_t most = many_keys ? 440 : 158, positions = node.columns * node.T > most ? most : node.columns * node.T;
   int64_t counts[4] = {0}, tokens = 0;
   for (int64_t b = 0; b < node.B; b++) {
     counts[b] = one_in(2) ? 1 : random_int(0, positions < 30 ? positions : 30);
@@ -620,7 +621,7 @@ static void check_attention(Node* node) {
     for (int64_t s = 0; s < count_of(node, b); s++)
       for (int64_t h = 0; h < node->heads; h += step) {
         const int64_t head = h / group, position = int_of(node, FIRST, b) + s, token = int_of(node, OFFSETS, b) + s;
-        double query[80], scores[160], y[80] = {0}, max = -INFINITY, sum = 0, largest = 0;
+        double query[80], scores[448], y[80] = {0}, max = -INFINITY, sum = 0, largest = 0;
         rotated(node, (float*)in[QUERY].data + token * stride + h * D, position, query);
         const int64_t first = node->window && position + 1 > node->window ? position + 1 - node->window : 0;
         for (int64_t t = first; t <= position; t++) {

@@ -127,10 +127,16 @@ DEFECTS = {
         "  Mask mask = first_lanes(count + 1);\n  _mm256_maskstore_ps",
         "heap-buffer-overflow|expected",
     ),
-    "a prefetch goes beyond the weights": Defect(
+    "a prefetch of one group of tokens goes beyond the weights": Defect(
         "block_linear.c",
-        "smaller(from + (stop - begin) * bytes, all)",
-        "from + (stop - begin) * bytes",
+        "smaller(steps - w->codes + STREAM_AHEAD, last_steps)",
+        "smaller(steps - w->codes + STREAM_AHEAD, last_steps + 64)",
+        "heap-buffer-overflow",
+    ),
+    "the run after the last is prefetched": Defect(
+        "block_linear.c",
+        "smaller(end - first, w->tiles - stop)",
+        "end - first",
         "heap-buffer-overflow",
     ),
     "a prefetch goes beyond the keys": Defect(
@@ -138,6 +144,12 @@ DEFECTS = {
         "bytes = (left < KEYS ? left : KEYS) * size",
         "bytes = KEYS * size",
         "heap-buffer-overflow",
+    ),
+    "the tile after the last is prefetched": Defect(
+        "cached_attention.c",
+        "(few ? next_total : total) - coming",
+        "(few ? next_total : total + KEYS) - coming",
+        "AddressSanitizer|runtime error",
     ),
     "the unit after the last is prefetched": Defect(
         "cached_attention.c",

@@ -212,6 +212,7 @@ INLINE void matmul_tiles(const Work* w, LaneMax* max, Ahead* ahead, int64_t tile
   EACH (int m = 0; m < tokens; m++)
     EACH (int t = 0; t < tiles; t++) y[m][t] = (F32x16){0};
   const uint8_t* codes = w->codes + tile * tile_bytes;
+  const int64_t last_steps = w->tiles * tile_bytes - 64 * joined * bits / 8;
   for (int64_t b = 0; b < w->blocks; b++) {
     const float* x_scales = w->x_scales + b * w->M + token;
     const int32_t* x_sums = w->x_sums + b * w->M + token;
@@ -225,9 +226,10 @@ INLINE void matmul_tiles(const Work* w, LaneMax* max, Ahead* ahead, int64_t tile
     const uint8_t* from = codes + b * (TILE * k->block * bits / 8);
     for (int64_t s = 0; s < block_steps; s += joined) {
       const uint8_t* steps = from + 64 * s * bits / 8;
-      if (!ahead)
-        EACH (int i = 0; i < joined * bits / 8; i++)
-          prefetch_l1((const void*)((uintptr_t)steps + STREAM_AHEAD + 64 * i));
+      if (!ahead) {
+        const uint8_t* next = w->codes + smaller(steps - w->codes + STREAM_AHEAD, last_steps);
+        EACH (int i = 0; i < joined * bits / 8; i++) prefetch_l1(next + 64 * i);
+      }
       EACH (int i = 0; i < joined; i += depth) {
         I32x16 weights[4][WIDE];
         EACH (int j = 0; j < depth; j++)
