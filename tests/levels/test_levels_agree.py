@@ -118,7 +118,12 @@ DEFECTS = {
         "(four[0] + four[1]) + (four[2] + four[3])",
         "float32: element",
     ),
-    "large floats become other integers": ("vector_neon.h", "& ~inside)", "& ~inside & 1)", "(int8|int32|float32): element"),
+    "large floats become other integers": (
+        "vector_neon.h",
+        "& ~inside)",
+        "& ~inside & 1)",
+        "(int8|int32|float32): element",
+    ),
 }
 
 
