@@ -159,13 +159,15 @@ class Scheme(Frozen):
 FLOAT = Scheme(bits=32)
 STATIC_INT8 = Scheme(bits=8, activations="int8")
 
-# For linears. Groups of 128 shrink to 64 where they do not divide the inputs. Larger or smaller ones of 8 bits are no
-# faster. 5 bits in groups of 32 have 0.6 to 0.7 times the KL of 64 at 5 % more bytes (docs/benchmarks/plans.md).
+# For linears. Groups of 128 shrink to 64 where they do not divide the inputs, and are 1.06 to 1.10 times as fast as 64
+# from eight rows on (docs/native-kernels.md). 5 bits in groups of 32 have 0.6 to 0.7 times the KL of 64 at 5 % more
+# bytes (docs/benchmarks/plans.md).
 MENU: tuple[Scheme, ...] = (
     FLOAT,
     Scheme(bits=8, group_size=128, symmetric=True),
     STATIC_INT8,
     Scheme(bits=6, group_size=64, symmetric=True),
+    Scheme(bits=6, group_size=128, symmetric=True),
     Scheme(bits=5, group_size=32, symmetric=True),
     Scheme(bits=4, group_size=32, symmetric=True),
     Scheme(bits=4, group_size=128, symmetric=True),
@@ -176,6 +178,7 @@ MENU: tuple[Scheme, ...] = (
 EMBEDDING_MENU: tuple[Scheme, ...] = (
     FLOAT,
     Scheme(bits=8, group_size=64, symmetric=True),
+    Scheme(bits=8, group_size=128, symmetric=True),
     Scheme(bits=6, group_size=64, symmetric=True),
     Scheme(bits=6, group_size=32, symmetric=True),
     Scheme(bits=5, group_size=32, symmetric=True),

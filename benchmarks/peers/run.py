@@ -38,6 +38,13 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ours", action="append", default=[], metavar="NAME=FOLDER", help="a bundle; may be repeated")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of this shape; without KL")
+    parser.add_argument(
+        "--plan",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="with --shape, one more bundle, with the schemes of this plan for another model; may be repeated",
+    )
     parser.add_argument("--peers", default="", help="only peers whose name contains one of these comma-separated words")
     parser.add_argument("--reference", type=Path, default=Path("artifacts/baseline"), help="float bundle")
     parser.add_argument("--checkpoint", type=Path, default=Path("artifacts/graph"))
@@ -59,19 +66,27 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         options.rounds, options.new_tokens, options.documents = 1, 16, 2
     if not options.ours and not options.shape:
         parser.error("--ours or --shape is required")
+    if options.plan and not options.shape:
+        parser.error("--plan needs --shape")
     return options
 
 
 def our_systems(words: Sequence[str]) -> dict[System, Path]:
     """Bundles from ``NAME=FOLDER``; their bits per weight are added later. :class:`EvidenceError` for other words."""
-    found: dict[System, Path] = {}
+    return {
+        System(f"tapeout {name}", "ours", OURS, name, weight_bits=0, ours=True): folder
+        for name, folder in named_folders("--ours", words, "near-lossless=artifacts/candidate").items()
+    }
+
+
+def named_folders(option: str, words: Sequence[str], example: str) -> dict[str, Path]:
+    """Folders by name, from ``NAME=FOLDER``. :class:`EvidenceError` for other words."""
+    found: dict[str, Path] = {}
     for word in words:
         name, _, folder = word.partition("=")
         if not name or not folder:
-            raise EvidenceError(
-                f"--ours {word}", expected="NAME=FOLDER", remedy="--ours near-lossless=artifacts/candidate"
-            )
-        found[System(f"tapeout {name}", "ours", OURS, name, weight_bits=0, ours=True)] = Path(folder)
+            raise EvidenceError(f"{option} {word}", expected="NAME=FOLDER", remedy=f"{option} {example}")
+        found[name] = Path(folder)
     return found
 
 
@@ -284,10 +299,12 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def bench(options: argparse.Namespace, progress: Callable[[str], None]) -> int:
-    prepared = shapes.prepare(options.shape, options.params, options.checkpoint, progress) if options.shape else None
-    if prepared:
+    plans = named_folders("--plan", options.plan, "latency=artifacts/plan")
+    prepared = None
+    if options.shape:
+        prepared = shapes.prepare(options.shape, options.params, plans, options.checkpoint, progress)
         options.checkpoint, options.source = prepared.checkpoint, prepared.source
-        options.ours.append(f"default={prepared.bundle}")
+        options.ours.extend(f"{name}={folder}" for name, folder in prepared.bundles.items())
     source = artifact.load(options.source, Source)
     graph = artifact.load(options.checkpoint, PortableGraph)
     words = [word.strip() for word in options.peers.split(",") if word.strip()]

@@ -1,13 +1,15 @@
-"""Random weights in the shape of a known model, for all engines: a checkpoint, its GGUF file, and a bundle of ours.
+"""Random weights in the shape of a known model, for all engines: a checkpoint, its GGUF file, and bundles of ours.
 
 Speed does not depend on the weights' values. Quality does, so nothing of it is measured: no KL, and classes follow
-from the bits per weight. The bundle is built by the pipeline's own stages, with the recipe's schemes and rounding to
-nearest.
+from the bits per weight. Bundles are built by the pipeline's own stages, with rounding to nearest: one with the
+recipe's schemes, and one for each plan that was chosen for another model, with its schemes at the same depth.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,11 @@ from numpy.typing import NDArray
 from benchmarks import scale
 from benchmarks import shapes as known
 from benchmarks.peers.environments import peers_folder
+from quantization.plan import PrecisionPlan
+from tapeout import artifact
 
-STAGES = ("fetch", "export", "calibrate", "sensitivity", "plan", "quantize", "build-candidate")
+SHARED = {"fetch": "source", "export": "graph", "calibrate": "calibration"}  # stages of a shape, and their artifacts
+STAGES = ("sensitivity", "plan", "quantize", "build-candidate")  # of each bundle
 # Contexts of 8,192 tokens and an answer.
 SETTINGS = (
     "quantize.candidates=[rtn]",
@@ -50,28 +55,72 @@ class Prepared:
     checkpoint: Path  # graph artifact
     source: Path  # source artifact
     gguf: Path
-    bundle: Path
+    bundles: dict[str, Path]  # by name
 
 
-def prepare(name: str, recipe: Path, tokenizer: Path, progress: Callable[[str], None]) -> Prepared:
-    """Make what is missing of a shape, in the folder of the peers. All but our bundle is kept between runs."""
+def prepare(
+    name: str, recipe: Path, plans: Mapping[str, Path], tokenizer: Path, progress: Callable[[str], None]
+) -> Prepared:
+    """Make what is missing of a shape, in the folder of the peers. All but kernels is kept between runs.
+
+    ``plans``: artifacts of plans, by the names of the bundles that get their schemes. `default` has the recipe's.
+    """
     folder = peers_folder() / "shapes" / name
-    artifacts = folder / "work/artifacts"
-    made = Prepared(artifacts / "graph", artifacts / "source", folder / "model.gguf", artifacts / "candidate")
-    checkpoint = folder / "checkpoint"
+    checkpoint, work, gguf = folder / "checkpoint", folder / "work", folder / "model.gguf"
     if not checkpoint.is_dir():
         progress(f"writing random weights in the shape of {name}")
         known.write(known.SHAPES[name], checkpoint, tokenizer)
-    progress(f"building our bundle of {name}")
-    stages = STAGES[-1:] if made.bundle.is_dir() else STAGES  # what is measured has the kernels of this version
-    words = [str(checkpoint), str(folder / "work"), "--recipe", str(recipe.resolve()), "--stages", *stages]
-    scale.main([*words, "--set", *SETTINGS])
-    if not made.gguf.is_file():
+    layers = known.SHAPES[name].config["num_hidden_layers"]
+    settings = {"default": list(SETTINGS)} | {
+        plan: [*SETTINGS, *settings_of(artifact.load(path, PrecisionPlan).record, layers)]
+        for plan, path in plans.items()
+    }
+    bundles: dict[str, Path] = {}
+    for bundle, words in settings.items():
+        progress(f"building our bundle {bundle} of {name}")
+        place = work if bundle == "default" else folder / f"work-{bundle}"
+        _build(checkpoint, place, work / "artifacts", recipe.resolve(), words)
+        bundles[bundle] = place / "artifacts/candidate"
+    if not gguf.is_file():
         progress(f"writing the GGUF file of {name}")
-        partial = made.gguf.with_suffix(".partial")
+        partial = gguf.with_suffix(".partial")
         write_gguf(known.SHAPES[name].config, checkpoint, partial)
-        partial.rename(made.gguf)
-    return made
+        partial.rename(gguf)
+    return Prepared(work / "artifacts/graph", work / "artifacts/source", gguf, bundles)
+
+
+def _build(checkpoint: Path, work: Path, shared: Path, recipe: Path, settings: Sequence[str]) -> None:
+    """Run the stages whose artifacts are missing or are those of other settings. Kernels are always of this version."""
+    (work / "artifacts").mkdir(parents=True, exist_ok=True)
+    for folder in SHARED.values():
+        if (shared / folder).is_dir() and not (work / "artifacts" / folder).exists():
+            (work / "artifacts" / folder).symlink_to(shared / folder, target_is_directory=True)
+    params, bundle = work / "params.yaml", work / "artifacts/candidate"
+    built = params.read_text() if params.is_file() and bundle.is_dir() else None
+    scale.write_recipe(params, recipe, checkpoint, settings)
+    stages = [stage for stage, folder in SHARED.items() if not (work / "artifacts" / folder).exists()]
+    stages += STAGES[-1:] if built == params.read_text() and not stages else STAGES
+    shutil.rmtree(bundle, ignore_errors=True)  # after an interruption there is none, and all is built again
+    words = [str(checkpoint), str(work), "--recipe", str(recipe), "--stages", *stages]
+    scale.main([*words, "--set", *settings])
+
+
+def settings_of(plan: PrecisionPlan, layers: int) -> list[str]:
+    """A plan as settings of a recipe for a model of so many layers: each has the schemes of the layer at its depth."""
+    schemes = plan.schemes
+    depth = 1 + max(int(name.split(".")[1]) for name in schemes if name.startswith("layers."))
+    rules: list[dict[str, Any]] = []
+    for layer in range(layers):
+        here = f"layers.{layer * depth // layers}."
+        for name, scheme in schemes.items():
+            if name.startswith(here):
+                rules.append({"match": f"layers.{layer}.{name.removeprefix(here)}"} | scheme.model_dump())
+    written = {
+        "plan.schemes": rules,
+        "plan.embeddings": plan.embeddings.scheme.model_dump(),
+        "plan.kv_cache": plan.kv_cache.settings.model_dump(),
+    }
+    return [f"{key}={json.dumps(value)}" for key, value in written.items()]
 
 
 def write_gguf(config: dict[str, Any], checkpoint: Path, path: Path) -> None:

@@ -1,15 +1,23 @@
-"""Random checkpoints of a named shape load in transformers, whole, and with the scales that are promised."""
+"""Random checkpoints of a named shape load in transformers, and its bundles have the schemes that were asked for."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks import scale
+from benchmarks.peers import shapes
+from benchmarks.peers.run import arguments
 from benchmarks.shapes import SHAPES, Shape, write
+from pipeline.recipe import load_recipe
+from quantization.plan import CachePlan, PrecisionPlan, UnitPlan
+from tapeout.recipe import KVCache
+from tapeout.schemes import Scheme
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "vocab_size": 300}
 
@@ -36,3 +44,78 @@ def test_a_written_checkpoint_loads_without_a_missing_tensor(name: str, tmp_path
     assert again == count
     for path in (tmp_path / "model").glob("*.safetensors"):
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
+
+
+FINE, COARSE = (Scheme(bits=bits, group_size=128, symmetric=True) for bits in (8, 4))
+
+
+def plan_of(layers: int) -> PrecisionPlan:
+    """8 bits in the first half of the layers and for every down, 4 bits elsewhere."""
+
+    def unit(name: str, groups: list[str], scheme: Scheme) -> UnitPlan:
+        return UnitPlan(name=name, groups=tuple(groups), scheme=scheme, reason="")
+
+    first = [f"layers.{n}.qkv" for n in range(layers // 2)]
+    last = [f"layers.{n}.qkv" for n in range(layers // 2, layers)]
+    downs = [f"layers.{n}.down" for n in range(layers)]
+    return PrecisionPlan.model_construct(
+        units=(unit("first", first, FINE), unit("last", last, COARSE), unit("down", downs, FINE)),
+        embeddings=UnitPlan(name="embedding", groups=(), scheme=COARSE, reason=""),
+        kv_cache=CachePlan(name="kv_cache", settings=KVCache(dtype="int4"), reason=""),
+    )
+
+
+@pytest.mark.parametrize("layers", [2, 6, 8])
+def test_a_plan_gives_each_layer_of_a_shape_the_schemes_of_its_depth(layers: int, tmp_path: Path) -> None:
+    settings = shapes.settings_of(plan_of(6), layers)
+    scale.write_recipe(tmp_path / "params.yaml", Path("params.yaml"), tmp_path, settings)
+    plan = load_recipe(tmp_path / "params.yaml").plan
+    assert plan.embeddings == COARSE and plan.kv_cache == KVCache(dtype="int4")
+    assert plan.schemes != "auto"
+    found = {rule.match: rule.scheme for rule in plan.schemes}
+    wanted = {f"layers.{n}.qkv": FINE if n < layers / 2 else COARSE for n in range(layers)}
+    assert found == wanted | {f"layers.{n}.down": FINE for n in range(layers)}
+
+
+def test_a_bundle_of_a_shape_is_built_again_where_its_settings_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And only its kernels where they did not; what all bundles share is made once."""
+    ran: list[list[str]] = []
+
+    def run(words: Sequence[str]) -> None:
+        work, stages = Path(words[1]), list(words[words.index("--stages") + 1 : words.index("--set")])
+        settings = list(words[words.index("--set") + 1 :])
+        scale.write_recipe(work / "params.yaml", Path("params.yaml"), tmp_path, settings)
+        ran.append(stages)
+        if interrupted:
+            raise KeyboardInterrupt
+        for stage in stages:
+            folder = {**shapes.SHARED, "build-candidate": "candidate"}.get(stage, stage)
+            (work / "artifacts" / folder).mkdir(exist_ok=True)
+
+    def build(work: str, *settings: str) -> list[str]:
+        first = tmp_path / "default/artifacts"
+        shapes._build(tmp_path, tmp_path / work, first, Path("params.yaml"), ["seed=1", *settings])  # pyright: ignore[reportPrivateUsage]
+        return ran[-1]
+
+    interrupted = False
+    monkeypatch.setattr(scale, "main", run)
+    whole, kernels = [*shapes.SHARED, *shapes.STAGES], ["build-candidate"]
+    assert build("default") == whole
+    assert build("default") == kernels
+    assert build("planned", "plan.band=3") == list(shapes.STAGES)
+    assert (tmp_path / "planned/artifacts/graph").resolve() == tmp_path / "default/artifacts/graph"
+    assert build("planned", "plan.band=3") == kernels
+    interrupted = True
+    with pytest.raises(KeyboardInterrupt):
+        build("planned", "plan.band=4")
+    interrupted = False
+    assert build("planned", "plan.band=4") == list(shapes.STAGES)
+    assert build("planned", "plan.band=4") == kernels
+
+
+def test_a_plan_needs_a_shape(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        arguments(["--ours", "a=b", "--plan", "latency=c"])
+    assert "--plan needs --shape" in capsys.readouterr().err
