@@ -84,8 +84,10 @@ def named_folders(option: str, words: Sequence[str], example: str) -> dict[str, 
     found: dict[str, Path] = {}
     for word in words:
         name, _, folder = word.partition("=")
-        if not name or not folder:
+        if not name or not folder or "/" in name:
             raise EvidenceError(f"{option} {word}", expected="NAME=FOLDER", remedy=f"{option} {example}")
+        if name in found:
+            raise EvidenceError(f"{option} {name} twice", expected="a name of its own for each", remedy="rename one")
         found[name] = Path(folder)
     return found
 
@@ -300,6 +302,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def bench(options: argparse.Namespace, progress: Callable[[str], None]) -> int:
     plans = named_folders("--plan", options.plan, "latency=artifacts/plan")
+    if "default" in plans:
+        raise EvidenceError("--plan default", expected="another name: default is the recipe's", remedy="rename it")
     prepared = None
     if options.shape:
         prepared = shapes.prepare(options.shape, options.params, plans, options.checkpoint, progress)

@@ -22,6 +22,7 @@ from benchmarks import shapes as known
 from benchmarks.peers.environments import peers_folder
 from quantization.plan import PrecisionPlan
 from tapeout import artifact
+from tapeout.schemes import EMBEDDING_MENU, MENU, Scheme
 
 SHARED = {"fetch": "source", "export": "graph", "calibrate": "calibration"}  # stages of a shape, and their artifacts
 STAGES = ("sensitivity", "plan", "quantize", "build-candidate")  # of each bundle
@@ -90,17 +91,20 @@ def prepare(
 
 
 def _build(checkpoint: Path, work: Path, shared: Path, recipe: Path, settings: Sequence[str]) -> None:
-    """Run the stages whose artifacts are missing or are those of other settings. Kernels are always of this version."""
+    """Run the stages of a bundle whose settings changed, else only the last: kernels are always of this version.
+
+    What bundles share is made once, and again only where it is missing.
+    """
     (work / "artifacts").mkdir(parents=True, exist_ok=True)
     for folder in SHARED.values():
         if (shared / folder).is_dir() and not (work / "artifacts" / folder).exists():
-            (work / "artifacts" / folder).symlink_to(shared / folder, target_is_directory=True)
+            (work / "artifacts" / folder).symlink_to((shared / folder).resolve(), target_is_directory=True)
     params, bundle = work / "params.yaml", work / "artifacts/candidate"
     built = params.read_text() if params.is_file() and bundle.is_dir() else None
+    shutil.rmtree(bundle, ignore_errors=True)  # after an interruption there is none, and all is built again
     scale.write_recipe(params, recipe, checkpoint, settings)
     stages = [stage for stage, folder in SHARED.items() if not (work / "artifacts" / folder).exists()]
     stages += STAGES[-1:] if built == params.read_text() and not stages else STAGES
-    shutil.rmtree(bundle, ignore_errors=True)  # after an interruption there is none, and all is built again
     words = [str(checkpoint), str(work), "--recipe", str(recipe), "--stages", *stages]
     scale.main([*words, "--set", *settings])
 
@@ -114,13 +118,26 @@ def settings_of(plan: PrecisionPlan, layers: int) -> list[str]:
         here = f"layers.{layer * depth // layers}."
         for name, scheme in schemes.items():
             if name.startswith(here):
-                rules.append({"match": f"layers.{layer}.{name.removeprefix(here)}"} | scheme.model_dump())
+                rule = {"match": f"layers.{layer}.{name.removeprefix(here)}"}
+                rules.append(rule | as_in_menu(scheme, MENU).model_dump())
     written = {
         "plan.schemes": rules,
-        "plan.embeddings": plan.embeddings.scheme.model_dump(),
+        "plan.embeddings": as_in_menu(plan.embeddings.scheme, EMBEDDING_MENU).model_dump(),
         "plan.kv_cache": plan.kv_cache.settings.model_dump(),
     }
     return [f"{key}={json.dumps(value)}" for key, value in written.items()]
+
+
+def as_in_menu(scheme: Scheme, menu: Sequence[Scheme]) -> Scheme:
+    """The scheme before its groups shrank to what divides the channels of the plan's model: a plan has it fitted.
+
+    >>> as_in_menu(Scheme(bits=8, group_size=64, symmetric=True), MENU).name
+    '8-bit g128'
+    """
+    if scheme in menu or scheme.group_size is None:
+        return scheme
+    alike = [other for other in menu if other.model_copy(update={"group_size": scheme.group_size}) == scheme]
+    return next((other for other in alike if (other.group_size or 0) > scheme.group_size), scheme)
 
 
 def write_gguf(config: dict[str, Any], checkpoint: Path, path: Path) -> None:

@@ -266,6 +266,10 @@ def test_bundles_are_named_on_the_command_line() -> None:
     }
     with pytest.raises(EvidenceError, match="NAME=FOLDER"):
         our_systems(["artifacts/candidate"])
+    with pytest.raises(EvidenceError, match="NAME=FOLDER"):
+        our_systems(["../x=artifacts/candidate"])
+    with pytest.raises(EvidenceError, match="twice"):
+        our_systems(["a=b", "a=c"])
 
 
 @pytest.mark.parametrize("reaped", [False, True], ids=["zombie", "reaped"])

@@ -17,7 +17,7 @@ from benchmarks.shapes import SHAPES, Shape, write
 from pipeline.recipe import load_recipe
 from quantization.plan import CachePlan, PrecisionPlan, UnitPlan
 from tapeout.recipe import KVCache
-from tapeout.schemes import Scheme
+from tapeout.schemes import MENU, Scheme
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "vocab_size": 300}
 
@@ -75,6 +75,16 @@ def test_a_plan_gives_each_layer_of_a_shape_the_schemes_of_its_depth(layers: int
     found = {rule.match: rule.scheme for rule in plan.schemes}
     wanted = {f"layers.{n}.qkv": FINE if n < layers / 2 else COARSE for n in range(layers)}
     assert found == wanted | {f"layers.{n}.down": FINE for n in range(layers)}
+
+
+def test_groups_that_shrank_to_fit_the_plans_model_are_those_of_the_menu_again() -> None:
+    for wanted in MENU:
+        fitted = wanted.fitted(576)
+        found = shapes.as_in_menu(fitted, MENU)
+        assert found == (fitted if fitted in MENU else wanted)
+    assert shapes.as_in_menu(MENU[1].fitted(576), MENU) == MENU[1] != MENU[1].fitted(576)
+    unknown = Scheme(bits=4, group_size=16)
+    assert shapes.as_in_menu(unknown, MENU) == unknown
 
 
 def test_a_bundle_of_a_shape_is_built_again_where_its_settings_changed(
