@@ -110,7 +110,14 @@ def _build(checkpoint: Path, work: Path, shared: Path, recipe: Path, settings: S
 
 
 def settings_of(plan: PrecisionPlan, layers: int) -> list[str]:
-    """A plan as settings of a recipe for a model of so many layers: each has the schemes of the layer at its depth."""
+    """A plan as settings of a recipe for a model of so many layers: each has the schemes of the layer at its depth.
+
+    A plan that was chosen holds the menu's schemes, with groups fitted to its model. One that is written out does not.
+    """
+
+    def asked(scheme: Scheme, menu: Sequence[Scheme]) -> dict[str, Any]:
+        return (as_in_menu(scheme, menu) if plan.search else scheme).model_dump()
+
     schemes = plan.schemes
     depth = 1 + max(int(name.split(".")[1]) for name in schemes if name.startswith("layers."))
     rules: list[dict[str, Any]] = []
@@ -118,18 +125,17 @@ def settings_of(plan: PrecisionPlan, layers: int) -> list[str]:
         here = f"layers.{layer * depth // layers}."
         for name, scheme in schemes.items():
             if name.startswith(here):
-                rule = {"match": f"layers.{layer}.{name.removeprefix(here)}"}
-                rules.append(rule | as_in_menu(scheme, MENU).model_dump())
+                rules.append({"match": f"layers.{layer}.{name.removeprefix(here)}"} | asked(scheme, MENU))
     written = {
         "plan.schemes": rules,
-        "plan.embeddings": as_in_menu(plan.embeddings.scheme, EMBEDDING_MENU).model_dump(),
+        "plan.embeddings": asked(plan.embeddings.scheme, EMBEDDING_MENU),
         "plan.kv_cache": plan.kv_cache.settings.model_dump(),
     }
     return [f"{key}={json.dumps(value)}" for key, value in written.items()]
 
 
 def as_in_menu(scheme: Scheme, menu: Sequence[Scheme]) -> Scheme:
-    """The scheme before its groups shrank to what divides the channels of the plan's model: a plan has it fitted.
+    """The scheme of a menu before its groups shrank to what divides the channels of the plan's model.
 
     >>> as_in_menu(Scheme(bits=8, group_size=64, symmetric=True), MENU).name
     '8-bit g128'

@@ -12,10 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks import scale
 from benchmarks.peers import shapes
-from benchmarks.peers.run import arguments
+from benchmarks.peers.run import arguments, bench
 from benchmarks.shapes import SHAPES, Shape, write
 from pipeline.recipe import load_recipe
-from quantization.plan import CachePlan, PrecisionPlan, UnitPlan
+from quantization.plan import CachePlan, PrecisionPlan, Search, UnitPlan
+from tapeout.errors import EvidenceError
 from tapeout.recipe import KVCache
 from tapeout.schemes import MENU, Scheme
 
@@ -62,6 +63,7 @@ def plan_of(layers: int) -> PrecisionPlan:
         units=(unit("first", first, FINE), unit("last", last, COARSE), unit("down", downs, FINE)),
         embeddings=UnitPlan(name="embedding", groups=(), scheme=COARSE, reason=""),
         kv_cache=CachePlan(name="kv_cache", settings=KVCache(dtype="int4"), reason=""),
+        search=None,
     )
 
 
@@ -85,6 +87,16 @@ def test_groups_that_shrank_to_fit_the_plans_model_are_those_of_the_menu_again()
     assert shapes.as_in_menu(MENU[1].fitted(576), MENU) == MENU[1] != MENU[1].fitted(576)
     unknown = Scheme(bits=4, group_size=16)
     assert shapes.as_in_menu(unknown, MENU) == unknown
+
+
+@pytest.mark.parametrize("chosen", [True, False], ids=["chosen", "written"])
+def test_only_a_chosen_plan_has_schemes_of_the_menu(chosen: bool) -> None:
+    """Groups of 64 that a recipe wrote out are meant."""
+    small = FINE.model_copy(update={"group_size": 64})
+    unit = UnitPlan(name="down", groups=("layers.0.down",), scheme=small, reason="")
+    search = Search.model_construct() if chosen else None
+    plan = plan_of(1).model_copy(update={"units": (unit,), "search": search})
+    assert f'"group_size": {128 if chosen else 64}' in shapes.settings_of(plan, 1)[0]
 
 
 def test_a_bundle_of_a_shape_is_built_again_where_its_settings_changed(
@@ -129,3 +141,8 @@ def test_a_plan_needs_a_shape(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         arguments(["--ours", "a=b", "--plan", "latency=c"])
     assert "--plan needs --shape" in capsys.readouterr().err
+
+
+def test_a_plan_is_not_named_as_the_recipes_bundle() -> None:
+    with pytest.raises(EvidenceError, match="--plan default"):
+        bench(arguments(["--shape", "llama-3.2-1b", "--plan", "default=a"]), print)
