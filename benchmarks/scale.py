@@ -32,10 +32,17 @@ from safetensors import safe_open
 # This checkout's, whatever is installed.
 TAPEOUT = (sys.executable, "-c", "import sys; from pipeline.cli.main import main; sys.exit(main(sys.argv[1:]))")
 INTERVAL_S = 0.02
-FOLDERS = {"fetch": "source", "export": "graph", "calibrate": "calibration", "quantize": "quantized"}
+FOLDERS = {
+    "fetch": "source",
+    "export": "graph",
+    "calibrate": "calibration",
+    "quantize": "quantized",
+    "evaluate": "evaluation",
+    "source": "source-model",
+}
 STAGES = (
     *("fetch", "export", "calibrate", "sensitivity", "plan", "quantize", "build-candidate", "build-baseline"),
-    "parity",
+    *("parity", "incumbent", "evaluate", "shadow", "serving", "source", "benchmark"),
 )
 
 

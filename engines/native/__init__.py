@@ -23,6 +23,7 @@ NATIVE = frozenset(
         "GatedLinear",
         "HeadLinear",
         "NormLinear",
+        "NormRows",
         "QuantizeActivations",
         "ResidualNormLinear",
     }

@@ -55,15 +55,23 @@ CASES = (
 
 # What a pass finds nothing of: in weights of this kind, in models of this family. Everything else must match somewhere.
 IDLE = {
-    "float": {"prompt_attention", "static_int8_linears", "block_linears", "greedy_head", "linear_inputs", "embedding"},
+    "float": {
+        "prompt_attention",
+        "static_int8_linears",
+        "block_linears",
+        "greedy_head",
+        "linear_inputs",
+        "norm_rows",
+        "embedding",
+    },
     "quantized": {"prompt_attention", "linear_kernels"},
-    "quantized, stock": {"cached_attention", "block_linears", "greedy_head", "linear_inputs"},
+    "quantized, stock": {"cached_attention", "block_linears", "greedy_head", "linear_inputs", "norm_rows"},
     "fp16": {"int4_linears", "fp8_linears"},
     "int4": {"fp8_linears"},
     "fp8": {"int4_linears"},
-    "gpt2": {"rotary_tables", "merge_linears", "silu", "linear_inputs"},
+    "gpt2": {"rotary_tables", "merge_linears", "silu", "linear_inputs", "norm_rows"},
     "gemma2": {"silu", "greedy_head"},
-    "phi": {"silu", "linear_inputs"},
+    "phi": {"silu", "linear_inputs", "norm_rows"},
     "cohere2": {"rotary_tables", "greedy_head"},
 }
 

@@ -184,8 +184,9 @@ static Node new_linear(int64_t long_block) {
   const int64_t N = overflow ? random_int(1, 3) : wide ? random_int(2000, 2300) : random_int(1, 110);
   node.M = overflow && one_in(3) ? 130 /* more than one chunk */
            : many                ? random_int(300, 700)
-           : wide                ? random_int(1, 4)
-                                 : (one_in(10) ? 0 : random_int(1, 13));
+           : one_in(4) ? random_int(14, 25) /* several groups of tokens; where wide, by several runs of tiles */
+           : wide      ? random_int(1, 4)
+                       : (one_in(10) ? 0 : random_int(1, 13));
   node.values = overflow ? EXTREME : one_in(6) ? NON_FINITE : one_in(6) ? EXTREME : ROUTINE;
   Value* in = node.context.inputs;
   size_t next = 0;
@@ -321,7 +322,7 @@ static void check_linear(Node* node) {
   const Weights* w = &node->weights;
   Token t = new_token(w->K);
   const float* y = node->context.outputs[0].data;
-  const int64_t stride = node->M > 20 ? 37 : 1;
+  const int64_t stride = node->M > 25 ? 37 : 1;
   for (int64_t token = 0; token < node->M; token += stride) check_linear_token(node, token, y + token * w->N, &t);
   if (node->kind == RESIDUAL_NORM)
     for (int64_t i = 0; i < node->M * w->K; i++) {
@@ -421,6 +422,54 @@ static void check_quantize(Node* node) {
   if (quantized != (uint64_t)elements_of(in) || clipped != expected)
     fail("QuantizeActivations: %d of %d are counted as clipped, expected %d of %d", (int)clipped, (int)quantized,
          (int)expected, (int)elements_of(in));
+}
+
+/* --- norms of rows ---------------------------------------------------------------------------------------------- */
+
+enum { ROWS = 3 }; /* input */
+
+static Node new_norm_rows(void) {
+  Node node = {.what = "NormRows", .op = find_op("NormRows", 0, FLOAT), .epsilon = 0.01f};
+  Value* in = node.context.inputs;
+  const int64_t K = 16 * random_int(1, 40), tokens = random_int(1, 6), rank = random_int(2, 3);
+  const int64_t dims[] = {1, tokens, K};
+  for (int i = 0; i < 1 + one_in(2); i++) {
+    new_value(&in[i], FLOAT, rank, dims + 3 - rank);
+    fill_floats(&in[i], powf(10, (float)random_int(-2, 2)));
+    node.changed[i] = LAST_AXIS | TYPE | ALIGNMENT | (i ? 0 : PRESENCE);
+  }
+  if (one_in(6)) ((float*)in[0].data)[random_int(0, tokens * K - 1)] = NAN;
+  new_value(&in[2], FLOAT, 1, &K);
+  fill_floats(&in[2], 1);
+  node.changed[2] = ALL;
+  new_value(&in[ROWS], INT64, 1, (int64_t[]){random_int(0, 9)});
+  for (int64_t i = 0; i < elements_of(&in[ROWS]); i++) ((int64_t*)in[ROWS].data)[i] = random_int(0, tokens - 1);
+  node.changed[ROWS] = TYPE | PRESENCE | ALIGNMENT;
+  node.context.input_count = 4;
+  add_float(&node.info, "epsilon", node.epsilon);
+  return node;
+}
+
+static void check_norm_rows(const Node* node) {
+  const Value* in = node->context.inputs;
+  const int64_t K = in[2].dims[0];
+  for (int64_t row = 0; row < elements_of(&in[ROWS]); row++) {
+    const int64_t at = ((int64_t*)in[ROWS].data)[row] * K;
+    const float *x = (float*)in[0].data + at, *residual = in[1].present ? (float*)in[1].data + at : NULL;
+    double squares = 0;
+    for (int64_t i = 0; i < K; i++) {
+      const float sum = residual ? x[i] + residual[i] : x[i];
+      squares += (double)sum * sum;
+    }
+    const double inverse = 1 / sqrt(squares / (double)K + node->epsilon);
+    for (int64_t i = 0; i < K; i++) {
+      const float sum = residual ? x[i] + residual[i] : x[i];
+      const double expected = sum * inverse * ((float*)in[2].data)[i];
+      const float found = ((float*)node->context.outputs[0].data)[row * K + i];
+      if (isnan(expected) ? !isnan(found) : !(fabs(found - expected) <= MADE * fabs(expected) + 1e-30))
+        fail("NormRows: channel %d of row %d: %g, expected %g", (int)i, (int)row, found, expected);
+    }
+  }
 }
 
 /* --- attention -------------------------------------------------------------------------------------------------- */
@@ -746,6 +795,11 @@ static const char* malform(Node* node, int64_t thing) {
     ((int64_t*)context->inputs[0].data)[0] = ids[random_int(0, 3)];
     return "a malformed id";
   }
+  if (!strcmp(node->what, "NormRows") && elements_of(&context->inputs[ROWS])) {
+    const int64_t rows[] = {elements_of(&context->inputs[0]) / context->inputs[2].dims[0], -1, INT64_MIN, INT64_MAX};
+    ((int64_t*)context->inputs[ROWS].data)[0] = rows[random_int(0, 3)];
+    return "a malformed row";
+  }
   if (!strcmp(node->what, "QuantizeActivations")) {
     const float wrong[] = {0, -0.01f, NAN, INFINITY};
     *(float*)context->inputs[1].data = wrong[random_int(0, 3)];
@@ -863,7 +917,7 @@ static void run_draws(void) {
 
 static Node new_node(int64_t op) {
   if (op < 4) return new_linear(one_in(150) ? 32768 : 0);
-  return op == 4 ? new_gather() : op < 8 ? new_attention() : new_quantize();
+  return op == 4 ? new_gather() : op < 8 ? new_attention() : op == 8 ? new_quantize() : new_norm_rows();
 }
 static void check_node(Node* node) {
   write_results(node);
@@ -873,6 +927,8 @@ static void check_node(Node* node) {
     check_gather(node);
   else if (!strcmp(node->what, "QuantizeActivations"))
     check_quantize(node);
+  else if (!strcmp(node->what, "NormRows"))
+    check_norm_rows(node);
   else
     check_linear(node);
 }
@@ -882,7 +938,7 @@ static void check_node(Node* node) {
 static int64_t random_thing(const Node* node) {
   const int64_t inputs = (int64_t)node->context.input_count, thing = random_int(0, inputs + 1);
   const int checks_values = !strcmp(node->what, "CachedAttention") || !strcmp(node->what, "BlockGather") ||
-                            !strcmp(node->what, "QuantizeActivations");
+                            !strcmp(node->what, "QuantizeActivations") || !strcmp(node->what, "NormRows");
   if (checks_values && one_in(2)) return MOST_INPUTS + 1;
   return thing < inputs ? thing : MOST_INPUTS + thing - inputs;
 }
@@ -900,7 +956,7 @@ static void run_case(int64_t counts[4]) {
     counts[1]++;
     return;
   }
-  Node node = new_node(random_int(0, 8));
+  Node node = new_node(random_int(0, 9));
   const int64_t way = random_int(0, 9);
   use_threads = one_in(12);
   constant_inputs = one_in(2) ? next_random() : 0;

@@ -183,6 +183,13 @@ DEFECTS = {
     "zero points are not checked": Defect(
         "block_gather.c", "(zero_points.present && !holds(&zero_points, UINT8, blocks))", "0", "overflow|accepted"
     ),
+    "a row may be one too large": Defect(
+        "norm_rows.c", "w.rows[i] >= tokens", "w.rows[i] > tokens", "accepted|overflow"
+    ),
+    "a residual is not checked": Defect(
+        "norm_rows.c", "(residual.present && !holds(&residual, FLOAT, x.elements))", "0", "accepted|overflow"
+    ),
+    "the epsilon is left out": Defect("norm_rows.c", "(float)K + w->epsilon", "(float)K", "NormRows.*expected"),
     "the last activations are read as a whole vector": Defect(
         "quantize_activations.c", "load_first(x + i, count - i)", "load(x + i)", "heap-buffer-overflow"
     ),

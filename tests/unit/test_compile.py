@@ -62,6 +62,7 @@ def test_a_float_bundle_says_what_it_is(graph: Artifact[PortableGraph], tmp_path
         "linear_kernels": 4 * LAYERS + 1,
         "greedy_head": 0,
         "linear_inputs": 0,
+        "norm_rows": 0,
         "embedding": 0,
     }
     attention = "CachedAttention" if native else "GroupQueryAttention"

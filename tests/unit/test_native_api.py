@@ -171,7 +171,7 @@ def ends_well(library):
 
 print(json.dumps([ends_well(library) for library in sys.argv[1:]]))
 """
-# What uses entries beyond those of `CALLED_HERE`; BlockGather is no part of a step.
+# What uses entries beyond those of `CALLED_HERE`; a BlockGather may be a node of its own.
 USERS = ("provider.c", "step.c", "block_gather.c")
 
 

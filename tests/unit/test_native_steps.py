@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from engines.sessions import cpu_options, open_session
 from engines.targets.ort_cpu import library
 from tapeout.schemes import Scheme
 from tests.lowering import model_of, named, parameter, value
-from tests.native import Array, linear_session, random_linear
+from tests.native import Array, gather_session, linear_session, random_linear
 
 pytestmark = pytest.mark.skipif(native.level() is None, reason=native.unsupported())
 WIDTH = 64
@@ -137,42 +138,111 @@ def test_a_step_that_failed_runs_again() -> None:
     assert same(own.run(OUTPUTS, {"x": x}), node_by_node(x))
 
 
-def with_steps(count: int) -> bytes:
-    """Each of one linear, all with the same weights of 16 MiB; a node of others follows each."""
-    x, holder, weights = value("x", ["tokens", 4096]), model_of([], []), random_linear(4096, 4096, EIGHT)
-    codes, scales, _ = block_linears.stacked(holder, "w", lambda: [weights])
-    known, last = {"N": 4096} | block_linears.attributes(weights, scales), x
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_embedding_is_part_of_a_step(tied: bool) -> None:
+    """What lm_head holds in memory is not read from the file as well. An embedding of its own stays there."""
+    table = random_linear(80, WIDTH, EIGHT, seed=7)
+    head = table if tied else random_linear(80, WIDTH, EIGHT, seed=8)
+    ids, holder, known = value("ids", ["tokens"], ir.DataType.INT64), model_of([], []), list[list[ir.Value]]()
+    for name, weights in (("embedding", table), ("lm_head", head)):
+        codes, scales, _ = block_linears.stacked(holder, name, lambda weights=weights: [weights])
+        known.append([codes, scales])
     holder.graph.initializers.clear()
-    for _ in range(count):
-        node = ir.node("BlockLinear", [last, codes, scales], attributes=known, domain=DOMAIN)
+    attributes = {"N": 80} | block_linears.attributes(table, known[0][1])
+    gather = ir.node("BlockGather", [ids, *known[0]], attributes=attributes, domain=DOMAIN)
+    linear = ir.node("BlockLinear", [gather.outputs[0], *known[1]], attributes=attributes, domain=DOMAIN)
+    for node in (gather, linear):
+        node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
+    model = model_of([ids], [named("rows", gather.outputs[0]), named("y", linear.outputs[0])])
+    model.opset_imports[DOMAIN] = 1
+    options = cpu_options(1, library(), ["BlockGather", "BlockLinear"])
+    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    own = open_session(ir.to_proto(model).SerializeToString(), options)
+    steps = [
+        [node.op_type for node in subgraph.get_nodes()]
+        for subgraph in own.get_provider_graph_assignment_info()
+        if subgraph.ep_name.startswith("tapeout")
+    ]
+    assert steps == [["BlockGather", "BlockLinear"] if tied else ["BlockLinear"]]
+    some = np.array([3, 79, 0, 3, 41])
+    (rows,) = gather_session(table)(some[None])
+    (y,) = linear_session("BlockLinear", head)(rows[0])
+    assert same(own.run(["rows", "y"], {"ids": some}), (rows[0], y))
+
+
+def with_steps(count: int, *, names: int = 1, outputs: int = 4096) -> ir.Model:
+    """Each of one linear, all with the same weights of ``4096 * outputs`` bytes; a node of others follows each.
+
+    The weights are initializers of so many ``names``.
+    """
+    x, holder, weights = value("x", ["tokens", 4096]), model_of([], []), random_linear(outputs, 4096, EIGHT)
+    known = [block_linears.stacked(holder, f"w{name}", lambda: [weights])[:2] for name in range(names)]
+    attributes = {"N": outputs} | block_linears.attributes(weights, known[0][1])
+    holder.graph.initializers.clear()
+    last = x
+    for number in range(count):
+        node = ir.node("BlockLinear", [last, *known[number % names]], attributes=attributes, domain=DOMAIN)
         other = ir.node("Neg", [node.outputs[0]])
         last = other.outputs[0]
         for output in (node.outputs[0], last):
             output.type = ir.TensorType(ir.DataType.FLOAT)
     model = model_of([x], [named("y", last)])
     model.opset_imports[DOMAIN] = 1
-    return ir.to_proto(model).SerializeToString()
+    return model
 
 
-def test_steps_share_an_initializer() -> None:
+@pytest.mark.parametrize("names", [1, 3])
+def test_steps_share_equal_initializers(names: int, tmp_path: Path) -> None:
     """As attention of all layers shares the tables of RoPE, where other nodes lie between them."""
-    assert memory_of(3) - memory_of(1) < 16 << 20
+    one, three = (memory_of("anonymous", with_steps(count, names=names), tmp_path) for count in (1, 3))
+    assert three - one < 16 << 20
 
 
-def memory_of(count: int) -> int:
-    """Bytes of a process with one session: in one that has freed memory before, a session takes some of that."""
+def test_a_large_initializer_and_its_copy_are_not_in_memory_together(tmp_path: Path) -> None:
+    small, large = (memory_of("most", with_steps(1, outputs=outputs), tmp_path) for outputs in (16, 65536))
+    assert 256 << 20 < large - small < 384 << 20
+
+
+def memory_of(kind: str, model: ir.Model, folder: Path) -> int:
+    """Bytes that a process with one session holds, or the ``most`` that it held while it opened the session.
+
+    In a process that has freed memory before, a session takes some of that.
+    """
+    ir.save(model, folder / "model.onnx", external_data="weights.bin")
     code = f"""
 from tests.unit import test_native_steps as own
-session = own.open_session(own.with_steps({count}), own.cpu_options(1, own.library()))
-print(own.anonymous_bytes())
+print(own.{kind}_bytes(lambda: own.open_session({str(folder / "model.onnx")!r}, own.cpu_options(1, own.library()))))
 """
     root = Path(__file__).parents[2]
     found = subprocess.run([sys.executable, "-c", code], cwd=root, check=True, capture_output=True, text=True)
     return int(found.stdout)
 
 
-def anonymous_bytes() -> int:
-    (found,) = re.findall(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+def anonymous_bytes(opened: Callable[[], object]) -> int:
+    kept = opened()
+    found = _status("RssAnon")
+    del kept
+    return found
+
+
+def most_bytes(opened: Callable[[], object]) -> int:
+    """The system's own peak leaves out pages that were paged out in between."""
+    found, done = [0], threading.Event()
+
+    def watch() -> None:
+        while not done.is_set():
+            found.append(_status("VmRSS"))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    opened()
+    done.set()
+    watcher.join()
+    return max(found)
+
+
+def _status(name: str) -> int:
+    (found,) = re.findall(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return int(found) << 10
 
 

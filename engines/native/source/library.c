@@ -18,6 +18,7 @@ static const struct {
                  {&linear_op, 2},
                  {&linear_op, 3},
                  {&linear_op, 4},
+                 {&norm_rows_op, 0},
                  {&quantize_activations_op, 0}};
 enum { OPERATOR_COUNT = sizeof OPERATORS / sizeof *OPERATORS };
 const size_t operator_count = OPERATOR_COUNT;

@@ -3,8 +3,8 @@
    ONNX Runtime sorts a graph's nodes so that each comes after those whose results it reads. Of our own operators those that
    follow each other there are one step: no other node can lie between two of them.
 
-   Initializers are copied to memory in huge pages, and ONNX Runtime drops its own. The pages that they came from are paged
-   out, so that a file's are in memory once. */
+   Initializers are copied to memory in huge pages, equal ones once, and ONNX Runtime drops its own. The pages that they came
+   from are paged out, so that a file's are in memory once. */
 #include "memory.h"
 #include "step.h"
 
@@ -15,6 +15,7 @@
 enum { CACHE_LINE = 64, MOST_THREADS = 1024, NAME_BYTES = 64 };
 /* Memory for initializers is taken in chunks, each as large as all before it together, within these bounds. */
 enum { FIRST_CHUNK = HUGE_PAGE, LARGEST_CHUNK = 64 << 20 };
+enum { PIECE = 4 << 20 };
 #define OPERATOR_DOMAIN "tapeout.kernels"
 
 typedef struct Graph Graph;
@@ -88,10 +89,9 @@ struct Chunk {
   size_t left;
   char *free, *memory;
 };
-/* An initializer in memory of the provider's: steps may share one, such as a table of RoPE. */
+/* An initializer in memory of the provider's. Equal ones are one: a table of RoPE, or an embedding and a tied lm_head. */
 struct Copy {
   Copy* next;
-  const char* name;
   Tensor tensor;
 };
 
@@ -121,8 +121,7 @@ static Status* type_of(Api ort, const ValueInfo* value, int* type) {
   return tensor ? ((Status * (*)(const void*, int*)) ort[TENSOR_ELEMENT])(tensor, type) : NULL;
 }
 
-/* Which of our operators a node is; NULL: none of a step. BlockGather is left to ONNX Runtime, which maps its table from the
-   file: a run reads a few rows of it, and a copy would hold all. */
+/* Which of our operators a node is; NULL: none. */
 static Status* operator_of(const Provider* p, const Node* node, const Op** found) {
   Api ort = p->factory->ort;
   const char *domain = "", *type = "";
@@ -133,33 +132,7 @@ static Status* operator_of(const Provider* p, const Node* node, const Op** found
     const Op* op = &p->operators[i].op;
     if (!strcmp(op->name(op), type)) *found = op;
   }
-  if (*found && (*found)->compute == block_gather_op.compute) *found = NULL;
   return NULL;
-}
-
-static Status* add_steps(const Provider* p, const Node** nodes, size_t count, Support* support) {
-  Api ort = p->factory->ort;
-  const void* const* provider_api = ((const void* const* (*)(void))ort[PROVIDER_API])();
-  const FusionOptions options = {API_VERSION, 1};
-  for (size_t begin = 0, end = 0; end < count; end++) {
-    const Op *op, *next = NULL;
-    TRY(operator_of(p, nodes[end], &op));
-    if (end + 1 < count) TRY(operator_of(p, nodes[end + 1], &next));
-    if (op && !next)
-      TRY(((Status * (*)(Support*, const Node* const*, size_t, const FusionOptions*)) provider_api[ADD_NODES_TO_FUSE])(
-          support, nodes + begin, end + 1 - begin, &options));
-    if (!op || !next) begin = end + 1;
-  }
-  return NULL;
-}
-
-static Status* get_capability(Provider* p, const Graph* graph, Support* support) {
-  const Node** nodes = NULL;
-  size_t count = 0;
-  Status* status = list_nodes(p->factory->ort, graph, &nodes, &count);
-  if (!status) status = add_steps(p, nodes, count, support);
-  free(nodes);
-  return status;
 }
 
 /* Memory that lives as long as the provider. NULL if there is none. */
@@ -189,45 +162,135 @@ static void page_out(char* data, size_t bytes) {
   if (end > first) madvise(data + (first - (uintptr_t)data), end - first, ADVICE_PAGE_OUT);
 }
 
-/* Subgraphs that exclude each other may give one name to different initializers. */
-static int is_copy(const Copy* copy, const char* name, const Tensor* of) {
-  const Tensor* has = &copy->tensor;
-  return !strcmp(copy->name, name) && has->type == of->type && has->rank == of->rank &&
-         (!of->rank || !memcmp(has->dims, of->dims, of->rank * sizeof *of->dims)) &&
-         (!of->elements || !memcmp(has->data, of->data, (size_t)of->elements * size_of(of->type)));
+/* A piece at a time, so that the original and the copy of a large tensor are never in memory together. */
+static void copy_and_page_out(char* to, char* from, size_t bytes) {
+  for (size_t at = 0; at < bytes; at += PIECE) {
+    const size_t piece = bytes - at < PIECE ? bytes - at : PIECE;
+    memcpy(to + at, from + at, piece);
+    page_out(from + at, piece);
+  }
 }
 
-static Status* copy_constant(Provider* p, const ValueInfo* value, const char* name, Tensor* constant) {
-  Api ort = p->factory->ort;
+/* Whether two tensors are equal. Pieces that are equal are paged out: of `b`, and of `a` where it lies in a file, too. */
+static int are_equal(const Tensor* a, const Tensor* b, int in_file) {
+  if (a->type != b->type || a->rank != b->rank || (a->rank && memcmp(a->dims, b->dims, a->rank * sizeof *a->dims)))
+    return 0;
+  const size_t bytes = (size_t)a->elements * size_of(a->type);
+  for (size_t at = 0; at < bytes; at += PIECE) {
+    char *x = (char*)a->data + at, *y = (char*)b->data + at;
+    const size_t piece = bytes - at < PIECE ? bytes - at : PIECE;
+    if (memcmp(x, y, piece)) return 0;
+    if (in_file) page_out(x, piece);
+    page_out(y, piece);
+  }
+  return 1;
+}
+
+/* An initializer where it came from; not present: the value is none, or may change. */
+static Status* initializer_of(Api ort, const ValueInfo* value, Tensor* tensor) {
   const Value* found = NULL;
   _Bool is_constant = 0;
+  *tensor = (Tensor){0};
+  if (value) TRY(((Status * (*)(const ValueInfo*, _Bool*)) ort[VALUE_IS_CONSTANT])(value, &is_constant));
+  if (is_constant) TRY(((Status * (*)(const ValueInfo*, const Value**)) ort[VALUE_INITIALIZER])(value, &found));
+  return found ? describe(ort, found, tensor) : NULL;
+}
+
+static Status* copy_constant(Provider* p, const ValueInfo* value, Tensor* constant) {
+  Api ort = p->factory->ort;
   Tensor from;
-  TRY(((Status * (*)(const ValueInfo*, _Bool*)) ort[VALUE_IS_CONSTANT])(value, &is_constant));
-  if (!is_constant) return NULL;
-  TRY(((Status * (*)(const ValueInfo*, const Value**)) ort[VALUE_INITIALIZER])(value, &found));
-  if (!found) return NULL;
-  TRY(describe(ort, found, &from));
+  TRY(initializer_of(ort, value, &from));
+  if (!from.present) return NULL;
   const Copy* known = p->copies;
-  while (known && !is_copy(known, name, &from)) known = known->next;
+  while (known && !are_equal(&known->tensor, &from, 0)) known = known->next;
   if (known) {
     *constant = known->tensor;
     return NULL;
   }
   const size_t bytes = (size_t)from.elements * size_of(from.type), dims_bytes = from.rank * sizeof *from.dims;
   Copy* copy = (Copy*)take_memory(p, sizeof *copy);
-  char* own_name = take_memory(p, strlen(name) + 1);
   int64_t* dims = (int64_t*)take_memory(p, dims_bytes);
   char* data = take_memory(p, bytes);
-  if (!copy || !own_name || !dims || !data) return out_of_memory(ort);
-  strcpy(own_name, name);
+  if (!copy || !dims || !data) return out_of_memory(ort);
   if (from.rank) memcpy(dims, from.dims, dims_bytes);
-  if (bytes) memcpy(data, from.data, bytes);
-  page_out(from.data, bytes);
+  copy_and_page_out(data, from.data, bytes);
   *constant = from;
   constant->dims = dims, constant->data = data;
-  *copy = (Copy){p->copies, own_name, *constant};
+  *copy = (Copy){p->copies, *constant};
   p->copies = copy;
   return NULL;
+}
+
+/* Which nodes are taken. */
+
+/* Whether a linear has the table of a BlockGather among its initializers. */
+static Status* has_table(Api ort, const Node* linear, const Tensor* table, int* found) {
+  const ValueInfo** values = NULL;
+  size_t count = 0;
+  Status* status = list_values(ort, linear, 0, &values, &count);
+  for (size_t i = 0; !status && !*found && i < count; i++) {
+    Tensor other;
+    status = initializer_of(ort, values[i], &other);
+    if (!status && other.present) *found = are_equal(table, &other, 1);
+  }
+  free(values);
+  return status;
+}
+
+/* Whether the table of a BlockGather is in memory anyway, as that of a tied lm_head. */
+static Status* is_tied(const Provider* p, const Node** nodes, size_t count, const Node* gather, int* tied) {
+  Api ort = p->factory->ort;
+  const ValueInfo** values = NULL;
+  size_t inputs = 0;
+  Tensor table = {0};
+  Status* status = list_values(ort, gather, 0, &values, &inputs);
+  if (!status && inputs > 1) status = initializer_of(ort, values[1], &table);
+  free(values);
+  for (size_t i = count; !status && table.present && !*tied && i-- > 0;) {
+    const Op* op;
+    status = operator_of(p, nodes[i], &op);
+    if (!status && op && op->compute != block_gather_op.compute) status = has_table(ort, nodes[i], &table, tied);
+  }
+  return status;
+}
+
+/* The operator of a node that may be part of a step, or NULL. An embedding that is not tied is left to ONNX Runtime, which
+   maps it from the file: a run reads a few rows of it, and a copy would hold all. */
+static Status* part_operator(const Provider* p, const Node** nodes, size_t count, size_t number, const Op** found) {
+  *found = NULL;
+  if (number == count) return NULL;
+  TRY(operator_of(p, nodes[number], found));
+  if (!*found || (*found)->compute != block_gather_op.compute) return NULL;
+  int tied = 0;
+  TRY(is_tied(p, nodes, count, nodes[number], &tied));
+  if (!tied) *found = NULL;
+  return NULL;
+}
+
+static Status* add_steps(const Provider* p, const Node** nodes, size_t count, Support* support) {
+  Api ort = p->factory->ort;
+  const void* const* provider_api = ((const void* const* (*)(void))ort[PROVIDER_API])();
+  const FusionOptions options = {API_VERSION, 1};
+  const Op *op, *next;
+  TRY(part_operator(p, nodes, count, 0, &next));
+  for (size_t begin = 0, end = 0; end < count; end++) {
+    op = next;
+    TRY(part_operator(p, nodes, count, end + 1, &next));
+    if (op && !next)
+      TRY(((Status * (*)(Support*, const Node* const*, size_t, const FusionOptions*)) provider_api[ADD_NODES_TO_FUSE])(
+          support, nodes + begin, end + 1 - begin, &options));
+    if (!op || !next) begin = end + 1;
+  }
+  return NULL;
+}
+
+static Status* get_capability(Provider* p, const Graph* graph, Support* support) {
+  const Node** nodes = NULL;
+  size_t count = 0;
+  Status* status = list_nodes(p->factory->ort, graph, &nodes, &count);
+  if (!status) status = add_steps(p, nodes, count, support);
+  free(nodes);
+  return status;
 }
 
 /* Values by name, while a step is made. */
@@ -271,7 +334,7 @@ static Status* number_values(Provider* p, Step* step, Names* names, const Node* 
     if (outputs)
       status = type_of(step->ort, values[i], &plan->type);
     else if (!plan->constant.present)
-      status = copy_constant(p, values[i], names->names[(*numbers)[i]], &plan->constant);
+      status = copy_constant(p, values[i], &plan->constant);
   }
   free(values);
   return status;
