@@ -123,8 +123,8 @@ class SourceModel(Protocol):
         """Logits ``[S, V]``."""
         ...
 
-    def batch(self, texts: Sequence[Sequence[int]]) -> list[FloatArray]:
-        """Logits ``[S, V]`` of each of several texts, which are computed together."""
+    def batch(self, texts: Sequence[Sequence[int]], last: Sequence[int]) -> list[FloatArray]:
+        """Logits ``[last, V]`` after the last tokens of each of several texts, which are computed together."""
         ...
 
     def embedding(self) -> FloatArray:

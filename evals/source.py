@@ -194,9 +194,9 @@ class SourceLM(TemplateLM):
         found: dict[int, tuple[float, bool]] = {}
         for begin in range(0, len(order), BATCH):
             batch = order[begin:][:BATCH]
-            for number, logits in zip(batch, self._model.batch([texts[n][:-1] for n in batch]), strict=True):
+            last = [len(requests[number][2]) for number in batch]
+            for number, rows in zip(batch, self._model.batch([texts[n][:-1] for n in batch], last), strict=True):
                 tokens = requests[number][2]
-                rows = logits[-len(tokens) :]
                 found[number] = float(log_likelihoods(rows, tokens).sum()), rows.argmax(axis=1).tolist() == tokens
         return [found[number] for number in range(len(texts))]
 

@@ -16,6 +16,8 @@ from pipeline.export.needs import model_needs
 from pipeline.export.rotary import fix_rotary
 from tapeout.resources import require
 
+LOGIT_BYTES = 256 << 20  # of texts that are computed together; one text alone may have more
+
 
 class CheckpointModel:
     """See :class:`evals.kind.SourceModel`. Nothing of what was exported is used.
@@ -37,14 +39,38 @@ class CheckpointModel:
         self.stop_tokens: tuple[int, ...] = tuple(int(token) for token in stops if token is not None)
 
     def __call__(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        return self.batch([tokens])[0]
+        return self.batch([tokens], [len(tokens)])[0]
 
-    def batch(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
-        longest = max(map(len, texts))
+    def batch(self, texts: Sequence[Sequence[int]], last: Sequence[int]) -> list[NDArray[np.float32]]:
+        found: list[NDArray[np.float32]] = []
+        while len(found) < len(texts):
+            begin, end = len(found), len(found) + 1
+            while end < len(texts) and self._logit_bytes(texts[begin : end + 1], last[begin : end + 1]) <= LOGIT_BYTES:
+                end += 1
+            found += self._together(texts[begin:end], last[begin:end])
+        return found
+
+    def _together(self, texts: Sequence[Sequence[int]], last: Sequence[int]) -> list[NDArray[np.float32]]:
+        longest, kept = max(map(len, texts)), _kept(texts, last)
         ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])  # no token sees those behind it
         with torch.inference_mode():
-            logits = self._model(input_ids=ids, use_cache=False).logits.float().numpy()
-        return [rows[: len(text)] for rows, text in zip(logits, texts, strict=True)]
+            output = self._model(input_ids=ids, use_cache=False, logits_to_keep=torch.tensor(kept))
+        logits, row_of = output.logits.float().numpy(), {position: row for row, position in enumerate(kept)}
+        return [
+            rows[[row_of[position] for position in range(len(text) - count, len(text))]]
+            for rows, text, count in zip(logits, texts, last, strict=True)
+        ]
+
+    def _logit_bytes(self, texts: Sequence[Sequence[int]], last: Sequence[int]) -> int:
+        return 4 * len(texts) * len(_kept(texts, last)) * self._model.config.get_text_config().vocab_size
 
     def embedding(self) -> NDArray[np.float32]:
         return self._model.get_input_embeddings().weight.detach().float().numpy()
+
+
+def _kept(texts: Sequence[Sequence[int]], last: Sequence[int]) -> list[int]:
+    """Positions of which some text's logits are wanted. transformers computes these of every text."""
+    wanted = {
+        position for text, count in zip(texts, last, strict=True) for position in range(len(text) - count, len(text))
+    }
+    return sorted(wanted)
