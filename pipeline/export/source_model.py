@@ -55,11 +55,9 @@ class CheckpointModel:
         ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])  # no token sees those behind it
         with torch.inference_mode():
             output = self._model(input_ids=ids, use_cache=False, logits_to_keep=torch.tensor(kept))
-        logits, row_of = output.logits.float().numpy(), {position: row for row, position in enumerate(kept)}
-        return [
-            rows[[row_of[position] for position in range(len(text) - count, len(text))]]
-            for rows, text, count in zip(logits, texts, last, strict=True)
-        ]
+        logits = output.logits.float().numpy()
+        firsts = [kept.index(len(text) - count) for text, count in zip(texts, last, strict=True)]
+        return [rows[first : first + count] for rows, first, count in zip(logits, firsts, last, strict=True)]
 
     def _logit_bytes(self, texts: Sequence[Sequence[int]], last: Sequence[int]) -> int:
         return 4 * len(texts) * len(_kept(texts, last)) * self._model.config.get_text_config().vocab_size
