@@ -45,20 +45,23 @@ def measure(context: Context, folder: Path) -> None:
         ("long", joined(documents, positions + 1)),
         *(("prompt", tokens) for tokens in prompts),
     ]
+    # Before the engines are opened: the probe holds the candidate's weights, too.
+    embedding = embedding_error(context.probe().embedding(), model.embedding())
+    answers = source_answers(
+        model,
+        context.tokenizer(),
+        context.section(TaskSettings),
+        source.folder / source.record.data_entry,
+        seed=context.seed,
+        max_tokens=positions,
+    )
     compare_source(
         model,
         context.engine("baseline", slots=1),
         context.engine("candidate", slots=1),
         texts,
-        embedding=embedding_error(context.probe().embedding(), model.embedding()),
-        answers=source_answers(
-            model,
-            context.tokenizer(),
-            context.section(TaskSettings),
-            source.folder / source.record.data_entry,
-            seed=context.seed,
-            max_tokens=positions,
-        ),
+        embedding=embedding,
+        answers=answers,
         files=text_files(graph, bundles),
         stop_tokens={
             "source": model.stop_tokens,
