@@ -193,6 +193,13 @@ class SourceLM(TemplateLM):
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **kwargs: Any) -> list[tuple[float, bool]]:
         texts = [[*context, *continuation][-(self._max_tokens + 1) :] for _, context, continuation in requests]
+        longest = max((len(continuation) for _, _, continuation in requests), default=0)
+        if longest > self._max_tokens:
+            raise EvidenceError(
+                f"{longest} continuation tokens",
+                expected=f"at most {self._max_tokens}, the positions of the engines",
+                remedy="leave this item's task out of `evaluate.tasks`, or export with a larger `export.max_positions`",
+            )
         order = sorted(range(len(texts)), key=lambda number: len(texts[number]))
         found: dict[int, tuple[float, bool]] = {}
         for begin in range(0, len(order), BATCH):

@@ -56,8 +56,11 @@ class CheckpointModel:
         with torch.inference_mode():
             output = self._model(input_ids=ids, use_cache=False, logits_to_keep=torch.tensor(kept))
         logits = output.logits.float().numpy()
+        if len(texts) == 1:
+            return [logits[0]]
         firsts = [kept.index(len(text) - count) for text, count in zip(texts, last, strict=True)]
-        return [rows[first : first + count] for rows, first, count in zip(logits, firsts, last, strict=True)]
+        # Copies, which do not keep the rows that nobody wants.
+        return [rows[first : first + count].copy() for rows, first, count in zip(logits, firsts, last, strict=True)]
 
     def _logit_bytes(self, texts: Sequence[Sequence[int]], last: Sequence[int]) -> int:
         return 4 * len(texts) * len(_kept(texts, last)) * self._model.config.get_text_config().vocab_size
