@@ -35,6 +35,7 @@ AFTER_CALIBRATE = (
 )
 FEWER_ITEMS = tuple(name for name in AFTER_CALIBRATE if "evaluate.items" in DVC[name]["params"] or name == "gate")
 ITEMS = 600
+PROMPTS = 160
 
 
 def params(checkpoint: Path, data: Path) -> dict[str, object]:
@@ -57,14 +58,15 @@ def params(checkpoint: Path, data: Path) -> dict[str, object]:
         "build": {"slots": 8, "threads": 1},
         "benchmark": {"prompt_tokens": 32, "new_tokens": 8, "batches": [1, 4], "repeats": 5},
         "evaluate": {"tasks": ["piqa"], "items": ITEMS, "documents": 40, "document_tokens": 128},
-        "shadow": {"prompts": 40, "max_new_tokens": 12, "datasets": ["nq_open"]},
+        # Plans that may be chosen here differ early in 1 of 6 answers. 40 of them would not always decide (bound 0.3).
+        "shadow": {"prompts": PROMPTS, "max_new_tokens": 12, "datasets": ["nq_open"]},
         # Speed is not what this model or a test under load can show. Its KL bound lies between what the plan may cost
         # and what 4 bits do (0.0015), as the default one does for the default model (0.02 and 0.34).
         "gate": {
             "min_above_chance": -0.05,
             "min_items": ITEMS,
             "min_text_documents": 40,
-            "min_shadow_prompts": 40,
+            "min_shadow_prompts": PROMPTS,
             "min_speed_ratio": 0.01,
             "max_kl": 0.0008,
         },
@@ -158,7 +160,7 @@ def test_the_chosen_plan_is_what_the_engine_computes(project: Path) -> None:
 
 def test_a_chosen_plan_passes_and_can_be_promoted(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     verdict = artifact.load(project / "artifacts" / "verdict", Verdict)
-    assert verdict.record.outcome is Outcome.PASS, verdict.record.explain()
+    assert verdict.record.outcome is Outcome.PASS, verdict.record.headline
     monkeypatch.chdir(project)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{project / 'mlflow.db'}")
 
