@@ -2,12 +2,14 @@
 
 Each path below is a function over :class:`engines.sequences.Sequences`. All compare with the same anchors: what the
 engine itself and the float engine say of a stream of tokens that is fed in one call to slot 0. That call is anchored in
-turn: parity compares it with the quantized model, and text and tasks are measured by it.
+turn: parity compares it with the quantized model, and text and tasks are measured by it. The float engine is fed
+several streams in a call, each in a slot of its own: one larger than memory is read from its file in every call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
@@ -44,9 +46,9 @@ def measure(context: Context, folder: Path) -> None:
     candidate = context.engine("candidate")
     serving(
         context.section(ServingSettings),
-        context.engine("baseline", slots=1),
+        context.engine("baseline"),
         candidate,
-        context.engine("candidate", slots=candidate.slots + 1, threads=1),
+        lambda: context.engine("candidate", slots=candidate.slots + 1, threads=1),
         text=text,
         draws=draws_of(context.draw_counts(drawn_logits(candidate, text))),
         executed_on=context.executed_on(),
@@ -63,7 +65,7 @@ def serving(
     settings: ServingSettings,
     baseline: Sequences,
     candidate: Sequences,
-    reopened: Sequences,
+    reopen: Callable[[], Sequences],
     *,
     text: Sequence[int],
     draws: tuple[Draws, ...],
@@ -71,8 +73,8 @@ def serving(
     folder: Path,
     parents: Parents,
 ) -> Artifact[ServingReport]:
-    """Write a :class:`ServingReport`. ``reopened``: the candidate with other numbers of slots and threads."""
-    items = served_items(settings, baseline, candidate, reopened, text)
+    """Write a :class:`ServingReport`. Engines: see :func:`served_items`."""
+    items = served_items(settings, baseline, candidate, reopen, text)
     with create(folder, ServingReport) as draft:
         write_items(draft.folder / KIND.items_file, items)
         write_metrics(draft.folder, serving_metrics(items))
@@ -116,11 +118,35 @@ class Stream:
     own: dict[int, FloatArray] = field(default_factory=dict[int, FloatArray])
     reference: dict[int, FloatArray] = field(default_factory=dict[int, FloatArray])
 
-    def anchor(self, candidate: Sequences, baseline: Sequences | None, positions: Sequence[int]) -> None:
-        for engine, anchors in ((candidate, self.own), (baseline, self.reference)):
-            if engine is not None:
-                rows = engine.prefill(0, self.tokens, positions=positions)
-                anchors.update(zip(positions, rows, strict=True))
+
+def anchor(
+    candidate: Sequences, baseline: Sequences | None, streams: Sequence[Stream], positions: Sequence[Sequence[int]]
+) -> None:
+    """``positions``: those of each stream whose anchors are wanted, ascending."""
+    for stream, wanted in zip(streams, positions, strict=True):
+        stream.own.update(zip(wanted, candidate.prefill(0, stream.tokens, positions=wanted), strict=True))
+    if baseline is None:
+        return
+    for batch in batches([len(stream.tokens) for stream in streams], baseline.slots, baseline.max_tokens):
+        found = baseline.feed([Fed(slot, streams[n].tokens, 0, positions[n]) for slot, n in enumerate(batch)])
+        for n, rows in zip(batch, found, strict=True):
+            streams[n].reference.update(zip(positions[n], rows, strict=True))
+
+
+def batches(lengths: Sequence[int], slots: int, tokens: int) -> list[range]:
+    """Neighbours that are fed together: at most ``slots``, and at most ``tokens`` unless one alone has more.
+
+    >>> batches([3, 4, 9, 2, 2, 2], slots=2, tokens=8)
+    [range(0, 2), range(2, 3), range(3, 5), range(5, 6)]
+    """
+    found: list[range] = []
+    begin, total = 0, 0
+    for number, length in enumerate(lengths):
+        if number > begin and (number - begin == slots or total + length > tokens):
+            found.append(range(begin, number))
+            begin, total = number, 0
+        total += length
+    return [*found, range(begin, len(lengths))]
 
 
 @dataclass(frozen=True)
@@ -227,10 +253,14 @@ def served_items(
     settings: ServingSettings,
     baseline: Sequences | None,
     candidate: Sequences,
-    reopened: Sequences,
+    reopen: Callable[[], Sequences],
     text: Sequence[int],
 ) -> list[ServedItem]:
-    """Every path, in an order in which each finds slots that hold other sequences. ``baseline`` None: none is asked."""
+    """Every path, in an order in which each finds slots that hold other sequences.
+
+    ``baseline`` None: none is asked. ``reopen`` opens the candidate with other numbers of slots and threads. It is
+    called last, after the other two were closed, so that memory holds the candidate once.
+    """
     from tqdm import tqdm
 
     log, streams = Log(), Streams(text)
@@ -238,12 +268,15 @@ def served_items(
     for lengths in tqdm(rounds, desc="as served", unit="round", disable=None):
         held = [streams.next(length + settings.steps) for length in lengths]
         prefixes = _prefixes(candidate.slots, lengths[-1]) if lengths is rounds[0] else []
-        for stream, length in zip(held, lengths, strict=True):
-            positions = {*_ends(length), *range(length, length + settings.steps)}
-            if stream is held[-1]:
-                positions |= {prefix + ahead for prefix in prefixes for ahead in range(settings.steps)}
-            positions |= {end for turn in range(len(PIECES)) for end in _ends(length, turn)}
-            stream.anchor(candidate, baseline, sorted(positions))
+        positions = [
+            {
+                *range(length, length + settings.steps),
+                *(end for turn in range(len(PIECES)) for end in _ends(length, turn)),
+            }
+            for length in lengths
+        ]
+        positions[-1] |= {prefix + ahead for prefix in prefixes for ahead in range(settings.steps)}
+        anchor(candidate, baseline, held, [sorted(wanted) for wanted in positions])
         pieces(candidate, held, lengths, log)
         steps(candidate, held, lengths, settings.steps, log)
         mixed(candidate, held, lengths, log)
@@ -253,7 +286,7 @@ def served_items(
         share(candidate, streams, settings.steps, log)
     reuse(candidate, baseline, streams, settings.steps, log)
     generation(candidate, streams, settings, log)
-    other_shape(candidate, baseline, reopened, streams, settings.steps, log)
+    other_shape(candidate, baseline, reopen, streams, settings.steps, log)
     return log.items()
 
 
@@ -341,8 +374,7 @@ def reuse(engine: Sequences, baseline: Sequences | None, streams: Streams, count
     room = max(1, engine.max_tokens - count)
     lengths = [min(room, REUSE_TOKENS + slot % REUSE_SPREAD) for slot in range(engine.slots)]
     held = [streams.next(length + count) for length in lengths]
-    for stream, length in zip(held, lengths, strict=True):
-        stream.anchor(engine, baseline, range(length - 1, length + count))
+    anchor(engine, baseline, held, [range(length - 1, length + count) for length in lengths])
     for slot, (stream, length) in enumerate(zip(held, lengths, strict=True)):
         logits = engine.prefill(slot, stream.tokens[:length])
         log.add(Place("reuse", slot, slot, 1), stream, length - 1, logits[0])
@@ -385,8 +417,7 @@ def share(engine: Sequences, streams: Streams, count: int, log: Log) -> None:
     for length in [length for length in SHARED if length + count <= engine.max_tokens]:
         prefix = streams.next(length).tokens
         held = [Stream([*prefix, *streams.next(count).tokens]) for _ in range(engine.slots)]
-        for stream in held:
-            stream.anchor(engine, None, range(length, length + count))
+        anchor(engine, None, held, [range(length, length + count)] * len(held))
         engine.prefill(0, prefix, positions=())
         found = engine.feed(
             [Fed(slot, stream.tokens[length:], length, range(count), 0) for slot, stream in enumerate(held)]
@@ -404,7 +435,7 @@ def generation(engine: Sequences, streams: Streams, settings: ServingSettings, l
     answers = greedy(engine, prompts, max_new_tokens=settings.new_tokens, stop_tokens=())
     for prompt, answer in zip(prompts, answers, strict=True):
         stream = Stream([*prompt, *answer.tokens[:-1]])
-        stream.anchor(engine, None, range(len(prompt) - 1, len(stream.tokens)))
+        anchor(engine, None, [stream], [range(len(prompt) - 1, len(stream.tokens))])
         for ahead, token in enumerate(answer.tokens):
             position = len(prompt) - 1 + ahead
             place = Place("generation", 0, 0, engine.slots)
@@ -412,19 +443,30 @@ def generation(engine: Sequences, streams: Streams, settings: ServingSettings, l
 
 
 def other_shape(
-    engine: Sequences, baseline: Sequences | None, reopened: Sequences, streams: Streams, count: int, log: Log
+    engine: Sequences,
+    baseline: Sequences | None,
+    reopen: Callable[[], Sequences],
+    streams: Streams,
+    count: int,
+    log: Log,
 ) -> None:
-    """The same engine opened with other numbers of slots and threads, in its last slots."""
-    first, room = max(reopened.slots - 2, 0), engine.max_tokens - count
-    lengths = [min(room, length) for length in (SHORT, REUSE_TOKENS)][: reopened.slots]
+    """The same engine opened with other numbers of slots and threads, in its last slots. Closes the first two."""
+    room = engine.max_tokens - count
+    lengths = [min(room, length) for length in (SHORT, REUSE_TOKENS)]
     held = [streams.next(length + count) for length in lengths]
-    for slot, (stream, length) in enumerate(zip(held, lengths, strict=True), start=first):
-        stream.anchor(engine, baseline, range(length - 1, length + count))
-        logits = reopened.prefill(slot, stream.tokens[:length])
-        log.add(Place("reopened", slot, slot, 1), stream, length - 1, logits[0])
-    for step in range(count):
-        at = [length + step for length in lengths]
-        tokens = [stream.tokens[n] for stream, n in zip(held, at, strict=True)]
-        logits = reopened.decode(tokens, at, first_slot=first)
-        for entry, stream in enumerate(held):
-            log.add(Place("reopened", first + entry, first, len(held)), stream, at[entry], logits[entry])
+    anchor(engine, baseline, held, [range(length - 1, length + count) for length in lengths])
+    for opened in (engine, baseline):
+        if opened is not None:
+            opened.close()
+    with closing(reopen()) as reopened:
+        lengths, held = lengths[: reopened.slots], held[: reopened.slots]
+        first = reopened.slots - len(held)
+        for slot, (stream, length) in enumerate(zip(held, lengths, strict=True), start=first):
+            logits = reopened.prefill(slot, stream.tokens[:length])
+            log.add(Place("reopened", slot, slot, 1), stream, length - 1, logits[0])
+        for step in range(count):
+            at = [length + step for length in lengths]
+            tokens = [stream.tokens[n] for stream, n in zip(held, at, strict=True)]
+            logits = reopened.decode(tokens, at, first_slot=first)
+            for entry, stream in enumerate(held):
+                log.add(Place("reopened", first + entry, first, len(held)), stream, at[entry], logits[entry])

@@ -226,10 +226,15 @@ def opened(bundle: Artifact[EngineBundle]) -> Sequences:
 
 def serve(made: Made, wrap: Callable[[Engine], Sequences]) -> dict[str, Check]:
     baseline = Sequences(load(made.baseline.folder, threads=1))
-    reopened = load(made.candidate.folder, threads=2, slots=SLOTS + 1)
     candidate = wrap(load(made.candidate.folder, threads=1))
     text = [token for document in made.documents for token in document]
-    items = served_items(ServingSettings(steps=4, answers=6, new_tokens=8), baseline, candidate, wrap(reopened), text)
+    items = served_items(
+        ServingSettings(steps=4, answers=6, new_tokens=8),
+        baseline,
+        candidate,
+        lambda: wrap(load(made.candidate.folder, threads=2, slots=SLOTS + 1)),
+        text,
+    )
     record = ServingReport(
         baseline=baseline.digest,
         candidate=candidate.digest,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +19,23 @@ TEXT = [number * number % 31 for number in range(400)]
 SETTINGS = ServingSettings(steps=3, answers=4, new_tokens=5)
 
 
-def engines(slots: int, max_tokens: int) -> tuple[History, History, History]:
-    """Baseline, candidate, and the candidate with another number of slots."""
+def engines(slots: int, max_tokens: int) -> tuple[History, History, Callable[[], History]]:
+    """Baseline, candidate, and what opens the candidate with another number of slots."""
     return (
-        History(slots=1, max_tokens=max_tokens, seed=1),
+        History(slots=slots, max_tokens=max_tokens, seed=1),
         History(slots=slots, max_tokens=max_tokens, seed=1, noise=0.01),
-        History(slots=slots + 1, max_tokens=max_tokens, seed=1, noise=0.01),
+        lambda: History(slots=slots + 1, max_tokens=max_tokens, seed=1, noise=0.01),
     )
 
 
 @pytest.mark.parametrize(("slots", "max_tokens"), [(1, 40), (2, 64), (3, 300), (5, 600), (17, 64)])
 def test_a_sound_engine_is_measured_whole_and_agrees_with_itself(slots: int, max_tokens: int, tmp_path: Path) -> None:
-    baseline, candidate, reopened = engines(slots, max_tokens)
+    baseline, candidate, reopen = engines(slots, max_tokens)
     report = serving(
         SETTINGS,
         baseline,
         candidate,
-        reopened,
+        reopen,
         text=TEXT,
         draws=(),
         executed_on=MACHINE,
@@ -74,10 +75,10 @@ def test_every_batch_size_from_the_first_and_to_the_last_slot() -> None:
 
 
 def test_logits_that_are_not_finite_are_refused() -> None:
-    baseline, candidate, reopened = engines(2, 64)
+    baseline, candidate, reopen = engines(2, 64)
     candidate.engine.table[:, 5] = float("nan")
     with pytest.raises(RequestError, match="not finite"):
-        served_items(SETTINGS, baseline, candidate, reopened, TEXT)
+        served_items(SETTINGS, baseline, candidate, reopen, TEXT)
 
 
 def test_no_text_is_refused() -> None:
@@ -90,3 +91,22 @@ def test_an_item_holds_the_worst_of_its_positions() -> None:
     decoded = [item for item in items if item.path == "decode"]
     assert max(item.last for item in decoded) == 63
     assert all(isinstance(item, ServedItem) and item.first <= item.last for item in items)
+
+
+def test_the_candidate_is_open_once_and_the_float_engine_is_fed_several_streams_a_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    baseline, candidate, reopen = engines(5, 600)
+    closed: list[History] = []
+    for engine in (baseline, candidate):
+        monkeypatch.setattr(engine, "close", lambda engine=engine: closed.append(engine))
+
+    def when_others_are_closed() -> History:
+        assert closed == [candidate, baseline]
+        return reopen()
+
+    served_items(SETTINGS, baseline, candidate, when_others_are_closed, TEXT)
+    assert len(closed) == 2
+    fed = baseline.engine.steps
+    assert len(fed) < sum(map(len, fed)) / 2  # calls, and streams
+    assert all(len(lengths) == 1 or sum(lengths) <= 600 for lengths in fed)

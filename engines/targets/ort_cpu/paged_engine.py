@@ -91,6 +91,7 @@ class PagedEngine:
     def close(self) -> None:
         self._bound.clear()
         self._memory.arrays.clear()
+        del self._session  # it holds the weights
 
     def _bind(self, wanted: str) -> Bound:
         bound = Bound(self._session.io_binding())
