@@ -132,13 +132,16 @@ class SessionTimer:
         return time.perf_counter() - start
 
 
-def keep_mapped(options: ort.SessionOptions, bundle: Artifact[EngineBundle]) -> None:
+def keep_mapped(options: ort.SessionOptions, bundle: Artifact[EngineBundle]) -> bool:
     """Leave the weights of an engine that is large for this machine in their file, which ONNX Runtime maps.
 
     It would pack float matrices into copies of their own: twice as fast, and as much memory as the file has bytes.
+    True where they are left.
     """
-    if bundle.record.weight_bytes > MAPPED_SHARE * available_memory():
+    mapped = bundle.record.weight_bytes > MAPPED_SHARE * available_memory()
+    if mapped:
         options.add_session_config_entry("session.disable_prepacking", "1")
+    return mapped
 
 
 def _cannot_run(library: Path, reason: str) -> BuildError:

@@ -3,9 +3,12 @@ errors that stay with their entry."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engines import native
+from engines import native, sessions, step_inputs
 from engines.compile import build
 from engines.load import find_target, load
 from engines.protocol import Engine, Entry, FloatArray, Result
@@ -52,14 +55,16 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Artifact[PortableGraph]:
     return export(checkpoint, "", folder / "graph", max_positions=MAX_TOKENS, tolerance=1e-3, seed=0, parents={})
 
 
-def opened(graph: Artifact[PortableGraph], folder: Path, *, codes: bool) -> Callable[[], Engine]:
+def opened(
+    graph: Artifact[PortableGraph], folder: Path, *, codes: bool, precision: str = "test"
+) -> Callable[[], Engine]:
     scale = np.full((graph.record.kv_heads, graph.record.head_size), 0.05, np.float32)
     bundle = build(
         graph,
         open_checkpoint(graph.folder),
         folder,
         target=find_target("ort-cpu"),
-        precision="test",
+        precision=precision,
         slots=SLOTS,
         kv_scales={f"layers.{n}.{part}_scale": scale for n in range(LAYERS) for part in ("k", "v")} if codes else {},
         parents={},
@@ -286,6 +291,50 @@ def test_a_pool_of_any_size_can_be_opened(kind: Kind) -> None:
     if isinstance(engine, PagedEngine):
         assert engine.capabilities.blocks == SLOTS * -(-engine.capabilities.max_tokens // 64)
     engine.close()
+
+
+def test_a_float_engine_that_stays_in_its_file_reads_it_less_often(
+    graph: Artifact[PortableGraph], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: a quantized engine runs so many tokens, too."""
+    tokens = np.random.default_rng(0).integers(3, 300, MAX_TOKENS).tolist()
+    reads: list[int] = []
+
+    def counted(*given: Any) -> Iterator[Any]:
+        for run in step_inputs.runs(*given):
+            reads.append(sum(len(piece.tokens) for piece in run))
+            yield run
+
+    monkeypatch.setattr(paged_engine, "runs", counted)
+    found: list[FloatArray] = []
+    for precision, share, expected in (
+        ("float32", 0.5, [256, 64]),
+        ("float32", 0.0, [320]),
+        ("w8:4", 0.0, [256, 64]),
+    ):
+        engine = opened(graph, tmp_path / f"{precision}-{share}", codes=False, precision=precision)
+        monkeypatch.setattr(sessions, "MAPPED_SHARE", share)
+        with closing(engine()) as one:
+            if not isinstance(one, PagedEngine):
+                pytest.skip("no native attention on this processor")
+            reads.clear()
+            found.append(whole(one, tokens))
+        assert reads == expected
+    for other in found[1:]:
+        assert_same(other, found[0], exact=False)
+
+
+@pytest.mark.parametrize("native_attention", [True, False])
+def test_a_closed_engine_gives_its_weights_back(
+    graph: Artifact[PortableGraph], tmp_path: Path, native_attention: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native_attention:
+        without_native_operators(monkeypatch)
+    engine: Any = opened(graph, tmp_path / "bundle", codes=False)()
+    engine.step([Entry([5], 0, [0])])
+    session = weakref.ref(engine._session)
+    engine.close()
+    assert session() is None
 
 
 @makes_pages_ready

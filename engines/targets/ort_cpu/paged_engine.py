@@ -22,6 +22,8 @@ from tapeout.artifact import Artifact
 # A step is run in pieces of so many tokens: a long prompt then needs no more memory than a short one, and activations
 # stay in the processor's caches.
 RUN_TOKENS = 256
+# Float weights that are left in their file may be read from the disk again in each run: fewer runs, for more memory.
+MAPPED_RUN_TOKENS = 1024
 MAX_BATCH = 1024
 # Memory of blocks that one call makes ready, one block at least: 2 MB take about a millisecond. 64 decodes of the
 # default model fill one block (0.7 MB) a step, and several where drafts are accepted.
@@ -35,7 +37,8 @@ class PagedEngine:
     def __init__(self, bundle: Artifact[EngineBundle], *, threads: int, blocks: int) -> None:
         io = bundle.record.io
         options = cpu_options(threads, library_of(bundle), bundle.record.census)
-        keep_mapped(options, bundle)
+        mapped = keep_mapped(options, bundle) and bundle.record.precision == "float32"
+        self._run_tokens = MAPPED_RUN_TOKENS if mapped else RUN_TOKENS
         self._session = open_session(str(bundle.folder / "model.onnx"), options)
         self.digest = bundle.digest
         self.capabilities = EngineCapabilities(
@@ -64,7 +67,7 @@ class PagedEngine:
         errors = check(batch, self.capabilities)
         results = [Result(error=error) for error in errors]
         parts: dict[int, list[FloatArray]] = {}
-        for run in runs(batch, errors, RUN_TOKENS):
+        for run in runs(batch, errors, self._run_tokens):
             if self.capabilities.chooses_tokens and all(batch[piece.entry].wanted == "token" for piece in run):
                 self._choose(run, batch, results)
                 continue
