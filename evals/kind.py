@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar, cast
@@ -119,12 +119,12 @@ class SourceModel(Protocol):
         """As its generation settings have them."""
         ...
 
-    def __call__(self, tokens: Sequence[int]) -> FloatArray:
-        """Logits ``[S, V]``."""
+    def parts(self, tokens: Sequence[int]) -> Iterator[FloatArray]:
+        """Logits ``[S, V]`` after each token of a text, as neighbouring parts that memory holds."""
         ...
 
     def batch(self, texts: Sequence[Sequence[int]], last: Sequence[int]) -> list[FloatArray]:
-        """Logits ``[last, V]`` after the last tokens of each of several texts, which are computed together."""
+        """Logits ``[last, V]`` after the last tokens of each of several texts."""
         ...
 
     def embedding(self) -> FloatArray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,21 +130,23 @@ def source_item(
 ) -> SourceItem:
     """How the model and both engines predict every token of a text but the first."""
     fed = list(tokens[:-1])
-    expected = model(fed)
-    if expected.shape != (len(fed), baseline.vocab_size):
-        raise EvidenceError(
-            f"{expected.shape} logits from the source model for {len(fed)} tokens",
-            expected=f"one row of {baseline.vocab_size} per token",
-            remedy="run `dvc repro export`; the checkpoint is another one",
-        )
     kl: list[np.ndarray] = []
-    agree, nll = 0, np.zeros(3)
-    for part in _parts(len(fed)):
-        targets = tokens[part.start + 1 : part.stop + 1]
-        logits = [_fed(engine, fed, part) for engine in (baseline, candidate)]
-        kl.append(kl_divergences(expected[part], logits[0]))
-        agree += int((expected[part].argmax(axis=1) == logits[0].argmax(axis=1)).sum())
-        nll -= [float(log_likelihoods(rows, targets).sum()) for rows in (expected[part], *logits)]
+    done, agree, nll = 0, 0, np.zeros(3)
+    for rows in model.parts(fed):
+        if rows.shape[1] != baseline.vocab_size:
+            raise EvidenceError(
+                f"{rows.shape[1]} logits after each token from the source model",
+                expected=f"one for each of {baseline.vocab_size} tokens, as in the engines",
+                remedy="run `dvc repro export`; the checkpoint is another one",
+            )
+        for expected in np.split(rows, range(CHUNK_TOKENS, len(rows), CHUNK_TOKENS)):
+            part = slice(done, done + len(expected))
+            targets = tokens[part.start + 1 : part.stop + 1]
+            logits = [_fed(engine, fed, part) for engine in (baseline, candidate)]
+            kl.append(kl_divergences(expected, logits[0]))
+            agree += int((expected.argmax(axis=1) == logits[0].argmax(axis=1)).sum())
+            nll -= [float(log_likelihoods(given, targets).sum()) for given in (expected, *logits)]
+            done = part.stop
     every = np.concatenate(kl)
     if not (np.isfinite(every).all() and np.isfinite(nll).all()):
         raise EvidenceError(
@@ -229,10 +231,6 @@ def source_answers(
             likelihoods, choice = scored(task, answer)
             found.append(SourceAnswer(task=name, choice=choice, loglikelihoods=likelihoods, **pairing_key(answer)))
     return tuple(found)
-
-
-def _parts(count: int) -> Iterator[slice]:
-    return (slice(start, min(start + CHUNK_TOKENS, count)) for start in range(0, count, CHUNK_TOKENS))
 
 
 def _fed(engine: Sequences, tokens: Sequence[int], part: slice) -> FloatArray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from pipeline.export.needs import model_needs
 from pipeline.export.rotary import fix_rotary
 from tapeout.resources import require
 
-LOGIT_BYTES = 256 << 20  # of texts that are computed together; one text alone may have more
+LOGIT_BYTES = 256 << 20  # of texts that are computed together, or of a part of a long one
 
 
 class CheckpointModel:
@@ -38,14 +38,22 @@ class CheckpointModel:
         stops = configured if isinstance(configured, list) else [configured]
         self.stop_tokens: tuple[int, ...] = tuple(int(token) for token in stops if token is not None)
 
-    def __call__(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        return self.batch([tokens], [len(tokens)])[0]
+    def parts(self, tokens: Sequence[int]) -> Iterator[NDArray[np.float32]]:
+        from transformers import DynamicCache
+
+        rows = max(1, LOGIT_BYTES // self._logit_bytes(1))
+        cache: Any = DynamicCache(config=self._model.config) if len(tokens) > rows else None
+        for begin in range(0, len(tokens), rows):
+            ids = torch.tensor([tokens[begin : begin + rows]])
+            with torch.inference_mode():
+                output = self._model(input_ids=ids, past_key_values=cache, use_cache=cache is not None)
+            yield output.logits[0].float().numpy()
 
     def batch(self, texts: Sequence[Sequence[int]], last: Sequence[int]) -> list[NDArray[np.float32]]:
         found: list[NDArray[np.float32]] = []
         while len(found) < len(texts):
             begin, end = len(found), len(found) + 1
-            while end < len(texts) and self._logit_bytes(texts[begin : end + 1], last[begin : end + 1]) <= LOGIT_BYTES:
+            while end < len(texts) and self._fit(texts[begin : end + 1], last[begin : end + 1]):
                 end += 1
             found += self._together(texts[begin:end], last[begin:end])
         return found
@@ -62,8 +70,11 @@ class CheckpointModel:
         # Copies, which do not keep the rows that nobody wants.
         return [rows[first : first + count].copy() for rows, first, count in zip(logits, firsts, last, strict=True)]
 
-    def _logit_bytes(self, texts: Sequence[Sequence[int]], last: Sequence[int]) -> int:
-        return 4 * len(texts) * len(_kept(texts, last)) * self._model.config.get_text_config().vocab_size
+    def _fit(self, texts: Sequence[Sequence[int]], last: Sequence[int]) -> bool:
+        return self._logit_bytes(len(texts) * len(_kept(texts, last))) <= LOGIT_BYTES
+
+    def _logit_bytes(self, positions: int) -> int:
+        return 4 * positions * self._model.config.get_text_config().vocab_size
 
     def embedding(self) -> NDArray[np.float32]:
         return self._model.get_input_embeddings().weight.detach().float().numpy()
