@@ -147,6 +147,12 @@ def source_item(
             agree += int((expected.argmax(axis=1) == logits[0].argmax(axis=1)).sum())
             nll -= [float(log_likelihoods(given, targets).sum()) for given in (expected, *logits)]
             done = part.stop
+    if done != len(fed):
+        raise EvidenceError(
+            f"logits after {done} of {len(fed)} tokens from the source model",
+            expected="logits after each token of a text",
+            remedy="run `dvc repro export`; if it happens again, report it",
+        )
     every = np.concatenate(kl)
     if not (np.isfinite(every).all() and np.isfinite(nll).all()):
         raise EvidenceError(

@@ -335,6 +335,7 @@ def test_a_closed_engine_gives_its_weights_back(
     session = weakref.ref(engine._session)
     engine.close()
     assert session() is None
+    engine.close()
 
 
 @makes_pages_ready

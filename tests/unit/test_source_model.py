@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evals.source import SourceLM
+from evals.source import SourceLM, source_item
 from pipeline.export import source_model
 from pipeline.export.source_model import CheckpointModel
 from tapeout.errors import EvidenceError
+from tests.fake_engine import History
 from tests.families import FAMILIES, random_model, save_checkpoint
 
 TEXTS = [[1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [3] * 9]
@@ -72,3 +73,13 @@ def test_an_answer_that_is_longer_than_the_engines_have_positions_is_refused(
     assert len(lm._loglikelihood_tokens([(None, [1, 2], [3] * 4)])) == 1  # pyright: ignore[reportPrivateUsage]
     with pytest.raises(EvidenceError, match="5 continuation tokens"):
         lm._loglikelihood_tokens([(None, [1, 2], [3] * 5)])  # pyright: ignore[reportPrivateUsage]
+
+
+def test_a_text_of_which_a_part_is_missing_is_refused() -> None:
+    class Short:
+        def parts(self, tokens: list[int]) -> list[Any]:
+            return [np.zeros((len(tokens) - 1, 32), np.float32)]
+
+    model: Any = Short()
+    with pytest.raises(EvidenceError, match="after 8 of 9 tokens"):
+        source_item(model, History(), History(), "document", list(range(10)))

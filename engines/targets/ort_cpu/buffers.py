@@ -90,6 +90,11 @@ class BlockMemory:
         self.blocks = min(shape[0] for shape in shapes.values())
         self.ready = 0  # blocks below this number have their pages, or have been written
 
+    def clear(self) -> None:
+        """Give all pages back, once nothing is bound to them."""
+        self.arrays.clear()
+        self._memory.clear()
+
     def make_ready(self, most: int, end: int) -> bool:
         """Up to ``most`` more blocks, below the block ``end``, get their pages. What blocks hold is not changed.
 

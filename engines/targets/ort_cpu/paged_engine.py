@@ -93,8 +93,8 @@ class PagedEngine:
 
     def close(self) -> None:
         self._bound.clear()
-        self._memory.arrays.clear()
-        del self._session  # it holds the weights
+        self._memory.clear()
+        vars(self).pop("_session", None)  # it holds the weights; an engine may be closed twice
 
     def _bind(self, wanted: str) -> Bound:
         bound = Bound(self._session.io_binding())

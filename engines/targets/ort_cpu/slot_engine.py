@@ -75,7 +75,7 @@ class OrtSlotEngine(SlotEngine):
     def close(self) -> None:
         self._windows.clear()
         self._cache.clear()
-        del self._session  # it holds the weights
+        vars(self).pop("_session", None)  # it holds the weights; an engine may be closed twice
 
     def _window(self, first: int, count: int, wanted: str) -> Bound:
         window = self._windows.get((first, count, wanted))
