@@ -120,7 +120,7 @@ class SourceModel(Protocol):
         ...
 
     def parts(self, tokens: Sequence[int]) -> Iterator[FloatArray]:
-        """Logits ``[S, V]`` after each token of a text, as neighbouring parts that memory holds."""
+        """Logits ``[S, V]`` after each token of a text, in order, in parts of bounded size."""
         ...
 
     def batch(self, texts: Sequence[Sequence[int]], last: Sequence[int]) -> list[FloatArray]:

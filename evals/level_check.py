@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 
 from tqdm import tqdm
@@ -61,27 +62,27 @@ def check_level(
         )
     here = runs_here(bundle, level)
     reference = ReferenceLogits.load(parity.folder / REFERENCE_FILE)
-    engine = Sequences(load(bundle.folder, threads=threads, slots=SLOTS, level=level))
-    text = [token for tokens in reference.documents for token in tokens]
-    try:
-        items = [
-            reference.compare(number, _logits(engine, tokens))
-            for number, tokens in enumerate(tqdm(reference.documents, disable=None))
-        ]
-        drawn = draws_of(draw_counts(at_level(bundle, level), drawn_logits(engine, text)))
-        served = served_items(
-            ServingSettings(),
-            None,
-            engine,
-            lambda: Sequences(load(bundle.folder, threads=1, slots=SLOTS + 1, level=level)),
-            text,
-        )
-    except RequestError as error:  # an engine refuses logits that are not finite
-        raise EvidenceError(
-            f"at {level} {error.found}",
-            expected=error.expected,
-            remedy="the kernels of this level are wrong on this processor: serve at another level",
-        ) from error
+    with closing(Sequences(load(bundle.folder, threads=threads, slots=SLOTS, level=level))) as engine:
+        text = [token for tokens in reference.documents for token in tokens]
+        try:
+            items = [
+                reference.compare(number, _logits(engine, tokens))
+                for number, tokens in enumerate(tqdm(reference.documents, disable=None))
+            ]
+            drawn = draws_of(draw_counts(at_level(bundle, level), drawn_logits(engine, text)))
+            served = served_items(
+                ServingSettings(),
+                None,
+                engine,
+                lambda: Sequences(load(bundle.folder, threads=1, slots=SLOTS + 1, level=level)),
+                text,
+            )
+        except RequestError as error:  # an engine refuses logits that are not finite
+            raise EvidenceError(
+                f"at {level} {error.found}",
+                expected=error.expected,
+                remedy="the kernels of this level are wrong on this processor: serve at another level",
+            ) from error
     with create(folder, LevelVerdict) as draft:
         write_items(draft.folder / LEVEL_ITEMS, items)
         write_items(draft.folder / SERVED_ITEMS, served)

@@ -1,9 +1,9 @@
 """Stage ``serving``: the candidate in every way it is used in service, against a prefill in one piece in slot 0.
 
-Each path below is a function over :class:`engines.sequences.Sequences`. All compare with the same anchors: what the
-engine itself and the float engine say of a stream of tokens that is fed in one call to slot 0. That call is anchored in
-turn: parity compares it with the quantized model, and text and tasks are measured by it. The float engine is fed
-several streams in a call, each in a slot of its own: one larger than memory is read from its file in every call.
+Each path below is a function over :class:`engines.sequences.Sequences`. All compare with the same anchors. The engine's
+own are its logits of a stream of tokens that is fed in one call to slot 0, which parity compares with the quantized
+model, and by which text and tasks are measured. Those of the float engine come from several streams in a call, each in
+a slot of its own: a float engine that is larger than memory is read from its file in every call.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ def served_items(
     """Every path, in an order in which each finds slots that hold other sequences.
 
     ``baseline`` None: none is asked. ``reopen`` opens the candidate with other numbers of slots and threads. It is
-    called last, after the other two were closed, so that memory holds the candidate once.
+    called last, after the other two were closed, so that memory holds the candidate's weights once.
     """
     from tqdm import tqdm
 
@@ -459,7 +459,6 @@ def other_shape(
         if opened is not None:
             opened.close()
     with closing(reopen()) as reopened:
-        lengths, held = lengths[: reopened.slots], held[: reopened.slots]
         first = reopened.slots - len(held)
         for slot, (stream, length) in enumerate(zip(held, lengths, strict=True), start=first):
             logits = reopened.prefill(slot, stream.tokens[:length])

@@ -36,7 +36,7 @@ class ServedItem(Frozen):
     """The positions that one slot computed on one path, in steps of one batch size.
 
     ``agree``, ``kl_sum``, ``kl_max`` and ``error`` compare with a prefill of the same tokens in one piece in slot 0 of
-    the same engine, ``float_kl_sum`` with that of the float engine. ``error``: the largest difference of a logit over
+    the same engine, ``float_kl_sum`` with logits of the float engine. ``error``: the largest difference of a logit over
     the largest logit. ``gap``: how far the logit of the chosen token lies below the largest one, on paths that choose.
     """
 

@@ -44,10 +44,13 @@ class CheckpointModel:
         rows = max(1, LOGIT_BYTES // self._logit_bytes(1))
         cache: Any = DynamicCache(config=self._model.config) if len(tokens) > rows else None
         for begin in range(0, len(tokens), rows):
-            ids = torch.tensor([tokens[begin : begin + rows]])
-            with torch.inference_mode():
-                output = self._model(input_ids=ids, past_key_values=cache, use_cache=cache is not None)
-            yield output.logits[0].float().numpy()
+            yield self._continued(tokens[begin : begin + rows], cache)
+
+    def _continued(self, tokens: Sequence[int], cache: Any) -> NDArray[np.float32]:
+        ids = torch.tensor([tokens])
+        with torch.inference_mode():
+            output = self._model(input_ids=ids, past_key_values=cache, use_cache=cache is not None)
+        return output.logits[0].float().numpy()
 
     def batch(self, texts: Sequence[Sequence[int]], last: Sequence[int]) -> list[NDArray[np.float32]]:
         found: list[NDArray[np.float32]] = []

@@ -325,16 +325,20 @@ def test_a_float_engine_that_stays_in_its_file_reads_it_less_often(
 
 
 @pytest.mark.parametrize("native_attention", [True, False])
-def test_a_closed_engine_gives_its_weights_back(
+def test_a_closed_engine_gives_its_memory_back(
     graph: Artifact[PortableGraph], tmp_path: Path, native_attention: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Session, bindings and KV pool. Planted: each of them is kept."""
     if not native_attention:
         without_native_operators(monkeypatch)
     engine: Any = opened(graph, tmp_path / "bundle", codes=False)()
     engine.step([Entry([5], 0, [0])])
-    session = weakref.ref(engine._session)
+    bound = (engine._bound if native_attention else engine._windows).values()
+    held = [weakref.ref(owner) for owner in (engine._session, *(one.binding for one in bound))]
+    held += [weakref.ref(pages) for pages in (engine._memory._memory if native_attention else engine._cache.values())]
+    assert len(held) > 2
     engine.close()
-    assert session() is None
+    assert [owner() for owner in held] == [None] * len(held)
     engine.close()
 
 

@@ -53,7 +53,7 @@ def test_logits_that_are_computed_together_are_bounded(
 def test_a_long_text_comes_in_parts_that_know_what_was_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    """With sliding windows too. Planted: a part that starts at position 0, and one that sees no part before it."""
+    """With sliding windows too. Planted: parts that do not see those before."""
     checkpoint = save_checkpoint(random_model(family), tmp_path / "checkpoint")
     model = CheckpointModel(checkpoint, "", tmp_path, adapter=None, positions=64)
     tokens = np.random.default_rng(0).integers(3, 90, 50).tolist()
@@ -75,11 +75,14 @@ def test_an_answer_that_is_longer_than_the_engines_have_positions_is_refused(
         lm._loglikelihood_tokens([(None, [1, 2], [3] * 5)])  # pyright: ignore[reportPrivateUsage]
 
 
-def test_a_text_of_which_a_part_is_missing_is_refused() -> None:
-    class Short:
+@pytest.mark.parametrize(
+    ("missing", "vocabulary", "found"), [(1, 32, "after 8 of 9 tokens"), (0, 31, "31 logits after each token")]
+)
+def test_logits_that_are_not_those_of_the_whole_text_are_refused(missing: int, vocabulary: int, found: str) -> None:
+    class Wrong:
         def parts(self, tokens: list[int]) -> list[Any]:
-            return [np.zeros((len(tokens) - 1, 32), np.float32)]
+            return [np.zeros((len(tokens) - missing, vocabulary), np.float32)]
 
-    model: Any = Short()
-    with pytest.raises(EvidenceError, match="after 8 of 9 tokens"):
+    model: Any = Wrong()
+    with pytest.raises(EvidenceError, match=found):
         source_item(model, History(), History(), "document", list(range(10)))
