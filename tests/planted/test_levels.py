@@ -39,7 +39,7 @@ from quantization.rounding import round_to_nearest
 from runtime.draw_check import draw_counts
 from tapeout import artifact, fingerprint
 from tapeout.artifact import Artifact, ArtifactRef
-from tapeout.errors import ArtifactError, BuildError, EvidenceError, FingerprintError, ResourceError
+from tapeout.errors import ArtifactError, BuildError, EvidenceError, FingerprintError, RequestError, ResourceError
 from tapeout.schemes import Scheme
 from tapeout.signing import generate_keys, sign, signature_path, write_signature
 from tests import judged
@@ -240,13 +240,20 @@ def test_nan_that_the_engine_finds_is_laid_to_the_level(
     assert not evidence_folder(artifacts / "candidate", LEAST.name).exists()
 
 
-def test_an_engine_is_closed_where_the_second_does_not_open(artifacts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed: list[str] = []
+@pytest.mark.parametrize("failing", ["the first computes", "the second opens"])
+def test_an_engine_is_closed_where_the_check_ends_early(
+    artifacts: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """Planted: engines of a check that fails are left open."""
+    closed: list[Sequences] = []
     close = Sequences.close
 
     def counted(self: Sequences) -> None:
-        closed.append(self.digest)
+        closed.append(self)
         close(self)
+
+    def not_finite(*_: Any) -> Any:
+        raise RequestError("logits that are not finite")
 
     def fails(folder: Path, *, slots: int, **options: Any) -> Any:
         if slots > SLOTS:
@@ -254,9 +261,12 @@ def test_an_engine_is_closed_where_the_second_does_not_open(artifacts: Path, mon
         return load(folder, slots=slots, **options)
 
     monkeypatch.setattr(Sequences, "close", counted)
-    monkeypatch.setattr("evals.level_check.load", fails)
+    if failing == "the first computes":
+        monkeypatch.setattr("evals.level_check.drawn_logits", not_finite)
+    else:
+        monkeypatch.setattr("evals.level_check.load", fails)
     assert main(["verify", str(artifacts / "candidate"), "--level", LEAST.name, "--threads", "1"]) == 2
-    assert len(closed) == 1
+    assert len(set(closed)) == 1
 
 
 def test_a_parity_report_that_was_not_judged(artifacts: Path, tmp_path: Path) -> None:
