@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from engines.protocol import FloatArray
 from engines.sequences import Fed, Sequences
-from evals.generation import greedy
+from evals.answers import Answerer, greedy
 from evals.text import log_likelihoods
 from tapeout.errors import EvidenceError
 
@@ -98,7 +98,9 @@ def encode(tokenizer: Tokenizer, text: str, beginning: int | None) -> list[int]:
 
 
 class EngineLM(TemplateLM):
-    """Scores and generates through slot 0 and up of an :class:`engines.sequences.Sequences`.
+    """Scores through slot 0 and up of an :class:`engines.sequences.Sequences`.
+
+    ``answerer``: generates, with the same engine. Without one, tasks that generate are refused.
 
     ``beginning``: the token put before every text, or None; pinned here so that both engines of a comparison, and
     the next run, read the same tokens. ``end_of_text``: ends a generation, and stands before a text that has no
@@ -107,10 +109,17 @@ class EngineLM(TemplateLM):
     """
 
     def __init__(
-        self, engine: Sequences, tokenizer: Tokenizer, *, end_of_text: int, beginning: int | None, name: str = "engine"
+        self,
+        engine: Sequences,
+        tokenizer: Tokenizer,
+        *,
+        end_of_text: int,
+        beginning: int | None,
+        name: str = "engine",
+        answerer: Answerer | None = None,
     ) -> None:
         super().__init__()
-        self.engine, self.tokenizer = engine, tokenizer
+        self.engine, self.tokenizer, self.answerer = engine, tokenizer, answerer
         self.beginning, self.end_of_text, self.name = beginning, end_of_text, name
         self.task = ""  # named in the progress bar
         self.calls = self.tokens = 0
@@ -224,6 +233,12 @@ class EngineLM(TemplateLM):
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Greedy text until one of the request's ``until`` strings, which is cut off, or its token limit."""
+        if self.answerer is None:
+            raise EvidenceError(
+                f"task {self.task} generates",
+                expected="a task that scores its choices",
+                remedy="leave that task out of `evaluate.tasks`",
+            )
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
@@ -233,11 +248,11 @@ class EngineLM(TemplateLM):
             room = self.engine.max_tokens - limit
             prompts = [self.tok_encode(requests[number].args[0])[-room:] for number in numbers]
             responses = greedy(
-                self.engine,
+                self.answerer,
                 prompts,
                 max_new_tokens=limit,
                 stop_tokens=[self.end_of_text],
-                finished=lambda tokens, until=until: any(stop in self.tokenizer.decode(tokens) for stop in until),
+                leaves=lambda tokens, until=until: any(stop in self.tokenizer.decode(tokens) for stop in until),
                 progress=f"{self.name} {self.task}",
             )
             for number, response in zip(numbers, responses, strict=True):

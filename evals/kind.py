@@ -21,8 +21,9 @@ from tapeout.recipe import Count, Recipe, Section
 
 if TYPE_CHECKING:
     from engines.bundle import EngineBundle
-    from engines.protocol import FloatArray
+    from engines.protocol import Engine, FloatArray
     from engines.sequences import Sequences
+    from evals.answers import Answerer
     from tapeout.portable_graph import PortableGraph
 
 S = TypeVar("S", bound=Section)
@@ -154,6 +155,10 @@ class Context(Protocol):
 
     def champion(self) -> tuple[Artifact[EngineBundle], Sequences, bool]:
         """The registered champion, or the baseline and True where there is none."""
+        ...
+
+    def answerer(self, engine: Engine, *, blocks: int | None = None) -> Answerer:
+        """The core that serves, over an engine of this run. ``blocks``: of its pool, if fewer than the engine has."""
         ...
 
     def draw_counts(self, logits: FloatArray) -> Mapping[str, tuple[int, int]]:

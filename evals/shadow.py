@@ -1,20 +1,21 @@
-"""Stage ``shadow``: chat prompts replayed through the champion and the candidate.
+"""Stage ``shadow``: chat prompts replayed through the champion and the candidate, by the core that serves.
 
 Free-running answers show what a user would notice. The teacher-forced comparison on the champion's own tokens, in the
-decode steps in which the champion chose them, measures how much the engines differ: one early divergence does not make
-every later token count as different.
+steps in which the champion chose them, measures how much the engines differ: one early divergence does not make every
+later token count as different.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 
-from engines.protocol import FloatArray, TokenArray
-from engines.sequences import Sequences
-from evals.generation import Response, greedy
+import numpy as np
+
+from engines.protocol import Engine, EngineCapabilities, Entry, Result
+from evals.answers import Answer, Answerer, greedy
 from evals.items import write_items, write_metrics
 from evals.kind import Context
 from evals.kinds.shadow import ShadowItem, ShadowReport, ShadowSettings
@@ -30,8 +31,9 @@ def measure(context: Context, folder: Path) -> None:
     champion, engine, is_baseline = context.champion()
     shadow(
         settings,
-        engine,
-        context.engine("candidate"),
+        engine.engine,
+        context.engine("candidate").engine,
+        context.answerer,
         prompts=context.chat_prompts(settings.datasets, settings.prompts),
         stop_tokens=bundle.record.stop_tokens,
         champion_is_baseline=is_baseline,
@@ -43,8 +45,9 @@ def measure(context: Context, folder: Path) -> None:
 
 def shadow(
     settings: ShadowSettings,
-    champion: Sequences,
-    candidate: Sequences,
+    champion: Engine,
+    candidate: Engine,
+    answerer: Callable[[Engine], Answerer],
     *,
     prompts: Sequence[Sequence[int]],
     stop_tokens: Collection[int],
@@ -59,7 +62,7 @@ def shadow(
     stands in for it. Greedy, so the same engines and prompts give the same digest.
     """
     limit = settings.max_new_tokens
-    items = shadow_items(champion, candidate, prompts, max_new_tokens=limit, stop_tokens=stop_tokens)
+    items = shadow_items(champion, candidate, answerer, prompts, max_new_tokens=limit, stop_tokens=stop_tokens)
     with create(folder, ShadowReport) as draft:
         write_items(draft.folder / "shadow_items.jsonl", items)
         write_metrics(draft.folder, shadow_metrics(items))
@@ -78,23 +81,28 @@ def shadow(
 
 
 def shadow_items(
-    champion: Sequences,
-    candidate: Sequences,
+    champion: Engine,
+    candidate: Engine,
+    answerer: Callable[[Engine], Answerer],
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
     stop_tokens: Collection[int],
 ) -> list[ShadowItem]:
-    """One item per prompt, in order. :class:`EvidenceError` without prompts, or for one that does not fit."""
+    """One item per prompt, in order. ``answerer``: makes the core that serves, over an engine.
+
+    :class:`EvidenceError` without prompts, for one that does not fit, and where an answer was computed from other
+    tokens than those of its prompt and its own.
+    """
     if not prompts:
         raise EvidenceError("no prompts to replay", expected="chat prompts", remedy="check `shadow.datasets`")
     both = Lockstep(champion, candidate)
     answers, others = (
-        greedy(engine, prompts, max_new_tokens=max_new_tokens, stop_tokens=stop_tokens, progress=label)
+        greedy(answerer(engine), prompts, max_new_tokens=max_new_tokens, stop_tokens=stop_tokens, progress=label)
         for engine, label in ((both, "champion answers"), (candidate, "candidate answers"))
     )
-    rows = zip(prompts, answers, both.answers, others, strict=True)
-    return [_item(prompt, answer, forced, other) for prompt, answer, forced, other in rows]
+    rows = zip(prompts, answers, others, strict=True)
+    return [_item(prompt, answer, both.forced(prompt, answer.tokens), other) for prompt, answer, other in rows]
 
 
 @dataclass
@@ -104,49 +112,102 @@ class Forced:
     kl: list[float] = field(default_factory=list[float])  # nats
     agree: list[bool] = field(default_factory=list[bool])
 
-    def add(self, champion: FloatArray, candidate: FloatArray) -> None:
-        """From logits ``[V]``."""
-        self.kl.append(float(kl_divergences(champion[None], candidate[None])[0]))
-        self.agree.append(int(champion.argmax()) == int(candidate.argmax()))
-
 
 class Lockstep:
-    """The champion answers, and the candidate is fed the same tokens in the same steps and slots.
+    """An engine of which the champion chooses the tokens, and the candidate is fed the same tokens in the same steps.
 
-    ``answers``: in the order in which :func:`evals.generation.greedy` prefills prompts, which is their own.
+    What was compared is kept by the tokens that the blocks hold, not by the request that was meant: an answer that was
+    computed from other tokens has no comparison. Where the two have blocks of different sizes, or one of them cannot
+    share blocks, a block of this engine is a whole sequence.
     """
 
-    def __init__(self, champion: Sequences, candidate: Sequences) -> None:
-        self.champion, self.candidate = champion, candidate
-        self.slots = min(champion.slots, candidate.slots)
-        self.max_tokens = min(champion.max_tokens, candidate.max_tokens)
-        self.answers: list[Forced] = []
-        self._held: dict[int, Forced] = {}
-
-    def prefill(self, slot: int, tokens: Sequence[int], *, start: int = 0) -> FloatArray:
-        left, right = (engine.prefill(slot, tokens, start=start) for engine in self._engines)
-        self._held[slot] = Forced()
-        self.answers.append(self._held[slot])
-        self._held[slot].add(left[-1], right[-1])
-        return left
-
-    def decode_greedy(self, tokens: Sequence[int], lengths: Sequence[int]) -> TokenArray:
-        left, right = (engine.decode(tokens, lengths) for engine in self._engines)
-        for slot, (one, other) in enumerate(zip(left, right, strict=True)):
-            self._held[slot].add(one, other)
-        return left.argmax(axis=1)
-
-    def copy_slot(self, source: int, target: int, length: int) -> None:
-        for engine in self._engines:
-            engine.copy_slot(source, target, length)
-        self._held[target] = self._held[source]
+    def __init__(self, champion: Engine, candidate: Engine) -> None:
+        self._engines = (champion, candidate)
+        one, other = (engine.capabilities for engine in self._engines)
+        alike = one.block_tokens == other.block_tokens and one.shares_blocks == other.shares_blocks
+        most = min(one.max_tokens, other.max_tokens)
+        size = one.block_tokens if alike else most
+        # The blocks of each engine that one block of this engine stands for.
+        self._each = [1 if alike else -(-most // has.block_tokens) for has in (one, other)]
+        blocks = min(has.blocks // each for has, each in zip((one, other), self._each, strict=True))
+        self.capabilities: EngineCapabilities = replace(
+            one,
+            block_tokens=size,
+            blocks=blocks,
+            max_batch=min(one.max_batch, other.max_batch),
+            max_tokens=most,
+            shares_blocks=alike and one.shares_blocks,
+            chooses_tokens=False,
+        )
+        self._held = np.zeros((blocks, size), np.int64)  # tokens
+        self._found: dict[bytes, tuple[float, bool]] = {}  # KL, and whether both choose the same token
 
     @property
-    def _engines(self) -> tuple[Sequences, Sequences]:
-        return self.champion, self.candidate
+    def digest(self) -> str:
+        return self._engines[0].digest
+
+    def step(self, batch: Sequence[Entry]) -> list[Result]:
+        left, right = (
+            engine.step([entry._replace(wanted="logits", blocks=_spread(entry.blocks, each)) for entry in batch])
+            for engine, each in zip(self._engines, self._each, strict=True)
+        )
+        return [self._compare(*row) for row in zip(batch, left, right, strict=True)]
+
+    def forced(self, prompt: Sequence[int], answer: Sequence[int]) -> Forced:
+        """What was compared along an answer of the champion."""
+        tokens, forced = np.array([*prompt, *answer], np.int64), Forced()
+        for end in range(len(prompt), len(tokens)):
+            found = self._found.get(tokens[:end].tobytes())
+            if found is None:
+                raise EvidenceError(
+                    f"token {end - len(prompt)} of the answer to prompt {token_hash(prompt)[:12]} was not chosen after "
+                    "the tokens before it",
+                    expected="a scheduler that feeds every request its own tokens",
+                    remedy="report this: blocks of sequences were mixed up",
+                )
+            forced.kl.append(found[0])
+            forced.agree.append(found[1])
+        return forced
+
+    def prepare(self, ahead: int) -> bool:
+        champion, candidate = zip(self._engines, self._each, strict=True)
+        return champion[0].prepare(ahead * champion[1]) | candidate[0].prepare(ahead * candidate[1])
+
+    def copy_block(self, source: int, target: int, tokens: int) -> None:
+        raise NotImplementedError("the core that serves computes a prefix again where it cannot share blocks")
+
+    def close(self) -> None:
+        for engine in self._engines:
+            engine.close()
+
+    def _compare(self, entry: Entry, left: Result, right: Result) -> Result:
+        """What the champion chooses, compared as far as its own choices go: behind a wrong guess nothing is meant."""
+        size, start = self.capabilities.block_tokens, entry.start
+        for position, token in enumerate(entry.tokens, start=start):
+            self._held[entry.blocks[position // size], position % size] = token
+        if left.error or right.error:
+            return Result(error=left.error or right.error)
+        if left.logits is None or right.logits is None:
+            return Result()
+        chosen = left.logits.argmax(axis=1)
+        wanted = range(len(entry.tokens))[-1:] if entry.positions is None else entry.positions
+        history = self._held[list(entry.blocks)].reshape(-1)
+        for row, at in enumerate(wanted):
+            one, other = left.logits[row], right.logits[row]
+            kl = float(kl_divergences(one[None], other[None])[0])
+            agree = int(chosen[row]) == int(other.argmax())
+            self._found[history[: start + at + 1].tobytes()] = kl, agree
+            if at + 1 < len(entry.tokens) and entry.tokens[at + 1] != chosen[row]:
+                break
+        return Result(tokens=chosen) if entry.wanted == "token" else left
 
 
-def _item(prompt: Sequence[int], answer: Response, forced: Forced, other: Response) -> ShadowItem:
+def _spread(blocks: Sequence[int], each: int) -> Sequence[int]:
+    """The block table of an engine of which ``each`` blocks stand for one."""
+    return blocks if each == 1 else [block * each + part for block in blocks for part in range(each)]
+
+
+def _item(prompt: Sequence[int], answer: Answer, forced: Forced, other: Answer) -> ShadowItem:
     divergence = first_divergence(answer.tokens, other.tokens)
     return ShadowItem(
         prompt_hash=token_hash(prompt),

@@ -9,11 +9,12 @@ from tokenizers import Tokenizer
 
 from engines.bundle import EngineBundle
 from engines.load import load as load_engine
-from engines.sequences import Sequences
 from runtime.chat import ChatTemplate
+from runtime.core import EngineCore
 from runtime.generate import GenerationSettings, Piece
 from runtime.generate import generate as stream
 from runtime.messages import SamplingSettings
+from runtime.work import Limits
 from tapeout import artifact
 from tapeout.signing import PUBLIC_KEY, key_from_environment
 
@@ -25,7 +26,7 @@ class TextEngine:
         self.folder = folder
         self.bundle = artifact.load(folder, EngineBundle)
         engine = load_engine(folder, threads=threads, slots=slots, public_key=key_from_environment(PUBLIC_KEY))
-        self.engine = Sequences(engine)
+        self.core = EngineCore(engine, Limits())
         self.tokenizer: Tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
 
     def encode(self, prompt: str, *, system: str | None = None, raw: bool = False) -> list[int]:
@@ -49,10 +50,10 @@ class TextEngine:
         """The response to token ids, piece by piece. The bundle's own stop tokens end it."""
         stop_tokens = frozenset(self.bundle.record.stop_tokens)
         settings = GenerationSettings(max_new_tokens, stop_tokens, tuple(stop), sampling or SamplingSettings())
-        return stream(self.engine, self.tokenizer, prompt, settings)
+        return stream(self.core, self.tokenizer, prompt, settings)
 
     def close(self) -> None:
-        self.engine.close()
+        self.core.close()
 
     def __enter__(self) -> TextEngine:
         return self

@@ -10,7 +10,7 @@ rather than copied: such engines hold few sequences, and the one that holds the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import monotonic
 
@@ -66,7 +66,8 @@ class EngineCore:
     """No more requests run at once than the engine takes in a step, whatever the limits.
 
     ``sampler``: by default one without constraints, in numpy.
-    ``clippings``: values that the engine stored on static grids, and clipped.
+    ``clippings``: values that the engine stored on static grids, and clipped. ``clock``: seconds, by which steps are
+    timed; arrivals and steps are given points in time of the same clock.
     """
 
     def __init__(
@@ -75,9 +76,10 @@ class EngineCore:
         limits: Limits,
         sampler: BatchSampler | None = None,
         clippings: Clippings = Clipping,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         has = engine.capabilities
-        self.engine = engine
+        self.engine, self.clock = engine, clock
         limits = replace(limits, max_running=min(limits.max_running, has.max_batch))
         self.scheduler = Scheduler(BlockPool(has.blocks), limits, has.block_tokens, has.max_tokens)
         self._sampler = sampler or BatchSampler(has.vocab_size)
@@ -161,7 +163,7 @@ class EngineCore:
             blocks_held=pool.held,
             blocks_cached=pool.cached,
             steps=self._steps,
-            stepped_at=monotonic(),
+            stepped_at=self.clock(),
             step_seconds=self._step_seconds,
             step_tokens=self._step_tokens,
             step_requests=self._step_requests,
@@ -184,11 +186,11 @@ class EngineCore:
         self.engine.close()
 
     def _run(self, works: Sequence[Work], now: float) -> None:
-        started = monotonic()
+        started = self.clock()
         results = self._feed([self._entry(work) for work in works])
         self._choose(works, results)
         outcomes = {work.id: self._outcome(work.id) for work in works}
-        seconds = monotonic() - started
+        seconds = self.clock() - started
         finished: dict[str, FinishReason] = dict(self.scheduler.commit(outcomes, now + seconds))
         for work in works:
             if work.drafts:
@@ -224,7 +226,7 @@ class EngineCore:
     def _entry(self, work: Work) -> Entry:
         active = self._active[work.id]
         if active.cached is None:
-            active.cached, active.queued = self.scheduler.cached_tokens(work.id), monotonic() - active.arrival
+            active.cached, active.queued = self.scheduler.cached_tokens(work.id), self.clock() - active.arrival
             self._prefix_queries += len(active.request.prompt)
             self._prefix_hits += active.cached
         if active.request.prompt_logprobs is not None and (positions := _unscored(active, work)):

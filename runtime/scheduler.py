@@ -84,6 +84,11 @@ class Scheduler:
     def running(self) -> int:
         return len(self._running)
 
+    @property
+    def preempted(self) -> list[str]:
+        """Requests that have begun and wait for blocks."""
+        return [id for id, sequence in self._waiting.items() if sequence.started]
+
     def cached_tokens(self, id: str) -> int:
         """Prompt tokens of a running request that it did not have to compute."""
         return self._running[id].cached

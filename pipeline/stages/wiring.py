@@ -23,9 +23,10 @@ from tapeout.portable_graph import PortableGraph
 
 if TYPE_CHECKING:
     from engines.bundle import EngineBundle
-    from engines.protocol import FloatArray
+    from engines.protocol import Engine, FloatArray
     from engines.sequences import Sequences
     from engines.target import Probe
+    from evals.answers import Answerer
     from evals.kind import Kind, S, SourceModel
     from pipeline.registry.release import Release
     from pipeline.sources.source import Source
@@ -360,6 +361,12 @@ class Measurement:
                 remedy="give another model or machine its own register.model_name, or `tapeout rollback` first",
             ) from error
         return bundle, champion, incumbent is None
+
+    def answerer(self, engine: Engine, *, blocks: int | None = None) -> Answerer:
+        from pipeline.stages.answering import served_core
+        from runtime.work import Limits
+
+        return served_core(engine, self.bundle("candidate"), Limits(), threads=self.threads, blocks=blocks)
 
     def draw_counts(self, logits: FloatArray) -> dict[str, tuple[int, int]]:
         from engines.load import at_level

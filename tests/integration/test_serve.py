@@ -28,6 +28,8 @@ from engines.load import load
 from engines.sequences import Sequences
 from evals.harness import EngineLM
 from pipeline.cli.main import main
+from pipeline.stages.answering import CoreAnswerer
+from runtime.work import Limits
 from tests import command
 from tests.command import COMMAND, ROOT, Running
 from tests.exported import build_float, tiny_graph
@@ -159,7 +161,8 @@ def test_lm_eval_scores_over_http_as_in_process(
     bundle = bundles[0]
     tokenizer = Tokenizer.from_file(str(bundle / "tokenizer.json"))
     engine = Sequences(load(bundle, threads=1, slots=1))
-    own = EngineLM(engine, tokenizer, end_of_text=tokenizer.token_to_id("<|im_end|>"), beginning=None)
+    core = CoreAnswerer(engine.engine, Limits())
+    own = EngineLM(engine, tokenizer, end_of_text=tokenizer.token_to_id("<|im_end|>"), beginning=None, answerer=core)
     expected = own.loglikelihood(requests)
     until = [instance("generate_until", (pair[0], {"until": ["\n"], "max_gen_toks": 12})) for pair in pairs[:4]]
     expected_texts = own.generate_until(until)

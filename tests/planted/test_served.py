@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 from engines.bundle import EngineBundle
 from engines.load import at_level, graph_target, load, open_probe
 from engines.native import compiler
-from engines.protocol import Engine, FloatArray, TokenArray
+from engines.protocol import Engine, Entry, FloatArray, Result, TokenArray
 from engines.sequences import Fed, Sequences
 from evals.check import Check, Outcome
 from evals.harness import EngineLM
@@ -46,12 +46,14 @@ from evals.tables import embedding_error
 from evals.text import joined
 from pipeline.export.source_model import CheckpointModel
 from pipeline.recipe import Recipe
+from pipeline.stages.answering import CoreAnswerer
 from pipeline.stages.candidate import build_candidate
 from quantization.calibrate import calibrate
 from quantization.checkpoint import QuantizedModel
 from quantization.quantize import quantize
 from quantization.reference import QuantizedReference
 from runtime.draw_check import draw_counts
+from runtime.work import Limits
 from tapeout import artifact
 from tapeout.artifact import RECORD, Artifact, ArtifactRef
 from tapeout.portable_graph import PortableGraph
@@ -621,11 +623,62 @@ def test_one_terrible_document_among_good_ones(made: Made) -> None:
 # free-running answers
 
 
-def shadow_checks(made: Made, candidate: Sequences) -> dict[str, Check]:
+class Wrapped:
+    """A real engine whose steps a subclass spoils."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.digest, self.capabilities = engine, engine.digest, engine.capabilities
+
+    def step(self, batch: Sequence[Entry]) -> list[Result]:
+        return self.engine.step(batch)
+
+    def prepare(self, ahead: int) -> bool:
+        return self.engine.prepare(ahead)
+
+    def copy_block(self, source: int, target: int, tokens: int) -> None:
+        self.engine.copy_block(source, target, tokens)
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+class NeighboursAnswers(Wrapped):
+    def step(self, batch: Sequence[Entry]) -> list[Result]:
+        results = super().step(batch)
+        return results if any(len(entry.tokens) > 1 for entry in batch) else [*results[1:], results[0]]
+
+
+class SecondBestAnswers(Wrapped):
+    def step(self, batch: Sequence[Entry]) -> list[Result]:
+        if any(entry.wanted == "logits" for entry in batch):
+            return super().step(batch)
+        results = super().step([entry._replace(wanted="logits") for entry in batch])
+        return [Result() if r.logits is None else Result(tokens=r.logits.argsort(axis=1)[:, -2]) for r in results]
+
+
+class Silent(Wrapped):
+    """Ends every answer behind its first token."""
+
+    stop_token: int
+
+    def step(self, batch: Sequence[Entry]) -> list[Result]:
+        return [
+            result
+            if result.tokens is None or not entry.start
+            else Result(tokens=np.full_like(result.tokens, self.stop_token))
+            for entry, result in zip(batch, super().step(batch), strict=True)
+        ]
+
+
+def shadow_checks(made: Made, candidate: Engine) -> dict[str, Check]:
     prompts = [document[:begin] for begin in (5, 20) for document in made.documents]
-    stop_tokens = made.candidate.record.stop_tokens
     items = shadow_items(
-        Sequences(load(made.baseline.folder, threads=1)), candidate, prompts, max_new_tokens=8, stop_tokens=stop_tokens
+        load(made.baseline.folder, threads=1),
+        candidate,
+        lambda engine: CoreAnswerer(engine, Limits(max_running=4)),
+        prompts,
+        max_new_tokens=8,
+        stop_tokens=made.candidate.record.stop_tokens,
     )
     record = ShadowReport(
         champion="b" * 64,
@@ -639,22 +692,19 @@ def shadow_checks(made: Made, candidate: Sequences) -> dict[str, Check]:
 
 
 def test_answers_of_a_neighbour(made: Made) -> None:
-    sound, broken = (kind(load(made.candidate.folder, threads=1)) for kind in (Sequences, Neighbours))
+    sound, broken = (kind(load(made.candidate.folder, threads=1)) for kind in (Wrapped, NeighboursAnswers))
     assert failed(shadow_checks(made, sound)) == set()
     assert {"shadow_kl", "prompt_kl", "early_divergence"} <= failed(shadow_checks(made, broken))
 
 
 def test_answers_of_second_best_tokens(made: Made) -> None:
     """Logits are sound, so only the free-running answers show it."""
-    found = failed(shadow_checks(made, SecondBest(load(made.candidate.folder, threads=1))))
+    found = failed(shadow_checks(made, SecondBestAnswers(load(made.candidate.folder, threads=1))))
     assert "early_divergence" in found and "shadow_kl" not in found
 
 
 def test_answers_that_stop_at_once(made: Made) -> None:
-    class Silent(Sequences):
-        def decode_greedy(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> TokenArray:
-            super().decode_greedy(tokens, lengths, first_slot=first_slot)
-            return np.full(len(tokens), made.candidate.record.stop_tokens[0])
-
-    found = failed(shadow_checks(made, Silent(load(made.candidate.folder, threads=1))))
+    silent = Silent(load(made.candidate.folder, threads=1))
+    silent.stop_token = made.candidate.record.stop_tokens[0]
+    found = failed(shadow_checks(made, silent))
     assert {"answers_not_shorter", "same_ending", "early_divergence"} <= found

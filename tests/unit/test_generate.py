@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from engines.protocol import EngineCapabilities, FloatArray
-from engines.sequences import Sequences
 from engines.slot_engine import SlotEngine
 from engines.step_inputs import Int64Array
+from runtime.core import EngineCore
 from runtime.generate import GenerationSettings, Piece, generate
 from runtime.messages import SamplingSettings
 from runtime.stops import StopMatcher
+from runtime.work import Limits
 from tapeout.errors import RequestError
 
 
@@ -81,8 +82,12 @@ class Scripted(SlotEngine):
     def close(self) -> None: ...
 
 
+def core(says: str) -> EngineCore:
+    return EngineCore(Scripted(says), Limits())
+
+
 def run(says: str, settings: GenerationSettings, prompt: str = "Hi") -> list[Piece]:
-    return list(generate(Sequences(Scripted(says)), characters(), ids(prompt), settings, slot=2))
+    return list(generate(core(says), characters(), ids(prompt), settings))
 
 
 def text(pieces: list[Piece]) -> str:
@@ -121,23 +126,21 @@ def test_characters_of_several_tokens_stream_whole() -> None:
     assert text(cut) == "é\ufffd" and cut[-1].finish_reason == "length"
 
 
-def test_the_slot_is_used_to_its_last_position() -> None:
+def test_the_engine_is_used_to_its_last_position() -> None:
     settings = GenerationSettings(max_new_tokens=5)
     assert text(run("hello", settings, prompt="x" * 60)) == "hello"
     with pytest.raises(RequestError, match="61 prompt tokens and 5") as caught:
-        generate(
-            Sequences(Scripted("hello")), characters(), ids("x" * 61), settings
-        )  # before the first piece is asked for
+        generate(core("hello"), characters(), ids("x" * 61), settings)  # before the first piece is asked for
     assert "at most 4 new tokens" in caught.value.remedy
     with pytest.raises(RequestError) as caught:
-        generate(Sequences(Scripted("hello")), characters(), ids("x" * 70), settings)
+        generate(core("hello"), characters(), ids("x" * 70), settings)
     assert "shorten the prompt" in caught.value.remedy
 
 
 @pytest.mark.parametrize(("prompt", "message"), [([], "no tokens"), ([3, 256], "token 256"), ([-1], "token -1")])
 def test_invalid_prompts_are_refused(prompt: list[int], message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        generate(Sequences(Scripted("x")), characters(), prompt, GenerationSettings())
+        generate(core("x"), characters(), prompt, GenerationSettings())
 
 
 def test_invalid_settings_are_refused() -> None:

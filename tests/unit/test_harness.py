@@ -21,6 +21,8 @@ from evals.kinds.text import TextItem, TextSettings, text_metrics
 from evals.quality import evaluate, task_items, task_metrics
 from evals.tasks import choose_documents, definition_path, load_task, share_out
 from evals.text import log_likelihoods
+from pipeline.stages.answering import CoreAnswerer
+from runtime.work import Limits
 from tapeout.artifact import ArtifactRef, load
 from tapeout.errors import EvidenceError, RecipeError, RequestError
 from tests.fake_engine import MACHINE, History, TorchEngine
@@ -153,7 +155,8 @@ def test_generate_until_cuts_at_the_stop_string_and_truncates_from_the_left() ->
     for _ in range(8):
         tokens.append(int(engine.engine.logits_after(tokens).argmax()))
     answer = [f"w{token}" for token in tokens[1:]]
-    lm = EngineLM(engine, words(), end_of_text=-1, beginning=None)
+    unsaid = next(token for token in range(32) if token not in tokens)
+    lm = EngineLM(engine, words(), end_of_text=unsaid, beginning=None, answerer=CoreAnswerer(engine.engine, Limits()))
     free, cut = lm.generate_until(
         [
             instance("generate_until", "w3", {"max_gen_toks": 8, "until": []}),
