@@ -49,8 +49,8 @@ def embedding_error(actual: Iterable[FloatArray], expected: FloatArray) -> Table
         part = expected[at : at + len(rows)]
         if rows.shape != part.shape:
             raise _other_shape(f"{at + len(rows)} embeddings or more of size {rows.shape[1]}", expected)
-        off[at : at + len(rows)] = np.square(rows - part).sum(axis=1)
-        size[at : at + len(rows)] = np.square(part).sum(axis=1)
+        off[at : at + len(rows)] = np.square(rows - part, dtype=np.float64).sum(axis=1)
+        size[at : at + len(rows)] = np.square(part, dtype=np.float64).sum(axis=1)
         at += len(rows)
     if at < len(expected):
         raise _other_shape(f"{at} embeddings", expected)
@@ -66,6 +66,10 @@ def _other_shape(found: str, expected: FloatArray) -> EvidenceError:
 
 
 def _table_error(off: Float64Array, size: Float64Array) -> TableError:
-    """From squares by row. A row that is almost zero is compared with a thousandth of a usual one."""
-    errors = np.sqrt(off / np.maximum(size, max(1e-6 * float(size.mean()), 1e-30)))
+    """From squares by row. A row that is almost zero is compared with a thousandth of a usual one.
+
+    The usual one is the median, so that one huge row does not hide the others.
+    """
+    usual = float(np.median(size[size > 0])) if size.any() else 0.0
+    errors = np.sqrt(off / np.maximum(size, max(1e-6 * usual, 1e-30)))
     return TableError(rows=len(errors), error=float(errors.max()), worst=int(errors.argmax()))

@@ -37,11 +37,11 @@ def scales(
 
     ``absmax [H, D]``: the largest value of each channel. :class:`QuantizationError` if it says nothing.
     """
-    if absmax.ndim != 2 or not np.isfinite(absmax).all() or (absmax < 0).any() or not absmax.any():
+    if absmax.ndim != 2 or not np.isfinite(absmax).all() or (absmax < 0).any():
         raise QuantizationError(
             f"the calibrated ranges of {name} are {list(absmax.shape)} with "
             f"{int((~np.isfinite(absmax)).sum())} values not finite and a largest of {np.max(absmax, initial=0):g}",
-            expected="finite, non-negative ranges [kv heads, head size], not all zero",
+            expected="finite, non-negative ranges [kv heads, head size]",
             remedy="run `dvc repro calibrate`, and check the calibration text",
         )
     threshold = np.full_like(absmax, absmax.max()) if granularity == "per_tensor" else absmax

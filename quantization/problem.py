@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from quantization.formats.int8_static import SOME_STEP
 from quantization.input_scale import InputScale, identity
 from quantization.rounding import FloatArray, QuantizedLinear, diagonal, output_error, round_to_nearest
 from quantization.statistics import Statistics
@@ -25,6 +26,7 @@ from tapeout.schemes import Scheme
 
 T = TypeVar("T")
 LARGEST_CODE = 127  # symmetric int8; -128 is left to inputs beyond what calibration saw
+_SMALLEST_STEP = 1e-20  # of inputs; smaller ones times a weight's scale could be no float32 number
 SEARCH_OUTPUTS = 256  # looked at in the search of an input scale, evenly spaced
 
 
@@ -154,12 +156,17 @@ class Problem:
 
 
 def input_step(max_abs: FloatArray, scale: InputScale) -> float:
-    """Step of the static grid for ``x / s``; a float32 value. :class:`QuantizationError` if no input was ever seen."""
+    """Step of the static grid for ``x / s``; a float32 value. :class:`QuantizationError` where inputs are not finite.
+
+    Inputs that are always zero, as those behind linears of zeros are, are zero on any grid.
+    """
     step = np.float32((max_abs / scale.values).max() / LARGEST_CODE)
-    if not 0 < step < np.inf:
+    if step < _SMALLEST_STEP:
+        return SOME_STEP
+    if not np.isfinite(step):
         raise QuantizationError(
             f"inputs of magnitude {float(max_abs.max())}",
-            expected="finite inputs that are not all zero",
+            expected="finite inputs",
             remedy="run `dvc repro calibrate`, or let a rule without int8 activations match this linear",
         )
     return float(step)

@@ -2,39 +2,54 @@
 
 A checkpoint can carry a quantization config and still be float, or hold codes that say nothing: unit scales from a
 failed calibration, one code everywhere, NaN. Every such reason is listed; none of them passes.
+
+Sound models hold weights that look the same: groups of zeros have a scale of one and one code, constant groups have one
+code, and scales of very small or very large weights need float32. So the census looks at the source's weights, too.
+Input scales and what producers take of them are positive and differ by channel: they keep zeros and signs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from quantization.compressed_tensors import Checkpoint
-from quantization.rounding import QuantizedLinear
+from quantization.rounding import FloatArray, QuantizedLinear, fit_range, fits_half, grouped
 from tapeout.artifact import Frozen
+from tapeout.errors import QuantizationError
 from tapeout.schemes import Scheme
 
 BF16_BYTES = 2
-BITS_TOLERANCE = 1.05  # stored bits over planned ones: shapes and float32 scales where float16 would not do
+BITS_TOLERANCE = 1.05  # stored bits over planned ones: shapes
+SCALE_BITS = 16  # that float32 scales have more than the float16 ones of a plan
+LARGEST_LOST = 0.01  # share of a parameter's groups: GPTQ may give a stray one a single code
+_HELD = np.float32(1e-28)  # a group of smaller weights may be decoded to zero, whatever the input scale
+_SPREAD = 4  # largest weight of a group over its smallest, from where on one code does not do for both
 _OUTPUTS_AT_ONCE = 1024
 
 
 class TensorCensus(Frozen):
-    """One parameter as it lies in the file; ``bits`` is 32 for a float one, which has no scales and no codes."""
+    """One parameter as it lies in the file; ``bits`` is 32 for a float one, which has no scales and no codes.
+
+    The last three count groups, of those whose weights in the source are not all zero.
+    """
 
     name: str
     weights: int
     columns: int  # input channels
     stored_bytes: int
     bits: int
-    distinct_codes: int = 0
     scales: int = 0
+    wide_scales: bool = False  # in float32, because float16 would lose some of them
     scales_not_finite: int = 0
     scales_zero: int = 0
-    scales_one: int = 0
     input_scale: float | None = None  # of static int8 activations
+    held: int = 0
+    scales_one: int = 0  # scales of one, where the weights ask for another
+    lost: int = 0  # decoded to zero, or one code for weights that differ
 
 
 class Proof(Frozen):
@@ -53,8 +68,8 @@ class Proof(Frozen):
         return not self.reasons
 
 
-def take_census(checkpoint: Checkpoint, name: str) -> TensorCensus:
-    """Read one parameter back from the file."""
+def take_census(checkpoint: Checkpoint, name: str, source: Callable[[], FloatArray]) -> TensorCensus:
+    """Read one parameter back from the file. ``source``: its weight ``[N, K]`` before it was quantized."""
     if not checkpoint.is_quantized(name):
         shape = checkpoint.shape(name)
         return TensorCensus(
@@ -67,22 +82,46 @@ def take_census(checkpoint: Checkpoint, name: str) -> TensorCensus:
     linear = checkpoint.linear(name)
     assert isinstance(linear, QuantizedLinear)
     scales = linear.scales
-    seen = np.zeros(linear.scheme.levels, np.bool_)
-    for start in range(0, linear.codes.shape[0], _OUTPUTS_AT_ONCE):
-        seen |= np.bincount(linear.codes[start : start + _OUTPUTS_AT_ONCE].ravel(), minlength=len(seen)) > 0
+    counts = np.zeros(3, np.int64)
+    weight = source()
+    if weight.shape != linear.codes.shape:
+        raise QuantizationError(
+            f"{name} is stored as {list(linear.codes.shape)}", expected=f"{list(weight.shape)}, as in the source"
+        )
+    for start in range(0, len(weight), _OUTPUTS_AT_ONCE):
+        counts += _count_groups(linear, weight, slice(start, start + _OUTPUTS_AT_ONCE))
+    held, ones, lost = map(int, counts)
     return TensorCensus(
         name=name,
         weights=linear.codes.size,
         columns=linear.codes.shape[1],
         stored_bytes=checkpoint.stored_bytes(name),
         bits=linear.scheme.bits,
-        distinct_codes=int(seen.sum()),
         scales=scales.size,
+        wide_scales=not fits_half(scales),
         scales_not_finite=int((~np.isfinite(scales)).sum()),
         scales_zero=int((scales == 0).sum()),
-        scales_one=int((scales == 1).sum()),
         input_scale=linear.input_scale,
+        held=held,
+        scales_one=ones,
+        lost=lost,
     )
+
+
+def _count_groups(linear: QuantizedLinear, weight: FloatArray, rows: slice) -> tuple[int, int, int]:
+    """``held``, ``scales_one`` and ``lost`` of some output channels."""
+    scheme, codes = linear.scheme, linear.codes[rows]
+    zero_points = None if linear.zero_points is None else linear.zero_points[rows]
+    part = replace(linear, codes=codes, scales=linear.scales[rows], zero_points=zero_points)
+    wanted, got = grouped(weight[rows], scheme), grouped(part.dequantize(), scheme)
+    magnitude = np.abs(wanted)
+    held = magnitude.max(axis=2) > _HELD
+    ones = held & (np.abs(part.scales) == 1) & (np.abs(fit_range(weight[rows], scheme).scales) != 1)
+    spread = magnitude.max(axis=2) / _SPREAD > magnitude.min(axis=2)
+    signs = (wanted.min(axis=2) < 0) & (wanted.max(axis=2) > 0)
+    one_code = got.min(axis=2) == got.max(axis=2)
+    lost = held & one_code & (spread | signs | ~got.any(axis=2))
+    return int(held.sum()), int(ones.sum()), int(lost.sum())
 
 
 def prove(census: Sequence[TensorCensus], planned: Mapping[str, Scheme], *, in_bytes: Collection[str] = ()) -> Proof:
@@ -122,7 +161,8 @@ def prove(census: Sequence[TensorCensus], planned: Mapping[str, Scheme], *, in_b
 
     def bits_of(entry: TensorCensus) -> float:
         scheme = planned[entry.name]
-        return scheme.bits_per_weight(entry.columns) + (8 - scheme.bits if entry.name in in_bytes else 0)
+        wider = SCALE_BITS / (scheme.group_size or entry.columns) if entry.wide_scales else 0
+        return scheme.bits_per_weight(entry.columns) + wider + (8 - scheme.bits if entry.name in in_bytes else 0)
 
     planned_bits = sum(bits_of(entry) * entry.weights for entry in chosen) / weights if weights else 32.0
     if weights and bits > planned_bits * BITS_TOLERANCE:
@@ -148,10 +188,10 @@ def _problems(entry: TensorCensus) -> list[str]:
         problems.append(f"has {entry.scales_not_finite} of {entry.scales} scales that are NaN or infinite")
     if entry.scales_zero:
         problems.append(f"has {entry.scales_zero} of {entry.scales} scales that are zero")
-    if entry.scales_one == entry.scales:
+    if entry.held and entry.scales_one == entry.held:
         problems.append("has only scales of one: they were never fitted")
     if entry.input_scale is not None and not 0 < entry.input_scale < np.inf:
         problems.append(f"has an input scale of {entry.input_scale}")
-    if entry.distinct_codes < 2:
-        problems.append("holds the same code everywhere")
+    if entry.lost > LARGEST_LOST * entry.held:
+        problems.append(f"holds one code, or zeros, in {entry.lost} of {entry.held} groups whose weights differ")
     return problems

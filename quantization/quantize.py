@@ -20,6 +20,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from threading import Condition
 from typing import Any
@@ -152,7 +153,9 @@ def quantize(
         _write_config(graph, stored, kv_cache, draft.folder)
 
         result = open_checkpoint(draft.folder)
-        census = [take_census(result, name) for name in result.names()]
+        census = [
+            take_census(result, name, partial(_source_weight, graph.record, source, name)) for name in result.names()
+        ]
         linears, embeddings = map(quantized_ones, stored_schemes(graph.record, stored))
         kept = embeddings_of(graph.record)  # of tied parameters one lies in the file
         planned = linears | {name: scheme for name, scheme in embeddings.items() if name in kept}
@@ -322,6 +325,13 @@ def _fold(result: LayerResult, source: Checkpoint, scale: FloatArray, sink: Scal
         result.tensors[sink.bias] = input_scale.absorb_bias(
             source.tensor(sink.bias) if bias is None else bias, scale, sink
         )
+
+
+def _source_weight(graph: PortableGraph, source: Checkpoint, name: str) -> FloatArray:
+    """``[N, K]``."""
+    group = next((group for group in graph.groups if name in group.members and group.name != HEAD), None)
+    weight = source.tensor(name)
+    return weight if group is None else out_by_in(weight, group)
 
 
 def _report(

