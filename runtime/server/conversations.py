@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from runtime.server.call_text import parsed_json
 from runtime.server.errors import invalid
 from runtime.server.protocol import Message, Tool
 from runtime.server.text import TextModel
@@ -27,7 +28,7 @@ async def encode_chat(
     if reserved:
         raise invalid(f"chat_template_kwargs has {', '.join(sorted(reserved))}", "chat_template_kwargs")
     text = model.template.render(
-        [plain(message) for message in messages],
+        [plain(message, short_ids=model.tool_format == "mistral") for message in messages],
         tools=[tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
         add_generation_prompt=add_generation_prompt is not False,
         **(variables or {}),
@@ -36,18 +37,25 @@ async def encode_chat(
     return tokens
 
 
-def plain(message: Message) -> dict[str, Any]:
-    """A message as templates expect it: its content is one text, and the arguments of its calls are objects."""
+def plain(message: Message, *, short_ids: bool = False) -> dict[str, Any]:
+    """A message as templates expect it: its content is one text, and the arguments of its calls are objects.
+
+    ``short_ids``: Mistral's templates refuse ids of calls that are not 9 letters and digits.
+    """
+
+    def shown(id: str | None) -> str:
+        return hashlib.sha256((id or "").encode()).hexdigest()[:9] if short_ids else id or ""
+
     found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
     found["content"] = _content(message)
     if message.name is not None:
         found["name"] = message.name
     if message.tool_call_id is not None:
-        found["tool_call_id"] = message.tool_call_id
+        found["tool_call_id"] = shown(message.tool_call_id)
     if message.tool_calls:
         found["tool_calls"] = [
             {
-                "id": call.id or "",
+                "id": shown(call.id),
                 "type": "function",
                 "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
             }
@@ -69,13 +77,16 @@ def _content(message: Message) -> str:
             return "\n".join(part.text or part.refusal or "" for part in parts)
 
 
-def _arguments(arguments: str | dict[str, Any] | None) -> dict[str, Any]:
+def _arguments(arguments: Any) -> dict[str, Any]:
+    """An object, as templates expect. Whatever a model once wrote can be rendered: else a conversation is stuck on it.
+
+    >>> _arguments('{"city": "Par'), _arguments("[1]"), _arguments("")
+    ({'city': 'Par'}, {'arguments': [1]}, {})
+    """
+    if isinstance(arguments, str):
+        written = arguments.strip()
+        found = parsed_json(written, allow_partial="trailing-strings" if written.startswith("{") else False)
+        arguments = written if found is None and written != "null" else found
     if isinstance(arguments, dict):
         return arguments
-    try:
-        parsed: Any = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        parsed = None
-    if not isinstance(parsed, dict):
-        raise invalid("the arguments of a tool call are not a JSON object", "messages")
-    return parsed
+    return {} if arguments in (None, "") else {"arguments": arguments}

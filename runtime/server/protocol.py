@@ -153,8 +153,10 @@ class ContentPart(Body):
 
 
 class FunctionCall(Body):
+    """``arguments``: JSON text as a rule, but what a model has written can be anything."""
+
     name: str
-    arguments: str | dict[str, Any] | None = None
+    arguments: Any = None
 
 
 class CalledTool(Body):

@@ -1,17 +1,20 @@
 """Tool calls in the OpenAI format: how a model writes them, read out of its text as it grows.
 
 A format is known by what the chat template shows the model. Text that looks like a call but is none stays content, so
-nothing that the model said is lost.
+nothing that the model said is lost. A call that was cut off is given as far as it came, once its name is complete.
+However the text is cut into pieces, the calls and the content are the same.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 from runtime.messages import Constraint
+from runtime.server.call_text import CallText, ValueEnd, call_of, parsed_json, value_end
 from runtime.server.errors import invalid
 from runtime.server.protocol import NamedTool, Tool
 
@@ -22,6 +25,7 @@ _MARKS: tuple[tuple[Format, str], ...] = (
     ("mistral", "[TOOL_CALLS]"),
     ("llama3", '"parameters"'),
 )
+_NAME = re.compile(r"[\w.\-]+")
 PYTHON_TAG, TOOL_CALLS, ARGUMENTS = "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]"
 
 
@@ -82,49 +86,81 @@ class _Calls:
 
 
 class HermesReader:
-    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, of Hermes and Qwen."""
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, of Hermes and Qwen.
+
+    A call ends where its JSON ends: its strings can hold any text, the marks too. The closing mark can be missing.
+    """
 
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
     def __init__(self) -> None:
-        self._calls, self._held, self._inside = _Calls(), "", False
-        self._called = False  # a call has just ended: white space after it is layout
+        self._calls, self._held = _Calls(), ""
+        self._inside = False  # after an opening mark, whose call is not complete
+        self._unclosed = False  # after a call, whose closing mark has not come
+        self._layout = False  # white space here stands between marks, so it is no content
+        self._end, self._scanned = ValueEnd(), 0
 
     def push(self, text: str) -> Read:
+        return self._read(text, ended=False)
+
+    def finish(self) -> Read:
+        return self._read("", ended=True)
+
+    def _read(self, text: str, *, ended: bool) -> Read:
         self._held += text
         content, calls = "", list[CallDelta]()
         while True:
-            if self._called:
+            if not self._inside:
+                content += self._content(ended)
+                if not self._inside:
+                    return Read(content, calls)
+            end = self._call_end()
+            if end is None and not ended:
+                return Read(content, calls)
+            call = call_of(self._held[:end], cut_off=end is None)
+            self._inside, self._end, self._scanned = False, ValueEnd(), 0
+            if call is None:
+                content += self.OPEN
+                continue  # what follows the mark can hold another one
+            calls.append(self._calls.new(*call))
+            self._held = "" if end is None else self._held[end:]
+            self._unclosed = self._layout = True
+
+    def _content(self, ended: bool) -> str:
+        """The text up to the next opening mark, as far as it is certain."""
+        content = ""
+        while True:
+            if self._layout:
                 self._held = self._held.lstrip()
-                self._called = not self._held
-            before, found, after = self._held.partition(self.CLOSE if self._inside else self.OPEN)
+                self._layout = not self._held
+            marks = (self.OPEN, self.CLOSE) if self._unclosed else (self.OPEN,)
+            found = [(place, mark) for mark in marks if (place := self._held.find(mark)) >= 0]
             if not found:
-                break
-            self._held = after
-            if self._inside and (call := self._call(before)):
-                calls.append(call)
-                self._called = True
-            elif self._inside:
-                content += self.OPEN + before + self.CLOSE
-            else:
-                content += before
-            self._inside = not self._inside
-        if not self._inside:
-            keep = overlap(self._held, self.OPEN)
-            content += self._held[: len(self._held) - keep]
-            self._held = self._held[len(self._held) - keep :]
-        return Read(content, calls)
+                keep = 0 if ended else max(overlap(self._held, mark) for mark in marks)
+                content += self._held[: len(self._held) - keep]
+                self._held = self._held[len(self._held) - keep :]
+                return content
+            place, mark = min(found)
+            content += self._held[:place]
+            self._held = self._held[place + len(mark) :]
+            self._unclosed = False
+            if mark == self.OPEN:
+                self._inside = True
+                return content
+            self._layout = True
 
-    def finish(self) -> Read:
-        held, self._held = self._held, ""
-        if not self._inside:
-            return Read(held, [])
-        call = self._call(held)
-        return Read("", [call]) if call else Read(self.OPEN + held, [])
-
-    def _call(self, text: str) -> CallDelta | None:
-        parsed = _function(_loads(text))
-        return self._calls.new(*parsed) if parsed else None
+    def _call_end(self) -> int | None:
+        """Where the JSON of the call ends in the held text; None if it goes on."""
+        if not self._scanned:
+            begin = len(self._held) - len(self._held.lstrip())
+            if begin == len(self._held):
+                return None
+            if self._held[begin] != "{":
+                return begin
+            self._scanned = begin
+        end, before = self._end.find(self._held[self._scanned :]), self._scanned
+        self._scanned = len(self._held)
+        return None if end is None else before + end
 
 
 class Llama3Reader:
@@ -145,8 +181,10 @@ class Llama3Reader:
 
     def finish(self) -> Read:
         held, self._held = self._held, ""
-        parsed = None if self._content else _functions(held.strip().removeprefix(PYTHON_TAG), ";")
-        return Read("", [self._calls.new(*call) for call in parsed]) if parsed else Read(held, [])
+        if self._content:
+            return Read(held, [])
+        found, rest = _listed(held.lstrip().removeprefix(PYTHON_TAG), ";", needs_arguments=True)
+        return Read(rest, [self._calls.new(*call) for call in found]) if found else Read(held, [])
 
 
 class MistralReader:
@@ -171,16 +209,11 @@ class MistralReader:
         held, self._held = self._held, ""
         if not self._inside:
             return Read(held, [])
-        text = held.strip()
-        if text.startswith("["):
-            listed: Any = _loads(text)
-            parsed = [_function(entry) for entry in listed] if isinstance(listed, list) else []
-        else:
-            parsed = [_named_arguments(part) for part in text.split(TOOL_CALLS)]
-        calls = [call for call in parsed if call]
-        if not calls or len(calls) < len(parsed):
+        text = held.lstrip()
+        found, rest = _listed(text[1:], ",", closing="]") if text.startswith("[") else _named(text)
+        if not found:
             return Read(TOOL_CALLS + held, [])
-        return Read("", [self._calls.new(*call) for call in calls])
+        return Read(TOOL_CALLS + rest if rest else "", [self._calls.new(*call) for call in found])
 
 
 class NamedReader:
@@ -202,36 +235,35 @@ class NamedReader:
 
 
 class RequiredReader:
-    """The response is a JSON list of calls: a constraint sees to that. Each call is given once it is complete."""
+    """The response is a JSON list of calls: a constraint sees to that. Each call is given once it is complete.
+
+    What else there is of the list is our own form, which no client knows: it is never content.
+    """
 
     def __init__(self) -> None:
         self._calls, self._held = _Calls(), ""
-        self._depth, self._string, self._escaped = 0, False, False
+        self._end = ValueEnd()
 
     def push(self, text: str) -> Read:
         calls: list[CallDelta] = []
-        for letter in text:
-            if self._depth or letter == "{":
-                self._held += letter
-            self._scan(letter)
-            if self._held and not self._depth:
-                parsed = _function(_loads(self._held))
-                calls += [self._calls.new(*parsed)] if parsed else []
-                self._held = ""
+        while text:
+            if not self._held:
+                text = text[len(text.partition("{")[0]) :]
+            end = self._end.find(text)
+            self._held += text[:end]
+            if end is None:
+                break
+            text = text[end:]
+            calls += self._taken(cut_off=False)
         return Read("", calls)
 
     def finish(self) -> Read:
-        held, self._held = self._held, ""
-        return Read(held, [])  # cut off by the token limit
+        return Read("", self._taken(cut_off=True))
 
-    def _scan(self, letter: str) -> None:
-        if self._string:
-            self._string = self._escaped or letter != '"'
-            self._escaped = letter == "\\" and not self._escaped
-        elif letter == '"':
-            self._string = True
-        elif letter in "{}":
-            self._depth += 1 if letter == "{" else -1
+    def _taken(self, *, cut_off: bool) -> list[CallDelta]:
+        call = call_of(self._held, cut_off=cut_off)
+        self._held, self._end = "", ValueEnd()
+        return [] if call is None else [self._calls.new(*call)]
 
 
 def required_call(tools: Sequence[Tool], choice: NamedTool | None, parallel: bool) -> Constraint:
@@ -276,42 +308,37 @@ def _parameters(tool: Tool) -> dict[str, Any]:
     return tool.function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def _loads(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
+def _listed(
+    text: str, separator: str, *, closing: str = "", needs_arguments: bool = False
+) -> tuple[list[CallText], str]:
+    """The calls of a list, and the text of one whose name was cut off. None if there is anything else."""
+    found: list[CallText] = []
+    text = text.lstrip()
+    while text.rstrip() not in ("", closing):
+        end = value_end(text) if text[0] == "{" else 0
+        call = call_of(text[:end], cut_off=end is None, needs_arguments=needs_arguments)
+        if call is None:
+            return (found, text) if end is None else ([], "")
+        found.append(call)
+        text = "" if end is None else text[end:].lstrip().removeprefix(separator).lstrip()
+    return found, ""
 
 
-def _function(call: Any) -> tuple[str, str] | None:
-    """Name and arguments (JSON text) of a call as models write it."""
-    if not isinstance(call, dict) or not isinstance(name := call.get("name"), str) or not name:
-        return None
-    arguments = call.get("arguments", call.get("parameters", {}))
-    if isinstance(arguments, str):
-        arguments = _loads(arguments)
-    return (name, json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
-
-
-def _functions(text: str, separator: str) -> list[tuple[str, str]] | None:
-    """All calls of a text that holds nothing else."""
-    found: list[tuple[str, str]] = []
-    decoder = json.JSONDecoder()
-    text = text.strip()
+def _named(text: str) -> tuple[list[CallText], str]:
+    """As :func:`_listed`, of calls as ``name{...}`` or ``name[ARGS]{...}``, with the mark between them."""
+    found: list[CallText] = []
     while text:
-        try:
-            call, end = decoder.raw_decode(text)
-        except (ValueError, RecursionError):
-            return None
-        parsed = _function(call)
-        if parsed is None:
-            return None
-        found.append(parsed)
-        text = text[end:].lstrip().removeprefix(separator).lstrip()
-    return found
-
-
-def _named_arguments(text: str) -> tuple[str, str] | None:
-    """``name{...}`` or ``name[ARGS]{...}``."""
-    name, brace, rest = text.strip().partition("{")
-    return _function({"name": name.strip().removesuffix(ARGUMENTS).strip(), "arguments": _loads(brace + rest)})
+        name, brace, _ = text.partition("{")
+        if not brace:
+            return found, text
+        written = text[len(name) :]
+        end = value_end(written)
+        name = name.strip().removesuffix(ARGUMENTS).strip()
+        if not _NAME.fullmatch(name) or not isinstance(parsed_json(written[:end], allow_partial=end is None), dict):
+            return [], ""
+        found.append(CallText(name, written[:end]))
+        rest = "" if end is None else written[end:].lstrip()
+        text = rest.removeprefix(TOOL_CALLS)
+        if rest and text == rest:
+            return [], ""
+    return found, ""
