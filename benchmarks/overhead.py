@@ -28,7 +28,9 @@ from tokenizers import Tokenizer
 
 from engines.load import load
 from engines.sequences import Sequences
+from runtime.core import EngineCore
 from runtime.generate import GenerationSettings, generate
+from runtime.work import Limits
 from tapeout.errors import EvidenceError, ExitCode, TapeoutError
 
 WARMUP_STEPS = 5
@@ -101,23 +103,24 @@ def decode_greedily(engine: Sequences, prompt: Sequence[int], batch: int, steps:
     return overhead(runs[WARMUP_STEPS - 1 :])
 
 
-def generate_text(engine: Sequences, tokenizer: Tokenizer, prompt: Sequence[int], steps: int) -> Overhead:
+def generate_text(core: EngineCore, tokenizer: Tokenizer, prompt: Sequence[int], steps: int) -> Overhead:
     """Generate the text of one sequence; tokens are sampled with default settings."""
     settings = GenerationSettings(max_new_tokens=1 + WARMUP_STEPS + steps)
     with recorded_runs() as runs:
-        for _ in generate(engine, tokenizer, prompt, settings):
+        for _ in generate(core, tokenizer, prompt, settings):
             pass
     return overhead(runs[WARMUP_STEPS:])
 
 
 def run(options: argparse.Namespace) -> dict[str, Overhead]:
-    engine = Sequences(load(options.bundle, threads=options.threads, slots=max(options.batches)))
+    opened = load(options.bundle, threads=options.threads, slots=max(options.batches))
+    engine = Sequences(opened)
     try:
         tokenizer = Tokenizer.from_file(str(options.bundle / "tokenizer.json"))
         text = Path(__file__).read_text()
         prompt = tokenizer.encode(text, add_special_tokens=False).ids[: options.prompt_tokens]
         found = {f"batch {batch}": decode_greedily(engine, prompt, batch, options.steps) for batch in options.batches}
-        return found | {GENERATE: generate_text(engine, tokenizer, prompt, options.steps)}
+        return found | {GENERATE: generate_text(EngineCore(opened, Limits()), tokenizer, prompt, options.steps)}
     finally:
         engine.close()
 
