@@ -10,11 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
-
-import numpy as np
 
 from engines.protocol import FloatArray
 from engines.sequences import Fed, Sequences
@@ -23,9 +20,9 @@ from evals.items import write_items, write_metrics
 from evals.kind import Context
 from evals.kinds.serving import KIND, Draws, ServedItem, ServingReport, ServingSettings, draws_of
 from evals.kinds.text import TextSettings
-from evals.text import kl_divergences
+from evals.running_paths import most_running, running_paths
+from evals.served_log import Log, Place, Stream, Streams, anchor
 from tapeout.artifact import Artifact, Parents, create, load
-from tapeout.errors import EvidenceError
 from tapeout.fingerprint import Fingerprint
 
 # Lengths on both sides of where prompts are cut into pieces, and of blocks of attention.
@@ -36,7 +33,6 @@ SHARED = (17, 65, 300)  # within a block, just behind one, and over several
 REUSE_TOKENS = 40  # and as many more as the number of the slot, up to REUSE_SPREAD
 REUSE_SPREAD = 16
 DRAWN_POSITIONS = range(3, 256, 8)  # of the text that tokens are drawn from
-STRIDE = 1009  # a prime: streams begin at different places of the text
 
 
 def measure(context: Context, folder: Path) -> None:
@@ -74,6 +70,7 @@ def serving(
     parents: Parents,
 ) -> Artifact[ServingReport]:
     """Write a :class:`ServingReport`. Engines: see :func:`served_items`."""
+    running = most_running(candidate.engine.capabilities, settings)
     items = served_items(settings, baseline, candidate, reopen, text)
     with create(folder, ServingReport) as draft:
         write_items(draft.folder / KIND.items_file, items)
@@ -84,6 +81,9 @@ def serving(
                 candidate=candidate.digest,
                 slots=candidate.slots,
                 max_tokens=candidate.max_tokens,
+                max_running=running,
+                step_tokens=settings.step_tokens,
+                draft_tokens=settings.draft_tokens if candidate.engine.capabilities.shares_blocks else 0,
                 items=len(items),
                 draws=draws,
                 executed_on=executed_on,
@@ -108,145 +108,6 @@ def serving_metrics(items: Sequence[ServedItem]) -> dict[str, float]:
         "kl_mean": sum(item.kl_sum for item in items) / tokens,
         "kl_max": max(item.kl_max for item in items),
     }
-
-
-@dataclass
-class Stream:
-    """One sequence of tokens, and the anchors of some of its positions: logits ``[V]`` after the token there."""
-
-    tokens: list[int]
-    own: dict[int, FloatArray] = field(default_factory=dict[int, FloatArray])
-    reference: dict[int, FloatArray] = field(default_factory=dict[int, FloatArray])
-
-
-def anchor(
-    candidate: Sequences, baseline: Sequences | None, streams: Sequence[Stream], positions: Sequence[Sequence[int]]
-) -> None:
-    """``positions``: those of each stream whose anchors are wanted, ascending."""
-    for stream, wanted in zip(streams, positions, strict=True):
-        stream.own.update(zip(wanted, candidate.prefill(0, stream.tokens, positions=wanted), strict=True))
-    if baseline is None:
-        return
-    for batch in batches([len(stream.tokens) for stream in streams], baseline.slots, baseline.max_tokens):
-        found = baseline.feed([Fed(slot, streams[n].tokens, 0, positions[n]) for slot, n in enumerate(batch)])
-        for n, rows in zip(batch, found, strict=True):
-            streams[n].reference.update(zip(positions[n], rows, strict=True))
-
-
-def batches(lengths: Sequence[int], slots: int, tokens: int) -> list[range]:
-    """Neighbours that are fed together: at most ``slots``, and at most ``tokens`` unless one alone has more.
-
-    >>> batches([3, 4, 9, 2, 2, 2], slots=2, tokens=8)
-    [range(0, 2), range(2, 3), range(3, 5), range(5, 6)]
-    """
-    found: list[range] = []
-    begin, total = 0, 0
-    for number, length in enumerate(lengths):
-        if number > begin and (number - begin == slots or total + length > tokens):
-            found.append(range(begin, number))
-            begin, total = number, 0
-        total += length
-    return [*found, range(begin, len(lengths))]
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where logits were computed: a slot, and the batch that it was part of."""
-
-    path: str
-    slot: int
-    first_slot: int
-    batch: int
-
-    def __str__(self) -> str:
-        return f"path {self.path}, slot {self.slot}, batch of {self.batch} from slot {self.first_slot}"
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One position compared."""
-
-    position: int
-    agree: bool
-    kl: float
-    error: float
-    gap: float
-    float_kl: float | None
-
-
-class Log:
-    """Collects comparisons by place."""
-
-    def __init__(self) -> None:
-        self._found: dict[Place, list[Entry]] = {}
-
-    def add(
-        self, place: Place, stream: Stream, position: int, logits: FloatArray, *, chosen: int | None = None
-    ) -> None:
-        """``chosen``: the token that the engine picked by itself, where it did; ``logits`` are those it picked by.
-
-        :class:`EvidenceError` for logits that are not finite.
-        """
-        own, reference = stream.own[position], stream.reference.get(position)
-        if not (np.isfinite(own).all() and np.isfinite(logits).all()):
-            raise EvidenceError(
-                f"the engine returned NaN or infinite logits at position {position}, {place}",
-                expected="finite float32 logits in every way the engine is served, and in one prefill",
-                remedy="`tapeout inspect` shows its scales and kernels; build it again, or serve at another level",
-            )
-        picked = int(logits.argmax()) if chosen is None else chosen
-        entry = Entry(
-            position=position,
-            agree=picked == int(own.argmax()),
-            kl=_kl(own, logits),
-            error=float(np.abs(logits - own).max() / max(float(np.abs(own).max()), 1e-30)),
-            gap=float(logits.max() - logits[picked]),
-            float_kl=None if reference is None else _kl(reference, logits),
-        )
-        self._found.setdefault(place, []).append(entry)
-
-    def items(self) -> list[ServedItem]:
-        return [_item(place, found) for place, found in self._found.items()]
-
-
-def _kl(anchor: FloatArray, logits: FloatArray) -> float:
-    return float(kl_divergences(anchor[None], logits[None])[0])
-
-
-def _item(place: Place, found: Sequence[Entry]) -> ServedItem:
-    float_kls = [entry.float_kl for entry in found if entry.float_kl is not None]
-    return ServedItem(
-        path=place.path,
-        slot=place.slot,
-        first_slot=place.first_slot,
-        batch=place.batch,
-        first=min(entry.position for entry in found),
-        last=max(entry.position for entry in found),
-        tokens=len(found),
-        agree=sum(entry.agree for entry in found),
-        kl_sum=sum(entry.kl for entry in found),
-        kl_max=max(entry.kl for entry in found),
-        error=max(entry.error for entry in found),
-        gap=max(entry.gap for entry in found),
-        float_kl_sum=sum(float_kls) if len(float_kls) == len(found) else None,
-    )
-
-
-class Streams:
-    """Cuts streams from a text, each from another place; a text that ends goes on from its beginning."""
-
-    def __init__(self, text: Sequence[int]) -> None:
-        if not text:
-            raise EvidenceError("no text to serve", expected="held-out text", remedy="check calibrate.dataset")
-        self._text, self._count = list(text), 0
-
-    def next(self, length: int) -> Stream:
-        begin = self._count * STRIDE % len(self._text)
-        self._count += 1
-        tokens = self._text[begin:]
-        while len(tokens) < length:
-            tokens += self._text
-        return Stream(tokens[:length])
 
 
 def served_items(
@@ -286,6 +147,7 @@ def served_items(
         share(candidate, streams, settings.steps, log)
     reuse(candidate, baseline, streams, settings.steps, log)
     generation(candidate, streams, settings, log)
+    running_paths(candidate, streams, settings, log)
     other_shape(candidate, baseline, reopen, streams, settings.steps, log)
     return log.items()
 

@@ -343,7 +343,9 @@ def source_rows(run: Run, bounds: Bounds) -> Iterator[Row]:
 
 def serving_rows(bounds: Bounds) -> Iterator[Row]:
     assert isinstance(bounds, serving.ServingBounds)
-    record = ServingReport.model_construct(slots=1, max_tokens=made.LAST + 1, draws=made.draws())
+    record = ServingReport.model_construct(
+        slots=1, max_tokens=made.LAST + 1, max_running=1, step_tokens=256, draft_tokens=0, draws=made.draws()
+    )
 
     def path(rng: Generator, runs: int) -> Iterator[Mapping[str, Outcome]]:
         paths = [path for path in made.SERVED if path != "generation"]  # which has tokens to compare, and no KL
@@ -396,7 +398,8 @@ def whole(
     both: dict[str, Any] = {"baseline": BASELINE, "candidate": CANDIDATE, "executed_on": machine}
     served = made.served_items()
     as_served = ServingReport.model_construct(
-        **both, slots=1, max_tokens=made.LAST + 1, items=len(served), draws=made.draws()
+        **both, slots=1, max_tokens=made.LAST + 1, max_running=1, step_tokens=256, draft_tokens=0,
+        items=len(served), draws=made.draws()
     )  # fmt: skip
     of_source = source_record(made.source_answers(task_items)).model_copy(update={"executed_on": machine})
     batches = tuple(sample.batch for sample in samples if sample.phase == "decode")

@@ -13,7 +13,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from evals.block import QUALITY, Block, FactRow, Table, fact_metrics
-from evals.check import Check, Findings, Judged, Outcome
+from evals.check import Check, Fact, Findings, Judged, Outcome
 from evals.items import read_items
 from evals.kind import Bounds, Evidence, EvidenceRecord, Kind, Report
 from evals.limits import at_least, at_most
@@ -23,11 +23,14 @@ from tapeout.recipe import Count, Recipe, Section
 
 EVERY_SLOT = ("pieces", "decode", "greedy", "mixed", "reuse")  # paths that must be measured in every slot
 SEVERAL = ("copy", "share")  # paths that need more than one slot
-ONCE = ("generation", "reopened")
+ONCE = ("generation", "reopened", "resumed")
+EVERY_SIZE = ("running", "joining")  # paths of every batch size that a server may form
+CHOOSING = ("greedy", "running")  # paths on which the engine picks the likeliest token
 # Behind fewer tokens than this, KL against the float engine is large for any quantized model: what follows a cut-off
 # word is anyone's guess, and attention has nothing else to read. 1.0 nat behind one token on the default model.
 CONTEXT = 16
-PATHS = (*EVERY_SLOT, *SEVERAL, *ONCE)
+PATHS = (*EVERY_SLOT, *SEVERAL, *ONCE, *EVERY_SIZE)
+MAX_RUNNING, DRAFT_TOKENS = "serving_max_running", "serving_draft_tokens"  # facts of a verdict: what was measured
 # Settings that tokens are drawn with; the draws themselves are made where the server's sampler can be imported.
 DRAWN = ("temperature", "top_k", "top_p", "min_p", "all_filters", "penalties", "greedy", "logit_bias", "logprobs")
 
@@ -72,9 +75,13 @@ def draws_of(counts: Mapping[str, tuple[int, int]]) -> tuple[Draws, ...]:
 
 
 class ServingReport(EvidenceRecord):
+    """``max_running``: the largest batch, of which and of all below it steps were compared. ``draft_tokens``: the most
+    that were fed to a sequence in a step, 0 where the engine takes none; at most ``step_tokens`` were to all together.
+    """
+
     noun: ClassVar[str] = "ServingReport"
     remedy: ClassVar[str] = "run `dvc repro serving`"
-    schema_version: ClassVar[int] = 2
+    schema_version: ClassVar[int] = 3
     parent_roles: ClassVar[Roles] = {
         "baseline": ("EngineBundle",),
         "candidate": ("EngineBundle",),
@@ -85,6 +92,9 @@ class ServingReport(EvidenceRecord):
     candidate: str
     slots: int
     max_tokens: int
+    max_running: int
+    step_tokens: int
+    draft_tokens: int
     items: int
     draws: tuple[Draws, ...]  # none where the bundle has no native library: then numpy draws
 
@@ -93,6 +103,9 @@ class ServingSettings(Section):
     steps: Count = 8  # of decode at each length
     answers: Count = 24
     new_tokens: Count = 24
+    max_running: Count = 64  # sequences in a step; `tapeout serve` runs no more
+    step_tokens: Count = 256  # in a step with drafts
+    draft_tokens: Count = 8  # for a sequence in a step
 
 
 class ServingBounds(Bounds):
@@ -124,6 +137,9 @@ class Serving(Kind[ServingReport, ServedItem, ServingBounds]):
         record, items = report.record, report.items
         problems = counted("ServingReport", "items", len(items), record.items)
         problems += served_problems("ServingReport", items, record.slots, record.max_tokens)
+        problems += size_problems("ServingReport", items, record.max_running)
+        if record.draft_tokens and not any(item.path == "drafts" for item in items):
+            problems.append("ServingReport has nothing on the path 'drafts'")
         problems += draw_problems("ServingReport", record.draws, any(one.level for one in evidence.hardware))
         if not any(item.float_kl_sum is not None and item.last == record.max_tokens - 1 for item in items):
             problems.append("ServingReport does not compare the last position with the float engine")
@@ -146,13 +162,20 @@ class Serving(Kind[ServingReport, ServedItem, ServingBounds]):
                     bounds.max_serving_float_kl,
                     "paths",
                 ),
-            )
+            ),
+            facts=(
+                Fact(name=MAX_RUNNING, title="sequences in a step, at most", value=report.record.max_running),
+                Fact(
+                    name=DRAFT_TOKENS, title="drafts of a sequence in a step, at most", value=report.record.draft_tokens
+                ),
+            ),
         )
 
     def block(self, folder: Path, verdict: Judged) -> Block:
         report, items = load(folder, ServingReport).record, read_items(folder / self.items_file, ServedItem)
         facts = (
             FactRow("slots", "Slots", report.slots, note="each on every path"),
+            FactRow("max_running", "Sequences in a step", report.max_running, note="and every number below"),
             FactRow("last_position", "Last position reached", max(item.last for item in items)),
             FactRow("draws", "Tokens drawn", sum(one.draws for one in report.draws), note="by the bundle and by numpy"),
         )
@@ -160,13 +183,14 @@ class Serving(Kind[ServingReport, ServedItem, ServingBounds]):
         for path in dict.fromkeys(item.path for item in items):
             own = [item for item in items if item.path == path]
             tokens = sum(item.tokens for item in own)
+            kls = [item.float_kl_sum for item in own if item.float_kl_sum is not None]
             rows.append(
                 (
                     path,
                     tokens,
                     sum(item.agree for item in own) / tokens,
                     sum(item.kl_sum for item in own) / tokens,
-                    None if path == "generation" else sum(item.float_kl_sum or 0.0 for item in own) / tokens,
+                    sum(kls) / tokens if len(kls) == len(own) else None,
                 )
             )
         table = Table(
@@ -186,7 +210,7 @@ def served_problems(name: str, items: Sequence[ServedItem], slots: int, max_toke
             continue
         if not own:
             problems.append(f"{name} has nothing on the path {path!r}")
-        elif path not in ONCE and (absent := set(range(slots)) - {item.slot for item in own}):
+        elif path in (*EVERY_SLOT, *SEVERAL) and (absent := set(range(slots)) - {item.slot for item in own}):
             problems.append(f"{name} has nothing of slots {_few(absent)} on the path {path!r}")
     for path in ("decode", "greedy"):
         own = [item for item in items if item.path == path]
@@ -201,6 +225,15 @@ def served_problems(name: str, items: Sequence[ServedItem], slots: int, max_toke
         if found := [item for item in items if breaks(item)]:
             problems.append(f"{len(found)} of {len(items)} served items {complaint}: path {found[0].path!r}")
     return problems
+
+
+def size_problems(name: str, items: Sequence[ServedItem], most: int) -> list[str]:
+    """Batch sizes, up to ``most``, that the items ``name`` lack."""
+    return [
+        f"{name} has no step of batch size {_few(absent)} on the path {path!r}"
+        for path in EVERY_SIZE
+        if (absent := set(range(1, most + 1)) - {item.batch for item in items if item.path == path})
+    ]
 
 
 def draw_problems(name: str, draws: Sequence[Draws], native: bool) -> list[str]:
@@ -225,7 +258,7 @@ def draws_check(draws: Sequence[Draws]) -> Check:
 
 def served_checks(items: Sequence[ServedItem], bounds: ServingBounds) -> tuple[Check, ...]:
     """Every way of serving against one prefill of the same engine."""
-    gaps = {_place(item): item.gap for item in items if item.path == "greedy"}
+    gaps = {_place(item): item.gap for item in items if item.path in CHOOSING}
     return (
         at_most(
             "serving_kl",

@@ -155,7 +155,12 @@ def served_items() -> tuple[ServedItem, ...]:
         for slot in (0, 1)
     ]
     full = [served(path, slot, first_slot=0, batch=2) for path in ("decode", "greedy") for slot in (0, 1)]
-    return (*both, *full, served("generation", 0, float_kl_sum=None), served("reopened", 1))
+    sizes = [
+        served(path, size - 1, first_slot=0, batch=size, float_kl_sum=None)
+        for path in ("running", "joining", "resumed", "drafts")
+        for size in (1, 2)
+    ]
+    return (*both, *full, *sizes, served("generation", 0, float_kl_sum=None), served("reopened", 1))
 
 
 def source_items(n: int = 30, kl: float = 1e-7) -> tuple[SourceItem, ...]:
@@ -270,6 +275,9 @@ def make(
         **both,
         slots=2,
         max_tokens=64,
+        max_running=2,
+        step_tokens=256,
+        draft_tokens=8,
         items=len(served_items()),
         draws=tuple(Draws(settings=name, draws=32, differ=0) for name in DRAWN),
     )

@@ -11,11 +11,13 @@ import pytest
 from evals.kind import Evidence
 from evals.kinds.serving import KIND, ServedItem, ServingReport, ServingSettings
 from evals.serving import mixed_lengths, served_items, serving, serving_metrics, windows
+from runtime.work import Limits
 from tapeout.artifact import ArtifactRef
 from tapeout.errors import EvidenceError, RequestError
 from tests.fake_engine import MACHINE, History
 
 TEXT = [number * number % 31 for number in range(400)]
+NOT_FLOAT = ("generation", "share", "running", "joining", "resumed")
 SETTINGS = ServingSettings(steps=3, answers=4, new_tokens=5)
 
 
@@ -49,6 +51,9 @@ def test_a_sound_engine_is_measured_whole_and_agrees_with_itself(slots: int, max
         candidate=candidate.digest,
         slots=slots,
         max_tokens=max_tokens,
+        max_running=slots,
+        step_tokens=256,
+        draft_tokens=0,
         items=len(found.items),
         draws=(),
         executed_on=MACHINE,
@@ -56,7 +61,7 @@ def test_a_sound_engine_is_measured_whole_and_agrees_with_itself(slots: int, max
     evidence = Evidence("b", "c", ArtifactRef("QuantizedModel", "q"), "cpu", (MACHINE,), {})
     assert KIND.problems(found, evidence) == []
     assert all(item.agree == item.tokens and item.kl_sum == item.error == item.gap == 0 for item in found.items)
-    assert all((item.float_kl_sum is None) == (item.path in ("generation", "share")) for item in found.items)
+    assert all((item.float_kl_sum is None) == (item.path in NOT_FLOAT) for item in found.items)
     assert any(item.float_kl_sum for item in found.items)
     assert serving_metrics(found.items)["agreement"] == 1
 
@@ -79,6 +84,15 @@ def test_logits_that_are_not_finite_are_refused() -> None:
     candidate.engine.table[:, 5] = float("nan")
     with pytest.raises(RequestError, match="not finite"):
         served_items(SETTINGS, baseline, candidate, reopen, TEXT)
+
+
+def test_what_is_measured_by_default_is_what_the_server_runs_by_default() -> None:
+    limits, settings = Limits(), ServingSettings()
+    assert (limits.max_running, limits.step_tokens, limits.most_drafted) == (
+        settings.max_running,
+        settings.step_tokens,
+        settings.draft_tokens,
+    )
 
 
 def test_no_text_is_refused() -> None:

@@ -1,0 +1,101 @@
+"""Defects that only steps of some size or kind have, as a server makes them: each is found by steps of that kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from engines.protocol import Entry, Result
+from engines.sequences import Sequences
+from evals.check import Outcome
+from evals.kinds.serving import ServingBounds, ServingSettings, served_checks
+from evals.running_paths import most_running, running_paths
+from evals.served_log import Log, Streams
+from tests.fake_engine import HistoryEngine
+
+TEXT = [number * number % 31 for number in range(4000)]
+SETTINGS = ServingSettings()
+MOST = 64
+
+
+class Faulty(HistoryEngine):
+    """``wrong``: of the entries of a step and the number of one, whether its logits are those of other tokens."""
+
+    def __init__(self, wrong: Callable[[Sequence[Entry], int], bool]) -> None:
+        super().__init__(slots=MOST, max_tokens=128, block_tokens=16)
+        self.wrong = wrong
+
+    def step(self, batch: Sequence[Entry]) -> list[Result]:
+        return [
+            reversed_logits(result) if self.wrong(batch, number) else result
+            for number, result in enumerate(super().step(batch))
+        ]
+
+
+def reversed_logits(result: Result) -> Result:
+    return result if result.logits is None else result._replace(logits=result.logits[:, ::-1])
+
+
+class StaleBlocks(HistoryEngine):
+    """A sequence that gets blocks of another, in a step of several, finds the other's first token there."""
+
+    def __init__(self) -> None:
+        super().__init__(slots=MOST, max_tokens=128, block_tokens=16)
+
+    def step(self, batch: Sequence[Entry]) -> list[Result]:
+        stale = [entry.start == 0 and self.held[entry.blocks[0]][0] is not None for entry in batch]
+        return super().step(
+            [
+                entry._replace(tokens=[30 - entry.tokens[0], *entry.tokens[1:]]) if old and len(batch) > 1 else entry
+                for entry, old in zip(batch, stale, strict=True)
+            ]
+        )
+
+
+def wrong_paths(engine: HistoryEngine) -> set[str]:
+    """The paths on which something is wrong; the gate's checks must fail where there is one."""
+    log = Log()
+    assert most_running(engine.capabilities, SETTINGS) == MOST
+    running_paths(Sequences(engine), Streams(TEXT), SETTINGS, log)
+    items = log.items()
+    found = {item.path for item in items if item.kl_sum > 0}
+    outcomes = {check.name: check.outcome for check in served_checks(items, ServingBounds())}
+    assert (outcomes["serving_position_kl"] is Outcome.FAIL) == bool(found)
+    return found
+
+
+def rows_from(first: int) -> Callable[[Sequence[Entry], int], bool]:
+    return lambda batch, number: number >= first
+
+
+def test_sound_steps_of_every_size() -> None:
+    assert wrong_paths(Faulty(lambda batch, number: False)) == set()
+
+
+@pytest.mark.parametrize("rows", [17, 33, 48])
+def test_rows_behind_so_many_are_wrong(rows: int) -> None:
+    assert {"running", "joining", "resumed"} <= wrong_paths(Faulty(rows_from(rows)))
+
+
+def test_one_batch_size_is_wrong() -> None:
+    assert "running" in wrong_paths(Faulty(lambda batch, number: len(batch) == 37 and number == 36))
+
+
+def test_tokens_beside_a_prompt_are_wrong() -> None:
+    def wrong(batch: Sequence[Entry], number: int) -> bool:
+        return len(batch[number].tokens) == 1 and any(entry.start == 0 for entry in batch)
+
+    assert wrong_paths(Faulty(wrong)) == {"joining", "resumed"}
+
+
+def test_tokens_behind_drafts_are_wrong() -> None:
+    def wrong(batch: Sequence[Entry], number: int) -> bool:
+        entry = batch[number]
+        return entry.start > 0 and len(entry.positions or ()) > 1
+
+    assert wrong_paths(Faulty(wrong)) == {"drafts"}
+
+
+def test_a_resumed_sequence_finds_the_blocks_of_another() -> None:
+    assert wrong_paths(StaleBlocks()) == {"resumed"}
