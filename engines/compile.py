@@ -22,6 +22,7 @@ from tapeout.artifact import Artifact, Parents
 from tapeout.errors import BuildError
 from tapeout.portable_graph import PortableGraph
 from tapeout.portable_model import load_graph
+from tapeout.progress import ProgressBar
 from tapeout.resources import Needs, require
 
 MODEL_FILE = "model.onnx"
@@ -201,10 +202,8 @@ def needs(model: ir.Model) -> Needs:
 
 def write_weights(model: ir.Model, path: Path) -> int:
     """Move every large initializer to one file, equal bytes once; returns the file's size."""
-    from tqdm import tqdm
-
     placed: dict[str, int] = {}
-    bar = tqdm(desc="weights", total=needs(model).disk_bytes, unit="B", unit_scale=True, disable=None)
+    bar = ProgressBar(title="weights", unit="B", total=needs(model).disk_bytes)
     with path.open("wb") as stream, bar:
         for name, value in model.graph.initializers.items():
             tensor = value.const_value

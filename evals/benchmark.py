@@ -26,6 +26,7 @@ from evals.kinds.speed import ENGINES, Benchmark, EngineNumbers, SpeedSample, Sp
 from tapeout.artifact import Artifact, create, load
 from tapeout.errors import EvidenceError
 from tapeout.fingerprint import Fingerprint
+from tapeout.progress import ProgressBar
 
 PREFILL_TRIALS = 7  # a repeat is their median: one prefill is short, and easily disturbed
 # Threads of an engine that has just run spin on for some 20 ms, on the cores of the one that is timed next: 128 tokens
@@ -82,8 +83,7 @@ def benchmark(
     decode: dict[tuple[str, int], list[float]] = {(name, b): [] for name in engines for b in batches}
     for engine in engines.values():
         _prefill_seconds(engine, prompt)
-    for repeat in range(settings.repeats):
-        progress(f"repeat {repeat + 1} of {settings.repeats}")
+    for _ in ProgressBar(range(settings.repeats), title="timing", unit="repeat"):
         trials = [[_prefill_seconds(engine, prompt) for engine in engines.values()] for _ in range(PREFILL_TRIALS)]
         for name, seconds in zip(engines, zip(*trials, strict=True), strict=True):
             prefill[name].append(median(seconds))

@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from engines.native.clipping import Clipping
 from evals.kinds.drift import Distance, DriftReport, DriftSettings
 from tapeout.artifact import Artifact, canonical_json, create, load
 from tapeout.errors import EvidenceError
+from tapeout.progress import ProgressBar
 
 PERMUTATIONS = 199
 COUNTED_TOKENS = 2000  # the commonest of both; all others count as one
@@ -99,7 +99,8 @@ def distances(
         measured("tokens", "tokens", settings.max_tokens, histogram, 2),
     ]
     if clip_counts is not None:
-        values = np.array([clip_counts(text) for text in tqdm(both, desc="clipped values", disable=None)], np.float64)
+        texts = ProgressBar(both, title="clipped values", unit="text")
+        values = np.array([clip_counts(text) for text in texts], np.float64)
         for counts_of, name, title, bound in (
             (values[:, 0], "kv_clipped", "clipped KV values", settings.max_kv_clipped),
             (values[:, 1], "activations_clipped", "clipped activations", settings.max_activations_clipped),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.bundle import EngineBundle
+from evals.as_asked import not_as_asked
 from evals.gate import judge
 from evals.kind import Bounds, Evidence
 from evals.known import kinds
@@ -45,17 +46,19 @@ def load_evidence(artifacts: Path, recipe: Recipe) -> Evidence:
     """Every report that an executed engine needs, and what the engines were made from, from below ``artifacts``.
 
     The files of reports are hashed again. :class:`EvidenceError` lists every artifact that was made from another one
-    than lies beside it, and every report that was not measured as the recipe asks.
+    than lies beside it, or with other parameters than the recipe has, and every report that was not measured as the
+    recipe asks.
     """
     headers = {name: load_header(artifacts / name) for name in dict.fromkeys((*LINEAGE, *measured()))}
     problems = [problem for name in headers for problem in _parents(name, headers)]
+    problems += not_as_asked(headers, recipe)
     reports = {kind.name: kind.load(artifacts / kind.role, recipe) for kind in kinds() if kind.needed != "never"}
     for kind in kinds():
         if (report := reports.get(kind.name)) is not None:
             problems += kind.deviations(report, recipe)
     if problems:
         raise EvidenceError(
-            "the evidence is not of one run:" + "".join(f"\n  - {problem}" for problem in problems),
+            "the evidence is not of one run of this recipe:" + "".join(f"\n  - {problem}" for problem in problems),
             expected="engines and reports that were made from one another, as the recipe asks",
             remedy="run `dvc repro`; it makes again whatever belongs to another run",
         )

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from engines.protocol import FloatArray, TokenArray
 from tapeout.errors import EvidenceError
+from tapeout.progress import ProgressBar
 
 
 class Decoder(Protocol):
@@ -58,8 +59,6 @@ def greedy(
     such as a system prompt, is computed once and copied to the other slots, as a server's prefix cache does.
     :class:`EvidenceError` for an empty prompt and for one that leaves no room for ``max_new_tokens``.
     """
-    from tqdm import tqdm
-
     for number, prompt in enumerate(prompts):
         if not prompt or len(prompt) + max_new_tokens > engine.max_tokens:
             raise EvidenceError(
@@ -75,7 +74,7 @@ def greedy(
     responses: dict[int, Response] = {}
     live: list[_Sequence] = []
     waiting = iter(range(len(prompts)))
-    bar = tqdm(total=len(prompts), desc=progress, unit="prompt", disable=None if progress else True)
+    bar = ProgressBar(title=progress or "", unit="prompt", total=len(prompts), hidden=not progress)
 
     def accept(sequence: _Sequence, token: int) -> bool:
         """Append a token; True when that ends the response."""

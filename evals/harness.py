@@ -17,13 +17,13 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tokenizers import Tokenizer
-from tqdm import tqdm
 
 from engines.protocol import FloatArray
 from engines.sequences import Fed, Sequences
 from evals.answers import Answerer, greedy
 from evals.text import log_likelihoods
 from tapeout.errors import EvidenceError
+from tapeout.progress import ProgressBar
 
 DEFAULT_NEW_TOKENS = 256  # lm-eval's own default for generate_until
 
@@ -143,7 +143,7 @@ class EngineLM(TemplateLM):
     def _loglikelihood_tokens(self, requests: Sequence[TokenRequest], **kwargs: Any) -> list[tuple[float, bool]]:
         """(log-likelihood in nats, is greedy) of each continuation, in the order of the requests."""
         results: list[tuple[float, bool]] = []
-        with tqdm(total=len(requests), desc=f"{self.name} {self.task}", unit="choice", disable=None) as bar:
+        with ProgressBar(title=f"{self.name} {self.task}", unit="choice", total=len(requests)) as bar:
             for group in self._groups(_families(map(self._text, requests), self.engine.slots)):
                 results += self._score(group)
                 bar.update(len(results) - bar.n)

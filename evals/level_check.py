@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 
-from tqdm import tqdm
-
 from engines.bundle import EngineBundle
 from engines.load import at_level, load, runs_here
 from engines.protocol import FloatArray
@@ -23,6 +21,7 @@ from evals.verdict import Verdict
 from tapeout.artifact import Artifact, create
 from tapeout.artifact import load as load_artifact
 from tapeout.errors import EvidenceError, RequestError
+from tapeout.progress import ProgressBar
 
 
 def check_level(
@@ -64,11 +63,9 @@ def check_level(
     reference = ReferenceLogits.load(parity.folder / REFERENCE_FILE)
     with closing(Sequences(load(bundle.folder, threads=threads, slots=SLOTS, level=level))) as engine:
         text = [token for tokens in reference.documents for token in tokens]
+        documents = ProgressBar(reference.documents, title="held-out text", unit="document")
         try:
-            items = [
-                reference.compare(number, _logits(engine, tokens))
-                for number, tokens in enumerate(tqdm(reference.documents, disable=None))
-            ]
+            items = [reference.compare(number, _logits(engine, tokens)) for number, tokens in enumerate(documents)]
             drawn = draws_of(draw_counts(at_level(bundle, level), drawn_logits(engine, text)))
             served = served_items(
                 ServingSettings(),

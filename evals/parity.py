@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from engines.protocol import FloatArray
 from evals.items import write_items, write_metrics
@@ -26,6 +25,7 @@ from tapeout import artifact
 from tapeout.artifact import Artifact, Parents
 from tapeout.errors import EvidenceError
 from tapeout.fingerprint import Fingerprint
+from tapeout.progress import ProgressBar
 
 
 def measure(context: Context, folder: Path) -> None:
@@ -112,7 +112,7 @@ def compare(
         )
     return [
         _compare_document(probe, reference, tokens, head, rows, logits, free)
-        for tokens in tqdm(documents, desc="parity", disable=None)
+        for tokens in ProgressBar(documents, title="parity", unit="document")
     ]
 
 

@@ -24,6 +24,7 @@ from evals.running_paths import most_running, running_paths
 from evals.served_log import Log, Place, Stream, Streams, anchor
 from tapeout.artifact import Artifact, Parents, create, load
 from tapeout.fingerprint import Fingerprint
+from tapeout.progress import ProgressBar
 
 # Lengths on both sides of where prompts are cut into pieces, and of blocks of attention.
 LENGTHS = (1, 2, 17, 63, 64, 65, 255, 256, 257, 300, 511, 513, 1024)
@@ -122,11 +123,9 @@ def served_items(
     ``baseline`` None: none is asked. ``reopen`` opens the candidate with other numbers of slots and threads. It is
     called last, after the other two were closed, so that memory holds the candidate's weights once.
     """
-    from tqdm import tqdm
-
     log, streams = Log(), Streams(text)
     rounds = list(mixed_lengths(candidate.slots, candidate.max_tokens - settings.steps))
-    for lengths in tqdm(rounds, desc="as served", unit="round", disable=None):
+    for lengths in ProgressBar(rounds, title="as served", unit="round"):
         held = [streams.next(length + settings.steps) for length in lengths]
         prefixes = _prefixes(candidate.slots, lengths[-1]) if lengths is rounds[0] else []
         positions = [

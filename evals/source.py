@@ -26,6 +26,7 @@ from evals.text import CHUNK_TOKENS, joined, kl_divergences, log_likelihoods, to
 from tapeout.artifact import Artifact, Parents, create, load
 from tapeout.errors import EvidenceError
 from tapeout.fingerprint import Fingerprint
+from tapeout.progress import ProgressBar
 
 PROMPTS = 8
 BATCH = 16  # texts of one step of the source model
@@ -89,9 +90,7 @@ def compare_source(
     parents: Parents,
 ) -> Artifact[SourceReport]:
     """Write a :class:`SourceReport`; ``texts``: form and token ids of each."""
-    from tqdm import tqdm
-
-    rows = tqdm(texts, desc="source model", unit="text", disable=None)
+    rows = ProgressBar(texts, title="source model", unit="text")
     items = [source_item(model, baseline, candidate, form, tokens) for form, tokens in rows]
     with create(folder, SourceReport) as draft:
         write_items(draft.folder / KIND.items_file, items)
@@ -210,8 +209,8 @@ class SourceLM(TemplateLM):
             )
         order = sorted(range(len(texts)), key=lambda number: len(texts[number]))
         found: dict[int, tuple[float, bool]] = {}
-        for begin in range(0, len(order), BATCH):
-            batch = order[begin:][:BATCH]
+        batches = [order[begin:][:BATCH] for begin in range(0, len(order), BATCH)]
+        for batch in ProgressBar(batches, title="source model's choices", unit="batch"):
             last = [len(requests[number][2]) for number in batch]
             for number, rows in zip(batch, self._model.batch([texts[n][:-1] for n in batch], last), strict=True):
                 tokens = requests[number][2]

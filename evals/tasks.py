@@ -14,18 +14,22 @@ import json
 import random
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+import lm_eval.api.task
 import lm_eval.tasks
 import lm_eval.utils
 from datasets import Dataset, load_from_disk
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks._yaml_loader import load_yaml
+from tqdm import tqdm
 
 from tapeout.errors import EvidenceError, RecipeError
 
+# lm-eval's bar over the prompts of a task fills logs, and what takes long is answering them.
+lm_eval.api.task.tqdm = partial(tqdm, disable=True)  # pyright: ignore[reportPrivateImportUsage]
 # lm-eval compiles a task's templates again for every document and use: 50,000 times for the default recipe.
 lm_eval.utils.env.from_string = lru_cache(256)(lm_eval.utils.env.from_string)  # pyright: ignore[reportAttributeAccessIssue]
 # Data sets that lm-eval reads from a copy of another name.

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import Progress
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -40,6 +39,7 @@ from tapeout.artifact import Artifact
 from tapeout.errors import QuantizationError, SourceError
 from tapeout.layer_stream import LayerStream
 from tapeout.portable_graph import LinearGroup, PortableGraph
+from tapeout.progress import ProgressBar
 from tapeout.recipe import Calibrate
 from tapeout.resources import require
 from tapeout.tensor_writer import write_tensors
@@ -77,6 +77,7 @@ def calibrate(
         for i, sample in enumerate(samples)
     ]
     record = Calibration(
+        asked=settings,
         samples_hash=samples_hash(described),
         samples=len(samples),
         holdout_samples=len(samples) - fit_samples,
@@ -108,16 +109,15 @@ def _run(graph: Artifact[PortableGraph], samples: Sequence[Sequence[int]], fit_s
         states.start_again()  # states before a layer that is damaged are gone
     pair = _pair_norm(graph.record, stream.model.config.get_text_config())
     inputs = [torch.tensor([list(sample)]) for sample in samples]
-    with Progress(*Progress.get_default_columns()) as progress:
-        total = (len(stream) + 1) * len(samples)
-        task = progress.add_task("calibrating", total=total, completed=states.layer * len(samples))
+    total, done = (len(stream) + 1) * len(samples), states.layer * len(samples)  # a sample through a layer
+    with ProgressBar(title="calibrating", unit="sample", total=total, done=done) as progress:
         for layer in range(states.layer, len(stream)):
             groups = [group for group in graph.record.groups if layer_of(group) == layer]
             with stream.loaded(layer), _observe(stream.model, groups, {layer: _KVRange(pair)}) as observer:
                 for number, tokens in enumerate(inputs):
                     with observer.sample(holdout=number >= fit_samples):
                         states.write(stream.run(layer, states.read(number), input_ids=tokens))
-                    progress.advance(task)
+                    progress.update()
                 _write(observer.results(), work / layer_file(layer))
             states.advance()
         outside = [group for group in graph.record.groups if layer_of(group) is None]
@@ -126,7 +126,7 @@ def _run(graph: Artifact[PortableGraph], samples: Sequence[Sequence[int]], fit_s
                 with observer.sample(holdout=number >= fit_samples), suppress(_AllSeen):
                     observer.stop_early = True
                     stream.finish(states.read(number), input_ids=tokens)
-                progress.advance(task)
+                progress.update()
             _write(observer.results(), work / HEAD_FILE)
 
 

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from tapeout.artifact import Frozen, Record, Roles, canonical_json
+from tapeout.recipe import Calibrate
 
 SAMPLES_FILE = "samples.jsonl"
 HEAD_FILE = "statistics/head.safetensors"
@@ -42,10 +43,11 @@ class CalibrationSample(Frozen):
 
 class Calibration(Record):
     noun: ClassVar[str] = "Calibration"
-    schema_version: ClassVar[int] = 4
+    schema_version: ClassVar[int] = 5
     remedy: ClassVar[str] = "run `dvc repro calibrate`"
     parent_roles: ClassVar[Roles] = {"graph": ("PortableGraph",)}
 
+    asked: Calibrate  # by the recipe
     samples_hash: str  # sha256 of the sample hashes, in order
     samples: int
     holdout_samples: int  # the last ones

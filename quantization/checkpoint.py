@@ -20,6 +20,7 @@ from quantization.proof import Proof
 from quantization.rounding import FloatArray
 from tapeout.artifact import Frozen, Record, Roles
 from tapeout.errors import QuantizationError
+from tapeout.recipe import Quantize
 from tapeout.schemes import Scheme
 from tapeout.tensor_writer import write_tensors
 
@@ -82,7 +83,7 @@ class KVScales:
 
 class QuantizedModel(Record):
     noun: ClassVar[str] = "QuantizedModel"
-    schema_version: ClassVar[int] = 2
+    schema_version: ClassVar[int] = 3
     remedy: ClassVar[str] = "run `dvc repro quantize`"
     parent_roles: ClassVar[Roles] = {
         "graph": ("PortableGraph",),
@@ -90,7 +91,7 @@ class QuantizedModel(Record):
         "plan": ("PrecisionPlan",),
     }
 
-    candidates: tuple[str, ...]  # methods that were compared
+    asked: Quantize  # by the recipe: the methods that were compared
     linears: tuple[LinearReport, ...]  # every linear, then the embedding and the output head
     kv_cache: KVScheme
     proof: Proof

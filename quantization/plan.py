@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from quantization.plan_solver import Round
 from tapeout.artifact import Frozen, Record, Roles
-from tapeout.recipe import KVCache
+from tapeout.recipe import KVCache, Plan
 from tapeout.schemes import Scheme
 
 PLAN_FILE, FRONTIER_FILE = "plan.md", "frontier.csv"
@@ -59,7 +59,7 @@ class Search(Frozen):
 
 class PrecisionPlan(Record):
     noun: ClassVar[str] = "PrecisionPlan"
-    schema_version: ClassVar[int] = 2
+    schema_version: ClassVar[int] = 3
     remedy: ClassVar[str] = "run `dvc repro plan`"
     parent_roles: ClassVar[Roles] = {
         "graph": ("PortableGraph",),
@@ -67,6 +67,7 @@ class PrecisionPlan(Record):
         "sensitivity": ("Sensitivity",),
     }
 
+    asked: Plan  # by the recipe: what decides, with defaults for what nothing reads
     units: tuple[UnitPlan, ...]  # every linear but the head
     embeddings: UnitPlan  # and the head
     kv_cache: CachePlan
@@ -76,6 +77,17 @@ class PrecisionPlan(Record):
     def schemes(self) -> dict[str, Scheme]:
         """By group."""
         return {group: unit.scheme for unit in self.units for group in unit.groups}
+
+
+def decisive(asked: Plan) -> Plan:
+    """The same plan with defaults for what nothing reads: where schemes are written out, nothing is searched for.
+
+    >>> decisive(Plan(goal="latency")) == Plan()
+    True
+    """
+    if asked.schemes == "auto":
+        return asked
+    return Plan(schemes=asked.schemes, embeddings=asked.embeddings, kv_cache=asked.kv_cache)
 
 
 def summary(plan: PrecisionPlan) -> str:

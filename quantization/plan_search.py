@@ -27,6 +27,7 @@ from quantization.plan import (
     PrecisionPlan,
     Search,
     UnitPlan,
+    decisive,
     summary,
     table,
 )
@@ -122,6 +123,7 @@ def _as_written(wanted: Plan, units: Iterable[UnitPlan], embedding_bytes: int | 
     """``embedding_bytes``: of embedding and lm_head."""
     assert wanted.embeddings != "auto" and wanted.kv_cache != "auto"
     return PrecisionPlan(
+        asked=decisive(wanted),
         units=tuple(units),
         embeddings=_unit(EMBEDDINGS, EMBEDDING_GROUPS, wanted.embeddings, embedding_bytes),
         kv_cache=CachePlan(name=KV_CACHE, settings=wanted.kv_cache, reason=AS_WRITTEN),
@@ -169,6 +171,7 @@ def _chosen(
     choices = {choice.unit: choice for choice in chosen.choices}
     embeddings, cache = choices[EMBEDDINGS], choices[KV_CACHE]
     record = PrecisionPlan(
+        asked=decisive(wanted),
         units=tuple(
             UnitPlan(
                 groups=tuple(group.name for group in unit.groups),

@@ -28,14 +28,6 @@ from typing import Any
 import numpy as np
 import psutil
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from threadpoolctl import threadpool_limits
 
 from quantization import input_scale
@@ -67,19 +59,12 @@ from quantization.units import (
 from tapeout.artifact import Artifact, create, load
 from tapeout.errors import QuantizationError
 from tapeout.portable_graph import LinearGroup, PortableGraph, ScaleSink
+from tapeout.progress import ProgressBar
 from tapeout.recipe import KVCache, Quantize
 from tapeout.resources import require
 from tapeout.schemes import FLOAT, Scheme
 from tapeout.work_folder import source_hash, work_folder
 
-_PROGRESS = (
-    TextColumn("{task.description}"),
-    BarColumn(),
-    MofNCompleteColumn(),
-    TimeElapsedColumn(),
-    TextColumn("left"),
-    TimeRemainingColumn(elapsed_when_finished=False),
-)
 _REPLACED = re.compile(r"(.*\.safetensors|.*\.safetensors\.index\.json|.*\.onnx(\.data)?|record\.json|config\.json)")
 
 
@@ -169,7 +154,7 @@ def quantize(
         for note in notes:
             Console().print(f"note: {note}")
         record = QuantizedModel(
-            candidates=settings.candidates,
+            asked=settings,
             linears=tuple(reports),
             kv_cache=KVScheme(dtype=kv_cache.dtype, granularity=kv_cache.granularity),
             proof=proof,
@@ -223,22 +208,21 @@ class _Job:
         missing = [number for number in range(len(layers)) if not writer.has_part(number)]
         with (
             threadpool_limits(1),  # matmuls of several groups must not compete for the same cores
-            Progress(*_PROGRESS) as progress,
+            ProgressBar(title="quantizing", unit="layer", total=total, done=len(layers) - len(missing)) as progress,
             ThreadPoolExecutor(psutil.cpu_count(logical=False) or 1) as pool,
         ):
-            task = progress.add_task("quantizing", total=total, completed=len(layers) - len(missing))
             results = pool.map(lambda number: self.layer(layers[number][1]), missing)
             for number, result in zip(missing, results, strict=True):
                 for name, tensor in sorted(result.tensors.items()):
                     writer.add_linear(name, tensor)
                 writer.end_part(number, result.noted())
-                progress.advance(task)
+                progress.update()
             for number, (name, tied_to) in enumerate(embeddings.items(), start=len(layers)):
                 if not writer.has_part(number):
                     result = self.embedding(name, pool)
                     writer.add_embedding(name, result.tensors[name], tied_to=tied_to)
                     writer.end_part(number, result.noted())
-                progress.advance(task)
+                progress.update()
         done = [_Noted.of(writer.notes(number)) for number in range(total)]
         cache = self._add_others(writer, layers, done)
         writer.end_part(total)

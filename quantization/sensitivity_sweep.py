@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from quantization.calibration import Calibration, sample_hash
 from quantization.needs import simulation_needs
 from quantization.sensitivity import Sensitivity, UnitSensitivity
@@ -20,11 +18,10 @@ from quantization.units import caches, embedding_schemes, menu_for, units_of
 from tapeout import artifact
 from tapeout.artifact import Artifact
 from tapeout.portable_graph import PortableGraph
+from tapeout.progress import ProgressBar
 from tapeout.recipe import Plan, Quantize
 from tapeout.resources import require
 from tapeout.schemes import FLOAT
-
-_PROGRESS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 
 
 def sweep(
@@ -57,36 +54,29 @@ def sweep(
     require("measuring sensitivity", simulation_needs(graph.record, units, tokens, positions, plans=False), folder)
     rounding = QuickRounding(graph, calibration, settings)
     measured: list[UnitSensitivity] = []
-    with artifact.create(folder, Sensitivity) as draft, Progress(*_PROGRESS) as progress:
-        task = progress.add_task("measuring sensitivity", total=count)
+    with (
+        artifact.create(folder, Sensitivity) as draft,
+        ProgressBar(title="measuring sensitivity", unit="scheme", total=count) as progress,
+    ):
         simulation = Simulation(graph, chosen, {unit.first_layer for unit in units})
-
-        def say(name: str, number: int) -> None:
-            if not progress.console.is_terminal:  # where a bar is drawn once, at the end
-                total = len(work) + 2
-                progress.console.print(f"measuring sensitivity: {name} ({number} of {total})", highlight=False)
-
-        for number, (unit, schemes) in enumerate(work, 1):
-            say(unit.name, number)
+        for unit, schemes in work:
             kls = {FLOAT.name: 0.0}
             prepared = rounding.prepare(unit.groups)
             for scheme in schemes:
                 changed = rounding.rounded(prepared, scheme)
                 kls[scheme.name] = simulation.kl(changed, first_layer=unit.first_layer)
-                progress.advance(task)
+                progress.update()
             measured.append(UnitSensitivity(name=unit.name, groups=tuple(group.name for group in unit.groups), kl=kls))
-        say("embeddings", len(work) + 1)
         embedding_kls: dict[str, float] = {}
         for scheme in embeddings:
             changed = rounding.embeddings(scheme)
             embedding_kls[scheme.name] = simulation.kl(changed) if changed else 0.0
-            progress.advance(task)
-        say("KV cache", len(work) + 2)
+            progress.update()
         kv_cache: dict[str, float] = {}
         for cache in kept:
             rounded = rounding.kv_cache(cache)
             kv_cache[cache.name] = simulation.kl({}, kv=rounded) if rounded else 0.0
-            progress.advance(task)
+            progress.update()
         record = Sensitivity(
             asked=True,
             samples=tuple(sample_hash(sample) for sample in chosen),

@@ -54,7 +54,7 @@ class PortableGraph(Record):
     """``dequantized``: how the checkpoint stored weights that are in float32 here; None where they were floats."""
 
     noun: ClassVar[str] = "PortableGraph"
-    schema_version: ClassVar[int] = 4
+    schema_version: ClassVar[int] = 5
     remedy: ClassVar[str] = "run `dvc repro export`"
     parent_roles: ClassVar[Roles] = {"source": ("Source",)}
 
@@ -71,6 +71,7 @@ class PortableGraph(Record):
     # which factors of longrope hold for every sequence (pipeline/export/rotary.py); fixed: there is one set only
     rotary_factors: Literal["fixed", "short", "long"] = "fixed"
     max_positions: int
+    model_positions: int  # the longest sequence of the model's configuration: no graph has more positions
     groups: tuple[LinearGroup, ...]
     stop_tokens: tuple[int, ...]
     dequantized: str | None = None

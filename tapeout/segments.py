@@ -17,9 +17,9 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from tapeout.portable_model import load_graph, read_float32
+from tapeout.progress import ProgressBar
 
 SEGMENT_BYTES = 1 << 30  # of weights in float32
 
@@ -86,7 +86,7 @@ class SegmentedGraph:
         """
         kept = kept or [{} for _ in calls]
         total = len(calls) * len(self._segments)
-        with tqdm(desc="graph", total=total, initial=done * len(calls), disable=None) as bar:
+        with ProgressBar(title="graph", unit="call", total=total, done=done * len(calls)) as bar:
             for number, segment in list(enumerate(self._segments))[done:]:
                 weights = self._read(segment.weights)
                 later = {name for after in self._segments[number + 1 :] for name in after.inputs}

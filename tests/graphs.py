@@ -57,6 +57,7 @@ def llama_graph(checkpoint: Path, folder: Path) -> Artifact[PortableGraph]:
                 embedding=EMBEDDING,
                 rotary="half",
                 max_positions=config["max_position_embeddings"],
+                model_positions=config["max_position_embeddings"],
                 groups=tuple(groups),
                 stop_tokens=(config["eos_token_id"],),
                 max_relative_error=0.0,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import yaml
+from pydantic import model_serializer
 
 from engines.bundle import EngineBundle, IOContract
 from evals.evidence import load_evidence
@@ -28,6 +29,7 @@ from pipeline.recipe import Recipe
 from pipeline.report import write as report
 from quantization.calibration import SAMPLES_FILE, CalibrationSample, samples_hash
 from quantization.checkpoint import QuantizedModel
+from quantization.plan import decisive
 from tapeout.artifact import (
     Artifact,
     ArtifactRef,
@@ -59,6 +61,7 @@ NAME = "tapeout-default"
 SETTINGS: dict[str, Any] = {
     "model": {"source": "file:model"},
     "data": {"source": "file:data"},
+    "build": {"slots": 4},
     "benchmark": {"batches": [1], "repeats": 5, "prompt_tokens": 1, "new_tokens": 1},
     "evaluate": {"tasks": ["arc", "piqa"], "items": 600, "documents": 60, "parity_documents": 40},
     "shadow": {"prompts": 60, "max_new_tokens": 48},
@@ -78,36 +81,39 @@ class Stub(Record):
 
     noun: ClassVar[str] = "Stub"
     name: str
+    fields: dict[str, Any]
+
+    @model_serializer
+    def _flat(self) -> dict[str, Any]:
+        return {"name": self.name, **self.fields}
 
 
-def write_stub(folder: Path, noun: str, name: str, **parents: ArtifactRef) -> ArtifactRef:
+def write_stub(
+    folder: Path, noun: str, name: str, fields: Mapping[str, Any], lines: str = "", **parents: ArtifactRef
+) -> ArtifactRef:
+    """``fields``: of the record. ``lines``: of the file of calibration samples, where there is one."""
     roles: Roles = {role: (parent.noun,) for role, parent in parents.items()}
     kind = type(noun, (Stub,), {"noun": noun, "parent_roles": roles, "__module__": __name__})
     with create(folder, kind) as draft:
         (draft.folder / "data.bin").write_text(name)
-        draft.finish(kind(name=name), parents=parents)
+        if lines:
+            (draft.folder / SAMPLES_FILE).write_text(lines)
+        draft.finish(kind(name=name, fields=dict(fields)), parents=parents)
     return load_header(folder).ref
 
 
-def write_calibration(folder: Path, graph: ArtifactRef, hashes: tuple[str, ...]) -> ArtifactRef:
+def write_calibration(folder: Path, graph: ArtifactRef, hashes: tuple[str, ...], by: Recipe) -> ArtifactRef:
     samples = [CalibrationSample(sample_hash=name, tokens=8, holdout=False) for name in hashes]
-
-    class Calibration(Record):
-        noun: ClassVar[str] = "Calibration"
-        parent_roles: ClassVar[Roles] = {"graph": ("PortableGraph",)}
-        samples_hash: str
-
-    with create(folder, Calibration) as draft:
-        (draft.folder / SAMPLES_FILE).write_text("".join(sample.model_dump_json() + "\n" for sample in samples))
-        draft.finish(Calibration(samples_hash=samples_hash(samples)), parents={"graph": graph})
-    return load_header(folder).ref
+    fields = {"samples_hash": samples_hash(samples), "asked": by.calibrate.model_dump(mode="json")}
+    lines = "".join(sample.model_dump_json() + "\n" for sample in samples)
+    return write_stub(folder, "Calibration", "samples", fields, lines, graph=graph)
 
 
 def write_bundle(folder: Path, weights: str, **parents: ArtifactRef) -> Artifact[EngineBundle]:
     with create(folder, EngineBundle) as draft:
         (draft.folder / "model.onnx").write_text(weights)
         record = EngineBundle(
-            target="cpu",
+            target="ort-cpu",
             precision="float32",
             io=IOContract(inputs=(), kv_dtype="float32", kv_layers=(), max_tokens=64, slots=4, vocab_size=256),
             hardware=(MACHINE,),
@@ -176,20 +182,25 @@ def write_run(
     ``write_candidate``: called as :func:`write_bundle` is.
     """
     shutil.rmtree(artifacts, ignore_errors=True)
-    source = write_stub(artifacts / "source", "Source", "tables")
-    graph = write_stub(artifacts / "graph", "PortableGraph", "llama", source=source)
-    calibration = write_calibration(artifacts / "calibration", graph, ("a" * 64, "b" * 64))
-    plan = write_stub(artifacts / "plan", "PrecisionPlan", "8 bits", graph=graph, calibration=calibration)
+    by = judged_by or recipe()
+    fetched = {"model_source": by.model.source, "data_source": by.data.source}
+    source = write_stub(artifacts / "source", "Source", "tables", fetched)
+    sizes = {"max_positions": by.export.max_positions, "model_positions": by.export.max_positions}
+    exported = {**sizes, "max_relative_error": 0.0}
+    graph = write_stub(artifacts / "graph", "PortableGraph", "llama", exported, source=source)
+    calibration = write_calibration(artifacts / "calibration", graph, ("a" * 64, "b" * 64), by)
+    asked = {"asked": decisive(by.plan).model_dump(mode="json")}
+    plan = write_stub(artifacts / "plan", "PrecisionPlan", "8 bits", asked, graph=graph, calibration=calibration)
     with create(artifacts / "quantized", QuantizedModel) as draft:
         (draft.folder / "model.safetensors").write_text(weights)
-        draft.finish(quantized_model(), parents={"graph": graph, "calibration": calibration, "plan": plan})
+        draft.finish(quantized_model(by), parents={"graph": graph, "calibration": calibration, "plan": plan})
     quantized = load_header(artifacts / "quantized").ref
     write_bundle(artifacts / "baseline", "float", graph=graph)
     write_candidate(artifacts / "candidate", weights, graph=graph, quantized=quantized)
     champion = None if against is None else ArtifactRef("EngineBundle", against)
     write_evidence(artifacts, evidence or good(), champion)
     shutil.copytree(page(), artifacts / "report")
-    return judge(artifacts, judged_by or recipe())
+    return judge(artifacts, by)
 
 
 def judge(artifacts: Path, by: Recipe) -> Artifact[Verdict]:

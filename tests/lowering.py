@@ -170,6 +170,7 @@ def lowering(
         embedding="embed.weight",
         rotary="half",
         max_positions=max_tokens,
+        model_positions=max_tokens,
         groups=tuple(groups),
         stop_tokens=(2,),
         max_relative_error=0.0,

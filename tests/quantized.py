@@ -17,6 +17,7 @@ from quantization.formats import stored_by_rtn
 from quantization.proof import Proof
 from quantization.units import quantized_ones
 from tapeout.artifact import Artifact, ArtifactRef, create, load
+from tapeout.recipe import Quantize
 from tapeout.schemes import FLOAT, Scheme
 from tests.tiny import tiny_checkpoint
 
@@ -111,7 +112,7 @@ def quantized_model(
         )
         (draft.folder / "config.json").write_text(json.dumps(config))
         record = QuantizedModel(
-            candidates=("rtn",),
+            asked=Quantize(candidates=("rtn",)),
             linears=tuple(reports),
             kv_cache=NO_SCALES,
             proof=PROOF,

@@ -33,6 +33,7 @@ from evals.rules import (
 )
 from tapeout.artifact import Frozen
 from tapeout.errors import EvidenceError
+from tapeout.progress import ProgressBar
 from tapeout.recipe import Count, Recipe, Section
 
 if TYPE_CHECKING:
@@ -187,12 +188,11 @@ def text_items(
 ) -> list[TextItem]:
     """Score held-out documents (token ids, at least two each), one at a time, through both engines."""
     import numpy as np
-    from tqdm import tqdm
 
     from evals.text import compare, token_hash
 
     items: list[TextItem] = []
-    for number, tokens in enumerate(tqdm(documents, desc="held-out text", unit="doc", disable=None)):
+    for number, tokens in enumerate(ProgressBar(documents, title="held-out text", unit="document")):
         if len(tokens) < 2:
             raise EvidenceError(
                 f"held-out document {number} has {len(tokens)} token(s)",

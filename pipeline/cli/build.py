@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from engines.bundle import PassReport
@@ -17,6 +16,7 @@ from pipeline.stages import hardware
 from pipeline.stages.hardware import Built, Request
 from tapeout.artifact import Artifact
 from tapeout.errors import ArtifactError, BuildError
+from tapeout.progress import ProgressBar
 
 if TYPE_CHECKING:
     from engines.lowered import LoweredGraph
@@ -63,13 +63,12 @@ def build(request: Request, name: str, capabilities: Sequence[str], console: Any
     report = _evidence(request, lowered, console)
     built: list[Built] = []
     refused: list[BuildError] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     for capability in capabilities:
-        with Progress(*columns, console=console) as bar:
-            task = bar.add_task(capability, total=None)
+        with ProgressBar(title=capability, unit="step") as bar:
 
             def progress(phase: str, done: int, total: int, *, name: str = capability) -> None:
-                bar.update(task, description=f"{name}: {phase}", completed=done, total=total or None)  # noqa: B023
+                bar.set_description(f"{name}: {phase}", refresh=False)
+                bar.show(done, total or None)
 
             try:
                 built.append(hardware.compile_for(request, target, capability, lowered, report, progress))

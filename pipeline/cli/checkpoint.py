@@ -7,27 +7,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
 from quantization.checkpoint_formats.write import export_checkpoint
+from tapeout.progress import ProgressBar
 
 
 def run(artifact: Path, name: str, to: Path, wider: bool) -> tuple[dict[str, Any], str]:
     """What was written, for a script and for people. Progress goes to standard error."""
-    console = Console(stderr=True)
-    counted = (MofNCompleteColumn(), TextColumn("tensors"), TimeElapsedColumn(), TimeRemainingColumn())
-    bar = Progress(TextColumn("{task.description}"), BarColumn(), *counted, console=console, transient=True)
-    task = bar.add_task(name, total=None)
-
-    def progress(done: int, total: int) -> None:
-        bar.start()  # not before: a refusal shows no bar
-        bar.update(task, completed=done, total=total)
-
-    try:
-        found = export_checkpoint(artifact, name, to.resolve(), wider=wider, progress=progress)
-    finally:
-        bar.stop()
+    with ProgressBar(title=name, unit="tensor") as bar:
+        found = export_checkpoint(artifact, name, to.resolve(), wider=wider, progress=bar.show)
     lines = [f"{found.folder}: {found.format}, {found.bytes / 1e6:.1f} MB"]
     lines += [f"  {count:5} {stored}" for stored, count in sorted(found.stored.items())]
     reasons = Counter((item["scheme"], item["stored"], item["reason"]) for item in found.wider)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +32,12 @@ def parse_tokens(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in parts}))
 
 
-def run(
-    artifacts: Path, recipe: Recipe, tokens: Sequence[int], progress: Callable[[str], None]
-) -> tuple[dict[str, Any], RenderableType]:
+def run(artifacts: Path, recipe: Recipe, tokens: Sequence[int]) -> tuple[dict[str, Any], RenderableType]:
     """The cost table, for a script (seconds and bytes) and for people (microseconds). Times are measured once."""
     graph = artifact.load(artifacts / "graph", PortableGraph).record
     every = CHOSEN | {"goal": "workload", "workload": {count: 1 / len(tokens) for count in tokens}}
     asked = recipe.model_copy(update={"plan": recipe.plan.model_copy(update=every)})
-    table = cost_table(asked, graph, measure=True, progress=progress)
+    table = cost_table(asked, graph, measure=True)
     return _record(table, tokens), _shown(table, graph, tokens)
 
 

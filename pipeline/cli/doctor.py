@@ -288,7 +288,7 @@ def _index(name: str, version: str) -> Finding:
 def _answers(url: str, text: str) -> Finding:
     import requests
 
-    from pipeline.sources.download import redact
+    from tapeout.urls import redact
 
     try:
         requests.head(url, timeout=PROBE_TIMEOUT_S, allow_redirects=True).raise_for_status()

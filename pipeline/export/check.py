@@ -28,12 +28,12 @@ from typing import Any, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from tapeout.attention_interface import attention_replaced
 from tapeout.graph_analysis import is_attention, size
 from tapeout.layer_stream import LayerState, LayerStream
 from tapeout.portable_model import load_graph
+from tapeout.progress import ProgressBar
 from tapeout.segments import SEGMENT_BYTES, Arrays, Call, SegmentedGraph
 from tapeout.work_folder import is_kept, keep
 
@@ -355,7 +355,8 @@ def _run_transformers(
 ) -> None:
     """Compute the logits of each sequence in one call of the unchanged model, layer by layer."""
     states: list[LayerState] = progress.left or [LayerState() for _ in sequences]
-    for layer in tqdm(range(progress.done, len(stream)), desc="transformers", disable=None):
+    left = range(progress.done, len(stream))
+    for layer in ProgressBar(left, title="transformers", unit="layer", total=len(stream), done=progress.done):
         with stream.loaded(layer):
             for number, sequence in enumerate(sequences):
                 with _inputs(stream.model, sequence, cache, layer) as inputs:

@@ -62,7 +62,8 @@ def export(
         if adapter is not None:
             progress("merging the adapter")
             merge_adapter(model, adapter, scratch / "adapter")
-        positions = min(max_positions, longest(model))
+        model_positions = longest(model)
+        positions = min(max_positions, model_positions)
         factors = fix_rotary(model, positions)
         progress("comparing the tokenizer with transformers'")
         tokenizer = save_tokenizer(checkpoint, entry, draft.folder, int(model.get_input_embeddings().weight.shape[0]))
@@ -109,6 +110,7 @@ def export(
             rotary=rotary,
             rotary_factors=factors,
             max_positions=positions,
+            model_positions=model_positions,
             groups=groups,
             stop_tokens=stop_tokens,
             dequantized=loaded.dequantized,

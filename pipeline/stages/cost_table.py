@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from engines import attention_costs, linear_costs
@@ -17,6 +17,7 @@ from quantization.plan import PrecisionPlan, UnitPlan
 from quantization.units import caches
 from tapeout.errors import RecipeError
 from tapeout.portable_graph import PortableGraph
+from tapeout.progress import ProgressBar
 from tapeout.recipe import Recipe
 
 CHOSEN = {"schemes": "auto", "embeddings": "auto", "kv_cache": "auto"}  # all of a plan that can be chosen
@@ -35,9 +36,7 @@ def timed_target(recipe: Recipe) -> Target[Any]:
     return target
 
 
-def cost_table(
-    recipe: Recipe, graph: PortableGraph, *, measure: bool, progress: Callable[[str], None] = lambda _: None
-) -> CostTable:
+def cost_table(recipe: Recipe, graph: PortableGraph, *, measure: bool) -> CostTable:
     """Bytes and seconds of every linear under every scheme it may get; seconds of attention likewise.
 
     ``measure`` False: seconds as far as they were measured here before. :class:`RecipeError` if it is True and the
@@ -53,12 +52,9 @@ def cost_table(
     compared = recipe.plan if measure else recipe.plan.model_copy(update=CHOSEN)
     together, context = schemes_by_shape(graph, compared), min(recipe.plan.context, graph.max_positions)
     streamed = streamed_bytes(sum(group.in_features * sum(group.out_features) for group in graph.groups))
-    for number, ((columns, outputs), schemes) in enumerate(wanted.items(), 1):
+    shapes = ProgressBar(wanted.items(), title="timing linears", unit="shape", hidden=not measure)
+    for (columns, outputs), schemes in shapes:
         shape = Shape(columns, outputs)
-        if measure:
-            progress(
-                f"costs of {columns} x {outputs} at {', '.join(map(str, tokens))} tokens ({number} of {len(wanted)})"
-            )
         sizes[columns, outputs] = {s.name: linear_costs.linear_bytes(target, shape, s, stored_by_rtn) for s in schemes}
         seconds[columns, outputs] = linear_costs.costs(
             target,
@@ -71,8 +67,6 @@ def cost_table(
             only_kept=not measure,
         )
     dtypes = [cache.dtype for cache in caches(compared.kv_cache, graph.head_size)]
-    if measure:
-        progress(f"costs of attention over {context} tokens, in {', '.join(dtypes)}")
     attention = attention_costs.costs(
         target,
         graph,

@@ -58,7 +58,8 @@ def _quiet_libraries() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     warnings.filterwarnings("ignore", module=r"(torch|transformers|onnxscript|copyreg|mlflow|lm_eval).*")
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    for name in ("torch.onnx", "torch.onnx._internal.exporter._registration"):  # torch sets the first one's level again
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _say(stage: str) -> Callable[[str], None]:
@@ -141,7 +142,7 @@ def _plan(recipe: Recipe) -> None:
         graph,
         _calibration(),
         artifact.load(ARTIFACTS / "sensitivity", Sensitivity),
-        cost_table(recipe, graph.record, measure=recipe.plan.schemes == "auto", progress=say),
+        cost_table(recipe, graph.record, measure=recipe.plan.schemes == "auto"),
         _calibration_samples(recipe),
         ARTIFACTS / "plan",
         progress=say,

@@ -533,7 +533,7 @@ def test_an_upload_that_was_killed_is_continued(builder: Builder) -> None:
 
 @pytest.fixture(scope="module")
 def write_engine() -> Callable[..., object]:
-    """Writes a bundle of the tiny llama as the candidate of a run; different slots make different engines."""
+    """Writes a bundle of the tiny llama as the candidate of a run; what it was made from makes it another engine."""
     from engines.compile import build
     from engines.load import graph_target
     from quantization.compressed_tensors import open_checkpoint
@@ -541,14 +541,14 @@ def write_engine() -> Callable[..., object]:
 
     graph = tiny_graph()
 
-    def write(folder: Path, weights: str, **parents: Any) -> object:
+    def write(folder: Path, _: str, **parents: Any) -> object:
         return build(
             graph,
             open_checkpoint(graph.folder),
             folder,
             target=graph_target("ort-cpu"),
             precision="float32",
-            slots=int(weights),
+            slots=4,
             kv_scales={},
             parents=parents,
         )

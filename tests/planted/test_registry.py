@@ -177,6 +177,18 @@ def test_evidence_measured_by_another_recipe(tmp_path: Path) -> None:
             judged.judge(tmp_path, judged.recipe(**{section: change}))
 
 
+def test_a_recipe_that_was_changed_and_not_built(tmp_path: Path) -> None:
+    judged.write_run(tmp_path)
+    eight = [{"match": "*", "bits": 8, "group_size": 64, "symmetric": True}]
+    for section, change, said in (
+        ("plan", {"schemes": eight}, r"plan was made with plan\.schemes"),
+        ("calibrate", {"tokens": 64}, r"calibration was made with calibrate\.tokens 256, not with 64"),
+        ("build", {"slots": 8}, r"candidate was made with build\.slots 4, not with 8"),
+    ):
+        with pytest.raises(EvidenceError, match=said):
+            judged.judge(tmp_path, judged.recipe(**{section: change}))
+
+
 # tags and aliases
 
 

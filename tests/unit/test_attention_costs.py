@@ -41,6 +41,7 @@ def graph(rotary: Rotary = "half", head_size: int = 16) -> PortableGraph:
         embedding="",
         rotary=rotary,
         max_positions=CONTEXT,
+        model_positions=CONTEXT,
         groups=(),
         stop_tokens=(),
         max_relative_error=0.0,

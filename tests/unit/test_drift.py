@@ -21,6 +21,7 @@ from pipeline.sources.source import Source
 from quantization.calibration import Calibration, CalibrationSample, sample_hash
 from tapeout.artifact import Artifact, ArtifactRef, Record, create, load
 from tapeout.errors import EvidenceError
+from tapeout.recipe import Calibrate
 from tests.judged import write_stub
 
 SETTINGS = DriftSettings()
@@ -104,7 +105,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
 
 
 def calibration(folder: Path) -> Artifact[Calibration]:
-    write_stub(folder, "Calibration", "samples")
+    write_stub(folder, "Calibration", "samples", {})
 
     class Stub(Record):
         noun = "Calibration"
@@ -174,8 +175,8 @@ def calibrate(folder: Path) -> None:
         lines = [CalibrationSample(sample_hash=sample_hash(one), tokens=len(one), holdout=False) for one in samples]
         (draft.folder / "samples.jsonl").write_text("".join(line.model_dump_json() + "\n" for line in lines))
         record = Calibration(
-            samples_hash="0", samples=32, holdout_samples=8, tokens_per_sample=64, tokens=1, layers=1, statistics=(),
-            versions={},
+            asked=Calibrate(), samples_hash="0", samples=32, holdout_samples=8, tokens_per_sample=64, tokens=1,
+            layers=1, statistics=(), versions={},
         )  # fmt: skip
         draft.finish(record, parents={"graph": ArtifactRef("PortableGraph", "0" * 64)})
 

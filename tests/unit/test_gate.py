@@ -36,6 +36,7 @@ from quantization.checkpoint import KVScheme, QuantizedModel
 from quantization.proof import Proof
 from tapeout.artifact import ArtifactRef, create
 from tapeout.errors import EvidenceError, ExitCode
+from tapeout.recipe import Quantize
 from tests.fake_engine import MACHINE
 
 BASELINE, CANDIDATE, QUANTIZED, CHAMPION = "b" * 64, "c" * 64, "9" * 64, "d" * 64
@@ -974,10 +975,10 @@ def numbers(digest: str) -> EngineNumbers:
     )
 
 
-def quantized_model() -> QuantizedModel:
+def quantized_model(by: Recipe | None = None) -> QuantizedModel:
     counts: dict[str, Any] = {"quantized_tensors": 1, "planned_tensors": 1, "size_bytes": 1, "size_ratio": 0.4}
     return QuantizedModel(
-        candidates=("rtn",),
+        asked=by.quantize if by else Quantize(),
         linears=(),
         kv_cache=KVScheme(dtype="float32", granularity="per_channel"),
         proof=Proof(**counts, bits_per_weight=6.2, planned_bits_per_weight=6.2, reasons=()),

@@ -24,7 +24,7 @@ from quantization.statistics import Statistics
 from tapeout.artifact import Artifact, ArtifactRef, create, load
 from tapeout.errors import QuantizationError
 from tapeout.portable_graph import LinearGroup, PortableGraph, ScaleSink
-from tapeout.recipe import DataSource, KVCache, ModelSource, Plan, Quantize, Recipe, Rule
+from tapeout.recipe import Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize, Recipe, Rule
 from tapeout.schemes import Scheme
 from tests.plans import written_plan
 
@@ -178,6 +178,7 @@ def make_inputs(folder: Path, *, tied: bool) -> tuple[Artifact[PortableGraph], A
             embedding=embedding,
             rotary="half",
             max_positions=64,
+            model_positions=64,
             groups=(*groups(), head),
             stop_tokens=(1,),
             max_relative_error=0.0,
@@ -188,6 +189,7 @@ def make_inputs(folder: Path, *, tied: bool) -> tuple[Artifact[PortableGraph], A
     with create(folder / "calibration", Calibration) as draft:
         write_statistics(model, graph.record, draft.folder)
         calibration = Calibration(
+            asked=Calibrate(),
             samples_hash="0",
             samples=8,
             holdout_samples=2,

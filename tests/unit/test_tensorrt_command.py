@@ -30,7 +30,7 @@ from quantization.compressed_tensors import open_checkpoint
 from quantization.statistics import Statistics
 from tapeout import artifact
 from tapeout.portable_graph import PortableGraph
-from tapeout.recipe import Quantize
+from tapeout.recipe import Calibrate, Quantize
 from tests.exported import family_graph
 from tests.families import VOCAB_SIZE
 
@@ -124,6 +124,7 @@ def calibrate(graph: artifact.Artifact[PortableGraph], folder: Path) -> None:
             (draft.folder / name).parent.mkdir(exist_ok=True)
             save_file(tensors, draft.folder / name)
         record = Calibration(
+            asked=Calibrate(),
             samples_hash="0",
             samples=1,
             holdout_samples=1,
@@ -207,7 +208,7 @@ def test_int4_weights_are_quantized_on_the_calibration(here: Path) -> None:
     quantized = artifact.load(folder / "quantized", QuantizedModel)
     schemes = {linear.scheme.name for linear in quantized.record.linears}
     assert schemes == {"4-bit g64", "4-bit g32", "fp32"}  # 96 inputs have no whole groups of 64
-    assert quantized.record.candidates == Quantize().candidates
+    assert quantized.record.asked == Quantize()
     bundle = artifact.load(folder / "my-chip-a1", EngineBundle).record
     assert artifact.load(folder / "lowered", LoweredGraph).parents["quantized"] == quantized.ref
     assert bundle.census["DequantizeLinear"] == sum(linear.scheme.bits == 4 for linear in quantized.record.linears)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -75,8 +74,7 @@ def costs(
     from pipeline.cli import costs as command
     from pipeline.recipe import load_recipe
 
-    say = partial(print, file=sys.stderr)
-    show(*command.run(artifacts, load_recipe(params), command.parse_tokens(tokens), say), as_json)
+    show(*command.run(artifacts, load_recipe(params), command.parse_tokens(tokens)), as_json)
 
 
 @on_panel()

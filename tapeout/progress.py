@@ -1,0 +1,81 @@
+"""Progress of long work: a bar on a terminal, and a line every ten seconds in a log.
+
+Both say what is done, at what rate, and what is left. Work that ends sooner writes nothing to a log.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from io import StringIO
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+LOG_SECONDS = 10.0  # between two lines of a log, and before the first
+_LOG_LINE = "{desc}: {percentage:.0f}% ({n_fmt} of {total_fmt}), {rate_fmt}, {elapsed} gone, {remaining} left"
+_LOG_LINE_OF_UNKNOWN = "{desc}: {n_fmt}, {rate_fmt}, {elapsed} gone"
+
+if TYPE_CHECKING:
+    Base = tqdm[Any]
+else:
+    Base = tqdm
+
+
+class ProgressBar(Base):
+    """Progress through ``items``, or through ``total`` units that :meth:`update` counts, ``done`` of them before.
+
+    ``unit``: of the rate, such as ``token``; ``B`` counts bytes in kB, MB and GB. ``hidden``: shows nothing.
+    """
+
+    def __init__(
+        self,
+        items: Iterable[Any] | None = None,
+        *,
+        title: str,
+        unit: str,
+        total: int | None = None,
+        done: int = 0,
+        hidden: bool = False,
+    ) -> None:
+        self._closed = threading.Event()
+        self._in_log = not hidden and not sys.stderr.isatty()
+        super().__init__(
+            items,
+            desc=title,
+            total=total,
+            unit="B" if unit == "B" else f" {unit}",
+            initial=done,
+            unit_scale=unit == "B",
+            file=StringIO() if self._in_log else sys.stderr,  # what moves a terminal's cursor does not belong in a log
+            smoothing=0.1,
+            disable=hidden,
+            dynamic_ncols=True,
+        )
+        if self._in_log:
+            threading.Thread(target=self._write_log, args=(sys.stderr,), daemon=True).start()
+
+    def __iter__(self) -> Iterator[Any]:
+        with self:
+            for item in self.iterable:
+                yield item
+                self.update()
+
+    def show(self, done: int, total: int | None) -> None:
+        """For work that says where it is, not how far it went."""
+        self.total = total
+        self.update(done - self.n)
+
+    def close(self) -> None:
+        self._closed.set()
+        super().close()
+
+    def _write_log(self, log: Any) -> None:
+        """A line every ten seconds, also where one unit takes longer."""
+        while not self._closed.wait(LOG_SECONDS):
+            shown: dict[str, Any] = {**self.format_dict, "ncols": None}
+            shown["bar_format"] = _LOG_LINE if self.total else _LOG_LINE_OF_UNKNOWN
+            line = self.format_meter(**shown)
+            log.write(f"  {' '.join(line.split())}\n")  # tqdm pads its numbers
+            log.flush()
