@@ -20,6 +20,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from runtime.chat import ChatTemplate
 from runtime.server.app import create_app
 from runtime.server.calls import Hook
+from runtime.server.http_connection import ConnectionLimits, http_config
 from runtime.server.requests import ServerLimits
 from runtime.server.service import Service
 from runtime.server.text import TextModel
@@ -84,11 +85,12 @@ class Served:
 
 
 @contextmanager
-def listening(app: FastAPI) -> Generator[str]:
+def listening(app: Any, limits: ConnectionLimits | None = None, malformed: Any = None) -> Generator[str]:
     """The address of a server in a thread."""
     found = socket.socket()
     found.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1))
+    config = http_config(app, limits or ConnectionLimits(), malformed, log_level="warning", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [found]}, daemon=True)
     thread.start()
     while not server.started:

@@ -65,6 +65,7 @@ class Options:
     traffic_share: float = 0.01
     traffic_redactors: tuple[str, ...] = ()
     traces: bool = False
+    cors_origins: tuple[str, ...] = ()
     shadow: ShadowOptions | None = None
 
 
@@ -119,6 +120,7 @@ def run(options: Options) -> None:
             traffic=traffic,
             read_bandwidth=measured_bandwidth(folder),
             traces=options.traces,
+            cors_origins=options.cors_origins,
         ),
     )
 

@@ -20,7 +20,7 @@ from runtime.server.chat import chat
 from runtime.server.completions import completions
 from runtime.server.connection import DisconnectedError, read_body
 from runtime.server.conversations import encode_chat
-from runtime.server.errors import ApiError, from_exception, invalid
+from runtime.server.errors import ApiError, from_exception, invalid, shortened
 from runtime.server.protocol import DetokenizeBody, TokenizeBody, parse
 from runtime.server.requests import context_tokens
 from runtime.server.responses import responses
@@ -50,7 +50,8 @@ def create_app(
         title="Tapeout",
         version=tapeout.__version__,
         lifespan=lifespan,
-        middleware=[Middleware(RequestIds), *middleware],
+        middleware=[Middleware(RequestIds), Middleware(TrailingSlashes), *middleware],
+        redirect_slashes=False,  # a client would have to send its body again
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
@@ -108,6 +109,18 @@ class RequestIds:
             await _error_response(from_exception(error))(scope, receive, send_with_id)
 
 
+class TrailingSlashes:
+    """A path means the same with a slash at its end, for every layer below."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope["path"] = scope["path"].rstrip("/") or "/"
+        await self._app(scope, receive, send)
+
+
 def _bound(service: Service, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
     async def call(request: Request) -> Response:
         return await endpoint(service, request)
@@ -129,7 +142,8 @@ async def _client_gone(_: Request, __: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    said = {404: f"no such path: {request.url.path}", 405: f"{request.url.path} does not take {request.method}"}
+    path = shortened(request.scope["path"])
+    said = {404: f"no such path: {path}", 405: f"{path} does not take {request.method}"}
     found = ApiError(error.status_code, said.get(error.status_code, error.detail), headers=dict(error.headers or {}))
     return _error_response(found)
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
-from runtime.server.errors import ApiError
+from runtime.server.errors import ApiError, shortened
 
 T = TypeVar("T")
 
@@ -19,7 +19,18 @@ class DisconnectedError(Exception):
 
 
 async def read_body(request: Request, most_bytes: int, seconds: float) -> bytes:
-    """The whole body. :class:`ApiError` 413 for a larger one, 408 for one that does not come."""
+    """The whole body.
+
+    :class:`ApiError` 413 for a larger one, 408 for one that does not come, 415 for one that is compressed.
+    """
+    encoding = request.headers.get("content-encoding", "").strip().lower() or "identity"
+    if encoding != "identity":
+        raise ApiError(
+            415,
+            f"the body has Content-Encoding: {shortened(encoding)}; expected: JSON that is not compressed",
+            code="unsupported_encoding",
+            headers={"accept-encoding": "identity"},
+        )
     refusal = ApiError(413, f"the body is too large; expected: at most {most_bytes} bytes", code="body_too_large")
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced[:20]) > most_bytes:
@@ -34,7 +45,8 @@ async def read_body(request: Request, most_bytes: int, seconds: float) -> bytes:
                     raise refusal
                 parts.append(part)
     except TimeoutError as error:
-        raise ApiError(408, f"the body did not arrive within {seconds:g} seconds", code="timeout") from error
+        said, close = f"the body did not arrive within {seconds:g} seconds", {"connection": "close"}
+        raise ApiError(408, said, code="timeout", headers=close) from error
     except ClientDisconnect as error:
         raise DisconnectedError from error
     return b"".join(parts)

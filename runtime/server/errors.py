@@ -23,6 +23,7 @@ _TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
+SHOWN_CHARACTERS = 120
 RETRY_SECONDS = 1  # where nothing is known of when there will be room
 
 
@@ -49,6 +50,15 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def shortened(text: str) -> str:
+    """What a client has sent, short enough for a message.
+
+    >>> len(shortened("x" * 1000))
+    121
+    """
+    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "…"
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.client import EngineClient
@@ -209,6 +209,10 @@ class Metrics(Hook):
         self.observe_step()
         return {name: before + getattr(self._seen, name) for name, before in self._before.items()}
 
+    def malformed(self) -> None:
+        """A client sent what is no HTTP request, or not all of its headers."""
+        self.http_requests.labels("none", "other", "4xx").inc()
+
     def text(self) -> bytes:
         """Everything in the Prometheus text format."""
         return generate_latest(self.registry)
@@ -346,18 +350,13 @@ class HttpMetrics:
 
 
 def handler_of(scope: Scope) -> str:
-    """The path with its parameters' names for their values; ``none`` where no route has matched.
+    """The path of the route that has matched, with its parameters' names; ``none`` where no route has.
 
-    >>> handler_of({"path": "/v1/models/a/b", "endpoint": print, "path_params": {"name": "a/b"}})
-    '/v1/models/{name}'
+    A request can name any path, so a label is made of none.
     """
-    path: str = scope["path"]
-    if "endpoint" not in scope:
-        return "none"
-    for name, value in scope.get("path_params", {}).items():
-        before, _, after = path.rpartition(str(value))
-        path = f"{before}{{{name}}}{after}"
-    return path
+    routes: Sequence[BaseRoute] = scope["app"].routes if "endpoint" in scope else ()
+    found = (r.path_format for r in routes if isinstance(r, Route) and r.endpoint is scope["endpoint"])
+    return next(found, "none")
 
 
 METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})

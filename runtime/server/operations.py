@@ -7,15 +7,17 @@ operations.close()
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from fastapi import APIRouter
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 
 from runtime.client import EngineClient
-from runtime.server.calls import Hook
+from runtime.server.calls import REQUEST_ID, Hook
 from runtime.server.health import Health
 from runtime.server.keys import KeyFileError, Keys, RequireKey
 from runtime.server.metrics import HttpMetrics, Metrics
@@ -25,12 +27,21 @@ from runtime.server.service import Service
 from runtime.server.tracing import TraceContext, Tracing, otlp_provider
 from runtime.server.traffic import TrafficLog, TrafficSettings
 from runtime.server.usage import Usage
+from tapeout.errors import TapeoutError
+
+_ORIGIN = re.compile(r"https?://[^/\s?#@*]+")
+# Headers that a script may read besides the ones that browsers always show.
+SHOWN_HEADERS = (
+    *(REQUEST_ID, "x-ignored-parameters", "retry-after", "retry-after-ms", "x-should-retry"),
+    *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
+)
 
 
 @dataclass(frozen=True)
 class OperationsSettings:
     """``usage_database``: an SQLAlchemy URL; None keeps no usage records. ``traffic`` None: no traffic log.
 
+    ``cors_origins``: of web pages whose scripts may call the server; ``*`` is every page.
     ``read_bandwidth``: bytes per second, if it was measured (:class:`runtime.server.metrics.Metrics`).
     """
 
@@ -41,6 +52,15 @@ class OperationsSettings:
     traffic: TrafficSettings | None = None
     read_bandwidth: float | None = None
     traces: bool = False  # send spans by OTLP
+    cors_origins: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for origin in self.cors_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise TapeoutError(
+                    f"{origin!r} is no origin of a web page",
+                    expected="scheme, host and port, as in https://chat.example.org or http://localhost:3000; or *",
+                )
 
 
 class Operations:
@@ -69,11 +89,13 @@ class Operations:
             routers=[APIRouter(routes=[self.metrics.route(), *self.health.routes(), *page.routes()])],
             middleware=[
                 Middleware(HttpMetrics, metrics=self.metrics),
+                *([_cors(settings.cors_origins)] if settings.cors_origins else []),
                 *([Middleware(TraceContext)] if self.tracing else []),
                 Middleware(RequireKey, keys=self.keys),
             ],
             hooks=[hook for hook in hooks if hook is not None],
             attach=self._attach,
+            malformed=self.metrics.malformed,
         )
 
     def close(self) -> None:
@@ -88,3 +110,14 @@ class Operations:
     def _decode(self, tokens: Sequence[int]) -> str:
         assert self._service is not None, "no call can end before there is a service"
         return self._service.text.decode(tokens)
+
+
+def _cors(origins: Sequence[str]) -> Middleware:
+    """Answers preflights, which have no key, and names the origins in every other response."""
+    return Middleware(
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=SHOWN_HEADERS,
+    )

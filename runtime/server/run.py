@@ -20,13 +20,11 @@ from engines.cores import keep_to
 from runtime.client import ProcessClient
 from runtime.server.app import create_app
 from runtime.server.calls import Hook
+from runtime.server.http_connection import FEW_CONNECTIONS, ConnectionLimits, http_config, most_connections
 from runtime.server.requests import ServerLimits
 from runtime.server.service import Service
 from runtime.server.text import TextModel
 
-# That an idle connection stays open. Clients and load balancers keep theirs for up to 60 s: if the server closes first,
-# a request that is on its way is lost. With uvicorn's 5 s a load test on a busy machine lost 5 of 12,387.
-KEEP_ALIVE_SECONDS = 75
 FLUSH_SECONDS = 5  # that responses have to reach slow clients once the engine is done
 
 log = logging.getLogger("tapeout.server")
@@ -34,12 +32,16 @@ log = logging.getLogger("tapeout.server")
 
 @dataclass(frozen=True)
 class Extensions:
-    """What is mounted around the API, see :func:`runtime.server.app.create_app`. ``attach``: gets the service."""
+    """What is mounted around the API, see :func:`runtime.server.app.create_app`. ``attach``: gets the service.
+
+    ``malformed``: see :func:`runtime.server.http_connection.http_config`.
+    """
 
     routers: Sequence[APIRouter] = ()
     middleware: Sequence[Middleware] = ()
     hooks: Sequence[Hook] = ()
     attach: Callable[[Service], None] | None = None
+    malformed: Callable[[], None] | None = None
 
 
 Companion = Callable[[Service], Awaitable[None]]
@@ -85,15 +87,21 @@ async def _serve(
         if extensions.attach is not None:
             extensions.attach(service)
         app = create_app(service, routers=extensions.routers, middleware=extensions.middleware)
-        config = uvicorn.Config(
+        connections = most_connections()
+        if connections < FEW_CONNECTIONS:
+            log.warning(
+                "the limit of open files leaves room for %d connections; expected: at least %d; raise it with "
+                "`ulimit -n 65536`, or LimitNOFILE of a systemd unit",
+                connections,
+                FEW_CONNECTIONS,
+            )
+        config = http_config(
             app,
-            http="httptools",
-            ws="none",
-            lifespan="off",
+            ConnectionLimits(connections=connections),
+            extensions.malformed,
             log_config=None,
             access_log=False,
             server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=FLUSH_SECONDS,
         )
         await client.open()

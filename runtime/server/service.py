@@ -15,7 +15,7 @@ from starlette.requests import Request
 from runtime.client import EngineClient
 from runtime.opening import OpenEngine
 from runtime.server.calls import CALLER, REQUEST_ID, Call, Caller, Hook
-from runtime.server.errors import ApiError, draining
+from runtime.server.errors import ApiError, draining, shortened
 from runtime.server.protocol import Body
 from runtime.server.requests import ServerLimits
 from runtime.server.text import TextModel
@@ -41,7 +41,9 @@ class Service:
     def require_model(self, name: str | None) -> None:
         """:class:`ApiError` 404 unless this is one of our names; no name means the model that there is."""
         if name is not None and name not in self.names:
-            raise ApiError(404, f"no model {name!r}; expected: {self.names[0]}", param="model", code="model_not_found")
+            raise ApiError(
+                404, f"no model {shortened(name)!r}; expected: {self.names[0]}", param="model", code="model_not_found"
+            )
 
     def require_open(self) -> None:
         if self.draining:
@@ -63,7 +65,7 @@ class Service:
         return Call(
             id=f"{prefix}-{uuid.uuid4().hex}",
             request_id=state[REQUEST_ID],
-            endpoint=request.url.path,
+            endpoint=request.scope["path"],
             model=name,
             digest=model.digest,
             caller=state.get(CALLER, Caller()),

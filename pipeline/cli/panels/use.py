@@ -116,6 +116,12 @@ def serve(
     traces: Annotated[
         bool, typer.Option("--traces", help="Send OpenTelemetry spans by OTLP (OTEL_EXPORTER_OTLP_ENDPOINT).")
     ] = False,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Web pages of this origin may call the server; may be given more than once, * is every page."
+        ),
+    ] = None,
     shadow: Annotated[
         str | None,
         typer.Option(help="A bundle's folder, or models:/NAME@challenger: mirror calls to it (docs/online.md)."),
@@ -170,6 +176,7 @@ def serve(
             traffic_share=traffic_share,
             traffic_redactors=tuple(traffic_redactor or ()),
             traces=traces,
+            cors_origins=tuple(cors_origin or ()),
             shadow=mirrored,
         )
     )
