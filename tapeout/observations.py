@@ -19,6 +19,7 @@ from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from tapeout.artifact import Frozen
 from tapeout.errors import EvidenceError, one_line
+from tapeout.whole_lines import append_line
 
 PLAN_FILE, OBSERVATIONS_FILE = "plan.json", "observations.jsonl"
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -182,7 +183,7 @@ class ObservationLog:
         os.close(self._file)
 
     def _append(self, entry: Frozen) -> None:
-        os.write(self._file, json.dumps(entry.model_dump()).encode() + b"\n")
+        append_line(self._file, json.dumps(entry.model_dump()).encode())
 
     def _lock(self, folder: Path) -> None:
         try:

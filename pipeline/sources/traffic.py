@@ -8,7 +8,9 @@ calibration.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,10 @@ from tapeout.errors import SourceError
 
 NAME = "traffic"
 SUFFIX = ".jsonl"
+EXPECTED = "messages or prompts, and responses, as `tapeout serve --traffic-log` writes them"
+REMEDY = "remove the line, or name another file in data.traffic"
+
+log = logging.getLogger(__name__)
 
 
 def fetch_traffic(source: str, sha256: str | None, incoming: Path, data: Path) -> Fetched:
@@ -34,26 +40,40 @@ def fetch_traffic(source: str, sha256: str | None, incoming: Path, data: Path) -
 def exchanges(path: Path) -> list[dict[str, str]]:
     """The ``question`` and the whole ``text`` of every exchange, the oldest first, in a file of the log or a folder.
 
-    :class:`SourceError` if there is none.
+    Torn lines, which are no JSON, are skipped, and a warning counts them. :class:`SourceError` if no line is left, or
+    for JSON that is no line of a log.
     """
     # The server's current file has the name that comes last.
     files = [path] if path.is_file() else sorted(path.rglob(f"*{SUFFIX}"))
-    rows = [row for file in files for row in _rows(file)]
+    rows: list[dict[str, str]] = []
+    for file in files:
+        calls, torn = _calls(file)
+        if torn:
+            log.warning("%s: %d of %d lines are torn, and skipped", file, torn, torn + len(calls))
+        if torn and not calls:
+            raise SourceError(f"{file} is no traffic log: none of its lines is JSON", expected=EXPECTED, remedy=REMEDY)
+        rows += [row for number, call in calls for row in _rows(file, number, call)]
     if not rows:
         raise SourceError(f"{path} holds no exchange", expected="a traffic log of `tapeout serve --traffic-log`")
     return rows
 
 
-def _rows(file: Path) -> Iterator[dict[str, str]]:
-    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
-        try:
-            yield from _exchanges(json.loads(line))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SourceError(
-                f"line {number} of {file.name} is no line of a traffic log: {error!r}",
-                expected="messages or prompts, and responses, as `tapeout serve --traffic-log` writes them",
-                remedy="remove the line, or name another file in data.traffic",
-            ) from error
+def _calls(file: Path) -> tuple[list[tuple[int, Any]], int]:
+    """The number and the value of each line, and how many lines are torn: by a crash of the server, or a full disk."""
+    lines = [(number, line) for number, line in enumerate(file.read_bytes().split(b"\n"), start=1) if line.strip()]
+    calls: list[tuple[int, Any]] = []
+    for number, line in lines:
+        with suppress(ValueError):
+            calls.append((number, json.loads(line)))
+    return calls, len(lines) - len(calls)
+
+
+def _rows(file: Path, number: int, call: Any) -> list[dict[str, str]]:
+    try:
+        return [*_exchanges(call)]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        found = f"line {number} of {file.name} is no line of a traffic log: {error!r}"
+        raise SourceError(found, expected=EXPECTED, remedy=REMEDY) from error
 
 
 def _exchanges(call: dict[str, Any]) -> Iterator[dict[str, str]]:

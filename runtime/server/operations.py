@@ -81,6 +81,8 @@ class Operations:
                 remedy="name one with --usage-database, or remove token_budget",
             )
         self.traffic = TrafficLog(settings.traffic, self._decode) if settings.traffic else None
+        if self.traffic is not None:
+            self.metrics.registry.register(self.traffic)
         self.tracing = Tracing(otlp_provider()) if settings.traces else None
         # Metrics and spans come first and see what the limits refuse; the last ones see what was admitted.
         hooks: list[Hook | None] = [self.metrics, self.tracing, self.keys, self.usage, self.traffic]

@@ -13,19 +13,22 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import orjson
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 from pydantic import BaseModel
 
 from runtime.server.calls import Call, Hook
 from runtime.server.redaction import find_redactors, redact_all
 from runtime.server.salt import kept_salt
 from tapeout.errors import TapeoutError, one_line
+from tapeout.whole_lines import append_line
 
 CURRENT = "traffic.jsonl"
 WAITING = 1000  # calls that wait for the writer; more are dropped, and counted
@@ -51,13 +54,14 @@ class TrafficSettings:
             raise TapeoutError(f"the share of the traffic log is {self.share}", expected="more than 0 and at most 1")
 
 
-class TrafficLog(Hook):
+class TrafficLog(Hook, Collector):
     """A hook of all calls. ``decode``: text of token ids. ``dropped``: calls that were sampled and not written."""
 
     def __init__(self, settings: TrafficSettings, decode: Callable[[Sequence[int]], str]) -> None:
         self._settings, self._decode = settings, decode
         self._redactors = find_redactors(settings.redactors)
-        self.dropped = 0
+        self.written = self.dropped = 0
+        self._failed = False  # the last line could not be written, which is said once
         try:
             settings.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._salt = kept_salt(settings.folder)
@@ -91,10 +95,23 @@ class TrafficLog(Hook):
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
             try:
-                self._write(orjson.dumps(self._redacted(call)) + b"\n")
+                self._write(orjson.dumps(self._redacted(call)))
+            except OSError as error:
+                self.dropped += 1
+                if not self._failed:
+                    log.error("calls are lost to the traffic log until it can be written again: %s", error.strerror)
+                self._failed = True
             except Exception as error:  # what cannot be redacted is not written
                 self.dropped += 1
                 log.error("a call is not in the traffic log: %s", type(error).__name__)
+            else:
+                self.written, self._failed = self.written + 1, False
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily("tapeout:traffic_calls", "Calls sampled for the traffic log.", labels=["outcome"])
+        family.add_metric(["written"], self.written)
+        family.add_metric(["lost"], self.dropped)
+        yield family
 
     def _redacted(self, call: Call) -> dict[str, Any]:
         messages = [entry.model_dump(exclude_none=True) for entry in call.conversation if isinstance(entry, BaseModel)]
@@ -120,14 +137,14 @@ class TrafficLog(Hook):
     def _write(self, line: bytes) -> None:
         folder, settings = self._settings.folder, self._settings
         current = folder / CURRENT
-        if current.exists() and current.stat().st_size + len(line) > settings.max_bytes:
+        if current.exists() and current.stat().st_size + len(line) + 2 > settings.max_bytes:
             kept = sorted(folder.glob("traffic-*.jsonl"))
             number = int(kept[-1].stem.rpartition("-")[2]) + 1 if kept else 1
             current.rename(folder / f"traffic-{datetime.now(UTC):%Y%m%dT%H%M%S}-{number:06}.jsonl")
             for oldest in kept[: len(kept) + 1 - settings.max_files]:
                 oldest.unlink()
-        file = os.open(current, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        file = os.open(current, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
         try:
-            os.write(file, line)
+            append_line(file, line)
         finally:
             os.close(file)

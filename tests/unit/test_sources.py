@@ -24,6 +24,7 @@ from pipeline.sources.corpus import calibration_and_heldout, chat_prompts, read_
 from pipeline.sources.fetch import fetch
 from pipeline.sources.locations import FileSource, HubSource, UrlSource, WheelSource, fetch_source, parse
 from pipeline.sources.source import Source
+from pipeline.sources.traffic import exchanges
 from runtime.server.calls import Call, Caller
 from runtime.server.protocol import Message
 from runtime.server.traffic import TrafficLog, TrafficSettings
@@ -543,7 +544,10 @@ def test_a_traffic_log_is_checked_against_its_pin_and_its_form(tmp_path: Path, t
         stage("wrong", traffic_sha256="0" * 64)
     with pytest.raises(ValueError, match="pins no log"):
         stage("none", traffic=None, traffic_sha256=pin)
-    for text in ('{"messages": 1}', "no json", '{"messages": [], "prompts": ["a"]}'):
+    log.write_text("no json\n")
+    with pytest.raises(SourceError, match="none of its lines is JSON"):
+        stage("broken")
+    for text in ('{"messages": 1}', "[]", '{"messages": [], "prompts": ["a"]}'):
         log.write_text(f"{text}\n")
         with pytest.raises(SourceError, match="line 1 of traffic"):
             stage("broken")
@@ -551,6 +555,23 @@ def test_a_traffic_log_is_checked_against_its_pin_and_its_form(tmp_path: Path, t
     with pytest.raises(SourceError, match="holds no exchange"):
         stage("empty")
     assert not [path for path in tmp_path.iterdir() if path.name in ("wrong", "none", "broken", "empty")]
+
+
+def test_torn_lines_of_a_traffic_log_are_skipped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log = max(traffic_log(tmp_path / "log").glob("*.jsonl"))
+    whole = log.read_bytes()
+    first, rest = whole.split(b"\n", 1)
+    wanted = exchanges(log)
+    for torn in (
+        first[:40] + b"\n" + whole,
+        first + b"\n" + first[:40] + b"\n" + rest,
+        whole + first[:-1],
+        whole + b"\0" * 50 + b"\n",
+        first[:40] + whole + whole,  # glued to the line after it
+    ):
+        log.write_bytes(torn)
+        caplog.clear()
+        assert exchanges(log)[-len(wanted) :] == wanted and "1 of" in caplog.text and "torn" in caplog.text
 
 
 def test_traffic_without_a_log_names_its_remedy(tmp_path: Path, tables: Path, checkpoint: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import string
 import time
 from collections.abc import Sequence
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
 from runtime.server import traffic as module
 from runtime.server.calls import Call, Caller
@@ -19,6 +22,7 @@ from runtime.server.protocol import Message
 from runtime.server.redaction import redact, redact_all
 from runtime.server.traffic import TrafficLog, TrafficSettings
 from tapeout.errors import TapeoutError
+from tests.waiting import wait_for
 
 LETTERS = string.ascii_letters + string.digits
 
@@ -217,6 +221,39 @@ def test_a_slow_disk_drops_calls_and_counts_them(tmp_path: Path, monkeypatch: py
         traffic.ended(call(number, [{"role": "user", "content": "hi"}]))
     traffic.close()
     assert traffic.dropped > 10
+
+
+def test_a_full_disk_leaves_whole_lines_and_counts_what_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full disk takes a part of a line without an error, and nothing of the rest."""
+    room, write = [2000], os.write
+
+    def limited(file: int, data: bytes) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = write(file, data[: room[0]])
+        room[0] -= written
+        return written
+
+    monkeypatch.setattr(os, "write", limited)
+    traffic = TrafficLog(TrafficSettings(tmp_path, 1.0), decode)
+    for number in range(20):
+        traffic.ended(call(number, [{"role": "user", "content": f"number {number}"}]))
+    wait_for(lambda: traffic.written + traffic.dropped == 20)
+    room[0] = 1 << 20
+    (tmp_path / "traffic.jsonl").open("ab").write(b'{"id": "torn by a cra')
+    traffic.ended(call(20, [{"role": "user", "content": "number 20"}]))
+    traffic.close()
+    lines = (tmp_path / "traffic.jsonl").read_bytes().split(b"\n")
+    assert lines.pop() == b"" and lines.pop(-2) == b'{"id": "torn by a cra'
+    said = [json.loads(line)["messages"][0]["content"] for line in lines]
+    assert said[-1] == "number 20" and said[:-1] == [f"number {number}" for number in range(len(said) - 1)]
+    assert traffic.written == len(said) > 2 and traffic.dropped == 21 - len(said)
+    registry = CollectorRegistry()
+    registry.register(traffic)
+    assert registry.get_sample_value("tapeout:traffic_calls_total", {"outcome": "lost"}) == traffic.dropped
+    assert caplog.text.count("No space left") == 1
 
 
 @pytest.mark.parametrize("share", [0, -1, 1.5])
