@@ -39,7 +39,10 @@ NONE_LEFT = "no token may be chosen: the constraint, the logit bias and the stop
 
 
 class Filters(NamedTuple):
-    """``scale``: log2(e) over the temperature; 0 is greedy. ``least``: weight of the least likely token for min-p."""
+    """``scale``: log2(e) over the temperature; 0 is greedy, also for a top-p of 0.
+
+    ``least``: weight of the least likely token for min-p.
+    """
 
     scale: float
     top_k: int
@@ -49,7 +52,7 @@ class Filters(NamedTuple):
     @classmethod
     def of(cls, settings: SamplingSettings) -> Filters:
         temperature = settings.temperature
-        scale = min(LOG2_E / temperature, _LARGEST_SCALE) if temperature else 0.0
+        scale = min(LOG2_E / temperature, _LARGEST_SCALE) if temperature and settings.top_p else 0.0
         return cls(float(np.float32(scale)), settings.top_k, settings.top_p, math.ceil(settings.min_p * ONE))
 
 

@@ -39,7 +39,7 @@ class SamplingSettings:
         valid = {
             "temperature": (0 <= self.temperature < float("inf"), "a finite number of at least 0 (0 is greedy)"),
             "top_k": (self.top_k >= 0, "at least 0 (0 keeps every token)"),
-            "top_p": (0 < self.top_p <= 1, "more than 0 and at most 1"),
+            "top_p": (0 <= self.top_p <= 1, "between 0 and 1 (0 is greedy)"),
             "min_p": (0 <= self.min_p <= 1, "between 0 and 1"),
             "presence_penalty": (-2 <= self.presence_penalty <= 2, "between -2 and 2"),
             "frequency_penalty": (-2 <= self.frequency_penalty <= 2, "between -2 and 2"),

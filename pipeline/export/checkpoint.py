@@ -25,11 +25,12 @@ from pipeline.export import gguf
 from pipeline.export.mapped import FLOATS, place_stored, stand_ins
 from pipeline.export.weights import write_weights
 from quantization.dequantize import dequantized, describe
+from runtime.sampling_defaults import GENERATION_CONFIG, read_defaults
 from tapeout.errors import ExportError, one_line
 from tapeout.mapped_weights import compute_in_float32, is_finite
 from tapeout.tensor_files import StoredTensor, few, stored_tensors
 
-CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+CONFIG = "config.json"
 # Buffers of old releases that transformers computes by itself: masks, positions and rotary frequencies.
 BUFFERS = re.compile(r"(^|\.)(position_ids|inv_freq|masked_bias|attn\.bias|attention\.bias)$")
 EXPERTS = frozenset({"experts", "block_sparse_moe", "shared_experts"})  # names of modules
@@ -83,6 +84,7 @@ def _load_folder(folder: Path, scratch: Path) -> LoadedCheckpoint:
         vars(config).pop("compression_config", None)
     model = _placed(kind, config, stored, str(folder))
     if (folder / GENERATION_CONFIG).is_file():
+        read_defaults(folder)  # so that what no request may have is refused here, and not by the server
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return LoadedCheckpoint(model, None if quantization is None else describe(quantization), weights)
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -17,6 +16,7 @@ from runtime.chat import special_tokens as special_texts
 from runtime.constraint_check import ConstraintChecker
 from runtime.detokenize import Detokenizer, TokenTexts, decoder_state
 from runtime.messages import Constraint
+from runtime.sampling_defaults import read_defaults
 from runtime.server.errors import invalid
 from runtime.server.tools import Format, format_of
 from runtime.stops import StopMatcher
@@ -24,8 +24,6 @@ from runtime.work import FinishReason
 from tapeout import artifact
 
 THREAD_CHARS = 4096  # a longer text is tokenized in a thread: it takes milliseconds
-GENERATION_CONFIG = "generation_config.json"
-DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # that a model may bring
 
 
 class TextModel:
@@ -59,10 +57,8 @@ class TextModel:
         bundle = artifact.load_record(folder, EngineBundle)
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         template = ChatTemplate.load(folder) if (folder / TEMPLATE).is_file() else None
-        path = folder / GENERATION_CONFIG
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        defaults = {name: config[name] for name in DEFAULTS if isinstance(config.get(name), int | float)}
-        model = cls(bundle.digest, tokenizer, template, defaults=defaults, special_texts=special_texts(folder))
+        defaults, texts = read_defaults(folder), special_texts(folder)
+        model = cls(bundle.digest, tokenizer, template, defaults=defaults, special_texts=texts)
         model.constraints = ConstraintChecker(
             folder / "tokenizer.json", bundle.record.io.vocab_size, bundle.record.stop_tokens
         )

@@ -17,6 +17,8 @@ from pipeline.export.export import find_stop_tokens
 from pipeline.export.gguf import quickly_read
 from pipeline.export.tokenizer import save_tokenizer
 from quantization.autoawq import ORDER
+from runtime.sampling_defaults import read_defaults
+from tapeout.errors import ArtifactError
 from tests import checkpoints
 from tests.checkpoints import CONFIG, WEIGHTS, Tensors, change_json, change_weights, gguf_file, shard
 from tests.families import VOCAB_SIZE
@@ -116,6 +118,37 @@ def test_every_stop_token_is_found(tmp_path: Path) -> None:
 
 
 # --- quantized checkpoints
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ('{"top_p": 1.5}', "top_p is 1.5"),
+        ('{"top_p": -0.1}', "top_p is -0.1"),
+        ('{"top_k": -2}', "top_k is -2"),
+        ('{"top_k": 3.5}', "top_k is 3.5"),
+        ('{"temperature": "0.7"}', "temperature is '0.7'"),
+        ('{"temperature": true}', "temperature is True"),
+        ('{"temperature": -1}', "temperature is -1"),
+        ('{"temperature": Infinity}', "temperature is inf"),
+        ('{"min_p": [0]}', r"min_p is \[0\]"),
+        ('{"repetition_penalty": 0}', "repetition_penalty is 0"),
+    ],
+)
+def test_sampling_defaults_that_no_request_may_have_are_refused(tmp_path: Path, config: str, said: str) -> None:
+    folder = checkpoints.checkpoint(tmp_path / "checkpoint")
+    (folder / "generation_config.json").write_text(config)
+    with pytest.raises(ArtifactError, match=f"{said}.*generation_config|generation_config.*{said}"):
+        load_checkpoint(folder)
+
+
+def test_sampling_defaults_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    folder = checkpoints.checkpoint(tmp_path / "checkpoint")
+    config = {"temperature": 0, "top_p": 0, "top_k": -1, "min_p": None, "do_sample": False, "eos_token_id": 2}
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    load_checkpoint(folder)
+    assert read_defaults(folder) == {"temperature": 0, "top_p": 0, "top_k": 0}
+    assert read_defaults(tmp_path) == {}
 
 
 def linears(weights: Tensors) -> list[str]:

@@ -360,7 +360,7 @@ def test_logits_are_not_changed_and_may_be_read_only() -> None:
         ("temperature", -0.1),
         ("temperature", float("nan")),
         ("top_k", -1),
-        ("top_p", 0.0),
+        ("top_p", -0.1),
         ("top_p", 1.1),
         ("min_p", 2.0),
         ("repetition_penalty", 0.0),

@@ -361,13 +361,79 @@ def test_a_bad_response_body_is_refused(server: Served, body: Any, param: str) -
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
 
 
+# Values at the edge of what OpenAI's API allows
+
+
+TEXT = {"prompt": "a text", "max_tokens": 8, "temperature": 0}
+SAME: list[dict[str, Any]] = [  # as greedy decoding, with and without
+    {"temperature": 1.7, "top_p": 0},
+    {"temperature": 2, "top_k": 1},
+    {"top_p": 1, "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "stop": [], "n": 1, "seed": -(2**63)},
+    {"seed": 2**64 - 1, "stop": None, "logit_bias": None, "top_p": None, "logprobs": None, "stream": None, "n": None},
+    {"logprobs": 0},
+    {"logprobs": 20},
+    {"user": "", "metadata": {}, "suffix": "", "echo": False, "best_of": 1},
+    {"response_format": {"type": "text"}, "presence_penalty": -0.0},
+]
+
+
+@pytest.mark.parametrize("body", SAME)
+def test_values_at_the_edge_that_change_nothing(server: Served, body: dict[str, Any]) -> None:
+    plain = server.post("/v1/completions", TEXT).json()["choices"][0]["text"]
+    answer = server.post("/v1/completions", TEXT | body)
+    assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == plain, answer.text
+
+
+def test_values_at_the_edge_that_have_a_meaning(server: Served) -> None:
+    def said(**changes: Any) -> Any:
+        answer = server.post("/v1/completions", TEXT | {"return_token_ids": True} | changes)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]
+
+    plain = said()["token_ids"]
+    assert plain[0] not in said(logit_bias={str(plain[0]): -100})["token_ids"]
+    assert said(logit_bias={"65": 100})["token_ids"] == [65] * 8
+    # A penalty lowers what was said by at most 2 for each time, and a negative one raises it.
+    assert len(set(said(frequency_penalty=2, logit_bias={"65": 100})["token_ids"])) == 1
+    assert (
+        said(temperature=2, top_p=1, seed=-1)["token_ids"] == said(temperature=2, top_p=1, seed=2**64 - 1)["token_ids"]
+    )
+    assert len(said(logprobs=0)["logprobs"]["tokens"]) == 8
+    assert said(max_tokens=0, echo=True)["text"] == TEXT["prompt"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "user", "content": ""}]},
+        {"messages": [{"role": "user", "content": []}]},
+        {"messages": [{"role": "assistant", "content": None}, {"role": "user", "content": "x", "name": None}]},
+        {"messages": TALK, "max_tokens": None, "max_completion_tokens": 3},
+        {"messages": TALK, "max_tokens": 9, "max_completion_tokens": 3},  # the newer name counts
+        {"messages": TALK, "logprobs": True, "top_logprobs": 0},
+        {"messages": TALK, "logprobs": True, "top_logprobs": 20},
+        {"messages": TALK, "logprobs": False, "top_logprobs": None},
+        {"messages": TALK, "tools": [], "tool_choice": None, "response_format": None, "stream_options": None},
+    ],
+)
+def test_chats_at_the_edge(server: Served, body: dict[str, Any]) -> None:
+    answer = server.post("/v1/chat/completions", {"max_completion_tokens": 3} | body)
+    assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] <= 3, answer.text
+    if body.get("logprobs"):
+        assert all(
+            len(t["top_logprobs"]) == body["top_logprobs"] for t in answer.json()["choices"][0]["logprobs"]["content"]
+        )
+
+
 # Refusals
 
 
 BAD: list[tuple[str, dict[str, Any], str | None]] = [
     ("completions", {"prompt": "x", "temperature": -1}, "temperature"),
     ("completions", {"prompt": "x", "temperature": "1"}, "temperature"),
-    ("completions", {"prompt": "x", "top_p": 0}, "top_p"),
+    ("completions", {"prompt": "x", "top_p": -0.1}, "top_p"),
+    ("completions", {"prompt": "x", "top_p": 1.1}, "top_p"),
+    ("completions", {"prompt": "x", "presence_penalty": 2.1}, "presence_penalty"),
     ("completions", {"prompt": "x", "top_k": -5}, "top_k"),
     ("completions", {"prompt": "x", "n": 0}, "n"),
     ("completions", {"prompt": "x", "n": 100_000}, "n"),
