@@ -191,6 +191,7 @@ async def tokenize(service: Service, request: Request) -> Response:
             body.tools,
             add_generation_prompt=body.add_generation_prompt,
             variables=body.chat_template_kwargs,
+            parse_special=bool(body.parse_special_tokens),
             most_tokens=most,
         )
 

@@ -53,6 +53,7 @@ async def begin_chat(
             tools,
             add_generation_prompt=body.add_generation_prompt,
             variables=body.chat_template_kwargs,
+            parse_special=bool(body.parse_special_tokens),
             most_tokens=most_tokens(body, service.client.info),
         )
 

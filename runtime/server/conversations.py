@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,22 +20,34 @@ async def encode_chat(
     *,
     add_generation_prompt: bool | None,
     variables: Mapping[str, Any] | None,
+    parse_special: bool = False,
     most_tokens: int | None = None,
 ) -> list[int]:
-    """Token ids of a conversation."""
+    """Token ids of a conversation.
+
+    A special token that a message or a tool spells is plain text, unless ``parse_special``: else a user's text could
+    end its message, and begin one of the system.
+    """
     if model.template is None:
         raise invalid("this model has no chat template; expected: a request to /v1/completions", "model")
     reserved = {"messages", "tools", "documents", "add_generation_prompt"} & (variables or {}).keys()
     if reserved:
         raise invalid(f"chat_template_kwargs has {', '.join(sorted(reserved))}", "chat_template_kwargs")
-    text = model.template.render(
-        [plain(message, short_ids=model.tool_format == "mistral") for message in messages],
-        tools=[tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
-        add_generation_prompt=add_generation_prompt is not False,
-        **(variables or {}),
-    )
-    (tokens,) = await model.encode([text], add_special_tokens=False, most_tokens=most_tokens)
+    given: Any = [plain(message, short_ids=model.tool_format == "mistral") for message in messages]
+    shown: Any = [tool.model_dump(exclude_none=True) for tool in tools] if tools else None
+    values: Any = dict(variables or {})
+    mark = None if parse_special else _unused(json.dumps([given, shown, values], ensure_ascii=False))
+    if mark is not None:
+        given, shown, values = (model.mark_special(value, mark) for value in (given, shown, values))
+    text = model.template.render(given, tools=shown, add_generation_prompt=add_generation_prompt is not False, **values)
+    (tokens,) = await model.encode([text], add_special_tokens=False, most_tokens=most_tokens, cut=mark)
     return tokens
+
+
+def _unused(text: str) -> str:
+    """A character for private use (U+E000 and on) that is not in ``text``."""
+    present = set(text)
+    return next(mark for mark in map(chr, range(0xE000, 0xF8FF)) if mark not in present)
 
 
 def plain(message: Message, *, short_ids: bool = False) -> dict[str, Any]:

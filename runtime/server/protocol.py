@@ -205,6 +205,7 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    parse_special_tokens: bool | None = None
     # Known, and refused where they ask for anything.
     echo: bool | None = None
     continue_final_message: bool | None = None
@@ -243,6 +244,7 @@ class TokenizeBody(Body):
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    parse_special_tokens: bool | None = None
 
 
 class DetokenizeBody(Body):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -49,6 +50,7 @@ class TextModel:
         self._checking = asyncio.Lock()
         self.texts = TokenTexts(tokenizer)
         self._longest_token = max(map(len, tokenizer.get_vocab()))
+        self._in_special = _in_special(tokenizer)
         self.token_bytes = lru_cache(1 << 16)(_token_bytes(tokenizer))
 
     @classmethod
@@ -70,14 +72,28 @@ class TextModel:
             async with self._checking:  # they take turns anyway, and must not take all threads meanwhile
                 await asyncio.to_thread(self.constraints.check, constraint)
 
+    def mark_special(self, value: Any, mark: str) -> Any:
+        """Plain JSON with a ``mark`` in each special token that one of its texts spells, after the first character."""
+        if isinstance(value, str):
+            return self._in_special.sub(mark, value)
+        if isinstance(value, Mapping):
+            items: Any = value.items()  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+            return {self.mark_special(name, mark): self.mark_special(item, mark) for name, item in items}
+        if isinstance(value, list | tuple):
+            entries: Any = value
+            return [self.mark_special(entry, mark) for entry in entries]
+        return value
+
     def close(self) -> None:
         if self.constraints is not None:
             self.constraints.close()
 
     async def encode(
-        self, texts: Sequence[str], *, add_special_tokens: bool, most_tokens: int | None = None
+        self, texts: Sequence[str], *, add_special_tokens: bool, most_tokens: int | None = None, cut: str | None = None
     ) -> list[list[int]]:
         """Token ids of each text. Long texts do not hold up the other requests.
+
+        ``cut``: a mark where a text is cut before it is tokenized, so that no token spans it.
 
         :class:`ApiError` at once for a text that must have more than ``most_tokens``: no token has more characters than
         the longest of the vocabulary.
@@ -91,7 +107,14 @@ class TextModel:
             )
 
         def encode() -> list[list[int]]:
-            return [self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids for text in texts]
+            return [
+                [
+                    token
+                    for part in (text.split(cut) if cut else [text])
+                    for token in self.tokenizer.encode(part, add_special_tokens=add_special_tokens).ids
+                ]
+                for text in texts
+            ]
 
         try:
             return await asyncio.to_thread(encode) if sum(map(len, texts)) > THREAD_CHARS else encode()
@@ -176,6 +199,15 @@ class ResponseText:
             self.stopped_by = self._matcher.stop
             return text + self._matcher.stop if self._include_stop else text
         return text
+
+
+def _in_special(tokenizer: Tokenizer) -> re.Pattern[str]:
+    """Matches, without a character, after the first one of each special token that a text spells."""
+    rests: dict[str, list[str]] = {}  # by first character, which few places of a text have
+    for token in tokenizer.get_added_tokens_decoder().values():
+        if token.special and len(token.content) > 1:
+            rests.setdefault(re.escape(token.content[0]), []).append(re.escape(token.content[1:]))
+    return re.compile("|".join(f"(?<={first})(?={'|'.join(found)})" for first, found in rests.items()) or "(?!)")
 
 
 def _token_bytes(tokenizer: Tokenizer) -> Callable[[int], bytes]:
