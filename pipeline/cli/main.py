@@ -6,6 +6,7 @@ Exit codes: 0 pass, 1 gate failed, 2 something broke, 3 inconclusive, 130 interr
 from __future__ import annotations
 
 import atexit
+import errno
 import gc
 import os
 import sys
@@ -21,6 +22,15 @@ from pipeline.cli.panels import build, explain, judge, use
 from tapeout.errors import ExitCode, TapeoutError
 
 INTERRUPTED = 130
+# Errors that the machine's owner can mend, and how.
+OF_THE_SYSTEM = {
+    errno.EMFILE: "raise the limit of open files (`ulimit -n 65536`, or LimitNOFILE of a systemd unit)",
+    errno.ENFILE: "close programs: the system has no more open files for all of them together",
+    errno.ENOSPC: "free disk space",
+    errno.EDQUOT: "free space of your disk quota",
+    errno.EROFS: "choose a folder that can be written",
+    errno.EACCES: "correct the permissions of the file, or choose another folder",
+}
 # Nothing is left to collect when the process ends; looking for it took 55 ms of a command of half a second.
 atexit.register(gc.freeze)
 
@@ -100,6 +110,8 @@ def message(error: Exception) -> str:
     """What the user reads instead of a traceback."""
     if isinstance(error, TapeoutError):
         return f"error: {error}"
+    if isinstance(error, OSError) and error.errno in OF_THE_SYSTEM:
+        return f"error: {error}\n  remedy:   {OF_THE_SYSTEM[error.errno]}, and run this again"
     return (
         f"error: {type(error).__name__}: {error}\n  this is a fault in tapeout, not in what you asked for\n"
         "  remedy:   `tapeout --debug …` shows where; please report it"

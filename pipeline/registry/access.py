@@ -25,7 +25,7 @@ from pipeline.registry.tracking import (
     tracking_uri,
     unreachable,
 )
-from pipeline.registry.versions import aliases, get_version, model_id_of
+from pipeline.registry.versions import UnknownVersionError, aliases, dangling, get_version, model_id_of
 from pipeline.sources.download import TIMEOUT_S, download_url
 from tapeout.errors import RegistryError, SourceError, one_line
 from tapeout.file_hashes import sha256_file
@@ -186,7 +186,10 @@ class ClientRegistry:
                 expected="a version that was promoted",
                 remedy="run `tapeout promote`, or name a version: models:/NAME/VERSION",
             )
-        examine(self._client, name, number)
+        try:
+            examine(self._client, name, number)
+        except UnknownVersionError as error:
+            raise (dangling(name, reference.alias, error) if reference.alias else error) from error
         found = get_version(self._client, name, number)
         bundle = self._client.get_logged_model(model_id_of(found.source))
         run = self._client.get_run(found.run_id or "")

@@ -21,7 +21,16 @@ from pipeline.registry.online import log_online, require_online
 from pipeline.registry.pull import Requirements, pull
 from pipeline.registry.signatures import public_key
 from pipeline.registry.tracking import connect
-from pipeline.registry.versions import CHALLENGER, CHAMPION, NO_CHAMPION, ROLLBACK, aliases, get_model
+from pipeline.registry.versions import (
+    CHALLENGER,
+    CHAMPION,
+    NO_CHAMPION,
+    ROLLBACK,
+    UnknownVersionError,
+    aliases,
+    dangling,
+    get_model,
+)
 from tapeout.errors import RegistryError, TapeoutError
 
 if TYPE_CHECKING:
@@ -157,10 +166,15 @@ def _rolled_back(client: MlflowClient, recipe: Recipe, before: Aliases) -> dict[
             expected=f"different versions with the aliases {CHAMPION} and {ROLLBACK}",
             remedy="promote a second version first",
         )
-    target = _approved(client, recipe, back)
+    try:
+        target = _approved(client, recipe, back)
+    except UnknownVersionError as error:
+        raise dangling(name, ROLLBACK, error) from error
     try:
         champion = examine(client, name, now)
         require_pass(champion)
+    except UnknownVersionError as error:  # it cannot get the alias rollback
+        raise dangling(name, CHAMPION, error) from error
     except RegistryError:  # what is left may be damaged: it is not what must be trusted
         champion = None
     if (
@@ -182,6 +196,8 @@ def _in_service(client: MlflowClient, name: str, number: int) -> Judged:
         found = examine(client, name, number)
         require_pass(found)
         require_bundle(_bundle(name, found), found.verdict.candidate, number)
+    except UnknownVersionError as error:
+        raise dangling(name, CHAMPION, error) from error
     except RegistryError as error:
         raise RegistryError(
             f"the champion of {name} cannot be relied on, nor gone back to: {error.found}",

@@ -31,7 +31,9 @@ from pipeline.registry.versions import (
     ROLLBACK,
     SIGNATURE,
     VERDICT,
+    UnknownVersionError,
     aliases,
+    dangling,
     existing,
     source_of,
 )
@@ -160,6 +162,8 @@ def _holder(model_name: str, alias: str) -> RegisteredBundle | None:
         try:
             found = examine(client, model_name, number)
             require_pass(found)
+        except UnknownVersionError as error:
+            raise dangling(model_name, alias, error) from error
         except RegistryError as error:
             raise RegistryError(
                 f"the {alias} of {model_name} cannot be relied on: {error.found}",

@@ -152,6 +152,13 @@ def connect(*, write: bool) -> Generator[MlflowClient]:
         ) from error
     except (MlflowException, SQLAlchemyError) as error:
         reason = str(error).strip().splitlines()[0].replace(uri, public_uri(uri))
+        if "database is locked" in str(error):
+            raise RegistryError(
+                f"another process holds the registry's database {public_uri(uri)}: {reason}",
+                expected="a database that is free within the time that MLflow waits",
+                remedy="stop what writes to it, such as `mlflow ui` or another run, and run this again; where several "
+                "machines share the registry, start a server (`mlflow server`) and set MLFLOW_TRACKING_URI",
+            ) from error
         raise RegistryError(
             f"the registry at {public_uri(uri)} refused: {reason}",
             remedy="correct that and run this again; every step continues where it stopped",

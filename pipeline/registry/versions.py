@@ -91,6 +91,16 @@ def get_version(client: MlflowClient, name: str, number: int) -> ModelVersion:
     return version
 
 
+def dangling(name: str, alias: str, error: UnknownVersionError) -> RegistryError:
+    """For an alias whose version was deleted. Neither a promotion nor a rollback can move away from it."""
+    return RegistryError(
+        f"the alias {alias} of {name} is left over from a version that was deleted: {error.found}",
+        expected=error.expected,
+        remedy="delete the alias in MLflow's page of the model, or by "
+        f"MlflowClient().delete_registered_model_alias({name!r}, {alias!r}); then register and promote a version",
+    )
+
+
 def tag_of(tags: Mapping[str, str], name: str, number: int) -> str:
     value = tags.get(f"tapeout.{name}")
     if value is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -23,7 +24,7 @@ from engines.bundle import EngineBundle, IOContract
 from engines.native import LEVELS
 from evals.check import Outcome
 from pipeline.cli.doctor import Finding, Status, diagnose, processor
-from pipeline.cli.main import app, main
+from pipeline.cli.main import app, main, message
 from tapeout.artifact import ArtifactRef, Parents, Record, Roles, create, load, load_header
 from tapeout.errors import ExitCode
 from tapeout.fingerprint import Fingerprint
@@ -555,3 +556,12 @@ def test_the_comment_compares_with_the_champion_of_the_registry(
     assert "Against the champion, version 1" in text
     worse = text.split("**Worse**")[1]
     assert "mean KL on held-out text, nats" in worse and "**Better**" not in worse
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"), [(errno.EMFILE, "ulimit -n"), (errno.ENOSPC, "disk space"), (errno.EACCES, "permissions")]
+)
+def test_an_error_of_the_system_is_no_fault_of_ours(number: int, remedy: str) -> None:
+    said = message(OSError(number, os.strerror(number), "/some/file"))
+    assert remedy in said and "/some/file" in said and "fault in tapeout" not in said
+    assert "fault in tapeout" in message(OSError(errno.EBADF, "planted"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from evals.kinds.online import Online, frozen_plan
 from evals.online import conclude, load_judged
 from evals.policy import policy_of
 from pipeline.registry import promotion, tracking
+from pipeline.registry.access import ClientRegistry, Reference
 from pipeline.registry.bundle_store import store_folder
 from pipeline.registry.promotion import promote, rollback
 from pipeline.registry.register import champion, incumbent, register
@@ -342,6 +344,28 @@ def test_mistakes_are_named(client: Any, submit: Callable[..., Artifact[Release]
     shutil.rmtree(artifacts / "report")
     with pytest.raises(RegistryError, match=r"lacks report\.html and metrics\.json"):
         register(RECIPE, verdict, load(artifacts / "candidate", EngineBundle), artifacts)
+
+
+def test_an_alias_of_a_deleted_version_is_named(begun: Begun) -> None:
+    """Neither `tapeout promote` nor `tapeout rollback` helps there, so they are not the remedy."""
+    database = tracking.sqlite_path(tracking.tracking_uri())
+    assert database is not None
+    with sqlite3.connect(database) as raw:  # MLflow's own call removes the aliases as well
+        raw.execute("UPDATE model_versions SET current_stage = 'Deleted_Internal' WHERE version = 1")
+    served = partial(ClientRegistry(begun.client).version, Reference(NAME, "champion"))
+    asked: list[Callable[[], object]] = [partial(champion, NAME), partial(promote, RECIPE), served]
+    for ask in asked:
+        with pytest.raises(RegistryError, match=r"champion of .* a version that was deleted") as caught:
+            ask()
+        assert "delete_registered_model_alias" in caught.value.remedy and "rollback`" not in caught.value.remedy
+
+
+def test_a_locked_database_is_named(client: Any) -> None:
+    from sqlalchemy.exc import OperationalError
+
+    with pytest.raises(RegistryError, match="another process holds") as caught, tracking.connect(write=False):
+        raise OperationalError("UPDATE x", {}, sqlite3.OperationalError("database is locked"))
+    assert "mlflow ui" in caught.value.remedy
 
 
 def test_an_absent_server_is_named_without_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
