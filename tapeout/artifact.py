@@ -304,11 +304,17 @@ def read_payload(folder: Path) -> dict[str, Any]:
     """The raw content of ``record.json``: for tools that show any artifact without knowing its type."""
     path, remedy = folder / RECORD, "run `dvc repro`"
     recover(folder)
+    if not folder.is_dir():
+        raise ArtifactError(
+            f"{folder} is a file" if folder.exists() else f"there is no folder {folder}",
+            expected="the folder of an artifact, such as artifacts/candidate",
+            remedy="check the path, or run `dvc repro`; a stage that was interrupted leaves no artifact",
+        )
     if not path.is_file():
         raise ArtifactError(
             f"no {RECORD} in {folder}",
             expected="a finished artifact",
-            remedy="run `dvc repro`; a stage that was interrupted leaves no artifact",
+            remedy="check the path, or run `dvc repro`; a stage that was interrupted leaves no artifact",
         )
     try:
         body: Any = json.loads(path.read_bytes())

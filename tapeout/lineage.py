@@ -124,6 +124,12 @@ def fields(record: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[di
 
 
 def _no_artifact(folder: Path) -> ArtifactError:
+    if not folder.is_dir():
+        return ArtifactError(
+            f"{folder} is a file" if folder.exists() else f"there is no folder {folder}",
+            expected="an artifact's folder, such as artifacts/candidate",
+            remedy="check the path; `make repro` builds what is missing",
+        )
     below = sorted(record.parent.name for record in folder.glob(f"*/{RECORD}"))
     if below:
         return ArtifactError(f"{folder} is not an artifact", expected=f"one of those in it: {', '.join(below)}")

@@ -55,7 +55,11 @@ INT8_DOT_PRODUCTS = ("avx_vnni", "avx512_vnni", "amx_int8", "asimddp", "i8mm")
 
 RUN_PACKAGES = ("onnxruntime", "onnx", "tokenizers", "jinja2", "numpy")
 BUILD_PACKAGES = ("torch", "transformers", "onnxscript", "compressed-tensors", "datasets", "lm-eval", "dvc", "mlflow")
-TENSORRT_PACKAGES = ("tensorrt", "tensorrt-rtx-cu13-bindings")
+# Package -> how to get it.
+TENSORRT_PACKAGES = {
+    "tensorrt": "for the GPU of this machine: install TensorRT 11 from NVIDIA, as `pip install tensorrt`",
+    "tensorrt-rtx-cu13-bindings": 'for GPUs of others: pip install ".[tensorrt-rtx]" in the checkout',
+}
 # What graphs are lowered to where native kernels do not run; norms everywhere.
 ENGINE_OPERATORS = ("GroupQueryAttention", "MatMulNBits", "GatherBlockQuantized", "SkipSimplifiedLayerNormalization")
 
@@ -101,7 +105,7 @@ def diagnose(recipe: Recipe | None, folder: Path) -> Diagnosis:
     pins = pinned()
     run = (python, *(package(name, pins) for name in RUN_PACKAGES), operators())
     build = (*(package(name, pins) for name in BUILD_PACKAGES), native_kernels(native.level()))
-    tensorrt = tuple(optional_package(name) for name in TENSORRT_PACKAGES)
+    tensorrt = tuple(optional_package(name, remedy) for name, remedy in TENSORRT_PACKAGES.items())
     sources = () if recipe is None else (recipe.model.source, recipe.data.source)
     services = (*(source(name) for name in sources), registry(tracking_uri()))
     abilities = (
@@ -182,13 +186,11 @@ def package(name: str, pins: Mapping[str, str]) -> Finding:
     return Finding(name, Status.OK, version)
 
 
-def optional_package(name: str) -> Finding:
+def optional_package(name: str, remedy: str) -> Finding:
     try:
         return Finding(name, Status.OK, metadata.version(name), "`tapeout build` compiles for GPUs with it")
     except metadata.PackageNotFoundError:
-        return Finding(
-            name, Status.ABSENT, "not installed", 'needed only to compile for GPUs: pip install "tapeout[tensorrt-rtx]"'
-        )
+        return Finding(name, Status.ABSENT, "not installed", f"needed only to compile {remedy}")
 
 
 def operators() -> Finding:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from pipeline.recipe import Recipe, load_recipe
 from pipeline.sources.corpus import calibration_and_heldout
 from pipeline.sources.source import Source
 from pipeline.sources.traffic import NAME, exchanges
+from pipeline.yaml_edit import edited
 from quantization.calibration import SAMPLES_FILE, Calibration, CalibrationSample, sample_hash
 from tapeout import artifact
 from tapeout.artifact import Artifact
@@ -67,17 +67,12 @@ def table(found: DriftReport) -> Table:
 
 
 def recalibrated(params: Path, traffic: Path) -> str:
-    """The recipe with live traffic as the calibration source; comments and order stay."""
-    from ruamel.yaml import YAML
-
-    yaml: Any = YAML()
-    yaml.width = 120
-    recipe = yaml.load(params.read_text())
-    recipe["data"] |= {"traffic": f"file:{traffic.resolve()}", "traffic_sha256": None}
-    recipe.setdefault("calibrate", {}).update({"dataset": NAME, "column": COLUMN})
-    stream = io.StringIO()
-    yaml.dump(recipe, stream)
-    return stream.getvalue()
+    """The recipe with live traffic as the calibration source; all other text stays as it is."""
+    changes = {
+        "data": {"traffic": f"file:{traffic.resolve()}", "traffic_sha256": None},
+        "calibrate": {"dataset": NAME, "column": COLUMN},
+    }
+    return edited(params.read_text(), changes)
 
 
 def write_recipe(params: Path, traffic: Path) -> None:

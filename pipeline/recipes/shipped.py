@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+
+import yaml
 
 from pipeline.recipe import load_recipe
+from pipeline.yaml_edit import edited
 from tapeout.errors import RecipeError
 
 FOLDER = Path(__file__).parent
@@ -19,27 +19,11 @@ def names() -> dict[str, str]:
 
 
 def overlay(name: str, params: Path) -> str:
-    """The text of ``params`` with a shipped recipe's differences laid over it; comments and order stay.
+    """The text of ``params`` with a shipped recipe's differences laid over it; all other text stays as it is.
 
-    :class:`RecipeError` when there is no such recipe, or the file under it does not validate.
+    :class:`RecipeError` when there is no such recipe, or the file under it does not validate or cannot be changed.
     """
-    from ruamel.yaml import YAML
-
     if name not in names():
         raise RecipeError(f"no recipe {name!r}", expected=f"one of {', '.join(names())}")
     load_recipe(params)
-    yaml: Any = YAML()  # round-trip: what is not touched is written as it was read
-    yaml.width = 120
-    merged = yaml.load(params.read_text())
-    _merge(merged, yaml.load((FOLDER / f"{name}.yaml").read_text()))
-    stream = io.StringIO()
-    yaml.dump(merged, stream)
-    return stream.getvalue()
-
-
-def _merge(base: Any, changes: Mapping[str, Any]) -> None:
-    for key, value in changes.items():
-        if isinstance(value, Mapping) and isinstance(base.get(key), Mapping):
-            _merge(base[key], value)
-        else:
-            base[key] = value
+    return edited(params.read_text(), yaml.safe_load((FOLDER / f"{name}.yaml").read_text()))

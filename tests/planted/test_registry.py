@@ -344,7 +344,7 @@ def test_logged_evidence_that_was_edited_or_lost(registry: Registry) -> None:
     edit_file(evidence / "parity", "parity_items.jsonl", '"agree": 200', '"agree": 199')
     registry.refuses(lambda: promote(RECIPE, version=NEXT), "not intact: the evidence gives another verdict")
     shutil.rmtree(evidence / "shadow")
-    registry.refuses(lambda: promote(RECIPE, version=NEXT), "not intact: no record")
+    registry.refuses(lambda: promote(RECIPE, version=NEXT), "not intact: there is no folder")
     artifacts = registry.artifacts(NEXT)
     register(RECIPE, load(artifacts / "verdict", Verdict), keep(load(artifacts / "candidate", EngineBundle)), artifacts)
     assert promote(RECIPE, version=NEXT).changed  # what was lost has been logged again

@@ -88,7 +88,7 @@ def test_a_killed_writer_leaves_nothing_that_loads_and_the_next_one_succeeds(tmp
     os.kill(writer.pid, signal.SIGKILL)
     writer.communicate()
     assert (tmp_path / ".a.partial").exists()
-    with pytest.raises(ArtifactError, match=r"no record\.json"):
+    with pytest.raises(ArtifactError, match=r"there is no folder"):
         load(tmp_path / "a", Thing)
     write(tmp_path / "a")
     assert sorted(p.name for p in (tmp_path / "a").rglob("*")) == ["data.txt", "record.json", "sub"]

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,7 +24,7 @@ from engines import native
 from engines.bundle import EngineBundle, IOContract
 from engines.native import LEVELS
 from evals.check import Outcome
-from pipeline.cli.doctor import Finding, Status, diagnose, processor
+from pipeline.cli.doctor import TENSORRT_PACKAGES, Finding, Status, diagnose, processor
 from pipeline.cli.main import app, main, message
 from tapeout.artifact import ArtifactRef, Parents, Record, Roles, create, load, load_header
 from tapeout.errors import ExitCode
@@ -133,7 +134,7 @@ def test_gate_prints_json_for_scripts(here: Path, capsys: Output) -> None:
 def test_no_verdict_is_broken_and_never_a_pass(here: Path, capsys: Output) -> None:
     assert main(["gate"]) == ExitCode.BROKEN
     captured = capsys.readouterr()
-    assert "no record.json in artifacts/verdict" in captured.err and "remedy" in captured.err
+    assert "there is no folder artifacts/verdict" in captured.err and "remedy" in captured.err
     assert "Traceback" not in captured.err and not captured.out
 
 
@@ -229,6 +230,12 @@ def test_inspect_finds_what_changed(spoil: Callable[[Path], Any], problem: str, 
     spoil(here / "x")
     assert main(["inspect", "x"]) == ExitCode.BROKEN
     assert problem in capsys.readouterr().out
+
+
+def test_a_folder_that_is_not_there_is_not_called_unfinished(here: Path, capsys: Output) -> None:
+    for command in (["inspect", "artifacts/canddate"], ["serve", "artifacts/canddate"]):
+        assert main(command) == ExitCode.BROKEN
+        assert "there is no folder artifacts/canddate" in capsys.readouterr().err
 
 
 def test_inspect_of_the_parent_folder_names_what_is_in_it(here: Path, capsys: Output) -> None:
@@ -404,6 +411,17 @@ def test_doctor_names_the_status_of_a_registry_that_refuses(status: int, remedy:
     assert "no MLflow server answers" in registry(site.url).found
 
 
+@pytest.mark.parametrize("name", TENSORRT_PACKAGES)
+def test_what_doctor_says_to_install_changes_its_own_row(name: str) -> None:
+    remedy = TENSORRT_PACKAGES[name]
+    extra = re.search(r'pip install "\.\[([\w-]+)\]"', remedy)
+    if extra:
+        needed = [line for line in requires("tapeout") or [] if line.endswith(f'extra == "{extra[1]}"')]
+        assert any(line.startswith(f"{name}==") for line in needed)
+    else:
+        assert f"`pip install {name}`" in remedy
+
+
 def test_doctor_names_instruction_sets_and_their_absence() -> None:
     fast = processor("CPU", ("avx2", "avx512_vnni"))
     assert fast.status is Status.OK and "AVX-512 VNNI" in fast.found
@@ -516,7 +534,10 @@ def test_no_verdict_in_github_is_an_annotation(here: Path, capsys: Output, monke
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     assert main(["gate"]) == ExitCode.BROKEN
     captured = capsys.readouterr()
-    assert captured.out.startswith("::error title=gate%3A no valid verdict::no record.json") and "%0A" in captured.out
+    assert (
+        captured.out.startswith("::error title=gate%3A no valid verdict::there is no folder artifacts/verdict")
+        and "%0A" in captured.out
+    )
     assert not (here / "artifacts").exists()
 
 

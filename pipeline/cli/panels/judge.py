@@ -73,11 +73,19 @@ def register(
     Example: `tapeout register --key tapeout.key`
     """
     from pipeline.recipe import load_recipe
+    from pipeline.registry.signatures import private_key
     from pipeline.stages.wiring import register_candidate
 
-    found = register_candidate(load_recipe(params), key=key, repair=True).record
-    done = f"version {found.version} of {found.model_name} was judged {found.outcome.value}: {found.registry}"
-    show(found.model_dump(mode="json"), done, as_json)
+    recipe = load_recipe(params)
+    signed_with = key or private_key(recipe)
+    found = register_candidate(recipe, key=signed_with, repair=True).record
+    done = f"version {found.version} of {found.model_name} was judged {found.outcome.value}: {found.registry}\n"
+    signed = f"verdict and bundle are signed with {signed_with}" if signed_with else "not signed: no --key was given"
+    show(
+        found.model_dump(mode="json") | {"signed_with": str(signed_with) if signed_with else None},
+        done + signed,
+        as_json,
+    )
 
 
 @on_panel()

@@ -1,0 +1,103 @@
+"""Values of a parameter file are changed, and every other byte stays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.yaml_edit import edited
+from tapeout.errors import RecipeError
+
+TEXT = """\
+# A recipe.
+model:
+    source:   "file:a"   # where it lies
+    adapter: ~
+    sha256:
+plan:
+  schemes: # the first that matches decides
+  # a comment of its own
+  - {match: '*', bits: 8}   # all
+  - match: head
+    bits: 6
+
+  goal: 'workload'
+  tail: [1,
+    2]   # in two lines
+flow: {a: 1, "b": {c: 2}}
+
+# the end
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "before", "after"),
+    [
+        ({"model": {"source": "file:b"}}, '  "file:a"   # where', "'file:b'   # where"),
+        ({"model": {"adapter": "file:x"}}, "adapter: ~", "adapter: 'file:x'"),
+        ({"model": {"sha256": "0x1"}}, "sha256:\n", "sha256: '0x1'\n"),
+        ({"model": {"new": True}}, "sha256:\n", "sha256:\n    new: true\n"),
+        ({"plan": {"goal": None}}, "'workload'", "null"),
+        ({"plan": {"tail": [3]}}, "[1,\n    2]   # in", "[3]   # in"),
+        (
+            {"plan": {"schemes": "auto"}},
+            TEXT[TEXT.index(" # the first") : TEXT.index("\n\n  goal")],
+            " auto # the first that matches decides",
+        ),
+        (
+            {"plan": {"schemes": [{"match": "*", "bits": 4}]}},
+            TEXT[TEXT.index("  # a comment of") : TEXT.index("\n\n  goal")],
+            "    - {match: '*', bits: 4}",
+        ),
+        ({"flow": {"b": {"c": 3}}}, '{a: 1, "b": {c: 2}}', "{a: 1, b: {c: 3}}"),
+        ({"new": {"section": 1}}, "{c: 2}}\n", "{c: 2}}\nnew: {section: 1}\n"),
+    ],
+)
+def test_one_value_is_replaced(changes: dict[str, Any], before: str, after: str) -> None:
+    assert TEXT.count(before) == 1
+    assert edited(TEXT, changes) == TEXT.replace(before, after)
+
+
+def test_equal_values_are_not_written_again() -> None:
+    assert edited(TEXT, yaml.safe_load(TEXT)) == TEXT
+    assert edited(TEXT, {}) == TEXT
+
+
+def test_a_file_without_a_last_line_break_and_an_empty_one() -> None:
+    assert edited("a: 1", {"a": 2}) == "a: 2"
+    assert edited("a: 1", {"b": 2}) == "a: 1\nb: 2\n"
+    assert edited("", {"b": {"c": 2}}) == "b: {c: 2}\n"
+
+
+def test_what_stands_elsewhere_is_refused() -> None:
+    text = "base: &base {a: 1}\nother:\n  <<: *base\n  b: 2\nthird: *base\n"
+    with pytest.raises(RecipeError, match=r"base\.a cannot be changed in place"):
+        edited(text, {"base": {"a": 2}})
+    assert edited(text, {"other": {"b": 3}}) == text.replace("b: 2", "b: 3")
+
+
+words = st.sampled_from(["a", "b", "c", "d"])
+leaves = st.one_of(
+    st.none(), st.booleans(), st.integers(-5, 5), st.text("ab#: '\"é{", max_size=5), st.lists(st.integers(), max_size=3)
+)
+rules = st.lists(st.dictionaries(words, st.integers(), min_size=1), min_size=1, max_size=2)
+recipes = st.dictionaries(words, st.one_of(leaves, st.dictionaries(words, st.one_of(leaves, rules), min_size=1)))
+
+
+@given(recipes, recipes, st.sampled_from([None, False, True]))
+def test_the_result_is_what_was_asked_for(base: dict[str, Any], changes: dict[str, Any], flow: bool | None) -> None:
+    text = yaml.safe_dump(base, default_flow_style=flow, allow_unicode=True, sort_keys=False) if base else ""
+    lines = text.splitlines()
+    result = edited(text, changes)
+    expected = {**base}
+    for key, value in changes.items():
+        both = isinstance(value, dict) and isinstance(base.get(key), dict)
+        expected[key] = {**base[key], **value} if both else value
+    assert yaml.safe_load(result) == expected if expected else not yaml.safe_load(result)
+    if not text.startswith("{"):
+        untouched = [line for line in lines if line[:1] not in " -" and line.partition(":")[0] not in changes]
+        assert set(untouched) <= set(result.splitlines())
