@@ -15,6 +15,7 @@ from engines.bundle import EngineBundle
 from evals.check import Outcome
 from evals.kinds.speed import Benchmark
 from evals.verdict import Verdict
+from pipeline.cli.serve_limits import limits_within, require_covered
 from pipeline.registry import serving
 from pipeline.registry.access import Reference
 from pipeline.registry.levels import covered, level_to_serve
@@ -51,7 +52,8 @@ class Options:
     slots: int | None
     kv_bytes: int | None
     max_waiting: int
-    draft_tokens: int
+    max_running: int | None
+    draft_tokens: int | None
     queue_seconds: float | None
     request_seconds: float | None
     drain_seconds: float
@@ -76,7 +78,7 @@ def run(options: Options) -> None:
     public_key = required.public_key
     reference = Reference.parse(options.source) if options.source.startswith("models:") else None
     if reference is not None:
-        folder, level = asyncio.run(_pulled(reference, required))
+        folder, level, facts = asyncio.run(_pulled(reference, required))
         name = reference.name
     elif required.judge_by is not None:
         raise ServeError(
@@ -88,6 +90,11 @@ def run(options: Options) -> None:
         folder = Path(options.source)
         name = folder.resolve().name
         level = require_judged(folder, public_key=public_key, unsafe=required.unsafe)
+        facts = facts_beside(folder)
+    wanted = {"max_running": options.max_running, "most_drafted": options.draft_tokens}
+    limits = replace(
+        limits_within(wanted, facts, options.source, unsafe=required.unsafe), max_waiting=options.max_waiting
+    )
     mirrored = None
     if options.shadow is not None:
         from pipeline.cli.shadow import mirror
@@ -95,7 +102,7 @@ def run(options: Options) -> None:
         challenger, other = find_challenger(options.shadow.source, required)
         mirrored = mirror(options.shadow, folder, challenger, public_key, other)
     opener = OpenBundle(options.threads, options.slots, options.kv_bytes, public_key, level)
-    client = ProcessClient(folder, opener, Limits(max_waiting=options.max_waiting, most_drafted=options.draft_tokens))
+    client = ProcessClient(folder, opener, limits)
     # Imported while the engine's process opens the bundle.
     from fastapi import APIRouter
 
@@ -133,7 +140,7 @@ def run(options: Options) -> None:
     async def beside(service: Service) -> None:
         works: list[Awaitable[None]] = []
         if reference is not None and reference.alias and options.follow_seconds:
-            works.append(follow_alias(service, reference, required, opener, options.follow_seconds))
+            works.append(follow_alias(service, reference, required, opener, limits, options.follow_seconds))
         await asyncio.gather(*works, *([mirrored.run()] if mirrored is not None else []))
 
     try:
@@ -159,16 +166,28 @@ def find_challenger(source: str, required: Requirements) -> tuple[Path, str]:
     """The bundle's folder of ``--shadow``, and its level. What may not be served is not shadowed either."""
     if not source.startswith("models:"):
         return Path(source), require_judged(Path(source), public_key=required.public_key, unsafe=required.unsafe)
-    return asyncio.run(_pulled(Reference.parse(source), required))
+    folder, level, _ = asyncio.run(_pulled(Reference.parse(source), required))
+    return folder, level
 
 
-async def _pulled(reference: Reference, required: Requirements) -> tuple[Path, str]:
-    """The folder of a registered bundle, and the level that it is served at; empty: the best."""
+def facts_beside(folder: Path) -> dict[str, float]:
+    """Those of the verdict beside a bundle, if it is about this very bundle."""
+    place = folder.resolve().parent / "verdict"
+    if not place.is_dir():
+        return {}
+    verdict = artifact.load(place, Verdict).record
+    if verdict.candidate != artifact.load_record(folder, EngineBundle).digest:
+        return {}
+    return {fact.name: fact.value for fact in verdict.facts}
+
+
+async def _pulled(reference: Reference, required: Requirements) -> tuple[Path, str, dict[str, float]]:
+    """A registered bundle's folder, the level that it is served at (empty: the best), and facts of its verdict."""
     found = await serving.pulled(reference, required)
     bundle = artifact.load_record(found.folder, EngineBundle)
     level = "" if required.unsafe else level_to_serve(bundle, found.levels, str(reference))
     log.info("%s is version %d: %s %s", reference, found.version, found.folder, level)
-    return found.folder, level
+    return found.folder, level, found.facts
 
 
 def measured_bandwidth(folder: Path) -> float | None:
@@ -183,7 +202,12 @@ def measured_bandwidth(folder: Path) -> float | None:
 
 
 async def follow_alias(
-    service: Service, reference: Reference, required: Requirements, opener: OpenBundle, seconds: float
+    service: Service,
+    reference: Reference,
+    required: Requirements,
+    opener: OpenBundle,
+    limits: Limits,
+    seconds: float,
 ) -> None:
     """Look at the registry every ``seconds``; when the alias is at another version, pull and serve that.
 
@@ -199,7 +223,7 @@ async def follow_alias(
             changed = now is None or now != done
             if changed or (failures and time.monotonic() >= retry_at):
                 failures, done = 0 if changed else failures, now
-                opener = await _serve_alias(service, reference, required, opener)
+                opener = await _serve_alias(service, reference, required, opener, limits)
                 failures, said = 0, ""
         except Exception as error:  # of any kind: a broken bundle must not end the watch
             failures += 1
@@ -212,10 +236,12 @@ async def follow_alias(
 
 
 async def _serve_alias(
-    service: Service, reference: Reference, required: Requirements, opener: OpenBundle
+    service: Service, reference: Reference, required: Requirements, opener: OpenBundle, limits: Limits
 ) -> OpenBundle:
     """Serve what the alias names, unless it is served: the same bundle may have evidence for another level now."""
-    folder, level = await _pulled(reference, required)
+    folder, level, facts = await _pulled(reference, required)
+    if not required.unsafe:
+        require_covered(limits, facts, str(reference))
     bundle = artifact.load_record(folder, EngineBundle)
     if (bundle.digest, level) != (service.client.info.digest, opener.level):
         opener = replace(opener, level=level)

@@ -53,7 +53,7 @@ class Requirements:
 class Pulled(NamedTuple):
     """``folder``: of the bundle, in the store. ``fetched_bytes``: 0 if it was there already.
 
-    ``levels``: of native kernels that evidence covers.
+    ``levels``: of native kernels that evidence covers. ``facts``: of the verdict, by name.
     """
 
     name: str
@@ -64,6 +64,7 @@ class Pulled(NamedTuple):
     folder: Path
     fetched_bytes: int
     levels: tuple[str, ...]
+    facts: dict[str, float]
 
 
 def pull(reference: Reference, store: Path, required: Requirements = Requirements()) -> Pulled:
@@ -96,7 +97,8 @@ def pull(reference: Reference, store: Path, required: Requirements = Requirement
                 replace_folder(incoming, folder)
             _keep(signatures, folder)
             levels = _levels(registry, version, verdict, load_record(folder, EngineBundle), key)
-    return Pulled(version.name, version.number, digest, outcome, bool(signatures), folder, fetched, levels)
+    facts = {str(fact["name"]): float(fact["value"]) for fact in verdict.record["facts"]}
+    return Pulled(version.name, version.number, digest, outcome, bool(signatures), folder, fetched, levels, facts)
 
 
 def _verdict(registry: Registry, version: Version, scratch: Path) -> Header:

@@ -58,7 +58,7 @@ def test_another_checkout_judges_pulled_evidence(tmp_path: Path) -> None:
     run(builder, *GIT, "commit", "-qm", "A judged candidate")
     run(tmp_path, *GIT, "clone", "-q", str(builder), str(other))
     shutil.rmtree(builder)
-    assert "no record.json" in run(other, *COMMAND, "gate", code=2)
+    assert "there is no folder artifacts/verdict" in run(other, *COMMAND, "gate", code=2)
     dvc(other, "pull")
     assert "PASS" in run(other, *COMMAND, "gate")
     # DVC's cache is linked or copied into the checkout: what is changed there is found.

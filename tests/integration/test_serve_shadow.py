@@ -134,7 +134,7 @@ def test_only_a_share_is_mirrored(engines: dict[str, Path], tmp_path: Path) -> N
     [
         ("champion", "0.5", "holds the champion itself"),
         ("models:/m@champion", "0.5", "no model 'm' in the registry"),
-        ("none", "0.5", "no record.json"),
+        ("none", "0.5", "there is no folder"),
         ("equal", "0", "share of mirrored calls is 0"),
     ],
 )

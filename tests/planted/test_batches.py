@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
 from engines.protocol import Entry, Result
 from engines.sequences import Sequences
 from evals.check import Outcome
-from evals.kinds.serving import ServingBounds, ServingSettings, served_checks
+from evals.kinds.serving import DRAFT_TOKENS, MAX_RUNNING, ServingBounds, ServingSettings, served_checks
 from evals.running_paths import most_running, running_paths
 from evals.served_log import Log, Streams
+from pipeline.cli.serve import facts_beside
+from pipeline.cli.serve_limits import limits_within, require_covered
+from runtime.server.listen import ServeError
+from tests import judged
 from tests.fake_engine import HistoryEngine
 
 TEXT = [number * number % 31 for number in range(4000)]
 SETTINGS = ServingSettings()
 MOST = 64
+FACTS = {"max_running": MAX_RUNNING, "most_drafted": DRAFT_TOKENS}
 
 
 class Faulty(HistoryEngine):
@@ -99,3 +105,22 @@ def test_tokens_behind_drafts_are_wrong() -> None:
 
 def test_a_resumed_sequence_finds_the_blocks_of_another() -> None:
     assert wrong_paths(StaleBlocks()) == {"resumed"}
+
+
+@pytest.mark.parametrize(("field", "option"), [("max_running", "--max-running"), ("most_drafted", "--draft-tokens")])
+def test_limits_beyond_what_was_measured(field: str, option: str, tmp_path: Path) -> None:
+    judged.write_run(tmp_path / "artifacts")  # measured with two requests and eight drafts
+    facts = facts_beside(tmp_path / "artifacts" / "candidate")
+    assert (facts[MAX_RUNNING], facts[DRAFT_TOKENS]) == (2, 8)
+    most = {"max_running": 2, "most_drafted": 8}
+    limits = limits_within({}, facts, "here")
+    assert (limits.max_running, limits.most_drafted) == (2, 8)
+    assert limits_within(most, facts, "here") == limits
+    assert getattr(limits_within({field: most[field] - 1}, facts, "here"), field) == most[field] - 1
+    with pytest.raises(ServeError, match=f"{option} {most[field] + 1} is more than") as refused:
+        limits_within({field: most[field] + 1}, facts, "here")
+    assert f"at most {most[field]}" in str(refused.value) and "--unsafe" in str(refused.value)
+    assert getattr(limits_within({field: 99}, facts, "here", unsafe=True), field) == 99
+    require_covered(limits, facts, "here")
+    with pytest.raises(ServeError, match=option):  # a champion that was measured with less
+        require_covered(limits, {**facts, FACTS[field]: 1}, "there")

@@ -78,9 +78,17 @@ def serve(
     ] = None,
     kv_bytes: Annotated[str | None, typer.Option(help="Instead of --slots: most memory of the KV cache: 2GiB.")] = None,
     max_waiting: Annotated[int, typer.Option(help="Requests that may wait; more are refused with 429.")] = 1024,
+    max_running: Annotated[
+        int | None, typer.Option(min=1, help="Requests that run at once; by default 64, or as many as were measured.")
+    ] = None,
     draft_tokens: Annotated[
-        int, typer.Option(help="Most tokens that prompt lookup guesses for a request in a step; 0 switches it off.")
-    ] = 8,
+        int | None,
+        typer.Option(
+            min=0,
+            help="Most tokens that prompt lookup guesses for a request in a step; 0 switches it off. By default 8, or "
+            "as many as were measured.",
+        ),
+    ] = None,
     queue_seconds: Annotated[
         float | None, typer.Option(help="A request that waits longer is ended with 408; without, it waits.")
     ] = None,
@@ -162,6 +170,7 @@ def serve(
             slots=slots,
             kv_bytes=None if kv_bytes is None else command.parse_bytes(kv_bytes),
             max_waiting=max_waiting,
+            max_running=max_running,
             draft_tokens=draft_tokens,
             queue_seconds=queue_seconds,
             request_seconds=request_seconds,

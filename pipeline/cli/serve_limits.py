@@ -1,0 +1,49 @@
+"""What a server may run: no more than its verdict's evidence measured."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+
+from evals.kinds.serving import DRAFT_TOKENS, MAX_RUNNING
+from runtime.server.listen import ServeError
+from runtime.work import Limits
+
+# Fact of a verdict -> field of the limits, option, and parameter of the recipe.
+LIMITS = {
+    MAX_RUNNING: ("max_running", "--max-running", "serving.max_running"),
+    DRAFT_TOKENS: ("most_drafted", "--draft-tokens", "serving.draft_tokens"),
+}
+
+log = logging.getLogger("tapeout.server")
+
+
+def limits_within(
+    wanted: Mapping[str, int | None], facts: Mapping[str, float], source: str, *, unsafe: bool = False
+) -> Limits:
+    """``wanted``: by field of the limits; None: the default, or as much of it as was measured.
+
+    ``facts``: of the verdict, by name. :class:`ServeError` for more than was measured, unless ``unsafe``. A verdict
+    that says nothing of sizes measured no more than the defaults.
+    """
+    limits = Limits()
+    for fact, (field, option, parameter) in LIMITS.items():
+        value, default = wanted.get(field), int(getattr(limits, field))
+        most = int(facts.get(fact, default))
+        if value is not None and value > most and not unsafe:
+            raise ServeError(
+                f"{option} {value} is more than the evidence about {source} covers",
+                expected=f"at most {most}, which was measured",
+                remedy=f"raise {parameter} in the recipe and run `dvc repro gate`, or accept the risk with --unsafe",
+            )
+        if value is not None and value > most:
+            log.warning("--unsafe: %s %d, and %d was measured", option, value, most)
+        chosen = value if value is not None else default if unsafe else min(default, most)
+        limits = replace(limits, **{field: chosen})
+    return limits
+
+
+def require_covered(limits: Limits, facts: Mapping[str, float], source: str) -> None:
+    """:class:`ServeError` unless the evidence about another engine covers the limits that a server runs with."""
+    limits_within({field: int(getattr(limits, field)) for field, _, _ in LIMITS.values()}, facts, source)
