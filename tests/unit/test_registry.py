@@ -301,7 +301,7 @@ def test_a_changed_bundle_is_refused(submit: Callable[..., Artifact[Release]], t
     submit("one")
     elsewhere = tmp_path / "elsewhere"
     shutil.move(tmp_path / "run-one" / "candidate", elsewhere)
-    with pytest.raises(RegistryError, match=r"there is no folder .*nowhere"):
+    with pytest.raises(RegistryError, match=r"no record\.json in .*nowhere"):
         promote(RECIPE, bundle=tmp_path / "nowhere")
     (elsewhere / "model.onnx").write_text("eno")
     with pytest.raises(RegistryError, match=r"not the one that was judged: .*model\.onnx has sha256"):
