@@ -579,6 +579,20 @@ def test_the_comment_compares_with_the_champion_of_the_registry(
     assert "mean KL on held-out text, nats" in worse and "**Better**" not in worse
 
 
+def test_register_says_what_signed(here: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", empty_registry(here))
+    judged.write_params(here / "params.yaml", judged.recipe())
+    judged.write_run(here / "artifacts", "one", evidence=judged.good(0.01))
+    assert main(["register"]) == 0
+    assert "not signed: no --key was given" in capsys.readouterr().out
+    assert main(["keygen"]) == 0
+    capsys.readouterr()
+    assert main(["register", "--key", "tapeout.key"]) == 0
+    assert "verdict and bundle are signed with tapeout.key" in capsys.readouterr().out
+    assert main(["register", "--key", "tapeout.key", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["signed_with"] == "tapeout.key"
+
+
 @pytest.mark.parametrize(
     ("number", "remedy"), [(errno.EMFILE, "ulimit -n"), (errno.ENOSPC, "disk space"), (errno.EACCES, "permissions")]
 )
