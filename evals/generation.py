@@ -101,23 +101,23 @@ def greedy(
                 return sequence
         return None
 
-    while len(live) < engine.slots and (sequence := admit(len(live))) is not None:
-        live.append(sequence)
-    while live:
-        chosen = engine.decode_greedy(
-            [sequence.tokens[-1] for sequence in live], [sequence.length for sequence in live]
-        )
-        for slot in reversed(range(len(live))):
-            live[slot].length += 1
-            if not accept(live[slot], int(chosen[slot])):
-                continue
-            if (sequence := admit(slot)) is not None:
-                live[slot] = sequence
-                continue
-            # Sequences behind this slot were dealt with before it, so the last one's state is settled.
-            last = live.pop()
-            if slot < len(live):
-                engine.copy_slot(len(live), slot, last.length)
-                live[slot] = last
-    bar.close()
+    with bar:
+        while len(live) < engine.slots and (sequence := admit(len(live))) is not None:
+            live.append(sequence)
+        while live:
+            chosen = engine.decode_greedy(
+                [sequence.tokens[-1] for sequence in live], [sequence.length for sequence in live]
+            )
+            for slot in reversed(range(len(live))):
+                live[slot].length += 1
+                if not accept(live[slot], int(chosen[slot])):
+                    continue
+                if (sequence := admit(slot)) is not None:
+                    live[slot] = sequence
+                    continue
+                # Sequences behind this slot were dealt with before it, so the last one's state is settled.
+                last = live.pop()
+                if slot < len(live):
+                    engine.copy_slot(len(live), slot, last.length)
+                    live[slot] = last
     return [responses[number] for number in range(len(prompts))]

@@ -15,6 +15,7 @@ from engines.protocol import Engine, EngineCapabilities, Entry, FloatArray, Resu
 from engines.sequences import Sequences
 from evals.kinds.serving import ServingSettings
 from evals.served_log import Log, Place, Stream, Streams, anchor
+from tapeout.progress import ProgressBar
 
 SPREAD = 97  # prompts have 1 to so many tokens
 
@@ -44,12 +45,12 @@ def running_paths(candidate: Sequences, streams: Streams, settings: ServingSetti
         running.append(Running(stream, length, tables[number]))
     wanted = [range(one.length - 1, len(one.stream.tokens)) for one in running]
     anchor(candidate, None, [one.stream for one in running], wanted)
-    for size in range(1, most + 1):
+    for size in ProgressBar(range(1, most + 1), title="batch sizes", unit="size"):
         _join(engine, running[:size], log)
         _decode(engine, running[:size], log)
         _draft(engine, running[:size], settings, log)
     spare = tables[most] if len(tables) > most else None
-    for number in range(most):
+    for number in ProgressBar(range(most), title="sequences fed again", unit="sequence"):
         spare = _resume(engine, running, number, spare, log)
 
 

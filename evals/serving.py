@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -142,12 +143,16 @@ def served_items(
         mixed(candidate, held, lengths, log)
         if candidate.slots > 1:
             copy(candidate, held[-1], prefixes, settings.steps, log)
+    parts: list[Callable[[], None]] = [
+        partial(reuse, candidate, baseline, streams, settings.steps, log),
+        partial(generation, candidate, streams, settings, log),
+        partial(running_paths, candidate, streams, settings, log),
+        partial(other_shape, candidate, baseline, reopen, streams, settings.steps, log),
+    ]
     if candidate.slots > 1:
-        share(candidate, streams, settings.steps, log)
-    reuse(candidate, baseline, streams, settings.steps, log)
-    generation(candidate, streams, settings, log)
-    running_paths(candidate, streams, settings, log)
-    other_shape(candidate, baseline, reopen, streams, settings.steps, log)
+        parts.insert(0, partial(share, candidate, streams, settings.steps, log))
+    for part in ProgressBar(parts, title="as served, further paths", unit="path"):
+        part()
     return log.items()
 
 

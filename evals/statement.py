@@ -28,6 +28,7 @@ def statement(model: str, verdict: Artifact[Verdict], bundle: Artifact[Any]) -> 
         bundle=bundle.digest,
         verdict=verdict.digest,
         evidence=record.evidence,
+        facts=record.numbers,
     )
 
 

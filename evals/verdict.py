@@ -73,6 +73,11 @@ class Verdict(Record):
         rest = f" (and {len(deciding) - 1} more below)" if len(deciding) > 1 else ""
         return f"{len(deciding)} of {total} checks {did}: {deciding[0].title}, {deciding[0].reason}{rest}"
 
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Value of each fact, by name."""
+        return {fact.name: fact.value for fact in self.facts}
+
     def check(self, name: str) -> Check:
         return next(check for check in self.checks if check.name == name)
 

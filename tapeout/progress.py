@@ -53,8 +53,10 @@ class ProgressBar(Base):
             disable=hidden,
             dynamic_ncols=True,
         )
+        self._writer: threading.Thread | None = None
         if self._in_log:
-            threading.Thread(target=self._write_log, args=(sys.stderr,), daemon=True).start()
+            self._writer = threading.Thread(target=self._write_log, args=(sys.stderr,), daemon=True)
+            self._writer.start()
 
     def __iter__(self) -> Iterator[Any]:
         with self:
@@ -69,6 +71,9 @@ class ProgressBar(Base):
 
     def close(self) -> None:
         self._closed.set()
+        if self._writer is not None:
+            self._writer.join()  # no line after what is printed next
+            self._writer = None
         super().close()
 
     def _write_log(self, log: Any) -> None:
@@ -77,5 +82,6 @@ class ProgressBar(Base):
             shown: dict[str, Any] = {**self.format_dict, "ncols": None}
             shown["bar_format"] = _LOG_LINE if self.total else _LOG_LINE_OF_UNKNOWN
             line = self.format_meter(**shown)
-            log.write(f"  {' '.join(line.split())}\n")  # tqdm pads its numbers
+            # tqdm pads its numbers, and writes slow rates as "9.60s/ layer"
+            log.write(f"  {' '.join(line.split()).replace('s/ ', ' s/')}\n")
             log.flush()

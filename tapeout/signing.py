@@ -63,6 +63,9 @@ class TestResult(Frozen):
     bundle: str  # digests, as records have them
     verdict: str
     evidence: dict[str, str]
+    facts: dict[str, float] = Field(
+        default_factory=dict
+    )  # what was measured, beside the checks; a level's evidence has none
 
 
 class Statement(Frozen):

@@ -6,10 +6,10 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engines.bundle import EngineBundle
 from evals.check import Outcome
@@ -71,6 +71,17 @@ class Options:
     shadow: ShadowOptions | None = None
 
 
+class Approved(NamedTuple):
+    """How a bundle may be served.
+
+    ``level``: of native kernels; empty: the best that this machine has. ``facts``: by name, of the very verdict that
+    approved it; none with ``--unsafe``.
+    """
+
+    level: str
+    facts: Mapping[str, float]
+
+
 def run(options: Options) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     listener = listen(options.host, options.port)
@@ -78,7 +89,7 @@ def run(options: Options) -> None:
     public_key = required.public_key
     reference = Reference.parse(options.source) if options.source.startswith("models:") else None
     if reference is not None:
-        folder, level, facts = asyncio.run(_pulled(reference, required))
+        folder, approved = asyncio.run(_pulled(reference, required))
         name = reference.name
     elif required.judge_by is not None:
         raise ServeError(
@@ -89,11 +100,10 @@ def run(options: Options) -> None:
     else:
         folder = Path(options.source)
         name = folder.resolve().name
-        level = require_judged(folder, public_key=public_key, unsafe=required.unsafe)
-        facts = facts_beside(folder)
+        approved = require_judged(folder, public_key=public_key, unsafe=required.unsafe)
     wanted = {"max_running": options.max_running, "most_drafted": options.draft_tokens}
     limits = replace(
-        limits_within(wanted, facts, options.source, unsafe=required.unsafe), max_waiting=options.max_waiting
+        limits_within(wanted, approved.facts, options.source, unsafe=required.unsafe), max_waiting=options.max_waiting
     )
     mirrored = None
     if options.shadow is not None:
@@ -101,7 +111,7 @@ def run(options: Options) -> None:
 
         challenger, other = find_challenger(options.shadow.source, required)
         mirrored = mirror(options.shadow, folder, challenger, public_key, other)
-    opener = OpenBundle(options.threads, options.slots, options.kv_bytes, public_key, level)
+    opener = OpenBundle(options.threads, options.slots, options.kv_bytes, public_key, approved.level)
     client = ProcessClient(folder, opener, limits)
     # Imported while the engine's process opens the bundle.
     from fastapi import APIRouter
@@ -165,29 +175,19 @@ def run(options: Options) -> None:
 def find_challenger(source: str, required: Requirements) -> tuple[Path, str]:
     """The bundle's folder of ``--shadow``, and its level. What may not be served is not shadowed either."""
     if not source.startswith("models:"):
-        return Path(source), require_judged(Path(source), public_key=required.public_key, unsafe=required.unsafe)
-    folder, level, _ = asyncio.run(_pulled(Reference.parse(source), required))
-    return folder, level
+        folder = Path(source)
+        return folder, require_judged(folder, public_key=required.public_key, unsafe=required.unsafe).level
+    folder, approved = asyncio.run(_pulled(Reference.parse(source), required))
+    return folder, approved.level
 
 
-def facts_beside(folder: Path) -> dict[str, float]:
-    """Those of the verdict beside a bundle, if it is about this very bundle."""
-    place = folder.resolve().parent / "verdict"
-    if not place.is_dir():
-        return {}
-    verdict = artifact.load(place, Verdict).record
-    if verdict.candidate != artifact.load_record(folder, EngineBundle).digest:
-        return {}
-    return {fact.name: fact.value for fact in verdict.facts}
-
-
-async def _pulled(reference: Reference, required: Requirements) -> tuple[Path, str, dict[str, float]]:
-    """A registered bundle's folder, the level that it is served at (empty: the best), and facts of its verdict."""
+async def _pulled(reference: Reference, required: Requirements) -> tuple[Path, Approved]:
+    """A registered bundle's folder, and how it may be served."""
     found = await serving.pulled(reference, required)
     bundle = artifact.load_record(found.folder, EngineBundle)
     level = "" if required.unsafe else level_to_serve(bundle, found.levels, str(reference))
     log.info("%s is version %d: %s %s", reference, found.version, found.folder, level)
-    return found.folder, level, found.facts
+    return found.folder, Approved(level, found.facts)
 
 
 def measured_bandwidth(folder: Path) -> float | None:
@@ -239,12 +239,12 @@ async def _serve_alias(
     service: Service, reference: Reference, required: Requirements, opener: OpenBundle, limits: Limits
 ) -> OpenBundle:
     """Serve what the alias names, unless it is served: the same bundle may have evidence for another level now."""
-    folder, level, facts = await _pulled(reference, required)
+    folder, approved = await _pulled(reference, required)
     if not required.unsafe:
-        require_covered(limits, facts, str(reference))
+        require_covered(limits, approved.facts, str(reference))
     bundle = artifact.load_record(folder, EngineBundle)
-    if (bundle.digest, level) != (service.client.info.digest, opener.level):
-        opener = replace(opener, level=level)
+    if (bundle.digest, approved.level) != (service.client.info.digest, opener.level):
+        opener = replace(opener, level=approved.level)
         await service.swap(folder, opener)
         log.info("%s is served; requests that were running end on the engine before it", folder)
     return opener
@@ -261,8 +261,8 @@ def parse_bytes(text: str) -> int:
     return int(float(found[1]) * (1 << UNITS[found[2]]))
 
 
-def require_judged(folder: Path, *, public_key: Path | None = None, unsafe: bool = False) -> str:
-    """The level to serve a bundle at; empty: the best that this machine has.
+def require_judged(folder: Path, *, public_key: Path | None = None, unsafe: bool = False) -> Approved:
+    """How a bundle may be served, by the verdict beside it, or by a signed statement where the verdict is not there.
 
     :class:`ServeError` unless the verdict beside the bundle is a PASS about this very bundle; :class:`SignatureError`
     unless a signed one is, with a ``public_key``. :class:`FingerprintError` where no level of this machine has
@@ -271,15 +271,17 @@ def require_judged(folder: Path, *, public_key: Path | None = None, unsafe: bool
     bundle = artifact.load_record(folder, EngineBundle)
     if unsafe:
         log.warning("--unsafe: %s is served without a verdict", folder)
-        return ""
+        return Approved("", {})
     place = folder.resolve().parent / "verdict"
     if public_key is not None:
         signed = require_signed_pass(bundle, public_key).predicate
         verdict = artifact.load(place, Verdict) if place.is_dir() else None
         if verdict is None or verdict.digest != signed.verdict:
             level = judged_level(bundle.record.target, signed.executed_on)
-            return level_to_serve(bundle, () if level is None else (level,), str(folder))
-        return level_to_serve(bundle, covered(bundle, verdict, public_key), str(folder))
+            chosen = level_to_serve(bundle, () if level is None else (level,), str(folder))
+            return Approved(chosen, signed.facts)
+        chosen = level_to_serve(bundle, covered(bundle, verdict, public_key), str(folder))
+        return Approved(chosen, verdict.record.numbers)
     remedy = "run `dvc repro gate`, serve the champion (models:/NAME@champion), or accept the risk with --unsafe"
     expected = f"a PASS about bundle {bundle.digest[:12]} in {place}"
     if not place.is_dir():
@@ -294,4 +296,4 @@ def require_judged(folder: Path, *, public_key: Path | None = None, unsafe: bool
         )
     if verdict.record.outcome is not Outcome.PASS:
         raise ServeError(f"{folder} was judged {verdict.record.outcome.value}", expected=expected, remedy=remedy)
-    return level_to_serve(bundle, covered(bundle, verdict), str(folder))
+    return Approved(level_to_serve(bundle, covered(bundle, verdict), str(folder)), verdict.record.numbers)

@@ -24,13 +24,22 @@ def limits_within(
 ) -> Limits:
     """``wanted``: by field of the limits; None: the default, or as much of it as was measured.
 
-    ``facts``: of the verdict, by name. :class:`ServeError` for more than was measured, unless ``unsafe``. A verdict
-    that says nothing of sizes measured no more than the defaults.
+    ``facts``: of the verdict, by name. Unless ``unsafe``, :class:`ServeError` for more than was measured, and for a
+    verdict that does not say what was measured.
     """
     limits = Limits()
     for fact, (field, option, parameter) in LIMITS.items():
         value, default = wanted.get(field), int(getattr(limits, field))
-        most = int(facts.get(fact, default))
+        if fact not in facts:
+            if not unsafe:
+                raise ServeError(
+                    f"the evidence about {source} does not say with how many of {parameter} it was measured",
+                    expected=f"a verdict with the fact {fact}",
+                    remedy="run `dvc repro gate`, and sign and register again, or accept the risk with --unsafe",
+                )
+            limits = replace(limits, **{field: default if value is None else value})
+            continue
+        most = int(facts[fact])
         if value is not None and value > most and not unsafe:
             raise ServeError(
                 f"{option} {value} is more than the evidence about {source} covers",

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from engines.bundle import EngineBundle
 from engines.protocol import Entry, Result
 from engines.sequences import Sequences
 from evals.check import Outcome
 from evals.kinds.serving import DRAFT_TOKENS, MAX_RUNNING, ServingBounds, ServingSettings, served_checks
 from evals.running_paths import most_running, running_paths
 from evals.served_log import Log, Streams
-from pipeline.cli.serve import facts_beside
+from evals.statement import statement
+from pipeline.cli.serve import require_judged
 from pipeline.cli.serve_limits import limits_within, require_covered
 from runtime.server.listen import ServeError
+from runtime.work import Limits
+from tapeout import artifact
+from tapeout.signing import generate_keys, sign, signature_path, write_signature
 from tests import judged
 from tests.fake_engine import HistoryEngine
 
@@ -110,7 +116,7 @@ def test_a_resumed_sequence_finds_the_blocks_of_another() -> None:
 @pytest.mark.parametrize(("field", "option"), [("max_running", "--max-running"), ("most_drafted", "--draft-tokens")])
 def test_limits_beyond_what_was_measured(field: str, option: str, tmp_path: Path) -> None:
     judged.write_run(tmp_path / "artifacts")  # measured with two requests and eight drafts
-    facts = facts_beside(tmp_path / "artifacts" / "candidate")
+    facts = require_judged(tmp_path / "artifacts" / "candidate").facts
     assert (facts[MAX_RUNNING], facts[DRAFT_TOKENS]) == (2, 8)
     most = {"max_running": 2, "most_drafted": 8}
     limits = limits_within({}, facts, "here")
@@ -124,3 +130,22 @@ def test_limits_beyond_what_was_measured(field: str, option: str, tmp_path: Path
     require_covered(limits, facts, "here")
     with pytest.raises(ServeError, match=option):  # a champion that was measured with less
         require_covered(limits, {**facts, FACTS[field]: 1}, "there")
+    unknown = {name: value for name, value in facts.items() if name != FACTS[field]}
+    with pytest.raises(ServeError, match="does not say with how many"):
+        limits_within({}, unknown, "here")
+    assert getattr(limits_within({}, unknown, "here", unsafe=True), field) == getattr(Limits(), field)
+
+
+def test_limits_of_a_signed_bundle_without_its_verdict(tmp_path: Path) -> None:
+    """The signature says what was measured, also where a verdict of another run lies beside the bundle."""
+    private, public = tmp_path / "t.key", tmp_path / "t.pub"
+    generate_keys(private, public)
+    verdict = judged.write_run(tmp_path / "artifacts")
+    candidate = tmp_path / "artifacts" / "candidate"
+    said = statement(judged.NAME, verdict, artifact.load_record(candidate, EngineBundle))
+    write_signature(signature_path(candidate), sign(said, private))
+    shutil.rmtree(tmp_path / "artifacts" / "verdict")
+    facts = require_judged(candidate, public_key=public).facts
+    assert (facts[MAX_RUNNING], facts[DRAFT_TOKENS]) == (2, 8)
+    with pytest.raises(ServeError, match="--max-running 3 is more than"):
+        limits_within({"max_running": 3}, facts, "here")

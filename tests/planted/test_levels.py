@@ -162,20 +162,20 @@ def test_a_level_is_served_once_it_is_verified(
     artifacts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     candidate = artifacts / "candidate"
-    assert require_judged(candidate) == BEST.name
+    assert require_judged(candidate).level == BEST.name
     with monkeypatch.context() as patch:
         processor(patch, *LEAST.needed)
         with pytest.raises(FingerprintError, match=f"no evidence for {LEAST.name}, which this machine has") as refused:
             require_judged(candidate)
         assert f"`tapeout verify {candidate}`" in refused.value.remedy and BEST.name in refused.value.expected
-        assert require_judged(candidate, unsafe=True) == ""
+        assert require_judged(candidate, unsafe=True).level == ""
         assert main(["verify", str(candidate), "--threads", "1"]) == 0
         assert f"at {LEAST.name}" in capsys.readouterr().out
-        assert require_judged(candidate) == LEAST.name
+        assert require_judged(candidate).level == LEAST.name
         processor(patch, "avx")
         with pytest.raises(FingerprintError, match="this CPU lacks avx2"):
             require_judged(candidate)
-    assert require_judged(candidate) == BEST.name
+    assert require_judged(candidate).level == BEST.name
     found = artifact.load(evidence_folder(candidate, LEAST.name), LevelVerdict).record
     assert found.executed_on.level == LEAST.name and found.executed_on.features == LEAST.needed
     outcomes = {check.name: check.outcome for check in found.checks}
@@ -325,7 +325,7 @@ def test_edited_evidence_of_a_level_does_not_count(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     edit(verified(artifacts))
-    assert require_judged(artifacts / "candidate") == BEST.name  # which was judged
+    assert require_judged(artifacts / "candidate").level == BEST.name  # which was judged
     monkeypatch.setattr("pipeline.registry.levels.judged_level", lambda target, place: None)
     with pytest.raises(FingerprintError, match="no evidence for"):
         require_judged(artifacts / "candidate")
@@ -335,7 +335,7 @@ def test_edited_evidence_of_a_level_does_not_count(
 def test_evidence_of_another_bundle_or_verdict_does_not_count(artifacts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = verified(artifacts)
     edit_record(folder, lambda body: body["parents"]["verdict"].update(digest="0" * 64))
-    assert require_judged(artifacts / "candidate") == BEST.name
+    assert require_judged(artifacts / "candidate").level == BEST.name
     processor(monkeypatch, *LEAST.needed)
     with pytest.raises(FingerprintError, match="no evidence for"):
         require_judged(artifacts / "candidate")
@@ -356,13 +356,13 @@ def test_evidence_of_a_level_without_a_signature(
     said = statement(judged.NAME, verdict, artifact.load_record(candidate, EngineBundle))
     write_signature(signature_path(candidate), sign(said, private))
     folder = verified(artifacts)
-    assert require_judged(candidate, public_key=public) == BEST.name
+    assert require_judged(candidate, public_key=public).level == BEST.name
     processor(monkeypatch, *LEAST.needed)
     with pytest.raises(FingerprintError, match="no evidence for"):
         require_judged(candidate, public_key=public)
     assert "no signature at" in caplog.text
     assert main(["verify", str(candidate), "--threads", "1", "--key", str(private)]) == 0
-    assert require_judged(candidate, public_key=public) == LEAST.name
+    assert require_judged(candidate, public_key=public).level == LEAST.name
     edit_record(folder, passes)
     with pytest.raises(FingerprintError, match="no evidence for"):
         require_judged(candidate, public_key=public)
