@@ -187,6 +187,15 @@ class Context(Protocol):
     def say(self, step: str) -> None: ...
 
 
+class CountTexts(Protocol):
+    """How many different texts a column of a data set has; :class:`SourceError` where it holds none.
+
+    ``column`` None: that of questions.
+    """
+
+    def __call__(self, dataset: str, column: str | None = None) -> int: ...
+
+
 class Kind(Generic[R, T, B]):
     """One kind of evidence. A file of ``evals/kinds`` holds one instance, ``KIND``.
 
@@ -215,6 +224,11 @@ class Kind(Generic[R, T, B]):
     def datasets(self, recipe: Recipe) -> Sequence[str]:
         """The data sets that it reads below ``data.source``."""
         return ()
+
+    def check_data(self, recipe: Recipe, data: Path, count: CountTexts) -> None:
+        """Look at what it will read of the ``data`` folder, where it is fetched: :class:`SourceError` or
+        :class:`EvidenceError` for what it could not use.
+        """
 
     def load(self, folder: Path, recipe: Recipe) -> Report[R, T]:
         """Read the report and hash its files again."""

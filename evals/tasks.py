@@ -34,6 +34,8 @@ lm_eval.api.task.tqdm = partial(tqdm, disable=True)  # pyright: ignore[reportPri
 lm_eval.utils.env.from_string = lru_cache(256)(lm_eval.utils.env.from_string)  # pyright: ignore[reportAttributeAccessIssue]
 # Data sets that lm-eval reads from a copy of another name.
 OTHER_NAMES = {"siqa": "social_i_qa"}
+COMPLETE = "store the data set again, or leave the task out of `evaluate.tasks`"
+NULL = "<null of a row>"
 TASK_LINE = re.compile(r"^task:[ \t]*[\"']?([\w.-]+)[\"']?[ \t]*$", re.MULTILINE)
 
 
@@ -67,10 +69,33 @@ class LocalTask(ConfigurableTask):
 
         The right answer is left out: social_iqa asks some questions twice and has another answer the second time.
         """
-        documents: list[Any] = list(self.task_docs)
+        return [self._asked(doc) for doc in self.task_docs]
+
+    def _asked(self, doc: Any) -> str:
         if self.multiple_input:  # the text before the choices is the number of the right one
-            return [json.dumps([self.doc_to_choice(doc), self.doc_to_target(doc)]) for doc in documents]
-        return [json.dumps([self.doc_to_text(doc), self.doc_to_choice(doc)]) for doc in documents]
+            return json.dumps([self.doc_to_choice(doc), self.doc_to_target(doc)])
+        return json.dumps([self.doc_to_text(doc), self.doc_to_choice(doc)])
+
+    def require_sound_rows(self) -> None:
+        """:class:`EvidenceError` for a row without a right answer, and for one that asks null: a template writes
+        ``None`` for it.
+        """
+        for number, doc in enumerate(self.task_docs):
+            task = f"task {self.config.task!r}"
+            remedy = f"correct the row of {self.config.dataset_path}, or remove it"
+            try:
+                if _holds_null(doc) and NULL in self._asked(_marked(doc)):
+                    raise EvidenceError(f"{task}: it asks null: {doc}", expected="text", remedy=remedy)
+                self.right_choice(doc)
+            except EvidenceError as error:
+                found = f"row {number} of {error.found}"
+                raise EvidenceError(found, expected=error.expected, remedy=error.remedy) from error
+            except Exception as error:  # definitions are arbitrary templates and functions over the columns
+                raise EvidenceError(
+                    f"row {number} of {task} cannot be read: {type(error).__name__}: {error}",
+                    expected=f"a row as {self.config.dataset_path} has them; found {doc}",
+                    remedy=remedy,
+                ) from error
 
     def right_choice(self, doc: Any) -> int:
         """Index of the right answer. :class:`EvidenceError` where there is none: lm-eval would score it as wrong."""
@@ -86,11 +111,26 @@ class LocalTask(ConfigurableTask):
         return index
 
 
+def _holds_null(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(_holds_null(part) for part in value.values())
+    return any(_holds_null(part) for part in value) if isinstance(value, list) else value is None
+
+
+def _marked(value: Any) -> Any:
+    """The row with ``NULL`` in the place of each null."""
+    if isinstance(value, Mapping):
+        return {name: _marked(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_marked(part) for part in value]
+    return NULL if value is None else value
+
+
 def load_task(name: str, data: Path) -> LocalTask:
     """The task ``name`` of lm-eval over the tables under ``data``.
 
     :class:`RecipeError` for an unknown task or one that is not multiple choice with one right answer;
-    :class:`EvidenceError` when its table is missing or lacks a column the definition reads.
+    :class:`EvidenceError` when its table is missing, lacks a column the definition reads, or has an unsound row.
     """
     path = definition_path(name)
     definition = load_yaml(path, resolve_func=True, recursive=True)
@@ -102,9 +142,14 @@ def load_task(name: str, data: Path) -> LocalTask:
         )
     split, table = find_table(data, name, definition)
     # In memory: a definition's `process_docs` would else write its result beside the table.
-    rows = load_from_disk(str(table), keep_in_memory=True)
+    try:
+        rows = load_from_disk(str(table), keep_in_memory=True)
+    except (OSError, ValueError, KeyError, IndexError) as error:  # IndexError: no rows
+        raise EvidenceError(
+            f"{table} holds no rows, or cannot be read: {error}", expected=f"a table for task {name!r}", remedy=COMPLETE
+        ) from error
     if not isinstance(rows, Dataset) or len(rows) == 0:
-        raise EvidenceError(f"{table} holds no rows", expected=f"a non-empty table for task {name!r}")
+        raise EvidenceError(f"{table} holds no rows", expected=f"a table for task {name!r}", remedy=COMPLETE)
     try:
         task = LocalTask(definition, split, rows)
     except Exception as error:  # definitions are arbitrary templates and functions over the columns
@@ -119,7 +164,7 @@ def load_task(name: str, data: Path) -> LocalTask:
             expected="one right answer and `acc`, for pairing",
             remedy="choose another in `evaluate.tasks`",
         )
-    task.right_choice(task.task_docs[0])
+    task.require_sound_rows()
     return task
 
 

@@ -49,11 +49,10 @@ def read_corpus(
 
     from evals.harness import beginning_of_text, encode
 
-    settings = recipe.calibrate
-    calibration, heldout = calibration_and_heldout(
-        artifact.load(source, Source), settings.dataset, settings.column, settings.samples, documents, recipe.seed
-    )
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    calibration, heldout = calibration_and_heldout(
+        artifact.load(source, Source), recipe.calibrate, documents, recipe.seed, tokenizer
+    )
     beginning = beginning_of_text(tokenizer)
     tokens = [token for text in calibration for token in encode(tokenizer, text, None)]
     required = max(prompts * prompt_tokens, *(PREFILLS * count for count in prefill_tokens))

@@ -10,10 +10,11 @@ from pydantic import Field
 
 from evals.block import QUALITY, Block, FactRow, fact_metrics
 from evals.check import Champion, Findings, Judged
-from evals.kind import Bounds, Evidence, EvidenceRecord, Kind, Report
+from evals.kind import Bounds, CountTexts, Evidence, EvidenceRecord, Kind, Report
 from evals.limits import at_most
 from evals.rules import Rule, broken, copies, counted, differing, same_numbers, short, token_rules
 from tapeout.artifact import Frozen, Roles, load
+from tapeout.errors import SourceError
 from tapeout.recipe import Count, Recipe, Section
 
 EARLY_TOKENS = 4
@@ -88,6 +89,16 @@ class Shadow(Kind[ShadowReport, ShadowItem, ShadowBounds]):
 
     def datasets(self, recipe: Recipe) -> tuple[str, ...]:
         return recipe.section(ShadowSettings).datasets
+
+    def check_data(self, recipe: Recipe, data: Path, count: CountTexts) -> None:
+        asked = recipe.section(ShadowSettings)
+        questions = sum(count(dataset) for dataset in asked.datasets)
+        if questions < asked.prompts:
+            raise SourceError(
+                f"{', '.join(asked.datasets) or 'no data set'} has {questions} different questions",
+                expected=f"{asked.prompts}",
+                remedy="lower shadow.prompts, or add to shadow.datasets",
+            )
 
     def deviations(self, report: Report[ShadowReport, ShadowItem], recipe: Recipe) -> list[str]:
         record, asked = report.record, recipe.section(ShadowSettings)

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from evals.block import QUALITY, Block, Interval, Intervals, Table
 from evals.check import Check, Findings, Judged, Outcome, Slice
-from evals.kind import Bounds, Evidence, EvidenceRecord, Kind, Report
+from evals.kind import Bounds, CountTexts, Evidence, EvidenceRecord, Kind, Report
 from evals.rules import Rule, broken, copies
 from tapeout.artifact import Frozen, Roles
 from tapeout.recipe import Count, Recipe, Section
@@ -87,6 +87,12 @@ class Tasks(Kind[EvalReport, TaskItem, TaskBounds]):
 
     def datasets(self, recipe: Recipe) -> tuple[str, ...]:
         return recipe.section(TaskSettings).tasks
+
+    def check_data(self, recipe: Recipe, data: Path, count: CountTexts) -> None:
+        from evals.tasks import load_task
+
+        for task in recipe.section(TaskSettings).tasks:
+            load_task(task, data)
 
     def deviations(self, report: Report[EvalReport, TaskItem], recipe: Recipe) -> list[str]:
         asked, found = sorted(recipe.section(TaskSettings).tasks), sorted(report.record.tasks)

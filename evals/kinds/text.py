@@ -16,7 +16,7 @@ from pydantic import Field
 from evals.block import QUALITY, Block, Divergence, Rows
 from evals.check import Findings, Judged
 from evals.items import read_items
-from evals.kind import Bounds, Evidence, Kind, Report
+from evals.kind import Bounds, CountTexts, Evidence, Kind, Report
 from evals.kinds.tasks import EvalReport
 from evals.limits import at_most
 from evals.rules import (
@@ -32,7 +32,7 @@ from evals.rules import (
     token_rules,
 )
 from tapeout.artifact import Frozen
-from tapeout.errors import EvidenceError
+from tapeout.errors import EvidenceError, SourceError
 from tapeout.progress import ProgressBar
 from tapeout.recipe import Count, Recipe, Section
 
@@ -86,6 +86,16 @@ class Text(Kind[EvalReport, TextItem, TextBounds]):
 
     def conflicts(self, recipe: Recipe) -> list[str]:
         return recipe.too_long({"evaluate.document_tokens": recipe.section(TextSettings).document_tokens})
+
+    def check_data(self, recipe: Recipe, data: Path, count: CountTexts) -> None:
+        asked, documents = recipe.calibrate, recipe.section(TextSettings).documents
+        texts = count(asked.dataset, asked.column)
+        if texts < asked.samples + documents:
+            raise SourceError(
+                f"{asked.dataset}.{asked.column} has {texts} different texts",
+                expected=f"{asked.samples} to calibrate on and {documents} others to evaluate on",
+                remedy="lower calibrate.samples or evaluate.documents, or choose a larger calibrate.dataset",
+            )
 
     def deviations(self, report: Report[EvalReport, TextItem], recipe: Recipe) -> list[str]:
         documents = sum(not item.long for item in report.items)

@@ -29,7 +29,8 @@ def run(traffic: Path, artifacts: Path, params: Path, out: Path) -> Artifact[Dri
     recipe = load_recipe(params)
     calibration = artifact.load(artifacts / "calibration", Calibration)
     samples = _samples(recipe, artifacts, calibration)
-    live = [tokens for tokens in _encode([one["text"] for one in exchanges(traffic)], artifacts, None) if tokens]
+    tokenizer = _tokenizer(artifacts)
+    live = [tokens for one in exchanges(traffic) if (tokens := tokenizer.encode(one["text"]).ids)]
     counter = clip_counter(artifacts / "candidate", recipe.build.threads)
     return drift(recipe.drift, live, samples, out, calibration=calibration, seed=recipe.seed, clip_counts=counter)
 
@@ -91,8 +92,9 @@ def write_recipe(params: Path, traffic: Path) -> None:
 def _samples(recipe: Recipe, artifacts: Path, calibration: Artifact[Calibration]) -> list[list[int]]:
     """The samples again from their text; the calibration keeps hashes alone."""
     source, wanted = artifact.load(artifacts / "source", Source), recipe.calibrate
-    texts, _ = calibration_and_heldout(source, wanted.dataset, wanted.column, wanted.samples, 0, recipe.seed)
-    samples = _encode(texts, artifacts, wanted.tokens)
+    tokenizer = _tokenizer(artifacts)
+    texts, _ = calibration_and_heldout(source, wanted, 0, recipe.seed, tokenizer)
+    samples = [tokenizer.encode(text).ids[: wanted.tokens] for text in texts]
     lines = (calibration.folder / SAMPLES_FILE).read_text().splitlines()
     recorded = [CalibrationSample.model_validate_json(line).sample_hash for line in lines]
     if [sample_hash(tokens) for tokens in samples] != recorded:
@@ -104,8 +106,7 @@ def _samples(recipe: Recipe, artifacts: Path, calibration: Artifact[Calibration]
     return samples
 
 
-def _encode(texts: list[str], artifacts: Path, most: int | None) -> list[list[int]]:
+def _tokenizer(artifacts: Path) -> Any:
     from tokenizers import Tokenizer
 
-    tokenizer: Any = Tokenizer.from_file(str(artifacts / "graph" / "tokenizer.json"))
-    return [tokenizer.encode(text).ids[:most] for text in texts]
+    return Tokenizer.from_file(str(artifacts / "graph" / "tokenizer.json"))

@@ -2,63 +2,73 @@
 
 from __future__ import annotations
 
+import json
 import random
-import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.sources.overlap import Passages
 from pipeline.sources.source import FOLDERS, Source, folder_of
 from tapeout.artifact import Artifact
 from tapeout.errors import SourceError
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from tokenizers import Tokenizer
 
+    from tapeout.recipe import Calibrate
 
 QUESTION = "question"  # the column of nq_open and trivia_qa that a user would type
-OVERLAP_WORDS = 13  # texts that share a run this long count as the same: Brown et al. 2020 (GPT-3), appendix C
-
-
-def read_split(source: Artifact[Source], dataset: str, split: str = "validation") -> Dataset:
-    """One split of one data set, memory-mapped. :class:`SourceError` when the source does not hold it."""
-    from datasets import Dataset
-
-    folder = source.folder / source.record.data_entry / folder_of(dataset) / split
-    if not (folder / "state.json").is_file():
-        raise SourceError(
-            f"no {split} split of {dataset!r} in {folder.parent}",
-            expected=_held(source, dataset),
-            remedy="choose one of those in the recipe, or a data source that holds it, and run `dvc repro fetch`",
-        )
-    return Dataset.load_from_disk(str(folder))
+CORRECT = "correct the column or the data set in the recipe, or the data source"
 
 
 def calibration_and_heldout(
-    source: Artifact[Source], dataset: str, column: str, samples: int, heldout: int, seed: int, min_chars: int = 200
+    source: Artifact[Source], wanted: Calibrate, heldout: int, seed: int, tokenizer: Tokenizer
 ) -> tuple[list[str], list[str]]:
-    """``samples`` texts to calibrate on and ``heldout`` others to evaluate on, from one column.
+    """``wanted.samples`` texts to calibrate on and ``heldout`` others to evaluate on, from one column.
 
-    Repeated texts count once and those under ``min_chars`` not at all; the rest is shuffled by ``seed``. The
-    calibration texts are its beginning, the held-out texts come from its end, so that neither set changes when the
-    other's count does, except for held-out texts that share ``OVERLAP_WORDS`` words in a row with a calibration text:
-    those are skipped (BoolQ cuts several passages from one article). :class:`SourceError` if too few remain.
+    The different texts are shuffled by ``seed``. The calibration texts are taken from their beginning, the held-out
+    texts from their end, so that neither set changes when the other's count does. Left out are texts of less than
+    ``wanted.min_tokens`` tokens, calibration texts whose first ``wanted.tokens`` tokens another has, and held-out texts
+    that share a passage with a calibration text (BoolQ cuts several from one article). :class:`SourceError` if too few
+    remain.
     """
-    texts = [text for text in _texts(source, dataset, column) if len(text) >= min_chars]
+    texts = _texts(data_folder(source), wanted.dataset, wanted.column)
     random.Random(seed).shuffle(texts)
-    calibration = texts[:samples]
-    seen = {run for text in calibration for run in _word_runs(text)}
+    calibration: list[str] = []
+    beginnings: set[tuple[int, ...]] = set()
+    looked_at = short = 0
+    for text in texts:
+        if len(calibration) == wanted.samples:
+            break
+        looked_at += 1
+        tokens: list[int] = tokenizer.encode(text).ids
+        beginning = tuple(tokens[: wanted.tokens])
+        short += len(tokens) < wanted.min_tokens
+        if len(tokens) >= wanted.min_tokens and beginning not in beginnings:
+            beginnings.add(beginning)
+            calibration.append(text)
+    passages = Passages(calibration)
     judged: list[str] = []
-    for text in reversed(texts[samples:]):
+    shared = 0
+    for text in reversed(texts[looked_at:]):
         if len(judged) == heldout:
             break
-        if seen.isdisjoint(_word_runs(text)):
+        if len(tokenizer.encode(text).ids) < wanted.min_tokens:
+            short += 1
+        elif passages.shared_with(text):
+            shared += 1
+        else:
             judged.append(text)
-    if len(calibration) < samples or len(judged) < heldout:
+    if len(calibration) < wanted.samples or len(judged) < heldout:
         raise SourceError(
-            f"{dataset}.{column} has {len(texts)} different texts of at least {min_chars} characters, "
-            f"enough for {len(calibration)} calibration and {len(judged)} held-out texts",
-            expected=f"{samples} and {heldout}",
-            remedy="lower calibrate.samples or evaluate.documents, or choose a larger calibrate.dataset",
+            f"{wanted.dataset}.{wanted.column} has {len(texts)} different texts, enough for {len(calibration)} "
+            f"calibration and {len(judged)} held-out texts: {short} have less than {wanted.min_tokens} tokens, "
+            f"{shared} share a passage with a calibration text",
+            expected=f"{wanted.samples} and {heldout}",
+            remedy="lower calibrate.samples, evaluate.documents or calibrate.min_tokens, or choose a larger "
+            "calibrate.dataset",
         )
     return calibration, judged
 
@@ -70,7 +80,7 @@ def chat_prompts(source: Artifact[Source], datasets: Sequence[str], count: int, 
     """
     queues: list[list[str]] = []
     for dataset in datasets:
-        questions = _texts(source, dataset, QUESTION)
+        questions = _texts(data_folder(source), dataset, QUESTION)
         random.Random(f"{seed} {dataset}").shuffle(questions)
         queues.append(questions[::-1])
     prompts: dict[str, None] = {}  # ordered, and a question asked in two data sets counts once
@@ -87,30 +97,82 @@ def chat_prompts(source: Artifact[Source], datasets: Sequence[str], count: int, 
     return list(prompts)
 
 
-def _texts(source: Artifact[Source], dataset: str, column: str) -> list[str]:
+def count_rows(data: Path, dataset: str, column: str) -> tuple[int, int, int]:
+    """Rows of a column; of them those that are null or blank, which are left out; different texts in the others.
+
+    :class:`SourceError` for a column that is missing, that holds no text, or where no text is left.
+    """
+    rows, texts = _column(data, dataset, column), _texts(data, dataset, column)
+    blank = sum(1 for value in rows if not _stripped(value))
+    if not texts:
+        raise SourceError(
+            f"{dataset}.{column} holds no text: of its {len(rows)} rows each is null or blank",
+            expected="rows of text",
+            remedy=CORRECT,
+        )
+    return len(rows), blank, len(texts)
+
+
+def data_folder(source: Artifact[Source]) -> Path:
+    return source.folder / source.record.data_entry
+
+
+def _texts(data: Path, dataset: str, column: str) -> list[str]:
     """The different texts of a column, stripped, in the order of their first occurrence."""
-    table = read_split(source, dataset)
+    return list(dict.fromkeys(text for value in _column(data, dataset, column) if (text := _stripped(value))))
+
+
+def _column(data: Path, dataset: str, column: str) -> list[str | None]:
+    from datasets import Value
+
+    table = _split(data, dataset, "validation")
     if column not in table.column_names:
         raise SourceError(
             f"{dataset} has no column {column!r}",
             expected="one of " + ", ".join(table.column_names),
             remedy="correct the column or the data set in the recipe",
         )
-    values = table.select_columns([column])[:][column]
-    if wrong := next((v for v in values if not isinstance(v, str)), None):
-        raise SourceError(f"{dataset}.{column} holds {type(wrong).__name__}", expected="text")
-    return list(dict.fromkeys(text for value in values if (text := value.strip())))
+    held = table.features[column]
+    if not isinstance(held, Value) or held.dtype not in ("string", "large_string", "string_view"):
+        raise SourceError(
+            f"{dataset}.{column} holds {held.dtype if isinstance(held, Value) else type(held).__name__}",
+            expected="text",
+            remedy="correct the column or the data set in the recipe, or store that column as text",
+        )
+    return table.select_columns([column])[:][column]
 
 
-def _word_runs(text: str) -> set[tuple[str, ...]]:
-    words = re.findall(r"\w+", text.lower())
-    return {tuple(words[i : i + OVERLAP_WORDS]) for i in range(max(1, len(words) - OVERLAP_WORDS + 1))}
+def _stripped(value: str | None) -> str:
+    return (value or "").strip()
 
 
-def _held(source: Artifact[Source], dataset: str) -> str:
-    folder = source.folder / source.record.data_entry / folder_of(dataset)
-    splits = sorted(p.parent.name for p in folder.glob("*/state.json"))
+def _split(data: Path, dataset: str, split: str) -> Dataset:
+    """One split of one data set, memory-mapped. :class:`SourceError` where there is none."""
+    from datasets import Dataset
+
+    folder = data / folder_of(dataset) / split
+    if not (folder / "state.json").is_file():
+        raise SourceError(
+            f"no {split} split of {dataset!r} in {folder.parent}",
+            expected=_held(data, dataset),
+            remedy="choose one of those in the recipe, or a data source that holds it, and run `dvc repro fetch`",
+        )
+    try:
+        if not json.loads((folder / "state.json").read_text())["_data_files"]:  # which `datasets` cannot open
+            raise SourceError(f"{dataset} has no rows in its {split} split", expected="rows of text", remedy=CORRECT)
+        return Dataset.load_from_disk(str(folder))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SourceError(
+            f"the {split} split of {dataset!r} in {folder} cannot be read: {error}",
+            expected="a folder as `datasets.Dataset.save_to_disk` writes it",
+            remedy="store the data set again",
+        ) from error
+
+
+def _held(data: Path, dataset: str) -> str:
+    splits = sorted(path.parent.name for path in (data / folder_of(dataset)).glob("*/state.json"))
     if splits:
         return "one of its splits " + ", ".join(splits)
     names = {folder: name for name, folder in FOLDERS.items()}
-    return "one of " + ", ".join(names.get(held, held) for held in source.record.datasets)
+    held = sorted({path.relative_to(data).parents[1].as_posix() for path in data.rglob("state.json")})
+    return "one of " + ", ".join(names.get(folder, folder) for folder in held)

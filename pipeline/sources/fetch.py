@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-from pipeline.recipe import Recipe
+from pipeline.recipe import KINDS, Recipe
+from pipeline.sources.corpus import QUESTION, count_rows
 from pipeline.sources.locations import Fetched, explained_os_errors, fetch_source
 from pipeline.sources.source import FOLDERS, Source, folder_of
 from pipeline.sources.traffic import NAME as TRAFFIC
@@ -29,9 +31,11 @@ SAFETENSORS_INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER_FILES = frozenset({ADAPTER_CONFIG, ADAPTER_WEIGHTS, "adapter_model.bin"})
 
+log = logging.getLogger(__name__)
+
 
 def fetch(recipe: Recipe, folder: Path) -> Artifact[Source]:
-    """Fetch both sources into the artifact ``folder``; :class:`SourceError` says what stopped it.
+    """Fetch both sources into the artifact ``folder``, and look at the data; :class:`SourceError` says what stopped it.
 
     Every data set with a short name is kept, and those that the recipe names must exist. So a recipe with another known
     task finds its data, and the artifact stays the same.
@@ -53,6 +57,7 @@ def fetch(recipe: Recipe, folder: Path) -> Artifact[Source]:
         _require_datasets(data, [name for name in needed if name != TRAFFIC or not recipe.data.traffic])
         traffic, pin = recipe.data.traffic, recipe.data.traffic_sha256
         log = fetch_traffic(traffic, pin, draft.folder / "traffic", data.path) if traffic else None
+        _check_data(recipe, data.path)
         record = Source(
             model_source=model.source,
             model_sha256=model.sha256,
@@ -182,6 +187,20 @@ def _checkpoint_remedy(model: Fetched) -> str:
     if configs:
         return f"name the folder of the checkpoint: {model.source}/{configs[0]}"
     return "name a checkpoint's folder"
+
+
+def _check_data(recipe: Recipe, data: Path) -> None:
+    """What calibration and evidence will read, before any long work. A warning counts rows that are left out."""
+
+    def count(dataset: str, column: str | None = None) -> int:
+        column = column or QUESTION
+        rows, blank, different = count_rows(data, dataset, column)
+        if blank:
+            log.warning("%s.%s: %d of %d rows are null or blank, and left out", dataset, column, blank, rows)
+        return different
+
+    for kind in KINDS:
+        kind.check_data(recipe, data, count)
 
 
 def _require_datasets(data: Fetched, needed: Sequence[str]) -> None:

@@ -189,12 +189,10 @@ def heldout_documents(request: Request) -> list[list[int]]:
     from pipeline.sources.corpus import calibration_and_heldout
     from pipeline.sources.source import Source
 
-    recipe, settings, text = request.recipe, request.recipe.calibrate, request.recipe.section(TextSettings)
+    recipe, text = request.recipe, request.recipe.section(TextSettings)
     source = artifact.load(request.artifacts / "source", Source)
-    _, heldout = calibration_and_heldout(
-        source, settings.dataset, settings.column, settings.samples, text.documents, recipe.seed
-    )
     tokenizer: Any = Tokenizer.from_file(str(request.artifacts / "graph" / "tokenizer.json"))
+    _, heldout = calibration_and_heldout(source, recipe.calibrate, text.documents, recipe.seed, tokenizer)
     return [tokenizer.encode(held).ids[: text.document_tokens] for held in heldout[: request.documents]]
 
 

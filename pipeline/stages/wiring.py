@@ -275,8 +275,7 @@ def _texts(recipe: Recipe, heldout: int) -> tuple[list[str], list[str]]:
     """Calibration texts and so many held-out texts, disjoint, from one column."""
     from pipeline.sources.corpus import calibration_and_heldout
 
-    settings = recipe.calibrate
-    return calibration_and_heldout(_source(), settings.dataset, settings.column, settings.samples, heldout, recipe.seed)
+    return calibration_and_heldout(_source(), recipe.calibrate, heldout, recipe.seed, _tokenizer())
 
 
 def _calibration_samples(recipe: Recipe) -> list[list[int]]:
@@ -284,10 +283,14 @@ def _calibration_samples(recipe: Recipe) -> list[list[int]]:
     return _encode(_texts(recipe, heldout=0)[0]) if recipe.plan.schemes == "auto" else []
 
 
-def _encode(texts: Sequence[str]) -> list[list[int]]:
+def _tokenizer() -> Any:
     from tokenizers import Tokenizer
 
-    tokenizer: Any = Tokenizer.from_file(str(ARTIFACTS / "graph" / "tokenizer.json"))
+    return Tokenizer.from_file(str(ARTIFACTS / "graph" / TOKENIZER))
+
+
+def _encode(texts: Sequence[str]) -> list[list[int]]:
+    tokenizer = _tokenizer()
     return [tokenizer.encode(text).ids for text in texts]
 
 

@@ -8,39 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import ClassLabel, Value
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.sources.corpus import calibration_and_heldout, chat_prompts, read_split
-from pipeline.sources.source import FOLDERS, Source
-from tapeout.artifact import Artifact, create, load
+from pipeline.sources.corpus import chat_prompts, count_rows, data_folder
+from pipeline.sources.overlap import RUN_LETTERS, Passages, letters
+from pipeline.sources.source import Source
+from tapeout.artifact import Artifact
 from tapeout.errors import SourceError
-
-
-def make_source(folder: Path, tables: dict[str, dict[str, list[Any]]]) -> Artifact[Source]:
-    """A Source whose data sets are ``{name: columns}``."""
-    from datasets import Dataset
-
-    with create(folder, Source) as draft:
-        for name, columns in tables.items():
-            Dataset.from_dict(columns).save_to_disk(draft.folder / "data" / FOLDERS.get(name, name) / "validation")
-        (draft.folder / "model").mkdir()
-        record = Source(
-            model_source="file:x",
-            model_sha256=None,
-            model_revision=None,
-            model_kind="gguf",
-            model_entry="model/x",
-            model_licenses=(),
-            data_source="file:y",
-            data_sha256=None,
-            data_revision=None,
-            data_entry="data",
-            data_licenses=(),
-            datasets=tuple(sorted(FOLDERS.get(name, name) for name in tables)),
-        )
-        draft.finish(record, parents={})
-    return load(folder, Source)
+from tests.corpora import article, choose, make_source
 
 
 def passage(number: int) -> str:
@@ -63,55 +40,69 @@ def source(tmp_path: Path) -> Artifact[Source]:
 
 
 def test_short_names_and_folders_read_the_same_table(source: Artifact[Source]) -> None:
-    assert read_split(source, "boolq").num_rows == 100
-    assert read_split(source, "boolq/none")["passage"][:] == read_split(source, "boolq")["passage"][:]
-    assert read_split(source, "mine/own")["question"][:] == ["hello"]
+    data = data_folder(source)
+    assert count_rows(data, "boolq", "passage") == count_rows(data, "boolq/none", "passage") == (100, 0, 50)
+    assert count_rows(data, "mine/own", "question") == (1, 0, 1)
 
 
-def test_an_absent_data_set_or_split_says_what_there_is(source: Artifact[Source]) -> None:
+def test_an_absent_data_set_or_split_says_what_there_is(tmp_path: Path, source: Artifact[Source]) -> None:
     with pytest.raises(SourceError, match="piqa") as caught:
-        read_split(source, "piqa")
+        count_rows(data_folder(source), "piqa", "goal")
     assert "boolq, mine/own, nq_open, trivia_qa" in caught.value.expected
-    with pytest.raises(SourceError, match="no train split") as caught:
-        read_split(source, "boolq", "train")
-    assert "validation" in caught.value.expected
+    (data_folder(source) / "boolq/none/validation").rename(data_folder(source) / "boolq/none/train")
+    with pytest.raises(SourceError, match="no validation split") as caught:
+        count_rows(data_folder(source), "boolq", "passage")
+    assert "train" in caught.value.expected
+
+
+def test_a_table_that_cannot_be_read_is_named(source: Artifact[Source]) -> None:
+    folder = data_folder(source) / "boolq/none/validation"
+    for path in folder.glob("*.arrow"):
+        path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(SourceError, match=r"boolq.*cannot be read"):
+        count_rows(data_folder(source), "boolq", "passage")
 
 
 def test_repeated_passages_count_once(source: Artifact[Source]) -> None:
-    calibration, heldout = calibration_and_heldout(source, "boolq", "passage", samples=30, heldout=20, seed=0)
+    calibration, heldout = choose(source, 30, 20)
     assert sorted(calibration + heldout) == sorted(passage(i) for i in range(50))
     with pytest.raises(SourceError, match="50 different texts") as caught:
-        calibration_and_heldout(source, "boolq", "passage", samples=30, heldout=21, seed=0)
+        choose(source, 30, 21)
     assert "calibrate.samples" in caught.value.remedy
 
 
 def test_the_choice_depends_on_the_seed_alone(source: Artifact[Source]) -> None:
-    def choose(rows: int, heldout: int, seed: int) -> tuple[list[str], list[str]]:
-        return calibration_and_heldout(source, "boolq", "passage", rows, heldout, seed)
-
-    assert choose(10, 5, 1) == choose(10, 5, 1)
-    assert choose(10, 5, 1) != choose(10, 5, 2)
-    assert choose(20, 5, 1)[1] == choose(10, 5, 1)[1]  # more calibration rows: the same passages judge
-    assert choose(10, 8, 1)[0] == choose(10, 5, 1)[0]
+    assert choose(source, 10, 5, 1) == choose(source, 10, 5, 1)
+    assert choose(source, 10, 5, 1) != choose(source, 10, 5, 2)
+    assert choose(source, 20, 5, 1)[1] == choose(source, 10, 5, 1)[1]  # more calibration: the same passages judge
+    assert choose(source, 10, 8, 1)[0] == choose(source, 10, 5, 1)[0]
 
 
-def test_short_texts_and_wrong_columns_are_refused(source: Artifact[Source]) -> None:
-    with pytest.raises(SourceError, match="0 different texts"):
-        calibration_and_heldout(source, "boolq", "question", samples=1, heldout=0, seed=0)
+def test_wrong_columns_are_refused(source: Artifact[Source]) -> None:
     with pytest.raises(SourceError, match="no column 'text'") as caught:
-        calibration_and_heldout(source, "boolq", "text", samples=1, heldout=0, seed=0)
+        choose(source, 1, 0, column="text")
     assert "passage" in caught.value.expected
     with pytest.raises(SourceError, match="holds bool"):
-        calibration_and_heldout(source, "boolq", "answer", samples=1, heldout=0, seed=0)
+        choose(source, 1, 0, column="answer")
 
 
-def test_a_passage_cut_from_a_calibration_article_does_not_judge(tmp_path: Path) -> None:
-    article = passage(0).split()
-    cuts = [" ".join(article[:30]), " ".join(article[10:]).upper()]  # twenty words in common
-    source = make_source(tmp_path / "s", {"boolq": {"passage": [*cuts, passage(1)]}})
-    for seed in range(12):
-        calibration, heldout = calibration_and_heldout(source, "boolq", "passage", 1, 1, seed, min_chars=1)
-        assert not (calibration[0] in cuts and heldout[0] in cuts)
+def test_texts_are_measured_in_tokens(tmp_path: Path) -> None:
+    """Ten Chinese characters are thirty bytes, and ten Latin letters are ten."""
+    chinese, english = "今天天气很好我们去吧", "good today"
+    source = make_source(tmp_path / "s", {"boolq": {"passage": [chinese, english]}})
+    assert choose(source, 1, 0, min_tokens=30)[0] == [chinese]
+    assert sorted(choose(source, 2, 0, min_tokens=10)[0]) == sorted([chinese, english])
+    with pytest.raises(SourceError, match="2 have less than 31 tokens") as caught:
+        choose(source, 1, 0, min_tokens=31)
+    assert "calibrate.min_tokens" in caught.value.remedy
+
+
+def test_samples_that_begin_alike_calibrate_once(tmp_path: Path) -> None:
+    texts = [f"the same beginning of all {number}" for number in range(4)]
+    source = make_source(tmp_path / "s", {"boolq": {"passage": texts}})
+    assert len(choose(source, 4, 0, tokens=40)[0]) == 4
+    with pytest.raises(SourceError, match="enough for 1 calibration"):
+        choose(source, 2, 0, tokens=20)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -120,22 +111,79 @@ def test_a_passage_cut_from_a_calibration_article_does_not_judge(tmp_path: Path)
     rows=st.integers(1, 12),
     heldout=st.integers(0, 12),
     seed=st.integers(0, 5),
-    min_chars=st.integers(0, 10),
+    min_tokens=st.integers(1, 10),
 )
-def test_the_two_lists_never_meet(texts: list[str], rows: int, heldout: int, seed: int, min_chars: int) -> None:
+def test_the_two_lists_never_meet(texts: list[str], rows: int, heldout: int, seed: int, min_tokens: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         source = make_source(Path(folder) / "s", {"boolq": {"passage": texts}})
         try:
-            calibration, judged = calibration_and_heldout(source, "boolq", "passage", rows, heldout, seed, min_chars)
+            calibration, judged = choose(source, rows, heldout, seed, min_tokens=min_tokens)
         except SourceError:
-            different = {tuple(text.lower().split()) for text in texts if len(text.strip()) >= max(1, min_chars)}
+            different = {"".join(text.lower().split()) for text in texts if len(text.strip()) >= min_tokens}
             assert len(different) < rows + heldout
             return
     assert (len(calibration), len(judged)) == (rows, heldout)
     chosen = calibration + judged
     assert len(set(chosen)) == len(chosen)
     assert set(chosen) <= {text.strip() for text in texts}
-    assert all(len(text) >= min_chars for text in chosen)
+    assert all(len(text) >= min_tokens for text in chosen)
+    assert {"".join(text.lower().split()) for text in calibration}.isdisjoint(
+        "".join(text.lower().split()) for text in judged
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    shared=st.text(min_size=RUN_LETTERS, max_size=120),
+    around=st.tuples(st.text(max_size=30), st.text(max_size=30), st.text(max_size=30), st.text(max_size=30)),
+)
+def test_whatever_is_shared_is_found(shared: str, around: tuple[str, str, str, str]) -> None:
+    """By any text of which enough letters are left when both are written alike."""
+    one, other = f"{around[0]} {shared} {around[1]}", f"{around[2]} {shared} {around[3]}"
+    enough = len(letters(f"a{shared}a")) - 2 >= RUN_LETTERS
+    assert not enough or Passages([one]).shared_with(other)
+
+
+def test_a_run_of_letters_has_an_exact_length() -> None:
+    text = article("Latin", 200, 0)
+    for length, found in ((RUN_LETTERS, True), (RUN_LETTERS - 1, False)):
+        part = text[70 : 70 + length]
+        assert Passages([text]).shared_with(f"{'é' * 60} {part} {'ü' * 60}") is found
+    assert not Passages([]).shared_with(text) and not Passages([text]).shared_with("...")
+
+
+def dirty(folder: Path, column: list[Any], kind: Any = None) -> Path:
+    from datasets import Dataset, Features
+
+    table = Dataset.from_dict({"passage": column}, features=Features({"passage": kind}) if kind else None)
+    table.save_to_disk(folder / "boolq" / "none" / "validation")
+    return folder
+
+
+def test_null_and_blank_rows_are_left_out_and_counted(tmp_path: Path) -> None:
+    data = dirty(tmp_path, [None, "", " \n", "text", "text", None, "other"])
+    assert count_rows(data, "boolq", "passage") == (7, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("column", "kind", "found"),
+    [
+        ([0, 1], ClassLabel(names=["no", "yes"]), "holds ClassLabel"),
+        ([0, 3], None, "holds int64"),
+        ([0.0], None, "holds float64"),
+        ([["a"], ["b"]], None, "holds List"),
+        ([{"role": "user"}], None, "holds dict"),
+        ([None, None], None, "holds null"),
+        ([None, ""], Value("string"), "of its 2 rows each is null or blank"),
+        ([], Value("string"), "has no rows"),
+        ([], Value("int64"), "has no rows"),
+    ],
+    ids=["label of 0", "number of 0", "float", "list", "message", "nulls", "blank", "no rows", "no numbers"],
+)
+def test_columns_without_text_are_refused(column: list[Any], kind: Any, found: str, tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=found) as caught:
+        count_rows(dirty(tmp_path, column, kind), "boolq", "passage")
+    assert "text" in caught.value.expected and "recipe" in caught.value.remedy
 
 
 def test_prompts_are_different_and_taken_in_turn(source: Artifact[Source]) -> None:

@@ -168,8 +168,8 @@ def calibrate(folder: Path) -> None:
     from pipeline.sources.corpus import calibration_and_heldout
 
     source = load(folder / "artifacts" / "source", Source)
-    chosen, _ = calibration_and_heldout(source, "boolq", "passage", 32, 0, 3)
     tokenizer = Tokenizer.from_file(str(folder / "artifacts" / "graph" / "tokenizer.json"))
+    chosen, _ = calibration_and_heldout(source, Calibrate(samples=32, tokens=64), 0, 3, tokenizer)
     samples = [tokenizer.encode(text).ids[:64] for text in chosen]
     with create(folder / "artifacts" / "calibration", Calibration) as draft:
         lines = [CalibrationSample(sample_hash=sample_hash(one), tokens=len(one), holdout=False) for one in samples]

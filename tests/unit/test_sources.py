@@ -7,6 +7,8 @@ import errno
 import hashlib
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -15,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
 from evals.kinds.shadow import ShadowSettings
 from pipeline.recipe import Recipe
-from pipeline.sources.corpus import calibration_and_heldout, chat_prompts, read_split
+from pipeline.sources.corpus import chat_prompts
 from pipeline.sources.fetch import fetch
 from pipeline.sources.locations import FileSource, HubSource, UrlSource, WheelSource, fetch_source, parse
 from pipeline.sources.source import Source
@@ -30,7 +33,7 @@ from runtime.server.protocol import Message
 from runtime.server.traffic import TrafficLog, TrafficSettings
 from tapeout.artifact import load
 from tapeout.cache import cache_folder
-from tapeout.errors import SourceError, TapeoutError
+from tapeout.errors import EvidenceError, SourceError, TapeoutError
 from tests.file_server import Site, hub_site, serve
 
 CONTENT = bytes(range(256)) * 20_000  # 5 MB: several chunks
@@ -444,22 +447,39 @@ def test_a_repository_brings_what_a_checkpoint_needs_and_is_kept(tmp_path: Path)
 # --- the stage
 
 
-def recipe(model: str, data: str, *, log: dict[str, Any] | None = None, **more: object) -> Recipe:
-    calibrate = {"dataset": "boolq"}
-    evaluate = {"tasks": ["arc_easy"]}
-    shadow = {"datasets": ["nq_open"]}
-    sections = {"calibrate": calibrate, "evaluate": evaluate, "shadow": shadow, **more}
+def recipe(model: str, data: str, *, log: dict[str, Any] | None = None, **more: dict[str, Any]) -> Recipe:
+    sections: dict[str, dict[str, Any]] = {
+        "calibrate": {"samples": 8},
+        "plan": {"samples": 1},
+        "evaluate": {"tasks": ["arc_easy"], "documents": 1, "parity_documents": 1, "long_documents": 1},
+        "shadow": {"datasets": ["nq_open"], "prompts": 1},
+    }
+    for name, fields in more.items():
+        sections[name] = {**sections.get(name, {}), **fields}
     return Recipe.model_validate({"model": {"source": model}, "data": {"source": data, **(log or {})}, **sections})
 
 
 @pytest.fixture
 def tables(tmp_path: Path) -> Path:
-    for folder in ("boolq/none", "ai2_arc/ARC-Easy", "nq_open/none", "piqa/plain_text", "mine/own", "huge/other"):
-        split = tmp_path / "tables" / folder / "validation"
-        split.mkdir(parents=True)
-        (split / "state.json").write_text("{}")
-        (split / "data-00000-of-00001.arrow").write_bytes(folder.encode())
+    texts = {"passage": [f"passage {number}" for number in range(12)]}
+    choices = {"text": ["one", "two"], "label": ["A", "B"]}
+    write_tables(
+        tmp_path / "tables",
+        {
+            "boolq/none": texts,
+            "ai2_arc/ARC-Easy": {"question": ["Which?"], "choices": [choices], "answerKey": ["B"]},
+            "nq_open/none": {"question": ["who asks"]},
+            "piqa/plain_text": {"goal": ["To go"], "sol1": ["walk"], "sol2": ["sit"], "label": [0]},
+            "mine/own": texts,
+            "huge/other": texts,
+        },
+    )
     return tmp_path / "tables"
+
+
+def write_tables(data: Path, tables: dict[str, dict[str, list[Any]]]) -> None:
+    for folder, columns in tables.items():
+        Dataset.from_dict(columns).save_to_disk(str(data / folder / "validation"))
 
 
 @pytest.fixture
@@ -490,6 +510,53 @@ def test_the_stage_keeps_known_and_named_data_sets(tmp_path: Path, tables: Path,
     assert "mine/own" in fetch(own, tmp_path / "own/source").record.datasets
 
 
+CHOICES = {"text": ["one", "two"], "label": ["A", "B"]}
+NULL_CHOICE = {"text": ["one", None], "label": ["A", "B"]}
+
+
+def arc(question: str | None = "Which?", choices: dict[str, Any] = CHOICES, answer: str | None = "B") -> dict[str, Any]:
+    """A sound row, and one of these."""
+    return {"question": ["Who?", question], "choices": [CHOICES, choices], "answerKey": ["A", answer]}
+
+
+@pytest.mark.parametrize(
+    ("folder", "columns", "found"),
+    [
+        ("boolq/none", {"passage": [None, "", *"abc"]}, "boolq.passage has 3 different texts"),
+        ("boolq/none", {"passage": [0] * 20}, "boolq.passage holds int64"),
+        ("boolq/none", {"passage": []}, "boolq has no rows"),
+        ("nq_open/none", {"question": [None, ""]}, "nq_open.question holds no text"),
+        ("nq_open/none", {"query": ["who"]}, "nq_open has no column 'question'"),
+        ("ai2_arc/ARC-Easy", arc(question=None), "row 1 of task 'arc_easy': it asks null"),
+        ("ai2_arc/ARC-Easy", arc(choices=NULL_CHOICE), "row 1 of task 'arc_easy': it asks null"),
+        ("ai2_arc/ARC-Easy", arc(answer="C"), "row 1 of task 'arc_easy' cannot be read: ValueError"),
+        ("ai2_arc/ARC-Easy", arc(answer=None), "row 1 of task 'arc_easy' cannot be read: ValueError"),
+        ("ai2_arc/ARC-Easy", {name: [] for name in arc()}, "holds no rows"),
+    ],
+    ids=[
+        *("few texts", "numbers", "no rows", "no question", "no column"),
+        *("null question", "null choice", "wrong label", "null label", "no task rows"),
+    ],
+)
+def test_data_that_cannot_be_used_is_refused_while_it_is_fetched(
+    tmp_path: Path, tables: Path, checkpoint: Path, folder: str, columns: dict[str, list[Any]], found: str
+) -> None:
+    shutil.rmtree(tables / folder)
+    write_tables(tables, {folder: columns})
+    with pytest.raises((SourceError, EvidenceError), match=re.escape(found)):
+        fetch(recipe(f"file:{checkpoint}", f"file:{tables}"), tmp_path / "out/source")
+    assert not (tmp_path / "out/source").exists()
+
+
+def test_rows_that_are_left_out_are_counted(
+    tmp_path: Path, tables: Path, checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.rmtree(tables / "boolq")
+    write_tables(tables, {"boolq/none": {"passage": [None, " ", *(f"passage {number}" for number in range(12))]}})
+    fetch(recipe(f"file:{checkpoint}", f"file:{tables}"), tmp_path / "source")
+    assert "boolq.passage: 2 of 14 rows are null or blank, and left out" in caplog.text
+
+
 def traffic_log(folder: Path, calls: int = 6) -> Path:
     """A log that the server's own writer has made."""
     log = TrafficLog(TrafficSettings(folder, 1.0, max_bytes=1500), lambda tokens: "decoded")
@@ -516,7 +583,7 @@ def test_a_traffic_log_is_a_data_set_to_calibrate_and_replay_with(
         f"file:{checkpoint}",
         f"file:{tables}",
         log={"traffic": f"file:{log}"},
-        calibrate={"dataset": "traffic", "column": "text"},
+        calibrate={"dataset": "traffic", "column": "text", "samples": 4},
         shadow={"datasets": ["traffic"]},
     )
     source = fetch(asked, tmp_path / "source")
@@ -525,9 +592,8 @@ def test_a_traffic_log_is_a_data_set_to_calibrate_and_replay_with(
     assert fetch(asked, tmp_path / "again").digest == source.digest
     prompts = chat_prompts(source, asked.section(ShadowSettings).datasets, 8, seed=0)
     assert sorted(prompts) == ["One and", *(f"What is {n}? Write to [email]." for n in range(6)), "decoded"]
-    calibration, heldout = calibration_and_heldout(source, "traffic", "text", 4, 2, seed=0)
-    assert all(text.startswith("Be brief.\nWhat is") and "the number" in text for text in calibration + heldout)
-    texts = read_split(source, "traffic")["text"]
+    texts = Dataset.load_from_disk(str(source.folder / "data/traffic/log/validation"))["text"][:]
+    assert sum(text.startswith("Be brief.\nWhat is") and "the number" in text for text in texts) == 6
     assert "One and answer 0" in texts and "decoded answer 2" in texts
 
 

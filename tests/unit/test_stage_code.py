@@ -177,7 +177,7 @@ def test_only_the_loader_imports_modules_of_ours_by_name() -> None:
 def test_a_default_that_a_recipe_leaves_out(clean: tuple[Path, Hashes]) -> None:
     recipe = "tapeout/recipe.py"
     assert stale(clean, recipe, old="ge=8)] = 256", new="ge=8)] = 255") == {
-        *{"calibrate", "gate"},
+        *{"calibrate", "sensitivity", "plan", "evaluate", "serving", "parity", "source", "gate"},
         *WHOLE_RECIPE,
     }
     assert stale(clean, recipe, old="band: Count = 5", new="band: Count = 6") == {
@@ -191,7 +191,7 @@ def test_a_default_that_a_recipe_leaves_out(clean: tuple[Path, Hashes]) -> None:
 def test_a_property_that_is_computed_otherwise(clean: tuple[Path, Hashes]) -> None:
     holdout = stale(clean, "tapeout/recipe.py", old="self.samples // 4", new="self.samples // 8")
     measured = {"evaluate", "serving", "parity", "source", "gate"}
-    assert holdout == {"calibrate", "sensitivity", "plan", *measured, *WHOLE_RECIPE}
+    assert holdout == {"fetch", "calibrate", "sensitivity", "plan", *measured, *WHOLE_RECIPE}
     name = stale(clean, "tapeout/recipe.py", old="replace('_', ' ')", new="replace('_', '-')")
     assert name == {"sensitivity", "plan", "gate", *WHOLE_RECIPE}
     assert stale(clean, "pipeline/recipe.py", old="[self.calibrate.dataset, *", new="[*") == {
