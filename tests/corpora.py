@@ -65,11 +65,17 @@ def bytes_tokenizer() -> Tokenizer:
 
 
 def choose(
-    source: Artifact[Source], samples: int, heldout: int, seed: int = 0, column: str = "passage", **fields: Any
+    source: Artifact[Source],
+    samples: int,
+    heldout: int,
+    seed: int = 0,
+    column: str = "passage",
+    document_tokens: int = 1000,
+    **fields: Any,
 ) -> tuple[list[str], list[str]]:
     """``fields``: of section ``calibrate``. Tests take fewer samples and shorter texts than a recipe may."""
     wanted = Calibrate().model_copy(update={"column": column, "samples": samples, "min_tokens": 1, **fields})
-    return calibration_and_heldout(source, wanted, heldout, seed, bytes_tokenizer())
+    return calibration_and_heldout(source, wanted, heldout, seed, bytes_tokenizer(), document_tokens=document_tokens)
 
 
 def article(script: str, length: int, seed: int, *, spaces: bool = False) -> str:

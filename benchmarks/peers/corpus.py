@@ -51,7 +51,12 @@ def read_corpus(
 
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     calibration, heldout = calibration_and_heldout(
-        artifact.load(source, Source), recipe.calibrate, documents, recipe.seed, tokenizer
+        artifact.load(source, Source),
+        recipe.calibrate,
+        documents,
+        recipe.seed,
+        tokenizer,
+        document_tokens=document_tokens,
     )
     beginning = beginning_of_text(tokenizer)
     tokens = [token for text in calibration for token in encode(tokenizer, text, None)]

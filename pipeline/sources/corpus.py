@@ -24,15 +24,21 @@ CORRECT = "correct the column or the data set in the recipe, or the data source"
 
 
 def calibration_and_heldout(
-    source: Artifact[Source], wanted: Calibrate, heldout: int, seed: int, tokenizer: Tokenizer
+    source: Artifact[Source],
+    wanted: Calibrate,
+    heldout: int,
+    seed: int,
+    tokenizer: Tokenizer,
+    *,
+    document_tokens: int | None = None,
 ) -> tuple[list[str], list[str]]:
     """``wanted.samples`` texts to calibrate on and ``heldout`` others to evaluate on, from one column.
 
     The different texts are shuffled by ``seed``. The calibration texts are taken from their beginning, the held-out
     texts from their end, so that neither set changes when the other's count does. Left out are texts of less than
-    ``wanted.min_tokens`` tokens, calibration texts whose first ``wanted.tokens`` tokens another has, and held-out texts
-    that share a passage with a calibration text (BoolQ cuts several from one article). :class:`SourceError` if too few
-    remain.
+    ``wanted.min_tokens`` tokens, calibration texts whose first ``wanted.tokens`` tokens another has, held-out texts
+    whose first ``document_tokens`` another has, and those that share a passage with a calibration text (BoolQ cuts
+    several from one article). :class:`SourceError` if too few remain.
     """
     texts = _texts(data_folder(source), wanted.dataset, wanted.column)
     random.Random(seed).shuffle(texts)
@@ -49,23 +55,26 @@ def calibration_and_heldout(
         if len(tokens) >= wanted.min_tokens and beginning not in beginnings:
             beginnings.add(beginning)
             calibration.append(text)
-    passages = Passages(calibration)
+    passages, beginnings = Passages(calibration), set()
     judged: list[str] = []
     shared = 0
     for text in reversed(texts[looked_at:]):
         if len(judged) == heldout:
             break
-        if len(tokenizer.encode(text).ids) < wanted.min_tokens:
+        tokens = tokenizer.encode(text).ids
+        beginning = tuple(tokens[:document_tokens])
+        if len(tokens) < wanted.min_tokens:
             short += 1
-        elif passages.shared_with(text):
+        elif beginning in beginnings or passages.shared_with(text):
             shared += 1
         else:
+            beginnings.add(beginning)
             judged.append(text)
     if len(calibration) < wanted.samples or len(judged) < heldout:
         raise SourceError(
             f"{wanted.dataset}.{wanted.column} has {len(texts)} different texts, enough for {len(calibration)} "
             f"calibration and {len(judged)} held-out texts: {short} have less than {wanted.min_tokens} tokens, "
-            f"{shared} share a passage with a calibration text",
+            f"{shared} share a passage with another",
             expected=f"{wanted.samples} and {heldout}",
             remedy="lower calibrate.samples, evaluate.documents or calibrate.min_tokens, or choose a larger "
             "calibrate.dataset",

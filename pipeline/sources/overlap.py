@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,23 +12,33 @@ from numpy.typing import NDArray
 # Texts that share a run this long count as the same. Brown et al. 2020 (GPT-3), appendix C, takes 13 words: 61 letters
 # in the median of BoolQ, where runs of 50 letters find every text that 13 words find, and 5 more (13 of 2,810).
 RUN_LETTERS = 50
+COMMON, FEW = 0.25, 4
 LETTERS_PER_IDEOGRAPH = 3  # a word of Chinese or Japanese has one to three, one of English four to five letters
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so that it has an inverse modulo 2**64
 _INVERSE = np.uint64(pow(0x9E3779B97F4A7C15, -1, 1 << 64))
 
-Hashes = NDArray[np.uint64]
+Hashes, Places = NDArray[np.uint64], NDArray[np.int64]
 
 
 class Passages:
-    """The runs of letters of some texts. Case, width, accents' encoding, spaces and punctuation do not count."""
+    """The runs of letters of some texts. Case, width, accents' encoding, spaces and punctuation do not count.
+
+    What more than ``COMMON`` of the texts have, and ``FEW`` at least, is left out: a system prompt or a header is in
+    every text of its source, and says nothing of two of them.
+    """
 
     def __init__(self, texts: Iterable[str]) -> None:
-        found = [run_hashes(text) for text in texts]
-        self._known: Hashes = np.unique(np.concatenate(found)) if found else np.zeros(0, np.uint64)
+        found = [runs(text) for text in texts]
+        each = [np.unique(one.hashes) for one in found]
+        hashes, counts = np.unique(np.concatenate([np.zeros(0, np.uint64), *each]), return_counts=True)
+        common = hashes[counts > max(FEW - 1, COMMON * len(found))]
+        self._known: Hashes = np.unique(
+            np.concatenate([np.zeros(0, np.uint64), *(one.beside(common) for one in found)])
+        )
 
     def shared_with(self, text: str) -> bool:
         """Whether ``text`` has a run of one of the texts. Shorter texts must be equal to one."""
-        return bool(np.isin(run_hashes(text), self._known).any())
+        return bool(np.isin(runs(text).hashes, self._known).any())
 
 
 def letters(text: str) -> str:
@@ -40,14 +51,33 @@ def letters(text: str) -> str:
     return "".join(filter(str.isalnum, folded))
 
 
-def run_hashes(text: str) -> Hashes:
-    """A hash of the run that begins at each letter, up to where ``RUN_LETTERS`` are full; of a short text, its own.
+class Runs(NamedTuple):
+    """Of each run: its hash, and the letters ``first`` to ``end`` of the text that it has."""
+
+    hashes: Hashes
+    first: Places
+    end: Places
+
+    def beside(self, common: Hashes) -> Hashes:
+        """Hashes of the runs that share no letter with one of the ``common`` ones."""
+        is_common = np.isin(self.hashes, common)
+        if not is_common.any():
+            return self.hashes
+        edges = np.zeros(self.end.max() + 2, np.int64)
+        np.add.at(edges, self.first[is_common], 1)
+        np.add.at(edges, self.end[is_common], -1)
+        covered = np.concatenate([[0], np.cumsum(np.cumsum(edges) > 0)])  # letters before each place
+        return self.hashes[covered[self.end] == covered[self.first]]
+
+
+def runs(text: str) -> Runs:
+    """The run that begins at each letter, up to where ``RUN_LETTERS`` are full; a short text is one run.
 
     Where a run ends depends on its own letters alone, so a passage gives the same runs in any text.
     """
     codes = np.frombuffer(letters(text).encode("utf-32-le"), np.uint32).astype(np.uint64)
     if not len(codes):
-        return np.zeros(0, np.uint64)
+        return Runs(np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.int64))
     with np.errstate(over="ignore"):  # arithmetic modulo 2**64
         powers = np.cumprod(np.full(len(codes), _FACTOR))
         sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(_mixed(codes) * powers)])
@@ -56,10 +86,11 @@ def run_hashes(text: str) -> Hashes:
         end = np.searchsorted(weights, weights[:-1] + RUN_LETTERS)
         whole = end <= len(codes)
         if not whole.any():
-            return _mixed(sums[-1:] + np.uint64(len(codes)))  # no run begins like this
+            alone = _mixed(sums[-1:] + np.uint64(len(codes)))  # no part of a longer text has this hash
+            return Runs(alone, np.zeros(1, np.int64), np.array([len(codes)]))
         shifts = np.cumprod(np.full(len(codes), _INVERSE))
         first, end = first[whole], end[whole]
-        return (sums[end] - sums[first]) * shifts[first]
+        return Runs((sums[end] - sums[first]) * shifts[first], first, end)
 
 
 def _mixed(values: Hashes) -> Hashes:

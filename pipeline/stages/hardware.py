@@ -192,7 +192,9 @@ def heldout_documents(request: Request) -> list[list[int]]:
     recipe, text = request.recipe, request.recipe.section(TextSettings)
     source = artifact.load(request.artifacts / "source", Source)
     tokenizer: Any = Tokenizer.from_file(str(request.artifacts / "graph" / "tokenizer.json"))
-    _, heldout = calibration_and_heldout(source, recipe.calibrate, text.documents, recipe.seed, tokenizer)
+    _, heldout = calibration_and_heldout(
+        source, recipe.calibrate, text.documents, recipe.seed, tokenizer, document_tokens=text.document_tokens
+    )
     return [tokenizer.encode(held).ids[: text.document_tokens] for held in heldout[: request.documents]]
 
 

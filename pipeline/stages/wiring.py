@@ -273,9 +273,17 @@ def _bundle(folder: Path) -> Artifact[EngineBundle]:
 
 def _texts(recipe: Recipe, heldout: int) -> tuple[list[str], list[str]]:
     """Calibration texts and so many held-out texts, disjoint, from one column."""
+    from evals.kinds.text import TextSettings
     from pipeline.sources.corpus import calibration_and_heldout
 
-    return calibration_and_heldout(_source(), recipe.calibrate, heldout, recipe.seed, _tokenizer())
+    return calibration_and_heldout(
+        _source(),
+        recipe.calibrate,
+        heldout,
+        recipe.seed,
+        _tokenizer(),
+        document_tokens=recipe.section(TextSettings).document_tokens if heldout else None,
+    )
 
 
 def _calibration_samples(recipe: Recipe) -> list[list[int]]:

@@ -44,5 +44,5 @@ def test_near_copies_are_on_one_side_only(change: Callable[[str], str], tmp_path
     )
     source = make_source(tmp_path / "s", {"boolq": {"passage": [text, change(text)]}})
     for seed in range(4):
-        with pytest.raises(SourceError, match="1 share a passage with a calibration text"):
+        with pytest.raises(SourceError, match="1 share a passage with another"):
             choose(source, 1, 1, seed)

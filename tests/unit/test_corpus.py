@@ -105,6 +105,23 @@ def test_samples_that_begin_alike_calibrate_once(tmp_path: Path) -> None:
         choose(source, 2, 0, tokens=20)
 
 
+def test_held_out_texts_begin_differently(tmp_path: Path) -> None:
+    texts = [f"the same beginning of all {number}" for number in range(4)]
+    source = make_source(tmp_path / "s", {"boolq": {"passage": texts}})
+    assert len(choose(source, 2, 2, document_tokens=40)[1]) == 2
+    with pytest.raises(SourceError, match="1 share a passage with another"):
+        choose(source, 2, 2, document_tokens=20)
+
+
+def test_a_system_prompt_of_all_texts_is_no_common_passage(tmp_path: Path) -> None:
+    system = "You are a helpful assistant of a shop for bicycles; answer briefly, and never mention prices or dates. "
+    texts = [system + article("Latin", 80, number) for number in range(20)]
+    source = make_source(tmp_path / "s", {"boolq": {"passage": [*texts, texts[0] + "!"]}})
+    for seed in range(6):
+        calibration, heldout = choose(source, 10, 10, seed)
+        assert not ({texts[0], texts[0] + "!"} & {*calibration} and {texts[0], texts[0] + "!"} & {*heldout})
+
+
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     texts=st.lists(st.text(string.ascii_letters + " \n", max_size=24), min_size=1, max_size=30),  # no partial overlaps
