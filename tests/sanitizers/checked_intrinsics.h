@@ -3,6 +3,7 @@
 #ifndef TAPEOUT_CHECKED_INTRINSICS_H
 #define TAPEOUT_CHECKED_INTRINSICS_H
 
+#define _GNU_SOURCE /* as a file that includes this first may need it */
 #include <immintrin.h>
 #include <string.h>
 

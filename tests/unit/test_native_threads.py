@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +82,62 @@ def test_runs_beside_each_other_are_computed_by_their_callers() -> None:
     for caller in callers:
         caller.join()
     assert not wrong
+
+
+@contextmanager
+def busy_processes(count: int) -> Generator[None]:
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def on_cores(cores: set[int]) -> Generator[None]:
+    """The calling thread, and what it starts meanwhile."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@pytest.mark.parametrize("most_cores", [1, 2, 64])
+def test_threads_that_lose_their_cores_give_the_same_bits(most_cores: int) -> None:
+    """Beside two busy processes for each core they are moved from core to core, and may run on the same ones after."""
+    x = [tokens(count, count) for count in (1, 3, 40)]
+    expected = [session(1, own=False)(given_tokens)[0] for given_tokens in x]
+    cores = set(sorted(os.sched_getaffinity(0))[:most_cores])
+    before = {int(task.name) for task in Path("/proc/self/task").iterdir()}
+    with on_cores(cores), busy_processes(2 * len(cores)):
+        own = session(3)
+        for _ in range(300):
+            for given_tokens, result in zip(x, expected, strict=True):
+                assert np.array_equal(own(given_tokens)[0], result)
+        started = {int(task.name) for task in Path("/proc/self/task").iterdir()} - before
+        assert len(started) == 2
+        assert all(os.sched_getaffinity(task) == cores for task in (0, *started))
+
+
+def test_threads_without_work_sleep() -> None:
+    before = {task.name for task in Path("/proc/self/task").iterdir()}
+    own = session(4)
+    for count in (1, 9):
+        own(tokens(count))
+        started = {task.name for task in Path("/proc/self/task").iterdir()} - before
+        assert len(started) == 3
+        deadline = time.monotonic() + 60
+        while states(started) != {"S"}:
+            assert time.monotonic() < deadline, f"threads are in the states {states(started)}"
+            time.sleep(0.001)
+
+
+def states(tasks: set[str]) -> set[str]:
+    return {Path(f"/proc/self/task/{task}/stat").read_text().rpartition(")")[2].split()[0] for task in tasks}
 
 
 def test_threads_end_with_their_session() -> None:

@@ -9,6 +9,11 @@
    bandwidth alone. Between two nodes there is time for a hundred kilobytes, between two steps for the first layers of the
    next.
 
+   Beside other processes a thread may lose its core in the middle of a job, and the system leaves it waiting for some
+   milliseconds while the others wait for it. So whoever waits looks whether it runs, and lends it a core: a caller that
+   waits for a thread moves it to its own core and sleeps; a thread that waits for a caller changes places with it. A
+   thread on the caller's core goes to another. Nobody is bound to a core.
+
    Memory order. Processors with 64-bit ARM reorder more than x86, so what follows is argued from C11 alone, where an
    atomic access is sequentially consistent unless it says otherwise:
    - The job's plain fields (`work`, `state`, the ends of ranges) are written before `open` = 1 and read after `open` was
@@ -22,16 +27,20 @@
    - The relaxed load of `next` saves an atomic addition where a range is empty. It reads this job's value or a later one,
      since `open` came between, and only the addition gives an index away. */
 #include "ort.h"
+#include "placement.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 
 enum { CACHE_LINE = 64 };
-/* About half a millisecond: longer than what lies between the steps of a decode. */
+/* About half a millisecond on AMD, three times as long on Intel: longer than what lies between the steps of a decode. */
 enum { SPINS = 1 << 15 };
-/* Some 40 microseconds: the caller's wait at the end of a job, unless another thread was interrupted. */
-enum { END_SPINS = 1 << 11 };
+/* Some 40 microseconds: a wait at the end of a job, unless a thread was interrupted. Then its run time is looked at twice,
+   some 5 microseconds apart. */
+enum { END_SPINS = 1 << 11, PROBE_SPINS = 1 << 8, PROBE_NANOSECONDS = 1000 };
+/* A thread that has missed so many jobs may be waiting for the caller's core. */
+enum { MISSED = 16 };
 /* What a thread reads ahead of its own ranges, and of the caller's: half of a second-level cache of 1 MiB of the next
    linear, and then as much as a third-level cache keeps. */
 enum { AHEAD_BYTES = 4 << 20, AHEAD_FOR_CALLER = 1 << 18, AHEAD_SLICE = 1 << 10 };
@@ -40,6 +49,7 @@ typedef struct {
   _Alignas(CACHE_LINE) _Atomic size_t next; /* index */
   size_t end;
   _Alignas(CACHE_LINE) _Atomic int active; /* the thread may use the job */
+  _Atomic uint32_t seen;                   /* the last job that the thread knows of */
 } Range;
 
 typedef struct {
@@ -55,6 +65,8 @@ struct Threads {
   void (*work)(void*, size_t);
   void* state;
   _Atomic(Stream*) ahead; /* what the next job reads */
+  pthread_t caller;
+  _Atomic int core; /* where the caller runs */
 
   _Alignas(CACHE_LINE) size_t count; /* threads, the caller's too; started when the first kernel is created */
   atomic_flag busy;
@@ -109,19 +121,6 @@ static void read_ahead(Threads* t, size_t number, uint32_t seen) {
   }
 }
 
-/* Until there is a job after `seen`. */
-static void wait_for_job(Threads* t, uint32_t seen) {
-  for (int i = 0; i < SPINS; i++) {
-    if (t->jobs != seen) return;
-    pause_spin();
-  }
-  pthread_mutex_lock(&t->lock);
-  t->sleeping++;
-  while (t->jobs == seen && !t->ending) pthread_cond_wait(&t->wake, &t->lock);
-  t->sleeping--;
-  pthread_mutex_unlock(&t->lock);
-}
-
 /* The thread uses the job no more. */
 static void leave(Threads* t, Range* own) {
   own->active = 0;
@@ -131,19 +130,61 @@ static void leave(Threads* t, Range* own) {
   pthread_mutex_unlock(&t->lock);
 }
 
+/* Whether another process has the core of a thread, while that `works`. */
+static int is_interrupted(pthread_t thread, const _Atomic int* works) {
+  const long long before = run_time(thread);
+  for (int i = 0; i < PROBE_SPINS; i++) {
+    if (!*works) return 0;
+    pause_spin();
+  }
+  return run_time(thread) - before < PROBE_NANOSECONDS && *works;
+}
+
+/* The caller has not ended a job of which nothing is left: if another process has its core, it gets this thread's, and the
+   thread goes where the caller was. */
+static void help_caller(Threads* t, Range* own) {
+  own->active = 1; /* the caller stays in the job */
+  if (t->open && is_interrupted(t->caller, &t->open)) {
+    const int core = current_core();
+    move_to(t->caller, core);
+    move_away_from(pthread_self(), core);
+  }
+  leave(t, own);
+}
+
+/* Until there is a job after `seen`. */
+static void wait_for_job(Threads* t, Range* own, uint32_t seen) {
+  for (int i = 1; i <= SPINS; i++) {
+    if (t->jobs != seen) return;
+    if (i % END_SPINS == 0 && t->open) help_caller(t, own);
+    pause_spin();
+  }
+  pthread_mutex_lock(&t->lock);
+  t->sleeping++;
+  while (t->jobs == seen && !t->ending) pthread_cond_wait(&t->wake, &t->lock);
+  t->sleeping--;
+  pthread_mutex_unlock(&t->lock);
+}
+
 static int anyone_active(const Threads* t) {
   for (size_t i = 1; i < t->count; i++)
     if (t->ranges[i].active) return 1;
   return 0;
 }
 
-/* Until no thread uses the job. Another process may have a thread's core: the caller then sleeps, so that the thread, or
-   that process, can have the caller's. */
+/* Threads that were interrupted in the middle of a job get the caller's core. */
+static void give_core(Threads* t) {
+  for (size_t i = 1; i < t->count; i++)
+    if (is_interrupted(t->started[i], &t->ranges[i].active)) move_to(t->started[i], current_core());
+}
+
+/* Until no thread uses the job. Where that takes long, the caller sleeps: another may need its core. */
 static void wait_for_helpers(Threads* t) {
   for (int i = 0; i < END_SPINS; i++) {
     if (!anyone_active(t)) return;
     pause_spin();
   }
+  give_core(t);
   pthread_mutex_lock(&t->lock);
   t->caller_sleeps = 1;
   while (anyone_active(t)) pthread_cond_wait(&t->done, &t->lock);
@@ -157,14 +198,22 @@ static void* help(void* self) {
   Range* own = &t->ranges[helper->number];
   uint32_t seen = 0;
   while (!t->ending) {
-    wait_for_job(t, seen);
+    wait_for_job(t, own, seen);
+    const int core = current_core();
+    if (core == t->core) move_away_from(pthread_self(), core);
     own->active = 1; /* before `open` is read: the caller closes the job before it reads `active` */
-    seen = t->jobs;
+    own->seen = seen = t->jobs;
     if (t->open) take_part(t, helper->number);
     leave(t, own);
     read_ahead(t, helper->number, seen);
   }
   return NULL;
+}
+
+/* Threads that wait for the caller's core get another. */
+static void keep_core(Threads* t) {
+  for (size_t i = 1; i < t->count; i++)
+    if ((t->jobs - t->ranges[i].seen) % MISSED == MISSED - 1) move_away_from(t->started[i], t->core);
 }
 
 static void announce(Threads* t) {
@@ -238,12 +287,14 @@ void run_on(Threads* t, void (*work)(void*, size_t), size_t total, void* state, 
     t->last = stream;
     t->ahead = stream->next;
   }
-  t->work = work, t->state = state;
+  t->work = work, t->state = state, t->caller = pthread_self();
   for (size_t i = 0; i < t->count; i++) {
     t->ranges[i].next = total * i / t->count;
     t->ranges[i].end = total * (i + 1) / t->count;
   }
   t->open = 1;
+  t->core = current_core();
+  keep_core(t);
   announce(t);
   take_part(t, 0);
   t->open = 0;
