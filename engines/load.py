@@ -68,8 +68,8 @@ def load(
 ) -> Engine:
     """Open a bundle for running. Refused if a file changed, and on hardware or libraries that it was not built for.
 
-    ``threads``: 0 means every physical core. ``slots``: sequences held at once; default as built. ``level``: see
-    :func:`at_level`. ``public_key``: the bundle must have a signed PASS verdict beside it.
+    ``threads``: 0 means every physical core, or one where that is as fast. ``slots``: sequences held at once; default
+    as built. ``level``: see :func:`at_level`. ``public_key``: the bundle must have a signed PASS verdict beside it.
     """
     before = _identities(artifact.load_record(folder, EngineBundle))  # then verified, then opened
     bundle = artifact.load(folder, EngineBundle)

@@ -29,6 +29,7 @@ class EngineCapabilities:
     ``shares_blocks``: a block may be in several block tables, as long as none of them writes it. Where not, a sequence
     is one block, and a shared prefix is copied.
     ``chooses_tokens``: the likeliest token is found in the graph, without writing logits.
+    ``threads``: of the processor that compute a step, as it was opened or as it chose; 0 where it does not compute.
     """
 
     block_tokens: int
@@ -39,6 +40,7 @@ class EngineCapabilities:
     vocab_size: int
     shares_blocks: bool
     chooses_tokens: bool
+    threads: int = 0
 
 
 class Entry(NamedTuple):

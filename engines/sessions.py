@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import platform
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 MAPPED_SHARE = 0.5  # of the available memory: weights of more bytes are not copied
-THREADS_ENTRY = "tapeout.threads"  # a session's entry that native/source/provider.c reads
+# Entries of a session that native/source/provider.c reads.
+THREADS_ENTRY = "tapeout.threads"
+CHOOSE_ENTRY = "tapeout.choose_threads"
 
 
 def library_of(bundle: Artifact[EngineBundle]) -> Path | None:
@@ -48,19 +51,26 @@ def library_of(bundle: Artifact[EngineBundle]) -> Path | None:
     return path
 
 
-def cpu_options(threads: int, library: Path | None, operators: Collection[str] = ()) -> ort.SessionOptions:
+def cpu_options(
+    threads: int, library: Path | None, operators: Collection[str] = (), *, chooses: bool = False
+) -> ort.SessionOptions:
     """Options for :func:`open_session`. ``threads``: 0 means every physical core.
 
     ``library``: native kernels that the graph uses, an execution provider of ONNX Runtime.
 
     ``operators``: all of the graph, where they are known. Native operators start threads of their own where no other
     has work for several: two sets of threads that wait for work would take each other's cores.
+
+    ``chooses``: where such threads are started and ``threads`` is 0, one computes if all are no faster: see
+    :func:`threads_of`.
     """
     options, count = ort.SessionOptions(), threads or physical_cores()
     own = all_native(operators) and library is not None and not unsupported()
     options.intra_op_num_threads = 1 if own else count
     if own:
         options.add_session_config_entry(THREADS_ENTRY, str(count))
+        if chooses and not threads and count > 1:
+            options.add_session_config_entry(CHOOSE_ENTRY, "1")
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
     if library is not None:
@@ -74,6 +84,14 @@ def cpu_options(threads: int, library: Path | None, operators: Collection[str] =
 def open_session(model: str | bytes, options: ort.SessionOptions) -> ort.InferenceSession:
     """``model``: a path, or the bytes of a model. What the provider of ``options`` does not take, ONNX Runtime runs."""
     return ort.InferenceSession(model, options, providers=None if options.has_providers() else ["CPUExecutionProvider"])
+
+
+def threads_of(threads: int, library: Path | None) -> int:
+    """That compute in the session that the calling thread opened last, with these arguments of :func:`cpu_options`."""
+    chosen = getattr(ctypes.CDLL(str(library)), "tapeout_chosen_threads", None) if library is not None else None
+    if chosen is not None:
+        chosen.restype = ctypes.c_size_t
+    return (chosen() if chosen else 0) or threads or physical_cores()
 
 
 def _devices(library: Path) -> list[ort.OrtEpDevice]:

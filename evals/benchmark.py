@@ -120,7 +120,7 @@ def benchmark(
         baseline=numbers("baseline"),
         candidate=numbers("candidate"),
         samples=(sample("prefill", 1), *(sample("decode", batch) for batch in batches)),
-        threads=threads,
+        threads=candidate.engine.capabilities.threads or threads,
         prompt_tokens=settings.prompt_tokens,
         new_tokens=settings.new_tokens,
         read_bandwidth_gb_s=bandwidth / 1e9,

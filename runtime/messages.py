@@ -131,6 +131,7 @@ class EngineInfo:
     block_bytes: int
     weight_bytes: int  # that a decode step reads
     stop_tokens: frozenset[int]
+    threads: int = 0  # of the processor that compute a step; 0: none
     server_cores: frozenset[int] = frozenset()  # see :mod:`engines.cores`
 
 

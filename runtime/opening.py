@@ -39,9 +39,10 @@ class OpenEngine(Protocol):
 
 @dataclass(frozen=True)
 class OpenBundle:
-    """``threads``: 0 means every physical core. ``slots``: room for so many sequences of full length; as built if None.
+    """``threads``: 0 means every physical core, or one where that is as fast.
 
-    ``kv_bytes``: most memory of the KV cache, instead of ``slots``. ``public_key``, ``level``: see
+    ``slots``: room for so many sequences of full length; as built if None. ``kv_bytes``: most memory of the KV cache,
+    instead of ``slots``. ``public_key``, ``level``: see
     :func:`engines.load.load`.
     """
 
@@ -56,7 +57,6 @@ class OpenBundle:
         from engines.load import at_level, load
         from engines.native.sampling import sampling_kernel
         from engines.sessions import library_of
-        from engines.threads import physical_cores
         from tapeout import artifact
 
         bundle = artifact.load_record(folder, EngineBundle)
@@ -82,10 +82,11 @@ class OpenBundle:
             block_bytes=has.block_bytes,
             weight_bytes=record.step_bytes,
             stop_tokens=frozenset(record.stop_tokens),
+            threads=has.threads,
         )
         tokenizer = folder / "tokenizer.json"
         text = tokenizer.read_text(encoding="utf-8") if tokenizer.is_file() else None
-        threads = self.threads or physical_cores()
+        threads = max(1, has.threads)
         library = library_of(at_level(bundle, self.level))
         kernel = sampling_kernel(library, has.vocab_size, threads)
         return Opened(engine, info, text, kernel, threads, clippings(library))

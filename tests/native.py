@@ -130,7 +130,7 @@ def _session(
             v.graph.initializers.pop(v.name or "")
     model = model_of(inputs, [named(f"y{at}", output) for at, output in enumerate(node.outputs)])
     model.opset_imports[DOMAIN] = 1
-    options = cpu_options(threads, library(), operators)
+    options = cpu_options(threads, library(), operators, chooses=True)
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     session = open_session(ir.to_proto(model).SerializeToString(), options)
     (assigned,) = session.get_provider_graph_assignment_info()

@@ -352,7 +352,8 @@ class Measurement:
         from engines.load import load
         from engines.sequences import Sequences
 
-        return Sequences(load(folder, threads=threads or self.threads, slots=slots or self.recipe.build.slots))
+        count = threads or self.recipe.build.threads
+        return Sequences(load(folder, threads=count, slots=slots or self.recipe.build.slots))
 
     def champion(self) -> tuple[Artifact[EngineBundle], Sequences, bool]:
         incumbent = json.loads(INCUMBENT.read_text())

@@ -296,7 +296,8 @@ class _EngineCollector(Collector):
         yield gauge("tapeout:ready", "1 if the server takes requests.", float(client.ready))
         cache = {"block_size": info.block_tokens, "num_gpu_blocks": info.blocks, "block_bytes": info.block_bytes}
         yield gauge("vllm:cache_config_info", "Size of the KV pool.", 1, **cache)
-        yield gauge("tapeout:engine_info", "The bundle that is served.", 1, bundle=info.digest, target=info.name)
+        engine = {"bundle": info.digest, "target": info.name, "threads": info.threads}
+        yield gauge("tapeout:engine_info", "The bundle that is served.", 1, **engine)
         if metrics.read_bandwidth:
             share = bandwidth_share(stats, info.weight_bytes, metrics.read_bandwidth)
             yield gauge("tapeout:bandwidth_share", "Weight bytes of the last step over read bandwidth.", share)

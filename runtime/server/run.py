@@ -108,6 +108,8 @@ async def _serve(
         gc.freeze()  # what was imported stays: the collector need not look at it again
         keep_to(client.info.server_cores)
         host, port = listener.getsockname()[:2]
+        if client.info.threads:
+            log.info("the engine computes on %d thread%s", client.info.threads, "s"[: client.info.threads > 1])
         log.info("serving %s at http://%s:%d/v1", settings.names[0], host, port)
         beside = asyncio.ensure_future(companion(service)) if companion else None
         await _DrainingServer(config, service, settings.drain_seconds).serve(sockets=[listener])

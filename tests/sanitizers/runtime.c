@@ -69,7 +69,7 @@ struct Factory {
 int64_t fail_call = -1, live_statuses, live_domains;
 _Atomic int64_t fail_allocation = -1;
 const char* failed_name;
-int use_threads, own_threads, runs = 1, copies = 1;
+int use_threads, own_threads, choose_threads_at_start, runs = 1, copies = 1;
 uint64_t constant_inputs;
 static uint64_t random_state;
 static uint32_t newest_version;
@@ -153,9 +153,10 @@ static Status* domain_add(Domain* domain, const Op* op) {
 }
 static Status* session_entry(const Options* of, const char* key, char* value, size_t* size) {
   (void)of;
-  if (strcmp(key, "tapeout.threads")) fail("an entry of another name: %s", key);
-  if (!own_threads) return create_status(1, "no such entry");
-  *size = (size_t)snprintf(value, *size, "%d", own_threads) + 1;
+  const int chooses = !strcmp(key, "tapeout.choose_threads");
+  if (!chooses && strcmp(key, "tapeout.threads")) fail("an entry of another name: %s", key);
+  if (chooses ? !choose_threads_at_start : !own_threads) return create_status(1, "no such entry");
+  *size = (size_t)snprintf(value, *size, "%d", chooses ? 1 : own_threads) + 1;
   return NULL;
 }
 static void release_domain(Domain* domain) {

@@ -40,6 +40,7 @@ extern int64_t fail_call;               /* the API call that fails, counted down
 extern const char* failed_name;         /* of the attribute that the failing call was for, if any */
 extern _Atomic int64_t fail_allocation; /* the same for allocations of the kernels */
 extern int own_threads;                 /* what the session asks for; 0: nothing */
+extern int choose_threads_at_start;     /* it asks for the faster of one thread and all */
 extern int use_threads;                 /* a parallel for runs on threads, or on the calling one in a random order */
 extern int runs;                        /* of a node; threads read ahead for the second and later ones */
 extern int copies;                      /* how often a graph has the node */

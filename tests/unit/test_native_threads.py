@@ -10,6 +10,7 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +19,9 @@ from hypothesis import strategies as st
 
 from engines import native
 from engines.native import NATIVE, SMALL
-from engines.sessions import THREADS_ENTRY, cpu_options
+from engines.sessions import THREADS_ENTRY, cpu_options, threads_of
 from engines.targets.ort_cpu import library
+from engines.threads import physical_cores
 from tapeout.schemes import Scheme
 from tests.native import Array, Run, linear_session, random_linear
 
@@ -121,6 +123,34 @@ def test_threads_that_lose_their_cores_give_the_same_bits(most_cores: int) -> No
         started = {int(task.name) for task in Path("/proc/self/task").iterdir()} - before
         assert len(started) == 2
         assert all(os.sched_getaffinity(task) == cores for task in (0, *started))
+
+
+@pytest.mark.parametrize("kind", ["BlockLinear", "NormLinear", "ResidualNormLinear", "GatedLinear", "HeadLinear"])
+def test_the_number_of_threads_is_chosen_where_none_is_asked_for(kind: str) -> None:
+    """Which one is faster depends on the machine. The results do not."""
+    columns = COLUMNS // 2 if kind == "GatedLinear" else COLUMNS
+    linear = random_linear(2000, columns, Scheme(bits=8, group_size=32, symmetric=True))
+    weight = tokens(1)[0] if "Norm" in kind else None
+    inputs: list[Array] = [tokens(9)] * (2 if kind == "ResidualNormLinear" else 1)
+    if kind == "HeadLinear":
+        inputs.append(np.array(False))
+    found = {name: linear_session(kind, linear, weight=weight, **how) for name, how in CHOICES.items()}
+    expected = found["one"](*inputs)
+    for name, own in found.items():
+        assert all(np.array_equal(y, e) for y, e in zip(own(*inputs), expected, strict=True)), name
+
+
+CHOICES: dict[str, dict[str, Any]] = {"one": {"threads": 1}, "all": {"threads": 3}, "chosen": {"threads": 0}}
+
+
+def test_a_session_tells_how_many_threads_compute() -> None:
+    linear = random_linear(2000, COLUMNS, EIGHT)
+    every = physical_cores()
+    linear_session("BlockLinear", linear, threads=0)
+    assert threads_of(0, library()) in (1, every)
+    linear_session("BlockLinear", linear, threads=3)
+    assert threads_of(3, library()) == 3  # not what the session before it chose
+    assert threads_of(0, None) == every
 
 
 def test_threads_without_work_sleep() -> None:

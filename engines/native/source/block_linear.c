@@ -428,6 +428,57 @@ static Status* compute_chunks(const Work* all, Context* context, int64_t* greedy
   return status;
 }
 
+/* Whether the weights have the shapes and types that the kernel was created for. */
+static int are_sound(const Kernel* k, const Tensor* weight, const Tensor* codes, const Tensor* scales,
+                     const Tensor* zero_points, const Tensor* bias) {
+  const int64_t padded = (k->N + 2 * TILE - 1) / (2 * TILE) * 2 * TILE, scale_count = padded * (k->K / k->block);
+  return holds(codes, UINT8, padded * k->K * k->bits / 8) &&
+         holds(scales, k->half_scales ? HALF : FLOAT, scale_count) &&
+         (k->symmetric || holds(zero_points, UINT8, scale_count)) && (!bias->present || holds(bias, FLOAT, k->N)) &&
+         ((k->kind != NORM && k->kind != RESIDUAL_NORM) || holds(weight, FLOAT, k->K));
+}
+
+/* What computes `tokens` tokens, but for their inputs and outputs. */
+static Work work_of(Kernel* k, int64_t tokens, const Tensor* weight, const Tensor* codes, const Tensor* scales,
+                    const Tensor* zero_points, const Tensor* bias) {
+  const int64_t tiles = (k->N + 2 * TILE - 1) / (2 * TILE) * 2, pairs = tiles / 2;
+  const int64_t pair_bytes = 2 * TILE * k->K * k->bits / 8;
+  int64_t pairs_of_part = (pairs + PARTS - 1) / PARTS;
+  if (pairs_of_part * pair_bytes > PART_BYTES) pairs_of_part = PART_BYTES / pair_bytes ? PART_BYTES / pair_bytes : 1;
+  return (Work){.kernel = k,
+                .M = tokens,
+                .blocks = k->K / k->block,
+                .tiles = tiles,
+                .parts = (pairs + pairs_of_part - 1) / pairs_of_part,
+                .weight = weight->data,
+                .codes = codes->data,
+                .scales = scales->data,
+                .zero_points = zero_points->data,
+                .bias = bias->data};
+}
+
+size_t linear_bytes(const void* self) {
+  const Kernel* k = self;
+  const int constant = are_sound(k, &k->weight, &k->codes, &k->scales, &k->zero_points, &k->bias);
+  return constant && k->kind != HEAD ? (size_t)k->codes.elements : 0;
+}
+
+int compute_zeros(void* self, int64_t tokens) {
+  Kernel* k = self;
+  const int64_t inputs = k->kind == GATED ? 2 * k->K : k->K;
+  float* memory = calloc((size_t)(tokens * (inputs + 2 * k->K + k->N)), sizeof *memory);
+  if (!memory) return 0;
+  Work w = work_of(k, tokens, &k->weight, &k->codes, &k->scales, &k->zero_points, &k->bias);
+  float* residual = memory + tokens * inputs;
+  w.x = memory, w.y = residual + 2 * tokens * k->K;
+  if (k->kind == RESIDUAL_NORM) w.residual = residual, w.sum = residual + tokens * k->K;
+  Status* status = compute_chunks(&w, NULL, NULL);
+  const int done = !status;
+  release_status(k->api, status);
+  free(memory);
+  return done;
+}
+
 static Status* compute(void* self, Context* context) {
   Kernel* k = self;
   Api api = k->api;
@@ -446,29 +497,16 @@ static Status* compute(void* self, Context* context) {
   if (!x.present || x.type != FLOAT || !x.rank || x.rank > MAX_RANK ||
       x.dims[x.rank - 1] != (k->kind == GATED ? 2 * k->K : k->K))
     return failure(api, ERROR_ARGUMENT, "block-quantized linear: the input does not have K columns");
-  const int64_t M = x.elements / x.dims[x.rank - 1], tiles = (k->N + 2 * TILE - 1) / (2 * TILE) * 2;
-  const int64_t blocks = k->K / k->block, scale_count = tiles * TILE * blocks;
-  if (!holds(&codes, UINT8, tiles * TILE * k->K * k->bits / 8) ||
-      !holds(&scales, k->half_scales ? HALF : FLOAT, scale_count) ||
-      (!k->symmetric && !holds(&zero_points, UINT8, scale_count)) || (bias.present && !holds(&bias, FLOAT, k->N)) ||
-      (normed && !holds(&weight, FLOAT, k->K)))
+  const int64_t M = x.elements / x.dims[x.rank - 1];
+  if (!are_sound(k, &weight, &codes, &scales, &zero_points, &bias))
     return failure(api, ERROR_ARGUMENT, "block-quantized linear: weights of another shape or type");
   if (k->kind == RESIDUAL_NORM && !holds(&residual, FLOAT, x.elements))
     return failure(api, ERROR_ARGUMENT, "ResidualNormLinear: its inputs differ in shape");
   if (k->kind == HEAD && (x.rank != 2 || !holds(&greedy, BOOL, 1)))
     return failure(api, ERROR_ARGUMENT, "HeadLinear: the input is not [M, K] or greedy is not one bool");
 
-  Work w = {.kernel = k,
-            .M = M,
-            .blocks = blocks,
-            .tiles = tiles,
-            .x = x.data,
-            .residual = residual.data,
-            .weight = weight.data,
-            .codes = codes.data,
-            .scales = scales.data,
-            .zero_points = zero_points.data,
-            .bias = bias.data};
+  Work w = work_of(k, M, &weight, &codes, &scales, &zero_points, &bias);
+  w.x = x.data, w.residual = residual.data;
   int64_t dims[MAX_RANK], *chosen = NULL;
   for (size_t i = 0; i < x.rank; i++) dims[i] = x.dims[i];
   if (k->kind == RESIDUAL_NORM) TRY(output(api, context, 1, dims, x.rank, &w.sum));
@@ -482,10 +520,6 @@ static Status* compute(void* self, Context* context) {
   }
   TRY(output(api, context, 0, dims, x.rank, &w.y));
   if (!M) return NULL;
-  const int64_t pairs = tiles / 2, pair_bytes = 2 * TILE * k->K * k->bits / 8;
-  int64_t pairs_of_part = (pairs + PARTS - 1) / PARTS;
-  if (pairs_of_part * pair_bytes > PART_BYTES) pairs_of_part = PART_BYTES / pair_bytes ? PART_BYTES / pair_bytes : 1;
-  w.parts = (pairs + pairs_of_part - 1) / pairs_of_part;
   return compute_chunks(&w, context, chosen);
 }
 

@@ -237,11 +237,21 @@ struct Stream {
 
 /* `count` threads with the caller's; NULL if there is no memory. They run while a kernel holds them; 0: they do not. */
 Threads* create_threads(size_t count);
+size_t count_threads(const Threads* threads);
 int hold_threads(Threads* threads);
 void release_threads(Threads* threads);
 /* Of the threads, which read it until they end; so `data` must live as long. NULL if there is no memory. */
 Stream* create_stream(Threads* threads, const void* data, size_t bytes);
 void run_on(Threads* threads, void (*work)(void*, size_t), size_t total, void* state, Stream* stream);
+/* From now on the caller computes alone, or with all threads. Not during a run. */
+void compute_alone(Threads* threads, int alone);
+
+/* Chooses between the two by computing linears of a session, kernels of `linear_op`. Returns how many threads compute. */
+size_t choose_threads(Threads* threads, void* const* linears, size_t count);
+/* Of a linear whose weights are constant: their bytes, and a run over tokens of zeros, which fails where there is no
+   memory. */
+size_t linear_bytes(const void* linear);
+int compute_zeros(void* linear, int64_t tokens);
 
 /* `work(state, i)` for i in 0 .. total-1 on the session's threads. `stream` may be NULL. */
 static inline Status* parallel(Api api, const Context* context, Threads* threads, void (*work)(void*, size_t),

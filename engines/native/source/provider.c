@@ -51,6 +51,7 @@ struct Provider {
   void* others[24];
   const Factory* factory; /* ours from here */
   Threads* threads;
+  int chooses; /* how many of the threads compute */
   Operator* operators;
   Chunk* chunks;
   size_t taken; /* bytes of all chunks */
@@ -94,6 +95,13 @@ struct Copy {
   Copy* next;
   Tensor tensor;
 };
+
+/* Of the session that the calling thread opened last; 0: it was told how many. */
+static _Thread_local size_t chosen_threads;
+
+__attribute__((visibility("default"))) size_t tapeout_chosen_threads(void) {
+  return chosen_threads;
+}
 
 static Status* out_of_memory(Api ort) {
   return failure(ort, ERROR_FAIL, "out of memory");
@@ -432,6 +440,22 @@ static void release_computes(Provider* p, Compute** computes, size_t count) {
   }
 }
 
+/* By the linears of all steps. */
+static Status* choose(Provider* p, Compute** computes, size_t count) {
+  size_t most = 0, found = 0;
+  for (size_t i = 0; i < count; i++) most += computes[i]->step.part_count;
+  void** linears = malloc((most + 1) * sizeof *linears);
+  if (!linears) return out_of_memory(p->factory->ort);
+  for (size_t i = 0; i < count; i++) {
+    const Step* step = &computes[i]->step;
+    for (size_t j = 0; j < step->part_count; j++)
+      if (step->parts[j].op->compute == linear_op.compute) linears[found++] = step->parts[j].kernel;
+  }
+  chosen_threads = choose_threads(p->threads, linears, found);
+  free(linears);
+  return NULL;
+}
+
 static Status* compile(Provider* p, const Graph** graphs, const Node** fused, size_t count, Compute** computes,
                        void** contexts) {
   (void)contexts;
@@ -448,17 +472,19 @@ static Status* compile(Provider* p, const Graph** graphs, const Node** fused, si
     pthread_mutex_init(&c->step.lock, NULL);
     status = make_step(p, graphs[i], fused[i], &c->step);
   }
+  chosen_threads = 0;
+  if (!status && p->threads && p->chooses) status = choose(p, computes, count);
   if (status) release_computes(p, computes, count); /* ONNX Runtime releases only what was compiled without an error */
   return status;
 }
 
-/* The number of threads that native operators start, from the options of a session; 0 where they use ONNX Runtime's. */
-static size_t thread_count(Api ort, const Options* options) {
+/* A number in the options of a session; 0 where there is no such entry. */
+static size_t session_number(Api ort, const Options* options, const char* entry) {
   char text[16] = "0";
   size_t size = sizeof text;
-  Status* status = ((Status * (*)(const Options*, const char*, char*, size_t*)) ort[SESSION_ENTRY])(
-      options, "tapeout.threads", text, &size);
-  release_status(ort, status); /* there is no such entry */
+  Status* status =
+      ((Status * (*)(const Options*, const char*, char*, size_t*)) ort[SESSION_ENTRY])(options, entry, text, &size);
+  release_status(ort, status);
   const long count = status ? 0 : strtol(text, NULL, 10);
   return count > 0 && count <= MOST_THREADS ? (size_t)count : 0;
 }
@@ -483,12 +509,13 @@ static void release_provider(Factory* factory, Provider* p) {
 static Status* create_provider(Factory* factory, const Device* const* devices, const void* const* metadata,
                                size_t count, const Options* options, const void* logger, Provider** created) {
   (void)devices, (void)metadata, (void)count, (void)logger;
-  const size_t threads = thread_count(factory->ort, options);
+  const size_t threads = session_number(factory->ort, options, "tapeout.threads"); /* 0: those of ONNX Runtime */
   Provider* p = calloc(1, sizeof *p);
   if (!p) return out_of_memory(factory->ort);
   p->version = API_VERSION, p->name = provider_name, p->get_capability = get_capability, p->compile = compile;
   p->release_computes = release_computes, p->factory = factory;
   p->threads = threads ? create_threads(threads) : NULL;
+  p->chooses = session_number(factory->ort, options, "tapeout.choose_threads") != 0;
   p->operators = create_operators(p->threads);
   if ((threads && !p->threads) || !p->operators) {
     release_provider(factory, p);

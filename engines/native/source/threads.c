@@ -69,6 +69,7 @@ struct Threads {
   _Atomic int core; /* where the caller runs */
 
   _Alignas(CACHE_LINE) size_t count; /* threads, the caller's too; started when the first kernel is created */
+  int alone;                         /* the caller computes without the others */
   atomic_flag busy;
   Stream* last;
   Range* ranges;
@@ -234,6 +235,14 @@ Threads* create_threads(size_t count) {
   return t;
 }
 
+size_t count_threads(const Threads* t) {
+  return t->count;
+}
+
+void compute_alone(Threads* t, int alone) {
+  t->alone = alone;
+}
+
 static void end_helpers(Threads* t, size_t running) {
   t->ending = 1;
   announce(t);
@@ -278,7 +287,7 @@ void release_threads(Threads* t) {
 }
 
 void run_on(Threads* t, void (*work)(void*, size_t), size_t total, void* state, Stream* stream) {
-  if (atomic_flag_test_and_set(&t->busy)) { /* another run of the session has the threads */
+  if (t->alone || atomic_flag_test_and_set(&t->busy)) { /* another run of the session has the threads */
     for (size_t i = 0; i < total; i++) work(state, i);
     return;
   }

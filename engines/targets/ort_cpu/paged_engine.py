@@ -14,7 +14,7 @@ import numpy as np
 
 from engines.bundle import BLOCK_TABLE, BLOCK_TOKENS, GREEDY, NEXT_TOKENS, OFFSETS, STARTS, EngineBundle
 from engines.protocol import EngineCapabilities, Entry, FloatArray, Result
-from engines.sessions import cpu_options, keep_mapped, library_of, open_session
+from engines.sessions import cpu_options, keep_mapped, library_of, open_session, threads_of
 from engines.step_inputs import Piece, check, not_finite, result_of, runs
 from engines.targets.ort_cpu.buffers import BlockMemory, Bound, bind_cache
 from tapeout.artifact import Artifact
@@ -36,7 +36,8 @@ class PagedEngine:
 
     def __init__(self, bundle: Artifact[EngineBundle], *, threads: int, blocks: int) -> None:
         io = bundle.record.io
-        options = cpu_options(threads, library_of(bundle), bundle.record.census)
+        library = library_of(bundle)
+        options = cpu_options(threads, library, bundle.record.census, chooses=True)
         mapped = keep_mapped(options, bundle) and bundle.record.precision == "float32"
         self._run_tokens = MAPPED_RUN_TOKENS if mapped else RUN_TOKENS
         self._session = open_session(str(bundle.folder / "model.onnx"), options)
@@ -50,6 +51,7 @@ class PagedEngine:
             vocab_size=io.vocab_size,
             shares_blocks=True,
             chooses_tokens=GREEDY in io.inputs,
+            threads=threads_of(threads, library),
         )
         element: Any = np.dtype(io.kv_element).type
         shapes = {

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from engines.bundle import GREEDY, NEXT_TOKENS, EngineBundle
 from engines.protocol import EngineCapabilities, FloatArray, TokenArray
-from engines.sessions import cpu_options, keep_mapped, library_of, open_session
+from engines.sessions import cpu_options, keep_mapped, library_of, open_session, threads_of
 from engines.slot_engine import SlotEngine
 from engines.step_inputs import Int64Array
 from engines.targets.ort_cpu.buffers import Bound, bind_cache, zeros
@@ -30,7 +30,8 @@ class OrtSlotEngine(SlotEngine):
 
     def __init__(self, bundle: Artifact[EngineBundle], *, threads: int, slots: int) -> None:
         io = bundle.record.io
-        options = cpu_options(threads, library_of(bundle))
+        library = library_of(bundle)
+        options = cpu_options(threads, library)
         keep_mapped(options, bundle)
         self._session = open_session(str(bundle.folder / "model.onnx"), options)
         self.digest = bundle.digest
@@ -43,6 +44,7 @@ class OrtSlotEngine(SlotEngine):
             vocab_size=io.vocab_size,
             shares_blocks=False,
             chooses_tokens=GREEDY in io.inputs,
+            threads=threads_of(threads, library),
         )
         element: Any = np.dtype(io.kv_element).type
         self._cache: dict[str, NDArray[Any]] = {
