@@ -6,8 +6,9 @@ python -m benchmarks.busy_machine artifacts/candidate other/candidate    # which
 
 A busy process is a loop of Python. All bundles and all numbers of such processes take turns. Figures are medians over
 the rounds. CPU milliseconds are those of all threads of the engine, also while they wait: what a token costs the other
-processes of the machine. With `--as-server` the main thread leaves the last core to a server, as that of an engine
-behind `tapeout serve` does. Ends with exit code 1 if a bundle keeps less than the bar beside one busy process.
+processes of the machine. With `--as-server` the main thread leaves the last core to a server while it is seldom
+interrupted, as that of an engine behind `tapeout serve` does. Ends with exit code 1 if a bundle keeps less than the bar
+beside one busy process.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from engines.cores import share_cores
+from engines.cores import SharedCores
 from engines.load import load
 from engines.sequences import Sequences
 from engines.threads import physical_cores
@@ -78,7 +79,7 @@ def busy_processes(count: int) -> Generator[list[int]]:
             process.wait()
 
 
-def decode(engine: Sequences, batch: int, seconds: float) -> Sample:
+def decode(engine: Sequences, batch: int, seconds: float, cores: SharedCores | None = None) -> Sample:
     """Greedy decoding in ``batch`` slots for about ``seconds``, again and again after the same context."""
     tokens, step, begin, cpu = [100 + slot for slot in range(batch)], 0, 0.0, 0.0
     while step <= WARMUP_STEPS or time.perf_counter() - begin < seconds:
@@ -86,6 +87,8 @@ def decode(engine: Sequences, batch: int, seconds: float) -> Sample:
             begin, cpu = time.perf_counter(), time.process_time()
         tokens = engine.decode_greedy(tokens, [CONTEXT + step % DECODED] * batch).tolist()
         step += 1
+        if cores is not None:
+            cores.stepped(time.monotonic())
     elapsed, used, count = time.perf_counter() - begin, time.process_time() - cpu, (step - WARMUP_STEPS) * batch
     return Sample(count / elapsed, 1e3 * used / count)
 
@@ -97,6 +100,8 @@ def measure(engines: dict[str, Sequences], options: argparse.Namespace) -> dict[
         for slot in range(max(options.batches)):
             engine.prefill(slot, [100 + (37 * position + 101 * slot) % 1000 for position in range(CONTEXT)])
     with busy_processes(max(options.busy)) as processes:
+        # Now that all threads run, and the processes, which would keep to the same cores.
+        cores = SharedCores(options.threads or physical_cores()) if options.as_server else None
         for number in range(options.rounds):
             print(f"round {number + 1} of {options.rounds}", file=sys.stderr)
             for busy in options.busy:
@@ -105,7 +110,7 @@ def measure(engines: dict[str, Sequences], options: argparse.Namespace) -> dict[
                 time.sleep(SETTLE_SECONDS)
                 for batch in options.batches:
                     for name, engine in engines.items():
-                        samples[Case(name, batch, busy)].append(decode(engine, batch, options.seconds))
+                        samples[Case(name, batch, busy)].append(decode(engine, batch, options.seconds, cores))
                 for pid in processes[:busy]:
                     os.kill(pid, signal.SIGSTOP)
     return samples
@@ -142,8 +147,6 @@ def run(options: argparse.Namespace) -> dict[Case, list[Sample]]:
             opened = load(folder, threads=options.threads, slots=slots, level=options.level)
             engines[str(folder)] = Sequences(opened)
             stack.callback(opened.close)
-        if options.as_server:
-            share_cores(options.threads or physical_cores())
         return measure(engines, options)
 
 

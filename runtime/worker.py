@@ -18,7 +18,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from time import monotonic
 
-from engines.cores import keep_to, share_cores
+from engines.cores import SharedCores, keep_to
 from runtime.constraints import ConstraintCompiler
 from runtime.core import EngineCore
 from runtime.messages import Add, Cancel, Close, Command
@@ -49,18 +49,19 @@ def main(descriptor: int) -> None:
             compiler = ConstraintCompiler(opened.tokenizer, info.vocab_size, info.stop_tokens)
         sampler = BatchSampler(info.vocab_size, compiler, opened.kernel)
         core = EngineCore(opened.engine, start.limits, sampler, opened.clippings)
-        info = replace(info, server_cores=share_cores(opened.threads))
+        cores = SharedCores(opened.threads)
+        info = replace(info, server_cores=cores.servers)
         gc.freeze()  # what was imported and opened stays: the collector need not look at it again
         try:
             connection.send(info)
-            serve(connection, core, compiler)
+            serve(connection, core, compiler, cores)
         except (EOFError, ConnectionError):
             os._exit(EXIT_ORPHANED)  # the parent is gone
         finally:
             core.close()
 
 
-def serve(connection: Connection, core: EngineCore, compiler: ConstraintCompiler | None) -> None:
+def serve(connection: Connection, core: EngineCore, compiler: ConstraintCompiler | None, cores: SharedCores) -> None:
     """Until a :class:`Close` comes. ``compiler``: is loaded once nobody has asked for anything for a while."""
     arrived = select.poll()
     arrived.register(connection.fileno(), select.POLLIN)
@@ -85,7 +86,11 @@ def serve(connection: Connection, core: EngineCore, compiler: ConstraintCompiler
             with suppress(RequestError):  # requests with constraints will be told
                 compiler.load()
             loaded = True
-        report = core.step(monotonic()) if core.busy else core.report()
+        if core.busy:
+            report = core.step(now := monotonic())
+            cores.stepped(now)
+        else:
+            report = core.report()
         connection.send_bytes(report.encode())
         if core.busy:
             core.prepare()

@@ -193,6 +193,12 @@ static void wait_for_helpers(Threads* t) {
   pthread_mutex_unlock(&t->lock);
 }
 
+/* To the caller, if it is the caller's. */
+static void leave_core(Threads* t) {
+  const int core = current_core();
+  if (core == t->core) move_away_from(pthread_self(), core);
+}
+
 static void* help(void* self) {
   const Helper* helper = self;
   Threads* t = helper->threads;
@@ -200,12 +206,12 @@ static void* help(void* self) {
   uint32_t seen = 0;
   while (!t->ending) {
     wait_for_job(t, own, seen);
-    const int core = current_core();
-    if (core == t->core) move_away_from(pthread_self(), core);
+    leave_core(t);
     own->active = 1; /* before `open` is read: the caller closes the job before it reads `active` */
     own->seen = seen = t->jobs;
     if (t->open) take_part(t, helper->number);
     leave(t, own);
+    leave_core(t); /* the caller may have slept for this thread, and waits for its core now */
     read_ahead(t, helper->number, seen);
   }
   return NULL;
