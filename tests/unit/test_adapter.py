@@ -16,7 +16,7 @@ from pipeline.export.export import export
 from pipeline.sources.fetch import fetch
 from tests import checkpoints
 from tests.families import MAX_POSITIONS, random_model
-from tests.unit.test_sources import recipe
+from tests.unit.test_sources import recipe, sound_tables
 
 
 @pytest.mark.parametrize(("settings", "scale"), [({}, 2.0), ({"use_rslora": True}, 4.0), ({"lora_alpha": 1}, 0.25)])
@@ -65,10 +65,7 @@ def test_an_adapter_is_fetched_merged_and_exported(tmp_path: Path) -> None:
     folder = checkpoints.checkpoint(tmp_path / "checkpoint")
     model = load_checkpoint(folder).model
     checkpoints.adapter(tmp_path / "adapter", model)
-    for name in ("boolq/none", "ai2_arc/ARC-Easy", "nq_open/none"):
-        (tmp_path / "tables" / name / "validation").mkdir(parents=True)
-        (tmp_path / "tables" / name / "validation/state.json").write_text("{}")
-    asked = recipe(f"file:{folder}", f"file:{tmp_path / 'tables'}")
+    asked = recipe(f"file:{folder}", f"file:{sound_tables(tmp_path / 'tables')}")
     named = asked.model.model_copy(update={"adapter": f"file:{tmp_path / 'adapter'}"})
     source = fetch(asked.model_copy(update={"model": named}), tmp_path / "source")
     assert source.record.adapter_source == f"file:{tmp_path / 'adapter'}"

@@ -461,10 +461,15 @@ def recipe(model: str, data: str, *, log: dict[str, Any] | None = None, **more: 
 
 @pytest.fixture
 def tables(tmp_path: Path) -> Path:
+    return sound_tables(tmp_path / "tables")
+
+
+def sound_tables(folder: Path) -> Path:
+    """Those that :func:`recipe` asks for, and some more."""
     texts = {"passage": [f"passage {number}" for number in range(12)]}
     choices = {"text": ["one", "two"], "label": ["A", "B"]}
     write_tables(
-        tmp_path / "tables",
+        folder,
         {
             "boolq/none": texts,
             "ai2_arc/ARC-Easy": {"question": ["Which?"], "choices": [choices], "answerKey": ["B"]},
@@ -474,7 +479,7 @@ def tables(tmp_path: Path) -> Path:
             "huge/other": texts,
         },
     )
-    return tmp_path / "tables"
+    return folder
 
 
 def write_tables(data: Path, tables: dict[str, dict[str, list[Any]]]) -> None:

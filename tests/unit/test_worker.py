@@ -11,6 +11,7 @@ from threading import Thread
 
 import pytest
 
+from engines.cores import SharedCores
 from runtime import worker
 from runtime.constraints import ConstraintCompiler
 from runtime.core import EngineCore
@@ -33,7 +34,8 @@ class SlowCompiler(ConstraintCompiler):
 @contextmanager
 def serving(engine: HistoryEngine, compiler: ConstraintCompiler | None = None) -> Iterator[Connection]:
     ours, theirs = Pipe()
-    thread = Thread(target=serve, args=(theirs, EngineCore(engine, Limits(max_running=4, most_drafted=0)), compiler))
+    core = EngineCore(engine, Limits(max_running=4, most_drafted=0))
+    thread = Thread(target=serve, args=(theirs, core, compiler, SharedCores(threads=1)))
     thread.start()
     try:
         yield ours
