@@ -8,7 +8,7 @@ a slot of its own: a float engine that is larger than memory is read from its fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import cycle, islice
@@ -21,6 +21,7 @@ from evals.items import write_items, write_metrics
 from evals.kind import Context
 from evals.kinds.serving import KIND, Draws, ServedItem, ServingReport, ServingSettings, draws_of
 from evals.kinds.text import TextSettings
+from evals.pressure import MakeAnswerer, pressed_answers
 from evals.running_paths import most_running, running_paths
 from evals.served_log import Log, Place, Stream, Streams, anchor
 from tapeout.artifact import Artifact, Parents, create, load
@@ -49,6 +50,9 @@ def measure(context: Context, folder: Path) -> None:
         lambda: context.engine("candidate", slots=candidate.slots + 1, threads=1),
         text=text,
         draws=draws_of(context.draw_counts(drawn_logits(candidate, text))),
+        answerer=context.answerer,
+        decode=context.decode,
+        stop_tokens=context.bundle("candidate").record.stop_tokens,
         executed_on=context.executed_on(),
         folder=folder,
         parents={
@@ -67,12 +71,17 @@ def serving(
     *,
     text: Sequence[int],
     draws: tuple[Draws, ...],
+    answerer: MakeAnswerer,
+    decode: Callable[[Sequence[int]], str],
+    stop_tokens: Collection[int],
     executed_on: Fingerprint,
     folder: Path,
     parents: Parents,
 ) -> Artifact[ServingReport]:
-    """Write a :class:`ServingReport`. Engines: see :func:`served_items`."""
-    running = most_running(candidate.engine.capabilities, settings)
+    """Write a :class:`ServingReport`. Engines: see :func:`served_items`; the core: :func:`pressed_answers`."""
+    has = candidate.engine.capabilities
+    running = most_running(has, settings)
+    pressed = pressed_answers(candidate, answerer, decode, Streams(text), settings, stop_tokens)
     items = served_items(settings, baseline, candidate, reopen, text)
     with create(folder, ServingReport) as draft:
         write_items(draft.folder / KIND.items_file, items)
@@ -85,9 +94,11 @@ def serving(
                 max_tokens=candidate.max_tokens,
                 max_running=running,
                 step_tokens=settings.step_tokens,
-                draft_tokens=settings.draft_tokens if candidate.engine.capabilities.shares_blocks else 0,
+                draft_tokens=settings.draft_tokens if has.shares_blocks else 0,
                 items=len(items),
                 draws=draws,
+                shares_blocks=has.shares_blocks,
+                pressed=pressed,
                 executed_on=executed_on,
             ),
             parents=parents,

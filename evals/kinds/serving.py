@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -33,6 +33,18 @@ PATHS = (*EVERY_SLOT, *SEVERAL, *ONCE, *EVERY_SIZE)
 MAX_RUNNING, DRAFT_TOKENS = "serving_max_running", "serving_draft_tokens"  # facts of a verdict: what was measured
 # Settings that tokens are drawn with; the draws themselves are made where the server's sampler can be imported.
 DRAWN = ("temperature", "top_k", "top_p", "min_p", "all_filters", "penalties", "greedy", "logit_bias", "logprobs")
+# Kinds of requests that the serving core answers under pressure.
+PRESSED = (
+    "greedy",
+    "penalties",
+    "logit_bias",
+    "drafts",
+    "draws",
+    "least_length",
+    "logprobs",
+    "leaves",
+    "choices",
+)
 
 
 class ServedItem(Frozen):
@@ -69,6 +81,24 @@ class Draws(Frozen):
     differ: int
 
 
+class Pressed(Frozen):
+    """Answers of the serving core to requests of one kind, while it has too few blocks (``evals/pressure.py``).
+
+    ``wrong``: tokens that do not follow by the logits of a prefill in one piece. ``gap``: how far the worst token falls
+    short. ``preempted``: how often a request lost its blocks. ``cached``: prompt tokens that were found in blocks.
+    ``accepted``: tokens that were drafted.
+    """
+
+    settings: str  # one of PRESSED
+    answers: int
+    tokens: int
+    wrong: int
+    gap: float
+    preempted: int
+    cached: int
+    accepted: int
+
+
 def draws_of(counts: Mapping[str, tuple[int, int]]) -> tuple[Draws, ...]:
     """From how many tokens were drawn and how many of them differ, by settings."""
     return tuple(Draws(settings=name, draws=draws, differ=differ) for name, (draws, differ) in counts.items())
@@ -81,7 +111,7 @@ class ServingReport(EvidenceRecord):
 
     noun: ClassVar[str] = "ServingReport"
     remedy: ClassVar[str] = "run `dvc repro serving`"
-    schema_version: ClassVar[int] = 3
+    schema_version: ClassVar[int] = 4
     parent_roles: ClassVar[Roles] = {
         "baseline": ("EngineBundle",),
         "candidate": ("EngineBundle",),
@@ -97,6 +127,8 @@ class ServingReport(EvidenceRecord):
     draft_tokens: int
     items: int
     draws: tuple[Draws, ...]  # none where the bundle has no native library: then numpy draws
+    shares_blocks: bool  # requests share the blocks of a prefix, and lose blocks to others
+    pressed: tuple[Pressed, ...]
 
 
 class ServingSettings(Section):
@@ -106,6 +138,7 @@ class ServingSettings(Section):
     max_running: Count = 64  # sequences in a step; `tapeout serve` runs no more
     step_tokens: Count = 256  # in a step with drafts
     draft_tokens: Count = 8  # for a sequence in a step
+    pressed: Annotated[int, Field(ge=len(PRESSED))] = 45  # requests to the serving core with too few blocks
 
 
 class ServingBounds(Bounds):
@@ -114,6 +147,7 @@ class ServingBounds(Bounds):
     min_serving_agreement: float = Field(default=0.9, ge=0.5, le=1)
     max_greedy_gap: float = Field(default=1e-3, gt=0, le=0.1)
     max_serving_float_kl: float = Field(default=0.1, gt=0, le=2)
+    max_wrong_answers: float = Field(default=0.01, ge=0, le=0.1)  # share of tokens
 
 
 class Serving(Kind[ServingReport, ServedItem, ServingBounds]):
@@ -141,6 +175,9 @@ class Serving(Kind[ServingReport, ServedItem, ServingBounds]):
         if record.draft_tokens and not any(item.path == "drafts" for item in items):
             problems.append("ServingReport has nothing on the path 'drafts'")
         problems += draw_problems("ServingReport", record.draws, any(one.level for one in evidence.hardware))
+        problems += pressed_problems(
+            "ServingReport", record.pressed, shared=record.shares_blocks and record.max_running > 1
+        )
         if not any(item.float_kl_sum is not None and item.last == record.max_tokens - 1 for item in items):
             problems.append("ServingReport does not compare the last position with the float engine")
         return problems
@@ -151,6 +188,7 @@ class Serving(Kind[ServingReport, ServedItem, ServingBounds]):
             checks=(
                 *served_checks(report.items, bounds),
                 draws_check(report.record.draws),
+                pressed_check(report.record.pressed, bounds),
                 at_most(
                     "serving_float_kl",
                     "largest mean KL of a way of serving against the float engine, nats",
@@ -178,6 +216,14 @@ class Serving(Kind[ServingReport, ServedItem, ServingBounds]):
             FactRow("max_running", "Sequences in a step", report.max_running, note="and every number below"),
             FactRow("last_position", "Last position reached", max(item.last for item in items)),
             FactRow("draws", "Tokens drawn", sum(one.draws for one in report.draws), note="by the bundle and by numpy"),
+            FactRow(
+                "pressed",
+                "Answers of the serving core under pressure",
+                sum(one.answers for one in report.pressed),
+                note=f"{sum(one.preempted for one in report.pressed)} times preempted, "
+                f"{sum(one.cached for one in report.pressed)} prompt tokens found in blocks, "
+                f"{sum(one.accepted for one in report.pressed)} drafted tokens accepted",
+            ),
         )
         rows: list[tuple[str, float, float, float, float | None]] = []
         for path in dict.fromkeys(item.path for item in items):
@@ -245,6 +291,41 @@ def draw_problems(name: str, draws: Sequence[Draws], native: bool) -> list[str]:
     ]
     wrong = [one.settings for one in draws if not 0 <= one.differ <= one.draws or not one.draws]
     return problems + [f"{name} has an impossible number of draws with {settings}" for settings in wrong]
+
+
+def pressed_problems(name: str, pressed: Sequence[Pressed], *, shared: bool) -> list[str]:
+    """What is missing or impossible in the answers ``name`` of the serving core.
+
+    ``shared``: several requests ran at once, and shared blocks.
+    """
+    found = [one.settings for one in pressed]
+    problems = [f"{name} has no answers under pressure with {missing}" for missing in PRESSED if missing not in found]
+    problems += [
+        f"{name} has impossible numbers of answers under pressure with {one.settings}"
+        for one in pressed
+        if min(one.answers, one.tokens) < 1 or not 0 <= one.wrong <= max(one.tokens, one.answers) or not one.gap >= 0
+    ]
+    if shared:
+        problems += [
+            f"{name} was not under pressure: {complaint}"
+            for complaint, sound in (
+                ("no request lost its blocks", any(one.preempted for one in pressed)),
+                ("no prompt was found in blocks", any(one.cached for one in pressed)),
+            )
+            if not sound
+        ]
+    return problems
+
+
+def pressed_check(pressed: Sequence[Pressed], bounds: ServingBounds) -> Check:
+    """The serving core answers as a prefill in one piece says, whatever it shares, preempts and drafts."""
+    return at_most(
+        "serving_answers",
+        "share of tokens of the serving core, under pressure, that do not follow from one prefill",
+        {one.settings: one.wrong / max(one.tokens, one.wrong, 1) for one in pressed},
+        bounds.max_wrong_answers,
+        "settings",
+    )
 
 
 def draws_check(draws: Sequence[Draws]) -> Check:

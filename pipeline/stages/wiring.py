@@ -398,6 +398,9 @@ class Measurement:
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         return _encode(texts)
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        return _tokenizer().decode(list(tokens))
+
     def chat_prompts(self, datasets: Sequence[str], count: int) -> list[list[int]]:
         from tokenizers import Tokenizer
 

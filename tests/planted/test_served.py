@@ -32,13 +32,15 @@ from evals.kinds import serving as serving_kind
 from evals.kinds import shadow as shadow_kind
 from evals.kinds import source as source_kind
 from evals.kinds import text as text_kind
-from evals.kinds.serving import Draws, ServingReport, ServingSettings, draws_check, draws_of
+from evals.kinds.serving import Draws, Pressed, ServingReport, ServingSettings, draws_check, draws_of
 from evals.kinds.shadow import ShadowReport
 from evals.kinds.source import SourceAnswer, SourceReport
 from evals.kinds.tasks import EvalReport, TaskItem, TaskSettings
 from evals.kinds.text import text_items
 from evals.parity import parity
+from evals.pressure import pressed_answers
 from evals.quality import questions, task_items
+from evals.served_log import Streams
 from evals.serving import drawn_logits, served_items
 from evals.shadow import shadow_items
 from evals.source import source_answers, source_item, text_files
@@ -46,7 +48,7 @@ from evals.tables import embedding_error
 from evals.text import joined
 from pipeline.export.source_model import CheckpointModel
 from pipeline.recipe import Recipe
-from pipeline.stages.answering import CoreAnswerer
+from pipeline.stages.answering import CoreAnswerer, served_core
 from pipeline.stages.candidate import build_candidate
 from quantization.calibrate import calibrate
 from quantization.checkpoint import QuantizedModel
@@ -86,6 +88,7 @@ class Made:
     documents: list[list[int]]
     logits: FloatArray  # that the candidate draws from
     draws: tuple[Draws, ...]  # its own, at this machine's level
+    pressed: tuple[Pressed, ...]  # answers of the serving core over the candidate
 
     @property
     def bundles(self) -> dict[str, Artifact[EngineBundle]]:
@@ -112,7 +115,15 @@ def made(
     text = [token for document in documents for token in document]
     logits = drawn_logits(Sequences(load(candidate.folder, threads=1)), text)
     draws = draws_of(draw_counts(at_level(candidate), logits))
-    return Made(tiny_checkpoint, graph, quantized, baseline, candidate, documents, logits, draws)
+    pressed = pressed_answers(
+        Sequences(load(candidate.folder, threads=1)),
+        lambda engine, blocks: served_core(engine, candidate, Limits(), threads=1, blocks=blocks),
+        tokenizer.decode,
+        Streams(text),
+        ServingSettings(),
+        candidate.record.stop_tokens,
+    )
+    return Made(tiny_checkpoint, graph, quantized, baseline, candidate, documents, logits, draws, pressed)
 
 
 # defective engines: a real one, of which one method is wrong
@@ -247,6 +258,8 @@ def serve(made: Made, wrap: Callable[[Engine], Sequences]) -> dict[str, Check]:
         draft_tokens=8,
         items=len(items),
         draws=made.draws,
+        shares_blocks=True,
+        pressed=made.pressed,
         executed_on=MACHINE,
     )
     return checks(serving_kind.KIND, record, items)

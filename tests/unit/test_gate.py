@@ -23,7 +23,7 @@ from evals.kind import Bounds, Evidence, Report
 from evals.kinds.parity import ParityItem, ParityReport, TableError
 from evals.kinds.portable import PortableReport
 from evals.kinds.proof import ProofSummary
-from evals.kinds.serving import DRAWN, Draws, ServedItem, ServingReport
+from evals.kinds.serving import DRAWN, PRESSED, Draws, Pressed, ServedItem, ServingReport
 from evals.kinds.shadow import ShadowItem, ShadowReport
 from evals.kinds.source import ANSWERS_PER_TASK, SourceAnswer, SourceItem, SourceReport, TextFile
 from evals.kinds.speed import Benchmark, EngineNumbers, SpeedSample, SpeedSummary
@@ -230,6 +230,11 @@ def proof(**changes: Any) -> Report[Any, Any]:
     return Report(ArtifactRef("QuantizedModel", QUANTIZED), summary.model_copy(update=changes))
 
 
+def pressed(**changes: Any) -> tuple[Pressed, ...]:
+    numbers: dict[str, Any] = {"answers": 10, "tokens": 240, "wrong": 0, "gap": 0.0, "preempted": 2, "cached": 64}
+    return tuple(Pressed(settings=name, accepted=0, **numbers | changes) for name in PRESSED)
+
+
 def make(
     tasks: tuple[TaskItem, ...] | None = None,
     texts: tuple[TextItem, ...] | None = None,
@@ -281,6 +286,8 @@ def make(
         draft_tokens=8,
         items=len(served_items()),
         draws=tuple(Draws(settings=name, draws=32, differ=0) for name in DRAWN),
+        shares_blocks=True,
+        pressed=pressed(),
     )
     source = SourceReport(
         **both,
@@ -349,6 +356,7 @@ def test_good_evidence_passes_with_every_check():
             "serving_agreement",
             "serving_greedy",
             "serving_draws",
+            "serving_answers",
             "serving_float_kl",
             "parity_error",
             "parity_mean_error",
@@ -751,6 +759,16 @@ REFUSALS: dict[str, tuple[Evidence, str]] = {
         "ServingReport reaches position 63 on the path 'decode', not 64",
     ),
     "more slots": (with_report("serving", slots=3), "ServingReport has nothing of slots 2 on the path 'pieces'"),
+    "no pressure": (
+        with_report("serving", pressed=pressed(preempted=0)),
+        "ServingReport was not under pressure: no request lost its blocks",
+    ),
+    "no hit": (with_report("serving", pressed=pressed(cached=0)), "no prompt was found in blocks"),
+    "one kind of answers": (
+        with_report("serving", pressed=pressed()[:1]),
+        "ServingReport has no answers under pressure with penalties",
+    ),
+    "no answers": (with_report("serving", pressed=pressed(answers=0)), "impossible numbers of answers under pressure"),
     "NaN gap": (with_item("serving", gap=math.nan), "served items have no finite error, gap or KL: path 'pieces'"),
     "outside its batch": (with_item("serving", slot=1), "lie in slots that their batch does not have"),
     "no prompt": (

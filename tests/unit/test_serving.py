@@ -15,6 +15,7 @@ from runtime.work import Limits
 from tapeout.artifact import ArtifactRef
 from tapeout.errors import EvidenceError, RequestError
 from tests.fake_engine import MACHINE, History
+from tests.planted.test_pressure import END, V, answerer, decode
 
 TEXT = [number * number % 31 for number in range(400)]
 NOT_FLOAT = ("generation", "share", "running", "joining", "resumed")
@@ -24,9 +25,9 @@ SETTINGS = ServingSettings(steps=3, answers=4, new_tokens=5)
 def engines(slots: int, max_tokens: int) -> tuple[History, History, Callable[[], History]]:
     """Baseline, candidate, and what opens the candidate with another number of slots."""
     return (
-        History(slots=slots, max_tokens=max_tokens, seed=1),
-        History(slots=slots, max_tokens=max_tokens, seed=1, noise=0.01),
-        lambda: History(slots=slots + 1, max_tokens=max_tokens, seed=1, noise=0.01),
+        History(V, slots=slots, max_tokens=max_tokens, seed=1),
+        History(V, slots=slots, max_tokens=max_tokens, seed=1, noise=0.01),
+        lambda: History(V, slots=slots + 1, max_tokens=max_tokens, seed=1, noise=0.01),
     )
 
 
@@ -40,6 +41,9 @@ def test_a_sound_engine_is_measured_whole_and_agrees_with_itself(slots: int, max
         reopen,
         text=TEXT,
         draws=(),
+        answerer=answerer,
+        decode=decode,
+        stop_tokens=[END],
         executed_on=MACHINE,
         folder=tmp_path / "serving",
         parents={},
@@ -56,8 +60,11 @@ def test_a_sound_engine_is_measured_whole_and_agrees_with_itself(slots: int, max
         draft_tokens=0,
         items=len(found.items),
         draws=(),
+        shares_blocks=False,
+        pressed=report.record.pressed,
         executed_on=MACHINE,
     )
+    assert not any(one.wrong for one in report.record.pressed)
     evidence = Evidence("b", "c", ArtifactRef("QuantizedModel", "q"), "cpu", (MACHINE,), {})
     assert KIND.problems(found, evidence) == []
     assert all(item.agree == item.tokens and item.kl_sum == item.error == item.gap == 0 for item in found.items)

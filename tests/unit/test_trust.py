@@ -9,6 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/trust.md").read_text()
 ROW = re.compile(r"^\| .+ \| .+ \| (.+) \| `(test_\w+\.py::test_\w+)` \|$", re.MULTILINE)
+WAY = re.compile(r"^\| [^|]+ \| [^|]+ \| `(\w+/test_\w+\.py)::(test_\w+)` \|$", re.MULTILINE)
 
 
 def planted() -> set[str]:
@@ -25,6 +26,14 @@ def test_the_page_lists_every_planted_defect_and_no_other() -> None:
     assert {test for _, test in ROW.findall(PAGE)} == planted()
 
 
+def test_the_tests_of_ways_of_use_exist() -> None:
+    rows = WAY.findall(PAGE)
+    assert len(rows) >= 15
+    for file, name in rows:
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(), f"{file} has no {name}"
+
+
 def test_every_row_of_the_page_is_read() -> None:
-    rows = [line for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith("| planted defect")]
-    assert len(ROW.findall(PAGE)) == len(rows)
+    heads = ("| planted defect", "| way of use")
+    rows = [line for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith(heads)]
+    assert len(ROW.findall(PAGE)) + len(WAY.findall(PAGE)) == len(rows)

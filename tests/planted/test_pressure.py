@@ -1,0 +1,204 @@
+"""Defects of the core that serves, found by the answers that it gives while it has too few blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from engines.protocol import Engine, Entry, FloatArray, Result
+from engines.sequences import Sequences
+from evals.check import Outcome
+from evals.kinds.serving import PRESSED, Pressed, ServingBounds, ServingSettings, pressed_check, pressed_problems
+from evals.pressure import pressed_answers
+from evals.served_log import Streams
+from pipeline.stages.answering import CoreAnswerer
+from runtime import scheduler
+from runtime.blocks import BlockPool, block_keys
+from runtime.constraints import ConstraintCompiler, Matcher
+from runtime.core import EngineCore
+from runtime.sampling import BatchSampler
+from runtime.scheduler import Scheduler
+from runtime.work import Limits
+from tests.corpora import bytes_tokenizer
+from tests.fake_engine import HistoryEngine
+
+END = 256  # behind the tokens of all bytes
+V = END + 1
+TEXT = [number * number * 7 % 251 for number in range(4001)]
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    made: Any = Tokenizer.from_str(bytes_tokenizer().to_str())
+    made.add_special_tokens(["<end>"])
+    return made
+
+
+def decode(tokens: Sequence[int]) -> str:
+    return tokenizer().decode(list(tokens))
+
+
+class StateEngine(HistoryEngine):
+    """Holds in a block what depends on all tokens before, as keys and values do, and gives logits by all of it."""
+
+    def logits_after(self, tokens: Sequence[int]) -> FloatArray:
+        return self.table[sum(place * held for place, held in enumerate(tokens, 1)) % self.STATES]
+
+    def _feed(self, entry: Entry) -> Result:
+        size, at = self.capabilities.block_tokens, entry.start
+        before = self.held[entry.blocks[(at - 1) // size]][(at - 1) % size] if at else 1
+        states = list[int]()
+        for token in entry.tokens:
+            before = ((before or 0) * 31 + token + 1) % self.STATES
+            states.append(before)
+        return super()._feed(entry._replace(tokens=states))
+
+
+def answerer(engine: Engine, *, blocks: int | None = None) -> CoreAnswerer:
+    compiler = ConstraintCompiler(tokenizer().to_str(), V, [END])
+    return CoreAnswerer(engine, Limits(), blocks=blocks, sampler=BatchSampler(V, compiler))
+
+
+def answers(shares_blocks: bool = True) -> dict[str, Pressed]:
+    engine = StateEngine(V, slots=16, max_tokens=128, block_tokens=16 if shares_blocks else 0)
+    for block in engine.held:  # so that a wrong read gives wrong tokens, not a failure of the engine
+        block[:] = [0] * len(block)
+
+    found = pressed_answers(Sequences(engine), answerer, decode, Streams(TEXT), ServingSettings(), [END])
+    return {one.settings: one for one in found}
+
+
+def failed(found: dict[str, Pressed]) -> set[str]:
+    """Settings with wrong tokens; what the check says must agree."""
+    bounds = ServingBounds()
+    wrong = {name for name, one in found.items() if one.wrong > bounds.max_wrong_answers * one.tokens}
+    outcome = pressed_check(tuple(found.values()), bounds).outcome
+    assert outcome is (Outcome.FAIL if wrong else Outcome.PASS)
+    return wrong
+
+
+@pytest.mark.parametrize("shares_blocks", [True, False])
+def test_a_sound_core_answers_rightly_under_pressure(shares_blocks: bool) -> None:
+    found = answers(shares_blocks)
+    assert not failed(found) and pressed_problems("report", tuple(found.values()), shared=shares_blocks) == []
+    assert found.keys() == set(PRESSED) and not any(one.wrong or one.gap for one in found.values())
+    if shares_blocks:
+        assert all(one.cached for one in found.values())
+        assert found["penalties"].preempted and found["draws"].preempted, "else a bad resumption would not show"
+        assert found["drafts"].accepted
+
+
+def test_a_prefix_hit_that_skips_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    feed = Scheduler._feed_prompt
+
+    def skip(self: Scheduler, sequence: Any, *rest: Any) -> Any:
+        if sequence.cached and sequence.computed == sequence.cached < len(sequence.tokens) - 1:
+            sequence.computed += 1
+        return feed(self, sequence, *rest)
+
+    monkeypatch.setattr(Scheduler, "_feed_prompt", skip)
+    assert {"greedy", "penalties", "logprobs"} <= failed(answers())
+
+
+def test_a_block_that_is_freed_while_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = BlockPool.release
+
+    def hold(self: BlockPool, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self._cached.pop(block, None)
+            self._holders[block] = 1  # however many hold it already
+
+    def release_once(self: BlockPool, blocks: Sequence[int]) -> None:
+        for block in reversed(blocks):
+            if self._holders[block]:
+                release(self, [block])
+
+    monkeypatch.setattr(BlockPool, "hold", hold)
+    monkeypatch.setattr(BlockPool, "release", release_once)
+    assert failed(answers())
+
+
+def test_a_block_that_is_found_by_its_own_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def keys(tokens: Sequence[int], block_tokens: int, salt: bytes = b"", known: Sequence[bytes] = ()) -> list[bytes]:
+        whole = len(tokens) // block_tokens * block_tokens
+        starts = range(0, whole, block_tokens)
+        return [block_keys(tokens[start : start + block_tokens], block_tokens, salt)[0] for start in starts]
+
+    monkeypatch.setattr(scheduler, "block_keys", keys)
+    assert failed(answers())
+
+
+def _forget(forget: Callable[[Any], None]) -> Callable[[EngineCore, float], Any]:
+    """A step of the core in which ``forget`` gets the sampler's state of each request that is preempted."""
+    step = EngineCore.step
+
+    def with_loss(self: EngineCore, now: float) -> Any:
+        report = step(self, now)
+        for id in self.scheduler.preempted:
+            forget(self._sampler._states[id])
+        return report
+
+    return with_loss
+
+
+def test_a_resumed_request_with_wrong_penalties(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forget(state: Any) -> None:
+        if state.request.sampling.frequency_penalty:
+            state.changes._counts.clear()
+            state.changes._adjustments.shift[:] = 0
+
+    monkeypatch.setattr(EngineCore, "step", _forget(forget))
+    assert failed(answers()) == {"penalties"}
+
+
+def test_a_resumed_request_that_draws_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forget(state: Any) -> None:
+        if state.filters.scale:
+            state.position = 0
+
+    monkeypatch.setattr(EngineCore, "step", _forget(forget))
+    assert failed(answers()) == {"draws"}
+
+
+def test_a_draft_that_is_accepted_though_it_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def choose_all(self: BatchSampler, drafts: Any, logits: Any) -> Any:
+        choices: dict[str, list[Any]] = {id: [] for id in drafts}
+        for at in range(1 + max(map(len, drafts.values()))):
+            going = [id for id, guesses in drafts.items() if at <= len(guesses)]
+            for id, choice in zip(going, self.choose(going, [logits[id][at] for id in going]), strict=True):
+                choices[id].append(choice)
+        return choices
+
+    monkeypatch.setattr(BatchSampler, "choose_drafted", choose_all)
+    assert "drafts" in failed(answers())
+
+
+def test_a_mask_that_allows_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = Matcher.mask
+
+    def all_bits(self: Matcher, stop_tokens: Any) -> Any:
+        found = mask(self, stop_tokens).copy()
+        found[:] = -1 if found.dtype.kind == "i" else ~found.dtype.type(0)
+        return found
+
+    monkeypatch.setattr(Matcher, "mask", all_bits)
+    assert failed(answers()) == {"choices"}
+
+
+def test_log_probabilities_of_the_token_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose = BatchSampler.choose
+
+    def shifted(self: BatchSampler, ids: Sequence[str], logits: Any) -> Any:
+        return [
+            choice
+            if choice.logprobs is None
+            else choice._replace(logprobs=choice.logprobs._replace(logprob=choice.logprobs.logprob - 1))
+            for choice in choose(self, ids, logits)
+        ]
+
+    monkeypatch.setattr(BatchSampler, "choose", shifted)
+    assert failed(answers()) == {"logprobs"}
