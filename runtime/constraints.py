@@ -24,6 +24,7 @@ import numpy as np
 from engines.cores import keep_to, usable
 from runtime.draw import MaskArray
 from runtime.messages import Constraint
+from runtime.schemas.enforce import enforceable
 from tapeout.errors import RequestError, one_line
 
 if TYPE_CHECKING:
@@ -217,12 +218,11 @@ def _json_grammar(schema: Any) -> str:
         schema = {} if schema else {"not": {}}
     if not isinstance(schema, dict):
         raise RequestError(f"a JSON schema of type {type(schema).__name__}", expected="an object")
-    schema.pop("x-guidance", None)  # options of llguidance, which are ours
     try:
         # Keywords that llguidance does not know are refused, since the response might not validate. Runs of white space
         # are bounded, since a model may get lost in them.
         return LLMatcher.grammar_from_json_schema(
-            schema,
+            enforceable(schema),
             overrides={"lenient": False, "coerce_one_of": False, "whitespace_pattern": r"[ \n\r\t]{1,64}"},
         )
     except ValueError as error:

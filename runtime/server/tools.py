@@ -14,9 +14,11 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 from runtime.messages import Constraint
+from runtime.schemas.references import self_contained
 from runtime.server.call_text import CallText, ValueEnd, call_of, parsed_json, value_end
 from runtime.server.errors import invalid
 from runtime.server.protocol import NamedTool, Tool
+from tapeout.errors import RequestError
 
 Format = Literal["hermes", "llama3", "mistral"]
 # What each format's templates hold, in this order.
@@ -273,14 +275,14 @@ def required_call(tools: Sequence[Tool], choice: NamedTool | None, parallel: boo
         if tool is None:
             raise invalid(f"tool_choice names {choice.function.name!r}, which is not in tools", "tool_choice")
         return Constraint("json_schema", json.dumps(_parameters(tool)))
-    definitions: dict[str, dict[str, Any]] = {}
+    definitions: dict[str, Any] = {}
     calls: list[dict[str, Any]] = []
-    for tool in tools:
-        schema = dict(_parameters(tool))
-        for place in ("$defs", "definitions"):  # references are from the root of a schema
-            for name, entry in dict(schema.pop(place, None) or {}).items():
-                if definitions.setdefault(place, {}).setdefault(name, entry) != entry:
-                    raise invalid(f"two tools define {place}.{name} differently", "tools")
+    for place, tool in enumerate(tools):
+        try:
+            schema, needed = self_contained(_parameters(tool), prefix=f"{place}.")
+        except RequestError as error:
+            raise invalid(f"the tool {tool.function.name!r}: {error.found}", "tools") from error
+        definitions |= needed
         properties: dict[str, Any] = {"name": {"type": "string", "enum": [tool.function.name]}, "parameters": schema}
         calls.append(
             {
@@ -290,8 +292,8 @@ def required_call(tools: Sequence[Tool], choice: NamedTool | None, parallel: boo
                 "additionalProperties": False,
             }
         )
-    several: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
-    return Constraint("json_schema", json.dumps(several | ({} if parallel else {"maxItems": 1}) | definitions))
+    several: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": definitions}
+    return Constraint("json_schema", json.dumps(several | ({} if parallel else {"maxItems": 1})))
 
 
 def overlap(text: str, mark: str) -> int:

@@ -235,17 +235,38 @@ def test_required_calls_as_a_schema() -> None:
         required_call(tools, NamedTool(type="function", function=NamedFunction(name="sub")), True)
 
 
-def test_definitions_of_tools_move_to_the_root() -> None:
+def test_references_of_a_tool_mean_its_own_schema() -> None:
+    """In every form, though another tool defines the same names otherwise."""
+
     def tool(name: str, kind: str) -> Tool:
-        parameters = {"$defs": {"x": {"type": kind}}, "type": "object", "properties": {"x": {"$ref": "#/$defs/x"}}}
+        parameters = {
+            "$id": "https://example.com/parameters",
+            "$defs": {"x": {"$anchor": "x", "type": kind}},
+            "type": "object",
+            "properties": {
+                "pointer": {"$ref": "#/$defs/x"},
+                "anchor": {"$ref": "#x"},
+                "whole": {"$ref": "#"},
+                "sibling": {"$ref": "#/properties/pointer"},
+                "uri": {"$ref": "parameters#/$defs/x"},
+            },
+            "additionalProperties": False,
+        }
         return Tool.model_validate({"type": "function", "function": {"name": name, "parameters": parameters}})
 
-    schema = json.loads(required_call([tool("a", "string"), tool("b", "string")], None, True).text)
-    validate([{"name": "a", "parameters": {"x": "y"}}], schema)
-    with pytest.raises(ValidationError):
-        validate([{"name": "a", "parameters": {"x": 1}}], schema)
-    with pytest.raises(ApiError, match="differently"):
-        required_call([tool("a", "string"), tool("b", "integer")], None, True)
+    schema = json.loads(required_call([tool("a", "string"), tool("b", "integer")], None, True).text)
+    for name, good, bad in (("a", "y", 1), ("b", 1, "y")):
+        for key in ("pointer", "anchor", "sibling", "uri"):
+            validate([{"name": name, "parameters": {key: good, "whole": {key: good}}}], schema)
+            for wrong in ({key: bad}, {"whole": {key: bad}}, {"whole": [{"name": name, "parameters": {}}]}):
+                with pytest.raises(ValidationError):
+                    validate([{"name": name, "parameters": wrong}], schema)
+
+
+def test_a_tool_that_refers_to_nothing_is_named() -> None:
+    function = {"name": "a", "parameters": {"properties": {"x": {"$ref": "#/$defs/x"}}, "$defs": 5}}
+    with pytest.raises(ApiError, match="the tool 'a': a reference to '#/\\$defs/x'"):
+        required_call([Tool.model_validate({"type": "function", "function": function})], None, True)
 
 
 # Over HTTP: the engine says what the script holds.
