@@ -17,10 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantization.rounding import CodeArray, QuantizedLinear
-from tapeout.errors import QuantizationError
 from tapeout.schemes import Scheme
 
-PARTS = ("qweight", "qzeros", "scales")
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the i-th code of a word, lowest bits first, is of output channel 8j + ORDER[i]
 _SHIFTS = np.array([4 * ORDER.index(channel) for channel in range(8)], np.uint32)  # of channels, in their order
 
@@ -58,22 +56,13 @@ def _input_first(values: NDArray[Any], repeat: int = 1) -> NDArray[Any]:
     return np.ascontiguousarray(np.repeat(values, repeat, axis=1).T)
 
 
-def decode(tensors: Mapping[str, NDArray[Any]], module: str) -> QuantizedLinear:
-    """The inverse of :func:`encode`: an asymmetric linear. :class:`QuantizationError` for parts that do not fit."""
-    codes, zeros = codes_of(tensors["qweight"]), codes_of(tensors["qzeros"])
-    scales = tensors["scales"]
-    (inputs, outputs), groups = codes.shape, len(scales)
-    if scales.shape != (groups, outputs) or zeros.shape != scales.shape or inputs % groups:
-        shapes = ", ".join(str(list(tensors[part].shape)) for part in PARTS)
-        raise QuantizationError(
-            f"the tensors of {module} do not fit together: {shapes}",
-            expected="codes and scales of one weight",
-            remedy="complete the checkpoint, or restore its quantization_config",
-        )
+def decode(tensors: Mapping[str, NDArray[Any]]) -> QuantizedLinear:
+    """The inverse of :func:`encode`: an asymmetric linear."""
+    codes, zeros, scales = codes_of(tensors["qweight"]), codes_of(tensors["qzeros"]), tensors["scales"]
     return QuantizedLinear(
         np.ascontiguousarray(codes.T),
         np.ascontiguousarray(scales.T.astype(np.float32)),
         np.ascontiguousarray(zeros.T),
         # Not validated: a source may have groups of a size that we do not write.
-        Scheme.model_construct(bits=4, group_size=inputs // groups, symmetric=False),
+        Scheme.model_construct(bits=4, group_size=len(codes) // len(scales), symmetric=False),
     )

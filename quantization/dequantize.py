@@ -2,40 +2,29 @@
 
 Read are AutoAWQ (``gemm``), compressed-tensors (``pack-quantized``, ``int-quantized``, ``float-quantized``,
 ``naive-quantized``) and block-scaled FP8 (``weight_scale_inv``). Scales of activations and of the KV cache are left
-out: this run finds its own.
-
-Shapes: N output channels, K input channels, G groups of input channels.
+out: this run finds its own. What each stores is in :mod:`quantization.stored`, which checks it before it is read.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from quantization import autoawq
 from quantization.formats import Packed, formats
+from quantization.stored import FLOATS, REMEDY, Parts, Said, Stored, check, quantized_modules, whole
 from tapeout.errors import QuantizationError
 
-LAYOUTS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
-FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
-# Of activations and of the KV cache, and how a packed weight was sorted; none of them is a weight.
+LAYOUTS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+MIXED = "mixed-precision"  # every group of config_groups names its own
+SCALE_FORMATS = (None, "float", "ue8m0")  # of block-scaled FP8
+# Of activations and of the KV cache; none of them is a weight.
 LEFT_OUT = re.compile(r"\.(input|output|[kqv])_(scale|zero_point)$")
-PARTS = ("weight_packed", "weight_scale", "weight_scale_inv", "weight_shape", "weight_zero_point", "weight_g_idx")
-REMEDY = "take the float checkpoint that it was made from"
-
-
-class Stored(Protocol):
-    """A tensor in a file; ``dtype`` as safetensors names it."""
-
-    @property
-    def dtype(self) -> str: ...
-
-    def read(self) -> torch.Tensor: ...
 
 
 def describe(config: Mapping[str, Any]) -> str:
@@ -60,156 +49,214 @@ Read = Callable[[], torch.Tensor]
 def dequantized(stored: Mapping[str, Stored], config: Any, *, tied: bool) -> dict[str, Read]:
     """By name of the parameter, what reads it: quantized ones in float32, others as they are stored.
 
-    So one tensor at a time is in memory. :class:`QuantizationError` for what is read in no way; where parts do not fit
-    together, when that tensor is read. ``tied``: lm_head shares the embedding, and may repeat its scales.
+    So one tensor at a time is in memory. :class:`QuantizationError` for what is read in no way, and for tensors that
+    are missing, left over or do not fit. ``tied``: lm_head shares the embedding, and may repeat its scales.
     """
     method = _method(config)
     if method is None:
         raise QuantizationError(
             f"the checkpoint is quantized by {_shown(config)}",
             expected="float weights, AutoAWQ (gemm), compressed-tensors or block-scaled FP8",
-            remedy=f"{REMEDY}, or dequantize it with the library that wrote it",
+            remedy="take the float checkpoint that it was made from, or dequantize it with the library that wrote it",
         )
-    left = dict(stored)
-    found = method(left, config)
+    said, read = method
+    weights = {name: tensor for name, tensor in stored.items() if not LEFT_OUT.search(name)}
     if tied:
-        _drop_repeated_scales(left, stored)
-    left = {name: tensor for name, tensor in left.items() if not LEFT_OUT.search(name)}
-    codes = [f"{name} ({tensor.dtype})" for name, tensor in left.items() if tensor.dtype not in FLOATS]
-    codes += [name for name in left if name.rpartition(".")[2] in (*PARTS, "qweight", "qzeros", "scales", "g_idx")]
-    if codes:
+        _drop_repeated_scales(weights)
+    found: dict[str, Read] = {}
+    for module, parts in quantized_modules(weights).items():
+        says = said(module, config)
+        shape = check(module, parts, says)
+        found[f"{module}.weight"] = partial(read, module, parts, says, shape)
+        for part in parts:
+            del weights[f"{module}.{part}"]
+    if codes := [f"{name} ({tensor.dtype})" for name, tensor in weights.items() if tensor.dtype not in FLOATS]:
         raise QuantizationError(
             f"{len(codes)} tensors belong to no quantized weight: {', '.join(codes[:3])}",
             expected="the codes and the scales of every quantized weight",
-            remedy="complete the checkpoint",
+            remedy=REMEDY,
         )
-    return found | {name: tensor.read for name, tensor in left.items()}
+    return found | {name: tensor.read for name, tensor in weights.items()}
 
 
-Left = dict[str, Stored]  # tensors that no parameter is made of yet
-Parts = Mapping[str, Stored]  # of one weight
+Shape = tuple[int, int]
+Method = tuple[
+    Callable[[str, Mapping[str, Any]], Said],  # of a module, by quantization_config
+    Callable[[str, Parts, Said, Shape], torch.Tensor],  # reads its weight
+]
 
 
-def _method(config: Any) -> Callable[[Left, Mapping[str, Any]], dict[str, Read]] | None:
+def _method(config: Any) -> Method | None:
     if not isinstance(config, Mapping):
         return None
     name = config.get("quant_method")
     if name == "awq" and config.get("bits") == 4 and str(config.get("version", "gemm")).lower() == "gemm":
-        return _awq
-    if name == "fp8" and config.get("fmt", "e4m3") == "e4m3":
-        return _fp8
+        return _awq_said, _read_awq
+    if name == "fp8" and config.get("fmt", "e4m3") == "e4m3" and config.get("scale_fmt") in SCALE_FORMATS:
+        return _fp8_said, _read_fp8
     sparse = (config.get("sparsity_config") or {}).get("format", "dense") != "dense"
-    plain = config.get("format") in LAYOUTS and not config.get("transform_config") and not sparse
-    return _compressed if name in ("compressed-tensors", None) and plain else None
+    plain = config.get("format") in (*LAYOUTS, MIXED) and not config.get("transform_config") and not sparse
+    return (_compressed_said, _read_compressed) if name in ("compressed-tensors", None) and plain else None
 
 
 def _shown(config: Any) -> str:
     if not isinstance(config, Mapping):
         return repr(config)
-    names = ("quant_method", "bits", "version", "format", "fmt", "transform_config", "sparsity_config")
+    names = ("quant_method", "bits", "version", "format", "fmt", "scale_fmt", "transform_config", "sparsity_config")
     return ", ".join(f"{name} {config[name]}" for name in names if config.get(name)) or "an unknown method"
 
 
-def _awq(left: Left, config: Mapping[str, Any]) -> dict[str, Read]:
-    """Every linear of AutoAWQ's layout (quantization/autoawq.py); its scales may be of any float type."""
-
-    def read(module: str, parts: Parts) -> torch.Tensor:
-        tensors = {name: part.read() for name, part in parts.items()}
-        tensors["scales"] = tensors["scales"].float()
-        linear = autoawq.decode({name: tensor.numpy() for name, tensor in tensors.items()}, module)
-        return torch.from_numpy(linear.dequantize())
-
-    modules = [name.removesuffix(".qweight") for name in left if name.endswith(".qweight")]
-    return {f"{module}.weight": partial(read, module, _parts(left, module, autoawq.PARTS)) for module in modules}
+def _awq_said(module: str, config: Mapping[str, Any]) -> Said:
+    """AutoAWQ's default is groups of 128."""
+    size = config.get("group_size", 128)
+    group = None if size == -1 else whole("group_size", size)
+    return Said("awq", "group", (1, group), bits=4)
 
 
-def _fp8(left: Left, config: Mapping[str, Any]) -> dict[str, Read]:
-    """``weight`` float8 [N, K] and ``weight_scale_inv`` for blocks of it; blocks at the ends may be smaller."""
-
-    def read(module: str, parts: Parts) -> torch.Tensor:
-        weight, scale = (parts[name].read().float() for name in ("weight", "weight_scale_inv"))
-        return weight.mul_(_spread(scale, weight, config.get("weight_block_size"), module))
-
-    names = ("weight", "weight_scale_inv")
-    modules = [name.removesuffix(".weight_scale_inv") for name in left if name.endswith(".weight_scale_inv")]
-    return {f"{module}.weight": partial(read, module, _parts(left, module, names)) for module in modules}
+def _read_awq(module: str, parts: Parts, said: Said, shape: Shape) -> torch.Tensor:
+    tensors = {name: part.read() for name, part in parts.items()}
+    tensors["scales"] = _scales(module, "scales", parts)
+    linear = autoawq.decode({name: tensor.numpy() for name, tensor in tensors.items()})
+    return torch.from_numpy(linear.dequantize())
 
 
-def _compressed(left: Left, config: Mapping[str, Any]) -> dict[str, Read]:
-    found: dict[str, Read] = {}
-    for name in [name for name in left if name.endswith(".weight_scale")]:
-        module = name.removesuffix(".weight_scale")
-        if f"{module}.weight_packed" not in left and f"{module}.weight" not in left:
-            continue  # of a tied lm_head
-        codes = ("weight_packed", "weight_shape") if f"{module}.weight_packed" in left else ("weight",)
-        optional = [part for part in ("weight_zero_point", "weight_g_idx") if f"{module}.{part}" in left]
-        parts = _parts(left, module, ("weight_scale", *codes, *optional))
-        found[f"{module}.weight"] = partial(_read_compressed, module, parts, _weights_of(module, config))
-    return found
+def _fp8_said(module: str, config: Mapping[str, Any]) -> Said:
+    ue8m0 = config.get("scale_fmt") == "ue8m0"
+    if config.get("weight_block_size") is None:
+        return Said("fp8", "tensor", ue8m0=ue8m0)
+    return Said("fp8", "block", _block("weight_block_size", config["weight_block_size"]), ue8m0=ue8m0)
 
 
-def _read_compressed(module: str, parts: Parts, weights: Mapping[str, Any]) -> torch.Tensor:
-    """``weights``: the arguments that the codes were made with."""
-    scale = parts["weight_scale"].read().float()
+def _read_fp8(module: str, parts: Parts, said: Said, shape: Shape) -> torch.Tensor:
+    scales = _scales(module, "weight_scale_inv", parts)
+    return parts["weight"].read().float().mul_(_spread(scales, said, shape))
+
+
+def _compressed_said(module: str, config: Mapping[str, Any]) -> Said:
+    """What is not said has the defaults of compressed-tensors."""
+    group, weights = _group_of(module, config)
+    layout, kind = group.get("format") or config["format"], weights.get("type", "int")
+    if layout not in LAYOUTS:
+        raise QuantizationError(
+            f"quantization_config says that the weight of {module} is stored in {layout}",
+            expected=f"one of {', '.join(LAYOUTS)}",
+            remedy=REMEDY,
+        )
+    if layout == "naive-quantized":
+        layout = f"{kind}-quantized"
+    if (kind == "float") != (layout == "float-quantized"):
+        raise QuantizationError(
+            f"quantization_config says that the weight of {module} has codes of type {kind} in {layout}",
+            expected="type float in float-quantized, type int elsewhere",
+            remedy=REMEDY,
+        )
+    size = weights.get("group_size")
+    strategy = weights.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
+    blocks = {
+        "tensor": lambda: (None, None),
+        "channel": lambda: (1, None),
+        "group": lambda: (1, whole("group_size", size)),
+        "block": lambda: _block("block_structure", weights.get("block_structure")),
+    }
+    if strategy not in blocks:
+        raise QuantizationError(
+            f"quantization_config says one scale per {strategy} for the weight of {module}",
+            expected=f"one of {', '.join(blocks)}",
+            remedy=REMEDY,
+        )
+    return Said(
+        layout,
+        strategy,
+        blocks[strategy](),
+        bits=whole("num_bits", weights.get("num_bits", 8)),
+        symmetric=bool(weights.get("symmetric", True)),
+        sorted=weights.get("actorder") in ("group", "dynamic", True),
+    )
+
+
+def _read_compressed(module: str, parts: Parts, said: Said, shape: Shape) -> torch.Tensor:
+    rows, columns = shape
+    scales = _scales(module, "weight_scale", parts)
     zeros = parts["weight_zero_point"].read() if "weight_zero_point" in parts else None
     if "weight_packed" in parts:
-        words, shape = parts["weight_packed"].read(), parts["weight_shape"].read()
-        bits, (rows, columns) = int(weights["num_bits"]), (int(n) for n in shape)
-        packing = next((f for f in formats().values() if isinstance(f, Packed) and f.bits == bits), None)
-        if packing is None or tuple(words.shape) != (rows, packing.words_of(columns)):
-            raise _unfit(f"{module} in {bits} bits", words, shape)
-        codes = _tensor(packing.codes(words.numpy(), columns))
+        packing = next((f for f in formats().values() if isinstance(f, Packed) and f.bits == said.bits), None)
+        if packing is None:
+            raise QuantizationError(
+                f"{module} is packed in {said.bits} bits",
+                expected="4, 5, 6 or 8 bits",
+                remedy="take the float checkpoint that it was made from",
+            )
+        codes = _tensor(packing.codes(parts["weight_packed"].read().numpy(), columns))
         if zeros is not None:
             zeros = _tensor(packing.codes(np.ascontiguousarray(zeros.numpy().T), rows).T)
-        offset = torch.tensor(float(1 << (bits - 1))) if zeros is None else zeros
+        offset = torch.tensor([[float(1 << (said.bits - 1))]]) if zeros is None else zeros
     else:
         codes = parts["weight"].read().float()
-        offset = torch.zeros(()) if zeros is None else zeros.float()
-    order = parts["weight_g_idx"].read() if "weight_g_idx" in parts else None
-    block = weights.get("block_structure")
-    codes.sub_(_spread(offset, codes, block, module, order))
-    return codes.mul_(_spread(scale, codes, block, module, order))
+        offset = torch.zeros(1, 1) if zeros is None else zeros.float()
+    order = _order(module, parts["weight_g_idx"].read(), scales) if "weight_g_idx" in parts else None
+    codes.sub_(_spread(offset, said, shape, order))
+    return codes.mul_(_spread(scales, said, shape, order))
 
 
 def _tensor(codes: Any) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(codes).astype(np.float32))
 
 
-def _spread(
-    scale: torch.Tensor,
-    weight: torch.Tensor,
-    block: Sequence[int] | None,
-    module: str,
-    order: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """A scale for every weight, from one per tensor, output channel, group of input channels, or block.
+def _scales(module: str, part: str, parts: Parts) -> torch.Tensor:
+    """In float32, which holds every scale that the table allows exactly."""
+    stored: torch.Tensor = parts[part].read()
+    exponents = stored.dtype == torch.uint8
+    scales = (stored.view(torch.float8_e8m0fnu) if exponents else stored).float()
+    if not bool(torch.isfinite(scales).all()):
+        raise QuantizationError(
+            f"{module}.{part} ({parts[part].dtype} {list(parts[part].shape)}) holds scales that are not finite",
+            expected="finite scales; code 255 of F8_E8M0 is NaN",
+            remedy="choose another checkpoint: this one is damaged",
+        )
+    return scales
 
-    ``order``: the group of every input channel, where they are no neighbours.
+
+def _order(module: str, groups: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The group of every input channel."""
+    if int(groups.min()) < 0 or int(groups.max()) >= scales.shape[1]:
+        raise QuantizationError(
+            f"{module}.weight_g_idx names groups {int(groups.min())} to {int(groups.max())}",
+            expected=f"groups 0 to {scales.shape[1] - 1}, as {module}.weight_scale has",
+            remedy=REMEDY,
+        )
+    return groups.long()
+
+
+def _spread(values: torch.Tensor, said: Said, shape: Shape, order: torch.Tensor | None = None) -> torch.Tensor:
+    """A value for every weight, or for every row, from one per tensor, output channel, group or block.
+
+    ``order``: the group of every input channel, where the channels of a group are not neighbours.
     """
-    rows, columns = weight.shape
-    if scale.numel() == 1:
-        return scale.reshape(1, 1)
-    if scale.dim() == 1:
-        scale = scale[:, None]
-    if block is not None:
-        scale = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
-    elif order is not None:
-        scale = scale[:, order.long()]
-    elif columns % scale.shape[1] == 0:
-        scale = scale.repeat_interleave(columns // scale.shape[1], 1)
-    if tuple(scale.shape) != (rows, columns):
-        raise _unfit(module, weight, scale)
-    return scale
+    values = values.reshape(-1, 1) if values.dim() < 2 else values
+    if order is not None and values.shape[1] > 1:
+        values = values[:, order]
+    for axis, (size, block) in enumerate(zip(shape, said.block, strict=True)):
+        if block is not None and values.shape[axis] not in (1, size):
+            values = values.repeat_interleave(block, axis).narrow(axis, 0, size)
+    return values
 
 
-def _weights_of(module: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """How ``config_groups`` say that the weight of a module is stored."""
+def _block(name: str, value: Any) -> Shape:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise QuantizationError(
+            f"quantization_config says {name} {value!r}", expected="[output channels, input channels]", remedy=REMEDY
+        )
+    return whole(name, value[0]), whole(name, value[1])
+
+
+def _group_of(module: str, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The one of ``config_groups`` that says how the weight of a module is stored, and its arguments of weights."""
     for group in (config.get("config_groups") or {}).values():
         for target in group.get("targets", ()):
             pattern = target.removeprefix("re:")
             named = re.match(pattern, module) if target != pattern else module.endswith(target)
             if (named or target == "Linear") and group.get("weights"):
-                return group["weights"]
+                return group, group["weights"]
     raise QuantizationError(
         f"quantization_config does not say how the weight of {module} is stored",
         expected="a group of config_groups whose targets match it",
@@ -217,30 +264,15 @@ def _weights_of(module: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
     )
 
 
-def _parts(left: Left, module: str, names: Iterable[str]) -> Parts:
-    """Taken out of ``left``."""
-    if absent := next((name for name in names if f"{module}.{name}" not in left), None):
-        raise QuantizationError(
-            f"no {module}.{absent}, which its other tensors need",
-            expected="the codes and the scales of every quantized weight",
-            remedy="complete the checkpoint",
-        )
-    return {name: left.pop(f"{module}.{name}") for name in names}
-
-
-def _drop_repeated_scales(left: Left, stored: Mapping[str, Stored]) -> None:
+def _drop_repeated_scales(weights: dict[str, Stored]) -> None:
     """A tied lm_head has no weight of its own, and repeats the scales of the embedding."""
-    for name in [name for name in left if name.endswith(".weight_scale")]:
-        scales = left[name].read()
-        twins = [other for other in stored if other.endswith(".weight_scale") and other != name]
-        if any(torch.equal(scales, stored[other].read()) for other in twins if "embed" in other or "wte" in other):
-            del left[name]
+    modules = quantized_modules(weights)
+    scales = {module: parts["weight_scale"] for module, parts in modules.items() if "weight_scale" in parts}
+    for module in [module for module in scales if list(modules[module]) == ["weight_scale"]]:
+        if any(_same(scales[module], scales[other]) for other in scales if "embed" in other or "wte" in other):
+            del weights[f"{module}.weight_scale"]
 
 
-def _unfit(what: str, *tensors: torch.Tensor) -> QuantizationError:
-    shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
-    return QuantizationError(
-        f"the tensors of {what} do not fit together: {shapes}",
-        expected="codes and scales of one weight",
-        remedy="complete the checkpoint, or restore its quantization_config",
-    )
+def _same(one: Stored, other: Stored) -> bool:
+    alike = one is not other and (one.dtype, tuple(one.shape)) == (other.dtype, tuple(other.shape))
+    return alike and torch.equal(one.read().view(torch.uint8), other.read().view(torch.uint8))

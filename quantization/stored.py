@@ -1,0 +1,246 @@
+"""How formats store a quantized weight: one table of tensors, types and shapes, and the check before any is read.
+
+A type that is read as another, or a scale that is spread over other weights, gives a model that is wrong and that both
+sides of every later comparison share. So a checkpoint is refused where a tensor is missing, left over, or does not fit.
+
+Shapes: N output channels and K input channels of a weight. What else a dimension may be is in ``DIMENSIONS``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from tapeout.errors import QuantizationError
+
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})  # of weights that are not quantized
+REMEDY = "fetch the checkpoint again, restore its quantization_config, or take the float checkpoint it was made from"
+
+
+class Stored(Protocol):
+    """A tensor in a file; ``dtype`` as safetensors names it."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def read(self) -> Any: ...
+
+
+Parts = Mapping[str, Stored]  # of one weight, by what follows the module's name
+Dims = tuple[str, ...]
+Strategy = Literal["tensor", "channel", "group", "block"]  # what shares a scale
+
+DIMENSIONS = {
+    "N/8": "words of eight 4-bit codes",
+    "K words": "32-bit words that K codes fill",
+    "N words": "32-bit words that N codes fill",
+    "K/g": "groups of g input channels; g divides K",
+    "N/r": "blocks of r output channels; the last may be smaller",
+    "K/c": "blocks of c input channels; the last may be smaller",
+}
+SCALED: Mapping[Strategy, tuple[Dims, ...]] = {
+    "tensor": ((), ("1",), ("1", "1")),
+    "channel": (("N", "1"), ("N",)),
+    "group": (("N", "K/g"),),
+    "block": (("N/r", "K/c"),),
+}
+SCALES = ("F32", "BF16", "F16", "F8_E8M0")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of a layout. Without ``shape`` it has one of ``SCALED``.
+
+    ``needed``: always, or where quantization_config says that the codes have zero points or that the input channels
+    were sorted; it is left over elsewhere.
+    """
+
+    name: str
+    types: tuple[str, ...]
+    shape: Dims | None = None
+    needed: Literal["always", "asymmetric", "sorted"] = "always"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``size``: N and K, from tensors whose types and numbers of dimensions were checked."""
+
+    parts: tuple[Part, ...]
+    size: Callable[[Parts], tuple[int, int]]
+
+
+def _weight_size(parts: Parts) -> tuple[int, int]:
+    rows, columns = parts["weight"].shape
+    return rows, columns
+
+
+def _awq_size(parts: Parts) -> tuple[int, int]:
+    columns, words = parts["qweight"].shape
+    return 8 * words, columns
+
+
+def _packed_size(parts: Parts) -> tuple[int, int]:
+    rows, columns = (int(size) for size in parts["weight_shape"].read())
+    return rows, columns
+
+
+LAYOUTS: Mapping[str, Layout] = {
+    "fp8": Layout((Part("weight", ("F8_E4M3",), ("N", "K")), Part("weight_scale_inv", SCALES)), _weight_size),
+    "awq": Layout(
+        (
+            Part("qweight", ("I32",), ("K", "N/8")),
+            Part("qzeros", ("I32",), ("K/g", "N/8")),
+            Part("scales", ("F16", "BF16", "F32"), ("K/g", "N")),
+        ),
+        _awq_size,
+    ),
+    "pack-quantized": Layout(
+        (
+            Part("weight_packed", ("I32",), ("N", "K words")),
+            Part("weight_scale", SCALES),
+            Part("weight_shape", ("I64",), ("2",)),
+            Part("weight_zero_point", ("I32",), ("N words", "K/g"), needed="asymmetric"),
+            Part("weight_g_idx", ("I32",), ("K",), needed="sorted"),
+        ),
+        _packed_size,
+    ),
+    "int-quantized": Layout(
+        (
+            Part("weight", ("I8",), ("N", "K")),
+            Part("weight_scale", SCALES),
+            Part("weight_zero_point", ("I8",), needed="asymmetric"),
+            Part("weight_g_idx", ("I32",), ("K",), needed="sorted"),
+        ),
+        _weight_size,
+    ),
+    "float-quantized": Layout((Part("weight", ("F8_E4M3",), ("N", "K")), Part("weight_scale", SCALES)), _weight_size),
+}
+# Of no layout above: GPTQ's order of input channels, and the second scale of nvfp4.
+FOREIGN = ("g_idx", "weight_global_scale")
+NAMES = tuple(dict.fromkeys([*(part.name for layout in LAYOUTS.values() for part in layout.parts), *FOREIGN]))
+
+
+@dataclass(frozen=True)
+class Said:
+    """What quantization_config says of a weight.
+
+    ``block``: output and input channels that share a scale; None: all of them. ``ue8m0``: bytes of scales are
+    exponents, 2^(code - 127), as in F8_E8M0.
+    """
+
+    layout: str
+    strategy: Strategy
+    block: tuple[int | None, int | None] = (None, None)
+    bits: int = 8
+    symmetric: bool = True
+    sorted: bool = False
+    ue8m0: bool = False
+
+    def needs(self, part: Part) -> bool:
+        return {"always": True, "asymmetric": not self.symmetric, "sorted": self.sorted}[part.needed]
+
+    def types(self, part: Part) -> tuple[str, ...]:
+        return (*part.types, "U8") if self.ue8m0 and "F8_E8M0" in part.types else part.types
+
+
+def quantized_modules(stored: Mapping[str, Stored]) -> Mapping[str, Parts]:
+    """The parts of every module that stores codes or a part of a quantized weight."""
+    split = {name: name.rpartition(".") for name in stored}
+    modules = {
+        module
+        for name, (module, _, part) in split.items()
+        if part in NAMES and (part != "weight" or stored[name].dtype not in FLOATS)
+    }
+    found: dict[str, dict[str, Stored]] = {module: {} for module in sorted(modules)}
+    for name, (module, _, part) in split.items():
+        if module in found and part in NAMES:
+            found[module][part] = stored[name]
+    return found
+
+
+def check(module: str, parts: Parts, said: Said) -> tuple[int, int]:
+    """N and K. :class:`QuantizationError` for parts of a weight that are missing, left over, or do not fit."""
+    layout = LAYOUTS[said.layout]
+    needed = [part for part in layout.parts if said.needs(part)]
+    names = [part.name for part in needed]
+    for name in names:
+        if name not in parts:
+            raise QuantizationError(
+                f"no {module}.{name}, which {_shown(module, parts)} needs in {said.layout}",
+                expected=", ".join(names),
+                remedy=REMEDY,
+            )
+    for name in parts:
+        if name not in names:
+            raise QuantizationError(
+                f"{_shown(module, {name: parts[name]})} belongs to no weight in {said.layout}",
+                expected=f"{', '.join(names)} of every quantized weight, and nothing else",
+                remedy=REMEDY,
+            )
+    for part in needed:
+        ranks = {len(dims) for dims in _shapes(part, said)}
+        if parts[part.name].dtype not in said.types(part) or len(parts[part.name].shape) not in ranks:
+            raise _misfit(module, parts, part, said, {})
+    rows, columns = layout.size(parts)
+    sizes = _sizes(module, rows, columns, said)
+    for part in needed:
+        shapes = [tuple(sizes[dim] for dim in dims) for dims in _shapes(part, said)]
+        if tuple(parts[part.name].shape) not in shapes or min(rows, columns) < 1:
+            raise _misfit(module, parts, part, said, sizes)
+    return rows, columns
+
+
+def _shapes(part: Part, said: Said) -> Sequence[Dims]:
+    return SCALED[said.strategy] if part.shape is None else (part.shape,)
+
+
+def _sizes(module: str, rows: int, columns: int, said: Said) -> dict[str, int]:
+    """Of every dimension that a part may have."""
+    down, across = said.block[0] or max(rows, 1), said.block[1] or max(columns, 1)
+    if said.strategy == "group" and columns % across:
+        raise QuantizationError(
+            f"{module} has {columns} input channels, and quantization_config says groups of {across}",
+            expected="groups that divide the input channels",
+            remedy=REMEDY,
+        )
+    groups, words = -(-columns // across), -(-columns * said.bits // 32)
+    return {
+        "1": 1,
+        "2": 2,
+        "N": rows,
+        "K": columns,
+        "N/8": rows // 8,
+        "K words": words,
+        "N words": -(-rows * said.bits // 32),
+        "K/g": groups,
+        "N/r": -(-rows // down),
+        "K/c": groups,
+    }
+
+
+def _misfit(module: str, parts: Parts, part: Part, said: Said, sizes: Mapping[str, int]) -> QuantizationError:
+    """``sizes``: of the dimensions, where they are known."""
+    shapes = [f"[{', '.join(str(sizes.get(dim, dim)) for dim in dims)}]" for dims in _shapes(part, said)]
+    stored_as = f"{' or '.join(said.types(part))} {' or '.join(shapes)}"
+    return QuantizationError(
+        f"{_shown(module, {part.name: parts[part.name]})} does not fit {_shown(module, parts)}",
+        expected=f"{stored_as} in {said.layout}, with one scale per {said.strategy}",
+        remedy=REMEDY,
+    )
+
+
+def _shown(module: str, parts: Parts) -> str:
+    return ", ".join(f"{module}.{name} ({part.dtype} {list(part.shape)})" for name, part in parts.items())
+
+
+def whole(name: str, value: Any) -> int:
+    """``value`` of quantization_config, a number of bits or channels."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise QuantizationError(
+            f"quantization_config says {name} {value!r}", expected="a whole number of at least 1", remedy=REMEDY
+        )
+    return value
