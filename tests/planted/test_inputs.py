@@ -31,6 +31,7 @@ from tests import checkpoints
 from tests.checkpoints import CONFIG, WEIGHTS, Tensors, change_json, change_weights, gguf_file, shard, write_index
 from tests.families import VOCAB_SIZE
 from tests.sentencepiece_files import write_sentencepiece
+from tests.stored_formats import EXAMPLES
 
 UP = "model.layers.1.mlp.up_proj.weight"
 BYTES = Scheme(bits=8)
@@ -215,6 +216,92 @@ def test_codes_without_their_scales(folder: Path) -> None:
     change_weights(folder, to_codes)
     change_json(folder / CONFIG, quantization_config={"quant_method": "awq", "bits": 4, "group_size": 32})
     refused(folder, r"no model\.layers\.1\.mlp\.up_proj\.scales")
+
+
+def change_stored(folder: Path, example: str, change: Callable[[Tensors], object]) -> None:
+    """A sound quantized checkpoint of ``tests/stored_formats.py``, then changed."""
+    EXAMPLES[example].write(folder)
+    change_weights(folder, change)
+
+
+@pytest.mark.parametrize(
+    ("example", "part"), [("fp8", "weight"), ("float8, channels", "weight"), ("bytes, channels", "weight")]
+)
+def test_codes_are_stored_as_bytes(folder: Path, example: str, part: str) -> None:
+    name = UP.replace("weight", part)
+    change_stored(folder, example, lambda tensors: tensors.update({name: tensors[name].view(torch.uint8)}))
+    refused(folder, rf"{re.escape(name)} \(U8 \[96, 64\]\) does not fit")
+
+
+@pytest.mark.parametrize(
+    ("example", "name"),
+    [
+        ("fp8", f"{UP}_scale_inv"),
+        ("bytes, channels", f"{UP}_scale"),
+        ("packed, asymmetric groups", f"{UP}_scale"),
+        ("float8, blocks", f"{UP}_scale"),
+    ],
+)
+def test_scales_are_of_a_type_that_is_not_known(folder: Path, example: str, name: str) -> None:
+    for change in (torch.Tensor.double, lambda scales: scales.float().to(torch.float8_e8m0fnu).view(torch.uint8)):
+        change_stored(folder, example, lambda tensors, to=change: tensors.update({name: to(tensors[name])}))
+        refused(folder, rf"{re.escape(name)} \((F64|U8) \[\d+, \d+\]\) does not fit")
+
+
+@pytest.mark.parametrize("example", ["fp8, exponents", "fp8, exponents as bytes"])
+def test_a_scale_is_the_code_of_nan(folder: Path, example: str) -> None:
+    name = f"{UP}_scale_inv"
+    change_stored(folder, example, lambda tensors: tensors[name].view(torch.uint8)[1, 1].fill_(255))
+    refused(folder, rf"{re.escape(name)} .* holds scales that are not finite")
+
+
+@pytest.mark.parametrize("name", [HEAD, EMBEDDING, "model.norm.weight"])
+@pytest.mark.parametrize(("example", "part"), [("fp8", "weight_scale_inv"), ("bytes, channels", "weight_scale")])
+def test_scales_beside_a_weight_that_is_not_quantized(folder: Path, example: str, part: str, name: str) -> None:
+    stray = name.replace("weight", part)
+    change_stored(folder, example, lambda tensors: tensors.update({stray: torch.ones(2, 2)}))
+    refused(folder, rf"{re.escape(name)} \(\w+ \[[\d, ]+\]\).*does not fit.*{re.escape(stray)}")
+
+
+def test_scales_of_other_blocks_than_the_configuration_says(folder: Path) -> None:
+    for blocks in ([16, 16], [64, 64], [128, 128], [32, 64], None):
+        EXAMPLES["fp8"].write(folder)
+        config = dict(EXAMPLES["fp8"].config) | {"weight_block_size": blocks}
+        change_json(folder / CONFIG, quantization_config=config)
+        refused(folder, r"weight_scale_inv \(F32 \[\d+, \d+\]\) does not fit")
+
+
+@pytest.mark.parametrize(
+    ("example", "config"),
+    [
+        ("awq", {"group_size": 16}),
+        ("awq", {"group_size": 48}),
+        ("awq", {"group_size": "32"}),
+        ("fp8", {"weight_block_size": [32]}),
+        ("fp8", {"weight_block_size": [0, 32]}),
+        ("fp8", {"scale_fmt": "ue4m3"}),
+        ("bytes, channels", {"format": "pack-quantized"}),
+        ("bytes, channels", {"format": "float-quantized"}),
+    ],
+)
+def test_the_quantization_config_is_of_another_checkpoint(folder: Path, example: str, config: dict[str, Any]) -> None:
+    EXAMPLES[example].write(folder)
+    change_json(folder / CONFIG, quantization_config=dict(EXAMPLES[example].config) | config)
+    refused(folder, "quantization_config says|does not fit|is quantized by|which .* needs in")
+
+
+def test_a_group_of_the_configuration_has_a_format_that_is_not_read(folder: Path) -> None:
+    EXAMPLES["packed, sorted"].write(folder)
+    config = dict(EXAMPLES["packed, sorted"].config)
+    group = config["config_groups"]["group_0"] | {"format": "mxfp4-pack-quantized"}
+    change_json(folder / CONFIG, quantization_config=config | {"config_groups": {"group_0": group}})
+    refused(folder, "is stored in mxfp4-pack-quantized")
+
+
+def test_an_input_channel_is_of_a_group_without_scales(folder: Path) -> None:
+    name = f"{UP}_g_idx"
+    change_stored(folder, "packed, sorted", lambda tensors: tensors[name][3:4].fill_(4))
+    refused(folder, rf"{re.escape(name)} names groups 0 to 4")
 
 
 # --- GGUF files
