@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
 
-from runtime.constraints import ConstraintCompiler, grammar_of
+from runtime.constraints import ConstraintCompiler, check_size
 from runtime.messages import Constraint
 from tapeout.errors import RequestError
 
@@ -41,7 +41,7 @@ class ConstraintChecker:
         Takes some milliseconds, and at most about ``MOST_SECONDS`` and the start of a process (half a second): call it
         in a thread.
         """
-        grammar_of(constraint)  # the text's own mistakes, before anything is started
+        check_size(constraint)  # all else takes time that a hostile text can stretch
         known = self._known.get(constraint)  # those that are known need not wait for others
         if known is None:
             with self._lock:

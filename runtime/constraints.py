@@ -59,10 +59,10 @@ class ConstraintCompiler:
 
     def compile(self, constraint: Constraint) -> Matcher:
         """A matcher at the start of a response. :class:`RequestError` for a constraint that cannot be met."""
-        grammar = grammar_of(constraint)
-        key = hashlib.sha256(grammar.encode()).digest()
+        check_size(constraint)
+        key = hashlib.sha256(f"{constraint.kind} {constraint.text}".encode()).digest()
         with self._lock:
-            compiled = self._cache.pop(key, None) or self._compile(grammar)
+            compiled = self._cache.pop(key, None) or self._compile(grammar_of(constraint))
             self._cache[key] = compiled
             if len(self._cache) > CACHED:
                 self._cache.popitem(last=False)
@@ -177,8 +177,8 @@ class Matcher:
         self._matcher.consume_token(token)
 
 
-def grammar_of(constraint: Constraint) -> str:
-    """What llguidance compiles. :class:`RequestError` for a text that is too long or not of its kind."""
+def check_size(constraint: Constraint) -> None:
+    """:class:`RequestError` for a text that is too long, or none that can be encoded."""
     try:
         size = len(constraint.text.encode())
     except UnicodeEncodeError as error:
@@ -187,6 +187,10 @@ def grammar_of(constraint: Constraint) -> str:
         ) from error
     if size > MOST_BYTES:
         raise RequestError(f"a {constraint.kind} constraint of {size} bytes", expected=f"at most {MOST_BYTES} bytes")
+
+
+def grammar_of(constraint: Constraint) -> str:
+    """What llguidance compiles. :class:`RequestError` for a text that is not of its kind, or cannot be enforced."""
     try:
         from llguidance import LLMatcher
     except ImportError as error:

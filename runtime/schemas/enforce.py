@@ -6,6 +6,7 @@ from typing import Any
 
 from runtime.schemas.normal import normal
 from runtime.schemas.references import SelfContained, self_contained
+from runtime.schemas.rewrite import rewritten
 from tapeout.errors import RequestError
 
 
@@ -18,6 +19,6 @@ def enforceable(schema: Any) -> Any:
     try:
         root, definitions = self_contained(schema)
         named = {name: normal(definition) for name, definition in definitions.items()}
-        return SelfContained(normal(root), named).joined()
+        return SelfContained(*rewritten(normal(root), named)).joined()
     except RecursionError as error:
         raise RequestError("a JSON schema that is nested too deeply", expected="a few hundred levels") from error

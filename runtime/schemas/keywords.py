@@ -59,7 +59,24 @@ REWRITTEN = frozenset(
 REFUSED = frozenset(("$dynamicRef", "$recursiveRef", "maxContains"))
 ASSERTIONS = ENFORCED | REWRITTEN | REFUSED | {"minContains"}  # minContains says something with contains only
 # Other formats are ignored, as JSON Schema says.
-FORMATS = frozenset(("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"))
+FORMATS = frozenset(
+    (
+        "date",
+        "date-time",
+        "duration",
+        "email",
+        "hostname",
+        "ipv4",
+        "ipv6",
+        "json-pointer",
+        "relative-json-pointer",
+        "time",
+        "uri",
+        "uri-reference",
+        "uri-template",
+        "uuid",
+    )
+)
 TYPES = ("null", "boolean", "number", "string", "array", "object")  # integers are numbers
 
 ONE_SCHEMA = frozenset(
@@ -103,3 +120,58 @@ def with_subschemas(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> 
         else:
             copy[keyword] = value
     return copy
+
+
+def _schema(value: Any) -> bool:
+    return isinstance(value, dict | bool)
+
+
+def _schemas(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_schema, value))
+
+
+def _named_schemas(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_schema, value.values()))
+
+
+def _names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _count(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 and value == int(value)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _list(value: Any) -> bool:
+    return isinstance(value, list)
+
+
+SHAPES: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(ASSERTIONS & ONE_SCHEMA, _schema),
+    **dict.fromkeys(ASSERTIONS & LISTED_SCHEMAS, _schemas),
+    **dict.fromkeys(ASSERTIONS & NAMED_SCHEMAS, _named_schemas),
+    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems"), _count),
+    **dict.fromkeys(("minProperties", "maxProperties", "minContains", "maxContains"), _count),
+    **dict.fromkeys(("minimum", "maximum"), _number),
+    **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), lambda value: isinstance(value, bool) or _number(value)),
+    **dict.fromkeys(("pattern", "format", "$ref", "$dynamicRef", "$recursiveRef"), _text),
+    "const": lambda value: True,
+    "dependencies": lambda value: (
+        isinstance(value, dict) and all(_schema(needed) or _names(needed) or _text(needed) for needed in value.values())
+    ),
+    "dependentRequired": lambda value: isinstance(value, dict) and all(map(_names, value.values())),
+    "enum": _list,
+    "items": lambda value: _schema(value) or _schemas(value),
+    "multipleOf": lambda value: _number(value) and value > 0,
+    "required": _names,
+    "type": lambda value: _text(value) or _names(value),
+    "uniqueItems": lambda value: isinstance(value, bool),
+}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-from runtime.schemas.keywords import ASSERTIONS, FORMATS, with_subschemas
+from runtime.schemas.keywords import ASSERTIONS, FORMATS, SHAPES, with_subschemas
+from tapeout.errors import RequestError
 
+_IN_PLACE = {"$ref", "allOf", "anyOf", "contains", "dependentSchemas", "if", "not", "oneOf"}
 _BOUNDS = (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))
 
 
@@ -22,6 +25,7 @@ def normal(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     kept = {keyword: value for keyword, value in schema.items() if keyword in ASSERTIONS}
+    _check_shapes(kept)
     found = with_subschemas(kept, normal)
     name = found.get("format")
     if isinstance(name, str) and name not in FORMATS:
@@ -34,7 +38,22 @@ def normal(schema: Any) -> Any:
         items = found.pop("items")
         found |= {"prefixItems": items, "items": additional}
     _split_dependencies(found)
+    if not _IN_PLACE & found.keys():  # nothing else can have evaluated a property or an item
+        for unevaluated, additional in (
+            ("unevaluatedProperties", "additionalProperties"),
+            ("unevaluatedItems", "items"),
+        ):
+            if unevaluated in found:
+                found.setdefault(additional, found.pop(unevaluated))
     return found
+
+
+def _check_shapes(schema: dict[str, Any]) -> None:
+    for keyword, value in schema.items():
+        if not SHAPES[keyword](value):
+            raise RequestError(
+                f"a JSON schema with {json.dumps(value)[:60]} as `{keyword}`", expected="what JSON Schema allows there"
+            )
 
 
 def _split_dependencies(schema: dict[str, Any]) -> None:
