@@ -86,6 +86,11 @@ class Answerer(Protocol):
         ...
 
     @property
+    def constrains(self) -> bool:
+        """Answers can be held to a constraint, such as a choice of texts."""
+        ...
+
+    @property
     def drafts(self) -> tuple[int, int]:
         """Tokens that were drafted so far, and how many of them were accepted."""
         ...

@@ -19,13 +19,20 @@ from evals.items import read_items
 from evals.kind import Executed
 from evals.kinds.parity import ParityReport
 from evals.kinds.serving import (
+    DRAFT_TOKENS,
+    MAX_RUNNING,
     Draws,
+    Pressure,
     ServedItem,
     ServingBounds,
+    ServingSettings,
     draw_problems,
     draws_check,
+    pressure_check,
+    pressure_problems,
     served_checks,
     served_problems,
+    size_problems,
 )
 from evals.kinds.text import TextBounds
 from evals.limits import at_least, at_most
@@ -45,7 +52,7 @@ class LevelVerdict(Executed, Record):
 
     noun: ClassVar[str] = "LevelVerdict"
     remedy: ClassVar[str] = "run `tapeout verify`"
-    schema_version: ClassVar[int] = 2
+    schema_version: ClassVar[int] = 3
     parent_roles: ClassVar[Roles] = {
         "candidate": ("EngineBundle",),
         "verdict": ("Verdict",),
@@ -54,6 +61,7 @@ class LevelVerdict(Executed, Record):
 
     checks: tuple[Check, ...]
     draws: tuple[Draws, ...]
+    pressure: Pressure
 
     @property
     def outcome(self) -> Outcome:
@@ -69,6 +77,7 @@ def level_checks(
     items: Sequence[LevelItem],
     served: Sequence[ServedItem],
     draws: Sequence[Draws],
+    pressure: Pressure,
     bounds: Mapping[str, int | float],
 ) -> tuple[Check, ...]:
     """``bounds``: of the verdict. :class:`EvidenceError` where there is nothing to judge."""
@@ -103,12 +112,24 @@ def level_checks(
         ),
         *served_checks(served, serving),
         draws_check(draws),
+        pressure_check(pressure, serving),
         Check(
             name=SPEED,
             title="speed against the float engine at this level",
             outcome=Outcome.INCONCLUSIVE,
             reason="not measured: `dvc repro` with build.target at this level measures it",
         ),
+    )
+
+
+def level_settings(verdict: Verdict) -> ServingSettings:
+    """A level is measured with as many sequences and drafts as the judged one was: a server may run that many."""
+    facts, settings = verdict.numbers, ServingSettings()
+    return settings.model_copy(
+        update={
+            "max_running": int(facts.get(MAX_RUNNING, settings.max_running)),
+            "draft_tokens": max(1, int(facts.get(DRAFT_TOKENS, settings.draft_tokens))),
+        }
     )
 
 
@@ -133,10 +154,18 @@ def load_level(
     if ran.level != level:
         problems.append(f"is of {ran.level}")
     problems += served_problems("the evidence", served, SLOTS, bundle.record.io.max_tokens)
+    settings = level_settings(verdict.record)
+    problems += size_problems("the evidence", served, settings.max_running)
+    if settings.draft_tokens and not any(item.path == "drafts" for item in served):
+        problems.append("has nothing on the path 'drafts'")
     problems += draw_problems("the evidence", found.record.draws, True)
+    problems += pressure_problems("the evidence", found.record.pressure)
     if not problems:
         require_match(bundle.record.hardware, ran, f"{folder}: the bundle")
-        if level_checks(items, served, found.record.draws, verdict.record.bounds) != found.record.checks:
+        if (
+            level_checks(items, served, found.record.draws, found.record.pressure, verdict.record.bounds)
+            != found.record.checks
+        ):
             problems.append("has checks that its items do not give")
     if problems:
         raise EvidenceError(

@@ -19,7 +19,7 @@ from engines.protocol import EngineCapabilities, FloatArray
 from engines.sequences import Sequences
 from evals.answers import Answer, Answerer, Ask
 from evals.expected import passed_over, score_error
-from evals.kinds.serving import PRESSED, Pressed, ServingSettings
+from evals.kinds.serving import CHOICES, PRESSED, Pressed, Pressure, ServingSettings
 from evals.served_log import Streams
 from tapeout.progress import ProgressBar
 
@@ -34,29 +34,30 @@ REPEATED = 2  # tokens that are repeated at the end of a prompt, so that drafts 
 TOLERANCE = 0.25
 DRAW_TOLERANCE = 0.05  # in probability
 # What these requests keep from token to token must outlast a preemption, so they rank last and are preempted first.
-STATEFUL = ("penalties", "draws", "least_length", "choices")
-STOPPING = ("greedy", "least_length", "choices")
-CHOICES = ("yes, of course", "no, never", "it depends on the day")
+STATEFUL = ("penalties", "draws", "least_length", CHOICES)
+STOPPING = ("greedy", "least_length", CHOICES)
+TEXTS = ("yes, of course", "no, never", "it depends on the day")
 
 MakeAnswerer = Callable[..., Answerer]
 
 
-def pressed_answers(
+def under_pressure(
     candidate: Sequences,
     answerer: MakeAnswerer,
     decode: Callable[[Sequence[int]], str],
     streams: Streams,
     settings: ServingSettings,
     stop_tokens: Collection[int],
-) -> tuple[Pressed, ...]:
-    """What was found, by kind of settings. ``answerer(engine, blocks=)``: the core that serves, over an engine.
+) -> Pressure:
+    """``answerer(engine, blocks=)``: the core that serves, over an engine. ``streams``: of the text of prompts.
 
     ``decode``: text of tokens, for answers that must be one of some texts.
     """
     has = candidate.engine.capabilities
     asks = pressing_asks(has, streams, settings, frozenset(stop_tokens))
-    short = [Ask(ask.prompt, min(SHORT_TOKENS, ask.max_new_tokens)) for _, ask in asks[:FIRST]]
     core = answerer(candidate.engine, blocks=few_blocks(has, [ask for _, ask in asks]))
+    asks = [(name, ask) for name, ask in asks if core.constrains or not ask.choices]
+    short = [Ask(ask.prompt, min(SHORT_TOKENS, ask.max_new_tokens)) for _, ask in asks[:FIRST]]
     core.answer(short)
     found: dict[int, list[Answer]] = {}
     for order in (range(len(asks)), range(len(asks))[::-1]):
@@ -67,7 +68,8 @@ def pressed_answers(
     for number, (name, ask) in enumerate(ProgressBar(asks, title="comparing answers", unit="request")):
         logits = cache(partial(_logits, candidate, ask.prompt))  # mostly it is answered the same both times
         results[name] += [(answer, *compare(ask, answer, logits, decode)) for answer in found[number]]
-    return tuple(_pressed(name, rows) for name, rows in results.items() if rows)
+    answers = tuple(_pressed(name, rows) for name, rows in results.items() if rows)
+    return Pressure(scarce=is_scarce(has), constrains=core.constrains, answers=answers)
 
 
 def pressing_asks(
@@ -116,11 +118,16 @@ def _ask(name: str, prompt: tuple[int, ...], seed: int, tokens: int, stops: froz
         case "leaves":
             return replace(ask, leaves_after=max(1, tokens // 2))
         case "choices":
-            return replace(ask, choices=CHOICES)
+            return replace(ask, choices=TEXTS)
         case "drafts":  # of what the prompt repeats, and the answer, too
             return replace(ask, logit_bias=dict.fromkeys(prompt[-REPEATED:], 10.0))
         case _:
             return ask
+
+
+def is_scarce(has: EngineCapabilities) -> bool:
+    """Requests share blocks, and are long enough to outgrow those that they begin with; several run at once."""
+    return has.shares_blocks and has.max_tokens >= 3 * has.block_tokens and has.max_batch > 1
 
 
 def few_blocks(has: EngineCapabilities, asks: Sequence[Ask]) -> int | None:

@@ -21,7 +21,7 @@ from evals.items import write_items, write_metrics
 from evals.kind import Context
 from evals.kinds.serving import KIND, Draws, ServedItem, ServingReport, ServingSettings, draws_of
 from evals.kinds.text import TextSettings
-from evals.pressure import MakeAnswerer, pressed_answers
+from evals.pressure import MakeAnswerer, under_pressure
 from evals.running_paths import most_running, running_paths
 from evals.served_log import Log, Place, Stream, Streams, anchor
 from tapeout.artifact import Artifact, Parents, create, load
@@ -78,10 +78,10 @@ def serving(
     folder: Path,
     parents: Parents,
 ) -> Artifact[ServingReport]:
-    """Write a :class:`ServingReport`. Engines: see :func:`served_items`; the core: :func:`pressed_answers`."""
+    """Write a :class:`ServingReport`. Engines: see :func:`served_items`; the core: :func:`under_pressure`."""
     has = candidate.engine.capabilities
     running = most_running(has, settings)
-    pressed = pressed_answers(candidate, answerer, decode, Streams(text), settings, stop_tokens)
+    pressure = under_pressure(candidate, answerer, decode, Streams(text), settings, stop_tokens)
     items = served_items(settings, baseline, candidate, reopen, text)
     with create(folder, ServingReport) as draft:
         write_items(draft.folder / KIND.items_file, items)
@@ -97,8 +97,7 @@ def serving(
                 draft_tokens=settings.draft_tokens if has.shares_blocks else 0,
                 items=len(items),
                 draws=draws,
-                shares_blocks=has.shares_blocks,
-                pressed=pressed,
+                pressure=pressure,
                 executed_on=executed_on,
             ),
             parents=parents,

@@ -33,6 +33,7 @@ PATHS = (*EVERY_SLOT, *SEVERAL, *ONCE, *EVERY_SIZE)
 MAX_RUNNING, DRAFT_TOKENS = "serving_max_running", "serving_draft_tokens"  # facts of a verdict: what was measured
 # Settings that tokens are drawn with; the draws themselves are made where the server's sampler can be imported.
 DRAWN = ("temperature", "top_k", "top_p", "min_p", "all_filters", "penalties", "greedy", "logit_bias", "logprobs")
+CHOICES = "choices"
 # Kinds of requests that the serving core answers under pressure.
 PRESSED = (
     "greedy",
@@ -43,7 +44,7 @@ PRESSED = (
     "least_length",
     "logprobs",
     "leaves",
-    "choices",
+    CHOICES,
 )
 
 
@@ -99,6 +100,17 @@ class Pressed(Frozen):
     accepted: int
 
 
+class Pressure(Frozen):
+    """All that the serving core answered. ``scarce``: blocks are shared, and there were too few of them.
+
+    ``constrains``: constraints can be read with the model's tokenizer; else the server refuses them.
+    """
+
+    scarce: bool
+    constrains: bool
+    answers: tuple[Pressed, ...]
+
+
 def draws_of(counts: Mapping[str, tuple[int, int]]) -> tuple[Draws, ...]:
     """From how many tokens were drawn and how many of them differ, by settings."""
     return tuple(Draws(settings=name, draws=draws, differ=differ) for name, (draws, differ) in counts.items())
@@ -127,8 +139,7 @@ class ServingReport(EvidenceRecord):
     draft_tokens: int
     items: int
     draws: tuple[Draws, ...]  # none where the bundle has no native library: then numpy draws
-    shares_blocks: bool  # requests share the blocks of a prefix, and lose blocks to others
-    pressed: tuple[Pressed, ...]
+    pressure: Pressure
 
 
 class ServingSettings(Section):
@@ -175,9 +186,7 @@ class Serving(Kind[ServingReport, ServedItem, ServingBounds]):
         if record.draft_tokens and not any(item.path == "drafts" for item in items):
             problems.append("ServingReport has nothing on the path 'drafts'")
         problems += draw_problems("ServingReport", record.draws, any(one.level for one in evidence.hardware))
-        problems += pressed_problems(
-            "ServingReport", record.pressed, shared=record.shares_blocks and record.max_running > 1
-        )
+        problems += pressure_problems("ServingReport", record.pressure)
         if not any(item.float_kl_sum is not None and item.last == record.max_tokens - 1 for item in items):
             problems.append("ServingReport does not compare the last position with the float engine")
         return problems
@@ -188,7 +197,7 @@ class Serving(Kind[ServingReport, ServedItem, ServingBounds]):
             checks=(
                 *served_checks(report.items, bounds),
                 draws_check(report.record.draws),
-                pressed_check(report.record.pressed, bounds),
+                pressure_check(report.record.pressure, bounds),
                 at_most(
                     "serving_float_kl",
                     "largest mean KL of a way of serving against the float engine, nats",
@@ -211,6 +220,7 @@ class Serving(Kind[ServingReport, ServedItem, ServingBounds]):
 
     def block(self, folder: Path, verdict: Judged) -> Block:
         report, items = load(folder, ServingReport).record, read_items(folder / self.items_file, ServedItem)
+        pressed = report.pressure.answers
         facts = (
             FactRow("slots", "Slots", report.slots, note="each on every path"),
             FactRow("max_running", "Sequences in a step", report.max_running, note="and every number below"),
@@ -219,10 +229,10 @@ class Serving(Kind[ServingReport, ServedItem, ServingBounds]):
             FactRow(
                 "pressed",
                 "Answers of the serving core under pressure",
-                sum(one.answers for one in report.pressed),
-                note=f"{sum(one.preempted for one in report.pressed)} times preempted, "
-                f"{sum(one.cached for one in report.pressed)} prompt tokens found in blocks, "
-                f"{sum(one.accepted for one in report.pressed)} drafted tokens accepted",
+                sum(one.answers for one in pressed),
+                note=f"{sum(one.preempted for one in pressed)} times preempted, "
+                f"{sum(one.cached for one in pressed)} prompt tokens found in blocks, "
+                f"{sum(one.accepted for one in pressed)} drafted tokens accepted",
             ),
         )
         rows: list[tuple[str, float, float, float, float | None]] = []
@@ -293,36 +303,29 @@ def draw_problems(name: str, draws: Sequence[Draws], native: bool) -> list[str]:
     return problems + [f"{name} has an impossible number of draws with {settings}" for settings in wrong]
 
 
-def pressed_problems(name: str, pressed: Sequence[Pressed], *, shared: bool) -> list[str]:
-    """What is missing or impossible in the answers ``name`` of the serving core.
-
-    ``shared``: several requests ran at once, and shared blocks.
-    """
-    found = [one.settings for one in pressed]
-    problems = [f"{name} has no answers under pressure with {missing}" for missing in PRESSED if missing not in found]
+def pressure_problems(name: str, pressure: Pressure) -> list[str]:
+    """What is missing or impossible in the answers ``name`` of the serving core."""
+    found = [one.settings for one in pressure.answers]
+    wanted = [settings for settings in PRESSED if settings != CHOICES or pressure.constrains]
+    problems = [f"{name} has no answers under pressure with {missing}" for missing in wanted if missing not in found]
     problems += [
         f"{name} has impossible numbers of answers under pressure with {one.settings}"
-        for one in pressed
+        for one in pressure.answers
         if min(one.answers, one.tokens) < 1 or not 0 <= one.wrong <= max(one.tokens, one.answers) or not one.gap >= 0
     ]
-    if shared:
-        problems += [
-            f"{name} was not under pressure: {complaint}"
-            for complaint, sound in (
-                ("no request lost its blocks", any(one.preempted for one in pressed)),
-                ("no prompt was found in blocks", any(one.cached for one in pressed)),
-            )
-            if not sound
-        ]
+    if pressure.scarce and not any(one.preempted for one in pressure.answers):
+        problems.append(f"{name} was not under pressure: no request lost its blocks")
+    if pressure.scarce and not any(one.cached for one in pressure.answers):
+        problems.append(f"{name} was not under pressure: no prompt was found in blocks")
     return problems
 
 
-def pressed_check(pressed: Sequence[Pressed], bounds: ServingBounds) -> Check:
+def pressure_check(pressure: Pressure, bounds: ServingBounds) -> Check:
     """The serving core answers as a prefill in one piece says, whatever it shares, preempts and drafts."""
     return at_most(
         "serving_answers",
         "share of tokens of the serving core, under pressure, that do not follow from one prefill",
-        {one.settings: one.wrong / max(one.tokens, one.wrong, 1) for one in pressed},
+        {one.settings: one.wrong / max(one.tokens, one.wrong, 1) for one in pressure.answers},
         bounds.max_wrong_answers,
         "settings",
     )

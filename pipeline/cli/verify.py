@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import tempfile
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
 
 from engines.bundle import EngineBundle
 from engines.load import at_level
+from engines.threads import physical_cores
 from evals.kinds.parity import ParityReport
 from evals.level import LevelVerdict
 from evals.level_check import check_level
@@ -18,7 +23,9 @@ from pipeline.registry.levels import attach, evidence_folder
 from pipeline.registry.logged import fetch_artifact, fetch_verdict
 from pipeline.registry.pull import Requirements, pull
 from pipeline.registry.versions import EVIDENCE
+from pipeline.stages.answering import served_core
 from runtime.draw_check import draw_counts
+from runtime.work import Limits
 from tapeout.artifact import Artifact, load, load_record
 from tapeout.errors import BuildError
 from tapeout.signing import require_signed_pass, sign, signature_path, write_signature
@@ -63,7 +70,18 @@ def _take(
             expected="a bundle with native kernels",
             remedy="its verdict covers all of it: `tapeout gate`",
         )
-    found = check_level(bundle, verdict, parity, level, evidence_folder(folder, level), draw_counts, threads=threads)
+    tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    found = check_level(
+        bundle,
+        verdict,
+        parity,
+        level,
+        evidence_folder(folder, level),
+        draw_counts,
+        partial(served_core, bundle=at_level(bundle, level), limits=Limits(), threads=threads or physical_cores()),
+        lambda tokens: tokenizer.decode(list(tokens)),
+        threads=threads,
+    )
     if key is not None:
         write_signature(signature_path(found.folder), sign(level_statement(found, bundle), key))
     else:  # one of former evidence

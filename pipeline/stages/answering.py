@@ -13,11 +13,13 @@ from runtime.in_process import Answered, ModelledTime, answer_all
 from runtime.messages import Constraint, GenerateRequest, SamplingSettings, TokenLogprobs
 from runtime.sampling import BatchSampler
 from runtime.work import Limits
+from tapeout.errors import RequestError
 from tapeout.progress import ProgressBar
 
 if TYPE_CHECKING:
     from engines.bundle import EngineBundle
     from engines.protocol import Engine
+    from runtime.constraints import ConstraintCompiler
     from tapeout.artifact import Artifact
 
 
@@ -34,17 +36,36 @@ def served_core(
     text = (bundle.folder / "tokenizer.json").read_text(encoding="utf-8")
     compiler = ConstraintCompiler(text, size, bundle.record.stop_tokens)
     kernel = sampling_kernel(library_of(at_level(bundle)), size, threads)
-    return CoreAnswerer(engine, limits, blocks=blocks, sampler=BatchSampler(size, compiler, kernel))
+    sampler = BatchSampler(size, compiler, kernel)
+    return CoreAnswerer(engine, limits, blocks=blocks, sampler=sampler, constrains=_constrains(compiler))
+
+
+def _constrains(compiler: ConstraintCompiler) -> bool:
+    try:
+        compiler.load()
+    except RequestError:  # the server refuses constraints of this model
+        return False
+    return True
 
 
 class CoreAnswerer:
-    """``blocks``: of the pool, as many as the engine has unless given. ``sampler``: numpy's, unless given."""
+    """``blocks``: of the pool, as many as the engine has unless given.
+
+    ``sampler``: numpy's, unless given. ``constrains``: it takes constraints of this model.
+    """
 
     def __init__(
-        self, engine: Engine, limits: Limits, *, blocks: int | None = None, sampler: BatchSampler | None = None
+        self,
+        engine: Engine,
+        limits: Limits,
+        *,
+        blocks: int | None = None,
+        sampler: BatchSampler | None = None,
+        constrains: bool = False,
     ) -> None:
         timed = ModelledTime(engine, blocks)
         self.core = EngineCore(timed, limits, sampler, clock=timed.clock)
+        self.constrains = constrains
         self.max_tokens = engine.capabilities.max_tokens
         self._ids = count()
 

@@ -45,6 +45,7 @@ from tapeout.signing import generate_keys, sign, signature_path, write_signature
 from tests import judged
 from tests.exported import family_graph
 from tests.lowering import FixedWeights
+from tests.planted.test_pressure import answerer, decode
 from tests.planted.test_registry import edit_record
 from tests.registries import empty_registry
 
@@ -277,7 +278,7 @@ def test_a_parity_report_that_was_not_judged(artifacts: Path, tmp_path: Path) ->
         draft.finish(parity.record, parents=parity.parents)
     other = artifact.load(tmp_path / "other", ParityReport)
     with pytest.raises(EvidenceError, match=f"is about another parity report than {other.digest[:12]}"):
-        check_level(bundle, verdict, other, LEAST.name, tmp_path / "level", draw_counts)
+        check_level(bundle, verdict, other, LEAST.name, tmp_path / "level", draw_counts, answerer, decode)
 
 
 def verified(artifacts: Path) -> Path:
@@ -291,15 +292,21 @@ def passes(body: dict[str, Any]) -> None:
         check["value"] = None if check["value"] is None else check["value"] / 2
 
 
-def without_greedy(folder: Path) -> None:
+def without(folder: Path, path: str, batch: int = 0) -> None:
+    """``batch``: of this size alone, unless 0."""
     made, again = artifact.load(folder, LevelVerdict), folder.with_name("again")
-    served = [item for item in read_items(folder / SERVED_ITEMS, ServedItem) if item.path != "greedy"]
+    items = read_items(folder / SERVED_ITEMS, ServedItem)
+    served = [item for item in items if item.path != path or (batch and item.batch != batch)]
     with artifact.create(again, LevelVerdict) as draft:
         shutil.copy(folder / LEVEL_ITEMS, draft.folder / LEVEL_ITEMS)
         write_items(draft.folder / SERVED_ITEMS, served)
         draft.finish(made.record, parents=made.parents)
     shutil.rmtree(folder)
     again.rename(folder)
+
+
+def no_answers(body: dict[str, Any]) -> None:
+    body["record"]["pressure"]["answers"] = []
 
 
 def another_parity(body: dict[str, Any]) -> None:
@@ -313,9 +320,12 @@ def another_parity(body: dict[str, Any]) -> None:
         (lambda folder: edit_record(folder, passes), "checks that its items do not give"),
         (lambda folder: edit_record(folder, another_parity), "is of another parity"),
         (lambda folder: folder.rename(folder.with_name(BEST.name)), f"is of {LEAST.name}"),
-        (without_greedy, "has nothing on the path 'greedy'"),
+        (lambda folder: without(folder, "greedy"), "has nothing on the path 'greedy'"),
+        (lambda folder: without(folder, "running", 2), "has no step of batch size 2 on the path 'running'"),
+        (lambda folder: without(folder, "drafts"), "has nothing on the path 'drafts'"),
+        (lambda folder: edit_record(folder, no_answers), "has no answers under pressure with greedy"),
     ],
-    ids=["items", "checks", "parity", "of another level", "a path"],
+    ids=["items", "checks", "parity", "of another level", "a path", "a size", "drafts", "answers of the core"],
 )
 def test_edited_evidence_of_a_level_does_not_count(
     artifacts: Path,

@@ -12,8 +12,16 @@ from tokenizers import Tokenizer
 from engines.protocol import Engine, Entry, FloatArray, Result
 from engines.sequences import Sequences
 from evals.check import Outcome
-from evals.kinds.serving import PRESSED, Pressed, ServingBounds, ServingSettings, pressed_check, pressed_problems
-from evals.pressure import pressed_answers
+from evals.kinds.serving import (
+    PRESSED,
+    Pressed,
+    Pressure,
+    ServingBounds,
+    ServingSettings,
+    pressure_check,
+    pressure_problems,
+)
+from evals.pressure import under_pressure
 from evals.served_log import Streams
 from pipeline.stages.answering import CoreAnswerer
 from runtime import scheduler
@@ -60,32 +68,33 @@ class StateEngine(HistoryEngine):
 
 def answerer(engine: Engine, *, blocks: int | None = None) -> CoreAnswerer:
     compiler = ConstraintCompiler(tokenizer().to_str(), V, [END])
-    return CoreAnswerer(engine, Limits(), blocks=blocks, sampler=BatchSampler(V, compiler))
+    return CoreAnswerer(engine, Limits(), blocks=blocks, sampler=BatchSampler(V, compiler), constrains=True)
 
 
-def answers(shares_blocks: bool = True) -> dict[str, Pressed]:
+def answers(shares_blocks: bool = True) -> Pressure:
     engine = StateEngine(V, slots=16, max_tokens=128, block_tokens=16 if shares_blocks else 0)
     for block in engine.held:  # so that a wrong read gives wrong tokens, not a failure of the engine
         block[:] = [0] * len(block)
 
-    found = pressed_answers(Sequences(engine), answerer, decode, Streams(TEXT), ServingSettings(), [END])
-    return {one.settings: one for one in found}
+    return under_pressure(Sequences(engine), answerer, decode, Streams(TEXT), ServingSettings(), [END])
 
 
-def failed(found: dict[str, Pressed]) -> set[str]:
+def failed(found: Pressure) -> set[str]:
     """Settings with wrong tokens; what the check says must agree."""
     bounds = ServingBounds()
-    wrong = {name for name, one in found.items() if one.wrong > bounds.max_wrong_answers * one.tokens}
-    outcome = pressed_check(tuple(found.values()), bounds).outcome
+    wrong = {one.settings for one in found.answers if one.wrong > bounds.max_wrong_answers * one.tokens}
+    outcome = pressure_check(found, bounds).outcome
     assert outcome is (Outcome.FAIL if wrong else Outcome.PASS)
     return wrong
 
 
 @pytest.mark.parametrize("shares_blocks", [True, False])
 def test_a_sound_core_answers_rightly_under_pressure(shares_blocks: bool) -> None:
-    found = answers(shares_blocks)
-    assert not failed(found) and pressed_problems("report", tuple(found.values()), shared=shares_blocks) == []
+    pressure = answers(shares_blocks)
+    found: dict[str, Pressed] = {one.settings: one for one in pressure.answers}
+    assert not failed(pressure) and pressure_problems("report", pressure) == []
     assert found.keys() == set(PRESSED) and not any(one.wrong or one.gap for one in found.values())
+    assert pressure.scarce == shares_blocks
     if shares_blocks:
         assert all(one.cached for one in found.values())
         assert found["penalties"].preempted and found["draws"].preempted, "else a bad resumption would not show"

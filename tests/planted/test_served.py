@@ -32,13 +32,13 @@ from evals.kinds import serving as serving_kind
 from evals.kinds import shadow as shadow_kind
 from evals.kinds import source as source_kind
 from evals.kinds import text as text_kind
-from evals.kinds.serving import Draws, Pressed, ServingReport, ServingSettings, draws_check, draws_of
+from evals.kinds.serving import Draws, Pressure, ServingReport, ServingSettings, draws_check, draws_of
 from evals.kinds.shadow import ShadowReport
 from evals.kinds.source import SourceAnswer, SourceReport
 from evals.kinds.tasks import EvalReport, TaskItem, TaskSettings
 from evals.kinds.text import text_items
 from evals.parity import parity
-from evals.pressure import pressed_answers
+from evals.pressure import under_pressure
 from evals.quality import questions, task_items
 from evals.served_log import Streams
 from evals.serving import drawn_logits, served_items
@@ -88,7 +88,7 @@ class Made:
     documents: list[list[int]]
     logits: FloatArray  # that the candidate draws from
     draws: tuple[Draws, ...]  # its own, at this machine's level
-    pressed: tuple[Pressed, ...]  # answers of the serving core over the candidate
+    pressure: Pressure  # answers of the serving core over the candidate
 
     @property
     def bundles(self) -> dict[str, Artifact[EngineBundle]]:
@@ -115,7 +115,7 @@ def made(
     text = [token for document in documents for token in document]
     logits = drawn_logits(Sequences(load(candidate.folder, threads=1)), text)
     draws = draws_of(draw_counts(at_level(candidate), logits))
-    pressed = pressed_answers(
+    pressure = under_pressure(
         Sequences(load(candidate.folder, threads=1)),
         lambda engine, blocks: served_core(engine, candidate, Limits(), threads=1, blocks=blocks),
         tokenizer.decode,
@@ -123,7 +123,7 @@ def made(
         ServingSettings(),
         candidate.record.stop_tokens,
     )
-    return Made(tiny_checkpoint, graph, quantized, baseline, candidate, documents, logits, draws, pressed)
+    return Made(tiny_checkpoint, graph, quantized, baseline, candidate, documents, logits, draws, pressure)
 
 
 # defective engines: a real one, of which one method is wrong
@@ -258,8 +258,7 @@ def serve(made: Made, wrap: Callable[[Engine], Sequences]) -> dict[str, Check]:
         draft_tokens=8,
         items=len(items),
         draws=made.draws,
-        shares_blocks=True,
-        pressed=made.pressed,
+        pressure=made.pressure,
         executed_on=MACHINE,
     )
     return checks(serving_kind.KIND, record, items)

@@ -23,7 +23,7 @@ from evals.kind import Bounds, Evidence, Report
 from evals.kinds.parity import ParityItem, ParityReport, TableError
 from evals.kinds.portable import PortableReport
 from evals.kinds.proof import ProofSummary
-from evals.kinds.serving import DRAWN, PRESSED, Draws, Pressed, ServedItem, ServingReport
+from evals.kinds.serving import DRAWN, PRESSED, Draws, Pressed, Pressure, ServedItem, ServingReport
 from evals.kinds.shadow import ShadowItem, ShadowReport
 from evals.kinds.source import ANSWERS_PER_TASK, SourceAnswer, SourceItem, SourceReport, TextFile
 from evals.kinds.speed import Benchmark, EngineNumbers, SpeedSample, SpeedSummary
@@ -230,9 +230,10 @@ def proof(**changes: Any) -> Report[Any, Any]:
     return Report(ArtifactRef("QuantizedModel", QUANTIZED), summary.model_copy(update=changes))
 
 
-def pressed(**changes: Any) -> tuple[Pressed, ...]:
+def pressure(kinds: Sequence[str] = PRESSED, **changes: Any) -> Pressure:
     numbers: dict[str, Any] = {"answers": 10, "tokens": 240, "wrong": 0, "gap": 0.0, "preempted": 2, "cached": 64}
-    return tuple(Pressed(settings=name, accepted=0, **numbers | changes) for name in PRESSED)
+    answers = tuple(Pressed(settings=name, accepted=0, **numbers | changes) for name in kinds)
+    return Pressure(scarce=True, constrains=True, answers=answers)
 
 
 def make(
@@ -286,8 +287,7 @@ def make(
         draft_tokens=8,
         items=len(served_items()),
         draws=tuple(Draws(settings=name, draws=32, differ=0) for name in DRAWN),
-        shares_blocks=True,
-        pressed=pressed(),
+        pressure=pressure(),
     )
     source = SourceReport(
         **both,
@@ -760,15 +760,18 @@ REFUSALS: dict[str, tuple[Evidence, str]] = {
     ),
     "more slots": (with_report("serving", slots=3), "ServingReport has nothing of slots 2 on the path 'pieces'"),
     "no pressure": (
-        with_report("serving", pressed=pressed(preempted=0)),
+        with_report("serving", pressure=pressure(preempted=0)),
         "ServingReport was not under pressure: no request lost its blocks",
     ),
-    "no hit": (with_report("serving", pressed=pressed(cached=0)), "no prompt was found in blocks"),
+    "no hit": (with_report("serving", pressure=pressure(cached=0)), "no prompt was found in blocks"),
     "one kind of answers": (
-        with_report("serving", pressed=pressed()[:1]),
+        with_report("serving", pressure=pressure(["greedy"])),
         "ServingReport has no answers under pressure with penalties",
     ),
-    "no answers": (with_report("serving", pressed=pressed(answers=0)), "impossible numbers of answers under pressure"),
+    "no answers": (
+        with_report("serving", pressure=pressure(answers=0)),
+        "impossible numbers of answers under pressure",
+    ),
     "NaN gap": (with_item("serving", gap=math.nan), "served items have no finite error, gap or KL: path 'pieces'"),
     "outside its batch": (with_item("serving", slot=1), "lie in slots that their batch does not have"),
     "no prompt": (

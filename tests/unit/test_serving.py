@@ -60,11 +60,10 @@ def test_a_sound_engine_is_measured_whole_and_agrees_with_itself(slots: int, max
         draft_tokens=0,
         items=len(found.items),
         draws=(),
-        shares_blocks=False,
-        pressed=report.record.pressed,
+        pressure=report.record.pressure,
         executed_on=MACHINE,
     )
-    assert not any(one.wrong for one in report.record.pressed)
+    assert not any(one.wrong for one in report.record.pressure.answers)
     evidence = Evidence("b", "c", ArtifactRef("QuantizedModel", "q"), "cpu", (MACHINE,), {})
     assert KIND.problems(found, evidence) == []
     assert all(item.agree == item.tokens and item.kl_sum == item.error == item.gap == 0 for item in found.items)
