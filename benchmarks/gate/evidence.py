@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from evals.items import read_items
 from evals.kinds.parity import ParityItem
-from evals.kinds.serving import CONTEXT, DRAWN, PATHS, SEVERAL, Draws, ServedItem
+from evals.kinds.serving import CONTEXT, DRAWN, PATHS, PRESSED, SEVERAL, Draws, Pressed, Pressure, ServedItem
 from evals.kinds.shadow import ShadowItem
 from evals.kinds.source import ANSWERS_PER_TASK, SourceAnswer, SourceItem
 from evals.kinds.speed import Benchmark, SpeedSample
@@ -237,6 +237,22 @@ def served_items(wrong: str = "", kl: float = 0) -> tuple[ServedItem, ...]:
 def draws(wrong: str = "") -> tuple[Draws, ...]:
     """Of a library that draws what numpy draws, but for one draw with one of the settings."""
     return tuple(Draws(settings=name, draws=256, differ=int(name == wrong)) for name in DRAWN)
+
+
+def pressure(wrong: str = "", share: float = 0) -> Pressure:
+    """Of a sound serving core, but for a share of the tokens of one kind of requests."""
+    tokens = 240
+    return Pressure(
+        scarce=True,
+        constrains=True,
+        answers=tuple(
+            Pressed(
+                settings=name, answers=10, tokens=tokens, wrong=round(share * tokens) if name == wrong else 0,
+                gap=5.0 if name == wrong else 0.0, preempted=2, cached=64, accepted=0,
+            )
+            for name in PRESSED
+        ),
+    )  # fmt: skip
 
 
 def source_answers(

@@ -344,8 +344,9 @@ def source_rows(run: Run, bounds: Bounds) -> Iterator[Row]:
 def serving_rows(bounds: Bounds) -> Iterator[Row]:
     assert isinstance(bounds, serving.ServingBounds)
     record = ServingReport.model_construct(
-        slots=1, max_tokens=made.LAST + 1, max_running=1, step_tokens=256, draft_tokens=0, draws=made.draws()
-    )
+        slots=1, max_tokens=made.LAST + 1, max_running=1, step_tokens=256, draft_tokens=0,
+        draws=made.draws(), pressure=made.pressure(),
+    )  # fmt: skip
 
     def path(rng: Generator, runs: int) -> Iterator[Mapping[str, Outcome]]:
         paths = [path for path in made.SERVED if path != "generation"]  # which has tokens to compare, and no KL
@@ -358,8 +359,16 @@ def serving_rows(bounds: Bounds) -> Iterator[Row]:
             wrong = record.model_copy(update={"draws": made.draws(str(rng.choice(serving.DRAWN)))})
             yield judged(serving.KIND, wrong, made.served_items(), bounds)
 
+    def answered(rng: Generator, runs: int) -> Iterator[Mapping[str, Outcome]]:
+        for _ in range(runs):
+            pressure = made.pressure(str(rng.choice(serving.PRESSED)), 2 * bounds.max_wrong_answers)
+            yield judged(serving.KIND, record.model_copy(update={"pressure": pressure}), made.served_items(), bounds)
+
     yield Row({"serving_kl": "one way of serving has twice the bound"}, "one slot", BAD, path)
     yield Row({"serving_draws": "one token is drawn that numpy does not draw"}, "256 draws a setting", BAD, drawn)
+    yield Row(
+        {"serving_answers": "twice the bound of one kind's tokens do not follow"}, "240 tokens a kind", BAD, answered
+    )
 
 
 # the whole gate
@@ -399,7 +408,7 @@ def whole(
     served = made.served_items()
     as_served = ServingReport.model_construct(
         **both, slots=1, max_tokens=made.LAST + 1, max_running=1, step_tokens=256, draft_tokens=0,
-        items=len(served), draws=made.draws()
+        items=len(served), draws=made.draws(), pressure=made.pressure(),
     )  # fmt: skip
     of_source = source_record(made.source_answers(task_items)).model_copy(update={"executed_on": machine})
     batches = tuple(sample.batch for sample in samples if sample.phase == "decode")

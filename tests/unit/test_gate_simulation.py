@@ -31,6 +31,7 @@ TAKEN = (
     ("the log-likelihoods of one task are shifted by twice the bound", "48 questions"),
     ("one way of serving has twice the bound", "one slot"),
     ("one token is drawn that numpy does not draw", "256 draws a setting"),
+    ("twice the bound of one kind's tokens do not follow", "240 tokens a kind"),
     ("skewed noise", "3 repeats"),
     ("skewed noise", "5 repeats"),
     ("skewed noise", "7 repeats"),
