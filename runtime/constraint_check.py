@@ -19,7 +19,9 @@ from runtime.constraints import ConstraintCompiler, check_size
 from runtime.messages import Constraint
 from tapeout.errors import RequestError
 
-MOST_SECONDS = 0.2  # of processor time for one constraint; a step may wait for as long where it is compiled again
+# Of processor time for one constraint: to compile it, for which a step may wait where it is compiled again, and then to
+# follow some responses.
+COMPILE_SECONDS, PROBE_SECONDS = 0.2, 0.5
 MOST_MEMORY_BYTES = 4 << 30
 STACK_BYTES = 4 << 20  # less than where constraints are compiled for use, so what passes has room there
 REMEMBERED = 256  # constraints that passed or failed
@@ -38,8 +40,8 @@ class ConstraintChecker:
     def check(self, constraint: Constraint) -> None:
         """:class:`RequestError` for a constraint that is invalid, unsupported or too complex.
 
-        Takes some milliseconds, and at most about ``MOST_SECONDS`` and the start of a process (half a second): call it
-        in a thread.
+        Takes some 20 milliseconds, and at most the seconds above and the start of a process (half a second): call it in
+        a thread.
         """
         check_size(constraint)  # all else takes time that a hostile text can stretch
         known = self._known.get(constraint)  # those that are known need not wait for others
@@ -79,7 +81,7 @@ class ConstraintChecker:
             self._end()
             return RequestError(
                 f"a {constraint.kind} constraint that takes too long or too much memory to compile",
-                expected=f"at most {MOST_SECONDS} seconds of processor time",
+                expected=f"at most {COMPILE_SECONDS + PROBE_SECONDS} seconds of processor time",
                 remedy="simplify it",
             )
         found, expected, remedy = json.loads(line)
@@ -115,8 +117,8 @@ def _answer(compiler: ConstraintCompiler) -> None:
         answer = ("", "", "")
         try:
             compiler.load()
-            signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)  # its signal ends the process
-            compiler.compile(Constraint(kind, text))
+            signal.setitimer(signal.ITIMER_PROF, COMPILE_SECONDS)  # its signal ends the process
+            compiler.check(Constraint(kind, text), compiled=lambda: signal.setitimer(signal.ITIMER_PROF, PROBE_SECONDS))
         except RequestError as error:
             answer = (error.found, error.expected, error.remedy)
         finally:

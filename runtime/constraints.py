@@ -5,8 +5,7 @@ or overflow the stack and end the process. So a server first asks :class:`runtim
 which compiles in a process of its own, and answers 400 for what fails there. Only constraints that passed reach the
 engine's process, which compiles them again: typically 1 ms, in a thread, while the engine computes the prompt.
 
-The limits below bound each mask too: some microseconds for common schemas, 50 ms at most. A response whose constraint
-exceeds them later fails alone.
+The limits of :mod:`runtime.constraint_limits` bound each mask too: some microseconds for common schemas, 10 ms at most.
 """
 
 from __future__ import annotations
@@ -15,13 +14,14 @@ import hashlib
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from engines.cores import keep_to, usable
+from runtime.constraint_limits import CHECKED, SERVED, Effort, bounded_characters, probe
 from runtime.draw import MaskArray
 from runtime.messages import Constraint
 from runtime.schemas.enforce import enforceable
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 1 << 16  # of a constraint's text
 CACHED = 64  # compiled constraints
-PROBED = 4  # tokens of a response that are tried before a constraint counts as compiled
 TOO_COMPLEX = "the constraint became too complex"
 STACK_BYTES = 64 << 20  # of the thread that compiles; its pages are only touched where needed
 
@@ -90,35 +89,24 @@ class ConstraintCompiler:
                 threading.stack_size(before)
         return future
 
-    def _compile(self, grammar: str) -> LLMatcher:
-        from llguidance import LLMatcher, LLParserLimits
+    def check(self, constraint: Constraint, *, compiled: Callable[[], object] = lambda: None) -> None:
+        """:class:`RequestError` for what :meth:`compile` refuses, and for what may become too complex later.
 
-        # A mask takes at most about 50 ms with these; llguidance's own limits allow more than a second.
-        limits = LLParserLimits(
-            initial_lexer_fuel=200_000,
-            step_lexer_fuel=20_000,
-            step_max_items=10_000,
-            max_lexer_states=10_000,
-            max_grammar_size=50_000,
-            verbose_errors=False,
-        )
-        matcher = LLMatcher(self._loaded(), grammar, log_level=0, limits=limits)
-        # Finds what no response can match, and what is too complex from the start.
-        probe = matcher.deep_copy()
-        for _ in range(PROBED):
-            if probe.is_error() or probe.is_stopped():
-                break
-            allowed = np.unpackbits(np.frombuffer(probe.compute_bitmask(), np.uint8), bitorder="little")
-            allowed[self._stop_tokens] = 0
-            if not allowed.any():
-                break
-            probe.consume_token(int(allowed.argmax()))
-        if probe.is_error():
-            raise RequestError(
-                f"the constraint cannot be compiled: {one_line(ValueError(probe.get_error()), 300)}",
-                expected="a valid constraint that some response can match",
-                remedy="simplify it, and leave out keywords that are not supported",
-            )
+        ``compiled``: is called in between.
+        """
+        check_size(constraint)
+        matcher = self._compile(grammar_of(constraint), CHECKED)
+        compiled()
+        reason = probe(matcher, self._loaded(), self._stop_tokens)
+        if reason is not None:
+            raise _cannot_be_compiled(reason)
+
+    def _compile(self, grammar: Grammar, effort: Effort = SERVED) -> LLMatcher:
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self._loaded(), grammar.text, log_level=0, limits=effort.limits(grammar.characters))
+        if matcher.is_error():
+            raise _cannot_be_compiled(matcher.get_error())
         return matcher
 
     def _loaded(self) -> LLTokenizer:
@@ -189,8 +177,15 @@ def check_size(constraint: Constraint) -> None:
         raise RequestError(f"a {constraint.kind} constraint of {size} bytes", expected=f"at most {MOST_BYTES} bytes")
 
 
-def grammar_of(constraint: Constraint) -> str:
-    """What llguidance compiles. :class:`RequestError` for a text that is not of its kind, or cannot be enforced."""
+class Grammar(NamedTuple):
+    """What llguidance compiles. ``characters``: of texts whose length it bounds."""
+
+    text: str
+    characters: int = 0
+
+
+def grammar_of(constraint: Constraint) -> Grammar:
+    """:class:`RequestError` for a text that is not of its kind, or cannot be enforced."""
     try:
         from llguidance import LLMatcher
     except ImportError as error:
@@ -205,17 +200,25 @@ def grammar_of(constraint: Constraint) -> str:
         case "json_object":
             return _json_grammar({"type": "object"})
         case "regex":
-            return LLMatcher.grammar_from_regex(constraint.text)
+            return Grammar(LLMatcher.grammar_from_regex(constraint.text))
         case "choice":
-            return LLMatcher.grammar_from_regex("|".join(map(_literal, _choices(constraint))))
+            return Grammar(LLMatcher.grammar_from_regex("|".join(map(_literal, _choices(constraint)))))
         case "grammar":
-            return LLMatcher.grammar_from_lark(constraint.text)
+            return Grammar(LLMatcher.grammar_from_lark(constraint.text))
 
 
 _THREAD_LOCK = threading.Lock()  # the stack size of new threads is a setting of the process
 
 
-def _json_grammar(schema: Any) -> str:
+def _cannot_be_compiled(reason: str) -> RequestError:
+    return RequestError(
+        f"the constraint cannot be compiled: {one_line(ValueError(reason), 300)}",
+        expected="a valid constraint that some response can match",
+        remedy="simplify it, and leave out keywords that are not supported",
+    )
+
+
+def _json_grammar(schema: Any) -> Grammar:
     from llguidance import LLMatcher
 
     if isinstance(schema, bool):
@@ -225,10 +228,11 @@ def _json_grammar(schema: Any) -> str:
     try:
         # Keywords that llguidance does not know are refused, since the response might not validate. Runs of white space
         # are bounded, since a model may get lost in them.
-        return LLMatcher.grammar_from_json_schema(
-            enforceable(schema),
-            overrides={"lenient": False, "coerce_one_of": False, "whitespace_pattern": r"[ \n\r\t]{1,64}"},
+        known = enforceable(schema)
+        text = LLMatcher.grammar_from_json_schema(
+            known, overrides={"lenient": False, "coerce_one_of": False, "whitespace_pattern": r"[ \n\r\t]{1,64}"}
         )
+        return Grammar(text, bounded_characters(known))
     except ValueError as error:
         raise RequestError(f"a JSON schema that cannot be read: {one_line(error, 200)}", expected="JSON") from error
 

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from runtime import constraints
+from runtime import constraint_limits, constraints
 from runtime.constraint_check import ConstraintChecker
 from runtime.constraints import MOST_BYTES, ConstraintCompiler
 from runtime.messages import Constraint, GenerateRequest, SamplingSettings
@@ -250,7 +250,7 @@ def test_a_completed_grammar_ends_the_response_whatever_the_minimum() -> None:
 )
 def test_bad_constraints_are_refused_with_the_reason(constraint: Constraint, message: str) -> None:
     with pytest.raises(RequestError, match=message) as caught:
-        compiler().compile(constraint)
+        compiler().check(constraint)
     assert caught.value.expected and "\n" not in caught.value.found
 
 
@@ -326,10 +326,69 @@ def test_a_constraint_that_only_the_empty_response_meets_is_valid() -> None:
     assert respond(Constraint("regex", ""), 1) == ("", True)
 
 
-def test_what_becomes_too_complex_after_a_token_is_refused_before_the_response() -> None:
-    many = {"properties": {f"p{i}": {"type": "string"} for i in range(700)}}
-    with pytest.raises(RequestError, match="items"):
-        compiler().compile(Constraint("json_schema", json.dumps({"type": "object"} | many)))
+LATE = "^.*[a-m].{300}[b-z]"  # it is simple until a letter has come
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1500)}},
+        {"type": "string", "pattern": LATE},
+        {  # after some ten tokens
+            "properties": {"first": {"type": "string"}, "then": {"type": "string", "pattern": LATE}},
+            "required": ["first", "then"],
+            "type": "object",
+            "additionalProperties": False,
+        },
+    ],
+    ids=["properties", "pattern", "pattern after a text"],
+)
+def test_what_becomes_too_complex_later_is_refused_before_the_response(
+    schema: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of 600 tokens a mask needs less work than of a real model's.
+    monkeypatch.setattr(constraint_limits, "STEP_EXPRESSIONS", 6000)
+    compiler().check(Constraint("json_schema", json.dumps(PERSON)))
+    constraint = Constraint("json_schema", json.dumps(schema))
+    compiler().compile(constraint)  # nothing is wrong with it at the first token
+    with pytest.raises(RequestError, match=r"items|expressions"):
+        compiler().check(constraint)
+
+
+def ended(constraint: Constraint, text: str) -> str | None:
+    """Why a response of this text ended, if it did."""
+    matcher = compiler().compile(constraint)
+    for token in tokenizer().encode(text).ids:
+        mask = matcher.mask([END])
+        assert matcher.error or mask[token >> 5] >> (token & 31) & 1
+        matcher.advance(token)
+        if matcher.error:
+            return matcher.error
+    return None
+
+
+def test_a_bounded_text_runs_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each place of a text with a bound is a state of the lexer: room for them is made by the bound."""
+    text = json.dumps("she said, and went on " * 180)
+
+    def bounded(length: int) -> Constraint:
+        return Constraint(
+            "json_schema", json.dumps({"items": {"maxLength": 20}, "type": "string", "maxLength": length})
+        )
+
+    monkeypatch.setattr(constraint_limits, "STATES", 1000)
+    assert ended(bounded(len(text)), text) is None
+    monkeypatch.setattr(constraint_limits, "STATES_PER_CHARACTER", 0)
+    assert "too many states" in (ended(bounded(len(text) + 1), text) or "")
+
+
+def test_responses_have_more_room_than_the_check() -> None:
+    """What only just passed the check has two and a half times as much work for each mask."""
+    assert constraint_limits.CHECKED.share <= 0.4
+    checked, served = (effort.limits(100) for effort in (constraint_limits.CHECKED, constraint_limits.SERVED))
+    assert served.step_lexer_fuel >= 2.5 * checked.step_lexer_fuel
+    assert served.step_max_items >= 2.5 * checked.step_max_items
+    assert served.max_lexer_states == checked.max_lexer_states > constraint_limits.STATES
 
 
 def test_the_size_limit_counts_bytes() -> None:
