@@ -25,7 +25,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,9 @@ import numpy as np
 from pydantic import ValidationError
 from safetensors import safe_open
 
-from quantization.formats import BYTES, AnyArray, decode_bytes, encode_bytes, format_of, inferred_bits, integers
+from quantization.formats import BYTES, PACKED, AnyArray, decode_bytes, encode_bytes, format_of, integers
 from quantization.rounding import FloatArray, QuantizedLinear
+from quantization.stored import FLOATS, Parts, Said, check, quantized_modules, whole
 from tapeout.errors import QuantizationError
 from tapeout.float_types import as_float32
 from tapeout.schemes import Scheme
@@ -45,59 +46,46 @@ PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "
 KV_PARTS = ("k_scale", "v_scale")  # of attention modules, when the KV cache has one scale per tensor
 
 
+class Tensor:
+    """A tensor in a file; its type and shape are those of the header."""
+
+    def __init__(self, file: Any, name: str) -> None:
+        header = file.get_slice(name)
+        self.dtype, self.shape = str(header.get_dtype()), tuple(header.get_shape())
+        self._file, self._name = file, name
+
+    def read(self) -> AnyArray:
+        return self._file.get_tensor(self._name)
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * int(re.sub(r"\D", "", self.dtype)) // 8
+
+
 class Checkpoint:
-    """A checkpoint folder, float or quantized, opened lazily: a tensor is read from disk when it is asked for."""
+    """A checkpoint folder, float or quantized: checked when it is opened; a tensor is read when it is asked for."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._files = _locate(folder)
-        self._open: dict[str, Any] = {}
-        self._num_bits: list[tuple[str, int]] | None = None  # of quantized modules, by regular expression
+        self._tensors = _tensors(folder)
+        self._modules = _quantized(self._tensors)
+        groups = _groups_of(folder / "config.json") if self._modules else []
+        self._schemes = {module: _scheme(module, parts, groups) for module, parts in self._modules.items()}
 
     def names(self) -> tuple[str, ...]:
         """Parameter names, ``X.weight`` for quantized ones too, sorted."""
-        return tuple(sorted({re.sub(r"weight_packed$", "weight", n) for n in self._files if not _is_side_part(n)}))
+        return tuple(sorted({re.sub(r"weight_packed$", "weight", n) for n in self._tensors if not _is_side_part(n)}))
 
     def is_quantized(self, name: str) -> bool:
-        module = _module(name)
-        return f"{module}.weight_packed" in self._files or (
-            name in self._files and f"{module}.weight_scale" in self._files
-        )
+        return _module(name) in self._modules
 
     def linear(self, name: str) -> QuantizedLinear | FloatArray:
         """A linear's or embedding's weight: codes when it is quantized, else float32 ``[N, K]``."""
         if not self.is_quantized(name):
             return self.tensor(name)
         module = _module(name)
-        parts = {part: f"{module}.{part}" for part in ("weight", *PARTS)}
-        tensors = {part: self._read(stored) for part, stored in parts.items() if stored in self._files}
-        bits, scales = self._bits(module), tensors["weight_scale"]
-        if "weight" in tensors:
-            columns = tensors["weight"].shape[1]
-            bits = bits or 8
-        else:
-            rows, columns = (int(n) for n in tensors["weight_shape"])
-            words = tensors["weight_packed"].shape
-            bits = bits or inferred_bits(columns, words[1])
-            if bits is None or words != (rows, -(-columns * bits // 32)) or columns % scales.shape[1]:
-                raise QuantizationError(
-                    f"{name} {[rows, columns]} has {list(words)} packed words and {list(scales.shape)} scales",
-                    expected="bits that a format of quantization/formats has, in whole groups",
-                )
-        try:
-            scheme = Scheme.model_validate(
-                {
-                    "bits": bits,
-                    "group_size": columns // scales.shape[1],
-                    "symmetric": "weight_zero_point" not in tensors,
-                    "activations": "int8" if "input_scale" in tensors else "float",
-                }
-            )
-        except ValidationError as error:
-            raise QuantizationError(
-                f"{module} in {bits} bits with {scales.shape[1]} scales for {columns} input channels",
-                expected="a scheme of tapeout/schemes.py",
-            ) from error
+        tensors = {part: stored.read() for part, stored in self._modules[module].items()}
+        scheme = self._schemes[module]
         embedding = "weight" in tensors and "input_scale" not in tensors
         return decode_bytes(tensors, scheme) if embedding else format_of(scheme).decode(tensors, scheme)
 
@@ -108,45 +96,28 @@ class Checkpoint:
 
     def tensor(self, name: str) -> FloatArray:
         """An unquantized tensor as float32, in its own shape."""
-        return as_float32(self._read(name))
+        return as_float32(self._tensor(name).read())
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of an unquantized tensor, from the header alone."""
-        return tuple(self._file_of(name).get_slice(name).get_shape())
+        return self._tensor(name).shape
 
     def stored_bytes(self, name: str) -> int:
         """Bytes of a parameter in the file, with its scales and zero points; read from the header alone."""
         parts = (name, *(f"{_module(name)}.{part}" for part in PARTS))
-        return sum(self._stored_bytes_of(part) for part in parts if part in self._files)
+        return sum(self._tensors[part].bytes for part in parts if part in self._tensors)
 
     def half_scales(self, name: str) -> bool:
         """Whether every scale of a parameter is a float16 number; read from the header alone."""
         scales = f"{_module(name)}.weight_scale"
-        return scales not in self._files or self._file_of(scales).get_slice(scales).get_dtype() == "F16"
+        return scales not in self._tensors or self._tensors[scales].dtype == "F16"
 
-    def _stored_bytes_of(self, name: str) -> int:
-        entry = self._file_of(name).get_slice(name)
-        return math.prod(entry.get_shape()) * int(re.sub(r"\D", "", entry.get_dtype())) // 8
-
-    def _bits(self, module: str) -> int | None:
-        """What ``config.json`` says; None where it says nothing of the module."""
-        if self._num_bits is None:
-            self._num_bits = _num_bits_of(self.folder / "config.json")
-        return next((bits for pattern, bits in self._num_bits if re.match(pattern, module)), None)
-
-    def _read(self, name: str) -> AnyArray:
-        return self._file_of(name).get_tensor(name)
-
-    def _file_of(self, name: str) -> Any:
-        try:
-            file = self._files[name]
-        except KeyError:
+    def _tensor(self, name: str) -> Tensor:
+        if name not in self._tensors:
             raise QuantizationError(
                 f"no tensor {name!r} in {self.folder}", expected="one of its names()", remedy="run `dvc repro quantize`"
-            ) from None
-        if file not in self._open:
-            self._open[file] = safe_open(self.folder / file, framework="numpy")
-        return self._open[file]
+            )
+        return self._tensors[name]
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -280,19 +251,106 @@ def module_patterns(modules: Iterable[str]) -> list[str]:
     return patterns
 
 
-def _num_bits_of(config: Path) -> list[tuple[str, int]]:
-    """Of quantized modules, by regular expression. :class:`QuantizationError` for groups that do not say it."""
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    listed = _locate(folder)
+    files = {file: safe_open(folder / file, framework="numpy") for file in sorted(set(listed.values()))}
+    held = {(file, name) for file, opened in files.items() for name in opened.keys()}  # noqa: SIM118
+    if wrong := sorted(held ^ {(file, name) for name, file in listed.items()}):
+        file, name = wrong[0]
+        raise QuantizationError(
+            f"{INDEX} of {folder} and {file} do not agree on {name}",
+            expected="an index that lists every tensor, with its file",
+            remedy="run the stage that writes it",
+        )
+    return {name: Tensor(files[file], name) for name, file in listed.items()}
+
+
+def _quantized(tensors: Mapping[str, Tensor]) -> Mapping[str, Parts]:
+    """The parts of every quantized module. :class:`QuantizationError` for codes that are of none."""
+    kept = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[2] not in KV_PARTS}
+    modules = quantized_modules(kept)
+    embeddings = [parts["weight_scale"] for parts in modules.values() if set(parts) == {"weight", "weight_scale"}]
+    # Of a module that is tied to an embedding: it has no weight of its own.
+    twins = [(scales.dtype, scales.shape) for scales in embeddings]
+    tied = [
+        module
+        for module, parts in modules.items()
+        if set(parts) == {"weight_scale"} and (parts["weight_scale"].dtype, parts["weight_scale"].shape) in twins
+    ]
+    stray = [
+        name for name, tensor in kept.items() if tensor.dtype not in FLOATS and name.rpartition(".")[0] not in modules
+    ]
+    if stray:
+        raise QuantizationError(
+            f"{stray[0]} ({tensors[stray[0]].dtype}) belongs to no quantized weight",
+            expected="floats, and the parts of quantized weights",
+            remedy="run the stage that writes it",
+        )
+    return {module: parts for module, parts in modules.items() if module not in tied}
+
+
+def _scheme(module: str, parts: Parts, groups: Sequence[tuple[str, Mapping[str, Any]]]) -> Scheme:
+    """:class:`QuantizationError` for parts that do not fit together, or not ``config.json``."""
+    said = _said(module, parts, groups)
+    _, columns = check(module, parts, said)
+    size = said.block[1] or columns
+    try:
+        return Scheme.model_validate(
+            {
+                "bits": said.bits,
+                "group_size": size,
+                "symmetric": said.symmetric,
+                "activations": "int8" if said.static else "float",
+            }
+        )
+    except ValidationError as error:
+        raise QuantizationError(
+            f"{module} in {said.bits} bits with {columns // size} scales for {columns} input channels",
+            expected="a scheme of tapeout/schemes.py",
+        ) from error
+
+
+def _said(module: str, parts: Parts, groups: Sequence[tuple[str, Mapping[str, Any]]]) -> Said:
+    """By ``config.json``."""
+    group = next((group for pattern, group in groups if re.match(pattern, module)), None)
+    if group is None:
+        raise QuantizationError(
+            f"config.json does not say how {module} is stored ({', '.join(parts)})",
+            expected="a group of quantization_config whose targets match it",
+            remedy="run `dvc repro quantize`",
+        )
+    weights = group["weights"]
+    layout = group.get("format")
+    if layout not in (PACKED, BYTES):
+        raise QuantizationError(
+            f"config.json says that {module} is stored in {layout}",
+            expected=f"{PACKED} or {BYTES}",
+            remedy="run `dvc repro quantize`",
+        )
+    size = weights.get("group_size")
+    return Said(
+        f"our {layout}",
+        "group",
+        (1, None if size is None and weights.get("strategy") == "channel" else whole("group_size", size)),
+        bits=whole("num_bits", weights.get("num_bits")),
+        symmetric=bool(weights.get("symmetric", True)),
+        static=group.get("input_activations") is not None,
+    )
+
+
+def _groups_of(config: Path) -> list[tuple[str, Mapping[str, Any]]]:
+    """``config_groups`` by regular expression of modules. :class:`QuantizationError` for groups that lack something."""
     if not config.is_file():
         return []
     groups = (json.loads(config.read_text()).get("quantization_config") or {}).get("config_groups") or {}
     try:
         return [
-            (target.removeprefix("re:") if target.startswith("re:") else f"{re.escape(target)}$", bits)
+            (target.removeprefix("re:") if target.startswith("re:") else f"{re.escape(target)}$", group)
             for group in groups.values()
-            for bits in [int(group["weights"]["num_bits"])]
+            for _ in [int(group["weights"]["num_bits"])]
             for target in group["targets"]
         ]
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise QuantizationError(
             f"a group of quantization_config in {config} does not say what it is for ({error})",
             expected="targets, and weights with num_bits",

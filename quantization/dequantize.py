@@ -144,7 +144,7 @@ def _compressed_said(module: str, config: Mapping[str, Any]) -> Said:
         )
     if layout == "naive-quantized":
         layout = f"{kind}-quantized"
-    if (kind == "float") != (layout == "float-quantized"):
+    if kind not in ("int", "float") or (kind == "float") != (layout == "float-quantized"):
         raise QuantizationError(
             f"quantization_config says that the weight of {module} has codes of type {kind} in {layout}",
             expected="type float in float-quantized, type int elsewhere",

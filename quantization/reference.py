@@ -215,6 +215,13 @@ def _load(folder: Path) -> tuple[Any, list[tuple[torch.nn.Module, InputGrid]]]:
         else:
             late[name] = partial(_read, checkpoint, name, name in transposed)
             weights[name] = torch.zeros(()).expand(shape)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in weights and weights[name].shape != parameter.shape:
+            raise QuantizationError(
+                f"{name} of {folder} has shape {list(weights[name].shape)}",
+                expected=f"{list(parameter.shape)}, by config.json",
+                remedy="run `dvc repro quantize`",
+            )
     result = model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
     parameters = dict(model.named_parameters())  # a tied one once, by its first name

@@ -42,6 +42,7 @@ DIMENSIONS = {
     "N/r": "blocks of r output channels; the last may be smaller",
     "K/c": "blocks of c input channels; the last may be smaller",
 }
+FIXED = {"1": 1, "2": 2}
 SCALED: Mapping[Strategy, tuple[Dims, ...]] = {
     "tensor": ((), ("1",), ("1", "1")),
     "channel": (("N", "1"), ("N",)),
@@ -55,14 +56,14 @@ SCALES = ("F32", "BF16", "F16", "F8_E8M0")
 class Part:
     """A tensor of a layout. Without ``shape`` it has one of ``SCALED``.
 
-    ``needed``: always, or where quantization_config says that the codes have zero points or that the input channels
-    were sorted; it is left over elsewhere.
+    ``needed``: always, or where quantization_config says that the codes have zero points, that the input channels were
+    sorted, or that activations are on a static grid; it is left over elsewhere.
     """
 
     name: str
     types: tuple[str, ...]
     shape: Dims | None = None
-    needed: Literal["always", "asymmetric", "sorted"] = "always"
+    needed: Literal["always", "asymmetric", "sorted", "static"] = "always"
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,23 @@ LAYOUTS: Mapping[str, Layout] = {
         _weight_size,
     ),
     "float-quantized": Layout((Part("weight", ("F8_E4M3",), ("N", "K")), Part("weight_scale", SCALES)), _weight_size),
+    "our pack-quantized": Layout(
+        (
+            Part("weight_packed", ("I32",), ("N", "K words")),
+            Part("weight_scale", ("F16", "F32"), ("N", "K/g")),
+            Part("weight_shape", ("I64",), ("2",)),
+            Part("weight_zero_point", ("I32",), ("N words", "K/g"), needed="asymmetric"),
+        ),
+        _packed_size,
+    ),
+    "our int-quantized": Layout(
+        (
+            Part("weight", ("I8",), ("N", "K")),
+            Part("weight_scale", ("F16", "F32"), ("N", "K/g")),
+            Part("input_scale", ("F32",), ("1",), needed="static"),
+        ),
+        _weight_size,
+    ),
 }
 # Of no layout above: GPTQ's order of input channels, and the second scale of nvfp4.
 FOREIGN = ("g_idx", "weight_global_scale")
@@ -138,10 +156,12 @@ class Said:
     bits: int = 8
     symmetric: bool = True
     sorted: bool = False
+    static: bool = False
     ue8m0: bool = False
 
     def needs(self, part: Part) -> bool:
-        return {"always": True, "asymmetric": not self.symmetric, "sorted": self.sorted}[part.needed]
+        asked = {"asymmetric": not self.symmetric, "sorted": self.sorted, "static": self.static}
+        return asked.get(part.needed, True)
 
     def types(self, part: Part) -> tuple[str, ...]:
         return (*part.types, "U8") if self.ue8m0 and "F8_E8M0" in part.types else part.types
@@ -182,16 +202,21 @@ def check(module: str, parts: Parts, said: Said) -> tuple[int, int]:
                 remedy=REMEDY,
             )
     for part in needed:
-        ranks = {len(dims) for dims in _shapes(part, said)}
-        if parts[part.name].dtype not in said.types(part) or len(parts[part.name].shape) not in ranks:
-            raise _misfit(module, parts, part, said, {})
+        if parts[part.name].dtype not in said.types(part):
+            raise _misfit(module, parts, part, said, FIXED)
+    _require_shapes(module, parts, needed, said, FIXED)
     rows, columns = layout.size(parts)
-    sizes = _sizes(module, rows, columns, said)
-    for part in needed:
-        shapes = [tuple(sizes[dim] for dim in dims) for dims in _shapes(part, said)]
-        if tuple(parts[part.name].shape) not in shapes or min(rows, columns) < 1:
-            raise _misfit(module, parts, part, said, sizes)
+    _require_shapes(module, parts, needed, said, _sizes(module, rows, columns, said))
     return rows, columns
+
+
+def _require_shapes(module: str, parts: Parts, needed: Sequence[Part], said: Said, sizes: Mapping[str, int]) -> None:
+    """``sizes``: of the dimensions that are known."""
+    for part in needed:
+        shape = parts[part.name].shape
+        forms = [tuple(map(sizes.get, dims, shape)) for dims in _shapes(part, said) if len(dims) == len(shape)]
+        if tuple(shape) not in forms or 0 in shape:
+            raise _misfit(module, parts, part, said, sizes)
 
 
 def _shapes(part: Part, said: Said) -> Sequence[Dims]:
@@ -209,8 +234,7 @@ def _sizes(module: str, rows: int, columns: int, said: Said) -> dict[str, int]:
         )
     groups, words = -(-columns // across), -(-columns * said.bits // 32)
     return {
-        "1": 1,
-        "2": 2,
+        **FIXED,
         "N": rows,
         "K": columns,
         "N/8": rows // 8,
@@ -223,7 +247,6 @@ def _sizes(module: str, rows: int, columns: int, said: Said) -> dict[str, int]:
 
 
 def _misfit(module: str, parts: Parts, part: Part, said: Said, sizes: Mapping[str, int]) -> QuantizationError:
-    """``sizes``: of the dimensions, where they are known."""
     shapes = [f"[{', '.join(str(sizes.get(dim, dim)) for dim in dims)}]" for dims in _shapes(part, said)]
     stored_as = f"{' or '.join(said.types(part))} {' or '.join(shapes)}"
     return QuantizationError(

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from quantization.compressed_tensors import quantization_config
+from tapeout.schemes import Scheme
 from tests.families import random_model, save_checkpoint
 from tests.tiny import tiny_checkpoint
 
@@ -38,6 +40,14 @@ def change_json(path: Path, **values: Any) -> None:
     """Set keys; None removes one."""
     content = json.loads(path.read_text()) | values
     path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+def say_schemes(folder: Path, linears: Mapping[str, Scheme], embeddings: Mapping[str, Scheme] | None = None) -> None:
+    """Describe quantized parameters in config.json, as quantize does."""
+    path = folder / CONFIG
+    config = json.loads(path.read_text()) if path.exists() else {}
+    config["quantization_config"] = quantization_config(linears, embeddings or {}, [])
+    path.write_text(json.dumps(config))
 
 
 def shard(folder: Path) -> dict[str, str]:

@@ -71,13 +71,6 @@ def stored_by_rtn(scheme: Scheme, weight: FloatArray) -> QuantizedLinear | Float
     return weight if scheme == FLOAT else format_of(scheme).nearest(weight, scheme)
 
 
-def inferred_bits(columns: int, words: int) -> int | None:
-    """How many bits a packed code has, by the words of ``columns`` codes; None where not exactly one format fits."""
-    packed = (fmt for fmt in formats().values() if isinstance(fmt, Packed))
-    fitting = [fmt.bits for fmt in packed if fmt.words_of(columns) == words]
-    return fitting[0] if len(fitting) == 1 else None
-
-
 @dataclass(frozen=True)
 class Packed:
     """Unsigned codes in 32-bit words, with scales, the shape and, where a scheme has them, zero points packed along the

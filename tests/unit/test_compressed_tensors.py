@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from quantization.compressed_tensors import (
     CheckpointWriter,
@@ -18,6 +22,8 @@ from quantization.formats import encode_bytes, format_of
 from quantization.rounding import QuantizedLinear, round_to_nearest
 from tapeout.errors import QuantizationError
 from tapeout.schemes import STATIC_INT8, Scheme
+from tests.checkpoints import CONFIG, WEIGHTS, say_schemes
+from tests.mutations import MUTATIONS, Mutation
 
 BITS = (4, 5, 6, 8)
 FORMATS = [Scheme(bits=b, group_size=g, symmetric=s) for b in BITS for g in (16, 32, 64) for s in (True, False)]
@@ -34,6 +40,7 @@ def test_what_is_written_is_what_is_read(tmp_path: Path, fmt: Scheme) -> None:
     writer.add_linear("a.weight", linear)
     writer.add("norm.weight", np.ones(5, np.float32))
     writer.finish()
+    say_schemes(tmp_path, {"a.weight": fmt})
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.names() == ("a.weight", "norm.weight")
     read = checkpoint.linear("a.weight")
@@ -52,6 +59,7 @@ def test_a_linear_with_static_inputs_is_written_read_and_described(tmp_path: Pat
     writer = CheckpointWriter(tmp_path)
     writer.add_linear("a.weight", linear)
     writer.finish()
+    say_schemes(tmp_path, {"a.weight": fmt})
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.names() == ("a.weight",) and checkpoint.is_quantized("a.weight")
     read = checkpoint.linear("a.weight")
@@ -131,27 +139,30 @@ def test_a_table_is_stored_once_a_byte_a_code_and_its_scales_for_both_names(tmp_
     assert checkpoint.stored_bytes("embed.weight") == 40 * 192 + 40 * 3 * 2
 
 
-def test_without_a_config_a_table_has_eight_bits_and_other_bits_than_ours_are_refused(tmp_path: Path) -> None:
+def test_other_bits_than_ours_are_refused(tmp_path: Path) -> None:
     table = round_to_nearest(weight(rows=40), Scheme(bits=8, group_size=64, symmetric=True))
     writer = CheckpointWriter(tmp_path)
     writer.add_embedding("embed.weight", table)
     writer.finish()
-    np.testing.assert_array_equal(open_checkpoint(tmp_path).weight("embed.weight"), table.dequantize())
     config = quantization_config({}, {"embed.weight": table.scheme}, [])
     config["config_groups"]["group_0"]["weights"]["num_bits"] = 3
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
     with pytest.raises(QuantizationError, match="embed in 3 bits"):
-        open_checkpoint(tmp_path).linear("embed.weight")
+        open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("said", [None, {"config_groups": None}, {"config_groups": {}}])
-def test_a_config_that_says_nothing_of_bits_is_as_none(tmp_path: Path, said: Any) -> None:
+def test_a_config_that_says_nothing_of_a_quantized_weight_is_refused(tmp_path: Path, said: Any) -> None:
+    """Its tensors do not say in which groups, and for few columns not in how many bits."""
     table = round_to_nearest(weight(rows=40), Scheme(bits=8, group_size=64, symmetric=True))
     writer = CheckpointWriter(tmp_path)
     writer.add_embedding("embed.weight", table)
     writer.finish()
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": said}))
-    np.testing.assert_array_equal(open_checkpoint(tmp_path).weight("embed.weight"), table.dequantize())
+    for written in (False, True):
+        if written:
+            (tmp_path / "config.json").write_text(json.dumps({"quantization_config": said}))
+        with pytest.raises(QuantizationError, match="does not say how embed is stored"):
+            open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("damage", [{"weights": None}, {"weights": {}}, {"targets": None}])
@@ -176,8 +187,11 @@ def test_a_target_by_name_is_that_module_alone(tmp_path: Path) -> None:
     for name, table in tables.items():
         writer.add_embedding(name, table)
     writer.finish()
-    group = {"targets": ["layers.1"], "format": "int-quantized", "weights": {"num_bits": 4}}
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"config_groups": {"group_0": group}}}))
+    groups = {
+        f"group_{bits}": {"targets": [name], "format": "int-quantized", "weights": {"num_bits": bits, "group_size": 64}}
+        for name, bits in (("layers.1", 4), ("layers.10", 8))
+    }
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"config_groups": groups}}))
     read = open_checkpoint(tmp_path).linear("layers.10.weight")
     assert isinstance(read, QuantizedLinear) and read.scheme.bits == 8
 
@@ -237,11 +251,14 @@ def test_damaged_or_missing_tensors_are_named(tmp_path: Path) -> None:
     for name, array in parts.items():
         writer.add(name, array[:, :3] if name.endswith("packed") else array)
     writer.finish()
-    checkpoint = open_checkpoint(tmp_path)
-    with pytest.raises(QuantizationError, match=r"\[12, 3\] packed words"):
-        checkpoint.linear("a.weight")
+    say_schemes(tmp_path, {"a.weight": linear.scheme})
+    with pytest.raises(QuantizationError, match=r"a\.weight_packed \(I32 \[12, 3\]\) does not fit"):
+        open_checkpoint(tmp_path)
+    writer = CheckpointWriter(tmp_path)
+    writer.add_linear("a.weight", linear)
+    writer.finish()
     with pytest.raises(QuantizationError, match="no tensor 'b'"):
-        checkpoint.tensor("b")
+        open_checkpoint(tmp_path).tensor("b")
 
 
 def test_patterns_match_their_modules_and_no_others() -> None:
@@ -271,3 +288,53 @@ def test_the_config_names_one_group_per_format() -> None:
         ("pack-quantized", 4, 32): ["re:^a$"],
         ("pack-quantized", 8, 64): ["re:^b$"],
     }
+
+
+def ours(folder: Path) -> dict[str, QuantizedLinear]:
+    """A weight of every way to store one, and a norm."""
+    schemes = {
+        "layers.0.a.weight": Scheme(bits=4, group_size=32, symmetric=False),
+        "layers.0.b.weight": Scheme(bits=6, group_size=16, symmetric=True),
+        "layers.1.a.weight": Scheme(bits=5, group_size=64, symmetric=True),
+        "layers.1.b.weight": STATIC_INT8,
+    }
+    table = Scheme(bits=8, group_size=32, symmetric=True)
+    linears = {name: round_to_nearest(weight(40, seed=n), scheme) for n, (name, scheme) in enumerate(schemes.items())}
+    linears["layers.1.b.weight"] = replace(linears["layers.1.b.weight"], input_scale=0.03125)
+    embedding = round_to_nearest(weight(72), table)
+    folder.mkdir()
+    writer = CheckpointWriter(folder)
+    for name, linear in linears.items():
+        writer.add_linear(name, linear)
+    writer.add_embedding("embed.weight", embedding, tied_to="lm_head.weight")
+    writer.add("norm.weight", np.ones(5, np.float32))
+    writer.finish()
+    say_schemes(folder, schemes, dict.fromkeys(("embed.weight", "lm_head.weight"), table))
+    return linears | {"embed.weight": embedding}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_defect_is_refused_or_the_weights_are_exact(mutation: Mutation, data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / "ours"
+        linears = ours(folder)
+        tensors = load_file(folder / WEIGHTS)
+        config = json.loads((folder / CONFIG).read_text())["quantization_config"]
+        quantized = [name for name in sorted(tensors) if name != "norm.weight"]
+        mutation(data.draw, tensors, data.draw(st.sampled_from(quantized)), config)
+        save_file(tensors, folder / WEIGHTS)
+        (folder / CONFIG).write_text(json.dumps({"quantization_config": config}))
+        try:
+            checkpoint = open_checkpoint(folder)
+            read = {name: checkpoint.linear(name) for name in linears}
+        except QuantizationError as error:
+            assert error.expected or error.remedy
+            return
+        for name, linear in linears.items():
+            found = read[name]
+            assert isinstance(found, QuantizedLinear) and found.input_scale == linear.input_scale
+            if found.codes.shape != linear.codes.shape:
+                return  # by itself it is whole; the proof and QuantizedReference compare it with the model
+            np.testing.assert_array_equal(found.dequantize(), linear.dequantize())

@@ -9,6 +9,7 @@ from quantization.compressed_tensors import CheckpointWriter, open_checkpoint
 from quantization.proof import TensorCensus, prove, take_census
 from quantization.rounding import round_to_nearest
 from tapeout.schemes import STATIC_INT8, Scheme
+from tests.checkpoints import say_schemes
 
 INT4 = Scheme(bits=4, group_size=32, symmetric=True)
 PLANNED = {"w": INT4}
@@ -79,6 +80,7 @@ def test_the_census_counts_what_lies_in_the_file(tmp_path: Path) -> None:
     writer.add_linear("w.weight", round_to_nearest(weight, INT4))
     writer.add("f", np.ones((3, 5), np.float32))
     writer.finish()
+    say_schemes(tmp_path, {"w.weight": INT4})
     checkpoint = open_checkpoint(tmp_path)
     census = take_census(checkpoint, "w.weight", lambda: weight)
     assert census == TensorCensus(

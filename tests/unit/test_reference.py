@@ -23,6 +23,7 @@ from quantization.reference import QuantizedReference, round_activations, round_
 from quantization.rounding import QuantizedLinear, round_to_nearest
 from tapeout.errors import QuantizationError
 from tapeout.schemes import Scheme
+from tests.checkpoints import change_weights, say_schemes
 
 LINEAR = Scheme(bits=4, group_size=32, symmetric=False)
 TABLE = Scheme(bits=8, group_size=64, symmetric=True)
@@ -48,6 +49,8 @@ def folder(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> P
         else:
             writer.add(name, weight)
     writer.finish()
+    linears = [name for name in source.names() if name.endswith("proj.weight") and name != IN_FLOAT]
+    say_schemes(target, dict.fromkeys(linears, LINEAR), {"model.embed_tokens.weight": TABLE})
     return target
 
 
@@ -171,6 +174,13 @@ def test_missing_weights_are_refused(folder: Path, tmp_path: Path) -> None:
             writer.add(name, stored.weight(name))
     writer.finish()
     with pytest.raises(QuantizationError, match=r"lacks \['model\.layers\.1\.mlp\.up_proj\.weight'\]"):
+        QuantizedReference(broken)
+
+
+def test_a_weight_of_another_shape_is_refused(folder: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(folder, tmp_path / "broken")
+    change_weights(broken, lambda tensors: tensors.update({IN_FLOAT: tensors[IN_FLOAT][:-1]}))
+    with pytest.raises(QuantizationError, match=r"layers\.2\.mlp\.up_proj\.weight of .* has shape"):
         QuantizedReference(broken)
 
 

@@ -1,20 +1,64 @@
-"""Quantized checkpoints: what is sound is read exactly, and what a defect would make of it is refused by name."""
+"""Quantized checkpoints: what is sound is read exactly; any one defect is refused, or the weights are still exact."""
 
 from __future__ import annotations
 
+import copy
+import tempfile
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from pipeline.export.checkpoint import load_checkpoint
+from tapeout.errors import TapeoutError
+from tests.checkpoints import CONFIG, WEIGHTS, Tensors, change_json
+from tests.mutations import MUTATIONS, Mutation
 from tests.stored_formats import EXAMPLES
 
+# No weight here is square: a square one that is transposed is another model, in no way a damaged file.
+MODULES = tuple(f"model.layers.1.{name}" for name in ("mlp.up_proj", "mlp.down_proj", "self_attn.k_proj"))
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_a_sound_checkpoint_is_read_exactly(name: str, tmp_path: Path) -> None:
-    _, weights = EXAMPLES[name].write(tmp_path / "checkpoint")
-    parameters = dict(load_checkpoint(tmp_path / "checkpoint").model.named_parameters())
+
+@cache
+def sound(example: str) -> tuple[Path, Tensors, Tensors]:
+    """A folder, what it stores, and the weights."""
+    folder = Path(tempfile.mkdtemp()) / "checkpoint"
+    stored, weights = EXAMPLES[example].write(folder)
+    return folder, stored, weights
+
+
+def assert_exact(folder: Path, weights: Tensors) -> None:
+    parameters = dict(load_checkpoint(folder).model.named_parameters())
     assert parameters.keys() == weights.keys()
-    for parameter, weight in weights.items():
-        assert torch.equal(parameters[parameter], weight.float()), parameter
+    for name, weight in weights.items():
+        assert torch.equal(parameters[name], weight.float()), name
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_a_sound_checkpoint_is_read_exactly(example: str) -> None:
+    folder, _, weights = sound(example)
+    assert_exact(folder, weights)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_defect_is_refused_or_the_weights_are_exact(mutation: Mutation, data: st.DataObject) -> None:
+    example = data.draw(st.sampled_from(sorted(EXAMPLES)))
+    folder, stored, weights = sound(example)
+    tensors, config = dict(stored), copy.deepcopy(dict(EXAMPLES[example].config))
+    quantized = [name for name in stored if name.rpartition(".")[0] in MODULES]
+    mutation(data.draw, tensors, data.draw(st.sampled_from(quantized)), config)
+    save_file(tensors, folder / WEIGHTS)
+    change_json(folder / CONFIG, quantization_config=config)
+    try:
+        assert_exact(folder, weights)
+    except TapeoutError as error:
+        assert error.expected or error.remedy
+    finally:
+        save_file(stored, folder / WEIGHTS)
+        change_json(folder / CONFIG, quantization_config=dict(EXAMPLES[example].config))

@@ -28,6 +28,7 @@ from tapeout.artifact import Artifact, create, load
 from tapeout.portable_graph import PortableGraph
 from tapeout.recipe import Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize, Recipe, Rule
 from tapeout.schemes import STATIC_INT8, Scheme
+from tests.checkpoints import say_schemes
 from tests.exported import tiny_graph
 from tests.plans import written_plan
 from tests.tiny import tiny_texts
@@ -199,5 +200,6 @@ def proof_of(folder: Path, stored: QuantizedLinear | np.ndarray, weight: np.ndar
     writer = CheckpointWriter(folder)
     writer.add_linear("w.weight", stored)
     writer.finish()
+    say_schemes(folder, {"w.weight": stored.scheme if isinstance(stored, QuantizedLinear) else scheme})
     checkpoint = open_checkpoint(folder)
     return prove([take_census(checkpoint, "w.weight", lambda: weight)], {"w.weight": scheme})
