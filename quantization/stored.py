@@ -137,6 +137,35 @@ LAYOUTS: Mapping[str, Layout] = {
         _weight_size,
     ),
 }
+# Types of GGUF that are read: values of a block, and its bytes (gguf.GGML_QUANT_SIZES). A row is whole blocks.
+GGUF_TYPES: Mapping[str, tuple[int, int]] = {
+    "F32": (1, 4),
+    "F16": (1, 2),
+    "BF16": (1, 2),
+    "Q4_0": (32, 18),
+    "Q4_1": (32, 20),
+    "Q5_0": (32, 22),
+    "Q5_1": (32, 24),
+    "Q8_0": (32, 34),
+    "Q2_K": (256, 84),
+    "Q3_K": (256, 110),
+    "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
+    "Q6_K": (256, 210),
+    "IQ1_S": (256, 50),
+    "IQ1_M": (256, 56),
+    "IQ2_XXS": (256, 66),
+    "IQ2_XS": (256, 74),
+    "IQ2_S": (256, 82),
+    "IQ3_XXS": (256, 98),
+    "IQ3_S": (256, 110),
+    "IQ4_NL": (32, 18),
+    "IQ4_XS": (256, 136),
+    "TQ1_0": (256, 54),
+    "TQ2_0": (256, 66),
+    "MXFP4": (32, 17),
+    "NVFP4": (64, 36),
+}
 # Of no layout above: GPTQ's order of input channels, and the second scale of nvfp4.
 FOREIGN = ("g_idx", "weight_global_scale")
 NAMES = tuple(dict.fromkeys([*(part.name for layout in LAYOUTS.values() for part in layout.parts), *FOREIGN]))

@@ -70,10 +70,17 @@ def write_index(folder: Path, weight_map: Mapping[str, str]) -> None:
 
 
 def gguf_file(
-    path: Path, change: Callable[[Tensors], object] = lambda _: None, title: str = "tiny", **metadata: float | str
+    path: Path,
+    change: Callable[[Tensors], object] = lambda _: None,
+    title: str = "tiny",
+    types: Mapping[str, str] | None = None,
+    **metadata: float | str,
 ) -> Path:
-    """The trained tiny llama as a GGUF file of floats; ``metadata``: more keys, with ``_`` for a point."""
-    from gguf import MODEL_ARCH, GGUFWriter, get_tensor_name_map
+    """The trained tiny llama as a GGUF file; ``metadata``: more keys, with ``_`` for a point.
+
+    ``types``: of tensors that are not F32.
+    """
+    from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quantize
 
     source = tiny_checkpoint()
     config = json.loads((source / CONFIG).read_text())
@@ -111,7 +118,8 @@ def gguf_file(
         tensors[stored] = tensor.float()
     change(tensors)
     for name, tensor in tensors.items():
-        writer.add_tensor(name, tensor.contiguous().numpy())
+        kind = GGMLQuantizationType[(types or {}).get(name, "F32")]
+        writer.add_tensor(name, quantize(tensor.contiguous().numpy(), kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

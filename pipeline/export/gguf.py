@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from quantization.stored import GGUF_TYPES
 from tapeout.errors import ExportError, one_line
 from tapeout.tensor_files import few
 
@@ -40,33 +41,62 @@ class Header:
 
 def read_header(path: Path) -> Header:
     """:class:`ExportError` for a file that is damaged, or cut off."""
-    from gguf import GGMLQuantizationType
-    from transformers.integrations.gguf.reader import GgufHeader, read_gguf_metadata
+    import gguf
+    from transformers.integrations.gguf.reader import read_gguf_metadata
 
     try:
         metadata, names = read_gguf_metadata(str(path), (TOKENS,))
-        header = GgufHeader.from_file(str(path))
-        types = {tensor.name: GGMLQuantizationType(tensor.ggml_type).name for tensor in header.tensors}
-        end = max((header.data_start + tensor.offset + tensor.nbytes for tensor in header.tensors), default=0)
-    except (ValueError, KeyError, OverflowError, MemoryError, OSError, struct.error) as error:
+        if twice := [name for name, count in Counter(names).items() if count > 1]:
+            raise ExportError(f"{path.name} stores {few(twice)} twice", expected="every tensor once", remedy=REMEDY)
+        with quickly_read():
+            reader = gguf.GGUFReader(path)
+    except (ValueError, LookupError, OverflowError, MemoryError, OSError, struct.error) as error:
         raise ExportError(
             f"{path.name} is not a GGUF file that can be read: {error}",
             expected="a complete GGUF file of version 2 or 3",
             remedy="fetch it again: it is empty, cut off or of another format",
         ) from error
-    if len(types) != len(names):
-        twice = [name for name, count in Counter(names).items() if count > 1]
-        raise ExportError(f"{path.name} stores {few(twice)} twice", expected="every tensor once", remedy=REMEDY)
-    if path.stat().st_size < end:
-        raise ExportError(
-            f"{path.name} is cut off: {path.stat().st_size} bytes", expected=f"{end}", remedy="fetch it again"
-        )
     if not names:
         raise ExportError(f"{path.name} holds no tensor", expected="a model", remedy=REMEDY)
+    _require_whole(path, reader)
     if not isinstance(metadata.get(TOKENS), list):
         raise ExportError(f"{path.name} has no tokenizer", expected=TOKENS, remedy=REMEDY)
-    sizes = tuple(math.prod(tensor.shape) for tensor in header.tensors)
+    types = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
+    sizes = tuple(math.prod(tensor.shape.tolist()) for tensor in reader.tensors)
     return Header(metadata["general.architecture"], metadata, types, sizes)
+
+
+def _require_whole(path: Path, reader: Any) -> None:
+    """Tensors lie one behind the other. A type or a shape that is not the one that was written leaves gaps."""
+    start, alignment = int(reader.data_offset), int(reader.alignment)
+    end, free, stored = 0, 0, ""
+    for tensor in reader.tensors:
+        shape, kind, offset = tensor.shape.tolist()[::-1], tensor.tensor_type.name, int(tensor.data_offset) - start
+        stored = f"{tensor.name} of {path.name} ({kind}, {shape})"
+        if kind not in GGUF_TYPES:
+            raise ExportError(f"{stored} cannot be read", expected=f"a type of {', '.join(GGUF_TYPES)}", remedy=REMEDY)
+        values, size = GGUF_TYPES[kind]
+        if not shape or 0 in shape or shape[-1] % values:
+            raise ExportError(f"{stored} cannot be read", expected=f"rows of whole blocks of {values}", remedy=REMEDY)
+        if offset != free:
+            raise ExportError(
+                f"{stored} begins at byte {offset} of the data, and the tensors before it end at {free}",
+                expected="tensors one behind the other, each of the type and the shape that the file says",
+                remedy="fetch it again, or " + REMEDY,
+            )
+        end = free + math.prod(shape) // values * size
+        free = -(-end // alignment) * alignment
+    found = path.stat().st_size - start
+    if found < end:
+        raise ExportError(
+            f"{path.name} is cut off: {start + found} bytes", expected=f"{start + end}", remedy="fetch it again"
+        )
+    if found > free:
+        raise ExportError(
+            f"{path.name} has {found - end} bytes behind its last tensor, {stored}",
+            expected="tensors to the end, each of the type and the shape that the file says",
+            remedy="fetch it again, or " + REMEDY,
+        )
 
 
 def tokens(path: Path) -> list[str]:
