@@ -28,19 +28,24 @@ def read_defaults(folder: Path) -> dict[str, float]:
         raise _refusal(f"{path} is not JSON: {error}", "a JSON object") from error
     if not isinstance(config, Mapping):
         raise _refusal(f"{path} holds no JSON object", "a JSON object")
+    return checked_defaults(config, str(path))  # pyright: ignore[reportUnknownArgumentType]
+
+
+def checked_defaults(values: Mapping[str, Any], where: str) -> dict[str, float]:
+    """Those of ``values`` that a request may set, by name. :class:`ArtifactError` for what no request may have."""
     found: dict[str, float] = {}
     for name in DEFAULTS:
-        value: Any = config.get(name)  # pyright: ignore[reportUnknownMemberType]
+        value = values.get(name)
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int if name == "top_k" else int | float):
-            raise _refusal(f"{name} is {value!r} in {path}", "a whole number" if name == "top_k" else "a number")
+            raise _refusal(f"{name} is {value!r} in {where}", "a whole number" if name == "top_k" else "a number")
         found[name] = 0 if name == "top_k" and value == -1 else value
         try:
             given: dict[str, Any] = {name: found[name]}
             SamplingSettings(**given)
         except RequestError as error:
-            raise _refusal(f"{error.found} in {path}", error.expected) from error
+            raise _refusal(f"{error.found} in {where}", error.expected) from error
     return found
 
 

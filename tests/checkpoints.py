@@ -74,11 +74,12 @@ def gguf_file(
     change: Callable[[Tensors], object] = lambda _: None,
     title: str = "tiny",
     types: Mapping[str, str] | None = None,
+    sampling: Mapping[str, float] | None = None,
     **metadata: float | str,
 ) -> Path:
-    """The trained tiny llama as a GGUF file; ``metadata``: more keys, with ``_`` for a point.
+    """The trained tiny llama as a GGUF file; ``metadata``: more keys of it, with ``__`` for a point.
 
-    ``types``: of tensors that are not F32.
+    ``types``: of tensors that are not F32. ``sampling``: keys of ``general.sampling``.
     """
     from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quantize
 
@@ -106,6 +107,9 @@ def gguf_file(
     for key, value in metadata.items():
         name = f"llama.{key.replace('__', '.')}"
         writer.add_string(name, value) if isinstance(value, str) else writer.add_float32(name, value)
+    for key, value in (sampling or {}).items():
+        name = f"general.sampling.{key}"
+        writer.add_int32(name, value) if isinstance(value, int) else writer.add_float32(name, value)
     names = get_tensor_name_map(MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     tensors: Tensors = {}
     for name, tensor in load_file(source / WEIGHTS).items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -31,13 +33,17 @@ class Running:
 
 
 @contextmanager
-def served(*options: str, variables: Mapping[str, str] | None = None, folder: Path = ROOT) -> Iterator[Running]:
-    """``tapeout serve`` on a free port, once it listens. ``variables``: its environment."""
+def served(
+    *options: str, variables: Mapping[str, str] | None = None, folder: Path = ROOT, open_files: int = 0
+) -> Iterator[Running]:
+    """``tapeout serve`` on a free port, once it listens. ``variables``: its environment; ``open_files``: its limit."""
+    limit = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (open_files, open_files)) if open_files else None
     process = subprocess.Popen(
         [*COMMAND, "serve", *options, "--port", "0", "--threads", "1"],
         cwd=folder,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=limit,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} if variables is None else variables,
     )
     assert process.stderr is not None

@@ -111,7 +111,11 @@ def _load_gguf(folder: Path, entry: str, scratch: Path) -> LoadedCheckpoint:
         write_weights(scratch, gguf.dequantized(path, header, skeleton))
     # The dequantized model is a float model: how the file stored it must not reach the exported config.
     vars(config).pop("quantization_config", None)
-    return LoadedCheckpoint(_placed(kind, config, stored_tensors(scratch), entry), gguf.describe(header), scratch)
+    model = _placed(kind, config, stored_tensors(scratch), entry)
+    if sampling := gguf.sampling(header, path):
+        # transformers saves no settings of sampling for a model that does not sample.
+        model.generation_config.update(do_sample=bool(sampling.keys() - {"repetition_penalty"}), **sampling)
+    return LoadedCheckpoint(model, gguf.describe(header), scratch)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -190,6 +194,15 @@ def _require_decoder(config: Any, architectures: Any, where: str) -> Any:
         with torch.device("meta"):
             skeleton = kind(config)
     except Exception as error:  # what a model's own code says of sizes that do not fit
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        known = {"default", *ROPE_INIT_FUNCTIONS}
+        if unknown := _unknown_rotary(config, known):
+            raise ExportError(
+                f"{where} scales its rotary embeddings by an unknown rope_type: {unknown}",
+                expected=f"one of {', '.join(sorted(known))}",
+                remedy="correct rope_type in the configuration, or choose another checkpoint",
+            ) from error
         raise ExportError(
             f"{where} describes a {kind.__name__} that cannot be built: {one_line(error)}",
             expected="a configuration whose sizes fit together",
@@ -203,6 +216,15 @@ def _require_decoder(config: Any, architectures: Any, where: str) -> Any:
                 remedy="mixture-of-experts models are not supported; choose a dense one",
             )
     return kind
+
+
+def _unknown_rotary(config: Any, known: Collection[str]) -> str:
+    """A rope_type that transformers has no function for, or ""."""
+    parameters: Any = getattr(_text(config), "rope_parameters", None) or {}
+    # Models whose layers differ have parameters by the type of the layer.
+    sets: list[Any] = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    named = [str(values["rope_type"]) for values in sets if "rope_type" in values]
+    return ", ".join(repr(name) for name in named if name not in known)
 
 
 def _require_sizes(config: Any, where: str) -> None:

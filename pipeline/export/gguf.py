@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from quantization.stored import GGUF_TYPES
+from runtime.sampling_defaults import checked_defaults
 from tapeout.errors import ExportError, one_line
 from tapeout.tensor_files import few
 
@@ -28,6 +29,13 @@ from tapeout.tensor_files import few
 IMPLIED = frozenset({"vocab_size", "attention.key_length", "attention.value_length", "rope.dimension_count"})
 NEUTRAL = (None, 0, 0.0, False, "", "none")  # of a key that has no place: nothing is asked for
 TOKENS = "tokenizer.ggml.tokens"
+SAMPLING = {  # what llama.cpp's converter makes of generation_config.json, as general.sampling.*
+    "temp": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
 REMEDY = "take the safetensors checkpoint that the file was made from"
 
 
@@ -104,6 +112,19 @@ def tokens(path: Path) -> list[str]:
     from transformers.integrations.gguf.reader import read_gguf_metadata
 
     return read_gguf_metadata(str(path), (TOKENS,))[0][TOKENS]
+
+
+def sampling(header: Header, path: Path) -> dict[str, float]:
+    """Settings of requests that do not name their own, by the names of generation_config.json.
+
+    :class:`tapeout.errors.ArtifactError` for a value that no request may have.
+    """
+    found = {name: header.metadata.get(f"general.sampling.{key}") for key, name in SAMPLING.items()}
+    # Stored as float32: 0.95 is 0.949999988 as a Python float.
+    values = {
+        name: float(str(np.float32(value))) if isinstance(value, float) else value for name, value in found.items()
+    }
+    return checked_defaults(values, path.name)
 
 
 def require_known(header: Header, config: Any, path: Path) -> None:

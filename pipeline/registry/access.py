@@ -102,7 +102,13 @@ class RestRegistry:
         self._uri, self._session = uri.rstrip("/"), session
 
     def alias(self, name: str, alias: str) -> Any:
-        return self._get("registered-models/alias", name=name, alias=alias)["model_version"]
+        try:
+            return self._get("registered-models/alias", name=name, alias=alias)["model_version"]
+        except UnknownVersionError as error:
+            model = self._get("registered-models/get", name=name)["registered_model"]
+            if alias in [entry["alias"] for entry in model.get("aliases", [])]:
+                raise dangling(name, alias, error) from error
+            raise
 
     def version(self, reference: Reference) -> Version:
         if reference.alias:
@@ -162,7 +168,8 @@ class RestRegistry:
             raise unreachable(self._uri, error) from error
         if answer.status_code == 200:
             return body
-        raise RegistryError(
+        unknown = body.get("error_code") == "RESOURCE_DOES_NOT_EXIST"
+        raise (UnknownVersionError if unknown else RegistryError)(
             f"the registry at {shown} refused: {one_line(ValueError(body.get('message') or answer.reason))}",
             remedy="check the name, or promote a version: `tapeout promote`",
         )

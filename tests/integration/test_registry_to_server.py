@@ -17,6 +17,7 @@ import resource
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -357,6 +358,21 @@ def test_an_alias_that_moves_during_a_pull_changes_nothing(builder: Builder) -> 
         pulling.join()
     assert json.loads(found[0].stdout)["digest"] == digest and builder.pulled(digest)
     assert json.loads(builder.pull().stdout)["digest"] == other
+
+
+def test_an_alias_of_a_deleted_version_is_named(builder: Builder) -> None:
+    """By both who asks the server: the machine that builds, through MLflow, and the one that only serves."""
+    digest = builder.submit("x")
+    promote(builder.recipe)
+    builder.submit("y", against=digest)
+    with sqlite3.connect(builder.store.parent / "mlflow.db") as raw:  # MLflow's own call removes the aliases as well
+        query = "UPDATE model_versions SET current_stage = 'Deleted_Internal' WHERE version = 1 AND name = ?"
+        assert raw.execute(query, (builder.name,)).rowcount == 1
+    for move in (promote, rollback):
+        with pytest.raises(RegistryError) as caught:
+            move(builder.recipe)
+        assert move is rollback or "delete_registered_model_alias" in caught.value.remedy
+    builder.refuses("champion of .* a version that was deleted(.|\n)*delete_registered_model_alias")
 
 
 def test_files_that_were_changed_in_the_store_are_refused_and_repaired(builder: Builder) -> None:

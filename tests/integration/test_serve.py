@@ -59,9 +59,9 @@ class Served(Running):
 
 
 @contextmanager
-def served(*options: str) -> Iterator[Served]:
+def served(*options: str, open_files: int = 0) -> Iterator[Served]:
     with (
-        command.served(*options, "--served-model-name", MODEL) as running,
+        command.served(*options, "--served-model-name", MODEL, open_files=open_files) as running,
         openai.OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0, timeout=60) as client,
     ):
         yield Served(running.process, running.url, running.log, client)

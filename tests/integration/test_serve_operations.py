@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
+import socket
+import subprocess
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +20,7 @@ import yaml
 
 from runtime.server.keys import new_key
 from runtime.server.usage import connect, sums
+from tests.command import COMMAND, ROOT
 from tests.integration.test_serve import MODEL, Served, bundles, served
 from tests.waiting import wait_for
 
@@ -129,3 +136,41 @@ def test_a_crash_of_the_engine_is_seen_and_counted(place: Place, bundles: tuple[
         assert metric(server, "vllm:request_success_total") == 3
         assert server.stop() == 0
     assert sorted(row["finish_reason"] for row in place.rows()) == ["engine_down", "length", "length"]
+
+
+def test_a_server_with_few_open_files(bundles: tuple[Path, Path]) -> None:
+    """It says so, refuses connections beyond its room, and serves again once they are gone."""
+    with served(str(bundles[0]), "--unsafe", open_files=128) as server:
+        assert "leaves room for 64 connections" in "".join(server.log)
+        address = httpx2.URL(server.url)
+        held = [socket.create_connection((address.host, address.port or 80), timeout=20) for _ in range(200)]
+        try:
+            held[64].settimeout(20)
+            answer = held[64].recv(1 << 16)
+            assert b" 503 " in answer and b"too_many_connections" in answer
+            time.sleep(1)
+            process = psutil.Process(server.process.pid)
+            before = process.cpu_times()
+            time.sleep(2)
+            after = process.cpu_times()
+            assert after.user + after.system - before.user - before.system < 1
+        finally:
+            for connection in held:
+                connection.close()
+        answered = server.openai.with_options(max_retries=5).chat.completions.create
+        assert answered(model=MODEL, messages=TALK, max_tokens=3).choices[0].finish_reason == "length"
+        assert server.stop() == 0
+    assert "Traceback" not in "".join(server.log)
+
+
+def test_too_few_open_files_to_begin(bundles: tuple[Path, Path]) -> None:
+    limit = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (12, 12))
+    done = subprocess.run(
+        [*COMMAND, "serve", str(bundles[0]), "--unsafe", "--port", "0"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        preexec_fn=limit,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 2 and "ulimit -n" in done.stderr and "Traceback" not in done.stderr, done.stderr

@@ -18,7 +18,7 @@ from pipeline.export.gguf import quickly_read
 from pipeline.export.tokenizer import save_tokenizer
 from quantization.autoawq import ORDER
 from runtime.sampling_defaults import read_defaults
-from tapeout.errors import ArtifactError
+from tapeout.errors import ArtifactError, ExportError
 from tests import checkpoints
 from tests.checkpoints import CONFIG, WEIGHTS, Tensors, change_json, change_weights, gguf_file, shard
 from tests.families import VOCAB_SIZE
@@ -149,6 +149,33 @@ def test_sampling_defaults_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     load_checkpoint(folder)
     assert read_defaults(folder) == {"temperature": 0, "top_p": 0, "top_k": 0}
     assert read_defaults(tmp_path) == {}
+
+
+def test_an_unknown_scaling_of_rotary_embeddings_is_named(tmp_path: Path) -> None:
+    folder = checkpoints.checkpoint(tmp_path / "checkpoint", "qwen2")
+    change_json(folder / "config.json", rope_parameters={"rope_type": "magic", "rope_theta": 1e4})
+    with pytest.raises(ExportError, match=r"unknown rope_type: 'magic'"):
+        load_checkpoint(folder)
+
+
+def test_sampling_defaults_of_a_gguf_file_are_kept(tmp_path: Path) -> None:
+    """As llama.cpp's converter writes them, float32 and all."""
+    written = {"temp": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05, "penalty_repeat": 1.1, "mirostat": 0}
+    gguf_file(tmp_path / "m.gguf", sampling=written)
+    load_checkpoint(tmp_path, "m.gguf").model.generation_config.save_pretrained(tmp_path)
+    expected = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
+    assert read_defaults(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("sampling", "said"), [({"top_p": 1.5}, "top_p is 1.5"), ({"penalty_repeat": 0.0}, "repetition_penalty is 0.0")]
+)
+def test_sampling_defaults_of_a_gguf_file_that_no_request_may_have_are_refused(
+    tmp_path: Path, sampling: dict[str, float], said: str
+) -> None:
+    gguf_file(tmp_path / "m.gguf", sampling=sampling)
+    with pytest.raises(ArtifactError, match=rf"{said}.* in m\.gguf"):
+        load_checkpoint(tmp_path, "m.gguf")
 
 
 def linears(weights: Tensors) -> list[str]:

@@ -9,7 +9,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -360,12 +360,16 @@ def test_an_alias_of_a_deleted_version_is_named(begun: Begun) -> None:
         assert "delete_registered_model_alias" in caught.value.remedy and "rollback`" not in caught.value.remedy
 
 
-def test_a_locked_database_is_named(client: Any) -> None:
-    from sqlalchemy.exc import OperationalError
-
-    with pytest.raises(RegistryError, match="another process holds") as caught, tracking.connect(write=False):
-        raise OperationalError("UPDATE x", {}, sqlite3.OperationalError("database is locked"))
+def test_a_locked_database_is_named(begun: Begun) -> None:
+    """Another program holds it for longer than SQLite waits."""
+    database = tracking.sqlite_path(tracking.tracking_uri())
+    assert database is not None
+    with closing(sqlite3.connect(database, isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(RegistryError, match="another process holds") as caught:
+            promote(RECIPE)
     assert "mlflow ui" in caught.value.remedy
+    assert promote(RECIPE).champion == 2
 
 
 def test_an_absent_server_is_named_without_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
