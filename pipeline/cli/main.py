@@ -110,8 +110,11 @@ def message(error: Exception) -> str:
     """What the user reads instead of a traceback."""
     if isinstance(error, TapeoutError):
         return f"error: {error}"
-    if isinstance(error, OSError) and error.errno in OF_THE_SYSTEM:
-        return f"error: {error}\n  remedy:   {OF_THE_SYSTEM[error.errno]}, and run this again"
+    behind: BaseException | None = error
+    while behind is not None:  # a library that fails once more while it closes what it opened hides the first error
+        if isinstance(behind, OSError) and behind.errno in OF_THE_SYSTEM:
+            return f"error: {behind}\n  remedy:   {OF_THE_SYSTEM[behind.errno]}, and run this again"
+        behind = behind.__cause__ or behind.__context__
     return (
         f"error: {type(error).__name__}: {error}\n  this is a fault in tapeout, not in what you asked for\n"
         "  remedy:   `tapeout --debug …` shows where; please report it"
