@@ -27,10 +27,10 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from engines.cores import SharedCores
 from engines.load import load
 from engines.sequences import Sequences
-from engines.threads import physical_cores
+from runtime.engine.shared_cores import SharedCores
+from tapeout.cores import physical_cores
 from tapeout.errors import ExitCode, TapeoutError
 
 BAR = 0.6  # of the quiet speed, beside one busy process on two cores; a fair share is two thirds

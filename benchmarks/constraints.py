@@ -27,9 +27,9 @@ from typing import Any, Literal
 import numpy as np
 from tokenizers import Tokenizer
 
-from runtime.constraint_check import ConstraintChecker
-from runtime.constraints import ConstraintCompiler, Matcher
-from runtime.messages import Constraint
+from runtime.constraints.check import ConstraintChecker
+from runtime.constraints.compiler import ConstraintCompiler, Matcher
+from runtime.wire.messages import Constraint
 from tapeout.errors import ExitCode, RequestError, one_line
 
 RIGHT_BAR = 0.91  # share of schemas

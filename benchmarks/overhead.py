@@ -28,9 +28,9 @@ from tokenizers import Tokenizer
 
 from engines.load import load
 from engines.sequences import Sequences
-from runtime.core import EngineCore
+from runtime.engine.core import EngineCore
 from runtime.generate import GenerationSettings, generate
-from runtime.work import Limits
+from runtime.wire.limits import Limits
 from tapeout.errors import EvidenceError, ExitCode, TapeoutError
 
 WARMUP_STEPS = 5

@@ -25,9 +25,9 @@ import numpy as np
 
 from engines.native.sampling import sampling_kernel
 from engines.protocol import FloatArray
-from runtime.constraints import ConstraintCompiler
-from runtime.messages import Constraint, GenerateRequest, SamplingSettings
-from runtime.sampling import BatchSampler
+from runtime.constraints.compiler import ConstraintCompiler
+from runtime.engine.sampling import BatchSampler
+from runtime.wire.messages import Constraint, GenerateRequest, SamplingSettings
 from tapeout.errors import ExitCode
 
 BAR = 0.05  # share of a step

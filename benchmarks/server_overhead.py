@@ -25,10 +25,10 @@ TOKENS = STEPS * SECONDS
 
 
 class FreeEngine:
-    """A :class:`runtime.client.EngineClient` whose steps cost nothing: it repeats the tokens of a text."""
+    """A :class:`runtime.gateway.engines.local.EngineClient` whose steps cost nothing: it repeats a text's tokens."""
 
     def __init__(self, digest: str, tokens: list[int], vocab_size: int) -> None:
-        from runtime.messages import EngineInfo, EngineStats
+        from runtime.wire.messages import EngineInfo, EngineStats
 
         self.info = EngineInfo(digest, "free", 1 << 20, vocab_size, 64, 1 << 20, 1, 1, frozenset())
         self.stats, self.ready, self.healthy = EngineStats(), True, True
@@ -37,7 +37,7 @@ class FreeEngine:
         self._clock: asyncio.Task[None] | None = None
 
     async def generate(self, request: Any) -> AsyncGenerator[Any]:
-        from runtime.messages import Delta
+        from runtime.wire.messages import Delta
 
         if self._clock is None:
             self._clock = asyncio.create_task(self._run())
@@ -68,9 +68,9 @@ class FreeEngine:
 def server(folder: Path, listener: socket.socket) -> None:
     import uvicorn
 
-    from runtime.server.app import create_app
-    from runtime.server.service import Service
-    from runtime.server.text import TextModel
+    from runtime.gateway.http.app import create_app
+    from runtime.gateway.http.service import Service
+    from runtime.gateway.text.model import TextModel
 
     text = TextModel.load(folder)
     tokens = text.tokenizer.encode("The quick brown fox jumps over the lazy dog, and then some. " * 4).ids

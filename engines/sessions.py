@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from engines.bundle import EngineBundle
 from engines.native import all_native, library_file, unsupported
-from engines.threads import physical_cores
 from tapeout.artifact import Artifact, verify_files
+from tapeout.cores import physical_cores
 from tapeout.errors import BuildError
 from tapeout.fingerprint import cpu_features
 from tapeout.resources import available_memory

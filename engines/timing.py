@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from engines.target import Target
-from engines.threads import physical_cores
 from tapeout.artifact import canonical_json
 from tapeout.cache import cache_folder
+from tapeout.cores import physical_cores
 
 ROUNDS = 7  # samples of each alternative, taken in turn
 STREAMED_CACHES = 4  # most data of one sample, in sizes of the last-level cache

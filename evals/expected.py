@@ -1,7 +1,7 @@
 """What an answer must be, by the settings it was asked with and the logits of its own tokens.
 
 A second implementation of the server's sampling, for evidence: in float64, a token at a time, with no state that is
-carried from step to step. Whoever changes the meaning of a setting changes it in `runtime/sampling.py` and here.
+carried from step to step. Whoever changes the meaning of a setting changes it in `runtime/engine/sampling.py` and here.
 
 V  vocabulary size
 """

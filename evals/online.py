@@ -1,8 +1,9 @@
 """Evidence from live traffic: does a challenger answer as the champion does? Stage-less; `tapeout shadow-verdict`.
 
-A server mirrors a share of its calls to the challenger (``runtime/server/shadow.py``), which scores the champion's own
-answers. The unit is one conversation, its value the share of tokens where the engines' likeliest tokens differ, as in
-the gate's ``shadow_agreement``. The test (``evals/sequential.py``) may be looked at after every conversation.
+A server mirrors a share of its calls to the challenger (``runtime/gateway/operations/shadow.py``), which scores the
+champion's own answers. The unit is one conversation, its value the share of tokens where the engines' likeliest tokens
+differ, as in the gate's ``shadow_agreement``. The test (``evals/sequential.py``) may be looked at after every
+conversation.
 """
 
 from __future__ import annotations

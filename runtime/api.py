@@ -9,12 +9,12 @@ from tokenizers import Tokenizer
 
 from engines.bundle import EngineBundle
 from engines.load import load as load_engine
-from runtime.chat import ChatTemplate
-from runtime.core import EngineCore
+from runtime.engine.core import EngineCore
+from runtime.gateway.text.chat_template import ChatTemplate
 from runtime.generate import GenerationSettings, Piece
 from runtime.generate import generate as stream
-from runtime.messages import SamplingSettings
-from runtime.work import Limits
+from runtime.wire.limits import Limits
+from runtime.wire.messages import SamplingSettings
 from tapeout import artifact
 from tapeout.signing import PUBLIC_KEY, key_from_environment
 

@@ -9,11 +9,11 @@ from typing import Literal
 
 from tokenizers import Tokenizer
 
-from runtime.core import EngineCore
-from runtime.detokenize import Detokenizer, TokenTexts
-from runtime.in_process import deltas
-from runtime.messages import GenerateRequest, SamplingSettings
-from runtime.stops import StopMatcher
+from runtime.engine.core import EngineCore
+from runtime.engine.in_process import deltas
+from runtime.gateway.text.detokenize import Detokenizer, TokenTexts
+from runtime.gateway.text.stops import StopMatcher
+from runtime.wire.messages import GenerateRequest, SamplingSettings
 from tapeout.errors import RequestError
 
 FinishReason = Literal["stop", "length"]

@@ -21,7 +21,7 @@ from typing import Any
 
 _MODULES = {
     "TapeoutError": "tapeout.errors",
-    "SamplingSettings": "runtime.messages",
+    "SamplingSettings": "runtime.wire.messages",
     "TextEngine": "runtime.api",
     "generate": "runtime.api",
     "load": "runtime.api",

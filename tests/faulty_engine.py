@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engines.protocol import Entry, Result
-from runtime.messages import EngineInfo
-from runtime.opening import Opened
+from runtime.engine.opening import Opened
+from runtime.wire.messages import EngineInfo
 from tapeout.errors import ArtifactError
 from tests.fake_engine import HistoryEngine
 

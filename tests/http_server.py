@@ -17,14 +17,14 @@ import uvicorn
 from fastapi import FastAPI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from runtime.chat import ChatTemplate
-from runtime.server.app import create_app
-from runtime.server.calls import Hook
-from runtime.server.http_connection import ConnectionLimits, http_config
-from runtime.server.requests import ServerLimits
-from runtime.server.service import Service
-from runtime.server.text import TextModel
-from runtime.work import Limits
+from runtime.gateway.http.app import create_app
+from runtime.gateway.http.http_connection import ConnectionLimits, http_config
+from runtime.gateway.http.requests import ServerLimits
+from runtime.gateway.http.service import Service
+from runtime.gateway.protocol.calls import Hook
+from runtime.gateway.text.chat_template import ChatTemplate
+from runtime.gateway.text.model import TextModel
+from runtime.wire.limits import Limits
 from tests.serving_client import LocalClient, SlowEngine
 
 END, START, CALLS = "<|end|>", "<|start|>", "[TOOL_CALLS]"

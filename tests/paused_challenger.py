@@ -7,8 +7,8 @@ from pathlib import Path
 
 import psutil
 
-from runtime.client import ProcessClient
-from runtime.server.shadow import OpenAtLowPriority
+from runtime.gateway.engines.local import ProcessClient
+from runtime.gateway.operations.shadow import OpenAtLowPriority
 from tests.faulty_engine import OpenFaulty
 
 

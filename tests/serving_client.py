@@ -11,18 +11,18 @@ from typing import Any
 from uuid import uuid4
 
 from engines.protocol import Entry, FloatArray, Result
-from runtime.client import EngineDownError
-from runtime.core import EngineCore
-from runtime.messages import Delta, EngineInfo, GenerateRequest, Report
-from runtime.server.calls import Call, Caller, Hook
-from runtime.server.errors import ApiError
-from runtime.work import Limits
+from runtime.engine.core import EngineCore
+from runtime.gateway.engines.local import EngineDownError
+from runtime.gateway.protocol.calls import Call, Caller, Hook
+from runtime.gateway.protocol.errors import ApiError
+from runtime.wire.limits import Limits
+from runtime.wire.messages import Delta, EngineInfo, GenerateRequest, Report
 from tapeout.errors import TapeoutError
 from tests.fake_engine import HistoryEngine
 
 
 class LocalClient:
-    """See :class:`runtime.client.EngineClient`. ``down``: as if the engine's process had ended."""
+    """See :class:`runtime.gateway.engines.local.EngineClient`. ``down``: as if the engine's process had ended."""
 
     def __init__(
         self,

@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 from uuid import uuid4
 
-from runtime.server import usage as module
-from runtime.server.calls import Call, Caller
-from runtime.server.errors import ApiError
+from runtime.gateway.accounts import usage as module
+from runtime.gateway.protocol.calls import Call, Caller
+from runtime.gateway.protocol.errors import ApiError
 
 
 def main(url: str, journal: str, notes: str, seed: str) -> None:

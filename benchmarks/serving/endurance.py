@@ -197,7 +197,7 @@ async def measure_capacity(clients: Clients, seconds: float) -> float:
 def engine_process(server: ServerProcess) -> psutil.Process | None:
     for process in server.processes[1:]:
         try:
-            if any("runtime.worker" in word for word in process.cmdline()):
+            if any("runtime.engine.worker" in word for word in process.cmdline()):
                 return process
         except psutil.Error:
             continue

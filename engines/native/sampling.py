@@ -2,7 +2,7 @@
 
 V  vocabulary size
 
-It computes what ``runtime/draw.py`` does in numpy, to the bit, in a fiftieth of the time.
+It computes what ``runtime/engine/draw.py`` does in numpy, to the bit, in a fiftieth of the time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engines.cores import keep_to, usable
+from tapeout.cores import keep_to, usable
 from tapeout.errors import BuildError
 
 NOT_FINITE, NONE_LEFT = -1, -2

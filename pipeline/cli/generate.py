@@ -8,7 +8,7 @@ from pathlib import Path
 
 from runtime.api import TextEngine, load
 from runtime.generate import Piece
-from runtime.messages import SamplingSettings
+from runtime.wire.messages import SamplingSettings
 
 
 def run(

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from runtime.server.keys import Key, new_key
+from runtime.gateway.accounts.keys import Key, new_key
 from tapeout.errors import RequestError
 
 

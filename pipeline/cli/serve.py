@@ -20,10 +20,10 @@ from pipeline.registry import serving
 from pipeline.registry.access import Reference
 from pipeline.registry.levels import covered, level_to_serve
 from pipeline.registry.pull import Requirements
-from runtime.client import ProcessClient
-from runtime.opening import OpenBundle
-from runtime.server.listen import ServeError, listen
-from runtime.work import Limits
+from runtime.engine.opening import OpenBundle
+from runtime.gateway.engines.local import ProcessClient
+from runtime.gateway.http.listen import ServeError, listen
+from runtime.wire.limits import Limits
 from tapeout import artifact
 from tapeout.errors import TapeoutError
 from tapeout.fingerprint import judged_level
@@ -31,7 +31,7 @@ from tapeout.signing import require_signed_pass
 
 if TYPE_CHECKING:
     from pipeline.cli.shadow import ShadowOptions
-    from runtime.server.service import Service
+    from runtime.gateway.http.service import Service
 
 FULL_LOOK_SECONDS = 30.0  # shortest pause where a look at the registry starts MLflow
 RETRY_SECONDS = 600.0  # longest pause before a version that could not be served is tried again
@@ -117,10 +117,10 @@ def run(options: Options) -> None:
     from fastapi import APIRouter
 
     from pipeline.registry.verdict_routes import Verdicts
-    from runtime.server.operations import Operations, OperationsSettings
-    from runtime.server.requests import ServerLimits
-    from runtime.server.run import ServeSettings, serve
-    from runtime.server.traffic import TrafficSettings
+    from runtime.gateway.accounts.traffic import TrafficSettings
+    from runtime.gateway.http.requests import ServerLimits
+    from runtime.gateway.http.run import ServeSettings, serve
+    from runtime.gateway.operations.operations import Operations, OperationsSettings
 
     names = options.names or (name,)
     traffic = options.traffic_log and TrafficSettings(

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from evals.kinds.serving import DRAFT_TOKENS, MAX_RUNNING
-from runtime.server.listen import ServeError
-from runtime.work import Limits
+from runtime.gateway.http.listen import ServeError
+from runtime.wire.limits import Limits
 
 # Fact of a verdict -> field of the limits, option, and parameter of the recipe.
 LIMITS = {

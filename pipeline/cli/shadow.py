@@ -14,9 +14,9 @@ from engines.bundle import EngineBundle
 from evals.kinds.online import Online, frozen_plan
 from evals.online import fold
 from evals.sequential import AnytimeTest
-from runtime.opening import OpenBundle
-from runtime.server.listen import ServeError
-from runtime.server.shadow import Shadow
+from runtime.engine.opening import OpenBundle
+from runtime.gateway.http.listen import ServeError
+from runtime.gateway.operations.shadow import Shadow
 from tapeout import artifact
 from tapeout.artifact import Artifact
 from tapeout.observations import Observation, ObservationLog, ShadowPlan

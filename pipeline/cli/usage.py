@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from runtime.server.usage import UsageSum, sums
+from runtime.gateway.accounts.usage import UsageSum, sums
 from tapeout.errors import RequestError
 
 

@@ -11,7 +11,6 @@ from tokenizers import Tokenizer
 
 from engines.bundle import EngineBundle
 from engines.load import at_level
-from engines.threads import physical_cores
 from evals.kinds.parity import ParityReport
 from evals.level import LevelVerdict
 from evals.level_check import check_level
@@ -24,9 +23,10 @@ from pipeline.registry.logged import fetch_artifact, fetch_verdict
 from pipeline.registry.pull import Requirements, pull
 from pipeline.registry.versions import EVIDENCE
 from pipeline.stages.answering import served_core
-from runtime.draw_check import draw_counts
-from runtime.work import Limits
+from runtime.engine.draw_check import draw_counts
+from runtime.wire.limits import Limits
 from tapeout.artifact import Artifact, load, load_record
+from tapeout.cores import physical_cores
 from tapeout.errors import BuildError
 from tapeout.signing import require_signed_pass, sign, signature_path, write_signature
 

@@ -25,7 +25,7 @@ from pipeline.export import gguf
 from pipeline.export.mapped import FLOATS, place_stored, stand_ins
 from pipeline.export.weights import write_weights
 from quantization.dequantize import dequantized, describe
-from runtime.sampling_defaults import GENERATION_CONFIG, read_defaults
+from runtime.gateway.text.sampling_defaults import GENERATION_CONFIG, read_defaults
 from tapeout.errors import ExportError, one_line
 from tapeout.mapped_weights import compute_in_float32, is_finite
 from tapeout.tensor_files import StoredTensor, few, stored_tensors

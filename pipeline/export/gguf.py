@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from quantization.stored import GGUF_TYPES
-from runtime.sampling_defaults import checked_defaults
+from runtime.gateway.text.sampling_defaults import checked_defaults
 from tapeout.errors import ExportError, one_line
 from tapeout.tensor_files import few
 

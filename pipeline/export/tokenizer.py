@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from pipeline.export.gguf import quickly_read, tokens
 from pipeline.export.sentencepiece_file import converted
-from runtime.chat import TEMPLATE, ChatTemplate
+from runtime.gateway.text.chat_template import TEMPLATE, ChatTemplate
 from tapeout.errors import ExportError, one_line
 from tapeout.tensor_files import few
 

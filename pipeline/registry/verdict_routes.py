@@ -18,7 +18,7 @@ from starlette.routing import Route
 from evals.check import Outcome
 from pipeline.registry import serving
 from pipeline.registry.versions import UnknownVersionError
-from runtime.server.errors import ApiError
+from runtime.gateway.protocol.errors import ApiError
 from tapeout.errors import RegistryError, one_line
 
 KEPT_SECONDS = 30.0  # looking up takes a process of its own and seconds; controllers ask again and again

@@ -1,8 +1,8 @@
 """A server's traffic log as a data set: what its users asked, and what they were answered.
 
-The log (``runtime/server/traffic.py``) is JSON lines, redacted before they were written. The data set ``traffic`` has
-two columns: ``question``, the first message of a user or a prompt, for shadow replay; ``text``, the whole exchange, for
-calibration.
+The log (``runtime/gateway/accounts/traffic.py``) is JSON lines, redacted before they were written. The data set
+``traffic`` has two columns: ``question``, the first message of a user or a prompt, for shadow replay; ``text``, the
+whole exchange, for calibration.
 """
 
 from __future__ import annotations

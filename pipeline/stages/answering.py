@@ -8,18 +8,18 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from evals.answers import Answer, Ask, Leaves, Score
-from runtime.core import EngineCore
-from runtime.in_process import Answered, ModelledTime, answer_all
-from runtime.messages import Constraint, GenerateRequest, SamplingSettings, TokenLogprobs
-from runtime.sampling import BatchSampler
-from runtime.work import Limits
+from runtime.engine.core import EngineCore
+from runtime.engine.in_process import Answered, ModelledTime, answer_all
+from runtime.engine.sampling import BatchSampler
+from runtime.wire.limits import Limits
+from runtime.wire.messages import Constraint, GenerateRequest, SamplingSettings, TokenLogprobs
 from tapeout.errors import RequestError
 from tapeout.progress import ProgressBar
 
 if TYPE_CHECKING:
     from engines.bundle import EngineBundle
     from engines.protocol import Engine
-    from runtime.constraints import ConstraintCompiler
+    from runtime.constraints.compiler import ConstraintCompiler
     from tapeout.artifact import Artifact
 
 
@@ -30,7 +30,7 @@ def served_core(
     from engines.load import at_level
     from engines.native.sampling import sampling_kernel
     from engines.sessions import library_of
-    from runtime.constraints import ConstraintCompiler
+    from runtime.constraints.compiler import ConstraintCompiler
 
     size = engine.capabilities.vocab_size
     text = (bundle.folder / "tokenizer.json").read_text(encoding="utf-8")

@@ -9,12 +9,12 @@ from engines import attention_costs, linear_costs
 from engines.linear_costs import Shape
 from engines.load import find_target, known_targets
 from engines.target import Target
-from engines.threads import physical_cores
 from engines.timing import Seconds, streamed_bytes
 from quantization.cost_table import CostTable, schemes_by_shape, workload_of
 from quantization.formats import stored_by_rtn
 from quantization.plan import PrecisionPlan, UnitPlan
 from quantization.units import caches
+from tapeout.cores import physical_cores
 from tapeout.errors import RecipeError
 from tapeout.portable_graph import PortableGraph
 from tapeout.progress import ProgressBar

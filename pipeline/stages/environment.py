@@ -35,7 +35,7 @@ def libraries() -> dict[str, str]:
 
 def machine() -> dict[str, object]:
     """Only what selects kernels: not the load, not the memory that happens to be free."""
-    from engines.threads import physical_cores
+    from tapeout.cores import physical_cores
 
     return {"machine": platform.machine(), "cpu_features": list(cpu_features()), "cores": physical_cores()}
 

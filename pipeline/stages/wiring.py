@@ -315,7 +315,7 @@ class Measurement:
 
     @property
     def threads(self) -> int:
-        from engines.threads import physical_cores
+        from tapeout.cores import physical_cores
 
         return self.recipe.build.threads or physical_cores()
 
@@ -377,13 +377,13 @@ class Measurement:
 
     def answerer(self, engine: Engine, *, blocks: int | None = None) -> Answerer:
         from pipeline.stages.answering import served_core
-        from runtime.work import Limits
+        from runtime.wire.limits import Limits
 
         return served_core(engine, self.bundle("candidate"), Limits(), threads=self.threads, blocks=blocks)
 
     def draw_counts(self, logits: FloatArray) -> dict[str, tuple[int, int]]:
         from engines.load import at_level
-        from runtime.draw_check import draw_counts
+        from runtime.engine.draw_check import draw_counts
 
         return draw_counts(at_level(self.bundle("candidate")), logits)
 
@@ -405,7 +405,7 @@ class Measurement:
         from tokenizers import Tokenizer
 
         from pipeline.sources.corpus import chat_prompts
-        from runtime.chat import ChatTemplate
+        from runtime.gateway.text.chat_template import ChatTemplate
 
         folder = self.bundle("candidate").folder
         tokenizer: Any = Tokenizer.from_file(str(folder / TOKENIZER))

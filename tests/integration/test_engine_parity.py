@@ -26,7 +26,7 @@ from quantization.calibrate import calibrate
 from quantization.checkpoint import QuantizedModel
 from quantization.quantize import quantize
 from quantization.reference import QuantizedReference
-from runtime.opening import OpenBundle
+from runtime.engine.opening import OpenBundle
 from tapeout.artifact import Artifact
 from tapeout.errors import ResourceError
 from tapeout.recipe import Calibrate, DataSource, KVCache, ModelSource, Plan, Recipe, Rule

@@ -19,10 +19,10 @@ import psutil
 import pytest
 import uvloop
 
-from engines.cores import keep_to, usable
-from runtime.client import EngineDownError, ProcessClient
-from runtime.messages import Delta, GenerateRequest, SamplingSettings
-from runtime.work import DisplacedError, Limits, QueueFullError
+from runtime.gateway.engines.local import EngineDownError, ProcessClient
+from runtime.wire.limits import DisplacedError, Limits, QueueFullError
+from runtime.wire.messages import Delta, GenerateRequest, SamplingSettings
+from tapeout.cores import keep_to, usable
 from tapeout.errors import ArtifactError, RequestError
 from tests.faulty_engine import CRASH, DIES, FAIL, HANG, REFUSES, OpenFaulty, alone
 from tests.waiting import until
@@ -393,8 +393,8 @@ def test_a_random_crowd_leaves_nothing_behind() -> None:
 
 SERVER = """
 import asyncio, pathlib
-from runtime.client import ProcessClient
-from runtime.messages import GenerateRequest
+from runtime.gateway.engines.local import ProcessClient
+from runtime.wire.messages import GenerateRequest
 from tests.faulty_engine import OpenFaulty
 
 async def main():

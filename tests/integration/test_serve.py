@@ -29,7 +29,7 @@ from engines.sequences import Sequences
 from evals.harness import EngineLM
 from pipeline.cli.main import main
 from pipeline.stages.answering import CoreAnswerer
-from runtime.work import Limits
+from runtime.wire.limits import Limits
 from tests import command
 from tests.command import COMMAND, ROOT, Running
 from tests.exported import build_float, tiny_graph

@@ -9,9 +9,9 @@ import pytest
 
 from engines.load import load
 from engines.sequences import Sequences
-from runtime.client import ProcessClient
-from runtime.messages import GenerateRequest
-from runtime.opening import OpenBundle
+from runtime.engine.opening import OpenBundle
+from runtime.gateway.engines.local import ProcessClient
+from runtime.wire.messages import GenerateRequest
 from tapeout.errors import ArtifactError, RequestError
 from tests.exported import build_float, family_graph
 

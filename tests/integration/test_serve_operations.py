@@ -18,8 +18,8 @@ import psutil
 import pytest
 import yaml
 
-from runtime.server.keys import new_key
-from runtime.server.usage import connect, sums
+from runtime.gateway.accounts.keys import new_key
+from runtime.gateway.accounts.usage import connect, sums
 from tests.command import COMMAND, ROOT
 from tests.integration.test_serve import MODEL, Served, bundles, served
 from tests.waiting import wait_for

@@ -18,8 +18,8 @@ from evals.served_log import Log, Streams
 from evals.statement import statement
 from pipeline.cli.serve import require_judged
 from pipeline.cli.serve_limits import limits_within, require_covered
-from runtime.server.listen import ServeError
-from runtime.work import Limits
+from runtime.gateway.http.listen import ServeError
+from runtime.wire.limits import Limits
 from tapeout import artifact
 from tapeout.signing import generate_keys, sign, signature_path, write_signature
 from tests import judged

@@ -36,7 +36,7 @@ from pipeline.registry.pull import Requirements, pull
 from pipeline.registry.register import register
 from quantization.compressed_tensors import open_checkpoint
 from quantization.rounding import round_to_nearest
-from runtime.draw_check import draw_counts
+from runtime.engine.draw_check import draw_counts
 from tapeout import artifact, fingerprint
 from tapeout.artifact import Artifact, ArtifactRef
 from tapeout.errors import ArtifactError, BuildError, EvidenceError, FingerprintError, RequestError, ResourceError

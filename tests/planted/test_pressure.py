@@ -24,13 +24,13 @@ from evals.kinds.serving import (
 from evals.pressure import under_pressure
 from evals.served_log import Streams
 from pipeline.stages.answering import CoreAnswerer
-from runtime import scheduler
-from runtime.blocks import BlockPool, block_keys
-from runtime.constraints import ConstraintCompiler, Matcher
-from runtime.core import EngineCore
-from runtime.sampling import BatchSampler
-from runtime.scheduler import Scheduler
-from runtime.work import Limits
+from runtime.constraints.compiler import ConstraintCompiler, Matcher
+from runtime.engine import scheduler
+from runtime.engine.blocks import BlockPool, block_keys
+from runtime.engine.core import EngineCore
+from runtime.engine.sampling import BatchSampler
+from runtime.engine.scheduler import Scheduler
+from runtime.wire.limits import Limits
 from tests.corpora import bytes_tokenizer
 from tests.fake_engine import HistoryEngine
 

@@ -54,8 +54,8 @@ from quantization.calibrate import calibrate
 from quantization.checkpoint import QuantizedModel
 from quantization.quantize import quantize
 from quantization.reference import QuantizedReference
-from runtime.draw_check import draw_counts
-from runtime.work import Limits
+from runtime.engine.draw_check import draw_counts
+from runtime.wire.limits import Limits
 from tapeout import artifact
 from tapeout.artifact import RECORD, Artifact, ArtifactRef
 from tapeout.portable_graph import PortableGraph

@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 
-from runtime.client import EngineDownError, ProcessClient
-from runtime.core import EngineCore
-from runtime.messages import Delta, GenerateRequest
-from runtime.server.health import Health
-from runtime.work import Limits
+from runtime.engine.core import EngineCore
+from runtime.gateway.engines.local import EngineDownError, ProcessClient
+from runtime.gateway.operations.health import Health
+from runtime.wire.limits import Limits
+from runtime.wire.messages import Delta, GenerateRequest
 from tapeout.errors import RequestError
 from tests.fake_engine import HistoryEngine
 from tests.faulty_engine import CRASH, HANG, OpenFaulty

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from runtime.chat import ChatTemplate, special_tokens
+from runtime.gateway.text.chat_template import ChatTemplate, special_tokens
 from tapeout.errors import ArtifactError, RequestError
 
 CHATML = """{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}

@@ -17,7 +17,7 @@ from pipeline.export.export import find_stop_tokens
 from pipeline.export.gguf import quickly_read
 from pipeline.export.tokenizer import save_tokenizer
 from quantization.autoawq import ORDER
-from runtime.sampling_defaults import read_defaults
+from runtime.gateway.text.sampling_defaults import read_defaults
 from tapeout.errors import ArtifactError, ExportError
 from tests import checkpoints
 from tests.checkpoints import CONFIG, WEIGHTS, Tensors, change_json, change_weights, gguf_file, shard

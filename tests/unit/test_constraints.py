@@ -18,11 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from runtime import constraint_limits, constraints
-from runtime.constraint_check import ConstraintChecker
-from runtime.constraints import MOST_BYTES, ConstraintCompiler
-from runtime.messages import Constraint, GenerateRequest, SamplingSettings
-from runtime.sampling import BatchSampler, Choice
+from runtime.constraints.check import ConstraintChecker
+from runtime.constraints.compiler import MOST_BYTES, ConstraintCompiler
+from runtime.constraints.compiler import compiler as constraints
+from runtime.constraints.compiler import limits as constraint_limits
+from runtime.engine.sampling import BatchSampler, Choice
+from runtime.wire.messages import Constraint, GenerateRequest, SamplingSettings
 from tapeout.errors import RequestError
 
 END, OTHER_END, V = 0, 1, 600

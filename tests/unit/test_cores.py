@@ -12,7 +12,8 @@ from typing import TypeVar
 
 import pytest
 
-from engines.cores import FREE_SECONDS, OFTEN, WINDOW_SECONDS, SharedCores, interruptions, keep_to, usable
+from runtime.engine.shared_cores import FREE_SECONDS, OFTEN, WINDOW_SECONDS, SharedCores, interruptions
+from tapeout.cores import keep_to, usable
 
 Found = TypeVar("Found")
 ALL = usable()

@@ -16,7 +16,7 @@ import yaml
 from typer.main import get_command
 
 from pipeline.cli.main import app
-from runtime.server.metrics import Metrics
+from runtime.gateway.operations.metrics import Metrics
 from tests.serving_client import LocalClient
 
 ROOT = Path(__file__).parents[2]

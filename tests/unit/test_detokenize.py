@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from runtime.detokenize import REPLACEMENT, Detokenizer, TokenTexts
+from runtime.gateway.text.detokenize import REPLACEMENT, Detokenizer, TokenTexts
 
 
 @cache

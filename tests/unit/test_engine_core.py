@@ -14,11 +14,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engines.native.clipping import Clipping, ValueCounts
 from engines.protocol import Entry, Result
-from runtime.core import BROKEN_STEPS, CLIPPING_STEPS, EngineBrokenError, EngineCore
-from runtime.messages import Delta, GenerateRequest, Report, SamplingSettings
-from runtime.speculation import Speculation
-from runtime.step_costs import StepCosts
-from runtime.work import Limits, QueueFullError
+from runtime.engine.core import BROKEN_STEPS, CLIPPING_STEPS, EngineBrokenError, EngineCore
+from runtime.engine.speculation import Speculation
+from runtime.engine.step_costs import StepCosts
+from runtime.wire.limits import Limits, QueueFullError
+from runtime.wire.messages import Delta, GenerateRequest, Report, SamplingSettings
 from tapeout.errors import RequestError
 from tests.fake_engine import HistoryEngine
 

@@ -15,11 +15,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from engines.protocol import EngineCapabilities, FloatArray
 from engines.slot_engine import SlotEngine
 from engines.step_inputs import Int64Array
-from runtime.core import EngineCore
+from runtime.engine.core import EngineCore
+from runtime.gateway.text.stops import StopMatcher
 from runtime.generate import GenerationSettings, Piece, generate
-from runtime.messages import SamplingSettings
-from runtime.stops import StopMatcher
-from runtime.work import Limits
+from runtime.wire.limits import Limits
+from runtime.wire.messages import SamplingSettings
 from tapeout.errors import RequestError
 
 

@@ -22,7 +22,7 @@ from evals.quality import evaluate, task_items, task_metrics
 from evals.tasks import choose_documents, definition_path, load_task, share_out
 from evals.text import log_likelihoods
 from pipeline.stages.answering import CoreAnswerer
-from runtime.work import Limits
+from runtime.wire.limits import Limits
 from tapeout.artifact import ArtifactRef, load
 from tapeout.errors import EvidenceError, RecipeError, RequestError
 from tests.fake_engine import MACHINE, History, TorchEngine

@@ -82,7 +82,7 @@ def test_a_pull_imports_little() -> None:
 
 
 def test_serving_a_bundle_needs_no_torch_and_no_registry() -> None:
-    statement = "import pipeline.cli.serve, runtime.server.run, runtime.worker, engines.targets.ort_cpu"
+    statement = "import pipeline.cli.serve, runtime.gateway.http.run, runtime.engine.worker, engines.targets.ort_cpu"
     assert heavy_imports(statement, HEAVY) == set()
 
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pytest
 
 from engines.protocol import Entry, Result
-from runtime.core import EngineCore
-from runtime.in_process import Answered, ModelledTime, answer_all, deltas
-from runtime.messages import GenerateRequest, SamplingSettings
-from runtime.work import Limits
+from runtime.engine.core import EngineCore
+from runtime.engine.in_process import Answered, ModelledTime, answer_all, deltas
+from runtime.wire.limits import Limits
+from runtime.wire.messages import GenerateRequest, SamplingSettings
 from tapeout.errors import RequestError
 from tests.fake_engine import HistoryEngine
 

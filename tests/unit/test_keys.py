@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from starlette.responses import JSONResponse
 
 from pipeline.cli.main import main
-from runtime.server import keys as module
-from runtime.server.calls import CALLER, Call
-from runtime.server.errors import ApiError
-from runtime.server.keys import Key, KeyFileError, Keys, Limits, RequireKey, hash_of, new_key
+from runtime.gateway.accounts import keys as module
+from runtime.gateway.accounts.keys import Key, KeyFileError, Keys, Limits, RequireKey, hash_of, new_key
+from runtime.gateway.protocol.calls import CALLER, Call
+from runtime.gateway.protocol.errors import ApiError
 from tests.http_server import listening
 
 

@@ -63,14 +63,24 @@ def test_the_lock_holds_exactly_the_versions_the_project_names() -> None:
     assert {name: locked.get(name) for name in named} == named
 
 
-def test_every_package_and_every_room_of_the_pipeline_has_its_layer() -> None:
-    """So the contract covers all code: a new package or room without a layer fails here."""
-    (contract,) = PROJECT["tool"]["importlinter"]["contracts"]
-    assert contract["type"] == "layers"
-    layers = {name.strip() for layer in contract["layers"] for name in layer.split("|")}
-    rooms = {f"pipeline.{path.parent.name}" for path in (ROOT / "pipeline").glob("*/__init__.py")}
-    modules = {f"pipeline.{path.stem}" for path in (ROOT / "pipeline").glob("*.py") if path.stem != "__init__"}
-    assert layers == {*PACKAGES, *rooms, *modules} - {"pipeline"}
+def inside(package: str) -> set[str]:
+    """Folders and modules of a package, by their dotted names."""
+    folder = ROOT / package.replace(".", "/")
+    names = [path.parent.name for path in folder.glob("*/__init__.py")] + [path.stem for path in folder.glob("*.py")]
+    return {f"{package}.{name}" for name in names if name != "__init__"}
+
+
+def test_every_package_and_every_folder_that_has_layers_has_all_of_them() -> None:
+    """So the contracts cover all code: a new package or folder without a layer fails here."""
+    whole, *parts = PROJECT["tool"]["importlinter"]["contracts"]
+    assert {contract["type"] for contract in (whole, *parts)} == {"layers"}
+    layers = [
+        {name.strip() for layer in contract["layers"] for name in layer.split("|")} for contract in (whole, *parts)
+    ]
+    assert layers[0] == {*PACKAGES, *inside("pipeline"), *inside("runtime")} - {"pipeline", "runtime"}
+    for names in layers[1:]:
+        (package,) = {name.rpartition(".")[0] for name in names}
+        assert names == inside(package)
 
 
 def commands_of(target: str) -> list[list[str]]:

@@ -13,12 +13,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
-from runtime.messages import EngineStats
-from runtime.server.calls import Call, Hook
-from runtime.server.errors import ApiError
-from runtime.server.health import Health
-from runtime.server.metrics import HttpMetrics, Metrics
-from runtime.server.window import Window
+from runtime.gateway.operations.health import Health
+from runtime.gateway.operations.metrics import HttpMetrics, Metrics
+from runtime.gateway.operations.window import Window
+from runtime.gateway.protocol.calls import Call, Hook
+from runtime.gateway.protocol.errors import ApiError
+from runtime.wire.messages import EngineStats
 from tests.serving_client import LocalClient, run_call
 
 

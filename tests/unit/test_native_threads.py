@@ -21,7 +21,7 @@ from engines import native
 from engines.native import NATIVE, SMALL
 from engines.sessions import THREADS_ENTRY, cpu_options, threads_of
 from engines.targets.ort_cpu import library
-from engines.threads import physical_cores
+from tapeout.cores import physical_cores
 from tapeout.schemes import Scheme
 from tests.native import Array, Run, linear_session, random_linear
 

@@ -14,12 +14,12 @@ import openai
 import pytest
 from fastapi import FastAPI
 
-from runtime.chat import ChatTemplate
-from runtime.server.app import create_app
-from runtime.server.operations import Operations, OperationsSettings
-from runtime.server.page import policy
-from runtime.server.service import Service
-from runtime.server.text import TextModel
+from runtime.gateway.http.app import create_app
+from runtime.gateway.http.service import Service
+from runtime.gateway.operations.operations import Operations, OperationsSettings
+from runtime.gateway.operations.page import policy
+from runtime.gateway.text.chat_template import ChatTemplate
+from runtime.gateway.text.model import TextModel
 from tests.http_server import END, END_TOKEN, MODEL, TEMPLATE, VOCAB, byte_tokenizer, ids, listening
 from tests.serving_client import LocalClient, ScriptEngine
 

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from engines.native import LEVELS, Level, compiler
 from engines.native.sampling import SamplingKernel
 from engines.protocol import FloatArray
-from runtime.draw import ONE, Filters, candidates, random_bits
-from runtime.messages import GenerateRequest, SamplingSettings
-from runtime.sampling import MOST_LOGPROBS, BatchSampler
+from runtime.engine.draw import ONE, Filters, candidates, random_bits
+from runtime.engine.sampling import MOST_LOGPROBS, BatchSampler
+from runtime.wire.messages import GenerateRequest, SamplingSettings
 from tapeout.errors import RequestError
 
 V = 50

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from engines.native import Level, compiler
 from engines.native.sampling import SamplingKernel, sampling_kernel
-from runtime.draw import Adjustments, Drawn, Filters, Row
-from runtime.messages import SamplingSettings
-from runtime.sampling import BatchSampler
+from runtime.engine.draw import Adjustments, Drawn, Filters, Row
+from runtime.engine.sampling import BatchSampler
+from runtime.wire.messages import SamplingSettings
 from tests.native import least_level
 
 PLACES = (1, 2, 15, 16, 17, 31, 32, 33, 100, 511, 512, 513, 1025, 5000, 49_152)

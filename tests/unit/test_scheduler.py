@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engines.protocol import Entry
-from runtime.blocks import BlockPool, block_keys
-from runtime.scheduler import Scheduler
-from runtime.step_costs import FIRST_PLAIN_AFTER, MIN_CHUNK
-from runtime.work import Finished, Limits, Outcome, QueueFullError, Request, Work
+from runtime.engine.blocks import BlockPool, block_keys
+from runtime.engine.scheduler import Scheduler
+from runtime.engine.step_costs import FIRST_PLAIN_AFTER, MIN_CHUNK
+from runtime.engine.work import Finished, Outcome, Request, Work
+from runtime.wire.limits import Limits, QueueFullError
 from tapeout.errors import RequestError
 from tests.fake_engine import HistoryEngine
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from runtime.constraint_limits import CHECKED
-from runtime.schemas.keywords import ENFORCED, FORMATS, REFUSED, REWRITTEN
-from runtime.schemas.rewrite import FORMAT_PATTERNS
+from runtime.constraints.limits import CHECKED
+from runtime.constraints.schemas.keywords import ENFORCED, FORMATS, REFUSED, REWRITTEN
+from runtime.constraints.schemas.rewrite import FORMAT_PATTERNS
 
 PAGE = (Path(__file__).parents[2] / "docs/serving.md").read_text()
 SECTION = PAGE.partition("## Structured output\n")[2].partition("\n## ")[0]

@@ -7,8 +7,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from runtime.schemas.normal import normal
-from runtime.schemas.references import self_contained
+from runtime.constraints.schemas.normal import normal
+from runtime.constraints.schemas.references import self_contained
 from tapeout.errors import RequestError
 
 INTEGER = {"type": "integer"}

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from jsonschema import Draft7Validator, Draft202012Validator
 from jsonschema.validators import validator_for
 
-from runtime.messages import Constraint
-from runtime.schemas import rewrite
-from runtime.schemas.enforce import enforceable
-from runtime.schemas.facts import disjoint
-from runtime.schemas.values import other_texts
+from runtime.constraints.schemas import rewrite
+from runtime.constraints.schemas.enforce import enforceable
+from runtime.constraints.schemas.facts import disjoint
+from runtime.constraints.schemas.values import other_texts
+from runtime.wire.messages import Constraint
 from tapeout.errors import RequestError
 from tests.unit.test_constraints import END, compiler, tokenizer
 

@@ -17,7 +17,7 @@ from pipeline.registry.bundle_store import store_folder
 from pipeline.registry.promotion import promote
 from pipeline.registry.pull import Requirements, pull
 from pipeline.registry.register import register
-from runtime.server.listen import ServeError, listen
+from runtime.gateway.http.listen import ServeError, listen
 from tapeout import artifact
 from tapeout.errors import ArtifactError, RegistryError
 from tests import judged

@@ -14,11 +14,11 @@ from typing import Any
 import openai
 import pytest
 
-from runtime.server.calls import Call, Hook
-from runtime.server.errors import ApiError
-from runtime.server.requests import ServerLimits
-from runtime.stops import StopMatcher
-from runtime.work import Limits
+from runtime.gateway.http.requests import ServerLimits
+from runtime.gateway.protocol.calls import Call, Hook
+from runtime.gateway.protocol.errors import ApiError
+from runtime.gateway.text.stops import StopMatcher
+from runtime.wire.limits import Limits
 from tests.http_server import END, END_TOKEN, MODEL, START, VOCAB, Served, byte_tokenizer, ids, serving
 from tests.serving_client import SlowEngine
 

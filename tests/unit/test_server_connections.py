@@ -19,13 +19,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.types import ASGIApp
 
-from runtime.server import http_connection
-from runtime.server.app import create_app
-from runtime.server.http_connection import MOST_FILES, ConnectionLimits, most_connections
-from runtime.server.metrics import METHODS
-from runtime.server.operations import Operations, OperationsSettings
-from runtime.server.service import Service
-from runtime.server.text import TextModel
+from runtime.gateway.http import http_connection
+from runtime.gateway.http.app import create_app
+from runtime.gateway.http.http_connection import MOST_FILES, ConnectionLimits, most_connections
+from runtime.gateway.http.service import Service
+from runtime.gateway.operations.metrics import METHODS
+from runtime.gateway.operations.operations import Operations, OperationsSettings
+from runtime.gateway.text.model import TextModel
 from tapeout.errors import TapeoutError
 from tests.http_server import MODEL, VOCAB, byte_tokenizer, listening
 from tests.serving_client import LocalClient, SlowEngine

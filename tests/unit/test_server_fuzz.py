@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runtime.server.protocol import WITHOUT_EFFECT, ChatBody, CompletionBody
-from runtime.server.requests import ServerLimits
+from runtime.gateway.http.requests import ServerLimits
+from runtime.gateway.protocol.bodies import WITHOUT_EFFECT, ChatBody, CompletionBody
 from tests.http_server import MODEL, VOCAB, Served, serving
 from tests.serving_client import SlowEngine
 

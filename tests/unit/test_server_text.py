@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from runtime.server.text import ResponseText, TextModel
-from runtime.work import FinishReason
+from runtime.gateway.text.model import ResponseText, TextModel
+from runtime.wire.messages import FinishReason
 from tests.http_server import CALLS, END, END_TOKEN, START, byte_tokenizer, ids
 
 TEXTS = st.text(st.sampled_from("aab<|>xé🙂日 \n"), max_size=30)

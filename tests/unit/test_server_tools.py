@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import ValidationError, validate
 
-from runtime.server import chat
-from runtime.server.conversations import plain
-from runtime.server.errors import ApiError
-from runtime.server.protocol import CalledTool, FunctionCall, Message, NamedFunction, NamedTool, Tool
-from runtime.server.text import ResponseText, TextModel
-from runtime.server.tools import (
+from runtime.gateway.http import chat
+from runtime.gateway.protocol.bodies import CalledTool, FunctionCall, Message, NamedFunction, NamedTool, Tool
+from runtime.gateway.protocol.errors import ApiError
+from runtime.gateway.text.conversations import plain
+from runtime.gateway.text.model import ResponseText, TextModel
+from runtime.gateway.text.tools import (
     Format,
     HermesReader,
     Llama3Reader,

@@ -11,7 +11,7 @@ import pytest
 from evals.kind import Evidence
 from evals.kinds.serving import KIND, ServedItem, ServingReport, ServingSettings
 from evals.serving import mixed_lengths, served_items, serving, serving_metrics, windows
-from runtime.work import Limits
+from runtime.wire.limits import Limits
 from tapeout.artifact import ArtifactRef
 from tapeout.errors import EvidenceError, RequestError
 from tests.fake_engine import MACHINE, History

@@ -15,7 +15,7 @@ from evals.kinds.shadow import ShadowItem, ShadowSettings
 from evals.shadow import Lockstep, first_divergence, shadow, shadow_items, shadow_metrics
 from evals.text import compare
 from pipeline.stages.answering import CoreAnswerer
-from runtime.work import Limits
+from runtime.wire.limits import Limits
 from tapeout.artifact import ArtifactRef
 from tapeout.errors import EvidenceError
 from tests.fake_engine import MACHINE, HistoryEngine

@@ -17,13 +17,13 @@ import pytest
 from evals.check import Outcome
 from evals.kinds.online import Online, frozen_plan
 from evals.online import judge
-from runtime.client import ProcessClient
-from runtime.messages import GenerateRequest, SamplingSettings
-from runtime.server.calls import Call, Caller
-from runtime.server.generation import Choice, Part, generate
-from runtime.server.protocol import Message
-from runtime.server.shadow import Shadow
-from runtime.server.text import ResponseText, TextModel
+from runtime.gateway.engines.local import ProcessClient
+from runtime.gateway.http.generation import Choice, Part, generate
+from runtime.gateway.operations.shadow import Shadow
+from runtime.gateway.protocol.bodies import Message
+from runtime.gateway.protocol.calls import Call, Caller
+from runtime.gateway.text.model import ResponseText, TextModel
+from runtime.wire.messages import GenerateRequest, SamplingSettings
 from tapeout.observations import OBSERVATIONS_FILE, ObservationLog, read_observations
 from tests.faulty_engine import REFUSES, OpenFaulty, alone
 from tests.http_server import byte_tokenizer
@@ -323,7 +323,7 @@ def test_an_answer_longer_than_the_challengers_context_disagrees(tmp_path: Path)
 
 
 def test_without_room_conversations_are_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.server.shadow.WAITING", 2)
+    monkeypatch.setattr("runtime.gateway.operations.shadow.WAITING", 2)
 
     async def test() -> None:
         async with mirroring(tmp_path) as served:

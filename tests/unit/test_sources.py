@@ -28,9 +28,9 @@ from pipeline.sources.fetch import fetch
 from pipeline.sources.locations import FileSource, HubSource, UrlSource, WheelSource, fetch_source, parse
 from pipeline.sources.source import Source
 from pipeline.sources.traffic import exchanges
-from runtime.server.calls import Call, Caller
-from runtime.server.protocol import Message
-from runtime.server.traffic import TrafficLog, TrafficSettings
+from runtime.gateway.accounts.traffic import TrafficLog, TrafficSettings
+from runtime.gateway.protocol.bodies import Message
+from runtime.gateway.protocol.calls import Call, Caller
 from tapeout.artifact import load
 from tapeout.cache import cache_folder
 from tapeout.errors import EvidenceError, SourceError, TapeoutError

@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.protocol import Entry
-from runtime import speculation
-from runtime.messages import GenerateRequest, SamplingSettings, TokenLogprobs
-from runtime.sampling import BatchSampler
-from runtime.speculation import (
+from runtime.engine import speculation
+from runtime.engine.sampling import BatchSampler
+from runtime.engine.speculation import (
     FIRST_PAUSE,
     MOST_DRAFTED,
     SIZES,
@@ -26,7 +25,8 @@ from runtime.speculation import (
     Speculation,
     accept,
 )
-from runtime.step_costs import StepCosts
+from runtime.engine.step_costs import StepCosts
+from runtime.wire.messages import GenerateRequest, SamplingSettings, TokenLogprobs
 from tests.fake_engine import HistoryEngine
 
 

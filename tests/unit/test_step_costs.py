@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from runtime.step_costs import FIRST_PLAIN_AFTER, FORGET_DRAFTS, MIN_CHUNK, MIN_DRAFTS, PLAIN_AFTER, StepCosts
+from runtime.engine.step_costs import FIRST_PLAIN_AFTER, FORGET_DRAFTS, MIN_CHUNK, MIN_DRAFTS, PLAIN_AFTER, StepCosts
 
 
 def costs() -> StepCosts:

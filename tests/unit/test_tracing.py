@@ -12,13 +12,13 @@ import openai
 import pytest
 from starlette.middleware import Middleware
 
-from runtime.chat import ChatTemplate
-from runtime.server.app import create_app
-from runtime.server.calls import Call, Hook
-from runtime.server.errors import ApiError
-from runtime.server.service import Service
-from runtime.server.text import TextModel
-from runtime.server.tracing import TraceContext, Tracing, otlp_provider
+from runtime.gateway.http.app import create_app
+from runtime.gateway.http.service import Service
+from runtime.gateway.operations.tracing import TraceContext, Tracing, otlp_provider
+from runtime.gateway.protocol.calls import Call, Hook
+from runtime.gateway.protocol.errors import ApiError
+from runtime.gateway.text.chat_template import ChatTemplate
+from runtime.gateway.text.model import TextModel
 from tests.http_server import END, END_TOKEN, MODEL, TEMPLATE, VOCAB, byte_tokenizer, ids, listening
 from tests.serving_client import LocalClient, ScriptEngine, run_call
 

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from runtime.server import traffic as module
-from runtime.server.calls import Call, Caller
-from runtime.server.protocol import Message
-from runtime.server.redaction import redact, redact_all
-from runtime.server.traffic import TrafficLog, TrafficSettings
+from runtime.gateway.accounts import traffic as module
+from runtime.gateway.accounts.redaction import redact, redact_all
+from runtime.gateway.accounts.traffic import TrafficLog, TrafficSettings
+from runtime.gateway.protocol.bodies import Message
+from runtime.gateway.protocol.calls import Call, Caller
 from tapeout.errors import TapeoutError
 from tests.waiting import wait_for
 

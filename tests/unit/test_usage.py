@@ -19,10 +19,10 @@ from uuid import uuid4
 import pytest
 
 from pipeline.cli.main import main
-from runtime.server import usage as module
-from runtime.server.calls import Call, Caller
-from runtime.server.errors import ApiError
-from runtime.server.usage import Usage, UsageError, UsageRecord, connect, sums
+from runtime.gateway.accounts import usage as module
+from runtime.gateway.accounts.usage import Usage, UsageError, UsageRecord, connect, sums
+from runtime.gateway.protocol.calls import Call, Caller
+from runtime.gateway.protocol.errors import ApiError
 from tests.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]

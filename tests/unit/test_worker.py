@@ -11,13 +11,13 @@ from threading import Thread
 
 import pytest
 
-from engines.cores import SharedCores
-from runtime import worker
-from runtime.constraints import ConstraintCompiler
-from runtime.core import EngineCore
-from runtime.messages import Add, Close, GenerateRequest, Report
-from runtime.work import Limits
-from runtime.worker import serve
+from runtime.constraints.compiler import ConstraintCompiler
+from runtime.engine import worker
+from runtime.engine.core import EngineCore
+from runtime.engine.shared_cores import SharedCores
+from runtime.engine.worker import serve
+from runtime.wire.limits import Limits
+from runtime.wire.messages import Add, Close, GenerateRequest, Report
 from tests.fake_engine import HistoryEngine
 
 

@@ -1,4 +1,4 @@
-/* From logits to tokens: what runtime/draw.py computes in numpy, to the bit.
+/* From logits to tokens: what runtime/engine/draw.py computes in numpy, to the bit.
 
    A token's weight is its probability over that of the likeliest one, times 2^30, as an integer: sums do not depend on
    the order of their terms. Multiplies and adds round separately, as numpy's do. */

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engines.target import Capabilities, GraphTarget, Passes
-from engines.threads import physical_cores
+from tapeout.cores import physical_cores
 from tapeout.errors import BuildError
 from tapeout.fingerprint import Fingerprint
 

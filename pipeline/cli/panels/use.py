@@ -35,7 +35,7 @@ def generate(
     Example: `tapeout generate "Why is the sky blue?" --max-new-tokens 80`
     """
     from pipeline.cli.generate import run
-    from runtime.messages import SamplingSettings
+    from runtime.wire.messages import SamplingSettings
 
     run(
         bundle,

@@ -1,0 +1,1 @@
+"""Structured output: constraints become masks. The gateway checks them, the engine compiles them."""

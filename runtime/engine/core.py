@@ -1,0 +1,379 @@
+"""One engine under continuous batching: requests come in, each step moves all of them, new tokens come out.
+
+P  positions of an entry whose results are wanted      V  vocabulary size
+
+A step plans with the scheduler, feeds the engine, chooses tokens, and tells the scheduler what came of it. A request
+that fails ends alone. Where a sequence is one block (``shares_blocks`` is false), a shared prefix is computed again
+rather than copied: such engines hold few sequences, and the one that holds the prefix is seldom there still.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from time import monotonic
+
+from engines.native.clipping import Clipping, Clippings
+from engines.protocol import Engine, Entry, FloatArray, Result
+from runtime.engine.blocks import BlockPool
+from runtime.engine.sampling import BatchSampler, Choice
+from runtime.engine.scheduler import Scheduler
+from runtime.engine.speculation import Counts, Speculation, accept
+from runtime.engine.work import Outcome, Request, Work
+from runtime.wire.limits import DisplacedError, Limits
+from runtime.wire.messages import Delta, EngineStats, FinishReason, GenerateRequest, Refusal, Report, TokenLogprobs
+from tapeout.errors import RequestError, one_line
+
+BROKEN_STEPS = 3  # so many steps in turn in which every entry failed: the engine is broken, not the requests
+# Nobody looks for drafts where more of them than this must be accepted to pay: looking takes time, too.
+MOST_WORTH = 0.8
+CLIPPING_STEPS = 16  # between two reads of the kernels' counts of clipped values, of 10 µs each, while requests run
+_NOTHING = Outcome()
+_FAILED = Outcome(failed=True)
+
+
+class EngineBrokenError(Exception):
+    """The engine fails whatever it is fed."""
+
+
+@dataclass
+class _Active:
+    """A request that waits or runs, and what its step has brought so far."""
+
+    request: GenerateRequest
+    arrival: float
+    queued: float = 0.0  # seconds until its first step
+    answered: int = 0  # tokens of the response that were reported
+    cached: int | None = None  # prompt tokens found in blocks, once it runs
+    scores: list[TokenLogprobs | None] = field(default_factory=lambda: [None])  # of the prompt
+    tokens: tuple[int, ...] = ()
+    stops: bool = False  # the last of them ends the response
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    error: str | None = None
+    speculation: Speculation | None = None
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """New tokens, up to one that stops the response."""
+        stops, least = self.request.stop_tokens, self.request.min_new_tokens - self.answered
+        for count, token in enumerate(tokens):
+            if token in stops and count >= least:
+                self.stops, tokens = True, tokens[: count + 1]
+                break
+        self.tokens = tuple(tokens)
+
+
+class EngineCore:
+    """No more requests run at once than the engine takes in a step, whatever the limits.
+
+    ``sampler``: by default one without constraints, in numpy.
+    ``clippings``: values that the engine stored on static grids, and clipped. ``clock``: seconds, by which steps are
+    timed; arrivals and steps are given points in time of the same clock.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        limits: Limits,
+        sampler: BatchSampler | None = None,
+        clippings: Clippings = Clipping,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        has = engine.capabilities
+        self.engine, self.clock = engine, clock
+        limits = replace(limits, max_running=min(limits.max_running, has.max_batch))
+        self.scheduler = Scheduler(BlockPool(has.blocks), limits, has.block_tokens, has.max_tokens)
+        self._sampler = sampler or BatchSampler(has.vocab_size)
+        self._clippings, self._clipped = clippings, clippings()
+        # Where a sequence is one block, several tokens of a sequence are fed alone, and drafts never pay.
+        self._most_drafted = limits.most_drafted if has.shares_blocks else 0
+        self._counts = Counts()
+        self._active: dict[str, _Active] = {}
+        self._deltas: list[Delta] = []  # since the last report
+        self._refusals: list[Refusal] = []
+        self._broken_steps = 0
+        self._finished: Counter[str] = Counter()
+        self._steps = self._prompt_tokens = self._generated_tokens = 0
+        self._prefix_queries = self._prefix_hits = 0
+        self._step_seconds, self._step_tokens, self._step_requests = 0.0, 0, 0
+
+    @property
+    def busy(self) -> bool:
+        """There is something to do or to report."""
+        return bool(self._active or self._deltas or self._refusals)
+
+    def add(self, request: GenerateRequest, now: float) -> None:
+        """Queue a request that arrived at ``now``, or refuse it: the next report says so."""
+        if request.id in self._active:
+            self._refuse(request.id, RequestError(f"request {request.id} is there already", expected="a new id"))
+            return
+        try:
+            self._sampler.add(request)
+            displaced = self.scheduler.add(_scheduled(request, now), now)
+        except Exception as error:  # whatever a request holds, it must not end the engine
+            self._sampler.remove(request.id)
+            known = isinstance(error, RequestError)
+            self._refuse(request.id, error if known else RequestError(f"the request is invalid: {one_line(error)}"))
+            return
+        speculation = Speculation(self.scheduler.costs, self._counts) if self._most_drafted else None
+        self._active[request.id] = _Active(request, now, speculation=speculation)
+        for id in displaced:
+            self._forget(id, "displaced")
+            found = "a request of a higher priority took the place of this one in the full queue"
+            expected = f"at most {self.scheduler.limits.max_waiting} waiting requests"
+            self._refuse(id, DisplacedError(found, expected=expected, retry_after=self.scheduler.retry_after))
+
+    def cancel(self, id: str) -> None:
+        """End a request; nothing happens if it has ended already."""
+        if self.scheduler.cancel(id):
+            self._end(id, "cancelled")
+
+    def step(self, now: float) -> Report:
+        """Move every running request on. The report has what happened since the last one."""
+        for id, reason in self.scheduler.expire(now):
+            self._end(id, reason)
+        works = self.scheduler.plan(now, self._drafts())
+        if works:
+            self._run(works, now)
+        return self.report()
+
+    def prepare(self) -> bool:
+        """Do some work that later steps would wait for; True if another call would do more.
+
+        Each running request may need a block in the next step. While none runs, as many as may run are expected.
+        """
+        return self.engine.prepare(self.scheduler.running or self.scheduler.limits.max_running)
+
+    def report(self) -> Report:
+        """What happened since the last report, and the state now."""
+        report = Report(tuple(self._deltas), self.stats(), tuple(self._refusals))
+        self._deltas.clear()
+        self._refusals.clear()
+        return report
+
+    def stats(self) -> EngineStats:
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        if not scheduler.running or self._steps % CLIPPING_STEPS == 0:
+            self._clipped = self._clippings()
+        values = self._clipped
+        return EngineStats(
+            running=scheduler.running,
+            waiting=scheduler.waiting,
+            waiting_tokens=scheduler.waiting_tokens,
+            blocks=pool.blocks,
+            blocks_held=pool.held,
+            blocks_cached=pool.cached,
+            steps=self._steps,
+            stepped_at=self.clock(),
+            step_seconds=self._step_seconds,
+            step_tokens=self._step_tokens,
+            step_requests=self._step_requests,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            prefix_queries=self._prefix_queries,
+            prefix_hits=self._prefix_hits,
+            preemptions=scheduler.preemptions,
+            drafts=self._counts.drafts,
+            drafted_tokens=self._counts.drafted,
+            accepted_tokens=self._counts.accepted,
+            kv_values=values.kv.stored,
+            kv_values_clipped=values.kv.clipped,
+            activation_values=values.activations.stored,
+            activation_values_clipped=values.activations.clipped,
+            finished=dict(self._finished),
+        )
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def _run(self, works: Sequence[Work], now: float) -> None:
+        started = self.clock()
+        results = self._feed([self._entry(work) for work in works])
+        self._choose(works, results)
+        outcomes = {work.id: self._outcome(work.id) for work in works}
+        seconds = self.clock() - started
+        finished: dict[str, FinishReason] = dict(self.scheduler.commit(outcomes, now + seconds))
+        for work in works:
+            if work.drafts:
+                self._learn(work)
+            self._tell(work.id, finished.get(work.id))
+        self._steps += 1
+        self._step_seconds, self._step_requests = seconds, len(works)
+        self._step_tokens = sum(len(work.tokens) for work in works)
+
+    def _drafts(self) -> dict[str, Sequence[int]]:
+        """Guesses for the requests that decode in the next step, where they pay and prompts leave room for them."""
+        if not self._most_drafted or self.scheduler.feeds_prompts:
+            return {}
+        drafts: dict[str, Sequence[int]] = {}
+        costs = self.scheduler.costs
+        running = self.scheduler.running  # all of them decode
+        if costs.plain_due(running) or costs.worth(running) > MOST_WORTH:
+            return {}
+        decoding = self.scheduler.decoding()
+        for id, tokens, room in decoding:
+            speculation = self._active[id].speculation
+            if speculation and (found := speculation.draft(tokens, min(room, self._most_drafted), len(decoding))):
+                drafts[id] = found
+        return drafts
+
+    def _learn(self, work: Work) -> None:
+        active = self._active[work.id]
+        drafts = work.tokens[len(work.tokens) - work.drafts :]
+        if active.speculation and active.error is None:
+            held = sum(token == draft for token, draft in zip(active.tokens, drafts, strict=False))
+            active.speculation.observe(work.drafts, held)
+
+    def _entry(self, work: Work) -> Entry:
+        active = self._active[work.id]
+        if active.cached is None:
+            active.cached, active.queued = self.scheduler.cached_tokens(work.id), self.clock() - active.arrival
+            self._prefix_queries += len(active.request.prompt)
+            self._prefix_hits += active.cached
+        if active.request.prompt_logprobs is not None and (positions := _unscored(active, work)):
+            return Entry(work.tokens, work.start, work.blocks, "logits", positions)
+        if not work.samples:
+            return Entry(work.tokens, work.start, work.blocks, positions=())
+        positions = range(len(work.tokens) - work.drafts - 1, len(work.tokens)) if work.drafts else None
+        return Entry(work.tokens, work.start, work.blocks, self._sampler.needs(work.id), positions)
+
+    def _feed(self, entries: Sequence[Entry]) -> list[Result]:
+        """One step of the engine. If it fails as a whole, each entry is fed alone, and those that fail alone end."""
+        try:
+            results = self.engine.step(entries)
+        except Exception as failure:
+            results = [self._feed_alone(entry) for entry in entries]
+            self._broken_steps = self._broken_steps + 1 if all(result.error for result in results) else 0
+            if self._broken_steps == BROKEN_STEPS:
+                raise EngineBrokenError(f"{BROKEN_STEPS} steps in turn failed: {one_line(failure)}") from failure
+        else:
+            self._broken_steps = 0
+        return results
+
+    def _feed_alone(self, entry: Entry) -> Result:
+        try:
+            return self.engine.step([entry])[0]
+        except Exception as failure:
+            return Result(error=RequestError(f"the engine failed: {one_line(failure)}"))
+
+    def _choose(self, works: Sequence[Work], results: Sequence[Result]) -> None:
+        """The new tokens of every request that gets some, scores of prompts, and errors."""
+        drafts: dict[str, Sequence[int]] = {}  # of requests that choose from logits
+        logits: dict[str, FloatArray] = {}
+        for work, result in zip(works, results, strict=True):
+            active, first = self._active[work.id], len(work.tokens) - work.drafts
+            if result.error is not None:
+                active.error = str(result.error)
+            elif result.tokens is not None:
+                chosen = result.tokens.tolist()
+                active.take(accept(chosen, work.tokens[first:]) if work.drafts else chosen)
+            elif result.logits is not None:
+                self._score(active, result.logits)
+                if work.samples and active.error is None:
+                    drafts[work.id], logits[work.id] = work.tokens[first:], result.logits[-work.drafts - 1 :]
+        if not drafts:
+            return
+        for id, choices in self._draw(drafts, logits).items():
+            active = self._active[id]
+            active.error = choices[-1].error
+            active.take([choice.token for choice in choices])
+            active.logprobs = tuple(choice.logprobs for choice in choices if choice.logprobs is not None)
+
+    def _draw(
+        self, drafts: Mapping[str, Sequence[int]], logits: Mapping[str, FloatArray]
+    ) -> Mapping[str, Sequence[Choice]]:
+        """The choices of each request. If this fails, all choose alone, and those that fail alone end.
+
+        So do those with drafts: some of their choices may count as said already.
+        """
+        try:
+            return self._sampler.choose_drafted(drafts, logits)
+        except Exception as failure:
+            failed = [Choice(-1, error=f"sampling failed: {one_line(failure)}")]
+            if len(drafts) == 1:
+                return dict.fromkeys(drafts, failed)
+            return {id: failed if guesses else self._draw({id: guesses}, logits)[id] for id, guesses in drafts.items()}
+
+    def _score(self, active: _Active, logits: FloatArray) -> None:
+        """Log-probabilities of prompt tokens that have none yet, from the logits ``[P, V]`` of the tokens before."""
+        top, prompt, first = active.request.prompt_logprobs, active.request.prompt, len(active.scores)
+        if top is not None and (count := min(len(logits), len(prompt) - first)):
+            try:
+                active.scores += self._sampler.score(prompt[first : first + count], logits[:count], top)
+            except RequestError as error:
+                active.error = error.found
+
+    def _outcome(self, id: str) -> Outcome:
+        active = self._active[id]
+        if active.error is not None:
+            return _FAILED
+        return Outcome(active.tokens, active.stops) if active.tokens else _NOTHING
+
+    def _tell(self, id: str, reason: FinishReason | None) -> None:
+        """Report what a request's step has brought, if anything."""
+        active = self._active[id]
+        tokens, logprobs, error = active.tokens, active.logprobs, active.error
+        active.tokens = active.logprobs = ()
+        if error is not None:
+            self._end(id, "error", error)
+        elif tokens or reason:
+            scores, cached, queued = None, 0, None
+            if not active.answered:
+                queued = active.queued
+                self._prompt_tokens += len(active.request.prompt)
+                cached = active.cached or 0
+                scores = None if active.request.prompt_logprobs is None else tuple(active.scores)
+            active.answered += len(tokens)
+            self._generated_tokens += len(tokens)
+            self._deltas.append(Delta(id, tokens, logprobs or None, scores, cached, reason, queue_seconds=queued))
+            if reason:
+                self._forget(id, reason)
+
+    def _end(self, id: str, reason: FinishReason, error: str | None = None) -> None:
+        self._deltas.append(Delta(id, finish_reason=reason, error=error))
+        self._forget(id, reason)
+
+    def _refuse(self, id: str, error: RequestError) -> None:
+        self._refusals.append(Refusal(id, error))
+
+    def _forget(self, id: str, reason: str) -> None:
+        del self._active[id]
+        self._sampler.remove(id)
+        self._finished[reason] += 1
+
+
+def _scheduled(request: GenerateRequest, now: float) -> Request:
+    """:class:`RequestError` for values of a wrong type: later they would fail the step, and everybody with it."""
+
+    def deadline(timeout: float | None) -> float | None:
+        if timeout is None:
+            return None
+        if not timeout >= 0:  # NaN has no place among deadlines
+            raise RequestError(f"a timeout of {timeout} seconds", expected="at least 0")
+        return now + timeout
+
+    expected = {"max_new_tokens": int, "min_new_tokens": int, "priority": int, "tenant": str, "salt": bytes}
+    for name, kind in expected.items():
+        if not isinstance(value := getattr(request, name), kind):
+            raise RequestError(f"{name} is {value!r}", expected=kind.__name__)
+    return Request(
+        request.id,
+        request.prompt,
+        request.max_new_tokens,
+        request.priority,
+        request.tenant,
+        request.salt,
+        deadline(request.queue_timeout),
+        deadline(request.first_token_timeout),
+        deadline(request.timeout),
+        scored=request.prompt_logprobs is not None,
+    )
+
+
+def _unscored(active: _Active, work: Work) -> range:
+    """Tokens of the work that precede a prompt token without a score; with them the last, if it decides a token."""
+    first = max(len(active.scores) - 1 - work.start, 0)
+    end = len(active.request.prompt) - 1 - work.start
+    if first >= min(end, len(work.tokens)):
+        return range(0)
+    return range(first, len(work.tokens) if work.samples else min(end, len(work.tokens)))

@@ -1,0 +1,450 @@
+"""Which tokens of which requests the next step feeds: iteration-level scheduling over a pool of KV blocks.
+
+A request waits, runs, and ends once. A running request has tokens that its blocks do not hold yet: a part of its
+prompt, or the token that was chosen last. Each step first feeds requests that decode, then prompts, in chunks: as many
+tokens as keep inter-token latency within its bound. Requests join and leave at any step.
+
+Where blocks run out, the running request of the lowest rank gives up its blocks and is computed again later; full
+blocks that nobody has taken meanwhile are found again by their keys. Blocks are not moved to host memory or disk
+instead: on a CPU they are in host memory already, and a disk is slower to read than they are to compute.
+
+Requests that share a prefix share its blocks. One that arrives while another computes the same prefix waits for it, so
+``n`` responses to one prompt compute it once. Neither numpy nor an engine is imported here, and no clock is read: the
+caller says what time it is, in seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from itertools import count
+
+from runtime.engine.blocks import BlockPool, block_keys
+from runtime.engine.step_costs import StepCosts
+from runtime.engine.waiting import Rank, WaitingQueue
+from runtime.engine.work import Finished, Outcome, Request, Work
+from runtime.wire.limits import Limits, QueueFullError
+from runtime.wire.messages import FinishReason
+from tapeout.errors import RequestError
+
+
+@dataclass(eq=False)
+class _Sequence:
+    request: Request
+    arrival: float
+    tokens: list[int]  # of the prompt and the answer so far
+    computed: int = 0  # positions that its blocks hold
+    cached: int = 0  # prompt tokens that were found in blocks when it first ran
+    blocks: list[int] = field(default_factory=list[int])
+    keys: list[bytes] = field(default_factory=list[bytes])
+    published: int = 0  # blocks whose keys the pool was told
+    started: bool = False
+
+    def __post_init__(self) -> None:
+        self.id, self.tenant, self.priority = self.request.id, self.request.tenant, self.request.priority
+
+    @property
+    def answered(self) -> int:
+        return len(self.tokens) - len(self.request.prompt)
+
+
+_Deadline = tuple[float, int, str, _Sequence]  # when, a number that makes it unique, until what, of whom
+
+
+class Scheduler:
+    """``block_tokens``: positions of a block. ``max_tokens``: positions of a sequence."""
+
+    def __init__(self, pool: BlockPool, limits: Limits, block_tokens: int, max_tokens: int) -> None:
+        self.pool, self.limits = pool, limits
+        self._block_tokens, self._max_tokens = block_tokens, max_tokens
+        self.costs = StepCosts(limits.itl_factor, limits.itl_seconds, limits.backlog_seconds, limits.step_seconds)
+        self.preemptions = 0
+        self._queue = WaitingQueue(self._rank)
+        self._waiting = self._queue.sequences
+        self._running: dict[str, _Sequence] = {}
+        self._planned: dict[str, Work] = {}
+        self._computing: dict[bytes, str] = {}  # keys of blocks that a running request will publish
+        self._deadlines: list[_Deadline] = []  # a heap
+        self._numbers = count()
+        self._served: dict[str, float] = {}  # tokens fed, by tenant
+        self._active: dict[str, int] = {}  # requests, by tenant
+        self._speed: float | None = None  # tokens per second, smoothed
+        self._answer_tokens: float | None = None  # of a request, smoothed
+        self._planned_at = 0.0
+        self._busy_since: float | None = None  # the last commit, unless there was nothing to do after it
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def waiting_tokens(self) -> int:
+        return self._queue.tokens
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def preempted(self) -> list[str]:
+        """Requests that have begun and wait for blocks."""
+        return [id for id, sequence in self._waiting.items() if sequence.started]
+
+    def cached_tokens(self, id: str) -> int:
+        """Prompt tokens of a running request that it did not have to compute."""
+        return self._running[id].cached
+
+    @property
+    def feeds_prompts(self) -> bool:
+        """A running request has more than one token to feed: the next step has room for prompts first."""
+        return any(self._pending(sequence) > 1 for sequence in self._running.values())
+
+    def decoding(self) -> list[tuple[str, Sequence[int], int]]:
+        """Requests that feed one token in the next step: id, tokens so far, and how many guesses there is room for."""
+        return [
+            (id, sequence.tokens, self._room(sequence))
+            for id, sequence in self._running.items()
+            if self._pending(sequence) == 1
+        ]
+
+    def add(self, request: Request, now: float) -> list[str]:
+        """Queue a request. Waiting requests of lower priority that lose their place in a full queue have ended.
+
+        :class:`RequestError` for one that can never run, :class:`QueueFullError` where the queue has no room.
+        """
+        size, prompt = self._block_tokens, len(request.prompt)
+        if request.id in self._waiting or request.id in self._running:
+            raise RequestError(f"request {request.id} is there already", expected="an id of its own")
+        # The last new token is never fed, so it needs no position.
+        positions = prompt + max(request.max_new_tokens - 1, 0)
+        most = min(self._max_tokens, self.pool.blocks * size)
+        if not prompt or request.max_new_tokens < 0 or positions > most:
+            raise RequestError(
+                f"{prompt} prompt tokens and {request.max_new_tokens} new ones",
+                expected=f"at least one prompt token, and at most {most + 1} together",
+                remedy="shorten the prompt or ask for fewer new tokens",
+            )
+        displaced = self._make_room(request, now)
+        tenant = request.tenant
+        if tenant not in self._active:
+            # A tenant that was away has not saved up its share.
+            self._served[tenant] = min(self._served.values(), default=0.0)
+        self._active[tenant] = self._active.get(tenant, 0) + 1
+        sequence = _Sequence(request, now, list(request.prompt))
+        self._queue.add(sequence)
+        deadlines = (
+            ("queue", request.queue_deadline),
+            ("first token", request.first_token_deadline),
+            ("last token", request.deadline),
+        )
+        for until, deadline in deadlines:
+            if deadline is not None:
+                heappush(self._deadlines, (deadline, next(self._numbers), until, sequence))
+        return displaced
+
+    def cancel(self, id: str) -> Finished | None:
+        """End a request now; its blocks are free for the next step. None if there is no such request."""
+        return self._finish(id, "cancelled") if self._find(id) else None
+
+    def expire(self, now: float) -> list[Finished]:
+        """End the requests whose deadline has passed."""
+        expired: list[Finished] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, _, until, sequence = heappop(self._deadlines)
+            id = sequence.id
+            kept = (until == "queue" and sequence.started) or (until == "first token" and sequence.answered)
+            if not kept and self._find(id) is sequence:
+                expired.append(self._finish(id, "timeout"))
+        if len(self._deadlines) > 256 + 6 * (self.waiting + self.running):  # mostly of requests that have ended
+            self._deadlines = [entry for entry in self._deadlines if self._find(entry[3].request.id) is entry[3]]
+            heapify(self._deadlines)
+        return expired
+
+    def plan(self, now: float, drafts: Mapping[str, Sequence[int]] | None = None) -> list[Work]:
+        """The next step, at most ``step_tokens`` tokens. :meth:`commit` must follow, unless it is empty.
+
+        ``drafts``: guesses for requests that decode. They are fed as far as there is room for them.
+        """
+        assert not self._planned, "the last step was not committed"
+        self._planned_at = now
+        budget, before = self.limits.step_tokens, self.preemptions
+        decoding, prompts = list[_Sequence](), list[_Sequence]()
+        for sequence in self._running.values():
+            (decoding if len(sequence.tokens) - sequence.computed == 1 else prompts).append(sequence)
+        # The order decides who gets a block, which matters only where there are too few: each may need one.
+        if len(decoding) > min(budget, self.pool.available):
+            decoding.sort(key=lambda sequence: self._rank(sequence, now))
+        if len(prompts) > 1:
+            prompts.sort(key=lambda sequence: self._rank(sequence, now))
+        # A decoding request feeds one token: prompts wait for them, since each would delay all of them.
+        for sequence in decoding:
+            if budget and sequence.id in self._running:
+                budget -= self._feed(sequence, 1, now)
+        # One long prompt is no backlog: it takes its time, and nobody else waits longer for that.
+        pending = [self._pending(sequence) for sequence in prompts]
+        backlog = self.waiting_tokens + sum(pending) - max(self._queue.longest, *pending, 0)
+        decodes = len(self._planned)
+        budget = prompt_budget = self.costs.prompt_budget(decodes, budget, backlog)
+        scored = self.limits.scored_tokens
+        for sequence in prompts:
+            if budget and sequence.id in self._running:
+                fed, scored = self._feed_prompt(sequence, budget, scored, now)
+                budget -= fed
+        if self.preemptions == before:  # else those that were preempted would be admitted right away
+            budget = self._admit(budget, scored, now)
+        # Not beside prompts: their tokens must be computed in any case, and a guess may be wrong.
+        if drafts and budget == prompt_budget:
+            self._add_drafts(drafts, self.costs.draft_budget(decodes, self.limits.step_tokens - decodes))
+        return list(self._planned.values())
+
+    def commit(self, outcomes: Mapping[str, Outcome], now: float) -> list[Finished]:
+        """What came of the planned work; requests that were cancelled meanwhile may be missing. Who has ended."""
+        fed, decodes, drafts, failed, finished = 0, 0, 0, False, list[Finished]()
+        planned, self._planned = self._planned, {}
+        for id, work in planned.items():
+            sequence = self._running.get(id)
+            if sequence is None:
+                continue
+            outcome = outcomes[id]
+            if outcome.failed:
+                failed = True
+                finished.append(self._finish(id, "error"))
+                continue
+            count, request = len(work.tokens), sequence.request
+            fed += count
+            drafts += work.drafts
+            decodes += work.samples and count - work.drafts == 1
+            self._served[request.tenant] += count
+            sequence.computed = work.start + count - work.drafts
+            if work.samples:
+                assert 1 <= len(outcome.tokens) <= work.drafts + 1, f"request {id} got {len(outcome.tokens)} tokens"
+                sequence.tokens += outcome.tokens
+                sequence.computed += len(outcome.tokens) - 1
+            if sequence.computed >= (sequence.published + 1) * self._block_tokens:
+                self._publish(sequence)
+            if outcome.stop:
+                finished.append(self._finish(id, "stop"))
+            elif sequence.answered == request.max_new_tokens and (work.samples or not self._pending(sequence)):
+                finished.append(self._finish(id, "length"))
+        if not failed:  # else it is not known what took the time
+            self.costs.observe(decodes, fed - decodes - drafts, drafts, now - self._planned_at)
+        self._measure(fed, now)
+        return finished
+
+    def check(self) -> None:
+        """The bookkeeping adds up; for tests, and for a server that is idle."""
+        sequences = [*self._waiting.values(), *self._running.values()]
+        self.pool.check(sequence.blocks for sequence in sequences)
+        assert not self._waiting.keys() & self._running.keys()
+        for sequence in sequences:
+            assert sequence.computed < len(sequence.tokens)
+            assert len(sequence.blocks) * self._block_tokens >= sequence.computed
+        for sequence in self._waiting.values():
+            assert not sequence.blocks and not sequence.computed, "a waiting request holds blocks"
+        self._queue.check()
+        assert sum(self._active.values()) == len(sequences) and self._active.keys() == self._served.keys()
+        assert set(self._computing.values()) <= self._running.keys(), "nobody computes a block that others wait for"
+
+    def _feed(self, sequence: _Sequence, count: int, now: float) -> int:
+        """Plan ``count`` tokens of a running request; 0 if it had to give up its blocks."""
+        end, size, id = sequence.computed + count, self._block_tokens, sequence.id
+        missing = -(-end // size) - len(sequence.blocks)
+        while missing > 0:
+            taken = self.pool.take(missing)
+            if taken is not None:
+                sequence.blocks += taken
+                break
+            others = [other for other in self._running.values() if other.id not in self._planned]
+            victim = max(others, key=lambda other: self._rank(other, now))
+            self._preempt(victim)
+            if victim is sequence:
+                return 0
+        tokens = sequence.tokens[sequence.computed : end]
+        samples = end == len(sequence.tokens) and sequence.request.max_new_tokens > 0
+        self._planned[id] = Work(id, tokens, sequence.computed, sequence.blocks, samples)
+        return count
+
+    def _feed_prompt(self, sequence: _Sequence, budget: int, scored: int, now: float) -> tuple[int, int]:
+        """Plan as many tokens as the budgets allow; how many, and what is left of the tokens that may be scored."""
+        count = min(self._pending(sequence), budget)
+        if sequence.request.scored and sequence.computed < len(sequence.request.prompt):
+            count = min(count, scored)
+            scored -= count
+        return (self._feed(sequence, count, now) if count else 0), scored
+
+    def _add_drafts(self, drafts: Mapping[str, Sequence[int]], budget: int) -> None:
+        """Append guesses to the planned work, as far as free blocks and the requests' limits allow.
+
+        Where there is room for some only, everybody gets the first ones: later ones hold less often.
+        """
+        size, wanted = self._block_tokens, list[tuple[int, _Sequence, Work, Sequence[int]]]()
+        for id, guesses in drafts.items():
+            work, sequence = self._planned.get(id), self._running.get(id)
+            if work is None or sequence is None or not work.samples or len(work.tokens) > 1:  # a prompt is no decode
+                continue
+            if (count := min(len(guesses), self._room(sequence))) > 0:
+                wanted.append((count, sequence, work, guesses))
+        wanted.sort(key=lambda found: found[0])
+        for number, (most, sequence, work, guesses) in enumerate(wanted):
+            end, count = work.start + 1, min(most, budget // (len(wanted) - number))
+            missing = -(-(end + count) // size) - len(sequence.blocks)
+            if missing > 0:
+                taken = self.pool.take(missing)
+                if taken is None:
+                    count = len(sequence.blocks) * size - end
+                else:
+                    sequence.blocks += taken
+            if count > 0:
+                tokens = [*work.tokens, *guesses[:count]]
+                self._planned[sequence.id] = work._replace(tokens=tokens, drafts=count)
+                budget -= count
+
+    def _admit(self, budget: int, scored: int, now: float) -> int:
+        """Waiting requests run while there is budget, and room for their tokens so far and those that are expected.
+        What is left of the budget.
+
+        One that does not fit is not overtaken by smaller ones of a lower rank, or it would starve.
+        """
+        size = self._block_tokens
+        if not budget or len(self._running) >= self.limits.max_running:
+            return budget
+        for sequence in self._queue.ranked(now):
+            if not budget or len(self._running) >= self.limits.max_running:
+                break
+            sequence.keys = block_keys(sequence.tokens, size, sequence.request.salt, sequence.keys)
+            # The last token is computed in any case: its logits decide the next one.
+            usable = 0 if sequence.request.scored else (len(sequence.tokens) - 1) // size
+            found = self.pool.find(sequence.keys[:usable])
+            if len(found) < usable and sequence.keys[len(found)] in self._computing:
+                continue
+            self.pool.hold(found)
+            missing = -(-len(sequence.tokens) // size) - len(found)
+            spare = self.pool.available - missing - self._growth(sequence, now)
+            # Nobody runs: then it fits, as it may take all blocks.
+            rest = self.pool.take(missing) if spare >= 0 or not self._running else None
+            if rest is None:
+                self.pool.release(found)
+                break
+            sequence.blocks, sequence.computed, sequence.published = found + rest, len(found) * size, len(found)
+            if not sequence.started:
+                sequence.cached, sequence.started = sequence.computed, True
+            self._queue.remove(sequence)
+            self._running[sequence.id] = sequence
+            for key in sequence.keys[len(found) :]:
+                self._computing.setdefault(key, sequence.id)
+            fed, scored = self._feed_prompt(sequence, budget, scored, now)
+            budget -= fed
+        return budget
+
+    def _growth(self, candidate: _Sequence, now: float) -> int:
+        """Blocks that a candidate, and the running requests of higher rank, are expected to need beyond their tokens.
+
+        Those of lower rank can be preempted, so their blocks count as free. Answers are as long as those before them,
+        or as long as they may be while there were none. If more is needed in the end, somebody is preempted.
+        """
+        size, rank, blocks = self._block_tokens, self._rank(candidate, now), 0
+        for sequence in (candidate, *self._running.values()):
+            if sequence is not candidate and self._rank(sequence, now) > rank:
+                blocks -= len(sequence.blocks)
+                continue
+            most = sequence.request.max_new_tokens
+            expected = most if self._answer_tokens is None else min(most, int(self._answer_tokens))
+            end = len(sequence.request.prompt) + max(expected - 1, sequence.answered)
+            blocks += max(0, -(-end // size) - max(len(sequence.blocks), -(-len(sequence.tokens) // size)))
+        return blocks
+
+    def _make_room(self, request: Request, now: float) -> list[str]:
+        """End waiting requests of lower priority, the lowest and latest first, until there is room for this one.
+
+        :class:`QueueFullError`, and nobody ends, if that would not be enough.
+        """
+        limits, displaced = self.limits, list[_Sequence]()
+        places, tokens = limits.max_waiting - self.waiting, limits.max_waiting_tokens - self.waiting_tokens
+        if places >= 1 and tokens >= len(request.prompt):
+            return []
+        for sequence in self._queue.below(request.priority, now):
+            if sequence.started:  # it was preempted: it has begun its answer, and keeps its place
+                continue
+            if self._rank(sequence, now)[0] <= request.priority:
+                break
+            displaced.append(sequence)
+            places, tokens = places + 1, tokens + len(sequence.tokens)
+            if places >= 1 and tokens >= len(request.prompt):
+                return [self._finish(sequence.id, "error").id for sequence in displaced]
+        raise QueueFullError(
+            f"{self.waiting} requests of {self.waiting_tokens} tokens are waiting",
+            expected=f"at most {limits.max_waiting} requests and {limits.max_waiting_tokens} tokens",
+            retry_after=self.retry_after,
+        )
+
+    @property
+    def retry_after(self) -> float | None:
+        """Seconds in which the tokens that wait now can be fed; None before any was."""
+        return self.waiting_tokens / self._speed if self._speed else None
+
+    def _find(self, id: str) -> _Sequence | None:
+        return self._running.get(id) or self._waiting.get(id)
+
+    def _room(self, sequence: _Sequence) -> int:
+        """Guesses that may be fed after its tokens. The last new token is never fed."""
+        most = sequence.request.max_new_tokens - sequence.answered - 1
+        return min(most, self._max_tokens - len(sequence.tokens))
+
+    def _pending(self, sequence: _Sequence) -> int:
+        """Tokens that its blocks do not hold yet."""
+        return len(sequence.tokens) - sequence.computed
+
+    def _preempt(self, sequence: _Sequence) -> None:
+        self._release(sequence)
+        self._queue.add(self._running.pop(sequence.id))
+        self.preemptions += 1
+
+    def _finish(self, id: str, reason: FinishReason) -> Finished:
+        if sequence := self._waiting.get(id):
+            self._queue.remove(sequence)
+        else:
+            sequence = self._running.pop(id)
+            self._release(sequence)
+        self._planned.pop(id, None)
+        if reason in ("stop", "length"):
+            mean = self._answer_tokens
+            self._answer_tokens = sequence.answered if mean is None else mean + 0.1 * (sequence.answered - mean)
+        tenant = sequence.request.tenant
+        self._active[tenant] -= 1
+        if not self._active[tenant]:
+            del self._active[tenant], self._served[tenant]
+        return Finished(id, reason)
+
+    def _release(self, sequence: _Sequence) -> None:
+        for key in sequence.keys[sequence.published :]:
+            if self._computing.get(key) == sequence.id:
+                del self._computing[key]
+        self.pool.release(sequence.blocks)
+        sequence.blocks, sequence.computed = [], 0
+
+    def _publish(self, sequence: _Sequence) -> None:
+        """Give full blocks their keys, so that others find them."""
+        size = self._block_tokens
+        full = sequence.computed // size
+        if full > len(sequence.keys):
+            sequence.keys = block_keys(sequence.tokens[: full * size], size, sequence.request.salt, sequence.keys)
+        for index in range(sequence.published, full):
+            key = sequence.keys[index]
+            self.pool.publish(sequence.blocks[index], key)
+            if self._computing.get(key) == sequence.id:
+                del self._computing[key]
+        sequence.published = full
+
+    def _rank(self, sequence: _Sequence, now: float) -> Rank:
+        """Who comes first: by priority, which rises with waiting; then tenants that were served least; then by age."""
+        request = sequence.request
+        priority = request.priority - (now - sequence.arrival) // self.limits.aging_seconds
+        return priority, self._served[request.tenant], sequence.arrival, request.id
+
+    def _measure(self, fed: int, now: float) -> None:
+        elapsed = now - (self._planned_at if self._busy_since is None else self._busy_since)
+        if fed and elapsed > 0:
+            speed = fed / elapsed
+            self._speed = speed if self._speed is None else 0.9 * self._speed + 0.1 * speed
+        self._busy_since = now if self._running or self._waiting else None

@@ -1,0 +1,60 @@
+"""What the scheduler is given and what it plans: requests, work, and how work ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from runtime.wire.messages import FinishReason
+
+
+@dataclass(frozen=True)
+class Request:
+    """``priority``: lower runs first. ``tenant``: step tokens are shared fairly among the tenants of one priority.
+
+    ``salt``: requests share blocks of a prefix only with those of the same salt. Deadlines are points in time: of
+    leaving the queue, of the first token and of the last. ``scored``: the logits of all prompt tokens are wanted, so
+    none of them is taken from blocks of others. ``max_new_tokens`` 0 ends a request with its prompt.
+    """
+
+    id: str
+    prompt: Sequence[int]
+    max_new_tokens: int
+    priority: int = 0
+    tenant: str = ""
+    salt: bytes = b""
+    queue_deadline: float | None = None
+    first_token_deadline: float | None = None
+    deadline: float | None = None
+    scored: bool = False
+
+
+class Work(NamedTuple):
+    """Tokens that one request feeds in a step. ``samples``: the last of them decides the request's next token.
+
+    ``drafts``: so many of the last tokens are guesses. Each token from the last certain one on decides the one after
+    it, and a guess holds if it is the token that was decided.
+    """
+
+    id: str
+    tokens: Sequence[int]
+    start: int
+    blocks: Sequence[int]
+    samples: bool
+    drafts: int = 0
+
+
+class Finished(NamedTuple):
+    id: str
+    reason: FinishReason
+
+
+class Outcome(NamedTuple):
+    """Of a request's work. ``tokens``: those that were decided, where the work samples: one, and one more for each
+    guess that holds. ``stop``: the last of them ends the answer. ``failed``: the engine could not run this request.
+    """
+
+    tokens: Sequence[int] = ()
+    stop: bool = False
+    failed: bool = False

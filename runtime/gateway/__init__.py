@@ -1,0 +1,1 @@
+"""What clients talk to: HTTP, text, keys and metrics. It computes no token: engines run in processes of their own."""

@@ -1,0 +1,267 @@
+"""POST /v1/chat/completions: the next message of a conversation, which can be calls of tools."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from runtime.gateway.http.connection import read_body, unless_disconnected
+from runtime.gateway.http.generation import Part, generate
+from runtime.gateway.http.logprobs import Logprobs
+from runtime.gateway.http.requests import check_prompts, choices_of, constraint_of, most_tokens, new_tokens, truncated
+from runtime.gateway.http.service import Service, headers, usage
+from runtime.gateway.http.sse import TEXT, EventStream, JsonResponse, TextEvents, event
+from runtime.gateway.protocol.bodies import ChatBody, NamedTool, Tool, parse
+from runtime.gateway.protocol.calls import Call
+from runtime.gateway.protocol.errors import invalid
+from runtime.gateway.text.conversations import encode_chat
+from runtime.gateway.text.model import TextModel
+from runtime.gateway.text.tools import CallDelta, NamedReader, RequiredReader, ToolReader, reader, required_call
+from runtime.wire.messages import Constraint
+
+
+async def chat(service: Service, request: Request) -> Response:
+    service.require_open()
+    body = parse(ChatBody, await read_body(request, service.limits.body_bytes, service.limits.body_seconds))
+    call, model, parts = await begin_chat(service, request, body, "chatcmpl")
+    writer = _Writer(body, call, model, _tools(body))
+    sent = headers(call, body, *body.messages)
+    if not body.stream:
+        return JsonResponse(await unless_disconnected(request.receive, writer.whole(parts)), headers=sent)
+    # An error before the first token still has a status of its own.
+    first = await unless_disconnected(request.receive, anext(parts))
+    return EventStream(writer.events(first, parts), sent)
+
+
+async def begin_chat(
+    service: Service, request: Request, body: ChatBody, prefix: str
+) -> tuple[Call, TextModel, AsyncGenerator[Part]]:
+    """The call of a chat, and the parts of its choices. ``prefix``: of its id."""
+    service.require_model(body.model)
+    body.refuse_unsupported()
+    tools = _tools(body)
+
+    async def encode(model: TextModel) -> list[int]:
+        return await encode_chat(
+            model,
+            body.messages,
+            tools,
+            add_generation_prompt=body.add_generation_prompt,
+            variables=body.chat_template_kwargs,
+            parse_special=bool(body.parse_special_tokens),
+            most_tokens=most_tokens(body, service.client.info),
+        )
+
+    model, tokens = await service.encoded(encode)
+    info = service.client.info
+    prompts = [truncated(body, tokens, info)]
+    check_prompts(prompts, info, "messages")
+    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    call = service.call(
+        request,
+        prefix,
+        model,
+        prompts,
+        n=body.n or 1,
+        stream=bool(body.stream),
+        max_new_tokens=new_tokens(asked, None, prompts, info),
+        conversation=body.messages,
+    )
+    constraint = _constraint(body, tools)
+    if constraint is not None:
+        await model.require_constraint(constraint)
+    choices = choices_of(
+        body,
+        call,
+        model,
+        info,
+        service.limits,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
+        constraint=constraint,
+        show_special=bool(tools) and model.tool_format == "mistral",  # its mark is a special token
+    )
+    return call, model, generate(service.client, call, choices, service.hooks)
+
+
+def _tools(body: ChatBody) -> list[Tool]:
+    """The tools that the model may call."""
+    if not body.tools:
+        if isinstance(body.tool_choice, NamedTool) or body.tool_choice == "required":
+            raise invalid("tool_choice asks for a call, but there are no tools", "tool_choice")
+        return []
+    names = [tool.function.name for tool in body.tools]
+    if len(set(names)) < len(names):
+        raise invalid("two tools have the same name", "tools")
+    return [] if body.tool_choice == "none" else body.tools
+
+
+def _constraint(body: ChatBody, tools: Sequence[Tool]) -> Constraint | None:
+    constraint, choice = constraint_of(body), body.tool_choice
+    if not tools or choice in (None, "auto"):
+        return constraint
+    if constraint is not None:
+        raise invalid("a response cannot both have a format and be a call of a tool", "tool_choice")
+    named = choice if isinstance(choice, NamedTool) else None
+    return required_call(tools, named, body.parallel_tool_calls is not False)
+
+
+@dataclass
+class _Message:
+    """What a choice has said so far."""
+
+    reader: ToolReader | None
+    content: str = ""
+    calls: list[CallDelta] = field(default_factory=list[CallDelta])
+    parts: list[Part] = field(default_factory=list[Part])
+
+
+class _Writer:
+    """The response of a call, in one piece or as events."""
+
+    def __init__(self, body: ChatBody, call: Call, model: TextModel, tools: Sequence[Tool]) -> None:
+        self._body, self._call, self._model, self._tools = body, call, model, tools
+        self._logprobs = Logprobs(model, as_ids=bool(body.return_tokens_as_token_ids))
+        self._messages = [_Message(self._reader()) for _ in range(call.choices)]
+        self._only_text = not (body.logprobs or body.return_token_ids or body.continuous_usage)
+        self._texts: dict[int, TextEvents] = {}  # by choice: its events between the first and the last
+
+    def _reader(self) -> ToolReader | None:
+        if not self._tools:
+            return None
+        match self._body.tool_choice:
+            case NamedTool(function=function):
+                return NamedReader(function.name)
+            case "required":
+                return RequiredReader()
+            case _:
+                return None if self._model.tool_format is None else reader(self._model.tool_format)
+
+    async def whole(self, parts: AsyncGenerator[Part]) -> dict[str, Any]:
+        async with aclosing(parts):
+            async for part in parts:
+                message = self._messages[part.choice.index]
+                message.parts.append(part)
+                content, calls = self._read(message, part)
+                message.content += content
+                message.calls += calls
+        found = self._head("chat.completion")
+        found["choices"] = [self._choice(index, message) for index, message in enumerate(self._messages)]
+        found["usage"] = usage(self._call)
+        prompt = next((part.prompt_logprobs for part in self._messages[0].parts if part.prompt_logprobs), None)
+        if prompt is not None:
+            found["prompt_logprobs"] = self._logprobs.prompt(prompt)
+        if self._body.return_token_ids:
+            found["prompt_token_ids"] = list(self._call.prompts[0])
+        return found
+
+    def _choice(self, index: int, message: _Message) -> dict[str, Any]:
+        last = message.parts[-1]
+        said: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
+        if message.calls:
+            said["content"] = message.content or None
+            said["tool_calls"] = _whole_calls(message.calls)
+        choice: dict[str, Any] = {
+            "index": index,
+            "message": said,
+            "logprobs": self._logprobs_of(message.parts),
+            "finish_reason": self._reason(message, last),
+            "stop_reason": last.choice.text.stopped_by,
+        }
+        if self._body.return_token_ids:
+            choice["token_ids"] = [token for part in message.parts for token in part.tokens]
+        return choice
+
+    async def events(self, first: Part, parts: AsyncGenerator[Part]) -> AsyncGenerator[bytes]:
+        async with aclosing(parts):
+            for index in range(self._call.choices):
+                yield self._event(index, {"role": "assistant", "content": ""}, first=True)
+            for content in self._of(first):
+                yield content
+            async for part in parts:
+                for content in self._of(part):
+                    yield content
+        if self._body.include_usage:
+            yield event(self._head("chat.completion.chunk") | {"choices": [], "usage": usage(self._call)})
+
+    def _of(self, part: Part) -> list[bytes]:
+        """The events of a part: one, unless it holds content and calls."""
+        message = self._messages[part.choice.index]
+        content, calls = self._read(message, part)
+        if self._only_text and content and not calls and part.finish_reason is None:
+            return [self._text(part.choice.index, content)]
+        message.calls += [call for call in calls if call.name is not None]
+        deltas: list[dict[str, Any]] = [{"content": content}] if content else []
+        deltas += [{"tool_calls": [call.body()]} for call in calls]
+        if not deltas and (part.finish_reason or part.logprobs or (part.tokens and self._body.return_token_ids)):
+            deltas = [{}]
+        last = len(deltas) - 1
+        return [self._event(part.choice.index, delta, part if i == last else None) for i, delta in enumerate(deltas)]
+
+    def _text(self, index: int, text: str) -> bytes:
+        events = self._texts.get(index)
+        if events is None:
+            events = self._texts[index] = TextEvents(self._data(index, {"content": TEXT}))
+        return events.event(text)
+
+    def _event(self, index: int, delta: dict[str, Any], part: Part | None = None, *, first: bool = False) -> bytes:
+        return event(self._data(index, delta, part, first=first))
+
+    def _data(
+        self, index: int, delta: dict[str, Any], part: Part | None = None, *, first: bool = False
+    ) -> dict[str, Any]:
+        """``part``: whose end this event is."""
+        choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        if part is not None:
+            choice["logprobs"] = self._logprobs_of([part]) if part.logprobs else None
+            if part.finish_reason:
+                choice["finish_reason"] = self._reason(self._messages[index], part)
+                choice["stop_reason"] = part.choice.text.stopped_by
+            if self._body.return_token_ids:
+                choice["token_ids"] = list(part.tokens)
+        data = self._head("chat.completion.chunk") | {"choices": [choice]}
+        if first and self._body.return_token_ids:
+            data["prompt_token_ids"] = list(self._call.prompts[0])
+        if self._body.include_usage:
+            data["usage"] = usage(self._call) if self._body.continuous_usage else None
+        return data
+
+    @staticmethod
+    def _read(message: _Message, part: Part) -> tuple[str, list[CallDelta]]:
+        """Content and calls in new text."""
+        if message.reader is None:
+            return part.text, []
+        content, calls = message.reader.push(part.text)
+        if part.finish_reason:
+            rest = message.reader.finish()
+            content, calls = content + rest.content, calls + rest.calls
+        return content, calls
+
+    def _reason(self, message: _Message, part: Part) -> str | None:
+        named = isinstance(self._body.tool_choice, NamedTool)  # OpenAI's reason is "stop" where a function is named
+        called = message.calls and part.finish_reason == "stop" and not named
+        return "tool_calls" if called else part.finish_reason
+
+    def _logprobs_of(self, parts: Sequence[Part]) -> dict[str, Any] | None:
+        return (
+            self._logprobs.chat([entry for part in parts for entry in part.logprobs]) if self._body.logprobs else None
+        )
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self._call.id, "object": kind, "created": self._call.created, "model": self._call.model}
+
+
+def _whole_calls(deltas: Sequence[CallDelta]) -> list[dict[str, Any]]:
+    arguments: dict[int, str] = {}
+    for delta in deltas:
+        arguments[delta.place] = arguments.get(delta.place, "") + delta.arguments
+    begun = [delta for delta in deltas if delta.name is not None]
+    return [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments[call.place]}}
+        for call in begun
+    ]

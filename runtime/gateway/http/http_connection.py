@@ -1,0 +1,173 @@
+"""HTTP connections with limits: clients that send nothing, headers too slowly, or read nothing, do not keep theirs.
+
+Bodies have a limit of their own (:func:`runtime.gateway.http.connection.read_body`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import quote
+
+import orjson
+from uvicorn import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from runtime.gateway.protocol.errors import RETRY_SECONDS, ApiError
+
+MOST_FILES = 1 << 16  # that a server asks for: no more connections are of use
+OTHER_FILES = 256  # that are no connections: the bundle, the engine's process, logs and databases
+FEW_CONNECTIONS = 1024
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """``header_seconds``: to the end of a request's headers, from its first byte or from that of the connection.
+
+    ``idle_seconds``: that a connection stays open between two requests. Clients and load balancers keep theirs for up
+    to 60 s: if the server closes first, a request that is on its way is lost. With uvicorn's 5 s a load test on a busy
+    machine lost 5 of 12,387. ``read_seconds``: that a client may read nothing of what waits for it.
+    ``connections``: at once; more are told so and closed.
+    """
+
+    header_seconds: float = 20.0
+    read_seconds: float = 60.0
+    idle_seconds: int = 75
+    header_bytes: int = 64 << 10
+    connections: int = MOST_FILES
+
+
+def most_connections() -> int:
+    """Connections that the limit of open files leaves room for. That is raised as far as the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+        except ValueError:  # macOS has a lower limit besides, and says infinity here
+            pass
+    allowed = MOST_FILES if soft == resource.RLIM_INFINITY else soft
+    return max(allowed - OTHER_FILES, allowed // 2)
+
+
+def http_config(app: Any, limits: ConnectionLimits, malformed: Callable[[], None] | None, **values: Any) -> Config:
+    """uvicorn's configuration. ``malformed``: is told of each request that is no HTTP, and so reaches no route."""
+    protocol: Any = partial(_Connection, limits=limits, malformed=malformed or (lambda: None))
+    return Config(app, http=protocol, ws="none", lifespan="off", timeout_keep_alive=limits.idle_seconds, **values)
+
+
+class _Connection(HttpToolsProtocol):
+    def __init__(self, *args: Any, limits: ConnectionLimits, malformed: Callable[[], None], **values: Any) -> None:
+        super().__init__(*args, **values)
+        self._limits, self._malformed = limits, malformed
+        self._late: asyncio.TimerHandle | None = None  # of headers, or of a connection that is being closed
+        self._unread: asyncio.TimerHandle | None = None
+        self._in_headers, self._header_bytes = False, 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self._limits.connections:
+            self._refuse(503, "the server has no room for another connection", "too_many_connections")
+        else:
+            self._expect_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget_headers()
+        self.resume_writing()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        inside = self._in_headers
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if inside and self._in_headers:
+            self._header_bytes += len(data)
+            if self._header_bytes > self._limits.header_bytes:
+                self._refuse(431, f"the headers have more than {self._limits.header_bytes} bytes")
+                return
+        # uvicorn counts an idle connection from its last byte, and one of line breaks is for ever idle.
+        if self._late is None and self._unoccupied:
+            self._expect_headers()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(self._limits.read_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    def timeout_keep_alive_handler(self) -> None:
+        self._close()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_headers, self._header_bytes = True, 0
+
+    def on_url(self, url: bytes) -> None:
+        # A path with bytes beyond ASCII is routed like one that has them escaped.
+        super().on_url(url if url.isascii() else quote(url, safe=bytes(range(128))).encode())
+
+    def on_headers_complete(self) -> None:
+        self._in_headers = False
+        self._forget_headers()
+        super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._close()
+        elif self._in_headers and self._unoccupied:  # they began while the response before them was written
+            self._expect_headers()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, f"this is no HTTP request: {msg}")
+
+    @property
+    def _unoccupied(self) -> bool:
+        """No request is being answered."""
+        return not self.cycle or self.cycle.response_complete
+
+    def _expect_headers(self) -> None:
+        self._late = self.loop.call_later(self._limits.header_seconds, self._headers_late)
+
+    def _forget_headers(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _headers_late(self) -> None:
+        if self._in_headers:
+            seconds = self._limits.header_seconds
+            self._refuse(408, f"the headers did not arrive within {seconds:g} seconds", "timeout")
+        else:
+            self._close()
+
+    def _refuse(self, status: int, message: str, code: str | None = None) -> None:
+        """Answer, and close the connection."""
+        self._malformed()
+        body = orjson.dumps(ApiError(status, message, code=code).body)
+        lines = [
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
+            "content-type: application/json",
+            f"content-length: {len(body)}",
+            *([f"retry-after: {RETRY_SECONDS}"] if status == 503 else []),
+            "connection: close",
+        ]
+        self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
+        self._close()
+
+    def _close(self) -> None:
+        """Close the connection once the client has read what was written, or ``read_seconds`` later."""
+        self._forget_headers()
+        self.transport.close()
+        self._late = self.loop.call_later(self._limits.read_seconds, self.transport.abort)

@@ -1,0 +1,101 @@
+"""What all endpoints share: the engine, the text side of the bundle that it serves, names, limits and hooks."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+
+from runtime.engine.opening import OpenEngine
+from runtime.gateway.engines.local import EngineClient
+from runtime.gateway.http.requests import ServerLimits
+from runtime.gateway.protocol.bodies import Body
+from runtime.gateway.protocol.calls import CALLER, REQUEST_ID, Call, Caller, Hook
+from runtime.gateway.protocol.errors import ApiError, draining, shortened
+from runtime.gateway.text.model import TextModel
+
+
+@dataclass
+class Service:
+    """``names``: that requests may call the model by; the first is the one that responses have."""
+
+    client: EngineClient
+    models: dict[str, TextModel]  # by digest of their bundle
+    names: tuple[str, ...]
+    limits: ServerLimits = field(default_factory=ServerLimits)
+    hooks: Sequence[Hook] = ()
+    started: int = field(default_factory=lambda: int(time.time()))
+    draining: bool = False
+
+    @property
+    def text(self) -> TextModel:
+        """Of the bundle that new requests run on."""
+        return self.models[self.client.info.digest]
+
+    def require_model(self, name: str | None) -> None:
+        """:class:`ApiError` 404 unless this is one of our names; no name means the model that there is."""
+        if name is not None and name not in self.names:
+            raise ApiError(
+                404, f"no model {shortened(name)!r}; expected: {self.names[0]}", param="model", code="model_not_found"
+            )
+
+    def require_open(self) -> None:
+        if self.draining:
+            raise draining()
+
+    async def encoded(self, encode: Callable[[TextModel], Awaitable[Any]]) -> tuple[TextModel, Any]:
+        """What ``encode`` makes of a text, with the text model of the bundle that is served afterwards, too."""
+        while True:
+            model = self.text
+            prompts = await encode(model)
+            if self.text is model:
+                return model, prompts
+
+    def call(
+        self, request: Request, prefix: str, model: TextModel, prompts: Sequence[Sequence[int]], **values: Any
+    ) -> Call:
+        state = request.scope["state"]
+        name = self.names[0]
+        return Call(
+            id=f"{prefix}-{uuid.uuid4().hex}",
+            request_id=state[REQUEST_ID],
+            endpoint=request.scope["path"],
+            model=name,
+            digest=model.digest,
+            caller=state.get(CALLER, Caller()),
+            prompts=prompts,
+            **values,
+        )
+
+    async def swap(self, folder: Path, opener: OpenEngine | None = None) -> None:
+        """Serve another bundle: requests that run now end on the old one. ``opener``: if not as the one before."""
+        model = await asyncio.to_thread(TextModel.load, folder)
+        self.models[model.digest] = model
+        try:
+            await self.client.swap(folder, opener)
+        finally:
+            unused = [digest for digest in self.models if digest != self.client.info.digest]
+            for digest in unused:
+                self.models.pop(digest).close()
+
+
+def headers(call: Call, *bodies: Body) -> dict[str, str]:
+    """Names the fields of a body that were ignored."""
+    ignored = [name for body in bodies for name in body.ignored]
+    shown = ",".join(name for name in ignored[:32] if name.isascii() and name.isprintable())[:1024]
+    return {"x-ignored-parameters": shown} if shown else {}
+
+
+def usage(call: Call) -> dict[str, Any]:
+    return {
+        "prompt_tokens": call.prompt_tokens,
+        "completion_tokens": call.completion_tokens,
+        "total_tokens": call.prompt_tokens + call.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": call.cached_tokens},
+    }

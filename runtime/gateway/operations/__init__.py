@@ -1,0 +1,1 @@
+"""What operators see: health, metrics, traces, the live page, and shadow traffic."""

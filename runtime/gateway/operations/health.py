@@ -1,0 +1,50 @@
+"""``/health``: is the server to be restarted? ``/ready``: is it to get requests?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from runtime.gateway.engines.local import EngineClient
+
+
+class Health:
+    """``draining``: the server was told to stop."""
+
+    def __init__(self, client: EngineClient, draining: Callable[[], bool]) -> None:
+        self._client, self._draining = client, draining
+
+    def unhealthy(self) -> str | None:
+        """Why the server should be restarted, unless the engine is healthy again soon."""
+        if self._client.healthy:
+            return None
+        stats = self._client.stats
+        silent = f"for {max(0.0, time.monotonic() - stats.stepped_at):.0f} seconds" if stats.stepped_at else "yet"
+        return f"the engine has not reported {silent}; {stats.running} requests run, {stats.waiting} wait"
+
+    def not_ready(self) -> str | None:
+        """Why a load balancer should send requests elsewhere."""
+        if self._draining():
+            return "the server is draining"
+        return self.unhealthy() or (None if self._client.ready else "the engine is being started again")
+
+    def routes(self) -> list[Route]:
+        """``GET /health`` and ``GET /ready``: 200, or 503 with the reason."""
+
+        async def health(_: Request) -> Response:
+            return _answer(self.unhealthy())
+
+        async def ready(_: Request) -> Response:
+            return _answer(self.not_ready())
+
+        return [Route("/health", health), Route("/ready", ready)]
+
+
+def _answer(reason: str | None) -> Response:
+    if reason is None:
+        return JSONResponse({"status": "ok"})
+    return JSONResponse({"status": "unavailable", "reason": reason}, 503, {"Retry-After": "1"})

@@ -1,0 +1,1 @@
+"""From messages to tokens, and from tokens to text and tool calls."""

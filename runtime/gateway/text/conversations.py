@@ -1,0 +1,105 @@
+"""From the messages of a chat to the prompt that the model's chat template makes of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from runtime.gateway.protocol.bodies import Message, Tool
+from runtime.gateway.protocol.errors import invalid
+from runtime.gateway.text.call_text import parsed_json
+from runtime.gateway.text.model import TextModel
+
+
+async def encode_chat(
+    model: TextModel,
+    messages: Sequence[Message],
+    tools: Sequence[Tool] | None,
+    *,
+    add_generation_prompt: bool | None,
+    variables: Mapping[str, Any] | None,
+    parse_special: bool = False,
+    most_tokens: int | None = None,
+) -> list[int]:
+    """Token ids of a conversation.
+
+    A special token that a message or a tool spells is plain text, unless ``parse_special``: else a user's text could
+    end its message, and begin one of the system.
+    """
+    if model.template is None:
+        raise invalid("this model has no chat template; expected: a request to /v1/completions", "model")
+    reserved = {"messages", "tools", "documents", "add_generation_prompt"} & (variables or {}).keys()
+    if reserved:
+        raise invalid(f"chat_template_kwargs has {', '.join(sorted(reserved))}", "chat_template_kwargs")
+    given: Any = [plain(message, short_ids=model.tool_format == "mistral") for message in messages]
+    shown: Any = [tool.model_dump(exclude_none=True) for tool in tools] if tools else None
+    values: Any = dict(variables or {})
+    mark = None if parse_special else _unused(json.dumps([given, shown, values], ensure_ascii=False))
+    if mark is not None:
+        given, shown, values = (model.mark_special(value, mark) for value in (given, shown, values))
+    text = model.template.render(given, tools=shown, add_generation_prompt=add_generation_prompt is not False, **values)
+    (tokens,) = await model.encode([text], add_special_tokens=False, most_tokens=most_tokens, cut=mark)
+    return tokens
+
+
+def _unused(text: str) -> str:
+    """A character for private use (U+E000 and on) that is not in ``text``."""
+    present = set(text)
+    return next(mark for mark in map(chr, range(0xE000, 0xF8FF)) if mark not in present)
+
+
+def plain(message: Message, *, short_ids: bool = False) -> dict[str, Any]:
+    """A message as templates expect it: its content is one text, and the arguments of its calls are objects.
+
+    ``short_ids``: Mistral's templates refuse ids of calls that are not 9 letters and digits.
+    """
+
+    def shown(id: str | None) -> str:
+        return hashlib.sha256((id or "").encode()).hexdigest()[:9] if short_ids else id or ""
+
+    found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
+    found["content"] = _content(message)
+    if message.name is not None:
+        found["name"] = message.name
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = shown(message.tool_call_id)
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {
+                "id": shown(call.id),
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    return found
+
+
+def _content(message: Message) -> str:
+    match message.content:
+        case None:
+            return message.refusal or ""
+        case str() as text:
+            return text
+        case parts:
+            for part in parts:
+                if part.type not in ("text", "refusal"):
+                    raise invalid(f"content of type {part.type!r} is not supported; expected: text", "messages")
+            return "\n".join(part.text or part.refusal or "" for part in parts)
+
+
+def _arguments(arguments: Any) -> dict[str, Any]:
+    """An object, as templates expect. Whatever a model once wrote can be rendered: else a conversation is stuck on it.
+
+    >>> _arguments('{"city": "Par'), _arguments("[1]"), _arguments("")
+    ({'city': 'Par'}, {'arguments': [1]}, {})
+    """
+    if isinstance(arguments, str):
+        written = arguments.strip()
+        found = parsed_json(written, allow_partial="trailing-strings" if written.startswith("{") else False)
+        arguments = written if found is None and written != "null" else found
+    if isinstance(arguments, dict):
+        return arguments
+    return {} if arguments in (None, "") else {"arguments": arguments}

@@ -1,1 +1,0 @@
-"""An OpenAI-compatible HTTP server over an :class:`runtime.client.EngineClient`."""

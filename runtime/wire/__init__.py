@@ -1,0 +1,1 @@
+"""What passes between gateway and engine. Both sides import it."""

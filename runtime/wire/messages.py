@@ -1,0 +1,212 @@
+"""What passes between the server and the engine's process: requests one way, new tokens the other.
+
+Plain data: neither numpy nor an engine is imported here.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+from tapeout.errors import RequestError
+
+FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
+ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How one request turns logits into tokens. The defaults are greedy decoding.
+
+    ``top_k`` 0, ``top_p`` 1, ``min_p`` 0, ``repetition_penalty`` 1 and the other penalties 0 switch them off.
+    ``logit_bias``: added to the logits of these tokens. ``seed`` None draws the seed from the operating system.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict[int, float])
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        valid = {
+            "temperature": (0 <= self.temperature < float("inf"), "a finite number of at least 0 (0 is greedy)"),
+            "top_k": (self.top_k >= 0, "at least 0 (0 keeps every token)"),
+            "top_p": (0 <= self.top_p <= 1, "between 0 and 1 (0 is greedy)"),
+            "min_p": (0 <= self.min_p <= 1, "between 0 and 1"),
+            "presence_penalty": (-2 <= self.presence_penalty <= 2, "between -2 and 2"),
+            "frequency_penalty": (-2 <= self.frequency_penalty <= 2, "between -2 and 2"),
+            "repetition_penalty": (0 < self.repetition_penalty < float("inf"), "more than 0 (1 is no penalty)"),
+            "logit_bias": (all(-100 <= bias <= 100 for bias in self.logit_bias.values()), "between -100 and 100"),
+            "seed": (self.seed is None or 0 <= self.seed < 1 << 64, "at least 0 and below 2**64"),
+        }
+        for name, (holds, expected) in valid.items():
+            if not holds:
+                raise RequestError(f"{name} is {getattr(self, name)}", expected=expected)
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """The response must match. ``text``: a JSON schema, a regular expression, a JSON list of strings, or a grammar."""
+
+    kind: ConstraintKind
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """One response to one prompt (token ids); ``n`` responses are ``n`` requests, which share the prompt's KV blocks.
+
+    ``stop_tokens`` end the response once it has ``min_new_tokens``. ``logprobs``: so many of the likeliest tokens with
+    each token of the response; ``prompt_logprobs`` the same of the prompt. Log-probabilities are those of the model,
+    before penalties, temperature and filters. ``max_new_tokens`` 0 only scores the prompt.
+    ``priority``, ``tenant`` and ``salt``: see :class:`runtime.engine.work.Request`. Timeouts are seconds from arrival:
+    of leaving the queue, of the first token and of the last.
+    """
+
+    id: str
+    prompt: Sequence[int]
+    max_new_tokens: int
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    stop_tokens: frozenset[int] = frozenset()
+    min_new_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    constraint: Constraint | None = None
+    priority: int = 0
+    tenant: str = ""
+    salt: bytes = b""
+    queue_timeout: float | None = None
+    first_token_timeout: float | None = None
+    timeout: float | None = None
+
+
+class TokenLogprobs(NamedTuple):
+    """Of one token: its own log-probability in nats, and the likeliest tokens with theirs, from the likeliest on.
+
+    The token itself is among ``top`` with the identical number if it is one of the likeliest.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Delta(NamedTuple):
+    """What a step brought for one request. The last delta of a request has a ``finish_reason``.
+
+    ``tokens``: new tokens of the response, the stop token included. ``logprobs``: one for each, if asked for.
+    ``prompt_logprobs``: None for the first token of the prompt, once, with the first delta. ``cached_tokens``: prompt
+    tokens that were found in KV blocks. ``error``: why, where the reason is "error". ``queue_seconds``: from arrival to
+    the first step, with the first token.
+    """
+
+    id: str
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    cached_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    queue_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """Of an opened engine: what a server must know of it."""
+
+    digest: str
+    name: str
+    max_tokens: int
+    vocab_size: int
+    block_tokens: int
+    blocks: int
+    block_bytes: int
+    weight_bytes: int  # that a decode step reads
+    stop_tokens: frozenset[int]
+    threads: int = 0  # of the processor that compute a step; 0: none
+    server_cores: frozenset[int] = frozenset()  # see :mod:`runtime.engine.shared_cores`
+
+
+class EngineStats(NamedTuple):
+    """Counters since the engine was opened, and the state after its last step; what `/metrics` and the page show.
+
+    While requests run, counts of stored and clipped values may be 15 steps old.
+
+    Times are ``time.monotonic()`` seconds, which processes of one machine share.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0
+    blocks: int = 0
+    blocks_held: int = 0
+    blocks_cached: int = 0
+    steps: int = 0
+    stepped_at: float = 0.0  # end of the last step, or when the engine was last seen idle
+    step_seconds: float = 0.0  # of the last step
+    step_tokens: int = 0  # fed in the last step
+    step_requests: int = 0  # in the last step
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    prefix_queries: int = 0  # prompt tokens looked up
+    prefix_hits: int = 0  # prompt tokens found
+    preemptions: int = 0
+    drafts: int = 0  # times that tokens were drafted
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    kv_values: int = 0  # written to an int8 cache
+    kv_values_clipped: int = 0
+    activation_values: int = 0  # quantized to int8 with static scales
+    activation_values_clipped: int = 0
+    finished: Mapping[str, int] = MappingProxyType({})  # requests by finish reason
+
+
+class Refusal(NamedTuple):
+    """A request that was not admitted, or that lost its place in the queue before it ran."""
+
+    id: str
+    error: RequestError
+
+
+class Report(NamedTuple):
+    """After each step, and twice a second while idle."""
+
+    deltas: tuple[Delta, ...]
+    stats: EngineStats
+    refusals: tuple[Refusal, ...] = ()
+
+    def encode(self) -> bytes:
+        """Plain tuples: pickle stores a class with each value of its own, and calls it again to load one."""
+        parts = [*map(tuple, self.deltas)], tuple(self.stats), [*map(tuple, self.refusals)]
+        return pickle.dumps(parts, pickle.HIGHEST_PROTOCOL)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Report:
+        deltas, stats, refusals = pickle.loads(data)
+        return cls(tuple(map(Delta._make, deltas)), EngineStats._make(stats), tuple(map(Refusal._make, refusals)))
+
+
+class Add(NamedTuple):
+    """Commands to the engine's process. ``arrival``: ``time.monotonic()`` seconds."""
+
+    request: GenerateRequest
+    arrival: float
+
+
+class Cancel(NamedTuple):
+    id: str
+
+
+class Close(NamedTuple):
+    """End the process; requests that still run are lost."""
+
+
+Command = Add | Cancel | Close
