@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from engines.native.sampling import sampling_kernel
+from engines.kernels.cpu.sampling import sampling_kernel
 from engines.protocol import FloatArray
 from runtime.constraints.compiler import ConstraintCompiler
 from runtime.engine.sampling import BatchSampler

@@ -10,8 +10,10 @@ from tapeout.fingerprint import Fingerprint
 KV_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}  # of a key or value, by kv_dtype
 # What tokenizing and chat need beside the engine, as far as the model has it.
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json")
-GREEDY = "greedy"  # input of a graph that gives either logits or next tokens (engines/passes/greedy_head.py)
-# Inputs of a graph over a pool of KV blocks (engines/passes/cached_attention.py)
+GREEDY = (
+    "greedy"  # input of a graph that gives either logits or next tokens (engines/passes/onnxruntime/greedy_head.py)
+)
+# Inputs of a graph over a pool of KV blocks (engines/passes/onnxruntime/cached_attention.py)
 OFFSETS, STARTS, BLOCK_TABLE = "offsets", "starts", "block_table"
 BLOCK_TOKENS = 64  # of a KV block on ort-cpu: a tile of keys of the attention kernel lies in one block
 NEXT_TOKENS = "next_tokens"  # output of the same graph

@@ -13,8 +13,8 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from engines.compile import MODEL_FILE
-from engines.lowered import LoweredGraph
-from engines.passes.fixed_kv_cache import WRITE_POSITIONS
+from engines.lowered_graph import LoweredGraph
+from engines.passes.tensorrt.fixed_kv_cache import WRITE_POSITIONS
 from engines.protocol import EngineCapabilities, FloatArray
 from engines.sessions import cpu_options, open_session
 from engines.slot_engine import SlotEngine

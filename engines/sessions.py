@@ -15,7 +15,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from engines.bundle import EngineBundle
-from engines.native import all_native, library_file, unsupported
+from engines.kernels.cpu import all_native, library_file, unsupported
 from tapeout.artifact import Artifact, verify_files
 from tapeout.cores import physical_cores
 from tapeout.errors import BuildError

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from engines.bundle import EngineBundle, LoweredRecord, PortableEvidence
-from engines.lowered import LoweredGraph, bits_per_weight
+from engines.lowered_graph import LoweredGraph, bits_per_weight
 from engines.protocol import Engine, FloatArray
 from tapeout import fingerprint
 from tapeout.artifact import Artifact

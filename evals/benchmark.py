@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 
 from engines.bundle import EngineBundle
-from engines.native.bandwidth import read_bandwidth, roofline_share
+from engines.costs.bandwidth import read_bandwidth, roofline_share
 from engines.sequences import Sequences
 from evals.items import write_metrics
 from evals.kind import Context

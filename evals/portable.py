@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engines.bundle import EngineBundle, PortableEvidence
-from engines.lowered import LoweredGraph
+from engines.lowered_graph import LoweredGraph
 from engines.sequences import Sequences
 from evals.gate import gate
 from evals.items import read_items, write_items

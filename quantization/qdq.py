@@ -1,7 +1,7 @@
 """Arithmetic of graphs with QuantizeLinear and DequantizeLinear: FP8 (E4M3) weights and inputs, positive int4 blocks.
 
-Such graphs are made while an engine is lowered, for a compiler that takes 16-bit floats (engines/passes/fp8_linears.py,
-int4_linears.py). No checkpoint holds these tensors.
+Such graphs are made while an engine is lowered, for a compiler that takes 16-bit floats
+(engines/passes/tensorrt/fp8_linears.py, int4_linears.py). No checkpoint holds these tensors.
 
 N  output channels      K  input channels
 """

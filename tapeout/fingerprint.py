@@ -18,12 +18,12 @@ class Fingerprint(Frozen):
     machine: str
     features: tuple[str, ...]  # instruction sets that select kernels
     libraries: dict[str, str]
-    level: str = ""  # of native kernels (engines/native); empty where there are none
+    level: str = ""  # of native kernels (engines/kernels/cpu); empty where there are none
     more_features: bool = False  # of a bundle whose kernels the level alone selects: it runs where there are more
 
 
 # What selects kernels, as Linux calls it: of ONNX Runtime (onnxruntime/core/mlas/lib/platform.cpp, and KleidiAI in it)
-# and our own (engines/native). More features than these make no difference, so a bundle opens where there are more.
+# and our own (engines/kernels/cpu). More features make no difference, so a bundle opens where there are more.
 FEATURES = (
     *("avx", "avx2", "fma", "f16c", "avx_vnni", "avx_vnni_int8", "avx_ne_convert"),
     *("avx512f", "avx512bw", "avx512_vnni", "amx_int8"),

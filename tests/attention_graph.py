@@ -10,7 +10,8 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from engines.passes import grouped_query_attention, linear_kernels, linears, merge_linears
+from engines.passes.graph import linears, merge_linears
+from engines.passes.onnxruntime import grouped_query_attention, linear_kernels
 from tapeout.attention_function import ATTENTION_DOMAIN
 from tests.lowering import apply, group, linear, lowering, model_of, named, op, parameter, run, value
 

@@ -19,10 +19,10 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from engines.bundle import BLOCK_TABLE, GREEDY, NEXT_TOKENS, OFFSETS, STARTS
-from engines.passes import block_linears
 from engines.passes.base import CONTRIB, Lowering, initializer, replace
-from engines.passes.fixed_kv_cache import WRITE_POSITIONS
-from engines.passes.linears import biases_of, group_name, is_head, is_linear, weights_of
+from engines.passes.graph.linears import biases_of, group_name, is_head, is_linear, weights_of
+from engines.passes.onnxruntime import block_linears
+from engines.passes.tensorrt.fixed_kv_cache import WRITE_POSITIONS
 from engines.sessions import cpu_options, open_session
 from engines.targets.ort_cpu import library
 from quantization.qdq import fp8_input_scale

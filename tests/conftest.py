@@ -15,8 +15,8 @@ from hypothesis import settings
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers of xdist share the cores
 
-from engines import native
-from engines.native import LEVELS, Level
+from engines.kernels import cpu as native
+from engines.kernels.cpu import LEVELS, Level
 from tests import tiny
 from tests.native import without_native_operators
 

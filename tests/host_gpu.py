@@ -21,7 +21,7 @@ import onnxruntime as ort
 import pytest
 
 from engines.bundle import CompiledEngine, EngineBundle, Profile
-from engines.lowered import LoweredGraph
+from engines.lowered_graph import LoweredGraph
 from tapeout import artifact
 from tapeout.artifact import Artifact
 from tapeout.fingerprint import Fingerprint

@@ -7,7 +7,7 @@ from typing import Any
 
 from engines.compile import build
 from engines.load import hardware_target
-from engines.lowered import LoweredGraph
+from engines.lowered_graph import LoweredGraph
 from quantization import qdq
 from quantization.compressed_tensors import open_checkpoint
 from quantization.rounding import round_to_nearest

@@ -18,8 +18,8 @@ import onnx_ir as ir
 import pytest
 from numpy.typing import NDArray
 
-from engines.native import DOMAIN, LEVELS, Level, compiler
-from engines.passes import block_linears, cached_attention, embedding, static_int8_linears
+from engines.kernels.cpu import DOMAIN, LEVELS, Level, compiler
+from engines.passes.onnxruntime import block_linears, cached_attention, embedding, static_int8_linears
 from engines.sessions import cpu_options, open_session
 from engines.targets.ort_cpu import library
 from quantization.rounding import QuantizedLinear

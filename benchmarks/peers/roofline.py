@@ -15,8 +15,8 @@ from statistics import median
 
 from benchmarks.peers.judge import Turns
 from engines.bundle import EngineBundle
+from engines.costs.bandwidth import read_bandwidth
 from engines.load import load
-from engines.native.bandwidth import read_bandwidth
 from engines.sequences import Sequences
 from tapeout import artifact
 

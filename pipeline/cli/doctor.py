@@ -18,10 +18,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engines import native
 from engines.bundle import EngineBundle
+from engines.kernels import cpu as native
+from engines.kernels.cpu.compiler import COMPILER
 from engines.load import at_level
-from engines.native.compiler import COMPILER
 from pipeline.registry.tracking import probe, public_uri, sqlite_path, tracking_uri, unreachable
 from tapeout.artifact import load
 from tapeout.errors import TapeoutError
@@ -209,7 +209,7 @@ def operators() -> Finding:
 
 
 def native_kernels(level: native.Level | None) -> Finding:
-    """``level``: as :func:`engines.native.level` gives it."""
+    """``level``: as :func:`engines.kernels.cpu.level` gives it."""
     if level is None:
         remedy = "engines run on ONNX Runtime's own operators, which are slower; 5- and 6-bit weights take 8 bits"
         return Finding("native kernels", Status.LIMITED, native.unsupported(), remedy)

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from engines.native.clipping import Clipping, clippings
+from engines.kernels.cpu.clipping import Clipping, clippings
 from evals.drift import ClipCounter, drift
 from evals.kinds.drift import DriftReport
 from pipeline.recipe import Recipe, load_recipe

@@ -27,8 +27,8 @@ def served_core(
     engine: Engine, bundle: Artifact[EngineBundle], limits: Limits, *, threads: int, blocks: int | None = None
 ) -> CoreAnswerer:
     """Over an engine with the tokenizer of ``bundle``, whose library chooses tokens and whose constraints hold."""
+    from engines.kernels.cpu.sampling import sampling_kernel
     from engines.load import at_level
-    from engines.native.sampling import sampling_kernel
     from engines.sessions import library_of
     from runtime.constraints.compiler import ConstraintCompiler
 

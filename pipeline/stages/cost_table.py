@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from engines import attention_costs, linear_costs
-from engines.linear_costs import Shape
+from engines.costs import attention as attention_costs
+from engines.costs import linears as linear_costs
+from engines.costs.linears import Shape
+from engines.costs.timing import Seconds, streamed_bytes
 from engines.load import find_target, known_targets
 from engines.target import Target
-from engines.timing import Seconds, streamed_bytes
 from quantization.cost_table import CostTable, schemes_by_shape, workload_of
 from quantization.formats import stored_by_rtn
 from quantization.plan import PrecisionPlan, UnitPlan

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from engines.native.compiler import COMPILER
+from engines.kernels.cpu.compiler import COMPILER
 from pipeline.recipe import Recipe
 from tapeout.fingerprint import cpu_features
 from tapeout.recipe import Section

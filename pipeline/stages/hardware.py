@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engines.bundle import EngineBundle, PassReport
-from engines.lowered import LoweredGraph
+from engines.lowered_graph import LoweredGraph
 from engines.target import Compilation, GraphTarget, HardwareTarget, Progress, Target
 from pipeline.recipe import Recipe
 from tapeout import artifact

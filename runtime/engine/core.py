@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import monotonic
 
-from engines.native.clipping import Clipping, Clippings
+from engines.kernels.cpu.clipping import Clipping, Clippings
 from engines.protocol import Engine, Entry, FloatArray, Result
 from runtime.engine.blocks import BlockPool
 from runtime.engine.sampling import BatchSampler, Choice

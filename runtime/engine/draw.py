@@ -1,4 +1,4 @@
-"""From one row of logits to one token, in numpy; the native kernel (engines/native/sampling.py) computes the
+"""From one row of logits to one token, in numpy; the native kernel (engines/kernels/cpu/sampling.py) computes the
 same, to the bit, where it can run.
 
 V  vocabulary size      K  tokens that the filters keep

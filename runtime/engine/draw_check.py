@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from engines.bundle import EngineBundle
-from engines.native.sampling import SamplingKernel
+from engines.kernels.cpu.sampling import SamplingKernel
 from engines.protocol import FloatArray
 from runtime.engine.sampling import BatchSampler, Choice
 from runtime.wire.messages import GenerateRequest, SamplingSettings

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from engines.native.clipping import Clipping, Clippings, clippings
+from engines.kernels.cpu.clipping import Clipping, Clippings, clippings
 from runtime.wire.limits import Limits
 from runtime.wire.messages import EngineInfo
 from tapeout.errors import RequestError
 
 if TYPE_CHECKING:
-    from engines.native.sampling import SamplingKernel
+    from engines.kernels.cpu.sampling import SamplingKernel
     from engines.protocol import Engine
 
 
@@ -54,8 +54,8 @@ class OpenBundle:
 
     def __call__(self, folder: Path) -> Opened:
         from engines.bundle import EngineBundle
+        from engines.kernels.cpu.sampling import sampling_kernel
         from engines.load import at_level, load
-        from engines.native.sampling import sampling_kernel
         from engines.sessions import library_of
         from tapeout import artifact
 

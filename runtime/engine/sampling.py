@@ -21,8 +21,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from engines.native.sampling import NONE_LEFT, NOT_FINITE, SamplingKernel
-from engines.native.sampling import Row as NativeRow
+from engines.kernels.cpu.sampling import NONE_LEFT, NOT_FINITE, SamplingKernel
+from engines.kernels.cpu.sampling import Row as NativeRow
 from engines.protocol import FloatArray
 from runtime.constraints.compiler import ConstraintCompiler, Matcher
 from runtime.engine import draw as draw_
@@ -52,7 +52,7 @@ class BatchSampler:
     ) -> None:
         """``constraints``: compiles those of the requests; without one, requests with a constraint are refused.
 
-        ``kernel``: see :func:`engines.native.sampling.sampling_kernel`; without one numpy chooses, the same tokens.
+        ``kernel``: see :func:`engines.kernels.cpu.sampling.sampling_kernel`; numpy chooses the same without one.
         """
         self._vocab_size, self._constraints, self._kernel = vocab_size, constraints, kernel
         self._states: dict[str, _State] = {}

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from engines.bundle import EngineBundle
+from engines.kernels.cpu import unsupported
+from engines.kernels.cpu.clipping import ValueCounts
 from engines.load import graph_target, load, open_probe
-from engines.native import unsupported
-from engines.native.clipping import ValueCounts
 from engines.protocol import FloatArray
 from engines.sequences import Sequences
 from evals.kinds.parity import ParityItem

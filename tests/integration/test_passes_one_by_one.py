@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from engines.bundle import PassReport
 from engines.compile import lower
 from engines.load import find_target, known_targets
-from engines.passes import grouped_query_attention, silu
 from engines.passes.base import Lowering, PassResult
+from engines.passes.onnxruntime import grouped_query_attention, silu
 from quantization import qdq
 from quantization.compressed_tensors import open_checkpoint
 from quantization.rounding import QuantizedLinear, round_to_nearest

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.native import Level, compiler
+from engines.kernels.cpu import Level, compiler
 from tests.sanitizers.build import HOST
 
 # Processors of qemu with what a level needs; -cpu max has all that qemu knows.

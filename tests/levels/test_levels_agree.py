@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engines.native import LEVELS, Level, compiler, find_level
+from engines.kernels.cpu import LEVELS, Level, compiler, find_level
 from tests.levels import program
 from tests.native import own_cache
 

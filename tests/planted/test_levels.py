@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines import native, sessions
+from engines import sessions
 from engines.bundle import EngineBundle
 from engines.compile import build
+from engines.kernels import cpu as native
+from engines.kernels.cpu import LEVELS, compiler
 from engines.load import at_level, graph_target, load
-from engines.native import LEVELS, compiler
 from engines.protocol import Entry, FloatArray, Result
 from engines.sequences import Sequences
 from engines.step_inputs import result_of

@@ -20,8 +20,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from engines.bundle import EngineBundle
+from engines.kernels.cpu import compiler
 from engines.load import at_level, graph_target, load, open_probe
-from engines.native import compiler
 from engines.protocol import Engine, Entry, FloatArray, Result, TokenArray
 from engines.sequences import Fed, Sequences
 from evals.check import Check, Outcome

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.native import Level, compiler
+from engines.kernels.cpu import Level, compiler
 from tests.kept import kept
 
 HERE = Path(__file__).parent

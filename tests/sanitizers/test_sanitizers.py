@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.native import Level, compiler
+from engines.kernels.cpu import Level, compiler
 from tests.native import least_level
 from tests.sanitizers import build
 

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from engines import attention_costs, timing
-from engines.attention_costs import Step, attention_model
+from engines.costs import attention as attention_costs
+from engines.costs import timing
+from engines.costs.attention import Step, attention_model
 from engines.load import find_target
 from tapeout.portable_graph import PortableGraph
 from tests.lowering import run

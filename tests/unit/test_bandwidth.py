@@ -6,9 +6,10 @@ import ctypes
 
 import pytest
 
-from engines import native
-from engines.native import bandwidth, compiler
-from engines.timing import last_level_cache_bytes
+from engines.costs import bandwidth
+from engines.costs.timing import last_level_cache_bytes
+from engines.kernels import cpu as native
+from engines.kernels.cpu import compiler
 from tapeout.errors import EvidenceError
 
 LARGE = 10 * last_level_cache_bytes()

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from engines import native
-from engines.native.clipping import Clipping, ValueCounts, clippings
-from engines.passes import cached_attention, prompt_attention
+from engines.kernels import cpu as native
+from engines.kernels.cpu.clipping import Clipping, ValueCounts, clippings
+from engines.passes.onnxruntime import cached_attention, prompt_attention
 from engines.sessions import cpu_options, open_session
 from engines.targets.ort_cpu import library
 from tests import attention_graph, lowering

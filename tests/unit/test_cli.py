@@ -20,9 +20,9 @@ from typing import Any, ClassVar
 import pytest
 from typer.main import get_command
 
-from engines import native
 from engines.bundle import EngineBundle, IOContract
-from engines.native import LEVELS
+from engines.kernels import cpu as native
+from engines.kernels.cpu import LEVELS
 from evals.check import Outcome
 from pipeline.cli.doctor import TENSORRT_PACKAGES, Finding, Status, diagnose, processor
 from pipeline.cli.main import app, main, message

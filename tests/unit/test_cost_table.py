@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines import timing
 from engines.bundle import IOContract, KVLayer
+from engines.costs import timing
 from pipeline.stages.cost_table import cost_table, timed
 from quantization.cost_table import CostTable
 from quantization.plan import Part

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from engines import timing
+from engines.costs import timing
 from pipeline.cli.main import app
 from quantization.units import CACHE_MENU, menu_for
 from tapeout.errors import RecipeError

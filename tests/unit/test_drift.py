@@ -12,7 +12,7 @@ from datasets import Dataset
 from numpy.random import Generator
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from engines.native.clipping import Clipping, ValueCounts
+from engines.kernels.cpu.clipping import Clipping, ValueCounts
 from evals.drift import distances, drift
 from evals.kinds.drift import KIND, Distance, DriftReport, DriftSettings
 from pipeline.cli.main import main

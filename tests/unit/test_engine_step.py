@@ -16,8 +16,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engines import native, sessions, step_inputs
+from engines import sessions, step_inputs
 from engines.compile import build
+from engines.kernels import cpu as native
 from engines.load import find_target, load
 from engines.protocol import Engine, Entry, FloatArray, Result
 from engines.targets.ort_cpu import paged_engine

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engines.native import unsupported
+from engines.kernels.cpu import unsupported
 from pipeline.export.checkpoint import load_checkpoint
 from pipeline.export.trace import trace
 from pipeline.export.weights import bind_weights, tied_parameters

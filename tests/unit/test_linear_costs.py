@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engines import linear_costs, timing
-from engines.linear_costs import Shape
+from engines.costs import linears as linear_costs
+from engines.costs import timing
+from engines.costs.linears import Shape
+from engines.costs.timing import Seconds
 from engines.load import find_target
-from engines.timing import Seconds
 from quantization.rounding import round_to_nearest
 from tapeout.fingerprint import Fingerprint
 from tapeout.schemes import FLOAT, MENU, STATIC_INT8, Scheme

@@ -21,8 +21,8 @@ from typing import Any
 import onnxruntime as ort
 import pytest
 
-from engines import native
-from engines.native import compiler
+from engines.kernels import cpu as native
+from engines.kernels.cpu import compiler
 from tests.kept import kept
 from tests.native import least_level
 

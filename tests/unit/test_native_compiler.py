@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines import native, sessions
+from engines import sessions
 from engines.bundle import IOContract, LoweredRecord
+from engines.kernels import cpu as native
+from engines.kernels.cpu import LEVELS, Level, compiler, unsupported
 from engines.load import find_target
-from engines.native import LEVELS, Level, compiler, unsupported
 from engines.sessions import cpu_options
 from engines.targets import ort_cpu
 from tapeout.artifact import FileEntry

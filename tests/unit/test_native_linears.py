@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.native import Level
+from engines.kernels.cpu import Level
 from quantization.reference import round_activations
 from tapeout.schemes import Scheme
 from tests.native import Matrix, Run, check, expected, gather_session, linear_session, random_linear

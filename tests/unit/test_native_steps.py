@@ -18,9 +18,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines import native
-from engines.native import DOMAIN, compiler
-from engines.passes import block_linears
+from engines.kernels import cpu as native
+from engines.kernels.cpu import DOMAIN, compiler
+from engines.passes.onnxruntime import block_linears
 from engines.sessions import cpu_options, open_session
 from engines.targets.ort_cpu import library
 from tapeout.schemes import Scheme

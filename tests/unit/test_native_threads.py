@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines import native
-from engines.native import NATIVE, SMALL
+from engines.kernels import cpu as native
+from engines.kernels.cpu import NATIVE, SMALL
 from engines.sessions import THREADS_ENTRY, cpu_options, threads_of
 from engines.targets.ort_cpu import library
 from tapeout.cores import physical_cores

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.native import LEVELS, Level, compiler
-from engines.native.sampling import SamplingKernel
+from engines.kernels.cpu import LEVELS, Level, compiler
+from engines.kernels.cpu.sampling import SamplingKernel
 from engines.protocol import FloatArray
 from runtime.engine.draw import ONE, Filters, candidates, random_bits
 from runtime.engine.sampling import MOST_LOGPROBS, BatchSampler

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.native import Level, compiler
-from engines.native.sampling import SamplingKernel, sampling_kernel
+from engines.kernels.cpu import Level, compiler
+from engines.kernels.cpu.sampling import SamplingKernel, sampling_kernel
 from runtime.engine.draw import Adjustments, Drawn, Filters, Row
 from runtime.engine.sampling import BatchSampler
 from runtime.wire.messages import SamplingSettings
@@ -138,7 +138,7 @@ def test_without_a_library_or_compiler_numpy_serves(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(compiler, "COMPILER", "no_such_compiler")
     assert sampling_kernel(None, 100) is None
-    monkeypatch.setattr("engines.native.sampling.SamplingKernel", no_kernel)
+    monkeypatch.setattr("engines.kernels.cpu.sampling.SamplingKernel", no_kernel)
     assert sampling_kernel(tmp_path / "older.so", 100) is None
-    monkeypatch.setattr("engines.native.level", lambda: None)
+    monkeypatch.setattr("engines.kernels.cpu.level", lambda: None)
     assert sampling_kernel(None, 100) is None

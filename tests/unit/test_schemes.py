@@ -10,7 +10,7 @@ import pytest
 
 from engines.load import find_target, known_targets
 from engines.lowerings import LOWERINGS, Linears, lowering_of
-from engines.passes import linears
+from engines.passes.graph import linears
 from quantization.formats import format_of, formats, stored_by_rtn
 from tapeout.errors import BuildError, QuantizationError
 from tapeout.recipe import TARGETS
@@ -69,7 +69,7 @@ def test_the_passes_of_ort_cpu_compute_what_the_codes_say(kind: str, symmetric: 
     x = value("x", ["tokens", 64])
     model = model_of([x], [named("y", linear(x, "block.fc", weight))])
     lowered = lowering(model, {"block.fc.weight": stored})
-    steps = [import_module(f"engines.passes.{name}") for name in entry.passes]
+    steps = [import_module(f"engines.passes.onnxruntime.{name}") for name in entry.passes]
     matched = [apply(lowered, step).matched for step in (linears, *steps)]
     assert sum(matched[1:]) == 1
     inputs = RNG.uniform(-3, 3, (5, 64)).astype(np.float32)

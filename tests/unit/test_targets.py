@@ -13,7 +13,8 @@ import pytest
 import engines.targets
 from engines.compile import build
 from engines.load import find_target, graph_target, hardware_target, known_targets, load, open_probe
-from engines.passes import fixed_kv_cache, linears, rotary_tables
+from engines.passes.graph import linears, rotary_tables
+from engines.passes.tensorrt import fixed_kv_cache
 from engines.sequences import Sequences
 from engines.target import Passes, Target
 from quantization.compressed_tensors import open_checkpoint

@@ -11,7 +11,7 @@ import pytest
 
 from engines.bundle import EngineBundle
 from engines.load import hardware_target, load
-from engines.lowered import LoweredGraph
+from engines.lowered_graph import LoweredGraph
 from engines.target import Compilation
 from tapeout import artifact
 from tapeout.artifact import Artifact

@@ -15,9 +15,9 @@ from safetensors.numpy import save_file
 import engines.targets
 from engines.bundle import EngineBundle
 from engines.compile import build
+from engines.kernels.cpu import LEVELS
 from engines.load import find_target
-from engines.lowered import LoweredGraph
-from engines.native import LEVELS
+from engines.lowered_graph import LoweredGraph
 from evals.check import Outcome
 from evals.kinds.portable import PortableReport
 from evals.verdict import Verdict

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engines.bundle import Profile
-from engines.lowered import LoweredGraph
+from engines.lowered_graph import LoweredGraph
 from engines.portable import PortableEngine
 from engines.sequences import Sequences
 from engines.targets.tensorrt.engine import TensorRTEngine

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from engines.bundle import EngineBundle, LoweredRecord
-    from engines.native import Level
+    from engines.kernels.cpu import Level
     from engines.passes.base import Pass
     from engines.protocol import Engine
     from engines.target import Probe, Timer
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 def library() -> Path | None:
     """The native kernels of this machine's level, compiled; None where they cannot run."""
-    from engines.native import compiler, level
+    from engines.kernels.cpu import compiler, level
 
     here = level()
     return compiler.library(here) if here else None
@@ -50,7 +50,8 @@ class OrtCpu(GraphTarget):
     )
 
     def passes(self) -> Passes:
-        from engines.passes import (
+        from engines.passes.graph import linears, logit_positions, merge_linears, rotary_tables
+        from engines.passes.onnxruntime import (
             block_linears,
             cached_attention,
             embedding,
@@ -58,13 +59,9 @@ class OrtCpu(GraphTarget):
             grouped_query_attention,
             linear_inputs,
             linear_kernels,
-            linears,
-            logit_positions,
-            merge_linears,
             norm_rows,
             norms,
             prompt_attention,
-            rotary_tables,
             silu,
             static_int8_linears,
         )
@@ -91,7 +88,7 @@ class OrtCpu(GraphTarget):
         )
 
     def at(self, level: str) -> OrtCpu:
-        from engines.native import find_level
+        from engines.kernels.cpu import find_level
 
         return OrtCpu(find_level(level))
 
@@ -101,8 +98,8 @@ class OrtCpu(GraphTarget):
         Where ONNX Runtime's operators compute too, the processor's features select their kernels. Such a bundle is for
         processors that are like this one.
         """
-        from engines import native
-        from engines.native import compiler
+        from engines.kernels import cpu as native
+        from engines.kernels.cpu import compiler
 
         bundle = super().complete(lowered, model, folder)
         if not native.NATIVE & lowered.census.keys():
@@ -159,7 +156,7 @@ class OrtCpu(GraphTarget):
 
     def _library(self) -> Path | None:
         """Of the level that bundles run at here."""
-        from engines.native import compiler
+        from engines.kernels.cpu import compiler
 
         if self._level is None:
             return library()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engines.bundle import EngineBundle
-    from engines.lowered import LoweredGraph
+    from engines.lowered_graph import LoweredGraph
     from engines.protocol import Engine
     from tapeout.artifact import Artifact
 
@@ -37,16 +37,8 @@ class TensorRT(HardwareTarget):
         self.capabilities = Capabilities(libraries, kv_dtypes=("float16", "bfloat16"), precisions=PRECISIONS)
 
     def passes(self) -> Passes:
-        from engines.passes import (
-            fixed_kv_cache,
-            float_linears,
-            fp8_linears,
-            half_precision,
-            int4_linears,
-            linears,
-            logit_positions,
-            rotary_tables,
-        )
+        from engines.passes.graph import linears, logit_positions, rotary_tables
+        from engines.passes.tensorrt import fixed_kv_cache, float_linears, fp8_linears, half_precision, int4_linears
 
         # The compiler merges Q/K/V and gate/up: merged here, the engine of a 3-profile build was 25 % larger.
         return Passes(

@@ -18,8 +18,8 @@ import onnx
 
 from engines.bundle import CompiledEngine, EngineBundle, Profile
 from engines.compile import MODEL_FILE, copy_text_files
-from engines.lowered import LoweredGraph
-from engines.passes.fixed_kv_cache import WRITE_POSITIONS
+from engines.lowered_graph import LoweredGraph
+from engines.passes.tensorrt.fixed_kv_cache import WRITE_POSITIONS
 from engines.target import Compilation, Progress
 from tapeout import artifact
 from tapeout.artifact import Artifact, ArtifactRef

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from engines.bundle import CompiledEngine, EngineBundle, Profile
-from engines.passes.fixed_kv_cache import WRITE_POSITIONS
+from engines.passes.tensorrt.fixed_kv_cache import WRITE_POSITIONS
 from engines.protocol import EngineCapabilities, FloatArray
 from engines.slot_engine import SlotEngine
 from engines.step_inputs import Int64Array, SlotInputs

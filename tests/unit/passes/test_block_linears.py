@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from engines.native import DOMAIN
-from engines.passes import block_linears, linear_kernels, linears, merge_linears, static_int8_linears
+from engines.kernels.cpu import DOMAIN
 from engines.passes.base import attribute
-from engines.passes.block_linears import STEP, TILE, tiles_of
+from engines.passes.graph import linears, merge_linears
+from engines.passes.onnxruntime import block_linears, linear_kernels, static_int8_linears
+from engines.passes.onnxruntime.block_linears import STEP, TILE, tiles_of
 from quantization.rounding import QuantizedLinear
 from tapeout.errors import BuildError
 from tapeout.schemes import STATIC_INT8, Scheme

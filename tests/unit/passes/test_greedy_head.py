@@ -7,7 +7,8 @@ import onnx_ir as ir
 import pytest
 
 from engines.bundle import GREEDY, NEXT_TOKENS
-from engines.passes import block_linears, greedy_head, linears
+from engines.passes.graph import linears
+from engines.passes.onnxruntime import block_linears, greedy_head
 from tapeout.schemes import Scheme
 from tests.lowering import apply, group, linear, lowering, model_of, named, op, operators, run, value
 from tests.native import random_linear

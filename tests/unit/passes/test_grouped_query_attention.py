@@ -8,7 +8,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from engines.passes import prompt_attention
+from engines.passes.onnxruntime import prompt_attention
 from quantization.kv_cache import dequantize, quantize
 from tapeout.errors import BuildError
 from tests.attention_graph import (

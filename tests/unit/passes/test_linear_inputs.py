@@ -7,8 +7,9 @@ import onnx_ir as ir
 import pytest
 from numpy.typing import NDArray
 
-from engines.passes import block_linears, linear_inputs, linears, norms, silu
 from engines.passes.base import CONTRIB
+from engines.passes.graph import linears
+from engines.passes.onnxruntime import block_linears, linear_inputs, norms, silu
 from tapeout.schemes import Scheme
 from tests.lowering import apply, group, linear, lowering, model_of, named, op, operators, parameter, run, value
 from tests.native import random_linear

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from engines.passes import linear_kernels, linears, merge_linears
-from engines.passes.block_linears import widened
+from engines.passes.graph import linears, merge_linears
+from engines.passes.onnxruntime import linear_kernels
+from engines.passes.onnxruntime.block_linears import widened
 from quantization.rounding import QuantizedLinear, round_to_nearest
 from tapeout.errors import BuildError
 from tapeout.schemes import Scheme

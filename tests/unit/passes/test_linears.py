@@ -5,7 +5,9 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from engines.passes import float_linears, linear_kernels, linears
+from engines.passes.graph import linears
+from engines.passes.onnxruntime import linear_kernels
+from engines.passes.tensorrt import float_linears
 from quantization.rounding import round_to_nearest
 from tapeout.graph_analysis import find_linears
 from tapeout.schemes import Scheme

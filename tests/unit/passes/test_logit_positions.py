@@ -3,7 +3,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from engines.passes import linear_kernels, linears, logit_positions
+from engines.passes.graph import linears, logit_positions
+from engines.passes.onnxruntime import linear_kernels
 from tests.lowering import apply, group, linear, lowering, model_of, named, op, parameter, run, value
 
 RNG = np.random.default_rng(0)

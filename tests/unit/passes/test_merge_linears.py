@@ -4,7 +4,8 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from engines.passes import linear_kernels, linears, merge_linears
+from engines.passes.graph import linears, merge_linears
+from engines.passes.onnxruntime import linear_kernels
 from tests.lowering import apply, group, linear, lowering, model_of, named, op, operators, run, value
 
 RNG = np.random.default_rng(0)

@@ -4,8 +4,9 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from engines.passes import block_linears, linears, logit_positions, norm_rows, norms
 from engines.passes.base import CONTRIB, PassResult
+from engines.passes.graph import linears, logit_positions
+from engines.passes.onnxruntime import block_linears, norm_rows, norms
 from tapeout.schemes import Scheme
 from tests.lowering import apply, group, linear, lowering, model_of, named, op, operators, parameter, run, value
 from tests.native import random_linear

@@ -4,7 +4,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from engines.passes import norms
+from engines.passes.onnxruntime import norms
 from tests.lowering import apply, lowering, model_of, named, op, operators, parameter, run, value
 
 RNG = np.random.default_rng(0)

@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from engines.passes import prompt_attention
+from engines.passes.onnxruntime import prompt_attention
 from tests.attention_graph import MAX_TOKENS, Array, Buffers, Layout, exported, graph, lower, sequences, unpacked
 from tests.lowering import apply, lowering, model_of, named, op, operators, value
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from engines.passes import rotary_tables
+from engines.passes.graph import rotary_tables
 from tests.lowering import apply, lowering, model_of, named, op, operators, parameter, run, value
 
 RNG = np.random.default_rng(0)

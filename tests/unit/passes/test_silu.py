@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engines.passes import silu
+from engines.passes.onnxruntime import silu
 from tests.lowering import apply, lowering, model_of, named, op, operators, run, value
 
 X = np.random.default_rng(0).standard_normal((3, 32)).astype(np.float32) * 4

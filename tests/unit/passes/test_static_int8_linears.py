@@ -5,7 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engines.passes import linear_kernels, linears, merge_linears, static_int8_linears
+from engines.passes.graph import linears, merge_linears
+from engines.passes.onnxruntime import linear_kernels, static_int8_linears
 from quantization.rounding import QuantizedLinear, round_to_nearest
 from tapeout.errors import BuildError
 from tapeout.schemes import STATIC_INT8, Scheme

@@ -104,7 +104,7 @@ def sampling_kernel(library: Path | None, vocab_size: int, threads: int = 1) -> 
             return SamplingKernel(library, vocab_size, threads)
         except AttributeError:
             pass
-    from engines.native import compiler, level
+    from engines.kernels.cpu import compiler, level
 
     here = level()
     if here is None:

@@ -1,4 +1,4 @@
-"""What attention costs on this machine: measured seconds of a layer by dtype of the KV cache (engines/timing.py).
+"""What attention costs on this machine: measured seconds of a layer by dtype of the KV cache (engines/costs/timing.py).
 
 What is timed is what the target's own passes make of one layer's attention as it is exported, rotary embedding
 included, behind one linear for queries, keys and values that is not timed. It attends to the whole cache. What a
@@ -17,13 +17,13 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from engines import timing
 from engines.bundle import BLOCK_TABLE, BLOCK_TOKENS, OFFSETS, STARTS
 from engines.compile import CACHE_TYPES
+from engines.costs import timing
+from engines.costs.timing import Seconds
 from engines.passes.base import INTERNAL, Lowering, constant, sizes
-from engines.passes.linears import OP
+from engines.passes.graph.linears import OP
 from engines.target import Target
-from engines.timing import Seconds
 from tapeout.attention_function import ATTENTION_DOMAIN, attention_function
 from tapeout.errors import BuildError
 from tapeout.portable_graph import PortableGraph

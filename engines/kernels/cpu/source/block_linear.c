@@ -13,7 +13,7 @@
                                                               index of each token's largest logit, the first of equals,
                                                               or -1 if a logit of the token is not finite
 
-   All take codes, scales, zero points and bias after these; engines/passes/block_linears.py packs them.
+   All take codes, scales, zero points and bias after these; engines/passes/onnxruntime/block_linears.py packs them.
 
    Names: M tokens, N output channels, K input channels, B blocks of K (K / block); tiles and steps as in codes.h. N is
    padded to pairs of tiles. */

@@ -13,7 +13,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from engines.passes.base import Lowering, PassResult, constant, deferred, new_value
-from engines.passes.linears import biases_of, is_linear, label_of, put, weights_of
+from engines.passes.graph.linears import biases_of, is_linear, label_of, put, weights_of
 
 
 def run(lowering: Lowering) -> PassResult:

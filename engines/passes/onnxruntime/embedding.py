@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from engines.kernels.cpu import DOMAIN, unsupported
 from engines.lowerings import lowering_of
-from engines.native import DOMAIN, unsupported
-from engines.passes import block_linears
 from engines.passes.base import CONTRIB, Lowering, PassResult, deferred, initializer, new_value, replace
-from engines.passes.block_linears import FAMILY, in_more_bits, widened
-from engines.passes.linear_kernels import pack
-from engines.passes.linears import Quantized, is_quantized
+from engines.passes.graph.linears import Quantized, is_quantized
+from engines.passes.onnxruntime import block_linears
+from engines.passes.onnxruntime.block_linears import FAMILY, in_more_bits, widened
+from engines.passes.onnxruntime.linear_kernels import pack
 from tapeout.errors import BuildError
 
 

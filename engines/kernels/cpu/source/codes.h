@@ -1,4 +1,4 @@
-/* Codes of weights as engines/passes/block_linears.py packs them. A tile is 16 output channels, the lanes of a vector; a
+/* Codes of weights as engines/passes/onnxruntime/block_linears.py packs them. A tile is 16 output channels, the lanes of a vector; a
    step is 4 input channels, which a lane sums at once. A step of a tile is 64 codes, lane by lane. Tiles come in pairs. */
 #ifndef TAPEOUT_CODES_H
 #define TAPEOUT_CODES_H

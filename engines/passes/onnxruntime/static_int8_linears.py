@@ -20,9 +20,9 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from engines.native import DOMAIN, unsupported
+from engines.kernels.cpu import DOMAIN, unsupported
 from engines.passes.base import CONTRIB, Lowering, PassResult, deferred, initializer, new_value
-from engines.passes.linears import is_linear, label_of, put, stacked_bias, trimmed, weights_of
+from engines.passes.graph.linears import is_linear, label_of, put, stacked_bias, trimmed, weights_of
 from tapeout.errors import BuildError
 from tapeout.fingerprint import cpu_features
 

@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from engines.passes.base import INTERNAL, Lowering, PassResult, constant, new_value, remove_dead
-from engines.passes.linears import OP, biases_of, is_linear, out_features_of, weights_of
+from engines.passes.graph.linears import OP, biases_of, is_linear, out_features_of, weights_of
 
 
 def run(lowering: Lowering) -> PassResult:

@@ -15,7 +15,7 @@ import tempfile
 from importlib import metadata
 from pathlib import Path
 
-from engines.native import Level
+from engines.kernels.cpu import Level
 from tapeout.cache import cache_folder
 from tapeout.errors import BuildError
 

@@ -3,7 +3,7 @@
     Linear(x) over codes   ->   BlockLinear(x, codes, scales[, zero points][, bias])
 
 What it computes is what MatMulNBits does at accuracy level 4: inputs rounded to int8 for every token and block. Codes
-of 4, 5, 6 and 8 bits are packed as the kernel reads them (engines/native/source/codes.h):
+of 4, 5, 6 and 8 bits are packed as the kernel reads them (engines/kernels/cpu/source/codes.h):
 
 tile   16 output channels, the lanes of a vector; N is padded to whole pairs of tiles
 step   4 input channels: a step of a tile is 64 codes, lane by lane
@@ -26,10 +26,10 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from engines.kernels.cpu import DOMAIN, unsupported
 from engines.lowerings import lowering_of
-from engines.native import DOMAIN, unsupported
 from engines.passes.base import Lowering, PassResult, deferred, initializer, new_value
-from engines.passes.linears import (
+from engines.passes.graph.linears import (
     Quantized,
     all_quantized,
     described,

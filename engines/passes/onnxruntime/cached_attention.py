@@ -9,7 +9,7 @@ of the caches ``[blocks, KV, block_tokens, D]`` a sequence lies. All three are i
 the graph has no outputs for them. The 60 outputs of the default model made a decode step 0.3 to 1.2 % longer. A
 layer that there is no kernel for keeps all layers as they are, since the two operators take different inputs.
 
-ONNX Runtime 1.31 dequantizes an int8 cache again for every block of queries; engines/native/source/cached_attention.c
+ONNX Runtime 1.31 dequantizes an int8 cache again for every block of queries; engines/kernels/cpu/source/cached_attention.c
 multiplies codes by codes. The output of a token is the same to the bit however a prompt was cut and whatever else is in
 the step.
 """
@@ -19,7 +19,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from engines.bundle import BLOCK_TABLE, OFFSETS, STARTS
-from engines.native import DOMAIN, unsupported
+from engines.kernels.cpu import DOMAIN, unsupported
 from engines.passes.base import Lowering, PassResult, attribute, dimension, take_over
 
 HEAD_SIZES, LARGEST_HEAD = 16, 512  # a head is a multiple of the first: the lanes of a vector

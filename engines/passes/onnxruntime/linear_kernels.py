@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from engines.lowerings import lowering_of
 from engines.passes.base import CONTRIB, Lowering, PassResult, deferred, initializer, new_value
-from engines.passes.block_linears import FAMILY, in_more_bits, widened
-from engines.passes.linears import (
+from engines.passes.graph.linears import (
     Quantized,
     all_quantized,
     described,
@@ -32,6 +31,7 @@ from engines.passes.linears import (
     trimmed,
     weights_of,
 )
+from engines.passes.onnxruntime.block_linears import FAMILY, in_more_bits, widened
 
 ACCURACY_LEVEL = 4
 

@@ -8,8 +8,8 @@ import time
 
 import numpy as np
 
-from engines.native import compiler, level
-from engines.timing import last_level_cache_bytes
+from engines.costs.timing import last_level_cache_bytes
+from engines.kernels.cpu import compiler, level
 from tapeout.errors import EvidenceError
 
 BYTES = 256 << 20  # several times the last-level cache of one socket
@@ -49,7 +49,7 @@ def roofline_share(step_bytes: int, step_seconds: float, bandwidth: float) -> fl
         raise EvidenceError(
             f"a step reads {step_bytes / step_seconds / 1e9:.1f} GB/s of weights, {share:.0%} of the bandwidth",
             expected=f"at most the {bandwidth / 1e9:.1f} GB/s that the probe read",
-            remedy="measure again while nothing else runs; if it stays, the probe of engines/native is too slow",
+            remedy="measure again while nothing else runs; if it stays, the probe of engines/kernels/cpu is too slow",
         )
     return share
 

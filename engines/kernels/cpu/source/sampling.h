@@ -1,4 +1,4 @@
-/* The kernel that draws tokens from logits; Python calls it through engines/native/sampling.py. */
+/* The kernel that draws tokens from logits; Python calls it through engines/kernels/cpu/sampling.py. */
 #ifndef TAPEOUT_SAMPLING_H
 #define TAPEOUT_SAMPLING_H
 
@@ -6,7 +6,7 @@
 
 enum { NOT_FINITE = -1, NONE_LEFT = -2 };
 
-/* One draw; engines/native/sampling.py has the same fields in the same order. */
+/* One draw; engines/kernels/cpu/sampling.py has the same fields in the same order. */
 typedef struct {
   const float* logits;   /* [V] */
   const uint32_t* mask;  /* a bit for each token that is allowed; NULL: all are */

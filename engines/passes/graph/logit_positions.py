@@ -9,7 +9,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from engines.passes.base import Lowering, PassResult, sizes
-from engines.passes.linears import is_linear, weights_of
+from engines.passes.graph.linears import is_linear, weights_of
 
 
 def run(lowering: Lowering) -> PassResult:

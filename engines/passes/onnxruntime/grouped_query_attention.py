@@ -31,7 +31,7 @@ from engines.passes.base import (
     remove_dead,
     sizes,
 )
-from engines.passes.linears import is_linear
+from engines.passes.graph.linears import is_linear
 from tapeout.errors import BuildError
 from tapeout.graph_analysis import is_attention
 

@@ -15,8 +15,8 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from engines.passes.base import Lowering, PassResult, constant, initializer, new_value
-from engines.passes.float_linears import finish, stacked_weight
-from engines.passes.linears import group_name, is_head, is_linear, label_of, weights_of
+from engines.passes.graph.linears import group_name, is_head, is_linear, label_of, weights_of
+from engines.passes.tensorrt.float_linears import finish, stacked_weight
 from tapeout.errors import BuildError
 
 

@@ -18,8 +18,8 @@ import onnx_ir as ir
 
 from engines.lowerings import lowering_of
 from engines.passes.base import Lowering, PassResult, initializer
-from engines.passes.float_linears import finish
-from engines.passes.linears import Quantized, all_quantized, is_head, is_linear, label_of, weights_of
+from engines.passes.graph.linears import Quantized, all_quantized, is_head, is_linear, label_of, weights_of
+from engines.passes.tensorrt.float_linears import finish
 
 FAMILY, NAME = "tensorrt", "int4_linears"  # the row of engines/lowerings.py; tensorrt-rtx has the same
 

@@ -1,4 +1,4 @@
-"""What a linear costs on this machine: measured seconds by scheme, shape and tokens of a step (engines/timing.py).
+"""What a linear costs on this machine: measured seconds by scheme, shape and tokens of a step (engines/costs/timing.py).
 
 The plan solver compares schemes by these. What is timed is what the target's own passes make of a linear alone, without
 the norm or gate that a native kernel may fuse, over copies with weights of their own.
@@ -17,12 +17,12 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from engines import timing
 from engines.compile import step_bytes
+from engines.costs import timing
+from engines.costs.timing import Seconds
 from engines.passes.base import INTERNAL, Lowering
-from engines.passes.linears import OP
+from engines.passes.graph.linears import OP
 from engines.target import Target
-from engines.timing import Seconds
 from tapeout.errors import BuildError
 from tapeout.portable_graph import LinearGroup, PortableGraph
 from tapeout.schemes import Scheme

@@ -1,0 +1,1 @@
+"""What operators and memory cost on this machine, measured."""

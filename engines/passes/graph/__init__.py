@@ -1,0 +1,1 @@
+"""Passes over standard operators, for any compiler."""

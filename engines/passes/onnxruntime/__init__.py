@@ -1,0 +1,1 @@
+"""Passes that put in operators of ONNX Runtime, and our own kernels for it."""
