@@ -1,18 +1,19 @@
 """The gate: a pure function from evidence and bounds to a verdict, and the stage that writes the verdict.
 
-evals/soundness.py says which evidence is refused, the files of evals/kinds what is required of the rest, and
+evals/soundness.py says which evidence is refused, the folders of evals/kinds what is required of the rest, and
 evals/conditions.py when a requirement is met, missed or undecided.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from engines.bundle import EngineBundle
 from evals.check import combine
 from evals.items import write_metrics
 from evals.kind import Bounds, Evidence
-from evals.known import kinds
+from evals.known import kinds, missing
 from evals.soundness import require_sound
 from evals.verdict import Verdict
 from tapeout.artifact import Artifact, ArtifactRef, create, load
@@ -24,6 +25,7 @@ def judge(evidence: Evidence, bounds: Bounds) -> Verdict:
     ``bounds``: section ``gate`` of the recipe, with the bounds of every kind.
     """
     require_sound(evidence)
+    evidence = replace(evidence, absent=missing(evidence))
     found = [kind.findings(evidence, bounds) for kind in kinds()]
     checks = tuple(check for part in found for check in part.checks)
     champion = next((part.champion for part in found if part.champion), None)

@@ -1,6 +1,6 @@
 """What a kind of evidence is: its report, its soundness rules, its checks and bounds, and how it is shown.
 
-``evals/kinds`` holds one file per kind. The gate, the recipe and the HTML report iterate over them and name none.
+``evals/kinds`` holds one folder per kind. The gate, the recipe and the HTML report iterate over them and name none.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ class Evidence:
     hardware: tuple[Fingerprint, ...]  # and the libraries that it was built for, one for each level
     reports: Mapping[str, Report[Any, Any]]
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])  # how the recipe asks for them to be measured
+    absent: tuple[str, ...] = ()  # types of reports of an executed engine that are not there; filled in by the gate
     calibrated_on: frozenset[str] = frozenset()  # hashes of the token ids of calibration samples
 
     @property
@@ -198,7 +199,7 @@ class CountTexts(Protocol):
 
 
 class Kind(Generic[R, T, B]):
-    """One kind of evidence. A file of ``evals/kinds`` holds one instance, ``KIND``.
+    """One kind of evidence. Each folder of ``evals/kinds`` holds one instance, ``KIND``.
 
     ``role``: its folder below ``artifacts/``, and its role among the parents of a verdict. Kinds that are measured
     together share one. ``needed``: always, once the engine was executed, or never.
@@ -209,7 +210,7 @@ class Kind(Generic[R, T, B]):
     role: ClassVar[str] = ""
     needed: ClassVar[Literal["always", "executed", "never"]] = "executed"
     stage: ClassVar[str] = ""  # the stage that writes the report; empty: another kind's, or none
-    verb: ClassVar[str] = ""  # module whose ``measure(context, folder)`` is that stage; it may be the kind's own
+    measure_module: ClassVar[str] = ""  # its ``measure(context, folder)`` is that stage
     sections: ClassVar[Mapping[str, type[Section]]] = {}  # of the recipe, by name
     nouns: ClassVar[tuple[str, ...]] = ()  # of its report
     items_file: ClassVar[str] = ""

@@ -1,4 +1,4 @@
-"""Finds the kinds of evidence: a file of ``evals/kinds`` is all that the gate, the recipe and the report need."""
+"""Finds the kinds of evidence: a folder of ``evals/kinds`` is all that the gate, the recipe and the report need."""
 
 from __future__ import annotations
 

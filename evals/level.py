@@ -18,6 +18,7 @@ from evals.check import Check, Outcome, combine
 from evals.items import read_items
 from evals.kind import Executed
 from evals.kinds.parity import ParityReport
+from evals.kinds.parity.reference_logits import LevelItem
 from evals.kinds.serving import (
     DRAFT_TOKENS,
     MAX_RUNNING,
@@ -36,7 +37,6 @@ from evals.kinds.serving import (
 )
 from evals.kinds.text import TextBounds
 from evals.limits import at_least, at_most
-from evals.reference_logits import LevelItem
 from evals.verdict import EXIT_CODES, Verdict
 from tapeout.artifact import Artifact, Record, Roles, load
 from tapeout.errors import EvidenceError, ExitCode

@@ -12,13 +12,13 @@ from engines.protocol import FloatArray
 from engines.sequences import Sequences
 from evals.items import write_items
 from evals.kinds.parity import ParityReport
+from evals.kinds.parity.reference_logits import REFERENCE_FILE, ReferenceLogits
 from evals.kinds.serving import ServingSettings, draws_of
+from evals.kinds.serving.measure import drawn_logits, served_items
+from evals.kinds.serving.pressure import MakeAnswerer, under_pressure
+from evals.kinds.serving.running_paths import SPREAD
+from evals.kinds.serving.served_log import Streams
 from evals.level import LEVEL_ITEMS, SERVED_ITEMS, SLOTS, LevelVerdict, level_checks, level_settings
-from evals.pressure import MakeAnswerer, under_pressure
-from evals.reference_logits import REFERENCE_FILE, ReferenceLogits
-from evals.running_paths import SPREAD
-from evals.served_log import Streams
-from evals.serving import drawn_logits, served_items
 from evals.text import CHUNK_TOKENS
 from evals.verdict import Verdict
 from tapeout.artifact import Artifact, create
@@ -42,7 +42,7 @@ def check_level(
     """Run the bundle at ``level`` and write its LevelVerdict to ``folder``.
 
     ``draw_counts``: tokens the bundle draws at that level from ``[P, V]`` logits, and how many numpy does not draw.
-    ``answerer``, ``decode``: see :func:`evals.pressure.under_pressure`; with the kernels of that level.
+    ``answerer``, ``decode``: see :func:`evals.kinds.serving.pressure.under_pressure`; with the kernels of that level.
 
     :class:`EvidenceError` where verdict or parity report are about another bundle, and where logits are not finite;
     :class:`FingerprintError` where this machine cannot run that level.

@@ -1,4 +1,4 @@
-"""Measures portable evidence (evals/kinds/portable.py), and judges an engine that was only compiled by it."""
+"""Measures portable evidence (evals/kinds/portable/), and judges an engine that was only compiled by it."""
 
 from __future__ import annotations
 

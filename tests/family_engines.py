@@ -15,7 +15,7 @@ from engines.compile import build
 from engines.load import find_target, load, open_probe
 from engines.protocol import FloatArray
 from engines.sequences import Sequences
-from evals.parity import compare
+from evals.kinds.parity.measure import compare
 from quantization.calibrate import calibrate
 from quantization.checkpoint import KV_SCALES, QuantizedModel
 from quantization.compressed_tensors import open_checkpoint

@@ -11,7 +11,7 @@ from tests.tiny import tiny_texts
 
 
 def write_tables(root: Path) -> None:
-    """24 questions each, where `evals.tasks.load_task` finds them."""
+    """24 questions each, where `evals.kinds.tasks.questions.load_task` finds them."""
     rng = random.Random(5)
     science, schemas = [], []
     for text in tiny_texts(24, 7):

@@ -1,6 +1,7 @@
 """Simulate the online test: how often it is wrong when it is looked at after every conversation, and when it decides.
 
-``python -m benchmarks.gate.online`` writes docs/benchmarks/online.md with the code that judges (``evals.sequential``).
+``python -m benchmarks.gate.online`` writes docs/benchmarks/online.md with the code that judges
+(``evals.kinds.online.sequential``).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from benchmarks.gate.evidence import (
 from benchmarks.gate.simulate import ROOT
 from evals.check import Outcome
 from evals.kinds.online import Online
-from evals.sequential import AnytimeTest
+from evals.kinds.online.sequential import AnytimeTest
 
 PAGE = ROOT / "docs" / "benchmarks" / "online.md"
 RUNS, CONVERSATIONS, PERIOD = 1000, 2000, 200
@@ -215,7 +216,7 @@ def page(results: list[Result]) -> str:
     lines = [
         "# How often the online test is wrong",
         "",
-        "Written by `python -m benchmarks.gate.online` with the code that judges (`evals/sequential.py`):",
+        "Written by `python -m benchmarks.gate.online` with the code that judges (`evals/kinds/online/sequential.py`):",
         f"bound {BOUND:g}, confidence {CONFIDENCE:g}, {CONVERSATIONS:,} conversations a run, a look after each one.",
         "[statistics.md](../statistics.md) says what is promised. ± is one standard error of the simulation.",
         "PASS and FAIL are shares of runs in which the test ever says so; the last columns count conversations",

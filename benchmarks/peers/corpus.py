@@ -47,7 +47,7 @@ def read_corpus(
     """
     from tokenizers import Tokenizer
 
-    from evals.harness import beginning_of_text, encode
+    from evals.kinds.tasks.harness import beginning_of_text, encode
 
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     calibration, heldout = calibration_and_heldout(

@@ -1,4 +1,4 @@
-"""What a linear costs on this machine: measured seconds by scheme, shape and tokens of a step (engines/costs/timing.py).
+"""What a linear costs on this machine: measured seconds by scheme, shape and tokens of a step (timing.py).
 
 The plan solver compares schemes by these. What is timed is what the target's own passes make of a linear alone, without
 the norm or gate that a native kernel may fuse, over copies with weights of their own.

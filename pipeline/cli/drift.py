@@ -10,8 +10,8 @@ from typing import Any
 from rich.table import Table
 
 from engines.kernels.cpu.clipping import Clipping, clippings
-from evals.drift import ClipCounter, drift
 from evals.kinds.drift import DriftReport
+from evals.kinds.drift.measure import ClipCounter, drift
 from pipeline.recipe import Recipe, load_recipe
 from pipeline.sources.corpus import calibration_and_heldout
 from pipeline.sources.source import Source

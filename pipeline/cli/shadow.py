@@ -12,8 +12,8 @@ from prometheus_client.registry import Collector
 
 from engines.bundle import EngineBundle
 from evals.kinds.online import Online, frozen_plan
-from evals.online import fold
-from evals.sequential import AnytimeTest
+from evals.kinds.online.measure import fold
+from evals.kinds.online.sequential import AnytimeTest
 from runtime.engine.opening import OpenBundle
 from runtime.gateway.http.listen import ServeError
 from runtime.gateway.operations.shadow import Shadow

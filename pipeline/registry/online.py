@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from evals.check import Outcome
 from evals.kinds.online import Online, OnlineVerdict
-from evals.online import load_judged
+from evals.kinds.online.measure import load_judged
 from pipeline.registry.versions import get_version
 from tapeout.artifact import Artifact
 from tapeout.errors import RegistryError

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from evals.online import load_judged
+from evals.kinds.online.measure import load_judged
 from pipeline.recipe import Recipe
 from pipeline.registry.access import Reference
 from pipeline.registry.bundle_store import store_folder

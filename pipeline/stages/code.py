@@ -84,7 +84,7 @@ def _entry(function: Stage) -> tuple[list[str], set[str]]:
     """
     if not isinstance(function, partial):
         return [function.__name__], set()
-    module = function.args[0].verb
+    module = function.args[0].measure_module
     tree = ast.parse(_source(module).read_text())
     return [function.func.__name__, *sorted(_methods_of("context", tree))], {module}
 

@@ -1,6 +1,6 @@
-"""The stages `dvc repro` runs: each reads artifacts, calls one verb, writes one artifact. It wires and decides nothing.
+"""The stages `dvc repro` runs: each reads artifacts, does one thing, writes one artifact. It decides nothing.
 
-Only this module knows all verbs. `dvc.yaml` calls it as ``tapeout stage NAME``; what a stage reads here and the
+Only this module knows them all. `dvc.yaml` calls it as ``tapeout stage NAME``; what a stage reads here and the
 ``deps`` and ``params`` listed there must agree.
 """
 
@@ -219,7 +219,7 @@ def _report(recipe: Recipe) -> None:
 
 def _measure(kind: Kind[Any, Any, Any], recipe: Recipe) -> None:
     """The stage of a kind of evidence."""
-    import_module(kind.verb).measure(Measurement(recipe, kind.stage), ARTIFACTS / kind.role)
+    import_module(kind.measure_module).measure(Measurement(recipe, kind.stage), ARTIFACTS / kind.role)
 
 
 def register_candidate(recipe: Recipe, *, key: Path | None = None, repair: bool = False) -> Artifact[Release]:

@@ -18,7 +18,7 @@ from engines.load import graph_target, load, open_probe
 from engines.protocol import FloatArray
 from engines.sequences import Sequences
 from evals.kinds.parity import ParityItem
-from evals.parity import compare
+from evals.kinds.parity.measure import compare
 from evals.text import kl_divergences
 from pipeline.cli.drift import clip_counter
 from pipeline.stages.candidate import build_candidate

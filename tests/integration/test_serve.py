@@ -26,7 +26,7 @@ import tapeout
 from benchmarks.peers.environments import python_of
 from engines.load import load
 from engines.sequences import Sequences
-from evals.harness import EngineLM
+from evals.kinds.tasks.harness import EngineLM
 from pipeline.cli.main import main
 from pipeline.stages.answering import CoreAnswerer
 from runtime.wire.limits import Limits

@@ -13,8 +13,8 @@ from engines.protocol import Entry, Result
 from engines.sequences import Sequences
 from evals.check import Outcome
 from evals.kinds.serving import DRAFT_TOKENS, MAX_RUNNING, ServingBounds, ServingSettings, served_checks
-from evals.running_paths import most_running, running_paths
-from evals.served_log import Log, Streams
+from evals.kinds.serving.running_paths import most_running, running_paths
+from evals.kinds.serving.served_log import Log, Streams
 from evals.statement import statement
 from pipeline.cli.serve import require_judged
 from pipeline.cli.serve_limits import limits_within, require_covered

@@ -22,10 +22,10 @@ from engines.step_inputs import result_of
 from evals.check import Outcome
 from evals.items import read_items, write_items
 from evals.kinds.parity import ParityReport
+from evals.kinds.parity.reference_logits import REFERENCE_FILE, ReferenceLogits
 from evals.kinds.serving import ServedItem
 from evals.level import LEVEL_ITEMS, SERVED_ITEMS, SLOTS, LevelVerdict
 from evals.level_check import check_level
-from evals.reference_logits import REFERENCE_FILE, ReferenceLogits
 from evals.statement import statement
 from evals.verdict import Verdict
 from pipeline.cli.main import main

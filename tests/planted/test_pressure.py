@@ -21,8 +21,8 @@ from evals.kinds.serving import (
     pressure_check,
     pressure_problems,
 )
-from evals.pressure import under_pressure
-from evals.served_log import Streams
+from evals.kinds.serving.pressure import under_pressure
+from evals.kinds.serving.served_log import Streams
 from pipeline.stages.answering import CoreAnswerer
 from runtime.constraints.compiler import ConstraintCompiler, Matcher
 from runtime.engine import scheduler

@@ -25,26 +25,26 @@ from engines.load import at_level, graph_target, load, open_probe
 from engines.protocol import Engine, Entry, FloatArray, Result, TokenArray
 from engines.sequences import Fed, Sequences
 from evals.check import Check, Outcome
-from evals.harness import EngineLM
 from evals.kind import Bounds, Evidence, Kind, Report
 from evals.kinds import parity as parity_kind
 from evals.kinds import serving as serving_kind
 from evals.kinds import shadow as shadow_kind
 from evals.kinds import source as source_kind
 from evals.kinds import text as text_kind
+from evals.kinds.parity.embedding import embedding_error
+from evals.kinds.parity.measure import parity
 from evals.kinds.serving import Draws, Pressure, ServingReport, ServingSettings, draws_check, draws_of
+from evals.kinds.serving.measure import drawn_logits, served_items
+from evals.kinds.serving.pressure import under_pressure
+from evals.kinds.serving.served_log import Streams
 from evals.kinds.shadow import ShadowReport
+from evals.kinds.shadow.measure import shadow_items
 from evals.kinds.source import SourceAnswer, SourceReport
+from evals.kinds.source.measure import source_answers, source_item, text_files
 from evals.kinds.tasks import EvalReport, TaskItem, TaskSettings
+from evals.kinds.tasks.harness import EngineLM
 from evals.kinds.text import text_items
-from evals.parity import parity
-from evals.pressure import under_pressure
-from evals.quality import questions, task_items
-from evals.served_log import Streams
-from evals.serving import drawn_logits, served_items
-from evals.shadow import shadow_items
-from evals.source import source_answers, source_item, text_files
-from evals.tables import embedding_error
+from evals.kinds.text.measure import questions, task_items
 from evals.text import joined
 from pipeline.export.source_model import CheckpointModel
 from pipeline.recipe import Recipe

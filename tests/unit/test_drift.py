@@ -13,8 +13,8 @@ from numpy.random import Generator
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from engines.kernels.cpu.clipping import Clipping, ValueCounts
-from evals.drift import distances, drift
 from evals.kinds.drift import KIND, Distance, DriftReport, DriftSettings
+from evals.kinds.drift.measure import distances, drift
 from pipeline.cli.main import main
 from pipeline.recipe import load_recipe
 from pipeline.sources.source import Source

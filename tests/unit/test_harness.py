@@ -14,12 +14,12 @@ from lm_eval.api.instance import Instance
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from engines.sequences import Sequences
-from evals.harness import EngineLM, beginning_of_text, encode
 from evals.items import read_items
 from evals.kinds.tasks import EvalReport, TaskItem, TaskSettings
+from evals.kinds.tasks.harness import EngineLM, beginning_of_text, encode
+from evals.kinds.tasks.questions import choose_documents, definition_path, load_task, share_out
 from evals.kinds.text import TextItem, TextSettings, text_metrics
-from evals.quality import evaluate, task_items, task_metrics
-from evals.tasks import choose_documents, definition_path, load_task, share_out
+from evals.kinds.text.measure import evaluate, task_items, task_metrics
 from evals.text import log_likelihoods
 from pipeline.stages.answering import CoreAnswerer
 from runtime.wire.limits import Limits

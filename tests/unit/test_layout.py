@@ -6,9 +6,11 @@ import importlib
 import re
 import shlex
 import tomllib
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from grimp import build_graph
 
 ROOT = Path(__file__).parents[2]
 INSTALLED = "$(INSTALLED)"
@@ -81,6 +83,19 @@ def test_every_package_and_every_folder_that_has_layers_has_all_of_them() -> Non
     for names in layers[1:]:
         (package,) = {name.rpartition(".")[0] for name in names}
         assert names == inside(package)
+
+
+def test_imports_inside_packages_make_no_circle() -> None:
+    """Of the folders and modules of each package and of each folder in it; imports for types count, too."""
+    graph = build_graph(*PACKAGES)
+    for package in sorted(name for name in graph.modules if graph.find_children(name)):
+        children = graph.find_children(package)
+        owner = {module: child for child in children for module in (child, *graph.find_descendants(child))}
+        needs: dict[str, set[str]] = {child: set() for child in children}
+        for module, child in owner.items():
+            found = (owner.get(imported, child) for imported in graph.find_modules_directly_imported_by(module))
+            needs[child] |= {other for other in found if other != child}
+        tuple(TopologicalSorter(needs).static_order())  # CycleError names the circle
 
 
 def commands_of(target: str) -> list[list[str]]:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from benchmarks.gate.online import ABOVE, BELOW, HALF, NONE, ON, Result, Row, page, rows, run_row
 from evals.check import Outcome
 from evals.kinds.online import KIND, Online, frozen_plan
-from evals.online import conclude, fold, judge, load_judged
-from evals.sequential import AnytimeTest
+from evals.kinds.online.measure import conclude, fold, judge, load_judged
+from evals.kinds.online.sequential import AnytimeTest
 from evals.statistics import bounded_mean
 from tapeout.errors import ArtifactError, EvidenceError
 from tapeout.observations import (

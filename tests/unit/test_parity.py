@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from engines.protocol import FloatArray
 from evals.items import read_items
 from evals.kinds.parity import KIND, ParityItem, ParityReport
-from evals.parity import compare, parity, parity_metrics
-from evals.tables import embedding_error
+from evals.kinds.parity.embedding import embedding_error
+from evals.kinds.parity.measure import compare, parity, parity_metrics
 from evals.text import token_hash
 from tapeout import artifact
 from tapeout.errors import EvidenceError

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.protocol import FloatArray
-from evals.reference_logits import KEPT_TOKENS, LevelItem, ReferenceLogits
+from evals.kinds.parity.reference_logits import KEPT_TOKENS, LevelItem, ReferenceLogits
 from evals.text import kl_divergences
 from tapeout.errors import EvidenceError
 

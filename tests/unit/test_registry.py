@@ -20,7 +20,7 @@ import pytest
 from engines.bundle import EngineBundle
 from evals.check import Outcome
 from evals.kinds.online import Online, frozen_plan
-from evals.online import conclude, load_judged
+from evals.kinds.online.measure import conclude, load_judged
 from evals.policy import policy_of
 from pipeline.registry import promotion, tracking
 from pipeline.registry.access import ClientRegistry, Reference

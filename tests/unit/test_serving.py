@@ -10,7 +10,7 @@ import pytest
 
 from evals.kind import Evidence
 from evals.kinds.serving import KIND, ServedItem, ServingReport, ServingSettings
-from evals.serving import mixed_lengths, served_items, serving, serving_metrics, windows
+from evals.kinds.serving.measure import mixed_lengths, served_items, serving, serving_metrics, windows
 from runtime.wire.limits import Limits
 from tapeout.artifact import ArtifactRef
 from tapeout.errors import EvidenceError, RequestError

@@ -12,7 +12,7 @@ from engines.sequences import Sequences
 from evals.answers import greedy
 from evals.items import read_items
 from evals.kinds.shadow import ShadowItem, ShadowSettings
-from evals.shadow import Lockstep, first_divergence, shadow, shadow_items, shadow_metrics
+from evals.kinds.shadow.measure import Lockstep, first_divergence, shadow, shadow_items, shadow_metrics
 from evals.text import compare
 from pipeline.stages.answering import CoreAnswerer
 from runtime.wire.limits import Limits

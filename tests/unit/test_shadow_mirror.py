@@ -16,7 +16,7 @@ import pytest
 
 from evals.check import Outcome
 from evals.kinds.online import Online, frozen_plan
-from evals.online import judge
+from evals.kinds.online.measure import judge
 from runtime.gateway.engines.local import ProcessClient
 from runtime.gateway.http.generation import Choice, Part, generate
 from runtime.gateway.operations.shadow import Shadow

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evals.source import SourceLM, source_item
+from evals.kinds.source.measure import SourceLM, source_item
 from pipeline.export import source_model
 from pipeline.export.source_model import CheckpointModel
 from tapeout.errors import EvidenceError

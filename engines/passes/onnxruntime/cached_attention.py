@@ -9,9 +9,9 @@ of the caches ``[blocks, KV, block_tokens, D]`` a sequence lies. All three are i
 the graph has no outputs for them. The 60 outputs of the default model made a decode step 0.3 to 1.2 % longer. A
 layer that there is no kernel for keeps all layers as they are, since the two operators take different inputs.
 
-ONNX Runtime 1.31 dequantizes an int8 cache again for every block of queries; engines/kernels/cpu/source/cached_attention.c
-multiplies codes by codes. The output of a token is the same to the bit however a prompt was cut and whatever else is in
-the step.
+ONNX Runtime 1.31 dequantizes an int8 cache again for every block of queries; cached_attention.c in
+engines/kernels/cpu/source multiplies codes by codes. The output of a token is the same to the bit however a prompt was
+cut and whatever else is in the step.
 """
 
 from __future__ import annotations

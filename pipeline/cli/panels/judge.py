@@ -132,7 +132,7 @@ def shadow_verdict(
 
     Example: `tapeout shadow-verdict shadow && tapeout promote --online artifacts/online`
     """
-    from evals.online import conclude
+    from evals.kinds.online.measure import conclude
 
     found = conclude(shadow_log, out)
     record = found.record

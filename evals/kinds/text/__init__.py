@@ -1,6 +1,6 @@
 """Text: perplexity, KL and top-token agreement of both engines on held-out documents.
 
-It is measured in one stage with the tasks (``evals/quality.py``), and its items lie in the same report.
+It is measured in one stage with the tasks (``evals/kinds/text/measure.py``), and its items lie in the same report.
 """
 
 from __future__ import annotations

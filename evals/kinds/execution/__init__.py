@@ -17,8 +17,6 @@ class Execution(Kind[Frozen, Frozen, Bounds]):
     bounds = Bounds
 
     def findings(self, evidence: Evidence, bounds: Bounds) -> Findings:
-        from evals.known import missing
-
         target = evidence.target
         runs = {r.ref.noun: r.record.executed_on for r in evidence.reports.values() if isinstance(r.record, Executed)}
         foreign = [reason for noun, ran in runs.items() for reason in _differences(evidence, noun, ran)]
@@ -26,7 +24,7 @@ class Execution(Kind[Frozen, Frozen, Bounds]):
         if len(levels) > 1:
             foreign.append(f"reports were taken at the levels {', '.join(level or 'none' for level in levels)}")
         place = f"{target}:{levels[0]}" if len(levels) == 1 and levels[0] else target
-        absent = missing(evidence)
+        absent = evidence.absent
         ran_there = bool(runs) and not foreign and not absent
         reasons = [*foreign, *([f"missing: {', '.join(absent)}"] if absent else [])]
         check = Check(

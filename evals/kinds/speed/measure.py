@@ -35,7 +35,7 @@ REST_SECONDS = 0.1
 
 
 def measure(context: Context, folder: Path) -> None:
-    """The stage of `evals/kinds/speed.py`."""
+    """The stage of `evals/kinds/speed/`."""
     settings, bundles = context.section(SpeedSettings), {role: context.bundle(role) for role in ENGINES}
     slots = max(settings.batches)
     baseline, candidate = (context.engine(role, slots=slots) for role in ENGINES)
@@ -160,7 +160,7 @@ def peak_memory_mb(folder: Path, prompt_tokens: int, new_tokens: int, threads: i
     """Peak resident memory of a fresh process that opens the bundle, reads a prompt and answers, in MB."""
     arguments = [str(folder), str(prompt_tokens), str(new_tokens), str(threads)]
     result = subprocess.run(
-        [sys.executable, "-m", "evals.benchmark", *arguments], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "evals.kinds.speed.measure", *arguments], capture_output=True, text=True, check=False
     )
     if result.returncode:
         raise EvidenceError(

@@ -1,4 +1,4 @@
-"""Drift: how far live traffic is from the calibration samples (``evals/drift.py`` measures it). No verdict has it."""
+"""Drift: how far live traffic is from the calibration samples. No verdict has it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Serving: every way an engine is used in service gives what a prefill in one piece gives (``evals/serving.py``).
+"""Serving: every way an engine is used in service gives what a prefill in one piece gives.
 
 Accuracy and text are measured with prefills in slot 0. Users get batched decode steps, in every slot, at every length.
 """
@@ -83,7 +83,7 @@ class Draws(Frozen):
 
 
 class Pressed(Frozen):
-    """Answers of the serving core to requests of one kind, while it has too few blocks (``evals/pressure.py``).
+    """Answers of the serving core to requests of one kind, while it has too few blocks (``pressure.py``).
 
     ``wrong``: tokens that do not follow by the logits of a prefill in one piece. ``gap``: how far the worst token falls
     short. ``preempted``: how often a request lost its blocks. ``cached``: prompt tokens that were found in blocks.
@@ -163,7 +163,7 @@ class ServingBounds(Bounds):
 
 class Serving(Kind[ServingReport, ServedItem, ServingBounds]):
     order, name, role, stage = 55, "serving", "serving", "serving"
-    verb = "evals.serving"
+    measure_module = "evals.kinds.serving.measure"
     nouns, items_file = ("ServingReport",), "served_items.jsonl"
     sections: ClassVar = {"serving": ServingSettings}
     report, item, bounds = ServingReport, ServedItem, ServingBounds

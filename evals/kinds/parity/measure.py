@@ -17,9 +17,9 @@ from engines.protocol import FloatArray
 from evals.items import write_items, write_metrics
 from evals.kind import Context, Probe, Reference
 from evals.kinds.parity import KIND, ParityItem, ParityReport, ParitySettings
+from evals.kinds.parity.embedding import HeadRows, embedding_error
+from evals.kinds.parity.reference_logits import REFERENCE_FILE, ReferenceLogits
 from evals.kinds.text import TextSettings
-from evals.reference_logits import REFERENCE_FILE, ReferenceLogits
-from evals.tables import HeadRows, embedding_error
 from evals.text import joined, kl_divergences, token_hash
 from tapeout import artifact
 from tapeout.artifact import Artifact, Parents
@@ -29,7 +29,7 @@ from tapeout.progress import ProgressBar
 
 
 def measure(context: Context, folder: Path) -> None:
-    """The stage of `evals/kinds/parity.py`."""
+    """The stage of `evals/kinds/parity/`."""
     text, count = context.section(TextSettings), context.section(ParitySettings).parity_documents
     quantized, reference = context.reference()
     texts = context.encode(context.heldout_texts(text.documents)[:count])

@@ -1,4 +1,4 @@
-"""Speed: latency, throughput and memory of both engines on this machine (``evals/benchmark.py`` measures them)."""
+"""Speed: latency, throughput and memory of both engines on this machine."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class SpeedBounds(Bounds):
 
 class Speed(Kind[SpeedSummary, SpeedSample, SpeedBounds]):
     order, name, role, stage = 70, "speed", "benchmark", "benchmark"
-    verb = "evals.benchmark"
+    measure_module = "evals.kinds.speed.measure"
     nouns = ("Benchmark",)
     sections: ClassVar = {"benchmark": SpeedSettings}
     report, item, bounds = SpeedSummary, SpeedSample, SpeedBounds

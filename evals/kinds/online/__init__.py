@@ -1,4 +1,4 @@
-"""Online: a challenger on live traffic beside the champion (``evals/online.py`` judges it).
+"""Online: a challenger on live traffic beside the champion (``evals/kinds/online/measure.py`` judges it).
 
 It comes after the gate, when a challenger is registered, so no verdict of the gate holds it: `tapeout promote` asks for
 it where the recipe says so.
@@ -15,7 +15,7 @@ from engines.bundle import EngineBundle
 from evals.block import Block, FactRow, fact_metrics
 from evals.check import Judged, Outcome
 from evals.kind import Bounds, Kind
-from evals.sequential import AnytimeTest
+from evals.kinds.online.sequential import AnytimeTest
 from tapeout.artifact import Record, Roles, load
 from tapeout.errors import ExitCode
 from tapeout.observations import OBSERVATIONS_FILE, Observation, ShadowPlan

@@ -14,12 +14,12 @@ from lm_eval.evaluator import evaluate as run_tasks
 from tokenizers import Tokenizer
 
 from engines.sequences import Sequences
-from evals.harness import EngineLM, beginning_of_text, encode
 from evals.items import write_items, write_metrics
 from evals.kind import Context
 from evals.kinds.tasks import EvalReport, TaskItem, TaskSettings
+from evals.kinds.tasks.harness import EngineLM, beginning_of_text, encode
+from evals.kinds.tasks.questions import LocalTask, choose_documents, load_task
 from evals.kinds.text import TextSettings, text_items, text_metrics
-from evals.tasks import LocalTask, choose_documents, load_task
 from evals.text import joined
 from tapeout.artifact import Artifact, Parents, create, load
 from tapeout.errors import EvidenceError
@@ -31,7 +31,7 @@ PAIRING_KEYS = ("doc_id", "doc_hash", "prompt_hash", "target_hash")
 
 
 def measure(context: Context, folder: Path) -> None:
-    """The stage of `evals/kinds/tasks.py`."""
+    """The stage of `evals/kinds/tasks/`."""
     source, bundle, texts = context.source(), context.bundle("candidate"), context.section(TextSettings)
     evaluate(
         context.section(TaskSettings),

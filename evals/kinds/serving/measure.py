@@ -16,14 +16,14 @@ from pathlib import Path
 
 from engines.protocol import FloatArray
 from engines.sequences import Fed, Sequences
-from evals.generation import greedy
 from evals.items import write_items, write_metrics
 from evals.kind import Context
 from evals.kinds.serving import KIND, Draws, ServedItem, ServingReport, ServingSettings, draws_of
+from evals.kinds.serving.generation import greedy
+from evals.kinds.serving.pressure import MakeAnswerer, under_pressure
+from evals.kinds.serving.running_paths import most_running, running_paths
+from evals.kinds.serving.served_log import Log, Place, Stream, Streams, anchor
 from evals.kinds.text import TextSettings
-from evals.pressure import MakeAnswerer, under_pressure
-from evals.running_paths import most_running, running_paths
-from evals.served_log import Log, Place, Stream, Streams, anchor
 from tapeout.artifact import Artifact, Parents, create, load
 from tapeout.fingerprint import Fingerprint
 from tapeout.progress import ProgressBar
@@ -39,7 +39,7 @@ DRAWN_POSITIONS = range(3, 256, 8)  # of the text that tokens are drawn from
 
 
 def measure(context: Context, folder: Path) -> None:
-    """The stage of `evals/kinds/serving.py`."""
+    """The stage of `evals/kinds/serving/`."""
     documents = context.encode(context.heldout_texts(context.section(TextSettings).documents))
     text = [token for tokens in documents for token in tokens]
     candidate = context.engine("candidate")

@@ -1,4 +1,4 @@
-"""Parity: the engine against the quantized torch model that it was built from (``evals/parity.py`` measures it)."""
+"""Parity: the engine against the quantized torch model that it was built from."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class ParityBounds(DocumentBounds):
 
 class Parity(Kind[ParityReport, ParityItem, ParityBounds]):
     order, name, role, stage = 60, "parity", "parity", "parity"
-    verb = "evals.parity"
+    measure_module = "evals.kinds.parity.measure"
     nouns, items_file = ("ParityReport",), "parity_items.jsonl"
     sections: ClassVar = {"evaluate": ParitySettings}
     report, item, bounds = ParityReport, ParityItem, ParityBounds

@@ -1,6 +1,6 @@
 """Tasks: lm-eval questions that both engines answer. Accuracy is judged paired, pooled over all items.
 
-``evals/quality.py`` measures it, together with held-out text.
+``evals/kinds/text/measure.py`` measures it, together with held-out text.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class TaskBounds(Bounds):
 
 class Tasks(Kind[EvalReport, TaskItem, TaskBounds]):
     order, name, role, stage = 30, "tasks", "evaluation", "evaluate"
-    verb = "evals.quality"
+    measure_module = "evals.kinds.text.measure"
     nouns, items_file = ("EvalReport",), "task_items.jsonl"
     sections: ClassVar = {"evaluate": TaskSettings}
     report, item, bounds = EvalReport, TaskItem, TaskBounds
@@ -89,7 +89,7 @@ class Tasks(Kind[EvalReport, TaskItem, TaskBounds]):
         return recipe.section(TaskSettings).tasks
 
     def check_data(self, recipe: Recipe, data: Path, count: CountTexts) -> None:
-        from evals.tasks import load_task
+        from evals.kinds.tasks.questions import load_task
 
         for task in recipe.section(TaskSettings).tasks:
             load_task(task, data)

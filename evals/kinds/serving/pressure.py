@@ -6,7 +6,7 @@ expects all to be short, admits too many and must preempt. All are asked twice, 
 blocks. Each kind of settings is a tenant, so that all of them run at once.
 
 Then each token of each answer is compared with what must follow by the logits of a prefill in one piece of the same
-engine (:mod:`evals.expected`), which knows nothing of blocks, batches and requests.
+engine (:mod:`evals.kinds.serving.expected`), which knows nothing of blocks, batches and requests.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from functools import cache, partial
 from engines.protocol import EngineCapabilities, FloatArray
 from engines.sequences import Sequences
 from evals.answers import Answer, Answerer, Ask
-from evals.expected import passed_over, score_error
 from evals.kinds.serving import CHOICES, PRESSED, Pressed, Pressure, ServingSettings
-from evals.served_log import Streams
+from evals.kinds.serving.expected import passed_over, score_error
+from evals.kinds.serving.served_log import Streams
 from tapeout.progress import ProgressBar
 
 FIRST = 8  # short answers that come before all others

@@ -26,7 +26,7 @@ from tapeout.fingerprint import Fingerprint
 
 
 def measure(context: Context, folder: Path) -> None:
-    """The stage of `evals/kinds/shadow.py`."""
+    """The stage of `evals/kinds/shadow/`."""
     settings, source, bundle = context.section(ShadowSettings), context.source(), context.bundle("candidate")
     champion, engine, is_baseline = context.champion()
     shadow(

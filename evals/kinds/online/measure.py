@@ -2,8 +2,7 @@
 
 A server mirrors a share of its calls to the challenger (``runtime/gateway/operations/shadow.py``), which scores the
 champion's own answers. The unit is one conversation, its value the share of tokens where the engines' likeliest tokens
-differ, as in the gate's ``shadow_agreement``. The test (``evals/sequential.py``) may be looked at after every
-conversation.
+differ, as in the gate's ``shadow_agreement``. The test (``sequential.py``) may be looked at after every conversation.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 from engines.bundle import EngineBundle
 from evals.check import Outcome
 from evals.kinds.online import OnlineVerdict
-from evals.sequential import AnytimeTest
+from evals.kinds.online.sequential import AnytimeTest
 from evals.statistics import bounded_mean
 from tapeout.artifact import Artifact, ArtifactRef, create, load
 from tapeout.errors import EvidenceError

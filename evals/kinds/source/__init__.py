@@ -1,7 +1,7 @@
 """Source: the float engine against the model of the checkpoint itself, so that a wrong baseline excuses nothing.
 
 All other evidence compares the candidate with the baseline engine. Here transformers runs the checkpoint as it came,
-and both engines are held against it. ``evals/source.py`` measures it.
+and both engines are held against it. ``evals/kinds/source/measure.py`` measures it.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class SourceBounds(DocumentBounds):
 
 class Source(Kind[SourceReport, SourceItem, SourceBounds]):
     order, name, role, stage = 65, "source", "source-model", "source"
-    verb = "evals.source"
+    measure_module = "evals.kinds.source.measure"
     nouns, items_file = ("SourceReport",), "source_items.jsonl"
     report, item, bounds = SourceReport, SourceItem, SourceBounds
 

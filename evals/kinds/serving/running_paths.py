@@ -14,7 +14,7 @@ from typing import NamedTuple
 from engines.protocol import Engine, EngineCapabilities, Entry, FloatArray, Result, Wanted
 from engines.sequences import Sequences
 from evals.kinds.serving import ServingSettings
-from evals.served_log import Log, Place, Stream, Streams, anchor
+from evals.kinds.serving.served_log import Log, Place, Stream, Streams, anchor
 from tapeout.progress import ProgressBar
 
 SPREAD = 97  # prompts have 1 to so many tokens

@@ -1,4 +1,4 @@
-"""Shadow: chat prompts replayed through the champion and the candidate (``evals/shadow.py`` measures it)."""
+"""Shadow: chat prompts replayed through the champion and the candidate."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class ShadowBounds(Bounds):
 
 class Shadow(Kind[ShadowReport, ShadowItem, ShadowBounds]):
     order, name, role, stage = 50, "shadow", "shadow", "shadow"
-    verb = "evals.shadow"
+    measure_module = "evals.kinds.shadow.measure"
     nouns, items_file = ("ShadowReport",), "shadow_items.jsonl"
     sections: ClassVar = {"shadow": ShadowSettings}
     report, item, bounds = ShadowReport, ShadowItem, ShadowBounds
