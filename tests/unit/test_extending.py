@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from pkgutil import iter_modules
 
 import pytest
 
@@ -27,7 +28,8 @@ def listed(title: str) -> list[str]:
 
 
 def modules(folder: str) -> list[str]:
-    return sorted(path.stem for path in (ROOT / folder).glob("*.py") if path.stem != "__init__")
+    """Modules and packages in a folder."""
+    return sorted(module.name for module in iter_modules([str(ROOT / folder)]))
 
 
 def test_methods() -> None:
