@@ -21,7 +21,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from engines.bundle import EngineBundle
-from pipeline.registry.access import ARTIFACTS, Reference, open_registry
+from pipeline.registry.access import ARTIFACTS, VersionReference, open_registry
 from pipeline.registry.bundle_store import store_folder
 from pipeline.registry.pull import pull
 from pipeline.registry.tracking import tracking_uri
@@ -62,8 +62,8 @@ def main() -> None:
 def bundle_urls(model: str) -> dict[str, str]:
     """Where the server has the record and each file of the bundle."""
     with open_registry() as registry:
-        root = registry.version(Reference.parse(model)).bundle_root.removeprefix("mlflow-artifacts:").strip("/")
-    found = load_record(pull(Reference.parse(model), store_folder()).folder, EngineBundle)
+        root = registry.version(VersionReference.parse(model)).bundle_root.removeprefix("mlflow-artifacts:").strip("/")
+    found = load_record(pull(VersionReference.parse(model), store_folder()).folder, EngineBundle)
     return {name: f"{tracking_uri()}/{ARTIFACTS}/{quote(f'{root}/{name}')}" for name in (RECORD, *sorted(found.files))}
 
 

@@ -12,7 +12,7 @@ from itertools import groupby
 import numpy as np
 
 from engines.protocol import EngineCapabilities, Entry, FloatArray, Result, TokenArray
-from engines.step_inputs import Int64Array, Piece, check, not_finite, result_of, runs
+from engines.step_inputs import Int64Array, StepPiece, check, not_finite, result_of, runs
 
 
 class SlotEngine(ABC):
@@ -66,7 +66,7 @@ class SlotEngine(ABC):
                 results[number] = result
         return results
 
-    def _prompt(self, entry: Entry, pieces: Sequence[Piece]) -> Result:
+    def _prompt(self, entry: Entry, pieces: Sequence[StepPiece]) -> Result:
         parts = [self.prefill(piece.blocks[0], piece.tokens, piece.start, piece.positions) for piece in pieces]
         wanted = [part for part in parts if len(part)]
         return result_of(entry, np.concatenate(wanted)) if wanted else Result()

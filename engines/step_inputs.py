@@ -31,7 +31,7 @@ class SlotInputs(NamedTuple):
         return self.starts[:, None] + np.arange(self.ids.shape[1], dtype=np.int64)
 
 
-class Piece(NamedTuple):
+class StepPiece(NamedTuple):
     """A part of an entry that one run takes. ``positions``: indices into its own ``tokens``."""
 
     entry: int  # its place in the batch
@@ -90,9 +90,9 @@ def _check_entry(entry: Entry, engine: EngineCapabilities, written: set[int]) ->
     return None
 
 
-def runs(batch: Sequence[Entry], errors: Sequence[RequestError | None], most: int) -> Iterator[list[Piece]]:
+def runs(batch: Sequence[Entry], errors: Sequence[RequestError | None], most: int) -> Iterator[list[StepPiece]]:
     """The tokens of all entries without an error, in order, cut into runs of at most ``most``."""
-    run: list[Piece] = []
+    run: list[StepPiece] = []
     room = most
     for number, (entry, error) in enumerate(zip(batch, errors, strict=True)):
         if error is not None:
@@ -109,12 +109,12 @@ def runs(batch: Sequence[Entry], errors: Sequence[RequestError | None], most: in
         yield run
 
 
-def _piece(number: int, entry: Entry, done: int, taken: int) -> Piece:
+def _piece(number: int, entry: Entry, done: int, taken: int) -> StepPiece:
     count = len(entry.tokens)
     if taken == count:
-        return Piece(number, entry.tokens, entry.start, entry.blocks, _positions(entry))
+        return StepPiece(number, entry.tokens, entry.start, entry.blocks, _positions(entry))
     wanted = [p - done for p in _positions(entry) if done <= p < done + taken]
-    return Piece(number, entry.tokens[done : done + taken], entry.start + done, entry.blocks, wanted)
+    return StepPiece(number, entry.tokens[done : done + taken], entry.start + done, entry.blocks, wanted)
 
 
 def _positions(entry: Entry) -> Sequence[int]:

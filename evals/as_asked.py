@@ -7,7 +7,7 @@ from typing import Any
 
 from quantization.plan import decisive
 from tapeout.artifact import Header
-from tapeout.recipe import Recipe, Section
+from tapeout.recipe import BaseRecipe, Section
 from tapeout.urls import redact
 
 Record = Mapping[str, Any]  # the fields of an artifact's record
@@ -15,7 +15,7 @@ Compared = tuple[str, Any, Any]  # a parameter, what an artifact was made with, 
 BUNDLES = ("baseline", "candidate")
 
 
-def not_as_asked(headers: Mapping[str, Header], recipe: Recipe) -> Iterator[str]:
+def not_as_asked(headers: Mapping[str, Header], recipe: BaseRecipe) -> Iterator[str]:
     """A line for each parameter that an artifact was made with and that the recipe now has otherwise.
 
     ``headers``: of the artifacts that the engines were made from, by their folders' names.
@@ -41,7 +41,7 @@ def not_as_asked(headers: Mapping[str, Header], recipe: Recipe) -> Iterator[str]
                 yield f"{name} was made with {parameter} {_short(made, asked)}, not with {_short(asked, made)}"
 
 
-def _source(record: Record, recipe: Recipe) -> Iterator[Compared]:
+def _source(record: Record, recipe: BaseRecipe) -> Iterator[Compared]:
     def fetched(name: str, asked: str | None, pin: str | None) -> Iterator[Compared]:
         yield "source", record.get(f"{name}_source"), redact(asked) if asked and asked.startswith("http") else asked
         if pin is not None:  # without one, whatever lies there is what was asked for
@@ -59,7 +59,7 @@ def _source(record: Record, recipe: Recipe) -> Iterator[Compared]:
             yield f"the {name}'s {field}", made, wanted
 
 
-def _graph(record: Record, recipe: Recipe) -> Iterator[Compared]:
+def _graph(record: Record, recipe: BaseRecipe) -> Iterator[Compared]:
     positions, error = record.get("model_positions"), record.get("max_relative_error")
     wanted = recipe.export
     longest = None if positions is None else min(wanted.max_positions, positions)
@@ -75,7 +75,7 @@ def _section(record: Record, part: str, asked: Record) -> Iterator[Compared]:
         yield f"{part}.{key}", made.get(key), asked.get(key)
 
 
-def _bundle(record: Record, recipe: Recipe) -> Iterator[Compared]:
+def _bundle(record: Record, recipe: BaseRecipe) -> Iterator[Compared]:
     target, _, level = recipe.build.target.partition(":")
     yield "build.target", record.get("target"), target
     yield "build.slots", record.get("io", {}).get("slots"), recipe.build.slots

@@ -78,7 +78,7 @@ class Fact(Frozen):
     upper: float | None = None
 
 
-class Judged(Protocol):
+class JudgedVerdict(Protocol):
     """A verdict, as far as report blocks read it."""
 
     @property

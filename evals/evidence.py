@@ -23,7 +23,7 @@ from evals.verdict import Verdict
 from quantization.calibration import SAMPLES_FILE, CalibrationSample, samples_hash
 from tapeout.artifact import Artifact, Header, load_header, load_record
 from tapeout.errors import EvidenceError
-from tapeout.recipe import Recipe
+from tapeout.recipe import BaseRecipe
 
 # Folders below ``artifacts``: what the engines were made from, and the parents that each must have.
 LINEAGE: Mapping[str, tuple[str, ...]] = {
@@ -42,7 +42,7 @@ def measured() -> tuple[str, ...]:
     return tuple(dict.fromkeys(kind.role for kind in kinds() if kind.needed == "executed"))
 
 
-def load_evidence(artifacts: Path, recipe: Recipe) -> Evidence:
+def load_evidence(artifacts: Path, recipe: BaseRecipe) -> Evidence:
     """Every report that an executed engine needs, and what the engines were made from, from below ``artifacts``.
 
     The files of reports are hashed again. :class:`EvidenceError` lists every artifact that was made from another one
@@ -75,7 +75,7 @@ def load_evidence(artifacts: Path, recipe: Recipe) -> Evidence:
     )
 
 
-def require_reproducible(verdict: Artifact[Verdict], artifacts: Path, recipe: Recipe) -> None:
+def require_reproducible(verdict: Artifact[Verdict], artifacts: Path, recipe: BaseRecipe) -> None:
     """Judge the evidence below ``artifacts`` again; :class:`EvidenceError` unless it gives the same verdict.
 
     So an edited verdict is found even if its digest was computed anew.

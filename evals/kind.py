@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar, cast
@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, Typ
 from pydantic import Field
 
 from evals.block import Block
-from evals.check import Findings, Judged
+from evals.check import Findings, JudgedVerdict
 from evals.items import read_items
 from tapeout.artifact import Artifact, ArtifactRef, Frozen, Record, load
 from tapeout.fingerprint import Fingerprint
-from tapeout.recipe import Count, Recipe, Section
+from tapeout.recipe import BaseRecipe, Count, Section
 
 if TYPE_CHECKING:
     from engines.bundle import EngineBundle
     from engines.protocol import Engine, FloatArray
     from engines.sequences import Sequences
+    from engines.target import Probe
     from evals.answers import Answerer
     from tapeout.portable_graph import PortableGraph
 
@@ -90,14 +91,7 @@ class Evidence:
         }
 
 
-class Probe(Protocol):
-    """The inside of an engine: see :class:`engines.target.Probe`."""
-
-    def __call__(self, tokens: Sequence[int]) -> tuple[FloatArray, dict[str, FloatArray]]: ...
-    def embedding(self) -> Iterable[FloatArray]: ...
-
-
-class Reference(Protocol):
+class ReferenceModel(Protocol):
     """The quantized model that an engine was built from."""
 
     def __call__(self, tokens: Sequence[int]) -> FloatArray: ...
@@ -178,7 +172,7 @@ class Context(Protocol):
     def decode(self, tokens: Sequence[int]) -> str: ...
     def chat_prompts(self, datasets: Sequence[str], count: int) -> list[list[int]]: ...
     def probe(self) -> Probe: ...
-    def reference(self) -> tuple[Artifact[Any], Reference]:
+    def reference(self) -> tuple[Artifact[Any], ReferenceModel]:
         """The quantized model that the candidate was built from, and the same as a torch model."""
         ...
 
@@ -198,7 +192,7 @@ class CountTexts(Protocol):
     def __call__(self, dataset: str, column: str | None = None) -> int: ...
 
 
-class Kind(Generic[R, T, B]):
+class EvidenceKind(Generic[R, T, B]):
     """One kind of evidence. Each folder of ``evals/kinds`` holds one instance, ``KIND``.
 
     ``role``: its folder below ``artifacts/``, and its role among the parents of a verdict. Kinds that are measured
@@ -219,26 +213,26 @@ class Kind(Generic[R, T, B]):
     bounds: type[B]
     absent: ClassVar[Block | None] = None  # shown where there is no report
 
-    def conflicts(self, recipe: Recipe) -> list[str]:
+    def conflicts(self, recipe: BaseRecipe) -> list[str]:
         """What its sections promise and the rest of the recipe cannot keep."""
         return []
 
-    def datasets(self, recipe: Recipe) -> Sequence[str]:
+    def datasets(self, recipe: BaseRecipe) -> Sequence[str]:
         """The data sets that it reads below ``data.source``."""
         return ()
 
-    def check_data(self, recipe: Recipe, data: Path, count: CountTexts) -> None:
+    def check_data(self, recipe: BaseRecipe, data: Path, count: CountTexts) -> None:
         """Look at what it will read of the ``data`` folder, where it is fetched: :class:`SourceError` or
         :class:`EvidenceError` for what it could not use.
         """
 
-    def load(self, folder: Path, recipe: Recipe) -> Report[R, T]:
+    def load(self, folder: Path, recipe: BaseRecipe) -> Report[R, T]:
         """Read the report and hash its files again."""
         found = load(folder, cast(type[Record], self.report))
         found.verify()
         return Report(found.ref, cast(R, found.record), read_items(folder / self.items_file, self.item))
 
-    def deviations(self, report: Report[R, T], recipe: Recipe) -> list[str]:
+    def deviations(self, report: Report[R, T], recipe: BaseRecipe) -> list[str]:
         """Where the report was not measured as the recipe asks."""
         return []
 
@@ -257,6 +251,6 @@ class Kind(Generic[R, T, B]):
     def judge(self, report: Report[R, T], evidence: Evidence, bounds: B) -> Findings:
         raise NotImplementedError(self.name)
 
-    def block(self, folder: Path, verdict: Judged) -> Block | None:
+    def block(self, folder: Path, verdict: JudgedVerdict) -> Block | None:
         """What the HTML report shows of it, from the report's folder. None: its checks say everything."""
         return None

@@ -7,10 +7,10 @@ import pkgutil
 from typing import Any
 
 from evals import kinds as package
-from evals.kind import Evidence, Kind
+from evals.kind import Evidence, EvidenceKind
 
 
-def kinds() -> tuple[Kind[Any, Any, Any], ...]:
+def kinds() -> tuple[EvidenceKind[Any, Any, Any], ...]:
     """Every kind, in the order of its checks."""
     names = (module.name for module in pkgutil.iter_modules(package.__path__))
     found = [importlib.import_module(f"{package.__name__}.{name}").KIND for name in names]

@@ -15,7 +15,7 @@ from pydantic import JsonValue
 from evals.kind import Bounds
 from evals.known import kinds
 from tapeout.artifact import Frozen, canonical_json
-from tapeout.recipe import Recipe
+from tapeout.recipe import BaseRecipe
 
 Settings = dict[str, JsonValue]
 _LARGER_IS_LOOSER = ("max_", "accuracy_margin")  # of bounds; of all others, and of sizes, less is looser
@@ -45,11 +45,11 @@ class Policy(Frozen):
         ]
 
 
-def policy_of(recipe: Recipe) -> Policy:
+def policy_of(recipe: BaseRecipe) -> Policy:
     return Policy(bounds=recipe.section(Bounds).model_dump(mode="json"), settings=settings_of(recipe))
 
 
-def settings_of(recipe: Recipe) -> Settings:
+def settings_of(recipe: BaseRecipe) -> Settings:
     """How the recipe asks for evidence to be measured."""
     sections = {name: recipe.section(part) for kind in kinds() for name, part in kind.sections.items()}
     found: Settings = {"seed": recipe.seed}

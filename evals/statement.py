@@ -13,7 +13,7 @@ from evals.check import Outcome
 from evals.level import LevelVerdict
 from evals.verdict import Verdict
 from tapeout.artifact import Artifact
-from tapeout.signing import Digest, Resource, Statement, TestResult, record_resource
+from tapeout.signing import Resource, Statement, SubjectDigest, TestResult, record_resource
 
 
 def statement(model: str, verdict: Artifact[Verdict], bundle: Artifact[Any]) -> Statement:
@@ -22,7 +22,7 @@ def statement(model: str, verdict: Artifact[Verdict], bundle: Artifact[Any]) -> 
     return _statement(
         record,
         bundle.folder,
-        configuration=(Resource(name="policy", digest=Digest(sha256=record.policy.digest)),),
+        configuration=(Resource(name="policy", digest=SubjectDigest(sha256=record.policy.digest)),),
         executed_on=record.executed_on,
         model=model,
         bundle=bundle.digest,

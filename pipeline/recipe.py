@@ -39,7 +39,7 @@ class Register(Section):
         return name
 
 
-def _with_evidence() -> type[recipe.Recipe]:
+def _with_evidence() -> type[recipe.BaseRecipe]:
     """The foundation's recipe and one section per name that a kind declares; kinds that share a name share it."""
     parts: dict[str, list[type[Section]]] = {}
     for kind in KINDS:
@@ -49,7 +49,7 @@ def _with_evidence() -> type[recipe.Recipe]:
     # Fields of the last base come first.
     composed = {name: create_model(name.capitalize(), __base__=tuple(reversed(found))) for name, found in parts.items()}
     fields: dict[str, Any] = {name: (part, part()) for name, part in composed.items()}
-    return create_model("EvidenceRecipe", __base__=recipe.Recipe, **fields)
+    return create_model("EvidenceRecipe", __base__=recipe.BaseRecipe, **fields)
 
 
 class Recipe(_with_evidence()):

@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 
 from safetensors import safe_open
 
-from quantization.proof import Proof
+from quantization.proof import QuantizationProof
 from quantization.rounding import FloatArray
 from tapeout.artifact import Frozen, Record, Roles
 from tapeout.errors import QuantizationError
@@ -94,7 +94,7 @@ class QuantizedModel(Record):
     asked: Quantize  # by the recipe: the methods that were compared
     linears: tuple[LinearReport, ...]  # every linear, then the embedding and the output head
     kv_cache: KVScheme
-    proof: Proof
+    proof: QuantizationProof
     source_bytes: int  # of the float checkpoint's weights
     notes: tuple[str, ...]  # where the plan could not be followed to the letter, and what was done
 

@@ -17,7 +17,7 @@ from tapeout.schemes import Scheme
 PLAN_FILE, FRONTIER_FILE = "plan.md", "frontier.csv"
 
 
-class Part(Frozen):
+class PlanPart(Frozen):
     """``seconds`` per token of the workload and ``kl`` in nats per token are None where they were not measured, and
     ``bytes`` where they were not counted: those of a KV cache depend on slots and context, which a plan that is written
     out does not.
@@ -30,12 +30,12 @@ class Part(Frozen):
     reason: str
 
 
-class UnitPlan(Part):
+class UnitPlan(PlanPart):
     groups: tuple[str, ...]  # as the PortableGraph names them
     scheme: Scheme  # as it was asked for; a group size that does not divide the inputs shrinks
 
 
-class CachePlan(Part):
+class CachePlan(PlanPart):
     settings: KVCache
 
 
@@ -114,7 +114,7 @@ COLUMNS = ("unit", "scheme", "µs/token", "MB", "KL", "why")
 def table(plan: PrecisionPlan) -> list[tuple[str, ...]]:
     """A row per unit, then embeddings, KV cache and the sum of what was counted; ``COLUMNS`` names the cells."""
 
-    def row(part: Part, scheme: str) -> tuple[str, ...]:
+    def row(part: PlanPart, scheme: str) -> tuple[str, ...]:
         return (
             part.name,
             scheme,
@@ -126,7 +126,7 @@ def table(plan: PrecisionPlan) -> list[tuple[str, ...]]:
 
     units, cache, search = (*plan.units, plan.embeddings), plan.kv_cache, plan.search
     seconds = [part.seconds for part in (*units, cache)]
-    together = Part(
+    together = PlanPart(
         name="all",
         bytes=sum(part.bytes or 0 for part in (*units, cache)),
         seconds=None if None in seconds else sum(taken or 0.0 for taken in seconds),

@@ -31,7 +31,7 @@ from quantization.plan import (
     summary,
     table,
 )
-from quantization.plan_solver import Choice, Chosen, Goal, Limits, Option, Workload, settle
+from quantization.plan_solver import Chosen, Goal, Option, PlanBudget, PlanChoice, Workload, settle
 from quantization.plan_solver import frontier as best_plans
 from quantization.rounding import QuantizedLinear
 from quantization.sensitivity import Sensitivity
@@ -156,14 +156,14 @@ def _chosen(
         progress(f"a plan of predicted KL {chosen.kl:.4f} is measured as a whole")
         return whole.kl({choice.unit: choice.option for choice in chosen.choices})
 
-    settled = settle(options, workload, Limits(wanted.max_kl, wanted.max_bytes), minimize, joint_kl=joint_kl)
+    settled = settle(options, workload, PlanBudget(wanted.max_kl, wanted.max_bytes), minimize, joint_kl=joint_kl)
     chosen = settled.chosen
 
     written = {
         unit for unit, asked in ((EMBEDDINGS, wanted.embeddings), (KV_CACHE, wanted.kv_cache)) if asked != "auto"
     }
 
-    def part(choice: Choice) -> dict[str, Any]:
+    def part(choice: PlanChoice) -> dict[str, Any]:
         found = options[choice.unit]
         why = AS_WRITTEN if choice.unit in written else reason(choice, found, workload, minimize)
         return choice.model_dump(include={"bytes", "seconds", "kl"}) | {"name": choice.unit, "reason": why}
@@ -313,7 +313,7 @@ class _Whole:
         return mapped
 
 
-def reason(choice: Choice, options: Sequence[Option], workload: Workload, minimize: Goal) -> str:
+def reason(choice: PlanChoice, options: Sequence[Option], workload: Workload, minimize: Goal) -> str:
     """Why not a cheaper option: what the next one would save, and what it would spend."""
 
     def value(option: Option) -> float:

@@ -62,7 +62,7 @@ class Workload(Frozen):
         return sum(share * option.seconds[tokens] / tokens for tokens, share in self.shares.items())
 
 
-class Choice(Frozen):
+class PlanChoice(Frozen):
     unit: str
     option: str
     seconds: float  # per token
@@ -73,7 +73,7 @@ class Choice(Frozen):
 class Chosen(Frozen):
     """``seconds``, ``bytes`` and ``kl`` are sums over the choices. ``exact``: no plan is better."""
 
-    choices: tuple[Choice, ...]
+    choices: tuple[PlanChoice, ...]
     seconds: float
     bytes: int
     kl: float
@@ -81,7 +81,7 @@ class Chosen(Frozen):
 
 
 @dataclass(frozen=True)
-class Limits:
+class PlanBudget:
     """Budgets of a whole plan; None: as much as it takes."""
 
     kl: float | None = None
@@ -89,7 +89,7 @@ class Limits:
 
 
 def choose(
-    units: Mapping[str, Sequence[Option]], workload: Workload, limits: Limits, minimize: Goal = "seconds"
+    units: Mapping[str, Sequence[Option]], workload: Workload, limits: PlanBudget, minimize: Goal = "seconds"
 ) -> Chosen:
     """The plan of least ``minimize`` within ``limits``.
 
@@ -112,7 +112,7 @@ def frontier(units: Mapping[str, Sequence[Option]], workload: Workload, minimize
     spending.
     """
     knapsack = _Knapsack(units, workload, minimize)
-    most = knapsack.solved(Limits())
+    most = knapsack.solved(PlanBudget())
     assert most is not None
     plans = [most]
     least = math.fsum(min(option.kl for option in options) for options in units.values())
@@ -149,7 +149,7 @@ class Settled:
 def settle(
     units: Mapping[str, Sequence[Option]],
     workload: Workload,
-    limits: Limits,
+    limits: PlanBudget,
     minimize: Goal,
     *,
     joint_kl: Callable[[Chosen], float],
@@ -167,7 +167,7 @@ def settle(
     rounds: list[Round] = []
     while len(rounds) < ROUNDS:
         try:
-            chosen = choose(units, workload, Limits(budget, limits.bytes), minimize)
+            chosen = choose(units, workload, PlanBudget(budget, limits.bytes), minimize)
         except QuantizationError:
             if not rounds:
                 raise
@@ -213,7 +213,7 @@ class _Knapsack:
         self._beyond = {p: v - np.minimum.reduceat(v, starts[:-1])[self._units] for p, v in spent.items()}
         self._minimize = minimize
 
-    def solved(self, limits: Limits) -> Chosen | None:
+    def solved(self, limits: PlanBudget) -> Chosen | None:
         """The plan of the least value within the limits and, of these, of the least KL; None where there is none."""
         budgets = {"kl": limits.kl, "bytes": limits.bytes}
         plan = self.best(self._minimize, budgets)
@@ -300,7 +300,7 @@ def _silent() -> Generator[None]:
         os.close(nowhere)
 
 
-def _choice(unit: str, option: Option, workload: Workload) -> Choice:
+def _choice(unit: str, option: Option, workload: Workload) -> PlanChoice:
     seconds = workload.cost(option)
     if not all(math.isfinite(value) and value >= 0 for value in (seconds, option.bytes, option.kl)):
         raise QuantizationError(
@@ -308,10 +308,10 @@ def _choice(unit: str, option: Option, workload: Workload) -> Choice:
             expected="finite figures, none negative",
             remedy="measure it again",
         )
-    return Choice(unit=unit, option=option.name, seconds=seconds, bytes=option.bytes, kl=option.kl)
+    return PlanChoice(unit=unit, option=option.name, seconds=seconds, bytes=option.bytes, kl=option.kl)
 
 
-def _unreachable(units: Mapping[str, Sequence[Option]], limits: Limits) -> QuantizationError:
+def _unreachable(units: Mapping[str, Sequence[Option]], limits: PlanBudget) -> QuantizationError:
     needs = [
         f"{what} {limit:g}, of which the most sparing options need {sum(min(values) for values in spent):g}"
         for what, limit, spent in (

@@ -52,7 +52,7 @@ class TensorCensus(Frozen):
     lost: int = 0  # decoded to zero, or one code for weights that differ
 
 
-class Proof(Frozen):
+class QuantizationProof(Frozen):
     """``bits_per_weight`` counts every byte of the planned tensors; ``size_ratio`` every byte against bfloat16."""
 
     quantized_tensors: int
@@ -124,7 +124,9 @@ def _count_groups(linear: QuantizedLinear, weight: FloatArray, rows: slice) -> t
     return int(held.sum()), int(ones.sum()), int(lost.sum())
 
 
-def prove(census: Sequence[TensorCensus], planned: Mapping[str, Scheme], *, in_bytes: Collection[str] = ()) -> Proof:
+def prove(
+    census: Sequence[TensorCensus], planned: Mapping[str, Scheme], *, in_bytes: Collection[str] = ()
+) -> QuantizationProof:
     """Judge the census of every stored parameter against the planned schemes, by parameter name.
 
     ``in_bytes``: those whose codes take a byte each in the file, however few bits they have.
@@ -171,7 +173,7 @@ def prove(census: Sequence[TensorCensus], planned: Mapping[str, Scheme], *, in_b
     size_ratio = size / (BF16_BYTES * max(1, sum(entry.weights for entry in census)))
     if size_ratio >= 1:
         reasons.append(f"the checkpoint is {size_ratio:.2f} times the size of the source in bfloat16")
-    return Proof(
+    return QuantizationProof(
         quantized_tensors=sum(entry.bits != 32 for entry in census),
         planned_tensors=len(planned),
         bits_per_weight=bits,

@@ -53,7 +53,7 @@ SCALES = ("F32", "BF16", "F16", "F8_E8M0")
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredPart:
     """A tensor of a layout. Without ``shape`` it has one of ``SCALED``.
 
     ``needed``: always, or where quantization_config says that the codes have zero points, that the input channels were
@@ -70,7 +70,7 @@ class Part:
 class Layout:
     """``size``: N and K, from tensors whose types and numbers of dimensions were checked."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[StoredPart, ...]
     size: Callable[[Parts], tuple[int, int]]
 
 
@@ -90,49 +90,53 @@ def _packed_size(parts: Parts) -> tuple[int, int]:
 
 
 LAYOUTS: Mapping[str, Layout] = {
-    "fp8": Layout((Part("weight", ("F8_E4M3",), ("N", "K")), Part("weight_scale_inv", SCALES)), _weight_size),
+    "fp8": Layout(
+        (StoredPart("weight", ("F8_E4M3",), ("N", "K")), StoredPart("weight_scale_inv", SCALES)), _weight_size
+    ),
     "awq": Layout(
         (
-            Part("qweight", ("I32",), ("K", "N/8")),
-            Part("qzeros", ("I32",), ("K/g", "N/8")),
-            Part("scales", ("F16", "BF16", "F32"), ("K/g", "N")),
+            StoredPart("qweight", ("I32",), ("K", "N/8")),
+            StoredPart("qzeros", ("I32",), ("K/g", "N/8")),
+            StoredPart("scales", ("F16", "BF16", "F32"), ("K/g", "N")),
         ),
         _awq_size,
     ),
     "pack-quantized": Layout(
         (
-            Part("weight_packed", ("I32",), ("N", "K words")),
-            Part("weight_scale", SCALES),
-            Part("weight_shape", ("I64",), ("2",)),
-            Part("weight_zero_point", ("I32",), ("N words", "K/g"), needed="asymmetric"),
-            Part("weight_g_idx", ("I32",), ("K",), needed="sorted"),
+            StoredPart("weight_packed", ("I32",), ("N", "K words")),
+            StoredPart("weight_scale", SCALES),
+            StoredPart("weight_shape", ("I64",), ("2",)),
+            StoredPart("weight_zero_point", ("I32",), ("N words", "K/g"), needed="asymmetric"),
+            StoredPart("weight_g_idx", ("I32",), ("K",), needed="sorted"),
         ),
         _packed_size,
     ),
     "int-quantized": Layout(
         (
-            Part("weight", ("I8",), ("N", "K")),
-            Part("weight_scale", SCALES),
-            Part("weight_zero_point", ("I8",), needed="asymmetric"),
-            Part("weight_g_idx", ("I32",), ("K",), needed="sorted"),
+            StoredPart("weight", ("I8",), ("N", "K")),
+            StoredPart("weight_scale", SCALES),
+            StoredPart("weight_zero_point", ("I8",), needed="asymmetric"),
+            StoredPart("weight_g_idx", ("I32",), ("K",), needed="sorted"),
         ),
         _weight_size,
     ),
-    "float-quantized": Layout((Part("weight", ("F8_E4M3",), ("N", "K")), Part("weight_scale", SCALES)), _weight_size),
+    "float-quantized": Layout(
+        (StoredPart("weight", ("F8_E4M3",), ("N", "K")), StoredPart("weight_scale", SCALES)), _weight_size
+    ),
     "our pack-quantized": Layout(
         (
-            Part("weight_packed", ("I32",), ("N", "K words")),
-            Part("weight_scale", ("F16", "F32"), ("N", "K/g")),
-            Part("weight_shape", ("I64",), ("2",)),
-            Part("weight_zero_point", ("I32",), ("N words", "K/g"), needed="asymmetric"),
+            StoredPart("weight_packed", ("I32",), ("N", "K words")),
+            StoredPart("weight_scale", ("F16", "F32"), ("N", "K/g")),
+            StoredPart("weight_shape", ("I64",), ("2",)),
+            StoredPart("weight_zero_point", ("I32",), ("N words", "K/g"), needed="asymmetric"),
         ),
         _packed_size,
     ),
     "our int-quantized": Layout(
         (
-            Part("weight", ("I8",), ("N", "K")),
-            Part("weight_scale", ("F16", "F32"), ("N", "K/g")),
-            Part("input_scale", ("F32",), ("1",), needed="static"),
+            StoredPart("weight", ("I8",), ("N", "K")),
+            StoredPart("weight_scale", ("F16", "F32"), ("N", "K/g")),
+            StoredPart("input_scale", ("F32",), ("1",), needed="static"),
         ),
         _weight_size,
     ),
@@ -188,11 +192,11 @@ class Said:
     static: bool = False
     ue8m0: bool = False
 
-    def needs(self, part: Part) -> bool:
+    def needs(self, part: StoredPart) -> bool:
         asked = {"asymmetric": not self.symmetric, "sorted": self.sorted, "static": self.static}
         return asked.get(part.needed, True)
 
-    def types(self, part: Part) -> tuple[str, ...]:
+    def types(self, part: StoredPart) -> tuple[str, ...]:
         return (*part.types, "U8") if self.ue8m0 and "F8_E8M0" in part.types else part.types
 
 
@@ -239,7 +243,9 @@ def check(module: str, parts: Parts, said: Said) -> tuple[int, int]:
     return rows, columns
 
 
-def _require_shapes(module: str, parts: Parts, needed: Sequence[Part], said: Said, sizes: Mapping[str, int]) -> None:
+def _require_shapes(
+    module: str, parts: Parts, needed: Sequence[StoredPart], said: Said, sizes: Mapping[str, int]
+) -> None:
     """``sizes``: of the dimensions that are known."""
     for part in needed:
         shape = parts[part.name].shape
@@ -248,7 +254,7 @@ def _require_shapes(module: str, parts: Parts, needed: Sequence[Part], said: Sai
             raise _misfit(module, parts, part, said, sizes)
 
 
-def _shapes(part: Part, said: Said) -> Sequence[Dims]:
+def _shapes(part: StoredPart, said: Said) -> Sequence[Dims]:
     return SCALED[said.strategy] if part.shape is None else (part.shape,)
 
 
@@ -275,7 +281,7 @@ def _sizes(module: str, rows: int, columns: int, said: Said) -> dict[str, int]:
     }
 
 
-def _misfit(module: str, parts: Parts, part: Part, said: Said, sizes: Mapping[str, int]) -> QuantizationError:
+def _misfit(module: str, parts: Parts, part: StoredPart, said: Said, sizes: Mapping[str, int]) -> QuantizationError:
     shapes = [f"[{', '.join(str(sizes.get(dim, dim)) for dim in dims)}]" for dims in _shapes(part, said)]
     stored_as = f"{' or '.join(said.types(part))} {' or '.join(shapes)}"
     return QuantizationError(

@@ -39,7 +39,7 @@ class LayerState:
 
 
 @dataclass
-class _Call:
+class _LayerCall:
     """One call of the model: it ends when ``layer`` has made ``after`` of ``before``."""
 
     layer: int  # the number of layers: the call goes on to the end
@@ -62,7 +62,7 @@ class LayerStream:
     def __init__(self, folder: Path, *, weights: Mapping[str, Tensor] | None = None) -> None:
         self.model: Any = open_model(folder, weights)
         self.layers = _decoder_layers(self.model)
-        self._call: _Call | None = None
+        self._call: _LayerCall | None = None
         self._returned = 0  # values in the tuple that a layer returns; 0: it returns hidden states alone
         for number, layer in enumerate(self.layers):
             layer.forward = self._replaced(number, layer.forward)
@@ -80,7 +80,7 @@ class LayerStream:
 
         ``inputs``: of the model, such as ``input_ids``; the same for every layer of a sample.
         """
-        call = _Call(number, state)
+        call = _LayerCall(number, state)
         with self._calling(call):
             try:
                 self.model(**inputs, use_cache=False)
@@ -95,7 +95,7 @@ class LayerStream:
 
     def finish(self, state: LayerState, **inputs: Any) -> Any:
         """The model's own output, ``logits [B, S, V]`` among it; ``state`` is that after the last layer."""
-        with self._calling(_Call(len(self), state)):
+        with self._calling(_LayerCall(len(self), state)):
             return self.model(**inputs, use_cache=False)
 
     def logits(self, **inputs: Any) -> Tensor:
@@ -107,7 +107,7 @@ class LayerStream:
         return self.finish(state, **inputs).logits
 
     @contextmanager
-    def _calling(self, call: _Call) -> Generator[None]:
+    def _calling(self, call: _LayerCall) -> Generator[None]:
         self._call = call
         try:
             with torch.inference_mode():

@@ -234,7 +234,7 @@ class Build(Section):
         return name
 
 
-class Recipe(Section):
+class BaseRecipe(Section):
     """The sections that every recipe has. ``pipeline.recipe`` adds those of evidence and of the registry."""
 
     model: ModelSource
@@ -286,7 +286,7 @@ class Recipe(Section):
         return self
 
 
-R = TypeVar("R", bound=Recipe)
+R = TypeVar("R", bound=BaseRecipe)
 
 
 def read_recipe(path: Path, kind: type[R]) -> R:

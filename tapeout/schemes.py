@@ -21,7 +21,7 @@ SMALLEST_GROUP = 16  # input channels
 
 
 @dataclass(frozen=True)
-class Kind:
+class SchemeKind:
     """``grouped``: input channels share scales in groups of ``Scheme.group_size``. The others have at most one scale
     per output channel.
     """
@@ -43,17 +43,17 @@ class Refusal:
 KINDS = {
     kind.name: kind
     for kind in (
-        Kind("float", 32, grouped=False),
-        Kind("int4", 4),
-        Kind("int5", 5),
-        Kind("int6", 6),
-        Kind("int8", 8),
-        Kind("int8-static", 8, activations="int8", grouped=False),
+        SchemeKind("float", 32, grouped=False),
+        SchemeKind("int4", 4),
+        SchemeKind("int5", 5),
+        SchemeKind("int6", 6),
+        SchemeKind("int8", 8),
+        SchemeKind("int8-static", 8, activations="int8", grouped=False),
     )
 }
 
 
-def _kind(bits: Any, activations: Any) -> Kind | None:
+def _kind(bits: Any, activations: Any) -> SchemeKind | None:
     return next((kind for kind in KINDS.values() if (kind.bits, kind.activations) == (bits, activations)), None)
 
 

@@ -26,7 +26,7 @@ SEGMENT_BYTES = 1 << 30  # of weights in float32
 Arrays = dict[str, NDArray[Any]]
 
 
-class Call(Protocol):
+class SegmentCall(Protocol):
     """One call of a graph. Inputs are asked for when a segment reads them, outputs are given as soon as they are there.
 
     So an input may be made from outputs of calls before it, of the same segment or an earlier one.
@@ -73,7 +73,7 @@ class SegmentedGraph:
 
     def run(
         self,
-        calls: Sequence[Call],
+        calls: Sequence[SegmentCall],
         *,
         done: int = 0,
         kept: list[Arrays] | None = None,
@@ -98,7 +98,7 @@ class SegmentedGraph:
                 del weights  # before the next segment's are read
                 finished(number + 1, kept)
 
-    def _run(self, segment: _Segment, weights: Arrays, call: Call, values: Arrays) -> None:
+    def _run(self, segment: _Segment, weights: Arrays, call: SegmentCall, values: Arrays) -> None:
         """``values``: what segments so far computed in this call; outputs of this one are added."""
         given = {name: values[name] if name in values else call.feed(name) for name in segment.inputs}
         results = segment.session.run(segment.outputs, given | weights)

@@ -37,7 +37,7 @@ SIGSTORE_BUNDLE = "application/vnd.dev.sigstore.bundle.v0.3+json"
 _REMEDY = "sign it: `tapeout register --key tapeout.key`, or `tapeout gate --key tapeout.key`"
 
 
-class Digest(Frozen):
+class SubjectDigest(Frozen):
     sha256: str
 
 
@@ -45,7 +45,7 @@ class Resource(Frozen):
     """An in-toto resource descriptor: a name, and the sha256 of what it stands for."""
 
     name: str
-    digest: Digest
+    digest: SubjectDigest
 
 
 class TestResult(Frozen):
@@ -111,7 +111,7 @@ def model_statement(bundle: Artifact[Any]) -> ModelStatement:
     digests[RECORD] = record_resource(bundle.folder).digest.sha256
     files = tuple(SignedFile(name=name, digest=digests[name]) for name in sorted(digests))
     whole = hashlib.sha256(b"".join(bytes.fromhex(file.digest) for file in files)).hexdigest()
-    subject = Resource(name=f"sha256-{bundle.digest}", digest=Digest(sha256=whole))
+    subject = Resource(name=f"sha256-{bundle.digest}", digest=SubjectDigest(sha256=whole))
     return ModelStatement(subject=(subject,), predicate=ModelFiles(resources=files))
 
 
@@ -267,7 +267,7 @@ def require_about(statement: Statement, folder: Path, digest: str, path: Path) -
 def record_resource(folder: Path) -> Resource:
     """The record of an artifact as the subject of a statement."""
     content = (folder / RECORD).read_bytes()
-    return Resource(name=RECORD, digest=Digest(sha256=hashlib.sha256(content).hexdigest()))
+    return Resource(name=RECORD, digest=SubjectDigest(sha256=hashlib.sha256(content).hexdigest()))
 
 
 def require_same(found: Mapping[str, Any], expected: Mapping[str, Any], path: Path) -> None:

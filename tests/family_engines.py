@@ -23,7 +23,7 @@ from quantization.quantize import quantize
 from quantization.reference import QuantizedReference
 from tapeout.artifact import Artifact
 from tapeout.portable_graph import PortableGraph
-from tapeout.recipe import Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize, Recipe, Rule
+from tapeout.recipe import BaseRecipe, Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize, Rule
 from tests.exported import family_graph
 from tests.families import vocab_size
 from tests.plans import written_plan
@@ -34,9 +34,9 @@ DECODED = 4
 PIECES = (9, 2, 1, 17)  # in which the longest prompt is fed again
 
 
-def recipe(tokens: int = TOKENS) -> Recipe:
+def recipe(tokens: int = TOKENS) -> BaseRecipe:
     """Every kind of product: static int8, blocks of 8, 6 and 4 bits; tables in 6 bits, int8 keys and values."""
-    return Recipe(
+    return BaseRecipe(
         model=ModelSource(source="file:model"),
         data=DataSource(source="file:data"),
         calibrate=Calibrate(samples=ROWS, tokens=tokens),

@@ -8,8 +8,8 @@ from quantization.plan import PrecisionPlan
 from quantization.plan_search import write_plan
 from tapeout.artifact import Artifact
 from tapeout.portable_graph import PortableGraph
-from tapeout.recipe import Recipe
+from tapeout.recipe import BaseRecipe
 
 
-def written_plan(recipe: Recipe, graph: Artifact[PortableGraph], folder: Path) -> Artifact[PrecisionPlan]:
+def written_plan(recipe: BaseRecipe, graph: Artifact[PortableGraph], folder: Path) -> Artifact[PrecisionPlan]:
     return write_plan(recipe.plan, graph, folder)

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from quantization.checkpoint import KVScheme, LinearReport, QuantizedModel
 from quantization.compressed_tensors import CheckpointWriter, quantization_config
 from quantization.formats import stored_by_rtn
-from quantization.proof import Proof
+from quantization.proof import QuantizationProof
 from quantization.units import quantized_ones
 from tapeout.artifact import Artifact, ArtifactRef, create, load
 from tapeout.recipe import Quantize
@@ -23,7 +23,7 @@ from tests.tiny import tiny_checkpoint
 
 VOCAB = 1024  # of the tiny llama, whose tokenizer is a real byte-level BPE
 NO_SCALES = KVScheme(dtype="float32", granularity="per_tensor")
-PROOF = Proof(
+PROOF = QuantizationProof(
     quantized_tensors=1,
     planned_tensors=1,
     bits_per_weight=8,

@@ -16,7 +16,7 @@ from runtime.gateway.engines.local import EngineDownError
 from runtime.gateway.protocol.calls import Call, Caller, Hook
 from runtime.gateway.protocol.errors import ApiError
 from runtime.wire.limits import Limits
-from runtime.wire.messages import Delta, EngineInfo, GenerateRequest, Report
+from runtime.wire.messages import Delta, EngineInfo, GenerateRequest, StepReport
 from tapeout.errors import TapeoutError
 from tests.fake_engine import HistoryEngine
 
@@ -89,7 +89,7 @@ class LocalClient:
                     self._tell(id, EngineDownError("the engine's process has ended"), ends=True)
                     self._commands.append(id)
 
-    def _step(self, commands: Sequence[GenerateRequest | str]) -> Report:
+    def _step(self, commands: Sequence[GenerateRequest | str]) -> StepReport:
         for command in commands:
             if isinstance(command, str):
                 self.core.cancel(command)

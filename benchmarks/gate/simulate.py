@@ -1,7 +1,7 @@
 """Simulate the gate: how often each check passes where the truth lies on its bound, and how often a good engine does.
 
 ``make simulate-gate`` writes docs/benchmarks/gate.md and gate.json. Every figure comes from the code that judges:
-``Kind.judge`` of one kind, or ``evals.gate.judge`` of all. docs/statistics.md says what is promised and why.
+``EvidenceKind.judge`` of one kind, or ``evals.gate.judge`` of all. docs/statistics.md says what is promised and why.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from benchmarks.gate.evidence import (
 from evals.check import Outcome, combine
 from evals.conditions import times_bound
 from evals.gate import judge
-from evals.kind import Bounds, Evidence, Kind, Report
+from evals.kind import Bounds, Evidence, EvidenceKind, Report
 from evals.kinds import parity, serving, shadow, source, speed, tasks, text
 from evals.kinds.parity import ParityReport, TableError
 from evals.kinds.proof import ProofSummary
@@ -119,7 +119,11 @@ def run_row(row: Row, runs: int, seed: int = 0) -> list[Result]:
 
 
 def judged(
-    kind: Kind[Any, Any, Any], record: Any, items: tuple[Any, ...], bounds: Bounds, answered: tuple[TaskItem, ...] = ()
+    kind: EvidenceKind[Any, Any, Any],
+    record: Any,
+    items: tuple[Any, ...],
+    bounds: Bounds,
+    answered: tuple[TaskItem, ...] = (),
 ) -> dict[str, Outcome]:
     """The outcome of each check of one kind. ``answered``: what another kind has of tasks."""
     report: Report[Any, Any] = Report(ArtifactRef(kind.name, "digest"), record, items)
@@ -134,7 +138,7 @@ def judged(
 class Documents:
     """Evidence whose independent units are documents. ``minimum``, ``kl``, ``agreement``: parameters of the gate."""
 
-    kind: Kind[Any, Any, Any]
+    kind: EvidenceKind[Any, Any, Any]
     units: str
     minimum: str
     count: int  # documents of the default recipe

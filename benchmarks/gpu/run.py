@@ -23,7 +23,7 @@ from benchmarks.peers.corpus import Corpus, read_corpus
 from engines.bundle import EngineBundle
 from engines.load import load
 from engines.sequences import Sequences
-from evals.kinds.text import TextSettings, text_items
+from evals.kinds.text import HeldOutSettings, text_items
 from pipeline.recipe import load_recipe
 from tapeout import artifact
 from tapeout.artifact import Artifact, Frozen
@@ -183,7 +183,7 @@ def run(options: argparse.Namespace, progress: Callable[[str], None]) -> list[Gp
         prompt_tokens=options.prompt_tokens,
         prefill_tokens=tuple(options.prefill_tokens),
         documents=options.documents,
-        document_tokens=load_recipe(options.params).section(TextSettings).document_tokens,
+        document_tokens=load_recipe(options.params).section(HeldOutSettings).document_tokens,
     )
     reference = Sequences(load(options.reference, slots=1))
     times = timings(engines, batches, corpus, rounds=options.rounds, new_tokens=options.new_tokens, progress=progress)

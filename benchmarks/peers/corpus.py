@@ -12,7 +12,7 @@ from pipeline.sources.corpus import calibration_and_heldout
 from pipeline.sources.source import Source
 from tapeout import artifact
 from tapeout.errors import EvidenceError
-from tapeout.recipe import Recipe
+from tapeout.recipe import BaseRecipe
 
 PREFILLS = 3  # of a turn: a single one would be the first after minutes in which the engine was stopped
 
@@ -29,7 +29,7 @@ class Corpus:
 
 
 def read_corpus(
-    recipe: Recipe,
+    recipe: BaseRecipe,
     source: Path,
     tokenizer_file: Path,
     *,

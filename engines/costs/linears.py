@@ -34,14 +34,14 @@ Store = Callable[[Scheme, FloatArray], Any]  # a weight [N, K] as a checkpoint s
 
 
 @dataclass(frozen=True)
-class Shape:
+class LinearShape:
     columns: int  # K
     outputs: int  # N
 
 
 def costs(
     target: Target[Any],
-    shape: Shape,
+    shape: LinearShape,
     schemes: Sequence[Scheme],
     tokens: Sequence[int],
     store: Store,
@@ -73,7 +73,7 @@ def costs(
 
 def measure(
     target: Target[Any],
-    shape: Shape,
+    shape: LinearShape,
     schemes: Sequence[Scheme],
     tokens: Collection[int],
     store: Store,
@@ -94,7 +94,7 @@ def measure(
 class _Linears:
     """Copies of one linear, which share their input and their output but no weights."""
 
-    def __init__(self, target: Target[Any], stored: Any, shape: Shape, streamed: int, threads: int) -> None:
+    def __init__(self, target: Target[Any], stored: Any, shape: LinearShape, streamed: int, threads: int) -> None:
         self.shape = shape
         self.copies = -(-streamed // _model_bytes(target, stored, shape))
         self.timer = target.timer(linear_model(target, stored, shape, self.copies), threads)
@@ -107,18 +107,18 @@ class _Linears:
         return self.timer.seconds() / self.copies
 
 
-def linear_bytes(target: Target[Any], shape: Shape, scheme: Scheme, store: Store) -> int:
+def linear_bytes(target: Target[Any], shape: LinearShape, scheme: Scheme, store: Store) -> int:
     """Bytes of one linear's weight as the engine stores it: codes, scales and zero points."""
-    few = Shape(shape.columns, min(shape.outputs, FEW_OUTPUTS))  # all outputs take the same
+    few = LinearShape(shape.columns, min(shape.outputs, FEW_OUTPUTS))  # all outputs take the same
     stored = store(scheme, np.zeros((few.outputs, few.columns), np.float32))
     return _model_bytes(target, stored, few) * shape.outputs // few.outputs
 
 
-def _model_bytes(target: Target[Any], stored: Any, shape: Shape) -> int:
+def _model_bytes(target: Target[Any], stored: Any, shape: LinearShape) -> int:
     return step_bytes(linear_model(target, stored, shape, 1))
 
 
-def linear_model(target: Target[Any], stored: Any, shape: Shape, copies: int) -> ir.Model:
+def linear_model(target: Target[Any], stored: Any, shape: LinearShape, copies: int) -> ir.Model:
     """``copies`` linears of one input ``x [M, K]`` to ``y0 [M, N]`` and on, lowered by the target's own passes."""
 
     def value(name: str, width: int) -> ir.Value:
@@ -161,7 +161,7 @@ class _RolledWeights:
     weight = tensor = linear
 
 
-def _record(shape: Shape, names: Sequence[str]) -> PortableGraph:
+def _record(shape: LinearShape, names: Sequence[str]) -> PortableGraph:
     groups = [
         LinearGroup(
             name=name, members=(name,), biases=(None,), in_features=shape.columns, out_features=(shape.outputs,)

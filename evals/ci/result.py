@@ -21,7 +21,7 @@ class CiError(TapeoutError):
 
 
 @dataclass(frozen=True)
-class Reference:
+class ChampionReference:
     """The registered champion, to compare with. ``name``: what readers call it."""
 
     name: str
@@ -41,7 +41,7 @@ class GateResult:
     statement: Statement
     params: str
     line: int
-    champion: Reference | None = None
+    champion: ChampionReference | None = None
     plots: tuple[str, ...] = ()
 
     @property
@@ -59,7 +59,7 @@ def gate_result(
     statement: Statement,
     params: Path,
     *,
-    champion: Reference | None = None,
+    champion: ChampionReference | None = None,
     plots: tuple[str, ...] = (),
 ) -> GateResult:
     here = Path.cwd()

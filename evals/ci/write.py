@@ -20,7 +20,7 @@ GITHUB, NONE, COMMENT = "github", "none", "comment"
 
 
 @dataclass(frozen=True)
-class Format:
+class ReportFormat:
     file: str
     text: Callable[[GateResult], str]
 
@@ -33,15 +33,15 @@ def statement_json(result: GateResult) -> str:
     return json.dumps(result.statement.model_dump(mode="json", by_alias=True), indent=1) + "\n"
 
 
-FORMATS: Mapping[str, Format] = {
-    "json": Format("verdict.json", verdict_json),
-    "markdown": Format("summary.md", summary),
-    "junit": Format("junit.xml", junit),
-    "gitlab-metrics": Format("metrics.txt", metrics),
-    "gitlab-quality": Format("gl-code-quality-report.json", code_quality),
-    "sarif": Format("tapeout.sarif", sarif),
-    "intoto": Format("statement.json", statement_json),
-    COMMENT: Format("comment.md", comment),
+FORMATS: Mapping[str, ReportFormat] = {
+    "json": ReportFormat("verdict.json", verdict_json),
+    "markdown": ReportFormat("summary.md", summary),
+    "junit": ReportFormat("junit.xml", junit),
+    "gitlab-metrics": ReportFormat("metrics.txt", metrics),
+    "gitlab-quality": ReportFormat("gl-code-quality-report.json", code_quality),
+    "sarif": ReportFormat("tapeout.sarif", sarif),
+    "intoto": ReportFormat("statement.json", statement_json),
+    COMMENT: ReportFormat("comment.md", comment),
 }
 # By the variable that a CI system sets in every job.
 SYSTEMS: Mapping[str, tuple[str, ...]] = {

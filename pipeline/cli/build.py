@@ -13,7 +13,7 @@ from engines.bundle import PassReport
 from engines.load import find_target, graph_target, hardware_target
 from engines.target import GraphTarget
 from pipeline.stages import hardware
-from pipeline.stages.hardware import Built, Request
+from pipeline.stages.hardware import BuildRequest, Built
 from tapeout.artifact import Artifact
 from tapeout.errors import ArtifactError, BuildError
 from tapeout.progress import ProgressBar
@@ -43,7 +43,7 @@ def parse_batches(text: str, slots: int) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in text.split(",")}))
 
 
-def build(request: Request, name: str, capabilities: Sequence[str], console: Any) -> None:
+def build(request: BuildRequest, name: str, capabilities: Sequence[str], console: Any) -> None:
     """Build for every capability, or level of native kernels, and print the bundles.
 
     A capability that the compiler refuses does not stop the others; its :class:`BuildError` is raised at the end.
@@ -80,7 +80,7 @@ def build(request: Request, name: str, capabilities: Sequence[str], console: Any
         raise refused[0]
 
 
-def _build_levels(request: Request, targets: Mapping[str, GraphTarget], console: Any) -> None:
+def _build_levels(request: BuildRequest, targets: Mapping[str, GraphTarget], console: Any) -> None:
     for level, target in targets.items():
         with console.status(level) as status:
             built = hardware.build_at(request, target, level, lambda step: status.update(f"{level}: {step}"))  # noqa: B023
@@ -89,7 +89,7 @@ def _build_levels(request: Request, targets: Mapping[str, GraphTarget], console:
         console.print(f"judge it: set build.target to {target.name}:{level}, then `dvc repro`", markup=False)
 
 
-def _evidence(request: Request, lowered: Artifact[LoweredGraph], console: Any) -> Artifact[PortableReport] | None:
+def _evidence(request: BuildRequest, lowered: Artifact[LoweredGraph], console: Any) -> Artifact[PortableReport] | None:
     """Print the portable evidence, or why there is none."""
     if not request.documents:
         return None

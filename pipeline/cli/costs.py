@@ -17,7 +17,7 @@ from quantization.units import HEAD, kind_of
 from tapeout import artifact
 from tapeout.errors import RecipeError
 from tapeout.portable_graph import PortableGraph
-from tapeout.recipe import Recipe
+from tapeout.recipe import BaseRecipe
 
 
 def parse_tokens(text: str) -> tuple[int, ...]:
@@ -32,7 +32,7 @@ def parse_tokens(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in parts}))
 
 
-def run(artifacts: Path, recipe: Recipe, tokens: Sequence[int]) -> tuple[dict[str, Any], RenderableType]:
+def run(artifacts: Path, recipe: BaseRecipe, tokens: Sequence[int]) -> tuple[dict[str, Any], RenderableType]:
     """The cost table, for a script (seconds and bytes) and for people (microseconds). Times are measured once."""
     graph = artifact.load(artifacts / "graph", PortableGraph).record
     every = CHOSEN | {"goal": "workload", "workload": {count: 1 / len(tokens) for count in tokens}}

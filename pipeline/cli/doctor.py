@@ -30,7 +30,7 @@ from tapeout.recipe import Build
 from tapeout.resources import available_memory, container_limit
 
 if TYPE_CHECKING:
-    from tapeout.recipe import Recipe
+    from tapeout.recipe import BaseRecipe
 
 DEFAULT_TARGET = Build().target
 GIB = 1 << 30
@@ -98,7 +98,7 @@ class Diagnosis:
         return {name: getattr(self, name) for name in ("machine", "software", "services", "abilities")}
 
 
-def diagnose(recipe: Recipe | None, folder: Path) -> Diagnosis:
+def diagnose(recipe: BaseRecipe | None, folder: Path) -> Diagnosis:
     """Look at this machine. ``recipe`` None: no sources are probed. ``folder``: where artifacts will go."""
     machine = (processor(_cpu_name(), cpu_features()), memory(), disk(folder), gpu())
     python = Finding("Python", Status.OK, f"{platform.python_version()} at {sys.executable}")

@@ -13,7 +13,7 @@ from engines.bundle import EngineBundle
 from evals.ci.comment import PLOTS
 from evals.ci.document import document
 from evals.ci.github import annotation_lines, broken, no_commands
-from evals.ci.result import Reference, gate_result
+from evals.ci.result import ChampionReference, gate_result
 from evals.ci.write import COMMENT, GITHUB, chosen, write
 from evals.statement import statement
 from pipeline.cli.tables import console, verdict
@@ -59,8 +59,8 @@ def run(
     return found.record.exit_code
 
 
-def champion_of(name: str) -> Reference | None:
+def champion_of(name: str) -> ChampionReference | None:
     from pipeline.registry.verdicts import champion_verdict
 
     judged = champion_verdict(name)
-    return None if judged is None else Reference(f"the champion, version {judged.number}", judged.verdict)
+    return None if judged is None else ChampionReference(f"the champion, version {judged.number}", judged.verdict)

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from runtime.gateway.accounts.keys import Key, new_key
+from runtime.gateway.accounts.keys import ApiKey, new_key
 from tapeout.errors import RequestError
 
 
@@ -20,7 +20,7 @@ def run(action: str, name: str, tenant: str, limits: Mapping[str, int | None]) -
     asked = {"tenant": tenant or None, **limits}
     entry: dict[str, Any] = {"name": name, "hash": digest} | {k: v for k, v in asked.items() if v is not None}
     try:
-        Key.model_validate(entry)
+        ApiKey.model_validate(entry)
     except ValidationError as error:
         wrong = error.errors()[0]
         raise RequestError(

@@ -15,10 +15,10 @@ from pipeline.stages.cost_table import timed
 from quantization.plan import COLUMNS, PrecisionPlan, summary, table
 from tapeout import artifact
 from tapeout.portable_graph import PortableGraph
-from tapeout.recipe import Recipe
+from tapeout.recipe import BaseRecipe
 
 
-def run(artifacts: Path, recipe: Recipe) -> tuple[dict[str, Any], RenderableType]:
+def run(artifacts: Path, recipe: BaseRecipe) -> tuple[dict[str, Any], RenderableType]:
     """The plan that was made, for a script and for people. One that the recipe wrote gets the times of its kernels, as
     far as they were measured on this machine before.
     """

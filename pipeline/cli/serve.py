@@ -17,7 +17,7 @@ from evals.kinds.speed import Benchmark
 from evals.verdict import Verdict
 from pipeline.cli.serve_limits import limits_within, require_covered
 from pipeline.registry import serving
-from pipeline.registry.access import Reference
+from pipeline.registry.access import VersionReference
 from pipeline.registry.levels import covered, level_to_serve
 from pipeline.registry.pull import Requirements
 from runtime.engine.opening import OpenBundle
@@ -87,7 +87,7 @@ def run(options: Options) -> None:
     listener = listen(options.host, options.port)
     required = options.required
     public_key = required.public_key
-    reference = Reference.parse(options.source) if options.source.startswith("models:") else None
+    reference = VersionReference.parse(options.source) if options.source.startswith("models:") else None
     if reference is not None:
         folder, approved = asyncio.run(_pulled(reference, required))
         name = reference.name
@@ -177,11 +177,11 @@ def find_challenger(source: str, required: Requirements) -> tuple[Path, str]:
     if not source.startswith("models:"):
         folder = Path(source)
         return folder, require_judged(folder, public_key=required.public_key, unsafe=required.unsafe).level
-    folder, approved = asyncio.run(_pulled(Reference.parse(source), required))
+    folder, approved = asyncio.run(_pulled(VersionReference.parse(source), required))
     return folder, approved.level
 
 
-async def _pulled(reference: Reference, required: Requirements) -> tuple[Path, Approved]:
+async def _pulled(reference: VersionReference, required: Requirements) -> tuple[Path, Approved]:
     """A registered bundle's folder, and how it may be served."""
     found = await serving.pulled(reference, required)
     bundle = artifact.load_record(found.folder, EngineBundle)
@@ -203,7 +203,7 @@ def measured_bandwidth(folder: Path) -> float | None:
 
 async def follow_alias(
     service: Service,
-    reference: Reference,
+    reference: VersionReference,
     required: Requirements,
     opener: OpenBundle,
     limits: Limits,
@@ -236,7 +236,7 @@ async def follow_alias(
 
 
 async def _serve_alias(
-    service: Service, reference: Reference, required: Requirements, opener: OpenBundle, limits: Limits
+    service: Service, reference: VersionReference, required: Requirements, opener: OpenBundle, limits: Limits
 ) -> OpenBundle:
     """Serve what the alias names, unless it is served: the same bundle may have evidence for another level now."""
     folder, approved = await _pulled(reference, required)

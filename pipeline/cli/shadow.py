@@ -16,7 +16,7 @@ from evals.kinds.online.measure import fold
 from evals.kinds.online.sequential import AnytimeTest
 from runtime.engine.opening import OpenBundle
 from runtime.gateway.http.listen import ServeError
-from runtime.gateway.operations.shadow import Shadow
+from runtime.gateway.operations.shadow import ShadowMirror
 from tapeout import artifact
 from tapeout.artifact import Artifact
 from tapeout.observations import Observation, ObservationLog, ShadowPlan
@@ -45,10 +45,10 @@ class Mirrored(Collector):
         written = ObservationLog(options.log, plan)
         self._test = fold(plan, written.made)
         self._failed = sum(observation.failed for observation in written.made)
-        self._shadow = Shadow(written, plan, options.log, observed=self._observe)
+        self._shadow = ShadowMirror(written, plan, options.log, observed=self._observe)
 
     @property
-    def hook(self) -> Shadow:
+    def hook(self) -> ShadowMirror:
         return self._shadow
 
     @property

@@ -16,7 +16,7 @@ from evals.level import LevelVerdict
 from evals.level_check import check_level
 from evals.statement import level_statement
 from evals.verdict import Verdict
-from pipeline.registry.access import Reference, open_registry
+from pipeline.registry.access import VersionReference, open_registry
 from pipeline.registry.bundle_store import store_folder
 from pipeline.registry.levels import attach, evidence_folder
 from pipeline.registry.logged import fetch_artifact, fetch_verdict
@@ -44,9 +44,9 @@ def run(
             require_signed_pass(load_record(folder, EngineBundle), public_key)
         verdict = load(folder.resolve().parent / "verdict", Verdict)
         return _take(folder, verdict, load(folder.resolve().parent / "parity", ParityReport), level, threads, key)
-    pulled = pull(Reference.parse(source), store_folder(), Requirements(public_key=public_key))
+    pulled = pull(VersionReference.parse(source), store_folder(), Requirements(public_key=public_key))
     with open_registry() as registry, tempfile.TemporaryDirectory() as scratch:
-        version = registry.version(Reference(pulled.name, number=pulled.version))
+        version = registry.version(VersionReference(pulled.name, number=pulled.version))
         verdict = fetch_verdict(registry, version, Path(scratch))
         parity = fetch_artifact(registry, version, f"{EVIDENCE}/parity", ParityReport, Path(scratch) / "parity")
         found = _take(pulled.folder, verdict, parity, level, threads, key)

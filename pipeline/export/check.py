@@ -34,7 +34,7 @@ from tapeout.graph_analysis import is_attention, size
 from tapeout.layer_stream import LayerState, LayerStream
 from tapeout.portable_model import load_graph
 from tapeout.progress import ProgressBar
-from tapeout.segments import SEGMENT_BYTES, Arrays, Call, SegmentedGraph
+from tapeout.segments import SEGMENT_BYTES, Arrays, SegmentCall, SegmentedGraph
 from tapeout.work_folder import is_kept, keep
 
 LENGTHS, STEPS = (9, 14, 21), 4  # tokens of the first prompts, and decode steps after them
@@ -71,7 +71,7 @@ class _Layer:
 
 
 @dataclass(eq=False)
-class _Sequence:
+class _CheckedSequence:
     """What transformers computes in one call. ``cached``: tokens before it, whose keys and values are random.
 
     ``positions``: others than the usual ones. ``logits [S, V]``: once they are computed.
@@ -89,12 +89,12 @@ class _Compared:
 
     entry: int
     columns: slice
-    sequence: _Sequence
+    sequence: _CheckedSequence
     rows: slice
     where: str
 
 
-class _Step(Call):
+class _CheckStep(SegmentCall):
     """A call of the graph. ``past``: gives its cache, by the graph's name of it."""
 
     def __init__(
@@ -132,7 +132,7 @@ class _RandomCache:
     graph that comes before all that read this cache.
     """
 
-    def __init__(self, layers: Sequence[_Layer], longest: int, seed: int, probe: _Step) -> None:
+    def __init__(self, layers: Sequence[_Layer], longest: int, seed: int, probe: _CheckStep) -> None:
         self.layers, self.longest, self.seed = layers, longest, seed
         probe.cache = self._seen = dict[str, Floats]()
         self._noise = lru_cache(2)(self._draw)  # keys and values of one layer
@@ -224,16 +224,16 @@ def largest_difference(model: Any, path: Path, work: Path, *, positions: int, se
     return max(errors, key=lambda difference: difference.error)
 
 
-def _probe(model: Any, layers: Sequence[_Layer], generator: np.random.Generator) -> _Step:
+def _probe(model: Any, layers: Sequence[_Layer], generator: np.random.Generator) -> _CheckStep:
     ids = np.array([_tokens(model, LENGTHS[0], generator)], np.int64)
-    return _Step(ids, np.ones_like(ids), np.arange(LENGTHS[0])[None], _empty(layers, 1))
+    return _CheckStep(ids, np.ones_like(ids), np.arange(LENGTHS[0])[None], _empty(layers, 1))
 
 
-def _decoded(model: Any, layers: Sequence[_Layer], positions: int, generator: np.random.Generator) -> list[_Step]:
+def _decoded(model: Any, layers: Sequence[_Layer], positions: int, generator: np.random.Generator) -> list[_CheckStep]:
     """Three prompts with left padding, a prefill and decode steps over the cache."""
     count = min(STEPS, positions - 1)
     lengths = [min(length, positions - count) for length in LENGTHS]
-    sequences = [_Sequence(_tokens(model, length + count, generator)) for length in lengths]
+    sequences = [_CheckedSequence(_tokens(model, length + count, generator)) for length in lengths]
     width, entries = max(lengths), len(lengths)
     ids, mask = np.ones((entries, width), np.int64), np.zeros((entries, width), np.int64)
     for entry, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
@@ -243,7 +243,7 @@ def _decoded(model: Any, layers: Sequence[_Layer], positions: int, generator: np
         _Compared(entry, slice(width - length, width), sequence, slice(length), f"a prefill of {length} tokens")
         for entry, (sequence, length) in enumerate(zip(sequences, lengths, strict=True))
     ]
-    steps = [_Step(ids, mask, np.maximum(np.cumsum(mask, axis=1) - 1, 0), _empty(layers, entries), compared)]
+    steps = [_CheckStep(ids, mask, np.maximum(np.cumsum(mask, axis=1) - 1, 0), _empty(layers, entries), compared)]
     for step in range(count):
         places = [length + step for length in lengths]
         ids = np.array([[sequence.tokens[at]] for sequence, at in zip(sequences, places, strict=True)], np.int64)
@@ -252,19 +252,19 @@ def _decoded(model: Any, layers: Sequence[_Layer], positions: int, generator: np
             _Compared(entry, slice(1), sequence, slice(at, at + 1), f"decode step {step + 1} after {at - step} tokens")
             for entry, (sequence, at) in enumerate(zip(sequences, places, strict=True))
         ]
-        steps.append(_Step(ids, mask, np.array(places, np.int64)[:, None], steps[-1].grown(), compared))
+        steps.append(_CheckStep(ids, mask, np.array(places, np.int64)[:, None], steps[-1].grown(), compared))
     return steps
 
 
-def _spread(model: Any, layers: Sequence[_Layer], positions: int, generator: np.random.Generator) -> list[_Step]:
+def _spread(model: Any, layers: Sequence[_Layer], positions: int, generator: np.random.Generator) -> list[_CheckStep]:
     """Tokens at positions spread over all that are served, in two pieces beside a sequence of early positions."""
     weights = sum(parameter.numel() for parameter in model.parameters())
     count = min(max(int(SPREAD_WORK / (2 * weights)), SPREAD_TOKENS[0]), SPREAD_TOKENS[1], positions)
     spread = np.unique(np.linspace(0, positions - 1, count).round().astype(np.int64))
     early = np.arange(len(spread))
-    sequences = [_Sequence(_tokens(model, len(spread), generator), places) for places in (spread, early)]
+    sequences = [_CheckedSequence(_tokens(model, len(spread), generator), places) for places in (spread, early)]
     tokens, places = np.array([sequence.tokens for sequence in sequences], np.int64), np.stack([spread, early])
-    steps: list[_Step] = []
+    steps: list[_CheckStep] = []
     for piece in np.array_split(early, 2):
         if not len(piece):
             continue
@@ -276,7 +276,7 @@ def _spread(model: Any, layers: Sequence[_Layer], positions: int, generator: np.
         ]  # fmt: skip
         past = steps[-1].grown() if steps else _empty(layers, 2)
         mask = np.ones((2, piece[-1] + 1), np.int64)
-        steps.append(_Step(tokens[:, piece], mask, places[:, piece], past, compared))
+        steps.append(_CheckStep(tokens[:, piece], mask, places[:, piece], past, compared))
     return steps
 
 
@@ -300,13 +300,13 @@ def _thresholds(model: Any, layers: Sequence[_Layer]) -> set[int]:
     return found
 
 
-def _late(model: Any, cache: _RandomCache, start: int, generator: np.random.Generator) -> list[_Step]:
+def _late(model: Any, cache: _RandomCache, start: int, generator: np.random.Generator) -> list[_CheckStep]:
     """A piece and a decode step after ``start`` cached tokens, beside a sequence of few ones."""
     starts = (start, min(3, start))
-    sequences = [_Sequence(_tokens(model, PIECE + 1, generator), cached=cached) for cached in starts]
+    sequences = [_CheckedSequence(_tokens(model, PIECE + 1, generator), cached=cached) for cached in starts]
     mask = np.ones((2, start), np.int64)
     mask[1, : start - starts[1]] = 0
-    steps: list[_Step] = []
+    steps: list[_CheckStep] = []
     for piece in (range(PIECE), range(PIECE, PIECE + 1)):
         mask = np.concatenate([mask, np.ones((2, len(piece)), np.int64)], axis=1)
         ids = np.array([[sequence.tokens[n] for n in piece] for sequence in sequences], np.int64)
@@ -318,7 +318,7 @@ def _late(model: Any, cache: _RandomCache, start: int, generator: np.random.Gene
             for column, n in enumerate(piece)
         ]  # fmt: skip
         past = steps[-1].grown() if steps else lambda name: cache.padded(name, starts)
-        steps.append(_Step(ids, mask, places, past, compared))
+        steps.append(_CheckStep(ids, mask, places, past, compared))
     return steps
 
 
@@ -336,7 +336,7 @@ def _empty(layers: Sequence[_Layer], entries: int) -> Callable[[str], Floats]:
     return past
 
 
-def _run_graph(graph: SegmentedGraph, steps: Sequence[_Step], progress: _Progress) -> None:
+def _run_graph(graph: SegmentedGraph, steps: Sequence[_CheckStep], progress: _Progress) -> None:
     left: tuple[list[Arrays] | None, list[tuple[Floats, dict[str, Floats] | None]]] = progress.left or (None, [])
     kept, results = left
     for step, (logits, cache) in zip(steps, results, strict=False):
@@ -351,7 +351,7 @@ def _run_graph(graph: SegmentedGraph, steps: Sequence[_Step], progress: _Progres
 
 
 def _run_transformers(
-    stream: LayerStream, sequences: Sequence[_Sequence], cache: _RandomCache, progress: _Progress
+    stream: LayerStream, sequences: Sequence[_CheckedSequence], cache: _RandomCache, progress: _Progress
 ) -> None:
     """Compute the logits of each sequence in one call of the unchanged model, layer by layer."""
     states: list[LayerState] = progress.left or [LayerState() for _ in sequences]
@@ -368,7 +368,7 @@ def _run_transformers(
 
 
 @contextmanager
-def _inputs(model: Any, sequence: _Sequence, cache: _RandomCache, layer: int) -> Generator[dict[str, Any]]:
+def _inputs(model: Any, sequence: _CheckedSequence, cache: _RandomCache, layer: int) -> Generator[dict[str, Any]]:
     """What the model is called with. After a cache, masks and positions are what transformers makes for its length.
 
     transformers' caches hold what a family stores (compressed latents, shared layers); the keys and values of the graph

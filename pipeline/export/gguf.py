@@ -40,14 +40,14 @@ REMEDY = "take the safetensors checkpoint that the file was made from"
 
 
 @dataclass(frozen=True)
-class Header:
+class GgufHeader:
     architecture: str
     metadata: dict[str, Any]
     tensors: dict[str, str]  # type by name
     elements: tuple[int, ...]  # of each tensor
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> GgufHeader:
     """:class:`ExportError` for a file that is damaged, or cut off."""
     import gguf
     from transformers.integrations.gguf.reader import read_gguf_metadata
@@ -71,7 +71,7 @@ def read_header(path: Path) -> Header:
         raise ExportError(f"{path.name} has no tokenizer", expected=TOKENS, remedy=REMEDY)
     types = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
     sizes = tuple(math.prod(tensor.shape.tolist()) for tensor in reader.tensors)
-    return Header(metadata["general.architecture"], metadata, types, sizes)
+    return GgufHeader(metadata["general.architecture"], metadata, types, sizes)
 
 
 def _require_whole(path: Path, reader: Any) -> None:
@@ -114,7 +114,7 @@ def tokens(path: Path) -> list[str]:
     return read_gguf_metadata(str(path), (TOKENS,))[0][TOKENS]
 
 
-def sampling(header: Header, path: Path) -> dict[str, float]:
+def sampling(header: GgufHeader, path: Path) -> dict[str, float]:
     """Settings of requests that do not name their own, by the names of generation_config.json.
 
     :class:`tapeout.errors.ArtifactError` for a value that no request may have.
@@ -127,7 +127,7 @@ def sampling(header: Header, path: Path) -> dict[str, float]:
     return checked_defaults(values, path.name)
 
 
-def require_known(header: Header, config: Any, path: Path) -> None:
+def require_known(header: GgufHeader, config: Any, path: Path) -> None:
     """Refuse metadata of the model that transformers has no place for."""
     from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
     from transformers.modeling_gguf_pytorch_utils import GGUF_TO_TRANSFORMERS_MAPPING
@@ -193,7 +193,7 @@ def quickly_read() -> Generator[None]:
         gguf.get_tensor_name_map, gguf.GGUFReader = found
 
 
-def dequantized(path: Path, header: Header, model: Any) -> dict[str, Callable[[], torch.Tensor]]:
+def dequantized(path: Path, header: GgufHeader, model: Any) -> dict[str, Callable[[], torch.Tensor]]:
     """By name of the parameter in ``model``, what reads it in float32. Refused: tensors that have no place in it.
 
     ``model`` may be on the meta device. transformers' own loader holds all tensors in memory; its names and its order
@@ -250,7 +250,7 @@ def _read(tensor: Any, processor: Any, path: Path) -> torch.Tensor:
     return torch.from_numpy(np.require(weights, np.float32, ("C", "W")))
 
 
-def describe(header: Header) -> str | None:
+def describe(header: GgufHeader) -> str | None:
     """The quantized types of the file's tensors, the commonest first; None for a file of floats."""
     types = Counter(kind for kind in header.tensors.values() if kind not in ("F32", "F16", "BF16", "F64"))
     return f"GGUF {', '.join(kind for kind, _ in types.most_common())}" if types else None

@@ -39,7 +39,7 @@ ARTIFACTS = "api/2.0/mlflow-artifacts/artifacts"  # of the server that passes th
 
 
 @dataclass(frozen=True)
-class Reference:
+class VersionReference:
     """``models:/NAME@ALIAS`` or ``models:/NAME/VERSION``: exactly one of ``alias`` and ``number``."""
 
     name: str
@@ -47,7 +47,7 @@ class Reference:
     number: int | None = None
 
     @staticmethod
-    def parse(text: str) -> Reference:
+    def parse(text: str) -> VersionReference:
         """
         >>> Reference.parse("models:/smollm2@champion"), str(Reference.parse("models:/smollm2/3"))
         (Reference(name='smollm2', alias='champion', number=None), 'models:/smollm2/3')
@@ -55,7 +55,7 @@ class Reference:
         found = re.fullmatch(r"models:/(?P<name>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<number>[1-9]\d*))", text)
         if not found:
             raise RegistryError(f"{text} names no model", expected="models:/NAME@champion, or models:/NAME/VERSION")
-        return Reference(found["name"], found["alias"], int(found["number"]) if found["number"] else None)
+        return VersionReference(found["name"], found["alias"], int(found["number"]) if found["number"] else None)
 
     def __str__(self) -> str:
         return f"models:/{self.name}@{self.alias}" if self.alias else f"models:/{self.name}/{self.number}"
@@ -73,7 +73,7 @@ class Version:
 
 
 class Registry(Protocol):
-    def version(self, reference: Reference) -> Version: ...
+    def version(self, reference: VersionReference) -> Version: ...
 
     def fetch(self, root: str, name: str, target: Path) -> str:
         """One file below ``root`` to ``target``, and its sha256.
@@ -110,7 +110,7 @@ class RestRegistry:
                 raise dangling(name, alias, error) from error
             raise
 
-    def version(self, reference: Reference) -> Version:
+    def version(self, reference: VersionReference) -> Version:
         if reference.alias:
             found = self.alias(reference.name, reference.alias)
         else:
@@ -181,7 +181,7 @@ class ClientRegistry:
     def __init__(self, client: MlflowClient) -> None:
         self._client = client
 
-    def version(self, reference: Reference) -> Version:
+    def version(self, reference: VersionReference) -> Version:
         from pipeline.registry.judged import examine
 
         name, number = reference.name, reference.number

@@ -51,7 +51,7 @@ RECIPE = "recipe.json"  # in the folder of the evidence
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedVersion:
     """A version whose logged evidence gives the verdict that is logged with it. ``location``: where its bundle lies."""
 
     number: int
@@ -116,7 +116,7 @@ def tags_of(name: str, recipe: Recipe, verdict: Verdict, digest: str) -> dict[st
     return {KEY: digest_of([name, tags]), **tags}
 
 
-def examine(client: MlflowClient, name: str, number: int) -> Judged:
+def examine(client: MlflowClient, name: str, number: int) -> JudgedVersion:
     """Judge a version's logged evidence again. :class:`RegistryError` unless verdict, run and tags agree with it."""
     from mlflow.exceptions import MlflowException
 
@@ -144,7 +144,7 @@ def download_logged(run: Run, into: str) -> None:
         download_artifacts(artifact_uri=f"{run.info.artifact_uri}/{folder}", dst_path=into, tracking_uri=tracking_uri())
 
 
-def judge_again(logged: Path, name: str, number: int, tags: Mapping[str, str]) -> Judged:
+def judge_again(logged: Path, name: str, number: int, tags: Mapping[str, str]) -> JudgedVersion:
     """What the evidence logged with a version gives. :class:`RegistryError` unless verdict and tags say the same.
 
     ``logged``: a copy of the run's folders ``EVIDENCE`` and ``VERDICT``.
@@ -161,7 +161,7 @@ def judge_again(logged: Path, name: str, number: int, tags: Mapping[str, str]) -
     location = Path(tag_of(tags, "location", number))
     signature = logged / EVIDENCE / SIGNATURE
     signed = signature.read_text() if signature.is_file() else ""
-    return Judged(number, verdict.record, verdict.digest, location, signed)
+    return JudgedVersion(number, verdict.record, verdict.digest, location, signed)
 
 
 def read_logged(logged: Path) -> tuple[Artifact[Verdict], Recipe]:
@@ -173,7 +173,7 @@ def read_logged(logged: Path) -> tuple[Artifact[Verdict], Recipe]:
     return verdict, recipe
 
 
-def require_pass(judged: Judged) -> None:
+def require_pass(judged: JudgedVersion) -> None:
     record = judged.verdict
     if record.outcome is not Outcome.PASS:
         reasons = [f"{c.outcome.value} {c.title}: {c.reason}" for c in record.checks if c.outcome is not Outcome.PASS]
@@ -185,7 +185,7 @@ def require_pass(judged: Judged) -> None:
         )
 
 
-def require_policy(judged: Judged, recipe: Recipe) -> None:
+def require_policy(judged: JudgedVersion, recipe: Recipe) -> None:
     """The bounds and the amount of evidence must be those of the recipe in force."""
     if differences := judged.verdict.policy.differences(policy_of(recipe)):
         raise RegistryError(
@@ -214,7 +214,7 @@ def require_bundle(folder: Path, digest: str, number: int) -> None:
         )
 
 
-def require_signed(judged: Judged, name: str, bundle: Path, key: Path) -> None:
+def require_signed(judged: JudgedVersion, name: str, bundle: Path, key: Path) -> None:
     """:class:`SignatureError` unless the version's verdict is signed with ``key``, about the bundle in this folder."""
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / SIGNATURE

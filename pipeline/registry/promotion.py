@@ -14,9 +14,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from evals.kinds.online.measure import load_judged
 from pipeline.recipe import Recipe
-from pipeline.registry.access import Reference
+from pipeline.registry.access import VersionReference
 from pipeline.registry.bundle_store import store_folder
-from pipeline.registry.judged import Judged, examine, require_bundle, require_pass, require_policy, require_signed
+from pipeline.registry.judged import (
+    JudgedVersion,
+    examine,
+    require_bundle,
+    require_pass,
+    require_policy,
+    require_signed,
+)
 from pipeline.registry.online import log_online, require_online
 from pipeline.registry.pull import Requirements, pull
 from pipeline.registry.signatures import public_key
@@ -38,7 +45,7 @@ if TYPE_CHECKING:
 
 PENDING = "tapeout.pending_move"
 Aliases = Mapping[str, int | None]
-Kind = Literal["promote", "rollback"]
+Change = Literal["promote", "rollback"]
 
 
 @dataclass(frozen=True)
@@ -118,7 +125,7 @@ def rollback(recipe: Recipe) -> Move:
         return Move(name, after[CHAMPION] or 0, now, True, message)
 
 
-def _approved(client: MlflowClient, recipe: Recipe, number: int, bundle: Path | None = None) -> Judged:
+def _approved(client: MlflowClient, recipe: Recipe, number: int, bundle: Path | None = None) -> JudgedVersion:
     """The version, if it may be champion: a PASS by the policy in force, signed if asked, and a whole bundle."""
     name = recipe.register_.model_name
     found = examine(client, name, number)
@@ -134,7 +141,7 @@ def _approved(client: MlflowClient, recipe: Recipe, number: int, bundle: Path | 
 def _promoted(
     client: MlflowClient,
     recipe: Recipe,
-    challenger: Judged,
+    challenger: JudgedVersion,
     before: Aliases,
     wanted: str | None = None,
     online: Path | None = None,
@@ -190,7 +197,7 @@ def _rolled_back(client: MlflowClient, recipe: Recipe, before: Aliases) -> dict[
     return {CHAMPION: back, ROLLBACK: now}
 
 
-def _in_service(client: MlflowClient, name: str, number: int) -> Judged:
+def _in_service(client: MlflowClient, name: str, number: int) -> JudgedVersion:
     """A version that is, or was, champion. It was approved by the policy of its time, so that is not asked again."""
     try:
         found = examine(client, name, number)
@@ -207,11 +214,11 @@ def _in_service(client: MlflowClient, name: str, number: int) -> Judged:
     return found
 
 
-def _bundle(name: str, version: Judged) -> Path:
+def _bundle(name: str, version: JudgedVersion) -> Path:
     """Its folder. What was registered on another machine is pulled: it must be what a server would get."""
     if version.location.is_dir():
         return version.location
-    return pull(Reference(name, number=version.number), store_folder(), Requirements(unsafe=True)).folder
+    return pull(VersionReference(name, number=version.number), store_folder(), Requirements(unsafe=True)).folder
 
 
 def _require_champion(name: str, now: str, expected: str | None, who: str) -> None:
@@ -227,7 +234,7 @@ def _engine(digest: str) -> str:
     return "none yet" if digest == NO_CHAMPION else f"bundle {digest[:12]}"
 
 
-def _move(client: MlflowClient, name: str, kind: Kind, before: Aliases, after: Aliases) -> None:
+def _move(client: MlflowClient, name: str, kind: Change, before: Aliases, after: Aliases) -> None:
     """Record the move, do it, remove the record. Safe to stop anywhere: :func:`_finish_pending` does the rest."""
     plan = {"kind": kind, "before": {alias: before.get(alias) for alias in after}, "after": dict(after)}
     client.set_registered_model_tag(name, PENDING, json.dumps(plan, sort_keys=True))
@@ -258,7 +265,7 @@ def _require_unmoved(name: str, found: Aliases, expected: Aliases) -> None:
 
 def _finish_pending(
     client: MlflowClient, recipe: Recipe, bundle: Path | None, online: Path | None = None
-) -> Kind | None:
+) -> Change | None:
     """Complete a move that was interrupted, and say which kind it was; None when there was none.
 
     The tag only says that a move was begun. Whether it may be made is decided again, as if it had been asked for now.
@@ -295,7 +302,7 @@ def _finish_pending(
     return kind
 
 
-def _read_plan(tag: str) -> tuple[Kind, dict[str, int | None], dict[str, int | None]]:
+def _read_plan(tag: str) -> tuple[Change, dict[str, int | None], dict[str, int | None]]:
     """:class:`RegistryError` for a tag that :func:`_move` has not written."""
     try:
         plan: Any = json.loads(tag)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engines.bundle import EngineBundle
-from pipeline.registry.access import Reference, Registry, Version, changed, open_registry
+from pipeline.registry.access import Registry, Version, VersionReference, changed, open_registry
 from pipeline.registry.bundle_store import is_whole
 from pipeline.registry.versions import EVIDENCE, LEVEL_TAG, MODEL_SIGNATURE, SIGNATURE, VERDICT, tag_of
 from tapeout.artifact import RECORD, Artifact, Header, load_header, load_record
@@ -67,7 +67,7 @@ class Pulled(NamedTuple):
     facts: dict[str, float]
 
 
-def pull(reference: Reference, store: Path, required: Requirements = Requirements()) -> Pulled:
+def pull(reference: VersionReference, store: Path, required: Requirements = Requirements()) -> Pulled:
     """The bundle of a version, whole and checked, in ``store``.
 
     :class:`RegistryError` for a version that is not as ``required``, and for files that are not those that were

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pipeline.registry.access import Reference, RestRegistry, http_session
+from pipeline.registry.access import RestRegistry, VersionReference, http_session
 from pipeline.registry.bundle_store import store_folder
 from pipeline.registry.pull import Pulled, Requirements, pull
 from pipeline.registry.tracking import sqlite_path, tracking_uri
@@ -24,7 +24,7 @@ from pipeline.registry.versions import UnknownVersionError
 from tapeout.errors import RegistryError, TapeoutError
 
 
-async def pulled(reference: Reference, required: Requirements) -> Pulled:
+async def pulled(reference: VersionReference, required: Requirements) -> Pulled:
     """Pull in a process of its own; :class:`RegistryError` if the version cannot be relied on."""
     answer = await ask(__name__, str(reference), json.dumps(asdict(required), default=str))
     return Pulled(**answer | {"folder": Path(answer["folder"]), "levels": tuple(answer["levels"])})
@@ -64,7 +64,7 @@ def answered(look_up: Callable[[], dict[str, Any]]) -> None:
     print(json.dumps(said), flush=True)
 
 
-def state(reference: Reference) -> Any:
+def state(reference: VersionReference) -> Any:
     """A cheap value that changes whenever the alias does; None where only a full look can tell.
 
     :class:`RegistryError` if no server answers, or if it has no such alias.
@@ -84,7 +84,7 @@ def main() -> None:
     paths = {name: required[name] and Path(required[name]) for name in ("public_key", "judge_by")}
 
     def look_up() -> dict[str, Any]:
-        found = pull(Reference.parse(reference), store_folder(), Requirements(**required | paths))
+        found = pull(VersionReference.parse(reference), store_folder(), Requirements(**required | paths))
         return found._asdict() | {"folder": str(found.folder)}
 
     answered(look_up)

@@ -6,13 +6,13 @@ import sys
 from typing import Any
 
 from evals.ci.document import document
-from pipeline.registry.judged import Judged, examine
+from pipeline.registry.judged import JudgedVersion, examine
 from pipeline.registry.serving import answered
 from pipeline.registry.tracking import connect, public_uri, sqlite_path, tracking_uri
 from pipeline.registry.versions import CHAMPION, UnknownVersionError, aliases
 
 
-def registered_verdict(name: str, version: str) -> Judged:
+def registered_verdict(name: str, version: str) -> JudgedVersion:
     """``version``: its number, or an alias such as ``challenger``.
 
     :class:`UnknownVersionError` if there is none, :class:`RegistryError` if its evidence cannot be relied on.
@@ -31,7 +31,7 @@ def registered_verdict(name: str, version: str) -> Judged:
         return examine(client, name, int(version) if version.isdecimal() else known[version])
 
 
-def champion_verdict(name: str) -> Judged | None:
+def champion_verdict(name: str) -> JudgedVersion | None:
     """None where nothing was ever promoted under this name."""
     try:
         return registered_verdict(name, CHAMPION)

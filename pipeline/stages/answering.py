@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from evals.answers import Answer, Ask, Leaves, Score
 from runtime.engine.core import EngineCore
-from runtime.engine.in_process import Answered, ModelledTime, answer_all
+from runtime.engine.in_process import CoreAnswer, ModelledTime, answer_all
 from runtime.engine.sampling import BatchSampler
 from runtime.wire.limits import Limits
 from runtime.wire.messages import Constraint, GenerateRequest, SamplingSettings, TokenLogprobs
@@ -114,7 +114,7 @@ def _request(id: str, ask: Ask) -> GenerateRequest:
     )
 
 
-def _answer(found: Answered) -> Answer:
+def _answer(found: CoreAnswer) -> Answer:
     return Answer(
         tokens=tuple(found.tokens),
         ending=found.reason or "error",

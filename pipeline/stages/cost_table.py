@@ -7,7 +7,7 @@ from typing import Any
 
 from engines.costs import attention as attention_costs
 from engines.costs import linears as linear_costs
-from engines.costs.linears import Shape
+from engines.costs.linears import LinearShape
 from engines.costs.timing import Seconds, streamed_bytes
 from engines.load import find_target, known_targets
 from engines.target import Target
@@ -19,12 +19,12 @@ from tapeout.cores import physical_cores
 from tapeout.errors import RecipeError
 from tapeout.portable_graph import PortableGraph
 from tapeout.progress import ProgressBar
-from tapeout.recipe import Recipe
+from tapeout.recipe import BaseRecipe
 
 CHOSEN = {"schemes": "auto", "embeddings": "auto", "kv_cache": "auto"}  # all of a plan that can be chosen
 
 
-def timed_target(recipe: Recipe) -> Target[Any]:
+def timed_target(recipe: BaseRecipe) -> Target[Any]:
     """The recipe's target; :class:`RecipeError` if it times no schemes."""
     target = find_target(recipe.build.target)
     if not target.capabilities.timed:
@@ -37,7 +37,7 @@ def timed_target(recipe: Recipe) -> Target[Any]:
     return target
 
 
-def cost_table(recipe: Recipe, graph: PortableGraph, *, measure: bool) -> CostTable:
+def cost_table(recipe: BaseRecipe, graph: PortableGraph, *, measure: bool) -> CostTable:
     """Bytes and seconds of every linear under every scheme it may get; seconds of attention likewise.
 
     ``measure`` False: seconds as far as they were measured here before. :class:`RecipeError` if it is True and the
@@ -55,7 +55,7 @@ def cost_table(recipe: Recipe, graph: PortableGraph, *, measure: bool) -> CostTa
     streamed = streamed_bytes(sum(group.in_features * sum(group.out_features) for group in graph.groups))
     shapes = ProgressBar(wanted.items(), title="timing linears", unit="shape", hidden=not measure)
     for (columns, outputs), schemes in shapes:
-        shape = Shape(columns, outputs)
+        shape = LinearShape(columns, outputs)
         sizes[columns, outputs] = {s.name: linear_costs.linear_bytes(target, shape, s, stored_by_rtn) for s in schemes}
         seconds[columns, outputs] = linear_costs.costs(
             target,
@@ -82,7 +82,7 @@ def cost_table(recipe: Recipe, graph: PortableGraph, *, measure: bool) -> CostTa
     return CostTable(target.name, threads, recipe.build.slots, context, sizes, seconds, attention)
 
 
-def timed(plan: PrecisionPlan, recipe: Recipe, graph: PortableGraph) -> PrecisionPlan:
+def timed(plan: PrecisionPlan, recipe: BaseRecipe, graph: PortableGraph) -> PrecisionPlan:
     """A plan that was written out, with the times of its schemes as far as they were measured here before, and the
     bytes of its KV cache in the recipe's engine.
     """

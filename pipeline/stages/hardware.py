@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Request:
+class BuildRequest:
     """What was asked for. ``checkpoint``: quantized weights to build from; None: the float graph's own.
 
     ``documents``: held-out documents of the portable evidence.
@@ -61,7 +61,7 @@ class Built:
     seconds: float  # of the compiler
 
 
-def explain(request: Request, target: Target[Any]) -> list[PassReport]:
+def explain(request: BuildRequest, target: Target[Any]) -> list[PassReport]:
     """What each pass of the target does to the graph. Nothing is written; weights are rounded to nearest."""
     from engines.compile import lower, lowering_for
     from quantization import qdq
@@ -89,7 +89,7 @@ def explain(request: Request, target: Target[Any]) -> list[PassReport]:
 
 
 def build_at(
-    request: Request, target: GraphTarget, level: str, progress: Callable[[str], None]
+    request: BuildRequest, target: GraphTarget, level: str, progress: Callable[[str], None]
 ) -> Artifact[EngineBundle]:
     """The candidate of the recipe with native kernels of one level, which need not be this machine's."""
     from pipeline.stages.candidate import build_candidate
@@ -106,7 +106,7 @@ def build_at(
     )
 
 
-def lower(request: Request, target: HardwareTarget, progress: Callable[[str], None]) -> Artifact[LoweredGraph]:
+def lower(request: BuildRequest, target: HardwareTarget, progress: Callable[[str], None]) -> Artifact[LoweredGraph]:
     """Quantize where the precision needs it, and write the graph that the compiler is given."""
     from engines.compile import build
     from quantization import qdq
@@ -130,7 +130,7 @@ def lower(request: Request, target: HardwareTarget, progress: Callable[[str], No
     )
 
 
-def evidence(request: Request, lowered: Artifact[LoweredGraph]) -> Artifact[PortableReport]:
+def evidence(request: BuildRequest, lowered: Artifact[LoweredGraph]) -> Artifact[PortableReport]:
     """The lowered graph on the CPU against the float engine, on held-out documents."""
     from engines.load import load
     from engines.portable import PortableEngine
@@ -150,7 +150,7 @@ def evidence(request: Request, lowered: Artifact[LoweredGraph]) -> Artifact[Port
 
 
 def compile_for(
-    request: Request,
+    request: BuildRequest,
     target: HardwareTarget,
     hardware: str,
     lowered: Artifact[LoweredGraph],
@@ -181,15 +181,15 @@ def compile_for(
     return Built(bundle, verdict, seconds)
 
 
-def heldout_documents(request: Request) -> list[list[int]]:
+def heldout_documents(request: BuildRequest) -> list[list[int]]:
     """Token ids of the documents that `dvc repro` evaluates on."""
     from tokenizers import Tokenizer
 
-    from evals.kinds.text import TextSettings
+    from evals.kinds.text import HeldOutSettings
     from pipeline.sources.corpus import calibration_and_heldout
     from pipeline.sources.source import Source
 
-    recipe, text = request.recipe, request.recipe.section(TextSettings)
+    recipe, text = request.recipe, request.recipe.section(HeldOutSettings)
     source = artifact.load(request.artifacts / "source", Source)
     tokenizer: Any = Tokenizer.from_file(str(request.artifacts / "graph" / "tokenizer.json"))
     _, heldout = calibration_and_heldout(
@@ -198,7 +198,7 @@ def heldout_documents(request: Request) -> list[list[int]]:
     return [tokenizer.encode(held).ids[: text.document_tokens] for held in heldout[: request.documents]]
 
 
-def _checkpoint(request: Request, target: HardwareTarget, graph: Artifact[PortableGraph]) -> tuple[Path, Parents]:
+def _checkpoint(request: BuildRequest, target: HardwareTarget, graph: Artifact[PortableGraph]) -> tuple[Path, Parents]:
     """The folder of the weights, and the parents that this adds."""
     from quantization.checkpoint import QuantizedModel
     from quantization.uniform import quantize_uniformly
@@ -221,7 +221,7 @@ def _checkpoint(request: Request, target: HardwareTarget, graph: Artifact[Portab
 
 
 def _activation_max(
-    request: Request, target: Target[Any], graph: Artifact[PortableGraph]
+    request: BuildRequest, target: Target[Any], graph: Artifact[PortableGraph]
 ) -> tuple[dict[str, float], Parents]:
     """Ranges of activations where the precision needs them, and the parents that this adds."""
     from quantization.uniform import largest_inputs

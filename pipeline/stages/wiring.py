@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from engines.sequences import Sequences
     from engines.target import Probe
     from evals.answers import Answerer
-    from evals.kind import Kind, S, SourceModel
+    from evals.kind import EvidenceKind, S, SourceModel
     from pipeline.registry.release import Release
     from pipeline.sources.source import Source
     from quantization.calibration import Calibration
@@ -217,7 +217,7 @@ def _report(recipe: Recipe) -> None:
     write(gather(recipe, ARTIFACTS), ARTIFACTS / "report")
 
 
-def _measure(kind: Kind[Any, Any, Any], recipe: Recipe) -> None:
+def _measure(kind: EvidenceKind[Any, Any, Any], recipe: Recipe) -> None:
     """The stage of a kind of evidence."""
     import_module(kind.measure_module).measure(Measurement(recipe, kind.stage), ARTIFACTS / kind.role)
 
@@ -273,7 +273,7 @@ def _bundle(folder: Path) -> Artifact[EngineBundle]:
 
 def _texts(recipe: Recipe, heldout: int) -> tuple[list[str], list[str]]:
     """Calibration texts and so many held-out texts, disjoint, from one column."""
-    from evals.kinds.text import TextSettings
+    from evals.kinds.text import HeldOutSettings
     from pipeline.sources.corpus import calibration_and_heldout
 
     return calibration_and_heldout(
@@ -282,7 +282,7 @@ def _texts(recipe: Recipe, heldout: int) -> tuple[list[str], list[str]]:
         heldout,
         recipe.seed,
         _tokenizer(),
-        document_tokens=recipe.section(TextSettings).document_tokens if heldout else None,
+        document_tokens=recipe.section(HeldOutSettings).document_tokens if heldout else None,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from quantization import autoawq
 from quantization.checkpoint_formats.folder import SHARD_BYTES, write_config
-from quantization.checkpoint_formats.source import FLOAT_STORED, Parameter, Place, Source, narrowed
+from quantization.checkpoint_formats.source import FLOAT_STORED, ExportSource, Parameter, ParameterPlace, narrowed
 from tapeout.errors import QuantizationError
 from tapeout.schemes import FLOAT
 from tapeout.tensor_writer import ShardWriter
@@ -23,15 +23,15 @@ class AutoAWQ:
     name: str = "autoawq"
     recipe: str = "4 bits in groups of 32, 64 or 128, and plan.embeddings {bits: 32}, as `tapeout recipe w4-awq` has"
 
-    def places(self, source: Source) -> list[Place]:
+    def places(self, source: ExportSource) -> list[ParameterPlace]:
         reasons = {parameter.name: _reason(parameter) for parameter in source.parameters}
         # vLLM computes the linears of a unit, such as Q, K and V, as one: all of them are 4-bit, or none.
         blocked = {p.unit: reasons[p.name] for p in source.parameters if p.unit and reasons[p.name]}
-        found: list[Place] = []
+        found: list[ParameterPlace] = []
         for parameter in source.parameters:
             reason = reasons[parameter.name] or blocked.get(parameter.unit, "")
             in_float = parameter.scheme == FLOAT or reason
-            found.append(Place(parameter, FLOAT_STORED if in_float else CODES, reason))
+            found.append(ParameterPlace(parameter, FLOAT_STORED if in_float else CODES, reason))
         if not any(place.stored == CODES for place in found):
             raise QuantizationError(
                 f"{source.folder} has no linear that AutoAWQ's layout can hold",
@@ -40,7 +40,9 @@ class AutoAWQ:
             )
         return found
 
-    def write(self, source: Source, places: Sequence[Place], folder: Path, advance: Callable[[], None]) -> None:
+    def write(
+        self, source: ExportSource, places: Sequence[ParameterPlace], folder: Path, advance: Callable[[], None]
+    ) -> None:
         sizes = [place.parameter.scheme.group_size or 0 for place in places if place.stored == CODES]
         group_size = min(GROUPS[-1], *sizes)
         writer = ShardWriter(folder, shard_bytes=SHARD_BYTES)

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from quantization.checkpoint_formats.folder import SHARD_BYTES, write_config
-from quantization.checkpoint_formats.source import FLOAT_STORED, Parameter, Place, Source, narrowed
+from quantization.checkpoint_formats.source import FLOAT_STORED, ExportSource, Parameter, ParameterPlace, narrowed
 from quantization.compressed_tensors import CheckpointWriter, quantization_config
 from quantization.rounding import QuantizedLinear
 from tapeout.schemes import FLOAT, Scheme
@@ -26,10 +26,12 @@ class CompressedTensors:
     name: str = "compressed-tensors"
     recipe: str = "symmetric: true for every rule of plan.schemes, and plan.embeddings {bits: 32}"
 
-    def places(self, source: Source) -> list[Place]:
+    def places(self, source: ExportSource) -> list[ParameterPlace]:
         return [_place(parameter) for parameter in source.parameters]
 
-    def write(self, source: Source, places: Sequence[Place], folder: Path, advance: Callable[[], None]) -> None:
+    def write(
+        self, source: ExportSource, places: Sequence[ParameterPlace], folder: Path, advance: Callable[[], None]
+    ) -> None:
         writer = CheckpointWriter(folder, shard_bytes=SHARD_BYTES)
         schemes: dict[str, Scheme] = {}
         for place in places:
@@ -49,18 +51,18 @@ class CompressedTensors:
         write_config(source, folder, quantization_config(schemes, {}, ignored) | {"kv_cache_scheme": None})
 
 
-def _place(parameter: Parameter) -> Place:
+def _place(parameter: Parameter) -> ParameterPlace:
     scheme = parameter.scheme
     if scheme == FLOAT:
-        return Place(parameter, FLOAT_STORED)
+        return ParameterPlace(parameter, FLOAT_STORED)
     if parameter.embedding:
-        return Place(
+        return ParameterPlace(
             parameter, FLOAT_STORED, "vLLM loads no quantized embedding or lm_head that transformers loads too"
         )
     if scheme.symmetric:
-        return Place(parameter, scheme.name)
+        return ParameterPlace(parameter, scheme.name)
     reason = "transformers loads no packed zero points"
-    return Place(parameter, SIGNED_BYTES if scheme.bits < 8 else FLOAT_STORED, reason)
+    return ParameterPlace(parameter, SIGNED_BYTES if scheme.bits < 8 else FLOAT_STORED, reason)
 
 
 def _signed(linear: QuantizedLinear) -> QuantizedLinear:

@@ -8,12 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quantization.checkpoint_formats.source import Source
+from quantization.checkpoint_formats.source import ExportSource
 
 SHARD_BYTES = 5_000_000_000
 
 
-def write_config(source: Source, folder: Path, quantization: Mapping[str, Any], *, dtype: str | None = None) -> None:
+def write_config(
+    source: ExportSource, folder: Path, quantization: Mapping[str, Any], *, dtype: str | None = None
+) -> None:
     """``config.json`` as it was but for how weights are stored; the tokenizer and its companions byte for byte.
 
     ``dtype``: what readers compute in, where the format asks for it.

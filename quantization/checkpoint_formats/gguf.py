@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from quantization import gguf_blocks
 from quantization.checkpoint_formats import gguf_metadata
-from quantization.checkpoint_formats.source import FLOAT_STORED, Parameter, Place, Source, narrowed
+from quantization.checkpoint_formats.source import FLOAT_STORED, ExportSource, Parameter, ParameterPlace, narrowed
 from tapeout.schemes import FLOAT
 
 FILE = "model.gguf"
@@ -29,11 +29,13 @@ class Gguf:
         "plan.embeddings"
     )
 
-    def places(self, source: Source) -> list[Place]:
+    def places(self, source: ExportSource) -> list[ParameterPlace]:
         gguf_metadata.require(source)
         return [_place(parameter) for parameter in source.parameters]
 
-    def write(self, source: Source, places: Sequence[Place], folder: Path, advance: Callable[[], None]) -> None:
+    def write(
+        self, source: ExportSource, places: Sequence[ParameterPlace], folder: Path, advance: Callable[[], None]
+    ) -> None:
         import gguf
 
         model = gguf_metadata.describe(source)
@@ -63,34 +65,34 @@ class Gguf:
         writer.close()
 
 
-def _place(parameter: Parameter) -> Place:
+def _place(parameter: Parameter) -> ParameterPlace:
     scheme = parameter.scheme
     if scheme == FLOAT:
-        return Place(parameter, FLOAT_STORED)
+        return ParameterPlace(parameter, FLOAT_STORED)
     if scheme.activations == "int8":
-        return Place(parameter, FLOAT_STORED, "there is no place for the static grid of its inputs")
+        return ParameterPlace(parameter, FLOAT_STORED, "there is no place for the static grid of its inputs")
     if (scheme.group_size or 0) % gguf_blocks.BLOCK:
-        return Place(parameter, FLOAT_STORED, "32 input channels share a scale")
+        return ParameterPlace(parameter, FLOAT_STORED, "32 input channels share a scale")
     if not parameter.half_scales:
-        return Place(parameter, FLOAT_STORED, "scales are float16, and some of its scales are not")
+        return ParameterPlace(parameter, FLOAT_STORED, "scales are float16, and some of its scales are not")
     match scheme.bits, scheme.symmetric:
         case 4, True:
-            return Place(parameter, "Q4_0")
+            return ParameterPlace(parameter, "Q4_0")
         case 5, True:
-            return Place(parameter, "Q5_0")
+            return ParameterPlace(parameter, "Q5_0")
         case 8, True:
-            return Place(parameter, "Q8_0")
+            return ParameterPlace(parameter, "Q8_0")
         case 4, False:
-            return Place(parameter, "Q5_0", "Q4_1 would round its zero points, to float16 offsets")
+            return ParameterPlace(parameter, "Q5_0", "Q4_1 would round its zero points, to float16 offsets")
         case 5, False:
-            return Place(parameter, "Q8_0", "Q5_1 would round its zero points, to float16 offsets")
+            return ParameterPlace(parameter, "Q8_0", "Q5_1 would round its zero points, to float16 offsets")
         case 6, _:
-            return Place(parameter, "Q8_0", "Q6_K would round its scales")
+            return ParameterPlace(parameter, "Q8_0", "Q6_K would round its scales")
         case _:
-            return Place(parameter, FLOAT_STORED, "no type has zero points of 8 bits")
+            return ParameterPlace(parameter, FLOAT_STORED, "no type has zero points of 8 bits")
 
 
-def _kind(source: Source, place: Place) -> str:
+def _kind(source: ExportSource, place: ParameterPlace) -> str:
     """The type of GGUF. llama.cpp wants vectors in float32; a float matrix is read here to see what it fits."""
     if place.stored != FLOAT_STORED:
         return place.stored
@@ -109,7 +111,7 @@ def _bytes_of(shape: tuple[int, ...], kind: str) -> tuple[tuple[int, ...], int]:
     return found, prod(found)
 
 
-def _data(source: Source, place: Place, kind: str, order: NDArray[np.intp] | None) -> NDArray[Any]:
+def _data(source: ExportSource, place: ParameterPlace, kind: str, order: NDArray[np.intp] | None) -> NDArray[Any]:
     """The bytes of a tensor, its rows in llama.cpp's order."""
     if place.stored != FLOAT_STORED:
         rows: NDArray[Any] = gguf_blocks.encode(source.codes(place.parameter), kind)

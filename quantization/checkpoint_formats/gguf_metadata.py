@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantization.checkpoint_formats.source import Source
+from quantization.checkpoint_formats.source import ExportSource
 from tapeout.errors import ExportError
 
 FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "Q5_0": 8, "BF16": 32}  # llama_ftype in llama.h
@@ -101,7 +101,7 @@ class Description:
         _add_tokenizer(writer, self.folder, config["vocab_size"])
 
 
-def require(source: Source) -> None:
+def require(source: ExportSource) -> None:
     """:class:`ExportError` for a model or tokenizer that llama.cpp would compute differently."""
     config, tokenizer = source.config, _tokenizer(source.folder)
     kind = config["model_type"]
@@ -127,7 +127,7 @@ def require(source: Source) -> None:
         )
 
 
-def describe(source: Source) -> Description:
+def describe(source: ExportSource) -> Description:
     import gguf
 
     architecture = ARCHITECTURES[source.config["model_type"]]
@@ -140,7 +140,7 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 10000.0} | (config.get("rope_parameters") or {})
 
 
-def _rope_factors(source: Source) -> NDArray[np.float32] | None:
+def _rope_factors(source: ExportSource) -> NDArray[np.float32] | None:
     """What each rotary frequency is divided by: the default ones over those that the model uses."""
     if _rope(source.config)["rope_type"] == "default":
         return None

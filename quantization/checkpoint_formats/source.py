@@ -41,7 +41,7 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Place:
+class ParameterPlace:
     """``stored``: how, in the format's own words. ``reason``: why it takes more bits than in the plan; empty: it does
     not.
     """
@@ -51,7 +51,7 @@ class Place:
     reason: str = ""
 
 
-class Source:
+class ExportSource:
     """A QuantizedModel; a weight is read when it is asked for."""
 
     def __init__(self, artifact: Artifact[QuantizedModel]) -> None:
@@ -102,7 +102,7 @@ class Source:
         return self._checkpoint.weight(parameter.name)
 
 
-class Format(Protocol):
+class ExportFormat(Protocol):
     """``recipe``: what a remedy says of plans that fit."""
 
     @property
@@ -111,11 +111,13 @@ class Format(Protocol):
     @property
     def recipe(self) -> str: ...
 
-    def places(self, source: Source) -> list[Place]:
+    def places(self, source: ExportSource) -> list[ParameterPlace]:
         """One for every parameter. :class:`TapeoutError` for a model that the format has no place for at all."""
         ...
 
-    def write(self, source: Source, places: Sequence[Place], folder: Path, advance: Callable[[], None]) -> None:
+    def write(
+        self, source: ExportSource, places: Sequence[ParameterPlace], folder: Path, advance: Callable[[], None]
+    ) -> None:
         """``advance`` is called after every parameter."""
         ...
 

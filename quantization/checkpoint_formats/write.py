@@ -13,12 +13,12 @@ from quantization.checkpoint import QuantizedModel
 from quantization.checkpoint_formats.autoawq import AutoAWQ
 from quantization.checkpoint_formats.compressed import CompressedTensors
 from quantization.checkpoint_formats.gguf import Gguf
-from quantization.checkpoint_formats.source import FLOAT_STORED, Format, Place, Source
+from quantization.checkpoint_formats.source import FLOAT_STORED, ExportFormat, ExportSource, ParameterPlace
 from tapeout.artifact import load
 from tapeout.durable import replace_folder
 from tapeout.errors import ArtifactError, QuantizationError
 
-FORMATS: dict[str, Format] = {fmt.name: fmt for fmt in (AutoAWQ(), CompressedTensors(), Gguf())}
+FORMATS: dict[str, ExportFormat] = {fmt.name: fmt for fmt in (AutoAWQ(), CompressedTensors(), Gguf())}
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def export_checkpoint(
         raise QuantizationError(f"--format {name}", expected=f"one of {', '.join(sorted(FORMATS))}")
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ArtifactError(f"{to} exists", expected="a new folder", remedy="remove it, or choose another --to")
-    source, fmt = Source(load(artifact, QuantizedModel)), FORMATS[name]
+    source, fmt = ExportSource(load(artifact, QuantizedModel)), FORMATS[name]
     places = fmt.places(source)
     changed = [place for place in places if place.reason]
     if changed and not wider:
@@ -89,12 +89,12 @@ def export_checkpoint(
     )
 
 
-def _shown(place: Place) -> str:
+def _shown(place: ParameterPlace) -> str:
     scheme = place.parameter.scheme.name
     return place.stored if place.stored in (FLOAT_STORED, scheme) else f"{scheme} as {place.stored}"
 
 
-def _refusal(source: Source, fmt: Format, changed: Sequence[Place]) -> QuantizationError:
+def _refusal(source: ExportSource, fmt: ExportFormat, changed: Sequence[ParameterPlace]) -> QuantizationError:
     kinds: dict[tuple[str, str, str], list[str]] = {}
     for place in changed:
         kinds.setdefault((place.parameter.scheme.name, place.reason, place.stored), []).append(place.parameter.name)
@@ -112,7 +112,7 @@ def _few(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{len(names)} tensors, such as {names[0]},"
 
 
-def _require_space(places: Sequence[Place], folder: Path) -> None:
+def _require_space(places: Sequence[ParameterPlace], folder: Path) -> None:
     """Most bytes of the weights: floats as float32, codes in a byte with their scales."""
     needed = sum(prod(place.parameter.shape) * (4 if place.stored == FLOAT_STORED else 1.25) for place in places)
     free = shutil.disk_usage(folder).free

@@ -17,20 +17,28 @@ from time import monotonic
 from engines.kernels.cpu.clipping import Clipping, Clippings
 from engines.protocol import Engine, Entry, FloatArray, Result
 from runtime.engine.blocks import BlockPool
-from runtime.engine.sampling import BatchSampler, Choice
+from runtime.engine.sampling import BatchSampler, SampledToken
 from runtime.engine.scheduler import Scheduler
 from runtime.engine.speculation import Counts, Speculation, accept
-from runtime.engine.work import Outcome, Request, Work
+from runtime.engine.work import ScheduledRequest, Work, WorkResult
 from runtime.wire.limits import DisplacedError, Limits
-from runtime.wire.messages import Delta, EngineStats, FinishReason, GenerateRequest, Refusal, Report, TokenLogprobs
+from runtime.wire.messages import (
+    Delta,
+    EngineStats,
+    FinishReason,
+    GenerateRequest,
+    RefusedRequest,
+    StepReport,
+    TokenLogprobs,
+)
 from tapeout.errors import RequestError, one_line
 
 BROKEN_STEPS = 3  # so many steps in turn in which every entry failed: the engine is broken, not the requests
 # Nobody looks for drafts where more of them than this must be accepted to pay: looking takes time, too.
 MOST_WORTH = 0.8
 CLIPPING_STEPS = 16  # between two reads of the kernels' counts of clipped values, of 10 µs each, while requests run
-_NOTHING = Outcome()
-_FAILED = Outcome(failed=True)
+_NOTHING = WorkResult()
+_FAILED = WorkResult(failed=True)
 
 
 class EngineBrokenError(Exception):
@@ -90,7 +98,7 @@ class EngineCore:
         self._counts = Counts()
         self._active: dict[str, _Active] = {}
         self._deltas: list[Delta] = []  # since the last report
-        self._refusals: list[Refusal] = []
+        self._refusals: list[RefusedRequest] = []
         self._broken_steps = 0
         self._finished: Counter[str] = Counter()
         self._steps = self._prompt_tokens = self._generated_tokens = 0
@@ -128,7 +136,7 @@ class EngineCore:
         if self.scheduler.cancel(id):
             self._end(id, "cancelled")
 
-    def step(self, now: float) -> Report:
+    def step(self, now: float) -> StepReport:
         """Move every running request on. The report has what happened since the last one."""
         for id, reason in self.scheduler.expire(now):
             self._end(id, reason)
@@ -144,9 +152,9 @@ class EngineCore:
         """
         return self.engine.prepare(self.scheduler.running or self.scheduler.limits.max_running)
 
-    def report(self) -> Report:
+    def report(self) -> StepReport:
         """What happened since the last report, and the state now."""
-        report = Report(tuple(self._deltas), self.stats(), tuple(self._refusals))
+        report = StepReport(tuple(self._deltas), self.stats(), tuple(self._refusals))
         self._deltas.clear()
         self._refusals.clear()
         return report
@@ -281,7 +289,7 @@ class EngineCore:
 
     def _draw(
         self, drafts: Mapping[str, Sequence[int]], logits: Mapping[str, FloatArray]
-    ) -> Mapping[str, Sequence[Choice]]:
+    ) -> Mapping[str, Sequence[SampledToken]]:
         """The choices of each request. If this fails, all choose alone, and those that fail alone end.
 
         So do those with drafts: some of their choices may count as said already.
@@ -289,7 +297,7 @@ class EngineCore:
         try:
             return self._sampler.choose_drafted(drafts, logits)
         except Exception as failure:
-            failed = [Choice(-1, error=f"sampling failed: {one_line(failure)}")]
+            failed = [SampledToken(-1, error=f"sampling failed: {one_line(failure)}")]
             if len(drafts) == 1:
                 return dict.fromkeys(drafts, failed)
             return {id: failed if guesses else self._draw({id: guesses}, logits)[id] for id, guesses in drafts.items()}
@@ -303,11 +311,11 @@ class EngineCore:
             except RequestError as error:
                 active.error = error.found
 
-    def _outcome(self, id: str) -> Outcome:
+    def _outcome(self, id: str) -> WorkResult:
         active = self._active[id]
         if active.error is not None:
             return _FAILED
-        return Outcome(active.tokens, active.stops) if active.tokens else _NOTHING
+        return WorkResult(active.tokens, active.stops) if active.tokens else _NOTHING
 
     def _tell(self, id: str, reason: FinishReason | None) -> None:
         """Report what a request's step has brought, if anything."""
@@ -334,7 +342,7 @@ class EngineCore:
         self._forget(id, reason)
 
     def _refuse(self, id: str, error: RequestError) -> None:
-        self._refusals.append(Refusal(id, error))
+        self._refusals.append(RefusedRequest(id, error))
 
     def _forget(self, id: str, reason: str) -> None:
         del self._active[id]
@@ -342,7 +350,7 @@ class EngineCore:
         self._finished[reason] += 1
 
 
-def _scheduled(request: GenerateRequest, now: float) -> Request:
+def _scheduled(request: GenerateRequest, now: float) -> ScheduledRequest:
     """:class:`RequestError` for values of a wrong type: later they would fail the step, and everybody with it."""
 
     def deadline(timeout: float | None) -> float | None:
@@ -356,7 +364,7 @@ def _scheduled(request: GenerateRequest, now: float) -> Request:
     for name, kind in expected.items():
         if not isinstance(value := getattr(request, name), kind):
             raise RequestError(f"{name} is {value!r}", expected=kind.__name__)
-    return Request(
+    return ScheduledRequest(
         request.id,
         request.prompt,
         request.max_new_tokens,

@@ -87,7 +87,7 @@ class Adjustments:
         return changed
 
 
-class Row(NamedTuple):
+class SamplingRow(NamedTuple):
     """What one draw depends on.
 
     ``random``: 64 random bits. ``mask``: a bit for each token, set where it is allowed. ``top``: how many of the
@@ -113,7 +113,7 @@ class Drawn(NamedTuple):
     likeliest: Sequence[int] = ()
 
 
-def draw(row: Row) -> Drawn:
+def draw(row: SamplingRow) -> Drawn:
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         max_logit = row.logits.max()
         if not max_logit < np.inf:  # the maximum is NaN if any logit is
@@ -129,7 +129,7 @@ def normalizer(max_logit: float, total: int) -> float:
     return max_logit + math.log(total / ONE)
 
 
-def _token(row: Row) -> int | str:
+def _token(row: SamplingRow) -> int | str:
     scores = row.logits if row.adjustments is None else row.adjustments.apply(row.logits)
     if row.mask is not None:
         scores = np.where(unpack(row.mask, len(scores)), scores, np.float32(-np.inf))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from engines.bundle import EngineBundle
 from engines.kernels.cpu.sampling import SamplingKernel
 from engines.protocol import FloatArray
-from runtime.engine.sampling import BatchSampler, Choice
+from runtime.engine.sampling import BatchSampler, SampledToken
 from runtime.wire.messages import GenerateRequest, SamplingSettings
 from tapeout.artifact import Artifact
 
@@ -71,7 +71,7 @@ def _request(name: str, seed: int, logits: FloatArray) -> GenerateRequest:
 
 def _responses(
     kernel: SamplingKernel | None, requests: Mapping[str, GenerateRequest], logits: FloatArray
-) -> dict[str, list[Choice]]:
+) -> dict[str, list[SampledToken]]:
     sampler = BatchSampler(logits.shape[1], kernel=kernel)
     for request in requests.values():
         sampler.add(request)

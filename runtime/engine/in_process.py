@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from engines.protocol import Engine, EngineCapabilities, Entry, Result
 from runtime.engine.core import EngineCore
-from runtime.wire.messages import Delta, FinishReason, GenerateRequest, Report, TokenLogprobs
+from runtime.wire.messages import Delta, FinishReason, GenerateRequest, StepReport, TokenLogprobs
 
 # Of a step and of each of its tokens; their ratio decides how many tokens may join a step, and which drafts pay.
 STEP_SECONDS, TOKEN_SECONDS = 0.01, 0.0005
@@ -50,7 +50,7 @@ class ModelledTime:
 
 
 @dataclass
-class Answered:
+class CoreAnswer:
     """All that the core said of one request. ``preempted``: how often. ``accepted``: tokens that were drafted first."""
 
     tokens: list[int] = field(default_factory=list[int])
@@ -77,12 +77,12 @@ def answer_all(
     *,
     leaves: Leaves | None = None,
     ended: Callable[[], object] = lambda: None,
-) -> list[Answered]:
+) -> list[CoreAnswer]:
     """Serve requests of different ids to their ends; what came of each, in their order. ``ended``: called for each.
 
     All of them arrive now, or as soon as the queue has room. One that is refused has an error.
     """
-    answers = {request.id: Answered() for request in requests}
+    answers = {request.id: CoreAnswer() for request in requests}
     by_id, arriving = {request.id: request for request in requests}, list(reversed(requests))
     waited: set[str] = set()
     while core.busy or arriving:
@@ -120,7 +120,7 @@ def _has_room(core: EngineCore, request: GenerateRequest) -> bool:
     return not scheduler.waiting or (scheduler.waiting < limits.max_waiting and tokens <= limits.max_waiting_tokens)
 
 
-def _read(report: Report, answers: dict[str, Answered]) -> Iterator[tuple[str, Answered]]:
+def _read(report: StepReport, answers: dict[str, CoreAnswer]) -> Iterator[tuple[str, CoreAnswer]]:
     """The requests that got something."""
     for refusal in report.refusals:
         answers[refusal.id].reason, answers[refusal.id].error = "error", refusal.error.found

@@ -21,19 +21,18 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from engines.kernels.cpu.sampling import NONE_LEFT, NOT_FINITE, SamplingKernel
-from engines.kernels.cpu.sampling import Row as NativeRow
+from engines.kernels.cpu.sampling import NONE_LEFT, NOT_FINITE, KernelRow, SamplingKernel
 from engines.protocol import FloatArray
 from runtime.constraints.compiler import ConstraintCompiler, Matcher
 from runtime.engine import draw as draw_
-from runtime.engine.draw import Adjustments, Drawn, Filters, Row, draw, normalizer, random_bits
+from runtime.engine.draw import Adjustments, Drawn, Filters, SamplingRow, draw, normalizer, random_bits
 from runtime.wire.messages import GenerateRequest, SamplingSettings, TokenLogprobs
 from tapeout.errors import RequestError
 
 MOST_LOGPROBS = 128
 
 
-class Choice(NamedTuple):
+class SampledToken(NamedTuple):
     """``error``: why this request alone has failed; its ``token`` is then -1."""
 
     token: int
@@ -94,7 +93,7 @@ class BatchSampler:
         )
         return "token" if plain else "logits"
 
-    def choose(self, ids: Sequence[str], logits: Sequence[FloatArray] | FloatArray) -> list[Choice]:
+    def choose(self, ids: Sequence[str], logits: Sequence[FloatArray] | FloatArray) -> list[SampledToken]:
         """The next token of each request, which counts as said from now on.
 
         ``ids``: different requests. ``logits``: float32 ``[P, V]``, or P rows ``[V]`` that lie in different arrays;
@@ -103,21 +102,21 @@ class BatchSampler:
         assert len(ids) == len(logits) == len(set(ids)), "one row of logits for each request"
         states = [self._states[id] for id in ids]
         rows = [state.row(row) for state, row in zip(states, logits, strict=True)]
-        drawn = iter(self._draw([row for row in rows if isinstance(row, Row)]))
+        drawn = iter(self._draw([row for row in rows if isinstance(row, SamplingRow)]))
         return [
-            state.take(row.logits, next(drawn)) if isinstance(row, Row) else Choice(-1, error=row)
+            state.take(row.logits, next(drawn)) if isinstance(row, SamplingRow) else SampledToken(-1, error=row)
             for state, row in zip(states, rows, strict=True)
         ]
 
     def choose_drafted(
         self, drafts: Mapping[str, Sequence[int]], logits: Mapping[str, FloatArray]
-    ) -> dict[str, list[Choice]]:
+    ) -> dict[str, list[SampledToken]]:
         """The next tokens of requests with D drafts each, of which D may differ: one token at least, 1 + D at most.
 
         ``logits[id]``: float32 ``[1 + D, V]``, after the last token and after each draft. The choices end with the
         first that differs from its draft, fails, or is a stop token; all of them count as said.
         """
-        choices: dict[str, list[Choice]] = {id: [] for id in drafts}
+        choices: dict[str, list[SampledToken]] = {id: [] for id in drafts}
         going, at = list(drafts), 0
         while going:
             for id, choice in zip(going, self.choose(going, [logits[id][at] for id in going]), strict=True):
@@ -140,17 +139,17 @@ class BatchSampler:
         :class:`RequestError` if logits are not finite.
         """
         greedy = Filters.of(SamplingSettings())
-        drawn = self._draw([Row(row, greedy, top=count) for row in logits])
+        drawn = self._draw([SamplingRow(row, greedy, top=count) for row in logits])
         for one in drawn:
             if isinstance(one.token, str):
                 raise RequestError(one.token, expected="finite logits")
         return [_logprobs(token, row, one) for token, row, one in zip(tokens, logits, drawn, strict=True)]
 
-    def _draw(self, rows: Sequence[Row]) -> list[Drawn]:
+    def _draw(self, rows: Sequence[SamplingRow]) -> list[Drawn]:
         assert all(row.logits.shape == (self._vocab_size,) and row.logits.dtype == np.float32 for row in rows)
         if self._kernel is None or not rows:
             return [draw(row) for row in rows]
-        calls = [_Call(row) for row in rows]
+        calls = [_KernelDraw(row) for row in rows]
         self._kernel.run([call.native for call in calls])
         return [call.drawn() for call in calls]
 
@@ -179,13 +178,13 @@ def _logprobs(token: int, logits: FloatArray, drawn: Drawn) -> TokenLogprobs:
     return TokenLogprobs(token, float(logits[token]) - drawn.normalizer, tuple(likeliest))
 
 
-class _Call:
+class _KernelDraw:
     """A draw by the native kernel. Keeps the arrays that it points to."""
 
-    def __init__(self, row: Row) -> None:
+    def __init__(self, row: SamplingRow) -> None:
         self._logits = np.ascontiguousarray(row.logits)
         self._row = row
-        self.native = native = NativeRow()
+        self.native = native = KernelRow()
         native.logits = self._logits.ctypes.data
         native.scale, native.top_k, native.top_p, native.least = row.filters
         native.random = row.random
@@ -224,7 +223,7 @@ class _State:
         changes = _Changes(request, vocab_size) if _Changes.needed(request) else None
         return cls(request, Filters.of(settings), seed, changes, compiling)
 
-    def row(self, logits: FloatArray) -> Row | str:
+    def row(self, logits: FloatArray) -> SamplingRow | str:
         """What to draw from; or why the request fails."""
         mask, complete = None, False
         if self.compiling is not None:
@@ -238,18 +237,18 @@ class _State:
             complete = matcher.complete
         adjustments = self.changes.at(self.position, complete) if self.changes else None
         bits = random_bits(self.seed, self.position) if self.filters.scale else 0
-        return Row(logits, self.filters, bits, adjustments, mask, self.request.logprobs)
+        return SamplingRow(logits, self.filters, bits, adjustments, mask, self.request.logprobs)
 
-    def take(self, logits: FloatArray, drawn: Drawn) -> Choice:
+    def take(self, logits: FloatArray, drawn: Drawn) -> SampledToken:
         token = drawn.token
         if isinstance(token, str):
-            return Choice(-1, error=token)
+            return SampledToken(-1, error=token)
         self.position += 1
         if self.changes is not None:
             self.changes.count(token)
         if self.compiling is not None and token not in self.request.stop_tokens:
             self.compiling.result().advance(token)
-        return Choice(token, None if self.request.logprobs is None else _logprobs(token, logits, drawn))
+        return SampledToken(token, None if self.request.logprobs is None else _logprobs(token, logits, drawn))
 
 
 class _Changes:

@@ -23,7 +23,7 @@ from itertools import count
 from runtime.engine.blocks import BlockPool, block_keys
 from runtime.engine.step_costs import StepCosts
 from runtime.engine.waiting import Rank, WaitingQueue
-from runtime.engine.work import Finished, Outcome, Request, Work
+from runtime.engine.work import Finished, ScheduledRequest, Work, WorkResult
 from runtime.wire.limits import Limits, QueueFullError
 from runtime.wire.messages import FinishReason
 from tapeout.errors import RequestError
@@ -31,7 +31,7 @@ from tapeout.errors import RequestError
 
 @dataclass(eq=False)
 class _Sequence:
-    request: Request
+    request: ScheduledRequest
     arrival: float
     tokens: list[int]  # of the prompt and the answer so far
     computed: int = 0  # positions that its blocks hold
@@ -108,7 +108,7 @@ class Scheduler:
             if self._pending(sequence) == 1
         ]
 
-    def add(self, request: Request, now: float) -> list[str]:
+    def add(self, request: ScheduledRequest, now: float) -> list[str]:
         """Queue a request. Waiting requests of lower priority that lose their place in a full queue have ended.
 
         :class:`RequestError` for one that can never run, :class:`QueueFullError` where the queue has no room.
@@ -198,7 +198,7 @@ class Scheduler:
             self._add_drafts(drafts, self.costs.draft_budget(decodes, self.limits.step_tokens - decodes))
         return list(self._planned.values())
 
-    def commit(self, outcomes: Mapping[str, Outcome], now: float) -> list[Finished]:
+    def commit(self, outcomes: Mapping[str, WorkResult], now: float) -> list[Finished]:
         """What came of the planned work; requests that were cancelled meanwhile may be missing. Who has ended."""
         fed, decodes, drafts, failed, finished = 0, 0, 0, False, list[Finished]()
         planned, self._planned = self._planned, {}
@@ -354,7 +354,7 @@ class Scheduler:
             blocks += max(0, -(-end // size) - max(len(sequence.blocks), -(-len(sequence.tokens) // size)))
         return blocks
 
-    def _make_room(self, request: Request, now: float) -> list[str]:
+    def _make_room(self, request: ScheduledRequest, now: float) -> list[str]:
         """End waiting requests of lower priority, the lowest and latest first, until there is room for this one.
 
         :class:`QueueFullError`, and nobody ends, if that would not be enough.

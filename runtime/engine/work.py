@@ -10,7 +10,7 @@ from runtime.wire.messages import FinishReason
 
 
 @dataclass(frozen=True)
-class Request:
+class ScheduledRequest:
     """``priority``: lower runs first. ``tenant``: step tokens are shared fairly among the tenants of one priority.
 
     ``salt``: requests share blocks of a prefix only with those of the same salt. Deadlines are points in time: of
@@ -50,7 +50,7 @@ class Finished(NamedTuple):
     reason: FinishReason
 
 
-class Outcome(NamedTuple):
+class WorkResult(NamedTuple):
     """Of a request's work. ``tokens``: those that were decided, where the work samples: one, and one more for each
     guess that holds. ``stop``: the last of them ends the answer. ``failed``: the engine could not run this request.
     """

@@ -67,8 +67,8 @@ class GenerateRequest:
     ``stop_tokens`` end the response once it has ``min_new_tokens``. ``logprobs``: so many of the likeliest tokens with
     each token of the response; ``prompt_logprobs`` the same of the prompt. Log-probabilities are those of the model,
     before penalties, temperature and filters. ``max_new_tokens`` 0 only scores the prompt.
-    ``priority``, ``tenant`` and ``salt``: see :class:`runtime.engine.work.Request`. Timeouts are seconds from arrival:
-    of leaving the queue, of the first token and of the last.
+    ``priority``, ``tenant`` and ``salt``: see :class:`runtime.engine.work.ScheduledRequest`. Timeouts are seconds from
+    arrival: of leaving the queue, of the first token and of the last.
     """
 
     id: str
@@ -169,19 +169,19 @@ class EngineStats(NamedTuple):
     finished: Mapping[str, int] = MappingProxyType({})  # requests by finish reason
 
 
-class Refusal(NamedTuple):
+class RefusedRequest(NamedTuple):
     """A request that was not admitted, or that lost its place in the queue before it ran."""
 
     id: str
     error: RequestError
 
 
-class Report(NamedTuple):
+class StepReport(NamedTuple):
     """After each step, and twice a second while idle."""
 
     deltas: tuple[Delta, ...]
     stats: EngineStats
-    refusals: tuple[Refusal, ...] = ()
+    refusals: tuple[RefusedRequest, ...] = ()
 
     def encode(self) -> bytes:
         """Plain tuples: pickle stores a class with each value of its own, and calls it again to load one."""
@@ -189,9 +189,11 @@ class Report(NamedTuple):
         return pickle.dumps(parts, pickle.HIGHEST_PROTOCOL)
 
     @classmethod
-    def decode(cls, data: bytes) -> Report:
+    def decode(cls, data: bytes) -> StepReport:
         deltas, stats, refusals = pickle.loads(data)
-        return cls(tuple(map(Delta._make, deltas)), EngineStats._make(stats), tuple(map(Refusal._make, refusals)))
+        return cls(
+            tuple(map(Delta._make, deltas)), EngineStats._make(stats), tuple(map(RefusedRequest._make, refusals))
+        )
 
 
 class Add(NamedTuple):

@@ -34,7 +34,7 @@ from quantization.quantize import quantize
 from tapeout import artifact
 from tapeout.artifact import Artifact
 from tapeout.portable_graph import PortableGraph
-from tapeout.recipe import Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize, Recipe, Rule
+from tapeout.recipe import BaseRecipe, Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize, Rule
 from tests.exported import family_graph, tiny_graph
 from tests.families import FAMILIES, MAX_POSITIONS
 from tests.plans import written_plan
@@ -94,8 +94,8 @@ class Opened:
     rounded: bool  # whether anything is rounded to int8 while it runs
 
 
-def recipe(name: str) -> Recipe:
-    return Recipe(
+def recipe(name: str) -> BaseRecipe:
+    return BaseRecipe(
         model=ModelSource(source="file:model"),
         data=DataSource(source="file:data"),
         calibrate=Calibrate(samples=8, tokens=48),

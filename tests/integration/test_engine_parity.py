@@ -29,7 +29,7 @@ from quantization.reference import QuantizedReference
 from runtime.engine.opening import OpenBundle
 from tapeout.artifact import Artifact
 from tapeout.errors import ResourceError
-from tapeout.recipe import Calibrate, DataSource, KVCache, ModelSource, Plan, Recipe, Rule
+from tapeout.recipe import BaseRecipe, Calibrate, DataSource, KVCache, ModelSource, Plan, Rule
 from tapeout.schemes import Scheme
 from tests.exported import tiny_graph
 from tests.native import without_native_operators
@@ -67,7 +67,7 @@ def quantized_with(
 
     @cache
     def get(kv: Any) -> Artifact[QuantizedModel]:
-        recipe = Recipe(
+        recipe = BaseRecipe(
             model=ModelSource(source="file:model"),
             data=DataSource(source="file:data"),
             calibrate=settings,

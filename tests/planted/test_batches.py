@@ -14,7 +14,7 @@ from engines.sequences import Sequences
 from evals.check import Outcome
 from evals.kinds.serving import DRAFT_TOKENS, MAX_RUNNING, ServingBounds, ServingSettings, served_checks
 from evals.kinds.serving.running_paths import most_running, running_paths
-from evals.kinds.serving.served_log import Log, Streams
+from evals.kinds.serving.served_log import ServedLog, Streams
 from evals.statement import statement
 from pipeline.cli.serve import require_judged
 from pipeline.cli.serve_limits import limits_within, require_covered
@@ -67,7 +67,7 @@ class StaleBlocks(HistoryEngine):
 
 def wrong_paths(engine: HistoryEngine) -> set[str]:
     """The paths on which something is wrong; the gate's checks must fail where there is one."""
-    log = Log()
+    log = ServedLog()
     assert most_running(engine.capabilities, SETTINGS) == MOST
     running_paths(Sequences(engine), Streams(TEXT), SETTINGS, log)
     items = log.items()

@@ -30,7 +30,7 @@ from evals.statement import statement
 from evals.verdict import Verdict
 from pipeline.cli.main import main
 from pipeline.cli.serve import require_judged
-from pipeline.registry.access import Reference
+from pipeline.registry.access import VersionReference
 from pipeline.registry.levels import evidence_folder, level_to_serve
 from pipeline.registry.promotion import promote
 from pipeline.registry.pull import Requirements, pull
@@ -402,7 +402,7 @@ def test_evidence_of_a_level_is_attached_to_a_version(
     )
     register(judged.recipe(), verdict, bundle, artifacts)
     promote(judged.recipe())
-    champion = Reference(judged.NAME, "champion")
+    champion = VersionReference(judged.NAME, "champion")
     assert pull(champion, tmp_path / "bundles").levels == (BEST.name,)
     with monkeypatch.context() as patch:
         processor(patch, *LEAST.needed)
@@ -433,7 +433,7 @@ def test_unsigned_evidence_of_a_level_does_not_stop_a_pull_with_a_key(
         verdict = artifact.load(artifacts / "verdict", Verdict)
         register(judged.recipe(), verdict, artifact.load(artifacts / "candidate", EngineBundle), artifacts)
     promote(judged.recipe())
-    champion, signed = Reference(judged.NAME, "champion"), Requirements(public_key=public)
+    champion, signed = VersionReference(judged.NAME, "champion"), Requirements(public_key=public)
     for level in (BEST, LEAST):
         assert main(["verify", str(champion), "--level", level.name, "--threads", "1"]) == 0
     assert pull(champion, tmp_path / "store", signed).levels == (BEST.name,)

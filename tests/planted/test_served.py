@@ -25,7 +25,7 @@ from engines.load import at_level, graph_target, load, open_probe
 from engines.protocol import Engine, Entry, FloatArray, Result, TokenArray
 from engines.sequences import Fed, Sequences
 from evals.check import Check, Outcome
-from evals.kind import Bounds, Evidence, Kind, Report
+from evals.kind import Bounds, Evidence, EvidenceKind, Report
 from evals.kinds import parity as parity_kind
 from evals.kinds import serving as serving_kind
 from evals.kinds import shadow as shadow_kind
@@ -222,7 +222,7 @@ class ContinuedPrompts(Sequences):
 
 
 def checks(
-    kind: Kind[Any, Any, Any], record: Any, items: Sequence[Any], asked: Sequence[TaskItem] = ()
+    kind: EvidenceKind[Any, Any, Any], record: Any, items: Sequence[Any], asked: Sequence[TaskItem] = ()
 ) -> dict[str, Check]:
     report = Report(ArtifactRef(kind.nouns[0], "digest"), record, tuple(items))
     reports = {kind.name: report} | (

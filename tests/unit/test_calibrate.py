@@ -20,7 +20,7 @@ from tapeout.artifact import Artifact
 from tapeout.errors import QuantizationError, SourceError
 from tapeout.layer_stream import LayerState, LayerStream
 from tapeout.portable_graph import PortableGraph
-from tapeout.recipe import Calibrate, DataSource, ModelSource, Recipe
+from tapeout.recipe import BaseRecipe, Calibrate, DataSource, ModelSource
 from tests.families import random_model
 from tests.graphs import llama_graph
 
@@ -28,8 +28,8 @@ SAMPLES, TOKENS = 8, 48
 Texts = Callable[[int, int], list[str]]
 
 
-def recipe(samples: int = SAMPLES) -> Recipe:
-    return Recipe(
+def recipe(samples: int = SAMPLES) -> BaseRecipe:
+    return BaseRecipe(
         model=ModelSource(source="file:model"),
         data=DataSource(source="file:data"),
         calibrate=Calibrate(samples=samples, tokens=TOKENS),

@@ -35,7 +35,7 @@ from quantization.reference import QuantizedReference
 from quantization.rounding import QuantizedLinear, round_to_nearest
 from tapeout.artifact import Artifact
 from tapeout.errors import ArtifactError, ExportError, QuantizationError
-from tapeout.recipe import Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize, Recipe, Rule
+from tapeout.recipe import BaseRecipe, Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize, Rule
 from tapeout.schemes import FLOAT, STATIC_INT8, Scheme
 from tapeout.tensor_writer import INDEX, ShardWriter
 from tests.checkpoints import shard
@@ -512,7 +512,7 @@ def test_floats_are_narrowed_only_where_nothing_is_lost(values: list[float]) -> 
 
 def through_the_stages(checkpoint: Path, folder: Path) -> Artifact[QuantizedModel]:
     """Exported, calibrated and quantized: the MLPs in 4 bits, all else in float."""
-    recipe = Recipe(
+    recipe = BaseRecipe(
         model=ModelSource(source="file:m"),
         data=DataSource(source="file:d"),
         calibrate=Calibrate(samples=4, tokens=32),

@@ -23,15 +23,15 @@ from evals.ci.comment import COMMENT_BYTES, MARKER, changed, comment
 from evals.ci.gitlab import code_quality, metrics
 from evals.ci.junit import junit
 from evals.ci.markdown import SUMMARY_BYTES, escape, summary
-from evals.ci.result import CiError, GateResult, Reference
+from evals.ci.result import ChampionReference, CiError, GateResult
 from evals.ci.sarif import sarif
 from evals.ci.write import FORMATS, GITHUB, SYSTEMS, chosen, verdict_json
 from evals.verdict import COLUMNS, Verdict
-from tapeout.signing import Digest, Resource, Statement, TestResult
+from tapeout.signing import Resource, Statement, SubjectDigest, TestResult
 from tests.report_example import example_verdict
 
 STATEMENT = Statement(
-    subject=(Resource(name="record.json", digest=Digest(sha256="0" * 64)),),
+    subject=(Resource(name="record.json", digest=SubjectDigest(sha256="0" * 64)),),
     predicate=TestResult(
         result="FAILED",
         configuration=(),
@@ -76,7 +76,7 @@ def results(draw: Callable[..., Any]) -> GateResult:
     return result_of(*checks, model=draw(TEXTS))
 
 
-def result_of(*checks: Check, model: str = "tiny", champion: Reference | None = None) -> GateResult:
+def result_of(*checks: Check, model: str = "tiny", champion: ChampionReference | None = None) -> GateResult:
     verdict = example_verdict(checks=checks).model_copy(update={"outcome": combine(c.outcome for c in checks)})
     return GateResult(model, verdict, "d" * 64, STATEMENT, "params.yaml", 73, champion)
 
@@ -315,9 +315,9 @@ def test_a_change_counts_where_bounds_do_not_overlap(direction: Any, before: dic
     assert changed(now, now.model_copy(update=before)) == expected
 
 
-def champion(*checks: Check, **changes: Any) -> Reference:
+def champion(*checks: Check, **changes: Any) -> ChampionReference:
     verdict: Verdict = example_verdict(checks=checks)
-    return Reference("the champion, version 3", verdict.model_copy(update={"candidate": "e" * 64, **changes}))
+    return ChampionReference("the champion, version 3", verdict.model_copy(update={"candidate": "e" * 64, **changes}))
 
 
 def test_the_comment_says_what_became_better_and_worse() -> None:
@@ -339,7 +339,7 @@ def test_the_comment_says_what_became_better_and_worse() -> None:
 def test_the_comment_names_other_policies_and_shows_published_plots() -> None:
     earlier = champion(check("kl", Outcome.PASS, **KL))
     loose = earlier.verdict.model_copy(update={"bounds": {**earlier.verdict.bounds, "max_kl": 9.0}})
-    result = result_of(check("kl", Outcome.PASS, **KL), champion=Reference("the champion, version 3", loose))
+    result = result_of(check("kl", Outcome.PASS, **KL), champion=ChampionReference("the champion, version 3", loose))
     assert "judged by other policies: gate.max&#95;kl is 9.0 there" in comment(result)
     shown = replace(result, plots=("https://x.example/a b)/kl.svg",))
     assert "![plot](https://x.example/a%20b%29/kl.svg)" in comment(shown)

@@ -22,7 +22,7 @@ from runtime.constraints.check import ConstraintChecker
 from runtime.constraints.compiler import MOST_BYTES, ConstraintCompiler
 from runtime.constraints.compiler import compiler as constraints
 from runtime.constraints.compiler import limits as constraint_limits
-from runtime.engine.sampling import BatchSampler, Choice
+from runtime.engine.sampling import BatchSampler, SampledToken
 from runtime.wire.messages import Constraint, GenerateRequest, SamplingSettings
 from tapeout.errors import RequestError
 
@@ -428,7 +428,7 @@ def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(kept) == 2
 
 
-def choose(sampler: BatchSampler) -> Choice:
+def choose(sampler: BatchSampler) -> SampledToken:
     return sampler.choose(["a"], np.zeros((1, V), np.float32))[0]
 
 

@@ -14,12 +14,12 @@ from engines.bundle import IOContract, KVLayer
 from engines.costs import timing
 from pipeline.stages.cost_table import cost_table, timed
 from quantization.cost_table import CostTable
-from quantization.plan import Part
+from quantization.plan import PlanPart
 from quantization.plan_search import write_plan
 from quantization.units import CACHE_MENU, menu_for
 from tapeout.artifact import Artifact
 from tapeout.portable_graph import PortableGraph
-from tapeout.recipe import Build, DataSource, KVCache, ModelSource, Plan, Recipe
+from tapeout.recipe import BaseRecipe, Build, DataSource, KVCache, ModelSource, Plan
 from tapeout.schemes import EMBEDDING_MENU, Scheme
 from tests.graphs import llama_graph
 from tests.native import own_cache
@@ -63,8 +63,8 @@ def test_attention_counts_once_a_layer_and_a_prompt_one_position_of_the_head(gra
     assert not part.embeddings(graph.record, EIGHT_BITS).seconds  # a row alone was not timed
 
 
-def recipe(**settings: Any) -> Recipe:
-    return Recipe(
+def recipe(**settings: Any) -> BaseRecipe:
+    return BaseRecipe(
         model=ModelSource(source="file:m"),
         data=DataSource(source="file:d"),
         plan=Plan(workload={1: 0.5, 24: 0.5}, context=32, **settings),
@@ -82,7 +82,7 @@ def test_a_written_plan_gets_the_times_of_a_chosen_one(
 
     def seconds() -> dict[str, float | None]:
         found = timed(plan, written, graph.record)
-        parts: list[Part] = [*found.units, found.embeddings, found.kv_cache]
+        parts: list[PlanPart] = [*found.units, found.embeddings, found.kv_cache]
         assert found.kv_cache.bytes and plan.kv_cache.bytes is None
         return {part.name: part.seconds for part in parts}
 

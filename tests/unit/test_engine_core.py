@@ -18,7 +18,7 @@ from runtime.engine.core import BROKEN_STEPS, CLIPPING_STEPS, EngineBrokenError,
 from runtime.engine.speculation import Speculation
 from runtime.engine.step_costs import StepCosts
 from runtime.wire.limits import Limits, QueueFullError
-from runtime.wire.messages import Delta, GenerateRequest, Report, SamplingSettings
+from runtime.wire.messages import Delta, GenerateRequest, SamplingSettings, StepReport
 from tapeout.errors import RequestError
 from tests.fake_engine import HistoryEngine
 
@@ -158,8 +158,8 @@ class Served(RuleBasedStateMachine):
         self.engine.fails = fails
         self.take(self.core.step(self.now))
 
-    def take(self, report: Report) -> None:
-        received = Report.decode(report.encode())
+    def take(self, report: StepReport) -> None:
+        received = StepReport.decode(report.encode())
         assert received[:2] == report[:2] and list(map(repr, received.refusals)) == list(map(repr, report.refusals))
         for delta in report.deltas:
             assert delta.id in self.live, "more of a request that has ended"

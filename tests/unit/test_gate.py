@@ -33,7 +33,7 @@ from evals.known import kinds
 from evals.verdict import COLUMNS
 from pipeline.recipe import Recipe
 from quantization.checkpoint import KVScheme, QuantizedModel
-from quantization.proof import Proof
+from quantization.proof import QuantizationProof
 from tapeout.artifact import ArtifactRef, create
 from tapeout.errors import EvidenceError, ExitCode
 from tapeout.recipe import Quantize
@@ -1002,7 +1002,7 @@ def quantized_model(by: Recipe | None = None) -> QuantizedModel:
         asked=by.quantize if by else Quantize(),
         linears=(),
         kv_cache=KVScheme(dtype="float32", granularity="per_channel"),
-        proof=Proof(**counts, bits_per_weight=6.2, planned_bits_per_weight=6.2, reasons=()),
+        proof=QuantizationProof(**counts, bits_per_weight=6.2, planned_bits_per_weight=6.2, reasons=()),
         source_bytes=1,
         notes=(),
     )

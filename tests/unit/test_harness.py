@@ -18,7 +18,7 @@ from evals.items import read_items
 from evals.kinds.tasks import EvalReport, TaskItem, TaskSettings
 from evals.kinds.tasks.harness import EngineLM, beginning_of_text, encode
 from evals.kinds.tasks.questions import choose_documents, definition_path, load_task, share_out
-from evals.kinds.text import TextItem, TextSettings, text_metrics
+from evals.kinds.text import HeldOutSettings, TextItem, text_metrics
 from evals.kinds.text.measure import evaluate, task_items, task_metrics
 from evals.text import log_likelihoods
 from pipeline.stages.answering import CoreAnswerer
@@ -302,7 +302,7 @@ def test_evaluate_writes_the_same_report_twice(
     def run(name: str) -> Any:
         return evaluate(
             TaskSettings(tasks=("sciq", "winogrande"), items=20),
-            TextSettings(document_tokens=40),
+            HeldOutSettings(document_tokens=40),
             History(1024, max_tokens=512),
             History(1024, max_tokens=512, noise=0.2),
             tokenizer_file=tiny_checkpoint / "tokenizer.json",
@@ -318,7 +318,7 @@ def test_evaluate_writes_the_same_report_twice(
     one, two = run("one"), run("two")
     assert one.digest == two.digest
     report = load(tmp_path / "one", EvalReport).record
-    assert report.tasks == {"sciq": 10, "winogrande": 10} and report.documents == 3 + TextSettings().long_documents
+    assert report.tasks == {"sciq": 10, "winogrande": 10} and report.documents == 3 + HeldOutSettings().long_documents
     assert report.baseline != report.candidate
     questions = read_items(one.folder / "task_items.jsonl", TaskItem)
     texts = read_items(one.folder / "text_items.jsonl", TextItem)

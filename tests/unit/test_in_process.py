@@ -8,7 +8,7 @@ import pytest
 
 from engines.protocol import Entry, Result
 from runtime.engine.core import EngineCore
-from runtime.engine.in_process import Answered, ModelledTime, answer_all, deltas
+from runtime.engine.in_process import CoreAnswer, ModelledTime, answer_all, deltas
 from runtime.wire.limits import Limits
 from runtime.wire.messages import GenerateRequest, SamplingSettings
 from tapeout.errors import RequestError
@@ -40,7 +40,7 @@ def requests(new: int = 40) -> list[GenerateRequest]:
     return short + [GenerateRequest(f"{i}", [1 + i, 2, 3] * 3, new, sampling) for i in range(5)]
 
 
-def pressed(blocks: int | None) -> tuple[Recorded, list[Answered], EngineCore]:
+def pressed(blocks: int | None) -> tuple[Recorded, list[CoreAnswer], EngineCore]:
     engine = Recorded()
     core = core_of(engine, blocks)
     answer_all(core, requests()[:6])  # short answers, so more is admitted than fits in the end

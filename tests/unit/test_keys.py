@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse
 
 from pipeline.cli.main import main
 from runtime.gateway.accounts import keys as module
-from runtime.gateway.accounts.keys import Key, KeyFileError, Keys, Limits, RequireKey, hash_of, new_key
+from runtime.gateway.accounts.keys import ApiKey, KeyFileError, KeyQuota, Keys, RequireKey, hash_of, new_key
 from runtime.gateway.protocol.calls import CALLER, Call
 from runtime.gateway.protocol.errors import ApiError
 from tests.http_server import listening
@@ -38,8 +38,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def key(**limits: Any) -> Key:
-    return Key(name="k", hash="0" * 64, **limits)
+def key(**limits: Any) -> ApiKey:
+    return ApiKey(name="k", hash="0" * 64, **limits)
 
 
 def write(file: Path, *entries: dict[str, Any]) -> Path:
@@ -47,7 +47,7 @@ def write(file: Path, *entries: dict[str, Any]) -> Path:
     return file
 
 
-def call_of(key: Key, model: str = "m", tokens: int = 5, id: str = "1") -> Call:
+def call_of(key: ApiKey, model: str = "m", tokens: int = 5, id: str = "1") -> Call:
     return Call(id, "r", "/v1/chat/completions", model, "b", key.caller, False, [[1] * (tokens - 1)], 1, 1)
 
 
@@ -74,7 +74,7 @@ def test_an_empty_file_of_keys_lets_nobody_in(tmp_path: Path) -> None:
 
 
 def test_tenants_have_different_salts_and_keys_of_one_tenant_the_same() -> None:
-    a, b, c = (Key(name=name, hash="0" * 64, tenant=tenant) for name, tenant in (("1", "x"), ("2", "x"), ("3", "y")))
+    a, b, c = (ApiKey(name=name, hash="0" * 64, tenant=tenant) for name, tenant in (("1", "x"), ("2", "x"), ("3", "y")))
     assert a.caller.salt == b.caller.salt != c.caller.salt
 
 
@@ -116,7 +116,7 @@ def test_a_file_that_is_not_there_is_refused_at_the_start(tmp_path: Path) -> Non
 
 
 def test_requests_per_minute(clock: Clock) -> None:
-    limits = Limits(key(requests_per_minute=60))
+    limits = KeyQuota(key(requests_per_minute=60))
     for _ in range(60):
         limits.admit(5)
     with pytest.raises(ApiError) as refused:
@@ -131,7 +131,7 @@ def test_requests_per_minute(clock: Clock) -> None:
 
 
 def test_tokens_per_minute_are_reserved_and_given_back(clock: Clock) -> None:
-    limits = Limits(key(tokens_per_minute=100))
+    limits = KeyQuota(key(tokens_per_minute=100))
     grant = limits.admit(80)
     with pytest.raises(ApiError) as refused:
         limits.admit(50)
@@ -146,7 +146,7 @@ def test_tokens_per_minute_are_reserved_and_given_back(clock: Clock) -> None:
 
 
 def test_a_refused_request_uses_nothing(clock: Clock) -> None:
-    limits = Limits(key(requests_per_minute=10, tokens_per_minute=100, token_budget=1000))
+    limits = KeyQuota(key(requests_per_minute=10, tokens_per_minute=100, token_budget=1000))
     for _ in range(50):
         with pytest.raises(ApiError):
             limits.admit(200)
@@ -155,7 +155,7 @@ def test_a_refused_request_uses_nothing(clock: Clock) -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 60), st.floats(0, 1)), max_size=60), st.integers(0, 200))
 def test_a_budget_is_never_exceeded(requests: list[tuple[int, float]], used: int) -> None:
-    limits, open_grants = Limits(key(token_budget=300), used=used), []
+    limits, open_grants = KeyQuota(key(token_budget=300), used=used), []
     for tokens, share in requests:
         try:
             open_grants.append((limits.admit(tokens), int(tokens * share)))

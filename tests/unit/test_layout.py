@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import shlex
@@ -96,6 +97,15 @@ def test_imports_inside_packages_make_no_circle() -> None:
             found = (owner.get(imported, child) for imported in graph.find_modules_directly_imported_by(module))
             needs[child] |= {other for other in found if other != child}
         tuple(TopologicalSorter(needs).static_order())  # CycleError names the circle
+
+
+def test_no_two_classes_have_one_name() -> None:
+    places: dict[str, list[str]] = {}
+    for path in (path for name in PACKAGES for path in sorted((ROOT / name).rglob("*.py"))):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not {name: found for name, found in places.items() if len(found) > 1}
 
 
 def commands_of(target: str) -> list[list[str]]:

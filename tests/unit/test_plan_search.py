@@ -15,14 +15,14 @@ from quantization.calibration import Calibration
 from quantization.cost_table import CostTable, schemes_by_shape, workload_of
 from quantization.plan import COLUMNS, FRONTIER_FILE, PLAN_FILE, PrecisionPlan, summary, table
 from quantization.plan_search import make_plan, reason
-from quantization.plan_solver import Chosen, Limits, Option, Settled, Workload, choose, settle
+from quantization.plan_solver import Chosen, Option, PlanBudget, Settled, Workload, choose, settle
 from quantization.sensitivity import Sensitivity
 from quantization.sensitivity_sweep import sweep
 from quantization.units import resolve, units_of
 from tapeout.artifact import Artifact, ArtifactRef, create, load
 from tapeout.errors import QuantizationError
 from tapeout.portable_graph import PortableGraph
-from tapeout.recipe import Calibrate, DataSource, KVCache, ModelSource, Plan, Recipe, Rule
+from tapeout.recipe import BaseRecipe, Calibrate, DataSource, KVCache, ModelSource, Plan, Rule
 from tapeout.schemes import EMBEDDING_MENU, FLOAT, MENU, Scheme
 from tests.graphs import llama_graph
 
@@ -33,7 +33,7 @@ UNITS = {f"unit {n}": OPTIONS for n in range(6)}
 
 
 def settled(joint: Callable[[Chosen], float], limit: float = 0.01) -> Settled:
-    return settle(UNITS, ONE_ROW, Limits(kl=limit), "seconds", joint_kl=joint)
+    return settle(UNITS, ONE_ROW, PlanBudget(kl=limit), "seconds", joint_kl=joint)
 
 
 @pytest.mark.parametrize("ratio", [0.5, 0.9, 1.0, 1.5, 3.0])
@@ -41,7 +41,7 @@ def test_the_budget_of_the_sum_follows_what_plans_cost_as_a_whole(ratio: float) 
     limit = 0.0101  # between two plans at every ratio
     found = settled(lambda chosen: ratio * chosen.kl, limit)
     assert found.round in found.rounds and found.round.joint_kl <= limit
-    best = choose(UNITS, ONE_ROW, Limits(kl=limit / ratio))
+    best = choose(UNITS, ONE_ROW, PlanBudget(kl=limit / ratio))
     assert found.chosen.seconds == pytest.approx(best.seconds)
     assert found.round.predicted_kl == pytest.approx(found.chosen.kl)
 
@@ -63,7 +63,7 @@ def test_plans_that_keep_missing_the_limit_by_little_are_given_less() -> None:
     def joint(chosen: Chosen) -> float:
         return 0.01001 if chosen.kl > 0.0085 else 1.1 * chosen.kl
 
-    found = settle({f"unit {n}": fine for n in range(6)}, ONE_ROW, Limits(kl=0.01), "seconds", joint_kl=joint)
+    found = settle({f"unit {n}": fine for n in range(6)}, ONE_ROW, PlanBudget(kl=0.01), "seconds", joint_kl=joint)
     assert [r.joint_kl for r in found.rounds[:3]] == [0.01001] * 3 and found.round.joint_kl <= 0.01
 
 
@@ -80,12 +80,12 @@ def test_the_reason_names_the_next_faster_kernel_and_what_it_would_spend() -> No
         Option(name="static int8", seconds={1: 2e-6}, bytes=2_000_000, kl=0.001),
         Option(name="fp32", seconds={1: 9e-6}, bytes=8_000_000, kl=0.0),
     )
-    picked = choose({"o": [fast, slow, slowest]}, ONE_ROW, Limits(kl=0.002)).choices[0]
+    picked = choose({"o": [fast, slow, slowest]}, ONE_ROW, PlanBudget(kl=0.002)).choices[0]
     assert picked.option == "static int8"
     options = [fast, slow, slowest]
     assert reason(picked, options, ONE_ROW, "seconds") == "4-bit g32 would save 1.0 µs and spend 0.0030 more KL"
     assert reason(picked, options, ONE_ROW, "bytes") == "4-bit g32 would save 1.00 MB and spend 0.0030 more KL"
-    cheapest = choose({"o": options}, ONE_ROW, Limits()).choices[0]
+    cheapest = choose({"o": options}, ONE_ROW, PlanBudget()).choices[0]
     assert reason(cheapest, options, ONE_ROW, "seconds") == "the fastest there is"
     assert reason(cheapest, options, ONE_ROW, "bytes") == "the smallest there is"
     assert reason(cheapest, options[:1], ONE_ROW, "seconds") == "the only one there is for its size"
@@ -112,8 +112,8 @@ assert set(FIGURES) == {kernel.name for kernel in (*MENU, *EMBEDDING_MENU)}
 FIXED: dict[str, Any] = {"embeddings": Scheme(bits=8, group_size=64, symmetric=True), "kv_cache": KVCache()}
 
 
-def recipe(**settings: Any) -> Recipe:
-    return Recipe(
+def recipe(**settings: Any) -> BaseRecipe:
+    return BaseRecipe(
         model=ModelSource(source="file:m"),
         data=DataSource(source="file:d"),
         calibrate=Calibrate(samples=24, tokens=96),
@@ -172,7 +172,7 @@ def inputs(
     )
 
 
-def planned(inputs: Inputs, wanted: Recipe, folder: Path) -> Artifact[PrecisionPlan]:
+def planned(inputs: Inputs, wanted: BaseRecipe, folder: Path) -> Artifact[PrecisionPlan]:
     graph, calibration, sensitivity, rows = inputs
     return make_plan(
         wanted.plan, wanted.quantize, graph, calibration, sensitivity, costs(graph.record, wanted.plan), rows, folder

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from quantization import plan_solver
-from quantization.plan_solver import Limits, Option, Workload, choose, frontier
+from quantization.plan_solver import Option, PlanBudget, Workload, choose, frontier
 from tapeout.errors import QuantizationError
 
 DECODE = Workload(shares={1: 1.0})
@@ -29,7 +29,7 @@ def options() -> st.SearchStrategy[list[Option]]:
 Units = dict[str, list[Option]]
 
 
-def plans_within(units: Units, limits: Limits) -> list[tuple[Option, ...]]:
+def plans_within(units: Units, limits: PlanBudget) -> list[tuple[Option, ...]]:
     return [
         plan
         for plan in itertools.product(*units.values())
@@ -52,7 +52,7 @@ def total(plan: tuple[Option, ...], goal: str) -> float:
 def test_the_plan_is_the_best_of_all_that_fit(
     found: list[list[Option]], kl: float | None, size: int | None, goal: Any
 ) -> None:
-    units, limits = {f"unit {n}": unit for n, unit in enumerate(found)}, Limits(kl, size)
+    units, limits = {f"unit {n}": unit for n, unit in enumerate(found)}, PlanBudget(kl, size)
     within = plans_within(units, limits)
     if not within:
         with pytest.raises(QuantizationError, match="no plan within"):
@@ -86,7 +86,7 @@ def test_figures_as_they_are_measured_are_weighed_to_the_last_digit(seed: int, g
     }
     plans = list(itertools.product(*units.values()))
     some = random.choice(plans) if not tight else min(plans, key=lambda plan: math.fsum(o.kl for o in plan))
-    limits = Limits(kl=math.fsum(o.kl for o in some), bytes=None if tight else sum(o.bytes for o in some))
+    limits = PlanBudget(kl=math.fsum(o.kl for o in some), bytes=None if tight else sum(o.bytes for o in some))
     best = min(total(plan, goal) for plan in plans_within(units, limits))
     plan = choose(units, DECODE, limits, goal)
     assert plan.exact and getattr(plan, goal) == pytest.approx(best, rel=1e-7)
@@ -96,7 +96,7 @@ def test_figures_as_they_are_measured_are_weighed_to_the_last_digit(seed: int, g
 
 def test_of_plans_of_equal_value_the_one_of_least_kl_is_chosen() -> None:
     units = {name: [Option(name=str(kl), seconds={1: 1.0}, bytes=8, kl=kl) for kl in (0.3, 0.1, 0.2)] for name in "ab"}
-    assert choose(units, DECODE, Limits(bytes=16), "bytes").kl == pytest.approx(0.2)
+    assert choose(units, DECODE, PlanBudget(bytes=16), "bytes").kl == pytest.approx(0.2)
     assert [plan.kl for plan in frontier(units, DECODE)] == [pytest.approx(0.2)]
 
 
@@ -111,7 +111,7 @@ def test_a_plan_that_time_did_not_allow_to_prove_keeps_to_the_budget_and_says_so
         ]
         for n in range(60)
     }
-    limits = Limits(kl=16.0, bytes=20_000_000)
+    limits = PlanBudget(kl=16.0, bytes=20_000_000)
     monkeypatch.setattr(plan_solver, "SOLVER_SECONDS", 600.0)
     best = choose(units, DECODE, limits)
     monkeypatch.setattr(plan_solver, "SOLVER_SECONDS", 1e-6)
@@ -132,8 +132,8 @@ def test_the_frontier_holds_the_best_plan_of_every_budget(found: list[list[Optio
     assert [p.kl for p in points] == sorted(p.kl for p in points)
     assert all(after.seconds < before.seconds for before, after in itertools.pairwise(points))
     for point in points:
-        assert choose(units, DECODE, Limits(kl=point.kl)).seconds == pytest.approx(point.seconds)
-    assert points[-1].seconds == pytest.approx(choose(units, DECODE, Limits()).seconds)
+        assert choose(units, DECODE, PlanBudget(kl=point.kl)).seconds == pytest.approx(point.seconds)
+    assert points[-1].seconds == pytest.approx(choose(units, DECODE, PlanBudget()).seconds)
 
 
 def test_a_long_frontier_is_thinned_but_keeps_its_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def test_the_workload_decides_between_options_of_few_and_of_many_tokens() -> Non
     units = {"qkv": [narrow, wide]}
 
     def option(shares: dict[int, float]) -> str:
-        return choose(units, Workload(shares=shares), Limits(kl=0.0)).choices[0].option
+        return choose(units, Workload(shares=shares), PlanBudget(kl=0.0)).choices[0].option
 
     assert option({1: 1.0}) == "4-bit" and option({32: 1.0}) == "int8"
     assert option({1: 0.5, 32: 0.5}) == "4-bit"  # a token of single-stream decode costs as much as a whole step
@@ -174,7 +174,7 @@ def test_nothing_is_printed(capfd: pytest.CaptureFixture[str], seed: int) -> Non
     least, most = math.fsum(map(min, kls)), math.fsum(map(max, kls))
     libc = ctypes.CDLL(None)
     libc.printf(b"before\n")  # into the buffer of the C library
-    choose(units, DECODE, Limits(kl=least + (most - least) * random.random()))
+    choose(units, DECODE, PlanBudget(kl=least + (most - least) * random.random()))
     libc.printf(b"after\n")
     libc.fflush(None)
     assert capfd.readouterr().out == "before\nafter\n"
@@ -183,8 +183,8 @@ def test_nothing_is_printed(capfd: pytest.CaptureFixture[str], seed: int) -> Non
 def test_what_was_not_measured_is_refused() -> None:
     option = Option(name="fp32", seconds={1: 1.0}, bytes=1, kl=0.0)
     with pytest.raises(QuantizationError, match=r"not timed at \[8\] tokens"):
-        choose({"o": [option]}, Workload(shares={1: 0.5, 8: 0.5}), Limits(kl=1.0))
+        choose({"o": [option]}, Workload(shares={1: 0.5, 8: 0.5}), PlanBudget(kl=1.0))
     with pytest.raises(QuantizationError, match="o has no option"):
-        choose({"o": []}, DECODE, Limits(kl=1.0))
+        choose({"o": []}, DECODE, PlanBudget(kl=1.0))
     with pytest.raises(QuantizationError, match="KL nan"):
-        choose({"o": [option.model_copy(update={"kl": math.nan})]}, DECODE, Limits(kl=1.0))
+        choose({"o": [option.model_copy(update={"kl": math.nan})]}, DECODE, PlanBudget(kl=1.0))

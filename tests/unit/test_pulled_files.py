@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pipeline.registry import pull
-from pipeline.registry.access import Reference, Version
+from pipeline.registry.access import Version, VersionReference
 from tapeout.errors import RegistryError
 
 FILES = {"config.json": b"{}", "kernels/a.so": b"small", "one": b"1" * pull.SMALL_BYTES, "two": b"2" * pull.SMALL_BYTES}
@@ -25,7 +25,7 @@ class Folder:
     def __init__(self, files: dict[str, bytes]) -> None:
         self.files = files
 
-    def version(self, reference: Reference) -> Version:
+    def version(self, reference: VersionReference) -> Version:
         return VERSION
 
     def fetch(self, root: str, name: str, target: Path) -> str:

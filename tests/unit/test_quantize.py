@@ -24,7 +24,7 @@ from quantization.statistics import Statistics
 from tapeout.artifact import Artifact, ArtifactRef, create, load
 from tapeout.errors import QuantizationError
 from tapeout.portable_graph import LinearGroup, PortableGraph, ScaleSink
-from tapeout.recipe import Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize, Recipe, Rule
+from tapeout.recipe import BaseRecipe, Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize, Rule
 from tapeout.schemes import Scheme
 from tests.plans import written_plan
 
@@ -46,8 +46,8 @@ def recipe(
     embeddings: Scheme = EIGHT_BITS,
     kv_cache: KVCache = KV_CACHE,
     **settings: Any,
-) -> Recipe:
-    return Recipe(
+) -> BaseRecipe:
+    return BaseRecipe(
         model=ModelSource(source="file:m"),
         data=DataSource(source="file:d"),
         plan=Plan(schemes=rules, embeddings=embeddings, kv_cache=kv_cache),
@@ -56,7 +56,7 @@ def recipe(
 
 
 def quantized(
-    recipe: Recipe, graph: Artifact[PortableGraph], calibration: Artifact[Calibration], folder: Path
+    recipe: BaseRecipe, graph: Artifact[PortableGraph], calibration: Artifact[Calibration], folder: Path
 ) -> Artifact[QuantizedModel]:
     plan = written_plan(recipe, graph, folder.with_name(f"{folder.name}-plan"))
     return quantize(recipe.quantize, graph, calibration, plan, folder)

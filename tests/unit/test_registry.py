@@ -23,7 +23,7 @@ from evals.kinds.online import Online, frozen_plan
 from evals.kinds.online.measure import conclude, load_judged
 from evals.policy import policy_of
 from pipeline.registry import promotion, tracking
-from pipeline.registry.access import ClientRegistry, Reference
+from pipeline.registry.access import ClientRegistry, VersionReference
 from pipeline.registry.bundle_store import store_folder
 from pipeline.registry.promotion import promote, rollback
 from pipeline.registry.register import champion, incumbent, register
@@ -352,7 +352,7 @@ def test_an_alias_of_a_deleted_version_is_named(begun: Begun) -> None:
     assert database is not None
     with sqlite3.connect(database) as raw:  # MLflow's own call removes the aliases as well
         raw.execute("UPDATE model_versions SET current_stage = 'Deleted_Internal' WHERE version = 1")
-    served = partial(ClientRegistry(begun.client).version, Reference(NAME, "champion"))
+    served = partial(ClientRegistry(begun.client).version, VersionReference(NAME, "champion"))
     asked: list[Callable[[], object]] = [partial(champion, NAME), partial(promote, RECIPE), served]
     for ask in asked:
         with pytest.raises(RegistryError, match=r"champion of .* a version that was deleted") as caught:

@@ -28,7 +28,7 @@ from quantization.statistics import Statistics, read_statistics
 from tapeout.artifact import Artifact
 from tapeout.layer_stream import LayerStream
 from tapeout.portable_graph import LinearGroup, PortableGraph
-from tapeout.recipe import Calibrate, DataSource, ModelSource, Plan, Quantize, Recipe, Rule
+from tapeout.recipe import BaseRecipe, Calibrate, DataSource, ModelSource, Plan, Quantize, Rule
 from tapeout.segments import SegmentedGraph
 from tests.checkpoints import checkpoint
 from tests.exported import traced_once
@@ -90,7 +90,7 @@ def calibration(graph: Artifact[PortableGraph], tiny_texts: Texts, folder: Path)
 @pytest.fixture(scope="module")
 def plan(graph: Artifact[PortableGraph], folder: Path) -> Artifact[PrecisionPlan]:
     rules = Plan(schemes=(Rule(match="*", bits=8, group_size=32, symmetric=True),))
-    recipe = Recipe(model=ModelSource(source="file:m"), data=DataSource(source="file:d"), plan=rules)
+    recipe = BaseRecipe(model=ModelSource(source="file:m"), data=DataSource(source="file:d"), plan=rules)
     return written_plan(recipe, graph, folder / "plan")
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from engines.kernels.cpu import Level, compiler
 from engines.kernels.cpu.sampling import SamplingKernel, sampling_kernel
-from runtime.engine.draw import Adjustments, Drawn, Filters, Row
+from runtime.engine.draw import Adjustments, Drawn, Filters, SamplingRow
 from runtime.engine.sampling import BatchSampler
 from runtime.wire.messages import SamplingSettings
 from tests.native import least_level
@@ -22,7 +22,7 @@ from tests.native import least_level
 PLACES = (1, 2, 15, 16, 17, 31, 32, 33, 100, 511, 512, 513, 1025, 5000, 49_152)
 
 
-def drawn(kernel: SamplingKernel | None, rows: list[Row]) -> list[Drawn]:
+def drawn(kernel: SamplingKernel | None, rows: list[SamplingRow]) -> list[Drawn]:
     sampler = BatchSampler(len(rows[0].logits), kernel=kernel)
     return sampler._draw(rows)  # pyright: ignore[reportPrivateUsage]
 
@@ -45,7 +45,7 @@ def random_logits(generator: np.random.Generator, vocab_size: int) -> np.ndarray
     return logits.astype(np.float32)
 
 
-def random_row(generator: np.random.Generator, vocab_size: int) -> Row:
+def random_row(generator: np.random.Generator, vocab_size: int) -> SamplingRow:
     sampling = SamplingSettings(
         temperature=float(generator.choice([0, 1e-300, 0.3, 0.8, 1, 2, 1e30])),
         top_k=int(generator.choice([0, 0, 1, 2, 7, 50, 2000, vocab_size, vocab_size + 1])),
@@ -70,7 +70,7 @@ def random_row(generator: np.random.Generator, vocab_size: int) -> Row:
     random = int(generator.integers(0, 2**64 - 1, dtype=np.uint64, endpoint=True))
     if generator.random() < 0.1:
         random = [0, 2**64 - 1][generator.integers(2)]
-    return Row(random_logits(generator, vocab_size), Filters.of(sampling), random, adjustments, mask, top)
+    return SamplingRow(random_logits(generator, vocab_size), Filters.of(sampling), random, adjustments, mask, top)
 
 
 @given(seed=st.integers(0, 2**32), vocab_size=st.sampled_from(PLACES), count=st.integers(1, 5))

@@ -14,7 +14,7 @@ from engines.protocol import Entry
 from runtime.engine.blocks import BlockPool, block_keys
 from runtime.engine.scheduler import Scheduler
 from runtime.engine.step_costs import FIRST_PLAIN_AFTER, MIN_CHUNK
-from runtime.engine.work import Finished, Outcome, Request, Work
+from runtime.engine.work import Finished, ScheduledRequest, Work, WorkResult
 from runtime.wire.limits import Limits, QueueFullError
 from tapeout.errors import RequestError
 from tests.fake_engine import HistoryEngine
@@ -23,7 +23,7 @@ BLOCK, MAX_TOKENS, VOCABULARY, STOP = 4, 64, 12, 0
 REASONS = {"stop", "length", "cancelled", "timeout", "error"}
 
 
-def alone(engine: HistoryEngine, request: Request) -> list[int]:
+def alone(engine: HistoryEngine, request: ScheduledRequest) -> list[int]:
     """The greedy answer, up to the stop token."""
     tokens = list(request.prompt)
     for _ in range(request.max_new_tokens):
@@ -62,7 +62,7 @@ class Served(RuleBasedStateMachine):
         self.scheduler = Scheduler(BlockPool(blocks), limits, BLOCK, MAX_TOKENS)
         self.now, self.number = 0.0, 0
         self.answers: dict[str, list[int]] = {}
-        self.requests: dict[str, Request] = {}
+        self.requests: dict[str, ScheduledRequest] = {}
         self.ended: dict[str, str] = {}
 
     def end(self, finished: list[Finished]) -> None:
@@ -88,7 +88,7 @@ class Served(RuleBasedStateMachine):
         prompt = [1, 2, 3, 4, 5] * prefix + rest
         salt = tenant.encode()
         id = f"r{self.number}"
-        request = Request(id, prompt, new, priority, tenant, salt, queue_deadline=deadline, scored=scored)
+        request = ScheduledRequest(id, prompt, new, priority, tenant, salt, queue_deadline=deadline, scored=scored)
         try:
             displaced = self.scheduler.add(request, self.now)
         except QueueFullError:
@@ -129,14 +129,14 @@ class Served(RuleBasedStateMachine):
         assert len({work.id for work in works}) == len(works) <= self.limits.max_running
         assert works or not (waited or self.scheduler.running), "nothing runs although requests wait"
         entries = [Entry(w.tokens, w.start, w.blocks, positions=decided(w)) for w in works]
-        outcomes: dict[str, Outcome] = {}
+        outcomes: dict[str, WorkResult] = {}
         for number, (work, result) in enumerate(zip(works, self.engine.step(entries) if works else [], strict=True)):
             assert result.error is None
             if number == fails:
-                outcomes[work.id] = Outcome(failed=True)
+                outcomes[work.id] = WorkResult(failed=True)
                 continue
             tokens = accepted([] if result.tokens is None else result.tokens.tolist(), work)
-            outcomes[work.id] = Outcome(tokens, STOP in tokens)
+            outcomes[work.id] = WorkResult(tokens, STOP in tokens)
         if cancels < len(works):
             gone = self.scheduler.cancel(works[cancels].id)
             assert gone is not None
@@ -182,23 +182,23 @@ def scheduler(blocks: int = 16, **limits: int) -> Scheduler:
 def advance(made: Scheduler, now: float = 0.0, *, stop: bool = False) -> list[str]:
     """One step; the ids that were fed."""
     works = made.plan(now)
-    made.commit({work.id: Outcome([1] if work.samples else [], stop and work.samples) for work in works}, now)
+    made.commit({work.id: WorkResult([1] if work.samples else [], stop and work.samples) for work in works}, now)
     return [work.id for work in works]
 
 
 def test_where_blocks_run_out_the_lowest_rank_gives_up_its_own() -> None:
     """Planted: requests that decode are never ranked."""
     made = scheduler(blocks=3)
-    made.add(Request("low", [1, 2, 3], 6, priority=1), 0)
+    made.add(ScheduledRequest("low", [1, 2, 3], 6, priority=1), 0)
     assert advance(made) == ["low"]
-    made.add(Request("high", [4, 5, 6, 7], 6, priority=0), 0)
+    made.add(ScheduledRequest("high", [4, 5, 6, 7], 6, priority=0), 0)
     assert sorted(advance(made)) == ["high", "low"]
     assert advance(made) == ["high"] and made.preemptions == 1
 
 
 def test_a_block_is_found_by_others_as_soon_as_it_is_full() -> None:
     made = scheduler()
-    made.add(Request("a", list(range(1, BLOCK + 1)), 2), 0)
+    made.add(ScheduledRequest("a", list(range(1, BLOCK + 1)), 2), 0)
     advance(made)
     assert made.pool.find(block_keys(list(range(1, BLOCK + 1)), BLOCK, b"", []))
 
@@ -206,9 +206,9 @@ def test_a_block_is_found_by_others_as_soon_as_it_is_full() -> None:
 def test_a_prefix_is_computed_once() -> None:
     made = scheduler()
     prompt = list(range(1, 11))
-    made.add(Request("a", prompt, 2), 0)
+    made.add(ScheduledRequest("a", prompt, 2), 0)
     advance(made)
-    made.add(Request("b", [*prompt, 11], 2), 0)
+    made.add(ScheduledRequest("b", [*prompt, 11], 2), 0)
     (first, second) = made.plan(0)
     assert (first.id, second.id) == ("a", "b")
     assert second.start == 8 and list(second.tokens) == [9, 10, 11] and made.cached_tokens("b") == 8
@@ -217,39 +217,39 @@ def test_a_prefix_is_computed_once() -> None:
 
 def test_a_whole_prompt_that_is_known_still_computes_its_last_token() -> None:
     made = scheduler()
-    made.add(Request("a", [1] * 8, 1), 0)
+    made.add(ScheduledRequest("a", [1] * 8, 1), 0)
     advance(made)
-    made.add(Request("b", [1] * 8, 1), 0)
+    made.add(ScheduledRequest("b", [1] * 8, 1), 0)
     (work,) = made.plan(0)
     assert work.start == 4 and work.samples
 
 
 def test_tenants_with_other_salts_share_nothing() -> None:
     made = scheduler()
-    made.add(Request("a", [1] * 9, 1, tenant="a", salt=b"a"), 0)
+    made.add(ScheduledRequest("a", [1] * 9, 1, tenant="a", salt=b"a"), 0)
     advance(made)
-    made.add(Request("b", [1] * 9, 1, tenant="b", salt=b"b"), 0)
+    made.add(ScheduledRequest("b", [1] * 9, 1, tenant="b", salt=b"b"), 0)
     assert made.plan(0)[0].start == 0
 
 
 def test_decodes_come_before_prompts_and_prompts_are_cut() -> None:
     made = scheduler(blocks=32, step_tokens=8)
-    made.add(Request("short", [1, 2], 9), 0)
+    made.add(ScheduledRequest("short", [1, 2], 9), 0)
     advance(made)
-    made.add(Request("long", [3] * 20, 1), 0)
+    made.add(ScheduledRequest("long", [3] * 20, 1), 0)
     sizes = []
     for _ in range(3):
         works = made.plan(0)
         sizes.append({work.id: len(work.tokens) for work in works})
-        made.commit({work.id: Outcome([1] if work.samples else []) for work in works}, 0)
+        made.commit({work.id: WorkResult([1] if work.samples else []) for work in works}, 0)
     assert sizes == [{"short": 1, "long": 7}, {"short": 1, "long": 7}, {"short": 1, "long": 6}]
 
 
 def test_a_lower_priority_gives_up_its_blocks_and_is_computed_again() -> None:
     made = scheduler(blocks=4)
-    made.add(Request("low", [1] * 7, 5, priority=1), 0)
+    made.add(ScheduledRequest("low", [1] * 7, 5, priority=1), 0)
     advance(made)
-    made.add(Request("high", [2] * 7, 9), 0)
+    made.add(ScheduledRequest("high", [2] * 7, 9), 0)
     order = [advance(made) for _ in range(30)]
     assert made.preemptions >= 1
     assert order[-1] == [] and any("high" in ids and "low" not in ids for ids in order)
@@ -258,10 +258,10 @@ def test_a_lower_priority_gives_up_its_blocks_and_is_computed_again() -> None:
 
 def test_who_waits_long_enough_overtakes_higher_priorities() -> None:
     made = scheduler(max_running=1, aging_seconds=3)
-    made.add(Request("low", [1], 1, priority=2), 0)
+    made.add(ScheduledRequest("low", [1], 1, priority=2), 0)
     order: list[str] = []
     for now in range(12):
-        made.add(Request(f"high{now}", [2], 1), now)
+        made.add(ScheduledRequest(f"high{now}", [2], 1), now)
         order += advance(made, now)
     assert "low" in order and order.index("low") >= 6
 
@@ -270,9 +270,9 @@ def test_tenants_get_equal_shares() -> None:
     """One sends ten times as many requests as the other."""
     made = scheduler(max_running=1)
     for number in range(20):
-        made.add(Request(f"a{number}", [1] * 4, 1, tenant="a"), 0)
+        made.add(ScheduledRequest(f"a{number}", [1] * 4, 1, tenant="a"), 0)
     for number in range(2):
-        made.add(Request(f"b{number}", [1] * 4, 1, tenant="b"), 1)
+        made.add(ScheduledRequest(f"b{number}", [1] * 4, 1, tenant="b"), 1)
     order = [id for now in range(6) for id in advance(made, 2 + now / 100)]
     assert sum(id.startswith("b") for id in order) == 2
 
@@ -280,25 +280,25 @@ def test_tenants_get_equal_shares() -> None:
 def test_what_can_never_run_is_refused_at_once() -> None:
     made = scheduler(blocks=2)
     with pytest.raises(RequestError, match="7 prompt tokens and 3 new ones") as caught:
-        made.add(Request("a", [1] * 7, 3), 0)
+        made.add(ScheduledRequest("a", [1] * 7, 3), 0)
     assert "at most 9 together" in (caught.value.expected or "")
-    made.add(Request("a", [1] * 7, 2), 0)
-    for empty in (Request("b", [], 1), Request("b", [1], -1)):
+    made.add(ScheduledRequest("a", [1] * 7, 2), 0)
+    for empty in (ScheduledRequest("b", [], 1), ScheduledRequest("b", [1], -1)):
         with pytest.raises(RequestError):
             made.add(empty, 0)
     with pytest.raises(RequestError, match="is there already"):
-        made.add(Request("a", [1], 1), 0)
+        made.add(ScheduledRequest("a", [1], 1), 0)
 
 
 def test_a_full_queue_says_when_to_come_back() -> None:
     made = scheduler(max_running=1, max_waiting=2, step_tokens=4)
-    made.add(Request("first", [1] * 4, 9), 0)
+    made.add(ScheduledRequest("first", [1] * 4, 9), 0)
     for now in range(3):
         advance(made, now)
     for number in range(2):
-        made.add(Request(f"{number}", [1] * 8, 1), 3)
+        made.add(ScheduledRequest(f"{number}", [1] * 8, 1), 3)
     with pytest.raises(QueueFullError) as caught:
-        made.add(Request("late", [1], 1), 3)
+        made.add(ScheduledRequest("late", [1], 1), 3)
     assert caught.value.retry_after == pytest.approx(16.0)  # 16 tokens wait, and one was fed each second
 
 
@@ -306,7 +306,7 @@ def test_a_full_queue_says_when_to_come_back() -> None:
 def test_deadlines_end_what_they_are_for(deadline: str, steps: int) -> None:
     """Of leaving the queue, of the first token (the prompt takes two steps), and of the answer."""
     made = scheduler(step_tokens=4, max_running=1)
-    made.add(replace(Request("a", [1] * 6, 9), **{deadline: 5.0}), 0)
+    made.add(replace(ScheduledRequest("a", [1] * 6, 9), **{deadline: 5.0}), 0)
     for _ in range(steps):
         advance(made)
     assert made.expire(4.9) == []
@@ -315,7 +315,7 @@ def test_deadlines_end_what_they_are_for(deadline: str, steps: int) -> None:
 
 def test_a_deadline_that_was_kept_does_not_end_a_request() -> None:
     made = scheduler()
-    made.add(Request("a", [1], 9, queue_deadline=1, first_token_deadline=1), 0)
+    made.add(ScheduledRequest("a", [1], 9, queue_deadline=1, first_token_deadline=1), 0)
     advance(made)
     assert made.expire(99) == []
 
@@ -349,52 +349,52 @@ def test_a_planted_leak_is_found(defect: str) -> None:
 def test_a_higher_priority_displaces_the_lowest_and_latest() -> None:
     made = scheduler(max_running=1, max_waiting=2)
     for id, priority in (("a", 2), ("b", 1), ("c", 2)):
-        made.add(Request(id, [1], 1, priority), len(id))
+        made.add(ScheduledRequest(id, [1], 1, priority), len(id))
         if id == "a":
             made.plan(0)  # it runs
-    assert made.add(Request("d", [1], 1, 1), 2) == ["c"]
+    assert made.add(ScheduledRequest("d", [1], 1, 1), 2) == ["c"]
     with pytest.raises(QueueFullError):
-        made.add(Request("e", [1], 1, 1), 2)
+        made.add(ScheduledRequest("e", [1], 1, 1), 2)
     assert made.waiting == 2 and made.cancel("c") is None
 
 
 def test_displacing_makes_room_for_tokens_or_ends_nobody() -> None:
     made = scheduler(max_waiting_tokens=10)
     for number in range(3):
-        made.add(Request(f"low{number}", [1] * 3, 1, 5), number)
-    made.add(Request("mid", [1], 1, 1), 3)
+        made.add(ScheduledRequest(f"low{number}", [1] * 3, 1, 5), number)
+    made.add(ScheduledRequest("mid", [1], 1, 1), 3)
     with pytest.raises(QueueFullError):
-        made.add(Request("large", [1] * 10, 1, 1), 4)  # "mid" would have to go, too
+        made.add(ScheduledRequest("large", [1] * 10, 1, 1), 4)  # "mid" would have to go, too
     assert made.waiting == 4
-    assert made.add(Request("high", [1] * 6, 1, 1), 4) == ["low2", "low1"]
+    assert made.add(ScheduledRequest("high", [1] * 6, 1, 1), 4) == ["low2", "low1"]
 
 
 def test_who_has_waited_long_is_not_displaced() -> None:
     made = scheduler(max_waiting=1, aging_seconds=5)
-    made.add(Request("old", [1], 1, 1), 0)
+    made.add(ScheduledRequest("old", [1], 1, 1), 0)
     with pytest.raises(QueueFullError):
-        made.add(Request("new", [1], 1, 0), 6)
+        made.add(ScheduledRequest("new", [1], 1, 0), 6)
 
 
 def test_a_preempted_request_keeps_its_place() -> None:
     """It has begun its answer, so it is not displaced."""
     made = scheduler(blocks=4, max_waiting=1)
-    made.add(Request("low", [1] * 7, 5, priority=1), 0)
+    made.add(ScheduledRequest("low", [1] * 7, 5, priority=1), 0)
     made.plan(0)
-    made.commit({"low": Outcome([1])}, 0)
-    made.add(Request("high", [2] * 7, 9), 0)
+    made.commit({"low": WorkResult([1])}, 0)
+    made.add(ScheduledRequest("high", [2] * 7, 9), 0)
     while not made.waiting:
         advance(made)
     with pytest.raises(QueueFullError):
-        made.add(Request("higher", [1], 1, priority=0), 0)
+        made.add(ScheduledRequest("higher", [1], 1, priority=0), 0)
 
 
 def test_a_prefix_that_another_computes_is_waited_for() -> None:
     made = scheduler(step_tokens=6)
     prompt = list(range(1, 10))
     for id in ("a", "b"):
-        made.add(Request(id, prompt, 1), 0)
-    made.add(Request("other", [7], 1), 0)
+        made.add(ScheduledRequest(id, prompt, 1), 0)
+    made.add(ScheduledRequest("other", [7], 1), 0)
     assert advance(made) == ["a"]
     assert sorted(advance(made)) == ["a", "other"], "b waits for a, and keeps nobody from running"
     (work,) = made.plan(0)
@@ -404,7 +404,7 @@ def test_a_prefix_that_another_computes_is_waited_for() -> None:
 def test_a_prefix_is_not_waited_for_once_nobody_computes_it() -> None:
     made = scheduler(step_tokens=3)
     for id in ("a", "b"):
-        made.add(Request(id, list(range(1, 10)), 1), 0)
+        made.add(ScheduledRequest(id, list(range(1, 10)), 1), 0)
     assert advance(made) == ["a"]
     made.cancel("a")
     assert advance(made) == ["b"]
@@ -414,16 +414,16 @@ def test_prompts_leave_decodes_their_latency() -> None:
     """Costs: 10 ms for decodes, and 1 ms for a prompt token. Steps with decodes may last 17 ms."""
     made = scheduler(blocks=64)
     now = 0.0
-    made.add(Request("decodes", [1], 30), now)
-    made.add(Request("first", [1] * 40, 1), now)
+    made.add(ScheduledRequest("decodes", [1], 30), now)
+    made.add(ScheduledRequest("first", [1] * 40, 1), now)
     sizes: list[dict[str, int]] = []
     for _ in range(12):
         if len(sizes) == 4:
-            made.add(Request("long", [2] * 60, 1), now)
+            made.add(ScheduledRequest("long", [2] * 60, 1), now)
         works = made.plan(now)
         sizes.append({work.id: len(work.tokens) for work in works})
         now += 0.01 + 0.001 * sum(len(work.tokens) for work in works if len(work.tokens) > 1)
-        made.commit({work.id: Outcome([1] if work.samples else []) for work in works}, now)
+        made.commit({work.id: WorkResult([1] if work.samples else []) for work in works}, now)
     chunks = [size["long"] for size in sizes if "long" in size]
     assert sizes[0] == {"decodes": 1, "first": 40} and sum(chunks) == 60
     assert max(chunks) <= 16, "MIN_CHUNK is the most here: 7 ms are left for 16 tokens at 1 ms"
@@ -432,7 +432,7 @@ def test_prompts_leave_decodes_their_latency() -> None:
 def test_deadlines_of_requests_that_have_ended_are_forgotten() -> None:
     made = scheduler()
     for number in range(2000):
-        made.add(replace(Request(f"{number}", [1], 1), deadline=1e9), number)
+        made.add(replace(ScheduledRequest(f"{number}", [1], 1), deadline=1e9), number)
         advance(made, number)
         made.expire(number)
     assert len(made._deadlines) < 300
@@ -440,10 +440,10 @@ def test_deadlines_of_requests_that_have_ended_are_forgotten() -> None:
 
 def test_guesses_need_free_blocks_and_never_preempt() -> None:
     made = scheduler(blocks=3)
-    made.add(Request("short", [9], 1), 0)
+    made.add(ScheduledRequest("short", [9], 1), 0)
     advance(made)  # so that short answers are expected
     for id in ("a", "b"):
-        made.add(Request(id, [1] * 3, 6), 0)
+        made.add(ScheduledRequest(id, [1] * 3, 6), 0)
         advance(made)
     works = {work.id: work for work in made.plan(0, {"a": [5] * 4, "b": [6] * 4})}
     assert works["a"].drafts == 3 and works["b"].drafts == 0 and made.preemptions == 0
@@ -452,26 +452,26 @@ def test_guesses_need_free_blocks_and_never_preempt() -> None:
 
 def test_accepted_guesses_count_as_tokens() -> None:
     made = scheduler()
-    made.add(Request("a", [1] * 3, 6), 0)
+    made.add(ScheduledRequest("a", [1] * 3, 6), 0)
     advance(made)
     (work,) = made.plan(0, {"a": [5, 6, 7, 8, 9]})
     assert work.drafts == 4, "the last new token is never fed"
-    made.commit({"a": Outcome([5, 6, 9])}, 0)
+    made.commit({"a": WorkResult([5, 6, 9])}, 0)
     (work,) = made.plan(0)
     assert work.start == 6 and list(work.tokens) == [9]
-    assert made.commit({"a": Outcome([3])}, 0) == []
+    assert made.commit({"a": WorkResult([3])}, 0) == []
     (work,) = made.plan(0)
-    assert made.commit({"a": Outcome([3])}, 0) == [Finished("a", "length")]
+    assert made.commit({"a": WorkResult([3])}, 0) == [Finished("a", "length")]
 
 
 def test_admission_leaves_room_for_answers() -> None:
     """Two answers of the longest length do not fit; two as long as those before do."""
     made = scheduler(blocks=6)
     for id in ("a", "b"):
-        made.add(Request(id, [1] * 4, 13), 0)
+        made.add(ScheduledRequest(id, [1] * 4, 13), 0)
     assert advance(made) == ["a"]
     assert advance(made, stop=True) == ["a"]
-    made.add(Request("c", [2] * 4, 13), 1)
+    made.add(ScheduledRequest("c", [2] * 4, 13), 1)
     assert sorted(advance(made)) == ["b", "c"]
     for _ in range(60):
         advance(made)
@@ -482,7 +482,7 @@ def test_guesses_leave_decodes_their_latency_and_prompts_come_before_them() -> N
     """Costs: 10 ms for decodes, and 1 ms for each other token. Steps with decodes may last 15 ms."""
     made = scheduler(blocks=64)
     for id in "abcd":
-        made.add(Request(id, [1], 50), 0)
+        made.add(ScheduledRequest(id, [1], 50), 0)
     advance(made)
     for _ in range(3):
         made.costs.observe(4, 0, 0, 0.01)
@@ -493,11 +493,11 @@ def test_guesses_leave_decodes_their_latency_and_prompts_come_before_them() -> N
     def step() -> tuple[int, int]:
         """Guesses and prompt tokens of a step; no guess holds."""
         works = made.plan(0, guesses)
-        made.commit({work.id: Outcome([1] if work.samples else []) for work in works}, 0)
+        made.commit({work.id: WorkResult([1] if work.samples else []) for work in works}, 0)
         return sum(work.drafts for work in works), sum(len(work.tokens) for work in works if work.id == "prompt")
 
     assert step() == (MIN_CHUNK, 0)  # 5 ms would do for 5
-    made.add(Request("prompt", [2] * (3 * MIN_CHUNK + 3), 1), 0)
+    made.add(ScheduledRequest("prompt", [2] * (3 * MIN_CHUNK + 3), 1), 0)
     assert [step() for _ in range(5)] == [*[(0, MIN_CHUNK)] * 3, (0, 3), (MIN_CHUNK, 0)]
 
 
@@ -505,7 +505,7 @@ def test_every_decode_has_a_first_guess_before_any_has_a_second() -> None:
     """Later guesses hold less often."""
     made = Scheduler(BlockPool(4000), Limits(step_tokens=10), BLOCK, 8000)
     for id in "abcd":
-        made.add(Request(id, [1], 50), 0)
+        made.add(ScheduledRequest(id, [1], 50), 0)
     advance(made)
     guesses = {"a": [7] * 8, "b": [7], "c": [7] * 8, "d": [7] * 8}
     works = made.plan(0, guesses)  # 10 tokens, of which 4 decode
@@ -515,43 +515,43 @@ def test_every_decode_has_a_first_guess_before_any_has_a_second() -> None:
 def test_a_step_that_failed_teaches_no_cost() -> None:
     made = scheduler(blocks=64)
     for id in "ab":
-        made.add(Request(id, [1], 50), 0)
+        made.add(ScheduledRequest(id, [1], 50), 0)
     advance(made)
     made.costs.observe(2, 0, 0, 0.01)
     made.plan(0)
-    made.commit({"a": Outcome([1]), "b": Outcome(failed=True)}, 9.0)
+    made.commit({"a": WorkResult([1]), "b": WorkResult(failed=True)}, 9.0)
     assert made.costs.decode_seconds(1) == made.costs.decode_seconds(2) == 0.01  # one decode was left
 
 
 def test_a_step_is_plain_where_one_is_due() -> None:
     made = Scheduler(BlockPool(4000), Limits(), BLOCK, 8000)
-    made.add(Request("a", [1], 50), 0)
+    made.add(ScheduledRequest("a", [1], 50), 0)
     advance(made)
     made.costs.observe(1, 0, 0, 0.01)
-    made.add(Request("prompt", [2] * 4000, 1), 0)
+    made.add(ScheduledRequest("prompt", [2] * 4000, 1), 0)
     plain: list[bool] = []
     for _ in range(FIRST_PLAIN_AFTER + 2):
         works = made.plan(0, {"a": [7] * 8})
         plain.append([(work.id, len(work.tokens)) for work in works] == [("a", 1)])
-        made.commit({work.id: Outcome([1] if work.samples else []) for work in works}, 0.01)
+        made.commit({work.id: WorkResult([1] if work.samples else []) for work in works}, 0.01)
     assert plain == [*[False] * FIRST_PLAIN_AFTER, True, False]
 
 
 def test_one_long_prompt_is_no_backlog_but_several_are() -> None:
     """A step of the decode takes 10 ms, a prompt token 1 ms; 15 ms are allowed, and more where prompts queue up."""
     scheduler = Scheduler(BlockPool(4000), Limits(), BLOCK, 8000)
-    scheduler.add(Request("decode", [1], 100), 0.0)
+    scheduler.add(ScheduledRequest("decode", [1], 100), 0.0)
     works, now = {}, 0.0
     for step in range(6):
         if step == 1:
-            scheduler.add(Request("long", [2] * 3000, 1), now)
+            scheduler.add(ScheduledRequest("long", [2] * 3000, 1), now)
         if step == 4:
-            scheduler.add(Request("other", [3] * 3000, 1), now)
+            scheduler.add(ScheduledRequest("other", [3] * 3000, 1), now)
         scheduler.costs.observe(1, 0, 0, 0.01)
         scheduler.costs.observe(0, 100, 0, 0.1)
         works[step] = {work.id: len(work.tokens) for work in scheduler.plan(now)}
         now += (10 + sum(works[step].values()) - 1) / 1000
-        scheduler.commit({id: Outcome([5] if id == "decode" else ()) for id in works[step]}, now)
+        scheduler.commit({id: WorkResult([5] if id == "decode" else ()) for id in works[step]}, now)
     # Planted: one that waits counted as a backlog, and its first step was many times as long as all others.
     assert works[1]["long"] == works[3]["long"] == MIN_CHUNK
     assert works[5]["long"] > 5 * MIN_CHUNK

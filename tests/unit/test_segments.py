@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tapeout.artifact import Artifact
 from tapeout.portable_graph import PortableGraph
 from tapeout.portable_model import load_graph, read_float32, save_graph
-from tapeout.segments import Call, SegmentedGraph
+from tapeout.segments import SegmentCall, SegmentedGraph
 from tests.exported import family_graph
 
 FAMILIES = ("llama", "qwen2", "gemma2", "gpt2")  # a head of its own, tied, weights that are computed with, [in, out]
@@ -55,7 +55,7 @@ def whole(path: Path, given: Feeds) -> Feeds:
     return dict(zip(names, map(np.asarray, results), strict=True))
 
 
-class Kept(Call):
+class Kept(SegmentCall):
     """A call with whole inputs, whose outputs are kept."""
 
     def __init__(self, given: Feeds) -> None:

@@ -20,7 +20,7 @@ from quantization.units import menu_for, units_of
 from tapeout.artifact import Artifact
 from tapeout.errors import QuantizationError, ResourceError
 from tapeout.portable_graph import PortableGraph
-from tapeout.recipe import Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize, Recipe
+from tapeout.recipe import BaseRecipe, Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize
 from tapeout.schemes import EMBEDDING_MENU, FLOAT, MENU, Scheme
 from tests.graphs import llama_graph
 
@@ -30,7 +30,7 @@ FOUR_BITS = Scheme(bits=4, group_size=32, symmetric=True)
 
 
 class Inputs(NamedTuple):
-    recipe: Recipe
+    recipe: BaseRecipe
     graph: Artifact[PortableGraph]
     calibration: Artifact[Calibration]
     samples: list[list[int]]
@@ -48,7 +48,7 @@ def inputs(
     from transformers import AutoTokenizer
 
     folder = tmp_path_factory.mktemp("inputs")
-    recipe = Recipe(
+    recipe = BaseRecipe(
         model=ModelSource(source="file:m"),
         data=DataSource(source="file:d"),
         calibrate=Calibrate(samples=24, tokens=96),

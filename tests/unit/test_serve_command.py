@@ -12,7 +12,7 @@ from engines.bundle import EngineBundle
 from evals.check import Outcome
 from pipeline.cli.serve import find_challenger, parse_bytes, require_judged
 from pipeline.registry import serving
-from pipeline.registry.access import Reference
+from pipeline.registry.access import VersionReference
 from pipeline.registry.bundle_store import store_folder
 from pipeline.registry.promotion import promote
 from pipeline.registry.pull import Requirements, pull
@@ -64,7 +64,7 @@ def test_a_verdict_that_was_edited_is_refused(tmp_path: Path) -> None:
 def test_the_champion_of_a_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", empty_registry(tmp_path))
-    name, recipe = Reference(judged.NAME, "champion"), judged.recipe()
+    name, recipe = VersionReference(judged.NAME, "champion"), judged.recipe()
     before = serving.state(name)
     with pytest.raises(RegistryError, match="no model"):
         asyncio.run(serving.pulled(name, Requirements()))

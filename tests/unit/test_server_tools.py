@@ -17,13 +17,13 @@ from runtime.gateway.protocol.errors import ApiError
 from runtime.gateway.text.conversations import plain
 from runtime.gateway.text.model import ResponseText, TextModel
 from runtime.gateway.text.tools import (
-    Format,
     HermesReader,
     Llama3Reader,
     MistralReader,
     NamedReader,
     Read,
     RequiredReader,
+    ToolFormat,
     ToolReader,
     format_of,
     required_call,
@@ -215,7 +215,7 @@ def test_text_without_calls_loses_nothing(make: Any, words: list[str]) -> None:
         ("{{ tools }}", None),
     ],
 )
-def test_formats_are_known_by_the_template(template: str, expected: Format | None) -> None:
+def test_formats_are_known_by_the_template(template: str, expected: ToolFormat | None) -> None:
     assert format_of(template) == expected
 
 

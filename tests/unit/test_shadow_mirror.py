@@ -18,8 +18,8 @@ from evals.check import Outcome
 from evals.kinds.online import Online, frozen_plan
 from evals.kinds.online.measure import judge
 from runtime.gateway.engines.local import ProcessClient
-from runtime.gateway.http.generation import Choice, Part, generate
-from runtime.gateway.operations.shadow import Shadow
+from runtime.gateway.http.generation import ResponseChoice, ResponseChunk, generate
+from runtime.gateway.operations.shadow import ShadowMirror
 from runtime.gateway.protocol.bodies import Message
 from runtime.gateway.protocol.calls import Call, Caller
 from runtime.gateway.text.model import ResponseText, TextModel
@@ -40,7 +40,7 @@ SAMPLED = SamplingSettings(temperature=1.0, seed=5)
 class Mirroring:
     folder: Path
     client: ProcessClient
-    shadow: Shadow
+    shadow: ShadowMirror
     calls: int = 0
 
     async def ask(
@@ -52,7 +52,7 @@ class Mirroring:
         new: int = 12,
         messages: Any = (),
         **settings: Any,
-    ) -> list[Part]:
+    ) -> list[ResponseChunk]:
         """One call as the endpoints make it."""
         self.calls += 1
         call = Call(
@@ -60,7 +60,7 @@ class Mirroring:
             caller=Caller(), stream=False, prompts=[prompt], n=n, max_new_tokens=new, conversation=messages,
         )  # fmt: skip
         choices = [
-            Choice(i, 0, GenerateRequest(f"{call.id}-{i}", prompt, new, **settings), ResponseText(TEXT))
+            ResponseChoice(i, 0, GenerateRequest(f"{call.id}-{i}", prompt, new, **settings), ResponseText(TEXT))
             for i in range(n)
         ]
         return [part async for part in generate(self.client, call, choices, [self.shadow] if mirrored else [])]
@@ -79,7 +79,7 @@ async def mirroring(
     folder: Path, challenger: Path = SAME, opener: OpenFaulty | None = None, *, plan: Any = PLAN, champion: Any = None
 ) -> AsyncGenerator[Mirroring]:
     client = ProcessClient(Path("7"), champion or OpenFaulty())
-    shadow = Shadow(ObservationLog(folder, plan), plan, folder)
+    shadow = ShadowMirror(ObservationLog(folder, plan), plan, folder)
     work = asyncio.ensure_future(shadow.run(challenger, opener or OpenFaulty()))
     try:
         await client.open()
@@ -101,7 +101,7 @@ def run(test: Awaitable[None]) -> None:
     asyncio.run(bounded())
 
 
-def shown(parts: list[Part]) -> list[tuple[Any, ...]]:
+def shown(parts: list[ResponseChunk]) -> list[tuple[Any, ...]]:
     """What a user can see. Where deltas end depends on time, so parts are joined."""
     tokens = [token for part in parts for token in part.tokens]
     entries = [entry for part in parts for entry in part.logprobs]

@@ -14,10 +14,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from tapeout import signing
 from tapeout.errors import SignatureError
 from tapeout.signing import (
-    Digest,
     ModelStatement,
     Resource,
     Statement,
+    SubjectDigest,
     TestResult,
     generate_keys,
     model_signature_path,
@@ -36,10 +36,10 @@ def keys(tmp_path: Path) -> tuple[Path, Path]:
 
 
 STATEMENT = Statement(
-    subject=(Resource(name="record.json", digest=Digest(sha256="0" * 64)),),
+    subject=(Resource(name="record.json", digest=SubjectDigest(sha256="0" * 64)),),
     predicate=TestResult(
         result="FAILED",
-        configuration=(Resource(name="policy", digest=Digest(sha256="1" * 64)),),
+        configuration=(Resource(name="policy", digest=SubjectDigest(sha256="1" * 64)),),
         passedTests=("kl",),
         failedTests=("accuracy",),
         outcome="INCONCLUSIVE",

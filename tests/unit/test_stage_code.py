@@ -13,10 +13,10 @@ import pytest
 import yaml
 
 from engines.load import known_targets
-from pipeline.recipe import Recipe
+from pipeline.recipe import BaseRecipe
 from pipeline.stages.code import DATA_SUFFIXES, LOADER, PACKAGES, RECIPE, REGISTRIES, UNCOUNTED, WIRING, code_hashes
 from pipeline.stages.wiring import STAGES
-from tapeout.recipe import Recipe as FoundationRecipe
+from tapeout.recipe import BaseRecipe as FoundationRecipe
 from tapeout.recipe import Section
 
 ROOT = Path(__file__).parents[2]
@@ -212,7 +212,7 @@ def test_a_constant_of_the_recipe_but_not_how_it_is_validated(clean: tuple[Path,
 def test_a_section_gives_stages_only_fields_and_properties() -> None:
     """The resolved values hold nothing else of it. What reads the whole recipe is listed here, and only checks it."""
     checks = {"section", "too_long", "conflicts"}
-    waiting, seen = [Section, Recipe], set[type[Section]]()
+    waiting, seen = [Section, BaseRecipe], set[type[Section]]()
     while waiting:
         section = waiting.pop()
         seen.add(section)

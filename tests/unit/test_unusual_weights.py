@@ -21,12 +21,12 @@ from safetensors.numpy import load_file, save_file
 from quantization.calibrate import calibrate
 from quantization.checkpoint import QuantizedModel
 from quantization.compressed_tensors import CheckpointWriter, open_checkpoint
-from quantization.proof import Proof, prove, take_census
+from quantization.proof import QuantizationProof, prove, take_census
 from quantization.quantize import quantize
 from quantization.rounding import QuantizedLinear, fit_range, round_to, round_to_nearest
 from tapeout.artifact import Artifact, create, load
 from tapeout.portable_graph import PortableGraph
-from tapeout.recipe import Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize, Recipe, Rule
+from tapeout.recipe import BaseRecipe, Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize, Rule
 from tapeout.schemes import STATIC_INT8, Scheme
 from tests.checkpoints import say_schemes
 from tests.exported import tiny_graph
@@ -92,7 +92,7 @@ def quantized(
 ) -> Artifact[QuantizedModel]:
     """Through calibration and all methods."""
     graph = with_weights(folder / "graph", change)
-    recipe = Recipe(
+    recipe = BaseRecipe(
         model=ModelSource(source="file:m"),
         data=DataSource(source="file:d"),
         calibrate=Calibrate(samples=4, tokens=48),
@@ -195,7 +195,9 @@ def test_a_fault_in_such_a_model_is_found(planted: str, base: str, tmp_path: Pat
     assert any(reason in one for one in found.reasons), found.reasons
 
 
-def proof_of(folder: Path, stored: QuantizedLinear | np.ndarray, weight: np.ndarray, scheme: Scheme) -> Proof:
+def proof_of(
+    folder: Path, stored: QuantizedLinear | np.ndarray, weight: np.ndarray, scheme: Scheme
+) -> QuantizationProof:
     folder.mkdir()
     writer = CheckpointWriter(folder)
     writer.add_linear("w.weight", stored)

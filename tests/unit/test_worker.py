@@ -17,7 +17,7 @@ from runtime.engine.core import EngineCore
 from runtime.engine.shared_cores import SharedCores
 from runtime.engine.worker import serve
 from runtime.wire.limits import Limits
-from runtime.wire.messages import Add, Close, GenerateRequest, Report
+from runtime.wire.messages import Add, Close, GenerateRequest, StepReport
 from tests.fake_engine import HistoryEngine
 
 
@@ -44,11 +44,11 @@ def serving(engine: HistoryEngine, compiler: ConstraintCompiler | None = None) -
         thread.join()
 
 
-def reports(connection: Connection, seconds: float) -> list[Report]:
+def reports(connection: Connection, seconds: float) -> list[StepReport]:
     """Those that come within so many seconds."""
-    found, until = list[Report](), time.monotonic() + seconds
+    found, until = list[StepReport](), time.monotonic() + seconds
     while connection.poll(max(0.0, until - time.monotonic())):
-        found.append(Report.decode(connection.recv_bytes()))
+        found.append(StepReport.decode(connection.recv_bytes()))
     return found
 
 
@@ -63,7 +63,7 @@ def test_a_request_that_comes_first_does_not_wait_for_constraints() -> None:
         connection.send(Add(GenerateRequest("a", [1, 2], 3), time.monotonic()))
         tokens = 0
         while tokens < 3:
-            report = Report.decode(connection.recv_bytes())
+            report = StepReport.decode(connection.recv_bytes())
             tokens += sum(len(delta.tokens) for delta in report.deltas)
             assert not compiler.loads
         reports(connection, worker.IDLE_MS / 1000 + 0.5)
@@ -85,6 +85,6 @@ def test_a_running_engine_works_ahead_once_its_report_is_sent() -> None:
     fake = engine()
     with serving(fake) as connection:
         connection.send(Add(GenerateRequest("a", [1, 2], 5), time.monotonic()))
-        while not any(delta.finish_reason for delta in Report.decode(connection.recv_bytes()).deltas):
+        while not any(delta.finish_reason for delta in StepReport.decode(connection.recv_bytes()).deltas):
             pass
         assert fake.prepared.count(1) == 4, "after each step but the last"

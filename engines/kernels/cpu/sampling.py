@@ -19,10 +19,12 @@ from tapeout.cores import keep_to, usable
 from tapeout.errors import BuildError
 
 NOT_FINITE, NONE_LEFT = -1, -2
-_SYMBOL = "tapeout_sample_1"  # renamed with every change of `Row`, so that a library of another version is not used
+_SYMBOL = (
+    "tapeout_sample_1"  # renamed with every change of `KernelRow`, so that a library of another version is not used
+)
 
 
-class Row(ctypes.Structure):
+class KernelRow(ctypes.Structure):
     """One draw. Pointers are addresses of arrays that must outlive it; sampling.c says what each field is."""
 
     logits: int  # float32 [V]
@@ -76,7 +78,7 @@ class SamplingKernel:
         start = partial(keep_to, usable())
         self._pool = ThreadPoolExecutor(threads - 1, "sampling", start) if threads > 1 else None
 
-    def run(self, rows: Sequence[Row]) -> None:
+    def run(self, rows: Sequence[KernelRow]) -> None:
         """Set the results of all rows."""
         threads = min(len(self._memory), len(rows))
         ends = [len(rows) * part // threads for part in range(threads + 1)]
@@ -89,7 +91,7 @@ class SamplingKernel:
         for other in others:
             other.result()
 
-    def _run(self, rows: Sequence[Row], memory: np.typing.NDArray[np.int64]) -> None:
+    def _run(self, rows: Sequence[KernelRow], memory: np.typing.NDArray[np.int64]) -> None:
         pointers = (ctypes.c_void_p * len(rows))(*map(ctypes.addressof, rows))
         self._sample(pointers, len(rows), self._vocab_size, memory.ctypes.data)
 

@@ -50,7 +50,7 @@ class _Branch:
         return ir.Graph([], outputs, nodes=self.nodes, name=self.prefix)
 
 
-class _Step:
+class _AttentionStep:
     """What all layers share: whether this is a prompt, where it starts and ends, positions, and a mask per window."""
 
     def __init__(self, lowering: Lowering, nodes: Sequence[ir.Node]) -> None:
@@ -122,13 +122,13 @@ def run(lowering: Lowering) -> PassResult:
     if not nodes:
         return PassResult(0, ("no GroupQueryAttention in the graph",))
     model.opset_imports[""] = max(OPSET, model.opset_imports[""])
-    step = _Step(lowering, nodes)
+    step = _AttentionStep(lowering, nodes)
     for layer, node in enumerate(nodes):
         _branch(lowering, step, layer, node)
     return PassResult(len(nodes))
 
 
-def _branch(lowering: Lowering, step: _Step, layer: int, node: ir.Node) -> None:
+def _branch(lowering: Lowering, step: _AttentionStep, layer: int, node: ir.Node) -> None:
     graph, types = lowering.model.graph, [output.type for output in node.outputs]
     single = ir.node(
         node.op_type, node.inputs, attributes=dict(node.attributes), domain=node.domain, num_outputs=len(types)
@@ -152,7 +152,7 @@ def _branch(lowering: Lowering, step: _Step, layer: int, node: ir.Node) -> None:
     graph.remove(node, safe=True)
 
 
-def _prompt(lowering: Lowering, step: _Step, layer: int, node: ir.Node) -> tuple[_Branch, list[ir.Value]]:
+def _prompt(lowering: Lowering, step: _AttentionStep, layer: int, node: ir.Node) -> tuple[_Branch, list[ir.Value]]:
     """The branch for many tokens of one sequence, and its outputs: attention and both caches, as of ``node``."""
     model, branch = lowering.model, _Branch(f"layers.{layer}.prompt")
     heads, kv_heads = attribute(node, "num_heads", 0), attribute(node, "kv_num_heads", 0)

@@ -15,7 +15,7 @@ import numpy as np
 from engines.bundle import BLOCK_TABLE, BLOCK_TOKENS, GREEDY, NEXT_TOKENS, OFFSETS, STARTS, EngineBundle
 from engines.protocol import EngineCapabilities, Entry, FloatArray, Result
 from engines.sessions import cpu_options, keep_mapped, library_of, open_session, threads_of
-from engines.step_inputs import Piece, check, not_finite, result_of, runs
+from engines.step_inputs import StepPiece, check, not_finite, result_of, runs
 from engines.targets.ort_cpu.buffers import BlockMemory, Bound, bind_cache
 from tapeout.artifact import Artifact
 
@@ -105,7 +105,7 @@ class PagedEngine:
             bound.input(GREEDY, (), np.bool_)[...] = wanted == NEXT_TOKENS
         return bound
 
-    def _feed(self, run: Sequence[Piece], wanted: str) -> tuple[Bound, int]:
+    def _feed(self, run: Sequence[StepPiece], wanted: str) -> tuple[Bound, int]:
         """The binding with all inputs of a run, and how many results it gives."""
         bound = self._bound[wanted]
         offsets = [0, *accumulate(len(piece.tokens) for piece in run)]
@@ -130,14 +130,14 @@ class PagedEngine:
                 positions[0, offset : offset + count] = np.arange(piece.start, piece.start + count)
         return bound, len(places)
 
-    def _logits(self, run: Sequence[Piece]) -> FloatArray:
+    def _logits(self, run: Sequence[StepPiece]) -> FloatArray:
         bound, count = self._feed(run, "logits")
         logits = np.empty((count, self.capabilities.vocab_size), np.float32)  # the caller keeps it: it is bound anew
         bound.binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
         self._session.run_with_iobinding(bound.binding)
         return logits
 
-    def _choose(self, run: Sequence[Piece], batch: Sequence[Entry], results: list[Result]) -> None:
+    def _choose(self, run: Sequence[StepPiece], batch: Sequence[Entry], results: list[Result]) -> None:
         """Run pieces of entries that all want tokens, and add these to their results."""
         bound, count = self._feed(run, NEXT_TOKENS)
         chosen = bound.output(NEXT_TOKENS, (count,))

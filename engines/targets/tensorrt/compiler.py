@@ -257,7 +257,7 @@ def _attentions(module: Any, network: Any) -> list[tuple[str, bool]]:
 def _logger(module: Any) -> Any:
     """One logger for all builds: the library keeps using the first as long as any object made with it lives."""
 
-    class Log(module.ILogger):
+    class CompilerLog(module.ILogger):
         """Keeps the compiler's messages of one build; nothing is printed."""
 
         def __init__(self) -> None:
@@ -280,7 +280,7 @@ def _logger(module: Any) -> Any:
             errors = [*self._messages["ERROR"], *self._messages["INTERNAL_ERROR"]]
             return errors[0] if errors else "no reason given"
 
-    return Log()
+    return CompilerLog()
 
 
 def _monitor(module: Any, progress: Progress) -> Any:

@@ -38,7 +38,7 @@ HALF_BYTES = 2  # of a value in the KV cache, which is fp16 or bf16
 
 
 @dataclass
-class _Step:
+class _EngineStep:
     """A context, the device buffers of its small inputs and logits, and the captured graphs by first slot."""
 
     context: Any
@@ -123,7 +123,7 @@ class TensorRTEngine(SlotEngine):
             done += rows
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def _decode(self, step: _Step, tokens: Int64Array, first_slot: int) -> FloatArray:
+    def _decode(self, step: _EngineStep, tokens: Int64Array, first_slot: int) -> FloatArray:
         """Feed ``tokens [B, 1]`` in a bucket of at least B rows."""
         batch, size = len(tokens), step.profile.batch
         ids = np.zeros((size, 1), np.int64)
@@ -185,7 +185,7 @@ class TensorRTEngine(SlotEngine):
     def _cache_file(self) -> Path:
         return cache_folder() / "runtime" / f"{self.digest[:16]}.bin"
 
-    def _step(self, index: int, profile: Profile, compiled: CompiledEngine) -> _Step:
+    def _step(self, index: int, profile: Profile, compiled: CompiledEngine) -> _EngineStep:
         context = self._context(eager=profile.max_tokens == 1)
         if not context.set_optimization_profile_async(index, self._stream):
             raise BuildError(f"the engine has no optimization profile {index}", expected=f"{len(compiled.profiles)}")
@@ -198,7 +198,7 @@ class TensorRTEngine(SlotEngine):
             WRITE_POSITIONS: profile.batch,
         }
         inputs = {name: self._allocate(8 * sizes[name]) for name in self._io.inputs}
-        return _Step(context, profile, inputs, self._allocate(4 * tokens * self._io.vocab_size), {})
+        return _EngineStep(context, profile, inputs, self._allocate(4 * tokens * self._io.vocab_size), {})
 
     def _context(self, *, eager: bool) -> Any:
         """An execution context without memory of its own.
@@ -226,12 +226,12 @@ class TensorRTEngine(SlotEngine):
         checked(self._cuda.cudaMemsetAsync(address, 0, size, self._stream))
         return address
 
-    def _bucket(self, batch: int, first_slot: int) -> tuple[_Step, int]:
+    def _bucket(self, batch: int, first_slot: int) -> tuple[_EngineStep, int]:
         """A decode bucket, and how many of the batch it takes: all if its other rows have room, else its size.
 
         There is always a bucket of one, which fits exactly.
         """
-        smaller: list[_Step] = []
+        smaller: list[_EngineStep] = []
         for step in self._steps[1:]:  # by size
             size = step.profile.batch
             if size <= batch:
@@ -242,7 +242,7 @@ class TensorRTEngine(SlotEngine):
                 return step, batch
         return smaller[-1], smaller[-1].profile.batch
 
-    def _feed(self, step: _Step, inputs: SlotInputs) -> None:
+    def _feed(self, step: _EngineStep, inputs: SlotInputs) -> None:
         """Copy the small inputs to their fixed addresses."""
         kind = self._cuda.cudaMemcpyKind.cudaMemcpyHostToDevice
         for name, value in _small(inputs).items():
@@ -250,7 +250,7 @@ class TensorRTEngine(SlotEngine):
                 # Synchronous, because ``value`` is pageable and gone after this line.
                 checked(self._cuda.cudaMemcpy(step.inputs[name], value.ctypes.data, value.nbytes, kind))
 
-    def _bind(self, step: _Step, inputs: SlotInputs, first: int) -> None:
+    def _bind(self, step: _EngineStep, inputs: SlotInputs, first: int) -> None:
         """Set the shapes and addresses of a step over the rows from ``first`` on."""
         for name, value in _small(inputs).items():
             if name in step.inputs:
@@ -266,11 +266,11 @@ class TensorRTEngine(SlotEngine):
                 step.context.set_tensor_address(f"past_key_values.{name}", address)
                 step.context.set_tensor_address(f"present.{name}", address)
 
-    def _launch(self, step: _Step) -> None:
+    def _launch(self, step: _EngineStep) -> None:
         if not step.context.execute_async_v3(self._stream):
             raise BuildError("the engine refused a step", expected="shapes within its profile")
 
-    def _capture(self, step: _Step) -> Any:
+    def _capture(self, step: _EngineStep) -> Any:
         mode = self._cuda.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
         checked(self._cuda.cudaStreamBeginCapture(self._stream, mode))
         self._launch(step)
@@ -279,7 +279,7 @@ class TensorRTEngine(SlotEngine):
         checked(self._cuda.cudaGraphDestroy(graph))
         return executable
 
-    def _logits(self, step: _Step, rows: int) -> FloatArray:
+    def _logits(self, step: _EngineStep, rows: int) -> FloatArray:
         logits = np.empty((rows, self._io.vocab_size), np.float32)
         kind = self._cuda.cudaMemcpyKind.cudaMemcpyDeviceToHost
         checked(self._cuda.cudaMemcpyAsync(logits.ctypes.data, step.logits, logits.nbytes, kind, self._stream))

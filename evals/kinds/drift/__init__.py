@@ -8,8 +8,8 @@ from typing import ClassVar
 from pydantic import Field
 
 from evals.block import Block, FactRow, fact_metrics
-from evals.check import Judged
-from evals.kind import Bounds, Kind
+from evals.check import JudgedVerdict
+from evals.kind import Bounds, EvidenceKind
 from evals.kinds.online import LIVE
 from tapeout.artifact import Frozen, Record, Roles, load
 from tapeout.recipe import Count, Section
@@ -72,12 +72,12 @@ class DriftReport(Record):
         return f"recalibrate: {' and '.join(drifted)} drifted"
 
 
-class Drift(Kind[DriftReport, Frozen, Bounds]):
+class DriftKind(EvidenceKind[DriftReport, Frozen, Bounds]):
     order, name, role, needed = 91, "drift", "drift", "never"
     nouns = ("DriftReport",)
     report, item, bounds = DriftReport, Frozen, Bounds
 
-    def block(self, folder: Path, verdict: Judged) -> Block:
+    def block(self, folder: Path, verdict: JudgedVerdict) -> Block:
         found = load(folder, DriftReport).record
         facts = (
             FactRow("advice", "Advice", found.advice, note=f"{found.exchanges} exchanges, {found.samples} samples"),
@@ -86,7 +86,7 @@ class Drift(Kind[DriftReport, Frozen, Bounds]):
                 for d in found.distances
             ),
         )
-        return Block(LIVE, "Drift from the calibration samples", facts=facts, metrics=fact_metrics("drift", facts))
+        return Block(LIVE, "DriftKind from the calibration samples", facts=facts, metrics=fact_metrics("drift", facts))
 
 
-KIND = Drift()
+KIND = DriftKind()

@@ -6,13 +6,13 @@ The evidence is in the other reports: each records the fingerprint of the machin
 from __future__ import annotations
 
 from evals.check import Check, Findings, Outcome
-from evals.kind import Bounds, Evidence, Executed, Kind
+from evals.kind import Bounds, Evidence, EvidenceKind, Executed
 from tapeout.artifact import Frozen
 from tapeout.errors import FingerprintError
 from tapeout.fingerprint import Fingerprint, require_match
 
 
-class Execution(Kind[Frozen, Frozen, Bounds]):
+class ExecutionKind(EvidenceKind[Frozen, Frozen, Bounds]):
     order, name, needed = 10, "execution", "never"
     bounds = Bounds
 
@@ -45,4 +45,4 @@ def _differences(evidence: Evidence, noun: str, ran: Fingerprint) -> list[str]:
     return []
 
 
-KIND = Execution()
+KIND = ExecutionKind()

@@ -13,8 +13,8 @@ from pydantic import Field
 
 from engines.bundle import EngineBundle
 from evals.block import Block, FactRow, fact_metrics
-from evals.check import Judged, Outcome
-from evals.kind import Bounds, Kind
+from evals.check import JudgedVerdict, Outcome
+from evals.kind import Bounds, EvidenceKind
 from evals.kinds.online.sequential import AnytimeTest
 from tapeout.artifact import Record, Roles, load
 from tapeout.errors import ExitCode
@@ -76,12 +76,12 @@ class OnlineVerdict(Record):
         return EXIT_CODES[self.outcome]
 
 
-class OnlineEvidence(Kind[OnlineVerdict, Observation, Bounds]):
+class OnlineKind(EvidenceKind[OnlineVerdict, Observation, Bounds]):
     order, name, role, needed = 90, "online", "online", "never"
     nouns, items_file = ("OnlineVerdict",), OBSERVATIONS_FILE
     report, item, bounds = OnlineVerdict, Observation, Bounds
 
-    def block(self, folder: Path, verdict: Judged) -> Block:
+    def block(self, folder: Path, verdict: JudgedVerdict) -> Block:
         found = load(folder, OnlineVerdict).record
         against = f"champion {found.plan.champion[:12]}, challenger {found.plan.challenger[:12]}"
         facts = (
@@ -100,4 +100,4 @@ class OnlineEvidence(Kind[OnlineVerdict, Observation, Bounds]):
         return Block(LIVE, "Challenger beside the champion", facts=facts, metrics=fact_metrics("online", facts))
 
 
-KIND = OnlineEvidence()
+KIND = OnlineKind()

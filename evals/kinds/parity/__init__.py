@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import Field
 
 from evals.check import Check, Findings, Outcome
-from evals.kind import DocumentBounds, Evidence, EvidenceRecord, Kind, Report
-from evals.kinds.text import TextSettings
+from evals.kind import DocumentBounds, Evidence, EvidenceKind, EvidenceRecord, Report
+from evals.kinds.text import HeldOutSettings
 from evals.limits import at_most
 from evals.rules import Rule, broken, copies, counted, differing, mean_above_largest, same_numbers, short, token_rules
 from tapeout.artifact import Frozen, Roles
-from tapeout.recipe import Count, Recipe, Section
+from tapeout.recipe import BaseRecipe, Count, Section
 
 if TYPE_CHECKING:
     from evals.conditions import Condition
@@ -93,18 +93,18 @@ class ParityBounds(DocumentBounds):
     max_parity_document_kl: float = Field(default=0.01, gt=0, le=0.5)  # mean over any one document
 
 
-class Parity(Kind[ParityReport, ParityItem, ParityBounds]):
+class ParityKind(EvidenceKind[ParityReport, ParityItem, ParityBounds]):
     order, name, role, stage = 60, "parity", "parity", "parity"
     measure_module = "evals.kinds.parity.measure"
     nouns, items_file = ("ParityReport",), "parity_items.jsonl"
     sections: ClassVar = {"evaluate": ParitySettings}
     report, item, bounds = ParityReport, ParityItem, ParityBounds
 
-    def conflicts(self, recipe: Recipe) -> list[str]:
-        wanted, there = recipe.section(ParitySettings).parity_documents, recipe.section(TextSettings).documents
+    def conflicts(self, recipe: BaseRecipe) -> list[str]:
+        wanted, there = recipe.section(ParitySettings).parity_documents, recipe.section(HeldOutSettings).documents
         return [f"evaluate.parity_documents is {wanted} of {there} documents"] if wanted > there else []
 
-    def deviations(self, report: Report[ParityReport, ParityItem], recipe: Recipe) -> list[str]:
+    def deviations(self, report: Report[ParityReport, ParityItem], recipe: BaseRecipe) -> list[str]:
         asked = recipe.section(ParitySettings).parity_documents + 1  # one of all positions
         return differing("ParityReport", {"documents": (report.record.documents, asked)})
 
@@ -214,4 +214,4 @@ def _worst(items: Sequence[ParityItem], condition: Condition) -> Check:
     )
 
 
-KIND = Parity()
+KIND = ParityKind()

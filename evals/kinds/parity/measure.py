@@ -10,16 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from engines.protocol import FloatArray
 from evals.items import write_items, write_metrics
-from evals.kind import Context, Probe, Reference
+from evals.kind import Context, ReferenceModel
 from evals.kinds.parity import KIND, ParityItem, ParityReport, ParitySettings
 from evals.kinds.parity.embedding import HeadRows, embedding_error
 from evals.kinds.parity.reference_logits import REFERENCE_FILE, ReferenceLogits
-from evals.kinds.text import TextSettings
+from evals.kinds.text import HeldOutSettings
 from evals.text import joined, kl_divergences, token_hash
 from tapeout import artifact
 from tapeout.artifact import Artifact, Parents
@@ -27,10 +28,13 @@ from tapeout.errors import EvidenceError
 from tapeout.fingerprint import Fingerprint
 from tapeout.progress import ProgressBar
 
+if TYPE_CHECKING:
+    from engines.target import Probe
+
 
 def measure(context: Context, folder: Path) -> None:
     """The stage of `evals/kinds/parity/`."""
-    text, count = context.section(TextSettings), context.section(ParitySettings).parity_documents
+    text, count = context.section(HeldOutSettings), context.section(ParitySettings).parity_documents
     quantized, reference = context.reference()
     texts = context.encode(context.heldout_texts(text.documents)[:count])
     candidate = context.bundle("candidate")
@@ -50,7 +54,7 @@ def measure(context: Context, folder: Path) -> None:
 
 def parity(
     probe: Probe,
-    reference: Reference,
+    reference: ReferenceModel,
     documents: Sequence[Sequence[int]],
     folder: Path,
     *,
@@ -90,7 +94,7 @@ def parity(
 
 def compare(
     probe: Probe,
-    reference: Reference,
+    reference: ReferenceModel,
     documents: Sequence[Sequence[int]],
     *,
     head: str,
@@ -133,7 +137,7 @@ def parity_metrics(items: Sequence[ParityItem]) -> dict[str, float]:
 
 def _compare_document(
     probe: Probe,
-    reference: Reference,
+    reference: ReferenceModel,
     tokens: Sequence[int],
     head: str,
     rows: HeadRows | None,

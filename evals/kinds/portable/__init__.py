@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from evals.check import Fact, Findings
-from evals.kind import Bounds, Evidence, Kind, Report
+from evals.kind import Bounds, Evidence, EvidenceKind, Report
 from evals.kinds.text import TextItem, text_problems
 from evals.rules import counted
 from tapeout.artifact import Record, Roles
@@ -32,7 +32,7 @@ class PortableReport(Record):
     perplexity_ratio: float  # lowered / baseline
 
 
-class Portable(Kind[PortableReport, TextItem, Bounds]):
+class PortableKind(EvidenceKind[PortableReport, TextItem, Bounds]):
     order, name, role, needed = 80, "portable", "portable", "never"
     nouns, items_file = ("PortableReport",), "text_items.jsonl"
     report, item, bounds = PortableReport, TextItem, Bounds
@@ -51,4 +51,4 @@ class Portable(Kind[PortableReport, TextItem, Bounds]):
         return Findings(facts=tuple(Fact(name=n, title=title, value=value) for n, (title, value) in facts.items()))
 
 
-KIND = Portable()
+KIND = PortableKind()

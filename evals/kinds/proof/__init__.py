@@ -6,11 +6,11 @@ import math
 from pathlib import Path
 
 from evals.block import QUANTIZATION, Block, FactRow, fact_metrics
-from evals.check import Check, Findings, Judged, Outcome
-from evals.kind import Bounds, Evidence, Kind, Report
+from evals.check import Check, Findings, JudgedVerdict, Outcome
+from evals.kind import Bounds, Evidence, EvidenceKind, Report
 from evals.rules import short
 from tapeout.artifact import Frozen, load, load_record
-from tapeout.recipe import Recipe
+from tapeout.recipe import BaseRecipe
 
 
 class ProofSummary(Frozen):
@@ -21,12 +21,12 @@ class ProofSummary(Frozen):
     bits_per_weight: float
 
 
-class Proof(Kind[ProofSummary, Frozen, Bounds]):
+class ProofKind(EvidenceKind[ProofSummary, Frozen, Bounds]):
     order, name, role, needed = 20, "proof", "quantized", "always"
     nouns = ("QuantizedModel", "LoweredGraph")
     report, item, bounds = ProofSummary, Frozen, Bounds
 
-    def load(self, folder: Path, recipe: Recipe) -> Report[ProofSummary, Frozen]:
+    def load(self, folder: Path, recipe: BaseRecipe) -> Report[ProofSummary, Frozen]:
         """The record says it all, so a registry can judge again without the weights."""
         from quantization.checkpoint import QuantizedModel
 
@@ -58,7 +58,7 @@ class Proof(Kind[ProofSummary, Frozen, Bounds]):
         )
         return Findings((check,))
 
-    def block(self, folder: Path, verdict: Judged) -> Block:
+    def block(self, folder: Path, verdict: JudgedVerdict) -> Block:
         from quantization.checkpoint import QuantizedModel
 
         model = load(folder, QuantizedModel).record
@@ -80,4 +80,4 @@ class Proof(Kind[ProofSummary, Frozen, Bounds]):
         return Block(QUANTIZATION, facts=facts, metrics=fact_metrics("weights", facts))
 
 
-KIND = Proof()
+KIND = ProofKind()

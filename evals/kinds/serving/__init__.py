@@ -13,13 +13,13 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from evals.block import QUALITY, Block, FactRow, Table, fact_metrics
-from evals.check import Check, Fact, Findings, Judged, Outcome
+from evals.check import Check, Fact, Findings, JudgedVerdict, Outcome
 from evals.items import read_items
-from evals.kind import Bounds, Evidence, EvidenceRecord, Kind, Report
+from evals.kind import Bounds, Evidence, EvidenceKind, EvidenceRecord, Report
 from evals.limits import at_least, at_most
 from evals.rules import Rule, counted, mean_above_largest, token_rules
 from tapeout.artifact import Frozen, Roles, load
-from tapeout.recipe import Count, Recipe, Section
+from tapeout.recipe import BaseRecipe, Count, Section
 
 EVERY_SLOT = ("pieces", "decode", "greedy", "mixed", "reuse")  # paths that must be measured in every slot
 SEVERAL = ("copy", "share")  # paths that need more than one slot
@@ -161,7 +161,7 @@ class ServingBounds(Bounds):
     max_wrong_answers: float = Field(default=0.01, ge=0, le=0.1)  # share of tokens
 
 
-class Serving(Kind[ServingReport, ServedItem, ServingBounds]):
+class ServingKind(EvidenceKind[ServingReport, ServedItem, ServingBounds]):
     order, name, role, stage = 55, "serving", "serving", "serving"
     measure_module = "evals.kinds.serving.measure"
     nouns, items_file = ("ServingReport",), "served_items.jsonl"
@@ -169,7 +169,7 @@ class Serving(Kind[ServingReport, ServedItem, ServingBounds]):
     report, item, bounds = ServingReport, ServedItem, ServingBounds
     absent = Block(QUALITY, "As served", missing="Batched decoding was not measured.")
 
-    def conflicts(self, recipe: Recipe) -> list[str]:
+    def conflicts(self, recipe: BaseRecipe) -> list[str]:
         settings = recipe.section(ServingSettings)
         return recipe.too_long(
             {
@@ -218,7 +218,7 @@ class Serving(Kind[ServingReport, ServedItem, ServingBounds]):
             ),
         )
 
-    def block(self, folder: Path, verdict: Judged) -> Block:
+    def block(self, folder: Path, verdict: JudgedVerdict) -> Block:
         report, items = load(folder, ServingReport).record, read_items(folder / self.items_file, ServedItem)
         pressed = report.pressure.answers
         facts = (
@@ -404,4 +404,4 @@ def _few(numbers: set[int]) -> str:
     return ", ".join(map(str, shown[:3])) + (", …" if len(shown) > 3 else "")
 
 
-KIND = Serving()
+KIND = ServingKind()

@@ -34,7 +34,7 @@ class Response:
 
 
 @dataclass
-class _Sequence:
+class _GreedySequence:
     """One live sequence; its slot is its place in the list of live sequences."""
 
     prompt: int
@@ -72,11 +72,11 @@ def greedy(
     common = sum(1 for _ in same)
     begun: set[int] = set()  # slots that hold the common tokens
     responses: dict[int, Response] = {}
-    live: list[_Sequence] = []
+    live: list[_GreedySequence] = []
     waiting = iter(range(len(prompts)))
     bar = ProgressBar(title=progress or "", unit="prompt", total=len(prompts), hidden=not progress)
 
-    def accept(sequence: _Sequence, token: int) -> bool:
+    def accept(sequence: _GreedySequence, token: int) -> bool:
         """Append a token; True when that ends the response."""
         sequence.tokens.append(token)
         stopped = token in stops or (finished is not None and finished(sequence.tokens))
@@ -93,10 +93,10 @@ def greedy(
         begun.add(slot)
         return int(engine.prefill(slot, prompt[start:], start=start)[0].argmax())
 
-    def admit(slot: int) -> _Sequence | None:
+    def admit(slot: int) -> _GreedySequence | None:
         """Prefill waiting prompts into the slot until one has more than its first token to say."""
         for number in waiting:
-            sequence = _Sequence(number, len(prompts[number]))
+            sequence = _GreedySequence(number, len(prompts[number]))
             if not accept(sequence, first_token(slot, prompts[number])):
                 return sequence
         return None

@@ -22,8 +22,8 @@ from evals.kinds.serving import KIND, Draws, ServedItem, ServingReport, ServingS
 from evals.kinds.serving.generation import greedy
 from evals.kinds.serving.pressure import MakeAnswerer, under_pressure
 from evals.kinds.serving.running_paths import most_running, running_paths
-from evals.kinds.serving.served_log import Log, Place, Stream, Streams, anchor
-from evals.kinds.text import TextSettings
+from evals.kinds.serving.served_log import LoggedPlace, ServedLog, Stream, Streams, anchor
+from evals.kinds.text import HeldOutSettings
 from tapeout.artifact import Artifact, Parents, create, load
 from tapeout.fingerprint import Fingerprint
 from tapeout.progress import ProgressBar
@@ -40,7 +40,7 @@ DRAWN_POSITIONS = range(3, 256, 8)  # of the text that tokens are drawn from
 
 def measure(context: Context, folder: Path) -> None:
     """The stage of `evals/kinds/serving/`."""
-    documents = context.encode(context.heldout_texts(context.section(TextSettings).documents))
+    documents = context.encode(context.heldout_texts(context.section(HeldOutSettings).documents))
     text = [token for tokens in documents for token in tokens]
     candidate = context.engine("candidate")
     serving(
@@ -134,7 +134,7 @@ def served_items(
     ``baseline`` None: none is asked. ``reopen`` opens the candidate with other numbers of slots and threads. It is
     called last, after the other two were closed, so that memory holds the candidate's weights once.
     """
-    log, streams = Log(), Streams(text)
+    log, streams = ServedLog(), Streams(text)
     rounds = list(mixed_lengths(candidate.slots, candidate.max_tokens - settings.steps))
     for lengths in ProgressBar(rounds, title="as served", unit="round"):
         held = [streams.next(length + settings.steps) for length in lengths]
@@ -192,24 +192,24 @@ def _ends(length: int, turn: int = 0) -> list[int]:
     raise AssertionError("pieces do not end")
 
 
-def pieces(engine: Sequences, held: Sequence[Stream], lengths: Sequence[int], log: Log) -> None:
+def pieces(engine: Sequences, held: Sequence[Stream], lengths: Sequence[int], log: ServedLog) -> None:
     """A prompt fed in pieces, each continuing the slot, in every slot."""
     for slot, (stream, length) in enumerate(zip(held, lengths, strict=True)):
         at = 0
         for end in _ends(length):
             logits = engine.prefill(slot, stream.tokens[at : end + 1], start=at)
-            log.add(Place("pieces", slot, slot, 1), stream, end, logits[0])
+            log.add(LoggedPlace("pieces", slot, slot, 1), stream, end, logits[0])
             at = end + 1
 
 
-def mixed(engine: Sequences, held: Sequence[Stream], lengths: Sequence[int], log: Log) -> None:
+def mixed(engine: Sequences, held: Sequence[Stream], lengths: Sequence[int], log: ServedLog) -> None:
     """All prompts fed together, a piece of each in every step: single tokens of some beside long pieces of others."""
     ends = [iter(_ends(length, slot % len(PIECES))) for slot, length in enumerate(lengths)]
     at = [0] * len(held)
     while batch := [(slot, end) for slot, left in enumerate(ends) if (end := next(left, None)) is not None]:
         found = engine.feed([Fed(slot, held[slot].tokens[at[slot] : end + 1], at[slot]) for slot, end in batch])
         for (slot, end), rows in zip(batch, found, strict=True):
-            log.add(Place("mixed", slot, 0, len(held)), held[slot], end, rows[0])
+            log.add(LoggedPlace("mixed", slot, 0, len(held)), held[slot], end, rows[0])
             at[slot] = end + 1
 
 
@@ -224,7 +224,7 @@ def windows(slots: int, steps: int) -> Iterator[tuple[int, int]]:
     yield from ((slots - size, size) for size in range(slots - 1, 0, -1))
 
 
-def steps(engine: Sequences, held: Sequence[Stream], lengths: Sequence[int], count: int, log: Log) -> None:
+def steps(engine: Sequences, held: Sequence[Stream], lengths: Sequence[int], count: int, log: ServedLog) -> None:
     """Batched decode steps and greedy steps in turn, of every batch size, each entry at its own length.
 
     After ``count`` steps the sequences start again at ``lengths``. A step and the greedy one beside it write the same
@@ -240,12 +240,12 @@ def steps(engine: Sequences, held: Sequence[Stream], lengths: Sequence[int], cou
         if chosen is None:
             chosen = engine.decode_greedy(tokens, at, first_slot=first)
         for entry, slot in enumerate(slots):
-            log.add(Place("decode", slot, first, size), held[slot], at[entry], logits[entry])
-            place = Place("greedy", slot, first, size)
+            log.add(LoggedPlace("decode", slot, first, size), held[slot], at[entry], logits[entry])
+            place = LoggedPlace("greedy", slot, first, size)
             log.add(place, held[slot], at[entry], logits[entry], chosen=int(chosen[entry]))
 
 
-def reuse(engine: Sequences, baseline: Sequences | None, streams: Streams, count: int, log: Log) -> None:
+def reuse(engine: Sequences, baseline: Sequences | None, streams: Streams, count: int, log: ServedLog) -> None:
     """A short prompt in every slot, where a longer sequence was before, then decode steps of all slots."""
     room = max(1, engine.max_tokens - count)
     lengths = [min(room, REUSE_TOKENS + slot % REUSE_SPREAD) for slot in range(engine.slots)]
@@ -253,12 +253,12 @@ def reuse(engine: Sequences, baseline: Sequences | None, streams: Streams, count
     anchor(engine, baseline, held, [range(length - 1, length + count) for length in lengths])
     for slot, (stream, length) in enumerate(zip(held, lengths, strict=True)):
         logits = engine.prefill(slot, stream.tokens[:length])
-        log.add(Place("reuse", slot, slot, 1), stream, length - 1, logits[0])
+        log.add(LoggedPlace("reuse", slot, slot, 1), stream, length - 1, logits[0])
     for step in range(count):
         at = [length + step for length in lengths]
         logits = engine.decode([stream.tokens[n] for stream, n in zip(held, at, strict=True)], at)
         for slot, stream in enumerate(held):
-            log.add(Place("reuse", slot, 0, engine.slots), stream, at[slot], logits[slot])
+            log.add(LoggedPlace("reuse", slot, 0, engine.slots), stream, at[slot], logits[slot])
 
 
 def _prefixes(slots: int, longest: int) -> list[int]:
@@ -267,7 +267,7 @@ def _prefixes(slots: int, longest: int) -> list[int]:
     return sorted((lengths * slots)[: max(slots, len(lengths))], reverse=True)
 
 
-def copy(engine: Sequences, stream: Stream, prefixes: Sequence[int], count: int, log: Log) -> None:
+def copy(engine: Sequences, stream: Stream, prefixes: Sequence[int], count: int, log: ServedLog) -> None:
     """A shared prefix copied from slot to slot, and continued by a decode step and a prefill of ``count - 1`` tokens.
 
     The last slot holds the stream; every slot is copied from and copied to. What lies where a prefix goes is another
@@ -279,16 +279,16 @@ def copy(engine: Sequences, stream: Stream, prefixes: Sequence[int], count: int,
             engine.prefill(target, stream.tokens[: length + count][::-1])
         engine.copy_slot(source, target, length)
         logits = engine.decode([stream.tokens[length]], [length], first_slot=target)
-        log.add(Place("copy", target, target, 1), stream, length, logits[0])
+        log.add(LoggedPlace("copy", target, target, 1), stream, length, logits[0])
         if count == 1:
             continue
         behind = stream.tokens[length + 1 : length + count]
         rows = engine.prefill(target, behind, start=length + 1, positions=range(len(behind)))
         for ahead, row in enumerate(rows, start=1):
-            log.add(Place("copy", target, target, 1), stream, length + ahead, row)
+            log.add(LoggedPlace("copy", target, target, 1), stream, length + ahead, row)
 
 
-def share(engine: Sequences, streams: Streams, count: int, log: Log) -> None:
+def share(engine: Sequences, streams: Streams, count: int, log: ServedLog) -> None:
     """Different continuations of one prefix, one for each slot, fed in one step; they share its blocks."""
     for length in [length for length in SHARED if length + count <= engine.max_tokens]:
         prefix = streams.next(length).tokens
@@ -300,10 +300,10 @@ def share(engine: Sequences, streams: Streams, count: int, log: Log) -> None:
         )
         for slot, (stream, rows) in enumerate(zip(held, found, strict=True)):
             for ahead, row in enumerate(rows):
-                log.add(Place("share", slot, 0, engine.slots), stream, length + ahead, row)
+                log.add(LoggedPlace("share", slot, 0, engine.slots), stream, length + ahead, row)
 
 
-def generation(engine: Sequences, streams: Streams, settings: ServingSettings, log: Log) -> None:
+def generation(engine: Sequences, streams: Streams, settings: ServingSettings, log: ServedLog) -> None:
     """Free-running answers of more prompts than there are slots; each token is the likeliest one after those before."""
     room = engine.max_tokens - settings.new_tokens
     lengths = [min(room, 1 + 11 * number % 97) for number in range(max(settings.answers, engine.slots + 1))]
@@ -314,7 +314,7 @@ def generation(engine: Sequences, streams: Streams, settings: ServingSettings, l
         anchor(engine, None, [stream], [range(len(prompt) - 1, len(stream.tokens))])
         for ahead, token in enumerate(answer.tokens):
             position = len(prompt) - 1 + ahead
-            place = Place("generation", 0, 0, engine.slots)
+            place = LoggedPlace("generation", 0, 0, engine.slots)
             log.add(place, stream, position, stream.own[position], chosen=token)
 
 
@@ -324,7 +324,7 @@ def other_shape(
     reopen: Callable[[], Sequences],
     streams: Streams,
     count: int,
-    log: Log,
+    log: ServedLog,
 ) -> None:
     """The same engine opened with other numbers of slots and threads, in its last slots. Closes the first two."""
     room = engine.max_tokens - count
@@ -338,10 +338,10 @@ def other_shape(
         first = reopened.slots - len(held)
         for slot, (stream, length) in enumerate(zip(held, lengths, strict=True), start=first):
             logits = reopened.prefill(slot, stream.tokens[:length])
-            log.add(Place("reopened", slot, slot, 1), stream, length - 1, logits[0])
+            log.add(LoggedPlace("reopened", slot, slot, 1), stream, length - 1, logits[0])
         for step in range(count):
             at = [length + step for length in lengths]
             tokens = [stream.tokens[n] for stream, n in zip(held, at, strict=True)]
             logits = reopened.decode(tokens, at, first_slot=first)
             for entry, stream in enumerate(held):
-                log.add(Place("reopened", first + entry, first, len(held)), stream, at[entry], logits[entry])
+                log.add(LoggedPlace("reopened", first + entry, first, len(held)), stream, at[entry], logits[entry])

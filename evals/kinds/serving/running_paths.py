@@ -14,7 +14,7 @@ from typing import NamedTuple
 from engines.protocol import Engine, EngineCapabilities, Entry, FloatArray, Result, Wanted
 from engines.sequences import Sequences
 from evals.kinds.serving import ServingSettings
-from evals.kinds.serving.served_log import Log, Place, Stream, Streams, anchor
+from evals.kinds.serving.served_log import LoggedPlace, ServedLog, Stream, Streams, anchor
 from tapeout.progress import ProgressBar
 
 SPREAD = 97  # prompts have 1 to so many tokens
@@ -33,7 +33,7 @@ def most_running(has: EngineCapabilities, settings: ServingSettings) -> int:
     return min(settings.max_running, has.max_batch, has.blocks // _blocks_each(has, settings))
 
 
-def running_paths(candidate: Sequences, streams: Streams, settings: ServingSettings, log: Log) -> None:
+def running_paths(candidate: Sequences, streams: Streams, settings: ServingSettings, log: ServedLog) -> None:
     engine, ahead = candidate.engine, settings.draft_tokens + 1
     has = engine.capabilities
     most, each = most_running(has, settings), _blocks_each(has, settings)
@@ -58,29 +58,29 @@ def _blocks_each(has: EngineCapabilities, settings: ServingSettings) -> int:
     return -(-min(SPREAD + settings.draft_tokens + 1, has.max_tokens) // has.block_tokens)
 
 
-def _join(engine: Engine, running: Sequence[Running], log: Log) -> None:
+def _join(engine: Engine, running: Sequence[Running], log: ServedLog) -> None:
     """The last one's prompt, beside a decoded token of each of the others."""
     *before, last = running
     batch = [_token(one, 0, "logits") for one in before]
     batch.append(Entry(last.stream.tokens[: last.length], 0, last.table, "logits"))
     ends = [*(one.length for one in before), last.length - 1]
     for row, (one, end, logits) in enumerate(zip(running, ends, _logits(engine.step(batch)), strict=True)):
-        log.add(Place("joining", row, 0, len(running)), one.stream, end, logits[0])
+        log.add(LoggedPlace("joining", row, 0, len(running)), one.stream, end, logits[0])
     rest = last.stream.tokens[last.length :]
     engine.step([Entry(rest, last.length, last.table, positions=())])
 
 
-def _decode(engine: Engine, running: Sequence[Running], log: Log) -> None:
+def _decode(engine: Engine, running: Sequence[Running], log: ServedLog) -> None:
     """One token of each, at a place behind its prompt that differs from size to size."""
     size = len(running)
     behind = [size % (len(one.stream.tokens) - one.length) for one in running]
     found = _logits(engine.step([_token(one, at, "logits") for one, at in zip(running, behind, strict=True)]))
     chosen = engine.step([_token(one, at, "token") for one, at in zip(running[::-1], behind[::-1], strict=True)])
     for row, (one, at, logits, choice) in enumerate(zip(running, behind, found, chosen[::-1], strict=True)):
-        log.add(Place("running", row, 0, size), one.stream, one.length + at, logits[0], chosen=_chosen(choice))
+        log.add(LoggedPlace("running", row, 0, size), one.stream, one.length + at, logits[0], chosen=_chosen(choice))
 
 
-def _draft(engine: Engine, running: Sequence[Running], settings: ServingSettings, log: Log) -> None:
+def _draft(engine: Engine, running: Sequence[Running], settings: ServingSettings, log: ServedLog) -> None:
     """As many drafts for each as a step has room for; fewer for every other one."""
     size = len(running)
     most = min(settings.draft_tokens, settings.step_tokens // size - 1)
@@ -93,11 +93,11 @@ def _draft(engine: Engine, running: Sequence[Running], settings: ServingSettings
     ]
     for row, (one, found) in enumerate(zip(running, _logits(engine.step(batch)), strict=True)):
         for at, logits in enumerate(found):
-            log.add(Place("drafts", row, 0, size), one.stream, one.length + at, logits)
+            log.add(LoggedPlace("drafts", row, 0, size), one.stream, one.length + at, logits)
 
 
 def _resume(
-    engine: Engine, running: list[Running], number: int, spare: Sequence[int] | None, log: Log
+    engine: Engine, running: list[Running], number: int, spare: Sequence[int] | None, log: ServedLog
 ) -> Sequence[int] | None:
     """One is fed again in the spare blocks, beside the others' next tokens, then all decode; the blocks it had."""
     one = running[number]
@@ -109,7 +109,7 @@ def _resume(
     for step, fed_again in zip(steps, (1, 0), strict=True):
         for row, (other, end, logits) in enumerate(zip(running, ends, _logits(engine.step(step)), strict=True)):
             at = end - fed_again if row == number else end
-            log.add(Place("resumed", row, 0, len(running)), other.stream, at, logits[0])
+            log.add(LoggedPlace("resumed", row, 0, len(running)), other.stream, at, logits[0])
     return None if spare is None else one.table
 
 

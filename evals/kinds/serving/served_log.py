@@ -56,7 +56,7 @@ def batches(lengths: Sequence[int], slots: int, tokens: int) -> list[range]:
 
 
 @dataclass(frozen=True)
-class Place:
+class LoggedPlace:
     """Where logits were computed: a slot, and the batch that it was part of."""
 
     path: str
@@ -69,7 +69,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Entry:
+class LoggedEntry:
     """One position compared."""
 
     position: int
@@ -80,14 +80,14 @@ class Entry:
     float_kl: float | None
 
 
-class Log:
+class ServedLog:
     """Collects comparisons by place."""
 
     def __init__(self) -> None:
-        self._found: dict[Place, list[Entry]] = {}
+        self._found: dict[LoggedPlace, list[LoggedEntry]] = {}
 
     def add(
-        self, place: Place, stream: Stream, position: int, logits: FloatArray, *, chosen: int | None = None
+        self, place: LoggedPlace, stream: Stream, position: int, logits: FloatArray, *, chosen: int | None = None
     ) -> None:
         """``chosen``: the token that the engine picked by itself, where it did; ``logits`` are those it picked by.
 
@@ -101,7 +101,7 @@ class Log:
                 remedy="`tapeout inspect` shows its scales and kernels; build it again, or serve at another level",
             )
         picked = int(logits.argmax()) if chosen is None else chosen
-        entry = Entry(
+        entry = LoggedEntry(
             position=position,
             agree=picked == int(own.argmax()),
             kl=_kl(own, logits),
@@ -119,7 +119,7 @@ def _kl(anchor: FloatArray, logits: FloatArray) -> float:
     return float(kl_divergences(anchor[None], logits[None])[0])
 
 
-def _item(place: Place, found: Sequence[Entry]) -> ServedItem:
+def _item(place: LoggedPlace, found: Sequence[LoggedEntry]) -> ServedItem:
     float_kls = [entry.float_kl for entry in found if entry.float_kl is not None]
     return ServedItem(
         path=place.path,

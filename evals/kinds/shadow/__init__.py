@@ -9,13 +9,13 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from evals.block import QUALITY, Block, FactRow, fact_metrics
-from evals.check import Champion, Findings, Judged
-from evals.kind import Bounds, CountTexts, Evidence, EvidenceRecord, Kind, Report
+from evals.check import Champion, Findings, JudgedVerdict
+from evals.kind import Bounds, CountTexts, Evidence, EvidenceKind, EvidenceRecord, Report
 from evals.limits import at_most
 from evals.rules import Rule, broken, copies, counted, differing, same_numbers, short, token_rules
 from tapeout.artifact import Frozen, Roles, load
 from tapeout.errors import SourceError
-from tapeout.recipe import Count, Recipe, Section
+from tapeout.recipe import BaseRecipe, Count, Section
 
 EARLY_TOKENS = 4
 
@@ -75,22 +75,22 @@ class ShadowBounds(Bounds):
     max_early_divergence: float = Field(default=0.3, ge=0, le=0.8)
 
 
-class Shadow(Kind[ShadowReport, ShadowItem, ShadowBounds]):
+class ShadowKind(EvidenceKind[ShadowReport, ShadowItem, ShadowBounds]):
     order, name, role, stage = 50, "shadow", "shadow", "shadow"
     measure_module = "evals.kinds.shadow.measure"
     nouns, items_file = ("ShadowReport",), "shadow_items.jsonl"
     sections: ClassVar = {"shadow": ShadowSettings}
     report, item, bounds = ShadowReport, ShadowItem, ShadowBounds
-    absent = Block(QUALITY, "Shadow traffic", missing="No traffic was replayed.")
+    absent = Block(QUALITY, "ShadowKind traffic", missing="No traffic was replayed.")
 
-    def conflicts(self, recipe: Recipe) -> list[str]:
+    def conflicts(self, recipe: BaseRecipe) -> list[str]:
         longest = recipe.section(ShadowSettings).max_new_tokens
         return recipe.too_long({"shadow.max_new_tokens, with a prompt of one": longest + 1})
 
-    def datasets(self, recipe: Recipe) -> tuple[str, ...]:
+    def datasets(self, recipe: BaseRecipe) -> tuple[str, ...]:
         return recipe.section(ShadowSettings).datasets
 
-    def check_data(self, recipe: Recipe, data: Path, count: CountTexts) -> None:
+    def check_data(self, recipe: BaseRecipe, data: Path, count: CountTexts) -> None:
         asked = recipe.section(ShadowSettings)
         questions = sum(count(dataset) for dataset in asked.datasets)
         if questions < asked.prompts:
@@ -100,7 +100,7 @@ class Shadow(Kind[ShadowReport, ShadowItem, ShadowBounds]):
                 remedy="lower shadow.prompts, or add to shadow.datasets",
             )
 
-    def deviations(self, report: Report[ShadowReport, ShadowItem], recipe: Recipe) -> list[str]:
+    def deviations(self, report: Report[ShadowReport, ShadowItem], recipe: BaseRecipe) -> list[str]:
         record, asked = report.record, recipe.section(ShadowSettings)
         found = {"prompts": (record.prompts, asked.prompts)}
         return differing("ShadowReport", {**found, "new tokens": (record.max_new_tokens, asked.max_new_tokens)})
@@ -163,7 +163,7 @@ class Shadow(Kind[ShadowReport, ShadowItem, ShadowBounds]):
             champion=Champion(digest=report.record.champion, is_baseline=report.record.champion_is_baseline),
         )
 
-    def block(self, folder: Path, verdict: Judged) -> Block:
+    def block(self, folder: Path, verdict: JudgedVerdict) -> Block:
         report = load(folder, ShadowReport).record
         champion = "the registered champion"
         if report.champion_is_baseline:
@@ -172,7 +172,7 @@ class Shadow(Kind[ShadowReport, ShadowItem, ShadowBounds]):
             FactRow("prompts", "Prompts replayed", report.prompts, note=f"against {champion}"),
             FactRow("max_new_tokens", "Longest answer, tokens", report.max_new_tokens),
         )
-        return Block(QUALITY, "Shadow traffic", facts=facts, metrics=fact_metrics("shadow", facts))
+        return Block(QUALITY, "ShadowKind traffic", facts=facts, metrics=fact_metrics("shadow", facts))
 
 
 def _rules(limit: int) -> tuple[Rule[ShadowItem], ...]:
@@ -195,4 +195,4 @@ def _rules(limit: int) -> tuple[Rule[ShadowItem], ...]:
     )
 
 
-KIND = Shadow()
+KIND = ShadowKind()

@@ -16,7 +16,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from evals.check import Check, Findings, Outcome
-from evals.kind import DocumentBounds, Evidence, EvidenceRecord, Kind, Report
+from evals.kind import DocumentBounds, Evidence, EvidenceKind, EvidenceRecord, Report
 from evals.kinds.parity import TableError
 from evals.kinds.tasks import TaskItem
 from evals.limits import at_least, at_most
@@ -100,7 +100,7 @@ class SourceBounds(DocumentBounds):
     max_embedding_error: float = Field(default=0.3, gt=0, le=1)
 
 
-class Source(Kind[SourceReport, SourceItem, SourceBounds]):
+class SourceKind(EvidenceKind[SourceReport, SourceItem, SourceBounds]):
     order, name, role, stage = 65, "source", "source-model", "source"
     measure_module = "evals.kinds.source.measure"
     nouns, items_file = ("SourceReport",), "source_items.jsonl"
@@ -293,4 +293,4 @@ def _accuracy_floors(evidence: Evidence, bounds: SourceBounds) -> tuple[Check, .
     )
 
 
-KIND = Source()
+KIND = SourceKind()

@@ -20,7 +20,7 @@ from evals.kinds.parity.embedding import embedding_error
 from evals.kinds.shadow import ShadowSettings
 from evals.kinds.source import ANSWERS_PER_TASK, KIND, SourceAnswer, SourceItem, SourceReport, TextFile
 from evals.kinds.tasks import TaskSettings
-from evals.kinds.text import TextSettings
+from evals.kinds.text import HeldOutSettings
 from evals.kinds.text.measure import answers, pairing_key, questions, scored
 from evals.text import CHUNK_TOKENS, joined, kl_divergences, log_likelihoods, token_hash
 from tapeout.artifact import Artifact, Parents, create, load
@@ -34,7 +34,7 @@ BATCH = 16  # texts of one step of the source model
 
 def measure(context: Context, folder: Path) -> None:
     """The stage of `evals/kinds/source/`."""
-    text, count = context.section(TextSettings), context.section(ParitySettings).parity_documents
+    text, count = context.section(HeldOutSettings), context.section(ParitySettings).parity_documents
     bundles = {role: context.bundle(role) for role in ("baseline", "candidate")}
     documents = [ids[: text.document_tokens] for ids in context.encode(context.heldout_texts(text.documents)[:count])]
     prompts = context.chat_prompts(context.section(ShadowSettings).datasets, PROMPTS)

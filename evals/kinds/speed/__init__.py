@@ -9,12 +9,12 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from evals.block import SPEED, Bars, Block, Roofline, Rows, Table
-from evals.check import Check, Findings, Judged
-from evals.kind import Bounds, Evidence, EvidenceRecord, Executed, Kind, Report
+from evals.check import Check, Findings, JudgedVerdict
+from evals.kind import Bounds, Evidence, EvidenceKind, EvidenceRecord, Executed, Report
 from evals.rules import Rule, broken, differing
 from tapeout.artifact import Frozen, Roles, load
 from tapeout.errors import EvidenceError
-from tapeout.recipe import Count, Recipe, Section
+from tapeout.recipe import BaseRecipe, Count, Section
 
 ENGINES = ("baseline", "candidate")
 BATCH_AXIS = "sequences decoded together"
@@ -97,7 +97,7 @@ class SpeedBounds(Bounds):
     min_repeats: Count = 5  # paired repeats per batch and phase; fewer bound no median at 95 %
 
 
-class Speed(Kind[SpeedSummary, SpeedSample, SpeedBounds]):
+class SpeedKind(EvidenceKind[SpeedSummary, SpeedSample, SpeedBounds]):
     order, name, role, stage = 70, "speed", "benchmark", "benchmark"
     measure_module = "evals.kinds.speed.measure"
     nouns = ("Benchmark",)
@@ -105,7 +105,7 @@ class Speed(Kind[SpeedSummary, SpeedSample, SpeedBounds]):
     report, item, bounds = SpeedSummary, SpeedSample, SpeedBounds
     absent = Block(SPEED, missing="No benchmark was recorded.")
 
-    def conflicts(self, recipe: Recipe) -> list[str]:
+    def conflicts(self, recipe: BaseRecipe) -> list[str]:
         from evals.statistics import required_repeats
 
         timed, bounds = recipe.section(SpeedSettings), recipe.section(SpeedBounds)
@@ -122,7 +122,7 @@ class Speed(Kind[SpeedSummary, SpeedSample, SpeedBounds]):
             )
         return problems
 
-    def load(self, folder: Path, recipe: Recipe) -> Report[SpeedSummary, SpeedSample]:
+    def load(self, folder: Path, recipe: BaseRecipe) -> Report[SpeedSummary, SpeedSample]:
         found = load(folder, Benchmark)
         found.verify()
         timed, asked = found.record, recipe.section(SpeedSettings)
@@ -153,7 +153,7 @@ class Speed(Kind[SpeedSummary, SpeedSample, SpeedBounds]):
         samples = sorted(report.items, key=lambda sample: (sample.phase, sample.batch))
         return Findings(tuple(_check(sample, bounds) for sample in samples))
 
-    def block(self, folder: Path, verdict: Judged) -> Block:
+    def block(self, folder: Path, verdict: JudgedVerdict) -> Block:
         return speed_block(load(folder, Benchmark).record)
 
 
@@ -261,4 +261,4 @@ def speed_table(rows: list[tuple[str, str, bool, float, float]]) -> Table:
     )
 
 
-KIND = Speed()
+KIND = SpeedKind()

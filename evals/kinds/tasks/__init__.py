@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from pydantic import Field
 
 from evals.block import QUALITY, Block, Interval, Intervals, Table
-from evals.check import Check, Findings, Judged, Outcome, Slice
-from evals.kind import Bounds, CountTexts, Evidence, EvidenceRecord, Kind, Report
+from evals.check import Check, Findings, JudgedVerdict, Outcome, Slice
+from evals.kind import Bounds, CountTexts, Evidence, EvidenceKind, EvidenceRecord, Report
 from evals.rules import Rule, broken, copies
 from tapeout.artifact import Frozen, Roles
-from tapeout.recipe import Count, Recipe, Section
+from tapeout.recipe import BaseRecipe, Count, Section
 
 if TYPE_CHECKING:
     from evals.conditions import Condition
@@ -77,7 +77,7 @@ class TaskBounds(Bounds):
     max_flips: float = Field(default=0.12, gt=0, le=0.5)
 
 
-class Tasks(Kind[EvalReport, TaskItem, TaskBounds]):
+class TasksKind(EvidenceKind[EvalReport, TaskItem, TaskBounds]):
     order, name, role, stage = 30, "tasks", "evaluation", "evaluate"
     measure_module = "evals.kinds.text.measure"
     nouns, items_file = ("EvalReport",), "task_items.jsonl"
@@ -85,16 +85,16 @@ class Tasks(Kind[EvalReport, TaskItem, TaskBounds]):
     report, item, bounds = EvalReport, TaskItem, TaskBounds
     absent = Block(QUALITY, missing="No accuracy evidence was recorded.")
 
-    def datasets(self, recipe: Recipe) -> tuple[str, ...]:
+    def datasets(self, recipe: BaseRecipe) -> tuple[str, ...]:
         return recipe.section(TaskSettings).tasks
 
-    def check_data(self, recipe: Recipe, data: Path, count: CountTexts) -> None:
+    def check_data(self, recipe: BaseRecipe, data: Path, count: CountTexts) -> None:
         from evals.kinds.tasks.questions import load_task
 
         for task in recipe.section(TaskSettings).tasks:
             load_task(task, data)
 
-    def deviations(self, report: Report[EvalReport, TaskItem], recipe: Recipe) -> list[str]:
+    def deviations(self, report: Report[EvalReport, TaskItem], recipe: BaseRecipe) -> list[str]:
         asked, found = sorted(recipe.section(TaskSettings).tasks), sorted(report.record.tasks)
         return [] if asked == found else [f"EvalReport is of tasks {', '.join(found)}, not of {', '.join(asked)}"]
 
@@ -146,7 +146,7 @@ class Tasks(Kind[EvalReport, TaskItem, TaskBounds]):
             ),
         )
 
-    def block(self, folder: Path, verdict: Judged) -> Block | None:
+    def block(self, folder: Path, verdict: JudgedVerdict) -> Block | None:
         pooled = verdict.check("accuracy")
         if not verdict.slices or pooled.value is None or pooled.bound is None:
             return self.absent
@@ -261,4 +261,4 @@ def slice_table(slices: Sequence[Slice]) -> Table:
     )
 
 
-KIND = Tasks()
+KIND = TasksKind()

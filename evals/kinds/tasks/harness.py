@@ -32,7 +32,7 @@ SHARED_TOKENS = 4  # to copy fewer costs more than to compute them
 TokenRequest = tuple[tuple[str, str] | None, list[int], list[int]]
 
 
-class Text(NamedTuple):
+class HarnessText(NamedTuple):
     """The tokens that are fed to score a continuation: all but its last one, behind ``before`` tokens of context.
 
     ``shared``: so many are those of the first text of its family; of the first itself, all.
@@ -44,9 +44,9 @@ class Text(NamedTuple):
     shared: int = 0
 
 
-def _families(texts: Iterable[Text], slots: int) -> Iterator[list[Text]]:
+def _families(texts: Iterable[HarnessText], slots: int) -> Iterator[list[HarnessText]]:
     """Texts that follow one another and begin with the same tokens, such as the choices of one question."""
-    family: list[Text] = []
+    family: list[HarnessText] = []
     for text in texts:
         same = takewhile(
             lambda pair: pair[0] == pair[1], zip(family[0].tokens if family else (), text.tokens, strict=False)
@@ -63,12 +63,12 @@ def _families(texts: Iterable[Text], slots: int) -> Iterator[list[Text]]:
         yield family
 
 
-def _slots(family: Sequence[Text]) -> int:
+def _slots(family: Sequence[HarnessText]) -> int:
     """One for the first text, and one for each that has tokens of its own."""
     return 1 + sum(text.shared < len(text.tokens) for text in family)
 
 
-def _begin(family: Sequence[Text]) -> int:
+def _begin(family: Sequence[HarnessText]) -> int:
     """The first position whose logits a family needs."""
     return min(text.before for text in family) - 1
 
@@ -152,7 +152,7 @@ class EngineLM(TemplateLM):
                 self.cache_hook.add_partial("loglikelihood", strings, result)
         return results
 
-    def _text(self, request: TokenRequest) -> Text:
+    def _text(self, request: TokenRequest) -> HarnessText:
         """What is fed for a request. The context is cut from the left so that it fits the engine."""
         strings, context, continuation = request
         # The last token is predicted, never fed; the context keeps at least the token that predicts the first.
@@ -164,11 +164,11 @@ class EngineLM(TemplateLM):
                 remedy="leave this item's task out of `evaluate.tasks`, or export with a larger `export.max_positions`",
             )
         kept = context[-room:]
-        return Text((*kept, *continuation[:-1]), len(kept), continuation)
+        return HarnessText((*kept, *continuation[:-1]), len(kept), continuation)
 
-    def _groups(self, families: Iterable[list[Text]]) -> Iterator[list[list[Text]]]:
+    def _groups(self, families: Iterable[list[HarnessText]]) -> Iterator[list[list[HarnessText]]]:
         """Families that are scored together: as many as there are slots for their texts, at least one."""
-        group: list[list[Text]] = []
+        group: list[list[HarnessText]] = []
         room = self.engine.slots
         for family in families:
             if group and _slots(family) > room:
@@ -179,7 +179,7 @@ class EngineLM(TemplateLM):
         if group:
             yield group
 
-    def _score(self, group: Sequence[list[Text]]) -> list[tuple[float, bool]]:
+    def _score(self, group: Sequence[list[HarnessText]]) -> list[tuple[float, bool]]:
         """Every continuation of the families. What texts share with the first of their family is computed once."""
         firsts, others, slot = list[Fed](), list[Fed](), 0
         for family in group:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import Field
 
 from evals.block import QUALITY, Block, Divergence, Rows
-from evals.check import Findings, Judged
+from evals.check import Findings, JudgedVerdict
 from evals.items import read_items
-from evals.kind import Bounds, CountTexts, Evidence, Kind, Report
+from evals.kind import Bounds, CountTexts, Evidence, EvidenceKind, Report
 from evals.kinds.tasks import EvalReport
 from evals.limits import at_most
 from evals.rules import (
@@ -34,7 +34,7 @@ from evals.rules import (
 from tapeout.artifact import Frozen
 from tapeout.errors import EvidenceError, SourceError
 from tapeout.progress import ProgressBar
-from tapeout.recipe import Count, Recipe, Section
+from tapeout.recipe import BaseRecipe, Count, Section
 
 if TYPE_CHECKING:
     from engines.sequences import Sequences
@@ -63,7 +63,7 @@ class TextItem(Frozen):
     long: bool = False
 
 
-class TextSettings(Section):
+class HeldOutSettings(Section):
     documents: Count = 300  # one in a hundred is in such a sample with 95 %
     document_tokens: Count = 96
     long_documents: Count = 2  # joined from the others, as long as the engines have positions
@@ -77,18 +77,18 @@ class TextBounds(Bounds):
     max_document_kl: float = Field(default=0.1, gt=0, le=2)  # of the worst range of positions of any document
 
 
-class Text(Kind[EvalReport, TextItem, TextBounds]):
+class TextKind(EvidenceKind[EvalReport, TextItem, TextBounds]):
     order, name, role = 40, "text", "evaluation"
     nouns, items_file = ("EvalReport",), "text_items.jsonl"
-    sections: ClassVar = {"evaluate": TextSettings}
+    sections: ClassVar = {"evaluate": HeldOutSettings}
     report, item, bounds = EvalReport, TextItem, TextBounds
     absent = Block(QUALITY, missing="No held-out text was scored.")
 
-    def conflicts(self, recipe: Recipe) -> list[str]:
-        return recipe.too_long({"evaluate.document_tokens": recipe.section(TextSettings).document_tokens})
+    def conflicts(self, recipe: BaseRecipe) -> list[str]:
+        return recipe.too_long({"evaluate.document_tokens": recipe.section(HeldOutSettings).document_tokens})
 
-    def check_data(self, recipe: Recipe, data: Path, count: CountTexts) -> None:
-        asked, documents = recipe.calibrate, recipe.section(TextSettings).documents
+    def check_data(self, recipe: BaseRecipe, data: Path, count: CountTexts) -> None:
+        asked, documents = recipe.calibrate, recipe.section(HeldOutSettings).documents
         texts = count(asked.dataset, asked.column)
         if texts < asked.samples + documents:
             raise SourceError(
@@ -97,9 +97,9 @@ class Text(Kind[EvalReport, TextItem, TextBounds]):
                 remedy="lower calibrate.samples or evaluate.documents, or choose a larger calibrate.dataset",
             )
 
-    def deviations(self, report: Report[EvalReport, TextItem], recipe: Recipe) -> list[str]:
+    def deviations(self, report: Report[EvalReport, TextItem], recipe: BaseRecipe) -> list[str]:
         documents = sum(not item.long for item in report.items)
-        return differing("EvalReport", {"documents": (documents, recipe.section(TextSettings).documents)})
+        return differing("EvalReport", {"documents": (documents, recipe.section(HeldOutSettings).documents)})
 
     def problems(self, report: Report[EvalReport, TextItem], evidence: Evidence) -> list[str]:
         return [
@@ -140,7 +140,7 @@ class Text(Kind[EvalReport, TextItem, TextBounds]):
             )
         )
 
-    def block(self, folder: Path, verdict: Judged) -> Block | None:
+    def block(self, folder: Path, verdict: JudgedVerdict) -> Block | None:
         kl = verdict.check("kl")
         if kl.value is None or kl.upper is None or kl.bound is None:
             return self.absent
@@ -248,4 +248,4 @@ def text_metrics(items: Sequence[TextItem]) -> dict[str, float]:
     }
 
 
-KIND = Text()
+KIND = TextKind()

@@ -19,7 +19,7 @@ from evals.kind import Context
 from evals.kinds.tasks import EvalReport, TaskItem, TaskSettings
 from evals.kinds.tasks.harness import EngineLM, beginning_of_text, encode
 from evals.kinds.tasks.questions import LocalTask, choose_documents, load_task
-from evals.kinds.text import TextSettings, text_items, text_metrics
+from evals.kinds.text import HeldOutSettings, text_items, text_metrics
 from evals.text import joined
 from tapeout.artifact import Artifact, Parents, create, load
 from tapeout.errors import EvidenceError
@@ -32,7 +32,7 @@ PAIRING_KEYS = ("doc_id", "doc_hash", "prompt_hash", "target_hash")
 
 def measure(context: Context, folder: Path) -> None:
     """The stage of `evals/kinds/tasks/`."""
-    source, bundle, texts = context.source(), context.bundle("candidate"), context.section(TextSettings)
+    source, bundle, texts = context.source(), context.bundle("candidate"), context.section(HeldOutSettings)
     evaluate(
         context.section(TaskSettings),
         texts,
@@ -51,7 +51,7 @@ def measure(context: Context, folder: Path) -> None:
 
 def evaluate(
     settings: TaskSettings,
-    text: TextSettings,
+    text: HeldOutSettings,
     baseline: Sequences,
     candidate: Sequences,
     *,

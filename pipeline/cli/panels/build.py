@@ -48,7 +48,7 @@ def build(
 
     name, capabilities = command.parse_target(target)
     recipe = load_recipe(params)
-    request = hardware.Request(
+    request = hardware.BuildRequest(
         artifacts=artifacts,
         recipe=recipe,
         precision=precision,

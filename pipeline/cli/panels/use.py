@@ -211,7 +211,7 @@ def pull(
 
     Example: `tapeout pull models:/smollm2@champion`
     """
-    from pipeline.registry.access import Reference
+    from pipeline.registry.access import VersionReference
     from pipeline.registry.bundle_store import store_folder
     from pipeline.registry.pull import Requirements
     from pipeline.registry.pull import pull as fetch
@@ -220,7 +220,7 @@ def pull(
         from pipeline.registry.signatures import require_key
 
         require_key(public_key)
-    found = fetch(Reference.parse(model), to or store_folder(), Requirements(public_key, judge_by, unsafe))
+    found = fetch(VersionReference.parse(model), to or store_folder(), Requirements(public_key, judge_by, unsafe))
     show(found._asdict(), str(found.folder.resolve()), as_json)
 
 

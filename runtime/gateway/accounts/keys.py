@@ -51,7 +51,7 @@ class KeyFileError(TapeoutError):
     """The file of keys cannot be read."""
 
 
-class Key(BaseModel):
+class ApiKey(BaseModel):
     """``hash``: sha256 of the key, in hex. Limits that are None do not exist."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -108,11 +108,11 @@ class Keys(Hook):
 
     def __init__(self, given: Sequence[str] = (), file: Path | None = None) -> None:
         given = [*given, *filter(None, (key.strip() for key in os.environ.get(ENVIRONMENT, "").split(",")))]
-        self._given = [Key(name=f"key-{number}", hash=hash_of(key)) for number, key in enumerate(given, start=1)]
+        self._given = [ApiKey(name=f"key-{number}", hash=hash_of(key)) for number, key in enumerate(given, start=1)]
         self._file, self._stamp, self._looked_at = file, _stamp(file), time.monotonic()
-        self._keys: list[Key] = []
+        self._keys: list[ApiKey] = []
         self._take(read_keys(file) if file else [])
-        self._limits: dict[str, Limits] = {}
+        self._limits: dict[str, KeyQuota] = {}
         self.used: Mapping[str, int] = {}
         self._grants: dict[str, Grant] = {}
         self.protected = bool(self._keys) or file is not None
@@ -121,7 +121,7 @@ class Keys(Hook):
     def have_budgets(self) -> bool:
         return any(key.token_budget for key in self._keys)
 
-    def authenticate(self, authorization: str | None) -> Key:
+    def authenticate(self, authorization: str | None) -> ApiKey:
         """The key of an ``Authorization: Bearer …`` header; :class:`ApiError` 401 without a valid one."""
         self._reload()
         scheme, _, key = (authorization or "").partition(" ")
@@ -135,11 +135,11 @@ class Keys(Hook):
             raise _unauthorized("the API key is not valid")
         return found
 
-    def limits(self, key: Key) -> Limits:
+    def limits(self, key: ApiKey) -> KeyQuota:
         """The state of a key's limits. It outlives a change of the file; the tokens used are those of the name."""
         limits = self._limits.get(key.name)
         if limits is None:
-            limits = self._limits[key.name] = Limits(key, used=self.used.get(key.name, 0))
+            limits = self._limits[key.name] = KeyQuota(key, used=self.used.get(key.name, 0))
         elif limits.key != key:
             limits.change(key)
         return limits
@@ -155,7 +155,7 @@ class Keys(Hook):
         if grant := self._grants.pop(call.id, None):
             grant.settle(0 if call.refused else call.prompt_tokens + call.completion_tokens)
 
-    def _take(self, keys: list[Key]) -> None:
+    def _take(self, keys: list[ApiKey]) -> None:
         self._keys = [*self._given, *keys]
         self._by_name = {key.name: key for key in self._keys}
 
@@ -183,7 +183,7 @@ def _stamp(file: Path | None) -> tuple[int, int, int] | None:
     return (found.st_mtime_ns, found.st_size, found.st_ino) if found else None
 
 
-def read_keys(file: Path) -> list[Key]:
+def read_keys(file: Path) -> list[ApiKey]:
     """:class:`KeyFileError` says what is wrong with the file."""
     expected, remedy = "a list `keys` of name and hash (docs/operations.md)", "`tapeout keys new` prints an entry"
     try:
@@ -194,7 +194,7 @@ def read_keys(file: Path) -> list[Key]:
     if not isinstance(entries, list):
         raise KeyFileError(f"{file} has no list of keys, or something besides", expected=expected, remedy=remedy)
     try:
-        keys = [Key.model_validate(entry) for entry in entries]
+        keys = [ApiKey.model_validate(entry) for entry in entries]
     except ValidationError as error:
         # Not the values: whoever pastes a key where its hash belongs must not find it in a log.
         problems = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()]
@@ -254,14 +254,14 @@ class Bucket:
         return max(0.0, amount - self.level) * 60 / self.size
 
 
-class Limits:
+class KeyQuota:
     """What one key may still use. A request reserves the most it can use, and gives back the rest at its end."""
 
-    def __init__(self, key: Key, *, used: int = 0) -> None:
+    def __init__(self, key: ApiKey, *, used: int = 0) -> None:
         self.used, self.reserved = used, 0  # tokens of the budget
         self.change(key)
 
-    def change(self, key: Key) -> None:
+    def change(self, key: ApiKey) -> None:
         """Limits as the key has them now; the buckets are full again."""
         now = time.monotonic()
         self.key = key
@@ -325,7 +325,7 @@ class Limits:
 class Grant:
     """One admitted request. Settle it when the request has ended, however it ended."""
 
-    def __init__(self, limits: Limits, tokens: int) -> None:
+    def __init__(self, limits: KeyQuota, tokens: int) -> None:
         self._limits, self._reserved = limits, tokens
 
     def settle(self, tokens: int) -> None:

@@ -19,7 +19,17 @@ from typing import Protocol
 
 from runtime.engine.opening import OpenEngine, Start
 from runtime.wire.limits import Limits
-from runtime.wire.messages import Add, Cancel, Close, Command, Delta, EngineInfo, EngineStats, GenerateRequest, Report
+from runtime.wire.messages import (
+    Add,
+    Cancel,
+    Close,
+    Command,
+    Delta,
+    EngineInfo,
+    EngineStats,
+    GenerateRequest,
+    StepReport,
+)
 from tapeout.cores import usable
 from tapeout.errors import RequestError, TapeoutError
 
@@ -447,7 +457,7 @@ class _EngineProcess:
     def _receive(self, data: bytes) -> None:
         self._reported_at = monotonic()
         if self._answered:
-            self._dispatch(Report.decode(data))
+            self._dispatch(StepReport.decode(data))
             return
         self._answered = True
         answer: EngineInfo | TapeoutError = pickle.loads(data)
@@ -458,7 +468,7 @@ class _EngineProcess:
         else:
             self._opened.set_result(answer)
 
-    def _dispatch(self, report: Report) -> None:
+    def _dispatch(self, report: StepReport) -> None:
         self.stats = report.stats
         streams = self._streams
         for delta in report.deltas:

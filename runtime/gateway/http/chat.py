@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime.gateway.http.connection import read_body, unless_disconnected
-from runtime.gateway.http.generation import Part, generate
+from runtime.gateway.http.generation import ResponseChunk, generate
 from runtime.gateway.http.logprobs import Logprobs
 from runtime.gateway.http.requests import check_prompts, choices_of, constraint_of, most_tokens, new_tokens, truncated
 from runtime.gateway.http.service import Service, headers, usage
@@ -29,7 +29,7 @@ async def chat(service: Service, request: Request) -> Response:
     service.require_open()
     body = parse(ChatBody, await read_body(request, service.limits.body_bytes, service.limits.body_seconds))
     call, model, parts = await begin_chat(service, request, body, "chatcmpl")
-    writer = _Writer(body, call, model, _tools(body))
+    writer = _ChatWriter(body, call, model, _tools(body))
     sent = headers(call, body, *body.messages)
     if not body.stream:
         return JsonResponse(await unless_disconnected(request.receive, writer.whole(parts)), headers=sent)
@@ -40,7 +40,7 @@ async def chat(service: Service, request: Request) -> Response:
 
 async def begin_chat(
     service: Service, request: Request, body: ChatBody, prefix: str
-) -> tuple[Call, TextModel, AsyncGenerator[Part]]:
+) -> tuple[Call, TextModel, AsyncGenerator[ResponseChunk]]:
     """The call of a chat, and the parts of its choices. ``prefix``: of its id."""
     service.require_model(body.model)
     body.refuse_unsupported()
@@ -118,10 +118,10 @@ class _Message:
     reader: ToolReader | None
     content: str = ""
     calls: list[CallDelta] = field(default_factory=list[CallDelta])
-    parts: list[Part] = field(default_factory=list[Part])
+    parts: list[ResponseChunk] = field(default_factory=list[ResponseChunk])
 
 
-class _Writer:
+class _ChatWriter:
     """The response of a call, in one piece or as events."""
 
     def __init__(self, body: ChatBody, call: Call, model: TextModel, tools: Sequence[Tool]) -> None:
@@ -142,7 +142,7 @@ class _Writer:
             case _:
                 return None if self._model.tool_format is None else reader(self._model.tool_format)
 
-    async def whole(self, parts: AsyncGenerator[Part]) -> dict[str, Any]:
+    async def whole(self, parts: AsyncGenerator[ResponseChunk]) -> dict[str, Any]:
         async with aclosing(parts):
             async for part in parts:
                 message = self._messages[part.choice.index]
@@ -177,7 +177,7 @@ class _Writer:
             choice["token_ids"] = [token for part in message.parts for token in part.tokens]
         return choice
 
-    async def events(self, first: Part, parts: AsyncGenerator[Part]) -> AsyncGenerator[bytes]:
+    async def events(self, first: ResponseChunk, parts: AsyncGenerator[ResponseChunk]) -> AsyncGenerator[bytes]:
         async with aclosing(parts):
             for index in range(self._call.choices):
                 yield self._event(index, {"role": "assistant", "content": ""}, first=True)
@@ -189,7 +189,7 @@ class _Writer:
         if self._body.include_usage:
             yield event(self._head("chat.completion.chunk") | {"choices": [], "usage": usage(self._call)})
 
-    def _of(self, part: Part) -> list[bytes]:
+    def _of(self, part: ResponseChunk) -> list[bytes]:
         """The events of a part: one, unless it holds content and calls."""
         message = self._messages[part.choice.index]
         content, calls = self._read(message, part)
@@ -209,11 +209,13 @@ class _Writer:
             events = self._texts[index] = TextEvents(self._data(index, {"content": TEXT}))
         return events.event(text)
 
-    def _event(self, index: int, delta: dict[str, Any], part: Part | None = None, *, first: bool = False) -> bytes:
+    def _event(
+        self, index: int, delta: dict[str, Any], part: ResponseChunk | None = None, *, first: bool = False
+    ) -> bytes:
         return event(self._data(index, delta, part, first=first))
 
     def _data(
-        self, index: int, delta: dict[str, Any], part: Part | None = None, *, first: bool = False
+        self, index: int, delta: dict[str, Any], part: ResponseChunk | None = None, *, first: bool = False
     ) -> dict[str, Any]:
         """``part``: whose end this event is."""
         choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
@@ -232,7 +234,7 @@ class _Writer:
         return data
 
     @staticmethod
-    def _read(message: _Message, part: Part) -> tuple[str, list[CallDelta]]:
+    def _read(message: _Message, part: ResponseChunk) -> tuple[str, list[CallDelta]]:
         """Content and calls in new text."""
         if message.reader is None:
             return part.text, []
@@ -242,12 +244,12 @@ class _Writer:
             content, calls = content + rest.content, calls + rest.calls
         return content, calls
 
-    def _reason(self, message: _Message, part: Part) -> str | None:
+    def _reason(self, message: _Message, part: ResponseChunk) -> str | None:
         named = isinstance(self._body.tool_choice, NamedTool)  # OpenAI's reason is "stop" where a function is named
         called = message.calls and part.finish_reason == "stop" and not named
         return "tool_calls" if called else part.finish_reason
 
-    def _logprobs_of(self, parts: Sequence[Part]) -> dict[str, Any] | None:
+    def _logprobs_of(self, parts: Sequence[ResponseChunk]) -> dict[str, Any] | None:
         return (
             self._logprobs.chat([entry for part in parts for entry in part.logprobs]) if self._body.logprobs else None
         )

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime.gateway.http.connection import read_body, unless_disconnected
-from runtime.gateway.http.generation import Choice, Part, generate
+from runtime.gateway.http.generation import ResponseChoice, ResponseChunk, generate
 from runtime.gateway.http.logprobs import Logprobs
 from runtime.gateway.http.requests import check_prompts, choices_of, constraint_of, most_tokens, new_tokens, truncated
 from runtime.gateway.http.service import Service, headers, usage
@@ -60,7 +60,7 @@ async def completions(service: Service, request: Request) -> Response:
         prompt_logprobs=max(asked, default=None),
         constraint=constraint,
     )
-    writer = _Writer(body, call, model, texts)
+    writer = _CompletionWriter(body, call, model, texts)
     parts = generate(service.client, call, choices, service.hooks)
     if not body.stream:
         content = await unless_disconnected(request.receive, writer.whole(parts))
@@ -94,7 +94,7 @@ async def _prompts(
     return texts, [next(encoded) if isinstance(entry, str) else entry for entry in given]
 
 
-class _Writer:
+class _CompletionWriter:
     """The response of a call, in one piece or as events. ``texts``: of the prompts, where they were given as text."""
 
     def __init__(self, body: CompletionBody, call: Call, model: TextModel, texts: Sequence[str | None]) -> None:
@@ -104,15 +104,15 @@ class _Writer:
         self._only_text = body.logprobs is None and not body.return_token_ids and not body.continuous_usage
         self._texts_of: dict[int, TextEvents] = {}  # by choice: its events between the first and the last
 
-    async def whole(self, parts: AsyncGenerator[Part]) -> dict[str, Any]:
-        made: dict[int, list[Part]] = {}
+    async def whole(self, parts: AsyncGenerator[ResponseChunk]) -> dict[str, Any]:
+        made: dict[int, list[ResponseChunk]] = {}
         async with aclosing(parts):
             async for part in parts:
                 made.setdefault(part.choice.index, []).append(part)
         choices = [self._choice(made[index]) for index in sorted(made)]
         return self._head() | {"choices": choices, "usage": usage(self._call)}
 
-    async def events(self, first: Part, parts: AsyncGenerator[Part]) -> AsyncGenerator[bytes]:
+    async def events(self, first: ResponseChunk, parts: AsyncGenerator[ResponseChunk]) -> AsyncGenerator[bytes]:
         async with aclosing(parts):
             yield self._event(first, begins=True)
             begun = {first.choice.index}
@@ -127,7 +127,7 @@ class _Writer:
         if self._body.include_usage:
             yield event(self._head() | {"choices": [], "usage": usage(self._call)})
 
-    def _event(self, part: Part, *, begins: bool) -> bytes:
+    def _event(self, part: ResponseChunk, *, begins: bool) -> bytes:
         if self._only_text and not begins and part.finish_reason is None:
             index = part.choice.index
             events = self._texts_of.get(index)
@@ -136,13 +136,13 @@ class _Writer:
             return events.event(part.text)
         return event(self._data(part, begins=begins))
 
-    def _data(self, part: Part, *, begins: bool) -> dict[str, Any]:
+    def _data(self, part: ResponseChunk, *, begins: bool) -> dict[str, Any]:
         data = self._head() | {"choices": [self._choice([part], begins=begins)]}
         if self._body.include_usage:
             data["usage"] = usage(self._call) if self._body.continuous_usage else None
         return data
 
-    def _choice(self, parts: Sequence[Part], *, begins: bool = True) -> dict[str, Any]:
+    def _choice(self, parts: Sequence[ResponseChunk], *, begins: bool = True) -> dict[str, Any]:
         """Of all parts of a choice, or of one of them."""
         choice, reason = parts[0].choice, parts[-1].finish_reason
         echo = bool(self._body.echo) and begins
@@ -164,7 +164,9 @@ class _Writer:
             found["prompt_token_ids"] = list(choice.request.prompt) if begins else None
         return found
 
-    def _logprobs_of(self, choice: Choice, parts: Sequence[Part], *, echo: bool) -> dict[str, Any] | None:
+    def _logprobs_of(
+        self, choice: ResponseChoice, parts: Sequence[ResponseChunk], *, echo: bool
+    ) -> dict[str, Any] | None:
         if self._body.logprobs is None:
             return None
         tokens: list[int] = []
@@ -184,7 +186,7 @@ class _Writer:
             offsets += [before + offset for offset in part.offsets]
         return self._logprobs.completion(tokens, entries, offsets, self._body.logprobs)
 
-    def _echo(self, choice: Choice) -> tuple[str, list[int]]:
+    def _echo(self, choice: ResponseChoice) -> tuple[str, list[int]]:
         """Text of a prompt, and where its tokens begin in it."""
         known = self._echoes.get(choice.prompt)
         if known is None:

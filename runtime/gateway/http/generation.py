@@ -18,7 +18,7 @@ from runtime.wire.messages import Delta, GenerateRequest, TokenLogprobs
 
 
 @dataclass(frozen=True)
-class Choice:
+class ResponseChoice:
     """One response to one prompt. ``prompt``: index of its prompt in the call."""
 
     index: int
@@ -27,10 +27,10 @@ class Choice:
     text: ResponseText
 
 
-class Part(NamedTuple):
+class ResponseChunk(NamedTuple):
     """New text of a choice, and the tokens behind it. The last part of a choice has a ``finish_reason``."""
 
-    choice: Choice
+    choice: ResponseChoice
     text: str
     tokens: tuple[int, ...]
     offsets: tuple[int, ...]  # where they begin in the whole text, in characters
@@ -40,8 +40,8 @@ class Part(NamedTuple):
 
 
 async def generate(
-    client: EngineClient, call: Call, choices: Sequence[Choice], hooks: Sequence[Hook]
-) -> AsyncGenerator[Part]:
+    client: EngineClient, call: Call, choices: Sequence[ResponseChoice], hooks: Sequence[Hook]
+) -> AsyncGenerator[ResponseChunk]:
     """The parts of all choices as they come. Closing the generator cancels what still runs.
 
     :class:`ApiError` for whatever ends the call early, with the status that a response would have.
@@ -67,7 +67,9 @@ async def generate(
             hook.ended(call)
 
 
-async def _follow(client: EngineClient, call: Call, choice: Choice, hooks: Sequence[Hook]) -> AsyncGenerator[Part]:
+async def _follow(
+    client: EngineClient, call: Call, choice: ResponseChoice, hooks: Sequence[Hook]
+) -> AsyncGenerator[ResponseChunk]:
     index, written = choice.index, call.responses.setdefault(choice.index, [])
     answer = None if index else call.answer
     request = answer.request(choice.request) if answer else choice.request
@@ -90,7 +92,7 @@ async def _follow(client: EngineClient, call: Call, choice: Choice, hooks: Seque
                 written.append(text)
             if reason:
                 call.finish_reasons[index] = reason
-            yield Part(
+            yield ResponseChunk(
                 choice, text, delta.tokens[:used], offsets, (delta.logprobs or ())[:used], delta.prompt_logprobs, reason
             )
             if reason:
@@ -111,11 +113,11 @@ def _require_success(delta: Delta) -> None:
             return
 
 
-async def _merged(streams: Sequence[AsyncGenerator[Part]]) -> AsyncGenerator[Part]:
+async def _merged(streams: Sequence[AsyncGenerator[ResponseChunk]]) -> AsyncGenerator[ResponseChunk]:
     """The parts of several streams in the order in which they come; the first error ends all of them."""
-    queue: asyncio.Queue[Part | Exception | None] = asyncio.Queue()
+    queue: asyncio.Queue[ResponseChunk | Exception | None] = asyncio.Queue()
 
-    async def read(stream: AsyncGenerator[Part]) -> None:
+    async def read(stream: AsyncGenerator[ResponseChunk]) -> None:
         try:
             async with aclosing(stream):
                 async for part in stream:

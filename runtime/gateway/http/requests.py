@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from runtime.gateway.http.generation import Choice
+from runtime.gateway.http.generation import ResponseChoice
 from runtime.gateway.protocol.bodies import GenerationBody, StructuredOutputs
 from runtime.gateway.protocol.calls import Call, Caller
 from runtime.gateway.protocol.errors import invalid
@@ -92,7 +92,7 @@ def choices_of(
     prompt_logprobs: int | None,
     constraint: Constraint | None,
     show_special: bool = False,
-) -> list[Choice]:
+) -> list[ResponseChoice]:
     """``n`` choices for each prompt of the call; the index of a choice is its own plus n times that of its prompt."""
     if call.choices > limits.choices:
         raise invalid(f"{call.choices} choices; expected: at most {limits.choices} for all prompts together", "n")
@@ -122,7 +122,7 @@ def choices_of(
         timeout=limits.timeout,
     )
     unique = uuid.uuid4().hex
-    choices: list[Choice] = []
+    choices: list[ResponseChoice] = []
     for index in range(call.choices):
         place, copy = divmod(index, call.n)
         seeded = sampling if sampling.seed is None else replace(sampling, seed=(sampling.seed + copy) % SEEDS)
@@ -135,7 +135,7 @@ def choices_of(
             include_stop=bool(body.include_stop_str_in_output),
             skip_special=body.skip_special_tokens is not False and not show_special,
         )
-        choices.append(Choice(index, place, request, text))
+        choices.append(ResponseChoice(index, place, request, text))
     return choices
 
 

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from runtime.gateway.http.chat import begin_chat
 from runtime.gateway.http.connection import read_body, unless_disconnected
-from runtime.gateway.http.generation import Part
+from runtime.gateway.http.generation import ResponseChunk
 from runtime.gateway.http.service import Service, headers
 from runtime.gateway.http.sse import EventStream, JsonResponse, event
 from runtime.gateway.protocol.bodies import Body, ChatBody, ContentPart, JsonSchema, Message, ResponseFormat, parse
@@ -35,7 +35,7 @@ class TextFormat(JsonSchema):
     type: Literal["text", "json_object", "json_schema"]
 
 
-class TextSettings(Body):
+class ResponseTextSettings(Body):
     format: TextFormat | None = None
     verbosity: str | None = None
 
@@ -48,7 +48,7 @@ class ResponsesBody(Body):
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
-    text: TextSettings | None = None
+    text: ResponseTextSettings | None = None
     # Known, and refused where they ask for anything.
     previous_response_id: str | None = None
     conversation: Any = None
@@ -100,7 +100,7 @@ async def responses(service: Service, request: Request) -> Response:
     service.require_open()
     body = parse(ResponsesBody, await read_body(request, service.limits.body_bytes, service.limits.body_seconds))
     call, _, parts = await begin_chat(service, request, body.chat(), "resp")
-    writer = _Writer(body, call)
+    writer = _ResponseWriter(body, call)
     sent = headers(call, body)
     if not body.stream:
         return JsonResponse(await unless_disconnected(request.receive, writer.whole(parts)), headers=sent)
@@ -109,7 +109,7 @@ async def responses(service: Service, request: Request) -> Response:
     return EventStream(writer.events(first, parts), sent)
 
 
-class _Writer:
+class _ResponseWriter:
     """The response of a call, in one piece or as events."""
 
     def __init__(self, body: ResponsesBody, call: Call) -> None:
@@ -117,12 +117,12 @@ class _Writer:
         self._item = f"msg_{uuid.uuid4().hex}"
         self._events = 0
 
-    async def whole(self, parts: AsyncGenerator[Part]) -> dict[str, Any]:
+    async def whole(self, parts: AsyncGenerator[ResponseChunk]) -> dict[str, Any]:
         async with aclosing(parts):
             text = "".join([part.text async for part in parts])
         return self._response(text)
 
-    async def events(self, first: Part, parts: AsyncGenerator[Part]) -> AsyncGenerator[bytes]:
+    async def events(self, first: ResponseChunk, parts: AsyncGenerator[ResponseChunk]) -> AsyncGenerator[bytes]:
         where = {"item_id": self._item, "output_index": 0, "content_index": 0}
         async with aclosing(parts):
             yield self._event("response.created", response=self._response(None))

@@ -61,7 +61,7 @@ class OpenAtLowPriority:
 
 
 @dataclass
-class Answer:
+class MirroredAnswer:
     """One answer of a picked call. ``likeliest``: the champion's likeliest token at each place of ``tokens``."""
 
     prompt: Sequence[int] = ()
@@ -94,7 +94,7 @@ class Answer:
         return bool(self.tokens) and len(self.tokens) == len(self.likeliest)
 
 
-class Shadow(Hook):
+class ShadowMirror(Hook):
     """A hook of all calls; :meth:`run` is the challenger's side. ``observed``: told of each observation.
 
     ``picked``, ``missed``: conversations since this server started, ``waiting``: answers now. ``ready``: the challenger
@@ -116,7 +116,7 @@ class Shadow(Hook):
         self._quiet.set()
         self._resuming: asyncio.TimerHandle | None = None
         self._challenger: ProcessClient | None = None
-        self._answers: deque[tuple[str, Answer]] = deque()
+        self._answers: deque[tuple[str, MirroredAnswer]] = deque()
         self._arrived = asyncio.Event()
         self.picked = self.missed = 0
         self.ready = False
@@ -130,14 +130,14 @@ class Shadow(Hook):
         if self._running == 1:
             self._make_way()
         if self.ready and call.digest == self._plan.champion and self._drawn(call.id):
-            call.answer = Answer()
+            call.answer = MirroredAnswer()
 
     def ended(self, call: Call) -> None:
         self._running -= 1
         if not self._running:
             self._resuming = asyncio.get_running_loop().call_later(QUIET_SECONDS, self._go_on)
         answer = call.answer
-        if not isinstance(answer, Answer) or not answer.whole or call.error is not None or call.cancelled:
+        if not isinstance(answer, MirroredAnswer) or not answer.whole or call.error is not None or call.cancelled:
             return
         conversation = self._hash(_opening(call))[:16]
         try:
@@ -182,7 +182,7 @@ class Shadow(Hook):
     def _hash(self, content: bytes) -> str:
         return hashlib.sha256(self._salt + content).hexdigest()
 
-    async def _next(self) -> tuple[str, Answer]:
+    async def _next(self) -> tuple[str, MirroredAnswer]:
         """The oldest answer that waits, once no call has run for a moment."""
         while not self._answers:
             self._arrived.clear()
@@ -203,7 +203,7 @@ class Shadow(Hook):
         if self._challenger is not None:
             self._challenger.resume()
 
-    def _record(self, conversation: str, answer: Answer, agree: int | None) -> None:
+    def _record(self, conversation: str, answer: MirroredAnswer, agree: int | None) -> None:
         observation = Observation(
             conversation=conversation,
             prompt_tokens=len(answer.prompt),
@@ -215,7 +215,7 @@ class Shadow(Hook):
         self._observed(observation)
 
 
-async def agreeing(client: EngineClient, answer: Answer) -> int | None:
+async def agreeing(client: EngineClient, answer: MirroredAnswer) -> int | None:
     """At so many tokens of the answer both engines find the same one likeliest; None if the challenger fails on it."""
     for _ in range(ATTEMPTS):
         while not client.ready:
@@ -230,7 +230,7 @@ async def agreeing(client: EngineClient, answer: Answer) -> int | None:
     return None
 
 
-async def _scored(client: EngineClient, answer: Answer) -> int | None:
+async def _scored(client: EngineClient, answer: MirroredAnswer) -> int | None:
     prompt, first = [*answer.prompt, *answer.tokens], len(answer.prompt)
     # The champion never fed its last token. Where there is no room for it, what it could not score disagrees.
     request = GenerateRequest(

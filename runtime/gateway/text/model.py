@@ -19,7 +19,7 @@ from runtime.gateway.text.chat_template import special_tokens as special_texts
 from runtime.gateway.text.detokenize import Detokenizer, TokenTexts, decoder_state
 from runtime.gateway.text.sampling_defaults import read_defaults
 from runtime.gateway.text.stops import StopMatcher
-from runtime.gateway.text.tools import Format, format_of
+from runtime.gateway.text.tools import ToolFormat, format_of
 from runtime.wire.messages import Constraint, FinishReason
 from tapeout import artifact
 
@@ -40,11 +40,11 @@ class TextModel:
         *,
         defaults: Mapping[str, float] | None = None,
         special_texts: Mapping[str, str] | None = None,
-        tool_format: Format | None = None,
+        tool_format: ToolFormat | None = None,
     ) -> None:
         self.digest, self.tokenizer, self.template = digest, tokenizer, template
         self.defaults, self.special_texts = dict(defaults or {}), dict(special_texts or {})
-        self.tool_format: Format | None = tool_format or (format_of(template.source) if template else None)
+        self.tool_format: ToolFormat | None = tool_format or (format_of(template.source) if template else None)
         self.constraints: ConstraintChecker | None = None
         self._checking = asyncio.Lock()
         self.texts = TokenTexts(tokenizer)
@@ -135,7 +135,7 @@ class TextModel:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """What new tokens brought: text that is certain, and where each token of the response begins in its whole text.
 
     There can be fewer ``offsets`` than tokens: what follows a stop string is no part of the response.
@@ -171,7 +171,7 @@ class ResponseText:
         self._characters = 0  # that are complete, held back or not
         self.stopped_by: str | int | None = None
 
-    def push(self, tokens: Sequence[int], reason: FinishReason | None) -> Piece:
+    def push(self, tokens: Sequence[int], reason: FinishReason | None) -> TextPiece:
         """New tokens of the response; with a ``reason`` they are the last. After that, or a match, nothing follows."""
         text, offsets = "", list[int]()
         for place, token in enumerate(tokens, start=1):
@@ -183,11 +183,11 @@ class ResponseText:
                     break
             text += self._match(self._detokenizer.push(token))
             if self._matcher.matched:
-                return Piece(text, tuple(offsets), "stop")
+                return TextPiece(text, tuple(offsets), "stop")
         if reason is not None:
             text += self._match(self._detokenizer.finish())
             text += self._matcher.finish()
-        return Piece(text, tuple(offsets), "stop" if self._matcher.matched else reason)
+        return TextPiece(text, tuple(offsets), "stop" if self._matcher.matched else reason)
 
     def _match(self, text: str) -> str:
         self._characters += len(text)

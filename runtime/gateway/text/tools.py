@@ -20,9 +20,9 @@ from runtime.gateway.text.call_text import CallText, ValueEnd, call_of, parsed_j
 from runtime.wire.messages import Constraint
 from tapeout.errors import RequestError
 
-Format = Literal["hermes", "llama3", "mistral"]
+ToolFormat = Literal["hermes", "llama3", "mistral"]
 # What each format's templates hold, in this order.
-_MARKS: tuple[tuple[Format, str], ...] = (
+_MARKS: tuple[tuple[ToolFormat, str], ...] = (
     ("hermes", "<tool_call>"),
     ("mistral", "[TOOL_CALLS]"),
     ("llama3", '"parameters"'),
@@ -61,7 +61,7 @@ class ToolReader(Protocol):
         ...
 
 
-def format_of(template: str) -> Format | None:
+def format_of(template: str) -> ToolFormat | None:
     """How a model with this chat template writes tool calls; None for a template without tools.
 
     >>> format_of("{% if tools %}... <tool_call>"), format_of("{{ messages }}")
@@ -72,7 +72,7 @@ def format_of(template: str) -> Format | None:
     return next((name for name, mark in _MARKS if mark in template), None)
 
 
-def reader(kind: Format) -> ToolReader:
+def reader(kind: ToolFormat) -> ToolReader:
     return {"hermes": HermesReader, "llama3": Llama3Reader, "mistral": MistralReader}[kind]()
 
 
