@@ -125,7 +125,7 @@ class LoweredRecord(Record):
 
     precision: str  # "float32", a summary of the plan such as "w8:151 w4:60 kv-int8", or the compiler's: fp16, int4 ...
     io: IOContract
-    census: dict[str, int]  # operator -> nodes
+    operator_counts: dict[str, int]  # operator -> nodes
     passes: tuple[PassReport, ...]
     weight_bytes: int
     step_bytes: int  # weights that a decode step at batch 1 reads: all but the embedding
@@ -133,13 +133,13 @@ class LoweredRecord(Record):
     linear_outputs: tuple[LinearOutput, ...]
     stop_tokens: tuple[int, ...]
 
-    def said(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, Any]:
         """These fields by name, for the record of what is built from this graph."""
         return {name: getattr(self, name) for name in LoweredRecord.model_fields}
 
 
 class EngineBundle(LoweredRecord):
-    noun: ClassVar[str] = "EngineBundle"
+    artifact_type: ClassVar[str] = "EngineBundle"
     schema_version: ClassVar[int] = 4  # 4: native attention writes caches in place
     remedy: ClassVar[str] = "run `dvc repro build-baseline build-candidate`"
     parent_roles: ClassVar[Roles] = {

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from engines.bundle import TEXT_FILES, IOContract, KVLayer, LoweredRecord, PassReport
 from engines.graph_check import check
 from engines.passes.base import INLINE_BYTES, QDQ, Lowering, Pass, Weights, defer, dimension
-from engines.target import Made, Target
+from engines.target import RecordT, Target
 from tapeout import artifact
 from tapeout.artifact import Artifact, Parents
 from tapeout.errors import BuildError
@@ -47,7 +47,7 @@ def build(
     weights: Weights,
     folder: Path,
     *,
-    target: Target[Made],
+    target: Target[RecordT],
     precision: str,
     slots: int,
     kv_scales: Mapping[str, NDArray[np.float32]],
@@ -56,7 +56,7 @@ def build(
     qdq: QDQ | None = None,
     parents: Parents,
     progress: Callable[[str], None] = lambda _: None,
-) -> Artifact[Made]:
+) -> Artifact[RecordT]:
     """Lower the graph and write it as the target's artifact: a bundle that runs, or what its compiler is given.
 
     ``kv_scales``: ``layers.N.k_scale|v_scale`` ``[kv_heads, head_size]``; empty: float cache. ``kv_bits``: of the codes
@@ -73,15 +73,15 @@ def build(
     _require_precision(reports, precision)
     bind_parameters(lowering)
     require("the build", needs(lowering.model), folder.parent, progress)
-    with artifact.create(folder, target.noun) as draft:
+    with artifact.create(folder, target.artifact_type) as draft:
         progress("writing the weights")
         lowered = _write(lowering, reports, graph, draft.folder, precision=precision, slots=slots, kv_dtype=kv_dtype)
         draft.finish(target.complete(lowered, lowering.model, draft.folder), parents=parents)
-    return artifact.load(folder, target.noun)
+    return artifact.load(folder, target.artifact_type)
 
 
 def lowering_for(
-    target: Target[Made],
+    target: Target[RecordT],
     graph: Artifact[PortableGraph],
     weights: Weights,
     precision: str,
@@ -158,7 +158,7 @@ def _write(
             slots=slots,
             vocab_size=graph.record.vocab_size,
         ),
-        census=dict(sorted(Counter(n.op_type for n in model.graph.all_nodes()).items())),
+        operator_counts=dict(sorted(Counter(n.op_type for n in model.graph.all_nodes()).items())),
         passes=reports,
         weight_bytes=weight_bytes,
         step_bytes=step_bytes(model),

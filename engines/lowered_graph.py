@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class LoweredGraph(LoweredRecord):
-    noun: ClassVar[str] = "LoweredGraph"
+    artifact_type: ClassVar[str] = "LoweredGraph"
     remedy: ClassVar[str] = "run `tapeout build`"
 
     bits_per_weight: float  # of the linears, scales included

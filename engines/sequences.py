@@ -17,7 +17,7 @@ from engines.protocol import Engine, Entry, FloatArray, Result, TokenArray, Want
 from tapeout.errors import RequestError
 
 
-class Fed(NamedTuple):
+class SlotEntry(NamedTuple):
     """S tokens for positions ``start .. start+S-1`` of a slot, which holds those before.
 
     ``positions``: P indices into ``tokens`` whose logits are wanted, ascending (default: only the last). ``source``:
@@ -76,7 +76,7 @@ class Sequences:
         results = self._decode(tokens, lengths, first_slot, "token")
         return np.fromiter((_token(result) for result in results), np.int64, len(results))
 
-    def feed(self, batch: Sequence[Fed]) -> list[FloatArray]:
+    def feed(self, batch: Sequence[SlotEntry]) -> list[FloatArray]:
         """Feed tokens to several slots, all in one step; float32 logits ``[P, V]`` of each."""
         has = self.engine.capabilities
         entries: list[Entry] = []

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from engines.passes.base import Pass
 
-Made = TypeVar("Made", bound=LoweredRecord)
+RecordT = TypeVar("RecordT", bound=LoweredRecord)
 Progress = Callable[[str, int, int], None]  # phase, steps done, steps in all
 
 
@@ -104,25 +104,25 @@ class Compilation:
     progress: Progress = lambda phase, done, total: None
 
 
-class Target(ABC, Generic[Made]):
+class Target(ABC, Generic[RecordT]):
     """Use :class:`GraphTarget` where the lowered graph is what runs, else :class:`HardwareTarget`."""
 
     name: str
     capabilities: Capabilities
-    noun: type[Made]  # of what a build writes
+    artifact_type: type[RecordT]  # of what a build writes
 
     @abstractmethod
     def passes(self) -> Passes: ...
 
     @abstractmethod
-    def complete(self, lowered: LoweredRecord, model: ir.Model, folder: Path) -> Made:
+    def complete(self, lowered: LoweredRecord, model: ir.Model, folder: Path) -> RecordT:
         """The record of a lowered graph in ``folder``, after any further file was added there."""
 
     @abstractmethod
     def open(self, bundle: Artifact[EngineBundle], *, threads: int, slots: int | None) -> Engine:
         """See :func:`engines.load.load`, which checks the fingerprint before."""
 
-    def at(self, level: str) -> Target[Made]:
+    def at(self, level: str) -> Target[RecordT]:
         """The same target, pinned to one level of processors: bundles carry its kernels only."""
         raise BuildError(f"{self.name} has no level {level!r}", expected=self.name, remedy="see docs/targets.md")
 
@@ -150,19 +150,19 @@ class Target(ABC, Generic[Made]):
 class GraphTarget(Target[EngineBundle]):
     """The lowered graph is what runs, on the machine it is built on."""
 
-    noun = EngineBundle
+    artifact_type = EngineBundle
 
     def complete(self, lowered: LoweredRecord, model: ir.Model, folder: Path) -> EngineBundle:
-        return EngineBundle(**lowered.said(), target=self.name, hardware=(self.fingerprint(),))
+        return EngineBundle(**lowered.fields(), target=self.name, hardware=(self.fingerprint(),))
 
 
 class HardwareTarget(Target[LoweredGraph]):
     """The lowered graph is compiled for named hardware, which need not be present."""
 
-    noun = LoweredGraph
+    artifact_type = LoweredGraph
 
     def complete(self, lowered: LoweredRecord, model: ir.Model, folder: Path) -> LoweredGraph:
-        return LoweredGraph(**lowered.said(), bits_per_weight=round(bits_per_weight(model), 4))
+        return LoweredGraph(**lowered.fields(), bits_per_weight=round(bits_per_weight(model), 4))
 
     def require(self, hardware: str) -> None:
         """:class:`BuildError` for hardware that cannot be compiled for, before any other work is done."""

@@ -43,7 +43,7 @@ def judge(evidence: Evidence, bounds: Bounds) -> Verdict:
         champion_is_baseline=champion.is_baseline if champion else False,
         target=evidence.target,
         executed_on=next((part.executed_on for part in found if part.executed_on), None),
-        evidence=dict(sorted((report.ref.noun, report.ref.digest) for report in evidence.reports.values())),
+        evidence=dict(sorted((report.ref.artifact_type, report.ref.digest) for report in evidence.reports.values())),
     )
 
 
@@ -58,8 +58,8 @@ def gate(evidence: Evidence, bounds: Bounds, folder: Path) -> Artifact[Verdict]:
         draft.finish(
             verdict,
             parents={
-                "baseline": ArtifactRef(EngineBundle.noun, verdict.baseline),
-                "candidate": ArtifactRef(EngineBundle.noun, verdict.candidate),
+                "baseline": ArtifactRef(EngineBundle.artifact_type, verdict.baseline),
+                "candidate": ArtifactRef(EngineBundle.artifact_type, verdict.candidate),
                 **{kind.role: report.ref for kind in kinds() if (report := kind.given(evidence))},
             },
         )

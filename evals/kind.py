@@ -57,7 +57,7 @@ B = TypeVar("B", bound=Bounds)
 
 @dataclass(frozen=True)
 class Report(Generic[R, T]):
-    """A report as the gate reads it. ``ref``: noun and digest of its artifact."""
+    """A report as the gate reads it. ``ref``: type and digest of its artifact."""
 
     ref: ArtifactRef
     record: R
@@ -87,7 +87,7 @@ class Evidence:
         return {
             "baseline": ("baseline", self.baseline),
             "candidate": ("candidate", self.candidate),
-            "built_from": (self.built_from.noun, self.built_from.digest),
+            "built_from": (self.built_from.artifact_type, self.built_from.digest),
         }
 
 
@@ -96,7 +96,7 @@ class ReferenceModel(Protocol):
 
     def __call__(self, tokens: Sequence[int]) -> FloatArray: ...
 
-    def locked(
+    def teacher_forced(
         self, tokens: Sequence[int], outputs: Mapping[str, FloatArray]
     ) -> tuple[FloatArray, dict[str, tuple[float, float]]]:
         """Logits, and of each linear the relative error over the document and at the worst position."""
@@ -180,7 +180,7 @@ class Context(Protocol):
         """Parameter name of the output head."""
         ...
 
-    def say(self, step: str) -> None: ...
+    def progress(self, step: str) -> None: ...
 
 
 class CountTexts(Protocol):
@@ -206,7 +206,7 @@ class EvidenceKind(Generic[R, T, B]):
     stage: ClassVar[str] = ""  # the stage that writes the report; empty: another kind's, or none
     measure_module: ClassVar[str] = ""  # its ``measure(context, folder)`` is that stage
     sections: ClassVar[Mapping[str, type[Section]]] = {}  # of the recipe, by name
-    nouns: ClassVar[tuple[str, ...]] = ()  # of its report
+    artifact_types: ClassVar[tuple[str, ...]] = ()  # of its report
     items_file: ClassVar[str] = ""
     report: type[R]
     item: type[T]

@@ -18,6 +18,8 @@ def kinds() -> tuple[EvidenceKind[Any, Any, Any], ...]:
 
 
 def missing(evidence: Evidence, needed: str = "executed") -> tuple[str, ...]:
-    """Nouns of the reports that are not there."""
-    absent = (kind for kind in kinds() if kind.needed == needed and kind.nouns and kind.given(evidence) is None)
-    return tuple(dict.fromkeys(kind.nouns[0] for kind in absent))
+    """Types of the reports that are not there."""
+    absent = (
+        kind for kind in kinds() if kind.needed == needed and kind.artifact_types and kind.given(evidence) is None
+    )
+    return tuple(dict.fromkeys(kind.artifact_types[0] for kind in absent))

@@ -50,7 +50,7 @@ SLOTS = 8  # fewer than a server has: each batch size up to here is compared
 class LevelVerdict(Executed, Record):
     """What the short evidence of one level gives. ``executed_on`` names the level."""
 
-    noun: ClassVar[str] = "LevelVerdict"
+    artifact_type: ClassVar[str] = "LevelVerdict"
     remedy: ClassVar[str] = "run `tapeout verify`"
     schema_version: ClassVar[int] = 3
     parent_roles: ClassVar[Roles] = {
@@ -147,7 +147,7 @@ def load_level(
     wanted = {
         "candidate": bundle.digest,
         "verdict": verdict.digest,
-        "parity": verdict.record.evidence.get(ParityReport.noun),
+        "parity": verdict.record.evidence.get(ParityReport.artifact_type),
     }
     items, served = read_items(folder / LEVEL_ITEMS, LevelItem), read_items(folder / SERVED_ITEMS, ServedItem)
     problems = [f"is of another {role}" for role, digest in wanted.items() if digests.get(role) != digest]

@@ -53,7 +53,7 @@ def check_level(
             expected=f"the verdict on bundle {bundle.digest[:12]}",
             remedy="run `dvc repro gate`, or name the bundle that was judged",
         )
-    if verdict.record.evidence.get(ParityReport.noun) != parity.digest:
+    if verdict.record.evidence.get(ParityReport.artifact_type) != parity.digest:
         raise EvidenceError(
             f"verdict {verdict.digest[:12]} is about another parity report than {parity.digest[:12]}",
             expected="the parity report that was judged",

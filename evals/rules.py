@@ -54,16 +54,16 @@ def mean_above_largest(item: Summed) -> bool:
     return item.tokens > 0 and item.kl_sum / item.tokens > item.kl_max + ROUNDING_NATS
 
 
-def counted(noun: str, what: str, found: int, claimed: int) -> list[str]:
+def counted(artifact_type: str, what: str, found: int, claimed: int) -> list[str]:
     if not found:
-        return [f"{noun} has no {what}"]
-    return [f"{noun} has {found} {what}, but claims {claimed}"] if found != claimed else []
+        return [f"{artifact_type} has no {what}"]
+    return [f"{artifact_type} has {found} {what}, but claims {claimed}"] if found != claimed else []
 
 
-def differing(noun: str, found: Mapping[str, tuple[int, int]]) -> list[str]:
+def differing(artifact_type: str, found: Mapping[str, tuple[int, int]]) -> list[str]:
     """One line per count that is not as the recipe asks; ``found``: measured, and asked for."""
     return [
-        f"{noun} was measured with {measured} {what}, not with {asked} as the recipe asks"
+        f"{artifact_type} was measured with {measured} {what}, not with {asked} as the recipe asks"
         for what, (measured, asked) in found.items()
         if measured != asked
     ]

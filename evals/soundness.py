@@ -31,22 +31,24 @@ def _identity(evidence: Evidence) -> list[str]:
     problems = [f"{title} has no digest" for title, digest in evidence.judged.values() if not digest]
     if evidence.baseline == evidence.candidate:
         problems.append(f"baseline and candidate are the same engine {short(evidence.candidate)}")
-    problems += [f"{noun} is missing" for noun in missing(evidence, "always")]
+    problems += [f"{artifact_type} is missing" for artifact_type in missing(evidence, "always")]
     if any(isinstance(report.record, Executed) for report in evidence.reports.values()):
-        problems += [f"{noun} is missing although the engine was executed" for noun in missing(evidence)]
+        problems += [
+            f"{artifact_type} is missing although the engine was executed" for artifact_type in missing(evidence)
+        ]
     digests: dict[str, str] = {}
     for ref in dict.fromkeys(report.ref for report in evidence.reports.values()):
         if not ref.digest:
-            problems.append(f"no digest of {ref.noun}")
-        elif digests.setdefault(ref.noun, ref.digest) != ref.digest:
-            problems.append(f"two different artifacts {ref.noun}")
+            problems.append(f"no digest of {ref.artifact_type}")
+        elif digests.setdefault(ref.artifact_type, ref.digest) != ref.digest:
+            problems.append(f"two different artifacts {ref.artifact_type}")
     return problems
 
 
 def _engines(evidence: Evidence) -> list[str]:
     """Every digest that a report names must be of what is being judged."""
     named = [
-        (f"{report.ref.noun}'s {title}", getattr(report.record, field), judged)
+        (f"{report.ref.artifact_type}'s {title}", getattr(report.record, field), judged)
         for report in evidence.reports.values()
         for field, (title, judged) in evidence.judged.items()
         if hasattr(report.record, field)

@@ -42,7 +42,7 @@ def level_statement(found: Artifact[LevelVerdict], bundle: Artifact[EngineBundle
         model="",
         bundle=bundle.digest,
         verdict=found.parents["verdict"].digest,
-        evidence={parent.noun: parent.digest for parent in found.parents.values()},
+        evidence={parent.artifact_type: parent.digest for parent in found.parents.values()},
     )
 
 

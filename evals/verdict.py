@@ -23,13 +23,13 @@ COLUMNS = ("outcome", "check", "value", "bound", "confidence bounds", "n", "reas
 
 
 class Verdict(Record):
-    noun: ClassVar[str] = "Verdict"
+    artifact_type: ClassVar[str] = "Verdict"
     remedy: ClassVar[str] = "run `dvc repro gate`"
     schema_version: ClassVar[int] = 4
     parent_roles: ClassVar[Roles] = {
         "baseline": ("EngineBundle",),
         "candidate": ("EngineBundle",),
-        **{kind.role: kind.nouns for kind in kinds() if kind.role},
+        **{kind.role: kind.artifact_types for kind in kinds() if kind.role},
     }
 
     outcome: Outcome
@@ -45,7 +45,7 @@ class Verdict(Record):
     champion_is_baseline: bool
     target: str  # what the candidate was built for
     executed_on: str | None  # the hardware of the reports; None: the candidate was not executed
-    evidence: dict[str, str]  # noun of each report -> its digest
+    evidence: dict[str, str]  # type of each report -> its digest
 
     @property
     def policy(self) -> Policy:

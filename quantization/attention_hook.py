@@ -45,7 +45,7 @@ def _attention(
     layer = getattr(module, "layer_idx", None)
     if layer is None or options.get("s_aux") is not None:
         raise QuantizationError(
-            f"{type(module).__name__} has {'no layer_idx' if layer is None else 'attention sinks'}",
+            f"{type(module).__name__} has {'no layer_idx' if layer is None else 'attention fold_targets'}",
             expected="plain or grouped-query attention in numbered layers",
             remedy="choose a dense decoder",
         )

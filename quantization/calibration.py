@@ -42,7 +42,7 @@ class CalibrationSample(Frozen):
 
 
 class Calibration(Record):
-    noun: ClassVar[str] = "Calibration"
+    artifact_type: ClassVar[str] = "Calibration"
     schema_version: ClassVar[int] = 5
     remedy: ClassVar[str] = "run `dvc repro calibrate`"
     parent_roles: ClassVar[Roles] = {"graph": ("PortableGraph",)}

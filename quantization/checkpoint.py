@@ -82,7 +82,7 @@ class KVScales:
 
 
 class QuantizedModel(Record):
-    noun: ClassVar[str] = "QuantizedModel"
+    artifact_type: ClassVar[str] = "QuantizedModel"
     schema_version: ClassVar[int] = 3
     remedy: ClassVar[str] = "run `dvc repro quantize`"
     parent_roles: ClassVar[Roles] = {

@@ -35,7 +35,7 @@ from safetensors import safe_open
 
 from quantization.formats import BYTES, PACKED, AnyArray, decode_bytes, encode_bytes, format_of, integers
 from quantization.rounding import FloatArray, QuantizedLinear
-from quantization.stored import FLOATS, Parts, Said, check, quantized_modules, whole
+from quantization.stored import FLOATS, Declared, Parts, check, quantized_modules, whole
 from tapeout.errors import QuantizationError
 from tapeout.float_types import as_float32
 from tapeout.schemes import Scheme
@@ -291,26 +291,26 @@ def _quantized(tensors: Mapping[str, Tensor]) -> Mapping[str, Parts]:
 
 def _scheme(module: str, parts: Parts, groups: Sequence[tuple[str, Mapping[str, Any]]]) -> Scheme:
     """:class:`QuantizationError` for parts that do not fit together, or not ``config.json``."""
-    said = _said(module, parts, groups)
-    _, columns = check(module, parts, said)
-    size = said.block[1] or columns
+    declared = _declared(module, parts, groups)
+    _, columns = check(module, parts, declared)
+    size = declared.block[1] or columns
     try:
         return Scheme.model_validate(
             {
-                "bits": said.bits,
+                "bits": declared.bits,
                 "group_size": size,
-                "symmetric": said.symmetric,
-                "activations": "int8" if said.static else "float",
+                "symmetric": declared.symmetric,
+                "activations": "int8" if declared.static else "float",
             }
         )
     except ValidationError as error:
         raise QuantizationError(
-            f"{module} in {said.bits} bits with {columns // size} scales for {columns} input channels",
+            f"{module} in {declared.bits} bits with {columns // size} scales for {columns} input channels",
             expected="a scheme of tapeout/schemes.py",
         ) from error
 
 
-def _said(module: str, parts: Parts, groups: Sequence[tuple[str, Mapping[str, Any]]]) -> Said:
+def _declared(module: str, parts: Parts, groups: Sequence[tuple[str, Mapping[str, Any]]]) -> Declared:
     """By ``config.json``."""
     group = next((group for pattern, group in groups if re.match(pattern, module)), None)
     if group is None:
@@ -328,7 +328,7 @@ def _said(module: str, parts: Parts, groups: Sequence[tuple[str, Mapping[str, An
             remedy="run `dvc repro quantize`",
         )
     size = weights.get("group_size")
-    return Said(
+    return Declared(
         f"our {layout}",
         "group",
         (1, None if size is None and weights.get("strategy") == "channel" else whole("group_size", size)),

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from quantization.kv_cache import BITS
-from quantization.units import HEAD, embedding_schemes, embeddings_of, menu_for, resolve
+from quantization.units import HEAD, candidates_for, embedding_schemes, embeddings_of, resolve
 from tapeout.portable_graph import LinearGroup, PortableGraph
 from tapeout.recipe import THROUGHPUT_STREAMS, KVCache, Plan
 from tapeout.schemes import Scheme
@@ -92,7 +92,7 @@ def schemes_by_shape(graph: PortableGraph, plan: Plan) -> dict[Shape, tuple[Sche
         if group.name == HEAD:
             wanted = embedding_schemes(plan.embeddings, group.in_features)
         elif written is None:
-            wanted = menu_for(group.in_features)
+            wanted = candidates_for(group.in_features)
         else:
             wanted = (written[group.name].fitted(group.in_features),)
         found.setdefault(shape_of(group), {}).update(dict.fromkeys(wanted))

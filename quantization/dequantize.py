@@ -17,7 +17,7 @@ import torch
 
 from quantization import autoawq
 from quantization.formats import Packed, formats
-from quantization.stored import FLOATS, REMEDY, Parts, Said, Stored, check, quantized_modules, whole
+from quantization.stored import FLOATS, REMEDY, Declared, Parts, Stored, check, quantized_modules, whole
 from tapeout.errors import QuantizationError
 
 LAYOUTS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
@@ -59,13 +59,13 @@ def dequantized(stored: Mapping[str, Stored], config: Any, *, tied: bool) -> dic
             expected="float weights, AutoAWQ (gemm), compressed-tensors or block-scaled FP8",
             remedy="take the float checkpoint that it was made from, or dequantize it with the library that wrote it",
         )
-    said, read = method
+    declared, read = method
     weights = {name: tensor for name, tensor in stored.items() if not LEFT_OUT.search(name)}
     if tied:
         _drop_repeated_scales(weights)
     found: dict[str, Read] = {}
     for module, parts in quantized_modules(weights).items():
-        says = said(module, config)
+        says = declared(module, config)
         shape = check(module, parts, says)
         found[f"{module}.weight"] = partial(read, module, parts, says, shape)
         for part in parts:
@@ -81,8 +81,8 @@ def dequantized(stored: Mapping[str, Stored], config: Any, *, tied: bool) -> dic
 
 Shape = tuple[int, int]
 Method = tuple[
-    Callable[[str, Mapping[str, Any]], Said],  # of a module, by quantization_config
-    Callable[[str, Parts, Said, Shape], torch.Tensor],  # reads its weight
+    Callable[[str, Mapping[str, Any]], Declared],  # of a module, by quantization_config
+    Callable[[str, Parts, Declared, Shape], torch.Tensor],  # reads its weight
 ]
 
 
@@ -91,12 +91,12 @@ def _method(config: Any) -> Method | None:
         return None
     name = config.get("quant_method")
     if name == "awq" and config.get("bits") == 4 and str(config.get("version", "gemm")).lower() == "gemm":
-        return _awq_said, _read_awq
+        return _awq_declared, _read_awq
     if name == "fp8" and config.get("fmt", "e4m3") == "e4m3" and config.get("scale_fmt") in SCALE_FORMATS:
-        return _fp8_said, _read_fp8
+        return _fp8_declared, _read_fp8
     sparse = (config.get("sparsity_config") or {}).get("format", "dense") != "dense"
     plain = config.get("format") in (*LAYOUTS, MIXED) and not config.get("transform_config") and not sparse
-    return (_compressed_said, _read_compressed) if name in ("compressed-tensors", None) and plain else None
+    return (_compressed_declared, _read_compressed) if name in ("compressed-tensors", None) and plain else None
 
 
 def _shown(config: Any) -> str:
@@ -106,33 +106,33 @@ def _shown(config: Any) -> str:
     return ", ".join(f"{name} {config[name]}" for name in names if config.get(name)) or "an unknown method"
 
 
-def _awq_said(module: str, config: Mapping[str, Any]) -> Said:
+def _awq_declared(module: str, config: Mapping[str, Any]) -> Declared:
     """AutoAWQ's default is groups of 128."""
     size = config.get("group_size", 128)
     group = None if size == -1 else whole("group_size", size)
-    return Said("awq", "group", (1, group), bits=4)
+    return Declared("awq", "group", (1, group), bits=4)
 
 
-def _read_awq(module: str, parts: Parts, said: Said, shape: Shape) -> torch.Tensor:
+def _read_awq(module: str, parts: Parts, declared: Declared, shape: Shape) -> torch.Tensor:
     tensors = {name: part.read() for name, part in parts.items()}
     tensors["scales"] = _scales(module, "scales", parts)
     linear = autoawq.decode({name: tensor.numpy() for name, tensor in tensors.items()})
     return torch.from_numpy(linear.dequantize())
 
 
-def _fp8_said(module: str, config: Mapping[str, Any]) -> Said:
+def _fp8_declared(module: str, config: Mapping[str, Any]) -> Declared:
     ue8m0 = config.get("scale_fmt") == "ue8m0"
     if config.get("weight_block_size") is None:
-        return Said("fp8", "tensor", ue8m0=ue8m0)
-    return Said("fp8", "block", _block("weight_block_size", config["weight_block_size"]), ue8m0=ue8m0)
+        return Declared("fp8", "tensor", ue8m0=ue8m0)
+    return Declared("fp8", "block", _block("weight_block_size", config["weight_block_size"]), ue8m0=ue8m0)
 
 
-def _read_fp8(module: str, parts: Parts, said: Said, shape: Shape) -> torch.Tensor:
+def _read_fp8(module: str, parts: Parts, declared: Declared, shape: Shape) -> torch.Tensor:
     scales = _scales(module, "weight_scale_inv", parts)
-    return parts["weight"].read().float().mul_(_spread(scales, said, shape))
+    return parts["weight"].read().float().mul_(_spread(scales, declared, shape))
 
 
-def _compressed_said(module: str, config: Mapping[str, Any]) -> Said:
+def _compressed_declared(module: str, config: Mapping[str, Any]) -> Declared:
     """What is not said has the defaults of compressed-tensors."""
     group, weights = _group_of(module, config)
     layout, kind = group.get("format") or config["format"], weights.get("type", "int")
@@ -164,7 +164,7 @@ def _compressed_said(module: str, config: Mapping[str, Any]) -> Said:
             expected=f"one of {', '.join(blocks)}",
             remedy=REMEDY,
         )
-    return Said(
+    return Declared(
         layout,
         strategy,
         blocks[strategy](),
@@ -174,28 +174,28 @@ def _compressed_said(module: str, config: Mapping[str, Any]) -> Said:
     )
 
 
-def _read_compressed(module: str, parts: Parts, said: Said, shape: Shape) -> torch.Tensor:
+def _read_compressed(module: str, parts: Parts, declared: Declared, shape: Shape) -> torch.Tensor:
     rows, columns = shape
     scales = _scales(module, "weight_scale", parts)
     zeros = parts["weight_zero_point"].read() if "weight_zero_point" in parts else None
     if "weight_packed" in parts:
-        packing = next((f for f in formats().values() if isinstance(f, Packed) and f.bits == said.bits), None)
+        packing = next((f for f in formats().values() if isinstance(f, Packed) and f.bits == declared.bits), None)
         if packing is None:
             raise QuantizationError(
-                f"{module} is packed in {said.bits} bits",
+                f"{module} is packed in {declared.bits} bits",
                 expected="4, 5, 6 or 8 bits",
                 remedy="take the float checkpoint that it was made from",
             )
         codes = _tensor(packing.codes(parts["weight_packed"].read().numpy(), columns))
         if zeros is not None:
             zeros = _tensor(packing.codes(np.ascontiguousarray(zeros.numpy().T), rows).T)
-        offset = torch.tensor([[float(1 << (said.bits - 1))]]) if zeros is None else zeros
+        offset = torch.tensor([[float(1 << (declared.bits - 1))]]) if zeros is None else zeros
     else:
         codes = parts["weight"].read().float()
         offset = torch.zeros(1, 1) if zeros is None else zeros.float()
     order = _order(module, parts["weight_g_idx"].read(), scales) if "weight_g_idx" in parts else None
-    codes.sub_(_spread(offset, said, shape, order))
-    return codes.mul_(_spread(scales, said, shape, order))
+    codes.sub_(_spread(offset, declared, shape, order))
+    return codes.mul_(_spread(scales, declared, shape, order))
 
 
 def _tensor(codes: Any) -> torch.Tensor:
@@ -227,7 +227,7 @@ def _order(module: str, groups: torch.Tensor, scales: torch.Tensor) -> torch.Ten
     return groups.long()
 
 
-def _spread(values: torch.Tensor, said: Said, shape: Shape, order: torch.Tensor | None = None) -> torch.Tensor:
+def _spread(values: torch.Tensor, declared: Declared, shape: Shape, order: torch.Tensor | None = None) -> torch.Tensor:
     """A value for every weight, or for every row, from one per tensor, output channel, group or block.
 
     ``order``: the group of every input channel, where the channels of a group are not neighbours.
@@ -235,7 +235,7 @@ def _spread(values: torch.Tensor, said: Said, shape: Shape, order: torch.Tensor 
     values = values.reshape(-1, 1) if values.dim() < 2 else values
     if order is not None and values.shape[1] > 1:
         values = values[:, order]
-    for axis, (size, block) in enumerate(zip(shape, said.block, strict=True)):
+    for axis, (size, block) in enumerate(zip(shape, declared.block, strict=True)):
         if block is not None and values.shape[axis] not in (1, size):
             values = values.repeat_interleave(block, axis).narrow(axis, 0, size)
     return values

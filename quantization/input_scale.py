@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quantization.rounding import FloatArray
-from tapeout.portable_graph import ScaleSink
+from tapeout.portable_graph import FoldTarget
 
 
 @dataclass(frozen=True)
@@ -32,40 +32,40 @@ def identity(columns: int) -> InputScale:
     return InputScale(np.ones(columns, np.float32), "identity")
 
 
-def producer_scale(scale: FloatArray, sink: ScaleSink) -> FloatArray:
+def producer_scale(scale: FloatArray, fold_target: FoldTarget) -> FloatArray:
     """What the sink's channels are divided by: one value per producer channel.
 
     Under grouped queries each value head feeds ``repeat`` query heads, so its scale occurs ``repeat`` times in ``s``.
     """
-    if sink.repeat == 1:
+    if fold_target.repeat == 1:
         return scale
-    return scale.reshape(-1, sink.repeat, sink.head_size)[:, 0].reshape(-1)
+    return scale.reshape(-1, fold_target.repeat, fold_target.head_size)[:, 0].reshape(-1)
 
 
-def absorb(weight: FloatArray, scale: FloatArray, sink: ScaleSink) -> FloatArray:
+def absorb(weight: FloatArray, scale: FloatArray, fold_target: FoldTarget) -> FloatArray:
     """The sink's weight with ``1/s`` folded in: a norm's ``[K]``, or a linear's ``[N, K']`` along its outputs."""
-    divisor = producer_scale(scale, sink)
-    if sink.kind == "norm":
-        return ((weight + np.float32(sink.offset)) / divisor - np.float32(sink.offset)).astype(np.float32)
-    start, end = sink.rows or (0, weight.shape[0])
+    divisor = producer_scale(scale, fold_target)
+    if fold_target.kind == "norm":
+        return ((weight + np.float32(fold_target.offset)) / divisor - np.float32(fold_target.offset)).astype(np.float32)
+    start, end = fold_target.rows or (0, weight.shape[0])
     folded = weight.copy()
     folded[start:end] /= divisor[:, None]
     return folded
 
 
-def absorb_bias(bias: FloatArray, scale: FloatArray, sink: ScaleSink) -> FloatArray:
+def absorb_bias(bias: FloatArray, scale: FloatArray, fold_target: FoldTarget) -> FloatArray:
     """The bias that is added to the same channels, divided likewise."""
-    start, end = (sink.rows or (0, bias.shape[0])) if sink.kind == "linear" else (0, bias.shape[0])
+    start, end = (fold_target.rows or (0, bias.shape[0])) if fold_target.kind == "linear" else (0, bias.shape[0])
     folded = bias.copy()
-    folded[start:end] /= producer_scale(scale, sink)
+    folded[start:end] /= producer_scale(scale, fold_target)
     return folded
 
 
-def tie(values: np.ndarray, sink: ScaleSink | None) -> np.ndarray:
+def tie(values: np.ndarray, fold_target: FoldTarget | None) -> np.ndarray:
     """``[K]`` averaged over the consumer heads that share one producer head, as their scale must be equal."""
-    if sink is None or sink.repeat == 1:
+    if fold_target is None or fold_target.repeat == 1:
         return values
-    heads = values.reshape(-1, sink.repeat, sink.head_size)
+    heads = values.reshape(-1, fold_target.repeat, fold_target.head_size)
     return np.broadcast_to(heads.mean(axis=1, keepdims=True), heads.shape).reshape(-1)
 
 

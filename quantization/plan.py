@@ -58,7 +58,7 @@ class Search(Frozen):
 
 
 class PrecisionPlan(Record):
-    noun: ClassVar[str] = "PrecisionPlan"
+    artifact_type: ClassVar[str] = "PrecisionPlan"
     schema_version: ClassVar[int] = 3
     remedy: ClassVar[str] = "run `dvc repro plan`"
     parent_roles: ClassVar[Roles] = {

@@ -41,8 +41,8 @@ from quantization.units import (
     HEAD,
     Unit,
     caches,
+    candidates_for,
     embedding_schemes,
-    menu_for,
     resolve,
     units_of,
     written_units,
@@ -213,8 +213,8 @@ class _Menus:
 
     @classmethod
     def of(cls, wanted: Plan, graph: PortableGraph) -> _Menus:
-        units = {unit.name: unit for unit in units_of(graph, wanted.band)}
-        schemes = {name: menu_for(unit.columns) for name, unit in units.items()}
+        units = {unit.name: unit for unit in units_of(graph, wanted.layers_per_group)}
+        schemes = {name: candidates_for(unit.columns) for name, unit in units.items()}
         embeddings = embedding_schemes(wanted.embeddings, graph.hidden_size)
         return cls(units, schemes | {EMBEDDINGS: embeddings}, caches(wanted.kv_cache, graph.head_size))
 
@@ -327,8 +327,8 @@ def reason(choice: PlanChoice, options: Sequence[Option], workload: Workload, mi
         return "the smallest there is" if minimize == "bytes" else "the fastest there is"
     least = min(cheaper, key=lambda option: (option.kl, value(option)))
     saved = mine - value(least)
-    said = f"{saved / 1e6:.2f} MB" if minimize == "bytes" else f"{saved * 1e6:.1f} µs"
-    return f"{least.name} would save {said} and spend {least.kl - choice.kl:.4f} more KL"
+    amount = f"{saved / 1e6:.2f} MB" if minimize == "bytes" else f"{saved * 1e6:.1f} µs"
+    return f"{least.name} would save {amount} and spend {least.kl - choice.kl:.4f} more KL"
 
 
 def _points(plans: Sequence[Chosen], chosen: Chosen) -> tuple[FrontierPoint, ...]:

@@ -21,7 +21,7 @@ from quantization.input_scale import InputScale, identity
 from quantization.rounding import FloatArray, QuantizedLinear, diagonal, output_error, round_to_nearest
 from quantization.statistics import Statistics
 from tapeout.errors import QuantizationError
-from tapeout.portable_graph import ScaleSink
+from tapeout.portable_graph import FoldTarget
 from tapeout.schemes import Scheme
 
 T = TypeVar("T")
@@ -85,15 +85,20 @@ class Problem:
 
     weights: Sequence[FloatArray]  # [N, K] each, not scaled
     inputs: Inputs
-    sink: ScaleSink | None = None  # where the inverse of an input scale can go; None: nowhere
+    fold_target: FoldTarget | None = None  # where the inverse of an input scale can go; None: nowhere
     steps: int = 1  # input scales that a search tries besides the identity
     _kept: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, repr=False)
 
     @classmethod
     def of(
-        cls, weights: Sequence[FloatArray], scheme: Scheme, statistics: Statistics, sink: ScaleSink | None, steps: int
+        cls,
+        weights: Sequence[FloatArray],
+        scheme: Scheme,
+        statistics: Statistics,
+        fold_target: FoldTarget | None,
+        steps: int,
     ) -> Problem:
-        return cls(weights, Inputs(scheme, statistics, identity(len(statistics.mean_abs))), sink, steps)
+        return cls(weights, Inputs(scheme, statistics, identity(len(statistics.mean_abs))), fold_target, steps)
 
     @property
     def scheme(self) -> Scheme:

@@ -31,7 +31,7 @@ _SPREAD = 4  # largest weight of a group over its smallest, from where on one co
 _OUTPUTS_AT_ONCE = 1024
 
 
-class TensorCensus(Frozen):
+class TensorInventory(Frozen):
     """One parameter as it lies in the file; ``bits`` is 32 for a float one, which has no scales and no codes.
 
     The last three count groups, of those whose weights in the source are not all zero.
@@ -68,11 +68,11 @@ class QuantizationProof(Frozen):
         return not self.reasons
 
 
-def take_census(checkpoint: Checkpoint, name: str, source: Callable[[], FloatArray]) -> TensorCensus:
+def count_tensors(checkpoint: Checkpoint, name: str, source: Callable[[], FloatArray]) -> TensorInventory:
     """Read one parameter back from the file. ``source``: its weight ``[N, K]`` before it was quantized."""
     if not checkpoint.is_quantized(name):
         shape = checkpoint.shape(name)
-        return TensorCensus(
+        return TensorInventory(
             name=name,
             weights=math.prod(shape),
             columns=shape[-1] if shape else 1,
@@ -91,7 +91,7 @@ def take_census(checkpoint: Checkpoint, name: str, source: Callable[[], FloatArr
     for start in range(0, len(weight), _OUTPUTS_AT_ONCE):
         counts += _count_groups(linear, weight, slice(start, start + _OUTPUTS_AT_ONCE))
     held, ones, lost = map(int, counts)
-    return TensorCensus(
+    return TensorInventory(
         name=name,
         weights=linear.codes.size,
         columns=linear.codes.shape[1],
@@ -125,17 +125,17 @@ def _count_groups(linear: QuantizedLinear, weight: FloatArray, rows: slice) -> t
 
 
 def prove(
-    census: Sequence[TensorCensus], planned: Mapping[str, Scheme], *, in_bytes: Collection[str] = ()
+    operator_counts: Sequence[TensorInventory], planned: Mapping[str, Scheme], *, in_bytes: Collection[str] = ()
 ) -> QuantizationProof:
     """Judge the census of every stored parameter against the planned schemes, by parameter name.
 
     ``in_bytes``: those whose codes take a byte each in the file, however few bits they have.
 
-    >>> float_only = TensorCensus(name="w", weights=64, columns=64, stored_bytes=256, bits=32)
+    >>> float_only = TensorInventory(name="w", weights=64, columns=64, stored_bytes=256, bits=32)
     >>> prove([float_only], {"w": Scheme(bits=4, symmetric=True)}).reasons[0]
     'w was planned as 4-bit g32 but is stored in float'
     """
-    by_name = {entry.name: entry for entry in census}
+    by_name = {entry.name: entry for entry in operator_counts}
     reasons: list[str] = []
     if not planned:
         reasons.append("no tensor was planned to be quantized")
@@ -153,7 +153,7 @@ def prove(
             reasons.extend(f"{name} {problem}" for problem in _problems(entry))
     reasons.extend(
         f"{entry.name} is stored in {entry.bits} bits but was not planned to be"
-        for entry in census
+        for entry in operator_counts
         if entry.bits != 32 and entry.name not in planned
     )
 
@@ -161,7 +161,7 @@ def prove(
     weights = sum(entry.weights for entry in chosen)
     bits = 8 * sum(entry.stored_bytes for entry in chosen) / weights if weights else 32.0
 
-    def bits_of(entry: TensorCensus) -> float:
+    def bits_of(entry: TensorInventory) -> float:
         scheme = planned[entry.name]
         wider = SCALE_BITS / (scheme.group_size or entry.columns) if entry.wide_scales else 0
         return scheme.bits_per_weight(entry.columns) + wider + (8 - scheme.bits if entry.name in in_bytes else 0)
@@ -169,12 +169,12 @@ def prove(
     planned_bits = sum(bits_of(entry) * entry.weights for entry in chosen) / weights if weights else 32.0
     if weights and bits > planned_bits * BITS_TOLERANCE:
         reasons.append(f"{bits:.2f} bits per weight are stored, {planned_bits:.2f} were planned")
-    size = sum(entry.stored_bytes for entry in census)
-    size_ratio = size / (BF16_BYTES * max(1, sum(entry.weights for entry in census)))
+    size = sum(entry.stored_bytes for entry in operator_counts)
+    size_ratio = size / (BF16_BYTES * max(1, sum(entry.weights for entry in operator_counts)))
     if size_ratio >= 1:
         reasons.append(f"the checkpoint is {size_ratio:.2f} times the size of the source in bfloat16")
     return QuantizationProof(
-        quantized_tensors=sum(entry.bits != 32 for entry in census),
+        quantized_tensors=sum(entry.bits != 32 for entry in operator_counts),
         planned_tensors=len(planned),
         bits_per_weight=bits,
         planned_bits_per_weight=planned_bits,
@@ -184,7 +184,7 @@ def prove(
     )
 
 
-def _problems(entry: TensorCensus) -> list[str]:
+def _problems(entry: TensorInventory) -> list[str]:
     problems: list[str] = []
     if entry.scales_not_finite:
         problems.append(f"has {entry.scales_not_finite} of {entry.scales} scales that are NaN or infinite")

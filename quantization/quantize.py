@@ -38,9 +38,9 @@ from quantization.input_scale import InputScale, identity
 from quantization.kv_cache import BITS
 from quantization.needs import SEARCH_BYTES, quantization_needs, search_bytes
 from quantization.plan import PrecisionPlan
-from quantization.proof import prove, take_census
+from quantization.proof import count_tensors, prove
 from quantization.rounding import FloatArray, QuantizedLinear, storable
-from quantization.search import Found, search
+from quantization.search import SearchResult, search
 from quantization.statistics import every_channel_alike, kv_scales, read_statistics
 from quantization.units import (
     EMBEDDING,
@@ -50,15 +50,15 @@ from quantization.units import (
     embedding_scheme,
     embeddings_of,
     fitted_schemes,
+    fold_target_of,
     head_with,
     out_by_in,
     quantized_ones,
-    sink_of,
     stored_schemes,
 )
 from tapeout.artifact import Artifact, create, load
 from tapeout.errors import QuantizationError
-from tapeout.portable_graph import LinearGroup, PortableGraph, ScaleSink
+from tapeout.portable_graph import FoldTarget, LinearGroup, PortableGraph
 from tapeout.progress import ProgressBar
 from tapeout.recipe import KVCache, Quantize
 from tapeout.resources import require
@@ -84,7 +84,7 @@ class LayerResult:
 
 
 @dataclass(frozen=True)
-class _Noted:
+class _LayerRecord:
     """A :class:`LayerResult` of this run or of one before it, its tensors written."""
 
     names: tuple[str, ...]
@@ -92,7 +92,7 @@ class _Noted:
     value_scale: FloatArray | None
 
     @classmethod
-    def of(cls, notes: str) -> _Noted:
+    def of(cls, notes: str) -> _LayerRecord:
         kept = json.loads(notes)
         scale = None if kept["value_scale"] is None else np.array(kept["value_scale"], np.float32)
         return cls(tuple(kept["names"]), tuple(map(LinearReport.model_validate, kept["reports"])), scale)
@@ -138,13 +138,13 @@ def quantize(
         _write_config(graph, stored, kv_cache, draft.folder)
 
         result = open_checkpoint(draft.folder)
-        census = [
-            take_census(result, name, partial(_source_weight, graph.record, source, name)) for name in result.names()
+        operator_counts = [
+            count_tensors(result, name, partial(_source_weight, graph.record, source, name)) for name in result.names()
         ]
         linears, embeddings = map(quantized_ones, stored_schemes(graph.record, stored))
         kept = embeddings_of(graph.record)  # of tied parameters one lies in the file
         planned = linears | {name: scheme for name, scheme in embeddings.items() if name in kept}
-        proof = prove(census, planned, in_bytes=kept)
+        proof = prove(operator_counts, planned, in_bytes=kept)
         if not proof.passed:
             raise QuantizationError(
                 "this is not a quantized model: " + "; ".join(proof.reasons[:10]),
@@ -223,13 +223,13 @@ class _Job:
                     writer.add_embedding(name, result.tensors[name], tied_to=tied_to)
                     writer.end_part(number, result.noted())
                 progress.update()
-        done = [_Noted.of(writer.notes(number)) for number in range(total)]
+        done = [_LayerRecord.of(writer.notes(number)) for number in range(total)]
         cache = self._add_others(writer, layers, done)
         writer.end_part(total)
         return [report for result in done for report in result.reports], cache
 
     def _add_others(
-        self, writer: ResumableWriter, layers: list[tuple[str, list[LinearGroup]]], done: list[_Noted]
+        self, writer: ResumableWriter, layers: list[tuple[str, list[LinearGroup]]], done: list[_LayerRecord]
     ) -> dict[str, FloatArray]:
         """Parameters that stay as they are, and published scales of the KV cache; returns all its scales."""
         written = {name for result in done for name in result.names}
@@ -250,17 +250,17 @@ class _Job:
 
     def layer(self, groups: list[LinearGroup]) -> LayerResult:
         result = LayerResult()
-        folds: list[tuple[FloatArray, ScaleSink]] = []
+        folds: list[tuple[FloatArray, FoldTarget]] = []
         for group in groups:
             with self.memory.taken(search_bytes(group)):
                 scale = self._group(group, result)
-            sink = sink_of(group, self.graph)
-            if sink is not None and not scale.is_identity:
-                folds.append((scale.values, sink))
-        for values, sink in folds:
-            _fold(result, self.source, values, sink)
-            if sink.kind == "linear" and sink.head_size:
-                result.value_scale = input_scale.producer_scale(values, sink)
+            fold_target = fold_target_of(group, self.graph)
+            if fold_target is not None and not scale.is_identity:
+                folds.append((scale.values, fold_target))
+        for values, fold_target in folds:
+            _fold(result, self.source, values, fold_target)
+            if fold_target.kind == "linear" and fold_target.head_size:
+                result.value_scale = input_scale.producer_scale(values, fold_target)
         for group in groups:
             for name in group.members:
                 kept = result.tensors[name]
@@ -277,7 +277,7 @@ class _Job:
             result.tensors.update(zip(group.members, weights, strict=True))
         else:
             statistics = read_statistics(self.calibration, group)
-            found = search(weights, scheme, statistics, self.settings, sink_of(group, self.graph))
+            found = search(weights, scheme, statistics, self.settings, fold_target_of(group, self.graph))
             result.tensors.update(zip(group.members, (member.linear for member in found.members), strict=True))
         for at, (name, weight) in enumerate(zip(group.members, weights, strict=True)):
             result.reports.append(_report(name, group.name, weight, scheme, found, at))
@@ -294,20 +294,20 @@ class _Job:
         return LayerResult({name: found.members[0].linear}, [_report(name, group, weight, scheme, found, 0)])
 
 
-def _fold(result: LayerResult, source: Checkpoint, scale: FloatArray, sink: ScaleSink) -> None:
-    producer = result.tensors.get(sink.weight)
+def _fold(result: LayerResult, source: Checkpoint, scale: FloatArray, fold_target: FoldTarget) -> None:
+    producer = result.tensors.get(fold_target.weight)
     if isinstance(producer, QuantizedLinear):
-        folded = input_scale.absorb(producer.scales, scale, sink)
-        result.tensors[sink.weight] = replace(producer, scales=storable(folded))
+        folded = input_scale.absorb(producer.scales, scale, fold_target)
+        result.tensors[fold_target.weight] = replace(producer, scales=storable(folded))
     else:
-        result.tensors[sink.weight] = input_scale.absorb(
-            source.tensor(sink.weight) if producer is None else producer, scale, sink
+        result.tensors[fold_target.weight] = input_scale.absorb(
+            source.tensor(fold_target.weight) if producer is None else producer, scale, fold_target
         )
-    if sink.bias is not None:
-        bias = result.tensors.get(sink.bias)
+    if fold_target.bias is not None:
+        bias = result.tensors.get(fold_target.bias)
         assert not isinstance(bias, QuantizedLinear)
-        result.tensors[sink.bias] = input_scale.absorb_bias(
-            source.tensor(sink.bias) if bias is None else bias, scale, sink
+        result.tensors[fold_target.bias] = input_scale.absorb_bias(
+            source.tensor(fold_target.bias) if bias is None else bias, scale, fold_target
         )
 
 
@@ -319,7 +319,7 @@ def _source_weight(graph: PortableGraph, source: Checkpoint, name: str) -> Float
 
 
 def _report(
-    name: str, group: str, weight: FloatArray, scheme: Scheme, found: Found | None, member: int
+    name: str, group: str, weight: FloatArray, scheme: Scheme, found: SearchResult | None, member: int
 ) -> LinearReport:
     """``found`` None: the weight stays in float."""
     return LinearReport(

@@ -30,9 +30,9 @@ from quantization.rounding import FloatArray, QuantizedLinear, fit_range, round_
 from quantization.search import search
 from quantization.simulate import Simulated
 from quantization.statistics import Statistics, every_channel_alike, kv_scales, read_statistics
-from quantization.units import EMBEDDING, HEAD, embeddings_of, head_with, out_by_in, sink_of
+from quantization.units import EMBEDDING, HEAD, embeddings_of, fold_target_of, head_with, out_by_in
 from tapeout.artifact import Artifact
-from tapeout.portable_graph import LinearGroup, PortableGraph, ScaleSink
+from tapeout.portable_graph import FoldTarget, LinearGroup, PortableGraph
 from tapeout.recipe import KVCache, Quantize
 from tapeout.schemes import FLOAT, Scheme
 
@@ -48,13 +48,13 @@ class Prepared:
 
     weights: tuple[FloatArray, ...]
     statistics: Statistics
-    sink: ScaleSink | None
+    fold_target: FoldTarget | None
     candidates: Collection[str]  # of quantize.candidates
 
     def rounded(self, scheme: Scheme) -> Simulated:
         """Not for a scheme that leaves the group in float."""
         scheme = scheme.fitted(self.weights[0].shape[1])
-        problem = Problem.of(self.weights, scheme, self.statistics, self.sink, STEPS)
+        problem = Problem.of(self.weights, scheme, self.statistics, self.fold_target, STEPS)
         for name, search_scale in (("awq", awq.propose), ("smoothquant", smoothquant.propose)):
             scale = search_scale(problem) if name in self.candidates else None
             if scale is not None:
@@ -121,7 +121,7 @@ class QuickRounding:
     def _prepare(self, group: LinearGroup) -> Prepared:
         weights = tuple(out_by_in(self._source.tensor(name), group) for name in group.members)
         statistics = read_statistics(self._calibration, group)
-        return Prepared(weights, statistics, sink_of(group, self._graph.record), self._settings.candidates)
+        return Prepared(weights, statistics, fold_target_of(group, self._graph.record), self._settings.candidates)
 
     def _embedding(self, name: str, scheme: Scheme) -> QuantizedLinear:
         head, weight = head_with(self._graph.record, name), self._source.tensor(name)

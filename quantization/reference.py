@@ -69,7 +69,7 @@ class QuantizedReference:
         """The decoded embedding of every token id, ``[V, H]``."""
         return self.model.get_input_embeddings().weight.detach().numpy()
 
-    def locked(
+    def teacher_forced(
         self, tokens: Sequence[int], outputs: Mapping[str, FloatArray]
     ) -> tuple[FloatArray, dict[str, tuple[float, float]]]:
         """Logits ``[S, V]`` with every linear's output exchanged for ``outputs[parameter] [S, out]``, and the errors.

@@ -24,7 +24,7 @@ from quantization.problem import Problem, input_step
 from quantization.rounding import FloatArray, QuantizedLinear, output_error
 from quantization.statistics import Statistics
 from tapeout.errors import QuantizationError
-from tapeout.portable_graph import ScaleSink
+from tapeout.portable_graph import FoldTarget
 from tapeout.recipe import BASELINE, Quantize
 from tapeout.schemes import Scheme
 
@@ -46,7 +46,7 @@ class Rounded:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a group became. Errors are relative to the mean squared output; ``errors_rtn`` are those of RTN.
 
     Of a weight with more than ``SEARCHED_WEIGHTS`` weights they are those of the output channels searched on.
@@ -62,17 +62,18 @@ def search(
     scheme: Scheme,
     statistics: Statistics,
     settings: Quantize,
-    sink: ScaleSink | None = None,
+    fold_target: FoldTarget | None = None,
     run: Runner = map,
-) -> Found:
+) -> SearchResult:
     """Quantize ``weights`` ``[N, K]``, which read one input, to a scheme that is fitted to K.
 
-    ``sink``: where the inverse of an input scale can go. ``run``: rounds the slices of a large weight, in any threads.
+    ``fold_target``: where the inverse of an input scale can go. ``run``: rounds the slices of a large weight, in any
+    threads.
     :class:`QuantizationError` for errors that are not finite.
     """
     outputs = max(SEARCHED_OUTPUTS, SEARCHED_WEIGHTS // weights[0].shape[1])
     searched = [weight[:: -(-len(weight) // outputs)] for weight in weights]
-    problem = Problem.of(searched, scheme, statistics, sink, settings.scale_grid)
+    problem = Problem.of(searched, scheme, statistics, fold_target, settings.scale_grid)
     names, tried, found = list(settings.candidates), [problem], list[list[list[Rounded]]]()
     for current in tried:  # grows by the input scales that are proposed
         options: list[list[Rounded]] = [[] for _ in weights]
@@ -99,7 +100,7 @@ def search(
         for member, weight, part, energy in zip(charged[best], weights, searched, energies, strict=True)
     ]
     rtn = [m.error / energy for m, energy in zip(_charged(first, problem, searched), energies, strict=True)]
-    return Found(tried[best].scale, members, rtn)
+    return SearchResult(tried[best].scale, members, rtn)
 
 
 def _judged(name: str, proposal: list[QuantizedLinear], problem: Problem) -> list[Rounded]:

@@ -18,7 +18,7 @@ class UnitSensitivity(Frozen):
 
 
 class Sensitivity(Record):
-    noun: ClassVar[str] = "Sensitivity"
+    artifact_type: ClassVar[str] = "Sensitivity"
     schema_version: ClassVar[int] = 2
     remedy: ClassVar[str] = "run `dvc repro sensitivity`"
     parent_roles: ClassVar[Roles] = {"graph": ("PortableGraph",), "calibration": ("Calibration",)}

@@ -176,7 +176,7 @@ NAMES = tuple(dict.fromkeys([*(part.name for layout in LAYOUTS.values() for part
 
 
 @dataclass(frozen=True)
-class Said:
+class Declared:
     """What quantization_config says of a weight.
 
     ``block``: output and input channels that share a scale; None: all of them. ``ue8m0``: bytes of scales are
@@ -215,78 +215,80 @@ def quantized_modules(stored: Mapping[str, Stored]) -> Mapping[str, Parts]:
     return found
 
 
-def check(module: str, parts: Parts, said: Said) -> tuple[int, int]:
+def check(module: str, parts: Parts, declared: Declared) -> tuple[int, int]:
     """N and K. :class:`QuantizationError` for parts of a weight that are missing, left over, or do not fit."""
-    layout = LAYOUTS[said.layout]
-    needed = [part for part in layout.parts if said.needs(part)]
+    layout = LAYOUTS[declared.layout]
+    needed = [part for part in layout.parts if declared.needs(part)]
     names = [part.name for part in needed]
     for name in names:
         if name not in parts:
             raise QuantizationError(
-                f"no {module}.{name}, which {_shown(module, parts)} needs in {said.layout}",
+                f"no {module}.{name}, which {_shown(module, parts)} needs in {declared.layout}",
                 expected=", ".join(names),
                 remedy=REMEDY,
             )
     for name in parts:
         if name not in names:
             raise QuantizationError(
-                f"{_shown(module, {name: parts[name]})} belongs to no weight in {said.layout}",
+                f"{_shown(module, {name: parts[name]})} belongs to no weight in {declared.layout}",
                 expected=f"{', '.join(names)} of every quantized weight, and nothing else",
                 remedy=REMEDY,
             )
     for part in needed:
-        if parts[part.name].dtype not in said.types(part):
-            raise _misfit(module, parts, part, said, FIXED)
-    _require_shapes(module, parts, needed, said, FIXED)
+        if parts[part.name].dtype not in declared.types(part):
+            raise _misfit(module, parts, part, declared, FIXED)
+    _require_shapes(module, parts, needed, declared, FIXED)
     rows, columns = layout.size(parts)
-    _require_shapes(module, parts, needed, said, _sizes(module, rows, columns, said))
+    _require_shapes(module, parts, needed, declared, _sizes(module, rows, columns, declared))
     return rows, columns
 
 
 def _require_shapes(
-    module: str, parts: Parts, needed: Sequence[StoredPart], said: Said, sizes: Mapping[str, int]
+    module: str, parts: Parts, needed: Sequence[StoredPart], declared: Declared, sizes: Mapping[str, int]
 ) -> None:
     """``sizes``: of the dimensions that are known."""
     for part in needed:
         shape = parts[part.name].shape
-        forms = [tuple(map(sizes.get, dims, shape)) for dims in _shapes(part, said) if len(dims) == len(shape)]
+        forms = [tuple(map(sizes.get, dims, shape)) for dims in _shapes(part, declared) if len(dims) == len(shape)]
         if tuple(shape) not in forms or 0 in shape:
-            raise _misfit(module, parts, part, said, sizes)
+            raise _misfit(module, parts, part, declared, sizes)
 
 
-def _shapes(part: StoredPart, said: Said) -> Sequence[Dims]:
-    return SCALED[said.strategy] if part.shape is None else (part.shape,)
+def _shapes(part: StoredPart, declared: Declared) -> Sequence[Dims]:
+    return SCALED[declared.strategy] if part.shape is None else (part.shape,)
 
 
-def _sizes(module: str, rows: int, columns: int, said: Said) -> dict[str, int]:
+def _sizes(module: str, rows: int, columns: int, declared: Declared) -> dict[str, int]:
     """Of every dimension that a part may have."""
-    down, across = said.block[0] or max(rows, 1), said.block[1] or max(columns, 1)
-    if said.strategy == "group" and columns % across:
+    down, across = declared.block[0] or max(rows, 1), declared.block[1] or max(columns, 1)
+    if declared.strategy == "group" and columns % across:
         raise QuantizationError(
             f"{module} has {columns} input channels, and quantization_config says groups of {across}",
             expected="groups that divide the input channels",
             remedy=REMEDY,
         )
-    groups, words = -(-columns // across), -(-columns * said.bits // 32)
+    groups, words = -(-columns // across), -(-columns * declared.bits // 32)
     return {
         **FIXED,
         "N": rows,
         "K": columns,
         "N/8": rows // 8,
         "K words": words,
-        "N words": -(-rows * said.bits // 32),
+        "N words": -(-rows * declared.bits // 32),
         "K/g": groups,
         "N/r": -(-rows // down),
         "K/c": groups,
     }
 
 
-def _misfit(module: str, parts: Parts, part: StoredPart, said: Said, sizes: Mapping[str, int]) -> QuantizationError:
-    shapes = [f"[{', '.join(str(sizes.get(dim, dim)) for dim in dims)}]" for dims in _shapes(part, said)]
-    stored_as = f"{' or '.join(said.types(part))} {' or '.join(shapes)}"
+def _misfit(
+    module: str, parts: Parts, part: StoredPart, declared: Declared, sizes: Mapping[str, int]
+) -> QuantizationError:
+    shapes = [f"[{', '.join(str(sizes.get(dim, dim)) for dim in dims)}]" for dims in _shapes(part, declared)]
+    stored_as = f"{' or '.join(declared.types(part))} {' or '.join(shapes)}"
     return QuantizationError(
         f"{_shown(module, {part.name: parts[part.name]})} does not fit {_shown(module, parts)}",
-        expected=f"{stored_as} in {said.layout}, with one scale per {said.strategy}",
+        expected=f"{stored_as} in {declared.layout}, with one scale per {declared.strategy}",
         remedy=REMEDY,
     )
 

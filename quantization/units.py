@@ -10,14 +10,14 @@ import numpy as np
 
 from quantization.rounding import FloatArray
 from tapeout.errors import QuantizationError, RecipeError
-from tapeout.portable_graph import LinearGroup, PortableGraph, ScaleSink
+from tapeout.portable_graph import FoldTarget, LinearGroup, PortableGraph
 from tapeout.recipe import Cache, Embeddings, KVCache, Rule
-from tapeout.schemes import EMBEDDING_MENU, FLOAT, MENU, SMALLEST_GROUP, Scheme
+from tapeout.schemes import CANDIDATE_SCHEMES, EMBEDDING_CANDIDATES, FLOAT, SMALLEST_GROUP, Scheme
 
 EMBEDDING = "embedding"
 HEAD = "lm_head"
 LAYER_UNITS = ("qkv", "o", "gate_up", "down")  # of a layer, where it has them
-CACHE_MENU = (KVCache(dtype="float32"), KVCache(dtype="int8"), KVCache(dtype="int4"))
+CACHE_CANDIDATES = (KVCache(dtype="float32"), KVCache(dtype="int8"), KVCache(dtype="int4"))
 Schemes = dict[str, Scheme]  # by group name, and EMBEDDING; fitted
 
 
@@ -46,13 +46,18 @@ def kind_of(group: LinearGroup) -> str:
     return group.name.split(".", 2)[-1] if group.name.startswith("layers.") else group.name
 
 
-def units_of(graph: PortableGraph, band: int) -> tuple[Unit, ...]:
+def units_of(graph: PortableGraph, layers_per_group: int) -> tuple[Unit, ...]:
     """Every linear but the head, in units of at most ``band`` layers."""
     found: dict[tuple[int, str, int, tuple[int, ...]], list[LinearGroup]] = {}
     for group in graph.groups:
         if group.name != HEAD:
             layer = layer_of(group)
-            key = (-1 if layer is None else layer // band, kind_of(group), group.in_features, group.out_features)
+            key = (
+                -1 if layer is None else layer // layers_per_group,
+                kind_of(group),
+                group.in_features,
+                group.out_features,
+            )
             found.setdefault(key, []).append(group)
     return tuple(unit_of(run) for groups in found.values() for run in _runs(groups))
 
@@ -85,22 +90,22 @@ def written_units(graph: PortableGraph, schemes: Mapping[str, Scheme]) -> tuple[
     return tuple(unit_of(run) for groups in found.values() for run in _runs(groups))
 
 
-def menu_for(columns: int, menu: Sequence[Scheme] = MENU) -> tuple[Scheme, ...]:
+def candidates_for(columns: int, candidate_schemes: Sequence[Scheme] = CANDIDATE_SCHEMES) -> tuple[Scheme, ...]:
     """The schemes of a menu that weights of ``columns`` inputs can have, fitted to them, each once."""
-    fitting = [scheme for scheme in menu if scheme.group_size is None or columns % SMALLEST_GROUP == 0]
+    fitting = [scheme for scheme in candidate_schemes if scheme.group_size is None or columns % SMALLEST_GROUP == 0]
     return tuple(dict.fromkeys(scheme.fitted(columns) for scheme in fitting))
 
 
 def embedding_schemes(wanted: Embeddings, columns: int) -> tuple[Scheme, ...]:
     """What the embedding and lm_head, of ``columns`` channels, may get: the menu, or the one that is written."""
-    return menu_for(columns, EMBEDDING_MENU) if wanted == "auto" else (wanted.fitted(columns),)
+    return candidates_for(columns, EMBEDDING_CANDIDATES) if wanted == "auto" else (wanted.fitted(columns),)
 
 
 def caches(wanted: Cache, head_size: int) -> tuple[KVCache, ...]:
     """How keys and values may be kept: as the menu has it, or as it is written. A byte holds two codes of 4 bits."""
     if wanted != "auto":
         return (wanted,)
-    return tuple(cache for cache in CACHE_MENU if cache.dtype != "int4" or head_size % 2 == 0)
+    return tuple(cache for cache in CACHE_CANDIDATES if cache.dtype != "int4" or head_size % 2 == 0)
 
 
 def resolve(graph: PortableGraph, rules: Sequence[Rule]) -> dict[str, Scheme]:
@@ -160,14 +165,14 @@ def out_by_in(weight: FloatArray, group: LinearGroup) -> FloatArray:
     return np.ascontiguousarray(weight.T) if group.transposed else weight
 
 
-def sink_of(group: LinearGroup, graph: PortableGraph) -> ScaleSink | None:
+def fold_target_of(group: LinearGroup, graph: PortableGraph) -> FoldTarget | None:
     """Where the inverse of an input scale can go: not into a linear of another layer, which is written by itself."""
-    sink = group.scale_sink
-    if sink is None or sink.kind == "norm":
-        return sink
+    fold_target = group.fold_target
+    if fold_target is None or fold_target.kind == "norm":
+        return fold_target
     layer = layer_of(group)
     near = (other for other in graph.groups if layer is not None and layer_of(other) == layer)
-    return sink if any(sink.weight in other.members for other in near) else None
+    return fold_target if any(fold_target.weight in other.members for other in near) else None
 
 
 def by_layer(graph: PortableGraph) -> list[tuple[str, list[LinearGroup]]]:

@@ -12,7 +12,7 @@ the artifact's place. So an artifact is whole or absent, and an interrupted stag
 
 A file's content is hashed once per file identity (tapeout/file_hashes.py), so opening an artifact again is quick.
 
-The digest is the sha256 of the canonical record, which holds the sha256 of every file and, by role, the noun and the
+The digest is the sha256 of the canonical record, which holds the sha256 of every file and, by role, the type and the
 digest of every parent, and no clock time: the same inputs give the same digest.
 """
 
@@ -35,10 +35,10 @@ from tapeout.errors import ArtifactError
 from tapeout.file_hashes import remembered_sha256, sha256_file
 
 RECORD = "record.json"
-KEYS = frozenset({"noun", "schema_version", "record", "files", "parents", "digest"})
+KEYS = frozenset({"artifact_type", "schema_version", "record", "files", "parents", "digest"})
 
 
-Roles = Mapping[str, tuple[str, ...]]  # of a parent: the nouns that can fill each
+Roles = Mapping[str, tuple[str, ...]]  # of a parent: the artifact types that can fill each
 
 
 class Frozen(BaseModel):
@@ -48,14 +48,16 @@ class Frozen(BaseModel):
 
 
 class Record(Frozen):
-    """Base of the nouns that stages read and write. Subclasses set ``noun`` and ``remedy`` and add typed fields.
+    """Base of the records that stages read and write.
 
-    ``parent_roles``: what an artifact of this noun can be made from.
+    Subclasses set ``artifact_type`` and ``remedy`` and add typed fields.
+
+    ``parent_roles``: what an artifact of this type can be made from.
     """
 
-    noun: ClassVar[str]
+    artifact_type: ClassVar[str]
     remedy: ClassVar[str] = "run `dvc repro`"
-    schema_version: ClassVar[int] = 2  # 2: parents are recorded with their nouns
+    schema_version: ClassVar[int] = 2
     parent_roles: ClassVar[Roles] = {}
 
 
@@ -70,9 +72,9 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class ArtifactRef:
-    """An artifact by noun and digest, wherever it lies."""
+    """An artifact by type and digest, wherever it lies."""
 
-    noun: str
+    artifact_type: str
     digest: str
 
 
@@ -88,7 +90,7 @@ class Artifact(Generic[R]):
 
     @property
     def ref(self) -> ArtifactRef:
-        return ArtifactRef(self.record.noun, self.digest)
+        return ArtifactRef(self.record.artifact_type, self.digest)
 
     def verify(self) -> None:
         """Hash every file again, whatever is remembered; :class:`ArtifactError` names the first that changed."""
@@ -112,13 +114,13 @@ class Draft(Generic[R]):
     """An artifact that is being written. Call :meth:`finish` once, as the last step."""
 
     folder: Path
-    noun: type[R]
+    record_type: type[R]
     payload: dict[str, Any] | None = field(default=None, init=False)
 
     def finish(self, record: R, *, parents: Parents) -> None:
-        """Complete the record. :class:`ArtifactError` for a parent that does not fit ``noun.parent_roles``."""
+        """Complete the record. :class:`ArtifactError` for a parent that does not fit ``parent_roles`` of its type."""
         refs = {role: parent.ref if isinstance(parent, Artifact) else parent for role, parent in parents.items()}
-        _check_parents(self.noun, refs, str(self.folder))
+        _check_parents(self.record_type, refs, str(self.folder))
         names = sorted(str(p.relative_to(self.folder)) for p in self.folder.rglob("*") if p.is_file())
         files = {
             name: {
@@ -128,8 +130,8 @@ class Draft(Generic[R]):
             for name in names
         }
         body = {
-            "noun": self.noun.noun,
-            "schema_version": self.noun.schema_version,
+            "artifact_type": self.record_type.artifact_type,
+            "schema_version": self.record_type.schema_version,
             "record": record.model_dump(mode="json"),
             "files": files,
             "parents": {role: asdict(refs[role]) for role in sorted(refs)},
@@ -138,7 +140,7 @@ class Draft(Generic[R]):
 
 
 @contextmanager
-def create(folder: Path, noun: type[R]) -> Generator[Draft[R]]:
+def create(folder: Path, record_type: type[R]) -> Generator[Draft[R]]:
     """Write an artifact as a whole. An error or interrupt leaves the folder as it was."""
     partial = folder.with_name(f".{folder.name}.partial")
     try:
@@ -146,10 +148,12 @@ def create(folder: Path, noun: type[R]) -> Generator[Draft[R]]:
         if partial.exists():
             shutil.rmtree(partial)
         partial.mkdir(parents=True)
-        draft = Draft(partial, noun)
+        draft = Draft(partial, record_type)
         yield draft
         if draft.payload is None:
-            raise ArtifactError(f"{noun.noun} was not finished", expected="Draft.finish as the last step")
+            raise ArtifactError(
+                f"{record_type.artifact_type} was not finished", expected="Draft.finish as the last step"
+            )
         record = partial / RECORD
         with record.open("w") as stream:
             json.dump(draft.payload, stream, indent=1, allow_nan=False)
@@ -157,7 +161,7 @@ def create(folder: Path, noun: type[R]) -> Generator[Draft[R]]:
         replace_folder(partial, folder)
     except OSError as error:
         raise ArtifactError(
-            f"cannot write {noun.noun} to {folder}: {error.strerror or error}",
+            f"cannot write {record_type.artifact_type} to {folder}: {error.strerror or error}",
             remedy="free disk space or fix the permissions, then run the stage again",
         ) from error
     finally:
@@ -165,67 +169,73 @@ def create(folder: Path, noun: type[R]) -> Generator[Draft[R]]:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def load(folder: Path, noun: type[R]) -> Artifact[R]:
+def load(folder: Path, record_type: type[R]) -> Artifact[R]:
     """Open a finished artifact, whole and unchanged: every file it lists and no other, with the content it had."""
-    found = load_record(folder, noun)
-    _require_listed_files(folder, found.files, noun.remedy)
-    verify_files(folder, found.files, remedy=noun.remedy, hashed=remembered_sha256)
+    found = load_record(folder, record_type)
+    _require_listed_files(folder, found.files, record_type.remedy)
+    verify_files(folder, found.files, remedy=record_type.remedy, hashed=remembered_sha256)
     return found
 
 
-def load_record(folder: Path, noun: type[R]) -> Artifact[R]:
+def load_record(folder: Path, record_type: type[R]) -> Artifact[R]:
     """The record alone, intact and of this type; its files need not be there."""
     body = read_payload(folder)
-    if body["noun"] != noun.noun:
-        raise ArtifactError(f"{folder} holds a {body['noun']}", expected=f"a {noun.noun}", remedy=noun.remedy)
-    if (written := body["schema_version"]) != noun.schema_version:
-        age = "a newer" if isinstance(written, int) and written > noun.schema_version else "an older"
+    if body["artifact_type"] != record_type.artifact_type:
         raise ArtifactError(
-            f"{folder} was written as {noun.noun} schema {written}, by {age} version of Tapeout",
-            expected=f"schema {noun.schema_version}, which this version writes",
-            remedy=noun.remedy,
+            f"{folder} holds a {body['artifact_type']}",
+            expected=f"a {record_type.artifact_type}",
+            remedy=record_type.remedy,
         )
-    header = _header(folder, body, noun.remedy)
+    if (written := body["schema_version"]) != record_type.schema_version:
+        age = "a newer" if isinstance(written, int) and written > record_type.schema_version else "an older"
+        raise ArtifactError(
+            f"{folder} was written as {record_type.artifact_type} schema {written}, by {age} version of Tapeout",
+            expected=f"schema {record_type.schema_version}, which this version writes",
+            remedy=record_type.remedy,
+        )
+    header = _header(folder, body, record_type.remedy)
     try:
-        record = noun.model_validate_json(json.dumps(body["record"]))
+        record = record_type.model_validate_json(json.dumps(body["record"]))
     except ValidationError as error:
         raise ArtifactError(
-            f"{folder / RECORD} is not a {noun.noun} of this version: {error.error_count()} fields differ, "
-            f"first {'.'.join(map(str, error.errors()[0]['loc']))}",
-            remedy=noun.remedy,
+            f"{folder / RECORD} is not a {record_type.artifact_type} of this version: {error.error_count()} fields "
+            f"differ, first {'.'.join(map(str, error.errors()[0]['loc']))}",
+            remedy=record_type.remedy,
         ) from error
-    _check_parents(noun, header.parents, str(folder / RECORD))
+    _check_parents(record_type, header.parents, str(folder / RECORD))
     return Artifact(folder, record, header.files, header.parents, header.digest)
 
 
-def _check_parents(noun: type[Record], parents: Mapping[str, ArtifactRef], where: str) -> None:
+def _check_parents(record_type: type[Record], parents: Mapping[str, ArtifactRef], where: str) -> None:
     for role, parent in parents.items():
-        nouns = noun.parent_roles.get(role, ())
-        if parent.noun not in nouns:
+        artifact_types = record_type.parent_roles.get(role, ())
+        if parent.artifact_type not in artifact_types:
             raise ArtifactError(
-                f"{where} names a {parent.noun} as {role} of a {noun.noun}",
-                expected=f"a {' or '.join(nouns)}" if nouns else f"a role of {', '.join(noun.parent_roles) or 'none'}",
-                remedy=noun.remedy,
+                f"{where} names a {parent.artifact_type} as {role} of a {record_type.artifact_type}",
+                expected=f"a {' or '.join(artifact_types)}"
+                if artifact_types
+                else f"a role of {', '.join(record_type.parent_roles) or 'none'}",
+                remedy=record_type.remedy,
             )
 
 
 @dataclass(frozen=True)
 class Header:
-    """What every record says, whatever its noun."""
+    """What every record says, whatever its type."""
 
-    noun: str
+    artifact_type: str
     digest: str
-    record: Mapping[str, Any]  # the noun's own fields
+    record: Mapping[str, Any]  # the fields of its type
     files: Mapping[str, FileEntry]
     parents: Mapping[str, ArtifactRef]  # by role
 
     @property
     def ref(self) -> ArtifactRef:
-        return ArtifactRef(self.noun, self.digest)
+        return ArtifactRef(self.artifact_type, self.digest)
 
 
 def load_header(folder: Path, *, remedy: str = "run `dvc repro`") -> Header:
-    """Noun, digest, files and parents of any artifact, its record checked, without knowing its type."""
+    """Type, digest, files and parents of any artifact, its record checked, without knowing its type."""
     return _header(folder, read_payload(folder), remedy)
 
 
@@ -258,7 +268,7 @@ def _header(folder: Path, payload: Mapping[str, Any], remedy: str) -> Header:
             raise ArtifactError(
                 f"{folder / RECORD} lists {name!r}", expected="files inside the artifact's folder", remedy=remedy
             )
-    return Header(body["noun"], digest, body["record"], files, parents)
+    return Header(body["artifact_type"], digest, body["record"], files, parents)
 
 
 def _require_listed_files(folder: Path, files: Mapping[str, FileEntry], remedy: str) -> None:
@@ -327,7 +337,7 @@ def read_payload(folder: Path) -> dict[str, Any]:
     missing = KEYS - body.keys() if isinstance(body, dict) else KEYS
     if missing:
         raise ArtifactError(
-            f"{path} lacks {', '.join(sorted(missing))}", expected="the record of an artifact", remedy=remedy
+            f"{path} lacks {', '.join(sorted(missing))}", expected="a record as this version writes it", remedy=remedy
         )
     return body
 

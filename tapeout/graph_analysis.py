@@ -16,7 +16,7 @@ from typing import Literal
 import onnx_ir as ir
 
 from tapeout.errors import ExportError
-from tapeout.portable_graph import LinearGroup, ScaleSink
+from tapeout.portable_graph import FoldTarget, LinearGroup
 
 NORMS = ("RMSNormalization", "LayerNormalization")
 
@@ -184,7 +184,7 @@ def find_groups(model: ir.Model, aliases: dict[str, str]) -> tuple[LinearGroup, 
             in_features=members[0].shape[1],
             out_features=tuple(linear.shape[0] for linear in members),
             # a tied head's columns are the embedding's too, so no scale may be folded into them
-            scale_sink=None if any(m.name in aliases.values() for m in members) else _scale_sink(members, by_output),
+            fold_target=None if any(m.name in aliases.values() for m in members) else _fold_target(members, by_output),
             transposed=members[0].transposed,
         )
         for name, members in gathered.items()
@@ -327,21 +327,21 @@ def _data_inputs(node: ir.Node) -> Iterable[ir.Value]:
     return [value for value in inputs if value is not None]
 
 
-def _scale_sink(members: list[Linear], by_output: dict[int, Linear]) -> ScaleSink | None:
+def _fold_target(members: list[Linear], by_output: dict[int, Linear]) -> FoldTarget | None:
     value = members[0].input
     producer = value.producer()
     if producer is None or not _only_feeds(value, members):
         return None
     if producer.op_type in NORMS:
-        return _norm_sink(producer)
+        return _norm_target(producer)
     if producer.op_type == "Mul":
         for operand in producer.inputs:
             if operand is not None and len(list(operand.uses())) == 1:
-                sink = _linear_sink(operand, by_output)
-                if sink is not None:
-                    return sink
+                fold_target = _linear_target(operand, by_output)
+                if fold_target is not None:
+                    return fold_target
         return None
-    return _value_sink(value, members, by_output)
+    return _value_target(value, members, by_output)
 
 
 def _only_feeds(value: ir.Value, members: list[Linear]) -> bool:
@@ -349,7 +349,7 @@ def _only_feeds(value: ir.Value, members: list[Linear]) -> bool:
     return all(id(use.node) in matmuls for use in value.uses())
 
 
-def _norm_sink(norm: ir.Node) -> ScaleSink | None:
+def _norm_target(norm: ir.Node) -> FoldTarget | None:
     weight, bias, offset = norm.inputs[1], norm.inputs[2] if len(norm.inputs) > 2 else None, 0.0
     if weight is not None and not is_parameter(weight):
         add = weight.producer()
@@ -364,10 +364,10 @@ def _norm_sink(norm: ir.Node) -> ScaleSink | None:
         offset = float(constants[0].numpy())
     if weight is None or (bias is not None and not is_parameter(bias)):
         return None
-    return ScaleSink(kind="norm", weight=weight.name or "", bias=bias.name if bias else None, offset=offset)
+    return FoldTarget(kind="norm", weight=weight.name or "", bias=bias.name if bias else None, offset=offset)
 
 
-def _linear_sink(value: ir.Value, by_output: dict[int, Linear]) -> ScaleSink | None:
+def _linear_target(value: ir.Value, by_output: dict[int, Linear]) -> FoldTarget | None:
     """The linear that produced ``value``, whole or as one part of a split or a slice along channels."""
     node, rows = value.producer(), None
     if value.producer() is not None and id(value) not in by_output and node is not None:
@@ -386,7 +386,7 @@ def _linear_sink(value: ir.Value, by_output: dict[int, Linear]) -> ScaleSink | N
         return None
     if rows is not None:
         rows = (rows[0], min(rows[1], linear.shape[0]))
-    return ScaleSink(kind="linear", weight=linear.name, bias=linear.bias.name if linear.bias else None, rows=rows)
+    return FoldTarget(kind="linear", weight=linear.name, bias=linear.bias.name if linear.bias else None, rows=rows)
 
 
 def _slice_rows(node: ir.Node) -> tuple[int, int] | None:
@@ -400,7 +400,7 @@ def _slice_rows(node: ir.Node) -> tuple[int, int] | None:
     return int(starts[0]), int(ends[0])
 
 
-def _value_sink(value: ir.Value, members: list[Linear], by_output: dict[int, Linear]) -> ScaleSink | None:
+def _value_target(value: ir.Value, members: list[Linear], by_output: dict[int, Linear]) -> FoldTarget | None:
     """For an attention output: the value projection, whose rows are shared by ``repeat`` query heads each."""
     node = value.producer()
     while node is not None and node.op_type in ("Reshape", "Transpose"):
@@ -420,13 +420,18 @@ def _value_sink(value: ir.Value, members: list[Linear], by_output: dict[int, Lin
         source = step.inputs[0]
     if source is None:
         return None
-    sink = _linear_sink(source, by_output)
-    if sink is None or len(members) != 1:
+    fold_target = _linear_target(source, by_output)
+    if fold_target is None or len(members) != 1:
         return None
     heads, kv_heads, head_size = size(query, 1), size(past, 1), size(past, 3)
-    rows = sink.rows or (0, kv_heads * head_size)
+    rows = fold_target.rows or (0, kv_heads * head_size)
     if rows[1] - rows[0] != kv_heads * head_size or members[0].shape[1] != heads * head_size:
         return None
-    return ScaleSink(
-        kind="linear", weight=sink.weight, bias=sink.bias, rows=rows, repeat=heads // kv_heads, head_size=head_size
+    return FoldTarget(
+        kind="linear",
+        weight=fold_target.weight,
+        bias=fold_target.bias,
+        rows=rows,
+        repeat=heads // kv_heads,
+        head_size=head_size,
     )

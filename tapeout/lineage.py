@@ -1,6 +1,6 @@
 """What any artifact is, what it was made from and with which versions, read from the records alone.
 
-It knows no noun: a record is shown as its fields, so a new kind of artifact needs no change here.
+It knows no type: a record is shown as its fields, so a new kind of artifact needs no change here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Parent:
     """One ancestor. ``folder`` is None if no artifact beside this one has that digest."""
 
     role: str
-    noun: str
+    artifact_type: str
     digest: str
     folder: Path | None
     parents: tuple[Parent, ...]
@@ -29,13 +29,13 @@ class Parent:
 
 @dataclass(frozen=True)
 class Explanation:
-    """``record``: the noun's own fields. ``files``: name to size in bytes.
+    """``record``: the fields of its type. ``files``: name to size in bytes.
 
     ``problems``: files that are missing or changed since the record was written, and a record that was edited.
     """
 
     folder: Path
-    noun: str
+    artifact_type: str
     digest: str
     record: Mapping[str, Any]
     files: Mapping[str, int]
@@ -58,7 +58,7 @@ def explain(path: Path) -> Explanation:
     body = read_payload(folder)
     return Explanation(
         folder=folder,
-        noun=body["noun"],
+        artifact_type=body["artifact_type"],
         digest=body["digest"],
         record=body["record"],
         files={name: entry["size_bytes"] for name, entry in body["files"].items()},

@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 from tapeout.artifact import Frozen, Record, Roles
 
 
-class ScaleSink(Frozen):
+class FoldTarget(Frozen):
     """The parameter that can absorb the inverse of an input scale, so that the output stays the same.
 
     ``kind``: ``norm`` (its weight, and bias if any, are divided per channel) or ``linear`` (its output rows
@@ -46,14 +46,14 @@ class LinearGroup(Frozen):
     biases: tuple[str | None, ...]
     in_features: int
     out_features: tuple[int, ...]
-    scale_sink: ScaleSink | None = None
+    fold_target: FoldTarget | None = None
     transposed: bool = False
 
 
 class PortableGraph(Record):
     """``dequantized``: how the checkpoint stored weights that are in float32 here; None where they were floats."""
 
-    noun: ClassVar[str] = "PortableGraph"
+    artifact_type: ClassVar[str] = "PortableGraph"
     schema_version: ClassVar[int] = 5
     remedy: ClassVar[str] = "run `dvc repro export`"
     parent_roles: ClassVar[Roles] = {"source": ("Source",)}

@@ -160,7 +160,7 @@ class Plan(Section):
     workload: dict[Count, Fraction] = Field(default={1: 0.25, 16: 0.25, 128: 0.5})  # tokens of a step: share of all
     max_kl: float = Field(default=0.02, gt=0)
     max_bytes: Count | None = None  # of all weights, embeddings, and the KV cache of build.slots contexts
-    band: Count = 5  # neighbouring layers that take one scheme
+    layers_per_group: Count = 5  # neighbouring layers that take one scheme
     samples: Count = 6  # held-out calibration samples that sensitivities are measured on
 
     @field_validator("schemes")

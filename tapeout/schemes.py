@@ -162,7 +162,7 @@ STATIC_INT8 = Scheme(bits=8, activations="int8")
 # For linears. Groups of 128 shrink to 64 where they do not divide the inputs, and are 1.06 to 1.10 times as fast as 64
 # from eight rows on (docs/native-kernels.md). 5 bits in groups of 32 have 0.6 to 0.7 times the KL of 64 at 5 % more
 # bytes (docs/benchmarks/plans.md).
-MENU: tuple[Scheme, ...] = (
+CANDIDATE_SCHEMES: tuple[Scheme, ...] = (
     FLOAT,
     Scheme(bits=8, group_size=128, symmetric=True),
     STATIC_INT8,
@@ -175,7 +175,7 @@ MENU: tuple[Scheme, ...] = (
 
 # For the token embedding and lm_head. Weight-only, since an embedding is gathered, and symmetric, as checkpoints hold
 # quantized embeddings.
-EMBEDDING_MENU: tuple[Scheme, ...] = (
+EMBEDDING_CANDIDATES: tuple[Scheme, ...] = (
     FLOAT,
     Scheme(bits=8, group_size=64, symmetric=True),
     Scheme(bits=8, group_size=128, symmetric=True),

@@ -322,9 +322,9 @@ def _public_key(path: Path) -> EllipticCurvePublicKey:
 
 
 def _no_key(path: Path, kind: str, reason: Exception | str) -> SignatureError:
-    said = reason.strerror if isinstance(reason, OSError) else str(reason)
+    text = reason.strerror if isinstance(reason, OSError) else str(reason)
     return SignatureError(
-        f"{path} holds no {kind} key: {said}",
+        f"{path} holds no {kind} key: {text}",
         expected=f"an unencrypted P-256 {kind} key, as PEM",
         remedy=f"make a pair with `tapeout keygen`, or correct TAPEOUT_{kind.upper()}_KEY",
     )

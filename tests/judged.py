@@ -77,9 +77,9 @@ def recipe(**sections: Mapping[str, Any]) -> Recipe:
 
 
 class Stub(Record):
-    """A record of any noun, with whatever fields and parents its type has in the pipeline."""
+    """A record of any type, with whatever fields and parents its type has in the pipeline."""
 
-    noun: ClassVar[str] = "Stub"
+    artifact_type: ClassVar[str] = "Stub"
     name: str
     fields: dict[str, Any]
 
@@ -89,11 +89,11 @@ class Stub(Record):
 
 
 def write_stub(
-    folder: Path, noun: str, name: str, fields: Mapping[str, Any], lines: str = "", **parents: ArtifactRef
+    folder: Path, artifact_type: str, name: str, fields: Mapping[str, Any], lines: str = "", **parents: ArtifactRef
 ) -> ArtifactRef:
     """``fields``: of the record. ``lines``: of the file of calibration samples, where there is one."""
-    roles: Roles = {role: (parent.noun,) for role, parent in parents.items()}
-    kind = type(noun, (Stub,), {"noun": noun, "parent_roles": roles, "__module__": __name__})
+    roles: Roles = {role: (parent.artifact_type,) for role, parent in parents.items()}
+    kind = type(artifact_type, (Stub,), {"artifact_type": artifact_type, "parent_roles": roles, "__module__": __name__})
     with create(folder, kind) as draft:
         (draft.folder / "data.bin").write_text(name)
         if lines:
@@ -117,7 +117,7 @@ def write_bundle(folder: Path, weights: str, **parents: ArtifactRef) -> Artifact
             precision="float32",
             io=IOContract(inputs=(), kv_dtype="float32", kv_layers=(), max_tokens=64, slots=4, vocab_size=256),
             hardware=(MACHINE,),
-            census={},
+            operator_counts={},
             passes=(),
             weight_bytes=1,
             step_bytes=1,

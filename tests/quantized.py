@@ -119,7 +119,10 @@ def quantized_model(
             source_bytes=1,
             notes=(),
         )
-        parents = {role: ArtifactRef(nouns[0], "0" * 64) for role, nouns in QuantizedModel.parent_roles.items()}
+        parents = {
+            role: ArtifactRef(artifact_types[0], "0" * 64)
+            for role, artifact_types in QuantizedModel.parent_roles.items()
+        }
         draft.finish(record, parents=parents)
     return load(folder, QuantizedModel)
 

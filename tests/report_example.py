@@ -152,8 +152,16 @@ def example_report(verdict: Verdict | None = None) -> ReportData:
         frontier=Frontier(points, limit=0.02, by_bytes=False),
     )
     layers.append(LayerRow("lm_head", None, "lm_head", "int8 g64 symmetric, tied", 8, 8.25, 0.004, 0.004))
-    nouns = ("Source", "PortableGraph", "Calibration", "QuantizedModel", "EngineBundle", "EvalReport", "Verdict")
-    digests = [f"{i + 10:x}" * 64 for i in range(len(nouns))]
+    artifact_types = (
+        "Source",
+        "PortableGraph",
+        "Calibration",
+        "QuantizedModel",
+        "EngineBundle",
+        "EvalReport",
+        "Verdict",
+    )
+    digests = [f"{i + 10:x}" * 64 for i in range(len(artifact_types))]
     return ReportData(
         model_name="tapeout-default",
         verdict=verdict or example_verdict(),
@@ -163,13 +171,13 @@ def example_report(verdict: Verdict | None = None) -> ReportData:
         kernels={"MatMulNBits": 121, "GroupQueryAttention": 30, "SkipSimplifiedLayerNormalization": 60},
         lineage=tuple(
             LineageRow(
-                noun,
-                f"artifacts/{noun.lower()}",
+                artifact_type,
+                f"artifacts/{artifact_type.lower()}",
                 digests[i],
-                {nouns[i - 1]: digests[i - 1]} if i else {},
+                {artifact_types[i - 1]: digests[i - 1]} if i else {},
                 {"onnxruntime": "1.31.1", "torch": "2.13.0"} if i in (1, 3) else {},
             )
-            for i, noun in enumerate(nouns)
+            for i, artifact_type in enumerate(artifact_types)
         ),
         recipe=RECIPE.model_dump(mode="json", by_alias=True),
         machine={"Processor": "AMD EPYC 9R45 (AVX-512 VNNI)", "Memory": "24 GiB"},

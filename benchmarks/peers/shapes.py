@@ -22,7 +22,7 @@ from benchmarks import shapes as known
 from benchmarks.peers.environments import peers_folder
 from quantization.plan import PrecisionPlan
 from tapeout import artifact
-from tapeout.schemes import EMBEDDING_MENU, MENU, Scheme
+from tapeout.schemes import CANDIDATE_SCHEMES, EMBEDDING_CANDIDATES, Scheme
 
 SHARED = {"fetch": "source", "export": "graph", "calibrate": "calibration"}  # stages of a shape, and their artifacts
 STAGES = ("sensitivity", "plan", "quantize", "build-candidate")  # of each bundle
@@ -115,8 +115,8 @@ def settings_of(plan: PrecisionPlan, layers: int) -> list[str]:
     A plan that was chosen holds the menu's schemes, with groups fitted to its model. One that is written out does not.
     """
 
-    def asked(scheme: Scheme, menu: Sequence[Scheme]) -> dict[str, Any]:
-        return (as_in_menu(scheme, menu) if plan.search else scheme).model_dump()
+    def asked(scheme: Scheme, candidate_schemes: Sequence[Scheme]) -> dict[str, Any]:
+        return (as_in_candidates(scheme, candidate_schemes) if plan.search else scheme).model_dump()
 
     schemes = plan.schemes
     depth = 1 + max(int(name.split(".")[1]) for name in schemes if name.startswith("layers."))
@@ -125,24 +125,26 @@ def settings_of(plan: PrecisionPlan, layers: int) -> list[str]:
         here = f"layers.{layer * depth // layers}."
         for name, scheme in schemes.items():
             if name.startswith(here):
-                rules.append({"match": f"layers.{layer}.{name.removeprefix(here)}"} | asked(scheme, MENU))
+                rules.append({"match": f"layers.{layer}.{name.removeprefix(here)}"} | asked(scheme, CANDIDATE_SCHEMES))
     written = {
         "plan.schemes": rules,
-        "plan.embeddings": asked(plan.embeddings.scheme, EMBEDDING_MENU),
+        "plan.embeddings": asked(plan.embeddings.scheme, EMBEDDING_CANDIDATES),
         "plan.kv_cache": plan.kv_cache.settings.model_dump(),
     }
     return [f"{key}={json.dumps(value)}" for key, value in written.items()]
 
 
-def as_in_menu(scheme: Scheme, menu: Sequence[Scheme]) -> Scheme:
+def as_in_candidates(scheme: Scheme, candidate_schemes: Sequence[Scheme]) -> Scheme:
     """The scheme of a menu before its groups shrank to what divides the channels of the plan's model.
 
-    >>> as_in_menu(Scheme(bits=8, group_size=64, symmetric=True), MENU).name
+    >>> as_in_candidates(Scheme(bits=8, group_size=64, symmetric=True), MENU).name
     '8-bit g128'
     """
-    if scheme in menu or scheme.group_size is None:
+    if scheme in candidate_schemes or scheme.group_size is None:
         return scheme
-    alike = [other for other in menu if other.model_copy(update={"group_size": scheme.group_size}) == scheme]
+    alike = [
+        other for other in candidate_schemes if other.model_copy(update={"group_size": scheme.group_size}) == scheme
+    ]
     return next((other for other in alike if (other.group_size or 0) > scheme.group_size), scheme)
 
 

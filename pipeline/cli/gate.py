@@ -40,10 +40,10 @@ def run(
         found = load_verdict(artifacts, params, key=key)
         name = load_recipe(params).register_.model_name
         champion = champion_of(name) if COMMENT in formats else None
-        said = statement(name, found, load_record(artifacts / "candidate", EngineBundle))
+        stated = statement(name, found, load_record(artifacts / "candidate", EngineBundle))
         drawn = [name for name in PLOTS if (artifacts / "report" / "plots" / f"{name}.svg").is_file()]
         plots = tuple(f"{plots_url.rstrip('/')}/{name}.svg" for name in drawn if plots_url)
-        result = gate_result(name, found, said, params, champion=champion, plots=plots)
+        result = gate_result(name, found, stated, params, champion=champion, plots=plots)
         write(result, formats, out, os.environ)
     except TapeoutError as error:
         if GITHUB in formats:

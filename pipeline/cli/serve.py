@@ -101,7 +101,7 @@ def run(options: Options) -> None:
         folder = Path(options.source)
         name = folder.resolve().name
         approved = require_judged(folder, public_key=public_key, unsafe=required.unsafe)
-    wanted = {"max_running": options.max_running, "most_drafted": options.draft_tokens}
+    wanted = {"max_running": options.max_running, "max_draft_tokens": options.draft_tokens}
     limits = replace(
         limits_within(wanted, approved.facts, options.source, unsafe=required.unsafe), max_waiting=options.max_waiting
     )
@@ -215,7 +215,7 @@ async def follow_alias(
     when the registry has changed, and otherwise later each time.
     """
     done: Any = None  # the state of the registry that is served, or was tried last
-    said, failures, retry_at = "", 0, 0.0
+    last_reason, failures, retry_at = "", 0, 0.0
     while True:
         now = done
         try:
@@ -224,14 +224,14 @@ async def follow_alias(
             if changed or (failures and time.monotonic() >= retry_at):
                 failures, done = 0 if changed else failures, now
                 opener = await _serve_alias(service, reference, required, opener, limits)
-                failures, said = 0, ""
+                failures, last_reason = 0, ""
         except Exception as error:  # of any kind: a broken bundle must not end the watch
             failures += 1
             retry_at = time.monotonic() + min(seconds * 2**failures, RETRY_SECONDS)
             reason = str(error) if isinstance(error, TapeoutError) else f"{type(error).__name__}: {error}"
-            if reason != said:
+            if reason != last_reason:
                 log.error("the engine stays as it is: %s", reason)
-            said = reason
+            last_reason = reason
         await asyncio.sleep(seconds if now is not None else max(seconds, FULL_LOOK_SECONDS))
 
 

@@ -13,7 +13,7 @@ from runtime.wire.limits import Limits
 # Fact of a verdict -> field of the limits, option, and parameter of the recipe.
 LIMITS = {
     MAX_RUNNING: ("max_running", "--max-running", "serving.max_running"),
-    DRAFT_TOKENS: ("most_drafted", "--draft-tokens", "serving.draft_tokens"),
+    DRAFT_TOKENS: ("max_draft_tokens", "--draft-tokens", "serving.draft_tokens"),
 }
 
 log = logging.getLogger("tapeout.server")

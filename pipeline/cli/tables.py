@@ -55,8 +55,8 @@ def checks_table(title: str, checks: Sequence[Check]) -> Table:
 def level_verdict(found: Artifact[LevelVerdict]) -> RenderableType:
     """Of `tapeout verify`."""
     record, bundle = found.record, found.parents["candidate"].digest
-    said = f"  bundle {bundle[:12]} at {record.executed_on.level}: {found.folder}"
-    headline = Text.assemble((record.outcome.value, OUTCOME_STYLE[record.outcome]), said)
+    place = f"  bundle {bundle[:12]} at {record.executed_on.level}: {found.folder}"
+    headline = Text.assemble((record.outcome.value, OUTCOME_STYLE[record.outcome]), place)
     return Group(checks_table("Level", record.checks), headline)
 
 
@@ -92,7 +92,7 @@ def diagnosis(found: Diagnosis) -> RenderableType:
 def explanation(found: Explanation) -> RenderableType:
     single, tables = fields(found.record)
     parts: list[RenderableType] = [
-        Text.assemble((found.noun, "bold"), f"  {found.folder}"),
+        Text.assemble((found.artifact_type, "bold"), f"  {found.folder}"),
         Text(f"digest {found.digest}", "dim"),
         _pairs({**single, "files": f"{len(found.files)}, {megabytes(found.size_bytes)}"}),
     ]
@@ -111,7 +111,7 @@ def explanation(found: Explanation) -> RenderableType:
 
 def _grow(tree: Tree, parents: Sequence[Parent]) -> None:
     for parent in parents:
-        where = f"{parent.noun} {parent.folder or 'not beside this artifact'}"
+        where = f"{parent.artifact_type} {parent.folder or 'not beside this artifact'}"
         style = "" if parent.folder else "yellow"
         _grow(tree.add(Text(f"{parent.role}: {where}  {parent.digest[:12]}", style)), parent.parents)
 

@@ -52,7 +52,7 @@ def _require_judged(artifacts: Path, verdict: Artifact[Verdict]) -> None:
     judged = {"baseline": verdict.record.baseline, "candidate": verdict.record.candidate}
     for name in dict.fromkeys((*LINEAGE, *measured())):
         header = load_header(artifacts / name)
-        wanted = judged.get(name, verdict.record.evidence.get(header.noun))
+        wanted = judged.get(name, verdict.record.evidence.get(header.artifact_type))
         if wanted is not None and header.digest != wanted:
             raise EvidenceError(
                 f"the verdict judged {name} {wanted[:12]}, but {header.digest[:12]} lies beside it",

@@ -117,19 +117,19 @@ def merged_elements(folder: Path) -> list[int]:
 def _read_config(folder: Path) -> dict[str, Any]:
     try:
         config: Any = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        said = {name: value for name, value in config.items() if value not in (None, False, [], {}, "")}
+        settings = {name: value for name, value in config.items() if value not in (None, False, [], {}, "")}
     except (OSError, ValueError, AttributeError) as error:
         raise ExportError(
             f"{CONFIG} of the adapter cannot be read: {error}", expected="an adapter as peft saves it"
         ) from error
     rank, alpha = config.get("r"), config.get("lora_alpha")
     problems = [f"peft_type {config.get('peft_type')}"] if config.get("peft_type") != "LORA" else []
-    problems += [f"task_type {config['task_type']}"] if said.get("task_type", "CAUSAL_LM") != "CAUSAL_LM" else []
-    problems += [f"bias {config['bias']}"] if said.get("bias", "none") != "none" else []
+    problems += [f"task_type {config['task_type']}"] if settings.get("task_type", "CAUSAL_LM") != "CAUSAL_LM" else []
+    problems += [f"bias {config['bias']}"] if settings.get("bias", "none") != "none" else []
     start = config.get("init_lora_weights", True)
     problems += [f"init_lora_weights {start}"] if start not in PLAIN_STARTS else []
-    unknown = sorted(said.keys() - DESCRIPTIVE - UNDERSTOOD)
-    problems += [f"{name} {said[name]}" for name in unknown if (name, said[name]) not in INACTIVE]
+    unknown = sorted(settings.keys() - DESCRIPTIVE - UNDERSTOOD)
+    problems += [f"{name} {settings[name]}" for name in unknown if (name, settings[name]) not in INACTIVE]
     problems += [f"r {rank}"] if type(rank) is not int or rank < 1 else []
     finite = type(alpha) in (int, float) and math.isfinite(alpha)
     problems += [] if finite else [f"lora_alpha {alpha}"]

@@ -133,16 +133,16 @@ def require_known(header: GgufHeader, config: Any, path: Path) -> None:
     from transformers.modeling_gguf_pytorch_utils import GGUF_TO_TRANSFORMERS_MAPPING
 
     prefix = f"{header.architecture}."
-    said = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
-    if said.get("pooling_type"):
+    keys = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
+    if keys.get("pooling_type"):
         raise ExportError(
-            f"{path.name} is an embedding model: it pools its outputs (pooling_type {said['pooling_type']})",
+            f"{path.name} is an embedding model: it pools its outputs (pooling_type {keys['pooling_type']})",
             expected="a causal language model",
             remedy="choose a model that predicts tokens",
         )
-    if int(said.get("expert_count") or 0) > 0:
+    if int(keys.get("expert_count") or 0) > 0:
         raise ExportError(
-            f"{path.name} is a mixture of {said['expert_count']} experts",
+            f"{path.name} is a mixture of {keys['expert_count']} experts",
             expected="a dense decoder",
             remedy="mixture-of-experts models are not supported; choose a dense one",
         )
@@ -154,13 +154,13 @@ def require_known(header: GgufHeader, config: Any, path: Path) -> None:
         )
     places = GGUF_TO_TRANSFORMERS_MAPPING["config"]
     known = {*places.get(header.architecture, {}), *places.get(config.model_type, {})} | IMPLIED
-    unknown = [key for key, value in said.items() if key not in known and value not in NEUTRAL]
+    unknown = [key for key, value in keys.items() if key not in known and value not in NEUTRAL]
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     implied = [key for key in sorted(IMPLIED - {"vocab_size"}) if places.get(header.architecture, {}).get(key) is None]
-    unknown += [key for key in implied if said.get(key) not in (None, head_size)]
+    unknown += [key for key in implied if keys.get(key) not in (None, head_size)]
     if unknown:
         raise ExportError(
-            f"{path.name} says {few(f'{prefix}{key} = {said[key]}' for key in unknown)}, which transformers does not "
+            f"{path.name} says {few(f'{prefix}{key} = {keys[key]}' for key in unknown)}, which transformers does not "
             "read from a GGUF file",
             expected="metadata that the model's configuration has a place for",
             remedy=REMEDY,

@@ -182,10 +182,10 @@ def _require_ends(served: Any, reference: Any, config: Mapping[str, Any]) -> Non
     """``add_bos_token`` and ``add_eos_token`` of tokenizer_config.json, which other programs obey, say the same."""
     ids: list[int] = served.encode("text").ids
     for name, token, at in (("bos", reference.bos_token_id, 0), ("eos", reference.eos_token_id, -1)):
-        said, done = config.get(f"add_{name}_token"), bool(ids) and token is not None and ids[at] == token
-        if isinstance(said, bool) and said != done:
+        configured, done = config.get(f"add_{name}_token"), bool(ids) and token is not None and ids[at] == token
+        if isinstance(configured, bool) and configured != done:
             raise ExportError(
-                f"{CONFIG} says add_{name}_token {str(said).lower()}, and {FILE} "
+                f"{CONFIG} says add_{name}_token {str(configured).lower()}, and {FILE} "
                 + ("adds it" if done else "does not add it"),
                 expected="one answer: whether a text gets that token decides what the model computes",
                 remedy=f"set add_{name}_token: {str(done).lower()} if {FILE} is as the model was trained, else correct "

@@ -180,8 +180,8 @@ def _window(allowed: Callable[..., Any], positions: int) -> int:
     except (IndexError, RuntimeError) as error:
         raise _unsupported_mask("depends on more than positions") from error
     window = int(seen[-1].sum())
-    band = [(keys <= query) & (keys > query - window) for query in queries]
-    if not all(torch.equal(mask, expected) for mask, expected in zip(seen, band, strict=True)):
+    windowed = [(keys <= query) & (keys > query - window) for query in queries]
+    if not all(torch.equal(mask, expected) for mask, expected in zip(seen, windowed, strict=True)):
         raise _unsupported_mask("is not a causal band")
     return 0 if window == positions else window
 

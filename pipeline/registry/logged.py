@@ -24,19 +24,19 @@ R = TypeVar("R", bound=Record)
 log = logging.getLogger("tapeout.server")
 
 
-def fetch_artifact(registry: Registry, version: Version, path: str, noun: type[R], place: Path) -> Artifact[R]:
+def fetch_artifact(registry: Registry, version: Version, path: str, artifact_type: type[R], place: Path) -> Artifact[R]:
     """An artifact that is logged under ``path``, whole, in the new folder ``place``."""
     place.mkdir(parents=True)
     try:
         registry.fetch(version.run_root, f"{path}/{RECORD}", place / RECORD)
-        for name in load_record(place, noun).files:
+        for name in load_record(place, artifact_type).files:
             (place / name).parent.mkdir(parents=True, exist_ok=True)
             registry.fetch(version.run_root, f"{path}/{name}", place / name)
-        return load(place, noun)
+        return load(place, artifact_type)
     except RegistryError:
         raise
     except TapeoutError as error:
-        raise changed(version, f"its {noun.noun} is not intact: {error.found}") from error
+        raise changed(version, f"its {artifact_type.artifact_type} is not intact: {error.found}") from error
 
 
 def fetch_verdict(registry: Registry, version: Version, scratch: Path) -> Artifact[Verdict]:

@@ -29,7 +29,8 @@ def require_online(settings: Online, folder: Path | None, champion: str, challen
         if settings.required:
             raise RegistryError(
                 "the recipe requires a PASS on live traffic, and none is given",
-                expected=f"an {OnlineVerdict.noun} about challenger {challenger[:12]} beside champion {champion[:12]}",
+                expected=f"an {OnlineVerdict.artifact_type} about challenger {challenger[:12]} beside champion "
+                f"{champion[:12]}",
                 remedy=REMEDY,
             )
         return

@@ -110,8 +110,8 @@ def _verdict(registry: Registry, version: Version, scratch: Path) -> Header:
         found = load_header(place)
     except TapeoutError as error:
         raise changed(version, f"its verdict is not intact: {error.found}") from error
-    if found.noun != "Verdict" or not re.fullmatch("[0-9a-f]{64}", str(found.record.get("candidate"))):
-        raise changed(version, f"its verdict is a {found.noun} about no bundle")
+    if found.artifact_type != "Verdict" or not re.fullmatch("[0-9a-f]{64}", str(found.record.get("candidate"))):
+        raise changed(version, f"its verdict is a {found.artifact_type} about no bundle")
     for tag, value in (("verdict", found.digest), ("candidate", found.record["candidate"])):
         if tag_of(version.tags, tag, version.number) != value:
             raise changed(version, f"its tag tapeout.{tag} names another one than its run has")

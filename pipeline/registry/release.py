@@ -9,7 +9,7 @@ from tapeout.artifact import Record, Roles
 
 
 class Release(Record):
-    noun: ClassVar[str] = "Release"
+    artifact_type: ClassVar[str] = "Release"
     remedy: ClassVar[str] = "run `dvc repro register`"
     schema_version: ClassVar[int] = 3
     parent_roles: ClassVar[Roles] = {"bundle": ("EngineBundle",), "verdict": ("Verdict",)}

@@ -57,11 +57,11 @@ def answered(look_up: Callable[[], dict[str, Any]]) -> None:
     """Print for :func:`ask` what ``look_up`` gives, or its error."""
     gc.disable()  # the process ends with its answer; collecting while MLflow is imported takes a tenth of its time
     try:
-        said = look_up()
+        answer = look_up()
     except TapeoutError as error:
         unknown = isinstance(error, UnknownVersionError)
-        said = {"found": error.found, "expected": error.expected, "remedy": error.remedy, "unknown": unknown}
-    print(json.dumps(said), flush=True)
+        answer = {"found": error.found, "expected": error.expected, "remedy": error.remedy, "unknown": unknown}
+    print(json.dumps(answer), flush=True)
 
 
 def state(reference: VersionReference) -> Any:

@@ -48,7 +48,7 @@ def intervals(chart: Intervals) -> str:
     """Paired differences, each and pooled, with confidence bounds, zero and the margin."""
     margin = chart.margin
     _require_finite(chart.title, (value for row in chart.rows for value in (row.value, row.lower, row.upper)))
-    said = chart.rows[-1] if chart.rows[-1].pooled else min(chart.rows, key=lambda row: row.value)
+    shown = chart.rows[-1] if chart.rows[-1].pooled else min(chart.rows, key=lambda row: row.value)
     values = [
         (f"{row.label} {_points(row.value)}", 100 * row.value, 100 * row.lower, 100 * row.upper, row.pooled, row.n)
         for row in chart.rows
@@ -70,7 +70,7 @@ def intervals(chart: Intervals) -> str:
     return draw(
         drawn,
         chart.title,
-        f"{said.label}: {_points(said.value)} points, bounds {_points(said.lower)} to {_points(said.upper)} at "
+        f"{shown.label}: {_points(shown.value)} points, bounds {_points(shown.lower)} to {_points(shown.upper)} at "
         f"{100 * chart.confidence:g} % confidence each; the margin is {_points(-margin)}.",
         subtitle=[" "],  # room for the label of the margin
     )
@@ -179,7 +179,7 @@ def bars(chart: Bars) -> str:
     """Baseline and candidate side by side for each label, with the values on the bars."""
     title, unit, pairs = chart.title, chart.unit, chart.pairs
     _require_finite(title, (value for _, *values in pairs for value in values))
-    said = "; ".join(f"{name}: baseline {number(base)}, candidate {number(cand)} {unit}" for name, base, cand in pairs)
+    shown = "; ".join(f"{name}: baseline {number(base)}, candidate {number(cand)} {unit}" for name, base, cand in pairs)
     values = [
         (label, engine, value, number(value), f"{label} {engine}: {number(value)} {unit}")
         for label, *both in pairs
@@ -195,7 +195,7 @@ def bars(chart: Bars) -> str:
     return draw(
         bar + base.mark_text(dy=-6).encode(text="text:N"),
         title,
-        f"{better.title()} is better. {said}.",
+        f"{better.title()} is better. {shown}.",
         subtitle=[f"{unit}, {better} is better"],
     )
 

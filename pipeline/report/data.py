@@ -47,7 +47,7 @@ class LayerRow:
 class LineageRow:
     """One artifact: where it lies, its digest, the digests of what it was made from, and library versions."""
 
-    noun: str
+    artifact_type: str
     folder: str
     digest: str
     parents: Mapping[str, str]

@@ -35,7 +35,7 @@ def gather(recipe: Recipe, artifacts: Path) -> ReportData:
         blocks=blocks,
         plan=_plan(artifact.load(artifacts / "plan", PrecisionPlan)),
         layers=tuple(_layer(linear) for linear in quantized.record.linears),
-        kernels=candidate.census,
+        kernels=candidate.operator_counts,
         lineage=tuple(_lineage(artifacts / name) for name in lineage if _is_there(artifacts / name)),
         recipe=recipe.model_dump(mode="json", by_alias=True),
         machine={
@@ -80,4 +80,4 @@ def _lineage(folder: Path) -> LineageRow:
     record = body["record"]
     versions = record.get("versions") or next(iter(record.get("hardware", [])), {}).get("libraries") or {}
     parents = {role: parent["digest"] for role, parent in body["parents"].items()}
-    return LineageRow(body["noun"], folder.name, body["digest"], parents, versions)
+    return LineageRow(body["artifact_type"], folder.name, body["digest"], parents, versions)

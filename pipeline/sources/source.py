@@ -38,7 +38,7 @@ class Source(Record):
     ``data_entry``: the folder that holds the data sets, likewise; ``datasets``: their folders in it.
     """
 
-    noun: ClassVar[str] = "Source"
+    artifact_type: ClassVar[str] = "Source"
     remedy: ClassVar[str] = "run `dvc repro fetch`"
     schema_version: ClassVar[int] = 3  # 3: adapters
 

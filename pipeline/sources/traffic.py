@@ -79,9 +79,9 @@ def _rows(file: Path, number: int, call: Any) -> list[dict[str, str]]:
 def _exchanges(call: dict[str, Any]) -> Iterator[dict[str, str]]:
     messages, prompts, responses = call["messages"], call["prompts"], call["responses"]
     if messages:
-        said = [(message["role"], _text(message.get("content"))) for message in messages]
-        question = next((text for role, text in said if role == "user"), "")
-        yield {"question": question, "text": "\n".join([*(text for _, text in said if text), *responses[:1]])}
+        turns = [(message["role"], _text(message.get("content"))) for message in messages]
+        question = next((text for role, text in turns if role == "user"), "")
+        yield {"question": question, "text": "\n".join([*(text for _, text in turns if text), *responses[:1]])}
     each = len(responses) // len(prompts) if prompts else 0
     for index, prompt in enumerate(prompts):
         yield {"question": prompt, "text": "".join([prompt, *responses[index * each : index * each + 1]])}

@@ -145,7 +145,7 @@ def evidence(request: BuildRequest, lowered: Artifact[LoweredGraph]) -> Artifact
         engine,
         documents,
         request.folder / "evidence",
-        parents={"lowered": lowered, "baseline": ArtifactRef(EngineBundle.noun, baseline.digest)},
+        parents={"lowered": lowered, "baseline": ArtifactRef(EngineBundle.artifact_type, baseline.digest)},
     )
 
 

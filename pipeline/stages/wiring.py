@@ -62,7 +62,7 @@ def _quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def _say(stage: str) -> Callable[[str], None]:
+def _progress(stage: str) -> Callable[[str], None]:
     """Progress of a stage as a line on the terminal; the same step is said once."""
     from rich.console import Console
 
@@ -111,7 +111,7 @@ def _export(recipe: Recipe) -> None:
         tolerance=recipe.export.tolerance,
         seed=recipe.seed,
         parents={"source": source},
-        progress=_say("export"),
+        progress=_progress("export"),
     )
 
 
@@ -119,7 +119,7 @@ def _calibrate(recipe: Recipe) -> None:
     from quantization.calibrate import calibrate
 
     texts, _ = _texts(recipe, heldout=0)
-    calibrate(recipe.calibrate, _graph(), texts, ARTIFACTS / "calibration", progress=_say("calibrate"))
+    calibrate(recipe.calibrate, _graph(), texts, ARTIFACTS / "calibration", progress=_progress("calibrate"))
 
 
 def _sensitivity(recipe: Recipe) -> None:
@@ -135,7 +135,7 @@ def _plan(recipe: Recipe) -> None:
     from quantization.plan_search import make_plan
     from quantization.sensitivity import Sensitivity
 
-    graph, say = _graph(), _say("plan")
+    graph, say = _graph(), _progress("plan")
     make_plan(
         recipe.plan,
         recipe.quantize,
@@ -154,7 +154,7 @@ def _quantize(recipe: Recipe) -> None:
     from quantization.quantize import quantize
 
     plan = artifact.load(ARTIFACTS / "plan", PrecisionPlan)
-    quantize(recipe.quantize, _graph(), _calibration(), plan, ARTIFACTS / "quantized", progress=_say("quantize"))
+    quantize(recipe.quantize, _graph(), _calibration(), plan, ARTIFACTS / "quantized", progress=_progress("quantize"))
 
 
 def _build_baseline(recipe: Recipe) -> None:
@@ -172,7 +172,7 @@ def _build_baseline(recipe: Recipe) -> None:
         slots=recipe.build.slots,
         kv_scales={},
         parents={"graph": graph},
-        progress=_say("build"),
+        progress=_progress("build"),
     )
 
 
@@ -186,7 +186,7 @@ def _build_candidate(recipe: Recipe) -> None:
         ARTIFACTS / "candidate",
         target=graph_target(recipe.build.target),
         slots=recipe.build.slots,
-        progress=_say("build"),
+        progress=_progress("build"),
     )
 
 
@@ -430,8 +430,8 @@ class Measurement:
     def head(self) -> str:
         return next(group.members[0] for group in _graph().record.groups if group.name == "lm_head")
 
-    def say(self, step: str) -> None:
-        _say(self.stage)(step)
+    def progress(self, step: str) -> None:
+        _progress(self.stage)(step)
 
 
 STAGES: dict[str, Callable[[Recipe], object]] = {

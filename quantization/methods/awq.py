@@ -15,7 +15,7 @@ import numpy as np
 
 from quantization.input_scale import InputScale, normalize, tie
 from quantization.rounding import FloatArray, grouped
-from tapeout.portable_graph import ScaleSink
+from tapeout.portable_graph import FoldTarget
 from tapeout.schemes import Scheme
 
 if TYPE_CHECKING:
@@ -26,15 +26,15 @@ _FLOOR = 1e-4  # smallest scale before normalization, as in AutoAWQ's quantizer
 
 def propose(problem: Problem) -> InputScale | None:
     """The scale of the lowest output error of RTN over all weights; None if none is lower than without."""
-    if problem.sink is None or problem.scheme.activations != "float":
+    if problem.fold_target is None or problem.scheme.activations != "float":
         return None
     magnitude = relative_magnitude(np.concatenate(list(problem.weights)), problem.scheme)
-    found = candidates(problem.statistics.mean_abs, magnitude, problem.steps, problem.sink)
+    found = candidates(problem.statistics.mean_abs, magnitude, problem.steps, problem.fold_target)
     return problem.best_scale(found)
 
 
 def candidates(
-    mean_abs: FloatArray, weight_mean: FloatArray, steps: int, sink: ScaleSink | None = None
+    mean_abs: FloatArray, weight_mean: FloatArray, steps: int, fold_target: FoldTarget | None = None
 ) -> Iterator[InputScale]:
     """Scales to try besides the identity: ``steps`` of them, half by activations alone, half by both ("duo").
 
@@ -43,8 +43,8 @@ def candidates(
     """
     if not np.isfinite(mean_abs).all() or float(mean_abs.max()) <= 0:
         return  # nothing is known of these inputs: only the identity is left
-    activations = tie(np.maximum(mean_abs, float(mean_abs.max()) * _FLOOR).astype(np.float64), sink)
-    weights = tie(np.maximum(weight_mean, _FLOOR).astype(np.float64), sink)
+    activations = tie(np.maximum(mean_abs, float(mean_abs.max()) * _FLOOR).astype(np.float64), fold_target)
+    weights = tie(np.maximum(weight_mean, _FLOOR).astype(np.float64), fold_target)
     for step in range(1, steps - steps // 2 + 1):
         ratio = step / (steps - steps // 2)
         yield InputScale(normalize(activations**ratio), f"r={ratio:.2f}")

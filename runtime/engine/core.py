@@ -94,7 +94,7 @@ class EngineCore:
         self._sampler = sampler or BatchSampler(has.vocab_size)
         self._clippings, self._clipped = clippings, clippings()
         # Where a sequence is one block, several tokens of a sequence are fed alone, and drafts never pay.
-        self._most_drafted = limits.most_drafted if has.shares_blocks else 0
+        self._most_drafted = limits.max_draft_tokens if has.shares_blocks else 0
         self._counts = Counts()
         self._active: dict[str, _Active] = {}
         self._deltas: list[Delta] = []  # since the last report
@@ -204,7 +204,7 @@ class EngineCore:
         for work in works:
             if work.drafts:
                 self._learn(work)
-            self._tell(work.id, finished.get(work.id))
+            self._emit(work.id, finished.get(work.id))
         self._steps += 1
         self._step_seconds, self._step_requests = seconds, len(works)
         self._step_tokens = sum(len(work.tokens) for work in works)
@@ -317,7 +317,7 @@ class EngineCore:
             return _FAILED
         return WorkResult(active.tokens, active.stops) if active.tokens else _NOTHING
 
-    def _tell(self, id: str, reason: FinishReason | None) -> None:
+    def _emit(self, id: str, reason: FinishReason | None) -> None:
         """Report what a request's step has brought, if anything."""
         active = self._active[id]
         tokens, logprobs, error = active.tokens, active.logprobs, active.error

@@ -32,8 +32,8 @@ class Limits:
 
     ``max_waiting`` and ``max_waiting_tokens`` (of their prompts) bound the queue. A request that has waited
     ``aging_seconds`` ranks as one of the next higher priority. ``scored_tokens``: most prompt tokens of a step whose
-    logits are wanted, which bounds their memory. ``most_drafted``: tokens that are guessed for a request in a step; 0
-    switches speculation off. The others: see :class:`runtime.engine.step_costs.StepCosts`.
+    logits are wanted, which bounds their memory. ``max_draft_tokens``: tokens that are guessed for a request in a step;
+    0 switches speculation off. The others: see :class:`runtime.engine.step_costs.StepCosts`.
     """
 
     step_tokens: int = 256
@@ -42,7 +42,7 @@ class Limits:
     max_waiting_tokens: int = 1 << 20
     aging_seconds: float = 5.0
     scored_tokens: int = 64
-    most_drafted: int = 8
+    max_draft_tokens: int = 8
     itl_factor: float = 1.5
     itl_seconds: float = 0.0075
     backlog_seconds: float = 0.1

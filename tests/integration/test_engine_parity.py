@@ -147,11 +147,13 @@ def test_drift_counts_what_static_grids_clip(
 ) -> None:
     """Where native kernels quantize activations and write an int8 cache; other engines have no count."""
     bundle, tokens = made[1], documents[0]
-    counter, census = clip_counter(bundle.folder, threads=1), bundle.record.census
-    if "QuantizeActivations" not in census:
-        assert counter is None and "QuantizeLinear" in census
+    counter, operator_counts = clip_counter(bundle.folder, threads=1), bundle.record.operator_counts
+    if "QuantizeActivations" not in operator_counts:
+        assert counter is None and "QuantizeLinear" in operator_counts
         return
-    assert counter is not None and census["QuantizeActivations"] == 2  # MIXED has two linears with static inputs
+    assert (
+        counter is not None and operator_counts["QuantizeActivations"] == 2
+    )  # MIXED has two linears with static inputs
     graph, counted = tiny_graph().record, counter(tokens)
     assert counted.activations.stored == 2 * len(tokens) * graph.hidden_size
     if bundle.record.io.kv_dtype == "int8":

@@ -52,7 +52,7 @@ def params(checkpoint: Path, data: Path) -> dict[str, object]:
             "context": 256,
             "workload": {1: 0.5, 8: 0.5},
             "max_kl": 0.0003,
-            "band": 2,
+            "layers_per_group": 2,
             "samples": 2,
         },
         "build": {"slots": 8, "threads": 1},
@@ -154,7 +154,7 @@ def test_the_chosen_plan_is_what_the_engine_computes(project: Path) -> None:
         assert (f"{tables.bits}-bit" if tables.bits < 32 else "fp32") in bundle.record.plan[group]
     assert bundle.record.io.kv_dtype == plan.record.kv_cache.settings.dtype
     lineage = explain(project / "artifacts" / "candidate").parents
-    quantized = next(parent for parent in lineage if parent.noun == "QuantizedModel")
+    quantized = next(parent for parent in lineage if parent.artifact_type == "QuantizedModel")
     assert plan.digest in {parent.digest for parent in quantized.parents}
 
 

@@ -28,7 +28,7 @@ from tests.fake_engine import HistoryEngine
 TEXT = [number * number % 31 for number in range(4000)]
 SETTINGS = ServingSettings()
 MOST = 64
-FACTS = {"max_running": MAX_RUNNING, "most_drafted": DRAFT_TOKENS}
+FACTS = {"max_running": MAX_RUNNING, "max_draft_tokens": DRAFT_TOKENS}
 
 
 class Faulty(HistoryEngine):
@@ -113,14 +113,16 @@ def test_a_resumed_sequence_finds_the_blocks_of_another() -> None:
     assert wrong_paths(StaleBlocks()) == {"resumed"}
 
 
-@pytest.mark.parametrize(("field", "option"), [("max_running", "--max-running"), ("most_drafted", "--draft-tokens")])
+@pytest.mark.parametrize(
+    ("field", "option"), [("max_running", "--max-running"), ("max_draft_tokens", "--draft-tokens")]
+)
 def test_limits_beyond_what_was_measured(field: str, option: str, tmp_path: Path) -> None:
     judged.write_run(tmp_path / "artifacts")  # measured with two requests and eight drafts
     facts = require_judged(tmp_path / "artifacts" / "candidate").facts
     assert (facts[MAX_RUNNING], facts[DRAFT_TOKENS]) == (2, 8)
-    most = {"max_running": 2, "most_drafted": 8}
+    most = {"max_running": 2, "max_draft_tokens": 8}
     limits = limits_within({}, facts, "here")
-    assert (limits.max_running, limits.most_drafted) == (2, 8)
+    assert (limits.max_running, limits.max_draft_tokens) == (2, 8)
     assert limits_within(most, facts, "here") == limits
     assert getattr(limits_within({field: most[field] - 1}, facts, "here"), field) == most[field] - 1
     with pytest.raises(ServeError, match=f"{option} {most[field] + 1} is more than") as refused:

@@ -123,7 +123,9 @@ def test_a_bundle_runs_at_every_level_and_is_the_same_wherever_it_is_built(
     bundle = write(tmp_path / "bundle", "")
     assert [one.level for one in bundle.record.hardware] == [level.name for level in LEVELS]
     assert {level.file for level in LEVELS} <= set(bundle.files)
-    assert {*bundle.record.census} <= native.NATIVE  # so a session runs a step as one node, if its embedding is tied
+    assert {
+        *bundle.record.operator_counts
+    } <= native.NATIVE  # so a session runs a step as one node, if its embedding is tied
     tokens, rows = list(range(1, 31)), {}
     here = [level for level in LEVELS if not level.refusal()]
     for level in here:

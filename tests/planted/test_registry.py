@@ -491,7 +491,8 @@ def test_an_artifact_of_another_model(tmp_path: Path, name: str) -> None:
     other = ArtifactRef("Source" if name == "graph" else "PortableGraph", "e" * 64)
     role = "source" if name == "graph" else "graph"
     edit_record(
-        tmp_path / name, lambda body: body["parents"].update({role: {"noun": other.noun, "digest": other.digest}})
+        tmp_path / name,
+        lambda body: body["parents"].update({role: {"artifact_type": other.artifact_type, "digest": other.digest}}),
     )
     with pytest.raises(EvidenceError, match=f"{name} was made from {role} eeeeeeeeeeee"):
         load_evidence(tmp_path, RECIPE)

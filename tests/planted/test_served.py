@@ -23,7 +23,7 @@ from engines.bundle import EngineBundle
 from engines.kernels.cpu import compiler
 from engines.load import at_level, graph_target, load, open_probe
 from engines.protocol import Engine, Entry, FloatArray, Result, TokenArray
-from engines.sequences import Fed, Sequences
+from engines.sequences import Sequences, SlotEntry
 from evals.check import Check, Outcome
 from evals.kind import Bounds, Evidence, EvidenceKind, Report
 from evals.kinds import parity as parity_kind
@@ -194,7 +194,7 @@ class LastPosition(Sequences):
 class MixedSteps(Sequences):
     """A step of prompts and single tokens together gives each the logits of its neighbour."""
 
-    def feed(self, batch: Sequence[Fed]) -> list[FloatArray]:
+    def feed(self, batch: Sequence[SlotEntry]) -> list[FloatArray]:
         logits = super().feed(batch)
         return [*logits[1:], logits[0]] if len({len(fed.tokens) for fed in batch}) > 1 else logits
 
@@ -202,7 +202,7 @@ class MixedSteps(Sequences):
 class SharedPrefixes(Sequences):
     """Who continues another sequence's prefix gets its continuation."""
 
-    def feed(self, batch: Sequence[Fed]) -> list[FloatArray]:
+    def feed(self, batch: Sequence[SlotEntry]) -> list[FloatArray]:
         logits = super().feed(batch)
         return [logits[0] if fed.source is not None else own for fed, own in zip(batch, logits, strict=True)]
 
@@ -224,7 +224,7 @@ class ContinuedPrompts(Sequences):
 def checks(
     kind: EvidenceKind[Any, Any, Any], record: Any, items: Sequence[Any], asked: Sequence[TaskItem] = ()
 ) -> dict[str, Check]:
-    report = Report(ArtifactRef(kind.nouns[0], "digest"), record, tuple(items))
+    report = Report(ArtifactRef(kind.artifact_types[0], "digest"), record, tuple(items))
     reports = {kind.name: report} | (
         {"tasks": Report(ArtifactRef("EvalReport", "e"), None, tuple(asked))} if asked else {}
     )

@@ -21,7 +21,7 @@ from tapeout.errors import ArtifactError
 
 
 class Thing(Record):
-    noun: ClassVar[str] = "Thing"
+    artifact_type: ClassVar[str] = "Thing"
     remedy: ClassVar[str] = "make a thing"
     parent_roles: ClassVar[Roles] = {"source": ("Thing", "Other"), "other": ("Other",)}
     size: int = 1
@@ -29,7 +29,7 @@ class Thing(Record):
 
 
 class Other(Record):
-    noun: ClassVar[str] = "Other"
+    artifact_type: ClassVar[str] = "Other"
 
 
 class NewThing(Thing):
@@ -135,7 +135,7 @@ SPOILERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "truncated file": (truncate, "is 4 bytes"),
     "lost file": (lambda f: (f / "sub/data.txt").unlink(), "is missing"),
     "lost record": (lambda f: (f / "record.json").unlink(), r"no record\.json"),
-    "no mapping": (lambda f: (f / "record.json").write_text("[]"), "lacks digest, files, noun"),
+    "no mapping": (lambda f: (f / "record.json").write_text("[]"), "lacks artifact_type, digest, files"),
     "no text": (lambda f: (f / "record.json").write_bytes(b"\xff\xfe{"), "is not JSON"),
     "half a record": (lambda f: (f / "record.json").write_text((f / "record.json").read_text()[:90]), "is not JSON"),
 }
@@ -187,22 +187,25 @@ def test_parents_are_given_as_artifacts_and_kept_by_role_noun_and_digest(tmp_pat
     first = write(tmp_path / "a")
     write(tmp_path / "b", parents={"source": load(tmp_path / "a", Thing)})
     assert load(tmp_path / "b", Thing).parents == {"source": ArtifactRef("Thing", first)}
-    assert read_payload(tmp_path / "b")["parents"] == {"source": {"noun": "Thing", "digest": first}}
+    assert read_payload(tmp_path / "b")["parents"] == {"source": {"artifact_type": "Thing", "digest": first}}
 
 
 @pytest.mark.parametrize(
-    ("role", "noun", "expected"), [("baseline", "Other", "a role of source, other"), ("other", "Thing", "a Other")]
+    ("role", "artifact_type", "expected"),
+    [("baseline", "Other", "a role of source, other"), ("other", "Thing", "a Other")],
 )
-def test_a_parent_of_another_role_or_noun_is_refused(tmp_path: Path, role: str, noun: str, expected: str) -> None:
-    with pytest.raises(ArtifactError, match=f"names a {noun} as {role} of a Thing") as caught:
-        write(tmp_path / "a", parents={role: ArtifactRef(noun, "0")})
+def test_a_parent_of_another_role_or_type_is_refused(
+    tmp_path: Path, role: str, artifact_type: str, expected: str
+) -> None:
+    with pytest.raises(ArtifactError, match=f"names a {artifact_type} as {role} of a Thing") as caught:
+        write(tmp_path / "a", parents={role: ArtifactRef(artifact_type, "0")})
     assert caught.value.expected == expected
     assert not (tmp_path / "a").exists()
 
 
 def test_a_record_cannot_hold_nan(tmp_path: Path) -> None:
     class Measured(Record):
-        noun: ClassVar[str] = "Measured"
+        artifact_type: ClassVar[str] = "Measured"
         loss: float
 
     with pytest.raises(ValueError, match="Out of range float"), create(tmp_path / "a", Measured) as draft:
@@ -215,7 +218,7 @@ def test_digests_are_stable_over_time_place_and_order(tmp_path: Path) -> None:
     time.sleep(0.01)
     assert write(tmp_path / "elsewhere" / "b", parents={"other": other("2"), "source": other("1")}) == first
     # Written down, so that a change of the format is a decision and not an accident.
-    assert first == "60e1d4bf20462863801bcf6b3c04f32fc178b8f29d40c977ee474ff71305ba91"
+    assert first == "3cf06fd2754f170484163a996a4ace6d0dea63bd1b477905509dc225437e09d4"
 
 
 @given(
@@ -243,4 +246,11 @@ def test_canonical_json_survives_a_round_trip(value: Any) -> None:
 
 def test_the_raw_payload_names_its_parts(tmp_path: Path) -> None:
     write(tmp_path / "a")
-    assert set(read_payload(tmp_path / "a")) == {"digest", "noun", "schema_version", "record", "files", "parents"}
+    assert set(read_payload(tmp_path / "a")) == {
+        "digest",
+        "artifact_type",
+        "schema_version",
+        "record",
+        "files",
+        "parents",
+    }

@@ -62,7 +62,7 @@ def test_a_parameter_that_was_changed_and_not_built(
 
 
 def test_parameters_that_a_written_plan_does_not_read_may_change(artifacts: Path) -> None:
-    assert found(artifacts, plan={"goal": "latency", "band": 2, "samples": 3}) == []
+    assert found(artifacts, plan={"goal": "latency", "layers_per_group": 2, "samples": 3}) == []
 
 
 def test_more_positions_than_the_model_has_are_not_asked_for(artifacts: Path) -> None:

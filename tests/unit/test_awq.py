@@ -9,7 +9,7 @@ from quantization.methods import awq
 from quantization.problem import Problem
 from quantization.rounding import output_error, round_to_nearest
 from quantization.statistics import Statistics
-from tapeout.portable_graph import ScaleSink
+from tapeout.portable_graph import FoldTarget
 from tapeout.schemes import Scheme
 
 RANDOM = np.random.default_rng(0)
@@ -18,7 +18,7 @@ INT4 = Scheme(bits=4, group_size=32, symmetric=True)
 
 def searched(weight: np.ndarray, gram: np.ndarray, mean_abs: np.ndarray) -> InputScale | None:
     inputs = Statistics(gram[None], gram[None], mean_abs=mean_abs, max_abs=mean_abs)
-    return awq.propose(Problem.of([weight], INT4, inputs, ScaleSink(kind="norm", weight="n.weight"), 20))
+    return awq.propose(Problem.of([weight], INT4, inputs, FoldTarget(kind="norm", weight="n.weight"), 20))
 
 
 def normal(*shape: int) -> np.ndarray:
@@ -33,26 +33,31 @@ def positive(*shape: int) -> np.ndarray:
 def test_a_scale_folded_into_a_norm_is_undone_exactly(offset: float) -> None:
     """Gemma's norms multiply by 1 + weight; a layer norm's bias is scaled too."""
     x, gain, bias, weight, scale = normal(5, 64), normal(64), normal(64), normal(8, 64), positive(64)
-    sink = ScaleSink(kind="norm", weight="n.weight", bias="n.bias", offset=offset)
+    fold_target = FoldTarget(kind="norm", weight="n.weight", bias="n.bias", offset=offset)
     before = (x * (gain + offset) + bias) @ weight.T
-    folded = x * (input_scale.absorb(gain, scale, sink) + offset) + input_scale.absorb_bias(bias, scale, sink)
+    folded = x * (input_scale.absorb(gain, scale, fold_target) + offset) + input_scale.absorb_bias(
+        bias, scale, fold_target
+    )
     np.testing.assert_allclose(folded @ (weight * scale).T, before, rtol=1e-4, atol=1e-4)
 
 
 def test_a_scale_folded_into_values_is_tied_over_the_query_heads_that_share_them() -> None:
     """v -> o under grouped queries: 2 value heads, each read by 3 query heads of 4 channels; v lies in a fused qkv."""
     kv_heads, repeat, size, tokens = 2, 3, 4, 7
-    sink = ScaleSink(kind="linear", weight="qkv", bias="b", rows=(10, 18), repeat=repeat, head_size=size)
+    fold_target = FoldTarget(kind="linear", weight="qkv", bias="b", rows=(10, 18), repeat=repeat, head_size=size)
     producer, bias = normal(20, 16), normal(20)
     x, consumer = normal(tokens, 16), normal(5, kv_heads * repeat * size)
-    candidate = next(awq.candidates(positive(24), positive(24), 4, sink)).values
+    candidate = next(awq.candidates(positive(24), positive(24), 4, fold_target)).values
 
     def output(producer: np.ndarray, bias: np.ndarray, consumer: np.ndarray) -> np.ndarray:
         value = (x @ producer.T + bias)[:, 10:18].reshape(tokens, kv_heads, size)
         return np.repeat(value, repeat, axis=1).reshape(tokens, -1) @ consumer.T
 
     before = output(producer, bias, consumer)
-    folded, folded_bias = input_scale.absorb(producer, candidate, sink), input_scale.absorb_bias(bias, candidate, sink)
+    folded, folded_bias = (
+        input_scale.absorb(producer, candidate, fold_target),
+        input_scale.absorb_bias(bias, candidate, fold_target),
+    )
     after = output(folded, folded_bias, consumer * candidate)
     np.testing.assert_allclose(after, before, rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(folded[:10], producer[:10])

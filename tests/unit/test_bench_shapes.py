@@ -18,7 +18,7 @@ from pipeline.recipe import load_recipe
 from quantization.plan import CachePlan, PrecisionPlan, Search, UnitPlan
 from tapeout.errors import EvidenceError
 from tapeout.recipe import KVCache
-from tapeout.schemes import MENU, Scheme
+from tapeout.schemes import CANDIDATE_SCHEMES, Scheme
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "vocab_size": 300}
 
@@ -80,13 +80,17 @@ def test_a_plan_gives_each_layer_of_a_shape_the_schemes_of_its_depth(layers: int
 
 
 def test_groups_that_shrank_to_fit_the_plans_model_are_those_of_the_menu_again() -> None:
-    for wanted in MENU:
+    for wanted in CANDIDATE_SCHEMES:
         fitted = wanted.fitted(576)
-        found = shapes.as_in_menu(fitted, MENU)
-        assert found == (fitted if fitted in MENU else wanted)
-    assert shapes.as_in_menu(MENU[1].fitted(576), MENU) == MENU[1] != MENU[1].fitted(576)
+        found = shapes.as_in_candidates(fitted, CANDIDATE_SCHEMES)
+        assert found == (fitted if fitted in CANDIDATE_SCHEMES else wanted)
+    assert (
+        shapes.as_in_candidates(CANDIDATE_SCHEMES[1].fitted(576), CANDIDATE_SCHEMES)
+        == CANDIDATE_SCHEMES[1]
+        != CANDIDATE_SCHEMES[1].fitted(576)
+    )
     unknown = Scheme(bits=4, group_size=16)
-    assert shapes.as_in_menu(unknown, MENU) == unknown
+    assert shapes.as_in_candidates(unknown, CANDIDATE_SCHEMES) == unknown
 
 
 @pytest.mark.parametrize("chosen", [True, False], ids=["chosen", "written"])
@@ -126,15 +130,15 @@ def test_a_bundle_of_a_shape_is_built_again_where_its_settings_changed(
     whole, kernels = [*shapes.SHARED, *shapes.STAGES], ["build-candidate"]
     assert build("default") == whole
     assert build("default") == kernels
-    assert build("planned", "plan.band=3") == list(shapes.STAGES)
+    assert build("planned", "plan.layers_per_group=3") == list(shapes.STAGES)
     assert (tmp_path / "planned/artifacts/graph").resolve() == tmp_path / "default/artifacts/graph"
-    assert build("planned", "plan.band=3") == kernels
+    assert build("planned", "plan.layers_per_group=3") == kernels
     interrupted = True
     with pytest.raises(KeyboardInterrupt):
-        build("planned", "plan.band=4")
+        build("planned", "plan.layers_per_group=4")
     interrupted = False
-    assert build("planned", "plan.band=4") == list(shapes.STAGES)
-    assert build("planned", "plan.band=4") == kernels
+    assert build("planned", "plan.layers_per_group=4") == list(shapes.STAGES)
+    assert build("planned", "plan.layers_per_group=4") == kernels
 
 
 def test_a_plan_needs_a_shape(capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,7 +38,7 @@ def write(folder: Path, weights: bytes) -> Artifact[EngineBundle]:
             precision="float32",
             io=IOContract(inputs=(), kv_dtype="float32", kv_layers=(), max_tokens=64, slots=4, vocab_size=256),
             hardware=(Fingerprint(machine="none", features=(), libraries={}),),
-            census={},
+            operator_counts={},
             passes=(),
             weight_bytes=1,
             step_bytes=1,

@@ -65,7 +65,7 @@ CODES = {Outcome.PASS: 0, Outcome.FAIL: 1, Outcome.INCONCLUSIVE: 3}
 
 
 class Source(Record):
-    noun: ClassVar[str] = "Source"
+    artifact_type: ClassVar[str] = "Source"
     parent_roles: ClassVar[Roles] = {"graph": ("Source",), "source": ("Source",), "calibration": ("Calibration",)}
     versions: dict[str, str]
     rows: tuple[dict[str, int], ...]
@@ -263,7 +263,7 @@ def write_bundle(folder: Path, target: str, features: tuple[str, ...]) -> None:
             precision="float32",
             io=IOContract(inputs=(), kv_dtype="float32", kv_layers=(), max_tokens=64, slots=4, vocab_size=256),
             hardware=(Fingerprint(machine="none", features=features, libraries={}),),
-            census={"MatMul": 3},
+            operator_counts={"MatMul": 3},
             passes=(),
             weight_bytes=1,
             step_bytes=1,

@@ -67,7 +67,7 @@ def test_a_float_bundle_says_what_it_is(graph: Artifact[PortableGraph], tmp_path
         "embedding": 0,
     }
     attention = "CachedAttention" if native else "GroupQueryAttention"
-    assert record.census[attention] == LAYERS and record.census["MatMul"] == 4 * LAYERS + 1
+    assert record.operator_counts[attention] == LAYERS and record.operator_counts["MatMul"] == 4 * LAYERS + 1
     assert record.plan["layers.0.qkv"] == "MatMul fp32" and record.plan["embedding"] == "Gather fp32"
     assert (record.io.slots, record.io.vocab_size, record.io.kv_dtype) == (3, VOCAB_SIZE, "float32")
     assert [(layer.heads, layer.head_size) for layer in record.io.kv_layers] == [(2, 16)] * LAYERS
@@ -98,7 +98,7 @@ def test_a_tied_table_is_stored_once_and_read_by_both_ends(
     )
     native = operators_of == "native"
     readers = ("BlockGather", "HeadLinear") if native else ("GatherBlockQuantized", "MatMulNBits")
-    assert [bundle.record.census[reader] for reader in readers] == [1, 1]
+    assert [bundle.record.operator_counts[reader] for reader in readers] == [1, 1]
     assert any(name.startswith("kernels/") for name in bundle.files) == native  # where no operator of our own is in it
     data = (bundle.folder / "weights.bin").read_bytes()
     codes = (packed(table.codes, 8) if native else table.codes).tobytes()

@@ -16,11 +16,11 @@ from pipeline.stages.cost_table import cost_table, timed
 from quantization.cost_table import CostTable
 from quantization.plan import PlanPart
 from quantization.plan_search import write_plan
-from quantization.units import CACHE_MENU, menu_for
+from quantization.units import CACHE_CANDIDATES, candidates_for
 from tapeout.artifact import Artifact
 from tapeout.portable_graph import PortableGraph
 from tapeout.recipe import BaseRecipe, Build, DataSource, KVCache, ModelSource, Plan
-from tapeout.schemes import EMBEDDING_MENU, Scheme
+from tapeout.schemes import EMBEDDING_CANDIDATES, Scheme
 from tests.graphs import llama_graph
 from tests.native import own_cache
 
@@ -33,7 +33,7 @@ def graph(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ar
     return llama_graph(tiny_checkpoint, tmp_path_factory.mktemp("graph") / "graph")
 
 
-@given(slots=st.integers(1, 32), context=st.integers(1, 4096), settings=st.sampled_from(CACHE_MENU))
+@given(slots=st.integers(1, 32), context=st.integers(1, 4096), settings=st.sampled_from(CACHE_CANDIDATES))
 def test_bytes_of_a_cache_are_those_of_its_buffers_and_scales(
     graph: Artifact[PortableGraph], slots: int, context: int, settings: KVCache
 ) -> None:
@@ -88,8 +88,8 @@ def test_a_written_plan_gets_the_times_of_a_chosen_one(
 
     assert set(seconds().values()) == {None}
     chosen = cost_table(recipe(schemes="auto", embeddings="auto", kv_cache="auto"), graph.record, measure=True)
-    assert chosen.seconds[HEAD].keys() == {kernel.name for kernel in menu_for(128, EMBEDDING_MENU)}
-    assert chosen.attention.keys() == {cache.dtype for cache in CACHE_MENU}
+    assert chosen.seconds[HEAD].keys() == {kernel.name for kernel in candidates_for(128, EMBEDDING_CANDIDATES)}
+    assert chosen.attention.keys() == {cache.dtype for cache in CACHE_CANDIDATES}
     found = seconds()
     head, cache = chosen.seconds[HEAD]["6-bit g32"], chosen.attention["int8"]
     assert found["embeddings"] == pytest.approx(0.5 * head[1] + 0.5 * head[1] / 24)

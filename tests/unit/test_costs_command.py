@@ -8,9 +8,9 @@ from typer.testing import CliRunner
 
 from engines.costs import timing
 from pipeline.cli.main import app
-from quantization.units import CACHE_MENU, menu_for
+from quantization.units import CACHE_CANDIDATES, candidates_for
 from tapeout.errors import RecipeError
-from tapeout.schemes import EMBEDDING_MENU
+from tapeout.schemes import EMBEDDING_CANDIDATES
 from tests.graphs import llama_graph
 from tests.native import own_cache
 
@@ -50,9 +50,9 @@ def test_every_kernel_is_timed_on_every_shape_at_every_row_count(folder: Path) -
     found = json.loads(ask(folder, "--tokens", "8,1", "--json"))
     assert found["tokens"] == [1, 8] and found["threads"] == 1
     head = next(product for product in found["linears"] if (product["columns"], product["outputs"]) == (128, 1024))
-    assert list(head["schemes"]) == [kernel.name for kernel in menu_for(128, EMBEDDING_MENU)]
+    assert list(head["schemes"]) == [kernel.name for kernel in candidates_for(128, EMBEDDING_CANDIDATES)]
     assert all(kernel["bytes"] > 0 for product in found["linears"] for kernel in product["schemes"].values())
-    assert list(found["attention"]["schemes"]) == [cache.dtype for cache in CACHE_MENU]
+    assert list(found["attention"]["schemes"]) == [cache.dtype for cache in CACHE_CANDIDATES]
     parts = [*found["linears"], found["attention"]]
     seconds = [kernel["seconds"] for part in parts for kernel in part["schemes"].values()]
     assert all(list(by_tokens) == ["1", "8"] and min(by_tokens.values()) > 0 for by_tokens in seconds)

@@ -108,7 +108,7 @@ def calibration(folder: Path) -> Artifact[Calibration]:
     write_stub(folder, "Calibration", "samples", {})
 
     class Stub(Record):
-        noun = "Calibration"
+        artifact_type = "Calibration"
         name: str
 
     return load(folder, Stub)  # type: ignore[return-value]

@@ -76,7 +76,7 @@ def whole(deltas: Sequence[Delta]) -> dict[str, Any]:
 
 def alone(request: GenerateRequest) -> dict[str, Any]:
     request = replace(request, queue_timeout=None, timeout=None)
-    return whole(served(EngineCore(CoreEngine(), Limits(most_drafted=0)), request)[request.id])
+    return whole(served(EngineCore(CoreEngine(), Limits(max_draft_tokens=0)), request)[request.id])
 
 
 class Served(RuleBasedStateMachine):
@@ -91,7 +91,7 @@ class Served(RuleBasedStateMachine):
     def start(self, block_tokens: int, slots: int, step_tokens: int, running: int, scored: int, drafted: int) -> None:
         self.engine = CoreEngine(slots=slots, block_tokens=block_tokens)
         self.limits = Limits(
-            step_tokens, running, max_waiting=6, aging_seconds=20, scored_tokens=scored, most_drafted=drafted
+            step_tokens, running, max_waiting=6, aging_seconds=20, scored_tokens=scored, max_draft_tokens=drafted
         )
         self.core = EngineCore(self.engine, self.limits)
         self.now = 0.0
@@ -191,7 +191,7 @@ class Served(RuleBasedStateMachine):
         stats = self.core.stats()
         assert stats.blocks_held == stats.running == stats.waiting == 0
         limits = self.limits
-        most = limits.scored_tokens + limits.max_running * (1 + limits.most_drafted)
+        most = limits.scored_tokens + limits.max_running * (1 + limits.max_draft_tokens)
         assert self.engine.most_logits <= min(most, limits.scored_tokens + limits.step_tokens)
         assert stats.generated_tokens == sum(len(delta.tokens) for all in self.deltas.values() for delta in all)
         for id, deltas in self.deltas.items():
@@ -309,7 +309,7 @@ def test_drafts_change_how_many_steps_it_takes_and_nothing_else(sampled: bool, m
     sampling = SamplingSettings(temperature=0.3, seed=1) if sampled else SamplingSettings()
     logprobs = 1 if sampled else None
     requests = [GenerateRequest(f"{n}", [n, 1, n, 1, n], 58, sampling, logprobs=logprobs) for n in (1, 2, 3)]
-    plain, drafting = core(most_drafted=0), core(most_drafted=8)
+    plain, drafting = core(max_draft_tokens=0), core(max_draft_tokens=8)
     expected, found = served(plain, *requests), served(drafting, *requests)
     assert {id: whole(deltas) for id, deltas in found.items()} == {id: whole(deltas) for id, deltas in expected.items()}
     stats = drafting.stats()
@@ -347,7 +347,7 @@ def test_the_report_has_what_the_engine_wrote_and_clipped() -> None:
 
 def test_clipped_values_are_counted_at_the_end_and_now_and_then_before() -> None:
     """Planted: counted once, or never again after the requests have ended."""
-    engine, limits = CoreEngine(), Limits(most_drafted=0)
+    engine, limits = CoreEngine(), Limits(max_draft_tokens=0)
     core = EngineCore(engine, limits, clippings=lambda: Clipping(ValueCounts(len(engine.steps), 0), ValueCounts(0, 0)))
     core.add(GenerateRequest("a", [1, 2], 40), 0)
     seen = [core.step(now).stats.kv_values for now in range(1, 41)]

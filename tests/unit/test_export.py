@@ -30,7 +30,7 @@ def test_a_family_keeps_its_logits_in_the_graph_and_in_the_engine(name: str, tmp
     assert graph.record.rotary == FAMILIES[name].rotary
     bundle = build_float(graph, tmp_path / "bundle", slots=len(PROMPTS))
     attention = "GroupQueryAttention" if unsupported() else "CachedAttention"
-    assert bundle.record.census[attention] == LAYERS
+    assert bundle.record.operator_counts[attention] == LAYERS
     assert all(error < TOLERANCE for error in largest_errors(bundle, model, name).values())
 
 

@@ -213,8 +213,8 @@ def timed(*samples: SpeedSample) -> tuple[SpeedSample, ...]:
     return (*samples, PREFILL)
 
 
-def report(noun: str, record: Any, items: tuple[Any, ...] = ()) -> Report[Any, Any]:
-    return Report(ArtifactRef(noun, f"digest of {noun}"), record, items)
+def report(artifact_type: str, record: Any, items: tuple[Any, ...] = ()) -> Report[Any, Any]:
+    return Report(ArtifactRef(artifact_type, f"digest of {artifact_type}"), record, items)
 
 
 def benchmark(samples: tuple[SpeedSample, ...], batches: tuple[int, ...] | None = None) -> dict[str, Report[Any, Any]]:
@@ -558,8 +558,8 @@ def test_a_report_taken_on_another_machine_does_not_pass(name: str):
     verdict = judge(evidence, DEFAULT)
     check = verdict.check("executed")
     assert (check.outcome, verdict.outcome) == (Outcome.INCONCLUSIVE, Outcome.INCONCLUSIVE)
-    noun = evidence.reports[name].ref.noun
-    assert check.reason.startswith(f"not executed on cpu; {noun}: the candidate was built for other hardware")
+    artifact_type = evidence.reports[name].ref.artifact_type
+    assert check.reason.startswith(f"not executed on cpu; {artifact_type}: the candidate was built for other hardware")
     assert "lacks avx2" in check.reason and verdict.executed_on != "cpu"
 
 
@@ -634,7 +634,7 @@ def with_report(kind: str, evidence: Evidence | None = None, **changes: Any) -> 
 def with_digest(kind: str, digest: str) -> Evidence:
     evidence = make()
     found = evidence.reports[kind]
-    return with_reports(evidence, **{kind: replace(found, ref=ArtifactRef(found.ref.noun, digest))})
+    return with_reports(evidence, **{kind: replace(found, ref=ArtifactRef(found.ref.artifact_type, digest))})
 
 
 def with_sample(baseline: tuple[float, ...], candidate: tuple[float, ...]) -> Evidence:

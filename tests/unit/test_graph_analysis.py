@@ -9,7 +9,7 @@ import pytest
 from tapeout.attention_function import ATTENTION_DOMAIN
 from tapeout.errors import ExportError
 from tapeout.graph_analysis import find_groups, find_linears, find_rotary
-from tapeout.portable_graph import LinearGroup, ScaleSink
+from tapeout.portable_graph import FoldTarget, LinearGroup
 from tests.lowering import linear, model_of, named, op, parameter, value
 
 HIDDEN, HEADS, KV_HEADS, HEAD, INNER, VOCAB = 32, 4, 2, 8, 48, 53
@@ -169,14 +169,14 @@ def test_a_block_with_no_gate_has_the_same_groups() -> None:
     groups = by_name(decoder(gated=False))
     assert list(groups) == ["layers.0.qkv", "layers.0.o", "layers.0.gate_up", "layers.0.down", "lm_head"]
     assert groups["layers.0.gate_up"].members == ("h.0.e.weight",)
-    assert groups["layers.0.down"].scale_sink is None  # nothing scales through what stands between
+    assert groups["layers.0.down"].fold_target is None  # nothing scales through what stands between
 
 
 def test_scales_are_absorbed_where_the_product_stays_the_same() -> None:
     groups = by_name(decoder(biased=True))
-    assert groups["layers.0.qkv"].scale_sink == ScaleSink(kind="norm", weight="h.0.n1.weight")
-    assert groups["layers.0.gate_up"].scale_sink == ScaleSink(kind="norm", weight="h.0.n2.weight")
-    assert groups["layers.0.o"].scale_sink == ScaleSink(
+    assert groups["layers.0.qkv"].fold_target == FoldTarget(kind="norm", weight="h.0.n1.weight")
+    assert groups["layers.0.gate_up"].fold_target == FoldTarget(kind="norm", weight="h.0.n2.weight")
+    assert groups["layers.0.o"].fold_target == FoldTarget(
         kind="linear",
         weight="h.0.c.weight",
         bias="h.0.c.bias",
@@ -184,25 +184,25 @@ def test_scales_are_absorbed_where_the_product_stays_the_same() -> None:
         repeat=HEADS // KV_HEADS,
         head_size=HEAD,
     )
-    down = groups["layers.0.down"].scale_sink
+    down = groups["layers.0.down"].fold_target
     assert down is not None and (down.kind, down.weight, down.bias) == ("linear", "h.0.f.weight", "h.0.f.bias")
 
 
 def test_a_norm_of_one_plus_weight_says_so() -> None:
-    sink = by_name(decoder(offset=True))["layers.0.qkv"].scale_sink
-    assert sink == ScaleSink(kind="norm", weight="h.0.n1.weight", offset=1.0)
+    fold_target = by_name(decoder(offset=True))["layers.0.qkv"].fold_target
+    assert fold_target == FoldTarget(kind="norm", weight="h.0.n1.weight", offset=1.0)
 
 
 def test_parts_of_a_fused_projection_are_named_by_their_rows() -> None:
     groups = by_name(decoder(fused=True))
-    value_sink, up_sink = groups["layers.0.o"].scale_sink, groups["layers.0.down"].scale_sink
-    assert value_sink is not None and (value_sink.weight, value_sink.rows) == ("h.0.a.weight", (48, 64))
-    assert up_sink is not None and (up_sink.weight, up_sink.rows) == ("h.0.e.weight", (INNER, 2 * INNER))
+    value_target, up_target = groups["layers.0.o"].fold_target, groups["layers.0.down"].fold_target
+    assert value_target is not None and (value_target.weight, value_target.rows) == ("h.0.a.weight", (48, 64))
+    assert up_target is not None and (up_target.weight, up_target.rows) == ("h.0.e.weight", (INNER, 2 * INNER))
 
 
 def test_a_tied_head_absorbs_nothing() -> None:
-    assert by_name(decoder())["lm_head"].scale_sink is not None
-    assert by_name(decoder(), {"lm_head.weight": "head.weight"})["lm_head"].scale_sink is None
+    assert by_name(decoder())["lm_head"].fold_target is not None
+    assert by_name(decoder(), {"lm_head.weight": "head.weight"})["lm_head"].fold_target is None
 
 
 def test_rotary_is_read_from_its_nodes() -> None:

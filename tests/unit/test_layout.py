@@ -6,6 +6,7 @@ import ast
 import importlib
 import re
 import shlex
+import tokenize
 import tomllib
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -106,6 +107,24 @@ def test_no_two_classes_have_one_name() -> None:
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert not {name: found for name, found in places.items() if len(found) > 1}
+
+
+# Words for which the field has a standard term (docs/architecture.md, "Words").
+REPLACED = {
+    "noun": "artifact_type", "nouns": "artifact_types", "verb": "measure_module", "said": "a word for what it is",
+    "menu": "candidate_schemes", "band": "layers_per_group", "census": "operator_counts", "sink": "fold_target",
+}  # fmt: skip
+
+
+def test_identifiers_use_standard_terms() -> None:
+    found: list[str] = []
+    for path in (path for name in PACKAGES for path in sorted((ROOT / name).rglob("*.py"))):
+        with path.open("rb") as stream:
+            names = {token.string for token in tokenize.tokenize(stream.readline) if token.type == tokenize.NAME}
+        for name in names:
+            words = re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower().split("_")
+            found += [f"{path.relative_to(ROOT)}: {name}; say {REPLACED[w]}" for w in words if w in REPLACED]
+    assert not found
 
 
 def commands_of(target: str) -> list[list[str]]:

@@ -16,7 +16,7 @@ from engines.costs.timing import Seconds
 from engines.load import find_target
 from quantization.rounding import round_to_nearest
 from tapeout.fingerprint import Fingerprint
-from tapeout.schemes import FLOAT, MENU, STATIC_INT8, Scheme
+from tapeout.schemes import CANDIDATE_SCHEMES, FLOAT, STATIC_INT8, Scheme
 from tests.native import own_cache
 
 TARGET = find_target("ort-cpu")
@@ -34,11 +34,11 @@ def stored(scheme: Scheme, weight: NDArray[np.float32]) -> Any:
 def test_every_kernel_of_the_menu_has_a_name_of_its_own_and_is_what_the_passes_write(operators_of: str) -> None:
     weight = np.random.default_rng(0).standard_normal((8, 256)).astype(np.float32)
     operators: dict[str, set[str]] = {}
-    for scheme in MENU:
+    for scheme in CANDIDATE_SCHEMES:
         model = linear_costs.linear_model(TARGET, stored(scheme, weight), LinearShape(256, 8), 3)
         assert [value.name for value in model.graph.outputs] == ["y0", "y1", "y2"]
         operators[scheme.name] = {node.op_type for node in model.graph}
-    assert len(operators) == len(MENU)
+    assert len(operators) == len(CANDIDATE_SCHEMES)
     product = {"native": "BlockLinear", "stock": "MatMulNBits"}[operators_of]
     assert operators.pop("fp32") == {"MatMul"}
     quantize = {"native": "QuantizeActivations", "stock": "QuantizeLinear"}[operators_of]

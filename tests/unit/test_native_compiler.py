@@ -34,7 +34,7 @@ BEST, MIDDLE, LEAST = (level for level in LEVELS if level.machine == "x86_64")
 LOWERED = LoweredRecord(
     precision="float32",
     io=IOContract(inputs=(), kv_dtype="float32", kv_layers=(), max_tokens=1, slots=1, vocab_size=1),
-    census={},
+    operator_counts={},
     passes=(),
     weight_bytes=0,
     step_bytes=0,
@@ -289,7 +289,9 @@ def test_a_bundle_carries_the_levels_that_its_graph_can_run_at(
     folder.mkdir()
     monkeypatch.setattr(native, "cpu_features", lambda: ("amx_int8", *LEAST.needed))
     target = ort_cpu.TARGET.at(pin) if pin else ort_cpu.TARGET
-    made = target.complete(LOWERED.model_copy(update={"census": dict.fromkeys(operators, 1)}), model_of([], []), folder)
+    made = target.complete(
+        LOWERED.model_copy(update={"operator_counts": dict.fromkeys(operators, 1)}), model_of([], []), folder
+    )
     assert [path.name for path in sorted(folder.rglob("*.so"))] == sorted(f"{level.name}.so" for level in carried)
     if "Reshape" in operators:
         assert [(one.level, one.features, one.more_features) for one in made.hardware] == [
@@ -307,7 +309,7 @@ def test_a_level_that_is_unknown_or_cannot_run_here_is_refused(tmp_path: Path, m
     with pytest.raises(BuildError, match="tensorrt has no level 'x86-64-avx2'"):
         find_target("tensorrt:x86-64-avx2")
     machine(monkeypatch, "Linux", "x86_64", LEAST.needed)
-    mixed = LOWERED.model_copy(update={"census": {"CachedAttention": 1, "MatMul": 1}})
+    mixed = LOWERED.model_copy(update={"operator_counts": {"CachedAttention": 1, "MatMul": 1}})
     with pytest.raises(BuildError, match=f"{BEST.name} cannot run here: it needs avx512f"):
         ort_cpu.TARGET.at(BEST.name).complete(mixed, model_of([], []), tmp_path)
 

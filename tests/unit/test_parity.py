@@ -57,7 +57,7 @@ class TwoLayers:
     def embedding(self) -> FloatArray:
         return self.table
 
-    def locked(
+    def teacher_forced(
         self, tokens: Sequence[int], outputs: Mapping[str, FloatArray]
     ) -> tuple[FloatArray, dict[str, tuple[float, float]]]:
         logits, own = self.run(tokens, outputs)
@@ -101,7 +101,7 @@ def test_kl_is_by_definition_locked_and_free() -> None:
     del outputs[HEAD]
     for expected, total in (
         (reference(document), item.free_kl_sum),
-        (reference.locked(document, outputs)[0], item.kl_sum),
+        (reference.teacher_forced(document, outputs)[0], item.kl_sum),
     ):
         p, q = log_softmax(expected), log_softmax(logits)
         assert total == pytest.approx((np.exp(p) * (p - q)).sum(), rel=1e-4, abs=1e-6)
@@ -157,10 +157,10 @@ def test_a_table_of_another_size_is_refused(rows: list[int]) -> None:
 
 
 class NotANumber(TwoLayers):
-    def locked(
+    def teacher_forced(
         self, tokens: Sequence[int], outputs: Mapping[str, FloatArray]
     ) -> tuple[FloatArray, dict[str, tuple[float, float]]]:
-        logits, errors = super().locked(tokens, outputs)
+        logits, errors = super().teacher_forced(tokens, outputs)
         logits[2, 3] = np.nan
         return logits, errors
 
@@ -168,18 +168,18 @@ class NotANumber(TwoLayers):
 class NotANumberInside(TwoLayers):
     """One product cannot be computed; with the engine's output in its place, the logits are sound."""
 
-    def locked(
+    def teacher_forced(
         self, tokens: Sequence[int], outputs: Mapping[str, FloatArray]
     ) -> tuple[FloatArray, dict[str, tuple[float, float]]]:
-        logits, errors = super().locked(tokens, outputs)
+        logits, errors = super().teacher_forced(tokens, outputs)
         return logits, {**errors, "second.weight": (np.nan, np.nan)}
 
 
 class NothingInside(TwoLayers):
-    def locked(
+    def teacher_forced(
         self, tokens: Sequence[int], outputs: Mapping[str, FloatArray]
     ) -> tuple[FloatArray, dict[str, tuple[float, float]]]:
-        return super().locked(tokens, outputs)[0], {}
+        return super().teacher_forced(tokens, outputs)[0], {}
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from tapeout.artifact import Artifact, ArtifactRef, create, load
 from tapeout.errors import QuantizationError
 from tapeout.portable_graph import PortableGraph
 from tapeout.recipe import BaseRecipe, Calibrate, DataSource, KVCache, ModelSource, Plan, Rule
-from tapeout.schemes import EMBEDDING_MENU, FLOAT, MENU, Scheme
+from tapeout.schemes import CANDIDATE_SCHEMES, EMBEDDING_CANDIDATES, FLOAT, Scheme
 from tests.graphs import llama_graph
 
 ONE_ROW = Workload(shares={1: 1.0})
@@ -105,7 +105,7 @@ FIGURES = {  # seconds and size
     "4-bit g32": (2.0, 5),
     "4-bit g128": (1.9, 4),
 }
-assert set(FIGURES) == {kernel.name for kernel in (*MENU, *EMBEDDING_MENU)}
+assert set(FIGURES) == {kernel.name for kernel in (*CANDIDATE_SCHEMES, *EMBEDDING_CANDIDATES)}
 
 
 # Tables and cache as a recipe writes them out:
@@ -123,7 +123,7 @@ def recipe(**settings: Any) -> BaseRecipe:
                 "embeddings": "auto",
                 "kv_cache": "auto",
                 "context": 64,
-                "band": 2,
+                "layers_per_group": 2,
                 "samples": 2,
                 "workload": {1: 1.0},
                 "max_kl": 2e-4,
@@ -227,7 +227,7 @@ def test_tables_and_cache_are_chosen_like_any_unit(inputs: Inputs, tmp_path: Pat
     exact, loose, small = made("a", max_kl=1e-7), made("b", max_kl=1.0), made("c", max_kl=1.0, goal="memory")
     assert exact.embeddings.scheme == FLOAT and exact.kv_cache.settings.dtype == "float32"
     for plan, dtype in ((loose, "int8"), (small, "int4")):  # the fastest attention, and the fewest bytes
-        assert plan.embeddings.scheme == EMBEDDING_MENU[-1] and plan.kv_cache.settings == KVCache(dtype=dtype)
+        assert plan.embeddings.scheme == EMBEDDING_CANDIDATES[-1] and plan.kv_cache.settings == KVCache(dtype=dtype)
         assert plan.embeddings.kl == inputs[2].record.embeddings["4-bit g32"]
         assert plan.kv_cache.kl == inputs[2].record.kv_cache[f"{dtype} per channel"]
     assert loose.embeddings.reason == loose.kv_cache.reason == "the fastest there is"
@@ -269,7 +269,7 @@ def test_sensitivities_of_other_inputs_or_kernels_are_refused(inputs: Inputs, tm
     with pytest.raises(QuantizationError, match="was measured on another graph or calibration"):
         planned((graph, calibration, foreign, rows), recipe(), tmp_path / "plan")
     with pytest.raises(QuantizationError, match=r"no sensitivity of layers\.0-2\.qkv to"):
-        planned(inputs, recipe(band=3), tmp_path / "plan")
+        planned(inputs, recipe(layers_per_group=3), tmp_path / "plan")
 
 
 RULES = (Rule(match="layers.*.o", bits=4, group_size=32), Rule(match="*", bits=8, activations="int8"))
@@ -301,8 +301,8 @@ def test_every_product_is_asked_about_with_the_kernels_it_may_get(inputs: Inputs
     record = inputs[0].record
     auto = schemes_by_shape(record, recipe().plan)
     assert set(auto) == {(128, 256), (128, 128), (128, 512), (256, 128), (128, 1024)}
-    assert {kernel.name for kernel in auto[128, 512]} == {kernel.name for kernel in MENU}
-    assert auto[128, 1024] == EMBEDDING_MENU  # the head
+    assert {kernel.name for kernel in auto[128, 512]} == {kernel.name for kernel in CANDIDATE_SCHEMES}
+    assert auto[128, 1024] == EMBEDDING_CANDIDATES  # the head
     half = schemes_by_shape(record, recipe(embeddings=WRITTEN["embeddings"]).plan)
     assert [kernel.name for kernel in half[128, 1024]] == ["8-bit g64"]
     written = schemes_by_shape(record, recipe(**WRITTEN).plan)

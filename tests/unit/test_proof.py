@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 
 from quantization.compressed_tensors import CheckpointWriter, open_checkpoint
-from quantization.proof import TensorCensus, prove, take_census
+from quantization.proof import TensorInventory, count_tensors, prove
 from quantization.rounding import round_to_nearest
 from tapeout.schemes import STATIC_INT8, Scheme
 from tests.checkpoints import say_schemes
 
 INT4 = Scheme(bits=4, group_size=32, symmetric=True)
 PLANNED = {"w": INT4}
-GOOD = TensorCensus(name="w", weights=6400, columns=64, stored_bytes=3600, bits=4, scales=200, held=200)
+GOOD = TensorInventory(name="w", weights=6400, columns=64, stored_bytes=3600, bits=4, scales=200, held=200)
 
 
 def test_a_quantized_checkpoint_passes_and_says_how_small_it_is() -> None:
-    norm = TensorCensus(name="norm", weights=64, columns=64, stored_bytes=256, bits=32)
+    norm = TensorInventory(name="norm", weights=64, columns=64, stored_bytes=256, bits=32)
     proof = prove([GOOD, norm], PLANNED)
     assert proof.passed and proof.reasons == ()
     assert proof.bits_per_weight == pytest.approx(4.5) == proof.planned_bits_per_weight
@@ -56,7 +56,7 @@ def test_codes_that_take_a_byte_are_expected_to() -> None:
 
 
 def test_nothing_planned_is_not_a_quantized_model() -> None:
-    proof = prove([TensorCensus(name="w", weights=10, columns=10, stored_bytes=40, bits=32)], {})
+    proof = prove([TensorInventory(name="w", weights=10, columns=10, stored_bytes=40, bits=32)], {})
     assert "no tensor was planned to be quantized" in proof.reasons
 
 
@@ -82,8 +82,8 @@ def test_the_census_counts_what_lies_in_the_file(tmp_path: Path) -> None:
     writer.finish()
     say_schemes(tmp_path, {"w.weight": INT4})
     checkpoint = open_checkpoint(tmp_path)
-    census = take_census(checkpoint, "w.weight", lambda: weight)
-    assert census == TensorCensus(
+    operator_counts = count_tensors(checkpoint, "w.weight", lambda: weight)
+    assert operator_counts == TensorInventory(
         name="w.weight",
         weights=512,
         columns=64,
@@ -92,7 +92,7 @@ def test_the_census_counts_what_lies_in_the_file(tmp_path: Path) -> None:
         scales=16,
         held=14,
     )
-    assert take_census(checkpoint, "f", lambda: weight) == TensorCensus(
+    assert count_tensors(checkpoint, "f", lambda: weight) == TensorInventory(
         name="f", weights=15, columns=5, stored_bytes=60, bits=32
     )
 
@@ -103,7 +103,7 @@ def test_the_census_counts_what_lies_in_the_file(tmp_path: Path) -> None:
 )
 def test_static_inputs_need_a_scale(input_scale: float | None, reason: str) -> None:
     planned = {"w": STATIC_INT8}
-    good = TensorCensus(
+    good = TensorInventory(
         name="w", weights=6400, columns=64, stored_bytes=6600, bits=8, scales=100, held=100, input_scale=0.1
     )
     assert prove([good], planned).passed

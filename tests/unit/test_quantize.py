@@ -23,7 +23,7 @@ from quantization.reference import QuantizedReference
 from quantization.statistics import Statistics
 from tapeout.artifact import Artifact, ArtifactRef, create, load
 from tapeout.errors import QuantizationError
-from tapeout.portable_graph import LinearGroup, PortableGraph, ScaleSink
+from tapeout.portable_graph import FoldTarget, LinearGroup, PortableGraph
 from tapeout.recipe import BaseRecipe, Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize, Rule
 from tapeout.schemes import Scheme
 from tests.plans import written_plan
@@ -69,7 +69,12 @@ def groups() -> tuple[LinearGroup, ...]:
         attention, mlp = f"{block}.self_attn", f"{block}.mlp"
 
         def group(
-            unit: str, names: tuple[str, ...], sizes: tuple[int, ...], width: int, sink: ScaleSink, layer: int = layer
+            unit: str,
+            names: tuple[str, ...],
+            sizes: tuple[int, ...],
+            width: int,
+            fold_target: FoldTarget,
+            layer: int = layer,
         ) -> LinearGroup:
             return LinearGroup(
                 name=f"layers.{layer}.{unit}",
@@ -77,7 +82,7 @@ def groups() -> tuple[LinearGroup, ...]:
                 biases=(None,) * len(names),
                 in_features=width,
                 out_features=sizes,
-                scale_sink=sink,
+                fold_target=fold_target,
             )
 
         found += [
@@ -86,14 +91,14 @@ def groups() -> tuple[LinearGroup, ...]:
                 tuple(f"{attention}.{p}_proj.weight" for p in "qkv"),
                 (HIDDEN, KV_HEADS * HEAD, KV_HEADS * HEAD),
                 HIDDEN,
-                ScaleSink(kind="norm", weight=f"{block}.input_layernorm.weight"),
+                FoldTarget(kind="norm", weight=f"{block}.input_layernorm.weight"),
             ),
             group(
                 "o",
                 (f"{attention}.o_proj.weight",),
                 (HIDDEN,),
                 HIDDEN,
-                ScaleSink(
+                FoldTarget(
                     kind="linear",
                     weight=f"{attention}.v_proj.weight",
                     bias=f"{attention}.v_proj.bias",
@@ -107,14 +112,14 @@ def groups() -> tuple[LinearGroup, ...]:
                 (f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"),
                 (INNER, INNER),
                 HIDDEN,
-                ScaleSink(kind="norm", weight=f"{block}.post_attention_layernorm.weight"),
+                FoldTarget(kind="norm", weight=f"{block}.post_attention_layernorm.weight"),
             ),
             group(
                 "down",
                 (f"{mlp}.down_proj.weight",),
                 (HIDDEN,),
                 INNER,
-                ScaleSink(kind="linear", weight=f"{mlp}.up_proj.weight"),
+                FoldTarget(kind="linear", weight=f"{mlp}.up_proj.weight"),
             ),
         ]
     return tuple(found)

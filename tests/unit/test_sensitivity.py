@@ -16,12 +16,12 @@ from quantization.sensitivity import Sensitivity
 from quantization.sensitivity_sweep import sweep
 from quantization.simulate import Distributions, Simulation
 from quantization.statistics import held_out
-from quantization.units import menu_for, units_of
+from quantization.units import candidates_for, units_of
 from tapeout.artifact import Artifact
 from tapeout.errors import QuantizationError, ResourceError
 from tapeout.portable_graph import PortableGraph
 from tapeout.recipe import BaseRecipe, Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize
-from tapeout.schemes import EMBEDDING_MENU, FLOAT, MENU, Scheme
+from tapeout.schemes import CANDIDATE_SCHEMES, EMBEDDING_CANDIDATES, FLOAT, Scheme
 from tests.graphs import llama_graph
 
 KINDS = ("8-bit g128", "4-bit g32", "4-bit g128")
@@ -52,7 +52,7 @@ def inputs(
         model=ModelSource(source="file:m"),
         data=DataSource(source="file:d"),
         calibrate=Calibrate(samples=24, tokens=96),
-        plan=Plan(schemes="auto", embeddings="auto", kv_cache="auto", band=2, samples=3),
+        plan=Plan(schemes="auto", embeddings="auto", kv_cache="auto", layers_per_group=2, samples=3),
     )
     graph = llama_graph(tiny_checkpoint, folder / "graph")
     texts = tiny_texts(24, 5)
@@ -76,18 +76,18 @@ def test_float_costs_nothing_and_fewer_bits_cost_more(inputs: Inputs, measured: 
     assert [unit.name for unit in record.units] == [unit.name for unit in units_of(inputs.graph.record, 2)]
     for unit in record.units:
         columns = 256 if unit.name.endswith("down") else 128
-        assert list(unit.kl) == [*dict.fromkeys([FLOAT.name, *(kernel.name for kernel in menu_for(columns))])]
+        assert list(unit.kl) == [*dict.fromkeys([FLOAT.name, *(kernel.name for kernel in candidates_for(columns))])]
         assert unit.kl["fp32"] == 0 < min(kl for name, kl in unit.kl.items() if name != "fp32")
     eight, four, coarse = (sum(unit.kl[name] for unit in record.units) for name in KINDS)
     assert 1.5 * eight < four < coarse
-    assert list(record.embeddings) == [kernel.name for kernel in menu_for(128, EMBEDDING_MENU)]
+    assert list(record.embeddings) == [kernel.name for kernel in candidates_for(128, EMBEDDING_CANDIDATES)]
     eight, six, fine, five, four = (record.embeddings[name] for name in TABLES)
     assert record.embeddings["fp32"] == 0 < eight < fine < six < five < four
     assert list(record.kv_cache) == ["float32", "int8 per channel", "int4 per channel"]
     assert (
         record.kv_cache["float32"] == 0 < 4 * record.kv_cache["int8 per channel"] < record.kv_cache["int4 per channel"]
     )
-    assert {kernel.name for kernel in MENU} >= set(record.units[0].kl)
+    assert {kernel.name for kernel in CANDIDATE_SCHEMES} >= set(record.units[0].kl)
 
 
 def test_the_same_inputs_give_the_same_digest(inputs: Inputs, measured: Artifact[Sensitivity], tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_logits_that_are_not_finite_are_refused() -> None:
 
 def test_what_is_measured_by_default_is_what_the_server_runs_by_default() -> None:
     limits, settings = Limits(), ServingSettings()
-    assert (limits.max_running, limits.step_tokens, limits.most_drafted) == (
+    assert (limits.max_running, limits.step_tokens, limits.max_draft_tokens) == (
         settings.max_running,
         settings.step_tokens,
         settings.draft_tokens,

@@ -9,12 +9,12 @@ from quantization.problem import Problem, input_step
 from quantization.rounding import FloatArray, round_to_nearest
 from quantization.statistics import Statistics
 from tapeout.errors import QuantizationError
-from tapeout.portable_graph import ScaleSink
+from tapeout.portable_graph import FoldTarget
 from tapeout.schemes import STATIC_INT8
 
 RANDOM = np.random.default_rng(0)
 STATIC = STATIC_INT8
-NORM = ScaleSink(kind="norm", weight="n.weight")
+NORM = FoldTarget(kind="norm", weight="n.weight")
 
 
 def normal(*shape: int) -> FloatArray:

@@ -183,7 +183,7 @@ def test_a_default_that_a_recipe_leaves_out(clean: tuple[Path, Hashes]) -> None:
         *{"calibrate", "sensitivity", "plan", "evaluate", "serving", "parity", "source", "gate"},
         *WHOLE_RECIPE,
     }
-    assert stale(clean, recipe, old="band: Count = 5", new="band: Count = 6") == {
+    assert stale(clean, recipe, old="layers_per_group: Count = 5", new="layers_per_group: Count = 6") == {
         *{"sensitivity", "plan", "gate"},
         *WHOLE_RECIPE,
     }

@@ -64,7 +64,7 @@ def test_two_layers_build(lowered: Made, tmp_path: Path, family: str, precision:
     assert found is not None
     assert (found.capability, found.executed_on) == (capability, None)
     assert found.engine_bytes == (bundle.folder / "engine.plan").stat().st_size
-    nodes = source.record.census
+    nodes = source.record.operator_counts
     for layer, node in (
         ("KV_CACHE_UPDATE", "TensorScatter"),
         ("ATTENTION_INPUT", "Attention"),

@@ -211,7 +211,9 @@ def test_int4_weights_are_quantized_on_the_calibration(here: Path) -> None:
     assert quantized.record.asked == Quantize()
     bundle = artifact.load(folder / "my-chip-a1", EngineBundle).record
     assert artifact.load(folder / "lowered", LoweredGraph).parents["quantized"] == quantized.ref
-    assert bundle.census["DequantizeLinear"] == sum(linear.scheme.bits == 4 for linear in quantized.record.linears)
+    assert bundle.operator_counts["DequantizeLinear"] == sum(
+        linear.scheme.bits == 4 for linear in quantized.record.linears
+    )
     assert bundle.compiled is not None and bundle.compiled.portable is not None and bundle.compiled.portable.kl > 1e-6
     # Their scales are positive, so the pass has nothing to report but the head.
     declined = next(report.declined for report in bundle.passes if report.name == "int4_linears")

@@ -102,7 +102,7 @@ def test_a_soft_cap_is_written_out_and_said(tmp_path: Path) -> None:
     record = lowered(family_graph("gemma2"), tmp_path / "l", "fp16").record
     report = next(r for r in record.passes if r.name == "fixed_kv_cache")
     assert report.matched == 2 and len(report.declined) == 2 and "soft cap" in report.declined[0]
-    assert "Attention" not in record.census and record.census["TensorScatter"] == 4
+    assert "Attention" not in record.operator_counts and record.operator_counts["TensorScatter"] == 4
 
 
 def test_precision_is_in_the_graph(tmp_path: Path) -> None:
@@ -110,8 +110,8 @@ def test_precision_is_in_the_graph(tmp_path: Path) -> None:
     linears = sum(len(group.members) for group in graph.record.groups if group.name != "lm_head")
     int4 = lowered(graph, tmp_path / "int4", "int4").record
     fp8 = lowered(graph, tmp_path / "fp8", "fp8").record
-    assert int4.census["DequantizeLinear"] == linears
-    assert (fp8.census["DequantizeLinear"], fp8.census["QuantizeLinear"]) == (2 * linears, linears)
+    assert int4.operator_counts["DequantizeLinear"] == linears
+    assert (fp8.operator_counts["DequantizeLinear"], fp8.operator_counts["QuantizeLinear"]) == (2 * linears, linears)
     assert lowered(graph, tmp_path / "fp16", "fp16").record.bits_per_weight == 16
     assert 4 < int4.bits_per_weight < fp8.bits_per_weight < 12  # the head, large here, stays in fp16
 

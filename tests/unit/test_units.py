@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from quantization.formats import stored_by_rtn
 from quantization.units import (
+    candidates_for,
     fitted_schemes,
-    menu_for,
+    fold_target_of,
     resolve,
-    sink_of,
     unit_of,
     units_of,
     written_units,
@@ -22,7 +22,7 @@ from quantization.units import (
 from tapeout.artifact import Artifact
 from tapeout.portable_graph import LinearGroup, PortableGraph
 from tapeout.recipe import Rule
-from tapeout.schemes import FLOAT, MENU, STATIC_INT8, Scheme
+from tapeout.schemes import CANDIDATE_SCHEMES, FLOAT, STATIC_INT8, Scheme
 from tests.graphs import llama_graph
 
 
@@ -31,13 +31,15 @@ def graph(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ar
     return llama_graph(tiny_checkpoint, tmp_path_factory.mktemp("graph") / "graph")
 
 
-@given(band=st.integers(1, 9))
-def test_units_hold_every_linear_but_the_head_once(graph: Artifact[PortableGraph], band: int) -> None:
-    units = units_of(graph.record, band)
+@given(layers_per_group=st.integers(1, 9))
+def test_units_hold_every_linear_but_the_head_once(graph: Artifact[PortableGraph], layers_per_group: int) -> None:
+    units = units_of(graph.record, layers_per_group)
     names = [group.name for unit in units for group in unit.groups]
     assert sorted(names) == sorted(g.name for g in graph.record.groups if g.name != "lm_head")
-    assert len(units) == 4 * -(-graph.record.layers // band)
-    assert all(len(unit.groups) <= band and len({g.in_features for g in unit.groups}) == 1 for unit in units)
+    assert len(units) == 4 * -(-graph.record.layers // layers_per_group)
+    assert all(
+        len(unit.groups) <= layers_per_group and len({g.in_features for g in unit.groups}) == 1 for unit in units
+    )
 
 
 def test_units_are_named_by_their_layers_and_end_where_shapes_change(graph: Artifact[PortableGraph]) -> None:
@@ -106,8 +108,8 @@ def test_group_sizes_that_do_not_divide_shrink_and_are_told(graph: Artifact[Port
 
 @pytest.mark.parametrize("columns", [576, 1536, 100, 16])
 def test_the_menu_fits_every_width_and_offers_nothing_twice(columns: int) -> None:
-    kernels = menu_for(columns)
-    assert len({kernel.name for kernel in kernels}) == len(kernels) <= len(MENU)
+    kernels = candidates_for(columns)
+    assert len({kernel.name for kernel in kernels}) == len(kernels) <= len(CANDIDATE_SCHEMES)
     assert {FLOAT, STATIC_INT8} <= set(kernels)
     weight = np.random.default_rng(0).standard_normal((4, columns)).astype(np.float32)
     for kernel in kernels:
@@ -118,15 +120,15 @@ def test_the_menu_fits_every_width_and_offers_nothing_twice(columns: int) -> Non
 
 
 def test_a_scale_goes_into_a_linear_of_the_same_layer_only(graph: Artifact[PortableGraph]) -> None:
-    from tapeout.portable_graph import ScaleSink
+    from tapeout.portable_graph import FoldTarget
 
     groups = {g.name: g for g in graph.record.groups}
     near = groups["layers.1.down"].model_copy(
-        update={"scale_sink": ScaleSink(kind="linear", weight=groups["layers.1.gate_up"].members[1])}
+        update={"fold_target": FoldTarget(kind="linear", weight=groups["layers.1.gate_up"].members[1])}
     )
-    far = near.model_copy(update={"scale_sink": ScaleSink(kind="linear", weight=groups["layers.0.o"].members[0])})
-    norm = near.model_copy(update={"scale_sink": ScaleSink(kind="norm", weight="model.norm.weight")})
-    assert sink_of(near, graph.record) == near.scale_sink
-    assert sink_of(far, graph.record) is None
-    assert sink_of(norm, graph.record) == norm.scale_sink
-    assert sink_of(groups["layers.1.o"], graph.record) is None
+    far = near.model_copy(update={"fold_target": FoldTarget(kind="linear", weight=groups["layers.0.o"].members[0])})
+    norm = near.model_copy(update={"fold_target": FoldTarget(kind="norm", weight="model.norm.weight")})
+    assert fold_target_of(near, graph.record) == near.fold_target
+    assert fold_target_of(far, graph.record) is None
+    assert fold_target_of(norm, graph.record) == norm.fold_target
+    assert fold_target_of(groups["layers.1.o"], graph.record) is None

@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 from quantization.calibrate import calibrate
 from quantization.checkpoint import QuantizedModel
 from quantization.compressed_tensors import CheckpointWriter, open_checkpoint
-from quantization.proof import QuantizationProof, prove, take_census
+from quantization.proof import QuantizationProof, count_tensors, prove
 from quantization.quantize import quantize
 from quantization.rounding import QuantizedLinear, fit_range, round_to, round_to_nearest
 from tapeout.artifact import Artifact, create, load
@@ -204,4 +204,4 @@ def proof_of(
     writer.finish()
     say_schemes(folder, {"w.weight": stored.scheme if isinstance(stored, QuantizedLinear) else scheme})
     checkpoint = open_checkpoint(folder)
-    return prove([take_census(checkpoint, "w.weight", lambda: weight)], {"w.weight": scheme})
+    return prove([count_tensors(checkpoint, "w.weight", lambda: weight)], {"w.weight": scheme})

@@ -34,7 +34,7 @@ class SlowCompiler(ConstraintCompiler):
 @contextmanager
 def serving(engine: HistoryEngine, compiler: ConstraintCompiler | None = None) -> Iterator[Connection]:
     ours, theirs = Pipe()
-    core = EngineCore(engine, Limits(max_running=4, most_drafted=0))
+    core = EngineCore(engine, Limits(max_running=4, max_draft_tokens=0))
     thread = Thread(target=serve, args=(theirs, core, compiler, SharedCores(threads=1)))
     thread.start()
     try:

@@ -75,7 +75,7 @@ def _unfit(node: ir.Node) -> str:
 
 def _replace(model: ir.Model, node: ir.Node, inputs: list[ir.Value]) -> None:
     query, key, value, past_key, past_value, _, _, cos, sin, *rest = node.inputs
-    scales = rest[3:5]  # after position_ids, attention_bias and head_sink
+    scales = rest[3:5]  # after position_ids, attention_bias and head_target
     lowered = ir.node(
         "CachedAttention",
         [query, key, value, past_key, past_value, *inputs, cos, sin, *scales],

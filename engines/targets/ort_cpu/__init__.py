@@ -102,9 +102,9 @@ class OrtCpu(GraphTarget):
         from engines.kernels.cpu import compiler
 
         bundle = super().complete(lowered, model, folder)
-        if not native.NATIVE & lowered.census.keys():
+        if not native.NATIVE & lowered.operator_counts.keys():
             return bundle
-        if native.all_native(lowered.census):
+        if native.all_native(lowered.operator_counts):
             levels = (self._level,) if self._level else native.LEVELS
             libraries = bundle.hardware[0].libraries
             hardware = tuple(

@@ -37,7 +37,7 @@ class PagedEngine:
     def __init__(self, bundle: Artifact[EngineBundle], *, threads: int, blocks: int) -> None:
         io = bundle.record.io
         library = library_of(bundle)
-        options = cpu_options(threads, library, bundle.record.census, chooses=True)
+        options = cpu_options(threads, library, bundle.record.operator_counts, chooses=True)
         mapped = keep_mapped(options, bundle) and bundle.record.precision == "float32"
         self._run_tokens = MAPPED_RUN_TOKENS if mapped else RUN_TOKENS
         self._session = open_session(str(bundle.folder / "model.onnx"), options)

@@ -95,14 +95,14 @@ def compile_bundle(
         here = target.fingerprint()
         draft.finish(
             EngineBundle(
-                **lowered.record.said(),
+                **lowered.record.fields(),
                 target=target.name,
                 hardware=(here.model_copy(update={"features": (wanted.hardware,)}),),
                 compiled=CompiledEngine(
                     capability=wanted.hardware,
                     executed_on=None,
                     engine_bytes=plan.nbytes,
-                    network=builder.census(),
+                    network=builder.operator_counts(),
                     profiles=builder.profiles,
                     warnings=builder.log.warnings(),
                     portable=evidence,
@@ -158,7 +158,7 @@ class _Build:
             timing_cache.write_bytes(bytes(config.get_timing_cache().serialize()))
         return memoryview(plan)
 
-    def census(self) -> dict[str, int]:
+    def operator_counts(self) -> dict[str, int]:
         layers = Counter(self._network.get_layer(i).type.name for i in range(self._network.num_layers))
         return dict(sorted(layers.items()))
 
@@ -180,7 +180,7 @@ class _Build:
 
     def _require_native(self) -> None:
         """Caches, attention and rotary embedding became native layers, and every attention kept its mask."""
-        layers, nodes = self.census(), self._lowered.record.census
+        layers, nodes = self.operator_counts(), self._lowered.record.operator_counts
         for layer, node in NATIVE.items():
             if layers.get(layer, 0) != nodes.get(node, 0):
                 raise BuildError(
@@ -294,16 +294,16 @@ def _monitor(module: Any, progress: Progress) -> Any:
 
         def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
             self._total[phase_name] = num_steps
-            self._say(phase_name, 0)
+            self._report(phase_name, 0)
 
         def step_complete(self, phase_name: str, step: int) -> bool:
-            self._say(phase_name, step + 1)
+            self._report(phase_name, step + 1)
             return not self.interrupted
 
         def phase_finish(self, phase_name: str) -> None:
-            self._say(phase_name, self._total.get(phase_name, 0))
+            self._report(phase_name, self._total.get(phase_name, 0))
 
-        def _say(self, phase: str, done: int) -> None:
+        def _report(self, phase: str, done: int) -> None:
             # An exception must not unwind through the compiler's frames.
             try:
                 with contextlib.suppress(Exception):

@@ -47,7 +47,7 @@ class Distance(Frozen):
 class DriftReport(Record):
     """``live``: hash of the token ids that were compared, in order."""
 
-    noun: ClassVar[str] = "DriftReport"
+    artifact_type: ClassVar[str] = "DriftReport"
     remedy: ClassVar[str] = "run `tapeout drift`"
     schema_version: ClassVar[int] = 1
     parent_roles: ClassVar[Roles] = {"calibration": ("Calibration",)}
@@ -74,7 +74,7 @@ class DriftReport(Record):
 
 class DriftKind(EvidenceKind[DriftReport, Frozen, Bounds]):
     order, name, role, needed = 91, "drift", "drift", "never"
-    nouns = ("DriftReport",)
+    artifact_types = ("DriftReport",)
     report, item, bounds = DriftReport, Frozen, Bounds
 
     def block(self, folder: Path, verdict: JudgedVerdict) -> Block:

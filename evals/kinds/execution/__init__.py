@@ -18,8 +18,14 @@ class ExecutionKind(EvidenceKind[Frozen, Frozen, Bounds]):
 
     def findings(self, evidence: Evidence, bounds: Bounds) -> Findings:
         target = evidence.target
-        runs = {r.ref.noun: r.record.executed_on for r in evidence.reports.values() if isinstance(r.record, Executed)}
-        foreign = [reason for noun, ran in runs.items() for reason in _differences(evidence, noun, ran)]
+        runs = {
+            r.ref.artifact_type: r.record.executed_on
+            for r in evidence.reports.values()
+            if isinstance(r.record, Executed)
+        }
+        foreign = [
+            reason for artifact_type, ran in runs.items() for reason in _differences(evidence, artifact_type, ran)
+        ]
         levels = sorted({ran.level for ran in runs.values()})
         if len(levels) > 1:
             foreign.append(f"reports were taken at the levels {', '.join(level or 'none' for level in levels)}")
@@ -37,9 +43,9 @@ class ExecutionKind(EvidenceKind[Frozen, Frozen, Bounds]):
         return Findings((check,), executed_on=place if ran_there else elsewhere or None)
 
 
-def _differences(evidence: Evidence, noun: str, ran: Fingerprint) -> list[str]:
+def _differences(evidence: Evidence, artifact_type: str, ran: Fingerprint) -> list[str]:
     try:
-        require_match(evidence.hardware, ran, f"{noun}: the candidate")
+        require_match(evidence.hardware, ran, f"{artifact_type}: the candidate")
     except FingerprintError as error:
         return [error.found]
     return []

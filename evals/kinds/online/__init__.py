@@ -56,10 +56,13 @@ def frozen_plan(settings: Online, champion: str, challenger: str, share: float |
 class OnlineVerdict(Record):
     """``upper``: of the mean disagreement, at the plan's confidence, however often one has looked."""
 
-    noun: ClassVar[str] = "OnlineVerdict"
+    artifact_type: ClassVar[str] = "OnlineVerdict"
     remedy: ClassVar[str] = "run `tapeout shadow-verdict` again"
     schema_version: ClassVar[int] = 1
-    parent_roles: ClassVar[Roles] = {"champion": (EngineBundle.noun,), "challenger": (EngineBundle.noun,)}
+    parent_roles: ClassVar[Roles] = {
+        "champion": (EngineBundle.artifact_type,),
+        "challenger": (EngineBundle.artifact_type,),
+    }
 
     outcome: Outcome
     reason: str
@@ -78,7 +81,7 @@ class OnlineVerdict(Record):
 
 class OnlineKind(EvidenceKind[OnlineVerdict, Observation, Bounds]):
     order, name, role, needed = 90, "online", "online", "never"
-    nouns, items_file = ("OnlineVerdict",), OBSERVATIONS_FILE
+    artifact_types, items_file = ("OnlineVerdict",), OBSERVATIONS_FILE
     report, item, bounds = OnlineVerdict, Observation, Bounds
 
     def block(self, folder: Path, verdict: JudgedVerdict) -> Block:

@@ -72,7 +72,9 @@ def _decide(plan: ShadowPlan, found: Observations, test: AnytimeTest) -> tuple[O
 def conclude(log: Path, folder: Path) -> Artifact[OnlineVerdict]:
     """Write the verdict and the observations that it was reached on, from the folder of a test."""
     plan = read_plan(log)
-    bundles = {role: ArtifactRef(EngineBundle.noun, getattr(plan, role)) for role in ("champion", "challenger")}
+    bundles = {
+        role: ArtifactRef(EngineBundle.artifact_type, getattr(plan, role)) for role in ("champion", "challenger")
+    }
     with create(folder, OnlineVerdict) as draft:
         for name in (PLAN_FILE, OBSERVATIONS_FILE):
             shutil.copyfile(log / name, draft.folder / name)

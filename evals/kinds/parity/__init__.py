@@ -65,7 +65,7 @@ class TableError(Frozen):
 
 
 class ParityReport(EvidenceRecord):
-    noun: ClassVar[str] = "ParityReport"
+    artifact_type: ClassVar[str] = "ParityReport"
     remedy: ClassVar[str] = "run `dvc repro parity`"
     schema_version: ClassVar[int] = 4
     parent_roles: ClassVar[Roles] = {"candidate": ("EngineBundle",), "quantized": ("QuantizedModel",)}
@@ -96,7 +96,7 @@ class ParityBounds(DocumentBounds):
 class ParityKind(EvidenceKind[ParityReport, ParityItem, ParityBounds]):
     order, name, role, stage = 60, "parity", "parity", "parity"
     measure_module = "evals.kinds.parity.measure"
-    nouns, items_file = ("ParityReport",), "parity_items.jsonl"
+    artifact_types, items_file = ("ParityReport",), "parity_items.jsonl"
     sections: ClassVar = {"evaluate": ParitySettings}
     report, item, bounds = ParityReport, ParityItem, ParityBounds
 

@@ -145,14 +145,19 @@ def _compare_document(
     free: bool,
 ) -> ParityItem:
     actual, outputs = probe(tokens)
-    locked, errors = reference.locked(tokens, {name: value for name, value in outputs.items() if name != head})
+    teacher_forced, errors = reference.teacher_forced(
+        tokens, {name: value for name, value in outputs.items() if name != head}
+    )
     del outputs
-    _require_comparable(actual, locked, len(tokens))
+    _require_comparable(actual, teacher_forced, len(tokens))
     _require_errors(errors)
-    kl, agree = kl_divergences(locked, actual), int((locked.argmax(axis=1) == actual.argmax(axis=1)).sum())
+    kl, agree = (
+        kl_divergences(teacher_forced, actual),
+        int((teacher_forced.argmax(axis=1) == actual.argmax(axis=1)).sum()),
+    )
     if rows is not None:
-        rows.add(locked, actual)
-    del locked  # before more is allocated: as large as `actual`
+        rows.add(teacher_forced, actual)
+    del teacher_forced  # before more is allocated: as large as `actual`
     if logits is not None:
         logits.add(tokens, actual)
     position = max(errors, key=lambda name: errors[name][1])

@@ -18,7 +18,7 @@ from tapeout.artifact import Record, Roles
 class PortableReport(Record):
     """Means over every predicted position of the documents; the items lie in ``text_items.jsonl``."""
 
-    noun: ClassVar[str] = "PortableReport"
+    artifact_type: ClassVar[str] = "PortableReport"
     remedy: ClassVar[str] = "run `tapeout build`"
     schema_version: ClassVar[int] = 3
     parent_roles: ClassVar[Roles] = {"baseline": ("EngineBundle",), "lowered": ("LoweredGraph",)}
@@ -34,7 +34,7 @@ class PortableReport(Record):
 
 class PortableKind(EvidenceKind[PortableReport, TextItem, Bounds]):
     order, name, role, needed = 80, "portable", "portable", "never"
-    nouns, items_file = ("PortableReport",), "text_items.jsonl"
+    artifact_types, items_file = ("PortableReport",), "text_items.jsonl"
     report, item, bounds = PortableReport, TextItem, Bounds
 
     def problems(self, report: Report[PortableReport, TextItem], evidence: Evidence) -> list[str]:

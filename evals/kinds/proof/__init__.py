@@ -23,7 +23,7 @@ class ProofSummary(Frozen):
 
 class ProofKind(EvidenceKind[ProofSummary, Frozen, Bounds]):
     order, name, role, needed = 20, "proof", "quantized", "always"
-    nouns = ("QuantizedModel", "LoweredGraph")
+    artifact_types = ("QuantizedModel", "LoweredGraph")
     report, item, bounds = ProofSummary, Frozen, Bounds
 
     def load(self, folder: Path, recipe: BaseRecipe) -> Report[ProofSummary, Frozen]:
@@ -39,7 +39,7 @@ class ProofKind(EvidenceKind[ProofSummary, Frozen, Bounds]):
         proof, built_from = report.record, evidence.built_from
         problems: list[str] = []
         if report.ref != built_from:
-            found, judged = (f"{ref.noun} {short(ref.digest)}" for ref in (report.ref, built_from))
+            found, judged = (f"{ref.artifact_type} {short(ref.digest)}" for ref in (report.ref, built_from))
             problems.append(f"the proof of quantization is of {found}, not of {judged} which is being judged")
         if not (math.isfinite(proof.bits_per_weight) and proof.bits_per_weight > 0):
             problems.append(f"the proof of quantization claims {proof.bits_per_weight} bits per weight")

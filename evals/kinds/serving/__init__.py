@@ -121,7 +121,7 @@ class ServingReport(EvidenceRecord):
     that were fed to a sequence in a step, 0 where the engine takes none; at most ``step_tokens`` were to all together.
     """
 
-    noun: ClassVar[str] = "ServingReport"
+    artifact_type: ClassVar[str] = "ServingReport"
     remedy: ClassVar[str] = "run `dvc repro serving`"
     schema_version: ClassVar[int] = 4
     parent_roles: ClassVar[Roles] = {
@@ -164,7 +164,7 @@ class ServingBounds(Bounds):
 class ServingKind(EvidenceKind[ServingReport, ServedItem, ServingBounds]):
     order, name, role, stage = 55, "serving", "serving", "serving"
     measure_module = "evals.kinds.serving.measure"
-    nouns, items_file = ("ServingReport",), "served_items.jsonl"
+    artifact_types, items_file = ("ServingReport",), "served_items.jsonl"
     sections: ClassVar = {"serving": ServingSettings}
     report, item, bounds = ServingReport, ServedItem, ServingBounds
     absent = Block(QUALITY, "As served", missing="Batched decoding was not measured.")

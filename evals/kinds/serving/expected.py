@@ -23,7 +23,7 @@ _BITS = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15  # of SplitMix64
 
 
-def adjusted(ask: Ask, said: Sequence[int], logits: FloatArray) -> Float64Array:
+def adjusted(ask: Ask, response: Sequence[int], logits: FloatArray) -> Float64Array:
     """Logits ``[V]`` after the prompt and the tokens ``said``, as the settings change them.
 
     The bias first, then the repetition penalty of tokens in the prompt and the answer, then presence and frequency
@@ -33,22 +33,22 @@ def adjusted(ask: Ask, said: Sequence[int], logits: FloatArray) -> Float64Array:
     for token, bias in ask.logit_bias.items():
         scores[token] += bias
     if ask.repetition_penalty != 1:
-        for token in {*ask.prompt, *said}:
+        for token in {*ask.prompt, *response}:
             scores[token] *= 1 / ask.repetition_penalty if scores[token] > 0 else ask.repetition_penalty
-    for token, count in Counter(said).items():
+    for token, count in Counter(response).items():
         scores[token] -= ask.presence_penalty + ask.frequency_penalty * count
-    if len(said) < ask.min_new_tokens:
+    if len(response) < ask.min_new_tokens:
         scores[list(ask.stop_tokens)] = -np.inf
     return scores
 
 
-def passed_over(ask: Ask, said: Sequence[int], logits: FloatArray, chosen: int) -> float:
+def passed_over(ask: Ask, response: Sequence[int], logits: FloatArray, chosen: int) -> float:
     """How far ``chosen`` is from the token that must follow the tokens ``said``; 0 if it is that token.
 
     Of a greedy answer: how far its logit lies below the largest. Of one that is drawn: how far the random number lies
     outside the part of the unit interval that belongs to the token.
     """
-    scores = adjusted(ask, said, logits)
+    scores = adjusted(ask, response, logits)
     if not ask.temperature:
         return float(scores.max() - scores[chosen])
     weights = np.exp((scores - scores.max()) / ask.temperature)
@@ -56,7 +56,7 @@ def passed_over(ask: Ask, said: Sequence[int], logits: FloatArray, chosen: int) 
         weights[np.argsort(-scores, kind="stable")[ask.top_k :]] = 0
     ends = np.cumsum(weights) / weights.sum()
     begin, end = (float(ends[chosen - 1]) if chosen else 0.0), float(ends[chosen])
-    point = random_bits(ask.seed, len(said)) / 2.0**64
+    point = random_bits(ask.seed, len(response)) / 2.0**64
     outside = max(begin - point, point - end, 0.0)
     return outside if weights[chosen] else max(outside, 1.0)
 

@@ -15,7 +15,7 @@ from itertools import cycle, islice
 from pathlib import Path
 
 from engines.protocol import FloatArray
-from engines.sequences import Fed, Sequences
+from engines.sequences import Sequences, SlotEntry
 from evals.items import write_items, write_metrics
 from evals.kind import Context
 from evals.kinds.serving import KIND, Draws, ServedItem, ServingReport, ServingSettings, draws_of
@@ -207,7 +207,7 @@ def mixed(engine: Sequences, held: Sequence[Stream], lengths: Sequence[int], log
     ends = [iter(_ends(length, slot % len(PIECES))) for slot, length in enumerate(lengths)]
     at = [0] * len(held)
     while batch := [(slot, end) for slot, left in enumerate(ends) if (end := next(left, None)) is not None]:
-        found = engine.feed([Fed(slot, held[slot].tokens[at[slot] : end + 1], at[slot]) for slot, end in batch])
+        found = engine.feed([SlotEntry(slot, held[slot].tokens[at[slot] : end + 1], at[slot]) for slot, end in batch])
         for (slot, end), rows in zip(batch, found, strict=True):
             log.add(LoggedPlace("mixed", slot, 0, len(held)), held[slot], end, rows[0])
             at[slot] = end + 1
@@ -296,7 +296,7 @@ def share(engine: Sequences, streams: Streams, count: int, log: ServedLog) -> No
         anchor(engine, None, held, [range(length, length + count)] * len(held))
         engine.prefill(0, prefix, positions=())
         found = engine.feed(
-            [Fed(slot, stream.tokens[length:], length, range(count), 0) for slot, stream in enumerate(held)]
+            [SlotEntry(slot, stream.tokens[length:], length, range(count), 0) for slot, stream in enumerate(held)]
         )
         for slot, (stream, rows) in enumerate(zip(held, found, strict=True)):
             for ahead, row in enumerate(rows):

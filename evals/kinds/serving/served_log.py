@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from engines.protocol import FloatArray
-from engines.sequences import Fed, Sequences
+from engines.sequences import Sequences, SlotEntry
 from evals.kinds.serving import ServedItem
 from evals.text import kl_divergences
 from tapeout.errors import EvidenceError
@@ -34,7 +34,7 @@ def anchor(
     if baseline is None:
         return
     for batch in batches([len(stream.tokens) for stream in streams], baseline.slots, baseline.max_tokens):
-        found = baseline.feed([Fed(slot, streams[n].tokens, 0, positions[n]) for slot, n in enumerate(batch)])
+        found = baseline.feed([SlotEntry(slot, streams[n].tokens, 0, positions[n]) for slot, n in enumerate(batch)])
         for n, rows in zip(batch, found, strict=True):
             streams[n].reference.update(zip(positions[n], rows, strict=True))
 

@@ -43,7 +43,7 @@ class ShadowItem(Frozen):
 
 
 class ShadowReport(EvidenceRecord):
-    noun: ClassVar[str] = "ShadowReport"
+    artifact_type: ClassVar[str] = "ShadowReport"
     remedy: ClassVar[str] = "run `dvc repro shadow`"
     schema_version: ClassVar[int] = 4
     parent_roles: ClassVar[Roles] = {
@@ -78,7 +78,7 @@ class ShadowBounds(Bounds):
 class ShadowKind(EvidenceKind[ShadowReport, ShadowItem, ShadowBounds]):
     order, name, role, stage = 50, "shadow", "shadow", "shadow"
     measure_module = "evals.kinds.shadow.measure"
-    nouns, items_file = ("ShadowReport",), "shadow_items.jsonl"
+    artifact_types, items_file = ("ShadowReport",), "shadow_items.jsonl"
     sections: ClassVar = {"shadow": ShadowSettings}
     report, item, bounds = ShadowReport, ShadowItem, ShadowBounds
     absent = Block(QUALITY, "ShadowKind traffic", missing="No traffic was replayed.")

@@ -68,7 +68,7 @@ class SourceAnswer(Frozen):
 
 
 class SourceReport(EvidenceRecord):
-    noun: ClassVar[str] = "SourceReport"
+    artifact_type: ClassVar[str] = "SourceReport"
     remedy: ClassVar[str] = "run `dvc repro source`"
     schema_version: ClassVar[int] = 2
     parent_roles: ClassVar[Roles] = {
@@ -103,7 +103,7 @@ class SourceBounds(DocumentBounds):
 class SourceKind(EvidenceKind[SourceReport, SourceItem, SourceBounds]):
     order, name, role, stage = 65, "source", "source-model", "source"
     measure_module = "evals.kinds.source.measure"
-    nouns, items_file = ("SourceReport",), "source_items.jsonl"
+    artifact_types, items_file = ("SourceReport",), "source_items.jsonl"
     report, item, bounds = SourceReport, SourceItem, SourceBounds
 
     def problems(self, report: Report[SourceReport, SourceItem], evidence: Evidence) -> list[str]:

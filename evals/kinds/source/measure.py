@@ -38,7 +38,7 @@ def measure(context: Context, folder: Path) -> None:
     bundles = {role: context.bundle(role) for role in ("baseline", "candidate")}
     documents = [ids[: text.document_tokens] for ids in context.encode(context.heldout_texts(text.documents)[:count])]
     prompts = context.chat_prompts(context.section(ShadowSettings).datasets, PROMPTS)
-    context.say("loading the checkpoint")
+    context.progress("loading the checkpoint")
     model, graph, source = context.source_model(), context.graph(), context.source()
     positions = bundles["candidate"].record.io.max_tokens
     texts = [

@@ -49,7 +49,7 @@ class EngineNumbers(Frozen):
 
 
 class Benchmark(EvidenceRecord):
-    noun: ClassVar[str] = "Benchmark"
+    artifact_type: ClassVar[str] = "Benchmark"
     remedy: ClassVar[str] = "run `dvc repro benchmark`"
     schema_version: ClassVar[int] = 3
     parent_roles: ClassVar[Roles] = {"baseline": ("EngineBundle",), "candidate": ("EngineBundle",)}
@@ -100,7 +100,7 @@ class SpeedBounds(Bounds):
 class SpeedKind(EvidenceKind[SpeedSummary, SpeedSample, SpeedBounds]):
     order, name, role, stage = 70, "speed", "benchmark", "benchmark"
     measure_module = "evals.kinds.speed.measure"
-    nouns = ("Benchmark",)
+    artifact_types = ("Benchmark",)
     sections: ClassVar = {"benchmark": SpeedSettings}
     report, item, bounds = SpeedSummary, SpeedSample, SpeedBounds
     absent = Block(SPEED, missing="No benchmark was recorded.")

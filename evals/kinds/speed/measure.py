@@ -48,7 +48,7 @@ def measure(context: Context, folder: Path) -> None:
         seed=context.seed,
         executed_on=context.executed_on(),
         folder=folder,
-        progress=context.say,
+        progress=context.progress,
     )
 
 

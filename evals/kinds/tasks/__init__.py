@@ -47,7 +47,7 @@ class TaskItem(Frozen):
 class EvalReport(EvidenceRecord):
     """Of tasks and of held-out text: the same engines score both in one stage."""
 
-    noun: ClassVar[str] = "EvalReport"
+    artifact_type: ClassVar[str] = "EvalReport"
     remedy: ClassVar[str] = "run `dvc repro evaluate`"
     schema_version: ClassVar[int] = 4
     parent_roles: ClassVar[Roles] = {
@@ -80,7 +80,7 @@ class TaskBounds(Bounds):
 class TasksKind(EvidenceKind[EvalReport, TaskItem, TaskBounds]):
     order, name, role, stage = 30, "tasks", "evaluation", "evaluate"
     measure_module = "evals.kinds.text.measure"
-    nouns, items_file = ("EvalReport",), "task_items.jsonl"
+    artifact_types, items_file = ("EvalReport",), "task_items.jsonl"
     sections: ClassVar = {"evaluate": TaskSettings}
     report, item, bounds = EvalReport, TaskItem, TaskBounds
     absent = Block(QUALITY, missing="No accuracy evidence was recorded.")

@@ -19,7 +19,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tokenizers import Tokenizer
 
 from engines.protocol import FloatArray
-from engines.sequences import Fed, Sequences
+from engines.sequences import Sequences, SlotEntry
 from evals.answers import Answerer, greedy
 from evals.text import log_likelihoods
 from tapeout.errors import EvidenceError
@@ -181,15 +181,15 @@ class EngineLM(TemplateLM):
 
     def _score(self, group: Sequence[list[HarnessText]]) -> list[tuple[float, bool]]:
         """Every continuation of the families. What texts share with the first of their family is computed once."""
-        firsts, others, slot = list[Fed](), list[Fed](), 0
+        firsts, others, slot = list[SlotEntry](), list[SlotEntry](), 0
         for family in group:
             source, tokens = slot, family[0].tokens
-            firsts.append(Fed(source, tokens, 0, range(_begin(family), len(tokens))))
+            firsts.append(SlotEntry(source, tokens, 0, range(_begin(family), len(tokens))))
             for text in family:
                 if fed := text.tokens[text.shared :]:
                     slot += 1
                     own = range(max(text.before - 1 - text.shared, 0), len(fed))
-                    others.append(Fed(slot, fed, text.shared, own, source))
+                    others.append(SlotEntry(slot, fed, text.shared, own, source))
             slot += 1
         rows_of_firsts = self._feed(firsts)
         further = iter(self._feed(others) if others else ())
@@ -203,7 +203,7 @@ class EngineLM(TemplateLM):
                 results.append(_read(logits, text.continuation))
         return results
 
-    def _feed(self, batch: Sequence[Fed]) -> list[FloatArray]:
+    def _feed(self, batch: Sequence[SlotEntry]) -> list[FloatArray]:
         began = time.perf_counter()
         logits = self.engine.feed(batch)
         self.seconds += time.perf_counter() - began

@@ -79,7 +79,7 @@ class TextBounds(Bounds):
 
 class TextKind(EvidenceKind[EvalReport, TextItem, TextBounds]):
     order, name, role = 40, "text", "evaluation"
-    nouns, items_file = ("EvalReport",), "text_items.jsonl"
+    artifact_types, items_file = ("EvalReport",), "text_items.jsonl"
     sections: ClassVar = {"evaluate": HeldOutSettings}
     report, item, bounds = EvalReport, TextItem, TextBounds
     absent = Block(QUALITY, missing="No held-out text was scored.")

@@ -143,8 +143,10 @@ async def _client_gone(_: Request, __: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = shortened(request.scope["path"])
-    said = {404: f"no such path: {path}", 405: f"{path} does not take {request.method}"}
-    found = ApiError(error.status_code, said.get(error.status_code, error.detail), headers=dict(error.headers or {}))
+    messages = {404: f"no such path: {path}", 405: f"{path} does not take {request.method}"}
+    found = ApiError(
+        error.status_code, messages.get(error.status_code, error.detail), headers=dict(error.headers or {})
+    )
     return _error_response(found)
 
 

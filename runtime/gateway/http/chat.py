@@ -162,13 +162,13 @@ class _ChatWriter:
 
     def _choice(self, index: int, message: _Message) -> dict[str, Any]:
         last = message.parts[-1]
-        said: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
+        shown: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
         if message.calls:
-            said["content"] = message.content or None
-            said["tool_calls"] = _whole_calls(message.calls)
+            shown["content"] = message.content or None
+            shown["tool_calls"] = _whole_calls(message.calls)
         choice: dict[str, Any] = {
             "index": index,
-            "message": said,
+            "message": shown,
             "logprobs": self._logprobs_of(message.parts),
             "finish_reason": self._reason(message, last),
             "stop_reason": last.choice.text.stopped_by,

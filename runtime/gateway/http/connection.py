@@ -45,8 +45,8 @@ async def read_body(request: Request, most_bytes: int, seconds: float) -> bytes:
                     raise refusal
                 parts.append(part)
     except TimeoutError as error:
-        said, close = f"the body did not arrive within {seconds:g} seconds", {"connection": "close"}
-        raise ApiError(408, said, code="timeout", headers=close) from error
+        message, close = f"the body did not arrive within {seconds:g} seconds", {"connection": "close"}
+        raise ApiError(408, message, code="timeout", headers=close) from error
     except ClientDisconnect as error:
         raise DisconnectedError from error
     return b"".join(parts)

@@ -269,6 +269,6 @@ def _refuse(error: ValidationError) -> NoReturn:
         raise invalid("the body is not a JSON object") from error
     param = str(first["loc"][0])
     # A field with several types has a problem for each of them.
-    said = dict.fromkeys(problem["msg"] for problem in problems if problem["loc"][:1] == (param,))
-    where = ".".join(str(part) for part in first["loc"]) if len(said) == 1 else param
-    raise invalid(f"{where}: {' or: '.join(list(said)[:6])}", param) from error
+    messages = dict.fromkeys(problem["msg"] for problem in problems if problem["loc"][:1] == (param,))
+    where = ".".join(str(part) for part in first["loc"]) if len(messages) == 1 else param
+    raise invalid(f"{where}: {' or: '.join(list(messages)[:6])}", param) from error

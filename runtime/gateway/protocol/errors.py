@@ -82,16 +82,16 @@ def from_exception(error: BaseException) -> ApiError:
         case QueueFullError():
             seconds = RETRY_SECONDS if error.retry_after is None else max(RETRY_SECONDS, math.ceil(error.retry_after))
             headers = {"retry-after": str(seconds)}
-            return ApiError(429, _said(error), code="queue_full", headers=headers)
+            return ApiError(429, _declared(error), code="queue_full", headers=headers)
         case EngineDownError():
-            return ApiError(503, _said(error), code="engine_down", headers={"retry-after": str(RETRY_SECONDS)})
+            return ApiError(503, _declared(error), code="engine_down", headers={"retry-after": str(RETRY_SECONDS)})
         case RequestError():
-            return invalid(_said(error))
+            return invalid(_declared(error))
         case _:
             log.error("a request failed unexpectedly", exc_info=error)
             return ApiError(500, f"the server failed: {type(error).__name__}", code="internal_error")
 
 
-def _said(error: TapeoutError) -> str:
+def _declared(error: TapeoutError) -> str:
     parts = [error.found, f"expected: {error.expected}" if error.expected else "", error.remedy]
     return "; ".join(one_line(ValueError(part)) for part in parts if part)
