@@ -251,7 +251,7 @@ def host_bundle(lowered: Artifact[LoweredGraph], folder: Path, profiles: Sequenc
         )
         draft.finish(
             EngineBundle(
-                **lowered.record.said(),
+                **lowered.record.fields(),
                 target="tensorrt-rtx",
                 hardware=(Fingerprint(machine="host", features=("host",), libraries={}),),
                 compiled=compiled,

@@ -135,7 +135,14 @@ def encode_bytes(linear: QuantizedLinear) -> dict[str, AnyArray]:
 
 
 def decode_bytes(tensors: Tensors, scheme: Scheme) -> QuantizedLinear:
-    codes = (tensors["weight"].astype(np.int16) + scheme.midpoint).astype(np.uint8)
+    codes = tensors["weight"].astype(np.int16) + scheme.midpoint
+    if codes.size and (codes.min() < 0 or codes.max() >= scheme.levels):
+        raise QuantizationError(
+            f"codes from {codes.min()} to {codes.max()} in bytes",
+            expected=f"codes below {scheme.levels}, as {scheme.name} has",
+            remedy="restore num_bits in config.json, or run `dvc repro quantize`",
+        )
+    codes = codes.astype(np.uint8)
     return QuantizedLinear(codes, tensors["weight_scale"].astype(np.float32), None, scheme)
 
 

@@ -13,11 +13,10 @@ import pytest
 import yaml
 
 from engines.load import known_targets
-from pipeline.recipe import BaseRecipe
+from pipeline.recipe import Recipe
 from pipeline.stages.code import DATA_SUFFIXES, LOADER, PACKAGES, RECIPE, REGISTRIES, UNCOUNTED, WIRING, code_hashes
 from pipeline.stages.wiring import STAGES
-from tapeout.recipe import BaseRecipe as FoundationRecipe
-from tapeout.recipe import Section
+from tapeout.recipe import BaseRecipe, Section
 
 ROOT = Path(__file__).parents[2]
 # The others run every time.
@@ -212,12 +211,12 @@ def test_a_constant_of_the_recipe_but_not_how_it_is_validated(clean: tuple[Path,
 def test_a_section_gives_stages_only_fields_and_properties() -> None:
     """The resolved values hold nothing else of it. What reads the whole recipe is listed here, and only checks it."""
     checks = {"section", "too_long", "conflicts"}
-    waiting, seen = [Section, BaseRecipe], set[type[Section]]()
+    waiting, seen = [Section, Recipe], set[type[Section]]()
     while waiting:
         section = waiting.pop()
         seen.add(section)
         waiting += [kind for kind in section.__subclasses__() if kind not in seen]
         methods = {name for name, value in vars(section).items() if callable(value) and not name.startswith("_")}
-        allowed = checks if issubclass(section, FoundationRecipe) else set[str]()
+        allowed = checks if issubclass(section, BaseRecipe) else set[str]()
         assert methods - {"model_post_init"} <= allowed, section
     assert len(seen) > 20

@@ -62,7 +62,7 @@ class MyChip(HardwareTarget):
         with artifact.create(folder, EngineBundle) as draft:
             (draft.folder / "engine.bin").write_text(lowered.digest)
             record = EngineBundle(
-                **lowered.record.said(),
+                **lowered.record.fields(),
                 target=self.name,
                 hardware=(self.fingerprint(),),
                 compiled=CompiledEngine(
