@@ -186,7 +186,7 @@ def test_a_default_that_a_recipe_leaves_out(clean: tuple[Path, Hashes]) -> None:
         *{"sensitivity", "plan", "gate"},
         *WHOLE_RECIPE,
     }
-    changed = stale(clean, "evals/kinds/shadow/", old='"trivia_qa")', new='"boolq")')
+    changed = stale(clean, "evals/kinds/shadow/__init__.py", old='"trivia_qa")', new='"boolq")')
     assert changed >= {"fetch", "shadow"} and not changed & {"export", "calibrate", "plan", "quantize"}
 
 
