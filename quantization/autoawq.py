@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantization.rounding import CodeArray, QuantizedLinear
+from tapeout.number_format import CodeArray
+from tapeout.quantized import QuantizedWeight, format_of
 from tapeout.schemes import Scheme
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the i-th code of a word, lowest bits first, is of output channel 8j + ORDER[i]
@@ -39,10 +40,10 @@ def codes_of(packed: NDArray[np.int32]) -> CodeArray:
     return lanes.astype(np.uint8).reshape(len(packed), -1)
 
 
-def encode(linear: QuantizedLinear, group_size: int) -> dict[str, NDArray[Any]]:
+def encode(linear: QuantizedWeight, group_size: int) -> dict[str, NDArray[Any]]:
     """The stored tensors of a 4-bit linear. Groups may be smaller than its own: their scales are repeated."""
     repeat = linear.group_size // group_size
-    midpoints = np.full(linear.scales.shape, linear.scheme.midpoint, np.uint8)
+    midpoints = np.full(linear.scales.shape, format_of(linear.scheme).midpoint, np.uint8)
     zeros = midpoints if linear.zero_points is None else linear.zero_points
     return {
         "qweight": words(_input_first(linear.codes)),
@@ -56,13 +57,13 @@ def _input_first(values: NDArray[Any], repeat: int = 1) -> NDArray[Any]:
     return np.ascontiguousarray(np.repeat(values, repeat, axis=1).T)
 
 
-def decode(tensors: Mapping[str, NDArray[Any]]) -> QuantizedLinear:
+def decode(tensors: Mapping[str, NDArray[Any]]) -> QuantizedWeight:
     """The inverse of :func:`encode`: an asymmetric linear."""
     codes, zeros, scales = codes_of(tensors["qweight"]), codes_of(tensors["qzeros"]), tensors["scales"]
-    return QuantizedLinear(
+    return QuantizedWeight(
         np.ascontiguousarray(codes.T),
         np.ascontiguousarray(scales.T.astype(np.float32)),
         np.ascontiguousarray(zeros.T),
         # Not validated: a source may have groups of a size that we do not write.
-        Scheme.model_construct(bits=4, group_size=len(codes) // len(scales), symmetric=False),
+        Scheme.model_construct(bits=4, format="int4", group_size=len(codes) // len(scales), symmetric=False),
     )

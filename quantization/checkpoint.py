@@ -17,9 +17,9 @@ from typing import ClassVar, Literal
 from safetensors import safe_open
 
 from quantization.proof import QuantizationProof
-from quantization.rounding import FloatArray
 from tapeout.artifact import Frozen, Record, Roles
 from tapeout.errors import QuantizationError
+from tapeout.number_format import FloatArray
 from tapeout.recipe import Quantize
 from tapeout.schemes import Scheme
 from tapeout.tensor_writer import write_tensors

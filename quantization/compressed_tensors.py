@@ -12,7 +12,7 @@ Two of its encodings are used, each module's named in ``config.json`` (compresse
   transformers 5.23 cannot load a packed embedding, and ties two modules only by a parameter that is called ``weight``.
   A tied embedding is stored once; its scales (3 % of it) once for each of the two modules.
 
-``quantization/formats`` says how the codes of each kind of scheme lie in these tensors.
+``tapeout/formats`` says how the codes of each format lie in these tensors.
 
 transformers 5.23 with compressed-tensors 0.20 does not load *packed zero points* (on the meta device their shape is
 taken for the unpacked one), so only symmetric schemes load there; compressed-tensors itself and this reader take both.
@@ -33,12 +33,13 @@ import numpy as np
 from pydantic import ValidationError
 from safetensors import safe_open
 
-from quantization.formats import BYTES, PACKED, AnyArray, decode_bytes, encode_bytes, format_of, integers
-from quantization.rounding import FloatArray, QuantizedLinear
 from quantization.stored import FLOATS, Declared, Parts, check, quantized_modules, whole
 from tapeout.errors import QuantizationError
 from tapeout.float_types import as_float32
-from tapeout.schemes import Scheme
+from tapeout.number_format import AnyArray, FloatArray
+from tapeout.packed_codes import BYTES, PACKED
+from tapeout.quantized import QuantizedWeight, format_of
+from tapeout.schemes import Scheme, find_format
 from tapeout.tensor_writer import INDEX, SINGLE, ShardWriter, write_tensors
 from tapeout.work_folder import is_kept, keep
 
@@ -79,20 +80,21 @@ class Checkpoint:
     def is_quantized(self, name: str) -> bool:
         return _module(name) in self._modules
 
-    def linear(self, name: str) -> QuantizedLinear | FloatArray:
+    def linear(self, name: str) -> QuantizedWeight | FloatArray:
         """A linear's or embedding's weight: codes when it is quantized, else float32 ``[N, K]``."""
         if not self.is_quantized(name):
             return self.tensor(name)
         module = _module(name)
         tensors = {part: stored.read() for part, stored in self._modules[module].items()}
         scheme = self._schemes[module]
+        found = format_of(scheme)
         embedding = "weight" in tensors and "input_scale" not in tensors
-        return decode_bytes(tensors, scheme) if embedding else format_of(scheme).decode(tensors, scheme)
+        return QuantizedWeight.of(found.decode_bytes(tensors) if embedding else found.decode(tensors), scheme)
 
     def weight(self, name: str) -> FloatArray:
         """The same weight in float32, whichever way it is stored."""
         linear = self.linear(name)
-        return linear.dequantize() if isinstance(linear, QuantizedLinear) else linear
+        return linear.dequantize() if isinstance(linear, QuantizedWeight) else linear
 
     def tensor(self, name: str) -> FloatArray:
         """An unquantized tensor as float32, in its own shape."""
@@ -131,15 +133,15 @@ class CheckpointWriter(ShardWriter):
     def __init__(self, folder: Path, *, shard_bytes: int = 2 << 30) -> None:
         super().__init__(folder, shard_bytes=shard_bytes)
 
-    def add_linear(self, name: str, linear: QuantizedLinear | FloatArray) -> None:
-        if isinstance(linear, QuantizedLinear):
-            self._add_parts(name, format_of(linear.scheme).encode(linear))
+    def add_linear(self, name: str, linear: QuantizedWeight | FloatArray) -> None:
+        if isinstance(linear, QuantizedWeight):
+            self._add_parts(name, format_of(linear.scheme).encode(linear.coded))
         else:
             self.add(name, linear)
 
-    def add_embedding(self, name: str, embedding: QuantizedLinear | FloatArray, *, tied_to: str | None = None) -> None:
+    def add_embedding(self, name: str, embedding: QuantizedWeight | FloatArray, *, tied_to: str | None = None) -> None:
         """A symmetric or float embedding or lm_head; ``tied_to`` is the parameter that shares its weight."""
-        if not isinstance(embedding, QuantizedLinear):
+        if not isinstance(embedding, QuantizedWeight):
             self.add(name, embedding)
             return
         if embedding.zero_points is not None:
@@ -148,7 +150,7 @@ class CheckpointWriter(ShardWriter):
                 expected="embeddings and output heads that are symmetric, or in float",
                 remedy="set plan.embeddings.symmetric: true",
             )
-        parts = encode_bytes(embedding)
+        parts = format_of(embedding.scheme).encode_bytes(embedding.coded)
         self._add_parts(name, parts)
         if tied_to is not None:
             self._add_parts(tied_to, {"weight_scale": parts["weight_scale"]})
@@ -216,7 +218,7 @@ def quantization_config(
         stored = {"format": format_of(scheme).layout, **format_of(scheme).arguments(scheme)}
         groups.setdefault(json.dumps(stored), (stored, []))[1].append(_module(name))
     for name, scheme in embeddings.items():
-        stored = {"format": BYTES, "weights": integers(scheme) | {"strategy": "group", "group_size": scheme.group_size}}
+        stored = {"format": BYTES, "weights": format_of(scheme).arguments(scheme)["weights"]}
         groups.setdefault(json.dumps(stored), (stored, []))[1].append(_module(name))
     encodings = {stored["format"] for stored, _ in groups.values()}
     return {
@@ -294,15 +296,11 @@ def _scheme(module: str, parts: Parts, groups: Sequence[tuple[str, Mapping[str, 
     declared = _declared(module, parts, groups)
     _, columns = check(module, parts, declared)
     size = declared.block[1] or columns
+    activations = "int8" if declared.static else "float"
+    found = find_format(declared.bits, activations, declared.number_type)
+    fields = {"bits": declared.bits, "activations": activations, "format": found.name if found else "auto"}
     try:
-        return Scheme.model_validate(
-            {
-                "bits": declared.bits,
-                "group_size": size,
-                "symmetric": declared.symmetric,
-                "activations": "int8" if declared.static else "float",
-            }
-        )
+        return Scheme.model_validate(fields | {"group_size": size, "symmetric": declared.symmetric})
     except ValidationError as error:
         raise QuantizationError(
             f"{module} in {declared.bits} bits with {columns // size} scales for {columns} input channels",
@@ -333,6 +331,7 @@ def _declared(module: str, parts: Parts, groups: Sequence[tuple[str, Mapping[str
         "group",
         (1, None if size is None and weights.get("strategy") == "channel" else whole("group_size", size)),
         bits=whole("num_bits", weights.get("num_bits")),
+        number_type=str(weights.get("type", "int")),
         symmetric=bool(weights.get("symmetric", True)),
         static=group.get("input_activations") is not None,
     )

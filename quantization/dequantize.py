@@ -16,9 +16,10 @@ import numpy as np
 import torch
 
 from quantization import autoawq
-from quantization.formats import Packed, formats
 from quantization.stored import FLOATS, REMEDY, Declared, Parts, Stored, check, quantized_modules, whole
 from tapeout.errors import QuantizationError
+from tapeout.formats import formats
+from tapeout.integers import Integers
 
 LAYOUTS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 MIXED = "mixed-precision"  # every group of config_groups names its own
@@ -179,7 +180,9 @@ def _read_compressed(module: str, parts: Parts, declared: Declared, shape: Shape
     scales = _scales(module, "weight_scale", parts)
     zeros = parts["weight_zero_point"].read() if "weight_zero_point" in parts else None
     if "weight_packed" in parts:
-        packing = next((f for f in formats().values() if isinstance(f, Packed) and f.bits == declared.bits), None)
+        packing = next(
+            (f for f in formats().values() if isinstance(f, Integers) and f.grouped and f.bits == declared.bits), None
+        )
         if packing is None:
             raise QuantizationError(
                 f"{module} is packed in {declared.bits} bits",

@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantization.rounding import QuantizedLinear
+from tapeout.quantized import QuantizedWeight, format_of
 
 BLOCK = 32  # input channels
 LEVELS = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 128}  # levels lie in [-n, n)
 BLOCK_BYTES = {"Q4_0": 18, "Q5_0": 22, "Q8_0": 34}
 
 
-def encode(linear: QuantizedLinear, kind: str) -> NDArray[np.uint8]:
+def encode(linear: QuantizedWeight, kind: str) -> NDArray[np.uint8]:
     """The bytes ``[N, K / 32 * block bytes]`` of a linear ``[N, K]`` in groups of a multiple of 32 with float16 scales.
 
-    >>> from quantization.rounding import round_to_nearest
+    >>> from tapeout.quantized import round_to_nearest
     >>> from tapeout.schemes import Scheme
     >>> weight = np.arange(-8, 24, dtype=np.float32)[None] / 8
     >>> encode(round_to_nearest(weight, Scheme(bits=8, symmetric=True)), "Q8_0").shape
@@ -31,7 +31,11 @@ def encode(linear: QuantizedLinear, kind: str) -> NDArray[np.uint8]:
     """
     rows, columns = linear.codes.shape
     blocks, repeat = columns // BLOCK, linear.group_size // BLOCK
-    zeros = linear.scheme.midpoint if linear.zero_points is None else _spread(linear.zero_points, repeat)[:, :, None]
+    zeros = (
+        format_of(linear.scheme).midpoint
+        if linear.zero_points is None
+        else _spread(linear.zero_points, repeat)[:, :, None]
+    )
     levels = linear.codes.reshape(rows, blocks, BLOCK).astype(np.int16) - np.asarray(zeros, np.int16)
     if levels.min() < -LEVELS[kind] or levels.max() >= LEVELS[kind]:
         raise ValueError(f"levels {levels.min()} to {levels.max()} do not fit {kind}")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quantization.rounding import FloatArray
+from tapeout.number_format import FloatArray
 from tapeout.portable_graph import FoldTarget
 
 

@@ -17,8 +17,8 @@ from typing import Literal
 
 import numpy as np
 
-from quantization.rounding import FloatArray
 from tapeout.errors import QuantizationError
+from tapeout.number_format import FloatArray
 
 BITS = {"int8": 8, "int4": 4}  # of a recipe's kv_cache.dtype; any other keeps keys and values in float
 _REACH = {8: np.float32(1), 4: np.float32(0.55)}  # of the threshold, by the largest code

@@ -33,7 +33,6 @@ from quantization.plan import (
 )
 from quantization.plan_solver import Chosen, Goal, Option, PlanBudget, PlanChoice, Workload, settle
 from quantization.plan_solver import frontier as best_plans
-from quantization.rounding import QuantizedLinear
 from quantization.sensitivity import Sensitivity
 from quantization.statistics import held_out
 from quantization.units import (
@@ -51,6 +50,7 @@ from tapeout import artifact
 from tapeout.artifact import Artifact
 from tapeout.errors import QuantizationError
 from tapeout.portable_graph import PortableGraph
+from tapeout.quantized import QuantizedWeight
 from tapeout.recipe import KVCache, Plan, Quantize
 from tapeout.resources import require
 from tapeout.schemes import FLOAT, Scheme
@@ -304,7 +304,7 @@ class _Whole:
         at = 0
         mapped: dict[str, Simulated] = {}
         for name, group in groups.items():
-            linears: list[QuantizedLinear] = []
+            linears: list[QuantizedWeight] = []
             for linear in group.linears:
                 codes = held[at : at + linear.codes.nbytes].view(linear.codes.dtype).reshape(linear.codes.shape)
                 linears.append(replace(linear, codes=codes))

@@ -16,12 +16,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from quantization.formats.int8_static import SOME_STEP
 from quantization.input_scale import InputScale, identity
-from quantization.rounding import FloatArray, QuantizedLinear, diagonal, output_error, round_to_nearest
+from quantization.output_error import diagonal, output_error
 from quantization.statistics import Statistics
 from tapeout.errors import QuantizationError
+from tapeout.formats.int8_static import SOME_STEP
+from tapeout.number_format import FloatArray
 from tapeout.portable_graph import FoldTarget
+from tapeout.quantized import QuantizedWeight, round_to_nearest
 from tapeout.schemes import Scheme
 
 T = TypeVar("T")
@@ -149,13 +151,13 @@ class Problem:
         best = min([self, *map(self.under, candidates)], key=error)
         return None if best is self else best.scale
 
-    def error(self, linear: QuantizedLinear, weight: FloatArray, gram: FloatArray) -> float:
+    def error(self, linear: QuantizedWeight, weight: FloatArray, gram: FloatArray) -> float:
         """Mean over tokens of the squared output error ``‖Ŵ(x + n) - W x‖²`` for independent noise n."""
         decoded = linear.dequantize() / self.scale.values
         noise = 0.0 if self.noise is None else float((decoded**2 @ self.noise).sum(dtype=np.float64))
         return output_error(decoded - weight, gram) + noise
 
-    def held_out_error(self, linear: QuantizedLinear, weight: FloatArray) -> float:
+    def held_out_error(self, linear: QuantizedWeight, weight: FloatArray) -> float:
         """What methods are compared by: how far ``linear`` errs on noisy inputs that no method was fitted to."""
         return output_error(linear.dequantize() / self.scale.values - weight, self.inputs.held_out)
 

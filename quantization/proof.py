@@ -17,9 +17,10 @@ from dataclasses import replace
 import numpy as np
 
 from quantization.compressed_tensors import Checkpoint
-from quantization.rounding import FloatArray, QuantizedLinear, fit_range, fits_half, grouped
 from tapeout.artifact import Frozen
 from tapeout.errors import QuantizationError
+from tapeout.number_format import FloatArray, fits_half, grouped
+from tapeout.quantized import QuantizedWeight, fit_range
 from tapeout.schemes import Scheme
 
 BF16_BYTES = 2
@@ -42,6 +43,7 @@ class TensorInventory(Frozen):
     columns: int  # input channels
     stored_bytes: int
     bits: int
+    format: str
     scales: int = 0
     wide_scales: bool = False  # in float32, because float16 would lose some of them
     scales_not_finite: int = 0
@@ -78,9 +80,10 @@ def count_tensors(checkpoint: Checkpoint, name: str, source: Callable[[], FloatA
             columns=shape[-1] if shape else 1,
             stored_bytes=checkpoint.stored_bytes(name),
             bits=32,
+            format="float",
         )
     linear = checkpoint.linear(name)
-    assert isinstance(linear, QuantizedLinear)
+    assert isinstance(linear, QuantizedWeight)
     scales = linear.scales
     counts = np.zeros(3, np.int64)
     weight = source()
@@ -97,6 +100,7 @@ def count_tensors(checkpoint: Checkpoint, name: str, source: Callable[[], FloatA
         columns=linear.codes.shape[1],
         stored_bytes=checkpoint.stored_bytes(name),
         bits=linear.scheme.bits,
+        format=linear.scheme.format,
         scales=scales.size,
         wide_scales=not fits_half(scales),
         scales_not_finite=int((~np.isfinite(scales)).sum()),
@@ -108,7 +112,7 @@ def count_tensors(checkpoint: Checkpoint, name: str, source: Callable[[], FloatA
     )
 
 
-def _count_groups(linear: QuantizedLinear, weight: FloatArray, rows: slice) -> tuple[int, int, int]:
+def _count_groups(linear: QuantizedWeight, weight: FloatArray, rows: slice) -> tuple[int, int, int]:
     """``held``, ``scales_one`` and ``lost`` of some output channels."""
     scheme, codes = linear.scheme, linear.codes[rows]
     zero_points = None if linear.zero_points is None else linear.zero_points[rows]
@@ -131,7 +135,7 @@ def prove(
 
     ``in_bytes``: those whose codes take a byte each in the file, however few bits they have.
 
-    >>> float_only = TensorInventory(name="w", weights=64, columns=64, stored_bytes=256, bits=32)
+    >>> float_only = TensorInventory(name="w", weights=64, columns=64, stored_bytes=256, bits=32, format="float")
     >>> prove([float_only], {"w": Scheme(bits=4, symmetric=True)}).reasons[0]
     'w was planned as 4-bit g32 but is stored in float'
     """
@@ -149,6 +153,8 @@ def prove(
         elif (entry.input_scale is not None) != (scheme.activations == "int8"):
             found = "without" if entry.input_scale is None else "with"
             reasons.append(f"{name} was planned as {scheme.name} but is stored {found} an input scale")
+        elif entry.format != scheme.format:
+            reasons.append(f"{name} was planned as {scheme.format} but is stored as {entry.format}")
         else:
             reasons.extend(f"{name} {problem}" for problem in _problems(entry))
     reasons.extend(

@@ -15,7 +15,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from quantization.rounding import FloatArray, QuantizedLinear
+from tapeout.number_format import FloatArray
+from tapeout.quantized import QuantizedWeight
 
 LARGEST_FP8 = np.float32(448.0)  # of E4M3 without infinities (arXiv:2209.05433)
 LARGEST_INT4, SMALLEST_INT4 = 7, -8
@@ -47,7 +48,7 @@ def fp8_input_scale(largest: float) -> FloatArray:
     return half_scales(np.array(largest / float(LARGEST_FP8), np.float32))
 
 
-def positive_int4(parts: Sequence[QuantizedLinear]) -> tuple[NDArray[np.int8], FloatArray, int]:
+def positive_int4(parts: Sequence[QuantizedWeight]) -> tuple[NDArray[np.int8], FloatArray, int]:
     """Signed codes ``[N, K]`` and positive scales ``[N, K / block]`` of symmetric 4-bit linears, stacked.
 
     A block whose scale is negative is negated; the one code without an opposite (-8) loses a step. The last value

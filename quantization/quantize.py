@@ -39,7 +39,6 @@ from quantization.kv_cache import BITS
 from quantization.needs import SEARCH_BYTES, quantization_needs, search_bytes
 from quantization.plan import PrecisionPlan
 from quantization.proof import count_tensors, prove
-from quantization.rounding import FloatArray, QuantizedLinear, storable
 from quantization.search import SearchResult, search
 from quantization.statistics import every_channel_alike, kv_scales, read_statistics
 from quantization.units import (
@@ -58,8 +57,10 @@ from quantization.units import (
 )
 from tapeout.artifact import Artifact, create, load
 from tapeout.errors import QuantizationError
+from tapeout.number_format import FloatArray, storable
 from tapeout.portable_graph import FoldTarget, LinearGroup, PortableGraph
 from tapeout.progress import ProgressBar
+from tapeout.quantized import QuantizedWeight
 from tapeout.recipe import KVCache, Quantize
 from tapeout.resources import require
 from tapeout.schemes import FLOAT, Scheme
@@ -72,7 +73,7 @@ _REPLACED = re.compile(r"(.*\.safetensors|.*\.safetensors\.index\.json|.*\.onnx(
 class LayerResult:
     """What one layer's groups became. ``tensors`` holds every parameter that differs from the source."""
 
-    tensors: dict[str, QuantizedLinear | FloatArray] = field(default_factory=dict)
+    tensors: dict[str, QuantizedWeight | FloatArray] = field(default_factory=dict)
     reports: list[LinearReport] = field(default_factory=list)
     value_scale: FloatArray | None = None  # [kv_heads * head_size] that value channels were divided by
 
@@ -264,7 +265,7 @@ class _Job:
         for group in groups:
             for name in group.members:
                 kept = result.tensors[name]
-                if not isinstance(kept, QuantizedLinear):
+                if not isinstance(kept, QuantizedWeight):
                     result.tensors[name] = out_by_in(kept, group)  # back to how the source stores it
         return result
 
@@ -296,7 +297,7 @@ class _Job:
 
 def _fold(result: LayerResult, source: Checkpoint, scale: FloatArray, fold_target: FoldTarget) -> None:
     producer = result.tensors.get(fold_target.weight)
-    if isinstance(producer, QuantizedLinear):
+    if isinstance(producer, QuantizedWeight):
         folded = input_scale.absorb(producer.scales, scale, fold_target)
         result.tensors[fold_target.weight] = replace(producer, scales=storable(folded))
     else:
@@ -305,7 +306,7 @@ def _fold(result: LayerResult, source: Checkpoint, scale: FloatArray, fold_targe
         )
     if fold_target.bias is not None:
         bias = result.tensors.get(fold_target.bias)
-        assert not isinstance(bias, QuantizedLinear)
+        assert not isinstance(bias, QuantizedWeight)
         result.tensors[fold_target.bias] = input_scale.absorb_bias(
             source.tensor(fold_target.bias) if bias is None else bias, scale, fold_target
         )

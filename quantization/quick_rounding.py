@@ -26,13 +26,14 @@ from quantization.kv_cache import BITS
 from quantization.methods import awq, gptq, smoothquant
 from quantization.problem import Problem, input_step
 from quantization.reference import round_to_grid
-from quantization.rounding import FloatArray, QuantizedLinear, fit_range, round_to_nearest
 from quantization.search import search
 from quantization.simulate import Simulated
 from quantization.statistics import Statistics, every_channel_alike, kv_scales, read_statistics
 from quantization.units import EMBEDDING, HEAD, embeddings_of, fold_target_of, head_with, out_by_in
 from tapeout.artifact import Artifact
+from tapeout.number_format import FloatArray
 from tapeout.portable_graph import FoldTarget, LinearGroup, PortableGraph
+from tapeout.quantized import QuantizedWeight, fit_range, round_to_nearest
 from tapeout.recipe import KVCache, Quantize
 from tapeout.schemes import FLOAT, Scheme
 
@@ -123,7 +124,7 @@ class QuickRounding:
         statistics = read_statistics(self._calibration, group)
         return Prepared(weights, statistics, fold_target_of(group, self._graph.record), self._settings.candidates)
 
-    def _embedding(self, name: str, scheme: Scheme) -> QuantizedLinear:
+    def _embedding(self, name: str, scheme: Scheme) -> QuantizedWeight:
         head, weight = head_with(self._graph.record, name), self._source.tensor(name)
         inputs = every_channel_alike(weight.shape[1]) if head is None else read_statistics(self._calibration, head)
         return search([weight], scheme, inputs, self._settings).members[0].linear

@@ -33,9 +33,9 @@ from quantization.checkpoint import KV_SCALES, KVScales
 from quantization.compressed_tensors import Checkpoint, open_checkpoint
 from quantization.kv_cache import largest_code
 from quantization.needs import decoded_bytes, reference_needs
-from quantization.rounding import QuantizedLinear
 from tapeout.errors import QuantizationError
 from tapeout.mapped_weights import weight_at_call
+from tapeout.quantized import QuantizedWeight
 from tapeout.resources import require
 
 FloatArray = NDArray[np.float32]
@@ -147,7 +147,7 @@ class InputGrid:
     input_scale: float | None  # None: rounded per row and group by MatMulNBits
 
     @classmethod
-    def of(cls, linear: QuantizedLinear) -> InputGrid:
+    def of(cls, linear: QuantizedWeight) -> InputGrid:
         return cls(linear.group_size, linear.input_scale)
 
     def __call__(self, inputs: Tensor) -> Tensor:
@@ -204,8 +204,8 @@ def _load(folder: Path) -> tuple[Any, list[tuple[torch.nn.Module, InputGrid]]]:
     free = decoded_bytes()
     for name in checkpoint.names():
         stored = checkpoint.linear(name)
-        shape = stored.codes.shape if isinstance(stored, QuantizedLinear) else stored.shape
-        if isinstance(stored, QuantizedLinear):
+        shape = stored.codes.shape if isinstance(stored, QuantizedWeight) else stored.shape
+        if isinstance(stored, QuantizedWeight):
             grids[name] = InputGrid.of(stored)
             shape = shape[::-1] if name in transposed else shape
         size = 4 * math.prod(shape) if name in linear - kept else 0
@@ -248,9 +248,9 @@ def _read(checkpoint: Checkpoint, name: str, transposed: bool) -> Tensor:
     return _decoded(checkpoint.linear(name), transposed)
 
 
-def _decoded(stored: QuantizedLinear | FloatArray, transposed: bool) -> Tensor:
+def _decoded(stored: QuantizedWeight | FloatArray, transposed: bool) -> Tensor:
     """As the module has it; ``transposed``: it is stored ``[out, in]`` once it is quantized."""
-    if not isinstance(stored, QuantizedLinear):
+    if not isinstance(stored, QuantizedWeight):
         return torch.from_numpy(np.array(stored, np.float32))
     weight = torch.from_numpy(stored.dequantize())
     return weight.T if transposed else weight

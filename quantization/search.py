@@ -20,11 +20,13 @@ import numpy as np
 
 from quantization.input_scale import InputScale
 from quantization.methods import method
+from quantization.output_error import output_error
 from quantization.problem import Problem, input_step
-from quantization.rounding import FloatArray, QuantizedLinear, output_error
 from quantization.statistics import Statistics
 from tapeout.errors import QuantizationError
+from tapeout.number_format import FloatArray
 from tapeout.portable_graph import FoldTarget
+from tapeout.quantized import QuantizedWeight
 from tapeout.recipe import BASELINE, Quantize
 from tapeout.schemes import Scheme
 
@@ -41,7 +43,7 @@ class Rounded:
     """One weight by one method. ``error``: mean squared output error on held-out samples."""
 
     method: str
-    linear: QuantizedLinear
+    linear: QuantizedWeight
     error: float
 
 
@@ -103,7 +105,7 @@ def search(
     return SearchResult(tried[best].scale, members, rtn)
 
 
-def _judged(name: str, proposal: list[QuantizedLinear], problem: Problem) -> list[Rounded]:
+def _judged(name: str, proposal: list[QuantizedWeight], problem: Problem) -> list[Rounded]:
     errors = [problem.held_out_error(linear, weight) for linear, weight in zip(proposal, problem.weights, strict=True)]
     if not np.isfinite(errors).all():
         raise QuantizationError(
@@ -114,10 +116,10 @@ def _judged(name: str, proposal: list[QuantizedLinear], problem: Problem) -> lis
     return [Rounded(name, linear, error) for linear, error in zip(proposal, errors, strict=True)]
 
 
-def _whole(weight: FloatArray, found: Rounded, problem: Problem, run: Runner) -> QuantizedLinear:
+def _whole(weight: FloatArray, found: Rounded, problem: Problem, run: Runner) -> QuantizedWeight:
     """All output channels, by the method that was found on some of them."""
 
-    def rounded(start: int) -> QuantizedLinear:
+    def rounded(start: int) -> QuantizedWeight:
         proposal = method(found.method).propose(problem.part([weight[start : start + OUTPUTS_AT_ONCE]]))
         assert isinstance(proposal, list)
         return proposal[0]
@@ -141,7 +143,7 @@ def _charged(members: list[Rounded], problem: Problem, weights: Sequence[FloatAr
     ]
 
 
-def _stacked(linears: list[QuantizedLinear]) -> QuantizedLinear:
+def _stacked(linears: list[QuantizedWeight]) -> QuantizedWeight:
     zero_points = [linear.zero_points for linear in linears if linear.zero_points is not None]
     return replace(
         linears[0],

@@ -22,13 +22,13 @@ from torch import Tensor
 from quantization.attention_hook import KVFunction, kv_function
 from quantization.input_scale import InputScale
 from quantization.reference import InputGrid, input_hook
-from quantization.rounding import QuantizedLinear
 from quantization.units import EMBEDDING, HEAD
 from tapeout.artifact import Artifact
 from tapeout.errors import QuantizationError
 from tapeout.mapped_model import open_model
 from tapeout.mapped_weights import weight_at_call
 from tapeout.portable_graph import LinearGroup, PortableGraph
+from tapeout.quantized import QuantizedWeight
 
 POSITIONS = (
     64  # of a sample whose distributions are compared, evenly spaced: the head is a fifth of a small model's work
@@ -39,7 +39,7 @@ POSITIONS = (
 class Simulated:
     """The weights of one group under a scheme; inputs are not divided by ``scale``, under which they were quantized."""
 
-    linears: tuple[QuantizedLinear, ...]
+    linears: tuple[QuantizedWeight, ...]
     scale: InputScale
 
     def weight(self, number: int) -> Tensor:

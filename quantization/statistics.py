@@ -23,9 +23,9 @@ from quantization.calibration import (
     sample_hash,
     statistics_file,
 )
-from quantization.rounding import FloatArray
 from tapeout.artifact import Artifact
 from tapeout.errors import QuantizationError
+from tapeout.number_format import FloatArray
 from tapeout.portable_graph import LinearGroup
 from tapeout.recipe import KVCache
 

@@ -187,6 +187,7 @@ class Declared:
     strategy: Strategy
     block: tuple[int | None, int | None] = (None, None)
     bits: int = 8
+    number_type: str = "int"
     symmetric: bool = True
     sorted: bool = False
     static: bool = False

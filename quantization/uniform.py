@@ -12,11 +12,11 @@ from safetensors import safe_open
 from quantization.calibration import Calibration, statistics_file
 from quantization.checkpoint import QuantizedModel
 from quantization.compressed_tensors import Checkpoint
-from quantization.formats import stored_by_rtn
 from quantization.plan_search import write_plan
 from quantization.quantize import quantize
 from tapeout.artifact import Artifact
 from tapeout.portable_graph import PortableGraph
+from tapeout.quantized import stored_by_rtn
 from tapeout.recipe import KVCache, Plan, Quantize, Rule
 from tapeout.schemes import FLOAT, Scheme
 

@@ -8,8 +8,8 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
-from quantization.rounding import FloatArray
 from tapeout.errors import QuantizationError, RecipeError
+from tapeout.number_format import FloatArray
 from tapeout.portable_graph import FoldTarget, LinearGroup, PortableGraph
 from tapeout.recipe import Cache, Embeddings, KVCache, Rule
 from tapeout.schemes import CANDIDATE_SCHEMES, EMBEDDING_CANDIDATES, FLOAT, SMALLEST_GROUP, Scheme

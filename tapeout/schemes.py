@@ -1,60 +1,28 @@
-"""Quantization schemes: how a tensor is stored and how its input is rounded. Recipes, menus, the planner, checkpoints,
-proofs, reports and passes share this one type.
+"""Quantization schemes: how a tensor is stored and how its input is rounded. Recipes, the planner, checkpoints, proofs,
+reports and passes share this one type.
 
-``KINDS`` lists what a scheme can be. What a package does with a kind is in that package's own table, keyed by the
-kind's name: ``quantization/formats`` fits and stores it, ``engines/lowerings.py`` says which pass computes it. A test
-demands an entry or a refusal with its reason for every kind in each table (docs/architecture.md).
+What its codes mean is the number format's (``tapeout/formats``); a scheme adds how weights share scales.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from tapeout.artifact import Frozen
 from tapeout.errors import QuantizationError
+from tapeout.formats import formats
+from tapeout.number_format import Activations, NumberFormat, Uncoded
 
-Activations = Literal["float", "int8"]  # int8: one static scale for the whole input
 SMALLEST_GROUP = 16  # input channels
+AUTO = "auto"
 
 
-@dataclass(frozen=True)
-class SchemeKind:
-    """``grouped``: input channels share scales in groups of ``Scheme.group_size``. The others have at most one scale
-    per output channel.
-    """
-
-    name: str
-    bits: int  # of a code; 32: a float
-    activations: Activations = "float"
-    grouped: bool = True
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A table's entry for a kind that it does not take, and why: a clause for messages."""
-
-    kind: str
-    reason: str
-
-
-KINDS = {
-    kind.name: kind
-    for kind in (
-        SchemeKind("float", 32, grouped=False),
-        SchemeKind("int4", 4),
-        SchemeKind("int5", 5),
-        SchemeKind("int6", 6),
-        SchemeKind("int8", 8),
-        SchemeKind("int8-static", 8, activations="int8", grouped=False),
-    )
-}
-
-
-def _kind(bits: Any, activations: Any) -> SchemeKind | None:
-    return next((kind for kind in KINDS.values() if (kind.bits, kind.activations) == (bits, activations)), None)
+def find_format(bits: Any, activations: Any = "float", number_type: str = "int") -> NumberFormat | Uncoded | None:
+    """The format of so many bits. ``number_type``: of codes, as ``config.json`` of a checkpoint has it."""
+    wanted = (bits, activations, "float" if bits == 32 else number_type)
+    return next((f for f in formats().values() if (f.bits, f.activations, f.number_type) == wanted), None)
 
 
 class Scheme(Frozen):
@@ -69,41 +37,59 @@ class Scheme(Frozen):
     symmetric: bool = False
     positive_scales: bool = False  # of symmetric grids: TensorRT documents no others
     activations: Activations = "float"
+    format: str = AUTO  # a module of tapeout/formats; auto: the integers, or floats, of so many bits
 
     @model_validator(mode="before")
     @classmethod
-    def _without_groups(cls, data: Any) -> Any:
-        """Whatever is said of groups, a kind without groups has one form."""
-        kind = _kind(data.get("bits"), data.get("activations", "float")) if isinstance(data, dict) else None
-        if kind is None or kind.grouped:
+    def _with_format(cls, data: Any) -> Any:
+        """A format says its bits and its activations; and a format without groups has one form."""
+        if not isinstance(data, dict):
             return data
-        return {**data, "group_size": None, "symmetric": True, "positive_scales": False}
+        named = data.get("format", AUTO)
+        if named not in (AUTO, *formats()):
+            raise ValueError(f"format: expected one of {', '.join(sorted(formats()))}, found {named}")
+        found = formats().get(named) or find_format(data.get("bits"), data.get("activations", "float"))
+        if found is None:
+            return data
+        facts = {"bits": found.bits, "activations": found.activations}
+        data = facts | {"format": found.name} | {name: value for name, value in data.items() if name != "format"}
+        if not found.grouped:
+            return {**data, "group_size": None, "symmetric": True, "positive_scales": False}
+        return data if found.affine else {**data, "symmetric": True}
 
     @field_validator("bits")
     @classmethod
-    def _some_kind(cls, bits: int) -> int:
-        known = sorted({kind.bits for kind in KINDS.values()})
+    def _some_format(cls, bits: int) -> int:
+        known = sorted({found.bits for found in formats().values()})
         if bits not in known:
             raise ValueError(f"expected one of {', '.join(map(str, known))}, found {bits}")
         return bits
 
     @model_validator(mode="after")
     def _known(self) -> Scheme:
-        if _kind(self.bits, self.activations) is None:
-            needed = [str(kind.bits) for kind in KINDS.values() if kind.activations == self.activations]
+        if self.format not in formats():
+            needed = [str(found.bits) for found in formats().values() if found.activations == self.activations]
             raise ValueError(f"activations: {self.activations} needs bits: {' or '.join(needed)}, found {self.bits}")
-        if self.group_size is None and KINDS[self.kind].grouped:
+        found = formats()[self.format]
+        if (found.bits, found.activations) != (self.bits, self.activations):
+            raise ValueError(
+                f"format: {self.format} has {found.bits} bits and activations {found.activations}, found {self.bits} "
+                f"and {self.activations}"
+            )
+        if self.group_size is None and found.grouped:
             raise ValueError(f"group_size: {self.bits} bits need one, found none")
         if self.positive_scales and not self.symmetric:
             raise ValueError("positive_scales: true needs symmetric: true; with zero points no scale is negative")
         return self
 
-    @property
-    def kind(self) -> str:
-        """The key of every package's table."""
-        found = _kind(self.bits, self.activations)
-        assert found is not None
-        return found.name
+    @model_serializer(mode="wrap")
+    def _without_what_follows(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A format that follows from the bits is not written: who changes them in a recipe changes it, too."""
+        written: dict[str, Any] = fields(self)
+        found = find_format(self.bits, self.activations)
+        if found is not None and found.name == self.format:
+            del written["format"]
+        return written
 
     @property
     def name(self) -> str:
@@ -116,25 +102,25 @@ class Scheme(Frozen):
             return "fp32"
         if self.activations == "int8":
             return "static int8"
-        return f"{self.bits}-bit g{self.group_size}{'' if self.symmetric else ' asym'}"
+        return f"{self.codes} g{self.group_size}{'' if self.symmetric else ' asym'}"
 
     @property
-    def levels(self) -> int:
-        """Codes are ``0 .. levels - 1``."""
-        return 1 << self.bits
+    def codes(self) -> str:
+        """What tables call its codes: "4-bit", or the format of other codes than integers."""
+        return f"{self.bits}-bit" if formats()[self.format].number_type == "int" else self.format
 
-    @property
-    def midpoint(self) -> int:
-        """The zero point of a symmetric grid."""
-        return self.levels // 2
+    def in_format(self, name: str) -> Scheme:
+        """The same groups, in another format."""
+        found = formats()[name]
+        return self.model_copy(update={"format": name, "bits": found.bits, "activations": found.activations})
 
-    def bits_per_weight(self, columns: int) -> float:
-        """With float16 scales and, when asymmetric, packed zero points; ``columns`` are the input channels.
+    def bits_per_weight(self, columns: int, scale_bits: int = 16) -> float:
+        """With scales and, when asymmetric, packed zero points; ``columns`` are the input channels.
 
         >>> Scheme(bits=4, group_size=32).bits_per_weight(64)
         4.625
         """
-        return self.bits + (16 + (0 if self.symmetric else self.bits)) / (self.group_size or columns)
+        return self.bits + (scale_bits + (0 if self.symmetric else self.bits)) / (self.group_size or columns)
 
     def fitted(self, columns: int) -> Scheme:
         """The scheme with a group size that divides ``columns``: its own, or the largest power-of-two fraction.

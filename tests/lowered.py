@@ -10,9 +10,9 @@ from engines.load import hardware_target
 from engines.lowered_graph import LoweredGraph
 from quantization import qdq
 from quantization.compressed_tensors import open_checkpoint
-from quantization.rounding import round_to_nearest
 from tapeout.artifact import Artifact
 from tapeout.portable_graph import PortableGraph
+from tapeout.quantized import round_to_nearest
 from tapeout.schemes import Scheme
 from tests.lowering import FixedWeights
 

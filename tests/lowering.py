@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from engines.passes.base import CONTRIB, Lowering, PassResult
 from engines.sessions import cpu_options, open_session
 from engines.targets.ort_cpu import library
-from quantization.rounding import QuantizedLinear
 from tapeout.attention_function import ATTENTION_DOMAIN, attention_function
 from tapeout.portable_graph import LinearGroup, PortableGraph
+from tapeout.quantized import QuantizedWeight
 
 Shape = Sequence[int | str]
 
@@ -28,7 +28,7 @@ Shape = Sequence[int | str]
 class FixedWeights:
     """A checkpoint held in memory: float32 arrays and quantized linears by parameter name."""
 
-    def __init__(self, tensors: Mapping[str, NDArray[np.float32] | QuantizedLinear]) -> None:
+    def __init__(self, tensors: Mapping[str, NDArray[np.float32] | QuantizedWeight]) -> None:
         self.tensors = tensors
 
     def linear(self, name: str) -> Any:
@@ -36,11 +36,11 @@ class FixedWeights:
 
     def weight(self, name: str) -> NDArray[np.float32]:
         stored = self.tensors[name]
-        return stored.dequantize() if isinstance(stored, QuantizedLinear) else stored
+        return stored.dequantize() if isinstance(stored, QuantizedWeight) else stored
 
     def tensor(self, name: str) -> NDArray[np.float32]:
         stored = self.tensors[name]
-        assert not isinstance(stored, QuantizedLinear)
+        assert not isinstance(stored, QuantizedWeight)
         return stored
 
 
@@ -143,7 +143,7 @@ def run(model: ir.Model, feeds: Mapping[str, NDArray[Any]], *, threads: int = 1)
 
 def lowering(
     model: ir.Model,
-    tensors: Mapping[str, NDArray[np.float32] | QuantizedLinear] | None = None,
+    tensors: Mapping[str, NDArray[np.float32] | QuantizedWeight] | None = None,
     *,
     groups: Sequence[LinearGroup] = (),
     hidden_size: int = 32,

@@ -22,7 +22,7 @@ from engines.kernels.cpu import DOMAIN, LEVELS, Level, compiler
 from engines.passes.onnxruntime import block_linears, cached_attention, embedding, static_int8_linears
 from engines.sessions import cpu_options, open_session
 from engines.targets.ort_cpu import library
-from quantization.rounding import QuantizedLinear
+from tapeout.quantized import QuantizedWeight
 from tapeout.schemes import Scheme
 from tests.lowering import model_of, named, parameter, value
 
@@ -59,21 +59,21 @@ def without_native_operators(patch: pytest.MonkeyPatch) -> str:
     return STOCK
 
 
-def random_linear(rows: int, columns: int, fmt: Scheme, *, half: bool = True, seed: int = 0) -> QuantizedLinear:
+def random_linear(rows: int, columns: int, fmt: Scheme, *, half: bool = True, seed: int = 0) -> QuantizedWeight:
     """Any codes, scales of either sign and any zero points. Not ``half``: scales that float16 cannot hold."""
     rng = np.random.default_rng(seed)
     groups = columns // fmt.group_size
     scales = (rng.uniform(0.01, 0.03, (rows, groups)) * rng.choice([-1, 1], (rows, groups))).astype(np.float32)
     if half:
         scales = scales.astype(np.float16).astype(np.float32)
-    zero_points = None if fmt.symmetric else rng.integers(0, fmt.levels, (rows, groups)).astype(np.uint8)
-    codes = rng.integers(0, fmt.levels, (rows, columns)).astype(np.uint8)
-    return QuantizedLinear(codes, scales, zero_points, fmt)
+    zero_points = None if fmt.symmetric else rng.integers(0, 1 << fmt.bits, (rows, groups)).astype(np.uint8)
+    codes = rng.integers(0, 1 << fmt.bits, (rows, columns)).astype(np.uint8)
+    return QuantizedWeight(codes, scales, zero_points, fmt)
 
 
 def linear_session(
     kind: str,
-    linear: QuantizedLinear,
+    linear: QuantizedWeight,
     *,
     bias: Matrix | None = None,
     weight: Matrix | None = None,
@@ -100,7 +100,7 @@ def linear_session(
     return _session(kind, inputs, rest, known | attributes, threads, [kind] if own_threads else [])
 
 
-def gather_session(table: QuantizedLinear) -> Run:
+def gather_session(table: QuantizedWeight) -> Run:
     """A session of one BlockGather: takes ids, returns embeddings."""
     codes, scales, zero_points = block_linears.stacked(model_of([], []), "table", lambda: [table])
     rest = [codes, scales] if zero_points is None else [codes, scales, zero_points]
@@ -143,14 +143,14 @@ def _session(
 
 
 def expected(
-    x: Array, linear: QuantizedLinear, bias: Matrix | None = None, *, slack: float = 0.0
+    x: Array, linear: QuantizedWeight, bias: Matrix | None = None, *, slack: float = 0.0
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """The linear's outputs ``[M, N]`` in float64, and by how much an operator in float32 may miss them.
 
     ``slack``: the relative error of ``x``, where the operator makes it itself. An input within it of the middle between
     two codes may fall on either.
     """
-    zero_points = linear.scheme.midpoint if linear.zero_points is None else linear.zero_points[:, :, None]
+    zero_points = 1 << (linear.scheme.bits - 1) if linear.zero_points is None else linear.zero_points[:, :, None]
     weights = linear.codes.reshape(*linear.scales.shape, -1).astype(np.float64) - zero_points  # [N, B, block]
     blocks = x.reshape(len(x), -1, linear.group_size)
     largest = np.abs(blocks).max(axis=2, keepdims=True)

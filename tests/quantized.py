@@ -13,10 +13,10 @@ from safetensors import safe_open
 
 from quantization.checkpoint import KVScheme, LinearReport, QuantizedModel
 from quantization.compressed_tensors import CheckpointWriter, quantization_config
-from quantization.formats import stored_by_rtn
 from quantization.proof import QuantizationProof
 from quantization.units import quantized_ones
 from tapeout.artifact import Artifact, ArtifactRef, create, load
+from tapeout.quantized import stored_by_rtn
 from tapeout.recipe import Quantize
 from tapeout.schemes import FLOAT, Scheme
 from tests.tiny import tiny_checkpoint

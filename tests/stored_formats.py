@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantization import autoawq
-from quantization.formats import Packed, formats
+from tapeout.formats import formats
+from tapeout.integers import Integers
 from tests import checkpoints
 from tests.checkpoints import CONFIG, WEIGHTS, Tensors, change_json
 
@@ -117,7 +118,8 @@ def compressed(layout: str, weights: Mapping[str, Any]) -> Example:
         codes = generator.integers(0, 2 * middle, (rows, columns), np.uint8)
         zeros = generator.integers(0, 2 * middle, grid, np.uint8)
         if layout == "pack-quantized":
-            packing = next(fmt for fmt in formats().values() if isinstance(fmt, Packed) and fmt.bits == bits)
+            packing = formats()[f"int{bits}"]
+            assert isinstance(packing, Integers)
             parts["weight_packed"] = torch.from_numpy(packing.words(codes))
             parts["weight_shape"] = torch.tensor([rows, columns])
             packed_zeros = torch.from_numpy(packing.words(np.ascontiguousarray(zeros.T)).T)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from engines.bundle import LinearOutput
 from tapeout.graph_analysis import is_parameter
 from tapeout.portable_graph import LinearGroup, PortableGraph
+from tapeout.quantized import QuantizedWeight
 
 INLINE_BYTES = 1024  # of a tensor that stays in the graph's own file
 INTERNAL = "tapeout"  # domain of nodes that exist only between passes
@@ -28,7 +29,7 @@ CONTRIB = "com.microsoft"
 class Weights(Protocol):
     """Where a build takes parameters from: a float or a quantized checkpoint (quantization.compressed_tensors)."""
 
-    def linear(self, name: str) -> Any: ...
+    def linear(self, name: str) -> QuantizedWeight | NDArray[np.float32]: ...
     def weight(self, name: str) -> NDArray[np.float32]: ...
     def tensor(self, name: str) -> NDArray[np.float32]: ...
 
@@ -38,7 +39,7 @@ class QDQ(Protocol):
 
     def fp8_weight(self, weight: NDArray[np.float32]) -> tuple[NDArray[Any], NDArray[np.float32]]: ...
     def fp8_input_scale(self, largest: float) -> NDArray[np.float32]: ...
-    def positive_int4(self, parts: Sequence[Any]) -> tuple[NDArray[np.int8], NDArray[np.float32], int]: ...
+    def positive_int4(self, parts: Sequence[QuantizedWeight]) -> tuple[NDArray[np.int8], NDArray[np.float32], int]: ...
 
 
 class _OutByIn:
@@ -47,13 +48,13 @@ class _OutByIn:
     def __init__(self, stored: Weights, names: frozenset[str]) -> None:
         self._stored, self._names = stored, names
 
-    def linear(self, name: str) -> Any:
+    def linear(self, name: str) -> QuantizedWeight | NDArray[np.float32]:
         found = self._stored.linear(name)
-        return found.T if name in self._names and not hasattr(found, "codes") else found
+        return found.T if name in self._names and not isinstance(found, QuantizedWeight) else found
 
     def weight(self, name: str) -> NDArray[np.float32]:
         found = self.linear(name)
-        return found.dequantize() if hasattr(found, "codes") else found
+        return found.dequantize() if isinstance(found, QuantizedWeight) else found
 
     def tensor(self, name: str) -> NDArray[np.float32]:
         return self._stored.tensor(name)

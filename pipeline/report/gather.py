@@ -62,14 +62,14 @@ def _plan(plan: Artifact[PrecisionPlan]) -> Planned:
 def _layer(linear: LinearReport) -> LayerRow:
     found = re.fullmatch(r"layers\.(\d+)\.(.+)", linear.group)
     scheme = linear.scheme
-    scale = 32.0 + (0 if scheme.symmetric else scheme.bits)  # float32, and a zero point, as the engine holds them
     return LayerRow(
         group=linear.name,
         layer=int(found.group(1)) if found else None,
         unit=found.group(2) if found else linear.group,
         format=scheme.name if scheme == FLOAT else f"{scheme.name}, {linear.method}",
         bits=scheme.bits,
-        bits_per_weight=32.0 if scheme == FLOAT else scheme.bits + scale / (scheme.group_size or linear.in_features),
+        # Scales in float32, as the engine holds them.
+        bits_per_weight=32.0 if scheme == FLOAT else scheme.bits_per_weight(linear.in_features, scale_bits=32),
         error_before=linear.error_rtn,
         error_after=linear.error,
     )

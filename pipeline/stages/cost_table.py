@@ -12,13 +12,13 @@ from engines.costs.timing import Seconds, streamed_bytes
 from engines.load import find_target, known_targets
 from engines.target import Target
 from quantization.cost_table import CostTable, schemes_by_shape, workload_of
-from quantization.formats import stored_by_rtn
 from quantization.plan import PrecisionPlan, UnitPlan
 from quantization.units import caches
 from tapeout.cores import physical_cores
 from tapeout.errors import RecipeError
 from tapeout.portable_graph import PortableGraph
 from tapeout.progress import ProgressBar
+from tapeout.quantized import stored_by_rtn
 from tapeout.recipe import BaseRecipe
 
 CHOSEN = {"schemes": "auto", "embeddings": "auto", "kv_cache": "auto"}  # all of a plan that can be chosen

@@ -75,7 +75,7 @@ def _reason(parameter: Parameter) -> str:
         return ""
     if parameter.embedding:
         return "the layout holds no quantized embedding or lm_head"
-    if scheme.bits != 4:
+    if scheme.format != "int4":
         return "the layout holds 4-bit codes only"
     if (scheme.group_size or 0) < GROUPS[0]:
         return f"kernels take groups of {', '.join(map(str, GROUPS))}"

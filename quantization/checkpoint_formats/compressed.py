@@ -15,7 +15,8 @@ import numpy as np
 from quantization.checkpoint_formats.folder import SHARD_BYTES, write_config
 from quantization.checkpoint_formats.source import FLOAT_STORED, ExportSource, Parameter, ParameterPlace, narrowed
 from quantization.compressed_tensors import CheckpointWriter, quantization_config
-from quantization.rounding import QuantizedLinear
+from tapeout.integers import Integers
+from tapeout.quantized import QuantizedWeight, format_of
 from tapeout.schemes import FLOAT, Scheme
 
 SIGNED_BYTES = "8-bit symmetric"
@@ -59,15 +60,19 @@ def _place(parameter: Parameter) -> ParameterPlace:
         return ParameterPlace(
             parameter, FLOAT_STORED, "vLLM loads no quantized embedding or lm_head that transformers loads too"
         )
+    if not isinstance(format_of(scheme), Integers):
+        return ParameterPlace(parameter, FLOAT_STORED, f"no program that is known to load it has {scheme.format}")
     if scheme.symmetric:
         return ParameterPlace(parameter, scheme.name)
     reason = "transformers loads no packed zero points"
     return ParameterPlace(parameter, SIGNED_BYTES if scheme.bits < 8 else FLOAT_STORED, reason)
 
 
-def _signed(linear: QuantizedLinear) -> QuantizedLinear:
+def _signed(linear: QuantizedWeight) -> QuantizedWeight:
     """An asymmetric linear of at most 7 bits on a symmetric 8-bit grid: the same weights, codes less zero points."""
     assert linear.zero_points is not None
-    scheme = linear.scheme.model_copy(update={"bits": 8, "symmetric": True})
+    scheme = linear.scheme.in_format("int8").model_copy(update={"symmetric": True})
     levels = linear.codes.astype(np.int16) - np.repeat(linear.zero_points, linear.group_size, axis=1)
-    return replace(linear, codes=(levels + scheme.midpoint).astype(np.uint8), zero_points=None, scheme=scheme)
+    return replace(
+        linear, codes=(levels + format_of(scheme).midpoint).astype(np.uint8), zero_points=None, scheme=scheme
+    )

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from quantization import gguf_blocks
 from quantization.checkpoint_formats import gguf_metadata
 from quantization.checkpoint_formats.source import FLOAT_STORED, ExportSource, Parameter, ParameterPlace, narrowed
+from tapeout.integers import Integers
+from tapeout.quantized import format_of
 from tapeout.schemes import FLOAT
 
 FILE = "model.gguf"
@@ -69,6 +71,8 @@ def _place(parameter: Parameter) -> ParameterPlace:
     scheme = parameter.scheme
     if scheme == FLOAT:
         return ParameterPlace(parameter, FLOAT_STORED)
+    if not isinstance(format_of(scheme), Integers):
+        return ParameterPlace(parameter, FLOAT_STORED, f"no type has the codes of {scheme.format}")
     if scheme.activations == "int8":
         return ParameterPlace(parameter, FLOAT_STORED, "there is no place for the static grid of its inputs")
     if (scheme.group_size or 0) % gguf_blocks.BLOCK:

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from quantization.checkpoint import KV_SCALES, QuantizedModel
 from quantization.compressed_tensors import Checkpoint, open_checkpoint
-from quantization.rounding import FloatArray, QuantizedLinear
 from tapeout.artifact import RECORD, Artifact
+from tapeout.number_format import FloatArray
+from tapeout.quantized import QuantizedWeight
 from tapeout.schemes import FLOAT, Scheme
 
 FLOAT_STORED = "float"  # as Place.stored
@@ -92,9 +93,9 @@ class ExportSource:
             if path.is_file() and path.name not in written and not path.name.endswith(_WEIGHTS)
         ]
 
-    def codes(self, parameter: Parameter) -> QuantizedLinear:
+    def codes(self, parameter: Parameter) -> QuantizedWeight:
         linear = self._checkpoint.linear(parameter.name)
-        assert isinstance(linear, QuantizedLinear)
+        assert isinstance(linear, QuantizedWeight)
         return linear
 
     def floats(self, parameter: Parameter) -> FloatArray:

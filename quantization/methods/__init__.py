@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from quantization.input_scale import InputScale
     from quantization.problem import Problem
-    from quantization.rounding import QuantizedLinear
+    from tapeout.quantized import QuantizedWeight
 
-    Proposal = list[QuantizedLinear] | InputScale | None
+    Proposal = list[QuantizedWeight] | InputScale | None
 
 
 class Method(Protocol):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quantization.input_scale import InputScale, normalize, tie
-from quantization.rounding import FloatArray, grouped
+from tapeout.number_format import FloatArray, grouped
 from tapeout.portable_graph import FoldTarget
 from tapeout.schemes import Scheme
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quantization.methods.scale_fit import grids
-from quantization.rounding import FloatArray, Grid, QuantizedLinear, assemble
+from tapeout.number_format import FloatArray, Grid
+from tapeout.quantized import QuantizedWeight, assemble, format_of
 from tapeout.schemes import Scheme
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ DAMPING = 0.01  # of the mean diagonal, as in the reference implementation
 Factor = tuple[FloatArray, np.ndarray]  # [k, k], and the order of its channels, [k]
 
 
-def propose(problem: Problem) -> list[QuantizedLinear] | None:
+def propose(problem: Problem) -> list[QuantizedWeight] | None:
     factors = problem.inputs.once(factors_of)
     if factors is None:
         return None
@@ -70,9 +71,9 @@ def inverse_factor(gram: FloatArray, damping: float = DAMPING) -> Factor:
     raise np.linalg.LinAlgError(f"the damped Gram matrix is not positive definite (LAPACK info {info})")
 
 
-def gptq(weight: FloatArray, factors: Sequence[Factor], grid: Grid, scheme: Scheme) -> QuantizedLinear:
+def gptq(weight: FloatArray, factors: Sequence[Factor], grid: Grid, scheme: Scheme) -> QuantizedWeight:
     """Codes for ``weight`` ``[N, K]`` on ``grid``, given :func:`inverse_factor` of each block of its inputs' Gram."""
-    size = weight.shape[1] // grid.scales.shape[1]
+    size, number_format = weight.shape[1] // grid.scales.shape[1], format_of(scheme)
     # Errors that are carried on through large weights could overflow. A power of two changes no code.
     largest = np.maximum(weight.max(axis=1, keepdims=True), -weight.min(axis=1, keepdims=True))
     shrunk = np.where(largest > LARGE, np.float32(2.0**-100), np.float32(1))  # [N, 1]
@@ -89,9 +90,9 @@ def gptq(weight: FloatArray, factors: Sequence[Factor], grid: Grid, scheme: Sche
             errors = np.empty((end - start, weight.shape[0]), np.float32)
             for channel in range(start, end):
                 scale, zero_point = scales[group[channel]], zero_points[group[channel]]
-                code = np.clip(np.rint(remaining[channel] / scale) + zero_point, 0, scheme.levels - 1)
+                code = number_format.rounded(remaining[channel] / scale, zero_point)
                 codes[channels[channel]] = code
-                error = (remaining[channel] - (code - zero_point) * scale) / upper[channel, channel]
+                error = (remaining[channel] - number_format.values(code, zero_point) * scale) / upper[channel, channel]
                 remaining[channel + 1 : end] -= np.outer(upper[channel, channel + 1 : end], error)
                 errors[channel - start] = error
             remaining[end:] -= upper[start:end, end:].T @ errors

@@ -13,16 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quantization.rounding import (
-    FloatArray,
-    Grid,
-    QuantizedLinear,
-    fit_range,
-    grouped,
-    nearest_codes,
-    round_to,
-    storable,
-)
+from tapeout.number_format import FloatArray, Grid, grouped, storable
+from tapeout.quantized import QuantizedWeight, fit_range, format_of, nearest_codes, round_to
 from tapeout.schemes import Scheme
 
 if TYPE_CHECKING:
@@ -34,7 +26,7 @@ OUTPUTS_AT_ONCE = 64  # output channels fitted together: what is rounded 20 time
 SHRINKS = tuple(round(1.0 - 0.04 * step, 2) for step in range(10))
 
 
-def propose(problem: Problem) -> list[QuantizedLinear]:
+def propose(problem: Problem) -> list[QuantizedWeight]:
     fitted = zip(problem.scaled(), problem.once(grids), strict=True)
     return [round_to(weight, grid, problem.scheme) for weight, grid in fitted]
 
@@ -66,8 +58,8 @@ def _fit(weight: FloatArray, value: FloatArray, scheme: Scheme) -> Grid:
     lowest = np.empty(0, np.float32)
     for shrink in SHRINKS:
         start = fit_range(weight, scheme, shrink=shrink)
-        for grid in (start, _least_squares(groups, nearest_codes(weight, start, scheme), start, value)):
-            error = _weighted_error(groups, nearest_codes(weight, grid, scheme), grid, value)
+        for grid in (start, _least_squares(groups, _values(weight, start, scheme), start, value)):
+            error = _weighted_error(groups, _values(weight, grid, scheme), grid, value)
             if best is None:
                 best, lowest = grid, error
                 continue
@@ -80,17 +72,20 @@ def _fit(weight: FloatArray, value: FloatArray, scheme: Scheme) -> Grid:
     return best
 
 
-def _least_squares(groups: FloatArray, codes: FloatArray, grid: Grid, value: FloatArray) -> Grid:
-    levels = codes - grid.zero_points[:, :, None]
+def _values(weight: FloatArray, grid: Grid, scheme: Scheme) -> FloatArray:
+    """The nearest values on a grid ``[N, G, g]``, before the scale."""
+    return format_of(scheme).values(nearest_codes(weight, grid, scheme), grid.zero_points[:, :, None])
+
+
+def _least_squares(groups: FloatArray, levels: FloatArray, grid: Grid, value: FloatArray) -> Grid:
     weighted = levels * value
     squares = np.einsum("ngk,ngk->ng", weighted, levels)
     scales = np.einsum("ngk,ngk->ng", weighted, groups) / np.where(squares == 0, np.float32(1), squares)
     return Grid(storable(np.where(np.isfinite(scales) & (scales != 0), scales, grid.scales)), grid.zero_points)
 
 
-def _weighted_error(groups: FloatArray, codes: FloatArray, grid: Grid, value: FloatArray) -> FloatArray:
-    residual = codes
-    residual -= grid.zero_points[:, :, None]
+def _weighted_error(groups: FloatArray, levels: FloatArray, grid: Grid, value: FloatArray) -> FloatArray:
+    residual = levels
     residual *= grid.scales[:, :, None]
     residual -= groups
     return np.einsum("ngk,ngk,xgk->ng", residual, residual, value, optimize=False)

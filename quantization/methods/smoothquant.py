@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quantization.input_scale import InputScale, normalize, tie
-from quantization.rounding import FloatArray
+from tapeout.number_format import FloatArray
 from tapeout.portable_graph import FoldTarget
 
 if TYPE_CHECKING:

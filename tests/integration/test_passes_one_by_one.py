@@ -26,9 +26,9 @@ from engines.passes.base import Lowering, PassResult
 from engines.passes.onnxruntime import grouped_query_attention, silu
 from quantization import qdq
 from quantization.compressed_tensors import open_checkpoint
-from quantization.rounding import QuantizedLinear, round_to_nearest
 from tapeout.artifact import Artifact
 from tapeout.portable_graph import LinearGroup, PortableGraph
+from tapeout.quantized import QuantizedWeight, round_to_nearest
 from tapeout.schemes import STATIC_INT8, Scheme
 from tests.between_passes import FloatArray, GraphRunner, written_out
 from tests.exported import family_graph
@@ -219,14 +219,14 @@ def tensors_of(graph: Artifact[PortableGraph], precision: str) -> dict[str, Any]
                 tensors[name] = round_to_nearest(weight, int4.fitted(group.in_features))
             elif precision == "quantized":
                 tensors[name] = mixed(group, weight, step=(4 + number) / 127)
-    if precision == "quantized" and not isinstance(tensors[record.embedding], QuantizedLinear):
+    if precision == "quantized" and not isinstance(tensors[record.embedding], QuantizedWeight):
         tensors[record.embedding] = round_to_nearest(
             tensors[record.embedding], Scheme(bits=8, group_size=16, symmetric=True)
         )
     return tensors
 
 
-def mixed(group: LinearGroup, weight: NDArray[np.float32], *, step: float) -> QuantizedLinear:
+def mixed(group: LinearGroup, weight: NDArray[np.float32], *, step: float) -> QuantizedWeight:
     """A weight ``[out, in]`` in a format that depends on what its group is for, so that there is one of every kind."""
     unit = group.name.rpartition(".")[2]
     if unit == "o":

@@ -36,11 +36,11 @@ from pipeline.registry.promotion import promote
 from pipeline.registry.pull import Requirements, pull
 from pipeline.registry.register import register
 from quantization.compressed_tensors import open_checkpoint
-from quantization.rounding import round_to_nearest
 from runtime.engine.draw_check import draw_counts
 from tapeout import artifact, fingerprint
 from tapeout.artifact import Artifact, ArtifactRef
 from tapeout.errors import ArtifactError, BuildError, EvidenceError, FingerprintError, RequestError, ResourceError
+from tapeout.quantized import round_to_nearest
 from tapeout.schemes import Scheme
 from tapeout.signing import generate_keys, sign, signature_path, write_signature
 from tests import judged

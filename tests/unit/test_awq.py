@@ -6,10 +6,11 @@ import pytest
 from quantization import input_scale
 from quantization.input_scale import InputScale
 from quantization.methods import awq
+from quantization.output_error import output_error
 from quantization.problem import Problem
-from quantization.rounding import output_error, round_to_nearest
 from quantization.statistics import Statistics
 from tapeout.portable_graph import FoldTarget
+from tapeout.quantized import round_to_nearest
 from tapeout.schemes import Scheme
 
 RANDOM = np.random.default_rng(0)

@@ -292,7 +292,7 @@ def test_block_scaled_fp8_with_blocks_that_end_early(tmp_path: Path) -> None:
 def test_what_quantize_writes_can_be_read_as_a_checkpoint(tmp_path: Path) -> None:
     """Our own compressed-tensors checkpoints: packed in 4 and 6 bits, static int8, a tied embedding in bytes."""
     from quantization.compressed_tensors import CheckpointWriter, open_checkpoint, quantization_config
-    from quantization.formats import stored_by_rtn
+    from tapeout.quantized import stored_by_rtn
     from tapeout.schemes import Scheme
 
     folder = checkpoints.checkpoint(tmp_path / "checkpoint", "qwen2")

@@ -29,12 +29,11 @@ from quantization.checkpoint_formats import compressed, gguf_metadata, write
 from quantization.checkpoint_formats.source import narrowed
 from quantization.checkpoint_formats.write import Exported, export_checkpoint
 from quantization.compressed_tensors import open_checkpoint
-from quantization.formats import stored_by_rtn
 from quantization.quantize import quantize
 from quantization.reference import QuantizedReference
-from quantization.rounding import QuantizedLinear, round_to_nearest
 from tapeout.artifact import Artifact
 from tapeout.errors import ArtifactError, ExportError, QuantizationError
+from tapeout.quantized import QuantizedWeight, round_to_nearest, stored_by_rtn
 from tapeout.recipe import BaseRecipe, Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize, Rule
 from tapeout.schemes import FLOAT, STATIC_INT8, Scheme
 from tapeout.tensor_writer import INDEX, ShardWriter
@@ -67,7 +66,7 @@ def exported(model: Artifact[QuantizedModel], name: str, to: Path, *, wider: boo
     return export_checkpoint(model.folder, name, to, wider=wider, progress=lambda done, total: None)
 
 
-def linear(scheme: Scheme, rows: int = 16, columns: int = 256, seed: int = 0) -> QuantizedLinear:
+def linear(scheme: Scheme, rows: int = 16, columns: int = 256, seed: int = 0) -> QuantizedWeight:
     weight = np.random.default_rng(seed).standard_normal((rows, columns)).astype(np.float32)
     return round_to_nearest(weight, scheme)
 
@@ -197,7 +196,7 @@ def test_compressed_tensors_keep_static_int8(tmp_path: Path) -> None:
     ours, theirs = open_checkpoint(model.folder), open_checkpoint(tmp_path / "out")
     name = "model.layers.0.mlp.down_proj.weight"
     one, other = ours.linear(name), theirs.linear(name)
-    assert isinstance(one, QuantizedLinear) and isinstance(other, QuantizedLinear)
+    assert isinstance(one, QuantizedWeight) and isinstance(other, QuantizedWeight)
     assert one.input_scale == other.input_scale and np.array_equal(one.codes, other.codes)
 
 

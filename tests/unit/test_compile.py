@@ -19,10 +19,10 @@ from engines.passes.onnxruntime import linear_kernels, silu
 from engines.passes.onnxruntime.block_linears import packed
 from engines.sequences import Sequences
 from quantization.compressed_tensors import open_checkpoint
-from quantization.rounding import round_to_nearest
 from tapeout.artifact import Artifact
 from tapeout.errors import BuildError
 from tapeout.portable_graph import PortableGraph
+from tapeout.quantized import round_to_nearest
 from tapeout.schemes import Scheme
 from tests.exported import family_graph
 from tests.families import LAYERS, VOCAB_SIZE

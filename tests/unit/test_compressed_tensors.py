@@ -18,9 +18,8 @@ from quantization.compressed_tensors import (
     open_checkpoint,
     quantization_config,
 )
-from quantization.formats import encode_bytes, format_of
-from quantization.rounding import QuantizedLinear, round_to_nearest
 from tapeout.errors import QuantizationError
+from tapeout.quantized import QuantizedWeight, format_of, round_to_nearest
 from tapeout.schemes import STATIC_INT8, Scheme
 from tests.checkpoints import CONFIG, WEIGHTS, say_schemes
 from tests.mutations import MUTATIONS, Mutation
@@ -44,12 +43,12 @@ def test_what_is_written_is_what_is_read(tmp_path: Path, fmt: Scheme) -> None:
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.names() == ("a.weight", "norm.weight")
     read = checkpoint.linear("a.weight")
-    assert isinstance(read, QuantizedLinear) and read.scheme == fmt
+    assert isinstance(read, QuantizedWeight) and read.scheme == fmt
     np.testing.assert_array_equal(read.codes, linear.codes)
     np.testing.assert_array_equal(read.scales, linear.scales)
     np.testing.assert_array_equal(checkpoint.weight("a.weight"), linear.dequantize())
     assert checkpoint.tensor("norm.weight").tolist() == [1] * 5
-    stored = sum(part.nbytes for part in format_of(linear.scheme).encode(linear).values())
+    stored = sum(part.nbytes for part in format_of(linear.scheme).encode(linear.coded).values())
     assert checkpoint.stored_bytes("a.weight") == stored
 
 
@@ -63,7 +62,7 @@ def test_a_linear_with_static_inputs_is_written_read_and_described(tmp_path: Pat
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.names() == ("a.weight",) and checkpoint.is_quantized("a.weight")
     read = checkpoint.linear("a.weight")
-    assert isinstance(read, QuantizedLinear) and read.scheme == fmt
+    assert isinstance(read, QuantizedWeight) and read.scheme == fmt
     assert read.input_scale == pytest.approx(0.03, rel=1e-6)
     np.testing.assert_array_equal(read.dequantize(), linear.dequantize())
     config = quantization_config({"a.weight": fmt}, {}, [])["config_groups"]["group_0"]
@@ -79,7 +78,7 @@ def test_the_official_decompressor_decodes_the_same_weight(fmt: Scheme) -> None:
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
     linear = round_to_nearest(weight(), fmt)
-    parts = {name: torch.from_numpy(v) for name, v in format_of(linear.scheme).encode(linear).items()}
+    parts = {name: torch.from_numpy(v) for name, v in format_of(linear.scheme).encode(linear.coded).items()}
     parts["weight_scale"] = parts["weight_scale"].float()
     args = QuantizationArgs(num_bits=fmt.bits, symmetric=fmt.symmetric, strategy="group", group_size=fmt.group_size)
     compressor: Any = BaseCompressor.get_value_from_registry("pack-quantized")
@@ -95,7 +94,7 @@ def test_words_are_those_the_official_compressor_packs(bits: int, columns: int) 
 
     linear = round_to_nearest(weight(columns=columns), Scheme(bits=bits, group_size=16, symmetric=True))
     signed = torch.from_numpy(linear.codes.astype(np.int16) - (1 << (bits - 1))).to(torch.int8)
-    words = format_of(linear.scheme).encode(linear)["weight_packed"]
+    words = format_of(linear.scheme).encode(linear.coded)["weight_packed"]
     np.testing.assert_array_equal(words, pack_to_int32(signed, bits).numpy())
     read = unpack_from_int32(torch.from_numpy(words), bits, torch.Size(linear.codes.shape))
     np.testing.assert_array_equal(read.numpy(), signed.numpy())
@@ -117,7 +116,7 @@ def test_bits_are_told_by_the_config(tmp_path: Path, columns: int) -> None:
     checkpoint = open_checkpoint(tmp_path)
     for bits, linear in linears.items():
         read = checkpoint.linear(f"in{bits}.weight")
-        assert isinstance(read, QuantizedLinear) and read.scheme == linear.scheme
+        assert isinstance(read, QuantizedWeight) and read.scheme == linear.scheme
         np.testing.assert_array_equal(read.dequantize(), linear.dequantize())
 
 
@@ -133,7 +132,7 @@ def test_a_table_is_stored_once_a_byte_a_code_and_its_scales_for_both_names(tmp_
     assert checkpoint.names() == ("embed.weight",)
     assert not checkpoint.is_quantized("lm_head.weight")
     read = checkpoint.linear("embed.weight")
-    assert isinstance(read, QuantizedLinear) and read.scheme == table.scheme
+    assert isinstance(read, QuantizedWeight) and read.scheme == table.scheme
     np.testing.assert_array_equal(read.codes, table.codes)
     np.testing.assert_array_equal(checkpoint.weight("embed.weight"), table.dequantize())
     assert checkpoint.stored_bytes("embed.weight") == 40 * 192 + 40 * 3 * 2
@@ -193,7 +192,7 @@ def test_a_target_by_name_is_that_module_alone(tmp_path: Path) -> None:
     }
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"config_groups": groups}}))
     read = open_checkpoint(tmp_path).linear("layers.10.weight")
-    assert isinstance(read, QuantizedLinear) and read.scheme.bits == 8
+    assert isinstance(read, QuantizedWeight) and read.scheme.bits == 8
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -203,7 +202,7 @@ def test_the_official_decompressor_decodes_the_same_table(bits: int) -> None:
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
     table = round_to_nearest(weight(), Scheme(bits=bits, group_size=64, symmetric=True))
-    parts = {name: torch.from_numpy(v) for name, v in encode_bytes(table).items()}
+    parts = {name: torch.from_numpy(v) for name, v in format_of(table.scheme).encode_bytes(table.coded).items()}
     parts["weight_scale"] = parts["weight_scale"].float()
     args = QuantizationArgs(num_bits=bits, symmetric=True, strategy="group", group_size=64)
     compressor: Any = BaseCompressor.get_value_from_registry("int-quantized")
@@ -237,16 +236,16 @@ def test_large_checkpoints_are_sharded_with_an_index(tmp_path: Path) -> None:
 
 def test_scales_beyond_float16_are_stored_in_float32() -> None:
     small = round_to_nearest(weight() * np.float32(1e-9), Scheme(bits=4, group_size=32, symmetric=True))
-    assert format_of(small.scheme).encode(small)["weight_scale"].dtype == np.float32
+    assert format_of(small.scheme).encode(small.coded)["weight_scale"].dtype == np.float32
     plain = round_to_nearest(weight(), Scheme(bits=4, group_size=32, symmetric=True))
-    assert format_of(plain.scheme).encode(plain)["weight_scale"].dtype == np.float16
+    assert format_of(plain.scheme).encode(plain.coded)["weight_scale"].dtype == np.float16
 
 
 def test_damaged_or_missing_tensors_are_named(tmp_path: Path) -> None:
     with pytest.raises(QuantizationError, match="neither"):
         open_checkpoint(tmp_path)
     linear = round_to_nearest(weight(), Scheme(bits=4, group_size=32, symmetric=True))
-    parts = {f"a.{part}": array for part, array in format_of(linear.scheme).encode(linear).items()}
+    parts = {f"a.{part}": array for part, array in format_of(linear.scheme).encode(linear.coded).items()}
     writer = CheckpointWriter(tmp_path)
     for name, array in parts.items():
         writer.add(name, array[:, :3] if name.endswith("packed") else array)
@@ -290,7 +289,7 @@ def test_the_config_names_one_group_per_format() -> None:
     }
 
 
-def ours(folder: Path) -> dict[str, QuantizedLinear]:
+def ours(folder: Path) -> dict[str, QuantizedWeight]:
     """A weight of every way to store one, and a norm."""
     schemes = {
         "layers.0.a.weight": Scheme(bits=4, group_size=32, symmetric=False),
@@ -334,7 +333,7 @@ def test_a_defect_is_refused_or_the_weights_are_exact(mutation: Mutation, data: 
             return
         for name, linear in linears.items():
             found = read[name]
-            assert isinstance(found, QuantizedLinear) and found.input_scale == linear.input_scale
+            assert isinstance(found, QuantizedWeight) and found.input_scale == linear.input_scale
             if found.codes.shape != linear.codes.shape:
                 return  # by itself it is whole; the proof and QuantizedReference compare it with the model
             np.testing.assert_array_equal(found.dequantize(), linear.dequantize())

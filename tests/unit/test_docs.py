@@ -15,8 +15,9 @@ from typer.main import get_command
 
 from pipeline.cli.main import app
 from pipeline.recipe import Recipe
+from tapeout.formats import formats
 from tapeout.recipe import METHODS, KVCache, Rule
-from tapeout.schemes import KINDS, Scheme
+from tapeout.schemes import Scheme
 
 ROOT = Path(__file__).parents[2]
 RECIPES = (ROOT / "docs/recipes.md").read_text()
@@ -90,7 +91,7 @@ def test_defaults_and_choices_are_those_of_the_code(name: str, annotation: Any, 
     kind, stated, _ = documented()[name]
     assert stated == written(default)
     if name.endswith("[].bits"):
-        assert set(map(int, re.split(r", | or ", kind))) == {known.bits for known in KINDS.values()}
+        assert set(map(int, re.split(r", | or ", kind))) == {known.bits for known in formats().values()}
     elif type(None) in get_args(annotation) and any(get_origin(part) is Literal for part in get_args(annotation)):
         sizes = next(part for part in get_args(annotation) if get_origin(part) is Literal)
         assert re.split(r", | or ", kind) == [str(choice) for choice in get_args(sizes)]

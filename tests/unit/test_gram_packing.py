@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from quantization import statistics
 from quantization.hidden_states import HiddenStates
-from quantization.rounding import diagonal
+from quantization.output_error import diagonal
 from quantization.statistics import pack_gram, unpack_gram
 from tapeout.layer_stream import LayerState
 

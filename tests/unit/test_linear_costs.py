@@ -14,8 +14,8 @@ from engines.costs import timing
 from engines.costs.linears import LinearShape
 from engines.costs.timing import Seconds
 from engines.load import find_target
-from quantization.rounding import round_to_nearest
 from tapeout.fingerprint import Fingerprint
+from tapeout.quantized import round_to_nearest
 from tapeout.schemes import CANDIDATE_SCHEMES, FLOAT, STATIC_INT8, Scheme
 from tests.native import own_cache
 

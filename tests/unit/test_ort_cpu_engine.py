@@ -18,11 +18,11 @@ from engines.load import find_target, load
 from engines.protocol import FloatArray
 from engines.sequences import Sequences
 from quantization.compressed_tensors import open_checkpoint
-from quantization.rounding import round_to_nearest
 from tapeout import artifact
 from tapeout.artifact import Artifact
 from tapeout.errors import ArtifactError, FingerprintError, RequestError
 from tapeout.portable_graph import PortableGraph
+from tapeout.quantized import round_to_nearest
 from tapeout.schemes import Scheme
 from tests.exported import family_graph
 from tests.families import LAYERS, MAX_POSITIONS, VOCAB_SIZE

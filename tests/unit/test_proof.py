@@ -7,17 +7,19 @@ import pytest
 
 from quantization.compressed_tensors import CheckpointWriter, open_checkpoint
 from quantization.proof import TensorInventory, count_tensors, prove
-from quantization.rounding import round_to_nearest
+from tapeout.quantized import round_to_nearest
 from tapeout.schemes import STATIC_INT8, Scheme
 from tests.checkpoints import say_schemes
 
 INT4 = Scheme(bits=4, group_size=32, symmetric=True)
 PLANNED = {"w": INT4}
-GOOD = TensorInventory(name="w", weights=6400, columns=64, stored_bytes=3600, bits=4, scales=200, held=200)
+GOOD = TensorInventory(
+    name="w", weights=6400, columns=64, stored_bytes=3600, bits=4, format="int4", scales=200, held=200
+)
 
 
 def test_a_quantized_checkpoint_passes_and_says_how_small_it_is() -> None:
-    norm = TensorInventory(name="norm", weights=64, columns=64, stored_bytes=256, bits=32)
+    norm = TensorInventory(name="norm", weights=64, columns=64, stored_bytes=256, bits=32, format="float")
     proof = prove([GOOD, norm], PLANNED)
     assert proof.passed and proof.reasons == ()
     assert proof.bits_per_weight == pytest.approx(4.5) == proof.planned_bits_per_weight
@@ -56,7 +58,7 @@ def test_codes_that_take_a_byte_are_expected_to() -> None:
 
 
 def test_nothing_planned_is_not_a_quantized_model() -> None:
-    proof = prove([TensorInventory(name="w", weights=10, columns=10, stored_bytes=40, bits=32)], {})
+    proof = prove([TensorInventory(name="w", weights=10, columns=10, stored_bytes=40, bits=32, format="float")], {})
     assert "no tensor was planned to be quantized" in proof.reasons
 
 
@@ -89,11 +91,12 @@ def test_the_census_counts_what_lies_in_the_file(tmp_path: Path) -> None:
         columns=64,
         stored_bytes=256 + 32 + 16,
         bits=4,
+        format="int4",
         scales=16,
         held=14,
     )
     assert count_tensors(checkpoint, "f", lambda: weight) == TensorInventory(
-        name="f", weights=15, columns=5, stored_bytes=60, bits=32
+        name="f", weights=15, columns=5, stored_bytes=60, bits=32, format="float"
     )
 
 
@@ -104,7 +107,15 @@ def test_the_census_counts_what_lies_in_the_file(tmp_path: Path) -> None:
 def test_static_inputs_need_a_scale(input_scale: float | None, reason: str) -> None:
     planned = {"w": STATIC_INT8}
     good = TensorInventory(
-        name="w", weights=6400, columns=64, stored_bytes=6600, bits=8, scales=100, held=100, input_scale=0.1
+        name="w",
+        weights=6400,
+        columns=64,
+        stored_bytes=6600,
+        bits=8,
+        format="int8-static",
+        scales=100,
+        held=100,
+        input_scale=0.1,
     )
     assert prove([good], planned).passed
     proof = prove([good.model_copy(update={"input_scale": input_scale})], planned)

@@ -20,8 +20,8 @@ from quantization import kv_cache
 from quantization.checkpoint import KV_SCALES, KVScales
 from quantization.compressed_tensors import CheckpointWriter, open_checkpoint
 from quantization.reference import QuantizedReference, round_activations, round_to_grid
-from quantization.rounding import QuantizedLinear, round_to_nearest
 from tapeout.errors import QuantizationError
+from tapeout.quantized import QuantizedWeight, round_to_nearest
 from tapeout.schemes import Scheme
 from tests.checkpoints import change_weights, say_schemes
 
@@ -184,7 +184,7 @@ def test_a_weight_of_another_shape_is_refused(folder: Path, tmp_path: Path) -> N
         QuantizedReference(broken)
 
 
-def mat_mul_n_bits(inputs: np.ndarray, linear: QuantizedLinear) -> np.ndarray:
+def mat_mul_n_bits(inputs: np.ndarray, linear: QuantizedWeight) -> np.ndarray:
     """ONNX Runtime's product at accuracy level 4, which quantizes the inputs itself."""
     rows, columns = linear.codes.shape
     per_byte = 8 // linear.scheme.bits

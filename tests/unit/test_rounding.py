@@ -5,19 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantization.formats import Packed, formats
 from quantization.methods.gptq import gptq, inverse_factor
 from quantization.methods.scale_fit import fit_scales
-from quantization.rounding import (
-    assemble,
-    diagonal,
-    fit_range,
-    nearest_codes,
-    output_error,
-    round_to,
-    round_to_nearest,
-)
+from quantization.output_error import diagonal, output_error
 from tapeout.errors import QuantizationError
+from tapeout.formats import formats
+from tapeout.integers import Integers
+from tapeout.quantized import assemble, fit_range, nearest_codes, round_to, round_to_nearest
 from tapeout.schemes import Scheme
 
 schemes = st.builds(
@@ -65,13 +59,13 @@ def test_a_symmetric_grid_holds_the_extreme_of_either_sign_on_its_lowest_code(se
 @settings(max_examples=40, deadline=None)
 def test_positive_scales_clip_nothing_and_widen_steps_by_no_more_than_that_needs(seed: int, bits: int) -> None:
     weight = weights(seed, rows=4, columns=64)
-    fmt = Scheme(bits=bits, group_size=32, symmetric=True, positive_scales=True)
+    fmt, half = Scheme(bits=bits, group_size=32, symmetric=True, positive_scales=True), 1 << (bits - 1)
     linear, either = (
         round_to_nearest(weight, fmt),
         round_to_nearest(weight, Scheme(bits=bits, group_size=32, symmetric=True)),
     )
     assert (linear.scales > 0).all() and linear.scheme == fmt
-    assert (linear.scales <= np.abs(either.scales) * fmt.midpoint / (fmt.midpoint - 1) * 1.001).all()
+    assert (linear.scales <= np.abs(either.scales) * half / (half - 1) * 1.001).all()
     step = np.repeat(linear.scales, 32, axis=1)
     assert (np.abs(linear.dequantize() - weight) <= 0.6 * step).all()
     importance = np.random.default_rng(seed).random(64, np.float32)
@@ -130,7 +124,7 @@ def test_packing_is_that_of_compressed_tensors_and_reverses(seed: int, bits: int
 
     codes = np.random.default_rng(seed).integers(0, 1 << bits, (rows, columns)).astype(np.uint8)
     fmt = formats()[f"int{bits}"]
-    assert isinstance(fmt, Packed)
+    assert isinstance(fmt, Integers)
     packed = fmt.words(codes)
     signed = torch.from_numpy(codes.astype(np.int16) - (1 << (bits - 1))).to(torch.int8)
     np.testing.assert_array_equal(packed, pack_to_int32(signed, bits).numpy())

@@ -11,9 +11,11 @@ import pytest
 
 from quantization import search
 from quantization.methods import gptq
-from quantization.rounding import FloatArray, output_error, round_to_nearest
+from quantization.output_error import output_error
 from quantization.search import Rounded
 from quantization.statistics import Statistics, every_channel_alike
+from tapeout.number_format import FloatArray
+from tapeout.quantized import round_to_nearest
 from tapeout.recipe import Quantize
 from tapeout.schemes import Scheme
 

@@ -6,10 +6,11 @@ import pytest
 from quantization.input_scale import InputScale, identity
 from quantization.methods import smoothquant
 from quantization.problem import Problem, input_step
-from quantization.rounding import FloatArray, round_to_nearest
 from quantization.statistics import Statistics
 from tapeout.errors import QuantizationError
+from tapeout.number_format import FloatArray
 from tapeout.portable_graph import FoldTarget
+from tapeout.quantized import round_to_nearest
 from tapeout.schemes import STATIC_INT8
 
 RANDOM = np.random.default_rng(0)

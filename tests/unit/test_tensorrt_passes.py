@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from engines.portable import PortableEngine
 from engines.sequences import Sequences
 from quantization.qdq import fp8_weight, positive_int4
-from quantization.rounding import QuantizedLinear
 from tapeout.artifact import Artifact
 from tapeout.errors import BuildError
 from tapeout.portable_graph import PortableGraph
+from tapeout.quantized import QuantizedWeight
 from tapeout.schemes import Scheme
 from tests.exported import family_graph
 from tests.lowered import lowered
@@ -144,7 +144,7 @@ def test_fp8_rows_keep_their_relative_precision(weight: NDArray[np.float32]) -> 
 def test_zero_weights_have_positive_scales() -> None:
     codes, scales = fp8_weight(np.zeros((2, 16), np.float32))
     assert not codes.astype(np.float32).any() and (scales > 0).all()
-    tiny = QuantizedLinear(
+    tiny = QuantizedWeight(
         np.full((1, 16), 9, np.uint8),
         np.array([[1e-9]], np.float32),
         None,
@@ -155,7 +155,7 @@ def test_zero_weights_have_positive_scales() -> None:
 
 def test_negative_scales_are_negated_and_what_that_loses_is_counted() -> None:
     codes = np.array([[0, 8, 15, 9] * 4], np.uint8)
-    linear = QuantizedLinear(codes, np.array([[-0.5]], np.float32), None, Scheme(bits=4, group_size=16, symmetric=True))
+    linear = QuantizedWeight(codes, np.array([[-0.5]], np.float32), None, Scheme(bits=4, group_size=16, symmetric=True))
     signed, scales, count = positive_int4([linear])
     restored = signed * scales
     lost = codes[0] == 0

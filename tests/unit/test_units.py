@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantization.formats import stored_by_rtn
 from quantization.units import (
     candidates_for,
     fitted_schemes,
@@ -21,6 +20,7 @@ from quantization.units import (
 )
 from tapeout.artifact import Artifact
 from tapeout.portable_graph import LinearGroup, PortableGraph
+from tapeout.quantized import stored_by_rtn
 from tapeout.recipe import Rule
 from tapeout.schemes import CANDIDATE_SCHEMES, FLOAT, STATIC_INT8, Scheme
 from tests.graphs import llama_graph

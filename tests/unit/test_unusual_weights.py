@@ -23,9 +23,9 @@ from quantization.checkpoint import QuantizedModel
 from quantization.compressed_tensors import CheckpointWriter, open_checkpoint
 from quantization.proof import QuantizationProof, count_tensors, prove
 from quantization.quantize import quantize
-from quantization.rounding import QuantizedLinear, fit_range, round_to, round_to_nearest
 from tapeout.artifact import Artifact, create, load
 from tapeout.portable_graph import PortableGraph
+from tapeout.quantized import QuantizedWeight, fit_range, round_to, round_to_nearest
 from tapeout.recipe import BaseRecipe, Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize, Rule
 from tapeout.schemes import STATIC_INT8, Scheme
 from tests.checkpoints import say_schemes
@@ -151,7 +151,7 @@ def test_models_that_were_taken_for_a_fault(case: str, tmp_path: Path) -> None:
     assert proof.passed and proof.bits_per_weight <= proof.planned_bits_per_weight * 1.05
 
 
-PLANTED: dict[str, tuple[Callable[[QuantizedLinear, np.ndarray], QuantizedLinear | np.ndarray], str]] = {
+PLANTED: dict[str, tuple[Callable[[QuantizedWeight, np.ndarray], QuantizedWeight | np.ndarray], str]] = {
     "never fitted": (lambda linear, weight: never_fitted(linear, weight), "only scales of one"),
     "never fitted, large": (lambda linear, weight: never_fitted(linear, 20 * weight), "only scales of one"),
     "one code": (lambda linear, _: replace(linear, codes=np.zeros_like(linear.codes)), "one code, or zeros"),
@@ -164,14 +164,14 @@ PLANTED: dict[str, tuple[Callable[[QuantizedLinear, np.ndarray], QuantizedLinear
 }
 
 
-def never_fitted(linear: QuantizedLinear, weight: np.ndarray) -> QuantizedLinear:
+def never_fitted(linear: QuantizedWeight, weight: np.ndarray) -> QuantizedWeight:
     """Codes under scales of one, as where a calibration left the initial ones."""
     grid = fit_range(weight, linear.scheme)
     ones = replace(grid, scales=np.ones_like(grid.scales))
     return round_to(weight, ones, linear.scheme)
 
 
-def with_more_scales(linear: QuantizedLinear) -> QuantizedLinear:
+def with_more_scales(linear: QuantizedWeight) -> QuantizedWeight:
     return replace(
         linear, scales=np.repeat(linear.scales, 2, axis=1), scheme=linear.scheme.model_copy(update={"group_size": 16})
     )
@@ -196,12 +196,12 @@ def test_a_fault_in_such_a_model_is_found(planted: str, base: str, tmp_path: Pat
 
 
 def proof_of(
-    folder: Path, stored: QuantizedLinear | np.ndarray, weight: np.ndarray, scheme: Scheme
+    folder: Path, stored: QuantizedWeight | np.ndarray, weight: np.ndarray, scheme: Scheme
 ) -> QuantizationProof:
     folder.mkdir()
     writer = CheckpointWriter(folder)
     writer.add_linear("w.weight", stored)
     writer.finish()
-    say_schemes(folder, {"w.weight": stored.scheme if isinstance(stored, QuantizedLinear) else scheme})
+    say_schemes(folder, {"w.weight": stored.scheme if isinstance(stored, QuantizedWeight) else scheme})
     checkpoint = open_checkpoint(folder)
     return prove([count_tensors(checkpoint, "w.weight", lambda: weight)], {"w.weight": scheme})

@@ -9,17 +9,16 @@ kernel passes share stands here, too.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeGuard
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from numpy.typing import NDArray
 
 from engines.bundle import LinearOutput
 from engines.passes.base import INTERNAL, Lowering, PassResult, initializer, new_value, replace
 from tapeout.errors import BuildError
 from tapeout.graph_analysis import find_linears
-from tapeout.schemes import Scheme
+from tapeout.quantized import QuantizedWeight
 
 OP = "Linear"
 
@@ -64,34 +63,11 @@ def out_features_of(node: ir.Node) -> list[int]:
     return list(node.attributes["out_features"].as_ints())
 
 
-class Quantized(Protocol):
-    """A weight as a quantized checkpoint holds it (quantization.rounding.QuantizedLinear); others are float arrays."""
-
-    @property
-    def codes(self) -> NDArray[np.uint8]: ...  # [N, K]
-
-    @property
-    def scales(self) -> NDArray[np.float32]: ...  # [N, K / group_size]
-
-    @property
-    def zero_points(self) -> NDArray[np.uint8] | None: ...
-
-    @property
-    def scheme(self) -> Scheme: ...
-
-    @property
-    def group_size(self) -> int: ...
-
-    @property
-    def input_scale(self) -> float | None: ...
-
-
-def is_quantized(weight: Any) -> TypeGuard[Quantized]:
-    return hasattr(weight, "codes")
-
-
-def all_quantized(weights: list[Any]) -> TypeGuard[list[Quantized]]:
-    return all(map(is_quantized, weights))
+def quantized(lowering: Lowering, node: ir.Node) -> list[QuantizedWeight]:
+    """The weights of a linear; empty where one of them is in float."""
+    parts = [lowering.weights.linear(name) for name in weights_of(node)]
+    found = [part for part in parts if isinstance(part, QuantizedWeight)]
+    return found if len(found) == len(parts) else []
 
 
 def group_name(lowering: Lowering, node: ir.Node) -> str:
@@ -113,15 +89,15 @@ def is_head(lowering: Lowering, node: ir.Node) -> bool:
     return not group_name(lowering, node).startswith("layers.")
 
 
-def described(weight: Quantized) -> str:
+def described(weight: QuantizedWeight) -> str:
     """Of codes, for a bundle's record."""
     scheme = weight.scheme
-    return f"{scheme.bits}-bit g{weight.group_size} {'sym' if scheme.symmetric else 'asym'}"
+    return f"{scheme.codes} g{weight.group_size} {'sym' if scheme.symmetric else 'asym'}"
 
 
 def one_scheme(label: str, weights: Sequence[Any]) -> None:
     """:class:`BuildError` for members of a merged linear that are stored differently."""
-    found = {weight.scheme.name if is_quantized(weight) else "float" for weight in weights}
+    found = {weight.scheme.name if isinstance(weight, QuantizedWeight) else "float" for weight in weights}
     if len(found) > 1:
         raise BuildError(
             f"{label} mixes {' and '.join(sorted(found))} in one merged linear",

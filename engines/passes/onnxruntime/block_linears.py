@@ -18,7 +18,6 @@ Scales and zero points follow tile by tile, ``[tiles, blocks, 16]``; scales are 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,20 +29,20 @@ from engines.kernels.cpu import DOMAIN, unsupported
 from engines.lowerings import lowering_of
 from engines.passes.base import Lowering, PassResult, deferred, initializer, new_value
 from engines.passes.graph.linears import (
-    Quantized,
-    all_quantized,
     described,
     is_linear,
     label_of,
     one_scheme,
     out_features_of,
     put,
+    quantized,
     stacked_bias,
     trimmed,
     weights_of,
 )
+from tapeout.quantized import QuantizedWeight
 
-FAMILY = "onnxruntime"
+BACKEND = "onnxruntime"
 TILE, STEP = 16, 4  # output channels, input channels
 SMALLEST_BLOCK = 16  # input channels
 PIECE_TILES = 64  # packed at a time
@@ -58,9 +57,8 @@ def run(lowering: Lowering) -> PassResult:
         )
     matched, declined = 0, list[str]()
     for node in nodes:
-        parts = [lowering.weights.linear(name) for name in weights_of(node)]
-        label = label_of(lowering, node)
-        reason = unfit(parts[0]) if all_quantized(parts) else "it is not quantized"
+        parts, label = quantized(lowering, node), label_of(lowering, node)
+        reason = unfit(parts[0]) if parts else "it is not quantized"
         if reason:
             declined.append(f"{label}: {reason}; left to the next kernel pass")
             continue
@@ -71,7 +69,7 @@ def run(lowering: Lowering) -> PassResult:
     return PassResult(matched, tuple(declined))
 
 
-def _lower(lowering: Lowering, node: ir.Node, label: str, parts: list[Quantized]) -> None:
+def _lower(lowering: Lowering, node: ir.Node, label: str, parts: list[QuantizedWeight]) -> None:
     one_scheme(label, parts)
     bits = native_bits(parts[0])
     names = weights_of(node)
@@ -88,19 +86,19 @@ def _lower(lowering: Lowering, node: ir.Node, label: str, parts: list[Quantized]
     put(lowering, node, [linear], f"BlockLinear {described(parts[0])}{in_more_bits(parts[0], bits)}")
 
 
-def unfit(linear: Quantized) -> str:
+def unfit(linear: QuantizedWeight) -> str:
     """Why native kernels cannot take these codes, as a clause; empty where they can."""
     size, columns = linear.group_size, linear.codes.shape[1]
-    if not lowering_of(linear.scheme, FAMILY).native_bits:
+    if not lowering_of(linear.scheme, BACKEND).native_bits:
         return f"native kernels take no weights in {linear.scheme.name}"
     if size % SMALLEST_BLOCK or columns % size:
         return f"groups of {size} of {columns} input channels, where native kernels take multiples of {SMALLEST_BLOCK}"
     return ""
 
 
-def native_bits(linear: Quantized) -> int:
+def native_bits(linear: QuantizedWeight) -> int:
     """Bits of a code as native kernels store it."""
-    bits = lowering_of(linear.scheme, FAMILY).native_bits
+    bits = lowering_of(linear.scheme, BACKEND).native_bits
     return bits if linear.group_size % (STEP * joined_steps(bits)) == 0 else 6
 
 
@@ -109,22 +107,20 @@ def joined_steps(bits: int) -> int:
     return 8 if bits == 5 else 4
 
 
-def widened(linear: Any, bits: int) -> Any:
-    """The same weight to the bit, in codes of ``bits``."""
-    if bits == linear.scheme.bits:
-        return linear
-    scheme: Any = linear.scheme.model_copy(update={"bits": bits})
-    up = 0 if linear.zero_points is not None else scheme.midpoint - linear.scheme.midpoint
-    return dataclasses.replace(linear, codes=linear.codes + np.uint8(up), scheme=scheme)
+def widened(linear: QuantizedWeight | NDArray[np.float32], bits: int) -> QuantizedWeight:
+    """The same weight to the bit, in integer codes of ``bits``, which hold it."""
+    found = linear.widened(bits) if isinstance(linear, QuantizedWeight) else None
+    assert found is not None, "engines.lowerings asks the format for the bits"
+    return found
 
 
-def in_more_bits(linear: Quantized, bits: int) -> str:
+def in_more_bits(linear: QuantizedWeight, bits: int) -> str:
     """For a bundle's record."""
-    return "" if linear.scheme.bits == bits else f", stored in {bits} bits"
+    return "" if linear.scheme.format == f"int{bits}" else f", stored in {bits} bits"
 
 
 def stacked(
-    model: ir.Model, label: str, read: Callable[[], Sequence[Quantized]]
+    model: ir.Model, label: str, read: Callable[[], Sequence[QuantizedWeight]]
 ) -> tuple[ir.Value, ir.Value, ir.Value | None]:
     """Codes, scales and zero points of linears that are stacked along their outputs, packed; None: no zero points.
 
@@ -149,7 +145,7 @@ def stacked(
     )
 
 
-def attributes(linear: Quantized, scales: ir.Value) -> dict[str, int]:
+def attributes(linear: QuantizedWeight, scales: ir.Value) -> dict[str, int]:
     """What the kernels must know of codes beside the tensors."""
     return {
         "K": linear.codes.shape[1],

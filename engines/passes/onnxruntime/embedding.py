@@ -13,11 +13,11 @@ import onnx_ir as ir
 from engines.kernels.cpu import DOMAIN, unsupported
 from engines.lowerings import lowering_of
 from engines.passes.base import CONTRIB, Lowering, PassResult, deferred, initializer, new_value, replace
-from engines.passes.graph.linears import Quantized, is_quantized
 from engines.passes.onnxruntime import block_linears
-from engines.passes.onnxruntime.block_linears import FAMILY, in_more_bits, widened
+from engines.passes.onnxruntime.block_linears import BACKEND, in_more_bits, widened
 from engines.passes.onnxruntime.linear_kernels import pack
 from tapeout.errors import BuildError
+from tapeout.quantized import QuantizedWeight
 
 
 def run(lowering: Lowering) -> PassResult:
@@ -28,25 +28,28 @@ def run(lowering: Lowering) -> PassResult:
         for n in lowering.model.graph
         if n.op_type == "Gather" and n.inputs[0] is not None and n.inputs[0].name == name
     ]
-    if not is_quantized(weight):
+    if not isinstance(weight, QuantizedWeight):
         lowering.plan["embedding"] = "Gather fp32"
         return PassResult(0, (f"{name}: it is not quantized; it is gathered in float",))
     if not nodes:
         return PassResult(0, (f"{name}: no Gather reads it; its codes are left unused",))
-    known = lowering_of(weight.scheme, FAMILY)
-    if known.embedding is not None:
+    known = lowering_of(weight.scheme, BACKEND)
+    if known.embedding:
         raise BuildError(
-            f"{name} in {weight.scheme.name}: {known.embedding.reason}",
+            f"{name} in {weight.scheme.name}: {known.embedding}",
             expected="an embedding that is weight-only",
             remedy="run `dvc repro quantize`",
         )
+    if not known.native_bits:
+        lowering.plan["embedding"] = f"Gather fp32, decoded from {weight.scheme.name}"
+        return PassResult(0, (f"{name}: no operator gathers {weight.scheme.name}; it is gathered in float",))
     reason = unsupported() or block_linears.unfit(weight)
     bits = known.stock_bits if reason else block_linears.native_bits(weight)
     for node in nodes:
         gather = (_stock if reason else _native)(lowering, name, bits, node)
         replace(lowering.model, [node], [gather], {node.outputs[0]: gather.outputs[0]})
         stored = in_more_bits(weight, bits)
-        lowering.plan["embedding"] = f"{gather.op_type} {weight.scheme.bits}-bit g{weight.group_size}{stored}"
+        lowering.plan["embedding"] = f"{gather.op_type} {weight.scheme.codes} g{weight.group_size}{stored}"
     return PassResult(len(nodes), (f"{name}: {reason}; ONNX Runtime's own operator reads it",) if reason else ())
 
 
@@ -63,7 +66,7 @@ def _native(lowering: Lowering, name: str, bits: int, node: ir.Node) -> ir.Node:
     )
 
 
-def _codes(lowering: Lowering, name: str, bits: int) -> Quantized:
+def _codes(lowering: Lowering, name: str, bits: int) -> QuantizedWeight:
     return widened(lowering.weights.linear(name), bits)
 
 

@@ -11,8 +11,6 @@ Codes of bits that MatMulNBits does not have are widened (engines/lowerings.py).
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
@@ -20,18 +18,19 @@ from numpy.typing import NDArray
 from engines.lowerings import lowering_of
 from engines.passes.base import CONTRIB, Lowering, PassResult, deferred, initializer, new_value
 from engines.passes.graph.linears import (
-    Quantized,
-    all_quantized,
     described,
     is_linear,
     label_of,
     one_scheme,
+    out_features_of,
     put,
+    quantized,
     stacked_bias,
     trimmed,
     weights_of,
 )
-from engines.passes.onnxruntime.block_linears import FAMILY, in_more_bits, widened
+from engines.passes.onnxruntime.block_linears import BACKEND, in_more_bits, widened
+from tapeout.quantized import QuantizedWeight
 
 ACCURACY_LEVEL = 4
 
@@ -45,25 +44,27 @@ def run(lowering: Lowering) -> PassResult:
 
 
 def _lower(lowering: Lowering, node: ir.Node) -> None:
-    parts: list[Any] = _read(lowering, node)
-    label = label_of(lowering, node)
-    one_scheme(label, parts)
-    if not all_quantized(parts):
-        put(lowering, node, _float(lowering, label, node, parts), "MatMul fp32")
-        return
-    bits = lowering_of(parts[0].scheme, FAMILY).stock_bits
-    nodes = [_nbits(lowering, label, node, bits)]
-    put(lowering, node, nodes, f"MatMulNBits {described(parts[0])}{in_more_bits(parts[0], bits)}")
+    label, parts = label_of(lowering, node), quantized(lowering, node)
+    one_scheme(label, _read(lowering, node))
+    bits = lowering_of(parts[0].scheme, BACKEND).stock_bits if parts else 0
+    if bits:
+        nodes = [_nbits(lowering, label, node, bits)]
+        put(lowering, node, nodes, f"MatMulNBits {described(parts[0])}{in_more_bits(parts[0], bits)}")
+    else:
+        decoded = f", decoded from {parts[0].scheme.name}" if parts else ""
+        put(lowering, node, _float(lowering, label, node), f"MatMul fp32{decoded}")
 
 
-def _float(lowering: Lowering, label: str, node: ir.Node, parts: list[NDArray[np.float32]]) -> list[ir.Node]:
+def _float(lowering: Lowering, label: str, node: ir.Node) -> list[ir.Node]:
+    names, first = weights_of(node), _read(lowering, node)[0]
+    columns = (first.codes if isinstance(first, QuantizedWeight) else first).shape[1]
     # Not ".weight": an untied head's parameter is called so, and is still an initializer here.
     weight = deferred(
         lowering.model,
         f"{label}.transposed",
-        (parts[0].shape[1], sum(len(part) for part in parts)),
+        (columns, sum(out_features_of(node))),
         ir.DataType.FLOAT,
-        lambda: np.ascontiguousarray(np.concatenate(_read(lowering, node), axis=0).T),
+        lambda: np.ascontiguousarray(np.concatenate([lowering.weights.weight(name) for name in names], axis=0).T),
     )
     nodes = [ir.node("MatMul", [node.inputs[0], weight], outputs=[new_value(f"{label}.matmul", node.outputs[0])])]
     bias = stacked_bias(lowering, node)
@@ -74,11 +75,11 @@ def _float(lowering: Lowering, label: str, node: ir.Node, parts: list[NDArray[np
     return nodes
 
 
-def _read(lowering: Lowering, node: ir.Node) -> list[Any]:
+def _read(lowering: Lowering, node: ir.Node) -> list[QuantizedWeight | NDArray[np.float32]]:
     return [lowering.weights.linear(name) for name in weights_of(node)]
 
 
-def _widened(lowering: Lowering, node: ir.Node, bits: int) -> list[Quantized]:
+def _widened(lowering: Lowering, node: ir.Node, bits: int) -> list[QuantizedWeight]:
     return [widened(part, bits) for part in _read(lowering, node)]
 
 

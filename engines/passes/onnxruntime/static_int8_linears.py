@@ -22,9 +22,10 @@ from numpy.typing import NDArray
 
 from engines.kernels.cpu import DOMAIN, unsupported
 from engines.passes.base import CONTRIB, Lowering, PassResult, deferred, initializer, new_value
-from engines.passes.graph.linears import is_linear, label_of, put, stacked_bias, trimmed, weights_of
+from engines.passes.graph.linears import is_linear, label_of, put, quantized, stacked_bias, trimmed
 from tapeout.errors import BuildError
 from tapeout.fingerprint import cpu_features
+from tapeout.quantized import QuantizedWeight
 
 MIDPOINT = 128  # unsigned code of zero, of inputs and weights alike
 EXACT_FEATURES = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
@@ -33,8 +34,8 @@ EXACT_FEATURES = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
 def run(lowering: Lowering) -> PassResult:
     matched, declined, signed = 0, list[str](), signed_weights_are_exact()
     for node in [n for n in lowering.model.graph if is_linear(n)]:
-        parts = [lowering.weights.linear(name) for name in weights_of(node)]
-        scales = {getattr(part, "input_scale", None) for part in parts}
+        parts = quantized(lowering, node)
+        scales = {part.input_scale for part in parts} or {None}
         if scales == {None}:
             declined.append(
                 f"{label_of(lowering, node)}: its inputs have no static scale; left to the next kernel pass"
@@ -61,12 +62,11 @@ def signed_weights_are_exact() -> bool:
     return platform.machine() not in ("x86_64", "AMD64") or bool(EXACT_FEATURES.intersection(cpu_features()))
 
 
-def _lower(lowering: Lowering, node: ir.Node, parts: list[Any], *, signed: bool) -> None:
+def _lower(lowering: Lowering, node: ir.Node, parts: list[QuantizedWeight], *, signed: bool) -> None:
     model, label = lowering.model, label_of(lowering, node)
-    names = weights_of(node)
 
     def codes() -> NDArray[Any]:
-        stacked = np.concatenate([lowering.weights.linear(name).codes for name in names]).T
+        stacked = np.concatenate([part.codes for part in quantized(lowering, node)]).T
         return (stacked ^ np.uint8(MIDPOINT)).view(np.int8) if signed else np.ascontiguousarray(stacked)
 
     shape = (parts[0].codes.shape[1], sum(len(part.codes) for part in parts))

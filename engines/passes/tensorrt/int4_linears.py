@@ -10,18 +10,17 @@ checkpoint quantized with ``positive_scales`` has no such block.
 
 from __future__ import annotations
 
-from typing import Any
-
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
 from engines.lowerings import lowering_of
 from engines.passes.base import Lowering, PassResult, initializer
-from engines.passes.graph.linears import Quantized, all_quantized, is_head, is_linear, label_of, weights_of
+from engines.passes.graph.linears import is_head, is_linear, label_of, quantized
 from engines.passes.tensorrt.float_linears import finish
+from tapeout.quantized import QuantizedWeight
 
-FAMILY, NAME = "tensorrt", "int4_linears"  # the row of engines/lowerings.py; tensorrt-rtx has the same
+BACKEND, NAME = "tensorrt", "int4_linears"  # the row of engines/lowerings.py; tensorrt-rtx has the same
 
 
 def run(lowering: Lowering) -> PassResult:
@@ -30,7 +29,7 @@ def run(lowering: Lowering) -> PassResult:
     matched, notes = 0, list[str]()
     for node in [n for n in lowering.model.graph if is_linear(n)]:
         label = label_of(lowering, node)
-        parts = [lowering.weights.linear(name) for name in weights_of(node)]
+        parts = quantized(lowering, node)
         reason = "an output head" if is_head(lowering, node) else _unfit(parts)
         if reason:
             notes.append(f"{label}: {reason}; kept in {lowering.float_type}")
@@ -43,18 +42,18 @@ def run(lowering: Lowering) -> PassResult:
     return PassResult(matched, tuple(notes))
 
 
-def _unfit(parts: list[Any]) -> str:
-    if not all_quantized(parts):
+def _unfit(parts: list[QuantizedWeight]) -> str:
+    if not parts:
         return "float weights in the checkpoint"
-    schemes = {(part.scheme.kind, part.group_size) for part in parts}
-    if len(schemes) > 1 or NAME not in lowering_of(parts[0].scheme, FAMILY).passes:
+    schemes = {(part.scheme.format, part.group_size) for part in parts}
+    if len(schemes) > 1 or NAME not in lowering_of(parts[0].scheme, BACKEND).passes:
         return f"its checkpoint has {' and '.join(sorted({part.scheme.name for part in parts}))}"
     if any(part.zero_points is not None for part in parts):
         return "asymmetric codes, and TensorRT takes no zero points"
     return ""
 
 
-def _lower(lowering: Lowering, node: ir.Node, label: str, parts: list[Quantized]) -> int:
+def _lower(lowering: Lowering, node: ir.Node, label: str, parts: list[QuantizedWeight]) -> int:
     """How many codes lost a step."""
     assert lowering.qdq is not None
     codes, scales, lost = lowering.qdq.positive_int4(parts)

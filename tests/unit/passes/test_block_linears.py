@@ -13,8 +13,8 @@ from engines.passes.base import attribute
 from engines.passes.graph import linears, merge_linears
 from engines.passes.onnxruntime import block_linears, linear_kernels, static_int8_linears
 from engines.passes.onnxruntime.block_linears import STEP, TILE, tiles_of
-from quantization.rounding import QuantizedLinear
 from tapeout.errors import BuildError
+from tapeout.quantized import QuantizedWeight
 from tapeout.schemes import STATIC_INT8, Scheme
 from tests.lowering import apply, group, linear_model, lowering, model_of, named, op, operators, run, value
 from tests.native import check, expected, random_linear
@@ -178,7 +178,7 @@ def test_where_they_do_not_run_every_linear_is_left_and_that_is_said(stock_opera
 def test_a_static_scale_for_the_inputs_is_taken_before() -> None:
     model = linear_model({"block.fc": 37}, rng=RNG)
     codes = random_linear(37, 64, Scheme(bits=8, group_size=64, symmetric=True))
-    static = QuantizedLinear(codes.codes, codes.scales[:, :1], None, STATIC_INT8, input_scale=0.03)
+    static = QuantizedWeight(codes.codes, codes.scales[:, :1], None, STATIC_INT8, input_scale=0.03)
     lowered = lowering(model, {"block.fc.weight": static})
     assert apply(lowered, linears, static_int8_linears, block_linears).declined == ("no linear in the graph",)
     assert "MatMulIntegerToFloat" in operators(model)

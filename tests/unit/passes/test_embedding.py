@@ -5,7 +5,7 @@ import onnx_ir as ir
 import pytest
 
 from engines.passes.onnxruntime import block_linears, embedding
-from quantization.rounding import round_to_nearest
+from tapeout.quantized import round_to_nearest
 from tapeout.schemes import Scheme
 from tests.lowering import apply, lowering, model_of, named, op, operators, parameter, run, value
 

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from engines.passes.graph import linears, merge_linears
 from engines.passes.onnxruntime import linear_kernels
 from engines.passes.onnxruntime.block_linears import widened
-from quantization.rounding import QuantizedLinear, round_to_nearest
 from tapeout.errors import BuildError
+from tapeout.quantized import QuantizedWeight, round_to_nearest
 from tapeout.schemes import Scheme
 from tests.lowering import apply, group, linear_model, lowering, operators, run
 
@@ -27,19 +27,21 @@ def rounded_activations(x: NDArray[np.float32], block: int) -> NDArray[np.float3
     return out
 
 
-def random_linear(rows: int, columns: int, fmt: Scheme) -> QuantizedLinear:
+def random_linear(rows: int, columns: int, fmt: Scheme) -> QuantizedWeight:
     """Codes, scales (of either sign) and zero points at random; the last group may be short."""
     groups = -(-columns // fmt.group_size)
     scales = RNG.uniform(0.01, 0.03, (rows, groups)) * RNG.choice([-1, 1], (rows, groups))
-    zero_points = None if fmt.symmetric else RNG.integers(0, fmt.levels, (rows, groups)).astype(np.uint8)
-    codes = RNG.integers(0, fmt.levels, (rows, columns)).astype(np.uint8)
-    return QuantizedLinear(codes, scales.astype(np.float32), zero_points, fmt)
+    zero_points = None if fmt.symmetric else RNG.integers(0, 1 << fmt.bits, (rows, groups)).astype(np.uint8)
+    codes = RNG.integers(0, 1 << fmt.bits, (rows, columns)).astype(np.uint8)
+    return QuantizedWeight(codes, scales.astype(np.float32), zero_points, fmt)
 
 
-def dequantized(weight: QuantizedLinear) -> NDArray[np.float64]:
+def dequantized(weight: QuantizedWeight) -> NDArray[np.float64]:
     columns = weight.codes.shape[1]
     zero_points = (
-        np.full(weight.scales.shape, weight.scheme.midpoint) if weight.zero_points is None else weight.zero_points
+        np.full(weight.scales.shape, 1 << (weight.scheme.bits - 1))
+        if weight.zero_points is None
+        else weight.zero_points
     )
     spread = [
         np.repeat(a.astype(np.float64), weight.group_size, axis=1)[:, :columns] for a in (zero_points, weight.scales)
@@ -149,7 +151,7 @@ def test_packing_keeps_every_code_low_bits_first(rows: int, columns: int, seed: 
 
 
 def test_rounding_and_kernel_agree_on_what_a_code_means() -> None:
-    """The codes :mod:`quantization.rounding` writes decode to the same weights here and there."""
+    """The codes :mod:`tapeout.quantized` writes decode to the same weights here and there."""
     weight = RNG.standard_normal((8, 64)).astype(np.float32)
     for fmt in (Scheme(bits=4, group_size=32, symmetric=False), Scheme(bits=8, group_size=64, symmetric=True)):
         stored = round_to_nearest(weight, fmt)

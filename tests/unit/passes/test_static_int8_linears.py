@@ -7,8 +7,8 @@ import pytest
 
 from engines.passes.graph import linears, merge_linears
 from engines.passes.onnxruntime import linear_kernels, static_int8_linears
-from quantization.rounding import QuantizedLinear, round_to_nearest
 from tapeout.errors import BuildError
+from tapeout.quantized import QuantizedWeight, round_to_nearest
 from tapeout.schemes import STATIC_INT8, Scheme
 from tests.lowering import apply, group, linear_model, lowering, operators, run
 from tests.native import STOCK
@@ -17,7 +17,7 @@ RNG = np.random.default_rng(0)
 STEP = 0.04
 
 
-def static(rows: int, columns: int, step: float = STEP) -> QuantizedLinear:
+def static(rows: int, columns: int, step: float = STEP) -> QuantizedWeight:
     """Scales of either sign, as rounding makes them; the largest codes, which saturate where kernels do."""
     weight = RNG.choice([-1, 1, 0.3], (rows, columns)).astype(np.float32)
     fmt = STATIC_INT8
@@ -66,7 +66,7 @@ def test_tokens_of_a_batch_do_not_influence_each_other() -> None:
 def test_a_merged_product_reads_one_rounded_input_and_others_keep_their_kernels() -> None:
     members = {"block.q": 32, "block.k": 16, "block.v": 16}
     model = linear_model({**members, "block.o": 24}, biased=True, rng=RNG)
-    weights: dict[str, QuantizedLinear] = {f"{name}.weight": static(rows, 64) for name, rows in members.items()}
+    weights: dict[str, QuantizedWeight] = {f"{name}.weight": static(rows, 64) for name, rows in members.items()}
     other = round_to_nearest(
         RNG.standard_normal((24, 64)).astype(np.float32), Scheme(bits=8, group_size=32, symmetric=True)
     )

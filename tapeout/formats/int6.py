@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from quantization.formats import Packed
-from quantization.rounding import CodeArray
+from tapeout.integers import Integers
+from tapeout.number_format import CodeArray
 
 
 def pack(codes: CodeArray) -> CodeArray:
@@ -25,4 +25,4 @@ def unpack(octets: CodeArray) -> CodeArray:
     return unpacked.reshape(len(octets), -1)
 
 
-FORMAT = Packed("int6", 6, pack, unpack)
+FORMAT = Integers("int6", 6, pack, unpack)

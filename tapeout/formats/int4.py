@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from quantization.formats import Packed
-from quantization.rounding import CodeArray
+from tapeout.integers import Integers
+from tapeout.number_format import CodeArray
 
 
 def pack(codes: CodeArray) -> CodeArray:
@@ -23,4 +23,4 @@ def unpack(octets: CodeArray) -> CodeArray:
     return codes
 
 
-FORMAT = Packed("int4", 4, pack, unpack)
+FORMAT = Integers("int4", 4, pack, unpack)

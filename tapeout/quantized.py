@@ -1,0 +1,94 @@
+"""Weights as codes with the scheme that says what they mean: rounded to nearest, and decoded.
+
+N  output channels      K  input channels      g  group size      G  groups, K / g
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tapeout.errors import QuantizationError
+from tapeout.formats import formats
+from tapeout.number_format import CodeArray, Coded, FloatArray, Grid, NumberFormat, grouped
+from tapeout.schemes import FLOAT, Scheme
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A weight ``[..., N, K]`` as codes. ``zero_points`` None: all are the midpoint of the format."""
+
+    codes: CodeArray  # [..., N, K], unsigned
+    scales: FloatArray  # [..., N, G], may be negative
+    zero_points: CodeArray | None  # [..., N, G], unsigned
+    scheme: Scheme  # fitted to K
+    input_scale: float | None = None  # step of the inputs' static int8 grid; None: inputs stay in float
+
+    @classmethod
+    def of(cls, coded: Coded, scheme: Scheme) -> QuantizedWeight:
+        return cls(coded.codes, coded.scales, coded.zero_points, scheme, coded.input_scale)
+
+    @property
+    def coded(self) -> Coded:
+        return Coded(self.codes, self.scales, self.zero_points, self.input_scale)
+
+    @property
+    def group_size(self) -> int:
+        return self.scheme.group_size or self.codes.shape[-1]
+
+    def dequantize(self) -> FloatArray:
+        """float32 ``[..., N, K]``."""
+        number_format = format_of(self.scheme)
+        size = self.group_size
+        groups = self.codes.reshape(*self.codes.shape[:-1], self.codes.shape[-1] // size, size)
+        zero_points = number_format.midpoint if self.zero_points is None else self.zero_points[..., None]
+        values = number_format.values(groups, zero_points)
+        values *= self.scales[..., None]
+        return values.reshape(self.codes.shape)
+
+    def widened(self, bits: int) -> QuantizedWeight | None:
+        """The same weight to the bit, in integer codes of ``bits``; None where these cannot hold it."""
+        if self.scheme.format == f"int{bits}":
+            return self
+        found = format_of(self.scheme).widened(self.coded, bits)
+        return None if found is None else QuantizedWeight.of(found, self.scheme.in_format(f"int{bits}"))
+
+
+def format_of(scheme: Scheme) -> NumberFormat:
+    """:class:`QuantizationError` for weights without codes."""
+    found = formats()[scheme.format]
+    if not isinstance(found, NumberFormat):
+        raise QuantizationError(f"a quantized weight in {scheme.name}", expected="a scheme with codes")
+    return found
+
+
+def fit_range(weight: FloatArray, scheme: Scheme, *, shrink: float = 1.0) -> Grid:
+    """See :meth:`tapeout.number_format.NumberFormat.fit`."""
+    return format_of(scheme).fit(weight, scheme, shrink)
+
+
+def nearest_codes(weight: FloatArray, grid: Grid, scheme: Scheme) -> FloatArray:
+    """Codes ``[..., N, G, g]`` as float32 (a working form; :func:`round_to` gives the stored one)."""
+    scaled = grouped(weight, scheme) / grid.scales[..., None]
+    return format_of(scheme).rounded(scaled, grid.zero_points[..., None])
+
+
+def round_to(weight: FloatArray, grid: Grid, scheme: Scheme) -> QuantizedWeight:
+    return assemble(nearest_codes(weight, grid, scheme).reshape(weight.shape), grid, scheme)
+
+
+def assemble(codes: FloatArray, grid: Grid, scheme: Scheme) -> QuantizedWeight:
+    """A stored weight from working codes ``[..., N, K]`` and their grid."""
+    zero_points = None if scheme.symmetric else grid.zero_points.astype(np.uint8)
+    return QuantizedWeight(codes.astype(np.uint8), grid.scales, zero_points, scheme)
+
+
+def round_to_nearest(weight: FloatArray, scheme: Scheme) -> QuantizedWeight:
+    """RTN: what every other method is compared with."""
+    return round_to(weight, fit_range(weight, scheme), scheme)
+
+
+def stored_by_rtn(scheme: Scheme, weight: FloatArray) -> QuantizedWeight | FloatArray:
+    """A weight ``[..., N, K]`` as a checkpoint holds it for a fitted scheme: right in size and speed, not quality."""
+    return weight if scheme == FLOAT else QuantizedWeight.of(format_of(scheme).nearest(weight, scheme), scheme)

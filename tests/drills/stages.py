@@ -1,0 +1,47 @@
+"""Every stage on the tiny llama, in a process of the copy: ``python -m tests.drills.stages FOLDER PARAMETERS``."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from engines.bundle import EngineBundle
+from evals.verdict import Verdict
+from pipeline.stages import wiring
+from tapeout import artifact
+from tests.tiny import tiny_checkpoint, tiny_texts
+from tests.tiny_project import params, write_data
+
+# Enough to see that evidence is taken; not to decide.
+SMALL: dict[str, dict[str, Any]] = {
+    "evaluate": {"items": 40, "documents": 8, "document_tokens": 64},
+    "shadow": {"prompts": 20, "max_new_tokens": 8},
+    "benchmark": {"repeats": 1, "batches": [1]},
+    "gate": {"min_items": 40, "min_text_documents": 8, "min_shadow_prompts": 20},
+}
+
+
+def main(folder: Path, given: dict[str, dict[str, Any]]) -> None:
+    folder.mkdir()
+    write_data(folder / "data", tiny_texts(64, 3))
+    recipe: dict[str, Any] = params(tiny_checkpoint(), folder / "data")
+    for changes in (SMALL, given):
+        for section, values in changes.items():
+            recipe[section] = {**recipe.get(section, {}), **values}
+    (folder / "params.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
+    os.chdir(folder)
+    os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder / 'mlflow.db'}"
+    for name in wiring.STAGES:
+        wiring.run(name, Path("params.yaml"))
+    verdict = artifact.load(folder / "artifacts" / "verdict", Verdict).record
+    bundle = artifact.load(folder / "artifacts" / "candidate", EngineBundle).record
+    print(json.dumps({"plan": bundle.plan, "checks": {check.name: check.outcome.value for check in verdict.checks}}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
