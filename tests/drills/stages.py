@@ -19,10 +19,10 @@ from tests.tiny_project import params, write_data
 
 # Enough to see that evidence is taken; not to decide.
 SMALL: dict[str, dict[str, Any]] = {
-    "evaluate": {"items": 40, "documents": 8, "document_tokens": 64},
+    "evaluate": {"items": 40, "documents": 40, "document_tokens": 64},
     "shadow": {"prompts": 20, "max_new_tokens": 8},
     "benchmark": {"repeats": 1, "batches": [1]},
-    "gate": {"min_items": 40, "min_text_documents": 8, "min_shadow_prompts": 20},
+    "gate": {"min_items": 40, "min_text_documents": 40, "min_shadow_prompts": 20},
 }
 
 
