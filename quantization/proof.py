@@ -1,10 +1,10 @@
-"""Proof of quantization: what lies in the file, judged against what was planned. A pure function over a census.
+"""Proof of quantization: what lies in the file, judged against what was planned. A pure function over an inventory.
 
 A checkpoint can carry a quantization config and still be float, or hold codes that say nothing: unit scales from a
 failed calibration, one code everywhere, NaN. Every such reason is listed; none of them passes.
 
 Sound models hold weights that look the same: groups of zeros have a scale of one and one code, constant groups have one
-code, and scales of very small or very large weights need float32. So the census looks at the source's weights, too.
+code, and scales of very small or very large weights need float32. So the inventory looks at the source's weights, too.
 Input scales and what producers take of them are positive and differ by channel: they keep zeros and signs.
 """
 
@@ -129,9 +129,9 @@ def _count_groups(linear: QuantizedWeight, weight: FloatArray, rows: slice) -> t
 
 
 def prove(
-    operator_counts: Sequence[TensorInventory], planned: Mapping[str, Scheme], *, in_bytes: Collection[str] = ()
+    inventory: Sequence[TensorInventory], planned: Mapping[str, Scheme], *, in_bytes: Collection[str] = ()
 ) -> QuantizationProof:
-    """Judge the census of every stored parameter against the planned schemes, by parameter name.
+    """Judge the inventory of every stored parameter against the planned schemes, by parameter name.
 
     ``in_bytes``: those whose codes take a byte each in the file, however few bits they have.
 
@@ -139,7 +139,7 @@ def prove(
     >>> prove([float_only], {"w": Scheme(bits=4, symmetric=True)}).reasons[0]
     'w was planned as 4-bit g32 but is stored in float'
     """
-    by_name = {entry.name: entry for entry in operator_counts}
+    by_name = {entry.name: entry for entry in inventory}
     reasons: list[str] = []
     if not planned:
         reasons.append("no tensor was planned to be quantized")
@@ -159,7 +159,7 @@ def prove(
             reasons.extend(f"{name} {problem}" for problem in _problems(entry))
     reasons.extend(
         f"{entry.name} is stored in {entry.bits} bits but was not planned to be"
-        for entry in operator_counts
+        for entry in inventory
         if entry.bits != 32 and entry.name not in planned
     )
 
@@ -175,12 +175,12 @@ def prove(
     planned_bits = sum(bits_of(entry) * entry.weights for entry in chosen) / weights if weights else 32.0
     if weights and bits > planned_bits * BITS_TOLERANCE:
         reasons.append(f"{bits:.2f} bits per weight are stored, {planned_bits:.2f} were planned")
-    size = sum(entry.stored_bytes for entry in operator_counts)
-    size_ratio = size / (BF16_BYTES * max(1, sum(entry.weights for entry in operator_counts)))
+    size = sum(entry.stored_bytes for entry in inventory)
+    size_ratio = size / (BF16_BYTES * max(1, sum(entry.weights for entry in inventory)))
     if size_ratio >= 1:
         reasons.append(f"the checkpoint is {size_ratio:.2f} times the size of the source in bfloat16")
     return QuantizationProof(
-        quantized_tensors=sum(entry.bits != 32 for entry in operator_counts),
+        quantized_tensors=sum(entry.bits != 32 for entry in inventory),
         planned_tensors=len(planned),
         bits_per_weight=bits,
         planned_bits_per_weight=planned_bits,

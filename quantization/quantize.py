@@ -139,13 +139,13 @@ def quantize(
         _write_config(graph, stored, kv_cache, draft.folder)
 
         result = open_checkpoint(draft.folder)
-        operator_counts = [
+        inventory = [
             count_tensors(result, name, partial(_source_weight, graph.record, source, name)) for name in result.names()
         ]
         linears, embeddings = map(quantized_ones, stored_schemes(graph.record, stored))
         kept = embeddings_of(graph.record)  # of tied parameters one lies in the file
         planned = linears | {name: scheme for name, scheme in embeddings.items() if name in kept}
-        proof = prove(operator_counts, planned, in_bytes=kept)
+        proof = prove(inventory, planned, in_bytes=kept)
         if not proof.passed:
             raise QuantizationError(
                 "this is not a quantized model: " + "; ".join(proof.reasons[:10]),

@@ -75,7 +75,7 @@ def test_what_sound_models_hold_is_fine(change: dict[str, object]) -> None:
     assert prove([GOOD.model_copy(update=change)], PLANNED).passed
 
 
-def test_the_census_counts_what_lies_in_the_file(tmp_path: Path) -> None:
+def test_the_inventory_counts_what_lies_in_the_file(tmp_path: Path) -> None:
     weight = np.random.default_rng(0).standard_normal((8, 64)).astype(np.float32)
     weight[0] = 0
     writer = CheckpointWriter(tmp_path)
@@ -84,8 +84,8 @@ def test_the_census_counts_what_lies_in_the_file(tmp_path: Path) -> None:
     writer.finish()
     say_schemes(tmp_path, {"w.weight": INT4})
     checkpoint = open_checkpoint(tmp_path)
-    operator_counts = count_tensors(checkpoint, "w.weight", lambda: weight)
-    assert operator_counts == TensorInventory(
+    inventory = count_tensors(checkpoint, "w.weight", lambda: weight)
+    assert inventory == TensorInventory(
         name="w.weight",
         weights=512,
         columns=64,

@@ -1,4 +1,4 @@
-"""Proof: the candidate's weights are quantized as planned, by a census of the file they were read from."""
+"""Proof: the candidate's weights are quantized as planned, by an inventory of the file they were read from."""
 
 from __future__ import annotations
 
