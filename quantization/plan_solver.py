@@ -97,7 +97,7 @@ def choose(
 
     >>> fast = Option(name="int8", seconds={1: 1.0}, bytes=1, kl=0.02)
     >>> safe = Option(name="fp32", seconds={1: 3.0}, bytes=4, kl=0.0)
-    >>> plan = choose({"qkv": [fast, safe], "o": [safe]}, Workload(shares={1: 1.0}), Limits(kl=0.03))
+    >>> plan = choose({"qkv": [fast, safe], "o": [safe]}, Workload(shares={1: 1.0}), PlanBudget(kl=0.03))
     >>> [c.option for c in plan.choices], plan.seconds
     (['int8', 'fp32'], 4.0)
     """

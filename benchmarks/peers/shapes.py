@@ -135,9 +135,9 @@ def settings_of(plan: PrecisionPlan, layers: int) -> list[str]:
 
 
 def as_in_candidates(scheme: Scheme, candidate_schemes: Sequence[Scheme]) -> Scheme:
-    """The scheme of a menu before its groups shrank to what divides the channels of the plan's model.
+    """The candidate scheme before its groups shrank to what divides the channels of the plan's model.
 
-    >>> as_in_candidates(Scheme(bits=8, group_size=64, symmetric=True), MENU).name
+    >>> as_in_candidates(Scheme(bits=8, group_size=64, symmetric=True), CANDIDATE_SCHEMES).name
     '8-bit g128'
     """
     if scheme in candidate_schemes or scheme.group_size is None:

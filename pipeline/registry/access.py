@@ -49,8 +49,8 @@ class VersionReference:
     @staticmethod
     def parse(text: str) -> VersionReference:
         """
-        >>> Reference.parse("models:/smollm2@champion"), str(Reference.parse("models:/smollm2/3"))
-        (Reference(name='smollm2', alias='champion', number=None), 'models:/smollm2/3')
+        >>> VersionReference.parse("models:/smollm2@champion"), str(VersionReference.parse("models:/smollm2/3"))
+        (VersionReference(name='smollm2', alias='champion', number=None), 'models:/smollm2/3')
         """
         found = re.fullmatch(r"models:/(?P<name>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<number>[1-9]\d*))", text)
         if not found:
