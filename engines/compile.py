@@ -97,6 +97,7 @@ def lowering_for(
         graph.record,
         weights,
         graph.record.max_positions,
+        target.kernels,
         dict(kv_scales),
         kv_bits,
         float_type=target.capabilities.precision(precision).float_type,

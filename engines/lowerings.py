@@ -12,7 +12,7 @@ from tapeout.formats import formats
 from tapeout.number_format import NumberFormat
 from tapeout.schemes import Scheme
 
-NATIVE_BITS, STOCK_BITS = (4, 5, 6, 8), (4, 8)  # of integers in native kernels, and in ONNX Runtime's own operators
+STOCK_BITS = (4, 8)  # of integers in ONNX Runtime's own operators
 GATHERED = "an embedding is gathered; it has no input to round"
 
 
@@ -20,14 +20,12 @@ GATHERED = "an embedding is gathered; it has no input to round"
 class Linears:
     """``passes``: modules of the backend in ``engines/passes``; the first that runs here takes a linear.
 
-    For ONNX Runtime, group-quantized codes are ``native_bits`` wide in native kernels (BlockLinear, BlockGather) and
-    ``stock_bits`` in ONNX Runtime's own operators; 0: decoded. Codes that are no integers of so many bits are widened:
-    the same weights, in more bytes. So are codes whose groups native kernels do not take in these bits
-    (``block_linears.native_bits``).
+    Group-quantized codes are ``stock_bits`` wide in ONNX Runtime's own operators; 0: decoded. Codes that are no
+    integers of so many bits are widened: the same weights, in more bytes. The target's kernels have bits of their own
+    (``engines/kernels/kernel_set.py``).
     """
 
     passes: tuple[str, ...]
-    native_bits: int = 0
     stock_bits: int = 0
     embedding: str = ""  # why it cannot be an embedding
 
@@ -44,5 +42,4 @@ def lowering_of(scheme: Scheme, backend: str) -> Linears:
     least = found.integer_bits if isinstance(found, NumberFormat) else 0
     if not least:
         return Linears(("linear_kernels",))
-    native, stock = (min(bits for bits in known if bits >= least) for known in (NATIVE_BITS, STOCK_BITS))
-    return Linears(("block_linears", "linear_kernels"), native, stock)
+    return Linears(("block_linears", "linear_kernels"), min(bits for bits in STOCK_BITS if bits >= least))

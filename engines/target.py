@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
     from numpy.typing import NDArray
 
+    from engines.kernels.kernel_set import KernelSet
     from engines.passes.base import Pass
 
 RecordT = TypeVar("RecordT", bound=LoweredRecord)
@@ -111,6 +112,11 @@ class Target(ABC, Generic[RecordT]):
     capabilities: Capabilities
     artifact_type: type[RecordT]  # of what a build writes
 
+    @property
+    def kernels(self) -> KernelSet | None:
+        """Those that Tapeout brings for the target, which its passes put into graphs; None: it brings none."""
+        return None
+
     @abstractmethod
     def passes(self) -> Passes: ...
 
@@ -142,8 +148,8 @@ class Target(ABC, Generic[RecordT]):
     def timer(self, model: ir.Model, threads: int) -> Timer:
         raise BuildError(f"{self.name} times no kernels", expected="a target that does", remedy="see docs/targets.md")
 
-    def kernels(self) -> str:
-        """Version of the target's own kernels; measured times are kept under it."""
+    def kernels_version(self) -> str:
+        """Of the target's own kernels; measured times are kept under it."""
         return ""
 
 

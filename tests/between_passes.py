@@ -19,9 +19,9 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from engines.bundle import BLOCK_TABLE, GREEDY, NEXT_TOKENS, OFFSETS, STARTS
+from engines.kernels.cpu.kernel_set import CpuKernels
 from engines.passes.base import CONTRIB, Lowering, initializer, replace
 from engines.passes.graph.linears import biases_of, group_name, is_head, is_linear, weights_of
-from engines.passes.onnxruntime import block_linears
 from engines.passes.tensorrt.fixed_kv_cache import WRITE_POSITIONS
 from engines.sessions import cpu_options, open_session
 from engines.targets.ort_cpu import library
@@ -102,7 +102,7 @@ def _write_linear(model: ir.Model, lowering: Lowering, node: ir.Node, coming: st
 
 def _rounding_inputs() -> str:
     """The pass that takes linears over codes."""
-    return "linear_kernels" if block_linears.unsupported() else "block_linears"
+    return "linear_kernels" if CpuKernels().unsupported("BlockLinear") else "block_linears"
 
 
 def _round_cache(model: ir.Model, scales: Mapping[str, FloatArray]) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from engines.kernels.cpu.kernel_set import CpuKernels
 from engines.passes.base import CONTRIB, Lowering, PassResult
 from engines.sessions import cpu_options, open_session
 from engines.targets.ort_cpu import library
@@ -176,7 +177,8 @@ def lowering(
         max_relative_error=0.0,
         versions={},
     )
-    return Lowering(model, record, FixedWeights({**stored, **(tensors or {})}), max_tokens, kv_scales or {}, kv_bits)
+    weights = FixedWeights({**stored, **(tensors or {})})
+    return Lowering(model, record, weights, max_tokens, CpuKernels(), kv_scales or {}, kv_bits)
 
 
 def group(name: str, *members: str, in_features: int = 32, out_features: int = 32, biased: bool = False) -> LinearGroup:

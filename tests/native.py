@@ -18,8 +18,10 @@ import onnx_ir as ir
 import pytest
 from numpy.typing import NDArray
 
-from engines.kernels.cpu import DOMAIN, LEVELS, Level, compiler
-from engines.passes.onnxruntime import block_linears, cached_attention, embedding, static_int8_linears
+from engines.kernels.cpu import LEVELS, Level, compiler
+from engines.kernels.cpu.kernel_set import CpuKernels
+from engines.kernels.operators import DOMAIN
+from engines.passes.onnxruntime import block_linears
 from engines.sessions import cpu_options, open_session
 from engines.targets.ort_cpu import library
 from tapeout.quantized import QuantizedWeight
@@ -54,8 +56,7 @@ def least_level() -> Level:
 
 def without_native_operators(patch: pytest.MonkeyPatch) -> str:
     """Passes write ONNX Runtime's own operators, as where native ones cannot run. Why is what reports say then."""
-    for step in (block_linears, cached_attention, embedding, static_int8_linears):
-        patch.setattr(step, "unsupported", lambda: STOCK)
+    patch.setattr(CpuKernels, "unsupported", lambda self, operator: STOCK)
     return STOCK
 
 
@@ -91,7 +92,7 @@ def linear_session(
     if kind == "HeadLinear":
         inputs.append(value("greedy", [], ir.DataType.BOOL))
     holder = model_of([], [])
-    codes, scales, zero_points = block_linears.stacked(holder, "linear", lambda: [linear])
+    codes, scales, zero_points = block_linears.stacked(holder, CpuKernels(), "linear", lambda: [linear])
     rest: list[ir.Value | None] = [] if weight is None else [parameter("norm.weight", weight)]
     rest += [codes, scales, zero_points, None if bias is None else parameter("linear.bias", bias)]
     while rest[-1] is None:
@@ -102,7 +103,7 @@ def linear_session(
 
 def gather_session(table: QuantizedWeight) -> Run:
     """A session of one BlockGather: takes ids, returns embeddings."""
-    codes, scales, zero_points = block_linears.stacked(model_of([], []), "table", lambda: [table])
+    codes, scales, zero_points = block_linears.stacked(model_of([], []), CpuKernels(), "table", lambda: [table])
     rest = [codes, scales] if zero_points is None else [codes, scales, zero_points]
     known = {"N": len(table.codes)} | block_linears.attributes(table, scales)
     return _session(

@@ -137,7 +137,7 @@ def linear_model(target: Target[Any], stored: Any, shape: LinearShape, copies: i
     ]
     graph = ir.Graph([x], [node.outputs[0] for node in nodes], nodes=nodes, opset_imports={"": 21}, name="linears")
     model = ir.Model(graph, ir_version=10)
-    lowering = Lowering(model, _record(shape, names), _RolledWeights(stored, names), max_tokens=1)
+    lowering = Lowering(model, _record(shape, names), _RolledWeights(stored, names), 1, target.kernels)
     for step in target.passes().linears:
         step.run(lowering)
     if any(node.domain == INTERNAL for node in model.graph):

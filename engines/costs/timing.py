@@ -70,7 +70,7 @@ def _key(described: Mapping[str, Any], target: Target[Any], threads: int) -> str
         "method": METHOD,
         "target": target.name,
         "fingerprint": target.fingerprint().model_dump(mode="json"),
-        "kernels": target.kernels(),
+        "kernels": target.kernels_version(),
         "threads": threads,
     }
     return hashlib.sha256(canonical_json(content)).hexdigest()

@@ -17,6 +17,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from engines.bundle import LinearOutput
+from engines.kernels.kernel_set import KernelSet
 from tapeout.graph_analysis import is_parameter
 from tapeout.portable_graph import LinearGroup, PortableGraph
 from tapeout.quantized import QuantizedWeight
@@ -68,6 +69,7 @@ class Lowering:
     graph: PortableGraph
     weights: Weights
     max_tokens: int
+    kernel_set: KernelSet | None  # of the target
     kv_scales: dict[str, NDArray[np.float32]] = field(default_factory=dict)  # empty: float cache
     kv_bits: int = 8  # of the codes under them: 8, or 4 and two of them a byte
     plan: dict[str, str] = field(default_factory=dict)  # filled by the kernel pass: group -> kernel
@@ -82,6 +84,11 @@ class Lowering:
         transposed = frozenset(name for g in self.graph.groups if g.transposed for name in g.members)
         if transposed and not isinstance(self.weights, _OutByIn):
             self.weights = _OutByIn(self.weights, transposed)
+
+    @property
+    def kernels(self) -> KernelSet:
+        assert self.kernel_set is not None, "a target that runs this pass has kernels of its own"
+        return self.kernel_set
 
     def group_of(self, parameter: str) -> LinearGroup | None:
         return next((g for g in self.graph.groups if parameter in g.members), None)

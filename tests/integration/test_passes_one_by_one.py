@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from engines.bundle import PassReport
 from engines.compile import lower
+from engines.kernels.cpu.kernel_set import CpuKernels
 from engines.load import find_target, known_targets
 from engines.passes.base import Lowering, PassResult
 from engines.passes.onnxruntime import grouped_query_attention, silu
@@ -187,6 +188,7 @@ def lowering_of(graph: Artifact[PortableGraph], precision: str) -> Lowering:
         record,
         FixedWeights(tensors_of(graph, precision)),
         record.max_positions,
+        CpuKernels(),
         float_type="fp16",
         precision=precision,
         qdq=qdq,

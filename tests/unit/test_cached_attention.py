@@ -21,6 +21,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from engines.kernels import cpu as native
 from engines.kernels.cpu.clipping import Clipping, ValueCounts, clippings
+from engines.kernels.operators import DOMAIN
 from engines.passes.onnxruntime import cached_attention, prompt_attention
 from engines.sessions import cpu_options, open_session
 from engines.targets.ort_cpu import library
@@ -124,7 +125,7 @@ def model(case: Case, op_type: str) -> bytes:
     if case.codes and not own:
         inputs += ["", "", ""]
         attributes |= {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
-    domain = native.DOMAIN if own else "com.microsoft"
+    domain = DOMAIN if own else "com.microsoft"
     outputs = ["y"] if own else ["y", "key", "value"]  # ours writes its inputs
     node = helper.make_node(op_type, [*inputs, *scales], outputs, domain=domain, **attributes)
     cache_type = TensorProto.INT8 if case.codes else TensorProto.FLOAT
@@ -148,9 +149,7 @@ def model(case: Case, op_type: str) -> bytes:
     graph_outputs += [info(name, cache_type, cache) for name in outputs[1:]]
     initializers = [numpy_helper.from_array(array, name) for name, array in found.items()]
     graph = helper.make_graph([node], "attention", graph_inputs, graph_outputs, initializers)
-    opsets = [
-        helper.make_opsetid(name, version) for name, version in (("", 21), ("com.microsoft", 1), (native.DOMAIN, 1))
-    ]
+    opsets = [helper.make_opsetid(name, version) for name, version in (("", 21), ("com.microsoft", 1), (DOMAIN, 1))]
     return helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
 
 
@@ -661,7 +660,7 @@ def test_it_takes_the_place_of_the_stock_operator_and_of_a_branch_for_prompts() 
     block = graph(Layout())
     assert applied(block, Layout()) == (1, ())
     assert "CachedAttention" in lowering.operators(block) and "GroupQueryAttention" not in lowering.operators(block)
-    assert block.opset_imports[native.DOMAIN] == 1
+    assert block.opset_imports[DOMAIN] == 1
     after = lowering.apply(lowering.lowering(block), prompt_attention)
     assert after.declined == ("no GroupQueryAttention in the graph",)
 
@@ -669,7 +668,7 @@ def test_it_takes_the_place_of_the_stock_operator_and_of_a_branch_for_prompts() 
 @pytest.mark.parametrize(
     ("layout", "kv_bits", "reason"),
     [
-        (Layout(), 4, "layer 0: a cache of 4-bit codes"),
+        (Layout(), 4, "layer 0: a cache of uint8"),
         (Layout(head_size=24), 8, "layer 0: heads of 24 channels"),
     ],
     ids=["4 bits", "odd heads"],

@@ -12,11 +12,11 @@ import pytest
 
 from engines.compile import ALIGNMENT_BYTES, build, lower, write_weights
 from engines.graph_check import structure
+from engines.kernels.cpu.packing import packed
 from engines.load import find_target, load
 from engines.passes.base import Lowering, PassResult
 from engines.passes.graph import linears
 from engines.passes.onnxruntime import linear_kernels, silu
-from engines.passes.onnxruntime.block_linears import packed
 from engines.sequences import Sequences
 from quantization.compressed_tensors import open_checkpoint
 from tapeout.artifact import Artifact

@@ -8,7 +8,7 @@ import onnxruntime as ort
 import pytest
 
 from engines.kernels import cpu as native
-from engines.kernels.cpu import DOMAIN
+from engines.kernels.operators import DOMAIN
 from engines.sessions import cpu_options, open_session
 from engines.targets.ort_cpu import library
 from tests.lowering import model_of, named, parameter, value

@@ -19,7 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.kernels import cpu as native
-from engines.kernels.cpu import DOMAIN, compiler
+from engines.kernels.cpu import compiler
+from engines.kernels.cpu.kernel_set import CpuKernels
+from engines.kernels.operators import DOMAIN
 from engines.passes.onnxruntime import block_linears
 from engines.sessions import cpu_options, open_session
 from engines.targets.ort_cpu import library
@@ -40,7 +42,7 @@ def graph() -> bytes:
     x, holder = value("x", ["tokens", "width"]), model_of([], [])
 
     def linear(kind: str, name: str, *inputs: ir.Value) -> ir.Node:
-        codes, scales, _ = block_linears.stacked(holder, name, lambda: [WEIGHTS[name]])
+        codes, scales, _ = block_linears.stacked(holder, CpuKernels(), name, lambda: [WEIGHTS[name]])
         known = {"N": WIDTH} | block_linears.attributes(WEIGHTS[name], scales)
         norm = [parameter(f"{name}.norm", NORM)] if kind == "ResidualNormLinear" else []
         for weights in (codes, scales):
@@ -145,7 +147,7 @@ def test_a_tied_embedding_is_part_of_a_step(tied: bool) -> None:
     head = table if tied else random_linear(80, WIDTH, EIGHT, seed=8)
     ids, holder, known = value("ids", ["tokens"], ir.DataType.INT64), model_of([], []), list[list[ir.Value]]()
     for name, weights in (("embedding", table), ("lm_head", head)):
-        codes, scales, _ = block_linears.stacked(holder, name, lambda weights=weights: [weights])
+        codes, scales, _ = block_linears.stacked(holder, CpuKernels(), name, lambda weights=weights: [weights])
         known.append([codes, scales])
     holder.graph.initializers.clear()
     attributes = {"N": 80} | block_linears.attributes(table, known[0][1])
@@ -176,7 +178,7 @@ def with_steps(count: int, *, names: int = 1, outputs: int = 4096) -> ir.Model:
     The weights are initializers of so many ``names``.
     """
     x, holder, weights = value("x", ["tokens", 4096]), model_of([], []), random_linear(outputs, 4096, EIGHT)
-    known = [block_linears.stacked(holder, f"w{name}", lambda: [weights])[:2] for name in range(names)]
+    known = [block_linears.stacked(holder, CpuKernels(), f"w{name}", lambda: [weights])[:2] for name in range(names)]
     attributes = {"N": outputs} | block_linears.attributes(weights, known[0][1])
     holder.graph.initializers.clear()
     last = x

@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.kernels import cpu as native
-from engines.kernels.cpu import NATIVE, SMALL
+from engines.kernels.cpu import SMALL
+from engines.kernels.operators import OPERATORS
 from engines.sessions import THREADS_ENTRY, cpu_options, threads_of
 from engines.targets.ort_cpu import library
 from tapeout.cores import physical_cores
@@ -198,7 +199,7 @@ def test_a_graph_with_other_operators_keeps_the_threads_of_the_runtime() -> None
             own = False
         return options.intra_op_num_threads, own
 
-    assert threads_of([*NATIVE, *SMALL]) == (1, True)
-    assert threads_of([*NATIVE, "MatMulNBits"]) == (3, False)
+    assert threads_of([*OPERATORS, *SMALL]) == (1, True)
+    assert threads_of([*OPERATORS, "MatMulNBits"]) == (3, False)
     assert threads_of([]) == (3, False)
     assert cpu_options(3, None, ["Gather"]).intra_op_num_threads == 3

@@ -1,8 +1,8 @@
 """Native operators for ONNX Runtime on CPU, in C: each fuses several of its operators into one pass over memory.
 
-``source/`` has the kernels, ``compiler`` compiles them, passes that import ``DOMAIN`` put them into graphs. A bundle
-holds the libraries it was judged with: one for each of ``LEVELS``, over the same weights. Where a processor has none of
-these levels ONNX Runtime's own operators run.
+``source/`` has the kernels, ``compiler`` compiles them, ``kernel_set`` tells passes what they take. A bundle holds the
+libraries it was judged with: one for each of ``LEVELS``, over the same weights. Where a processor has none of these
+levels ONNX Runtime's own operators run.
 """
 
 from __future__ import annotations
@@ -11,23 +11,10 @@ import platform
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from engines.kernels.operators import OPERATORS
 from tapeout.errors import BuildError
 from tapeout.fingerprint import cpu_features
 
-DOMAIN = "tapeout.kernels"
-NATIVE = frozenset(
-    {
-        "BlockGather",
-        "BlockLinear",
-        "CachedAttention",
-        "GatedLinear",
-        "HeadLinear",
-        "NormLinear",
-        "NormRows",
-        "QuantizeActivations",
-        "ResidualNormLinear",
-    }
-)
 # Operators of ONNX Runtime whose work one thread does in a few microseconds, by one code for all processors.
 SMALL = frozenset({"Gather", "Reshape", "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization"})
 
@@ -106,4 +93,4 @@ def unsupported() -> str:
 def all_native(operators: Iterable[str]) -> bool:
     """Whether our own operators do all the work of a graph, so that the level alone says what is computed."""
     found = {*operators}
-    return bool(found & NATIVE) and found <= NATIVE | SMALL
+    return bool(found & OPERATORS.keys()) and found <= OPERATORS.keys() | SMALL

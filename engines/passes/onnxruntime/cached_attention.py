@@ -19,10 +19,9 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from engines.bundle import BLOCK_TABLE, OFFSETS, STARTS
-from engines.kernels.cpu import DOMAIN, unsupported
-from engines.passes.base import Lowering, PassResult, attribute, dimension, take_over
+from engines.kernels.operators import DOMAIN
+from engines.passes.base import Lowering, PassResult, dimension, take_over
 
-HEAD_SIZES, LARGEST_HEAD = 16, 512  # a head is a multiple of the first: the lanes of a vector
 CACHE_ATTRIBUTES = ("k_quant_type", "v_quant_type", "kv_cache_bit_width")  # the cache itself says as much
 ATTRIBUTES = ("num_heads", "kv_num_heads", "scale", "do_rotary", "rotary_interleaved", "softcap", "local_window_size")
 
@@ -32,13 +31,13 @@ def run(lowering: Lowering) -> PassResult:
     nodes = [n for n in model.graph if n.op_type == "GroupQueryAttention"]
     if not nodes:
         return PassResult(0, ("no GroupQueryAttention in the graph",))
-    machine = unsupported()
-    if machine:
-        return PassResult(0, (f"every layer: {machine}; GroupQueryAttention stays",))
+    missing = lowering.kernels.unsupported("CachedAttention")
+    if missing:
+        return PassResult(0, (f"every layer: {missing}; GroupQueryAttention stays",))
     declined = [
         f"layer {layer}: {reason}; GroupQueryAttention stays in every layer"
         for layer, node in enumerate(nodes)
-        if (reason := _unfit(node))
+        if (reason := _unfit(lowering, node))
     ]
     if declined:
         return PassResult(0, tuple(declined))
@@ -58,19 +57,13 @@ def run(lowering: Lowering) -> PassResult:
     return PassResult(len(nodes))
 
 
-def _unfit(node: ir.Node) -> str:
+def _unfit(lowering: Lowering, node: ir.Node) -> str:
     unknown = sorted(node.attributes.keys() - {*ATTRIBUTES, *CACHE_ATTRIBUTES})
     if unknown or any(extra is not None for extra in node.inputs[9:12]):  # positions, a bias, sinks
         return f"inputs or attributes that there is no kernel for{': ' * bool(unknown)}{', '.join(unknown)}"
     past = node.inputs[3]
-    assert past is not None
-    if past.dtype not in (ir.DataType.FLOAT, ir.DataType.INT8):
-        bits = attribute(node, "kv_cache_bit_width", 8)
-        return f"a cache of {bits}-bit codes, where there are kernels for float and int8"
-    size = dimension(past, 3)
-    if size % HEAD_SIZES or size > LARGEST_HEAD:
-        return f"heads of {size} channels, where kernels take multiples of {HEAD_SIZES} up to {LARGEST_HEAD}"
-    return ""
+    assert past is not None and past.dtype is not None
+    return lowering.kernels.unsupported_cache(past.dtype.numpy().name, dimension(past, 3))
 
 
 def _replace(model: ir.Model, node: ir.Node, inputs: list[ir.Value]) -> None:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from engines.kernels.cpu import DOMAIN, unsupported
+from engines.kernels.operators import DOMAIN
 from engines.lowerings import lowering_of
 from engines.passes.base import CONTRIB, Lowering, PassResult, deferred, initializer, new_value, replace
 from engines.passes.onnxruntime import block_linears
-from engines.passes.onnxruntime.block_linears import BACKEND, in_more_bits, widened
+from engines.passes.onnxruntime.block_linears import in_more_bits, widened
 from engines.passes.onnxruntime.linear_kernels import pack
 from tapeout.errors import BuildError
 from tapeout.quantized import QuantizedWeight
@@ -33,18 +33,19 @@ def run(lowering: Lowering) -> PassResult:
         return PassResult(0, (f"{name}: it is not quantized; it is gathered in float",))
     if not nodes:
         return PassResult(0, (f"{name}: no Gather reads it; its codes are left unused",))
-    known = lowering_of(weight.scheme, BACKEND)
+    known = lowering_of(weight.scheme, "onnxruntime")
     if known.embedding:
         raise BuildError(
             f"{name} in {weight.scheme.name}: {known.embedding}",
             expected="an embedding that is weight-only",
             remedy="run `dvc repro quantize`",
         )
-    if not known.native_bits:
+    if not known.stock_bits:
         lowering.plan["embedding"] = f"Gather fp32, decoded from {weight.scheme.name}"
         return PassResult(0, (f"{name}: no operator gathers {weight.scheme.name}; it is gathered in float",))
-    reason = unsupported() or block_linears.unfit(weight)
-    bits = known.stock_bits if reason else block_linears.native_bits(weight)
+    kernels = lowering.kernels
+    reason = kernels.unsupported("BlockGather") or kernels.unsupported_weight(weight)
+    bits = known.stock_bits if reason else kernels.code_bits(weight)
     for node in nodes:
         gather = (_stock if reason else _native)(lowering, name, bits, node)
         replace(lowering.model, [node], [gather], {node.outputs[0]: gather.outputs[0]})
@@ -55,7 +56,9 @@ def run(lowering: Lowering) -> PassResult:
 
 def _native(lowering: Lowering, name: str, bits: int, node: ir.Node) -> ir.Node:
     model, weight = lowering.model, _codes(lowering, name, bits)
-    codes, scales, zero_points = block_linears.stacked(model, "embedding", lambda: [_codes(lowering, name, bits)])
+    codes, scales, zero_points = block_linears.stacked(
+        model, lowering.kernels, "embedding", lambda: [_codes(lowering, name, bits)]
+    )
     model.opset_imports[DOMAIN] = 1
     return ir.node(
         "BlockGather",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from engines.bundle import GREEDY, NEXT_TOKENS
-from engines.kernels.cpu import DOMAIN
+from engines.kernels.operators import DOMAIN
 from engines.passes.base import Lowering, PassResult
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from engines.kernels.cpu import DOMAIN
+from engines.kernels.operators import DOMAIN
 from engines.passes.base import Lowering, PassResult, attribute, new_value, only_use, producer_of, replace
 
 

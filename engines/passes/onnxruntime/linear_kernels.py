@@ -29,7 +29,7 @@ from engines.passes.graph.linears import (
     trimmed,
     weights_of,
 )
-from engines.passes.onnxruntime.block_linears import BACKEND, in_more_bits, widened
+from engines.passes.onnxruntime.block_linears import in_more_bits, widened
 from tapeout.quantized import QuantizedWeight
 
 ACCURACY_LEVEL = 4
@@ -46,7 +46,7 @@ def run(lowering: Lowering) -> PassResult:
 def _lower(lowering: Lowering, node: ir.Node) -> None:
     label, parts = label_of(lowering, node), quantized(lowering, node)
     one_scheme(label, _read(lowering, node))
-    bits = lowering_of(parts[0].scheme, BACKEND).stock_bits if parts else 0
+    bits = lowering_of(parts[0].scheme, "onnxruntime").stock_bits if parts else 0
     if bits:
         nodes = [_nbits(lowering, label, node, bits)]
         put(lowering, node, nodes, f"MatMulNBits {described(parts[0])}{in_more_bits(parts[0], bits)}")

@@ -13,26 +13,23 @@ Linears without an input scale are left to the next kernel pass.
 
 from __future__ import annotations
 
-import platform
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from engines.kernels.cpu import DOMAIN, unsupported
+from engines.kernels.operators import DOMAIN
 from engines.passes.base import CONTRIB, Lowering, PassResult, deferred, initializer, new_value
 from engines.passes.graph.linears import is_linear, label_of, put, quantized, stacked_bias, trimmed
 from tapeout.errors import BuildError
-from tapeout.fingerprint import cpu_features
 from tapeout.quantized import QuantizedWeight
 
 MIDPOINT = 128  # unsigned code of zero, of inputs and weights alike
-EXACT_FEATURES = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
 
 
 def run(lowering: Lowering) -> PassResult:
-    matched, declined, signed = 0, list[str](), signed_weights_are_exact()
+    matched, declined, reason = 0, list[str](), lowering.kernels.unsupported("QuantizeActivations")
     for node in [n for n in lowering.model.graph if is_linear(n)]:
         parts = quantized(lowering, node)
         scales = {part.input_scale for part in parts} or {None}
@@ -47,23 +44,18 @@ def run(lowering: Lowering) -> PassResult:
                 expected="one input scale for linears that read the same input",
                 remedy="let one rule of plan.schemes match the whole group",
             )
-        _lower(lowering, node, parts, signed=signed)
+        _lower(lowering, node, parts, counts=not reason)
         matched += 1
     lowering.model.opset_imports[CONTRIB] = 1
     if not matched:
         return PassResult(0, ("no linear has a static scale for its inputs",))
-    if reason := unsupported():
+    if reason:
         declined.append(f"every linear: {reason}; what static grids clip is not counted")
     return PassResult(matched, tuple(declined))
 
 
-def signed_weights_are_exact() -> bool:
-    """False on x86 without VNNI, where uint8 · int8 adds pairs in saturating 16 bits; uint8 · uint8 does not."""
-    return platform.machine() not in ("x86_64", "AMD64") or bool(EXACT_FEATURES.intersection(cpu_features()))
-
-
-def _lower(lowering: Lowering, node: ir.Node, parts: list[QuantizedWeight], *, signed: bool) -> None:
-    model, label = lowering.model, label_of(lowering, node)
+def _lower(lowering: Lowering, node: ir.Node, parts: list[QuantizedWeight], *, counts: bool) -> None:
+    model, label, signed = lowering.model, label_of(lowering, node), lowering.kernels.exact_signed_products
 
     def codes() -> NDArray[Any]:
         stacked = np.concatenate([part.codes for part in quantized(lowering, node)]).T
@@ -73,7 +65,7 @@ def _lower(lowering: Lowering, node: ir.Node, parts: list[QuantizedWeight], *, s
     scale = initializer(model, f"{label}.input_scale", np.array(parts[0].input_scale, np.float32))
     middle = initializer(model, f"{label}.input_zero", np.array(MIDPOINT, np.uint8))
     grid, rounded = [node.inputs[0], scale], [new_value(f"{label}.inputs")]
-    if unsupported():
+    if not counts:
         quantize = ir.node("QuantizeLinear", [*grid, middle], outputs=rounded)
     else:
         quantize = ir.node("QuantizeActivations", grid, domain=DOMAIN, outputs=rounded)

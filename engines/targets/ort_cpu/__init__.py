@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from engines.bundle import EngineBundle, LoweredRecord
     from engines.kernels.cpu import Level
+    from engines.kernels.cpu.kernel_set import CpuKernels
     from engines.passes.base import Pass
     from engines.protocol import Engine
     from engines.target import Probe, Timer
@@ -48,6 +49,12 @@ class OrtCpu(GraphTarget):
         int8_activations=True,
         timed=True,
     )
+
+    @property
+    def kernels(self) -> CpuKernels:
+        from engines.kernels.cpu.kernel_set import CpuKernels
+
+        return CpuKernels(self._level)
 
     def passes(self) -> Passes:
         from engines.passes.graph import linears, logit_positions, merge_linears, rotary_tables
@@ -100,9 +107,10 @@ class OrtCpu(GraphTarget):
         """
         from engines.kernels import cpu as native
         from engines.kernels.cpu import compiler
+        from engines.kernels.operators import OPERATORS
 
         bundle = super().complete(lowered, model, folder)
-        if not native.NATIVE & lowered.operator_counts.keys():
+        if not OPERATORS.keys() & lowered.operator_counts.keys():
             return bundle
         if native.all_native(lowered.operator_counts):
             levels = (self._level,) if self._level else native.LEVELS
@@ -150,7 +158,7 @@ class OrtCpu(GraphTarget):
 
         return SessionTimer(model, threads, self._library())
 
-    def kernels(self) -> str:
+    def kernels_version(self) -> str:
         compiled = self._library()
         return "" if compiled is None else compiled.parent.name
 

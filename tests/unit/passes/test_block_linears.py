@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from engines.kernels.cpu import DOMAIN
+from engines.kernels.cpu import packing
+from engines.kernels.cpu.packing import STEP, TILE, tiles_of
+from engines.kernels.operators import DOMAIN
 from engines.passes.base import attribute
 from engines.passes.graph import linears, merge_linears
 from engines.passes.onnxruntime import block_linears, linear_kernels, static_int8_linears
-from engines.passes.onnxruntime.block_linears import STEP, TILE, tiles_of
 from tapeout.errors import BuildError
 from tapeout.quantized import QuantizedWeight
 from tapeout.schemes import STATIC_INT8, Scheme
@@ -205,7 +206,7 @@ def code_at(tile: NDArray[np.uint8], lane: int, column: int, bits: int) -> int:
 def test_packing_keeps_every_code_where_the_kernel_reads_it(rows: int, groups: int, bits: int, seed: int) -> None:
     columns = groups * (32 if bits == 5 else 16)
     codes = np.random.default_rng(seed).integers(0, 1 << bits, (rows, columns)).astype(np.uint8)
-    packed = block_linears.packed(codes, bits)
+    packed = packing.packed(codes, bits)
     tiles = tiles_of(rows)
     assert packed.shape == (tiles, columns * TILE * bits // 8) and packed.dtype == np.uint8
     for row in range(tiles * TILE):
@@ -217,7 +218,7 @@ def test_packing_keeps_every_code_where_the_kernel_reads_it(rows: int, groups: i
 @pytest.mark.parametrize("rows", [1, 16, 37])
 def test_scales_lie_tile_by_tile(rows: int) -> None:
     scales = RNG.standard_normal((rows, 3)).astype(np.float32)
-    laid = block_linears.by_tile(scales)
+    laid = packing.by_tile(scales)
     assert laid.shape == (tiles_of(rows), 3, TILE)
     flat = laid.transpose(0, 2, 1).reshape(-1, 3)
     np.testing.assert_array_equal(flat[:rows], scales)

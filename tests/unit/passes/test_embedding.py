@@ -4,6 +4,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from engines.kernels.cpu.kernel_set import CpuKernels
 from engines.passes.onnxruntime import block_linears, embedding
 from tapeout.quantized import round_to_nearest
 from tapeout.schemes import Scheme
@@ -72,7 +73,7 @@ def test_the_native_table_and_a_tied_head_hold_the_same_bytes(native_operators: 
     apply(lowering(model, {"embed.weight": table}), embedding)
     head = model_of([], [])
     for value_, expected in zip(
-        block_linears.stacked(head, "embedding", lambda: [table]),
+        block_linears.stacked(head, CpuKernels(), "embedding", lambda: [table]),
         (model.graph.initializers[f"embedding.{part}"] for part in ("codes", "scales", "zero_points")),
         strict=True,
     ):

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from engines.kernels.cpu.kernel_set import CpuKernels
 from engines.passes.graph import linears, merge_linears
 from engines.passes.onnxruntime import linear_kernels, static_int8_linears
 from tapeout.errors import BuildError
@@ -34,9 +35,9 @@ def rounded(x: np.ndarray, step: float = STEP) -> np.ndarray:
 def test_a_product_computes_what_its_codes_say(
     columns: int, biased: bool, signed: bool, operators_of: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if signed and not static_int8_linears.signed_weights_are_exact():
+    if signed and not CpuKernels().exact_signed_products:
         pytest.skip("this processor's kernels saturate, and the pass avoids them")
-    monkeypatch.setattr(static_int8_linears, "signed_weights_are_exact", lambda: signed)
+    monkeypatch.setattr(CpuKernels, "exact_signed_products", signed)
     model = linear_model({"block.fc": 37}, columns, biased=biased, rng=RNG)
     weight = static(37, columns)
     lowered = lowering(model, {"block.fc.weight": weight})

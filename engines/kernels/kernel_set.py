@@ -1,0 +1,51 @@
+"""What a target's passes may use beside the operators of its runtime: the kernels that Tapeout brings for it.
+
+A pass asks the set of its target (``lowering.kernels``), never the machine that it runs on: the set knows which
+processors it is for. What it cannot take stays with the operators of the runtime, and the pass says why.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tapeout.quantized import QuantizedWeight
+
+
+class KernelSet(Protocol):
+    """Reasons are clauses for users, empty where there is none."""
+
+    @property
+    def exact_signed_products(self) -> bool:
+        """Whether the runtime sums uint8 · int8 exactly where the kernels run; uint8 · uint8 always is."""
+        ...
+
+    def unsupported(self, operator: str) -> str:
+        """Why the set has no such operator of :data:`engines.kernels.operators.OPERATORS`."""
+        ...
+
+    def unsupported_weight(self, weight: QuantizedWeight) -> str:
+        """Why no linear or embedding of the set reads this weight."""
+        ...
+
+    def unsupported_cache(self, dtype: str, head_size: int) -> str:
+        """Why no attention of the set reads a KV cache of this type, as numpy calls it, and so many channels a head."""
+        ...
+
+    def code_bits(self, weight: QuantizedWeight) -> int:
+        """Bits in which the set stores the codes of a weight that it reads; at least those of its format."""
+        ...
+
+    def codes_shape(self, outputs: int, columns: int, bits: int) -> tuple[int, ...]:
+        """Of :meth:`pack_codes`."""
+        ...
+
+    def pack_codes(self, codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+        """Codes ``[N, K]`` as the kernels read them."""
+        ...
+
+    def pack_scales(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Scales or zero points ``[N, blocks]`` as the kernels read them, in their own type."""
+        ...

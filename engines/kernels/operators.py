@@ -1,0 +1,84 @@
+"""The operators that Tapeout's own kernels compute, each declared once.
+
+M  tokens of a step            K, N  input and output channels         B  sequences           P  tokens with logits
+H, KV  heads of queries, keys  D  channels of a head                   T  tokens of a block   [..]  one axis or more
+
+A set of kernels (``kernel_set.py``) has some of them. Passes write them into graphs in ``DOMAIN``; how a set lays out
+the codes, scales and zero points of a weight is its own. Graphs are checked against this table after each pass, the
+CPU's compiler makes of it what ONNX Runtime is told (``cpu/declarations.py``), and a test compares the documentation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DOMAIN = "tapeout.kernels"
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An input or output. ``types``: numpy's names; a node has one of them."""
+
+    name: str
+    types: tuple[str, ...] = ("float32",)
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Operator:
+    name: str
+    inputs: tuple[Argument, ...]
+    outputs: tuple[Argument, ...]
+    source: str  # of a set of kernels in C: the file of its implementation, by its stem
+
+
+_CODES, _SCALES = Argument("codes", ("uint8",)), Argument("scales", ("float16", "float32"))
+_ZERO_POINTS = Argument("zero_points", ("uint8",), optional=True)
+_TABLE = (_CODES, _SCALES, _ZERO_POINTS)  # a weight [N, K] in blocks of codes
+_WEIGHT = (*_TABLE, Argument("bias", optional=True))  # bias [N]
+_Y = Argument("y")
+
+
+def _linear(name: str, *before: Argument, also: tuple[Argument, ...] = ()) -> Operator:
+    return Operator(name, (*before, *_WEIGHT), (_Y, *also), "block_linear")
+
+
+_ALL = (
+    _linear("BlockLinear", Argument("x")),  # [.., K] to [.., N]
+    _linear("GatedLinear", Argument("x")),  # of silu(first half) * second half of [.., 2K]
+    _linear("NormLinear", Argument("x"), Argument("weight")),  # of the RMSNorm of x with weight [K]
+    # Of the norm of a + b, which is its second output.
+    _linear("ResidualNormLinear", Argument("a"), Argument("b"), Argument("weight"), also=(Argument("sum"),)),
+    # Logits [M, N], or where ``greedy`` is true the index of each token's largest.
+    _linear("HeadLinear", Argument("x"), Argument("greedy", ("bool",)), also=(Argument("next_tokens", ("int64",)),)),
+    Operator("BlockGather", (Argument("ids", ("int64",)), *_TABLE), (_Y,), "block_gather"),  # [..] to [.., K]
+    Operator(
+        "CachedAttention",
+        (
+            Argument("query"),  # [.., .., H·D]; or with keys and values in it, [.., .., (H + 2·KV)·D]
+            Argument("key", optional=True),
+            Argument("value", optional=True),
+            Argument("key_cache", ("float32", "int8")),  # [blocks, KV, T, D], written in place
+            Argument("value_cache", ("float32", "int8")),
+            Argument("offsets", ("int32",)),  # [B + 1] of the first token of each sequence
+            Argument("starts", ("int32",)),  # [B] positions of these tokens
+            Argument("block_table", ("int32",)),  # [B, blocks of a sequence]
+            Argument("cosines", optional=True),  # [positions, D / 2] of RoPE
+            Argument("sines", optional=True),
+            Argument("key_scales", optional=True),  # [KV, D] of a cache of codes
+            Argument("value_scales", optional=True),
+        ),
+        (_Y,),
+        "cached_attention",
+    ),
+    Operator(
+        "NormRows",
+        (Argument("x"), Argument("residual", optional=True), Argument("weight"), Argument("rows", ("int64",))),
+        (_Y,),  # [P, K]
+        "norm_rows",
+    ),
+    Operator(
+        "QuantizeActivations", (Argument("x"), Argument("scale")), (Argument("y", ("uint8",)),), "quantize_activations"
+    ),
+)
+OPERATORS = {operator.name: operator for operator in _ALL}
