@@ -13,10 +13,11 @@ import sys
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
-from engines.kernels.cpu import Level, compiler
+from engines.kernels.cpu import Level, compiler, declarations
 from tests.kept import kept
 
 HERE = Path(__file__).parent
@@ -85,11 +86,16 @@ def compile_kernels(
     """Objects of the kernels by the names of their files; ``only`` some of them."""
     # -O0: what is optimized away is not checked, and the unrolled loops compile 20 times as fast
     flags = ("-O0", *sanitizer.kernels)
-    return {
+    objects = {
         path.name: compile_object(path, level, sanitizer, *flags)
         for path in sorted(source.glob("*.c"))
         if only is None or path.name in only
     }
+    with TemporaryDirectory() as folder:
+        declared = Path(folder) / declarations.FILE
+        declared.write_text(declarations.text())
+        included = f"-I{compiler.SOURCE}"  # only the objects of changed files are made anew
+        return objects | {declared.name: compile_object(declared, level, sanitizer, *flags, included)}
 
 
 def compile_host(level: Level, sanitizer: Sanitizer = MEMORY) -> dict[str, Path]:

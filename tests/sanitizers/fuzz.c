@@ -231,7 +231,7 @@ static Node new_linear(int64_t long_block) {
   add_weights(&node.info, &node.weights);
   add_float(&node.info, "epsilon", node.epsilon);
   node.what = LINEARS[node.kind];
-  node.op = find_op(node.what, 0, FLOAT);
+  node.op = find_op(node.what);
   return node;
 }
 
@@ -352,7 +352,7 @@ static void check_linear(Node* node) {
 /* --- gather ----------------------------------------------------------------------------------------------------- */
 
 static Node new_gather(void) {
-  Node node = {.what = "BlockGather", .op = find_op("BlockGather", 0, INT64)};
+  Node node = {.what = "BlockGather", .op = find_op("BlockGather")};
   Value* in = node.context.inputs;
   const int64_t block = PICK(16, 32, 64), K = block * random_int(1, 3), N = random_int(1, 70);
   new_value(&in[0], INT64, 2, (int64_t[]){random_int(1, 3), random_int(0, 5)});
@@ -387,7 +387,7 @@ static void check_gather(Node* node) {
 void tapeout_activation_values(uint64_t* quantized, uint64_t* clipped);
 
 static Node new_quantize(void) {
-  Node node = {.what = "QuantizeActivations", .op = find_op("QuantizeActivations", 0, FLOAT)};
+  Node node = {.what = "QuantizeActivations", .op = find_op("QuantizeActivations")};
   Value *in = node.context.inputs, *scale = &in[1];
   const int64_t K = one_in(8) ? random_int(8000, 9000) : random_int(1, 70); /* one part, or two */
   new_value(&in[0], FLOAT, 2, (int64_t[]){random_int(0, 3), K});
@@ -429,7 +429,7 @@ static void check_quantize(Node* node) {
 enum { ROWS = 3 }; /* input */
 
 static Node new_norm_rows(void) {
-  Node node = {.what = "NormRows", .op = find_op("NormRows", 0, FLOAT), .epsilon = 0.01f};
+  Node node = {.what = "NormRows", .op = find_op("NormRows"), .epsilon = 0.01f};
   Value* in = node.context.inputs;
   const int64_t K = 16 * random_int(1, 40), tokens = random_int(1, 6), rank = random_int(2, 3);
   const int64_t dims[] = {1, tokens, K};
@@ -588,7 +588,7 @@ static Node new_attention(void) {
   node.changed[TABLE] = TYPE | PRESENCE | ALIGNMENT;
   node.context.input_count = INPUTS;
   node.context.written = 1 << KEY_CACHE | 1 << VALUE_CACHE;
-  node.op = find_op("CachedAttention", KEY_CACHE, node.int8 ? INT8 : FLOAT);
+  node.op = find_op("CachedAttention");
   add_int(&node.info, "num_heads", node.heads), add_int(&node.info, "kv_num_heads", node.kv_heads);
   add_float(&node.info, "scale", node.scale);
   add_int(&node.info, "do_rotary", node.rotary != NO_ROPE);

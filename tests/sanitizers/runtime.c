@@ -406,10 +406,10 @@ void release_library(void) {
   if (status) fail("release: %s", message_of(status));
   factory = NULL, domain = NULL;
 }
-const Op* find_op(const char* name, size_t input, int type) {
+const Op* find_op(const char* name) {
   for (size_t i = 0; i < domain->count; i++) {
     const Op* op = domain->ops[i];
-    if (!strcmp(op->name(op), name) && op->input_type(op, input) == type) return op;
+    if (!strcmp(op->name(op), name)) return op;
   }
   fail("no operator %s", name);
 }

@@ -47,8 +47,8 @@ extern int copies;                      /* how often a graph has the node */
 extern uint64_t constant_inputs;        /* a bit for each input that is an initializer of the graph */
 extern int64_t live_statuses, live_domains;
 
-/* The operator of a name and type of its input `input`, from the library's own registration. */
-const Op* find_op(const char* name, size_t input, int type);
+/* The operator of a name, from the library's own registration. */
+const Op* find_op(const char* name);
 /* Registers the library with an API of at most `version`. */
 Status* register_library(uint32_t version);
 void release_library(void);

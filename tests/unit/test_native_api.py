@@ -22,7 +22,7 @@ import onnxruntime as ort
 import pytest
 
 from engines.kernels import cpu as native
-from engines.kernels.cpu import compiler
+from engines.kernels.cpu import compiler, declarations
 from tests.kept import kept
 from tests.native import least_level
 
@@ -182,7 +182,8 @@ def library(*moved: str) -> Path:
         place = (PLACES | PROVIDER_PLACES)[name]
         assert f"  {name} = {place}," in header
         header = header.replace(f"  {name} = {place},", f"  {name} = {place + 1},")
-    sources = {path.name: path.read_text() for path in sorted(compiler.SOURCE.iterdir())} | {"ort.h": header}
+    sources = {path.name: path.read_text() for path in sorted(compiler.SOURCE.iterdir())}
+    sources |= {"ort.h": header, declarations.FILE: declarations.text()}
     flags = [
         flag for flag in (*compiler.FLAGS, *compiler.target_flags(least_level())) if flag not in ("-O3", "-shared")
     ]

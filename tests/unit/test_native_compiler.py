@@ -59,9 +59,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Sources of one small file, quickly compiled."""
+    """Sources of one small file, quickly compiled, beside the header that the table of operators needs."""
     folder = tmp_path / "source"
     folder.mkdir()
+    shutil.copyfile(compiler.SOURCE / "ort.h", folder / "ort.h")
     (folder / "answer.c").write_text(f"{SMALL}\n")
     monkeypatch.setattr(compiler, "SOURCE", folder)
     return folder

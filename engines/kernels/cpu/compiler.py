@@ -15,7 +15,7 @@ import tempfile
 from importlib import metadata
 from pathlib import Path
 
-from engines.kernels.cpu import Level
+from engines.kernels.cpu import Level, declarations
 from tapeout.cache import cache_folder
 from tapeout.errors import BuildError
 
@@ -64,7 +64,7 @@ def cache() -> Path:
 
 
 def _key(source: Path, flags: tuple[str, ...]) -> str:
-    content = hashlib.sha256(repr((metadata.version(COMPILER), flags)).encode())
+    content = hashlib.sha256(repr((metadata.version(COMPILER), flags, declarations.text())).encode())
     for path in sorted(source.iterdir()):
         content.update(path.name.encode() + b"\0" + path.read_bytes())
     return content.hexdigest()[:16]
@@ -73,7 +73,9 @@ def _key(source: Path, flags: tuple[str, ...]) -> str:
 def _compile(source: Path, path: Path, flags: tuple[str, ...]) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as own:  # other processes may compile the same
         partial = Path(own) / path.name
-        sources = sorted(file.name for file in source.glob("*.c"))
+        declared = Path(own) / declarations.FILE
+        declared.write_text(declarations.text())
+        sources = [str(declared), f"-I{source}", *sorted(file.name for file in source.glob("*.c"))]
         done = subprocess.run(
             [sys.executable, "-m", COMPILER, "cc", *flags, "-o", str(partial), *sources],
             cwd=source,

@@ -24,6 +24,8 @@ def run(lowering: Lowering) -> PassResult:
     head = logits.producer()
     if head is None or (head.domain, head.op_type) != (DOMAIN, "BlockLinear"):
         return PassResult(0, ("logits are not the output of a native linear; tokens are chosen outside the graph",))
+    if missing := lowering.kernels.unsupported("HeadLinear"):
+        return PassResult(0, (f"{missing}; tokens are chosen outside the graph",))
     greedy = ir.Value(name=GREEDY, shape=ir.Shape([]), type=ir.TensorType(ir.DataType.BOOL))
     graph.inputs.append(greedy)
     fused = ir.node(

@@ -22,10 +22,7 @@ def run(lowering: Lowering) -> PassResult:
         x = node.inputs[0]
         assert x is not None
         multiplied = producer_of(x, "Mul")
-        if multiplied is not None:
-            reason = _gate(lowering.model, node, x, multiplied)
-        else:
-            reason = _norm(lowering.model, node, x)
+        reason = _norm(lowering, node, x) if multiplied is None else _gate(lowering, node, x, multiplied)
         if reason:
             codes = node.inputs[1]
             assert codes is not None
@@ -35,7 +32,7 @@ def run(lowering: Lowering) -> PassResult:
     return PassResult(matched, tuple(declined) if nodes else ("no native linear in the graph",))
 
 
-def _norm(model: ir.Model, node: ir.Node, x: ir.Value) -> str:
+def _norm(lowering: Lowering, node: ir.Node, x: ir.Value) -> str:
     """Fuse the norm before a linear into it. Returns why not."""
     skip, plain = (producer_of(x, f"{prefix}SimplifiedLayerNormalization") for prefix in ("Skip", ""))
     norm = skip or plain
@@ -50,14 +47,12 @@ def _norm(model: ir.Model, node: ir.Node, x: ir.Value) -> str:
         return "its norm has no weight for every input channel"
     epsilon = attribute(norm, "epsilon", 1e-5)
     if skip is None:
-        _fuse(model, node, norm, "NormLinear", [norm.inputs[0], norm.inputs[1]], epsilon)
-    else:
-        total = norm.outputs[3] if len(norm.outputs) > 3 else None
-        _fuse(model, node, norm, "ResidualNormLinear", list(norm.inputs), epsilon, total)
-    return ""
+        return _fuse(lowering, node, norm, "NormLinear", [norm.inputs[0], norm.inputs[1]], epsilon)
+    total = norm.outputs[3] if len(norm.outputs) > 3 else None
+    return _fuse(lowering, node, norm, "ResidualNormLinear", list(norm.inputs), epsilon, total)
 
 
-def _gate(model: ir.Model, node: ir.Node, x: ir.Value, product: ir.Node) -> str:
+def _gate(lowering: Lowering, node: ir.Node, x: ir.Value, product: ir.Node) -> str:
     """Fuse the gated activation before a linear into it. Returns why not."""
     if only_use(x) is not node:
         return "the gated activation has other consumers"
@@ -79,20 +74,21 @@ def _gate(model: ir.Model, node: ir.Node, x: ir.Value, product: ir.Node) -> str:
         return "gate and up are split along another axis"
     if any(part.shape is None or part.shape[-1] != attribute(node, "K", 0) for part in split.outputs):
         return "gate and up are not the halves of one linear"
-    _fuse(model, node, product, "GatedLinear", [halves])
-    return ""
+    return _fuse(lowering, node, product, "GatedLinear", [halves])
 
 
 def _fuse(
-    model: ir.Model,
+    lowering: Lowering,
     node: ir.Node,
     before: ir.Node,
     kind: str,
     inputs: list[ir.Value | None],
     epsilon: float | None = None,
     total: ir.Value | None = None,
-) -> None:
-    """``total``: the sum before a norm, which may have other consumers."""
+) -> str:
+    """Returns why not. ``total``: the sum before a norm, which may have other consumers."""
+    if missing := lowering.kernels.unsupported(kind):
+        return missing
     attributes = dict(node.attributes)
     if epsilon is not None:
         attributes["epsilon"] = ir.AttrFloat32("epsilon", epsilon)
@@ -106,5 +102,6 @@ def _fuse(
     )
     if total is None:
         outputs = {product: fused.outputs[0]}
-    replace(model, [before, node], [fused], outputs)
+    replace(lowering.model, [before, node], [fused], outputs)
     fused.outputs[0].name = name  # also where it is an output of the graph
+    return ""

@@ -24,7 +24,7 @@ def run(lowering: Lowering) -> PassResult:
     if not gathers:
         return PassResult(0, ("logits are not selected by position",))
     (gather,) = gathers
-    reason = _fuse(model, gather)
+    reason = lowering.kernels.unsupported("NormRows") or _fuse(model, gather)
     return PassResult(0, (reason,)) if reason else PassResult(1)
 
 

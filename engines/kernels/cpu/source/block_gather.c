@@ -11,8 +11,7 @@
 enum { MAX_RANK = 8 };
 
 typedef struct {
-  Api api;
-  Threads* threads;
+  Base base;
   int64_t N, K, block, bits, half_scales;
   Tensor codes, scales, zero_points; /* where they are constant */
 } Kernel;
@@ -69,7 +68,7 @@ static void gather(void* state, size_t index) {
 
 static Status* compute(void* self, Context* context) {
   const Kernel* k = self;
-  Api api = k->api;
+  Api api = k->base.api;
   Tensor ids, codes, scales, zero_points;
   TRY(input(api, context, 0, NULL, &ids));
   TRY(input(api, context, 1, &k->codes, &codes));
@@ -89,11 +88,11 @@ static Status* compute(void* self, Context* context) {
   for (size_t i = 0; i < ids.rank; i++) dims[i] = ids.dims[i];
   dims[ids.rank] = k->K;
   TRY(output(api, context, 0, dims, ids.rank + 1, &w.y));
-  return ids.elements ? parallel(api, context, k->threads, gather, ids.elements, &w, NULL) : NULL;
+  return ids.elements ? parallel(api, context, k->base.threads, gather, ids.elements, &w, NULL) : NULL;
 }
 
 static Status* create(const Op* op, Api api, const Info* info, void** self) {
-  Kernel found = {.api = api, .threads = threads_of(op)};
+  Kernel found = {.base = {api, threads_of(op)}};
   TRY(attribute_int(api, info, "N", &found.N));
   TRY(attribute_int(api, info, "K", &found.K));
   TRY(attribute_int(api, info, "block_size", &found.block));
@@ -104,38 +103,7 @@ static Status* create(const Op* op, Api api, const Info* info, void** self) {
   TRY(constant_input(api, info, 1, &found.codes));
   TRY(constant_input(api, info, 2, &found.scales));
   TRY(constant_input(api, info, 3, &found.zero_points));
-  Kernel* k = malloc(sizeof *k);
-  if (!k || !hold_threads(found.threads)) {
-    free(k);
-    return failure(api, ERROR_FAIL, "BlockGather: out of memory or threads");
-  }
-  *k = found;
-  *self = k;
-  return NULL;
+  return keep_kernel(&found, sizeof found, self);
 }
 
-static void destroy(void* self) {
-  Kernel* k = self;
-  release_threads(k->threads);
-  free(k);
-}
-
-static const char* name(const Op* op) {
-  return (void)op, "BlockGather";
-}
-static size_t inputs(const Op* op) {
-  return (void)op, 4;
-}
-static int input_type(const Op* op, size_t i) {
-  static const int types[] = {INT64, UINT8, ANY, UINT8};
-  return (void)op, types[i];
-}
-static int input_presence(const Op* op, size_t i) {
-  return (void)op, i < 3 ? REQUIRED : OPTIONAL;
-}
-static int output_type(const Op* op, size_t i) {
-  return (void)op, (void)i, FLOAT;
-}
-
-const Op block_gather_op =
-    OPERATOR(name, inputs, input_type, input_presence, one, output_type, create, compute, destroy);
+const Implementation block_gather = {create, compute};

@@ -47,11 +47,10 @@ enum { GROUP = 4, WIDE = 1, CHAINS = 1 };
    Zen 5, 4 KB is as fast where memory reads 50 GB/s, and slower where it reads 65; 12 and 24 KB are slower at one token. */
 enum { RUN_BYTES = 64 << 10, STREAM_AHEAD = 8 << 10 };
 
-typedef enum { PLAIN, GATED, NORM, RESIDUAL_NORM, HEAD } Kind;
+typedef enum { PLAIN, GATED, NORM, RESIDUAL_NORM, HEAD } Kind; /* variants, in the order of declarations */
 
 typedef struct {
-  Api api;
-  Threads* threads;
+  Base base;
   Kind kind;
   int64_t N, K, block, bits, half_scales, symmetric;
   float epsilon;
@@ -389,7 +388,7 @@ static int64_t argmax(const Work* w, int64_t token) {
 /* The tokens of `w`, whose memory is bounded, at once. */
 static Status* compute_tokens(Work* w, Context* context, void* memory, int64_t* greedy) {
   Kernel* k = w->kernel;
-  Api api = k->api;
+  Api api = k->base.api;
   const int64_t code_bytes = w->M * row_bytes(k->K), blocks = w->M * w->blocks;
   w->x_codes = memory;
   w->x_scales = (float*)((char*)memory + code_bytes);
@@ -398,8 +397,8 @@ static Status* compute_tokens(Work* w, Context* context, void* memory, int64_t* 
   if (w->M * k->K < PARALLEL_ACTIVATIONS)
     for (int64_t token = 0; token < w->M; token++) quantize_token(w, token);
   else
-    TRY(parallel(api, context, k->threads, quantize_token, w->M, w, NULL));
-  if (!w->out_of_memory) TRY(parallel(api, context, k->threads, matmul_part, w->parts, w, k->stream));
+    TRY(parallel(api, context, k->base.threads, quantize_token, w->M, w, NULL));
+  if (!w->out_of_memory) TRY(parallel(api, context, k->base.threads, matmul_part, w->parts, w, k->stream));
   if (w->out_of_memory) return failure(api, ERROR_FAIL, "block-quantized linear: out of memory");
   for (int64_t token = 0; greedy && token < w->M; token++) greedy[token] = argmax(w, token);
   return NULL;
@@ -414,7 +413,7 @@ static Status* compute_chunks(const Work* all, Context* context, int64_t* greedy
   if (most < GROUP) most = GROUP;
   const int64_t chunk = all->M < most ? all->M : most, inputs = k->kind == GATED ? 2 * k->K : k->K;
   void* memory = scratch(SCRATCH_LINEAR, chunk * token_bytes + 64);
-  if (!memory) return failure(k->api, ERROR_FAIL, "block-quantized linear: out of memory");
+  if (!memory) return failure(k->base.api, ERROR_FAIL, "block-quantized linear: out of memory");
   Status* status = NULL;
   for (int64_t token = 0; !status && token < all->M; token += chunk) {
     Work w = *all;
@@ -474,14 +473,14 @@ int compute_zeros(void* self, int64_t tokens) {
   if (k->kind == RESIDUAL_NORM) w.residual = residual, w.sum = residual + tokens * k->K;
   Status* status = compute_chunks(&w, NULL, NULL);
   const int done = !status;
-  release_status(k->api, status);
+  release_status(k->base.api, status);
   free(memory);
   return done;
 }
 
 static Status* compute(void* self, Context* context) {
   Kernel* k = self;
-  Api api = k->api;
+  Api api = k->base.api;
   const int normed = k->kind == NORM || k->kind == RESIDUAL_NORM;
   Tensor x, residual = {0}, greedy = {0}, weight = {0}, codes, scales, zero_points, bias;
   size_t next = 0;
@@ -523,13 +522,9 @@ static Status* compute(void* self, Context* context) {
   return compute_chunks(&w, context, chosen);
 }
 
-static size_t before_codes(const Op* op) {
-  static const size_t counts[] = {1, 1, 2, 3, 2};
-  return counts[kind_of(op)];
-}
-
 static Status* create(const Op* op, Api api, const Info* info, void** self) {
-  Kernel found = {.api = api, .kind = (Kind)kind_of(op), .threads = threads_of(op)};
+  const Declaration* declared = declaration_of(op);
+  Kernel found = {.base = {api, threads_of(op)}, .kind = (Kind)declared->variant};
   TRY(attribute_int(api, info, "N", &found.N));
   TRY(attribute_int(api, info, "K", &found.K));
   TRY(attribute_int(api, info, "block_size", &found.block));
@@ -542,57 +537,20 @@ static Status* create(const Op* op, Api api, const Info* info, void** self) {
   if (found.block > LARGEST_BLOCK)
     return failure(api, ERROR_ARGUMENT, "block-quantized linear: sums over more than 32768 channels overflow");
   if (!(found.epsilon >= 0)) return failure(api, ERROR_ARGUMENT, "block-quantized linear: a negative epsilon");
-  const size_t first = before_codes(op);
+  const size_t first = declared->input_count - 4; /* codes, scales, zero points, bias */
   if (found.kind == NORM || found.kind == RESIDUAL_NORM) TRY(constant_input(api, info, first - 1, &found.weight));
   TRY(constant_input(api, info, first, &found.codes));
   TRY(constant_input(api, info, first + 1, &found.scales));
   TRY(constant_input(api, info, first + 2, &found.zero_points));
   TRY(constant_input(api, info, first + 3, &found.bias));
-  Kernel* k = malloc(sizeof *k);
-  if (!k || !hold_threads(found.threads)) {
-    free(k);
-    return failure(api, ERROR_FAIL, "block-quantized linear: out of memory or threads");
-  }
-  const Tensor* codes = &found.codes; /* not constant: nothing is read ahead */
-  if (found.threads && !(found.stream = create_stream(found.threads, codes->data, codes->elements))) {
-    release_threads(found.threads);
-    free(k);
-    return failure(api, ERROR_FAIL, "block-quantized linear: out of memory");
-  }
-  *k = found;
-  *self = k;
-  return NULL;
-}
-
-static void destroy(void* self) {
-  Kernel* k = self;
-  release_threads(k->threads);
+  TRY(keep_kernel(&found, sizeof found, self));
+  Kernel* k = *self;
+  const Tensor* codes = &k->codes; /* not constant: nothing is read ahead */
+  if (!k->base.threads || (k->stream = create_stream(k->base.threads, codes->data, codes->elements))) return NULL;
+  release_threads(k->base.threads);
   free(k);
+  *self = NULL;
+  return failure(api, ERROR_FAIL, "block-quantized linear: out of memory");
 }
 
-static const char* name(const Op* op) {
-  static const char* const names[] = {"BlockLinear", "GatedLinear", "NormLinear", "ResidualNormLinear", "HeadLinear"};
-  return names[kind_of(op)];
-}
-
-static size_t inputs(const Op* op) {
-  return before_codes(op) + 4;
-}
-
-static int input_type(const Op* op, size_t i) {
-  static const int types[] = {UINT8, ANY, UINT8, FLOAT}; /* codes, scales, zero points, bias */
-  if (kind_of(op) == HEAD && i == 1) return BOOL;
-  return i < before_codes(op) ? FLOAT : types[i - before_codes(op)];
-}
-
-static int input_presence(const Op* op, size_t i) {
-  return i < before_codes(op) + 2 ? REQUIRED : OPTIONAL;
-}
-static size_t outputs(const Op* op) {
-  return kind_of(op) >= RESIDUAL_NORM ? 2 : 1;
-}
-static int output_type(const Op* op, size_t i) {
-  return kind_of(op) == HEAD && i == 1 ? INT64 : FLOAT;
-}
-
-const Op linear_op = OPERATOR(name, inputs, input_type, input_presence, outputs, output_type, create, compute, destroy);
+const Implementation block_linear = {create, compute};

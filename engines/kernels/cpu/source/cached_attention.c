@@ -60,8 +60,7 @@ static const float MASKED = -1e30f, LOG2_E = 1.44269504f;
 static const float LARGEST_WEIGHT = (1 << 16) - 1;
 
 typedef struct {
-  Api api;
-  Threads* threads;
+  Base base;
   int64_t heads, kv_heads, rotary, interleaved, window;
   float scale, softcap;
   Tensor constants[INPUTS]; /* of RoPE and the scales, where they are */
@@ -700,7 +699,7 @@ static void attend(void* state, size_t index) {
 
 /* Fills `w` from the inputs of a run, whose shapes and types must fit each other. */
 static Status* check_inputs(const Kernel* k, const Tensor* in, Work* w) {
-  Api api = k->api;
+  Api api = k->base.api;
   const Tensor *query = &in[QUERY], *cache = &in[KEY_CACHE], *cosines = &in[COSINES], *sines = &in[SINES];
   if (!query->present || query->type != FLOAT || query->rank != 3 || !cache->present || cache->rank != 4)
     return failure(api, ERROR_ARGUMENT, "CachedAttention: queries are [B, S, columns], a cache is [B, KV, T, D]");
@@ -777,7 +776,7 @@ static int32_t* list_parts(const Work* w, int64_t most, int64_t scores) {
 
 static Status* compute(void* self, Context* context) {
   const Kernel* k = self;
-  Api api = k->api;
+  Api api = k->base.api;
   Tensor in[INPUTS];
   for (size_t i = 0; i < INPUTS; i++) TRY(input(api, context, i, &k->constants[i], &in[i]));
   Work w = {.kernel = k};
@@ -808,8 +807,8 @@ static Status* compute(void* self, Context* context) {
     for (int64_t i = 0; i < updates; i++) update_long(&w, i);
     for (int64_t i = 0; i < units; i++) attend(&w, i);
   } else {
-    if (updates) status = parallel(api, context, k->threads, update_long, updates, &w, NULL);
-    if (!status) status = parallel(api, context, k->threads, attend, units, &w, NULL);
+    if (updates) status = parallel(api, context, k->base.threads, update_long, updates, &w, NULL);
+    if (!status) status = parallel(api, context, k->base.threads, attend, units, &w, NULL);
   }
   free(list);
   if (status) return status;
@@ -817,7 +816,7 @@ static Status* compute(void* self, Context* context) {
 }
 
 static Status* create(const Op* op, Api api, const Info* info, void** self) {
-  Kernel found = {.api = api, .threads = threads_of(op)};
+  Kernel found = {.base = {api, threads_of(op)}};
   TRY(attribute_int(api, info, "num_heads", &found.heads));
   TRY(attribute_int(api, info, "kv_num_heads", &found.kv_heads));
   TRY(attribute_float(api, info, "scale", &found.scale));
@@ -830,46 +829,7 @@ static Status* create(const Op* op, Api api, const Info* info, void** self) {
       !(found.softcap <= FLT_MAX))
     return failure(api, ERROR_ARGUMENT, "CachedAttention: unsupported heads, scale, window or softcap");
   for (size_t i = COSINES; i < INPUTS; i++) TRY(constant_input(api, info, i, &found.constants[i]));
-  Kernel* k = malloc(sizeof *k);
-  if (!k || !hold_threads(found.threads)) {
-    free(k);
-    return failure(api, ERROR_FAIL, "CachedAttention: out of memory or threads");
-  }
-  *k = found;
-  *self = k;
-  return NULL;
+  return keep_kernel(&found, sizeof found, self);
 }
 
-static void destroy(void* self) {
-  Kernel* k = self;
-  release_threads(k->threads);
-  free(k);
-}
-
-static const char* name(const Op* op) {
-  return (void)op, "CachedAttention";
-}
-static size_t inputs(const Op* op) {
-  return (void)op, INPUTS;
-}
-static size_t outputs(const Op* op) {
-  return (void)op, 1;
-}
-static int float_input(const Op* op, size_t i) {
-  return (void)op, i >= OFFSETS && i <= TABLE ? INT32 : FLOAT;
-}
-static int float_output(const Op* op, size_t i) {
-  return (void)op, (void)i, FLOAT;
-}
-static int int8_input(const Op* op, size_t i) {
-  return i == KEY_CACHE || i == VALUE_CACHE ? INT8 : float_input(op, i);
-}
-static int input_presence(const Op* op, size_t i) {
-  return (void)op, i == QUERY || (i >= KEY_CACHE && i <= TABLE) ? REQUIRED : OPTIONAL;
-}
-
-/* Two descriptions of one operator; ONNX Runtime chooses by the type of the cache. */
-const Op cached_attention_float_op =
-    OPERATOR(name, inputs, float_input, input_presence, outputs, float_output, create, compute, destroy);
-const Op cached_attention_int8_op =
-    OPERATOR(name, inputs, int8_input, input_presence, outputs, float_output, create, compute, destroy);
+const Implementation cached_attention = {create, compute};

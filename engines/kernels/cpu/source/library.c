@@ -3,25 +3,9 @@
 
 #include <pthread.h>
 #include <stdlib.h>
+#include <string.h>
 
 enum { CACHE_LINE = 64 };
-
-/* Each with its kind, where several share a description. */
-static const struct {
-  const Op* op;
-  int kind;
-} OPERATORS[] = {{&block_gather_op, 0},
-                 {&cached_attention_float_op, 0},
-                 {&cached_attention_int8_op, 0},
-                 {&linear_op, 0},
-                 {&linear_op, 1},
-                 {&linear_op, 2},
-                 {&linear_op, 3},
-                 {&linear_op, 4},
-                 {&norm_rows_op, 0},
-                 {&quantize_activations_op, 0}};
-enum { OPERATOR_COUNT = sizeof OPERATORS / sizeof *OPERATORS };
-const size_t operator_count = OPERATOR_COUNT;
 
 static pthread_key_t keys[SCRATCHES];
 static int keys_created; /* the first so many of `keys` */
@@ -40,11 +24,78 @@ __attribute__((destructor)) static void delete_keys(void) {
   }
 }
 
+static const char* name(const Op* op) {
+  return declaration_of(op)->name;
+}
+static size_t input_count(const Op* op) {
+  return declaration_of(op)->input_count;
+}
+static int input_type(const Op* op, size_t i) {
+  return declaration_of(op)->inputs[i].type;
+}
+static int input_presence(const Op* op, size_t i) {
+  return declaration_of(op)->inputs[i].presence;
+}
+static size_t output_count(const Op* op) {
+  return declaration_of(op)->output_count;
+}
+static int output_type(const Op* op, size_t i) {
+  return declaration_of(op)->outputs[i];
+}
+static int always_required(const Op* op, size_t i) {
+  return (void)op, (void)i, REQUIRED;
+}
+static const char* default_provider(const Op* op) {
+  return (void)op, NULL;
+}
+static int default_memory(const Op* op, size_t i) {
+  return (void)op, (void)i, 0;
+}
+static int first_version(const Op* op) {
+  return (void)op, 1;
+}
+static int last_version(const Op* op) {
+  return (void)op, INT32_MAX;
+}
+
+static void destroy(void* kernel) {
+  release_threads(((Base*)kernel)->threads);
+  free(kernel);
+}
+
 Operator* create_operators(Threads* threads) {
-  Operator* list = calloc(OPERATOR_COUNT, sizeof *list);
-  for (size_t i = 0; list && i < OPERATOR_COUNT; i++)
-    list[i] = (Operator){*OPERATORS[i].op, OPERATORS[i].kind, threads};
+  Operator* list = calloc(operator_count, sizeof *list);
+  for (size_t i = 0; list && i < operator_count; i++)
+    list[i] = (Operator){{.version = OP_VERSION,
+                          .name = name,
+                          .provider = default_provider,
+                          .input_count = input_count,
+                          .input_type = input_type,
+                          .input_presence = input_presence,
+                          .input_memory = default_memory,
+                          .output_count = output_count,
+                          .output_type = output_type,
+                          .output_presence = always_required,
+                          .create = declarations[i].implementation->create,
+                          .compute = declarations[i].implementation->compute,
+                          .destroy = destroy,
+                          .start_version = first_version,
+                          .end_version = last_version},
+                         &declarations[i],
+                         threads};
   return list;
+}
+
+Status* keep_kernel(const void* kernel, size_t bytes, void** kept) {
+  const Base* base = kernel;
+  void* copy = malloc(bytes);
+  if (!copy || !hold_threads(base->threads)) {
+    free(copy);
+    return failure(base->api, ERROR_FAIL, "no memory or threads for a kernel");
+  }
+  memcpy(copy, kernel, bytes);
+  *kept = copy;
+  return NULL;
 }
 
 int has_scratch(void) {

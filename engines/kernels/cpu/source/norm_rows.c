@@ -11,8 +11,7 @@
 enum { MAX_RANK = 8 };
 
 typedef struct {
-  Api api;
-  Threads* threads;
+  Base base;
   float epsilon;
   Tensor weight; /* where it is constant */
 } Kernel;
@@ -42,7 +41,7 @@ static void norm_row(void* state, size_t number) {
 
 static Status* compute(void* self, Context* context) {
   const Kernel* k = self;
-  Api api = k->api;
+  Api api = k->base.api;
   Tensor x, residual, weight, rows;
   TRY(input(api, context, 0, NULL, &x));
   TRY(input(api, context, 1, NULL, &residual));
@@ -60,43 +59,14 @@ static Status* compute(void* self, Context* context) {
     if (w.rows[i] < 0 || w.rows[i] >= tokens)
       return failure(api, ERROR_ARGUMENT, "NormRows: a row is outside the input");
   TRY(output(api, context, 0, (int64_t[]){rows.elements, K}, 2, &w.y));
-  return rows.elements ? parallel(api, context, k->threads, norm_row, rows.elements, &w, NULL) : NULL;
+  return rows.elements ? parallel(api, context, k->base.threads, norm_row, rows.elements, &w, NULL) : NULL;
 }
 
 static Status* create(const Op* op, Api api, const Info* info, void** self) {
-  Kernel found = {.api = api, .threads = threads_of(op), .epsilon = optional_float(api, info, "epsilon", 1e-5f)};
+  Kernel found = {.base = {api, threads_of(op)}, .epsilon = optional_float(api, info, "epsilon", 1e-5f)};
   if (!(found.epsilon >= 0)) return failure(api, ERROR_ARGUMENT, "NormRows: a negative epsilon");
   TRY(constant_input(api, info, 2, &found.weight));
-  Kernel* k = malloc(sizeof *k);
-  if (!k || !hold_threads(found.threads)) {
-    free(k);
-    return failure(api, ERROR_FAIL, "NormRows: out of memory or threads");
-  }
-  *k = found;
-  *self = k;
-  return NULL;
+  return keep_kernel(&found, sizeof found, self);
 }
 
-static void destroy(void* self) {
-  Kernel* k = self;
-  release_threads(k->threads);
-  free(k);
-}
-
-static const char* name(const Op* op) {
-  return (void)op, "NormRows";
-}
-static size_t inputs(const Op* op) {
-  return (void)op, 4;
-}
-static int input_type(const Op* op, size_t i) {
-  return (void)op, i == 3 ? INT64 : FLOAT;
-}
-static int input_presence(const Op* op, size_t i) {
-  return (void)op, i == 1 ? OPTIONAL : REQUIRED;
-}
-static int output_type(const Op* op, size_t i) {
-  return (void)op, (void)i, FLOAT;
-}
-
-const Op norm_rows_op = OPERATOR(name, inputs, input_type, input_presence, one, output_type, create, compute, destroy);
+const Implementation norm_rows = {create, compute};

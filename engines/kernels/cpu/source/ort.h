@@ -206,16 +206,43 @@ static inline Status* output(Api api, Context* context, size_t index, const int6
   return NULL;
 }
 
-/* An operator of a session: what ONNX Runtime reads, which of several operators it is, and the session's threads. */
 typedef struct Threads Threads;
+
+/* How the kernels of one file are made and run. A kernel begins with its `Base`. */
+typedef struct {
+  Status* (*create)(const Op*, Api, const Info*, void**);
+  Status* (*compute)(void*, Context*);
+} Implementation;
+typedef struct {
+  Api api;
+  Threads* threads; /* NULL: those of ONNX Runtime */
+} Base;
+
+/* An operator as engines/kernels/operators.py declares it, and which of those of its implementation it is. */
+enum { MOST_INPUTS = 12, MOST_OUTPUTS = 2 };
+typedef struct {
+  const char* name;
+  const Implementation* implementation;
+  int variant;
+  size_t input_count, output_count;
+  struct {
+    int type, presence;
+  } inputs[MOST_INPUTS];
+  int outputs[MOST_OUTPUTS];
+} Declaration;
+extern const Declaration declarations[];
+extern const size_t operator_count;
+extern const Implementation block_gather, block_linear;
+
+/* An operator of a session: what ONNX Runtime reads, and the session's threads. */
 typedef struct {
   Op op;
-  int kind;
-  Threads* threads; /* NULL: those of ONNX Runtime */
+  const Declaration* declared;
+  Threads* threads;
 } Operator;
 
-static inline int kind_of(const Op* op) {
-  return ((const Operator*)op)->kind;
+static inline const Declaration* declaration_of(const Op* op) {
+  return ((const Operator*)op)->declared;
 }
 static inline Threads* threads_of(const Op* op) {
   return ((const Operator*)op)->threads;
@@ -223,7 +250,8 @@ static inline Threads* threads_of(const Op* op) {
 
 /* All operators of this library, in memory of the caller's; NULL if there is none. */
 Operator* create_operators(Threads* threads);
-extern const size_t operator_count;
+/* A copy of a kernel, which holds its threads until `destroy` of its operator. */
+Status* keep_kernel(const void* kernel, size_t bytes, void** kept);
 
 /* What the jobs of a kernel read from memory, each range of their indexes a range of the bytes; and what the next job
    reads. */
@@ -246,7 +274,7 @@ void run_on(Threads* threads, void (*work)(void*, size_t), size_t total, void* s
 /* From now on the caller computes alone, or with all threads. Not during a run. */
 void compute_alone(Threads* threads, int alone);
 
-/* Chooses between the two by computing linears of a session, kernels of `linear_op`. Returns how many threads compute. */
+/* Chooses between the two by computing linears of a session, kernels of block_linear.c. Returns how many threads compute. */
 size_t choose_threads(Threads* threads, void* const* linears, size_t count);
 /* Of a linear whose weights are constant: their bytes, and a run over tokens of zeros, which fails where there is no
    memory. */
@@ -275,45 +303,5 @@ enum { SCRATCH_KEPT = 4 << 20 };
 void* scratch(int which, size_t bytes);
 void release_scratch(int which);
 int has_scratch(void); /* whether the process had keys for it */
-
-/* What the descriptions of all operators of this library have in common. */
-static inline const char* default_provider(const Op* op) {
-  return (void)op, NULL;
-}
-static inline int default_memory(const Op* op, size_t i) {
-  return (void)op, (void)i, 0;
-}
-static inline int always_required(const Op* op, size_t i) {
-  return (void)op, (void)i, REQUIRED;
-}
-static inline size_t one(const Op* op) {
-  return (void)op, 1;
-}
-static inline int first_version(const Op* op) {
-  return (void)op, 1;
-}
-static inline int last_version(const Op* op) {
-  return (void)op, INT32_MAX;
-}
-
-#define OPERATOR(NAME, INPUTS, INPUT_TYPE, INPUT_PRESENCE, OUTPUTS, OUTPUT_TYPE, CREATE, COMPUTE, DESTROY) \
-  {.version = OP_VERSION,                                                                                  \
-   .name = NAME,                                                                                           \
-   .provider = default_provider,                                                                           \
-   .input_count = INPUTS,                                                                                  \
-   .input_type = INPUT_TYPE,                                                                               \
-   .input_presence = INPUT_PRESENCE,                                                                       \
-   .input_memory = default_memory,                                                                         \
-   .output_count = OUTPUTS,                                                                                \
-   .output_type = OUTPUT_TYPE,                                                                             \
-   .output_presence = always_required,                                                                     \
-   .create = CREATE,                                                                                       \
-   .compute = COMPUTE,                                                                                     \
-   .destroy = DESTROY,                                                                                     \
-   .start_version = first_version,                                                                         \
-   .end_version = last_version}
-
-extern const Op block_gather_op, cached_attention_float_op, cached_attention_int8_op, linear_op, norm_rows_op,
-    quantize_activations_op;
 
 #endif

@@ -257,7 +257,7 @@ static Status* is_tied(const Provider* p, const Node** nodes, size_t count, cons
   for (size_t i = count; !status && table.present && !*tied && i-- > 0;) {
     const Op* op;
     status = operator_of(p, nodes[i], &op);
-    if (!status && op && op->compute != block_gather_op.compute) status = has_table(ort, nodes[i], &table, tied);
+    if (!status && op && op->compute != block_gather.compute) status = has_table(ort, nodes[i], &table, tied);
   }
   return status;
 }
@@ -268,7 +268,7 @@ static Status* part_operator(const Provider* p, const Node** nodes, size_t count
   *found = NULL;
   if (number == count) return NULL;
   TRY(operator_of(p, nodes[number], found));
-  if (!*found || (*found)->compute != block_gather_op.compute) return NULL;
+  if (!*found || (*found)->compute != block_gather.compute) return NULL;
   int tied = 0;
   TRY(is_tied(p, nodes, count, nodes[number], &tied));
   if (!tied) *found = NULL;
@@ -449,7 +449,7 @@ static Status* choose(Provider* p, Compute** computes, size_t count) {
   for (size_t i = 0; i < count; i++) {
     const Step* step = &computes[i]->step;
     for (size_t j = 0; j < step->part_count; j++)
-      if (step->parts[j].op->compute == linear_op.compute) linears[found++] = step->parts[j].kernel;
+      if (step->parts[j].op->compute == block_linear.compute) linears[found++] = step->parts[j].kernel;
   }
   chosen_threads = choose_threads(p->threads, linears, found);
   free(linears);

@@ -14,8 +14,7 @@
 enum { PART = 1 << 13, MAX_RANK = 8 };
 
 typedef struct {
-  Api api;
-  Threads* threads;
+  Base base;
   Tensor scale; /* where it is constant */
 } Kernel;
 
@@ -64,7 +63,7 @@ static void quantize_part(void* state, size_t part) {
 
 static Status* compute(void* self, Context* context) {
   const Kernel* k = self;
-  Api api = k->api;
+  Api api = k->base.api;
   Tensor x, scale;
   TRY(input(api, context, 0, NULL, &x));
   TRY(input(api, context, 1, &k->scale, &scale));
@@ -76,40 +75,13 @@ static Status* compute(void* self, Context* context) {
     return failure(api, ERROR_ARGUMENT, "QuantizeActivations: the scale is not a positive number");
   TRY(output(api, context, 0, x.dims, x.rank, &w.y));
   const int64_t parts = (w.count + PART - 1) / PART;
-  return parts ? parallel(api, context, k->threads, quantize_part, parts, &w, NULL) : NULL;
+  return parts ? parallel(api, context, k->base.threads, quantize_part, parts, &w, NULL) : NULL;
 }
 
 static Status* create(const Op* op, Api api, const Info* info, void** self) {
-  Kernel found = {.api = api, .threads = threads_of(op)};
+  Kernel found = {.base = {api, threads_of(op)}};
   TRY(constant_input(api, info, 1, &found.scale));
-  Kernel* k = malloc(sizeof *k);
-  if (!k || !hold_threads(found.threads)) {
-    free(k);
-    return failure(api, ERROR_FAIL, "QuantizeActivations: out of memory or threads");
-  }
-  *k = found;
-  *self = k;
-  return NULL;
+  return keep_kernel(&found, sizeof found, self);
 }
 
-static void destroy(void* self) {
-  Kernel* k = self;
-  release_threads(k->threads);
-  free(k);
-}
-
-static const char* name(const Op* op) {
-  return (void)op, "QuantizeActivations";
-}
-static size_t inputs(const Op* op) {
-  return (void)op, 2;
-}
-static int input_type(const Op* op, size_t i) {
-  return (void)op, (void)i, FLOAT;
-}
-static int output_type(const Op* op, size_t i) {
-  return (void)op, (void)i, UINT8;
-}
-
-const Op quantize_activations_op =
-    OPERATOR(name, inputs, input_type, always_required, one, output_type, create, compute, destroy);
+const Implementation quantize_activations = {create, compute};
