@@ -5,9 +5,10 @@
 
 The graph inputs change: the tokens of all sequences are packed one after the other, those of sequence b from
 ``offsets[b]`` to ``offsets[b + 1] - 1``, at positions from ``starts[b]``; ``block_table [B, M]`` says in which blocks
-of the caches ``[blocks, KV, block_tokens, D]`` a sequence lies. All three are int32. The caches are written in place:
-the graph has no outputs for them. The 60 outputs of the default model made a decode step 0.3 to 1.2 % longer. A
-layer that there is no kernel for keeps all layers as they are, since the two operators take different inputs.
+of the caches ``[blocks, KV, block_tokens, D]``, or ``D / 2`` bytes of 4-bit codes, a sequence lies. All three are
+int32. The caches are written in place: the graph has no outputs for them. The 60 outputs of the default model made a
+decode step 0.3 to 1.2 % longer. A layer that there is no kernel for keeps all layers as they are, since the two
+operators take different inputs.
 
 ONNX Runtime 1.31 dequantizes an int8 cache again for every block of queries; cached_attention.c in
 engines/kernels/cpu/source multiplies codes by codes. The output of a token is the same to the bit however a prompt was
@@ -20,7 +21,7 @@ import onnx_ir as ir
 
 from engines.bundle import BLOCK_TABLE, OFFSETS, STARTS
 from engines.kernels.cpu import DOMAIN, unsupported
-from engines.passes.base import Lowering, PassResult, attribute, dimension, take_over
+from engines.passes.base import Lowering, PassResult, dimension, take_over
 
 HEAD_SIZES, LARGEST_HEAD = 16, 512  # a head is a multiple of the first: the lanes of a vector
 CACHE_ATTRIBUTES = ("k_quant_type", "v_quant_type", "kv_cache_bit_width")  # the cache itself says as much
@@ -64,10 +65,7 @@ def _unfit(node: ir.Node) -> str:
         return f"inputs or attributes that there is no kernel for{': ' * bool(unknown)}{', '.join(unknown)}"
     past = node.inputs[3]
     assert past is not None
-    if past.dtype not in (ir.DataType.FLOAT, ir.DataType.INT8):
-        bits = attribute(node, "kv_cache_bit_width", 8)
-        return f"a cache of {bits}-bit codes, where there are kernels for float and int8"
-    size = dimension(past, 3)
+    size = dimension(past, 3) * (2 if past.dtype == ir.DataType.UINT8 else 1)  # bytes of two channels
     if size % HEAD_SIZES or size > LARGEST_HEAD:
         return f"heads of {size} channels, where kernels take multiples of {HEAD_SIZES} up to {LARGEST_HEAD}"
     return ""

@@ -13,6 +13,7 @@ static const struct {
 } OPERATORS[] = {{&block_gather_op, 0},
                  {&cached_attention_float_op, 0},
                  {&cached_attention_int8_op, 0},
+                 {&cached_attention_int4_op, 0},
                  {&linear_op, 0},
                  {&linear_op, 1},
                  {&linear_op, 2},

@@ -313,7 +313,7 @@ static inline int last_version(const Op* op) {
    .start_version = first_version,                                                                         \
    .end_version = last_version}
 
-extern const Op block_gather_op, cached_attention_float_op, cached_attention_int8_op, linear_op, norm_rows_op,
-    quantize_activations_op;
+extern const Op block_gather_op, cached_attention_float_op, cached_attention_int8_op, cached_attention_int4_op,
+    linear_op, norm_rows_op, quantize_activations_op;
 
 #endif
