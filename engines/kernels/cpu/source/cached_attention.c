@@ -337,6 +337,13 @@ static void add_float_group(const char* values, int64_t count, int64_t D, const 
 INLINE I8x16 even_first(I8x16 x) {
   return __builtin_shufflevector(x, x, 0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
 }
+/* The other lanes are zeros. */
+INLINE I8x16 load_half_int8(const void* from) {
+  I8x16 x = {0};
+  memcpy(&x, from, sizeof x / 2);
+  return x;
+}
+/* Of words of eight 4-bit codes the four of even channels, or of odd ones. */
 INLINE I32x16 even_int4(I32x16 words) {
   return words & splat_int(0x0f0f0f0f);
 }
@@ -367,25 +374,33 @@ static float prepare_query(const float* query, const float* scale, int64_t D, in
   return largest / LARGEST_QUERY;
 }
 
+/* A vector of bytes, or the half where `whole` is 0, of each of up to four values in rows of `row` bytes: as words of four
+   keys' codes. */
+INLINE void pack_part(const char* from, int64_t row, const int whole, const int bits, const int64_t count, char* to) {
+  I8x16 keys[4];
+  EACH (int key = 0; key < 4; key++) {
+    const char* at = from + key * row;
+    keys[key] = key >= count ? (I8x16){0} : whole ? load_int8(at) : load_half_int8(at);
+  }
+  const I32x16 packed = interleave_int8x4(keys[0], keys[1], keys[2], keys[3]);
+  if (bits == 8) {
+    store_int(to, packed);
+    return;
+  }
+  const I32x16 even = (I32x16)((I8x64)even_int4(packed) - 8), odd = (I32x16)((I8x64)odd_int4(packed) - 8);
+#define INTERLEAVED(i)                                                                                             \
+  __builtin_shufflevector(even, odd, i, i + 16, i + 1, i + 17, i + 2, i + 18, i + 3, i + 19, i + 4, i + 20, i + 5, \
+                          i + 21, i + 6, i + 22, i + 7, i + 23)
+  store_int(to, INTERLEAVED(0));
+  if (whole) store_int(to + 4 * LANES, INTERLEAVED(8));
+}
+
 /* Codes of up to four values, to `to` as [D] words of four keys' codes. */
 INLINE void pack_four(const char* from, int64_t D, const int bits, const int64_t count, char* to) {
-  const int64_t bytes = D * bits / 8;
-  for (int64_t i = 0; i < bytes; i += LANES) {
-    const int whole = bits == 8 || bytes - i >= LANES; /* else the last half of so many bytes */
-    I8x16 keys[4] = {{0}};
-    EACH (int key = 0; key < count; key++) memcpy(&keys[key], from + key * bytes + i, whole ? LANES : LANES / 2);
-    const I32x16 packed = interleave_int8x4(keys[0], keys[1], keys[2], keys[3]);
-    if (bits == 8) {
-      store_int(to + 4 * i, packed);
-      continue;
-    }
-    const I8x64 even = (I8x64)even_int4(packed) - 8, odd = (I8x64)odd_int4(packed) - 8;
-    store_int(to + 8 * i, __builtin_shufflevector((I32x16)even, (I32x16)odd, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21,
-                                                  6, 22, 7, 23));
-    if (whole)
-      store_int(to + 8 * i + 4 * LANES, __builtin_shufflevector((I32x16)even, (I32x16)odd, 8, 24, 9, 25, 10, 26, 11, 27,
-                                                                12, 28, 13, 29, 14, 30, 15, 31));
-  }
+  const int64_t row = D * bits / 8, codes = 8 / bits;
+  int64_t i = 0;
+  for (; i + LANES <= row; i += LANES) pack_part(from + i, row, 1, bits, count, to + 4 * codes * i);
+  if (i < row) pack_part(from + i, row, 0, bits, count, to + 4 * codes * i);
 }
 
 /* Keys as [D / 4, KEYS] words of four codes plus 128 or 8, since one side of the instruction is unsigned; values as
