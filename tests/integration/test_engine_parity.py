@@ -96,6 +96,7 @@ def made(
             tiny_graph(), quantized, folder / "bundle", target=graph_target("ort-cpu"), slots=3, progress=lambda _: None
         )
     assert bundle.record.io.kv_dtype == kv_type
+    assert bundle.record.io.paged == (operators == "native")
     assert ("BlockLinear" in str(bundle.record.plan)) == (operators == "native")
     return quantized, bundle
 

@@ -353,11 +353,12 @@ def test_a_closed_engine_gives_its_memory_back(
 
 
 @makes_pages_ready
+@pytest.mark.parametrize("kv_bits", [32, 4])
 def test_pages_of_the_next_blocks_are_made_ready_a_few_at_a_time(
-    graph: Artifact[PortableGraph], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    graph: Artifact[PortableGraph], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv_bits: int
 ) -> None:
     """As far ahead as is asked for and as is allowed; planted: all of the pool, or none."""
-    engine = opened(graph, tmp_path / "bundle")()
+    engine = opened(graph, tmp_path / "bundle", kv_bits=kv_bits)()
     if not isinstance(engine, PagedEngine):
         pytest.skip("no native attention on this processor")
     each = engine.capabilities.block_bytes
