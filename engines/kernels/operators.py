@@ -37,6 +37,7 @@ _ZERO_POINTS = Argument("zero_points", ("uint8",), optional=True)
 _TABLE = (_CODES, _SCALES, _ZERO_POINTS)  # a weight [N, K] in blocks of codes
 _WEIGHT = (*_TABLE, Argument("bias", optional=True))  # bias [N]
 _Y = Argument("y")
+_CACHE = ("float32", "int8", "uint8")
 
 
 def _linear(name: str, *before: Argument, also: tuple[Argument, ...] = ()) -> Operator:
@@ -58,8 +59,8 @@ _ALL = (
             Argument("query"),  # [.., .., H·D]; or with keys and values in it, [.., .., (H + 2·KV)·D]
             Argument("key", optional=True),
             Argument("value", optional=True),
-            Argument("key_cache", ("float32", "int8")),  # [blocks, KV, T, D], written in place
-            Argument("value_cache", ("float32", "int8")),
+            Argument("key_cache", _CACHE),  # [blocks, KV, T, D], or D / 2 bytes of 4-bit codes; written in place
+            Argument("value_cache", _CACHE),
             Argument("offsets", ("int32",)),  # [B + 1] of the first token of each sequence
             Argument("starts", ("int32",)),  # [B] positions of these tokens
             Argument("block_table", ("int32",)),  # [B, blocks of a sequence]

@@ -162,7 +162,7 @@ class EngineStats(NamedTuple):
     drafts: int = 0  # times that tokens were drafted
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    kv_values: int = 0  # written to an int8 cache
+    kv_values: int = 0  # written to a cache in int8 or int4
     kv_values_clipped: int = 0
     activation_values: int = 0  # quantized to int8 with static scales
     activation_values_clipped: int = 0

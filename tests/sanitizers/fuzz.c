@@ -136,7 +136,8 @@ typedef struct {
   Weights weights;
   int64_t M, values; /* of linears */
   int kind;
-  int64_t heads, kv_heads, D, B, T, columns, blocks, rotary, window, int8, packed; /* of attention */
+  int64_t heads, kv_heads, D, B, T, columns, blocks, rotary, window, packed; /* of attention */
+  int bits, cache; /* of its cache: of a channel, and the type */
   float softcap, scale, epsilon;
   uint64_t quantized, clipped;  /* activations that the process counted before the run */
   Value key_cache, value_cache; /* as they were before the run */
@@ -509,8 +510,10 @@ static int64_t entry_of(const Node* node, int64_t b, int64_t head, int64_t posit
 }
 
 static Node new_attention(void) {
-  Node node = {.what = "CachedAttention", .int8 = one_in(2), .packed = one_in(2)};
+  Node node = {.what = "CachedAttention", .packed = one_in(2)};
   Value* in = node.context.inputs;
+  node.bits = PICK(32, 8, 4);
+  node.cache = node.bits == 32 ? FLOAT : node.bits == 8 ? INT8 : UINT8;
   const int64_t group = random_int(1, 7);
   const int many = one_in(30);
   node.kv_heads = random_int(1, 3), node.heads = node.kv_heads * (many ? 60 : group);
@@ -539,13 +542,14 @@ static Node new_attention(void) {
     node.changed[i] = ALL;
   }
   for (int i = KEY_CACHE; i <= VALUE_CACHE; i++) {
-    new_value(&in[i], node.int8 ? INT8 : FLOAT, 4, (int64_t[]){node.blocks, node.kv_heads, node.T, node.D});
-    if (node.int8)
+    const int64_t columns = node.bits == 4 ? node.D / 2 : node.D;
+    new_value(&in[i], node.cache, 4, (int64_t[]){node.blocks, node.kv_heads, node.T, columns});
+    if (node.bits < 32)
       for (int64_t j = 0, count = elements_of(&in[i]); j < count; j++)
         ((int8_t*)in[i].data)[j] = (int8_t)random_int(-128, 127);
     else
       fill_floats(&in[i], 1);
-    node.changed[i] = LAST_AXIS | PRESENCE | (node.int8 ? 0 : ALIGNMENT);
+    node.changed[i] = LAST_AXIS | PRESENCE | (node.bits < 32 ? 0 : ALIGNMENT);
     copy_value(&in[i], i == KEY_CACHE ? &node.key_cache : &node.value_cache);
   }
   new_value(&in[OFFSETS], INT32, 1, (int64_t[]){node.B + 1});
@@ -572,9 +576,10 @@ static Node new_attention(void) {
     fill_floats(&in[i], 0.7f);
     node.changed[i] = ALL;
   }
-  for (int i = KEY_SCALE; i <= VALUE_SCALE && node.int8; i++) {
+  for (int i = KEY_SCALE; i <= VALUE_SCALE && node.bits < 32; i++) {
     new_value(&in[i], FLOAT, 2, (int64_t[]){node.kv_heads, node.D});
-    for (int64_t j = 0; j < kv_width; j++) ((float*)in[i].data)[j] = (float)random_int(10, 40) / 1000;
+    const float unit = node.bits == 8 ? 1e-3f : 1e-2f;
+    for (int64_t j = 0; j < kv_width; j++) ((float*)in[i].data)[j] = (float)random_int(10, 40) * unit;
     node.changed[i] = ALL;
   }
   if (one_in(8)) { /* values whose results are not compared */
@@ -611,16 +616,21 @@ static void rotated(const Node* node, const float* from, int64_t position, doubl
   }
 }
 
-/* `at`: where an entry of the cache begins; `i`: a channel of it. */
+/* A float or a code. `at`: where an entry of the cache begins; `i`: a channel of it. */
+static double stored(const Node* node, const Value* cache, int64_t at, int64_t i) {
+  if (node->bits == 32) return ((float*)cache->data)[at + i];
+  if (node->bits == 8) return ((int8_t*)cache->data)[at + i];
+  return (((uint8_t*)cache->data)[(at + i) / 2] >> 4 * (i % 2) & 15) - 8;
+}
 static double cached(const Node* node, const Value* cache, int scale, int64_t head, int64_t at, int64_t i) {
-  if (!node->int8) return ((float*)cache->data)[at + i];
-  return ((int8_t*)cache->data)[at + i] * (double)((float*)node->context.inputs[scale].data)[head * node->D + i];
+  const double x = stored(node, cache, at, i);
+  return node->bits == 32 ? x : x * ((float*)node->context.inputs[scale].data)[head * node->D + i];
 }
 
 /* New entries are the rounded keys and values; all others of the pool are as they were. */
 static void check_cache(const Node* node) {
   const Value* in = node->context.inputs;
-  const int64_t D = node->D, size = size_of(node->int8 ? INT8 : FLOAT), kv_width = node->kv_heads * D;
+  const int64_t D = node->D, bytes = D * node->bits / 8, kv_width = node->kv_heads * D;
   const int64_t entries = node->blocks * node->kv_heads * node->T;
   char* fresh = calloc(entries ? entries : 1, 1);
   for (int64_t b = 0; b < node->B; b++)
@@ -637,21 +647,20 @@ static void check_cache(const Node* node) {
           for (int64_t i = 0; i < D; i++) expected[i] = from[i];
           if (!side) rotated(node, from, position, expected);
           for (int64_t i = 0; i < D; i++) {
-            double wanted = expected[i], found, limit = 1e-5 * (1 + fabs(wanted));
-            if (node->int8) {
+            double wanted = expected[i], limit = 1e-5 * (1 + fabs(wanted));
+            const double found = stored(node, &in[KEY_CACHE + side], at * D, i);
+            if (node->bits < 32) {
+              const double codes = ldexp(1, node->bits - 1);
               wanted /= ((float*)in[KEY_SCALE + side].data)[head * D + i];
-              wanted = fmin(fmax(wanted, -128), 127), limit = 0.5 + 1e-3;
-              found = ((int8_t*)in[KEY_CACHE + side].data)[at * D + i];
-            } else {
-              found = ((float*)in[KEY_CACHE + side].data)[at * D + i];
+              wanted = fmin(fmax(wanted, -codes), codes - 1), limit = 0.5 + 1e-3;
             }
             if (!(fabs(found - wanted) <= limit)) fail("CachedAttention: cache entry %g, expected %g", found, wanted);
           }
         }
   for (int64_t at = 0; at < entries; at++)
     for (int side = 0; side < 2 && !fresh[at]; side++)
-      if (memcmp((char*)(side ? &node->value_cache : &node->key_cache)->data + at * D * size,
-                 (char*)in[KEY_CACHE + side].data + at * D * size, D * size))
+      if (memcmp((char*)(side ? &node->value_cache : &node->key_cache)->data + at * bytes,
+                 (char*)in[KEY_CACHE + side].data + at * bytes, bytes))
         fail("CachedAttention: entry %d of the cache changed", (int)at);
   free(fresh);
 }
@@ -661,9 +670,9 @@ static void check_attention(Node* node) {
   const Value *in = node->context.inputs, *out = node->context.outputs;
   const int64_t D = node->D, group = node->heads / node->kv_heads;
   const int64_t stride = node->packed ? (node->heads + 2 * node->kv_heads) * D : node->heads * D;
-  /* With AVX-512 queries and weights have 16 bits where the cache is int8: a score of 80 channels moves by up to 7e-4, and
+  /* With AVX-512 queries and weights have 16 bits where the cache has codes: a score of 80 channels moves by up to 7e-4, and
      the weights of a tile by up to 5e-4 together. */
-  const double limit = node->int8 && IN_DIGITS ? 1e-3 : 2e-5;
+  const double limit = node->bits < 32 && IN_DIGITS ? 1e-3 : 2e-5;
   check_cache(node);
   const int64_t step = node->heads > 30 ? 13 : 1;
   for (int64_t b = 0; b < node->B; b++)
@@ -693,8 +702,8 @@ static void check_attention(Node* node) {
         const float* found = (float*)out[0].data + (token * node->heads + h) * D;
         for (int64_t i = 0; i < D; i++)
           if (!(fabs(found[i] - y[i]) <= limit * largest))
-            fail("CachedAttention: B %d T %d M %d D %d int8 %d window %d: token %d, head %d: %.9g, expected %.9g",
-                 (int)node->B, (int)node->T, (int)node->columns, (int)D, (int)node->int8, (int)node->window, (int)token,
+            fail("CachedAttention: B %d T %d M %d D %d bits %d window %d: token %d, head %d: %.9g, expected %.9g",
+                 (int)node->B, (int)node->T, (int)node->columns, (int)D, node->bits, (int)node->window, (int)token,
                  (int)h, found[i], y[i]);
       }
 }

@@ -157,6 +157,42 @@ DEFECTS = {
         "last_key(w, next_pair)",
         "heap-buffer-overflow",
     ),
+    "halves of a byte are exchanged where 4-bit keys are read": Defect(
+        "cached_attention.c",
+        "shift_left(word, 32 - bits - bits * i)",
+        "shift_left(word, 32 - bits - bits * (bits == 4 ? i ^ 1 : i))",
+        "expected",
+    ),
+    "halves of a byte are exchanged where 4-bit codes are loaded": Defect(
+        "vector.h", "shufflevector(x & 15, x >> 4,", "shufflevector(x >> 4, x & 15,", "expected"
+    ),
+    "both halves of a byte are stored in the low one": Defect(
+        "vector.h", "9, 11, 13, 15) << 4;", "9, 11, 13, 15);", "cache entry"
+    ),
+    "4-bit codes are not clipped": Defect(
+        "vector.h",
+        "__builtin_elementwise_max(__builtin_elementwise_min(x, splat_int(7)), splat_int(-8)) + 8",
+        "(x + 8) & 15",
+        "cache entry",
+    ),
+    "the scales of another head are those of 4-bit values": Defect(
+        "cached_attention.c",
+        "w->value_scale + head * D + i",
+        "w->value_scale + (w->bits == 4 ? (head + 1) % k->kv_heads : head) * D + i",
+        "expected",
+    ),
+    "keys are quantized by the scales of another head": Defect(
+        "cached_attention.c",
+        "quantize(rotated, w->key_scale + head * D",
+        "quantize(rotated, w->key_scale",
+        "cache entry",
+    ),
+    "an entry of a cache of 4 bits has twice its bytes": Defect(
+        "cached_attention.c",
+        "return w->D * w->bits / 8;",
+        "return w->D * (w->bits > 8 ? 4 : 1);",
+        "overflow|cache entry",
+    ),
     "the first sequence of a mix is left out": Defect(
         "cached_attention.c",
         "is_long(w, b, scores) == now) *to++",
@@ -195,11 +231,11 @@ DEFECTS = {
     ),
     "the last activations are not counted": Defect(
         "quantize_activations.c",
-        "/* no zero lies beyond the grid */\n    clipped += beyond_int8(codes);",
+        "/* no zero lies beyond the grid */\n    clipped += beyond(codes, 8);",
         "",
         "counted as clipped",
     ),
-    "the largest code counts as clipped": Defect("vector.h", "(x > INT8_MAX)", "(x >= INT8_MAX)", "counted as clipped"),
+    "the largest code counts as clipped": Defect("vector.h", "(x > largest)", "(x >= largest)", "counted as clipped"),
     "a static scale may be zero": Defect("quantize_activations.c", "w.scale > 0 &&", "", "accepted"),
     "a status leaks": Defect(
         "ort.h", "  release_status(api, status);\n  return status ? otherwise", "  return status ? otherwise", "leak"

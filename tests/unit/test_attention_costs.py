@@ -99,7 +99,7 @@ def test_attention_is_what_the_passes_write(dtype: str, rotary: Rotary, operator
     model = attention_model(TARGET, graph(rotary), dtype, 3, CONTEXT)
     operators = {node.op_type for node in model.graph}
     assert "RotaryEmbedding" not in operators and "Identity" not in operators
-    if operators_of == "native" and dtype != "int4":
+    if operators_of == "native":
         assert operators == {"CachedAttention"}
     else:
         inside = {node.op_type for node in model.graph.all_nodes()}

@@ -24,6 +24,10 @@ from engines.protocol import Engine, Entry, FloatArray, Result
 from engines.targets.ort_cpu import paged_engine
 from engines.targets.ort_cpu.paged_engine import PagedEngine
 from quantization.compressed_tensors import open_checkpoint
+from runtime.engine.core import EngineCore
+from runtime.engine.step_costs import StepCosts
+from runtime.wire.limits import Limits
+from runtime.wire.messages import EngineStats, GenerateRequest
 from tapeout.artifact import Artifact
 from tapeout.errors import RequestError
 from tapeout.portable_graph import PortableGraph
@@ -57,23 +61,28 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Artifact[PortableGraph]:
 
 
 def opened(
-    graph: Artifact[PortableGraph], folder: Path, *, codes: bool, precision: str = "test"
+    graph: Artifact[PortableGraph], folder: Path, *, kv_bits: int = 32, precision: str = "test", slots: int = SLOTS
 ) -> Callable[[], Engine]:
-    scale = np.full((graph.record.kv_heads, graph.record.head_size), 0.05, np.float32)
+    scale = np.full((graph.record.kv_heads, graph.record.head_size), 0.3 if kv_bits == 4 else 0.05, np.float32)
     bundle = build(
         graph,
         open_checkpoint(graph.folder),
         folder,
         target=find_target("ort-cpu"),
         precision=precision,
-        slots=SLOTS,
-        kv_scales={f"layers.{n}.{part}_scale": scale for n in range(LAYERS) for part in ("k", "v")} if codes else {},
+        slots=slots,
+        kv_scales={f"layers.{n}.{part}_scale": scale for n in range(LAYERS) for part in "kv" if kv_bits < 32},
+        kv_bits=kv_bits,
         parents={},
     )
     return lambda: load(bundle.folder, threads=2)
 
 
-@pytest.fixture(scope="module", params=["paged", "paged int8", "slots", "slots int8", "fake paged", "fake slots"])
+KV_BITS = {"int8": 8, "int4": 4}
+KINDS = ("paged", "paged int8", "paged int4", "slots", "slots int8", "fake paged", "fake slots")
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def kind(
     request: pytest.FixtureRequest, graph: Artifact[PortableGraph], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Kind]:
@@ -90,7 +99,7 @@ def kind(
     with pytest.MonkeyPatch.context() as patch:
         if name.startswith("slots"):
             without_native_operators(patch)
-        yield Kind(opened(graph, folder, codes=name.endswith("int8")), exact=name.startswith("paged"))
+        yield Kind(opened(graph, folder, kv_bits=KV_BITS.get(name[-4:], 32)), exact=name.startswith("paged"))
 
 
 @pytest.fixture(scope="module")
@@ -313,7 +322,7 @@ def test_a_float_engine_that_stays_in_its_file_reads_it_less_often(
         ("float32", 0.0, [320]),
         ("w8:4", 0.0, [256, 64]),
     ):
-        engine = opened(graph, tmp_path / f"{precision}-{share}", codes=False, precision=precision)
+        engine = opened(graph, tmp_path / f"{precision}-{share}", precision=precision)
         monkeypatch.setattr(sessions, "MAPPED_SHARE", share)
         with closing(engine()) as one:
             if not isinstance(one, PagedEngine):
@@ -332,7 +341,7 @@ def test_a_closed_engine_gives_its_memory_back(
     """Session, bindings and KV pool. Planted: each of them is kept."""
     if not native_attention:
         without_native_operators(monkeypatch)
-    engine: Any = opened(graph, tmp_path / "bundle", codes=False)()
+    engine: Any = opened(graph, tmp_path / "bundle")()
     engine.step([Entry([5], 0, [0])])
     bound = (engine._bound if native_attention else engine._windows).values()
     held = [weakref.ref(owner) for owner in (engine._session, *(one.binding for one in bound))]
@@ -344,11 +353,12 @@ def test_a_closed_engine_gives_its_memory_back(
 
 
 @makes_pages_ready
+@pytest.mark.parametrize("kv_bits", [32, 4])
 def test_pages_of_the_next_blocks_are_made_ready_a_few_at_a_time(
-    graph: Artifact[PortableGraph], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    graph: Artifact[PortableGraph], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv_bits: int
 ) -> None:
     """As far ahead as is asked for and as is allowed; planted: all of the pool, or none."""
-    engine = opened(graph, tmp_path / "bundle", codes=False)()
+    engine = opened(graph, tmp_path / "bundle", kv_bits=kv_bits)()
     if not isinstance(engine, PagedEngine):
         pytest.skip("no native attention on this processor")
     each = engine.capabilities.block_bytes
@@ -370,3 +380,35 @@ def test_pages_of_the_next_blocks_are_made_ready_a_few_at_a_time(
         )
     finally:
         engine.close()
+
+
+def test_a_4_bit_cache_serves_shared_prefixes_preemptions_and_drafts(
+    graph: Artifact[PortableGraph], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Responses are those of each request alone, to the token."""
+    if reason := native.unsupported():
+        pytest.skip(reason)
+    monkeypatch.setattr(StepCosts, "worth", lambda *_: 0.0)  # drafts always pay
+    open_engine = opened(graph, tmp_path / "bundle", kv_bits=4, slots=1)
+    prefix = np.random.default_rng(0).integers(3, 300, 130).tolist()
+    requests = [GenerateRequest(f"{i}", [*prefix, *range(5 + i, 25 + i)], 60, priority=-i) for i in range(3)]
+
+    def served(*requests: GenerateRequest, drafted: int) -> tuple[dict[str, list[int]], EngineStats]:
+        core = EngineCore(open_engine(), Limits(max_draft_tokens=drafted))
+        waiting, tokens = list(requests), {request.id: list[int]() for request in requests}
+        for now in range(1, 1000):
+            if waiting:  # one a step, so that its prompt is in blocks when the next one comes
+                core.add(waiting.pop(0), now)
+            for delta in core.step(now).deltas:
+                tokens[delta.id] += delta.tokens
+            if not core.busy and not waiting:
+                break
+        core.scheduler.check()
+        stats = core.stats()
+        core.close()
+        return tokens, stats
+
+    together, stats = served(*requests, drafted=4)
+    assert stats.preemptions > 0 and stats.prefix_hits > 0 and stats.accepted_tokens > 0
+    for request in requests:
+        assert served(request, drafted=0)[0][request.id] == together[request.id] and len(together[request.id]) == 60

@@ -1,4 +1,4 @@
-"""How many values an engine stored on static int8 grids, and how many of them the grids clipped.
+"""How many values an engine stored on static grids, and how many of them the grids clipped.
 
 The scales are those of calibration. Other text may have larger keys, values and activations, which are then stored as
 the largest code that there is. The kernels count where they quantize, at any level, in one count per process:
@@ -25,7 +25,7 @@ class ValueCounts(NamedTuple):
 
 
 class Clipping(NamedTuple):
-    """``kv``: of an int8 KV cache. ``activations``: of linears with static int8 inputs."""
+    """``kv``: of a KV cache in int8 or int4. ``activations``: of linears with static int8 inputs."""
 
     kv: ValueCounts = ValueCounts()
     activations: ValueCounts = ValueCounts()

@@ -18,7 +18,7 @@ from tapeout.quantized import QuantizedWeight, format_of
 CODE_BITS = (4, 5, 6, 8)
 SMALLEST_BLOCK = 16  # input channels
 HEAD_SIZES, LARGEST_HEAD = 16, 512  # a head is a multiple of the first: the lanes of a vector
-CACHES = ("float32", "int8")
+CACHES = ("float32", "int8", "int4")
 EXACT_FEATURES = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
 
 
@@ -53,7 +53,7 @@ class CpuKernels:
 
     def unsupported_cache(self, dtype: str, head_size: int) -> str:
         if dtype not in CACHES:
-            return f"a cache of {dtype}, where there are kernels for {' and '.join(CACHES)}"
+            return f"a KV cache in {dtype}, where there are kernels for {' and '.join(CACHES)}"
         if head_size % HEAD_SIZES or head_size > LARGEST_HEAD:
             return f"heads of {head_size} channels, where kernels take multiples of {HEAD_SIZES} up to {LARGEST_HEAD}"
         return ""

@@ -5,9 +5,10 @@
 
 The graph inputs change: the tokens of all sequences are packed one after the other, those of sequence b from
 ``offsets[b]`` to ``offsets[b + 1] - 1``, at positions from ``starts[b]``; ``block_table [B, M]`` says in which blocks
-of the caches ``[blocks, KV, block_tokens, D]`` a sequence lies. All three are int32. The caches are written in place:
-the graph has no outputs for them. The 60 outputs of the default model made a decode step 0.3 to 1.2 % longer. A
-layer that there is no kernel for keeps all layers as they are, since the two operators take different inputs.
+of the caches ``[blocks, KV, block_tokens, D]``, or ``D / 2`` bytes of 4-bit codes, a sequence lies. All three are
+int32. The caches are written in place: the graph has no outputs for them. The 60 outputs of the default model made a
+decode step 0.3 to 1.2 % longer. A layer that there is no kernel for keeps all layers as they are, since the two
+operators take different inputs.
 
 ONNX Runtime 1.31 dequantizes an int8 cache again for every block of queries; cached_attention.c in
 engines/kernels/cpu/source multiplies codes by codes. The output of a token is the same to the bit however a prompt was
@@ -62,8 +63,9 @@ def _unfit(lowering: Lowering, node: ir.Node) -> str:
     if unknown or any(extra is not None for extra in node.inputs[9:12]):  # positions, a bias, sinks
         return f"inputs or attributes that there is no kernel for{': ' * bool(unknown)}{', '.join(unknown)}"
     past = node.inputs[3]
-    assert past is not None and past.dtype is not None
-    return lowering.kernels.unsupported_cache(past.dtype.numpy().name, dimension(past, 3))
+    assert past is not None
+    dtype = f"int{lowering.kv_bits}" if lowering.kv_scales else "float32"
+    return lowering.kernels.unsupported_cache(dtype, dimension(past, 3) * (2 if dtype == "int4" else 1))
 
 
 def _replace(model: ir.Model, node: ir.Node, inputs: list[ir.Value]) -> None:

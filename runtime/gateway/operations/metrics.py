@@ -242,7 +242,7 @@ ENGINE_COUNTERS = (
     ("vllm:spec_decode_num_draft_tokens", "Tokens that were drafted.", "drafted_tokens"),
     ("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", "accepted_tokens"),
     ("tapeout:steps", "Steps of the engine.", "steps"),
-    ("tapeout:kv_values", "Keys and values written to an int8 KV cache.", "kv_values"),
+    ("tapeout:kv_values", "Keys and values written to a KV cache in int8 or int4.", "kv_values"),
     ("tapeout:kv_values_clipped", "Of those, beyond what the scales of calibration reach.", "kv_values_clipped"),
     ("tapeout:activation_values", "Activations quantized to int8 with static scales.", "activation_values"),
     (

@@ -1,7 +1,8 @@
 /* CachedAttention: RoPE, the new entries of the KV cache, and attention over the cache, in one operator.
 
      query [.., .., H*D] float, key and value [.., .., KV*D] float; or all in one, [.., .., (H + 2*KV)*D]
-     caches of keys and of values [blocks, KV, T, D], float or int8 with scales [KV, D]: inputs that are written in place
+     caches of keys and of values [blocks, KV, T, D]: inputs that are written in place. Float, or with scales [KV, D]
+       int8, or int4: uint8 [blocks, KV, T, D / 2], channel 2i in the low half of byte i, 2i + 1 in the high half, each + 8
      offsets [B + 1] int32, starts [B] int32, block table [B, M] int32; cosines and sines [.., D / 2] of RoPE
      y [.., .., H*D] float
 
@@ -14,11 +15,11 @@
    tiles of 64 from the first, with an online softmax. What a query computes depends on its own keys alone, not on the
    batch, nor on how a prompt is cut into chunks.
 
-   An int8 cache is never dequantized in memory: the scales of keys are multiplied into the query, those of values into
+   A cache of codes is never dequantized in memory: the scales of keys are multiplied into the query, those of values into
    the result. With AVX-512 queries and weights of the softmax are quantized to 16 bits, by their largest, in two
-   digits of 8: matmuls sum integers, four products to an instruction. The codes of keys and values have 8 bits, so their
-   own rounding is 256 times as coarse; docs/native-kernels.md says what it adds. Without AVX-512 codes are converted to
-   floats, a tile at a time: digits took twice as long for prompts.
+   digits of 8: matmuls sum integers, four products to an instruction. The codes of keys and values have 8 or 4 bits, so
+   their own rounding is at least 256 times as coarse; docs/native-kernels.md says what it adds. Without AVX-512 codes are
+   converted to floats, a tile at a time: digits took twice as long for prompts.
 
    Names: H query heads, KV key heads, D channels of a head, T tokens of a block, M columns of the block table. A query of
    a unit is one token of one query head, in the order of tokens. */
@@ -68,9 +69,10 @@ typedef struct {
 
 typedef struct {
   const Kernel* kernel;
-  int64_t B, D, T, M, blocks, group, int8; /* group: query heads of a KV head; int8: whether the cache is */
-  const float *query, *key, *value;        /* of the first token */
-  int64_t query_stride, key_stride;        /* from a token to the next */
+  int64_t B, D, T, M, blocks, group;
+  int bits;                         /* of a channel in the cache: 32 (float), 8 or 4 */
+  const float *query, *key, *value; /* of the first token */
+  int64_t query_stride, key_stride; /* from a token to the next */
   char *key_cache, *value_cache;
   const int32_t *offsets, *starts, *table;
   const float *cosines, *sines, *key_scale, *value_scale;
@@ -84,13 +86,13 @@ typedef struct {
 typedef struct {
   int64_t count, first; /* queries; position of the first token */
   char* queries;        /* [count, D] float, or [count, DIGITS, D] int8 */
-  int32_t* offsets;     /* [count, DIGITS] corrects the sums for the 128 that is added to the codes of keys */
+  int32_t* offsets;     /* [count, DIGITS] corrects the sums for what is added to the codes of keys */
   float* scales;        /* [count] from a dot product to a score in powers of two */
   float* max;           /* [count] largest score so far */
   float* sums;          /* [count, LANES] of weights */
   float* outputs;       /* [count, D] sums of values times weights */
   char* keys;           /* [D, KEYS] float or [D / 4, KEYS] words of four codes: a transposed tile */
-  char* values;         /* [KEYS, D] float or [KEYS / 4, D] words of four keys' codes: a tile of an int8 cache */
+  char* values;         /* [KEYS, D] float or [KEYS / 4, D] words of four keys' codes: a tile of a cache of codes */
   Ahead next_keys, next_values; /* prefetched while a tile is computed */
 } Unit;
 
@@ -138,6 +140,16 @@ static void rotate(const Work* w, const float* from, int64_t position, float* to
   }
 }
 
+/* Whether the cache has codes and scales. */
+static int has_codes(const Work* w) {
+  return w->bits < 32;
+}
+
+/* The bytes of one token's keys, or values, of one head. */
+static int64_t entry_bytes(const Work* w) {
+  return w->D * w->bits / 8;
+}
+
 /* The new tokens of a sequence. */
 static int64_t count_of(const Work* w, int64_t b) {
   return w->offsets[b + 1] - (int64_t)w->offsets[b];
@@ -151,11 +163,10 @@ static int64_t units_of(const Work* w, int64_t b) {
 /* The bytes of a cache before the entry of one KV head at a position of a sequence. */
 static int64_t entry(const Work* w, int64_t b, int64_t head, int64_t position) {
   const int64_t block = w->table[b * w->M + position / w->T];
-  const int64_t channels = ((block * w->kernel->kv_heads + head) * w->T + position % w->T) * w->D;
-  return w->int8 ? channels : channels * (int64_t)sizeof(float);
+  return ((block * w->kernel->kv_heads + head) * w->T + position % w->T) * entry_bytes(w);
 }
 
-/* Keys and values that this process wrote to int8 caches, and how many of them lay beyond what the scale reaches. */
+/* Keys and values that this process wrote to caches of codes, and how many of them lay beyond what the scale reaches. */
 static _Atomic uint64_t stored_values, clipped_values;
 
 __attribute__((visibility("default"))) void tapeout_kv_values(uint64_t* stored, uint64_t* clipped) {
@@ -164,12 +175,15 @@ __attribute__((visibility("default"))) void tapeout_kv_values(uint64_t* stored, 
 }
 
 /* Returns how many values were clipped. */
-static int64_t quantize(const float* from, const float* scale, int64_t count, int8_t* to) {
+static int64_t quantize(const float* from, const float* scale, int64_t count, int bits, char* to) {
   I32x16 clipped = splat_int(0);
   for (int64_t i = 0; i < count; i += LANES) {
     const I32x16 x = round_to_int(load(from + i) / load(scale + i));
-    clipped += beyond_int8(x);
-    store_int8(to + i, saturate_int8(x));
+    clipped += beyond(x, bits);
+    if (bits == 4)
+      store_int4(to + i / 2, x);
+    else
+      store_int8(to + i, saturate_int8(x));
   }
   return reduce_add_int(clipped);
 }
@@ -182,16 +196,16 @@ static void update_cache(const Work* w, int64_t b, int64_t head) {
   for (int64_t s = 0; s < count; s++) {
     const int64_t token = (w->offsets[b] + s) * w->key_stride + head * D, at = entry(w, b, head, first + s);
     char *to_key = w->key_cache + at, *to_value = w->value_cache + at;
-    if (w->int8) {
+    if (has_codes(w)) {
       rotate(w, w->key + token, first + s, rotated);
-      clipped += quantize(rotated, w->key_scale + head * D, D, (int8_t*)to_key);
-      clipped += quantize(w->value + token, w->value_scale + head * D, D, (int8_t*)to_value);
+      clipped += quantize(rotated, w->key_scale + head * D, D, w->bits, to_key);
+      clipped += quantize(w->value + token, w->value_scale + head * D, D, w->bits, to_value);
     } else {
       rotate(w, w->key + token, first + s, (float*)to_key);
       memcpy(to_value, w->value + token, D * sizeof(float));
     }
   }
-  if (w->int8) {
+  if (has_codes(w)) {
     atomic_fetch_add_explicit(&stored_values, 2 * D * count, memory_order_relaxed);
     if (clipped) atomic_fetch_add_explicit(&clipped_values, clipped, memory_order_relaxed);
   }
@@ -316,10 +330,29 @@ static void add_float_group(const char* values, int64_t count, int64_t D, const 
   }
 }
 
-/* An int8 cache: a query is prepared, the keys and values of a tile are packed, and both matmuls. */
+/* A cache of codes: a query is prepared, the keys and values of a tile are packed, and both matmuls. */
 #if AVX512
+/* Of each eight channels those with an even number first, as words of eight 4-bit codes are unpacked. */
+INLINE I8x16 even_first(I8x16 x) {
+  return __builtin_shufflevector(x, x, 0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+}
+/* The other lanes are zeros. */
+INLINE I8x16 load_half_int8(const void* from) {
+  I8x16 x = {0};
+  memcpy(&x, from, sizeof x / 2);
+  return x;
+}
+/* Of words of eight 4-bit codes the four of even channels, or of odd ones. */
+INLINE I32x16 even_int4(I32x16 words) {
+  return words & splat_int(0x0f0f0f0f);
+}
+INLINE I32x16 odd_int4(I32x16 words) {
+  return even_int4(words >> 4);
+}
+
 /* A query times the scales of keys, in digits; returns the value of one in the last digit. */
-static float prepare_query(const float* query, const float* scale, int64_t D, const Unit* unit, int64_t index) {
+static float prepare_query(const float* query, const float* scale, int64_t D, int bits, const Unit* unit,
+                           int64_t index) {
   int8_t* digits = (int8_t*)unit->queries + index * DIGITS * D;
   F32x16 max = {0};
   for (int64_t i = 0; i < D; i += LANES) max = vmax(max, vabs(load(query + i) * load(scale + i)));
@@ -331,33 +364,64 @@ static float prepare_query(const float* query, const float* scale, int64_t D, co
     I32x16 rest = round_to_int(load(query + i) * load(scale + i) * inverse);
     EACH (int d = DIGITS - 1; d >= 0; d--) {
       I8x16 digit = truncate_int8(rest);
-      store_int8(digits + d * D + i, digit);
+      store_int8(digits + d * D + i, bits == 4 ? even_first(digit) : digit);
       sums[d] += widen(digit);
       rest = wrapping_add(rest, splat_int(128)) >> 8;
     }
   }
-  EACH (int d = 0; d < DIGITS; d++) unit->offsets[index * DIGITS + d] = -128 * reduce_add_int(sums[d]);
+  EACH (int d = 0; d < DIGITS; d++) unit->offsets[index * DIGITS + d] = -(1 << (bits - 1)) * reduce_add_int(sums[d]);
   return largest / LARGEST_QUERY;
 }
 
-/* Codes of up to four values, to `to` as [D] words of four keys' codes. */
-INLINE void pack_four(const char* from, int64_t D, const int64_t count, char* to) {
-  const I8x16 none = {0};
-  for (int64_t i = 0; i < D; i += LANES) {
-    const char* at = from + i;
-    I8x16 second = count > 1 ? load_int8(at + D) : none, third = count > 2 ? load_int8(at + 2 * D) : none;
-    I8x16 fourth = count > 3 ? load_int8(at + 3 * D) : none;
-    store_int(to + 4 * i, interleave_int8x4(load_int8(at), second, third, fourth));
+/* A vector of bytes, or the half where `whole` is 0, of each of up to four values in rows of `row` bytes: as words of four
+   keys' codes. */
+INLINE void pack_part(const char* from, int64_t row, const int whole, const int bits, const int64_t count, char* to) {
+  I8x16 keys[4];
+  EACH (int key = 0; key < 4; key++) {
+    const char* at = from + key * row;
+    keys[key] = key >= count ? (I8x16){0} : whole ? load_int8(at) : load_half_int8(at);
   }
+  const I32x16 packed = interleave_int8x4(keys[0], keys[1], keys[2], keys[3]);
+  if (bits == 8) {
+    store_int(to, packed);
+    return;
+  }
+  const I32x16 even = (I32x16)((I8x64)even_int4(packed) - 8), odd = (I32x16)((I8x64)odd_int4(packed) - 8);
+#define INTERLEAVED(i)                                                                                             \
+  __builtin_shufflevector(even, odd, i, i + 16, i + 1, i + 17, i + 2, i + 18, i + 3, i + 19, i + 4, i + 20, i + 5, \
+                          i + 21, i + 6, i + 22, i + 7, i + 23)
+  store_int(to, INTERLEAVED(0));
+  if (whole) store_int(to + 4 * LANES, INTERLEAVED(8));
 }
 
-/* Keys as [D / 4, KEYS] words of four codes plus 128, since one side of the instruction is unsigned; values as
+/* Codes of up to four values, to `to` as [D] words of four keys' codes. */
+INLINE void pack_four(const char* from, int64_t D, const int bits, const int64_t count, char* to) {
+  const int64_t row = D * bits / 8, codes = 8 / bits;
+  int64_t i = 0;
+  for (; i + LANES <= row; i += LANES) pack_part(from + i, row, 1, bits, count, to + 4 * codes * i);
+  if (i < row) pack_part(from + i, row, 0, bits, count, to + 4 * codes * i);
+}
+
+/* Keys as [D / 4, KEYS] words of four codes plus 128 or 8, since one side of the instruction is unsigned; values as
    [count / 4, D] words of four keys' codes. */
-static void pack_codes(const Unit* unit, const char* keys, const char* values, int64_t count, int64_t D) {
-  pack_keys(keys, count, D / 4, (int32_t)0x80808080, unit->keys);
+INLINE void pack_bits(const Unit* unit, const char* keys, const char* values, int64_t count, int64_t D,
+                      const int bits) {
+  if (bits == 8) {
+    pack_keys(keys, count, D / 4, (int32_t)0x80808080, unit->keys);
+  } else {
+    char* words = unit->values; /* not in use yet */
+    pack_keys(keys, count, D / 8, 0, words);
+    for (int64_t channel = 0; channel < D; channel += 8)
+      for (int64_t key = 0; key < KEYS; key += LANES) {
+        const I32x16 eight = load_int(words + channel / 2 * KEYS + 4 * key);
+        char* to = unit->keys + channel * KEYS + 4 * key;
+        store_int(to, even_int4(eight)), store_int(to + 4 * KEYS, odd_int4(eight));
+      }
+  }
+  const int64_t bytes = D * bits / 8;
   int64_t key = 0;
-  for (; key + 4 <= count; key += 4) pack_four(values + key * D, D, 4, unit->values + key * D);
-  if (key < count) pack_four(values + key * D, D, count - key, unit->values + key * D);
+  for (; key + 4 <= count; key += 4) pack_four(values + key * bytes, D, bits, 4, unit->values + key * D);
+  if (key < count) pack_four(values + key * bytes, D, bits, count - key, unit->values + key * D);
 }
 
 /* The sum of both digits' sums, which fits 32 bits for up to LARGEST_HEAD products. */
@@ -440,28 +504,42 @@ static void add_code_group(const char* values, int64_t count, int64_t D, const c
 }
 #else
 /* A query times the scales of keys; returns the scale that is left. */
-static float prepare_query(const float* query, const float* scale, int64_t D, const Unit* unit, int64_t index) {
+static float prepare_query(const float* query, const float* scale, int64_t D, int bits, const Unit* unit,
+                           int64_t index) {
+  (void)bits;
   char* to = unit->queries + index * D * (int64_t)sizeof(float);
   for (int64_t i = 0; i < D; i += LANES) store(to + 4 * i, load(query + i) * load(scale + i));
   return 1;
 }
 
-/* As floats, [D, KEYS] and [count, D]. Keys are transposed as words of four codes, which takes a quarter of the time. */
-static void pack_codes(const Unit* unit, const char* keys, const char* values, int64_t count, int64_t D) {
+/* As floats, [D, KEYS] and [count, D]. Keys are transposed as words of codes, which takes a quarter of the time or less.
+   Flipping the high bit of a 4-bit code takes the 8 away that is added to it. */
+INLINE void pack_bits(const Unit* unit, const char* keys, const char* values, int64_t count, int64_t D,
+                      const int bits) {
+  const int codes = 32 / bits;
   char* words = unit->values; /* not in use yet */
-  pack_keys(keys, count, D / 4, 0, words);
-  for (int64_t channel = 0; channel < D; channel += 4)
+  pack_keys(keys, count, D / codes, bits == 4 ? (int32_t)0x88888888 : 0, words);
+  for (int64_t channel = 0; channel < D; channel += codes)
     for (int64_t key = 0; key < KEYS; key += LANES) {
-      I32x16 four = load_int(words + channel * KEYS + 4 * key);
-      EACH (int i = 0; i < 4; i++)
-        store(unit->keys + 4 * ((channel + i) * KEYS + key), to_float(shift_left(four, 24 - 8 * i) >> 24));
+      I32x16 word = load_int(words + 4 * (channel / codes * KEYS + key));
+      EACH (int i = 0; i < codes; i++)
+        store(unit->keys + 4 * ((channel + i) * KEYS + key),
+              to_float(shift_left(word, 32 - bits - bits * i) >> (32 - bits)));
     }
-  for (int64_t i = 0; i < count * D; i += LANES) store(unit->values + 4 * i, to_float(widen(load_int8(values + i))));
+  for (int64_t i = 0; i < count * D; i += LANES)
+    store(unit->values + 4 * i, to_float(widen(bits == 4 ? load_int4(values + i / 2) : load_int8(values + i))));
 }
 
 #define dot_code_group dot_float_group
 #define add_code_group add_float_group
 #endif
+
+static void pack_codes(const Unit* unit, const char* keys, const char* values, int64_t count, int64_t D, int bits) {
+  if (bits == 4)
+    pack_bits(unit, keys, values, count, D, 4);
+  else
+    pack_bits(unit, keys, values, count, D, 8);
+}
 
 /* The queries of `unit`, for the heads of a group and then for the next token. */
 static void prepare_unit(const Work* w, const Unit* unit, int64_t token, int64_t head) {
@@ -472,9 +550,9 @@ static void prepare_unit(const Work* w, const Unit* unit, int64_t token, int64_t
   for (int64_t q = 0; q < unit->count; q++) {
     const float* from = w->query + (token + q / w->group) * w->query_stride + (head * w->group + q % w->group) * D;
     unit->scales[q] = to_powers_of_two;
-    if (w->int8) {
+    if (has_codes(w)) {
       rotate(w, from, unit->first + q / w->group, rotated);
-      unit->scales[q] *= prepare_query(rotated, w->key_scale + head * D, D, unit, q);
+      unit->scales[q] *= prepare_query(rotated, w->key_scale + head * D, D, w->bits, unit, q);
     } else {
       rotate(w, from, unit->first + q / w->group, (float*)unit->queries + q * D);
     }
@@ -566,13 +644,14 @@ static void prefetch_next(Unit* unit) {
   prefetch_some(&unit->next_values);
 }
 
-/* The `count` keys and values of a tile, for all queries of a unit. `int8` is a constant where this is inlined. */
+/* The `count` keys and values of a tile, for all queries of a unit. `codes` is a constant where this is inlined: whether
+   the cache has them. */
 INLINE void attend_tile(const Work* w, Unit* unit, const char* keys, const char* values, int64_t start, int64_t count,
-                        const int int8) {
+                        const int codes) {
   const int64_t D = w->D, groups = (unit->count + GROUP - 1) / GROUP;
   prefetch_next(unit);
-  if (int8) {
-    pack_codes(unit, keys, values, count, D);
+  if (codes) {
+    pack_codes(unit, keys, values, count, D, w->bits);
     values = unit->values;
   } else {
     pack_keys(keys, count, D, 0, unit->keys);
@@ -585,7 +664,7 @@ INLINE void attend_tile(const Work* w, Unit* unit, const char* keys, const char*
     _Alignas(64) char weights[GROUP][4 * KEYS];
     _Alignas(64) float old_scale[LANES], new_scale[LANES];
     prefetch_next(unit);
-    if (int8)
+    if (codes)
       dot_code_group(unit, first, queries, D, scores);
     else
       dot_float_group(unit, first, queries, D, scores);
@@ -597,11 +676,11 @@ INLINE void attend_tile(const Work* w, Unit* unit, const char* keys, const char*
       plain &= visible[q] == ~0ull;
     }
     if (plain)
-      softmax_tile(w, unit, first, queries, visible, scores, weights, old_scale, new_scale, 1, int8 && AVX512);
+      softmax_tile(w, unit, first, queries, visible, scores, weights, old_scale, new_scale, 1, codes && AVX512);
     else
-      softmax_tile(w, unit, first, queries, visible, scores, weights, old_scale, new_scale, 0, int8 && AVX512);
+      softmax_tile(w, unit, first, queries, visible, scores, weights, old_scale, new_scale, 0, codes && AVX512);
     prefetch_next(unit);
-    if (int8)
+    if (codes)
       add_code_group(values, count, D, weights, old_scale, new_scale, outputs, queries);
     else
       add_float_group(values, count, D, weights, old_scale, new_scale, outputs, queries);
@@ -658,7 +737,7 @@ static void attend(void* state, size_t index) {
     return;
   }
   prepare_unit(w, &unit, w->offsets[b] + begin, head);
-  const int64_t size = w->int8 ? D : D * (int64_t)sizeof(float), total = unit.first + end - begin;
+  const int64_t size = entry_bytes(w), total = unit.first + end - begin;
   /* What is prefetched while a tile is computed: the next tile, or, of a unit of few keys, the tile of the next unit, which
      is there sooner. Of many keys a cache would not keep those of the next unit. A thread is given a run of adjacent
      indexes as a rule. */
@@ -679,7 +758,7 @@ static void attend(void* state, size_t index) {
       unit.next_values = (Ahead){next_values, next_values + bytes, KEYS * size / 64 / PHASES};
     }
     const int64_t at = entry(w, b, head, start);
-    if (w->int8)
+    if (has_codes(w))
       attend_tile(w, &unit, w->key_cache + at, w->value_cache + at, start, keys, 1);
     else
       attend_tile(w, &unit, w->key_cache + at, w->value_cache + at, start, keys, 0);
@@ -690,11 +769,16 @@ static void attend(void* state, size_t index) {
     F32x16 inverse = splat(1 / reduce_add(load(unit.sums + q * LANES)));
     for (int64_t i = 0; i < D; i += LANES) {
       F32x16 y = load(unit.outputs + q * D + i) * inverse;
-      if (w->int8) y *= load(w->value_scale + head * D + i);
+      if (has_codes(w)) y *= load(w->value_scale + head * D + i);
       store(to + i, y);
     }
   }
   release_scratch(SCRATCH_ATTENTION);
+}
+
+/* Of a channel in a cache whose elements have this type; 0: there is no such cache. */
+static int bits_of(int type) {
+  return type == FLOAT ? 32 : type == INT8 ? 8 : type == UINT8 ? 4 : 0;
 }
 
 /* Fills `w` from the inputs of a run, whose shapes and types must fit each other. */
@@ -711,10 +795,10 @@ static Status* check_inputs(const Kernel* k, const Tensor* in, Work* w) {
   w->B = table->dims[0], w->M = table->dims[1];
   w->blocks = cache->dims[0], w->T = cache->dims[2], w->D = cache->dims[3];
   w->group = k->heads / k->kv_heads;
-  w->int8 = cache->type == INT8;
-  if (w->D < LANES || w->D % LANES || w->D > LARGEST_HEAD || cache->dims[1] != k->kv_heads || w->T < 1 ||
-      (w->M > 1 && w->T % KEYS) || (!w->int8 && cache->type != FLOAT) ||
-      !holds(&in[VALUE_CACHE], cache->type, cache->elements))
+  w->bits = bits_of(cache->type);
+  if (w->bits == 4 && w->D <= LARGEST_HEAD) w->D *= 2;
+  if (!w->bits || w->D < LANES || w->D % LANES || w->D > LARGEST_HEAD || cache->dims[1] != k->kv_heads || w->T < 1 ||
+      (w->M > 1 && w->T % KEYS) || !holds(&in[VALUE_CACHE], cache->type, cache->elements))
     return failure(api, ERROR_ARGUMENT, "CachedAttention: a cache of an unsupported shape or type");
   w->query_stride = k->heads * w->D, w->key_stride = k->kv_heads * w->D;
   w->query = query->data, w->key = in[KEY].data, w->value = in[VALUE].data;
@@ -725,8 +809,8 @@ static Status* check_inputs(const Kernel* k, const Tensor* in, Work* w) {
       (!packed && (!holds(&in[KEY], FLOAT, tokens * key_columns) || !holds(&in[VALUE], FLOAT, tokens * key_columns))))
     return failure(api, ERROR_ARGUMENT, "CachedAttention: queries, keys or values of another shape");
   if (packed && tokens) w->key = w->query + k->heads * w->D, w->value = w->key + key_columns;
-  if (w->int8 && (!holds(&in[KEY_SCALE], FLOAT, key_columns) || !holds(&in[VALUE_SCALE], FLOAT, key_columns)))
-    return failure(api, ERROR_ARGUMENT, "CachedAttention: an int8 cache without scales [KV, D]");
+  if (has_codes(w) && (!holds(&in[KEY_SCALE], FLOAT, key_columns) || !holds(&in[VALUE_SCALE], FLOAT, key_columns)))
+    return failure(api, ERROR_ARGUMENT, "CachedAttention: a cache of codes without scales [KV, D]");
   w->key_scale = in[KEY_SCALE].data, w->value_scale = in[VALUE_SCALE].data;
   w->key_cache = cache->data, w->value_cache = in[VALUE_CACHE].data;
   w->offsets = in[OFFSETS].data, w->starts = in[STARTS].data, w->table = table->data;

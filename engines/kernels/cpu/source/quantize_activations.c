@@ -47,12 +47,12 @@ static void quantize_part(void* state, size_t part) {
   int64_t i = 0;
   for (; i + LANES <= count; i += LANES) {
     const I32x16 codes = rounded(load(x + i), w->scale);
-    clipped += beyond_int8(codes);
+    clipped += beyond(codes, 8);
     store_int8(y + i, saturate_int8(codes) ^ (int8_t)INT8_MIN);
   }
   if (i < count) {
     const I32x16 codes = rounded(load_first(x + i, count - i), w->scale); /* no zero lies beyond the grid */
-    clipped += beyond_int8(codes);
+    clipped += beyond(codes, 8);
     const I8x16 bytes = saturate_int8(codes) ^ (int8_t)INT8_MIN;
     memcpy(y + i, &bytes, count - i);
   }

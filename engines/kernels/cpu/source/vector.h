@@ -28,6 +28,7 @@ typedef uint32_t U32x16 __attribute__((vector_size(64)));
 typedef int8_t I8x64 __attribute__((vector_size(64)));
 typedef int8_t I8x16 __attribute__((vector_size(LANES)));
 typedef uint8_t U8x16 __attribute__((vector_size(LANES)));
+typedef uint8_t U8x8 __attribute__((vector_size(LANES / 2)));
 
 INLINE F32x16 load(const void* from) {
   F32x16 x;
@@ -101,9 +102,24 @@ INLINE I32x16 widen_bytes(const void* from) {
 INLINE I8x16 truncate_int8(I32x16 x) {
   return __builtin_convertvector(x, I8x16);
 }
-/* 1 where an integer has no code of 8 bits, so that `saturate_int8` clips it; else 0. */
-INLINE I32x16 beyond_int8(I32x16 x) {
-  return -((x > INT8_MAX) | (x < INT8_MIN)); /* true is -1 */
+/* 1 where an integer has no code of `bits` bits, and is clipped; else 0. */
+INLINE I32x16 beyond(I32x16 x, const int bits) {
+  const int largest = (1 << (bits - 1)) - 1;
+  return -((x > largest) | (x < -largest - 1)); /* true is -1 */
+}
+/* Codes of 4 bits, two to a byte: number 2i in the low half of byte i, 2i + 1 in the high half, each plus 8. Integers
+   that have no code are clipped. */
+INLINE I8x16 load_int4(const void* from) {
+  U8x8 x;
+  memcpy(&x, from, sizeof x);
+  return (I8x16)__builtin_shufflevector(x & 15, x >> 4, 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15) - 8;
+}
+INLINE void store_int4(void* to, I32x16 x) {
+  x = __builtin_elementwise_max(__builtin_elementwise_min(x, splat_int(7)), splat_int(-8)) + 8;
+  const U8x16 codes = __builtin_convertvector(x, U8x16);
+  const U8x8 even = __builtin_shufflevector(codes, codes, 0, 2, 4, 6, 8, 10, 12, 14);
+  const U8x8 packed = even | __builtin_shufflevector(codes, codes, 1, 3, 5, 7, 9, 11, 13, 15) << 4;
+  memcpy(to, &packed, sizeof packed);
 }
 INLINE int32_t reduce_add_int(I32x16 x) {
   return __builtin_reduce_add(x);

@@ -84,10 +84,12 @@ INLINE I32x16 dot_int8x4(I32x16 sum, I32x16 codes, I32x16 i8) {
 enum { SQUARE = 4 };
 typedef int32_t SquareRow __attribute__((vector_size(16)));
 
-/* A row is whole or absent: keys have a multiple of SQUARE words. */
 INLINE SquareRow load_square_row(const void* from, int64_t count) {
   SquareRow x = {0};
-  if (count) memcpy(&x, from, sizeof x);
+  if (count == SQUARE)
+    memcpy(&x, from, sizeof x);
+  else if (count) /* 2: rows have an even number of words */
+    memcpy(&x, from, sizeof x / 2);
   return x;
 }
 INLINE void transpose(SquareRow x[SQUARE]) {
