@@ -19,7 +19,6 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from quantization.attention_hook import kv_function
 from quantization.calibration import (
     HEAD_FILE,
     SAMPLES_FILE,
@@ -38,6 +37,7 @@ from tapeout import artifact
 from tapeout.artifact import Artifact
 from tapeout.errors import QuantizationError, SourceError
 from tapeout.layer_stream import LayerStream
+from tapeout.operators.attention.in_torch import kv_function
 from tapeout.portable_graph import LinearGroup, PortableGraph
 from tapeout.progress import ProgressBar
 from tapeout.recipe import Calibrate

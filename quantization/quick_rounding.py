@@ -18,7 +18,6 @@ import torch
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
-from quantization.attention_hook import KVFunction
 from quantization.calibration import Calibration
 from quantization.compressed_tensors import open_checkpoint
 from quantization.input_scale import identity
@@ -32,6 +31,7 @@ from quantization.statistics import Statistics, every_channel_alike, kv_scales, 
 from quantization.units import EMBEDDING, HEAD, embeddings_of, fold_target_of, head_with, out_by_in
 from tapeout.artifact import Artifact
 from tapeout.number_format import FloatArray
+from tapeout.operators.attention.in_torch import KVFunction
 from tapeout.portable_graph import FoldTarget, LinearGroup, PortableGraph
 from tapeout.quantized import QuantizedWeight, fit_range, round_to_nearest
 from tapeout.recipe import KVCache, Quantize

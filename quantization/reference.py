@@ -28,13 +28,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
-from quantization.attention_hook import kv_function
 from quantization.checkpoint import KV_SCALES, KVScales
 from quantization.compressed_tensors import Checkpoint, open_checkpoint
 from quantization.kv_cache import largest_code
 from quantization.needs import decoded_bytes, reference_needs
 from tapeout.errors import QuantizationError
 from tapeout.mapped_weights import weight_at_call
+from tapeout.operators.attention.in_torch import kv_function
 from tapeout.quantized import QuantizedWeight
 from tapeout.resources import require
 

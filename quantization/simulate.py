@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantization.attention_hook import KVFunction, kv_function
 from quantization.input_scale import InputScale
 from quantization.reference import InputGrid, input_hook
 from quantization.units import EMBEDDING, HEAD
@@ -27,6 +26,7 @@ from tapeout.artifact import Artifact
 from tapeout.errors import QuantizationError
 from tapeout.mapped_model import open_model
 from tapeout.mapped_weights import weight_at_call
+from tapeout.operators.attention.in_torch import KVFunction, kv_function
 from tapeout.portable_graph import LinearGroup, PortableGraph
 from tapeout.quantized import QuantizedWeight
 

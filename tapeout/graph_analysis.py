@@ -16,6 +16,8 @@ from typing import Literal
 import onnx_ir as ir
 
 from tapeout.errors import ExportError
+from tapeout.operators import operator_of
+from tapeout.operators.attention import is_attention
 from tapeout.portable_graph import FoldTarget, LinearGroup
 
 NORMS = ("RMSNormalization", "LayerNormalization")
@@ -57,8 +59,9 @@ def size(value: ir.Value | None, axis: int) -> int:
     return dimension
 
 
-def is_attention(node: ir.Node | None) -> bool:
-    return node is not None and (node.domain, node.op_type) == ("tapeout", "Attention")
+def is_operator(node: ir.Node | None) -> bool:
+    """Whether a node is an operator of ours (``tapeout/operators``)."""
+    return operator_of(node) is not None
 
 
 def is_parameter(value: ir.Value | None) -> bool:
@@ -215,7 +218,7 @@ def _unit(linear: Linear, by_output: dict[int, Linear], graph: ir.Graph, depende
     logits = graph.outputs[0]
     if linear.output is logits or _reaches(linear.output, lambda node: logits in node.outputs, dependent):
         return "lm_head"
-    if _reaches(linear.output, is_attention, dependent):
+    if _reaches(linear.output, is_operator, dependent):
         return "qkv"
     sources = list(_sources(linear.input, by_output))
     if any(isinstance(source, ir.Node) for source in sources):
@@ -249,7 +252,7 @@ def _reaches(value: ir.Value, found: Callable[[ir.Node], bool], dependent: Depen
             seen.add(id(node))
             if found(node):
                 return True
-            if node.op_type in ("MatMul", "Gemm") or is_attention(node) or dependent.is_residual_sum(node):
+            if node.op_type in ("MatMul", "Gemm") or is_operator(node) or dependent.is_residual_sum(node):
                 continue
             stack.extend(node.outputs)
     return False
@@ -310,7 +313,7 @@ def _sources(value: ir.Value, by_output: dict[int, Linear]) -> Iterator[Linear |
             yield linear
             continue
         node = current.producer()
-        if is_attention(node):
+        if is_operator(node):
             assert node is not None
             yield node
         elif node is None or node.op_type == "Gather":

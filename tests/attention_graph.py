@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from engines.passes.graph import linears, merge_linears
 from engines.passes.onnxruntime import grouped_query_attention, linear_kernels
-from tapeout.attention_function import ATTENTION_DOMAIN
+from tapeout.operators import DOMAIN
 from tests.lowering import apply, group, linear, lowering, model_of, named, op, parameter, run, value
 
 RNG = np.random.default_rng(0)
@@ -76,7 +76,7 @@ def graph(layout: Layout) -> ir.Model:
         "Attention",
         [heads["q"], heads["k"], heads["v"], mask, *past],
         ["batch", layout.heads, "tokens", layout.head_size],
-        domain=ATTENTION_DOMAIN,
+        domain=DOMAIN,
         outputs=3,
         scale=layout.scale,
         softcap=layout.softcap,

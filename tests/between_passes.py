@@ -26,7 +26,7 @@ from engines.passes.tensorrt.fixed_kv_cache import WRITE_POSITIONS
 from engines.sessions import cpu_options, open_session
 from engines.targets.ort_cpu import library
 from quantization.qdq import fp8_input_scale
-from tapeout.graph_analysis import is_attention
+from tapeout.operators.attention import is_attention
 
 FloatArray = NDArray[np.float32]
 DTYPES: Mapping[str, Any] = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int8)": np.int8}

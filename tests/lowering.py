@@ -19,7 +19,7 @@ from engines.kernels.cpu.kernel_set import CpuKernels
 from engines.passes.base import CONTRIB, Lowering, PassResult
 from engines.sessions import cpu_options, open_session
 from engines.targets.ort_cpu import library
-from tapeout.attention_function import ATTENTION_DOMAIN, attention_function
+from tapeout.operators import DOMAIN, attention
 from tapeout.portable_graph import LinearGroup, PortableGraph
 from tapeout.quantized import QuantizedWeight
 
@@ -126,10 +126,10 @@ def model_of(inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> ir.Mode
         outputs,
         nodes=list(nodes.values()),
         initializers=list(initializers.values()),
-        opset_imports={"": 23, CONTRIB: 1, ATTENTION_DOMAIN: 1},
+        opset_imports={"": 23, CONTRIB: 1, DOMAIN: 1},
         name="test",
     )
-    function = attention_function()
+    function = attention.OPERATOR.function()
     return ir.Model(graph, ir_version=10, functions=[function])
 
 

@@ -24,8 +24,8 @@ from engines.costs.timing import Seconds
 from engines.passes.base import INTERNAL, Lowering, constant, sizes
 from engines.passes.graph.linears import OP
 from engines.target import Target
-from tapeout.attention_function import ATTENTION_DOMAIN, attention_function
 from tapeout.errors import BuildError
+from tapeout.operators import DOMAIN, attention
 from tapeout.portable_graph import PortableGraph
 
 # More copies take longer to load than to time. A prompt of S tokens has S times fewer: it is compute-bound, so it does
@@ -191,10 +191,10 @@ def _exported(graph: PortableGraph, copies: int, context: int) -> ir.Model:
         [x, mask, positions],
         [],
         nodes=[],
-        opset_imports={"": 23, ATTENTION_DOMAIN: 1},
+        opset_imports={"": 23, DOMAIN: 1},
         name="attention",
     )
-    model = ir.Model(empty, ir_version=10, functions=[attention_function()])
+    model = ir.Model(empty, ir_version=10, functions=[attention.OPERATOR.function()])
 
     def add(
         op_type: str, inputs: Sequence[ir.Value], *shapes: Sequence[int | str], **attributes: Any
@@ -226,7 +226,7 @@ def _exported(graph: PortableGraph, copies: int, context: int) -> ir.Model:
         past = [_value(f"past_key_values.{copy}.{part}", buffer) for part in ("key", "value")]
         output, *present = add(
             "Attention", [*states, mask, *past], ["batch", heads, "tokens", size], buffer, buffer,
-            domain=ATTENTION_DOMAIN, scale=size**-0.5, softcap=0.0, window=0,
+            domain=DOMAIN, scale=size**-0.5, softcap=0.0, window=0,
         )  # fmt: skip
         for part, value in zip(("key", "value"), present, strict=True):
             value.name = f"present.{copy}.{part}"

@@ -25,7 +25,7 @@ class Argument:
 
 
 @dataclass(frozen=True)
-class Operator:
+class KernelOperator:
     name: str
     inputs: tuple[Argument, ...]
     outputs: tuple[Argument, ...]
@@ -40,8 +40,8 @@ _Y = Argument("y")
 _CACHE = ("float32", "int8", "uint8")
 
 
-def _linear(name: str, *before: Argument, also: tuple[Argument, ...] = ()) -> Operator:
-    return Operator(name, (*before, *_WEIGHT), (_Y, *also), "block_linear")
+def _linear(name: str, *before: Argument, also: tuple[Argument, ...] = ()) -> KernelOperator:
+    return KernelOperator(name, (*before, *_WEIGHT), (_Y, *also), "block_linear")
 
 
 _ALL = (
@@ -52,8 +52,8 @@ _ALL = (
     _linear("ResidualNormLinear", Argument("a"), Argument("b"), Argument("weight"), also=(Argument("sum"),)),
     # Logits [M, N], or where ``greedy`` is true the index of each token's largest.
     _linear("HeadLinear", Argument("x"), Argument("greedy", ("bool",)), also=(Argument("next_tokens", ("int64",)),)),
-    Operator("BlockGather", (Argument("ids", ("int64",)), *_TABLE), (_Y,), "block_gather"),  # [..] to [.., K]
-    Operator(
+    KernelOperator("BlockGather", (Argument("ids", ("int64",)), *_TABLE), (_Y,), "block_gather"),  # [..] to [.., K]
+    KernelOperator(
         "CachedAttention",
         (
             Argument("query"),  # [.., .., H·D]; or with keys and values in it, [.., .., (H + 2·KV)·D]
@@ -72,13 +72,13 @@ _ALL = (
         (_Y,),
         "cached_attention",
     ),
-    Operator(
+    KernelOperator(
         "NormRows",
         (Argument("x"), Argument("residual", optional=True), Argument("weight"), Argument("rows", ("int64",))),
         (_Y,),  # [P, K]
         "norm_rows",
     ),
-    Operator(
+    KernelOperator(
         "QuantizeActivations", (Argument("x"), Argument("scale")), (Argument("y", ("uint8",)),), "quantize_activations"
     ),
 )

@@ -29,9 +29,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tapeout.attention_interface import attention_replaced
-from tapeout.graph_analysis import is_attention, size
 from tapeout.layer_stream import LayerState, LayerStream
+from tapeout.operators.attention import AttentionNode
+from tapeout.operators.attention.in_torch import after_tokens
 from tapeout.portable_model import load_graph
 from tapeout.progress import ProgressBar
 from tapeout.segments import SEGMENT_BYTES, Arrays, SegmentCall, SegmentedGraph
@@ -57,17 +57,6 @@ class Difference:
 
     error: float
     where: str
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """One attention of the graph."""
-
-    kv_heads: int
-    head_size: int
-    scale: float
-    softcap: float
-    window: int
 
 
 @dataclass(eq=False)
@@ -132,7 +121,7 @@ class _RandomCache:
     graph that comes before all that read this cache.
     """
 
-    def __init__(self, layers: Sequence[_Layer], longest: int, seed: int, probe: _CheckStep) -> None:
+    def __init__(self, layers: Sequence[AttentionNode], longest: int, seed: int, probe: _CheckStep) -> None:
         self.layers, self.longest, self.seed = layers, longest, seed
         probe.cache = self._seen = dict[str, Floats]()
         self._noise = lru_cache(2)(self._draw)  # keys and values of one layer
@@ -186,17 +175,7 @@ def largest_difference(model: Any, path: Path, work: Path, *, positions: int, se
     check of the same may have been interrupted.
     """
     generator = np.random.default_rng(seed)
-    layers = [
-        _Layer(
-            size(node.inputs[4], 1),
-            size(node.inputs[4], 3),
-            node.attributes["scale"].as_float(),
-            node.attributes["softcap"].as_float(),
-            node.attributes["window"].as_int(),
-        )
-        for node in load_graph(path).graph
-        if is_attention(node)
-    ]
+    layers = AttentionNode.all(load_graph(path).graph)
     weights = model.state_dict()
     probe = _probe(model, layers, generator)
     per_token = sum(8 * layer.kv_heads * layer.head_size for layer in layers)
@@ -224,12 +203,14 @@ def largest_difference(model: Any, path: Path, work: Path, *, positions: int, se
     return max(errors, key=lambda difference: difference.error)
 
 
-def _probe(model: Any, layers: Sequence[_Layer], generator: np.random.Generator) -> _CheckStep:
+def _probe(model: Any, layers: Sequence[AttentionNode], generator: np.random.Generator) -> _CheckStep:
     ids = np.array([_tokens(model, LENGTHS[0], generator)], np.int64)
     return _CheckStep(ids, np.ones_like(ids), np.arange(LENGTHS[0])[None], _empty(layers, 1))
 
 
-def _decoded(model: Any, layers: Sequence[_Layer], positions: int, generator: np.random.Generator) -> list[_CheckStep]:
+def _decoded(
+    model: Any, layers: Sequence[AttentionNode], positions: int, generator: np.random.Generator
+) -> list[_CheckStep]:
     """Three prompts with left padding, a prefill and decode steps over the cache."""
     count = min(STEPS, positions - 1)
     lengths = [min(length, positions - count) for length in LENGTHS]
@@ -256,7 +237,9 @@ def _decoded(model: Any, layers: Sequence[_Layer], positions: int, generator: np
     return steps
 
 
-def _spread(model: Any, layers: Sequence[_Layer], positions: int, generator: np.random.Generator) -> list[_CheckStep]:
+def _spread(
+    model: Any, layers: Sequence[AttentionNode], positions: int, generator: np.random.Generator
+) -> list[_CheckStep]:
     """Tokens at positions spread over all that are served, in two pieces beside a sequence of early positions."""
     weights = sum(parameter.numel() for parameter in model.parameters())
     count = min(max(int(SPREAD_WORK / (2 * weights)), SPREAD_TOKENS[0]), SPREAD_TOKENS[1], positions)
@@ -287,7 +270,7 @@ def _late_starts(model: Any, cache: _RandomCache) -> list[int]:
     return sorted(start for start in starts if 0 < start <= cache.longest)
 
 
-def _thresholds(model: Any, layers: Sequence[_Layer]) -> set[int]:
+def _thresholds(model: Any, layers: Sequence[AttentionNode]) -> set[int]:
     """Windows, and lengths that the model's configuration names."""
     found = {layer.window for layer in layers}
     stack: list[Mapping[str, Any]] = [model.config.get_text_config().to_dict()]
@@ -326,7 +309,7 @@ def _tokens(model: Any, count: int, generator: np.random.Generator) -> list[int]
     return generator.integers(1, model.config.get_text_config().vocab_size, size=count).tolist()
 
 
-def _empty(layers: Sequence[_Layer], entries: int) -> Callable[[str], Floats]:
+def _empty(layers: Sequence[AttentionNode], entries: int) -> Callable[[str], Floats]:
     """``past`` of a first call."""
 
     def past(name: str) -> Floats:
@@ -374,8 +357,6 @@ def _inputs(model: Any, sequence: _CheckedSequence, cache: _RandomCache, layer: 
     transformers' caches hold what a family stores (compressed latents, shared layers); the keys and values of the graph
     are those that its attention gets, so they are put in there.
     """
-    from transformers.masking_utils import sdpa_mask
-
     start, count = sequence.cached, len(sequence.tokens)
     inputs: dict[str, Any] = {"input_ids": torch.tensor([sequence.tokens])}
     if not start:
@@ -386,29 +367,9 @@ def _inputs(model: Any, sequence: _CheckedSequence, cache: _RandomCache, layer: 
         yield inputs
         return
 
-    def attention(
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        scaling: float | None = None,
-        softcap: float | None = None,
-        **_: Any,
-    ) -> tuple[torch.Tensor, None]:
-        key = torch.cat([torch.from_numpy(cache.one(layer, "key", start)), key], 2)
-        value = torch.cat([torch.from_numpy(cache.one(layer, "value", start)), value], 2)
-        repeat = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
-        scores = query @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scaling is None else scaling)
-        scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-        if mask is None:  # transformers leaves a plain causal mask out
-            mask = torch.ones(scores.shape[2:], dtype=torch.bool).tril(start)
-        return (scores.masked_fill(~mask, -torch.inf).softmax(-1) @ value).transpose(1, 2), None
-
     inputs["position_ids"] = torch.arange(start, start + count)[None]
     inputs["past_key_values"] = _length_only(start)
-    with attention_replaced(model, attention, sdpa_mask):
+    with after_tokens(model, lambda part: torch.from_numpy(cache.one(layer, part, start))):
         yield inputs
 
 

@@ -11,7 +11,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import onnx_ir as ir
 import torch
 
 from pipeline.export import check
@@ -20,13 +19,14 @@ from pipeline.export.checkpoint import load_checkpoint
 from pipeline.export.needs import needs
 from pipeline.export.rotary import fix_rotary
 from pipeline.export.tokenizer import save_tokenizer
-from pipeline.export.trace import KVShape, longest, trace
+from pipeline.export.trace import longest, trace
 from pipeline.export.weights import bind_weights, save_model, tied_parameters
 from tapeout import artifact, segments
 from tapeout.artifact import Parents
 from tapeout.errors import ExportError
 from tapeout.file_hashes import sha256_file
-from tapeout.graph_analysis import find_groups, find_rotary, is_attention, size
+from tapeout.graph_analysis import find_groups, find_rotary
+from tapeout.operators.attention import AttentionNode
 from tapeout.portable_graph import PortableGraph
 from tapeout.portable_model import save_graph
 from tapeout.resources import require
@@ -75,7 +75,8 @@ def export(
         bind_weights(graph_model, draft.folder, aliases)
         for node in graph_model.graph:
             node.metadata_props.clear()  # the exporter's stack traces, with paths of this machine
-        groups, rotary, shapes = find_groups(graph_model, aliases), find_rotary(graph_model), _cache_shapes(graph_model)
+        groups, rotary = find_groups(graph_model, aliases), find_rotary(graph_model)
+        layers = AttentionNode.all(graph_model.graph)
         save_graph(graph_model, draft.folder / MODEL_FILE)
         progress("comparing with transformers")
         key = {
@@ -99,11 +100,11 @@ def export(
         config = model.config.get_text_config()
         record = PortableGraph(
             architecture=type(model).__name__,
-            layers=len(shapes),
+            layers=len(layers),
             hidden_size=config.hidden_size,
-            heads=shapes[0].query_heads,
-            kv_heads=shapes[0].kv_heads,
-            head_size=shapes[0].head_size,
+            heads=layers[0].heads,
+            kv_heads=layers[0].kv_heads,
+            head_size=layers[0].head_size,
             vocab_size=int(model.get_output_embeddings().weight.shape[0]),
             tied_embeddings=bool(aliases),
             embedding=_parameter_name(model, model.get_input_embeddings().weight),
@@ -151,8 +152,3 @@ def find_stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
             remedy="correct eos_token_id in generation_config.json or config.json",
         )
     return tuple(sorted(found))
-
-
-def _cache_shapes(model: ir.Model) -> list[KVShape]:
-    attention = [node.inputs for node in model.graph if is_attention(node)]
-    return [KVShape(size(inputs[0], 1), size(inputs[4], 1), size(inputs[4], 3)) for inputs in attention]

@@ -1,12 +1,7 @@
 """Trace: a stock transformers decoder to an ONNX graph, with no code per architecture.
 
-The model runs unchanged except for its attention, which emits a single operator, ``tapeout::Attention``, with explicit
-scale, soft cap, window and KV cache. The operator is an ONNX function with a standard-opset body, so the graph runs on
-any ONNX runtime, and each target lowers that one node in its own way.
-
-Nothing that changes attention is dropped. Options of the attention interface are an allow-list, and a model with
-another one (attention sinks, a position bias) is refused. Windows are read from the mask that transformers makes, which
-is what its own attention applies, and a mask that is not causal with at most a window is refused.
+The model runs unchanged except for what an operator of ours computes (``tapeout/operators``): that emits a single node,
+with what it keeps between calls as inputs and outputs of the graph.
 
 Everything else is what ``torch.onnx.export(dynamo=True)`` makes of the module at opset 23; the exporter's own rules
 recognize RMSNormalization and RotaryEmbedding. Parameters are hidden from constant folding, so each
@@ -17,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,181 +20,85 @@ import onnx_ir as ir
 import torch
 
 from pipeline.export.decompose import decomposed_where_needed
-from tapeout.attention_function import ATTENTION_DOMAIN, attention_function
-from tapeout.attention_interface import attention_replaced
 from tapeout.errors import ExportError, one_line
 from tapeout.mapped_weights import weightless
+from tapeout.operators import DOMAIN, operator_of, operators
+from tapeout.operators.operator import Operator, TracedState
 
 OPSET = 23
-# Options of transformers' attention interface that do not change what attention computes outside training.
-HARMLESS = frozenset(
-    {
-        "cache_position",
-        "dropout",  # modules pass 0 in eval mode
-        "logits_to_keep",
-        "output_attentions",
-        "output_hidden_states",
-        "position_ids",  # rotary embeddings are applied before the interface is called
-        "return_dict",
-        "sliding_window",  # of flash attention; the mask says the same
-        "use_cache",
-    }
-)
-MASK_QUERIES = 9  # query positions at which a mask is read, from the first to the last
-
-
-@dataclass(frozen=True)
-class KVShape:
-    """One layer's cache: ``[batch, kv_heads, tokens, head_size]`` for keys and for values."""
-
-    query_heads: int
-    kv_heads: int
-    head_size: int
 
 
 @dataclass
-class _Trace:
-    """One trace: what the attention and mask functions and the wrapper share while the model runs."""
+class _Tracer:
+    """See :class:`tapeout.operators.operator.Tracer`."""
 
-    positions: int  # the longest sequence of the model
-    past: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    mask: torch.Tensor | None = None
-    presents: list[torch.Tensor] = field(default_factory=list)
-    shapes: list[KVShape] = field(default_factory=list)
-    windows: list[int] = field(default_factory=list)  # of each attention; 0: none
-    masks: list[tuple[torch.Tensor, int]] = field(default_factory=list)  # made in this run, with their windows
+    positions: int
+    kept: list[tuple[TracedState, ...]] = field(default_factory=list[tuple[TracedState, ...]])  # of each node
+    calls: int = 0
+    emits: bool = False
+    _mask: torch.Tensor | None = None
+    _past: Sequence[torch.Tensor] = ()  # of all nodes
+    presents: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
 
-    def start(self, mask: torch.Tensor | None, past: Sequence[torch.Tensor]) -> None:
-        """Before each run of the model. Without ``past`` the run only collects shapes and windows."""
-        self.past = list(zip(past[::2], past[1::2], strict=True))
-        self.mask, self.presents, self.shapes, self.masks = mask, [], [], []
-        if not self.past:
-            self.windows = []
+    def start(self, mask: torch.Tensor | None = None, past: Sequence[torch.Tensor] = ()) -> None:
+        """Before each run of the model; without ``mask`` it is the first one."""
+        self.calls, self.emits, self.presents, self._mask, self._past = 0, mask is not None, [], mask, past
+        if not self.emits:
+            self.kept = []
 
-    def make_mask(
-        self, batch_size: int, q_length: int, kv_length: int, *, mask_function: Callable[..., Any], **_: Any
-    ) -> torch.Tensor | None:
-        """transformers' mask interface. In the first run each mask stands for its window; later ones need no mask."""
-        if self.past:
-            return None
-        made = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool)
-        self.masks.append((made, _window(mask_function, self.positions)))
-        return made
+    @property
+    def mask(self) -> torch.Tensor:
+        assert self._mask is not None, "no node is emitted in the first run"
+        return self._mask
 
-    def attention(
+    def names(self) -> list[str]:
+        """``NODE.TENSOR`` of all state, in the order of inputs and outputs."""
+        return [f"{node}.{state.name}" for node, kept in enumerate(self.kept) for state in kept]
+
+    def states(self) -> list[TracedState]:
+        return [state for kept in self.kept for state in kept]
+
+    def node(
         self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        scaling: float | None = None,
-        softcap: float | None = None,
-        is_causal: bool | None = None,
-        **options: Any,
-    ) -> tuple[torch.Tensor, None]:
-        """transformers' attention interface: ``query [B, heads, S, head]`` in, ``[B, S, heads, head]`` out."""
-        layer = len(self.shapes)
-        heads, kv_heads, head_size = query.shape[1], key.shape[1], query.shape[3]
-        _refuse_unknown(f"attention {layer} ({type(module).__name__})", options)
-        if value.shape[3] != head_size:
-            raise ExportError(
-                f"attention {layer} has keys of size {head_size} and values of size {value.shape[3]}",
-                expected="keys and values of one size",
-                remedy="choose a dense decoder with standard or grouped-query attention",
-            )
-        self.shapes.append(KVShape(int(heads), int(kv_heads), int(head_size)))
-        if not self.past:
-            causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-            self.windows.append(self._window_of(attention_mask, f"attention {layer} ({type(module).__name__})", causal))
-            return torch.zeros_like(query).transpose(1, 2), None
-        past_key, past_value = self.past[layer]
-        assert self.mask is not None
-        total = past_key.shape[2] + query.shape[2]
-        cache = (query.shape[0], kv_heads, total, head_size)
-        output, present_key, present_value = torch.onnx.ops.symbolic_multi_out(
-            f"{ATTENTION_DOMAIN}::Attention",
-            [query, key, value, self.mask, past_key, past_value],
-            attrs={
-                "scale": float(scaling if scaling is not None else head_size**-0.5),
-                "softcap": float(softcap or 0.0),
-                "window": self.windows[layer],
-            },
-            dtypes=[query.dtype] * 3,
-            shapes=[query.shape, cache, cache],
+        operator: Operator,
+        inputs: Sequence[torch.Tensor],
+        attributes: Mapping[str, Any],
+        state: Sequence[TracedState],
+        tokens: int,
+    ) -> torch.Tensor:
+        self.calls += 1
+        if not self.emits:
+            self.kept.append(tuple(state))
+            return torch.zeros_like(inputs[0])
+        first = len(self.presents)
+        past = self._past[first : first + len(state)]
+        # What grows holds the same tokens, so its length is read once.
+        held = next((before.shape[one.grows] for one, before in zip(state, past, strict=True) if one.grows), 0)
+        total = held + tokens
+        shapes = [_shape(one, inputs[0].shape[0], total) for one in state]
+        output, *presents = torch.onnx.ops.symbolic_multi_out(
+            f"{DOMAIN}::{operator.name}",
+            [*inputs, *past],
+            attrs=dict(attributes),
+            dtypes=[inputs[0].dtype] * (1 + len(state)),
+            shapes=[inputs[0].shape, *shapes],
             version=1,
         )
-        self.presents += [present_key, present_value]
-        return output.transpose(1, 2), None
-
-    def _window_of(self, mask: torch.Tensor | None, name: str, causal: bool) -> int:
-        """The window of the mask that an attention gets. Without a mask, transformers' attention is plainly causal."""
-        known = next((window for made, window in self.masks if mask is not None and _is_whole(mask, made)), None)
-        if known is not None:
-            return known
-        if mask is None and causal:
-            return 0
-        raise ExportError(
-            f"{name} {'is not causal' if mask is None else 'gets a mask that transformers did not make'}",
-            expected="causal attention, with a sliding window or without",
-            remedy="choose a causal decoder; bidirectional attention and position biases (ALiBi) are not supported",
-        )
+        self.presents += presents
+        return output
 
 
-def _is_whole(mask: torch.Tensor, made: torch.Tensor) -> bool:
-    """Whether a mask is one that was made, or a slice of all of it."""
-    return mask.data_ptr() == made.data_ptr() and mask.shape == made.shape and mask.dtype == made.dtype
-
-
-def _refuse_unknown(name: str, options: dict[str, Any]) -> None:
-    unknown = sorted(key for key, given in options.items() if given is not None and given is not False)
-    unknown = [key for key in unknown if key not in HARMLESS]
-    if unknown or options.get("dropout"):
-        raise ExportError(
-            f"{name} passes {', '.join(unknown or ['dropout'])} to transformers' attention interface",
-            expected="attention with a scale, a soft cap and a sliding window, and nothing else",
-            remedy="choose another decoder; attention sinks and position biases are not supported",
-        )
-
-
-def _window(allowed: Callable[..., Any], positions: int) -> int:
-    """The sliding window of a mask function of transformers, 0 if it lets a query see all positions before it.
-
-    A query sees itself and ``window - 1`` positions before it. The function is read at queries from the first to the
-    last position, over all keys.
-    """
-    keys = torch.arange(positions)
-    # of one entry and one head; keys after the query are read, too
-    queries = sorted({round(i * (positions - 1) / (MASK_QUERIES - 1)) for i in range(MASK_QUERIES)} | {1 % positions})
-    zero = torch.tensor(0)
-    try:
-        seen = [
-            torch.as_tensor(allowed(zero, zero, torch.tensor(query), keys)).broadcast_to(keys.shape)
-            for query in queries
-        ]
-    except (IndexError, RuntimeError) as error:
-        raise _unsupported_mask("depends on more than positions") from error
-    window = int(seen[-1].sum())
-    windowed = [(keys <= query) & (keys > query - window) for query in queries]
-    if not all(torch.equal(mask, expected) for mask, expected in zip(seen, windowed, strict=True)):
-        raise _unsupported_mask("is not a causal band")
-    return 0 if window == positions else window
-
-
-def _unsupported_mask(reason: str) -> ExportError:
-    return ExportError(
-        f"the attention mask {reason}",
-        expected="causal attention, with a sliding window or without",
-        remedy="choose a causal decoder; chunked, bidirectional and prefix attention are not supported",
-    )
+def _shape(state: TracedState, batch: int, tokens: int) -> list[int]:
+    """Of a state after so many tokens."""
+    return [tokens if axis == state.grows else length for axis, length in enumerate((batch, *state.shape))]
 
 
 class _Wrapper(torch.nn.Module):
     """The flat signature of the portable graph around a causal language model."""
 
-    def __init__(self, model: torch.nn.Module, state: _Trace) -> None:
+    def __init__(self, model: torch.nn.Module, tracer: _Tracer) -> None:
         super().__init__()
-        self.model, self.state = model, state
+        self.model, self.tracer = model, tracer
 
     def forward(
         self,
@@ -208,9 +107,9 @@ class _Wrapper(torch.nn.Module):
         position_ids: torch.Tensor,
         *past: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        self.state.start(attention_mask, past)
+        self.tracer.start(attention_mask, past)
         logits = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
-        return (logits, *self.state.presents)
+        return (logits, *self.tracer.presents)
 
 
 def trace(model: Any, progress: Callable[[str], None] = lambda _: None) -> ir.Model:
@@ -221,15 +120,18 @@ def trace(model: Any, progress: Callable[[str], None] = lambda _: None) -> ir.Mo
     ``present.N.key|value [B, kv_heads, P+S, head_size]``.
     """
     _refuse_unsupported(model)
-    state = _Trace(longest(model))
-    with weightless(model), attention_replaced(model, state.attention, state.make_mask):
+    tracer = _Tracer(longest(model))
+    with weightless(model), contextlib.ExitStack() as stack:
+        for operator in operators().values():
+            stack.enter_context(operator.traced(model, tracer))
         progress("tracing")
-        program = _export_program(model, state)
+        program = _export_program(model, tracer)
     graph_model = program.model
     progress("simplifying the graph")
     _simplify(graph_model, {name for name, _ in model.named_parameters(remove_duplicate=False)})
-    graph_model.functions[("tapeout", "Attention", "")] = attention_function()
-    graph_model.opset_imports[ATTENTION_DOMAIN] = 1
+    for operator in {id(found): found for node in graph_model.graph if (found := operator_of(node))}.values():
+        graph_model.functions[(DOMAIN, operator.name, "")] = operator.function()
+    graph_model.opset_imports[DOMAIN] = 1
     return graph_model
 
 
@@ -267,31 +169,30 @@ def _refuse_unsupported(model: Any) -> None:
             )
 
 
-def _probe_shapes(model: Any, state: _Trace) -> list[KVShape]:
-    """The KV shape of each attention call, in call order, from one run over three tokens."""
-    state.start(None, ())
+def _see_state(model: Any, tracer: _Tracer) -> None:
+    """The first run, over three tokens: what each operator keeps, in call order."""
+    tracer.start()
     model(input_ids=torch.zeros(1, 3, dtype=torch.int64), position_ids=torch.arange(3)[None], use_cache=False)
-    shapes = state.shapes
-    if len(shapes) != model.config.get_text_config().num_hidden_layers:
+    layers = model.config.get_text_config().num_hidden_layers
+    if tracer.calls != layers:
         raise ExportError(
-            f"{type(model).__name__} called the attention interface {len(shapes)} times",
-            expected=f"once for each of its {model.config.get_text_config().num_hidden_layers} layers",
+            f"{type(model).__name__} called the attention interface {tracer.calls} times",
+            expected=f"once for each of its {layers} layers",
             remedy="recurrent, hybrid and encoder-decoder models, and attention outside transformers' attention "
             "interface, are not supported",
         )
-    return shapes
 
 
-def _export_program(model: Any, state: _Trace) -> Any:
+def _export_program(model: Any, tracer: _Tracer) -> Any:
     # Without gradients, modules that turn them off leave no mark in the program.
     with _module_stack(model) as modules, torch.no_grad(), decomposed_where_needed():
         try:
-            shapes = _probe_shapes(model, state)
-            past = [torch.randn(2, s.kv_heads, 5, s.head_size) for s in shapes for _ in range(2)]
-            cache_names = [f"{i}.{part}" for i in range(len(shapes)) for part in ("key", "value")]
+            _see_state(model, tracer)
+            states = tracer.states()
+            past = [torch.randn(_shape(state, 2, 5)) for state in states]
             dynamic, row = torch.export.Dim.DYNAMIC, {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
             return torch.onnx.export(
-                _Wrapper(model, state).eval(),
+                _Wrapper(model, tracer).eval(),
                 (
                     torch.ones(2, 3, dtype=torch.int64),
                     torch.ones(2, 8, dtype=torch.int64),
@@ -302,10 +203,15 @@ def _export_program(model: Any, state: _Trace) -> Any:
                     "input_ids",
                     "attention_mask",
                     "position_ids",
-                    *(f"past_key_values.{name}" for name in cache_names),
+                    *(f"past_key_values.{name}" for name in tracer.names()),
                 ],
-                output_names=["logits", *(f"present.{name}" for name in cache_names)],
-                dynamic_shapes=(row, row, row, tuple({0: dynamic, 2: dynamic} for _ in past)),
+                output_names=["logits", *(f"present.{name}" for name in tracer.names())],
+                dynamic_shapes=(
+                    row,
+                    row,
+                    row,
+                    tuple({0: dynamic} | ({s.grows: dynamic} if s.grows else {}) for s in states),
+                ),
                 opset_version=OPSET,
                 dynamo=True,
                 optimize=False,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.drills.checkout import Checkout
 
-DECLARED = """    Operator(
+DECLARED = """    KernelOperator(
         "FloatGather", (Argument("ids", ("int64",)), Argument("table")), (_Y,), "float_gather"
     ),  # [..] to [.., K]
 )

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from engines.load import load
 from engines.sequences import Sequences
-from quantization.attention_hook import kv_function
 from quantization.calibrate import calibrate
 from quantization.calibration import layer_file
 from tapeout.artifact import Artifact
+from tapeout.operators.attention.in_torch import kv_function
 from tapeout.portable_graph import PortableGraph
 from tests.exported import family_graph
 from tests.families import FAMILIES, LAYERS, MAX_POSITIONS

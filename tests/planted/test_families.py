@@ -16,7 +16,8 @@ from pipeline.export.check import Difference, largest_difference
 from pipeline.export.export import MODEL_FILE
 from pipeline.export.trace import trace
 from tapeout.errors import ExportError
-from tapeout.graph_analysis import find_groups, is_attention
+from tapeout.graph_analysis import find_groups
+from tapeout.operators.attention import is_attention
 from tests.exported import family_graph
 from tests.families import export_model, random_model
 from tests.lowering import parameter

@@ -293,7 +293,7 @@ def test_other_families_go_through_the_same_hooks(family: str, tiny_checkpoint: 
     """Soft-capped scores, partly rotated heads, no rotary at all: keys and values are seen, outputs unchanged."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from quantization.attention_hook import kv_function
+    from tapeout.operators.attention.in_torch import kv_function
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}

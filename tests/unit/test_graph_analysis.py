@@ -6,9 +6,9 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from tapeout.attention_function import ATTENTION_DOMAIN
 from tapeout.errors import ExportError
 from tapeout.graph_analysis import find_groups, find_linears, find_rotary
+from tapeout.operators import DOMAIN
 from tapeout.portable_graph import FoldTarget, LinearGroup
 from tests.lowering import linear, model_of, named, op, parameter, value
 
@@ -79,7 +79,7 @@ def decoder(
         "Attention",
         [*turned, heads(v, KV_HEADS, "shape_v"), mask, *past],
         ["batch", HEADS, "tokens", HEAD],
-        domain=ATTENTION_DOMAIN,
+        domain=DOMAIN,
         outputs=3,
         scale=0.3,
         softcap=0.0,

@@ -12,7 +12,7 @@ import pytest
 from pipeline.export import decompose
 from pipeline.export.trace import _first_output_looked_at_first, _reason, trace
 from tapeout.errors import ExportError
-from tapeout.graph_analysis import is_attention
+from tapeout.operators.attention import is_attention
 from tests.families import random_model
 
 

@@ -33,7 +33,7 @@ from engines.passes.base import (
 )
 from engines.passes.graph.linears import is_linear
 from tapeout.errors import BuildError
-from tapeout.graph_analysis import is_attention
+from tapeout.operators.attention import is_attention
 
 
 def run(lowering: Lowering) -> PassResult:

@@ -22,7 +22,7 @@ import numpy as np
 import onnx_ir as ir
 
 from engines.passes.base import Lowering, PassResult, attribute, constant, dimension, remove_dead, sizes
-from tapeout.graph_analysis import is_attention
+from tapeout.operators.attention import is_attention
 
 OPSET = 24  # of TensorScatter, and of Attention with nonpad_kv_seqlen
 WRITE_POSITIONS = "write_positions"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantization.attention_hook import KVFunction, kv_function
+from tapeout.operators.attention.in_torch import KVFunction, kv_function
 from tests.families import random_model
 
 TOKENS = torch.arange(3, 15)[None]

@@ -11,8 +11,6 @@ from __future__ import annotations
 import onnx
 import onnx_ir as ir
 
-ATTENTION_DOMAIN = "tapeout"
-
 _BODY = """
 <opset_import: ["" : 23], domain: "tapeout">
 Attention <scale, softcap, window> (query, key, value, attention_mask, past_key, past_value)

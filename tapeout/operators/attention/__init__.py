@@ -1,0 +1,65 @@
+"""Causal attention over a cache of keys and values, with a scale, a soft cap and a sliding window."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tapeout.operators import DOMAIN
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from tapeout.operators.operator import Tracer
+
+NAME = "Attention"
+
+
+@dataclass(frozen=True)
+class AttentionNode:
+    """What a node of a portable graph fixes. ``softcap`` 0: none. ``window``: positions a query sees; 0: all."""
+
+    heads: int
+    kv_heads: int
+    head_size: int
+    scale: float
+    softcap: float
+    window: int
+
+    @classmethod
+    def of(cls, node: ir.Node) -> AttentionNode:
+        shapes = [node.inputs[number] for number in (0, 4)]  # queries, and the cache of keys
+        (_, heads, _, size), (_, kv_heads, *_) = (list(v.shape or ()) for v in shapes if v is not None)
+        assert isinstance(heads, int) and isinstance(size, int) and isinstance(kv_heads, int)
+        scale, softcap = (node.attributes[name].as_float() for name in ("scale", "softcap"))
+        return cls(heads, kv_heads, size, scale, softcap, node.attributes["window"].as_int())
+
+    @classmethod
+    def all(cls, nodes: Iterable[ir.Node]) -> list[AttentionNode]:
+        """Of a graph, in its order, which is that of layers."""
+        return [cls.of(node) for node in nodes if is_attention(node)]
+
+
+class Attention:
+    """See :class:`tapeout.operators.operator.Operator`."""
+
+    name = NAME
+
+    def function(self) -> ir.Function:
+        from tapeout.operators.attention.function import attention_function
+
+        return attention_function()
+
+    def traced(self, model: Any, tracer: Tracer) -> AbstractContextManager[None]:
+        from tapeout.operators.attention.tracing import attention_traced
+
+        return attention_traced(model, tracer)
+
+
+OPERATOR = Attention()
+
+
+def is_attention(node: ir.Node | None) -> bool:
+    return node is not None and (node.domain, node.op_type) == (DOMAIN, NAME)

@@ -1,0 +1,94 @@
+"""Stock transformers models with something done to the keys and values that attention reads, no code per architecture.
+
+B  batch      H  heads of queries, or of keys and values      S  new tokens      T  tokens attended to      D  channels
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tapeout.errors import QuantizationError
+from tapeout.operators.attention.interface import attention_replaced
+
+# (layer, key, value) -> (key, value), each [B, H, S, D], after the rotary embedding
+KVFunction = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@contextmanager
+def kv_function(model: Any, function: KVFunction) -> Generator[None]:
+    """Run ``model`` with every layer's keys and values passed through ``function``."""
+    from transformers.masking_utils import sdpa_mask
+
+    with attention_replaced(model, partial(_changed, function), sdpa_mask):
+        yield
+
+
+@contextmanager
+def after_tokens(model: Any, cached: Callable[[str], Tensor]) -> Generator[None]:
+    """Run a layer of ``model`` as if tokens came before: ``cached`` gives their ``key`` and ``value [B, H, S, D]``."""
+    from transformers.masking_utils import sdpa_mask
+
+    def attention(
+        _module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        key, value = (torch.cat([cached(part), new], 2) for part, new in (("key", key), ("value", value)))
+        return attend(query, key, value, mask, scaling, softcap), None
+
+    with attention_replaced(model, attention, sdpa_mask):
+        yield
+
+
+def _changed(
+    function: KVFunction,
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    softcap: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    layer = getattr(module, "layer_idx", None)
+    if layer is None or options.get("s_aux") is not None:
+        raise QuantizationError(
+            f"{type(module).__name__} has {'no layer_idx' if layer is None else 'attention sinks'}",
+            expected="plain or grouped-query attention in numbered layers",
+            remedy="choose a dense decoder",
+        )
+    key, value = function(layer, key, value)
+    if softcap:
+        return attend(query, key, value, attention_mask, options.get("scaling"), softcap), None
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, softcap: float | None
+) -> Tensor:
+    """``[B, S, H, D]``. Scores are bounded by ``softcap · tanh(s / softcap)``, which torch's own does not offer.
+
+    ``mask``: of transformers' SDPA, boolean or added to scores; None: plainly causal, the last token sees all.
+    """
+    repeat = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+    scores = query @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scaling is None else scaling)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is None:
+        mask = torch.ones(scores.shape[2:], dtype=torch.bool).tril(scores.shape[3] - scores.shape[2])
+    scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    return (scores.softmax(-1) @ value).transpose(1, 2).contiguous()
