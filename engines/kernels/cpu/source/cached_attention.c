@@ -373,12 +373,11 @@ static float prepare_query(const float* query, const float* scale, int64_t D, in
   return largest / LARGEST_QUERY;
 }
 
-/* A vector of bytes, or the half where `whole` is 0, of each of up to four values in rows of `row` bytes: as words of four
-   keys' codes. */
+/* 16 bytes, or 8 where `whole` is 0, of each of up to four values in rows of `row` bytes, as words of four keys' codes. */
 INLINE void pack_part(const char* from, int64_t row, const int whole, const int bits, const int64_t count, char* to) {
   I8x16 keys[4];
   EACH (int key = 0; key < 4; key++) {
-    const char* at = from + key * row;
+    const char* at = from + (key < count ? key * row : 0);
     keys[key] = key >= count ? (I8x16){0} : whole ? load_int8(at) : load_half_int8(at);
   }
   const I32x16 packed = interleave_int8x4(keys[0], keys[1], keys[2], keys[3]);
