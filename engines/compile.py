@@ -13,17 +13,19 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from engines.bundle import TEXT_FILES, IOContract, KVLayer, LoweredRecord, PassReport
+from engines.bundle import TEXT_FILES, IOContract, LoweredRecord, PassReport
 from engines.graph_check import check
-from engines.passes.base import INLINE_BYTES, QDQ, Lowering, Pass, Weights, defer, dimension
+from engines.passes.base import INLINE_BYTES, QDQ, Lowering, Pass, Weights, attribute, defer, dimension
 from engines.target import RecordT, Target
 from tapeout import artifact
 from tapeout.artifact import Artifact, Parents
 from tapeout.errors import BuildError
+from tapeout.graph_analysis import is_attention
 from tapeout.portable_graph import PortableGraph
 from tapeout.portable_model import load_graph
 from tapeout.progress import ProgressBar
 from tapeout.resources import Needs, require
+from tapeout.state import Paged, StateTensor
 
 MODEL_FILE = "model.onnx"
 WEIGHTS_FILE = "weights.bin"
@@ -67,15 +69,17 @@ def build(
     lowering = lowering_for(
         target, graph, weights, precision, kv_scales=kv_scales, kv_bits=kv_bits, activation_max=activation_max, qdq=qdq
     )
+    windows = [int(attribute(node, "window", 0)) for node in lowering.model.graph if is_attention(node)]
     reports = lower(lowering, target.passes().every, progress)
     kv_dtype = f"int{kv_bits}" if kv_scales else FLOAT_KV_DTYPES[lowering.float_type]
     _require_cache(lowering.model, kv_dtype, target.name)
+    state = _paged_state(lowering.model, kv_dtype, windows)
     _require_precision(reports, precision)
     bind_parameters(lowering)
     require("the build", needs(lowering.model), folder.parent, progress)
     with artifact.create(folder, target.artifact_type) as draft:
         progress("writing the weights")
-        lowered = _write(lowering, reports, graph, draft.folder, precision=precision, slots=slots, kv_dtype=kv_dtype)
+        lowered = _write(lowering, reports, graph, draft.folder, precision=precision, slots=slots, state=state)
         draft.finish(target.complete(lowered, lowering.model, draft.folder), parents=parents)
     return artifact.load(folder, target.artifact_type)
 
@@ -141,7 +145,7 @@ def _write(
     *,
     precision: str,
     slots: int,
-    kv_dtype: str,
+    state: tuple[Paged, ...],
 ) -> LoweredRecord:
     """Write the lowered graph, its weights and the text files."""
     model = lowering.model
@@ -152,8 +156,7 @@ def _write(
         precision=precision,
         io=IOContract(
             inputs=tuple(i.name or "" for i in model.graph.inputs if not (i.name or "").startswith("past_")),
-            kv_dtype=kv_dtype,
-            kv_layers=kv_layers(model, kv_dtype),
+            state=state,
             max_tokens=graph.record.max_positions,
             slots=slots,
             vocab_size=graph.record.vocab_size,
@@ -267,7 +270,15 @@ def _require_cache(model: ir.Model, kv_dtype: str, target: str) -> None:
             )
 
 
-def kv_layers(model: ir.Model, kv_dtype: str) -> tuple[KVLayer, ...]:
-    keys = [i for i in model.graph.inputs if (i.name or "").endswith(".key")]
+def _paged_state(model: ir.Model, kv_dtype: str, windows: Sequence[int]) -> tuple[Paged, ...]:
+    """Keys and values of each layer, as the passes left the graph's inputs. ``windows``: of attention, by layer."""
     packed = 2 if kv_dtype == "int4" else 1
-    return tuple(KVLayer(heads=dimension(k, 1), head_size=packed * dimension(k, 3)) for k in keys)
+    tensors: list[list[StateTensor]] = [[] for _ in windows]
+    for value in model.graph.inputs:
+        if (value.name or "").startswith("past_"):
+            _, layer, name = (value.name or "").split(".")
+            shape = dimension(value, 1), packed * dimension(value, 3)
+            tensors[int(layer)].append(StateTensor(name=name, shape=shape, dtype=kv_dtype))
+    return tuple(
+        Paged(layer=layer, tensors=tuple(tensors[layer]), window=window) for layer, window in enumerate(windows)
+    )

@@ -34,6 +34,7 @@ from tapeout.schemes import Scheme
 from tests.exported import tiny_graph
 from tests.native import without_native_operators
 from tests.plans import written_plan
+from tests.states import kv_dtype
 
 MIXED = (
     Rule(match="layers.*.qkv", bits=8, group_size=64, symmetric=True),
@@ -96,7 +97,7 @@ def made(
         bundle = build_candidate(
             tiny_graph(), quantized, folder / "bundle", target=graph_target("ort-cpu"), slots=3, progress=lambda _: None
         )
-    assert bundle.record.io.kv_dtype == kv_type
+    assert kv_dtype(bundle.record.io) == kv_type
     assert ("BlockLinear" in str(bundle.record.plan)) == (operators == "native")
     return quantized, bundle
 
@@ -157,7 +158,7 @@ def test_drift_counts_what_static_grids_clip(
     )  # MIXED has two linears with static inputs
     graph, counted = tiny_graph().record, counter(tokens)
     assert counted.activations.stored == 2 * len(tokens) * graph.hidden_size
-    if bundle.record.io.kv_dtype == "int8":
+    if kv_dtype(bundle.record.io) == "int8":
         assert counted.kv.stored == 2 * len(tokens) * graph.layers * graph.kv_heads * graph.head_size
     else:
         assert counted.kv == ValueCounts()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from engines.sessions import cpu_options, keep_mapped, library_of, open_session,
 from engines.step_inputs import StepPiece, check, not_finite, result_of, runs
 from engines.targets.ort_cpu.buffers import BlockMemory, Bound, bind_cache
 from tapeout.artifact import Artifact
+from tapeout.state import paged_buffers
 
 # A step is run in pieces of so many tokens: a long prompt then needs no more memory than a short one, and activations
 # stay in the processor's caches.
@@ -45,7 +45,7 @@ class PagedEngine:
         self.capabilities = EngineCapabilities(
             block_tokens=BLOCK_TOKENS,
             blocks=blocks,
-            block_bytes=io.kv_token_bytes * BLOCK_TOKENS,
+            block_bytes=io.token_bytes * BLOCK_TOKENS,
             max_batch=MAX_BATCH,
             max_tokens=io.max_tokens,
             vocab_size=io.vocab_size,
@@ -53,13 +53,7 @@ class PagedEngine:
             chooses_tokens=GREEDY in io.inputs,
             threads=threads_of(threads, library),
         )
-        element: Any = np.dtype(io.kv_element).type
-        shapes = {
-            f"{layer}.{part}": io.kv_shape(shape, blocks, BLOCK_TOKENS)
-            for layer, shape in enumerate(io.kv_layers)
-            for part in ("key", "value")
-        }
-        self._memory = BlockMemory(shapes, element)
+        self._memory = BlockMemory(list(paged_buffers(io.state, blocks, BLOCK_TOKENS)))
         self._next_block = 0  # none from this one on was in a block table
         self._columns = -(-io.max_tokens // BLOCK_TOKENS)
         self._wants_positions = "position_ids" in io.inputs
