@@ -16,7 +16,9 @@ from time import monotonic
 
 from engines.kernels.cpu.clipping import Clipping, Clippings
 from engines.protocol import Engine, Entry, FloatArray, Result
-from runtime.engine.blocks import BlockPool
+from runtime.engine.cache.blocks import BlockPool
+from runtime.engine.cache.paged import PagedState
+from runtime.engine.cache.sequences import SequenceCache
 from runtime.engine.sampling import BatchSampler, SampledToken
 from runtime.engine.scheduler import Scheduler
 from runtime.engine.speculation import Counts, Speculation, accept
@@ -53,7 +55,7 @@ class _Active:
     arrival: float
     queued: float = 0.0  # seconds until its first step
     answered: int = 0  # tokens of the response that were reported
-    cached: int | None = None  # prompt tokens found in blocks, once it runs
+    cached: int | None = None  # prompt tokens found in the cache, once it runs
     scores: list[TokenLogprobs | None] = field(default_factory=lambda: [None])  # of the prompt
     tokens: tuple[int, ...] = ()
     stops: bool = False  # the last of them ends the response
@@ -90,7 +92,9 @@ class EngineCore:
         has = engine.capabilities
         self.engine, self.clock = engine, clock
         limits = replace(limits, max_running=min(limits.max_running, has.max_batch))
-        self.scheduler = Scheduler(BlockPool(has.blocks), limits, has.block_tokens, has.max_tokens)
+        self._blocks = BlockPool(has.blocks)
+        cache = SequenceCache([PagedState(self._blocks, has.block_tokens)], has.block_tokens, has.max_tokens)
+        self.scheduler = Scheduler(cache, limits)
         self._sampler = sampler or BatchSampler(has.vocab_size)
         self._clippings, self._clipped = clippings, clippings()
         # Where a sequence is one block, several tokens of a sequence are fed alone, and drafts never pay.
@@ -160,7 +164,7 @@ class EngineCore:
         return report
 
     def stats(self) -> EngineStats:
-        scheduler, pool = self.scheduler, self.scheduler.pool
+        scheduler, pool = self.scheduler, self._blocks
         if not scheduler.running or self._steps % CLIPPING_STEPS == 0:
             self._clipped = self._clippings()
         values = self._clipped
@@ -239,11 +243,11 @@ class EngineCore:
             self._prefix_queries += len(active.request.prompt)
             self._prefix_hits += active.cached
         if active.request.prompt_logprobs is not None and (positions := _unscored(active, work)):
-            return Entry(work.tokens, work.start, work.blocks, "logits", positions)
+            return Entry(work.tokens, work.start, work.lease.blocks, "logits", positions)
         if not work.samples:
-            return Entry(work.tokens, work.start, work.blocks, positions=())
+            return Entry(work.tokens, work.start, work.lease.blocks, positions=())
         positions = range(len(work.tokens) - work.drafts - 1, len(work.tokens)) if work.drafts else None
-        return Entry(work.tokens, work.start, work.blocks, self._sampler.needs(work.id), positions)
+        return Entry(work.tokens, work.start, work.lease.blocks, self._sampler.needs(work.id), positions)
 
     def _feed(self, entries: Sequence[Entry]) -> list[Result]:
         """One step of the engine. If it fails as a whole, each entry is fed alone, and those that fail alone end."""
@@ -360,7 +364,7 @@ def _scheduled(request: GenerateRequest, now: float) -> ScheduledRequest:
             raise RequestError(f"a timeout of {timeout} seconds", expected="at least 0")
         return now + timeout
 
-    expected = {"max_new_tokens": int, "min_new_tokens": int, "priority": int, "tenant": str, "salt": bytes}
+    expected = {"max_new_tokens": int, "min_new_tokens": int, "priority": int, "tenant": str, "cache_salt": bytes}
     for name, kind in expected.items():
         if not isinstance(value := getattr(request, name), kind):
             raise RequestError(f"{name} is {value!r}", expected=kind.__name__)
@@ -370,7 +374,7 @@ def _scheduled(request: GenerateRequest, now: float) -> ScheduledRequest:
         request.max_new_tokens,
         request.priority,
         request.tenant,
-        request.salt,
+        request.cache_salt,
         deadline(request.queue_timeout),
         deadline(request.first_token_timeout),
         deadline(request.timeout),
