@@ -13,9 +13,11 @@ TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", 
 GREEDY = (
     "greedy"  # input of a graph that gives either logits or next tokens (engines/passes/onnxruntime/greedy_head.py)
 )
-# Inputs of a graph over a pool of KV blocks (engines/passes/onnxruntime/cached_attention.py)
+# Inputs of a graph over pools of blocks and slots (engines/passes/onnxruntime/cached_attention.py)
 OFFSETS, STARTS, BLOCK_TABLE = "offsets", "starts", "block_table"
+SLOTS = "slots"  # int32 [B]: of recurrent state, only where a layer has some
 BLOCK_TOKENS = 64  # of a KV block on ort-cpu: a tile of keys of the attention kernel lies in one block
+SEQUENCE_SLOTS = 2  # that are there for a sequence: its own, and one for a snapshot
 NEXT_TOKENS = "next_tokens"  # output of the same graph
 
 
@@ -32,8 +34,8 @@ class PassReport(Frozen):
 class IOContract(Frozen):
     """What an engine must bind. Buffers of state are updated in place.
 
-    Those of paged state hold blocks where the graph takes a block table. Else they hold ``max_tokens`` positions of
-    each slot, and are bound as the outputs ``present`` too.
+    Where the tokens of all sequences are packed, buffers of paged state hold blocks. Else they hold ``max_tokens``
+    positions of each sequence, and are bound as the outputs ``present`` too.
     """
 
     inputs: tuple[str, ...]
@@ -44,8 +46,8 @@ class IOContract(Frozen):
 
     @property
     def paged(self) -> bool:
-        """Whether the graph takes a block table."""
-        return BLOCK_TABLE in self.inputs
+        """Whether the tokens of all sequences are packed, and their state lies in blocks and slots."""
+        return OFFSETS in self.inputs
 
     @property
     def token_bytes(self) -> int:
@@ -56,6 +58,11 @@ class IOContract(Frozen):
     def slot_bytes(self) -> int:
         """Bytes of the recurrent state of one sequence, in all layers."""
         return slot_bytes(self.state)
+
+    @property
+    def sequence_bytes(self) -> int:
+        """Bytes of all state of a sequence of ``max_tokens``."""
+        return self.token_bytes * self.max_tokens + SEQUENCE_SLOTS * self.slot_bytes
 
 
 class Profile(Frozen):

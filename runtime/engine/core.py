@@ -15,9 +15,10 @@ from dataclasses import dataclass, field, replace
 from time import monotonic
 
 from engines.kernels.cpu.clipping import Clipping, Clippings
-from engines.protocol import Engine, Entry, FloatArray, Result
+from engines.protocol import Engine, Entry, FloatArray, Result, Wanted
 from runtime.engine.cache.blocks import BlockPool
 from runtime.engine.cache.paged import PagedState
+from runtime.engine.cache.recurrent import RecurrentState
 from runtime.engine.cache.sequences import SequenceCache
 from runtime.engine.sampling import BatchSampler, SampledToken
 from runtime.engine.scheduler import Scheduler
@@ -92,13 +93,14 @@ class EngineCore:
         has = engine.capabilities
         self.engine, self.clock = engine, clock
         limits = replace(limits, max_running=min(limits.max_running, has.max_batch))
-        self._blocks = BlockPool(has.blocks)
-        cache = SequenceCache([PagedState(self._blocks, has.block_tokens)], has.block_tokens, has.max_tokens)
-        self.scheduler = Scheduler(cache, limits)
+        self._paged = PagedState(BlockPool(has.blocks), has.block_tokens)
+        self._recurrent = RecurrentState(BlockPool(has.slots), has.block_tokens, has.snapshot_tokens)
+        kinds = [kind for kind in (self._paged, self._recurrent) if kind.pool.blocks]
+        self.scheduler = Scheduler(SequenceCache(kinds, has.block_tokens, has.max_tokens), limits)
         self._sampler = sampler or BatchSampler(has.vocab_size)
         self._clippings, self._clipped = clippings, clippings()
         # Where a sequence is one block, several tokens of a sequence are fed alone, and drafts never pay.
-        self._most_drafted = limits.max_draft_tokens if has.shares_blocks else 0
+        self._most_drafted = limits.max_draft_tokens if has.shares_blocks and self.scheduler.cache.trims else 0
         self._counts = Counts()
         self._active: dict[str, _Active] = {}
         self._deltas: list[Delta] = []  # since the last report
@@ -164,7 +166,7 @@ class EngineCore:
         return report
 
     def stats(self) -> EngineStats:
-        scheduler, pool = self.scheduler, self._blocks
+        scheduler, blocks, slots = self.scheduler, self._paged.pool, self._recurrent.pool
         if not scheduler.running or self._steps % CLIPPING_STEPS == 0:
             self._clipped = self._clippings()
         values = self._clipped
@@ -172,9 +174,9 @@ class EngineCore:
             running=scheduler.running,
             waiting=scheduler.waiting,
             waiting_tokens=scheduler.waiting_tokens,
-            blocks=pool.blocks,
-            blocks_held=pool.held,
-            blocks_cached=pool.cached,
+            blocks=blocks.blocks,
+            blocks_held=blocks.held,
+            blocks_cached=blocks.cached,
             steps=self._steps,
             stepped_at=self.clock(),
             step_seconds=self._step_seconds,
@@ -193,6 +195,9 @@ class EngineCore:
             activation_values=values.activations.stored,
             activation_values_clipped=values.activations.clipped,
             finished=dict(self._finished),
+            slots=slots.blocks,
+            slots_held=slots.held,
+            slots_cached=slots.cached,
         )
 
     def close(self) -> None:
@@ -200,6 +205,8 @@ class EngineCore:
 
     def _run(self, works: Sequence[Work], now: float) -> None:
         started = self.clock()
+        for source, target in self._recurrent.take_copies():
+            self.engine.copy_state(source, target)
         results = self._feed([self._entry(work) for work in works])
         self._choose(works, results)
         outcomes = {work.id: self._outcome(work.id) for work in works}
@@ -243,11 +250,11 @@ class EngineCore:
             self._prefix_queries += len(active.request.prompt)
             self._prefix_hits += active.cached
         if active.request.prompt_logprobs is not None and (positions := _unscored(active, work)):
-            return Entry(work.tokens, work.start, work.lease.blocks, "logits", positions)
+            return _fed(work, "logits", positions)
         if not work.samples:
-            return Entry(work.tokens, work.start, work.lease.blocks, positions=())
+            return _fed(work, "token", ())
         positions = range(len(work.tokens) - work.drafts - 1, len(work.tokens)) if work.drafts else None
-        return Entry(work.tokens, work.start, work.lease.blocks, self._sampler.needs(work.id), positions)
+        return _fed(work, self._sampler.needs(work.id), positions)
 
     def _feed(self, entries: Sequence[Entry]) -> list[Result]:
         """One step of the engine. If it fails as a whole, each entry is fed alone, and those that fail alone end."""
@@ -352,6 +359,11 @@ class EngineCore:
         del self._active[id]
         self._sampler.remove(id)
         self._finished[reason] += 1
+
+
+def _fed(work: Work, wanted: Wanted, positions: Sequence[int] | None) -> Entry:
+    _, tokens, start, lease, _, _ = work
+    return Entry(tokens, start, lease.blocks, wanted, positions, slot=lease.slot, snapshots=lease.snapshots)
 
 
 def _scheduled(request: GenerateRequest, now: float) -> ScheduledRequest:

@@ -167,6 +167,9 @@ class EngineStats(NamedTuple):
     activation_values: int = 0  # quantized to int8 with static scales
     activation_values_clipped: int = 0
     finished: Mapping[str, int] = MappingProxyType({})  # requests by finish reason
+    slots: int = 0  # of recurrent state
+    slots_held: int = 0
+    slots_cached: int = 0
 
 
 class RefusedRequest(NamedTuple):

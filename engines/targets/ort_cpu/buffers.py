@@ -91,7 +91,7 @@ class BlockMemory:
             name: np.frombuffer(pages, element).reshape(shape)
             for (name, shape, element), pages in zip(buffers, self._memory, strict=True)
         }
-        self.blocks = min(buffer.shape[0] for buffer in buffers)
+        self.blocks = min((buffer.shape[0] for buffer in buffers), default=0)
         self.ready = 0  # blocks below this number have their pages, or have been written
 
     def clear(self) -> None:

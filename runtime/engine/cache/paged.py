@@ -41,7 +41,7 @@ class PagedState:
 
     def take(self, lease: Lease, tokens: int) -> None:
         taken = self.pool.take(self._missing(lease, tokens))
-        assert taken is not None, "blocks are taken without a look at whether they fit"
+        assert taken is not None, "blocks are taken without a look at whether there are so many"
         lease.blocks += taken
         for key in lease.keys[lease.published :]:
             self._promised.setdefault(key, lease)
