@@ -80,9 +80,9 @@ def _check_entry(entry: Entry, engine: EngineCapabilities, written: set[int]) ->
             f"token ids {least} to {highest}",
             expected=f"ids of this model's vocabulary, 0 to {engine.vocab_size - 1}",
         )
-    needed = -(-end // size) if engine.blocks else 0
+    needed = -(-end // size)
     read = blocks if len(blocks) == needed else blocks[:needed]
-    if len(read) < needed or min(read, default=0) < 0 or max(read, default=-1) >= engine.blocks:
+    if engine.blocks and (len(read) < needed or min(read) < 0 or max(read) >= engine.blocks):
         return RequestError(
             f"block table {list(blocks)[:8]} for {end} positions",
             expected=f"{needed} of the blocks 0 to {engine.blocks - 1}, each of {size} positions",
@@ -138,11 +138,13 @@ def _next_snapshot(entry: Entry, done: int) -> int:
 
 
 def _piece(number: int, entry: Entry, done: int, taken: int) -> StepPiece:
-    tokens, start, wanted = entry.tokens, entry.start + done, _positions(entry)
-    if taken < len(tokens):
-        tokens, wanted = tokens[done : done + taken], [p - done for p in wanted if done <= p < done + taken]
-    snapshot = dict(entry.snapshots).get(start + taken, NO_SLOT) if entry.snapshots else NO_SLOT
-    return StepPiece(number, tokens, start, entry.blocks, wanted, entry.slot, snapshot)
+    end, snapshot = entry.start + done + taken, NO_SLOT
+    if entry.snapshots:
+        snapshot = dict(entry.snapshots).get(end, NO_SLOT)
+    if taken == len(entry.tokens):
+        return StepPiece(number, entry.tokens, entry.start, entry.blocks, _positions(entry), entry.slot, snapshot)
+    wanted = [p - done for p in _positions(entry) if done <= p < done + taken]
+    return StepPiece(number, entry.tokens[done : done + taken], end - taken, entry.blocks, wanted, entry.slot, snapshot)
 
 
 def _positions(entry: Entry) -> Sequence[int]:

@@ -249,12 +249,16 @@ class EngineCore:
             active.cached, active.queued = self.scheduler.cached_tokens(work.id), self.clock() - active.arrival
             self._prefix_queries += len(active.request.prompt)
             self._prefix_hits += active.cached
+        positions: Sequence[int] | None
         if active.request.prompt_logprobs is not None and (positions := _unscored(active, work)):
-            return _fed(work, "logits", positions)
-        if not work.samples:
-            return _fed(work, "token", ())
-        positions = range(len(work.tokens) - work.drafts - 1, len(work.tokens)) if work.drafts else None
-        return _fed(work, self._sampler.needs(work.id), positions)
+            wanted: Wanted = "logits"
+        elif not work.samples:
+            wanted, positions = "token", ()
+        else:
+            wanted = self._sampler.needs(work.id)
+            positions = range(len(work.tokens) - work.drafts - 1, len(work.tokens)) if work.drafts else None
+        lease = work.lease
+        return Entry(work.tokens, work.start, lease.blocks, wanted, positions, 0, 0, lease.slot, lease.snapshots)
 
     def _feed(self, entries: Sequence[Entry]) -> list[Result]:
         """One step of the engine. If it fails as a whole, each entry is fed alone, and those that fail alone end."""
@@ -359,11 +363,6 @@ class EngineCore:
         del self._active[id]
         self._sampler.remove(id)
         self._finished[reason] += 1
-
-
-def _fed(work: Work, wanted: Wanted, positions: Sequence[int] | None) -> Entry:
-    _, tokens, start, lease, _, _ = work
-    return Entry(tokens, start, lease.blocks, wanted, positions, slot=lease.slot, snapshots=lease.snapshots)
 
 
 def _scheduled(request: GenerateRequest, now: float) -> ScheduledRequest:

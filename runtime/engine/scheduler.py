@@ -328,7 +328,7 @@ class Scheduler:
                 most = sequence.request.max_new_tokens
                 expected = most if self._answer_tokens is None else min(most, int(self._answer_tokens))
                 end = len(sequence.request.prompt) + max(expected - 1, sequence.answered)
-            demands.append(Demand(sequence.lease, len(sequence.tokens), end))
+            demands.append((sequence.lease, len(sequence.tokens), end))
         return demands
 
     def _make_room(self, request: ScheduledRequest, now: float) -> list[str]:

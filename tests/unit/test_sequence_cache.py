@@ -57,12 +57,11 @@ class Answered(RuleBasedStateMachine):
         salt=st.sampled_from([b"", b"other"]),
     )
     def arrive(self, begins: int, rest: list[int], new: int, priority: int, salt: bytes) -> None:
-        prompt = ([1, 2, 3, 4, 5, 6, 7] * begins + rest)[: self.most - 20]
-        if prompt:
-            id = f"r{len(self.requests)}"
-            request = GenerateRequest(id, prompt, min(new, self.most - len(prompt)), priority=priority, cache_salt=salt)
-            self.requests[id], self.answers[id] = request, []
-            self.core.add(request, self.now)
+        prompt = ([1, 2, 3, 4, 5, 6, 7] * begins + rest)[: max(8, self.most - 20)]
+        id = f"r{len(self.requests)}"
+        request = GenerateRequest(id, prompt, min(new, self.most - len(prompt)), priority=priority, cache_salt=salt)
+        self.requests[id], self.answers[id] = request, []
+        self.core.add(request, self.now)
 
     @rule()
     def repeat(self) -> None:
@@ -161,6 +160,7 @@ def test_the_same_prompt_resumes_at_its_last_block_that_leaves_a_token(kind: str
     assert serve(core, ask("a", PREFIX)) == {"a": 0}
     assert serve(core, ask("b", PREFIX)) == {"b": 8}
     assert serve(core, ask("c", PREFIX[:8])) == {"c": 4 if kind == "paged" else 0}, "the state of 8 tokens is no help"
+    assert serve(core, ask("d", PREFIX[:8])) == {"d": 4}
 
 
 def test_recurrent_state_resumes_where_prompts_left_each_other_from_the_third_on() -> None:
@@ -177,8 +177,50 @@ def test_a_grid_of_snapshots_is_kept_in_prompts_and_answers() -> None:
 
 
 def test_one_that_arrives_waits_for_a_snapshot_that_another_will_leave() -> None:
-    core = core_of("recurrent", step_tokens=4)
+    core = core_of("recurrent", step_tokens=6)
     assert serve(core, ask("a", PREFIX), ask("b", [*PREFIX, 3, 4]), ask("c", [9, 9])) == {"a": 0, "b": 8, "c": 0}
+
+
+def test_a_snapshot_is_not_waited_for_once_nobody_will_leave_it() -> None:
+    core = core_of("recurrent", step_tokens=6)
+    core.add(ask("a", PREFIX), 0)
+    core.step(1)
+    core.cancel("a")
+    core.report()
+    core.scheduler.check()
+    assert serve(core, ask("b", PREFIX, 9)) == {"b": 0}
+    core.add(ask("c", [*PREFIX, 9, 9, 9], 9), 0)
+    core.step(600)
+    core.step(601)
+    assert core.scheduler.decoding() and not core._recurrent._promised, "it was left, and may be lost while c goes on"
+
+
+def test_a_snapshot_that_had_no_slot_is_not_waited_for() -> None:
+    core = core_of("recurrent", slots=2, step_tokens=6)
+    for request in (ask("a", [9, 9], 4), ask("b", PREFIX, 20), ask("c", PREFIX, 20)):
+        core.add(request, 0)
+    for now in range(6):
+        core.step(now)
+    assert core.scheduler.running == 2 and core.scheduler.cached_tokens("c") == 0, "c runs as soon as a has ended"
+
+
+def test_a_snapshot_is_taken_over_where_no_other_slot_is_left() -> None:
+    core = core_of("recurrent", slots=2)
+    serve(core, ask("a", PREFIX))
+    assert serve(core, ask("b", [9, 9], 20), ask("c", PREFIX), ask("d", PREFIX))["c"] == 8
+
+
+@pytest.mark.parametrize("kind", ["recurrent", "mixed"])
+def test_a_sequence_that_ends_before_its_snapshot_was_copied_gives_both_up(kind: str) -> None:
+    core = core_of(kind)
+    serve(core, ask("a", PREFIX))
+    core.add(ask("b", PREFIX), 0)
+    (work,) = core.scheduler.plan(1)
+    assert work.start == 8
+    core.scheduler.check()
+    core.cancel("b")
+    core.scheduler.check()
+    assert not core.scheduler.cache.held and not core._recurrent.take_copies()
 
 
 def test_a_single_slot_serves_one_request_after_the_other_without_snapshots() -> None:
@@ -194,7 +236,7 @@ def test_snapshots_are_the_first_to_go_the_least_recently_used_before_others() -
     assert serve(core, ask("b", [2] * 9)) == {"b": 0}
 
 
-def test_sequences_take_slots_before_snapshots_do() -> None:
+def test_snapshots_preempt_no_sequence() -> None:
     core = core_of("mixed", slots=2, max_running=2)
     assert serve(core, ask("a", PREFIX, 6), ask("b", [7] * 9, 6)) == {"a": 0, "b": 0}
     assert core.scheduler.preemptions == 0

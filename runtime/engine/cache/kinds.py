@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from runtime.engine.cache.blocks import BlockPool
 from tapeout.state import NO_SLOT
@@ -42,15 +42,9 @@ class Match(NamedTuple):
     awaited: bool
 
 
-class Demand(NamedTuple):
-    """What a sequence is expected to need: it has so many ``tokens``, and will have computed ``end``.
-
-    ``end`` None: it can be preempted, so what it has counts as free.
-    """
-
-    lease: Lease
-    tokens: int
-    end: int | None
+# What a sequence is expected to need: its lease, how many tokens it has, and how many positions it will have computed;
+# None: it can be preempted, so what it has counts as free. A plain tuple: an admission makes one for each request.
+Demand: TypeAlias = tuple[Lease, int, int | None]
 
 
 class StateKind(Protocol):
@@ -63,11 +57,9 @@ class StateKind(Protocol):
     max_tokens: int
     trims: bool
 
-    def longest(self, keys: Sequence[bytes], *, promised: bool) -> int:
-        """After how many of these blocks, at most, a sequence can resume.
-
-        ``promised``: once running sequences have computed what they are at.
-        """
+    def longest(self, keys: Sequence[bytes]) -> tuple[int, int]:
+        """After how many of these blocks, at most, a sequence can resume: now, and once running sequences have computed
+        what they are at."""
         ...
 
     def hold(self, lease: Lease, match: Match) -> None:

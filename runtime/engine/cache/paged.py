@@ -18,11 +18,11 @@ class PagedState:
         self.max_tokens = pool.blocks * block_tokens
         self._promised: dict[bytes, Lease] = {}  # keys of blocks that a running sequence will publish
 
-    def longest(self, keys: Sequence[bytes], *, promised: bool) -> int:
-        found = len(self.pool.find(keys))
-        while promised and found < len(keys) and (keys[found] in self._promised or self.pool.find((keys[found],))):
-            found += 1
-        return found
+    def longest(self, keys: Sequence[bytes]) -> tuple[int, int]:
+        found = later = len(self.pool.find(keys))
+        while later < len(keys) and keys[later] in self._promised:
+            later += 1
+        return found, later
 
     def hold(self, lease: Lease, match: Match) -> None:
         lease.blocks = self.pool.find(lease.keys[: match.tokens // self._size])
@@ -33,10 +33,11 @@ class PagedState:
         available = self.pool.available - self._missing(lease, tokens)
         growth = 0
         for other, has, end in demands:
+            blocks = len(other.blocks)
             if end is None:
-                growth -= len(other.blocks)
-            else:
-                growth += max(0, -(-end // self._size) - max(len(other.blocks), -(-has // self._size)))
+                growth -= blocks
+            elif end > has and end > blocks * self._size:
+                growth += -(-end // self._size) - max(blocks, -(-has // self._size))
         return 0 <= available >= growth
 
     def take(self, lease: Lease, tokens: int) -> None:
@@ -57,13 +58,13 @@ class PagedState:
             self.pool.publish(lease.blocks[index], key)
             if self._promised.get(key) is lease:
                 del self._promised[key]
-        lease.published = max(lease.published, full)
+        lease.published = full
 
     def due(self, lease: Lease) -> int:
         return (lease.published + 1) * self._size
 
     def close(self, lease: Lease) -> None:
-        for key in lease.keys[lease.published :]:
+        for key in lease.keys[lease.published :] if lease.room else ():  # else it has promised nothing
             if self._promised.get(key) is lease:
                 del self._promised[key]
         self.pool.release(lease.blocks)

@@ -18,7 +18,7 @@ NEVER = 1 << 62  # a position
 
 
 class RecurrentState:
-    """See :class:`runtime.engine.cache.kinds.StateKind`. ``pool``: of slots; a single one is no room for snapshots."""
+    """See :class:`runtime.engine.cache.kinds.StateKind`. ``pool``: of slots."""
 
     trims = False
 
@@ -36,18 +36,25 @@ class RecurrentState:
         self._copies.clear()
         return copies
 
-    def longest(self, keys: Sequence[bytes], *, promised: bool) -> int:
+    def longest(self, keys: Sequence[bytes]) -> tuple[int, int]:
+        later = 0
         for count in range(len(keys), 0, -1):
             key = keys[count - 1]
-            if (promised and key in self._promised) or self.pool.find([key]):
-                return count
-        return 0
+            if self.pool.find([key]):
+                return count, later or count
+            if key in self._promised:
+                later = later or count
+        return 0, later
 
     def hold(self, lease: Lease, match: Match) -> None:
         lease.planned, lease.stops = match.tokens, (match.known,)
         if match.tokens:
-            (lease.source,) = self.pool.find([self._key(lease, match.tokens)])
-            self.pool.hold([lease.source])
+            source = self.pool.find([self._key(lease, match.tokens)])
+            self.pool.hold(source)
+            if self.pool.available:
+                lease.source = source[0]
+            else:  # unless others resume there, too, it is the one slot that can be taken, and needs no copy
+                self.pool.release(source)
 
     def fits(self, lease: Lease, tokens: int, demands: Sequence[Demand]) -> bool:
         return self.pool.available > 0
@@ -104,8 +111,6 @@ class RecurrentState:
 
     def _next(self, lease: Lease, after: int) -> int:
         """The next position at which a snapshot of a sequence is wanted."""
-        if self.pool.blocks == 1:
-            return NEVER
         grid = (after // self._interval + 1) * self._interval if self._interval else NEVER
         return min([grid, *(stop for stop in lease.stops if stop > after)])
 

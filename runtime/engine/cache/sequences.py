@@ -33,9 +33,9 @@ class SequenceCache:
         """Where a sequence of these tokens can resume, at most at position ``most``."""
         self._extend_keys(lease, tokens)
         keys = lease.keys[: most // self._size]
-        resume, known = self._longest(keys, promised=False)
-        awaited = resume < len(keys) and self._longest(keys, promised=True)[0] > resume
-        return Match(resume * self._size, known * self._size, awaited)
+        now, later = zip(*[kind.longest(keys) for kind in self._kinds], strict=True)
+        resume = self._agreed(keys, now, 0)
+        return Match(resume * self._size, max(now) * self._size, self._agreed(keys, later, 1) > resume)
 
     def open(self, lease: Lease, match: Match, tokens: int, demands: Sequence[Demand]) -> bool:
         """Give a sequence of so many tokens its state up to a match, and room for the rest.
@@ -84,15 +84,12 @@ class SequenceCache:
         for kind in self._kinds:
             kind.check(leases)
 
-    def _longest(self, keys: Sequence[bytes], *, promised: bool) -> tuple[int, int]:
-        """After how many of these blocks every kind of state can resume, and after how many one of them can."""
-        known = 0
-        while True:
-            found = {kind.longest(keys, promised=promised) for kind in self._kinds}
-            known = max(known, *found)
-            if len(found) == 1:
-                return found.pop(), known
-            keys = keys[: min(found)]
+    def _agreed(self, keys: Sequence[bytes], points: Sequence[int], when: int) -> int:
+        """After how many blocks all kinds can resume. ``points``: each of them alone; ``when``: 0 now, 1 later."""
+        while min(points) < max(points):
+            keys = keys[: min(points)]
+            points = [kind.longest(keys)[when] for kind in self._kinds]
+        return points[0]
 
     def _extend_keys(self, lease: Lease, tokens: Sequence[int]) -> None:
         if len(tokens) // self._size > len(lease.keys):
