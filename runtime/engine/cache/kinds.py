@@ -26,9 +26,6 @@ class Lease:
     published: int = 0  # blocks that others can find
     slot: int = NO_SLOT
     snapshots: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    stops: tuple[int, ...] = ()  # positions at which a snapshot is wanted
-    planned: int = 0  # positions up to which its snapshots have slots
-    source: int = NO_SLOT  # a snapshot that is held until it is copied
 
 
 class Match(NamedTuple):

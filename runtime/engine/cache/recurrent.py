@@ -9,12 +9,22 @@ that no sequence has, the least recently used, and is left out where there is no
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from runtime.engine.cache.blocks import BlockPool
 from runtime.engine.cache.kinds import Demand, Lease, Match
 from tapeout.state import NO_SLOT
 
 NEVER = 1 << 62  # a position
+
+
+@dataclass
+class _Plan:
+    """Of one sequence. ``done``: positions up to which its snapshots have slots, or have been left out."""
+
+    done: int
+    stops: tuple[int, ...]  # positions at which a snapshot is wanted
+    source: int = NO_SLOT  # the snapshot that it resumes at, held until it is copied
 
 
 class RecurrentState:
@@ -26,6 +36,7 @@ class RecurrentState:
         self.pool, self._size, self.max_tokens = pool, block_tokens, NEVER
         self._interval = -(-snapshot_tokens // block_tokens) * block_tokens  # 0: no grid
         self._promised: dict[bytes, Lease] = {}  # keys at which a running sequence will leave a snapshot
+        self._plans: dict[Lease, _Plan] = {}
         self._copies: dict[int, int] = {}  # by slot of a sequence: the snapshot that it resumes at
 
     def take_copies(self) -> list[tuple[int, int]]:
@@ -47,12 +58,12 @@ class RecurrentState:
         return 0, later
 
     def hold(self, lease: Lease, match: Match) -> None:
-        lease.planned, lease.stops = match.tokens, (match.known,)
+        plan = self._plans[lease] = _Plan(match.tokens, (match.known,))
         if match.tokens:
             source = self.pool.find([self._key(lease, match.tokens)])
             self.pool.hold(source)
             if self.pool.available:
-                lease.source = source[0]
+                plan.source = source[0]
             else:  # unless others resume there, too, it is the one slot that can be taken, and needs no copy
                 self.pool.release(source)
 
@@ -60,19 +71,20 @@ class RecurrentState:
         return self.pool.available > 0
 
     def take(self, lease: Lease, tokens: int) -> None:
-        taken = self.pool.take(1)
+        plan, taken = self._plans[lease], self.pool.take(1)
         assert taken is not None, "a slot is taken without a look at whether there is one"
         lease.slot = taken[0]
-        if lease.source != NO_SLOT:
-            self._copies[lease.slot], lease.source = lease.source, NO_SLOT
-        lease.stops = *lease.stops, (tokens - 1) // self._size * self._size
-        position = lease.planned
-        while (position := self._next(lease, position)) <= tokens:
+        if plan.source != NO_SLOT:
+            self._copies[lease.slot], plan.source = plan.source, NO_SLOT
+        plan.stops = *plan.stops, (tokens - 1) // self._size * self._size
+        position = plan.done
+        while (position := self._next(plan, position)) <= tokens:
             self._promised.setdefault(self._key(lease, position), lease)
 
     def grow(self, lease: Lease, end: int) -> int:
-        while (position := self._next(lease, lease.planned)) <= end:
-            lease.planned = position
+        plan = self._plans[lease]
+        while (position := self._next(plan, plan.done)) <= end:
+            plan.done = position
             if taken := self.pool.take(1):
                 lease.snapshots.append((position, taken[0]))
             else:
@@ -93,11 +105,11 @@ class RecurrentState:
 
     def close(self, lease: Lease) -> None:
         self._withdraw(lease, lease.keys)
-        copied = self._copies.pop(lease.slot, NO_SLOT)
-        for slot in (lease.slot, lease.source, copied, *(slot for _, slot in lease.snapshots)):
+        plan, copied = self._plans.pop(lease), self._copies.pop(lease.slot, NO_SLOT)
+        for slot in (lease.slot, plan.source, copied, *(slot for _, slot in lease.snapshots)):
             if slot != NO_SLOT:
                 self.pool.release([slot])
-        lease.slot, lease.source, lease.snapshots = NO_SLOT, NO_SLOT, []
+        lease.slot, lease.snapshots = NO_SLOT, []
 
     def can_grow(self, sequences: int) -> bool:
         return True
@@ -106,13 +118,14 @@ class RecurrentState:
         leases = set(leases)
         held = [[lease.slot, *(slot for _, slot in lease.snapshots)] for lease in leases]
         self.pool.check([*held, *([source] for source in self._copies.values())])
+        assert self._plans.keys() == leases, "a sequence that has ended has a plan, or a running one has none"
         assert self._copies.keys() <= {lease.slot for lease in leases}, "state is copied to a slot that nobody has"
         assert set(self._promised.values()) <= leases, "nobody computes a snapshot that others wait for"
 
-    def _next(self, lease: Lease, after: int) -> int:
+    def _next(self, plan: _Plan, after: int) -> int:
         """The next position at which a snapshot of a sequence is wanted."""
         grid = (after // self._interval + 1) * self._interval if self._interval else NEVER
-        return min([grid, *(stop for stop in lease.stops if stop > after)])
+        return min([grid, *(stop for stop in plan.stops if stop > after)])
 
     def _key(self, lease: Lease, position: int) -> bytes:
         return lease.keys[position // self._size - 1]
