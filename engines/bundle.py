@@ -6,16 +6,18 @@ from typing import Any, ClassVar
 
 from tapeout.artifact import Frozen, Record, Roles
 from tapeout.fingerprint import Fingerprint
+from tapeout.state import LayerState, slot_bytes, token_bytes
 
-KV_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}  # of a key or value, by kv_dtype
 # What tokenizing and chat need beside the engine, as far as the model has it.
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json")
 GREEDY = (
     "greedy"  # input of a graph that gives either logits or next tokens (engines/passes/onnxruntime/greedy_head.py)
 )
-# Inputs of a graph over a pool of KV blocks (engines/passes/onnxruntime/cached_attention.py)
+# Inputs of a graph over pools of blocks and slots (engines/passes/onnxruntime/cached_attention.py)
 OFFSETS, STARTS, BLOCK_TABLE = "offsets", "starts", "block_table"
+SLOTS = "slots"  # int32 [B]: of recurrent state, only where a layer has some
 BLOCK_TOKENS = 64  # of a KV block on ort-cpu: a tile of keys of the attention kernel lies in one block
+SEQUENCE_SLOTS = 2  # that are there for a sequence: its own, and one for a snapshot
 NEXT_TOKENS = "next_tokens"  # output of the same graph
 
 
@@ -29,46 +31,38 @@ class PassReport(Frozen):
     nodes_after: int
 
 
-class KVLayer(Frozen):
-    heads: int
-    head_size: int
-
-
 class IOContract(Frozen):
-    """What an engine must bind. KV buffers are of ``kv_dtype`` and updated in place.
+    """What an engine must bind. Buffers of state are updated in place.
 
-    They are ``[blocks, heads, tokens of a block, head_size]`` where the graph takes a block table: inputs that it
-    writes. Else they are ``[slots, heads, max_tokens, head_size]``, and bound as the outputs ``present`` too.
-
-    An ``int4`` buffer is uint8 and has ``head_size / 2`` columns: channel 2i in the low half of byte i, 2i + 1 in the
-    high half, each as its code + 8.
+    Where the tokens of all sequences are packed, buffers of paged state hold blocks. Else they hold ``max_tokens``
+    positions of each sequence, and are bound as the outputs ``present`` too.
     """
 
     inputs: tuple[str, ...]
-    kv_dtype: str
-    kv_layers: tuple[KVLayer, ...]
+    state: tuple[LayerState, ...]
     max_tokens: int
     slots: int
     vocab_size: int
 
     @property
     def paged(self) -> bool:
-        """Whether the graph takes a block table."""
-        return BLOCK_TABLE in self.inputs
+        """Whether the tokens of all sequences are packed, and their state lies in blocks and slots."""
+        return OFFSETS in self.inputs
 
     @property
-    def kv_element(self) -> str:
-        """numpy's name of a KV buffer's element."""
-        return "uint8" if self.kv_dtype == "int4" else self.kv_dtype
-
-    def kv_shape(self, layer: KVLayer, blocks: int, tokens: int) -> tuple[int, int, int, int]:
-        """Shape of a layer's buffer of keys, or of values. ``blocks``: or slots."""
-        return blocks, layer.heads, tokens, layer.head_size // 2 if self.kv_dtype == "int4" else layer.head_size
+    def token_bytes(self) -> int:
+        """Bytes of the state of one more token, in all layers: its keys and values."""
+        return token_bytes(self.state)
 
     @property
-    def kv_token_bytes(self) -> int:
-        """Bytes of the keys and values of one token in all layers."""
-        return sum(2 * layer.heads * layer.head_size for layer in self.kv_layers) * KV_BITS[self.kv_dtype] // 8
+    def slot_bytes(self) -> int:
+        """Bytes of the recurrent state of one sequence, in all layers."""
+        return slot_bytes(self.state)
+
+    @property
+    def sequence_bytes(self) -> int:
+        """Bytes of all state of a sequence of ``max_tokens``."""
+        return self.token_bytes * self.max_tokens + SEQUENCE_SLOTS * self.slot_bytes
 
 
 class Profile(Frozen):
@@ -140,7 +134,7 @@ class LoweredRecord(Record):
 
 class EngineBundle(LoweredRecord):
     artifact_type: ClassVar[str] = "EngineBundle"
-    schema_version: ClassVar[int] = 4  # 4: native attention writes caches in place
+    schema_version: ClassVar[int] = 5  # 5: kinds of state of a layer, instead of KV heads
     remedy: ClassVar[str] = "run `dvc repro build-baseline build-candidate`"
     parent_roles: ClassVar[Roles] = {
         **LoweredRecord.parent_roles,

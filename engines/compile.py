@@ -13,17 +13,19 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from engines.bundle import TEXT_FILES, IOContract, KVLayer, LoweredRecord, PassReport
+from engines.bundle import TEXT_FILES, IOContract, LoweredRecord, PassReport
 from engines.graph_check import check
-from engines.passes.base import INLINE_BYTES, QDQ, Lowering, Pass, Weights, defer, dimension
+from engines.passes.base import INLINE_BYTES, QDQ, Lowering, Pass, Weights, defer
 from engines.target import RecordT, Target
 from tapeout import artifact
 from tapeout.artifact import Artifact, Parents
 from tapeout.errors import BuildError
+from tapeout.operators import operator_of
 from tapeout.portable_graph import PortableGraph
 from tapeout.portable_model import load_graph
 from tapeout.progress import ProgressBar
 from tapeout.resources import Needs, require
+from tapeout.state import LayerState
 
 MODEL_FILE = "model.onnx"
 WEIGHTS_FILE = "weights.bin"
@@ -67,15 +69,16 @@ def build(
     lowering = lowering_for(
         target, graph, weights, precision, kv_scales=kv_scales, kv_bits=kv_bits, activation_max=activation_max, qdq=qdq
     )
-    reports = lower(lowering, target.passes().every, progress)
     kv_dtype = f"int{kv_bits}" if kv_scales else FLOAT_KV_DTYPES[lowering.float_type]
+    state = _kept(lowering.model, kv_dtype)
+    reports = lower(lowering, target.passes().every, progress)
     _require_cache(lowering.model, kv_dtype, target.name)
     _require_precision(reports, precision)
     bind_parameters(lowering)
     require("the build", needs(lowering.model), folder.parent, progress)
     with artifact.create(folder, target.artifact_type) as draft:
         progress("writing the weights")
-        lowered = _write(lowering, reports, graph, draft.folder, precision=precision, slots=slots, kv_dtype=kv_dtype)
+        lowered = _write(lowering, reports, graph, draft.folder, precision=precision, slots=slots, state=state)
         draft.finish(target.complete(lowered, lowering.model, draft.folder), parents=parents)
     return artifact.load(folder, target.artifact_type)
 
@@ -142,7 +145,7 @@ def _write(
     *,
     precision: str,
     slots: int,
-    kv_dtype: str,
+    state: tuple[LayerState, ...],
 ) -> LoweredRecord:
     """Write the lowered graph, its weights and the text files."""
     model = lowering.model
@@ -153,8 +156,7 @@ def _write(
         precision=precision,
         io=IOContract(
             inputs=tuple(i.name or "" for i in model.graph.inputs if not (i.name or "").startswith("past_")),
-            kv_dtype=kv_dtype,
-            kv_layers=kv_layers(model, kv_dtype),
+            state=state,
             max_tokens=graph.record.max_positions,
             slots=slots,
             vocab_size=graph.record.vocab_size,
@@ -268,7 +270,8 @@ def _require_cache(model: ir.Model, kv_dtype: str, target: str) -> None:
             )
 
 
-def kv_layers(model: ir.Model, kv_dtype: str) -> tuple[KVLayer, ...]:
-    keys = [i for i in model.graph.inputs if (i.name or "").endswith(".key")]
-    packed = 2 if kv_dtype == "int4" else 1
-    return tuple(KVLayer(heads=dimension(k, 1), head_size=packed * dimension(k, 3)) for k in keys)
+def _kept(model: ir.Model, kv_dtype: str) -> tuple[LayerState, ...]:
+    """State of all operators in graph order, which is that of layers."""
+    nodes = [(operator, node) for node in model.graph if (operator := operator_of(node))]
+    found = (operator.state(node, layer, kv_dtype) for layer, (operator, node) in enumerate(nodes))
+    return tuple(state for state in found if state is not None)

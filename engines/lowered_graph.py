@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 class LoweredGraph(LoweredRecord):
     artifact_type: ClassVar[str] = "LoweredGraph"
+    schema_version: ClassVar[int] = 3  # 3: kinds of state of a layer, instead of KV heads
     remedy: ClassVar[str] = "run `tapeout build`"
 
     bits_per_weight: float  # of the linears, scales included

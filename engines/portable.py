@@ -21,6 +21,7 @@ from engines.slot_engine import SlotEngine
 from engines.step_inputs import Int64Array, SlotInputs
 from tapeout.artifact import Artifact
 from tapeout.errors import BuildError
+from tapeout.state import paged_buffers
 
 
 class PortableEngine(SlotEngine):
@@ -30,7 +31,8 @@ class PortableEngine(SlotEngine):
         self, lowered: Artifact[LoweredGraph], *, max_tokens: int | None = None, slots: int = 1, threads: int = 0
     ) -> None:
         io = lowered.record.io
-        if io.kv_dtype != "float16":
+        buffers = list(paged_buffers(io.state, slots, tokens := min(max_tokens or io.max_tokens, io.max_tokens)))
+        if any(buffer.element != "float16" for buffer in buffers):
             raise BuildError(
                 f"a lowered graph in {lowered.record.precision}",
                 expected="fp16, int4 or fp8: ONNX Runtime has no BF16 kernels on CPU",
@@ -41,12 +43,11 @@ class PortableEngine(SlotEngine):
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
         options.add_session_config_entry("session.disable_quant_qdq", "1")
         self._session = open_session(str(lowered.folder / MODEL_FILE), options)
-        tokens = min(max_tokens or io.max_tokens, io.max_tokens)
         self.digest, self.prompt_tokens = lowered.digest, tokens
         self.capabilities = EngineCapabilities(
             block_tokens=tokens,
             blocks=slots,
-            block_bytes=io.kv_token_bytes * tokens,
+            block_bytes=io.token_bytes * tokens,
             max_batch=slots,
             max_tokens=tokens,
             vocab_size=io.vocab_size,
@@ -55,9 +56,7 @@ class PortableEngine(SlotEngine):
         )
         self._inputs = io.inputs
         self._cache: dict[str, NDArray[np.float16]] = {
-            f"{layer}.{part}": np.zeros((slots, shape.heads, tokens, shape.head_size), np.float16)
-            for layer, shape in enumerate(io.kv_layers)
-            for part in ("key", "value")
+            buffer.name: np.zeros(buffer.shape, np.float16) for buffer in buffers
         }
 
     def prefill(self, slot: int, tokens: Sequence[int], start: int, positions: Sequence[int]) -> FloatArray:

@@ -17,6 +17,7 @@ from engines.sessions import cpu_options, library_of, open_session
 from tapeout.artifact import Artifact
 from tapeout.errors import BuildError
 from tapeout.resources import Needs, require
+from tapeout.state import paged_buffers
 
 IDS_AT_ONCE = 4096
 ALIGNED = 1024  # numbers; where an output may begin
@@ -92,10 +93,8 @@ class OrtProbe:
             GREEDY: np.array(False),
         }
         feeds = {name: value for name, value in feeds.items() if name in io.inputs}
-        for layer, shape in enumerate(io.kv_layers):
-            for part in ("key", "value"):
-                feeds[f"past_key_values.{layer}.{part}"] = np.zeros(io.kv_shape(shape, 1, count), io.kv_element)
-        return feeds
+        caches = paged_buffers(io.state, 1, count)
+        return feeds | {f"past_key_values.{name}": np.zeros(shape, element) for name, shape, element in caches}
 
     def embedding(self) -> Iterator[FloatArray]:
         """See :meth:`engines.target.Probe.embedding`. Runs the bundle's own graph up to there."""

@@ -2,8 +2,9 @@
 
 S  new tokens of a sequence      P  positions whose logits are wanted      V  vocabulary size
 
-The KV cache is a pool of blocks, numbered from 0. A sequence lies in the blocks of its block table: position p in block
-``table[p // block_tokens]``. Who owns which block is the caller's bookkeeping.
+Paged state (keys and values) is a pool of blocks, numbered from 0. A sequence lies in the blocks of its block table:
+position p in block ``table[p // block_tokens]``. Recurrent state is a pool of slots, one for each sequence and one for
+each snapshot. Who owns which block or slot is the caller's bookkeeping.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tapeout.errors import RequestError
+from tapeout.state import NO_SLOT
 
 FloatArray = NDArray[np.float32]
 TokenArray = NDArray[np.int64]
@@ -26,6 +28,8 @@ Wanted = Literal["token", "logits", "top"]
 class EngineCapabilities:
     """``max_tokens``: positions of a sequence. ``max_batch``: entries of a step.
 
+    ``blocks``, ``slots``: of the pools, 0 where the model has no such state. ``snapshot_tokens``: see
+    :class:`tapeout.state.Recurrent`.
     ``shares_blocks``: a block may be in several block tables, as long as none of them writes it. Where not, a sequence
     is one block, and a shared prefix is copied.
     ``chooses_tokens``: the likeliest token is found in the graph, without writing logits.
@@ -41,6 +45,9 @@ class EngineCapabilities:
     shares_blocks: bool
     chooses_tokens: bool
     threads: int = 0
+    slots: int = 0
+    slot_bytes: int = 0
+    snapshot_tokens: int = 0
 
 
 class Entry(NamedTuple):
@@ -48,7 +55,10 @@ class Entry(NamedTuple):
 
     ``positions``: indices into ``tokens`` whose results are wanted, ascending; by default the last, ``()`` for none.
     ``wanted``: the likeliest token (the lowest id among equals), all logits, or the ``top`` likeliest with their
-    log-probabilities. ``adapter`` is reserved: 0 is the model itself.
+    log-probabilities. ``adapter``: 0 is the model itself; no engine has others yet.
+    ``slot``: of the recurrent state, which is that of exactly ``start`` positions; what a slot holds does not matter
+    where ``start`` is 0. ``snapshots``: positions, ascending and after ``start``, each with a slot that the state there
+    is copied to.
     """
 
     tokens: Sequence[int]
@@ -58,6 +68,8 @@ class Entry(NamedTuple):
     positions: Sequence[int] | None = None
     top: int = 0
     adapter: int = 0
+    slot: int = NO_SLOT
+    snapshots: Sequence[tuple[int, int]] = ()
 
 
 class Result(NamedTuple):
@@ -85,8 +97,9 @@ class Engine(Protocol):
     def step(self, batch: Sequence[Entry]) -> list[Result]:
         """Feed the new tokens of all entries, and give what each wants.
 
-        An entry with tokens, positions or blocks that the engine does not have is not run and has an error; so has one
-        whose logits are not finite. The others are not affected. What was at or after ``start`` is overwritten.
+        An entry with tokens, positions, blocks or slots that the engine does not have is not run and has an error; so
+        has one whose logits are not finite, and one whose slot holds the state of another position. The others are not
+        affected. Of paged state, what was at or after ``start`` is overwritten.
         """
         ...
 
@@ -100,6 +113,10 @@ class Engine(Protocol):
 
     def copy_block(self, source: int, target: int, tokens: int) -> None:
         """Copy the first ``tokens`` positions of one block to another."""
+        ...
+
+    def copy_state(self, source: int, target: int) -> None:
+        """Copy the recurrent state of one slot to another. :class:`RequestError` where the engine has no such slot."""
         ...
 
     def close(self) -> None: ...

@@ -1,7 +1,8 @@
 """Sequences that each own their blocks: what evaluation, benchmarks and `tapeout generate` use of an engine.
 
 A slot is the place of one sequence; slots are numbered from 0, and each has blocks for ``max_tokens`` positions. All
-calls go through :meth:`engines.protocol.Engine.step`, the same call that a scheduler makes.
+calls go through :meth:`engines.protocol.Engine.step`, the same call that a scheduler makes. Recurrent state is that of
+a sequence's last position alone: an engine refuses to continue a sequence, or a copy of one, anywhere else.
 
 B  batch entries      S  tokens fed in one call      V  vocabulary size
 """
@@ -15,6 +16,7 @@ import numpy as np
 
 from engines.protocol import Engine, Entry, FloatArray, Result, TokenArray, Wanted
 from tapeout.errors import RequestError
+from tapeout.state import NO_SLOT
 
 
 class SlotEntry(NamedTuple):
@@ -38,7 +40,8 @@ class Sequences:
     def __init__(self, engine: Engine, slots: int | None = None) -> None:
         has = engine.capabilities
         each = -(-has.max_tokens // has.block_tokens)
-        most = min(has.blocks // each, has.max_batch)
+        pools = [count for count in (has.blocks // each, has.slots) if count]  # of each kind of state that there is
+        most = min(has.max_batch, *pools)
         if slots is not None and not 1 <= slots <= most:
             raise RequestError(
                 f"{slots} sequences of {has.max_tokens} positions",
@@ -47,7 +50,8 @@ class Sequences:
             )
         self.engine, self.slots = engine, most if slots is None else slots
         self.digest, self.vocab_size, self.max_tokens = engine.digest, has.vocab_size, has.max_tokens
-        self._tables = [range(slot * each, (slot + 1) * each) for slot in range(self.slots)]
+        self._tables = [range(slot * each, (slot + 1) * each) if has.blocks else () for slot in range(self.slots)]
+        self._state = range(self.slots) if has.slots else [NO_SLOT] * self.slots
 
     def prefill(
         self, slot: int, tokens: Sequence[int], *, start: int = 0, positions: Sequence[int] | None = None
@@ -59,7 +63,7 @@ class Sequences:
         ``start`` is overwritten, so many continuations can follow one shared context in turn.
         """
         self._require_slots(slot, 1)
-        (result,) = self.engine.step([Entry(tokens, start, self._tables[slot], "logits", positions)])
+        (result,) = self.engine.step([self._entry(slot, tokens, start, "logits", positions)])
         return self._logits(result)
 
     def decode(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> FloatArray:
@@ -82,13 +86,13 @@ class Sequences:
         entries: list[Entry] = []
         for slot, tokens, start, positions, source in batch:
             self._require_slots(slot, 1)
-            table: Sequence[int] = self._tables[slot]
+            entry = self._entry(slot, tokens, start, "logits", positions)
             if source is not None and source != slot:
                 self._require_slots(source, 1)
                 shared = start // has.block_tokens if has.shares_blocks else 0
                 self._copy(source, slot, start, shared)
-                table = [*self._tables[source][:shared], *table[shared:]]
-            entries.append(Entry(tokens, start, table, "logits", positions))
+                entry = entry._replace(blocks=[*self._tables[source][:shared], *entry.blocks[shared:]])
+            entries.append(entry)
         return [self._logits(result) for result in self.engine.step(entries)]
 
     def copy_slot(self, source: int, target: int, length: int) -> None:
@@ -103,10 +107,12 @@ class Sequences:
         self.engine.close()
 
     def _copy(self, source: int, target: int, length: int, first_block: int) -> None:
-        """Copy what the blocks from ``first_block`` on hold of the first ``length`` positions."""
+        """Copy what the blocks from ``first_block`` on hold of the first ``length`` positions, and recurrent state."""
         size, (before, after) = self.engine.capabilities.block_tokens, (self._tables[source], self._tables[target])
-        for block in range(first_block, -(-length // size)):
+        for block in range(first_block, -(-length // size) if before else 0):
             self.engine.copy_block(before[block], after[block], min(length - block * size, size))
+        if self._state[target] != NO_SLOT:
+            self.engine.copy_state(self._state[source], self._state[target])
 
     def _decode(self, tokens: Sequence[int], lengths: Sequence[int], first_slot: int, wanted: Wanted) -> list[Result]:
         self._require_slots(first_slot, len(tokens))
@@ -115,13 +121,13 @@ class Sequences:
                 f"decode of {len(tokens)} tokens with lengths {list(lengths)[:8]}",
                 expected="one length per token, of a slot that holds at least one position",
             )
-        tables = self._tables[first_slot : first_slot + len(tokens)]
-        return self.engine.step(
-            [
-                Entry((token,), length, table, wanted)
-                for token, length, table in zip(tokens, lengths, tables, strict=True)
-            ]
-        )
+        fed = enumerate(zip(tokens, lengths, strict=True), first_slot)
+        return self.engine.step([self._entry(slot, (token,), length, wanted) for slot, (token, length) in fed])
+
+    def _entry(
+        self, slot: int, tokens: Sequence[int], start: int, wanted: Wanted, positions: Sequence[int] | None = None
+    ) -> Entry:
+        return Entry(tokens, start, self._tables[slot], wanted, positions, slot=self._state[slot])
 
     def _logits(self, result: Result) -> FloatArray:
         if result.error is not None:

@@ -1,5 +1,6 @@
 """A step over contiguous KV buffers, one for each sequence: a block of such an engine is a whole sequence.
 
+There is no recurrent state: entries that name a slot are refused.
 Single tokens of sequences in neighbouring buffers are decoded together; the tokens of a prompt are fed alone.
 """
 
@@ -12,7 +13,7 @@ from itertools import groupby
 import numpy as np
 
 from engines.protocol import EngineCapabilities, Entry, FloatArray, Result, TokenArray
-from engines.step_inputs import Int64Array, StepPiece, check, not_finite, result_of, runs
+from engines.step_inputs import NO_SLOTS, Int64Array, StepPiece, check, not_finite, result_of, runs
 
 
 class SlotEngine(ABC):
@@ -42,6 +43,9 @@ class SlotEngine(ABC):
 
     @abstractmethod
     def copy_block(self, source: int, target: int, tokens: int) -> None: ...
+
+    def copy_state(self, source: int, target: int) -> None:
+        NO_SLOTS.copy(source, target)
 
     @abstractmethod
     def close(self) -> None: ...

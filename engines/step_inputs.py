@@ -13,7 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.protocol import EngineCapabilities, Entry, FloatArray, Result
+from engines.state_slots import StateSlots
 from tapeout.errors import RequestError
+from tapeout.state import NO_SLOT
 
 Int64Array = NDArray[np.int64]
 
@@ -32,21 +34,35 @@ class SlotInputs(NamedTuple):
 
 
 class StepPiece(NamedTuple):
-    """A part of an entry that one run takes. ``positions``: indices into its own ``tokens``."""
+    """A part of an entry that one run takes. ``positions``: indices into its own ``tokens``.
+
+    ``snapshot``: the slot that the state after it is copied to.
+    """
 
     entry: int  # its place in the batch
     tokens: Sequence[int]
     start: int
     blocks: Sequence[int]
     positions: Sequence[int]
+    slot: int
+    snapshot: int
 
 
-def check(batch: Sequence[Entry], engine: EngineCapabilities) -> list[RequestError | None]:
+NO_SLOTS = StateSlots(0)
+
+
+def check(
+    batch: Sequence[Entry], engine: EngineCapabilities, slots: StateSlots = NO_SLOTS
+) -> list[RequestError | None]:
     """Why an entry cannot be run, or None, entry by entry."""
     if len(batch) > engine.max_batch:
         raise RequestError(f"a step of {len(batch)} entries", expected=f"at most {engine.max_batch}")
-    written: set[int] = set()
-    return [_check_entry(entry, engine, written) for entry in batch]
+    written = set[int]()
+    errors = [_check_entry(entry, engine, written) for entry in batch]
+    if engine.slots or any(entry.slot != NO_SLOT or entry.snapshots for entry in batch):
+        written = set[int]()
+        errors = [error or slots.unfit(entry, written) for entry, error in zip(batch, errors, strict=True)]
+    return errors
 
 
 def _check_entry(entry: Entry, engine: EngineCapabilities, written: set[int]) -> RequestError | None:
@@ -66,7 +82,7 @@ def _check_entry(entry: Entry, engine: EngineCapabilities, written: set[int]) ->
         )
     needed = -(-end // size)
     read = blocks if len(blocks) == needed else blocks[:needed]
-    if len(read) < needed or min(read) < 0 or max(read) >= engine.blocks:
+    if engine.blocks and (len(read) < needed or min(read) < 0 or max(read) >= engine.blocks):
         return RequestError(
             f"block table {list(blocks)[:8]} for {end} positions",
             expected=f"{needed} of the blocks 0 to {engine.blocks - 1}, each of {size} positions",
@@ -91,7 +107,10 @@ def _check_entry(entry: Entry, engine: EngineCapabilities, written: set[int]) ->
 
 
 def runs(batch: Sequence[Entry], errors: Sequence[RequestError | None], most: int) -> Iterator[list[StepPiece]]:
-    """The tokens of all entries without an error, in order, cut into runs of at most ``most``."""
+    """The tokens of all entries without an error, in order, cut into runs of at most ``most``.
+
+    An entry is cut at its snapshots, too, and goes on in the next run: the state there is copied between the two.
+    """
     run: list[StepPiece] = []
     room = most
     for number, (entry, error) in enumerate(zip(batch, errors, strict=True)):
@@ -102,19 +121,30 @@ def runs(batch: Sequence[Entry], errors: Sequence[RequestError | None], most: in
             if not room:
                 yield run
                 run, room = [], most
-            taken = min(room, count - done)
+            stop = _next_snapshot(entry, done) if entry.snapshots else count
+            taken = min(room, stop - done)
             run.append(_piece(number, entry, done, taken))
             done, room = done + taken, room - taken
+            if done == stop < count:
+                room = 0
     if run:
         yield run
 
 
+def _next_snapshot(entry: Entry, done: int) -> int:
+    """Tokens of the entry up to its next snapshot after ``done``; all where there is none."""
+    places = (place - entry.start for place, _ in entry.snapshots)
+    return next((place for place in places if place > done), len(entry.tokens))
+
+
 def _piece(number: int, entry: Entry, done: int, taken: int) -> StepPiece:
-    count = len(entry.tokens)
-    if taken == count:
-        return StepPiece(number, entry.tokens, entry.start, entry.blocks, _positions(entry))
+    end, snapshot = entry.start + done + taken, NO_SLOT
+    if entry.snapshots:
+        snapshot = dict(entry.snapshots).get(end, NO_SLOT)
+    if taken == len(entry.tokens):
+        return StepPiece(number, entry.tokens, entry.start, entry.blocks, _positions(entry), entry.slot, snapshot)
     wanted = [p - done for p in _positions(entry) if done <= p < done + taken]
-    return StepPiece(number, entry.tokens[done : done + taken], entry.start + done, entry.blocks, wanted)
+    return StepPiece(number, entry.tokens[done : done + taken], end - taken, entry.blocks, wanted, entry.slot, snapshot)
 
 
 def _positions(entry: Entry) -> Sequence[int]:

@@ -39,7 +39,7 @@ class Ask:
     prompt_logprobs: int | None = None
     priority: int = 0
     tenant: str = ""
-    salt: bytes = b""
+    cache_salt: bytes = b""
     leaves_after: int | None = None
 
 

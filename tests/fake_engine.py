@@ -10,7 +10,7 @@ import numpy as np
 from engines.protocol import EngineCapabilities, Entry, FloatArray, Result
 from engines.sequences import Sequences
 from engines.slot_engine import SlotEngine
-from engines.step_inputs import Int64Array, check, result_of
+from engines.step_inputs import NO_SLOTS, Int64Array, check, result_of
 from tapeout.fingerprint import Fingerprint
 
 MACHINE = Fingerprint(machine="x86_64", features=("avx2",), libraries={"onnxruntime": "1.0"})
@@ -87,6 +87,9 @@ class HistoryEngine:
     def copy_block(self, source: int, target: int, tokens: int) -> None:
         assert None not in self.held[source][:tokens], "copies positions that were never written"
         self.held[target][:tokens] = self.held[source][:tokens]
+
+    def copy_state(self, source: int, target: int) -> None:
+        NO_SLOTS.copy(source, target)
 
     def close(self) -> None: ...
 

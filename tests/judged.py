@@ -115,7 +115,7 @@ def write_bundle(folder: Path, weights: str, **parents: ArtifactRef) -> Artifact
         record = EngineBundle(
             target="ort-cpu",
             precision="float32",
-            io=IOContract(inputs=(), kv_dtype="float32", kv_layers=(), max_tokens=64, slots=4, vocab_size=256),
+            io=IOContract(inputs=(), state=(), max_tokens=64, slots=4, vocab_size=256),
             hardware=(MACHINE,),
             operator_counts={},
             passes=(),

@@ -249,7 +249,7 @@ class Harness:
             max(self.options.batches) * (self.options.prompt_tokens + self.options.new_tokens),
             *self.options.prefill_tokens,
         )
-        kv = positions * record.io.kv_token_bytes
+        kv = positions * record.io.token_bytes
         parameters = _parameters(self.options.checkpoint)
         return measured.model_copy(
             update={

@@ -110,7 +110,7 @@ def _request(id: str, ask: Ask) -> GenerateRequest:
         constraint=Constraint("choice", json.dumps(ask.choices)) if ask.choices else None,
         priority=ask.priority,
         tenant=ask.tenant,
-        salt=ask.salt,
+        cache_salt=ask.cache_salt,
     )
 
 

@@ -15,8 +15,11 @@ from dataclasses import dataclass, field, replace
 from time import monotonic
 
 from engines.kernels.cpu.clipping import Clipping, Clippings
-from engines.protocol import Engine, Entry, FloatArray, Result
-from runtime.engine.blocks import BlockPool
+from engines.protocol import Engine, Entry, FloatArray, Result, Wanted
+from runtime.engine.cache.blocks import BlockPool
+from runtime.engine.cache.paged import PagedState
+from runtime.engine.cache.recurrent import RecurrentState
+from runtime.engine.cache.sequences import SequenceCache
 from runtime.engine.sampling import BatchSampler, SampledToken
 from runtime.engine.scheduler import Scheduler
 from runtime.engine.speculation import Counts, Speculation, accept
@@ -53,7 +56,7 @@ class _Active:
     arrival: float
     queued: float = 0.0  # seconds until its first step
     answered: int = 0  # tokens of the response that were reported
-    cached: int | None = None  # prompt tokens found in blocks, once it runs
+    cached: int | None = None  # prompt tokens found in the cache, once it runs
     scores: list[TokenLogprobs | None] = field(default_factory=lambda: [None])  # of the prompt
     tokens: tuple[int, ...] = ()
     stops: bool = False  # the last of them ends the response
@@ -90,11 +93,14 @@ class EngineCore:
         has = engine.capabilities
         self.engine, self.clock = engine, clock
         limits = replace(limits, max_running=min(limits.max_running, has.max_batch))
-        self.scheduler = Scheduler(BlockPool(has.blocks), limits, has.block_tokens, has.max_tokens)
+        self._paged = PagedState(BlockPool(has.blocks), has.block_tokens)
+        self._recurrent = RecurrentState(BlockPool(has.slots), has.block_tokens, has.snapshot_tokens)
+        kinds = [kind for kind in (self._paged, self._recurrent) if kind.pool.blocks]
+        self.scheduler = Scheduler(SequenceCache(kinds, has.block_tokens, has.max_tokens), limits)
         self._sampler = sampler or BatchSampler(has.vocab_size)
         self._clippings, self._clipped = clippings, clippings()
         # Where a sequence is one block, several tokens of a sequence are fed alone, and drafts never pay.
-        self._most_drafted = limits.max_draft_tokens if has.shares_blocks else 0
+        self._most_drafted = limits.max_draft_tokens if has.shares_blocks and self.scheduler.cache.trims else 0
         self._counts = Counts()
         self._active: dict[str, _Active] = {}
         self._deltas: list[Delta] = []  # since the last report
@@ -160,7 +166,7 @@ class EngineCore:
         return report
 
     def stats(self) -> EngineStats:
-        scheduler, pool = self.scheduler, self.scheduler.pool
+        scheduler, blocks, slots = self.scheduler, self._paged.pool, self._recurrent.pool
         if not scheduler.running or self._steps % CLIPPING_STEPS == 0:
             self._clipped = self._clippings()
         values = self._clipped
@@ -168,9 +174,9 @@ class EngineCore:
             running=scheduler.running,
             waiting=scheduler.waiting,
             waiting_tokens=scheduler.waiting_tokens,
-            blocks=pool.blocks,
-            blocks_held=pool.held,
-            blocks_cached=pool.cached,
+            blocks=blocks.blocks,
+            blocks_held=blocks.held,
+            blocks_cached=blocks.cached,
             steps=self._steps,
             stepped_at=self.clock(),
             step_seconds=self._step_seconds,
@@ -189,6 +195,9 @@ class EngineCore:
             activation_values=values.activations.stored,
             activation_values_clipped=values.activations.clipped,
             finished=dict(self._finished),
+            slots=slots.blocks,
+            slots_held=slots.held,
+            slots_cached=slots.cached,
         )
 
     def close(self) -> None:
@@ -196,6 +205,8 @@ class EngineCore:
 
     def _run(self, works: Sequence[Work], now: float) -> None:
         started = self.clock()
+        for source, target in self._recurrent.take_copies():
+            self.engine.copy_state(source, target)
         results = self._feed([self._entry(work) for work in works])
         self._choose(works, results)
         outcomes = {work.id: self._outcome(work.id) for work in works}
@@ -238,12 +249,16 @@ class EngineCore:
             active.cached, active.queued = self.scheduler.cached_tokens(work.id), self.clock() - active.arrival
             self._prefix_queries += len(active.request.prompt)
             self._prefix_hits += active.cached
+        positions: Sequence[int] | None
         if active.request.prompt_logprobs is not None and (positions := _unscored(active, work)):
-            return Entry(work.tokens, work.start, work.blocks, "logits", positions)
-        if not work.samples:
-            return Entry(work.tokens, work.start, work.blocks, positions=())
-        positions = range(len(work.tokens) - work.drafts - 1, len(work.tokens)) if work.drafts else None
-        return Entry(work.tokens, work.start, work.blocks, self._sampler.needs(work.id), positions)
+            wanted: Wanted = "logits"
+        elif not work.samples:
+            wanted, positions = "token", ()
+        else:
+            wanted = self._sampler.needs(work.id)
+            positions = range(len(work.tokens) - work.drafts - 1, len(work.tokens)) if work.drafts else None
+        lease = work.lease
+        return Entry(work.tokens, work.start, lease.blocks, wanted, positions, 0, 0, lease.slot, lease.snapshots)
 
     def _feed(self, entries: Sequence[Entry]) -> list[Result]:
         """One step of the engine. If it fails as a whole, each entry is fed alone, and those that fail alone end."""
@@ -360,7 +375,7 @@ def _scheduled(request: GenerateRequest, now: float) -> ScheduledRequest:
             raise RequestError(f"a timeout of {timeout} seconds", expected="at least 0")
         return now + timeout
 
-    expected = {"max_new_tokens": int, "min_new_tokens": int, "priority": int, "tenant": str, "salt": bytes}
+    expected = {"max_new_tokens": int, "min_new_tokens": int, "priority": int, "tenant": str, "cache_salt": bytes}
     for name, kind in expected.items():
         if not isinstance(value := getattr(request, name), kind):
             raise RequestError(f"{name} is {value!r}", expected=kind.__name__)
@@ -370,7 +385,7 @@ def _scheduled(request: GenerateRequest, now: float) -> ScheduledRequest:
         request.max_new_tokens,
         request.priority,
         request.tenant,
-        request.salt,
+        request.cache_salt,
         deadline(request.queue_timeout),
         deadline(request.first_token_timeout),
         deadline(request.timeout),

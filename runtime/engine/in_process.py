@@ -45,6 +45,9 @@ class ModelledTime:
     def copy_block(self, source: int, target: int, tokens: int) -> None:
         self._engine.copy_block(source, target, tokens)
 
+    def copy_state(self, source: int, target: int) -> None:
+        self._engine.copy_state(source, target)
+
     def close(self) -> None:
         self._engine.close()
 

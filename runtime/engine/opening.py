@@ -63,7 +63,7 @@ class OpenBundle:
         record = bundle.record
         slots = self.slots
         if self.kv_bytes is not None:
-            sequence_bytes = record.io.kv_token_bytes * record.io.max_tokens
+            sequence_bytes = record.io.sequence_bytes
             slots = self.kv_bytes // sequence_bytes
             if not slots:
                 raise RequestError(

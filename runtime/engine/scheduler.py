@@ -1,14 +1,14 @@
-"""Which tokens of which requests the next step feeds: iteration-level scheduling over a pool of KV blocks.
+"""Which tokens of which requests the next step feeds: iteration-level scheduling over a cache of sequences.
 
-A request waits, runs, and ends once. A running request has tokens that its blocks do not hold yet: a part of its
+A request waits, runs, and ends once. A running request has tokens that its state does not hold yet: a part of its
 prompt, or the token that was chosen last. Each step first feeds requests that decode, then prompts, in chunks: as many
 tokens as keep inter-token latency within its bound. Requests join and leave at any step.
 
-Where blocks run out, the running request of the lowest rank gives up its blocks and is computed again later; full
-blocks that nobody has taken meanwhile are found again by their keys. Blocks are not moved to host memory or disk
-instead: on a CPU they are in host memory already, and a disk is slower to read than they are to compute.
+Where memory runs out, the running request of the lowest rank gives up its state and is computed again later, from the
+longest prefix that the cache (runtime/engine/cache) still has. State is not moved to host memory or disk instead: on a
+CPU it is in host memory already, and a disk is slower to read than state is to compute.
 
-Requests that share a prefix share its blocks. One that arrives while another computes the same prefix waits for it, so
+Requests that share a prefix share its state. One that arrives while another computes the same prefix waits for it, so
 ``n`` responses to one prompt compute it once. Neither numpy nor an engine is imported here, and no clock is read: the
 caller says what time it is, in seconds.
 """
@@ -16,11 +16,12 @@ caller says what time it is, in seconds.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
 
-from runtime.engine.blocks import BlockPool, block_keys
+from runtime.engine.cache.kinds import Demand, Lease
+from runtime.engine.cache.sequences import SequenceCache
 from runtime.engine.step_costs import StepCosts
 from runtime.engine.waiting import Rank, WaitingQueue
 from runtime.engine.work import Finished, ScheduledRequest, Work, WorkResult
@@ -34,11 +35,9 @@ class _Sequence:
     request: ScheduledRequest
     arrival: float
     tokens: list[int]  # of the prompt and the answer so far
-    computed: int = 0  # positions that its blocks hold
-    cached: int = 0  # prompt tokens that were found in blocks when it first ran
-    blocks: list[int] = field(default_factory=list[int])
-    keys: list[bytes] = field(default_factory=list[bytes])
-    published: int = 0  # blocks whose keys the pool was told
+    lease: Lease
+    computed: int = 0  # positions that its state holds
+    cached: int = 0  # prompt tokens that were found in the cache when it first ran
     started: bool = False
 
     def __post_init__(self) -> None:
@@ -53,18 +52,14 @@ _Deadline = tuple[float, int, str, _Sequence]  # when, a number that makes it un
 
 
 class Scheduler:
-    """``block_tokens``: positions of a block. ``max_tokens``: positions of a sequence."""
-
-    def __init__(self, pool: BlockPool, limits: Limits, block_tokens: int, max_tokens: int) -> None:
-        self.pool, self.limits = pool, limits
-        self._block_tokens, self._max_tokens = block_tokens, max_tokens
+    def __init__(self, cache: SequenceCache, limits: Limits) -> None:
+        self.cache, self.limits = cache, limits
         self.costs = StepCosts(limits.itl_factor, limits.itl_seconds, limits.backlog_seconds, limits.step_seconds)
         self.preemptions = 0
         self._queue = WaitingQueue(self._rank)
         self._waiting = self._queue.sequences
         self._running: dict[str, _Sequence] = {}
         self._planned: dict[str, Work] = {}
-        self._computing: dict[bytes, str] = {}  # keys of blocks that a running request will publish
         self._deadlines: list[_Deadline] = []  # a heap
         self._numbers = count()
         self._served: dict[str, float] = {}  # tokens fed, by tenant
@@ -88,7 +83,7 @@ class Scheduler:
 
     @property
     def preempted(self) -> list[str]:
-        """Requests that have begun and wait for blocks."""
+        """Requests that have begun and wait for memory."""
         return [id for id, sequence in self._waiting.items() if sequence.started]
 
     def cached_tokens(self, id: str) -> int:
@@ -113,12 +108,12 @@ class Scheduler:
 
         :class:`RequestError` for one that can never run, :class:`QueueFullError` where the queue has no room.
         """
-        size, prompt = self._block_tokens, len(request.prompt)
+        prompt = len(request.prompt)
         if request.id in self._waiting or request.id in self._running:
             raise RequestError(f"request {request.id} is there already", expected="an id of its own")
         # The last new token is never fed, so it needs no position.
         positions = prompt + max(request.max_new_tokens - 1, 0)
-        most = min(self._max_tokens, self.pool.blocks * size)
+        most = self.cache.max_tokens
         if not prompt or request.max_new_tokens < 0 or positions > most:
             raise RequestError(
                 f"{prompt} prompt tokens and {request.max_new_tokens} new ones",
@@ -131,7 +126,7 @@ class Scheduler:
             # A tenant that was away has not saved up its share.
             self._served[tenant] = min(self._served.values(), default=0.0)
         self._active[tenant] = self._active.get(tenant, 0) + 1
-        sequence = _Sequence(request, now, list(request.prompt))
+        sequence = _Sequence(request, now, list(request.prompt), Lease(request.cache_salt))
         self._queue.add(sequence)
         deadlines = (
             ("queue", request.queue_deadline),
@@ -144,7 +139,7 @@ class Scheduler:
         return displaced
 
     def cancel(self, id: str) -> Finished | None:
-        """End a request now; its blocks are free for the next step. None if there is no such request."""
+        """End a request now; its memory is free for the next step. None if there is no such request."""
         return self._finish(id, "cancelled") if self._find(id) else None
 
     def expire(self, now: float) -> list[Finished]:
@@ -172,8 +167,8 @@ class Scheduler:
         decoding, prompts = list[_Sequence](), list[_Sequence]()
         for sequence in self._running.values():
             (decoding if len(sequence.tokens) - sequence.computed == 1 else prompts).append(sequence)
-        # The order decides who gets a block, which matters only where there are too few: each may need one.
-        if len(decoding) > min(budget, self.pool.available):
+        # The order decides who gets memory, which matters only where there is too little.
+        if len(decoding) > budget or not self.cache.can_grow(len(decoding)):
             decoding.sort(key=lambda sequence: self._rank(sequence, now))
         if len(prompts) > 1:
             prompts.sort(key=lambda sequence: self._rank(sequence, now))
@@ -221,8 +216,8 @@ class Scheduler:
                 assert 1 <= len(outcome.tokens) <= work.drafts + 1, f"request {id} got {len(outcome.tokens)} tokens"
                 sequence.tokens += outcome.tokens
                 sequence.computed += len(outcome.tokens) - 1
-            if sequence.computed >= (sequence.published + 1) * self._block_tokens:
-                self._publish(sequence)
+            if sequence.computed >= sequence.lease.due:
+                self.cache.commit(sequence.lease, sequence.tokens, sequence.computed)
             if outcome.stop:
                 finished.append(self._finish(id, "stop"))
             elif sequence.answered == request.max_new_tokens and (work.samples or not self._pending(sequence)):
@@ -235,26 +230,20 @@ class Scheduler:
     def check(self) -> None:
         """The bookkeeping adds up; for tests, and for a server that is idle."""
         sequences = [*self._waiting.values(), *self._running.values()]
-        self.pool.check(sequence.blocks for sequence in sequences)
+        self.cache.check(sequence.lease for sequence in self._running.values())
         assert not self._waiting.keys() & self._running.keys()
         for sequence in sequences:
             assert sequence.computed < len(sequence.tokens)
-            assert len(sequence.blocks) * self._block_tokens >= sequence.computed
+            assert sequence.lease.room >= sequence.computed
         for sequence in self._waiting.values():
-            assert not sequence.blocks and not sequence.computed, "a waiting request holds blocks"
+            assert not sequence.lease.room and not sequence.computed, "a waiting request has state"
         self._queue.check()
         assert sum(self._active.values()) == len(sequences) and self._active.keys() == self._served.keys()
-        assert set(self._computing.values()) <= self._running.keys(), "nobody computes a block that others wait for"
 
     def _feed(self, sequence: _Sequence, count: int, now: float) -> int:
-        """Plan ``count`` tokens of a running request; 0 if it had to give up its blocks."""
-        end, size, id = sequence.computed + count, self._block_tokens, sequence.id
-        missing = -(-end // size) - len(sequence.blocks)
-        while missing > 0:
-            taken = self.pool.take(missing)
-            if taken is not None:
-                sequence.blocks += taken
-                break
+        """Plan ``count`` tokens of a running request; 0 if it had to give up its state."""
+        end, lease, id = sequence.computed + count, sequence.lease, sequence.id
+        while end > lease.room and not self.cache.grow(lease, end):
             others = [other for other in self._running.values() if other.id not in self._planned]
             victim = max(others, key=lambda other: self._rank(other, now))
             self._preempt(victim)
@@ -262,7 +251,7 @@ class Scheduler:
                 return 0
         tokens = sequence.tokens[sequence.computed : end]
         samples = end == len(sequence.tokens) and sequence.request.max_new_tokens > 0
-        self._planned[id] = Work(id, tokens, sequence.computed, sequence.blocks, samples)
+        self._planned[id] = Work(id, tokens, sequence.computed, lease, samples)
         return count
 
     def _feed_prompt(self, sequence: _Sequence, budget: int, scored: int, now: float) -> tuple[int, int]:
@@ -274,11 +263,11 @@ class Scheduler:
         return (self._feed(sequence, count, now) if count else 0), scored
 
     def _add_drafts(self, drafts: Mapping[str, Sequence[int]], budget: int) -> None:
-        """Append guesses to the planned work, as far as free blocks and the requests' limits allow.
+        """Append guesses to the planned work, as far as free memory and the requests' limits allow.
 
         Where there is room for some only, everybody gets the first ones: later ones hold less often.
         """
-        size, wanted = self._block_tokens, list[tuple[int, _Sequence, Work, Sequence[int]]]()
+        wanted = list[tuple[int, _Sequence, Work, Sequence[int]]]()
         for id, guesses in drafts.items():
             work, sequence = self._planned.get(id), self._running.get(id)
             if work is None or sequence is None or not work.samples or len(work.tokens) > 1:  # a prompt is no decode
@@ -288,13 +277,9 @@ class Scheduler:
         wanted.sort(key=lambda found: found[0])
         for number, (most, sequence, work, guesses) in enumerate(wanted):
             end, count = work.start + 1, min(most, budget // (len(wanted) - number))
-            missing = -(-(end + count) // size) - len(sequence.blocks)
-            if missing > 0:
-                taken = self.pool.take(missing)
-                if taken is None:
-                    count = len(sequence.blocks) * size - end
-                else:
-                    sequence.blocks += taken
+            lease = sequence.lease
+            if end + count > lease.room and not self.cache.grow(lease, end + count):
+                count = lease.room - end
             if count > 0:
                 tokens = [*work.tokens, *guesses[:count]]
                 self._planned[sequence.id] = work._replace(tokens=tokens, drafts=count)
@@ -306,53 +291,45 @@ class Scheduler:
 
         One that does not fit is not overtaken by smaller ones of a lower rank, or it would starve.
         """
-        size = self._block_tokens
         if not budget or len(self._running) >= self.limits.max_running:
             return budget
         for sequence in self._queue.ranked(now):
             if not budget or len(self._running) >= self.limits.max_running:
                 break
-            sequence.keys = block_keys(sequence.tokens, size, sequence.request.salt, sequence.keys)
             # The last token is computed in any case: its logits decide the next one.
-            usable = 0 if sequence.request.scored else (len(sequence.tokens) - 1) // size
-            found = self.pool.find(sequence.keys[:usable])
-            if len(found) < usable and sequence.keys[len(found)] in self._computing:
+            most = 0 if sequence.request.scored else len(sequence.tokens) - 1
+            match = self.cache.match(sequence.lease, sequence.tokens, most)
+            if match.awaited:
                 continue
-            self.pool.hold(found)
-            missing = -(-len(sequence.tokens) // size) - len(found)
-            spare = self.pool.available - missing - self._growth(sequence, now)
-            # Nobody runs: then it fits, as it may take all blocks.
-            rest = self.pool.take(missing) if spare >= 0 or not self._running else None
-            if rest is None:
-                self.pool.release(found)
+            if not self.cache.open(sequence.lease, match, len(sequence.tokens), self._demands(sequence, now)):
                 break
-            sequence.blocks, sequence.computed, sequence.published = found + rest, len(found) * size, len(found)
+            sequence.computed = match.tokens
             if not sequence.started:
                 sequence.cached, sequence.started = sequence.computed, True
             self._queue.remove(sequence)
             self._running[sequence.id] = sequence
-            for key in sequence.keys[len(found) :]:
-                self._computing.setdefault(key, sequence.id)
             fed, scored = self._feed_prompt(sequence, budget, scored, now)
             budget -= fed
         return budget
 
-    def _growth(self, candidate: _Sequence, now: float) -> int:
-        """Blocks that a candidate, and the running requests of higher rank, are expected to need beyond their tokens.
+    def _demands(self, candidate: _Sequence, now: float) -> list[Demand]:
+        """What a candidate and the running requests are expected to need.
 
-        Those of lower rank can be preempted, so their blocks count as free. Answers are as long as those before them,
-        or as long as they may be while there were none. If more is needed in the end, somebody is preempted.
+        Those of lower rank can be preempted, so their memory counts as free. Answers are as long as those before them,
+        or as long as they may be while there were none. If more is needed in the end, somebody is preempted. Where
+        nobody runs there are no demands: then the candidate fits, as it may take all memory.
         """
-        size, rank, blocks = self._block_tokens, self._rank(candidate, now), 0
+        if not self._running:
+            return []
+        rank, demands = self._rank(candidate, now), list[Demand]()
         for sequence in (candidate, *self._running.values()):
-            if sequence is not candidate and self._rank(sequence, now) > rank:
-                blocks -= len(sequence.blocks)
-                continue
-            most = sequence.request.max_new_tokens
-            expected = most if self._answer_tokens is None else min(most, int(self._answer_tokens))
-            end = len(sequence.request.prompt) + max(expected - 1, sequence.answered)
-            blocks += max(0, -(-end // size) - max(len(sequence.blocks), -(-len(sequence.tokens) // size)))
-        return blocks
+            end = None
+            if sequence is candidate or self._rank(sequence, now) <= rank:
+                most = sequence.request.max_new_tokens
+                expected = most if self._answer_tokens is None else min(most, int(self._answer_tokens))
+                end = len(sequence.request.prompt) + max(expected - 1, sequence.answered)
+            demands.append((sequence.lease, len(sequence.tokens), end))
+        return demands
 
     def _make_room(self, request: ScheduledRequest, now: float) -> list[str]:
         """End waiting requests of lower priority, the lowest and latest first, until there is room for this one.
@@ -388,11 +365,10 @@ class Scheduler:
 
     def _room(self, sequence: _Sequence) -> int:
         """Guesses that may be fed after its tokens. The last new token is never fed."""
-        most = sequence.request.max_new_tokens - sequence.answered - 1
-        return min(most, self._max_tokens - len(sequence.tokens))
+        return sequence.request.max_new_tokens - sequence.answered - 1 if self.cache.trims else 0
 
     def _pending(self, sequence: _Sequence) -> int:
-        """Tokens that its blocks do not hold yet."""
+        """Tokens that its state does not hold yet."""
         return len(sequence.tokens) - sequence.computed
 
     def _preempt(self, sequence: _Sequence) -> None:
@@ -417,24 +393,8 @@ class Scheduler:
         return Finished(id, reason)
 
     def _release(self, sequence: _Sequence) -> None:
-        for key in sequence.keys[sequence.published :]:
-            if self._computing.get(key) == sequence.id:
-                del self._computing[key]
-        self.pool.release(sequence.blocks)
-        sequence.blocks, sequence.computed = [], 0
-
-    def _publish(self, sequence: _Sequence) -> None:
-        """Give full blocks their keys, so that others find them."""
-        size = self._block_tokens
-        full = sequence.computed // size
-        if full > len(sequence.keys):
-            sequence.keys = block_keys(sequence.tokens[: full * size], size, sequence.request.salt, sequence.keys)
-        for index in range(sequence.published, full):
-            key = sequence.keys[index]
-            self.pool.publish(sequence.blocks[index], key)
-            if self._computing.get(key) == sequence.id:
-                del self._computing[key]
-        sequence.published = full
+        self.cache.close(sequence.lease)
+        sequence.computed = 0
 
     def _rank(self, sequence: _Sequence, now: float) -> Rank:
         """Who comes first: by priority, which rises with waiting; then tenants that were served least; then by age."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from runtime.engine.cache.kinds import Lease
 from runtime.wire.messages import FinishReason
 
 
@@ -13,9 +14,9 @@ from runtime.wire.messages import FinishReason
 class ScheduledRequest:
     """``priority``: lower runs first. ``tenant``: step tokens are shared fairly among the tenants of one priority.
 
-    ``salt``: requests share blocks of a prefix only with those of the same salt. Deadlines are points in time: of
+    ``cache_salt``: requests share a prefix only with those of the same salt. Deadlines are points in time: of
     leaving the queue, of the first token and of the last. ``scored``: the logits of all prompt tokens are wanted, so
-    none of them is taken from blocks of others. ``max_new_tokens`` 0 ends a request with its prompt.
+    none of them is taken from the cache. ``max_new_tokens`` 0 ends a request with its prompt.
     """
 
     id: str
@@ -23,7 +24,7 @@ class ScheduledRequest:
     max_new_tokens: int
     priority: int = 0
     tenant: str = ""
-    salt: bytes = b""
+    cache_salt: bytes = b""
     queue_deadline: float | None = None
     first_token_deadline: float | None = None
     deadline: float | None = None
@@ -31,7 +32,8 @@ class ScheduledRequest:
 
 
 class Work(NamedTuple):
-    """Tokens that one request feeds in a step. ``samples``: the last of them decides the request's next token.
+    """Tokens that one request feeds in a step, and the state they are fed to. ``samples``: the last of them decides the
+    request's next token.
 
     ``drafts``: so many of the last tokens are guesses. Each token from the last certain one on decides the one after
     it, and a guess holds if it is the token that was decided.
@@ -40,7 +42,7 @@ class Work(NamedTuple):
     id: str
     tokens: Sequence[int]
     start: int
-    blocks: Sequence[int]
+    lease: Lease
     samples: bool
     drafts: int = 0
 

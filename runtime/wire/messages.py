@@ -67,8 +67,8 @@ class GenerateRequest:
     ``stop_tokens`` end the response once it has ``min_new_tokens``. ``logprobs``: so many of the likeliest tokens with
     each token of the response; ``prompt_logprobs`` the same of the prompt. Log-probabilities are those of the model,
     before penalties, temperature and filters. ``max_new_tokens`` 0 only scores the prompt.
-    ``priority``, ``tenant`` and ``salt``: see :class:`runtime.engine.work.ScheduledRequest`. Timeouts are seconds from
-    arrival: of leaving the queue, of the first token and of the last.
+    ``priority``, ``tenant`` and ``cache_salt``: see :class:`runtime.engine.work.ScheduledRequest`. Timeouts are seconds
+    from arrival: of leaving the queue, of the first token and of the last.
     """
 
     id: str
@@ -82,7 +82,7 @@ class GenerateRequest:
     constraint: Constraint | None = None
     priority: int = 0
     tenant: str = ""
-    salt: bytes = b""
+    cache_salt: bytes = b""
     queue_timeout: float | None = None
     first_token_timeout: float | None = None
     timeout: float | None = None
@@ -167,6 +167,9 @@ class EngineStats(NamedTuple):
     activation_values: int = 0  # quantized to int8 with static scales
     activation_values_clipped: int = 0
     finished: Mapping[str, int] = MappingProxyType({})  # requests by finish reason
+    slots: int = 0  # of recurrent state
+    slots_held: int = 0
+    slots_cached: int = 0
 
 
 class RefusedRequest(NamedTuple):

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     import onnx_ir as ir
     import torch
 
+    from tapeout.state import LayerState
+
 
 @dataclass(frozen=True)
 class TracedState:
@@ -62,6 +64,10 @@ class Operator(Protocol):
 
     def function(self) -> ir.Function:
         """Its meaning in standard operators of the ONNX opset."""
+        ...
+
+    def state(self, node: ir.Node, layer: int, dtype: str) -> LayerState | None:
+        """What a node keeps between calls. ``dtype``: of a cache of keys and values; other state has its own."""
         ...
 
     def traced(self, model: Any, tracer: Tracer) -> AbstractContextManager[None]:

@@ -33,6 +33,7 @@ from tapeout.schemes import Scheme
 from tests.exported import tiny_graph
 from tests.native import without_native_operators
 from tests.plans import written_plan
+from tests.states import kv_dtype
 
 MIXED = (
     Rule(match="layers.*.qkv", bits=8, group_size=64, symmetric=True),
@@ -95,7 +96,7 @@ def made(
         bundle = build_candidate(
             tiny_graph(), quantized, folder / "bundle", target=graph_target("ort-cpu"), slots=3, progress=lambda _: None
         )
-    assert bundle.record.io.kv_dtype == kv_type
+    assert kv_dtype(bundle.record.io) == kv_type
     assert bundle.record.io.paged == (operators == "native")
     assert ("BlockLinear" in str(bundle.record.plan)) == (operators == "native")
     return quantized, bundle
@@ -160,7 +161,7 @@ def test_drift_counts_what_static_grids_clip(
     assert counted.kv.stored == 2 * len(tokens) * graph.layers * graph.kv_heads * graph.head_size
     assert counted.activations.clipped <= 0.01 * counted.activations.stored
     # Scales of 4 bits clip on purpose (quantization/kv_cache.py).
-    least, most = (0, 0.01) if bundle.record.io.kv_dtype == "int8" else (0.01, 0.1)
+    least, most = (0, 0.01) if kv_dtype(bundle.record.io) == "int8" else (0.01, 0.1)
     assert least <= counted.kv.clipped / counted.kv.stored <= most
     assert counter(tokens) == counted
     assert clip_counter(tmp_path, threads=1) is None  # no engine there

@@ -193,7 +193,7 @@ def test_one_request_that_the_engine_cannot_run_ends_alone() -> None:
         ([1], {"logprobs": 10**9}),
         ([1], {"min_new_tokens": 99}),
         ([1], {"priority": "high"}),
-        ([1], {"salt": "text"}),
+        ([1], {"cache_salt": "text"}),
     ],
 )
 def test_no_request_is_bad_enough_to_end_the_engine(prompt: list[Any], settings: dict[str, Any]) -> None:

@@ -25,6 +25,7 @@ from tapeout.portable_graph import PortableGraph
 from tests.exported import family_graph
 from tests.families import FAMILIES, LAYERS, MAX_POSITIONS
 from tests.family_engines import ROWS, Made, difference_from_checkpoint, make, recipe, texts, words
+from tests.states import kv_dtype
 
 SHAPES = (
     "llama-group-of-8",  # heads of 128 channels, eight queries to each KV head, a head of its own
@@ -76,7 +77,7 @@ def assert_planned_kernels(made: Made) -> None:
     kernels = dict.fromkeys(groups - blocks.keys(), "static int8 input") | blocks
     assert not {name: plan[name] for name, wanted in kernels.items() if wanted not in plan[name]}
     assert not [f"{name}: {kernel}" for name, kernel in plan.items() if "fp32" in kernel]
-    assert made.bundle.record.io.kv_dtype == "int8"
+    assert kv_dtype(made.bundle.record.io) == "int8"
 
 
 def assert_computes_what_the_checkpoint_says(made: Made) -> None:

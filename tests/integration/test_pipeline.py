@@ -25,6 +25,7 @@ from tapeout import artifact
 from tapeout.lineage import explain
 from tests.native import own_cache
 from tests.stage_reads import leaves, recording
+from tests.states import kv_dtype
 from tests.tiny_project import params, write_data
 
 ROOT = Path(__file__).parents[2]
@@ -86,7 +87,7 @@ def test_the_chosen_plan_is_what_the_engine_computes(project: Path) -> None:
     tables = plan.record.embeddings.scheme
     for group in ("embedding", "lm_head"):
         assert (f"{tables.bits}-bit" if tables.bits < 32 else "fp32") in bundle.record.plan[group]
-    assert bundle.record.io.kv_dtype == plan.record.kv_cache.settings.dtype
+    assert kv_dtype(bundle.record.io) == plan.record.kv_cache.settings.dtype
     lineage = explain(project / "artifacts" / "candidate").parents
     quantized = next(parent for parent in lineage if parent.artifact_type == "QuantizedModel")
     assert plan.digest in {parent.digest for parent in quantized.parents}

@@ -25,8 +25,8 @@ from evals.kinds.serving.pressure import under_pressure
 from evals.kinds.serving.served_log import Streams
 from pipeline.stages.answering import CoreAnswerer
 from runtime.constraints.compiler import ConstraintCompiler, Matcher
-from runtime.engine import scheduler
-from runtime.engine.blocks import BlockPool, block_keys
+from runtime.engine.cache import sequences
+from runtime.engine.cache.blocks import BlockPool, block_keys
 from runtime.engine.core import EngineCore
 from runtime.engine.sampling import BatchSampler
 from runtime.engine.scheduler import Scheduler
@@ -132,12 +132,14 @@ def test_a_block_that_is_freed_while_in_use(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_block_that_is_found_by_its_own_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def keys(tokens: Sequence[int], block_tokens: int, salt: bytes = b"", known: Sequence[bytes] = ()) -> list[bytes]:
+    def keys(
+        tokens: Sequence[int], block_tokens: int, cache_salt: bytes = b"", known: Sequence[bytes] = ()
+    ) -> list[bytes]:
         whole = len(tokens) // block_tokens * block_tokens
         starts = range(0, whole, block_tokens)
-        return [block_keys(tokens[start : start + block_tokens], block_tokens, salt)[0] for start in starts]
+        return [block_keys(tokens[start : start + block_tokens], block_tokens, cache_salt)[0] for start in starts]
 
-    monkeypatch.setattr(scheduler, "block_keys", keys)
+    monkeypatch.setattr(sequences, "block_keys", keys)
     assert failed(answers())
 
 

@@ -653,6 +653,9 @@ class Wrapped:
     def copy_block(self, source: int, target: int, tokens: int) -> None:
         self.engine.copy_block(source, target, tokens)
 
+    def copy_state(self, source: int, target: int) -> None:
+        self.engine.copy_state(source, target)
+
     def close(self) -> None:
         self.engine.close()
 

@@ -54,7 +54,7 @@ def finished(
             deltas[delta.id].append(delta)
     assert not core.busy, "requests wait forever"
     core.scheduler.check()
-    assert core.scheduler.pool.held == 0, "blocks leaked"
+    assert core.scheduler.cache.held == 0, "blocks leaked"
     assert [sum(d.finish_reason is not None for d in found) for found in deltas.values()] == [1] * len(deltas)
     return deltas
 
@@ -226,9 +226,9 @@ def test_a_prefix_of_another_salt_is_not_found() -> None:
     """Neither the text of another tenant nor, by its time, that somebody else has sent it."""
     prompt = [1 + i % 9 for i in range(41)]
     core = core_of(4)
-    first = finished(core, GenerateRequest("first", prompt, 1, salt=b"a"))["first"]
-    other = finished(core, GenerateRequest("other", prompt, 1, salt=b"b"))["other"]
-    same = finished(core, GenerateRequest("same", prompt, 1, salt=b"a"))["same"]
+    first = finished(core, GenerateRequest("first", prompt, 1, cache_salt=b"a"))["first"]
+    other = finished(core, GenerateRequest("other", prompt, 1, cache_salt=b"b"))["other"]
+    same = finished(core, GenerateRequest("same", prompt, 1, cache_salt=b"a"))["same"]
     assert [found[0].cached_tokens for found in (first, other, same)] == [0, 0, 40]
 
 

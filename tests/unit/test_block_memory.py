@@ -9,10 +9,12 @@ import pytest
 
 from engines.targets.ort_cpu import buffers
 from engines.targets.ort_cpu.buffers import BlockMemory
+from tapeout.state import StateBuffer, paged_buffers
 from tests.native import makes_pages_ready
+from tests.states import attention
 
 BLOCKS, PAGES = 64, 3  # 3 pages of 4 KiB a block and cache
-SHAPES = {f"{layer}.{part}": (BLOCKS, 3, 64, 64) for layer in range(8) for part in ("key", "value")}
+CACHES = list(paged_buffers([attention(layer, 3, 64, "int8") for layer in range(8)], BLOCKS, 64))
 
 
 def faults_of_writing(memory: BlockMemory, block: int) -> int:
@@ -26,17 +28,17 @@ def faults_of_writing(memory: BlockMemory, block: int) -> int:
 @makes_pages_ready
 def test_blocks_that_are_ready_are_written_without_a_page_fault() -> None:
     """Planted: nothing is made ready, or only the first page."""
-    memory = BlockMemory(SHAPES, np.int8)
+    memory = BlockMemory(CACHES)
     memory.make_ready(most=2, end=BLOCKS)
     assert memory.ready == 2
-    pages = PAGES * len(SHAPES)
+    pages = PAGES * len(CACHES)
     assert faults_of_writing(memory, 0) + faults_of_writing(memory, 1) < pages / 4
     assert faults_of_writing(memory, 2) >= pages
 
 
 @makes_pages_ready
 def test_no_more_is_made_ready_than_asked_for() -> None:
-    memory = BlockMemory(SHAPES, np.int8)
+    memory = BlockMemory(CACHES)
     for expected, more in ((2, True), (4, True), (5, False), (5, False)):
         assert memory.make_ready(most=2, end=5) == more
         assert memory.ready == expected
@@ -46,7 +48,9 @@ def test_no_more_is_made_ready_than_asked_for() -> None:
 
 @makes_pages_ready
 def test_what_blocks_hold_is_not_changed() -> None:
-    memory = BlockMemory({"a": (5, 1, 3, 7), "b": (5, 2, 3, 7)}, np.float32)  # blocks that share pages
+    memory = BlockMemory(
+        [StateBuffer("a", (5, 1, 3, 7), "float32"), StateBuffer("b", (5, 2, 3, 7), "float32")]
+    )  # blocks that share pages
     rng = np.random.default_rng(0)
     for array in memory.arrays.values():
         array[:] = rng.normal(size=array.shape)
@@ -58,6 +62,6 @@ def test_what_blocks_hold_is_not_changed() -> None:
 
 def test_a_system_that_cannot_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buffers, "POPULATE_WRITE", 9999)
-    memory = BlockMemory(SHAPES, np.int8)
+    memory = BlockMemory(CACHES)
     assert memory.make_ready(most=2, end=BLOCKS) is False, "who asks again while there is more to do would never end"
     assert memory.ready == BLOCKS and not memory.arrays["0.key"][:2].any()

@@ -36,7 +36,7 @@ def write(folder: Path, weights: bytes) -> Artifact[EngineBundle]:
         record = EngineBundle(
             target="ort-cpu",
             precision="float32",
-            io=IOContract(inputs=(), kv_dtype="float32", kv_layers=(), max_tokens=64, slots=4, vocab_size=256),
+            io=IOContract(inputs=(), state=(), max_tokens=64, slots=4, vocab_size=256),
             hardware=(Fingerprint(machine="none", features=(), libraries={}),),
             operator_counts={},
             passes=(),

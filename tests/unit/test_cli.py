@@ -261,7 +261,7 @@ def write_bundle(folder: Path, target: str, features: tuple[str, ...]) -> None:
         record = EngineBundle(
             target=target,
             precision="float32",
-            io=IOContract(inputs=(), kv_dtype="float32", kv_layers=(), max_tokens=64, slots=4, vocab_size=256),
+            io=IOContract(inputs=(), state=(), max_tokens=64, slots=4, vocab_size=256),
             hardware=(Fingerprint(machine="none", features=features, libraries={}),),
             operator_counts={"MatMul": 3},
             passes=(),

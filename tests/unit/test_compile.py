@@ -24,9 +24,11 @@ from tapeout.errors import BuildError
 from tapeout.portable_graph import PortableGraph
 from tapeout.quantized import round_to_nearest
 from tapeout.schemes import Scheme
-from tests.exported import family_graph
+from tapeout.state import Paged
+from tests.exported import build_float, family_graph
 from tests.families import LAYERS, VOCAB_SIZE
 from tests.lowering import FixedWeights, linear, lowering, model_of, named, op, parameter, value
+from tests.states import attention, kv_dtype
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -66,11 +68,11 @@ def test_a_float_bundle_says_what_it_is(graph: Artifact[PortableGraph], tmp_path
         "norm_rows": 0,
         "embedding": 0,
     }
-    attention = "CachedAttention" if native else "GroupQueryAttention"
-    assert record.operator_counts[attention] == LAYERS and record.operator_counts["MatMul"] == 4 * LAYERS + 1
+    operator = "CachedAttention" if native else "GroupQueryAttention"
+    assert record.operator_counts[operator] == LAYERS and record.operator_counts["MatMul"] == 4 * LAYERS + 1
     assert record.plan["layers.0.qkv"] == "MatMul fp32" and record.plan["embedding"] == "Gather fp32"
-    assert (record.io.slots, record.io.vocab_size, record.io.kv_dtype) == (3, VOCAB_SIZE, "float32")
-    assert [(layer.heads, layer.head_size) for layer in record.io.kv_layers] == [(2, 16)] * LAYERS
+    assert (record.io.slots, record.io.vocab_size, kv_dtype(record.io)) == (3, VOCAB_SIZE, "float32")
+    assert record.io.state == tuple(attention(layer, 2, 16, "float32") for layer in range(LAYERS))
     lengths = {"offsets", "starts", "block_table"} if native else {"seqlens_k", "total_sequence_length"}
     assert set(record.io.inputs) - {"position_ids"} == {"input_ids", "logit_positions"} | lengths
     assert bundle.parents == {"graph": graph.ref}
@@ -78,6 +80,12 @@ def test_a_float_bundle_says_what_it_is(graph: Artifact[PortableGraph], tmp_path
     assert any(name.startswith("kernels/") for name in bundle.files) == native
     again = build(graph, weights, tmp_path / "b", parents={"graph": graph}, **arguments)
     assert again.digest == bundle.digest  # the same inputs, the same bundle
+
+
+def test_a_record_says_what_each_layer_sees(tmp_path: Path) -> None:
+    graph = family_graph("gemma2")
+    state = build_float(graph, tmp_path / "bundle", 1).record.io.state
+    assert [(one.layer, one.window) for one in state if isinstance(one, Paged)] == [(0, 8), (1, 0)]
 
 
 def test_a_tied_table_is_stored_once_and_read_by_both_ends(

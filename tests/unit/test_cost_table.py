@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.bundle import IOContract, KVLayer
 from engines.costs import timing
 from pipeline.stages.cost_table import cost_table, timed
 from quantization.cost_table import CostTable
@@ -21,8 +20,10 @@ from tapeout.artifact import Artifact
 from tapeout.portable_graph import PortableGraph
 from tapeout.recipe import BaseRecipe, Build, DataSource, KVCache, ModelSource, Plan
 from tapeout.schemes import EMBEDDING_CANDIDATES, Scheme
+from tapeout.state import paged_buffers
 from tests.graphs import llama_graph
 from tests.native import own_cache
+from tests.states import attention
 
 HEAD = (128, 1024)
 EIGHT_BITS = Scheme(bits=8, group_size=64, symmetric=True)
@@ -38,11 +39,11 @@ def test_bytes_of_a_cache_are_those_of_its_buffers_and_scales(
     graph: Artifact[PortableGraph], slots: int, context: int, settings: KVCache
 ) -> None:
     record = graph.record
-    layer = KVLayer(heads=record.kv_heads, head_size=record.head_size)
-    io = IOContract(
-        inputs=(), kv_dtype=settings.dtype, kv_layers=(layer,), max_tokens=context, slots=slots, vocab_size=1
+    layer = attention(0, record.kv_heads, record.head_size, settings.dtype)
+    buffer, _ = (
+        math.prod(shape) * (4 if element == "float32" else 1)
+        for _, shape, element in paged_buffers([layer], slots, context)
     )
-    buffer = math.prod(io.kv_shape(layer, slots, context)) * (4 if settings.dtype == "float32" else 1)
     scales = 0 if settings.dtype == "float32" else 4 * record.kv_heads * record.head_size
     found = CostTable("ort-cpu", 1, slots, context, {}, {}, {}).cache(record, settings)
     assert found.bytes == 2 * record.layers * (buffer + scales) and not found.seconds

@@ -60,7 +60,7 @@ def served(core: EngineCore, *requests: GenerateRequest) -> dict[str, list[Delta
             deltas[delta.id].append(delta)
     assert not core.busy
     core.scheduler.check()
-    assert not core.scheduler.pool.held
+    assert not core.scheduler.cache.held
     return deltas
 
 
@@ -176,7 +176,7 @@ class Served(RuleBasedStateMachine):
     @invariant()
     def adds_up(self) -> None:
         self.core.scheduler.check()
-        assert self.core.stats().blocks_held == self.core.scheduler.pool.held
+        assert self.core.stats().blocks_held == self.core.scheduler.cache.held
 
     def teardown(self) -> None:
         if not hasattr(self, "core"):

@@ -72,7 +72,7 @@ def test_a_reader_that_stops_leaves_nothing_behind() -> None:
     assert next(steps).tokens
     steps.close()
     core.scheduler.check()
-    assert not core.busy and not core.scheduler.pool.held
+    assert not core.busy and not core.scheduler.cache.held
     assert sum(len(delta.tokens) for delta in deltas(core, GenerateRequest("a", [1, 2, 3], 30))) == 30
 
 

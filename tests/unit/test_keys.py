@@ -75,7 +75,7 @@ def test_an_empty_file_of_keys_lets_nobody_in(tmp_path: Path) -> None:
 
 def test_tenants_have_different_salts_and_keys_of_one_tenant_the_same() -> None:
     a, b, c = (ApiKey(name=name, hash="0" * 64, tenant=tenant) for name, tenant in (("1", "x"), ("2", "x"), ("3", "y")))
-    assert a.caller.salt == b.caller.salt != c.caller.salt
+    assert a.caller.cache_salt == b.caller.cache_salt != c.caller.cache_salt
 
 
 def test_the_file_is_read_again_when_it_changes(tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:

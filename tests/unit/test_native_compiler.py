@@ -33,7 +33,7 @@ COMPILES = pytest.mark.skipif(
 BEST, MIDDLE, LEAST = (level for level in LEVELS if level.machine == "x86_64")
 LOWERED = LoweredRecord(
     precision="float32",
-    io=IOContract(inputs=(), kv_dtype="float32", kv_layers=(), max_tokens=1, slots=1, vocab_size=1),
+    io=IOContract(inputs=(), state=(), max_tokens=1, slots=1, vocab_size=1),
     operator_counts={},
     passes=(),
     weight_bytes=0,

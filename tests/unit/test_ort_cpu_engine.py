@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from tapeout.schemes import Scheme
 from tests.exported import family_graph
 from tests.families import LAYERS, MAX_POSITIONS, VOCAB_SIZE
 from tests.lowering import FixedWeights
+from tests.states import kv_dtype
 
 SLOTS = 9
 FORMATS = {
@@ -185,12 +187,12 @@ def test_tokens_chosen_in_the_graph_are_those_of_the_largest_logits(engine: Sequ
 def test_buffers_take_what_the_contract_says(engine: Sequences, bundle: Artifact[EngineBundle]) -> None:
     """A token's keys and values in all layers, in every position of every slot."""
     has, io = engine.engine.capabilities, bundle.record.io
-    assert has.block_bytes == has.block_tokens * io.kv_token_bytes
+    assert has.block_bytes == has.block_tokens * io.token_bytes
     assert has.blocks * has.block_tokens >= SLOTS * MAX_POSITIONS
     assert (has.shares_blocks, has.block_tokens) == ((True, 64) if io.paged else (False, MAX_POSITIONS))
-    layer = io.kv_layers[0]
-    channels = LAYERS * 2 * layer.heads * layer.head_size
-    assert io.kv_token_bytes / channels == {"float32": 4, "int8": 1, "int4": 0.5}[io.kv_dtype]
+    channels = sum(math.prod(tensor.shape) for state in io.state for tensor in state.tensors)
+    assert [len(state.tensors) for state in io.state] == [2] * LAYERS
+    assert io.token_bytes / channels == {"float32": 4, "int8": 1, "int4": 0.5}[kv_dtype(io)]
 
 
 def test_the_engine_says_what_its_bundle_says(engine: Sequences, bundle: Artifact[EngineBundle]) -> None:

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engines.protocol import Entry
-from runtime.engine.blocks import BlockPool, block_keys
+from runtime.engine.cache.blocks import BlockPool, block_keys
 from runtime.engine.scheduler import Scheduler
 from runtime.engine.step_costs import FIRST_PLAIN_AFTER, MIN_CHUNK
 from runtime.engine.work import Finished, ScheduledRequest, Work, WorkResult
 from runtime.wire.limits import Limits, QueueFullError
 from tapeout.errors import RequestError
+from tests.caches import paged_cache
 from tests.fake_engine import HistoryEngine
 
 BLOCK, MAX_TOKENS, VOCABULARY, STOP = 4, 64, 12, 0
@@ -59,7 +60,7 @@ class Served(RuleBasedStateMachine):
         self.engine = HistoryEngine(VOCABULARY, slots=MAX_TOKENS, max_tokens=MAX_TOKENS, block_tokens=BLOCK)
         limits = Limits(step_tokens, running, max_waiting=8, aging_seconds=aging, scored_tokens=3)
         self.blocks, self.limits = blocks, limits
-        self.scheduler = Scheduler(BlockPool(blocks), limits, BLOCK, MAX_TOKENS)
+        self.scheduler = Scheduler(paged_cache(blocks, BLOCK, MAX_TOKENS), limits)
         self.now, self.number = 0.0, 0
         self.answers: dict[str, list[int]] = {}
         self.requests: dict[str, ScheduledRequest] = {}
@@ -128,7 +129,7 @@ class Served(RuleBasedStateMachine):
         assert sum(len(work.tokens) for work in works) <= self.limits.step_tokens
         assert len({work.id for work in works}) == len(works) <= self.limits.max_running
         assert works or not (waited or self.scheduler.running), "nothing runs although requests wait"
-        entries = [Entry(w.tokens, w.start, w.blocks, positions=decided(w)) for w in works]
+        entries = [Entry(w.tokens, w.start, w.lease.blocks, positions=decided(w)) for w in works]
         outcomes: dict[str, WorkResult] = {}
         for number, (work, result) in enumerate(zip(works, self.engine.step(entries) if works else [], strict=True)):
             assert result.error is None
@@ -162,7 +163,7 @@ class Served(RuleBasedStateMachine):
             self.step(99, 99, steps % 3)
             steps += 1
             assert steps < 5000, "a request starves"
-        assert not self.scheduler.pool.held and not self.scheduler.running and not self.scheduler.waiting
+        assert not self.scheduler.cache.held and not self.scheduler.running and not self.scheduler.waiting
         for id, answer in self.answers.items():
             expected = alone(self.engine, self.requests[id])
             if self.ended[id] in ("stop", "length"):
@@ -176,7 +177,7 @@ TestServed.settings = settings(max_examples=60, stateful_step_count=40, deadline
 
 
 def scheduler(blocks: int = 16, **limits: int) -> Scheduler:
-    return Scheduler(BlockPool(blocks), replace(Limits(), **limits), BLOCK, MAX_TOKENS)
+    return Scheduler(paged_cache(blocks, BLOCK, MAX_TOKENS), replace(Limits(), **limits))
 
 
 def advance(made: Scheduler, now: float = 0.0, *, stop: bool = False) -> list[str]:
@@ -200,7 +201,8 @@ def test_a_block_is_found_by_others_as_soon_as_it_is_full() -> None:
     made = scheduler()
     made.add(ScheduledRequest("a", list(range(1, BLOCK + 1)), 2), 0)
     advance(made)
-    assert made.pool.find(block_keys(list(range(1, BLOCK + 1)), BLOCK, b"", []))
+    made.add(ScheduledRequest("b", list(range(1, BLOCK + 2)), 2), 0)
+    assert {work.id: work.start for work in made.plan(0)} == {"a": BLOCK, "b": BLOCK}
 
 
 def test_a_prefix_is_computed_once() -> None:
@@ -212,7 +214,7 @@ def test_a_prefix_is_computed_once() -> None:
     (first, second) = made.plan(0)
     assert (first.id, second.id) == ("a", "b")
     assert second.start == 8 and list(second.tokens) == [9, 10, 11] and made.cached_tokens("b") == 8
-    assert second.blocks[:2] == first.blocks[:2] and second.blocks[2] != first.blocks[2]
+    assert second.lease.blocks[:2] == first.lease.blocks[:2] and second.lease.blocks[2] != first.lease.blocks[2]
 
 
 def test_a_whole_prompt_that_is_known_still_computes_its_last_token() -> None:
@@ -226,9 +228,9 @@ def test_a_whole_prompt_that_is_known_still_computes_its_last_token() -> None:
 
 def test_tenants_with_other_salts_share_nothing() -> None:
     made = scheduler()
-    made.add(ScheduledRequest("a", [1] * 9, 1, tenant="a", salt=b"a"), 0)
+    made.add(ScheduledRequest("a", [1] * 9, 1, tenant="a", cache_salt=b"a"), 0)
     advance(made)
-    made.add(ScheduledRequest("b", [1] * 9, 1, tenant="b", salt=b"b"), 0)
+    made.add(ScheduledRequest("b", [1] * 9, 1, tenant="b", cache_salt=b"b"), 0)
     assert made.plan(0)[0].start == 0
 
 
@@ -253,7 +255,7 @@ def test_a_lower_priority_gives_up_its_blocks_and_is_computed_again() -> None:
     order = [advance(made) for _ in range(30)]
     assert made.preemptions >= 1
     assert order[-1] == [] and any("high" in ids and "low" not in ids for ids in order)
-    assert not made.pool.held
+    assert not made.cache.held
 
 
 def test_who_waits_long_enough_overtakes_higher_priorities() -> None:
@@ -310,7 +312,7 @@ def test_deadlines_end_what_they_are_for(deadline: str, steps: int) -> None:
     for _ in range(steps):
         advance(made)
     assert made.expire(4.9) == []
-    assert made.expire(5) == [Finished("a", "timeout")] and not made.pool.held
+    assert made.expire(5) == [Finished("a", "timeout")] and not made.cache.held
 
 
 def test_a_deadline_that_was_kept_does_not_end_a_request() -> None:
@@ -447,7 +449,7 @@ def test_guesses_need_free_blocks_and_never_preempt() -> None:
         advance(made)
     works = {work.id: work for work in made.plan(0, {"a": [5] * 4, "b": [6] * 4})}
     assert works["a"].drafts == 3 and works["b"].drafts == 0 and made.preemptions == 0
-    assert list(works["a"].tokens) == [1, 5, 5, 5] and len(works["a"].blocks) == 2
+    assert list(works["a"].tokens) == [1, 5, 5, 5] and len(works["a"].lease.blocks) == 2
 
 
 def test_accepted_guesses_count_as_tokens() -> None:
@@ -503,7 +505,7 @@ def test_guesses_leave_decodes_their_latency_and_prompts_come_before_them() -> N
 
 def test_every_decode_has_a_first_guess_before_any_has_a_second() -> None:
     """Later guesses hold less often."""
-    made = Scheduler(BlockPool(4000), Limits(step_tokens=10), BLOCK, 8000)
+    made = Scheduler(paged_cache(4000, BLOCK, 8000), Limits(step_tokens=10))
     for id in "abcd":
         made.add(ScheduledRequest(id, [1], 50), 0)
     advance(made)
@@ -524,7 +526,7 @@ def test_a_step_that_failed_teaches_no_cost() -> None:
 
 
 def test_a_step_is_plain_where_one_is_due() -> None:
-    made = Scheduler(BlockPool(4000), Limits(), BLOCK, 8000)
+    made = Scheduler(paged_cache(4000, BLOCK, 8000), Limits())
     made.add(ScheduledRequest("a", [1], 50), 0)
     advance(made)
     made.costs.observe(1, 0, 0, 0.01)
@@ -539,7 +541,7 @@ def test_a_step_is_plain_where_one_is_due() -> None:
 
 def test_one_long_prompt_is_no_backlog_but_several_are() -> None:
     """A step of the decode takes 10 ms, a prompt token 1 ms; 15 ms are allowed, and more where prompts queue up."""
-    scheduler = Scheduler(BlockPool(4000), Limits(), BLOCK, 8000)
+    scheduler = Scheduler(paged_cache(4000, BLOCK, 8000), Limits())
     scheduler.add(ScheduledRequest("decode", [1], 100), 0.0)
     works, now = {}, 0.0
     for step in range(6):

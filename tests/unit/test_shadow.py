@@ -18,6 +18,7 @@ from pipeline.stages.answering import CoreAnswerer
 from runtime.wire.limits import Limits
 from tapeout.artifact import ArtifactRef
 from tapeout.errors import EvidenceError
+from tests.chain_engine import ChainEngine
 from tests.fake_engine import MACHINE, HistoryEngine
 
 PROMPTS = st.lists(st.lists(st.integers(0, 31), min_size=1, max_size=12), min_size=1, max_size=12)
@@ -126,6 +127,14 @@ def test_a_different_candidate_is_measured_on_the_champions_own_tokens(size: int
             assert item.agree == 10
         else:
             assert forced.agree[: item.first_divergence].all() and not forced.agree[item.first_divergence]
+
+
+@pytest.mark.parametrize(("slots", "other"), [(6, 8), (6, 0), (0, 6)])
+def test_engines_are_compared_with_recurrent_state_in_both_or_one(slots: int, other: int) -> None:
+    champion, candidate = ChainEngine(blocks=40, slots=slots), ChainEngine(blocks=40, slots=other)
+    prompts = [[1, 2, 3, 4, 5, 6, 7, 8, 9, number] for number in range(9)]
+    items = shadow_items(champion, candidate, core, prompts, max_new_tokens=6, stop_tokens=[])
+    assert all(item.exact_match and item.agree == 6 and not item.kl_sum for item in items)
 
 
 def test_an_answer_to_other_tokens_than_the_prompts_is_refused() -> None:

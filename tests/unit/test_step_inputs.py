@@ -9,9 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.protocol import Entry
-from engines.sequences import Sequences
-from engines.step_inputs import runs
+from engines.sequences import Sequences, SlotEntry
+from engines.state_slots import UNKNOWN, StateSlots
+from engines.step_inputs import check, runs
 from tapeout.errors import RequestError
+from tapeout.state import NO_SLOT
+from tests.chain_engine import ChainEngine
 from tests.fake_engine import HistoryEngine
 
 SLOTS, VOCAB_SIZE, MAX_TOKENS = 4, 32, 16
@@ -60,16 +63,89 @@ def test_pieces_hold_every_token_once_and_every_position_in_its_place(data: st.D
     counts = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=5))
     most = data.draw(st.integers(1, 14))
     wanted = [sorted(data.draw(st.sets(st.integers(0, count - 1)))) for count in counts]
+    kept = [sorted(data.draw(st.sets(st.integers(1, count), max_size=3))) for count in counts]
     batch = [
-        Entry(range(count), start, [number], "logits", positions)
-        for number, (count, start, positions) in enumerate(zip(counts, range(10, 100), wanted, strict=False))
+        Entry(range(count), 10 + number, [number], "logits", positions, slot=number)
+        for number, (count, positions) in enumerate(zip(counts, wanted, strict=True))
+    ]
+    batch = [
+        entry._replace(snapshots=[(entry.start + place, 100 + place) for place in places])
+        for entry, places in zip(batch, kept, strict=True)
     ]
     fed: list[list[int]] = [[] for _ in counts]
     found: list[list[int]] = [[] for _ in counts]
     for run in runs(batch, [None] * len(batch), most):
         assert 1 <= sum(len(piece.tokens) for piece in run) <= most
+        assert len({piece.entry for piece in run}) == len(run), "state is copied between two pieces of an entry"
         for piece in run:
             assert piece.start == batch[piece.entry].start + len(fed[piece.entry])
             found[piece.entry] += [piece.tokens[position] for position in piece.positions]
             fed[piece.entry] += piece.tokens
+            assert piece.slot == piece.entry
+            if piece.snapshot != NO_SLOT:
+                assert piece.snapshot == 100 + len(fed[piece.entry])
+                kept[piece.entry].remove(len(fed[piece.entry]))
     assert fed == [list(range(count)) for count in counts] and found == wanted
+    assert not any(kept), "a snapshot is left out"
+
+
+@pytest.mark.parametrize("entry", [Entry([3], 0, [0], slot=0), Entry([3], 0, [0], snapshots=[(1, 0)])])
+def test_an_engine_without_recurrent_state_refuses_what_names_a_slot(entry: Entry) -> None:
+    """Planted: it ran the entry, and whoever resumed at that slot would have read nothing."""
+    engine = HistoryEngine(VOCAB_SIZE, slots=SLOTS, max_tokens=MAX_TOKENS)
+    (result,) = engine.step([entry])
+    assert result.error is not None and result.error.expected == "none: this engine has no recurrent state"
+    with pytest.raises(RequestError, match=r"state slots \[0, 1\]"):
+        engine.copy_state(0, 1)
+
+
+BAD_STATE: dict[str, tuple[Entry, str]] = {
+    "no slot": (Entry([3], 0, [0]), "slots 0 to 3"),
+    "a slot that is not there": (Entry([3], 0, [0], slot=4), "slots 0 to 3"),
+    "a snapshot in no slot": (Entry([3], 0, [0], slot=0, snapshots=[(1, 4)]), "slots 0 to 3"),
+    "a snapshot in its own slot": (Entry([3], 0, [0], slot=0, snapshots=[(1, 0)]), "nothing else in this step"),
+    "a slot that another writes": (Entry([3], 0, [0], slot=3), "nothing else in this step"),
+    "a snapshot before its tokens": (Entry([3, 4], 2, [0], slot=1, snapshots=[(2, 0)]), "after 2, up to 4"),
+    "a snapshot behind its tokens": (Entry([3, 4], 2, [0], slot=1, snapshots=[(5, 0)]), "after 2, up to 4"),
+    "snapshots that descend": (Entry([3, 4], 0, [0], slot=1, snapshots=[(2, 0), (1, 2)]), "ascending"),
+    "state of fewer positions": (Entry([3], 3, [0], slot=1), "exactly the positions before"),
+    "state of more positions": (Entry([3], 1, [0], slot=1), "exactly the positions before"),
+    "state that a failed step left": (Entry([3], 1, [0], slot=2), "exactly the positions before"),
+}
+
+
+@pytest.mark.parametrize(("entry", "expected"), BAD_STATE.values(), ids=BAD_STATE)
+def test_state_that_an_entry_cannot_mean_is_refused(entry: Entry, expected: str) -> None:
+    """Slot 1 holds two positions."""
+    engine = ChainEngine(blocks=4, slots=4)
+    engine.step([Entry([5, 6], 0, [3], slot=1)])
+    engine.slots.hold(2, UNKNOWN)
+    other = Entry([9], 0, [2], slot=3)
+    first, second = check([other, entry], engine.capabilities, engine.slots)
+    assert first is None and second is not None and expected in second.expected
+    assert check([other, Entry([3], 2, [3], slot=1)], engine.capabilities, engine.slots) == [None, None]
+
+
+def test_a_copied_slot_holds_what_its_source_held() -> None:
+    slots = StateSlots(2)
+    slots.hold(0, 7)
+    slots.copy(0, 1)
+    assert slots.unfit(Entry([3], 7, [], slot=1), set()) is None
+    with pytest.raises(RequestError, match=r"state slots \[0, 2\]"):
+        slots.copy(0, 2)
+
+
+@pytest.mark.parametrize(("blocks", "slots"), [(0, 4), (32, 4)], ids=["recurrent", "mixed"])
+def test_sequences_of_an_engine_with_recurrent_state(blocks: int, slots: int) -> None:
+    """What continues another elsewhere than at its end is refused, and gives no wrong logits."""
+    sequences = Sequences(ChainEngine(blocks=blocks, slots=slots, max_tokens=MAX_TOKENS))
+    assert sequences.slots == 4
+    alone = sequences.prefill(0, [1, 2, 3, 4, 5, 6])
+    sequences.prefill(1, [1, 2, 3])
+    sequences.copy_slot(1, 2, 3)
+    assert (sequences.prefill(2, [4, 5, 6], start=3) == alone).all()
+    (continued,) = sequences.feed([SlotEntry(3, [4, 5, 6], 3, None, 1)])
+    assert (continued == alone).all() and (sequences.decode([4], [3], first_slot=1) != alone).any()
+    for call in (lambda: sequences.prefill(0, [9], start=2), lambda: sequences.feed([SlotEntry(3, [9], 2, None, 0)])):
+        with pytest.raises(RequestError, match="holds the state of 6 positions, and the tokens begin at position 2"):
+            call()

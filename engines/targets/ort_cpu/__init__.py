@@ -138,7 +138,6 @@ class OrtCpu(GraphTarget):
         return bundle.model_copy(update={"hardware": hardware})
 
     def open(self, bundle: Artifact[EngineBundle], *, threads: int, slots: int | None) -> Engine:
-        from engines.bundle import BLOCK_TOKENS
         from engines.targets.ort_cpu.paged_engine import PagedEngine
         from engines.targets.ort_cpu.slot_engine import OrtSlotEngine
 
@@ -146,7 +145,7 @@ class OrtCpu(GraphTarget):
         slots = slots or io.slots
         if not io.paged:
             return OrtSlotEngine(bundle, threads=threads, slots=slots)
-        return PagedEngine(bundle, threads=threads, blocks=slots * -(-io.max_tokens // BLOCK_TOKENS))
+        return PagedEngine(bundle, threads=threads, sequences=slots)
 
     def probe(self, bundle: Artifact[EngineBundle], scratch: Path, *, threads: int) -> Probe:
         from engines.probe import OrtProbe

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
+
+from tapeout.state import StateBuffer
 
 POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of linux/mman.h, which Python has no name for
 
@@ -83,11 +85,13 @@ class BlockMemory:
     pages of the blocks that come next are made ready ahead of time, a few between two steps (:meth:`make_ready`).
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: Any) -> None:
-        self._memory = [_pages(shape, dtype) for shape in shapes.values()]
-        named = zip(shapes.items(), self._memory, strict=True)
-        self.arrays = {name: np.frombuffer(pages, dtype).reshape(shape) for (name, shape), pages in named}
-        self.blocks = min(shape[0] for shape in shapes.values())
+    def __init__(self, buffers: Sequence[StateBuffer]) -> None:
+        self._memory = [_pages(shape, element) for _, shape, element in buffers]
+        self.arrays = {
+            name: np.frombuffer(pages, element).reshape(shape)
+            for (name, shape, element), pages in zip(buffers, self._memory, strict=True)
+        }
+        self.blocks = min((buffer.shape[0] for buffer in buffers), default=0)
         self.ready = 0  # blocks below this number have their pages, or have been written
 
     def clear(self) -> None:

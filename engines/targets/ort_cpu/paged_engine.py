@@ -1,23 +1,35 @@
-"""Runs an ``ort-cpu`` bundle with native attention: one session, and one pool of KV blocks that is bound once.
+"""Runs an ``ort-cpu`` bundle with native operators: one session, and pools of blocks and slots that are bound once.
 
-The tokens of a step are packed, and attention finds each sequence's keys through its block table. Blocks are arrays of
-zeros; a page of them costs no memory until it is written, or made ready shortly before.
+The tokens of a step are packed. Attention finds each sequence's keys through its block table, recurrent operators its
+state by its slot; they begin from zeros where a sequence starts. Buffers are arrays of zeros; a page of them costs no
+memory until it is written, or made ready shortly before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 
-from engines.bundle import BLOCK_TABLE, BLOCK_TOKENS, GREEDY, NEXT_TOKENS, OFFSETS, STARTS, EngineBundle
+from engines.bundle import (
+    BLOCK_TABLE,
+    BLOCK_TOKENS,
+    GREEDY,
+    NEXT_TOKENS,
+    OFFSETS,
+    SEQUENCE_SLOTS,
+    SLOTS,
+    STARTS,
+    EngineBundle,
+)
 from engines.protocol import EngineCapabilities, Entry, FloatArray, Result
 from engines.sessions import cpu_options, keep_mapped, library_of, open_session, threads_of
+from engines.state_slots import UNKNOWN, StateSlots
 from engines.step_inputs import StepPiece, check, not_finite, result_of, runs
-from engines.targets.ort_cpu.buffers import BlockMemory, Bound, bind_cache
+from engines.targets.ort_cpu.buffers import BlockMemory, Bound, bind_cache, zeros
 from tapeout.artifact import Artifact
+from tapeout.state import NO_SLOT, Recurrent, paged_buffers, recurrent_buffers
 
 # A step is run in pieces of so many tokens: a long prompt then needs no more memory than a short one, and activations
 # stay in the processor's caches.
@@ -32,10 +44,12 @@ READY_AHEAD_BYTES = 64 << 20  # most that is made ready before a sequence needs 
 
 
 class PagedEngine:
-    """See :class:`engines.protocol.Engine`. ``blocks``: of the pool."""
+    """See :class:`engines.protocol.Engine`. ``sequences``: of full length, that there is memory for."""
 
-    def __init__(self, bundle: Artifact[EngineBundle], *, threads: int, blocks: int) -> None:
+    def __init__(self, bundle: Artifact[EngineBundle], *, threads: int, sequences: int) -> None:
         io = bundle.record.io
+        blocks = sequences * -(-io.max_tokens // BLOCK_TOKENS) if io.token_bytes else 0
+        slots = sequences * SEQUENCE_SLOTS if io.slot_bytes else 0
         library = library_of(bundle)
         options = cpu_options(threads, library, bundle.record.operator_counts, chooses=True)
         mapped = keep_mapped(options, bundle) and bundle.record.precision == "float32"
@@ -45,46 +59,50 @@ class PagedEngine:
         self.capabilities = EngineCapabilities(
             block_tokens=BLOCK_TOKENS,
             blocks=blocks,
-            block_bytes=io.kv_token_bytes * BLOCK_TOKENS,
+            block_bytes=io.token_bytes * BLOCK_TOKENS,
             max_batch=MAX_BATCH,
             max_tokens=io.max_tokens,
             vocab_size=io.vocab_size,
             shares_blocks=True,
             chooses_tokens=GREEDY in io.inputs,
             threads=threads_of(threads, library),
+            slots=slots,
+            slot_bytes=io.slot_bytes,
+            snapshot_tokens=max((one.snapshot_tokens for one in io.state if isinstance(one, Recurrent)), default=0),
         )
-        element: Any = np.dtype(io.kv_element).type
-        shapes = {
-            f"{layer}.{part}": io.kv_shape(shape, blocks, BLOCK_TOKENS)
-            for layer, shape in enumerate(io.kv_layers)
-            for part in ("key", "value")
-        }
-        self._memory = BlockMemory(shapes, element)
+        self._slots = StateSlots(slots)
+        self._state = {name: zeros(shape, element) for name, shape, element in recurrent_buffers(io.state, slots)}
+        self._memory = BlockMemory(list(paged_buffers(io.state, blocks, BLOCK_TOKENS)))
         self._next_block = 0  # none from this one on was in a block table
         self._columns = -(-io.max_tokens // BLOCK_TOKENS)
         self._wants_positions = "position_ids" in io.inputs
         self._bound = {wanted: self._bind(wanted) for wanted in ("logits", NEXT_TOKENS)}
 
     def step(self, batch: Sequence[Entry]) -> list[Result]:
-        errors = check(batch, self.capabilities)
+        errors = check(batch, self.capabilities, self._slots)
         results = [Result(error=error) for error in errors]
         parts: dict[int, list[FloatArray]] = {}
         for run in runs(batch, errors, self._run_tokens):
+            if self._state:
+                for piece in run:
+                    self._slots.hold(piece.slot, UNKNOWN)
             if self.capabilities.chooses_tokens and all(batch[piece.entry].wanted == "token" for piece in run):
                 self._choose(run, batch, results)
-                continue
-            logits, first = self._logits(run), 0
-            for piece in run:
-                if piece.positions:
-                    parts.setdefault(piece.entry, []).append(logits[first : first + len(piece.positions)])
-                    first += len(piece.positions)
+            else:
+                logits, first = self._logits(run), 0
+                for piece in run:
+                    if piece.positions:
+                        parts.setdefault(piece.entry, []).append(logits[first : first + len(piece.positions)])
+                        first += len(piece.positions)
+            if self._state:
+                self._keep(run)
         for number, found in parts.items():
             if results[number].error is None:
                 results[number] = result_of(batch[number], found[0] if len(found) == 1 else np.concatenate(found))
         return results
 
     def prepare(self, ahead: int) -> bool:
-        each = self.capabilities.block_bytes
+        each = max(1, self.capabilities.block_bytes)
         ahead = min(ahead, READY_AHEAD_BYTES // each)
         # A pool gives the lowest blocks that nobody has used.
         return self._memory.make_ready(max(1, READY_AT_ONCE_BYTES // each), self._next_block + ahead)
@@ -93,14 +111,27 @@ class PagedEngine:
         for buffer in self._memory.arrays.values():
             buffer[target, :, :tokens] = buffer[source, :, :tokens]
 
+    def copy_state(self, source: int, target: int) -> None:
+        self._slots.copy(source, target)
+        for buffer in self._state.values():
+            buffer[target] = buffer[source]
+
     def close(self) -> None:
         self._bound.clear()
         self._memory.clear()
+        self._state.clear()
         vars(self).pop("_session", None)  # it holds the weights; an engine may be closed twice
+
+    def _keep(self, run: Sequence[StepPiece]) -> None:
+        """Note what slots hold after a run, and copy snapshots."""
+        for piece in run:
+            self._slots.hold(piece.slot, piece.start + len(piece.tokens))
+            if piece.snapshot != NO_SLOT:
+                self.copy_state(piece.slot, piece.snapshot)
 
     def _bind(self, wanted: str) -> Bound:
         bound = Bound(self._session.io_binding())
-        bind_cache(bound.binding, self._memory.arrays, present=False)
+        bind_cache(bound.binding, self._memory.arrays | self._state, present=False)
         if self.capabilities.chooses_tokens:
             bound.input(GREEDY, (), np.bool_)[...] = wanted == NEXT_TOKENS
         return bound
@@ -119,7 +150,11 @@ class PagedEngine:
                 ids[0, offset : offset + len(piece.tokens)] = piece.tokens
         bound.write(OFFSETS, offsets, np.int32)
         bound.write("logit_positions", places)
-        if bound.write_rows(BLOCK_TABLE, [piece.blocks for piece in run], self._columns, np.int32):
+        if self._state:
+            bound.write(SLOTS, [piece.slot for piece in run], np.int32)
+        if self.capabilities.blocks and bound.write_rows(
+            BLOCK_TABLE, [piece.blocks for piece in run], self._columns, np.int32
+        ):
             self._next_block = max(self._next_block, 1 + max(max(piece.blocks) for piece in run))
             self._memory.ready = max(self._memory.ready, self._next_block)
         bound.input(STARTS, (entries,), np.int32)[:] = [piece.start for piece in run]

@@ -19,6 +19,7 @@ from engines.slot_engine import SlotEngine
 from engines.step_inputs import Int64Array
 from engines.targets.ort_cpu.buffers import Bound, bind_cache, zeros
 from tapeout.artifact import Artifact
+from tapeout.state import paged_buffers
 
 # A prompt is fed in pieces: attention then skips most of what the causal mask hides, and a long prompt needs no more
 # memory than a short one. The size matters little (attention over 1,024 tokens: 144 ms in pieces of 64, 147 of 256).
@@ -38,7 +39,7 @@ class OrtSlotEngine(SlotEngine):
         self.capabilities = EngineCapabilities(
             block_tokens=io.max_tokens,
             blocks=slots,
-            block_bytes=io.kv_token_bytes * io.max_tokens,
+            block_bytes=io.token_bytes * io.max_tokens,
             max_batch=slots,
             max_tokens=io.max_tokens,
             vocab_size=io.vocab_size,
@@ -46,11 +47,8 @@ class OrtSlotEngine(SlotEngine):
             chooses_tokens=GREEDY in io.inputs,
             threads=threads_of(threads, library),
         )
-        element: Any = np.dtype(io.kv_element).type
         self._cache: dict[str, NDArray[Any]] = {
-            f"{layer}.{part}": zeros(io.kv_shape(shape, slots, io.max_tokens), element)
-            for layer, shape in enumerate(io.kv_layers)
-            for part in ("key", "value")
+            name: zeros(shape, element) for name, shape, element in paged_buffers(io.state, slots, io.max_tokens)
         }
         self._windows: dict[tuple[int, int, str], Bound] = {}
         self._wants_positions = "position_ids" in io.inputs

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from engines.targets.tensorrt.hardware import checked
 from tapeout.artifact import Artifact
 from tapeout.cache import cache_folder
 from tapeout.errors import BuildError
+from tapeout.state import paged_buffers
 
 HALF_BYTES = 2  # of a value in the KV cache, which is fp16 or bf16
 
@@ -67,7 +69,7 @@ class TensorRTEngine(SlotEngine):
         self.capabilities = EngineCapabilities(
             block_tokens=io.max_tokens,
             blocks=slots,
-            block_bytes=io.kv_token_bytes * io.max_tokens,
+            block_bytes=io.token_bytes * io.max_tokens,
             max_batch=slots,
             max_tokens=io.max_tokens,
             vocab_size=io.vocab_size,
@@ -90,11 +92,8 @@ class TensorRTEngine(SlotEngine):
         self._allocations: list[int] = []
         self._runtime_cache: Any = None
         rows = slots + max(p.batch for p in compiled.profiles) - 1
-        self._row_bytes = {
-            f"{layer}.{part}": shape.heads * io.max_tokens * shape.head_size * HALF_BYTES
-            for layer, shape in enumerate(io.kv_layers)
-            for part in ("key", "value")
-        }
+        self._buffers = list(paged_buffers(io.state, rows, io.max_tokens))
+        self._row_bytes = {name: prod(shape[1:]) * HALF_BYTES for name, shape, _ in self._buffers}
         self._cache = {name: self._allocate(size * rows) for name, size in self._row_bytes.items()}
         self._lengths = np.zeros(rows, np.int64)  # where each row's next token would be written
         self._scratch_bytes = int(self._engine.device_memory_size_v2)
@@ -143,24 +142,11 @@ class TensorRTEngine(SlotEngine):
 
     def copy_block(self, source: int, target: int, tokens: int) -> None:
         kind = self._cuda.cudaMemcpyKind.cudaMemcpyDeviceToDevice
-        for layer, shape in enumerate(self._io.kv_layers):
-            pitch = self._io.max_tokens * shape.head_size * HALF_BYTES
-            width = tokens * shape.head_size * HALF_BYTES
-            for part in ("key", "value"):
-                name = f"{layer}.{part}"
-                address, row = self._cache[name], self._row_bytes[name]
-                checked(
-                    self._cuda.cudaMemcpy2DAsync(
-                        address + target * row,
-                        pitch,
-                        address + source * row,
-                        pitch,
-                        width,
-                        shape.heads,
-                        kind,
-                        self._stream,
-                    )
-                )
+        for name, (_, heads, positions, head_size), _ in self._buffers:
+            address, row = self._cache[name], self._row_bytes[name]
+            pitch, width = positions * head_size * HALF_BYTES, tokens * head_size * HALF_BYTES
+            places = address + target * row, pitch, address + source * row, pitch
+            checked(self._cuda.cudaMemcpy2DAsync(*places, width, heads, kind, self._stream))
         checked(self._cuda.cudaStreamSynchronize(self._stream))
         self._lengths[target] = tokens
 
@@ -257,14 +243,11 @@ class TensorRTEngine(SlotEngine):
                 step.context.set_input_shape(name, value.shape)
                 step.context.set_tensor_address(name, step.inputs[name])
         step.context.set_tensor_address("logits", step.logits)
-        for layer, shape in enumerate(self._io.kv_layers):
-            for part in ("key", "value"):
-                name = f"{layer}.{part}"
-                address = self._cache[name] + first * self._row_bytes[name]
-                size = (step.profile.batch, shape.heads, self._io.max_tokens, shape.head_size)
-                step.context.set_input_shape(f"past_key_values.{name}", size)
-                step.context.set_tensor_address(f"past_key_values.{name}", address)
-                step.context.set_tensor_address(f"present.{name}", address)
+        for name, (_, *row), _ in self._buffers:
+            address = self._cache[name] + first * self._row_bytes[name]
+            step.context.set_input_shape(f"past_key_values.{name}", (step.profile.batch, *row))
+            step.context.set_tensor_address(f"past_key_values.{name}", address)
+            step.context.set_tensor_address(f"present.{name}", address)
 
     def _launch(self, step: _EngineStep) -> None:
         if not step.context.execute_async_v3(self._stream):

@@ -23,6 +23,7 @@ from evals.text import kl_divergences, token_hash
 from tapeout.artifact import Artifact, Parents, create, load
 from tapeout.errors import EvidenceError
 from tapeout.fingerprint import Fingerprint
+from tapeout.state import NO_SLOT
 
 
 def measure(context: Context, folder: Path) -> None:
@@ -136,6 +137,7 @@ class Lockstep:
             blocks=blocks,
             max_batch=min(one.max_batch, other.max_batch),
             max_tokens=most,
+            slots=min((has.slots for has in (one, other) if has.slots), default=0),
             shares_blocks=alike and one.shares_blocks,
             chooses_tokens=False,
         )
@@ -148,7 +150,7 @@ class Lockstep:
 
     def step(self, batch: Sequence[Entry]) -> list[Result]:
         left, right = (
-            engine.step([entry._replace(wanted="logits", blocks=_spread(entry.blocks, each)) for entry in batch])
+            engine.step([_fed(entry, engine.capabilities, each) for entry in batch])
             for engine, each in zip(self._engines, self._each, strict=True)
         )
         return [self._compare(*row) for row in zip(batch, left, right, strict=True)]
@@ -176,6 +178,11 @@ class Lockstep:
     def copy_block(self, source: int, target: int, tokens: int) -> None:
         raise NotImplementedError("the core that serves computes a prefix again where it cannot share blocks")
 
+    def copy_state(self, source: int, target: int) -> None:
+        for engine in self._engines:
+            if engine.capabilities.slots:
+                engine.copy_state(source, target)
+
     def close(self) -> None:
         for engine in self._engines:
             engine.close()
@@ -200,6 +207,12 @@ class Lockstep:
             if at + 1 < len(entry.tokens) and entry.tokens[at + 1] != chosen[row]:
                 break
         return Result(tokens=chosen) if entry.wanted == "token" else left
+
+
+def _fed(entry: Entry, has: EngineCapabilities, each: int) -> Entry:
+    """The entry that one of the engines is fed. ``each``: of its blocks, that stand for one of the entry's."""
+    fed = entry._replace(wanted="logits", blocks=_spread(entry.blocks, each))
+    return fed if has.slots else fed._replace(slot=NO_SLOT, snapshots=())
 
 
 def _spread(blocks: Sequence[int], each: int) -> Sequence[int]:

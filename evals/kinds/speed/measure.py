@@ -103,7 +103,7 @@ def benchmark(
             itl_ms={batch: 1e3 * step[batch] for batch in batches},
             decode_tokens_per_s=speeds,
             peak_memory_mb=peak_memory_mb(bundle.folder, settings.prompt_tokens, settings.new_tokens, threads),
-            kv_token_bytes=bundle.record.io.kv_token_bytes,
+            kv_token_bytes=bundle.record.io.token_bytes,
             bundle_mb=sum(file.size_bytes for file in bundle.files.values()) / 1e6,
             roofline_share=roofline_share(bundle.record.step_bytes, step[min(batches)], bandwidth),
             cost_per_million_tokens=settings.price_per_hour / 3600 * 1e6 / max(speeds.values()),

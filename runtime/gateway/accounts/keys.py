@@ -81,8 +81,8 @@ class ApiKey(BaseModel):
     @property
     def caller(self) -> Caller:
         """Tenants have different salts, so none can learn from response times what another has sent."""
-        salt = hashlib.sha256(b"tenant\0" + self.tenant.encode()).digest()
-        return Caller(self.name, self.tenant, self.priority, salt)
+        cache_salt = hashlib.sha256(b"tenant\0" + self.tenant.encode()).digest()
+        return Caller(self.name, self.tenant, self.priority, cache_salt)
 
 
 def new_key() -> tuple[str, str]:

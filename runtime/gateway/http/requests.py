@@ -116,7 +116,7 @@ def choices_of(
         constraint=constraint,
         priority=_priority(body, call.caller),
         tenant=call.caller.tenant,
-        salt=_salt(body, call.caller),
+        cache_salt=_cache_salt(body, call.caller),
         queue_timeout=limits.queue_timeout,
         first_token_timeout=limits.first_token_timeout,
         timeout=limits.timeout,
@@ -248,7 +248,7 @@ def _priority(body: GenerationBody, caller: Caller) -> int:
     return asked if caller.priority is None else max(asked, caller.priority)
 
 
-def _salt(body: GenerationBody, caller: Caller) -> bytes:
+def _cache_salt(body: GenerationBody, caller: Caller) -> bytes:
     own = (body.cache_salt or "").encode("utf-8", "surrogatepass")
     # With its length, so that no pair of a caller and a request has the salt of another pair.
-    return len(caller.salt).to_bytes(4) + caller.salt + own if caller.salt or own else b""
+    return len(caller.cache_salt).to_bytes(4) + caller.cache_salt + own if caller.cache_salt or own else b""

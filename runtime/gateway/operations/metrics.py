@@ -292,6 +292,10 @@ class _EngineCollector(Collector):
         yield gauge("tapeout:waiting_tokens", "Prompt tokens in the queue.", stats.waiting_tokens)
         yield gauge("vllm:kv_cache_usage_perc", "KV blocks held by requests, 0 to 1.", kv_usage(stats))
         yield gauge("tapeout:kv_blocks_cached", "KV blocks kept for shared prefixes.", stats.blocks_cached)
+        if stats.slots:
+            yield gauge("tapeout:state_slots", "Slots of recurrent state.", stats.slots)
+            yield gauge("tapeout:state_slots_held", "Slots of recurrent state held by requests.", stats.slots_held)
+            yield gauge("tapeout:state_slots_cached", "Snapshots kept for shared prefixes.", stats.slots_cached)
         yield gauge("vllm:engine_healthy", "1 if the engine makes progress.", float(client.healthy))
         yield gauge("tapeout:ready", "1 if the server takes requests.", float(client.ready))
         cache = {"block_size": info.block_tokens, "num_gpu_blocks": info.blocks, "block_bytes": info.block_bytes}

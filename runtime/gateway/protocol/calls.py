@@ -19,13 +19,13 @@ ID_CHARACTERS = 128
 class Caller(NamedTuple):
     """Who sent a request. ``priority`` None: the request's own counts; else requests cannot rank above it.
 
-    ``salt``: blocks of the prefix cache are shared only among callers of the same salt.
+    ``cache_salt``: prefixes in the cache are shared only among callers of the same salt.
     """
 
     name: str = ""
     tenant: str = ""
     priority: int | None = None
-    salt: bytes = b""
+    cache_salt: bytes = b""
 
 
 class Answered(Protocol):

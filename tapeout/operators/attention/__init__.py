@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tapeout.operators import DOMAIN
+from tapeout.state import Paged, StateTensor
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -51,6 +52,12 @@ class Attention:
         from tapeout.operators.attention.function import attention_function
 
         return attention_function()
+
+    def state(self, node: ir.Node, layer: int, dtype: str) -> Paged:
+        found = AttentionNode.of(node)
+        shape = found.kv_heads, found.head_size
+        tensors = tuple(StateTensor(name=name, shape=shape, dtype=dtype) for name in ("key", "value"))
+        return Paged(layer=layer, tensors=tensors, window=found.window)
 
     def traced(self, model: Any, tracer: Tracer) -> AbstractContextManager[None]:
         from tapeout.operators.attention.tracing import attention_traced

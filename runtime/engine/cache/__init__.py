@@ -1,0 +1,1 @@
+"""What an engine keeps of sequences: which state is whose, and where a prefix can be resumed. Pure bookkeeping."""

@@ -1,0 +1,18 @@
+"""State of layers, as tests make and read it."""
+
+from __future__ import annotations
+
+from engines.bundle import IOContract
+from tapeout.state import Paged, StateTensor
+
+
+def attention(layer: int, heads: int, head_size: int, dtype: str) -> Paged:
+    """Keys and values of a layer of a dense decoder."""
+    tensors = (StateTensor(name=name, shape=(heads, head_size), dtype=dtype) for name in ("key", "value"))
+    return Paged(layer=layer, tensors=tuple(tensors))
+
+
+def kv_dtype(io: IOContract) -> str:
+    """The one type of all keys and values."""
+    (dtype,) = {tensor.dtype for state in io.state for tensor in state.tensors}
+    return dtype
