@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar, cast
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 
 from evals.block import Block
 from evals.check import Findings, JudgedVerdict
@@ -209,7 +209,7 @@ class EvidenceKind(Generic[R, T, B]):
     artifact_types: ClassVar[tuple[str, ...]] = ()  # of its report
     items_file: ClassVar[str] = ""
     report: type[R]
-    item: type[T]
+    item: type[T] | TypeAdapter[T]
     bounds: type[B]
     absent: ClassVar[Block | None] = None  # shown where there is no report
 

@@ -20,6 +20,7 @@ from evals.kinds.parity.embedding import embedding_error
 from evals.kinds.shadow import ShadowSettings
 from evals.kinds.source import ANSWERS_PER_TASK, KIND, SourceAnswer, SourceItem, SourceReport, TextFile
 from evals.kinds.tasks import TaskSettings
+from evals.kinds.tasks.questions import LocalTask
 from evals.kinds.text import HeldOutSettings
 from evals.kinds.text.measure import answers, pairing_key, questions, scored
 from evals.text import CHUNK_TOKENS, joined, kl_divergences, log_likelihoods, token_hash
@@ -218,18 +219,20 @@ class SourceLM(TemplateLM):
         return [found[number] for number in range(len(texts))]
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        raise NotImplementedError("tasks are multiple choice")
+        raise NotImplementedError("it answers multiple choice")
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        raise NotImplementedError("tasks are multiple choice")
+        raise NotImplementedError("it answers multiple choice")
 
 
 def source_answers(
     model: SourceModel, tokenizer: Any, settings: TaskSettings, data: Path, *, seed: int, max_tokens: int
 ) -> tuple[SourceAnswer, ...]:
-    """What the model answers to some of the questions of every task that the engines are asked."""
+    """What the model answers to some of the questions of every multiple-choice task that the engines are asked."""
     lm, found = SourceLM(model, tokenizer, max_tokens), list[SourceAnswer]()
     for task, numbers in questions(settings, data, seed):
+        if not isinstance(task, LocalTask):
+            continue
         name = str(task.config.task)
         drawn = random.Random(f"{seed}/source/{name}").sample(numbers, min(ANSWERS_PER_TASK, len(numbers)))
         for answer in answers(task, drawn, lm):
