@@ -78,12 +78,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from evals.answers import greedy
-from evals.items import write_items
 from evals.kind import Context
 from evals.kinds.repetition import KIND, RepetitionItem, RepetitionReport
 from evals.kinds.shadow import ShadowSettings
 from evals.text import token_hash
-from tapeout.artifact import create
 
 
 def measure(context: Context, folder: Path) -> None:
@@ -105,12 +103,8 @@ def measure(context: Context, folder: Path) -> None:
         )
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
-    with create(folder, RepetitionReport) as draft:
-        write_items(draft.folder / KIND.items_file, items)
-        draft.finish(
-            RepetitionReport(candidate=engine.digest, prompts=len(items), executed_on=context.executed_on()),
-            parents={"candidate": bundle, "source": source},
-        )
+    record = RepetitionReport(candidate=engine.digest, prompts=len(items), executed_on=context.executed_on())
+    KIND.write(folder, record, parents={"candidate": bundle, "source": source}, items=items)
 '''
 STAGE = """  repetition:
     desc: How much the candidate's answers repeat themselves.

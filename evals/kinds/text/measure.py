@@ -17,15 +17,17 @@ from tokenizers import Tokenizer
 from engines.protocol import Engine
 from engines.sequences import Sequences
 from evals.answers import Answerer
-from evals.items import write_items, write_metrics
+from evals.items import write_items
 from evals.kind import Context
+from evals.kinds import tasks
+from evals.kinds import text as text_kind
 from evals.kinds.tasks import AnswerItem, ChoiceItem, EvalReport, TaskItem, TaskSettings
 from evals.kinds.tasks.free_text import FreeTextTask, answer_items, other_scores
 from evals.kinds.tasks.harness import EngineLM, beginning_of_text, encode
 from evals.kinds.tasks.questions import LocalTask, choose_documents, load_tasks
 from evals.kinds.text import HeldOutSettings, text_items, text_metrics
 from evals.text import joined
-from tapeout.artifact import Artifact, Parents, create, load
+from tapeout.artifact import Artifact, Parents
 from tapeout.errors import EvidenceError
 from tapeout.fingerprint import Fingerprint
 
@@ -101,34 +103,33 @@ def evaluate(
     ]
     scored += text_items(baseline, candidate, longs, long=True)
 
-    with create(folder, EvalReport) as draft:
-        write_items(draft.folder / "task_items.jsonl", answered)
-        write_items(draft.folder / "text_items.jsonl", scored)
-        metrics = {**task_metrics(answered), **text_metrics(scored)}
-        write_metrics(draft.folder, metrics)
-        draft.finish(
-            EvalReport(
-                baseline=baseline.digest,
-                candidate=candidate.digest,
-                tasks=dict(Counter(item.task for item in answered)),
-                shots=settings.examples,
-                documents=len(scored),
-                max_tokens=positions,
-                versions={name: version(name) for name in ("lm-eval", "tokenizers", "datasets", "numpy")},
-                beginning_of_text=beginning,
-                executed_on=executed_on,
-            ),
-            parents=parents,
-        )
-    return load(folder, EvalReport)
+    record = EvalReport(
+        baseline=baseline.digest,
+        candidate=candidate.digest,
+        tasks=dict(Counter(item.task for item in answered)),
+        shots=settings.examples,
+        documents=len(scored),
+        max_tokens=positions,
+        versions={name: version(name) for name in ("lm-eval", "tokenizers", "datasets", "numpy")},
+        beginning_of_text=beginning,
+        executed_on=executed_on,
+    )
+    return tasks.KIND.write(
+        folder,
+        record,
+        parents=parents,
+        items=answered,
+        metrics={**task_metrics(answered), **text_metrics(scored)},
+        add_files=lambda draft: write_items(draft / text_kind.KIND.items_file, scored),
+    )
 
 
 def questions(settings: TaskSettings, data: Path, seed: int) -> list[tuple[LocalTask | FreeTextTask, list[int]]]:
     """The tasks, and which documents of each are asked."""
-    tasks = load_tasks(settings, data)
-    contents = {name: task.contents() for name, task in tasks.items()}
+    found = load_tasks(settings, data)
+    contents = {name: task.contents() for name, task in found.items()}
     chosen = choose_documents(contents, settings.items, seed)
-    return [(tasks[name], numbers) for name, numbers in chosen.items()]
+    return [(found[name], numbers) for name, numbers in chosen.items()]
 
 
 def task_items(
