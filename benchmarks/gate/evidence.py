@@ -67,7 +67,8 @@ def keep(artifacts: Path) -> None:
     tasks: dict[str, tuple[int, int, int, int]] = {}
     for task in dict.fromkeys(item.task for item in answered):
         own = [item for item in answered if item.task == task]
-        tasks[task] = (len(own), *(int(n) for n in (sum(i.baseline_score for i in own), *discordant(own))))
+        lost, gained = discordant(own)
+        tasks[task] = (len(own), int(sum(item.baseline_score for item in own)), int(lost), int(gained))
     samples = load(artifacts / "benchmark", Benchmark).record.samples
     figures = {
         "text": [
