@@ -64,7 +64,7 @@ class Slice(Frozen):
     difference: float
     lower: float
     upper: float
-    lost: int  # items that only the baseline answers correctly
+    lost: int  # items that the baseline answers better; where answers are right or wrong, that only it has right
     gained: int
 
 

@@ -164,6 +164,6 @@ def perplexity_check(
     )
 
 
-def share_fact(name: str, title: str, count: int, n: int, confidence: float) -> Fact:
+def share_fact(name: str, title: str, count: float, n: int, confidence: float) -> Fact:
     share = proportion(count, n, confidence)
     return Fact(name=name, title=title, value=share.value, lower=share.lower, upper=share.upper)

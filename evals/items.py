@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+from pydantic import TypeAdapter
+
 from tapeout.artifact import Frozen
 from tapeout.errors import EvidenceError
 
@@ -19,14 +21,15 @@ def write_items(path: Path, items: Iterable[Frozen]) -> None:
             stream.write(json.dumps(item.model_dump(mode="json"), allow_nan=False) + "\n")
 
 
-def read_items(path: Path, kind: type[T]) -> tuple[T, ...]:
+def read_items(path: Path, kind: type[T] | TypeAdapter[T]) -> tuple[T, ...]:
     """All items of a report; a line that does not parse is an :class:`EvidenceError`, never skipped."""
     items: list[T] = []
+    adapter = kind if isinstance(kind, TypeAdapter) else TypeAdapter(kind)
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         try:
-            items.append(kind.model_validate_json(line))
+            items.append(adapter.validate_json(line))
         except ValueError as error:
-            raise EvidenceError(f"{path}:{number} is not a {kind.__name__}: {error}") from error
+            raise EvidenceError(f"{path}:{number} is no item of its report: {error}") from error
     return tuple(items)
 
 

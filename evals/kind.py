@@ -5,17 +5,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar, cast
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 
 from evals.block import Block
 from evals.check import Findings, JudgedVerdict
-from evals.items import read_items
-from tapeout.artifact import Artifact, ArtifactRef, Frozen, Record, load
+from evals.items import read_items, write_items, write_metrics
+from tapeout.artifact import Artifact, ArtifactRef, Frozen, Parents, Record, create, load
 from tapeout.fingerprint import Fingerprint
 from tapeout.recipe import BaseRecipe, Count, Section
 
@@ -53,6 +53,7 @@ class EvidenceRecord(Executed, Record):
 R = TypeVar("R", bound=Frozen)
 T = TypeVar("T", bound=Frozen)  # an item
 B = TypeVar("B", bound=Bounds)
+W = TypeVar("W", bound=Record)
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,7 @@ class EvidenceKind(Generic[R, T, B]):
     artifact_types: ClassVar[tuple[str, ...]] = ()  # of its report
     items_file: ClassVar[str] = ""
     report: type[R]
-    item: type[T]
+    item: type[T] | TypeAdapter[T]
     bounds: type[B]
     absent: ClassVar[Block | None] = None  # shown where there is no report
 
@@ -231,6 +232,29 @@ class EvidenceKind(Generic[R, T, B]):
         found = load(folder, cast(type[Record], self.report))
         found.verify()
         return Report(found.ref, cast(R, found.record), read_items(folder / self.items_file, self.item))
+
+    def write(
+        self,
+        folder: Path,
+        record: W,
+        *,
+        parents: Parents,
+        items: Iterable[T] = (),
+        metrics: Mapping[str, float] | None = None,
+        add_files: Callable[[Path], None] = lambda _: None,
+    ) -> Artifact[W]:
+        """A report as an artifact, with its items and ``metrics``, flat numbers for ``dvc metrics``.
+
+        ``add_files``: writes the files that are special to it into the folder.
+        """
+        with create(folder, type(record)) as draft:
+            add_files(draft.folder)
+            if self.items_file:
+                write_items(draft.folder / self.items_file, items)
+            if metrics is not None:
+                write_metrics(draft.folder, metrics)
+            draft.finish(record, parents=parents)
+        return load(folder, type(record))
 
     def deviations(self, report: Report[R, T], recipe: BaseRecipe) -> list[str]:
         """Where the report was not measured as the recipe asks."""

@@ -9,14 +9,13 @@ from engines.bundle import EngineBundle, PortableEvidence
 from engines.lowered_graph import LoweredGraph
 from engines.sequences import Sequences
 from evals.gate import gate
-from evals.items import read_items, write_items
+from evals.items import read_items
 from evals.kind import Bounds, Evidence, Report
 from evals.kinds import portable, proof
 from evals.kinds.portable import PortableReport
 from evals.kinds.proof import ProofSummary
 from evals.kinds.text import TextItem, text_items, text_metrics
 from evals.verdict import Verdict
-from tapeout import artifact
 from tapeout.artifact import Artifact, Parents
 from tapeout.errors import EvidenceError
 
@@ -34,19 +33,16 @@ def portable_report(
         raise EvidenceError("no documents to compare", expected="at least one", remedy="raise --documents")
     items = text_items(baseline, lowered, documents)
     means = text_metrics(items)
-    with artifact.create(folder, PortableReport) as draft:
-        write_items(draft.folder / portable.KIND.items_file, items)
-        record = PortableReport(
-            built_from=lowered.digest,
-            baseline=baseline.digest,
-            documents=len(items),
-            tokens=sum(item.tokens for item in items),
-            kl=means["kl_mean"],
-            top_token=means["top_token_agreement"],
-            perplexity_ratio=means["perplexity_ratio"],
-        )
-        draft.finish(record, parents=parents)
-    return artifact.load(folder, PortableReport)
+    record = PortableReport(
+        built_from=lowered.digest,
+        baseline=baseline.digest,
+        documents=len(items),
+        tokens=sum(item.tokens for item in items),
+        kl=means["kl_mean"],
+        top_token=means["top_token_agreement"],
+        perplexity_ratio=means["perplexity_ratio"],
+    )
+    return portable.KIND.write(folder, record, parents=parents, items=items)
 
 
 def recorded(report: Artifact[PortableReport]) -> PortableEvidence:

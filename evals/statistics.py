@@ -32,7 +32,7 @@ class Estimate:
     variance: float
 
 
-def tango_score(lost: int, gained: int, n: int, difference: float) -> float:
+def tango_score(lost: float, gained: float, n: int, difference: float) -> float:
     """Tango's score statistic for H0: accuracy difference = ``difference``; large when the data lie above it.
 
     ``lost``: items only the baseline answers rightly; ``gained``: only the candidate; ``n``: all items.
@@ -50,7 +50,7 @@ def tango_score(lost: int, gained: int, n: int, difference: float) -> float:
     return 0.0 if surplus == 0 else math.copysign(math.inf, surplus)
 
 
-def null_variance(lost: int, gained: int, n: int, difference: float) -> float:
+def null_variance(lost: float, gained: float, n: int, difference: float) -> float:
     """Variance of one item's paired difference under H0: accuracy difference = ``difference``."""
     _require_counts(lost, gained, n)
     linear = lost + gained + (gained - lost - 2 * n) * difference
@@ -62,8 +62,11 @@ def null_variance(lost: int, gained: int, n: int, difference: float) -> float:
     return max(2 * p_lost + difference * (1 - difference), 0.0)
 
 
-def paired_difference(lost: int, gained: int, n: int, confidence: float) -> Estimate:
+def paired_difference(lost: float, gained: float, n: int, confidence: float) -> Estimate:
     """Accuracy difference of two paired arms with Tango's score bounds.
+
+    Items that are scored between 0 and 1 count in part: ``lost`` and ``gained`` are the sums of their differences. The
+    variance of a difference d is then taken for larger than it is, by E|d| - E[d²], so the bounds hold.
 
     ``lower > -margin`` exactly when :func:`tango_score` at ``-margin`` exceeds the normal quantile.
 
@@ -83,7 +86,7 @@ def paired_difference(lost: int, gained: int, n: int, confidence: float) -> Esti
     )
 
 
-def _tango_lower(lost: int, gained: int, n: int, quantile: float) -> float:
+def _tango_lower(lost: float, gained: float, n: int, quantile: float) -> float:
     """The difference at which the score equals ``quantile``: bisection, for the score falls as it grows."""
     low, high = -1.0, (gained - lost) / n
     while True:
@@ -96,8 +99,10 @@ def _tango_lower(lost: int, gained: int, n: int, quantile: float) -> float:
             high = middle
 
 
-def proportion(successes: int, n: int, confidence: float) -> Estimate:
+def proportion(successes: float, n: int, confidence: float) -> Estimate:
     """A share of independent items with exact bounds, which hold at every n and every share.
+
+    Items that count in part, from 0 to 1, spread less than those that the bounds are of.
 
     Source: Clopper and Pearson, The use of confidence or fiducial limits, Biometrika 26 (1934), 404-413.
 
@@ -318,7 +323,7 @@ def _clusters(sums: ArrayLike, weights: ArrayLike) -> tuple[NDArray[np.float64],
     return y[order], x[order]
 
 
-def _require_counts(lost: int, gained: int, n: int) -> None:
+def _require_counts(lost: float, gained: float, n: int) -> None:
     if n < 1 or lost < 0 or gained < 0 or lost + gained > n:
         raise ValueError(f"{lost} lost and {gained} gained of {n} are not counts of a paired table")
 

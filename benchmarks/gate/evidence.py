@@ -22,7 +22,7 @@ from evals.kinds.serving import CONTEXT, DRAWN, PATHS, PRESSED, SEVERAL, Draws, 
 from evals.kinds.shadow import ShadowItem
 from evals.kinds.source import ANSWERS_PER_TASK, SourceAnswer, SourceItem
 from evals.kinds.speed import Benchmark, SpeedSample
-from evals.kinds.tasks import TaskItem, discordant
+from evals.kinds.tasks import ChoiceItem, discordant
 from evals.kinds.text import TextItem
 from tapeout.artifact import load
 
@@ -63,11 +63,12 @@ def keep(artifacts: Path) -> None:
     shadow = read_items(artifacts / "shadow/shadow_items.jsonl", ShadowItem)
     parity = read_items(artifacts / "parity/parity_items.jsonl", ParityItem)
     source = read_items(artifacts / "source-model/source_items.jsonl", SourceItem)
-    answered = read_items(artifacts / "evaluation/task_items.jsonl", TaskItem)
+    answered = read_items(artifacts / "evaluation/task_items.jsonl", ChoiceItem)
     tasks: dict[str, tuple[int, int, int, int]] = {}
     for task in dict.fromkeys(item.task for item in answered):
         own = [item for item in answered if item.task == task]
-        tasks[task] = (len(own), sum(item.baseline_correct for item in own), *discordant(own))
+        lost, gained = discordant(own)
+        tasks[task] = (len(own), int(sum(item.baseline_score for item in own)), int(lost), int(gained))
     samples = load(artifacts / "benchmark", Benchmark).record.samples
     figures = {
         "text": [
@@ -256,7 +257,10 @@ def pressure(wrong: str = "", share: float = 0) -> Pressure:
 
 
 def source_answers(
-    asked: Sequence[TaskItem], rng: Generator | None = None, other: float = 0, shift: Mapping[str, float] | None = None
+    asked: Sequence[ChoiceItem],
+    rng: Generator | None = None,
+    other: float = 0,
+    shift: Mapping[str, float] | None = None,
 ) -> tuple[SourceAnswer, ...]:
     """The source model's answers to the first questions of each task: the baseline's.
 
@@ -290,7 +294,7 @@ def source_items(tokens: Floats, log_ratio: Floats) -> tuple[SourceItem, ...]:
     )  # fmt: skip
 
 
-def guessed(rng: Generator, size: int, accuracy: float) -> tuple[TaskItem, ...]:
+def guessed(rng: Generator, size: int, accuracy: float) -> tuple[ChoiceItem, ...]:
     """A task with three choices that an engine answers with this accuracy."""
     right = rng.binomial(size, accuracy)
     return task_items({"guessed": [right, 0, 0, size - right]})
@@ -300,17 +304,17 @@ ANSWERS = ((True, True), (True, False), (False, True), (False, False))  # baseli
 Table = Sequence[int]  # how many items have each of these answers
 
 
-def task_items(tables: Mapping[str, Table]) -> tuple[TaskItem, ...]:
+def task_items(tables: Mapping[str, Table]) -> tuple[ChoiceItem, ...]:
     chosen = (_items(task, answer)[:count] for task, table in tables.items() for answer, count in enumerate(table))
     return tuple(item for items in chosen for item in items)
 
 
 @cache
-def _items(task: str, answer: int, most: int = 2500) -> tuple[TaskItem, ...]:
+def _items(task: str, answer: int, most: int = 2500) -> tuple[ChoiceItem, ...]:
     """Items of one task that are answered alike; built once, since a simulation takes them again and again."""
     baseline, candidate = ANSWERS[answer]
     return tuple(
-        TaskItem.model_construct(
+        ChoiceItem.model_construct(
             task=task,
             doc_id=most * answer + number,
             doc_hash=f"{task} {answer} {number}",
@@ -320,8 +324,8 @@ def _items(task: str, answer: int, most: int = 2500) -> tuple[TaskItem, ...]:
             gold=0,
             baseline_choice=int(not baseline),
             candidate_choice=int(not candidate),
-            baseline_correct=baseline,
-            candidate_correct=candidate,
+            baseline_score=float(baseline),
+            candidate_score=float(candidate),
             baseline_loglikelihoods=(-1.0, -float(len(task)), -float(answer + 4 * number)),
             candidate_loglikelihoods=(-1.0, -float(sum(task.encode())), -float(answer + 4 * number)),
         )

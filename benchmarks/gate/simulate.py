@@ -47,7 +47,7 @@ from evals.kinds.serving import ServingReport
 from evals.kinds.shadow import ShadowReport
 from evals.kinds.source import ANSWERS_PER_TASK, SourceAnswer, SourceReport, TextFile
 from evals.kinds.speed import SpeedSettings, SpeedSummary
-from evals.kinds.tasks import EvalReport, TaskItem
+from evals.kinds.tasks import ChoiceItem, EvalReport
 from pipeline.recipe import load_recipe
 from tapeout.artifact import ArtifactRef
 from tapeout.fingerprint import Fingerprint
@@ -123,7 +123,7 @@ def judged(
     record: Any,
     items: tuple[Any, ...],
     bounds: Bounds,
-    answered: tuple[TaskItem, ...] = (),
+    answered: tuple[ChoiceItem, ...] = (),
 ) -> dict[str, Outcome]:
     """The outcome of each check of one kind. ``answered``: what another kind has of tasks."""
     report: Report[Any, Any] = Report(ArtifactRef(kind.name, "digest"), record, items)
@@ -307,8 +307,8 @@ def source_rows(run: Run, bounds: Bounds) -> Iterator[Row]:
         return outcomes
 
     def asked(
-        answered: Callable[[Generator], tuple[TaskItem, ...]],
-        answers: Callable[[Generator, tuple[TaskItem, ...]], tuple[SourceAnswer, ...]],
+        answered: Callable[[Generator], tuple[ChoiceItem, ...]],
+        answers: Callable[[Generator, tuple[ChoiceItem, ...]], tuple[SourceAnswer, ...]],
     ) -> Outcomes:
         documents = made.source_items(sizes, np.zeros(len(sizes)))
 
@@ -398,6 +398,7 @@ def whole(
         tasks=dict(Counter(item.task for item in task_items)),
         documents=len(text_items),
         max_tokens=0,  # no long document
+        shots={},
         versions={},
     )
     replayed = ShadowReport.model_construct(

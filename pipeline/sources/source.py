@@ -11,6 +11,7 @@ FOLDERS = {
     "arc_challenge": "ai2_arc/ARC-Challenge",
     "arc_easy": "ai2_arc/ARC-Easy",
     "boolq": "boolq/none",
+    "gsm8k": "gsm8k/main",
     "hellaswag": "hellaswag/none",
     "nq_open": "nq_open/none",
     "openbookqa": "openbookqa/main",

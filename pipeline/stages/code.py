@@ -28,6 +28,7 @@ RECIPE = "tapeout.recipe"  # its assignments count; its classes and functions do
 # Modules that find others by listing a package: whoever imports them reaches all of it.
 REGISTRIES = {
     "evals.known": "evals.kinds",
+    "evals.kinds.tasks.generative": "evals.kinds.tasks.generative",
     "tapeout.formats": "tapeout.formats",
     "quantization.methods": "quantization.methods",
 }

@@ -1,4 +1,7 @@
-"""Every stage on the tiny llama, in a process of the copy: ``python -m tests.drills.stages FOLDER PARAMETERS``."""
+"""Stages on the tiny llama, in a process of the copy: ``python -m tests.drills.stages FOLDER PARAMETERS [STAGE ...]``.
+
+Without names every stage, in a new project; else those of the project that is there.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
-def main(folder: Path, given: dict[str, dict[str, Any]]) -> None:
+def write_project(folder: Path, given: dict[str, dict[str, Any]]) -> None:
     folder.mkdir()
     write_data(folder / "data", tiny_texts(64, 3))
     recipe: dict[str, Any] = params(tiny_checkpoint(), folder / "data")
@@ -34,14 +37,25 @@ def main(folder: Path, given: dict[str, dict[str, Any]]) -> None:
         for section, values in changes.items():
             recipe[section] = {**recipe.get(section, {}), **values}
     (folder / "params.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
+
+
+def main(folder: Path, given: dict[str, dict[str, Any]], only: list[str]) -> None:
+    if not only:
+        write_project(folder, given)
     os.chdir(folder)
     os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder / 'mlflow.db'}"
-    for name in wiring.STAGES:
+    for name in only or wiring.STAGES:
         wiring.run(name, Path("params.yaml"))
     verdict = artifact.load(folder / "artifacts" / "verdict", Verdict).record
     bundle = artifact.load(folder / "artifacts" / "candidate", EngineBundle).record
-    print(json.dumps({"plan": bundle.plan, "checks": {check.name: check.outcome.value for check in verdict.checks}}))
+    found = {
+        "plan": bundle.plan,
+        "outcome": verdict.outcome.value,
+        "checks": {check.name: check.outcome.value for check in verdict.checks},
+        "items": {each.task: each.items for each in verdict.slices},
+    }
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:])

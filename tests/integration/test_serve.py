@@ -161,8 +161,13 @@ def test_lm_eval_scores_over_http_as_in_process(
     bundle = bundles[0]
     tokenizer = Tokenizer.from_file(str(bundle / "tokenizer.json"))
     engine = Sequences(load(bundle, threads=1, slots=1))
-    core = CoreAnswerer(engine.engine, Limits())
-    own = EngineLM(engine, tokenizer, end_of_text=tokenizer.token_to_id("<|im_end|>"), beginning=None, answerer=core)
+    own = EngineLM(
+        engine,
+        tokenizer,
+        stop_tokens=[tokenizer.token_to_id("<|im_end|>")],
+        beginning=None,
+        answerer=lambda engine: CoreAnswerer(engine, Limits()),
+    )
     expected = own.loglikelihood(requests)
     until = [instance("generate_until", (pair[0], {"until": ["\n"], "max_gen_toks": 12})) for pair in pairs[:4]]
     expected_texts = own.generate_until(until)

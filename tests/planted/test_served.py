@@ -41,10 +41,11 @@ from evals.kinds.shadow import ShadowReport
 from evals.kinds.shadow.measure import shadow_items
 from evals.kinds.source import SourceAnswer, SourceReport
 from evals.kinds.source.measure import source_answers, source_item, text_files
-from evals.kinds.tasks import EvalReport, TaskItem, TaskSettings
+from evals.kinds.tasks import ChoiceItem, EvalReport, TaskSettings
 from evals.kinds.tasks.harness import EngineLM
+from evals.kinds.tasks.questions import LocalTask
 from evals.kinds.text import text_items
-from evals.kinds.text.measure import questions, task_items
+from evals.kinds.text.measure import choice_items, questions
 from evals.text import joined
 from pipeline.export.source_model import CheckpointModel
 from pipeline.recipe import Recipe
@@ -222,7 +223,7 @@ class ContinuedPrompts(Sequences):
 
 
 def checks(
-    kind: EvidenceKind[Any, Any, Any], record: Any, items: Sequence[Any], asked: Sequence[TaskItem] = ()
+    kind: EvidenceKind[Any, Any, Any], record: Any, items: Sequence[Any], asked: Sequence[ChoiceItem] = ()
 ) -> dict[str, Check]:
     report = Report(ArtifactRef(kind.artifact_types[0], "digest"), record, tuple(items))
     reports = {kind.name: report} | (
@@ -294,6 +295,7 @@ def text_checks(baseline: Sequences, candidate: Sequences, documents: list[list[
         tasks={},
         documents=len(items),
         max_tokens=512,
+        shots={},
         versions={},
         executed_on=MACHINE,
     )
@@ -306,7 +308,7 @@ def source_checks(
     *,
     baseline: Artifact[EngineBundle],
     candidate: Artifact[EngineBundle],
-    asked: Sequence[TaskItem] = (),
+    asked: Sequence[ChoiceItem] = (),
     answers: tuple[SourceAnswer, ...] = (),
 ) -> dict[str, Check]:
     model = CheckpointModel(made.checkpoint, "", folder / "scratch", adapter=None, positions=512)
@@ -355,17 +357,18 @@ def answers(made: Made, questions_on_disk: Path) -> tuple[SourceAnswer, ...]:
 
 def ask(
     made: Made, questions_on_disk: Path, harness: type[EngineLM] = EngineLM, beginning: int | None = None
-) -> list[TaskItem]:
+) -> list[ChoiceItem]:
     """What both engines answer, asked by a harness."""
     tokenizer = Tokenizer.from_file(str(made.graph.folder / "tokenizer.json"))
     baseline, candidate = (
-        harness(Sequences(load(bundle.folder, threads=1)), tokenizer, end_of_text=2, beginning=beginning)
+        harness(Sequences(load(bundle.folder, threads=1)), tokenizer, stop_tokens=[2], beginning=beginning)
         for bundle in (made.baseline, made.candidate)
     )
     return [
         item
         for task, numbers in questions(TASKS, questions_on_disk, 0)
-        for item in task_items(task, numbers, baseline, candidate)
+        if isinstance(task, LocalTask)
+        for item in choice_items(task, numbers, baseline, candidate)
     ]
 
 
@@ -528,7 +531,7 @@ class LostSpaces(EngineLM):
 
 
 def answered(
-    made: Made, folder: Path, asked: Sequence[TaskItem], answers: tuple[SourceAnswer, ...]
+    made: Made, folder: Path, asked: Sequence[ChoiceItem], answers: tuple[SourceAnswer, ...]
 ) -> dict[str, Check]:
     found = source_checks(made, folder, **made.bundles, asked=asked, answers=answers)
     return {name: found[name] for name in ("source_answers", "source_loglikelihood")}

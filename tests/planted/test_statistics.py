@@ -108,7 +108,7 @@ def test_one_task_loses_13_points(task: str) -> None:
 
 def test_right_answers_copied_under_new_numbers() -> None:
     def copies(items: tuple[Any, ...]) -> tuple[Any, ...]:
-        right = [item for item in items if item.baseline_correct and item.candidate_correct][:500]
+        right = [item for item in items if item.baseline_score and item.candidate_score][:500]
         return (*items, *(item.model_copy(update={"doc_id": 10**6 + i}) for i, item in enumerate(right)))
 
     with pytest.raises(EvidenceError, match=r"500 of 3000 task items are copies, with the same document"):
@@ -117,7 +117,7 @@ def test_right_answers_copied_under_new_numbers() -> None:
 
 def test_right_answers_copied_under_new_numbers_and_hashes() -> None:
     def copies(items: tuple[Any, ...]) -> tuple[Any, ...]:
-        right = [item for item in items if item.baseline_correct and item.candidate_correct][:500]
+        right = [item for item in items if item.baseline_score and item.candidate_score][:500]
         new = [
             item.model_copy(update={"doc_id": 10**6 + i, "doc_hash": f"a{i}", "prompt_hash": f"b{i}"})
             for i, item in enumerate(right)

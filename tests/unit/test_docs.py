@@ -73,7 +73,7 @@ def written(default: Any) -> str:
         case None:
             return "none"
         case dict():
-            return ", ".join(f"{key}: {value}" for key, value in default.items())
+            return ", ".join(f"{key}: {value}" for key, value in default.items()) or "none"
         case tuple():
             return ", ".join(str(item) for item in default)
         case _ if default is PydanticUndefined:

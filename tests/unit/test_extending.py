@@ -9,6 +9,7 @@ from pkgutil import iter_modules
 import pytest
 
 from engines.load import known_targets
+from evals.kinds.tasks.generative import generative_tasks
 from evals.known import kinds
 from quantization.methods import method
 from tapeout.formats import formats
@@ -40,7 +41,11 @@ def test_number_formats() -> None:
 
 
 def test_kinds_of_evidence() -> None:
-    assert listed("Kinds of evidence") == modules("evals/kinds") == sorted(kind.name for kind in kinds())
+    assert modules("evals/kinds") == sorted(kind.name for kind in kinds())
+
+
+def test_generative_tasks() -> None:
+    assert listed("Generative tasks") == modules("evals/kinds/tasks/generative") == sorted(generative_tasks())
 
 
 def test_targets() -> None:

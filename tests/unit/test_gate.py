@@ -27,7 +27,7 @@ from evals.kinds.serving import DRAWN, PRESSED, Draws, Pressed, Pressure, Served
 from evals.kinds.shadow import ShadowItem, ShadowReport
 from evals.kinds.source import ANSWERS_PER_TASK, SourceAnswer, SourceItem, SourceReport, TextFile
 from evals.kinds.speed import Benchmark, EngineNumbers, SpeedSample, SpeedSummary
-from evals.kinds.tasks import EvalReport, TaskItem
+from evals.kinds.tasks import ChoiceItem, EvalReport, TaskItem
 from evals.kinds.text import TextItem
 from evals.known import kinds
 from evals.verdict import COLUMNS
@@ -54,8 +54,8 @@ DEFAULT = gate_section()
 SMALL = gate_section(min_items=100, min_documents=10, min_text_documents=10, min_shadow_prompts=10)
 
 
-def task_item(number: int, baseline: bool, candidate: bool, task: str = "arc") -> TaskItem:
-    return TaskItem(
+def task_item(number: int, baseline: bool, candidate: bool, task: str = "arc") -> ChoiceItem:
+    return ChoiceItem(
         task=task,
         doc_id=number,
         doc_hash=f"doc{number}",
@@ -65,15 +65,15 @@ def task_item(number: int, baseline: bool, candidate: bool, task: str = "arc") -
         gold=0,
         baseline_choice=0 if baseline else 1,
         candidate_choice=0 if candidate else 1,
-        baseline_correct=baseline,
-        candidate_correct=candidate,
+        baseline_score=float(baseline),
+        candidate_score=float(candidate),
         baseline_loglikelihoods=(-1.0, -2.0 - number),
         candidate_loglikelihoods=(-1.0, -2.0 - number),
     )
 
 
 @cache
-def task_items(n: int = 2500, lost: int = 40, gained: int = 40) -> tuple[TaskItem, ...]:
+def task_items(n: int = 2500, lost: int = 40, gained: int = 40) -> tuple[ChoiceItem, ...]:
     """Three fifths right in both arms, besides those that changed; every fifth item belongs to a second task.
 
     Made once for equal arguments: most evidence shares them.
@@ -182,9 +182,10 @@ def source_items(n: int = 30, kl: float = 1e-7) -> tuple[SourceItem, ...]:
 
 
 def source_answers(asked: Sequence[TaskItem]) -> tuple[SourceAnswer, ...]:
-    """The source model answers the first questions of each task as the baseline does."""
-    tasks = {item.task for item in asked}
-    first = ([item for item in asked if item.task == task][:ANSWERS_PER_TASK] for task in sorted(tasks))
+    """The source model answers the first questions of each multiple-choice task as the baseline does."""
+    choices = [item for item in asked if isinstance(item, ChoiceItem)]
+    tasks = {item.task for item in choices}
+    first = ([item for item in choices if item.task == task][:ANSWERS_PER_TASK] for task in sorted(tasks))
     return tuple(
         SourceAnswer(
             **{name: getattr(item, name) for name in ("task", "doc_id", "doc_hash", "prompt_hash", "target_hash")},
@@ -256,6 +257,7 @@ def make(
         tasks={task: sum(item.task == task for item in tasks) for task in {item.task for item in tasks}},
         documents=len(texts),
         max_tokens=0,  # no long document is asked for
+        shots={},
         versions={},
         executed_on=MACHINE,
     )
@@ -731,7 +733,7 @@ REFUSALS: dict[str, tuple[Evidence, str]] = {
         "no log-likelihoods, or unequally",
     ),
     "choice out of range": (with_item("tasks", candidate_choice=2), "an answer that does not exist"),
-    "wrong mark": (with_item("tasks", candidate_correct=True), "marked right or wrong against their own choice"),
+    "wrong mark": (with_item("tasks", candidate_score=1.0), "marked right or wrong against their own choice"),
     "no long text": (with_report("text", max_tokens=512), "EvalReport scores 0 positions of a long document, of 512"),
     "short parity": (with_report("parity", max_tokens=201), "ParityReport reaches 200 positions, of 201"),
     "other linears": (with_item("parity", errors={"one": 0.0}), "compares other linears on some documents"),
@@ -858,8 +860,8 @@ def test_order_of_evidence_changes_nothing(random: Any):
 
 def lose_answers(count: int) -> Callable[[Evidence], Evidence]:
     def worsen(evidence: Evidence) -> Evidence:
-        right = [i for i in evidence.reports["tasks"].items if i.baseline_correct and i.candidate_correct]
-        lost, update = {item.doc_id for item in right[:count]}, {"candidate_choice": 1, "candidate_correct": False}
+        right = [i for i in evidence.reports["tasks"].items if i.baseline_score and i.candidate_score]
+        lost, update = {item.doc_id for item in right[:count]}, {"candidate_choice": 1, "candidate_score": 0.0}
         return with_items(evidence, "tasks", lambda i: i.model_copy(update=update) if i.doc_id in lost else i)
 
     return worsen

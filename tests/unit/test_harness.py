@@ -15,11 +15,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from engines.sequences import Sequences
 from evals.items import read_items
-from evals.kinds.tasks import EvalReport, TaskItem, TaskSettings
+from evals.kinds.tasks import ChoiceItem, EvalReport, TaskSettings
 from evals.kinds.tasks.harness import EngineLM, beginning_of_text, encode
 from evals.kinds.tasks.questions import choose_documents, definition_path, load_task, share_out
 from evals.kinds.text import HeldOutSettings, TextItem, text_metrics
-from evals.kinds.text.measure import evaluate, task_items, task_metrics
+from evals.kinds.text.measure import choice_items, evaluate, task_metrics
 from evals.text import log_likelihoods
 from pipeline.stages.answering import CoreAnswerer
 from runtime.wire.limits import Limits
@@ -38,8 +38,12 @@ def words() -> Tokenizer:
     return tokenizer
 
 
+def answerer(engine: Any) -> CoreAnswerer:
+    return CoreAnswerer(engine, Limits())
+
+
 def lm_over(engine: Any, **options: Any) -> EngineLM:
-    return EngineLM(engine, words(), end_of_text=0, beginning=options.pop("beginning", None), **options)
+    return EngineLM(engine, words(), stop_tokens=[0], beginning=options.pop("beginning", None), **options)
 
 
 def instance(kind: Any, *arguments: Any) -> Instance:
@@ -156,7 +160,7 @@ def test_generate_until_cuts_at_the_stop_string_and_truncates_from_the_left() ->
         tokens.append(int(engine.engine.logits_after(tokens).argmax()))
     answer = [f"w{token}" for token in tokens[1:]]
     unsaid = next(token for token in range(32) if token not in tokens)
-    lm = EngineLM(engine, words(), end_of_text=unsaid, beginning=None, answerer=CoreAnswerer(engine.engine, Limits()))
+    lm = EngineLM(engine, words(), stop_tokens=[unsaid], beginning=None, answerer=answerer)
     free, cut = lm.generate_until(
         [
             instance("generate_until", "w3", {"max_gen_toks": 8, "until": []}),
@@ -235,7 +239,7 @@ def test_loglikelihoods_match_lm_evals_own_transformers_model(
     ours = EngineLM(
         Sequences(TorchEngine(tiny_model, max_tokens=512)),
         tokenizer,
-        end_of_text=2,
+        stop_tokens=[2],
         beginning=beginning_of_text(tokenizer),
     )
     theirs = HFLM(pretrained=tiny_model, tokenizer=AutoTokenizer.from_pretrained(tiny_checkpoint), batch_size=1)
@@ -263,17 +267,17 @@ def test_templates_that_are_compiled_once_read_the_same(data: Path, monkeypatch:
 def test_task_items_pair_by_document_and_know_the_right_answer(data: Path, tiny_checkpoint: Path) -> None:
     tokenizer = Tokenizer.from_file(str(tiny_checkpoint / "tokenizer.json"))
     engines = [History(tokenizer.get_vocab_size(), max_tokens=512, noise=noise) for noise in (0.0, 0.4)]
-    left, right = (EngineLM(engine, tokenizer, end_of_text=2, beginning=None) for engine in engines)
+    left, right = (EngineLM(engine, tokenizer, stop_tokens=[2], beginning=None) for engine in engines)
     for name, choices in (("sciq", 4), ("winogrande", 2)):
         task = load_task(name, data)
         numbers = [1, 4, 9, 20]
-        items = task_items(task, numbers, left, right)
+        items = choice_items(task, numbers, left, right)
         assert [item.doc_id for item in items] == numbers
         for item in items:
             doc = task.task_docs[item.doc_id]
             assert item.gold == (3 if name == "sciq" else int(doc["answer"]) - 1)
-            assert item.baseline_correct == (item.baseline_choice == item.gold)
-            assert item.candidate_correct == (item.candidate_choice == item.gold)
+            assert item.baseline_score == (item.baseline_choice == item.gold)
+            assert item.candidate_score == (item.candidate_choice == item.gold)
             assert len(item.baseline_loglikelihoods) == len(item.candidate_loglikelihoods) == choices
             assert item.baseline_loglikelihoods != item.candidate_loglikelihoods
             if name == "sciq":
@@ -291,9 +295,9 @@ class Inattentive(EngineLM):
 
 
 def test_engines_that_saw_different_questions_are_not_paired(data: Path) -> None:
-    left, right = (kind(History(), words(), end_of_text=0, beginning=None) for kind in (EngineLM, Inattentive))
+    left, right = (kind(History(), words(), stop_tokens=[0], beginning=None) for kind in (EngineLM, Inattentive))
     with pytest.raises(EvidenceError, match="not asked the same questions of winogrande"):
-        task_items(load_task("winogrande", data), [1, 4], left, right)
+        choice_items(load_task("winogrande", data), [1, 4], left, right)
 
 
 def test_evaluate_writes_the_same_report_twice(
@@ -305,8 +309,9 @@ def test_evaluate_writes_the_same_report_twice(
             HeldOutSettings(document_tokens=40),
             History(1024, max_tokens=512),
             History(1024, max_tokens=512, noise=0.2),
+            answerer,
             tokenizer_file=tiny_checkpoint / "tokenizer.json",
-            end_of_text=2,
+            stop_tokens=[2],
             data=data,
             heldout_texts=tiny_texts(3, 1),
             seed=0,
@@ -320,12 +325,12 @@ def test_evaluate_writes_the_same_report_twice(
     report = load(tmp_path / "one", EvalReport).record
     assert report.tasks == {"sciq": 10, "winogrande": 10} and report.documents == 3 + HeldOutSettings().long_documents
     assert report.baseline != report.candidate
-    questions = read_items(one.folder / "task_items.jsonl", TaskItem)
+    questions = read_items(one.folder / "task_items.jsonl", ChoiceItem)
     texts = read_items(one.folder / "text_items.jsonl", TextItem)
     assert len(questions) == 20 and [item.tokens for item in texts if not item.long] == [39, 39, 39]
     metrics = json.loads((one.folder / "metrics.json").read_text())
     assert metrics == {**task_metrics(questions), **text_metrics(texts)}
-    right = sum(item.candidate_correct for item in questions)
+    right = sum(item.candidate_score for item in questions)
     assert metrics["candidate_accuracy"] == right / 20
     assert 0 < metrics["kl_mean"] < metrics["kl_max"] and metrics["top_token_agreement"] < 1
     assert metrics["perplexity_ratio"] == pytest.approx(

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.kernels.cpu.clipping import Clipping
-from evals.kinds.drift import Distance, DriftReport, DriftSettings
-from tapeout.artifact import Artifact, canonical_json, create, load
+from evals.kinds.drift import KIND, Distance, DriftReport, DriftSettings
+from tapeout.artifact import Artifact, canonical_json
 from tapeout.errors import EvidenceError
 from tapeout.progress import ProgressBar
 
@@ -54,9 +54,7 @@ def drift(
         enough=len(kept) >= settings.min_exchanges,
         distances=distances(settings, kept, samples, seed=seed, clip_counts=clip_counts),
     )
-    with create(folder, DriftReport) as draft:
-        draft.finish(record, parents={"calibration": calibration})
-    return load(folder, DriftReport)
+    return KIND.write(folder, record, parents={"calibration": calibration})
 
 
 def distances(

@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engines.protocol import FloatArray
-from evals.items import write_items, write_metrics
 from evals.kind import Context, ReferenceModel
 from evals.kinds.parity import KIND, ParityItem, ParityReport, ParitySettings
 from evals.kinds.parity.embedding import HeadRows, embedding_error
 from evals.kinds.parity.reference_logits import REFERENCE_FILE, ReferenceLogits
 from evals.kinds.text import HeldOutSettings
 from evals.text import joined, kl_divergences, token_hash
-from tapeout import artifact
 from tapeout.artifact import Artifact, Parents
 from tapeout.errors import EvidenceError
 from tapeout.fingerprint import Fingerprint
@@ -74,22 +72,24 @@ def parity(
     whole = [joined(documents, max_tokens)]
     items += compare(probe, reference, whole, head=head, rows=rows, logits=logits, free=False)
     embedding = embedding_error(probe.embedding(), reference.embedding())
-    with artifact.create(folder, ParityReport) as draft:
-        write_items(draft.folder / KIND.items_file, items)
-        logits.save(draft.folder / REFERENCE_FILE)
-        write_metrics(draft.folder, parity_metrics(items))
-        record = ParityReport(
-            candidate=candidate,
-            built_from=built_from,
-            documents=len(items),
-            vocabulary=rows.vocabulary,
-            max_tokens=max_tokens,
-            embedding=embedding,
-            head=rows.error(),
-            executed_on=executed_on,
-        )
-        draft.finish(record, parents=parents)
-    return artifact.load(folder, ParityReport)
+    record = ParityReport(
+        candidate=candidate,
+        built_from=built_from,
+        documents=len(items),
+        vocabulary=rows.vocabulary,
+        max_tokens=max_tokens,
+        embedding=embedding,
+        head=rows.error(),
+        executed_on=executed_on,
+    )
+    return KIND.write(
+        folder,
+        record,
+        parents=parents,
+        items=items,
+        metrics=parity_metrics(items),
+        add_files=lambda draft: logits.save(draft / REFERENCE_FILE),
+    )
 
 
 def compare(

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from engines.protocol import FloatArray
 from engines.sequences import Sequences, SlotEntry
-from evals.items import write_items, write_metrics
 from evals.kind import Context
 from evals.kinds.serving import KIND, Draws, ServedItem, ServingReport, ServingSettings, draws_of
 from evals.kinds.serving.generation import greedy
@@ -24,7 +23,7 @@ from evals.kinds.serving.pressure import MakeAnswerer, under_pressure
 from evals.kinds.serving.running_paths import most_running, running_paths
 from evals.kinds.serving.served_log import LoggedPlace, ServedLog, Stream, Streams, anchor
 from evals.kinds.text import HeldOutSettings
-from tapeout.artifact import Artifact, Parents, create, load
+from tapeout.artifact import Artifact, Parents
 from tapeout.fingerprint import Fingerprint
 from tapeout.progress import ProgressBar
 
@@ -83,26 +82,20 @@ def serving(
     running = most_running(has, settings)
     pressure = under_pressure(candidate, answerer, decode, Streams(text), settings, stop_tokens)
     items = served_items(settings, baseline, candidate, reopen, text)
-    with create(folder, ServingReport) as draft:
-        write_items(draft.folder / KIND.items_file, items)
-        write_metrics(draft.folder, serving_metrics(items))
-        draft.finish(
-            ServingReport(
-                baseline=baseline.digest,
-                candidate=candidate.digest,
-                slots=candidate.slots,
-                max_tokens=candidate.max_tokens,
-                max_running=running,
-                step_tokens=settings.step_tokens,
-                draft_tokens=settings.draft_tokens if has.shares_blocks else 0,
-                items=len(items),
-                draws=draws,
-                pressure=pressure,
-                executed_on=executed_on,
-            ),
-            parents=parents,
-        )
-    return load(folder, ServingReport)
+    record = ServingReport(
+        baseline=baseline.digest,
+        candidate=candidate.digest,
+        slots=candidate.slots,
+        max_tokens=candidate.max_tokens,
+        max_running=running,
+        step_tokens=settings.step_tokens,
+        draft_tokens=settings.draft_tokens if has.shares_blocks else 0,
+        items=len(items),
+        draws=draws,
+        pressure=pressure,
+        executed_on=executed_on,
+    )
+    return KIND.write(folder, record, parents=parents, items=items, metrics=serving_metrics(items))
 
 
 def drawn_logits(engine: Sequences, text: Sequence[int]) -> FloatArray:

@@ -16,11 +16,10 @@ import numpy as np
 
 from engines.protocol import Engine, EngineCapabilities, Entry, Result
 from evals.answers import Answer, Answerer, greedy
-from evals.items import write_items, write_metrics
 from evals.kind import Context
-from evals.kinds.shadow import ShadowItem, ShadowReport, ShadowSettings
+from evals.kinds.shadow import KIND, ShadowItem, ShadowReport, ShadowSettings
 from evals.text import kl_divergences, token_hash
-from tapeout.artifact import Artifact, Parents, create, load
+from tapeout.artifact import Artifact, Parents
 from tapeout.errors import EvidenceError
 from tapeout.fingerprint import Fingerprint
 from tapeout.state import NO_SLOT
@@ -64,21 +63,15 @@ def shadow(
     """
     limit = settings.max_new_tokens
     items = shadow_items(champion, candidate, answerer, prompts, max_new_tokens=limit, stop_tokens=stop_tokens)
-    with create(folder, ShadowReport) as draft:
-        write_items(draft.folder / "shadow_items.jsonl", items)
-        write_metrics(draft.folder, shadow_metrics(items))
-        draft.finish(
-            ShadowReport(
-                champion=champion.digest,
-                candidate=candidate.digest,
-                champion_is_baseline=champion_is_baseline,
-                prompts=len(items),
-                max_new_tokens=limit,
-                executed_on=executed_on,
-            ),
-            parents=parents,
-        )
-    return load(folder, ShadowReport)
+    record = ShadowReport(
+        champion=champion.digest,
+        candidate=candidate.digest,
+        champion_is_baseline=champion_is_baseline,
+        prompts=len(items),
+        max_new_tokens=limit,
+        executed_on=executed_on,
+    )
+    return KIND.write(folder, record, parents=parents, items=items, metrics=shadow_metrics(items))
 
 
 def shadow_items(

@@ -18,7 +18,7 @@ from pydantic import Field
 from evals.check import Check, Findings, Outcome
 from evals.kind import DocumentBounds, Evidence, EvidenceKind, EvidenceRecord, Report
 from evals.kinds.parity import TableError
-from evals.kinds.tasks import TaskItem
+from evals.kinds.tasks import ChoiceItem, TaskItem
 from evals.limits import at_least, at_most
 from evals.rules import Rule, broken, counted, mean_above_largest, short, sum_of_nats, token_rules
 from tapeout.artifact import Frozen, Roles
@@ -56,7 +56,7 @@ class TextFile(Frozen):
 
 
 class SourceAnswer(Frozen):
-    """The source model's answer to a question of :class:`evals.kinds.tasks.TaskItem`, with log-likelihoods in nats."""
+    """The source model's answer to the question of a :class:`evals.kinds.tasks.ChoiceItem`; log-likelihoods in nats."""
 
     task: str
     doc_id: int
@@ -186,17 +186,17 @@ ANSWER_RULES: tuple[Rule[SourceAnswer], ...] = (
 )
 
 
-def _asked(evidence: Evidence) -> dict[str, TaskItem]:
-    """The questions that both engines answered, by name."""
+def _asked(evidence: Evidence) -> dict[str, ChoiceItem]:
+    """The multiple-choice questions that both engines answered, by name. The source model is asked only these."""
     report = evidence.reports.get("tasks")
-    return {_question(item): item for item in report.items} if report else {}
+    return {_question(item): item for item in report.items if isinstance(item, ChoiceItem)} if report else {}
 
 
-def _question(item: TaskItem | SourceAnswer) -> str:
+def _question(item: ChoiceItem | SourceAnswer) -> str:
     return f"{item.task}/{item.doc_id}"
 
 
-def _unpaired(answers: Sequence[SourceAnswer], asked: Mapping[str, TaskItem]) -> list[str]:
+def _unpaired(answers: Sequence[SourceAnswer], asked: Mapping[str, ChoiceItem]) -> list[str]:
     """Why the source model's answers cannot be compared with the engines'."""
 
     def differs(answer: SourceAnswer) -> bool:
@@ -217,7 +217,7 @@ def _unpaired(answers: Sequence[SourceAnswer], asked: Mapping[str, TaskItem]) ->
 
 
 def _same_answers(
-    answers: Sequence[SourceAnswer], asked: Mapping[str, TaskItem], bounds: SourceBounds
+    answers: Sequence[SourceAnswer], asked: Mapping[str, ChoiceItem], bounds: SourceBounds
 ) -> tuple[Check, ...]:
     """The float engine answers the questions as the source model does, with the same log-likelihoods."""
     pairs = [(answer, asked[_question(answer)]) for answer in answers if _question(answer) in asked]
@@ -278,11 +278,12 @@ def _accuracy_floors(evidence: Evidence, bounds: SourceBounds) -> tuple[Check, .
     from evals.conditions import Condition
     from evals.statistics import proportion
 
-    items = _asked(evidence).values()
+    report = evidence.reports.get("tasks")
+    items: Sequence[TaskItem] = report.items if report else ()
     if not items:
         return ()
-    accuracy = proportion(sum(item.candidate_correct for item in items), len(items), bounds.confidence)
-    chance = sum(1 / len(item.candidate_loglikelihoods) for item in items) / len(items)
+    accuracy = proportion(math.fsum(item.candidate_score for item in items), len(items), bounds.confidence)
+    chance = sum(item.chance for item in items) / len(items)
     above = replace(accuracy, **{name: getattr(accuracy, name) - chance for name in ("value", "lower", "upper")})
     condition = partial(Condition, direction="at_least", units="items", minimum=1, confidence=bounds.confidence)
     return (

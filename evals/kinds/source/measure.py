@@ -13,17 +13,17 @@ from lm_eval.api.model import TemplateLM
 from engines.bundle import TEXT_FILES, EngineBundle
 from engines.protocol import FloatArray
 from engines.sequences import Sequences
-from evals.items import write_items, write_metrics
 from evals.kind import Context, SourceModel
 from evals.kinds.parity import ParitySettings, TableError
 from evals.kinds.parity.embedding import embedding_error
 from evals.kinds.shadow import ShadowSettings
 from evals.kinds.source import ANSWERS_PER_TASK, KIND, SourceAnswer, SourceItem, SourceReport, TextFile
 from evals.kinds.tasks import TaskSettings
+from evals.kinds.tasks.questions import LocalTask
 from evals.kinds.text import HeldOutSettings
 from evals.kinds.text.measure import answers, pairing_key, questions, scored
 from evals.text import CHUNK_TOKENS, joined, kl_divergences, log_likelihoods, token_hash
-from tapeout.artifact import Artifact, Parents, create, load
+from tapeout.artifact import Artifact, Parents
 from tapeout.errors import EvidenceError
 from tapeout.fingerprint import Fingerprint
 from tapeout.progress import ProgressBar
@@ -92,25 +92,19 @@ def compare_source(
     """Write a :class:`SourceReport`; ``texts``: form and token ids of each."""
     rows = ProgressBar(texts, title="source model", unit="text")
     items = [source_item(model, baseline, candidate, form, tokens) for form, tokens in rows]
-    with create(folder, SourceReport) as draft:
-        write_items(draft.folder / KIND.items_file, items)
-        write_metrics(draft.folder, source_metrics(items))
-        draft.finish(
-            SourceReport(
-                baseline=baseline.digest,
-                candidate=candidate.digest,
-                documents=len(items),
-                max_tokens=candidate.max_tokens,
-                vocabulary=candidate.vocab_size,
-                embedding=embedding,
-                answers=answers,
-                files=files,
-                stop_tokens=dict(stop_tokens),
-                executed_on=executed_on,
-            ),
-            parents=parents,
-        )
-    return load(folder, SourceReport)
+    record = SourceReport(
+        baseline=baseline.digest,
+        candidate=candidate.digest,
+        documents=len(items),
+        max_tokens=candidate.max_tokens,
+        vocabulary=candidate.vocab_size,
+        embedding=embedding,
+        answers=answers,
+        files=files,
+        stop_tokens=dict(stop_tokens),
+        executed_on=executed_on,
+    )
+    return KIND.write(folder, record, parents=parents, items=items, metrics=source_metrics(items))
 
 
 def source_metrics(items: Sequence[SourceItem]) -> dict[str, float]:
@@ -218,18 +212,20 @@ class SourceLM(TemplateLM):
         return [found[number] for number in range(len(texts))]
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        raise NotImplementedError("tasks are multiple choice")
+        raise NotImplementedError("it answers multiple choice")
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        raise NotImplementedError("tasks are multiple choice")
+        raise NotImplementedError("it answers multiple choice")
 
 
 def source_answers(
     model: SourceModel, tokenizer: Any, settings: TaskSettings, data: Path, *, seed: int, max_tokens: int
 ) -> tuple[SourceAnswer, ...]:
-    """What the model answers to some of the questions of every task that the engines are asked."""
+    """What the model answers to some of the questions of every multiple-choice task that the engines are asked."""
     lm, found = SourceLM(model, tokenizer, max_tokens), list[SourceAnswer]()
     for task, numbers in questions(settings, data, seed):
+        if not isinstance(task, LocalTask):
+            continue
         name = str(task.config.task)
         drawn = random.Random(f"{seed}/source/{name}").sample(numbers, min(ANSWERS_PER_TASK, len(numbers)))
         for answer in answers(task, drawn, lm):

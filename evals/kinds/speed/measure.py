@@ -20,10 +20,9 @@ import numpy as np
 from engines.bundle import EngineBundle
 from engines.costs.bandwidth import read_bandwidth, roofline_share
 from engines.sequences import Sequences
-from evals.items import write_metrics
 from evals.kind import Context
-from evals.kinds.speed import ENGINES, Benchmark, EngineNumbers, SpeedSample, SpeedSettings
-from tapeout.artifact import Artifact, create, load
+from evals.kinds.speed import ENGINES, KIND, Benchmark, EngineNumbers, SpeedSample, SpeedSettings
+from tapeout.artifact import Artifact
 from tapeout.errors import EvidenceError
 from tapeout.fingerprint import Fingerprint
 from tapeout.progress import ProgressBar
@@ -127,10 +126,7 @@ def benchmark(
         price_per_hour=settings.price_per_hour,
         executed_on=executed_on,
     )
-    with create(folder, Benchmark) as draft:
-        write_metrics(draft.folder, benchmark_metrics(record))
-        draft.finish(record, parents=bundles)
-    return load(folder, Benchmark)
+    return KIND.write(folder, record, parents=bundles, metrics=benchmark_metrics(record))
 
 
 def _prefill_seconds(engine: Sequences, prompt: list[int]) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tokenizers import Tokenizer
 
-from engines.protocol import FloatArray
+from engines.protocol import Engine, FloatArray
 from engines.sequences import Sequences, SlotEntry
 from evals.answers import Answerer, greedy
 from evals.text import log_likelihoods
@@ -100,11 +100,11 @@ def encode(tokenizer: Tokenizer, text: str, beginning: int | None) -> list[int]:
 class EngineLM(TemplateLM):
     """Scores through slot 0 and up of an :class:`engines.sequences.Sequences`.
 
-    ``answerer``: generates, with the same engine. Without one, tasks that generate are refused.
+    ``answerer``: makes the core that serves, which generates. Without one, tasks that generate are refused.
 
     ``beginning``: the token put before every text, or None; pinned here so that both engines of a comparison, and
-    the next run, read the same tokens. ``end_of_text``: ends a generation, and stands before a text that has no
-    context where there is no ``beginning``.
+    the next run, read the same tokens. ``stop_tokens``: end a generation. The first of them stands before a text that
+    has no context where there is no ``beginning``.
     ``calls``, ``tokens`` and ``seconds`` count what scoring asked of the engine.
     """
 
@@ -113,25 +113,25 @@ class EngineLM(TemplateLM):
         engine: Sequences,
         tokenizer: Tokenizer,
         *,
-        end_of_text: int,
+        stop_tokens: Sequence[int],
         beginning: int | None,
         name: str = "engine",
-        answerer: Answerer | None = None,
+        answerer: Callable[[Engine], Answerer] | None = None,
     ) -> None:
         super().__init__()
         self.engine, self.tokenizer, self.answerer = engine, tokenizer, answerer
-        self.beginning, self.end_of_text, self.name = beginning, end_of_text, name
+        self.beginning, self.stop_tokens, self.name = beginning, tuple(stop_tokens), name
         self.task = ""  # named in the progress bar
         self.calls = self.tokens = 0
         self.seconds = 0.0
 
     @property
     def eot_token_id(self) -> int:
-        return self.end_of_text
+        return self.stop_tokens[0]
 
     @property
     def prefix_token_id(self) -> int:
-        return self.end_of_text if self.beginning is None else self.beginning
+        return self.eot_token_id if self.beginning is None else self.beginning
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         return encode(self.tokenizer, string, None if add_special_tokens is False else self.beginning)
@@ -239,6 +239,9 @@ class EngineLM(TemplateLM):
                 expected="a task that scores its choices",
                 remedy="leave that task out of `evaluate.tasks`",
             )
+        answerer = self.answerer(
+            self.engine.engine
+        )  # anew: scoring writes to the blocks that another holds prefixes in
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
@@ -248,10 +251,10 @@ class EngineLM(TemplateLM):
             room = self.engine.max_tokens - limit
             prompts = [self.tok_encode(requests[number].args[0])[-room:] for number in numbers]
             responses = greedy(
-                self.answerer,
+                answerer,
                 prompts,
                 max_new_tokens=limit,
-                stop_tokens=[self.end_of_text],
+                stop_tokens=self.stop_tokens,
                 leaves=lambda tokens, until=until: any(stop in self.tokenizer.decode(tokens) for stop in until),
                 progress=f"{self.name} {self.task}",
             )

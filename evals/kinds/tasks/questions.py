@@ -1,6 +1,7 @@
-"""lm-eval's own task definitions, with the data read from Arrow tables on disk.
+"""Tasks with their data, which is read from Arrow tables on disk.
 
-Prompts, choices, targets and metrics are lm-eval's; only the source of the rows is replaced. A data folder holds
+Multiple choice is defined by lm-eval: prompts, choices, targets and metrics are its own, only the source of the rows is
+replaced. Generative tasks are modules of ``evals/kinds/tasks/generative``. A data folder holds
 ``<dataset>/<configuration>/<split>`` folders that ``datasets.load_from_disk`` opens, where ``<dataset>`` is the
 definition's ``dataset_path``, its last part or the data set's other name, and ``<configuration>`` its
 ``dataset_name``, or, where it has none, the only one there is. As in lm-eval, the definition's test split is taken, or
@@ -26,6 +27,10 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks._yaml_loader import load_yaml
 from tqdm import tqdm
 
+from evals.kinds.tasks import TaskSettings, generative_of
+from evals.kinds.tasks.free_text import FreeTextTask
+from evals.kinds.tasks.generative import generative_tasks
+from evals.kinds.tasks.generative_task import GenerativeTask, Row
 from tapeout.errors import EvidenceError, RecipeError
 
 # lm-eval's bar over the prompts of a task fills logs, and what takes long is answering them.
@@ -126,8 +131,19 @@ def _marked(value: Any) -> Any:
     return NULL if value is None else value
 
 
+def load_tasks(settings: TaskSettings, data: Path) -> dict[str, LocalTask | FreeTextTask]:
+    """The tasks of a recipe, by name; errors as of :func:`load_task`."""
+    generative, examples = generative_of(settings), settings.examples
+    return {
+        name: load_generative_task(name, generative[name], data, examples[name])
+        if name in generative
+        else load_task(name, data)
+        for name in settings.tasks
+    }
+
+
 def load_task(name: str, data: Path) -> LocalTask:
-    """The task ``name`` of lm-eval over the tables under ``data``.
+    """The multiple-choice task ``name`` of lm-eval over the tables under ``data``.
 
     :class:`RecipeError` for an unknown task or one that is not multiple choice with one right answer;
     :class:`EvidenceError` when its table is missing, lacks a column the definition reads, or has an unsound row.
@@ -137,19 +153,11 @@ def load_task(name: str, data: Path) -> LocalTask:
     if "class" in definition or definition.get("output_type") != "multiple_choice":
         raise RecipeError(
             f"task {name!r} is {definition.get('output_type', 'a Python class')}",
-            expected="a multiple-choice task",
-            remedy="choose another in `evaluate.tasks`",
+            expected=f"a multiple-choice task of lm-eval, or one of {', '.join(generative_tasks())}",
+            remedy="choose another in `evaluate.tasks`, or add a generative task (docs/extending.md)",
         )
     split, table = find_table(data, name, definition)
-    # In memory: a definition's `process_docs` would else write its result beside the table.
-    try:
-        rows = load_from_disk(str(table), keep_in_memory=True)
-    except (OSError, ValueError, KeyError, IndexError) as error:  # IndexError: no rows
-        raise EvidenceError(
-            f"{table} holds no rows, or cannot be read: {error}", expected=f"a table for task {name!r}", remedy=COMPLETE
-        ) from error
-    if not isinstance(rows, Dataset) or len(rows) == 0:
-        raise EvidenceError(f"{table} holds no rows", expected=f"a table for task {name!r}", remedy=COMPLETE)
+    rows = _rows(table, name)
     try:
         task = LocalTask(definition, split, rows)
     except Exception as error:  # definitions are arbitrary templates and functions over the columns
@@ -168,6 +176,54 @@ def load_task(name: str, data: Path) -> LocalTask:
     return task
 
 
+def load_generative_task(name: str, definition: GenerativeTask, data: Path, shots: int) -> FreeTextTask:
+    """A task over the tables under ``data``, with so many solved examples before each question.
+
+    :class:`EvidenceError` when a table is missing, holds too few examples, or has a row that the task cannot read.
+    """
+    rows = _readable_rows(name, definition, data, definition.split)
+    examples = _readable_rows(name, definition, data, definition.examples_split)[:shots] if shots else []
+    if len(examples) < shots:
+        raise EvidenceError(
+            f"task {name!r} has {len(examples)} examples in its split {definition.examples_split!r}",
+            expected=f"{shots}",
+            remedy="lower its number in `evaluate.shots`",
+        )
+    return FreeTextTask(name, definition, rows, examples)
+
+
+def _readable_rows(name: str, definition: GenerativeTask, data: Path, split: str) -> list[Row]:
+    """The rows of one split, each with text to ask and to compare with."""
+    place = {"dataset_path": definition.dataset, "dataset_name": definition.configuration, "test_split": split}
+    rows: list[Row] = _rows(find_table(data, name, place)[1], name).to_list()
+    for number, row in enumerate(rows):
+        try:
+            text = definition.prompt(_marked(row)) + definition.target(_marked(row))
+            if NULL in text:
+                raise ValueError("null where text is read")
+        except Exception as error:  # tasks are arbitrary functions over the columns
+            raise EvidenceError(
+                f"row {number} of task {name!r}, split {split!r}, cannot be read: {type(error).__name__}: {error}",
+                expected=f"a row as {definition.dataset} has them; found {row}",
+                remedy=f"correct the row of {definition.dataset}, or remove it",
+            ) from error
+    return rows
+
+
+def _rows(table: Path, name: str) -> Dataset:
+    """All rows of a table, at least one; :class:`EvidenceError` where it cannot be read."""
+    # In memory: a definition's `process_docs` would else write its result beside the table.
+    try:
+        rows = load_from_disk(str(table), keep_in_memory=True)
+    except (OSError, ValueError, KeyError, IndexError) as error:  # IndexError: no rows
+        raise EvidenceError(
+            f"{table} holds no rows, or cannot be read: {error}", expected=f"a table for task {name!r}", remedy=COMPLETE
+        ) from error
+    if not isinstance(rows, Dataset) or len(rows) == 0:
+        raise EvidenceError(f"{table} holds no rows", expected=f"a table for task {name!r}", remedy=COMPLETE)
+    return rows
+
+
 def definition_path(name: str) -> Path:
     """The YAML file that defines a task."""
     known = _definitions()
@@ -176,7 +232,9 @@ def definition_path(name: str) -> Path:
     near = difflib.get_close_matches(name, known, n=3)
     raise RecipeError(
         f"lm-eval has no task {name!r}",
-        expected=f"one of its tasks, such as {', '.join(near)}" if near else "one of its tasks",
+        expected=f"one of its tasks, such as {', '.join(near)}"
+        if near
+        else f"one of its tasks, or {', '.join(generative_tasks())}",
         remedy="correct `evaluate.tasks`",
     )
 

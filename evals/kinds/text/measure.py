@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 from lm_eval.evaluator import evaluate as run_tasks
 from tokenizers import Tokenizer
 
+from engines.protocol import Engine
 from engines.sequences import Sequences
-from evals.items import write_items, write_metrics
+from evals.answers import Answerer
+from evals.items import write_items
 from evals.kind import Context
-from evals.kinds.tasks import EvalReport, TaskItem, TaskSettings
+from evals.kinds import tasks
+from evals.kinds import text as text_kind
+from evals.kinds.tasks import AnswerItem, ChoiceItem, EvalReport, TaskItem, TaskSettings
+from evals.kinds.tasks.free_text import FreeTextTask, answer_items, other_scores
 from evals.kinds.tasks.harness import EngineLM, beginning_of_text, encode
-from evals.kinds.tasks.questions import LocalTask, choose_documents, load_task
+from evals.kinds.tasks.questions import LocalTask, choose_documents, load_tasks
 from evals.kinds.text import HeldOutSettings, text_items, text_metrics
 from evals.text import joined
-from tapeout.artifact import Artifact, Parents, create, load
+from tapeout.artifact import Artifact, Parents
 from tapeout.errors import EvidenceError
 from tapeout.fingerprint import Fingerprint
 
@@ -38,8 +44,9 @@ def measure(context: Context, folder: Path) -> None:
         texts,
         context.engine("baseline"),
         context.engine("candidate"),
+        context.answerer,
         tokenizer_file=bundle.folder / "tokenizer.json",
-        end_of_text=bundle.record.stop_tokens[0],
+        stop_tokens=bundle.record.stop_tokens,
         data=source.folder / source.record.data_entry,
         heldout_texts=context.heldout_texts(texts.documents),
         seed=context.seed,
@@ -54,9 +61,10 @@ def evaluate(
     text: HeldOutSettings,
     baseline: Sequences,
     candidate: Sequences,
+    answerer: Callable[[Engine], Answerer],
     *,
     tokenizer_file: Path,
-    end_of_text: int,
+    stop_tokens: Sequence[int],
     data: Path,
     heldout_texts: Sequence[str],
     seed: int,
@@ -67,18 +75,22 @@ def evaluate(
     """Write an :class:`EvalReport` with ``task_items.jsonl``, ``text_items.jsonl`` and ``metrics.json`` (flat numbers).
 
     ``data``: the folder that holds ``<dataset>/<configuration>/<split>`` tables. ``heldout_texts``: documents neither
-    engine was calibrated on; each is cut to ``evaluate.document_tokens``. ``end_of_text``: a stop token of the model.
+    engine was calibrated on; each is cut to ``evaluate.document_tokens``. ``stop_tokens``: of the model.
+    ``answerer``: makes the core that serves, which answers the questions of generative tasks.
     Nothing here is downloaded, and no clock value is written: the same engines and recipe give the same digest.
     """
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     beginning = beginning_of_text(tokenizer)
     left, right = (
-        EngineLM(engine, tokenizer, end_of_text=end_of_text, beginning=beginning, name=name)
+        EngineLM(engine, tokenizer, stop_tokens=stop_tokens, beginning=beginning, name=name, answerer=answerer)
         for engine, name in ((baseline, "baseline"), (candidate, "candidate"))
     )
-    answered = [
-        item for task, numbers in questions(settings, data, seed) for item in task_items(task, numbers, left, right)
-    ]
+    asked = questions(settings, data, seed)
+    for task, numbers in asked:
+        if isinstance(task, FreeTextTask):
+            for lm in (left, right):
+                task.require_room(numbers, lm)
+    answered = [item for task, numbers in asked for item in task_items(task, numbers, left, right)]
     for lm in (left, right):
         rate = lm.tokens / lm.seconds if lm.seconds else 0.0
         log.info("%s: %d calls, %d tokens, %.0f tokens/s", lm.name, lm.calls, lm.tokens, rate)
@@ -91,37 +103,46 @@ def evaluate(
     ]
     scored += text_items(baseline, candidate, longs, long=True)
 
-    with create(folder, EvalReport) as draft:
-        write_items(draft.folder / "task_items.jsonl", answered)
-        write_items(draft.folder / "text_items.jsonl", scored)
-        metrics = {**task_metrics(answered), **text_metrics(scored)}
-        write_metrics(draft.folder, metrics)
-        draft.finish(
-            EvalReport(
-                baseline=baseline.digest,
-                candidate=candidate.digest,
-                tasks=dict(Counter(item.task for item in answered)),
-                documents=len(scored),
-                max_tokens=positions,
-                versions={name: version(name) for name in ("lm-eval", "tokenizers", "datasets", "numpy")},
-                beginning_of_text=beginning,
-                executed_on=executed_on,
-            ),
-            parents=parents,
-        )
-    return load(folder, EvalReport)
+    record = EvalReport(
+        baseline=baseline.digest,
+        candidate=candidate.digest,
+        tasks=dict(Counter(item.task for item in answered)),
+        shots=settings.examples,
+        documents=len(scored),
+        max_tokens=positions,
+        versions={name: version(name) for name in ("lm-eval", "tokenizers", "datasets", "numpy")},
+        beginning_of_text=beginning,
+        executed_on=executed_on,
+    )
+    return tasks.KIND.write(
+        folder,
+        record,
+        parents=parents,
+        items=answered,
+        metrics={**task_metrics(answered), **text_metrics(scored)},
+        add_files=lambda draft: write_items(draft / text_kind.KIND.items_file, scored),
+    )
 
 
-def questions(settings: TaskSettings, data: Path, seed: int) -> list[tuple[LocalTask, list[int]]]:
+def questions(settings: TaskSettings, data: Path, seed: int) -> list[tuple[LocalTask | FreeTextTask, list[int]]]:
     """The tasks, and which documents of each are asked."""
-    tasks = {name: load_task(name, data) for name in settings.tasks}
-    contents = {name: task.contents() for name, task in tasks.items()}
+    found = load_tasks(settings, data)
+    contents = {name: task.contents() for name, task in found.items()}
     chosen = choose_documents(contents, settings.items, seed)
-    return [(tasks[name], numbers) for name, numbers in chosen.items()]
+    return [(found[name], numbers) for name, numbers in chosen.items()]
 
 
-def task_items(task: LocalTask, numbers: Sequence[int], baseline: EngineLM, candidate: EngineLM) -> list[TaskItem]:
-    """Both engines' answers to the documents ``numbers`` (ascending) of one task, paired by document and hashes."""
+def task_items(
+    task: LocalTask | FreeTextTask, numbers: Sequence[int], baseline: EngineLM, candidate: EngineLM
+) -> Sequence[TaskItem]:
+    """Both engines' answers to the documents ``numbers`` (ascending) of one task, paired."""
+    if isinstance(task, FreeTextTask):
+        return answer_items(task, numbers, baseline, candidate)
+    return choice_items(task, numbers, baseline, candidate)
+
+
+def choice_items(task: LocalTask, numbers: Sequence[int], baseline: EngineLM, candidate: EngineLM) -> list[ChoiceItem]:
+    """Those of multiple choice, paired by document and hashes."""
     left, right = (answers(task, numbers, lm) for lm in (baseline, candidate))
     if [pairing_key(answer) for answer in left] != [pairing_key(answer) for answer in right]:
         raise EvidenceError(
@@ -129,7 +150,7 @@ def task_items(task: LocalTask, numbers: Sequence[int], baseline: EngineLM, cand
             expected=f"equal {', '.join(PAIRING_KEYS)} in the same order",
             remedy="run both over the same recipe, tokenizer and data",
         )
-    return [_task_item(task, one, other) for one, other in zip(left, right, strict=True)]
+    return [_choice_item(task, one, other) for one, other in zip(left, right, strict=True)]
 
 
 def answers(task: LocalTask, numbers: Sequence[int], lm: Any) -> list[dict[str, Any]]:
@@ -147,17 +168,17 @@ def pairing_key(answer: Mapping[str, Any]) -> dict[str, Any]:
     return {key: answer[key] for key in PAIRING_KEYS}
 
 
-def _task_item(task: LocalTask, baseline: Mapping[str, Any], candidate: Mapping[str, Any]) -> TaskItem:
+def _choice_item(task: LocalTask, baseline: Mapping[str, Any], candidate: Mapping[str, Any]) -> ChoiceItem:
     gold = task.right_choice(baseline["doc"])
     (left, one), (right, other) = (scored(task, answer) for answer in (baseline, candidate))
-    return TaskItem(
+    return ChoiceItem(
         task=str(task.config.task),
         metric=task.main_metric,
         gold=gold,
         baseline_choice=one,
         candidate_choice=other,
-        baseline_correct=one == gold,
-        candidate_correct=other == gold,
+        baseline_score=float(one == gold),
+        candidate_score=float(other == gold),
         baseline_loglikelihoods=left,
         candidate_loglikelihoods=right,
         **pairing_key(baseline),
@@ -181,15 +202,19 @@ def scored(task: LocalTask, answer: Mapping[str, Any]) -> tuple[tuple[float, ...
 
 
 def task_metrics(items: Sequence[TaskItem]) -> dict[str, float]:
-    """Pooled and per-task accuracy, and flips: the share of questions one engine has right and the other wrong."""
+    """Mean scores, pooled and of each task, and flips: the share of questions that the engines score differently.
+
+    Of a generative task also the scores by its other scorers.
+    """
     metrics: dict[str, float] = {"items": len(items)}
     if not items:
         return metrics
-    metrics["baseline_accuracy"] = sum(item.baseline_correct for item in items) / len(items)
-    metrics["candidate_accuracy"] = sum(item.candidate_correct for item in items) / len(items)
-    metrics["flips"] = sum(item.baseline_correct != item.candidate_correct for item in items) / len(items)
+    metrics["baseline_accuracy"] = fmean(item.baseline_score for item in items)
+    metrics["candidate_accuracy"] = fmean(item.candidate_score for item in items)
+    metrics["flips"] = sum(item.baseline_score != item.candidate_score for item in items) / len(items)
     for task in dict.fromkeys(item.task for item in items):
         own = [item for item in items if item.task == task]
-        metrics[f"baseline_{task}"] = sum(item.baseline_correct for item in own) / len(own)
-        metrics[f"candidate_{task}"] = sum(item.candidate_correct for item in own) / len(own)
+        metrics[f"baseline_{task}"] = fmean(item.baseline_score for item in own)
+        metrics[f"candidate_{task}"] = fmean(item.candidate_score for item in own)
+        metrics |= other_scores(task, [item for item in own if isinstance(item, AnswerItem)])
     return metrics
