@@ -20,10 +20,10 @@ from pipeline.registry import serving
 from pipeline.registry.access import VersionReference
 from pipeline.registry.levels import covered, level_to_serve
 from pipeline.registry.pull import Requirements
-from runtime.engine.opening import OpenBundle
 from runtime.gateway.engines.local import ProcessClient
 from runtime.gateway.http.listen import ServeError, listen
 from runtime.wire.limits import Limits
+from runtime.wire.start import EngineSettings
 from tapeout import artifact
 from tapeout.errors import TapeoutError
 from tapeout.fingerprint import judged_level
@@ -111,8 +111,10 @@ def run(options: Options) -> None:
 
         challenger, other = find_challenger(options.shadow.source, required)
         mirrored = mirror(options.shadow, folder, challenger, public_key, other)
-    opener = OpenBundle(options.threads, options.slots, options.kv_bytes, public_key, approved.level)
-    client = ProcessClient(folder, opener, limits)
+    engine = EngineSettings(
+        options.threads, options.slots, options.kv_bytes, public_key and str(public_key), approved.level
+    )
+    client = ProcessClient(str(folder), engine, limits)
     # Imported while the engine's process opens the bundle.
     from fastapi import APIRouter
 
@@ -150,13 +152,12 @@ def run(options: Options) -> None:
     async def beside(service: Service) -> None:
         works: list[Awaitable[None]] = []
         if reference is not None and reference.alias and options.follow_seconds:
-            works.append(follow_alias(service, reference, required, opener, limits, options.follow_seconds))
+            works.append(follow_alias(service, reference, required, engine, limits, options.follow_seconds))
         await asyncio.gather(*works, *([mirrored.run()] if mirrored is not None else []))
 
     try:
         serve(
             client,
-            folder,
             listener,
             ServeSettings(
                 names=names,
@@ -205,7 +206,7 @@ async def follow_alias(
     service: Service,
     reference: VersionReference,
     required: Requirements,
-    opener: OpenBundle,
+    engine: EngineSettings,
     limits: Limits,
     seconds: float,
 ) -> None:
@@ -223,7 +224,7 @@ async def follow_alias(
             changed = now is None or now != done
             if changed or (failures and time.monotonic() >= retry_at):
                 failures, done = 0 if changed else failures, now
-                opener = await _serve_alias(service, reference, required, opener, limits)
+                engine = await _serve_alias(service, reference, required, engine, limits)
                 failures, last_reason = 0, ""
         except Exception as error:  # of any kind: a broken bundle must not end the watch
             failures += 1
@@ -236,18 +237,18 @@ async def follow_alias(
 
 
 async def _serve_alias(
-    service: Service, reference: VersionReference, required: Requirements, opener: OpenBundle, limits: Limits
-) -> OpenBundle:
+    service: Service, reference: VersionReference, required: Requirements, engine: EngineSettings, limits: Limits
+) -> EngineSettings:
     """Serve what the alias names, unless it is served: the same bundle may have evidence for another level now."""
     folder, approved = await _pulled(reference, required)
     if not required.unsafe:
         require_covered(limits, approved.facts, str(reference))
     bundle = artifact.load_record(folder, EngineBundle)
-    if (bundle.digest, approved.level) != (service.client.info.digest, opener.level):
-        opener = replace(opener, level=approved.level)
-        await service.swap(folder, opener)
+    if (bundle.digest, approved.level) != (service.client.info.digest, engine.level):
+        engine = replace(engine, level=approved.level)
+        await service.swap(str(folder), engine)
         log.info("%s is served; requests that were running end on the engine before it", folder)
-    return opener
+    return engine
 
 
 def parse_bytes(text: str) -> int:

@@ -172,7 +172,6 @@ class EngineCore:
             blocks_held=pool.held,
             blocks_cached=pool.cached,
             steps=self._steps,
-            stepped_at=self.clock(),
             step_seconds=self._step_seconds,
             step_tokens=self._step_tokens,
             step_requests=self._step_requests,

@@ -13,19 +13,19 @@ import time
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from runtime.engine.core import EngineCore
-from runtime.gateway.engines.local import EngineDownError, ProcessClient
+from runtime.gateway.engines.client import EngineDownError
+from runtime.gateway.engines.local import ProcessClient
 from runtime.gateway.operations.health import Health
 from runtime.wire.limits import Limits
 from runtime.wire.messages import Delta, GenerateRequest
 from tapeout.errors import RequestError
 from tests.fake_engine import HistoryEngine
-from tests.faulty_engine import CRASH, HANG, OpenFaulty
+from tests.faulty_engine import CRASH, HANG, WORKER, Faulty
 from tests.http_server import MODEL, VOCAB, Served, serving
 from tests.serving_client import SlowEngine
 
@@ -234,7 +234,7 @@ def test_a_prefix_of_another_salt_is_not_found() -> None:
 
 def _process(test: Callable[[ProcessClient], Awaitable[None]], **options: Any) -> None:
     async def run() -> None:
-        client = ProcessClient(Path("7"), OpenFaulty(), **options)
+        client = ProcessClient(str(Faulty()), worker=WORKER, **options)
         try:
             await client.open()
             await asyncio.wait_for(test(client), 60)

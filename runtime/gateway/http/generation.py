@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from runtime.constraints.compiler import TOO_COMPLEX
-from runtime.gateway.engines.local import EngineClient
+from runtime.gateway.engines.client import EngineClient
 from runtime.gateway.protocol.calls import Call, Hook
 from runtime.gateway.protocol.errors import ApiError, draining, from_exception, invalid
 from runtime.gateway.text.model import ResponseText
