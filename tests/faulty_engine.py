@@ -16,6 +16,7 @@ from runtime.engine.opening import Opened
 from runtime.wire.messages import EngineInfo
 from runtime.wire.start import EngineSettings
 from tapeout.errors import ArtifactError
+from tapeout.file_hashes import sha256_file
 from tests.fake_engine import HistoryEngine
 
 VOCABULARY, STOP = 16, 0
@@ -62,6 +63,7 @@ class Faulty:
     max_tokens: int = 256
     block_tokens: int = 4
     crash: int = CRASH
+    folder: str = ""  # with text files
 
     def __str__(self) -> str:
         """In place of a folder."""
@@ -84,8 +86,9 @@ def open_faulty(folder: Path, _: EngineSettings) -> Opened:
         has.block_bytes,
         weight_bytes=0,
         stop_tokens=frozenset({STOP}),
+        files={path.name: sha256_file(path) for path in Path(bundle.folder).iterdir()} if bundle.folder else {},
     )
-    return Opened(engine, info)
+    return Opened(engine, info, folder=Path(bundle.folder))
 
 
 def alone(engine: HistoryEngine, prompt: Sequence[int], new: int, stops: frozenset[int] = frozenset()) -> list[int]:

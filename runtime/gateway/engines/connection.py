@@ -165,6 +165,8 @@ class EngineConnection(asyncio.Protocol, ABC):
 
     async def read(self, sha256: str, offset: int) -> bytes:
         """A part of a file of the bundle; empty at its end. One at a time."""
+        if self.down:
+            raise self._down("has ended")
         self._part = asyncio.get_running_loop().create_future()
         self.send(ReadFile(sha256, offset))
         part = await self._part
