@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from runtime.constraints.compiler import TOO_COMPLEX
+from runtime.constraints.size import TOO_COMPLEX
 from runtime.gateway.engines.client import EngineClient
 from runtime.gateway.protocol.calls import Call, Hook
 from runtime.gateway.protocol.errors import ApiError, draining, from_exception, invalid
