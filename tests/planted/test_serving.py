@@ -277,6 +277,27 @@ def test_an_engine_that_is_stuck_is_unhealthy() -> None:
     _process(test, quiet_seconds=0.7, stuck_seconds=2.0)
 
 
+@pytest.mark.parametrize("place", [0, 5, 10, 23])
+def test_bytes_between_server_and_engine_are_damaged(place: int) -> None:
+    """In its length, checksum and MAC, and in its content, where a changed token would be another answer."""
+
+    async def test(client: ProcessClient) -> None:
+        connection = client._current
+        taken, connection.data_received = connection.data_received, lambda data: taken(damaged(data))
+
+        def damaged(data: bytes) -> bytes:
+            at = place if place < 23 else len(data) - 1
+            return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+        with pytest.raises(EngineDownError, match="cannot be understood"):
+            await _answer(client, "a", [1, 2])
+        while not client.ready:
+            await asyncio.sleep(0.01)
+        assert await _answer(client, "b", [1, 2]) == 5
+
+    _process(test)
+
+
 def test_a_drain_meets_new_requests_and_a_long_one() -> None:
     async def test(client: ProcessClient) -> None:
         request = GenerateRequest("long", [1, 2], 250)
