@@ -36,7 +36,7 @@ class FreeEngine:
         self._waiting: dict[str, asyncio.Future[None]] = {}
         self._clock: asyncio.Task[None] | None = None
 
-    async def generate(self, request: Any) -> AsyncGenerator[Any]:
+    async def generate(self, request: Any, age: float = 0.0) -> AsyncGenerator[Any]:
         from runtime.wire.messages import Delta
 
         if self._clock is None:

@@ -57,7 +57,7 @@ class LocalClient:
     def ready(self) -> bool:
         return not (self.draining or self.down)
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
+    async def generate(self, request: GenerateRequest, age: float = 0.0) -> AsyncGenerator[Delta]:
         if not self.ready:
             raise EngineDownError("the engine takes no requests")
         stream = self._streams[request.id] = asyncio.Queue[Delta | TapeoutError]()

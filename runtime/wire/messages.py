@@ -190,7 +190,7 @@ class Add(NamedTuple):
     """Commands to the engine's process. ``age``: seconds from the request's arrival until this was sent."""
 
     request: GenerateRequest
-    age: Seconds = 0.0
+    age: Seconds
 
 
 class Cancel(NamedTuple):

@@ -343,6 +343,21 @@ def test_timeouts_end_requests(place: Place) -> None:
     run(test())
 
 
+def test_timeouts_count_from_when_a_request_arrived(place: Place) -> None:
+    """Its age says so, not a clock. Planted: an age that the engine ignores."""
+
+    async def test() -> None:
+        async with place.served() as client:
+            late = GenerateRequest("late", [1, 2], 5, queue_timeout=30.0)
+            (ended,) = [delta async for delta in client.generate(late, 40.0)]
+            assert ended.finish_reason == "timeout"
+            deltas = [delta async for delta in client.generate(GenerateRequest("old", [1, 2], 5, timeout=90.0), 40.0)]
+            assert len(tokens(deltas)) == 5 and deltas[0].queue_seconds is not None
+            assert 40 <= deltas[0].queue_seconds < 50
+
+    run(test())
+
+
 def test_commands_that_fill_the_socket_during_a_long_step_all_arrive(place: Place) -> None:
     """Under uvloop, too: its sockets do not block, so a write to a full one must be continued later."""
 

@@ -267,7 +267,7 @@ def test_what_a_request_holds_is_checked_where_it_is_sent() -> None:
     ]
     for values in wrong:
         with pytest.raises(RequestError):
-            encode_checked(Add(GenerateRequest(**({"id": "a", "prompt": [1], "max_new_tokens": 1} | values))))
+            encode_checked(Add(GenerateRequest(**({"id": "a", "prompt": [1], "max_new_tokens": 1} | values)), 0.0))
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------

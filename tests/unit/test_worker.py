@@ -98,7 +98,7 @@ def test_a_request_that_comes_first_does_not_wait_for_constraints() -> None:
     """Planted: the compiler loaded at once, or never."""
     compiler = SlowCompiler()
     with serving(engine(), compiler) as server:
-        server.send(Add(GenerateRequest("a", [1, 2], 3)))
+        server.send(Add(GenerateRequest("a", [1, 2], 3), 0.0))
         tokens = 0
         while tokens < 3:
             report = server.report()
@@ -122,7 +122,7 @@ def test_an_idle_engine_works_ahead_until_there_is_nothing_more(monkeypatch: pyt
 def test_a_running_engine_works_ahead_once_its_report_is_sent() -> None:
     fake = engine()
     with serving(fake) as server:
-        server.send(Add(GenerateRequest("a", [1, 2], 5)))
+        server.send(Add(GenerateRequest("a", [1, 2], 5), 0.0))
         while not any(delta.finish_reason for delta in server.report().deltas):
             pass
         assert fake.prepared.count(1) == 4, "after each step but the last"

@@ -80,11 +80,11 @@ class ReopeningClient(ABC, Generic[C]):
     async def files(self) -> Path:
         return await self._current.files()
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
+    async def generate(self, request: GenerateRequest, age: float = 0.0) -> AsyncGenerator[Delta]:
         if self._draining:
             raise EngineDownError("the server is shutting down", remedy="send the request to another server")
         connection = self._current
-        stream = connection.add(request)
+        stream = connection.add(request, age)
         try:
             while True:
                 for delta in await stream.next():
