@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -183,10 +184,14 @@ def _here(options: Options) -> _Served:
     name = folder.resolve().name if reference is None else reference.name
     follow = None
     if reference is not None and reference.alias and options.follow_seconds:
-
-        async def follow(service: Service) -> None:
-            await follow_alias(service, reference, required, engine, limits, options.follow_seconds)
-
+        follow = partial(
+            follow_alias,
+            reference=reference,
+            required=required,
+            engine=engine,
+            limits=limits,
+            seconds=options.follow_seconds,
+        )
     return _Served(client, name, measured_bandwidth(folder), mirrored, follow)
 
 
